@@ -1,0 +1,81 @@
+# The verbs of this house, for people and for CI. Needs only Python >= 3.11 with venv; everything
+# else goes into .venv, at the versions in constraints.txt.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+# How many examples `make law` tries per law.
+EXAMPLES ?= 20000
+
+# pip takes these for the build environment too (the first name up to pip 25.2, the second since).
+export PIP_CONSTRAINT := constraints.txt
+export PIP_BUILD_CONSTRAINT := constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help env demo test lint types imports check format bench law mutants clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+env: $(READY) ## create or update .venv (every other verb does it when needed)
+
+demo: $(READY) ## move a cache between two made-up engines, in memory, and check every cell
+	@$(BIN)/kvferry demo
+
+test: $(READY) ## the quick test suite, doctests included
+	@echo "==> tests"
+	@$(BIN)/pytest
+
+lint: $(READY) ## ruff: rules and formatting
+	@echo "==> lint"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(READY) ## mypy, strict on src
+	@echo "==> types"
+	@$(BIN)/mypy
+
+imports: $(READY) ## the import rule: arrows point inward
+	@echo "==> imports"
+	@$(BIN)/lint-imports --no-logo
+
+check: test lint types imports ## all that CI checks
+
+format: $(READY) ## rewrite files the way `make lint` wants them
+	@$(BIN)/ruff check --fix-only .
+	@$(BIN)/ruff format .
+
+bench: $(READY) ## time the core
+	@$(BIN)/python benchmarks/core.py
+
+law: $(READY) ## the long property run (EXAMPLES=20000)
+	@echo "==> laws, $(EXAMPLES) examples each"
+	@KVFERRY_LAW_EXAMPLES=$(EXAMPLES) $(BIN)/pytest -s -m "" tests/test_everything.py
+
+mutants: $(READY) ## break the code on purpose; every break must fail a test
+	@$(BIN)/python tools/mutants.py
+
+clean: ## remove .venv, caches and build products
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { \
+		echo "kvferry needs Python 3.11 or newer; '$(PYTHON)' was not found." \
+		     "Name another one: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "kvferry needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." \
+		     "Name another one: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "'$(PYTHON)' has no venv module; install it first" \
+		     "(Debian and Ubuntu: apt install python3-venv)." >&2; exit 1; }
+	@echo "==> $(VENV): $$($(PYTHON) --version), about a minute the first time"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "==> $(VENV): installing kvferry and its tools at the versions in constraints.txt"
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	@touch $@

@@ -1,0 +1,78 @@
+"""Boxes: what a rank holds, or needs, of one state.
+
+A box is a product of sets, one per axis. On an ordinary axis the set is a few spans. The token axis has
+no end, so its set repeats: cells whose index modulo ``period`` lies in the spans (one in ``period`` cells
+under context parallelism; every cell otherwise, with period 1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd, prod
+
+from kvferry.core.span import Span, Spans, count, intersect, normal, show
+
+TOKEN = "token"
+"""The name of the axis that the block table cuts. Its coordinates count cells."""
+
+EVERY = (Span(0, 1),)
+"""The token axis of a box that holds every cell: residue 0 modulo 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A product of sets of coordinates.
+
+    >>> a = Box((("channel", (Span(0, 128),)), ("head", (Span(0, 4),))))
+    >>> b = Box((("channel", (Span(0, 128),)), ("head", (Span(3, 6),))))
+    >>> print(a & b)
+    channel [0, 128) × head [3, 4)
+    """
+
+    axes: tuple[tuple[str, Spans], ...]
+    """Axis name and coordinates, sorted by name."""
+    period: int = 1
+    """After how many cells the set on the token axis repeats."""
+
+    def __and__(self, other: Box) -> Box:
+        period = lcm(self.period, other.period)
+        mine, theirs = self.over(period), other.over(period)
+        pairs = zip(mine.axes, theirs.axes, strict=True)
+        return Box(tuple((name, intersect(a, b)) for (name, a), (_, b) in pairs), period)
+
+    def over(self, period: int) -> Box:
+        """The same box, its token axis written out over a multiple of its period."""
+        if period == self.period:
+            return self
+        starts = range(0, period, self.period)
+        axes = (
+            (name, normal(Span(s.start + at, s.stop + at) for at in starts for s in spans))
+            if name == TOKEN
+            else (name, spans)
+            for name, spans in self.axes
+        )
+        return Box(tuple(axes), period)
+
+    def num_cells(self) -> int:
+        """Cells per period of the token axis (per value, for a state without one)."""
+        return prod(count(spans) for _, spans in self.axes)
+
+    def __bool__(self) -> bool:
+        return all(spans for _, spans in self.axes)
+
+    def __str__(self) -> str:
+        parts = [
+            f"{name} {show(spans)}" + (f" of {self.period}" if name == TOKEN else "")
+            for name, spans in self.axes
+            if name != TOKEN or spans != EVERY
+        ]
+        return " × ".join(parts) or "everything"
+
+
+def lcm(a: int, b: int) -> int:
+    """The least common multiple.
+
+    >>> lcm(16, 24)
+    48
+    """
+    return a * b // gcd(a, b)

@@ -1,0 +1,272 @@
+"""From a proved plan to bytes, once per peer.
+
+A piece and its two views become a *pattern*: the runs that copy the common part of one source block and one
+destination block. Addresses are separable, so a pattern is an outer sum: per axis, look up both sides' offsets
+of the common coordinates; add them up; merge what touches. The patterns of all states that step through blocks
+alike are laid side by side and merged again, which fuses K with V, values with scales, and layer with layer
+wherever they are neighbours on both sides.
+
+Nothing here depends on the number of blocks in the pool.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from kvferry.core.box import TOKEN, Box, lcm
+from kvferry.core.manifest import Rank
+from kvferry.core.plan import Piece, Plan
+from kvferry.core.prove import Proof
+from kvferry.core.runs import NO_RUNS, Runs, coalesce, place
+from kvferry.core.span import Spans
+from kvferry.core.state import Group, Kind, State, Tail
+from kvferry.core.view import NOT_HELD, AxisMap, Ints, View
+from kvferry.errors import Code, Finding, Refused
+
+MAX_RUNS_PER_BLOCK = 16_384
+"""The default budget: runs of one state, per destination block and source rank."""
+MAX_PATTERN = 1 << 22
+"""Runs that a pattern may have on the way, before neighbours are merged."""
+MAX_PATTERNS_KEPT = 4096
+
+
+class Shape(NamedTuple):
+    """The common part of a source block and a destination block, in cells."""
+
+    src_cell: int
+    """Its first cell, counted in the source block."""
+    dst_cell: int
+    """Its first cell, counted in the destination block."""
+    num_cells: int
+    phase: int = 0
+    """Its first cell modulo the period of the token axis; 0 where every cell is meant."""
+
+
+class Geometry(NamedTuple):
+    """All that decides a pattern besides where its views start. Equal for all layers of a kind."""
+
+    src_axes: tuple[tuple[str, AxisMap], ...]
+    dst_axes: tuple[tuple[str, AxisMap], ...]
+    box: Box
+    item_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Bundle:
+    """The pieces from one source rank that step through blocks alike, as one pattern per shape."""
+
+    src_rank: int
+    src_stride: int
+    """Bytes from one source block to the next."""
+    dst_stride: int
+    parts: tuple[tuple[Geometry, Ints, Ints], ...]
+    """Each geometry with the source and destination places where its pieces start."""
+    _patterns: dict[Shape, Runs] = field(default_factory=dict, repr=False)
+
+    def pattern(self, shape: Shape) -> Runs:
+        """The runs for one segment of this shape between block 0 and block 0."""
+        runs = self._patterns.get(shape)
+        if runs is None:
+            if len(self._patterns) >= MAX_PATTERNS_KEPT:
+                self._patterns.clear()
+            runs = self._patterns[shape] = self._fused(shape)
+        return runs
+
+    def _fused(self, shape: Shape) -> Runs:
+        columns: list[tuple[Ints, Ints, Ints]] = []
+        for geometry, src_places, dst_places in self.parts:
+            one = pattern(geometry, shape)
+            columns.append(
+                (
+                    np.add.outer(src_places, one.src).ravel(),
+                    np.add.outer(dst_places, one.dst).ravel(),
+                    np.tile(one.num_bytes, len(src_places)),
+                )
+            )
+        return coalesce(*(np.concatenate(column) for column in zip(*columns, strict=True)))
+
+
+@dataclass(frozen=True, eq=False)
+class Lane:
+    """All that flows from one source group to one destination group in cells of one size."""
+
+    src_group: Group
+    dst_group: Group
+    kind: Kind
+    tokens_per_cell: int
+    tail: Tail
+    period: int
+    """After how many cells the pieces' sets on the token axis repeat; 1 without context parallelism."""
+    bundles: tuple[Bundle, ...]
+    blanks: tuple[Bundle, ...]
+    """The destination's views paired with themselves: where zeros go."""
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """A proved plan in bytes: everything but the block ids. Made once per peer, used for every request."""
+
+    plan: Plan
+    lanes: tuple[Lane, ...]
+
+
+def lower(proof: Proof, *, max_runs_per_block: int = MAX_RUNS_PER_BLOCK) -> Route:
+    """Turn a proved plan into patterns; refuse it if one would shatter into too many runs."""
+    plan = proof.plan
+    by_lane: dict[tuple[str, str, Kind, int, Tail], list[Piece]] = defaultdict(list)
+    for piece in plan.pieces:
+        src_view, dst_view = plan.views(piece)
+        state = plan.dst.state_by_name[piece.state]
+        key = (src_view.group, dst_view.group, state.kind, state.tokens_per_cell, state.tail)
+        by_lane[key].append(piece)
+    lanes = []
+    for (src_group, dst_group, kind, tokens_per_cell, tail), pieces in by_lane.items():
+        period = 1
+        for piece in pieces:
+            period = lcm(period, piece.box.period)
+        lane = Lane(
+            plan.src.group_by_name[src_group],
+            plan.dst.group_by_name[dst_group],
+            kind,
+            tokens_per_cell,
+            tail,
+            period,
+            _bundles(plan, pieces, period),
+            _blanks(plan, pieces),
+        )
+        _check_budget(plan, lane, max_runs_per_block)
+        lanes.append(lane)
+    return Route(plan, tuple(lanes))
+
+
+def _bundles(plan: Plan, pieces: Iterable[Piece], period: int) -> tuple[Bundle, ...]:
+    loom = _Loom()
+    dst = plan.dst.rank(plan.dst_rank)
+    for piece in pieces:
+        src_view, dst_view = plan.views(piece)
+        state = plan.dst.state_by_name[piece.state]
+        ends = (plan.src.rank(piece.src_rank), src_view, dst, dst_view)
+        loom.add(piece.src_rank, *ends, piece.box.over(period), state)
+    return loom.bundles()
+
+
+def _blanks(plan: Plan, pieces: Iterable[Piece]) -> tuple[Bundle, ...]:
+    loom = _Loom()
+    dst = plan.dst.rank(plan.dst_rank)
+    for name in dict.fromkeys(piece.state for piece in pieces):
+        view = dst.by_state[name]
+        loom.add(dst.rank, dst, view, dst, view, view.box(), plan.dst.state_by_name[name])
+    return loom.bundles()
+
+
+class _Loom:
+    """Sorts pieces into bundles: by source rank and block strides, then by geometry."""
+
+    def __init__(self) -> None:
+        self._bundles: dict[tuple[int, int, int], dict[Geometry, list[tuple[int, int]]]] = {}
+
+    def add(
+        self, src_rank: int, src: Rank, src_view: View, dst: Rank, dst_view: View, box: Box, state: State
+    ) -> None:
+        key = (src_rank, src_view.block_stride, dst_view.block_stride)
+        geometry = Geometry(src_view.axes, dst_view.axes, box, state.item_bytes)
+        src_place = place(src.region_index[src_view.region], src_view.offset)
+        dst_place = place(dst.region_index[dst_view.region], dst_view.offset)
+        parts = self._bundles.setdefault(key, {})
+        parts.setdefault(geometry, []).append((src_place, dst_place))
+
+    def bundles(self) -> tuple[Bundle, ...]:
+        return tuple(
+            Bundle(
+                *key,
+                tuple(
+                    (geometry, *np.array(places, dtype=np.int64).T.copy())
+                    for geometry, places in parts.items()
+                ),
+            )
+            for key, parts in self._bundles.items()
+        )
+
+
+def _check_budget(plan: Plan, lane: Lane, budget: int) -> None:
+    """Refuse a lane whose cells would move in crumbs, before anybody waits for it."""
+    src_cells = lane.src_group.tokens_per_block // lane.tokens_per_cell
+    dst_cells = lane.dst_group.tokens_per_block // lane.tokens_per_cell
+    shape = Shape(0, 0, min(src_cells, dst_cells))
+    segments = -(-dst_cells // shape.num_cells)
+    for bundle in lane.bundles:
+        for geometry, _, dst_places in bundle.parts:
+            runs = len(pattern(geometry, shape)) * segments
+            if runs > budget:
+                name = _state_at(plan, int(dst_places[0]))
+                note = f"{runs} runs per block of {dst_cells} cells, the budget is {budget}"
+                raise Refused(Finding(Code.TOO_MANY_RUNS, state=name, note=note))
+
+
+def _state_at(plan: Plan, dst_place: int) -> str:
+    rank = plan.dst.rank(plan.dst_rank)
+    starts = {place(rank.region_index[v.region], v.offset): v.state for v in rank.views}
+    return starts[dst_place]
+
+
+@lru_cache(maxsize=MAX_PATTERNS_KEPT)
+def pattern(geometry: Geometry, shape: Shape) -> Runs:
+    """The runs that copy the common part of two blocks, relative to where the views start."""
+    steps = [
+        _token_steps(*maps, spans, geometry.box.period, shape) if name == TOKEN else _axis_steps(*maps, spans)
+        for (name, spans), *maps in _zipped(geometry)
+    ]
+    runs = Runs(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([geometry.item_bytes]))
+    for src, dst in sorted(steps, key=_finest):
+        if not len(src):
+            return NO_RUNS
+        if len(src) * len(runs) > MAX_PATTERN:
+            note = f"more than {MAX_PATTERN} runs per block before merging"
+            raise Refused(Finding(Code.TOO_MANY_RUNS, field=str(geometry.box), note=note))
+        runs = coalesce(
+            np.add.outer(src, runs.src).ravel(),
+            np.add.outer(dst, runs.dst).ravel(),
+            np.tile(runs.num_bytes, len(src)),
+        )
+    return runs
+
+
+def _zipped(geometry: Geometry) -> Iterable[tuple[tuple[str, Spans], AxisMap, AxisMap]]:
+    for axis, (_, src), (_, dst) in zip(geometry.box.axes, geometry.src_axes, geometry.dst_axes, strict=True):
+        yield axis, src, dst
+
+
+def _axis_steps(src: AxisMap, dst: AxisMap, spans: Spans) -> tuple[Ints, Ints]:
+    """Both sides' byte offsets of the coordinates in ``spans``."""
+    at = np.concatenate([np.arange(span.start, span.stop) for span in spans])
+    return _held(src.offsets()[at - src.start]), _held(dst.offsets()[at - dst.start])
+
+
+def _token_steps(src: AxisMap, dst: AxisMap, spans: Spans, period: int, shape: Shape) -> tuple[Ints, Ints]:
+    """Both sides' byte offsets of the cells of a segment that belong to the piece."""
+    cells = np.arange(shape.num_cells)
+    if period > 1:
+        residues = np.zeros(period, bool)
+        for span in spans:
+            residues[span.start : span.stop] = True
+        cells = cells[residues[(cells + shape.phase) % period]]
+    src_offsets = src.offsets()[cells + shape.src_cell]
+    return _held(src_offsets), _held(dst.offsets()[cells + shape.dst_cell])
+
+
+def _held(offsets: Ints) -> Ints:
+    if (offsets == NOT_HELD).any():
+        raise AssertionError("a proved piece reached a cell that its rank does not hold")
+    return offsets
+
+
+def _finest(steps: tuple[Ints, Ints]) -> int:
+    """The smallest step at the destination: fine axes first, so that runs grow before they multiply."""
+    gaps: Sequence[int] = np.diff(np.sort(steps[1])).tolist()
+    return min((gap for gap in gaps if gap), default=0)

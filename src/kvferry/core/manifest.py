@@ -1,0 +1,193 @@
+"""An engine's description of its cache, and what differs between two of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from kvferry.core.box import TOKEN
+from kvferry.core.state import MAX_BYTES, Addressing, Group, Kind, State, check_range
+from kvferry.core.view import View
+from kvferry.errors import Code, Finding, Refused, SpecError
+
+VERSION = 1
+"""The version of the schema and of what its fields mean. Peers of another version are refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A piece of memory that the transport knows."""
+
+    name: str
+    num_bytes: int
+    address: int = 0
+    """Where it starts in its process; 0 in a description made offline."""
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        check_range(f"region {self.name}: num_bytes", self.num_bytes, 1, MAX_BYTES)
+        check_range(f"region {self.name}: address", self.address, 0, 1 << 64)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank: its memory, and where its boxes of the states sit in it."""
+
+    rank: int
+    regions: tuple[Region, ...]
+    views: tuple[View, ...]
+
+    @cached_property
+    def by_state(self) -> dict[str, View]:
+        """The views by the name of their state."""
+        return {view.state: view for view in self.views}
+
+    @cached_property
+    def region_index(self) -> dict[str, int]:
+        """Where each region stands in ``regions``."""
+        return {region.name: i for i, region in enumerate(self.regions)}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything a peer must know of an engine. Checked when made: names resolve, maps fit their axes.
+
+    A manifest may list some of an engine's ranks only: a plan needs the source ranks that hold what is
+    needed, and the one destination rank that it is made for.
+    """
+
+    engine: str
+    states: tuple[State, ...]
+    groups: tuple[Group, ...]
+    ranks: tuple[Rank, ...]
+    model: str = ""
+    """For people."""
+    fingerprint: str = ""
+    """Whatever else must be equal for cells to mean the same (weights, rope scaling, …); compared if
+    both sides state it."""
+    version: int = field(default=VERSION)
+
+    def __post_init__(self) -> None:
+        for what, names in (
+            ("state", (name for state in self.states for name in (state.name, *state.aliases))),
+            ("group", (group.name for group in self.groups)),
+            ("rank", (str(rank.rank) for rank in self.ranks)),
+        ):
+            _check_unique(what, names)
+        homes: dict[str, str] = {}
+        for rank in self.ranks:
+            self._check_rank(rank)
+            for view in rank.views:
+                if homes.setdefault(view.state, view.group) != view.group:
+                    raise SpecError(
+                        f"rank {rank.rank}: view of {view.state}: group {view.group!r} here,"
+                        f" {homes[view.state]!r} on another rank"
+                    )
+
+    def rank(self, rank: int) -> Rank:
+        """The description of one rank."""
+        if rank not in self._ranks:
+            raise Refused(Finding(Code.UNKNOWN_RANK, note=f"engine {self.engine} has no rank {rank}"))
+        return self._ranks[rank]
+
+    def find(self, state: State) -> State | None:
+        """This engine's state of that name, or of one of its aliases."""
+        names = (state.name, *state.aliases)
+        return next((self.state_by_name[n] for n in names if n in self.state_by_name), None)
+
+    @cached_property
+    def state_by_name(self) -> dict[str, State]:
+        """The states by every name they have."""
+        return {n: state for state in self.states for n in (state.name, *state.aliases)}
+
+    @cached_property
+    def group_by_name(self) -> dict[str, Group]:
+        """The groups by name."""
+        return {group.name: group for group in self.groups}
+
+    @cached_property
+    def _ranks(self) -> dict[int, Rank]:
+        return {rank.rank: rank for rank in self.ranks}
+
+    def _check_rank(self, rank: Rank) -> None:
+        where = f"rank {rank.rank}"
+        check_range(f"{where}: rank", rank.rank, 0, 1 << 20)
+        _check_unique(f"{where}: region", (region.name for region in rank.regions))
+        _check_unique(f"{where}: view of state", (view.state for view in rank.views))
+        primary = {state.name: state for state in self.states}
+        for view in rank.views:
+            at = f"{where}: view of {view.state}"
+            for what, name, known in (
+                ("state", view.state, primary),
+                ("region", view.region, rank.region_index),
+                ("group", view.group, self.group_by_name),
+            ):
+                if name not in known:
+                    raise SpecError(f"{at}: unknown {what} {name!r}")
+            _check_axes(at, view, primary[view.state], self.group_by_name[view.group])
+
+
+def _check_unique(what: str, names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise SpecError(f"{what} {name!r} is given twice")
+        seen.add(name)
+
+
+def _check_axes(where: str, view: View, state: State, group: Group) -> None:
+    """The view's maps must be those of the state's axes, and its token axis one block of the group."""
+    maps = dict(view.axes)
+    recurrent = state.kind is Kind.RECURRENT
+    if recurrent != (group.addressing is Addressing.SLOT):
+        raise SpecError(f"{where}: a {state.kind} state in a group with {group.addressing} addressing")
+    expected = {axis.name: axis.size for axis in state.axes} | ({} if recurrent else {TOKEN: 0})
+    if set(maps) != set(expected):
+        raise SpecError(f"{where}: axes {sorted(maps)}, but the state has {sorted(expected)}")
+    for name, size in expected.items():
+        if name != TOKEN and maps[name].start + maps[name].size > size:
+            reach = maps[name].start + maps[name].size
+            raise SpecError(f"{where}: axis {name} reaches {reach}, but the state has {size}")
+    if not recurrent:
+        cells, rest = divmod(group.tokens_per_block, state.tokens_per_cell)
+        if rest or cells != maps[TOKEN].size or maps[TOKEN].start:
+            raise SpecError(
+                f"{where}: axis {TOKEN} counts {maps[TOKEN].size} cells from {maps[TOKEN].start}, but a"
+                f" block of {group.tokens_per_block} tokens has {group.tokens_per_block}/"
+                f"{state.tokens_per_cell} from 0"
+            )
+
+
+def compare(src: Manifest, dst: Manifest) -> tuple[Finding, ...]:
+    """Every difference that matters to the destination, by name; empty if there is none.
+
+    States that only the source has are none of the destination's business.
+    """
+    if src.version != dst.version:
+        found = Finding(Code.VERSION, field="version", src=str(src.version), dst=str(dst.version))
+        return (found,)
+    return (*_engine_differences(src, dst), *(f for s in dst.states for f in _differences(src, s)))
+
+
+def _engine_differences(src: Manifest, dst: Manifest) -> Iterator[Finding]:
+    if src.fingerprint and dst.fingerprint and src.fingerprint != dst.fingerprint:
+        yield Finding(Code.STATE_DIFFERS, field="fingerprint", src=src.fingerprint, dst=dst.fingerprint)
+
+
+MEANING = ("kind", "dtype", "item_bytes", "encoding", "tokens_per_cell", "tail")
+"""The fields of a state that, besides its axes, say what a cell is."""
+
+
+def _differences(src: Manifest, ours: State) -> Iterator[Finding]:
+    theirs = src.find(ours)
+    if theirs is None:
+        yield Finding(Code.MISSING_STATE, state=ours.name, note=f"not in engine {src.engine}")
+        return
+    pairs = [(name, getattr(theirs, name), getattr(ours, name)) for name in MEANING]
+    sizes = [{axis.name: axis.size for axis in state.axes} for state in (theirs, ours)]
+    for name in sorted(sizes[0].keys() | sizes[1].keys()):
+        pairs.append((f"axis {name}", sizes[0].get(name, "none"), sizes[1].get(name, "none")))
+    for name, a, b in pairs:
+        if a != b:
+            yield Finding(Code.STATE_DIFFERS, state=ours.name, field=name, src=str(a), dst=str(b))

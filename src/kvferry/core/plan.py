@@ -1,0 +1,231 @@
+"""Who sends what: the intersection of what source ranks hold with what a destination rank needs.
+
+One rule for every model family. A needed box is cut into *atoms*, each held entirely by some set of source
+ranks. Where that set has one member there is nothing to choose; where it has more (replicated heads, MLA
+latents), the atoms are dealt out so that the bytes spread evenly over the holders.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from kvferry.core.box import TOKEN, Box, lcm
+from kvferry.core.manifest import Manifest, compare
+from kvferry.core.span import Span, Spans, normal, show
+from kvferry.core.state import State
+from kvferry.core.view import View
+from kvferry.errors import Code, Finding, Refused
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of one state that one source rank sends to one destination rank."""
+
+    src_rank: int
+    dst_rank: int
+    state: str
+    """The destination's name of the state."""
+    box: Box
+
+    def __str__(self) -> str:
+        return f"dst {self.dst_rank} <- src {self.src_rank}  {self.state}  {self.box}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The pieces for one destination rank and one source engine. Plain data: not yet proved."""
+
+    src: Manifest
+    dst: Manifest
+    dst_rank: int
+    pieces: tuple[Piece, ...]
+    states: tuple[str, ...]
+    """The states that the destination rank needs, by its own names."""
+
+    def views(self, piece: Piece) -> tuple[View, View]:
+        """Where the piece's cells sit at the source and at the destination."""
+        dst_view = self.dst.rank(piece.dst_rank).by_state[piece.state]
+        return self.src.rank(piece.src_rank).by_state[self.src_name(piece.state)], dst_view
+
+    def src_name(self, state: str) -> str:
+        """The source's name of a state of the destination."""
+        found = self.src.find(self.dst.state_by_name[state])
+        if found is None:
+            raise Refused(Finding(Code.MISSING_STATE, state=state))
+        return found.name
+
+
+def plan(src: Manifest, dst: Manifest, dst_rank: int, *, states: Collection[str] | None = None) -> Plan:
+    """Plan how destination rank ``dst_rank`` gets what it needs from the source engine.
+
+    ``states`` narrows the need to some of the states that the rank holds; by default it needs them all.
+    Raises ``Refused`` with every difference that stands in the way.
+    """
+    if found := compare(src, dst):
+        raise Refused(*found)
+    views = [v for v in dst.rank(dst_rank).views if states is None or v.state in states]
+    if unknown := set(states or ()) - {view.state for view in views}:
+        note = f"rank {dst_rank} of {dst.engine} does not hold it"
+        raise Refused(*(Finding(Code.MISSING_STATE, state=s, note=note) for s in sorted(unknown)))
+    deal = _Deal(src, dst, dst_rank)
+    for view in views:
+        deal.add(view)
+    pieces = tuple(deal.pieces())
+    return Plan(src, dst, dst_rank, pieces, tuple(view.state for view in views))
+
+
+@dataclass(frozen=True, slots=True)
+class _Atom:
+    """A part of a needed box, with every source rank that holds all of it and every rank that needs it."""
+
+    box: Box
+    holders: tuple[int, ...]
+    readers: tuple[int, ...]
+
+
+class _Deal:
+    """Collects the atoms of one destination rank's need, then deals them out to holders.
+
+    Atoms with the same holders and readers form a line in the order of the states. All readers' lines, end
+    to end, are cut into one equal part per holder, so every holder sends the same share, and neighbouring
+    layers stay together (which keeps runs long).
+    """
+
+    def __init__(self, src: Manifest, dst: Manifest, dst_rank: int) -> None:
+        self._src, self._dst, self._dst_rank = src, dst, dst_rank
+        self._lines: dict[object, list[tuple[str, _Atom, int]]] = defaultdict(list)
+        self._order: list[str] = []
+        self._memo: dict[object, list[_Atom]] = {}
+        self._holders = _boxes_by_state(src)
+        self._readers = _boxes_by_state(dst)
+
+    def add(self, view: View) -> None:
+        """Cut the need of one state into atoms and put them on their lines."""
+        state = self._dst.state_by_name[view.state]
+        source = self._src.find(state)
+        holders = self._holders.get(source.name, ()) if source else ()
+        readers = self._readers[view.state]
+        key = (view.box(), holders, readers)
+        if key not in self._memo:
+            self._memo[key] = list(_atoms(state, view.box(), holders, readers))
+        self._order.append(view.state)
+        for atom in self._memo[key]:
+            weight = atom.box.num_cells() * state.item_bytes
+            self._lines[atom.holders, atom.readers, state.kind].append((view.state, atom, weight))
+
+    def pieces(self) -> Iterator[Piece]:
+        """Each state's pieces, in the order in which the states were added."""
+        dealt: dict[str, list[tuple[int, Box]]] = defaultdict(list)
+        for line in self._lines.values():
+            for name, atom, holder in self._cut(line):
+                dealt[name].append((holder, atom.box))
+        for name in self._order:
+            for src_rank, box in _joined(dealt[name]):
+                yield Piece(src_rank, self._dst_rank, name, box)
+
+    def _cut(self, line: Sequence[tuple[str, _Atom, int]]) -> Iterator[tuple[str, _Atom, int]]:
+        total = sum(weight for _, _, weight in line)
+        passed = 0
+        for name, atom, weight in line:
+            turn = atom.readers.index(self._dst_rank)
+            # The middle of this atom on the line of all readers, in units of a holder's share.
+            middle = 2 * (turn * total + passed) + weight
+            share = middle * len(atom.holders) // (2 * total * len(atom.readers))
+            yield name, atom, atom.holders[share]
+            passed += weight
+
+
+def _boxes_by_state(manifest: Manifest) -> dict[str, tuple[tuple[int, Box], ...]]:
+    boxes: dict[str, list[tuple[int, Box]]] = defaultdict(list)
+    for rank in manifest.ranks:
+        for view in rank.views:
+            boxes[view.state].append((rank.rank, view.box()))
+    return {state: tuple(held) for state, held in boxes.items()}
+
+
+def _atoms(
+    state: State,
+    need: Box,
+    holders: Sequence[tuple[int, Box]],
+    readers: Sequence[tuple[int, Box]],
+) -> Iterator[_Atom]:
+    """Cut ``need`` along every axis wherever the set of holders changes, and take the product."""
+    period = need.period
+    for _, box in holders:
+        period = lcm(period, box.period)
+    need = need.over(period)
+    held = [(rank, dict(box.over(period).axes)) for rank, box in holders]
+    cuts = [
+        [(name, spans, ranks) for ranks, spans in _by_holders(name, needed, held).items()]
+        for name, needed in need.axes
+    ]
+    everyone = frozenset(rank for rank, _ in held)
+    for combination in product(*cuts):
+        box = Box(tuple((name, spans) for name, spans, _ in combination), period)
+        ranks = everyone.intersection(*(ranks for _, _, ranks in combination))
+        if not ranks:
+            raise Refused(_not_held(state, combination, held))
+        wanting = tuple(sorted(rank for rank, other in readers if box & other))
+        yield _Atom(_reduced(box), tuple(sorted(ranks)), wanting)
+
+
+def _by_holders(
+    name: str, needed: Spans, held: Sequence[tuple[int, dict[str, Spans]]]
+) -> dict[frozenset[int], Spans]:
+    """The needed coordinates of one axis, sorted by which ranks hold them."""
+    edges = {e for span in needed for e in (span.start, span.stop)}
+    edges |= {e for _, axes in held for span in axes[name] for e in (span.start, span.stop)}
+    ordered = sorted(edges)
+    found: dict[frozenset[int], list[Span]] = defaultdict(list)
+    for start, stop in zip(ordered, ordered[1:], strict=False):
+        if any(start in span for span in needed):
+            ranks = frozenset(r for r, axes in held if any(start in span for span in axes[name]))
+            found[ranks].append(Span(start, stop))
+    return {ranks: normal(spans) for ranks, spans in found.items()}
+
+
+def _not_held(
+    state: State,
+    combination: Sequence[tuple[str, Spans, frozenset[int]]],
+    held: Sequence[tuple[int, dict[str, Spans]]],
+) -> Finding:
+    name, spans, _ = min(combination, key=lambda part: len(part[2]), default=("", (), None))
+    have = normal(span for _, axes in held for span in axes.get(name, ()))
+    return Finding(
+        Code.NOT_HELD,
+        state=state.name,
+        field=f"{name} {show(spans)}",
+        src=f"{name} {show(have)} on ranks {[rank for rank, _ in held]}",
+        note="no source rank holds it",
+    )
+
+
+def _reduced(box: Box) -> Box:
+    """The box with the shortest period that says the same of the token axis."""
+    axes = dict(box.axes)
+    if TOKEN in axes and axes[TOKEN] == (Span(0, box.period),):
+        axes[TOKEN] = (Span(0, 1),)
+        return Box(tuple(axes.items()), 1)
+    return box
+
+
+def _joined(parts: Sequence[tuple[int, Box]]) -> list[tuple[int, Box]]:
+    """Boxes of one source that differ in one axis only, as one box each."""
+    joined: list[tuple[int, Box]] = []
+    for src_rank, box in parts:
+        for i, (other_rank, other) in enumerate(joined):
+            differing = [
+                k for k, pair in enumerate(zip(box.axes, other.axes, strict=True)) if pair[0] != pair[1]
+            ]
+            if other_rank == src_rank and other.period == box.period and len(differing) == 1:
+                axes = list(other.axes)
+                name, spans = axes[differing[0]]
+                axes[differing[0]] = (name, normal((*spans, *box.axes[differing[0]][1])))
+                joined[i] = (src_rank, Box(tuple(axes), box.period))
+                break
+        else:
+            joined.append((src_rank, box))
+    return joined

@@ -1,0 +1,68 @@
+"""What is known of one request: block tables on both sides, and the tokens that the destination needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvferry.core.span import Span, Spans, normal
+from kvferry.core.state import Addressing, Group
+from kvferry.core.view import Ints
+from kvferry.errors import SpecError
+
+HOLE = -1
+"""A block id that stands for no block (a null block: outside the window, never allocated)."""
+
+
+@dataclass(frozen=True, eq=False)
+class BlockTable:
+    """A group's blocks of one request, in the order of the tokens.
+
+    Block ``i`` holds the tokens from ``first_token + i * tokens_per_block`` on. For a slot group the one id
+    is the slot; for a ring it is the block, and ``first_token`` is a token that sits in its cell 0.
+
+    >>> BlockTable.of([7, 3, HOLE], first_token=32).block_ids
+    array([ 7,  3, -1])
+    """
+
+    block_ids: Ints
+    first_token: int = 0
+
+    @classmethod
+    def of(cls, block_ids: Sequence[int] | Ints, first_token: int = 0) -> BlockTable:
+        """A table of these block ids."""
+        ids = np.asarray(block_ids, dtype=np.int64)
+        if ids.ndim != 1 or (len(ids) and int(ids.min()) < HOLE) or first_token < 0:
+            raise SpecError(
+                f"a block table is a list of ids >= 0 (or {HOLE} for a hole) and a first token >= 0,"
+                f" got {block_ids!r} from {first_token}"
+            )
+        return cls(ids, first_token)
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One request's block tables by group, and the token intervals that each destination group needs."""
+
+    src: Mapping[str, BlockTable]
+    dst: Mapping[str, BlockTable]
+    need: Mapping[str, Spans]
+    """Tokens to load, by destination group; sorted, disjoint. Slot groups need their slot by default."""
+    kept: Mapping[str, Spans] = field(default_factory=dict)
+    """Tokens that are already good at the destination (prefix hits): never written."""
+
+
+def need_of(group: Group, num_tokens: int, num_kept: int = 0) -> Spans:
+    """The tokens that a group of a request of ``num_tokens`` must load, with ``num_kept`` already there.
+
+    >>> need_of(Group("window", 9, 16, window=100, sinks=4), 300)
+    (Span(start=0, stop=4), Span(start=200, stop=300))
+    """
+    if group.addressing is Addressing.SLOT:
+        return (Span(0, 1),) if num_tokens else ()
+    oldest = max(0, num_tokens - group.window) if group.window else 0
+    recent = Span(max(oldest, num_kept), max(oldest, num_kept, num_tokens))
+    num_sinks = min(group.sinks, num_tokens) if group.window else 0
+    return normal((recent, Span(min(num_kept, num_sinks), num_sinks)))

@@ -1,0 +1,266 @@
+"""From block tables and token intervals to runs: the hot path, array arithmetic only.
+
+A needed interval is cut at the block edges of both sides. Every *segment* between two cuts lies in one source
+block and one destination block; segments of one shape share a pattern, and an outer sum over their block ids
+gives the runs. Prefix hits, windows, holes and unequal block counts are all just intervals.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from kvferry.core.lower import Bundle, Lane, Route, Shape
+from kvferry.core.manifest import Manifest
+from kvferry.core.request import HOLE, BlockTable, Request
+from kvferry.core.runs import NO_RUNS, Runs, coalesce
+from kvferry.core.span import Span, Spans, intersect, normal, show, subtract
+from kvferry.core.state import Addressing, Group, Kind, Tail
+from kvferry.core.view import Ints
+from kvferry.errors import RequestError
+
+
+class Slack(StrEnum):
+    """What to do with the cells of a touched block that are neither needed nor kept."""
+
+    CLEAR = "clear"
+    """Copy them along where that makes fewer runs, else name them to be zeroed. Nothing stale is left."""
+    LEAVE = "leave"
+    """Leave them: the engine clears its blocks itself."""
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """All that one request moves: reads by source rank, and destination bytes to be zeroed."""
+
+    reads: Mapping[int, Runs]
+    """The runs to read from each source rank."""
+    zeros: Runs
+    """Destination places to fill with zeros (their source places repeat them)."""
+
+    @property
+    def num_runs(self) -> int:
+        return sum(len(runs) for runs in self.reads.values())
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(runs.total_bytes for runs in self.reads.values())
+
+
+def select(route: Route, request: Request, *, slack: Slack = Slack.CLEAR) -> Selection:
+    """The byte runs of one request. Raises ``RequestError``, having done nothing, if it does not fit."""
+    _check_tables(route.plan.src, request.src, "src")
+    _check_tables(route.plan.dst, request.dst, "dst")
+    runs: dict[int, list[Runs]] = defaultdict(list)
+    zeros: list[Runs] = []
+    for lane in route.lanes:
+        need, kept = _cells(lane, request)
+        if not need:
+            continue
+        src = _Walk(lane.src_group, request.src, lane.tokens_per_cell, "src")
+        dst = _Walk(lane.dst_group, request.dst, lane.tokens_per_cell, "dst")
+        src.check(need, lane.period)
+        dst.check(need, lane.period)
+        free: Spans = ()
+        if slack is Slack.CLEAR and lane.kind is Kind.PAGED:
+            free = subtract(dst.touched(need), (*need, *kept))
+            need = _stretched(lane, need, free, src, dst)
+        segments = list(_segments(need, src, dst, lane.period))
+        for bundle in lane.bundles:
+            runs[bundle.src_rank] += (_spread(bundle, *segment) for segment in segments)
+        blank = list(_segments(subtract(free, need), dst, dst, 1))
+        zeros += (_spread(bundle, *segment) for bundle in lane.blanks for segment in blank)
+    reads = {src_rank: _merged(parts) for src_rank, parts in sorted(runs.items())}
+    return Selection({rank: r for rank, r in reads.items() if len(r)}, _merged(zeros))
+
+
+def _check_tables(manifest: Manifest, tables: Mapping[str, BlockTable], side: str) -> None:
+    """Ids in range, and no block twice: not in a table, not in two tables of one pool."""
+    pools: dict[str, list[Ints]] = defaultdict(list)
+    for name, table in tables.items():
+        group = manifest.group_by_name.get(name)
+        if group is None:
+            raise RequestError(f"{side}-group-unknown", name, f"engine {manifest.engine} has none")
+        ids = table.block_ids[table.block_ids != HOLE]
+        if len(ids) and int(ids.max()) >= group.num_blocks:
+            detail = f"block {int(ids.max())} of a pool of {group.num_blocks}"
+            raise RequestError(f"{side}-block-range", name, detail)
+        pools[group.pool].append(ids)
+    for pool, parts in pools.items():
+        ordered = np.sort(np.concatenate(parts))
+        if (ordered[1:] == ordered[:-1]).any():
+            twice = int(ordered[1:][ordered[1:] == ordered[:-1]][0])
+            raise RequestError(f"{side}-block-twice", pool, f"block {twice} stands twice in the tables")
+
+
+def _cells(lane: Lane, request: Request) -> tuple[Spans, Spans]:
+    """The needed and the kept cells of a lane, from the destination group's tokens."""
+    name = lane.dst_group.name
+    if lane.kind is Kind.RECURRENT:
+        return normal(request.need.get(name, (Span(0, 1),))), ()
+    if name not in request.need:
+        raise RequestError("need-missing", name, "say which tokens it needs (an empty list for none)")
+    need, kept = request.need[name], request.kept.get(name, ())
+    both = intersect(need, kept)
+    size = lane.tokens_per_cell
+    if size > 1:
+        up = size - 1 if lane.tail is Tail.PARTIAL else 0
+        need = tuple(Span(s.start // size, max(s.start, s.stop + up) // size) for s in need)
+        kept = tuple(Span(s.start // size, max(s.start, s.stop + up) // size) for s in kept)
+        both = both or (intersect(need, kept) if lane.tail is Tail.PARTIAL else ())
+    if both:
+        raise RequestError("need-kept", name, f"{show(both)} is both needed and kept")
+    return normal(need), normal(kept)
+
+
+class _Walk:
+    """One side's way through a request: which block a cell is in, and where in it."""
+
+    def __init__(
+        self, group: Group, tables: Mapping[str, BlockTable], tokens_per_cell: int, side: str
+    ) -> None:
+        self.group, self.side = group, side
+        table = tables.get(group.name)
+        if table is None:
+            raise RequestError(f"{side}-table-missing", group.name, "the request has no block table")
+        self.block_ids = table.block_ids
+        self.is_ring = group.addressing is Addressing.RING
+        self.first, rest = divmod(table.first_token, tokens_per_cell)
+        self.num_cells = group.tokens_per_block // tokens_per_cell
+        if rest:
+            raise self._error("table-start", f"token {table.first_token} is inside a cell")
+
+    def _error(self, code: str, detail: str) -> RequestError:
+        return RequestError(f"{self.side}-{code}", self.group.name, detail)
+
+    def check(self, need: Spans, period: int) -> None:
+        """Refuse a table that cannot serve the need."""
+        if self.first % period:
+            raise self._error("table-start", f"cell {self.first} is no multiple of {period}")
+        if self.is_ring or self.group.addressing is Addressing.SLOT:
+            if len(self.block_ids) != 1:
+                raise self._error("table-length", f"one id expected, got {len(self.block_ids)}")
+            if need[-1].stop - need[0].start > self.num_cells:
+                raise self._error("ring-short", f"{show(need)} exceeds its {self.num_cells} cells")
+
+    def block_start(self, cell: int) -> int:
+        """The first cell of the block that ``cell`` is in."""
+        return cell - (cell - self.first) % self.num_cells
+
+    def edges(self, span: Span) -> Ints:
+        """The block edges strictly inside a span of cells."""
+        return np.arange(self.block_start(span.start) + self.num_cells, span.stop, self.num_cells)
+
+    def touched(self, need: Spans) -> Spans:
+        """All cells of the blocks that the need touches."""
+        if self.is_ring:
+            return (Span(need[0].start, need[0].start + self.num_cells),)
+        size = self.num_cells
+        return normal(
+            Span(max(0, self.block_start(s.start)), self.block_start(s.stop - 1) + size) for s in need
+        )
+
+    def locate(self, cells: Ints) -> tuple[Ints, Ints]:
+        """Block id and place in the block of each cell."""
+        index, inside = np.divmod(cells - self.first, self.num_cells)
+        if self.is_ring:
+            index = np.zeros_like(index)
+        outside = (index < 0) | (index >= len(self.block_ids))
+        if outside.any():
+            cell = int(cells[outside][0])
+            raise self._error("table-short", f"cell {cell} lies outside its {len(self.block_ids)} blocks")
+        ids = self.block_ids[index]
+        if (ids == HOLE).any():
+            raise self._error("hole", f"cell {int(cells[ids == HOLE][0])} lies in a hole")
+        return ids, inside
+
+
+def _stretched(lane: Lane, need: Spans, free: Spans, src: _Walk, dst: _Walk) -> Spans:
+    """The need with slack added at its ends wherever copying it along makes fewer runs."""
+
+    def num_runs(start: int, stop: int) -> int:
+        cells = np.array([start])
+        shape = Shape(
+            int(src.locate(cells)[1][0]), int(dst.locate(cells)[1][0]), stop - start, start % lane.period
+        )
+        return sum(len(bundle.pattern(shape)) for bundle in lane.bundles)
+
+    stretched = []
+    for span in need:
+        start, stop = span.start, span.stop
+        for gap in free:
+            if gap.start == stop:
+                begin = max(start, src.block_start(stop - 1), dst.block_start(stop - 1))
+                end = min(gap.stop, *(w.block_start(stop - 1) + w.num_cells for w in (src, dst)))
+                if end > stop and num_runs(begin, end) < num_runs(begin, stop):
+                    stop = end
+            elif gap.stop == start:
+                end = min(stop, *(w.block_start(start) + w.num_cells for w in (src, dst)))
+                begin = max(gap.start, src.block_start(start), dst.block_start(start))
+                if begin < start and num_runs(begin, end) < num_runs(start, end):
+                    start = begin
+        stretched.append(Span(start, stop))
+    return normal(stretched)
+
+
+def _segments(spans: Spans, src: _Walk, dst: _Walk, period: int) -> Iterator[tuple[Shape, Ints, Ints]]:
+    """Cut spans at both sides' block edges: (shape, source block ids, destination block ids)."""
+    if not spans:
+        return
+    cuts = [np.unique(np.concatenate(([s.start], src.edges(s), dst.edges(s)))) for s in spans]
+    lengths = [np.diff(c, append=s.stop) for c, s in zip(cuts, spans, strict=True)]
+    starts, num_cells = np.concatenate(cuts), np.concatenate(lengths)
+    src_ids, src_cells = src.locate(starts)
+    dst_ids, dst_cells = dst.locate(starts)
+    order = np.argsort(dst_ids, kind="stable")
+    keys = np.stack([src_cells, dst_cells, num_cells, starts % period])[:, order]
+    for shape, members in _alike(keys):
+        yield shape, src_ids[order][members], dst_ids[order][members]
+
+
+def _alike(keys: Ints) -> Iterator[tuple[Shape, Ints | slice]]:
+    """The distinct columns of ``keys``, each with where it stands."""
+    first = keys[:, :1]
+    if (keys == first).all():
+        yield Shape(*first[:, 0].tolist()), slice(None)
+        return
+    shapes, member_of = np.unique(keys, axis=1, return_inverse=True)
+    for i, shape in enumerate(shapes.T.tolist()):
+        yield Shape(*shape), np.flatnonzero(member_of.ravel() == i)
+
+
+def _spread(bundle: Bundle, shape: Shape, src_ids: Ints, dst_ids: Ints) -> Runs:
+    """A pattern over all its block pairs; whole neighbouring blocks are merged before they multiply."""
+    pattern = bundle.pattern(shape)
+    chained = np.flatnonzero((np.diff(src_ids) != 1) | (np.diff(dst_ids) != 1)) + 1
+    if len(chained) + 1 < len(src_ids):
+        whole = (pattern.num_bytes == bundle.src_stride) & (pattern.num_bytes == bundle.dst_stride)
+        if whole.all():
+            heads = np.concatenate(([0], chained))
+            counts = np.diff(heads, append=len(src_ids))
+            return _outer(bundle, pattern, src_ids[heads], dst_ids[heads], counts)
+    return _outer(bundle, pattern, src_ids, dst_ids, np.ones_like(src_ids))
+
+
+def _outer(bundle: Bundle, pattern: Runs, src_ids: Ints, dst_ids: Ints, counts: Ints) -> Runs:
+    return Runs(
+        np.add.outer(pattern.src, src_ids * bundle.src_stride).ravel(),
+        np.add.outer(pattern.dst, dst_ids * bundle.dst_stride).ravel(),
+        np.multiply.outer(pattern.num_bytes, counts).ravel(),
+    )
+
+
+def _merged(parts: Sequence[Runs]) -> Runs:
+    if not parts:
+        return NO_RUNS
+    if len(parts) == 1:
+        return coalesce(parts[0].src, parts[0].dst, parts[0].num_bytes)
+    return coalesce(
+        np.concatenate([runs.src for runs in parts]),
+        np.concatenate([runs.dst for runs in parts]),
+        np.concatenate([runs.num_bytes for runs in parts]),
+    )

@@ -1,0 +1,103 @@
+"""Half-open intervals, and sorted lists of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvferry.errors import SpecError
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Span:
+    """The integers from ``start`` up to, not including, ``stop``.
+
+    >>> Span(2, 6), len(Span(2, 6)), 5 in Span(2, 6), 6 in Span(2, 6)
+    (Span(start=2, stop=6), 4, True, False)
+    >>> Span(6, 2)
+    Traceback (most recent call last):
+    kvferry.errors.SpecError: a span needs 0 <= start <= stop, got [6, 2)
+    """
+
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop:
+            raise SpecError(f"a span needs 0 <= start <= stop, got {self}")
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __contains__(self, value: int) -> bool:
+        return self.start <= value < self.stop
+
+    def __str__(self) -> str:
+        return f"[{self.start}, {self.stop})"
+
+
+Spans = tuple[Span, ...]
+"""Sorted spans, none empty, none touching its neighbour: one form for one set of integers."""
+
+
+def normal(spans: Iterable[Span]) -> Spans:
+    """The same set of integers in the one form that ``Spans`` promises.
+
+    >>> normal([Span(4, 6), Span(0, 2), Span(2, 3), Span(9, 9)])
+    (Span(start=0, stop=3), Span(start=4, stop=6))
+    """
+    merged: list[Span] = []
+    for span in sorted(span for span in spans if len(span)):
+        if merged and span.start <= merged[-1].stop:
+            merged[-1] = Span(merged[-1].start, max(merged[-1].stop, span.stop))
+        else:
+            merged.append(span)
+    return tuple(merged)
+
+
+def intersect(a: Sequence[Span], b: Sequence[Span]) -> Spans:
+    """The integers in both.
+
+    >>> intersect([Span(0, 4), Span(6, 9)], [Span(2, 7)])
+    (Span(start=2, stop=4), Span(start=6, stop=7))
+    """
+    both = (
+        Span(max(x.start, y.start), min(x.stop, y.stop))
+        for x in a
+        for y in b
+        if x.start < y.stop and y.start < x.stop
+    )
+    return normal(both)
+
+
+def subtract(a: Sequence[Span], b: Sequence[Span]) -> Spans:
+    """The integers in ``a`` that are not in ``b``.
+
+    >>> subtract([Span(0, 9)], [Span(2, 4), Span(8, 12)])
+    (Span(start=0, stop=2), Span(start=4, stop=8))
+    """
+    left = list(normal(a))
+    for hole in normal(b):
+        left = [
+            part
+            for span in left
+            for part in (
+                Span(span.start, max(span.start, min(span.stop, hole.start))),
+                Span(min(span.stop, max(span.start, hole.stop)), span.stop),
+            )
+        ]
+    return normal(left)
+
+
+def count(spans: Iterable[Span]) -> int:
+    """How many integers the spans hold together."""
+    return sum(len(span) for span in spans)
+
+
+def show(spans: Iterable[Span]) -> str:
+    """The spans as people write them.
+
+    >>> show([Span(0, 4), Span(6, 9)])
+    '[0, 4) [6, 9)'
+    """
+    return " ".join(str(span) for span in spans) or "nothing"

@@ -1,0 +1,185 @@
+"""Where cells sit: separable addresses.
+
+The address of a cell is
+
+    region + offset + block id × block stride + (one term per axis)
+
+and the term of an axis is written as *digits*: the coordinate in mixed radix, each digit with a byte
+stride of its own. A plain axis is one digit. A tile, a kernel block inside a scheduler block, a transposed
+or interleaved order is a few. A digit of which this rank holds only some values (context parallelism) says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.core.box import EVERY, TOKEN, Box
+from kvferry.core.span import Span, Spans
+from kvferry.core.state import MAX_AXIS, MAX_BYTES, check_range
+from kvferry.errors import SpecError
+
+Ints = NDArray[np.int64]
+
+NOT_HELD = -1
+"""In an array of byte offsets: this rank does not hold that coordinate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Digit:
+    """One digit of an axis: how many values it takes, and the bytes between neighbours.
+
+    >>> Digit(16, stride=256), Digit(4, stride=0, held=Span(1, 2)).num_held
+    (Digit(size=16, stride=256, held=None), 1)
+    """
+
+    size: int
+    stride: int
+    held: Span | None = None
+    """The values that this rank holds, the first of them at offset 0; ``None``: all."""
+
+    def __post_init__(self) -> None:
+        check_range("digit: size", self.size, 1, MAX_AXIS)
+        check_range("digit: stride", self.stride, 0, MAX_BYTES)
+        if self.held is not None and not (0 < len(self.held) and self.held.stop <= self.size):
+            raise SpecError(f"digit: holds {self.held} of {self.size} values")
+
+    @property
+    def num_held(self) -> int:
+        return self.size if self.held is None else len(self.held)
+
+
+@dataclass(frozen=True, slots=True)
+class AxisMap:
+    """The coordinates ``start`` … of one axis in mixed radix, the most significant digit first.
+
+    Sixteen tokens as four kernel blocks of four, 1,024 bytes apart:
+
+    >>> AxisMap((Digit(4, 1024), Digit(4, 64))).offsets()[:6].tolist()
+    [0, 64, 128, 192, 1024, 1088]
+
+    The second rank of two that take turns every two tokens:
+
+    >>> turns = AxisMap((Digit(2, 128), Digit(2, 0, held=Span(1, 2)), Digit(2, 64)))
+    >>> turns.offsets().tolist(), turns.spans()
+    ([-1, -1, 0, 64, -1, -1, 128, 192], (Span(start=2, stop=4), Span(start=6, stop=8)))
+    """
+
+    digits: tuple[Digit, ...]
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        check_range("axis map: start", self.start, 0, MAX_AXIS)
+        if self.size > MAX_AXIS:
+            raise SpecError(f"axis map: {self.size} coordinates, at most {MAX_AXIS} are allowed")
+
+    @property
+    def size(self) -> int:
+        """How many coordinates the digits count through, held or not."""
+        return prod(digit.size for digit in self.digits)
+
+    @property
+    def period(self) -> int:
+        """After how many coordinates the set of held ones repeats; 1 if all are held."""
+        for i, digit in enumerate(self.digits):
+            if digit.num_held < digit.size:
+                return prod(d.size for d in self.digits[i:])
+        return 1
+
+    def offsets(self) -> Ints:
+        """Byte offset of each coordinate from ``start`` on; ``NOT_HELD`` where this rank has none."""
+        return _offsets(self.digits)
+
+    def spans(self) -> Spans:
+        """The coordinates that this rank holds."""
+        if self.period == 1:
+            return (Span(self.start, self.start + self.size),)
+        held = np.flatnonzero(self.offsets() != NOT_HELD) + self.start
+        cuts = np.flatnonzero(np.diff(held) != 1) + 1
+        return tuple(Span(int(p[0]), int(p[-1]) + 1) for p in np.split(held, cuts))
+
+
+@lru_cache(maxsize=4096)
+def _offsets(digits: tuple[Digit, ...]) -> Ints:
+    total, held = np.zeros(1, np.int64), np.ones(1, bool)
+    for digit in digits:
+        values = np.arange(digit.size, dtype=np.int64)
+        span = digit.held or Span(0, digit.size)
+        inside = (values >= span.start) & (values < span.stop)
+        total = np.add.outer(total, (values - span.start) * digit.stride).ravel()
+        held = np.logical_and.outer(held, inside).ravel()
+    offsets = np.where(held, total, NOT_HELD)
+    offsets.setflags(write=False)
+    return offsets
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Where one rank keeps its box of one state.
+
+    >>> view = View.of("layers.0/k", "full", "kv", block_stride=4096, axes={
+    ...     "token": AxisMap((Digit(16, 256),)), "head": AxisMap((Digit(2, 128),), start=4),
+    ...     "channel": AxisMap((Digit(64, 2),))})
+    >>> print(view.box())
+    channel [0, 64) × head [4, 6)
+    """
+
+    state: str
+    group: str
+    region: str
+    offset: int
+    """Bytes from the start of the region to the first held cell of block 0."""
+    block_stride: int
+    """Bytes from a block (or slot) to the next one."""
+    axes: tuple[tuple[str, AxisMap], ...]
+    """Axis name and map, sorted by name; the token axis counts the cells of one block."""
+
+    def __post_init__(self) -> None:
+        check_range(f"view of {self.state}: offset", self.offset, 0, MAX_BYTES)
+        check_range(f"view of {self.state}: block_stride", self.block_stride, 1, MAX_BYTES)
+
+    @classmethod
+    def of(
+        cls,
+        state: str,
+        group: str,
+        region: str,
+        *,
+        block_stride: int,
+        axes: Mapping[str, AxisMap],
+        offset: int = 0,
+    ) -> View:
+        """A view whose axes are given by name."""
+        return cls(state, group, region, offset, block_stride, tuple(sorted(axes.items())))
+
+    def axis(self, name: str) -> AxisMap:
+        """The map of one axis."""
+        return dict(self.axes)[name]
+
+    def box(self) -> Box:
+        """What this rank holds of the state."""
+        return _box(self.axes)
+
+    def steps(self) -> tuple[tuple[int, int], ...]:
+        """(count, byte stride) of every held digit inside one block."""
+        return tuple((d.num_held, d.stride) for _, axis in self.axes for d in axis.digits)
+
+
+@lru_cache(maxsize=65536)
+def _box(axes: tuple[tuple[str, AxisMap], ...]) -> Box:
+    period = next((axis.period for name, axis in axes if name == TOKEN), 1)
+    spans = ((name, axis.spans() if name != TOKEN else _residues(axis)) for name, axis in axes)
+    return Box(tuple(spans), period)
+
+
+def _residues(axis: AxisMap) -> Spans:
+    """The held cells of a block, modulo the period in which they repeat."""
+    if axis.period == 1:
+        return EVERY
+    lowest = next(i for i, d in enumerate(axis.digits) if d.num_held < d.size)
+    return AxisMap(axis.digits[lowest:]).spans()

@@ -1,0 +1,118 @@
+"""Every exception that kvferry raises on purpose.
+
+::
+
+    KVFerryError
+    ├── SpecError        a description that makes no sense by itself (also a ValueError)
+    ├── Refused          two descriptions that cannot be served together, or not provably so
+    └── RequestError     one request that does not fit its plan; the plan and other requests live on
+
+What a peer, a user or the fabric can cause is one of these; ``assert`` is never used for it, so that
+``python -O`` changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Code(StrEnum):
+    """Why something was refused. The text of a code is stable: tools may match on it."""
+
+    VERSION = "version"
+    """The two manifests speak different schema versions."""
+    MISSING_STATE = "missing-state"
+    """The destination needs a state that no rank of the source engine has."""
+    STATE_DIFFERS = "state-differs"
+    """Both sides have the state, but a cell of it is not the same thing on both."""
+    UNKNOWN_RANK = "unknown-rank"
+    """The manifest has no such rank."""
+    NOT_HELD = "not-held"
+    """No source rank holds a part of the box that the destination needs."""
+    OUT_OF_BOUNDS = "out-of-bounds"
+    """A view reaches past the end of its region."""
+    CELLS_COLLIDE = "cells-collide"
+    """Two cells of one view sit on the same byte."""
+    VIEWS_OVERLAP = "views-overlap"
+    """Two states that can be live at once share a byte."""
+    GAP = "gap"
+    """A needed cell that no piece writes."""
+    WRITTEN_TWICE = "written-twice"
+    """A needed cell that two pieces write."""
+    NOT_NEEDED = "not-needed"
+    """A piece that writes cells which the destination does not need."""
+    WRONG_SOURCE = "wrong-source"
+    """A piece that reads cells which its source rank does not hold."""
+    TOO_MANY_RUNS = "too-many-runs"
+    """The plan is right, but would shatter into more runs per block than the budget allows."""
+
+
+class KVFerryError(Exception):
+    """The root of the tree: catch this to catch whatever kvferry reports."""
+
+
+class SpecError(KVFerryError, ValueError):
+    """A description that breaks a rule of its own; the message states place, rule and value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One reason for a refusal, with the place and both values.
+
+    >>> print(Finding(Code.STATE_DIFFERS, state="layers.0/k", field="dtype", src="bf16", dst="fp8"))
+    state-differs: layers.0/k: dtype: source has bf16, destination has fp8
+    """
+
+    code: Code
+    state: str = ""
+    """The state concerned; empty where the finding is about the whole engine."""
+    field: str = ""
+    """The field, axis or interval concerned."""
+    src: str = ""
+    """What the source has there."""
+    dst: str = ""
+    """What the destination has there."""
+    note: str = ""
+    """What else a person should know, the mend if there is one."""
+
+    def __str__(self) -> str:
+        sides = [f"source has {self.src}"] * bool(self.src)
+        sides += [f"destination has {self.dst}"] * bool(self.dst)
+        parts = [self.code.value, self.state, self.field, ", ".join(sides), self.note]
+        return ": ".join(part for part in parts if part)
+
+
+class Refused(KVFerryError):
+    """A pair of engines that kvferry will not move bytes between; nothing is left behind.
+
+    >>> error = Refused(Finding(Code.GAP, state="layers.0/k", field="head [2, 4)"))
+    >>> error.codes, str(error)
+    (('gap',), 'gap: layers.0/k: head [2, 4)')
+    """
+
+    SHOWN = 8
+    """How many findings the message spells out; all of them are in ``findings``."""
+
+    def __init__(self, *findings: Finding) -> None:
+        self.findings = findings
+        lines = [str(finding) for finding in findings[: self.SHOWN]]
+        more = len(findings) - len(lines)
+        super().__init__("\n".join([*lines, f"… and {more} more"] if more > 0 else lines))
+
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """The distinct codes, in the order in which they were found."""
+        return tuple(dict.fromkeys(finding.code.value for finding in self.findings))
+
+
+class RequestError(KVFerryError):
+    """A request that does not fit the two engines: it fails alone, before anything is posted.
+
+    >>> str(RequestError("src-table-short", "full", "tokens [32, 48) lie past its 2 blocks"))
+    'src-table-short: group full: tokens [32, 48) lie past its 2 blocks'
+    """
+
+    def __init__(self, code: str, group: str, detail: str) -> None:
+        self.code, self.group, self.detail = code, group, detail
+        super().__init__(f"{code}: group {group}: {detail}")

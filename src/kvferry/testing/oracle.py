@@ -1,0 +1,238 @@
+"""The slow, obvious oracle.
+
+Every byte of every cell gets a number of its own. The numbers are scattered into the source ranks' memory by
+the source's views, one cell at a time; the runs are applied one at a time; and the destination is read back by
+name, one cell at a time, through its own views. Nothing here is shared with the code that lowers or selects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+
+import numpy as np
+
+from kvferry.core.manifest import Manifest, Rank
+from kvferry.core.plan import Plan
+from kvferry.core.request import HOLE, BlockTable, Request
+from kvferry.core.select import Selection
+from kvferry.core.span import Span
+from kvferry.core.state import Addressing, Group, Kind, State, Tail
+from kvferry.core.view import AxisMap, View
+
+STALE = -1
+"""What destination memory holds before the transfer."""
+ZERO = 0
+
+Cell = tuple[str, int, tuple[tuple[str, int], ...]]
+"""State, index on the token axis (0 for a recurrent state), and the other coordinates by name."""
+
+
+def byte_offset(axis: AxisMap, coordinate: int) -> int | None:
+    """Where a coordinate of an axis sits, digit by digit; None if this rank does not hold it.
+
+    >>> from kvferry import Digit
+    >>> byte_offset(AxisMap((Digit(2, 100), Digit(3, 10)), start=6), 10)
+    110
+    """
+    rest = coordinate - axis.start
+    if not 0 <= rest < axis.size:
+        return None
+    offset = 0
+    for digit in reversed(axis.digits):
+        rest, value = divmod(rest, digit.size)
+        held = digit.held or Span(0, digit.size)
+        if value not in held:
+            return None
+        offset += (value - held.start) * digit.stride
+    return offset
+
+
+def block_of(
+    group: Group, table: BlockTable, cells_per_block: int, tokens_per_cell: int, cell: int
+) -> tuple[int, int] | None:
+    """Block id and cell inside the block; None where the table has no block."""
+    past = cell - table.first_token // tokens_per_cell
+    index, inside = divmod(past, cells_per_block)
+    if group.addressing is Addressing.RING:
+        index = 0
+    if not 0 <= index < len(table.block_ids) or table.block_ids[index] == HOLE:
+        return None
+    return int(table.block_ids[index]), inside
+
+
+def cells_of(
+    manifest: Manifest, view: View, tables: Mapping[str, BlockTable], cells: range
+) -> Iterator[tuple[Cell, str, int]]:
+    """Every cell of a view in ``cells`` with the region and byte offset where it sits."""
+    state, group = manifest.state_by_name[view.state], manifest.group_by_name[view.group]
+    axes = dict(view.axes)
+    token = axes.pop("token", None)
+    ranges = [range(axis.start, axis.start + axis.size) for axis in axes.values()]
+    per_block = group.tokens_per_block // state.tokens_per_cell
+    for cell in cells:
+        found = block_of(group, tables[group.name], per_block, state.tokens_per_cell, cell)
+        if found is None:
+            continue
+        block_id, inside = found
+        at_token = 0 if token is None else byte_offset(token, inside)
+        if at_token is None:
+            continue
+        for coordinates in product(*ranges):
+            offsets = [byte_offset(a, c) for a, c in zip(axes.values(), coordinates, strict=True)]
+            if None not in offsets:
+                at = view.offset + block_id * view.block_stride + at_token
+                at += sum(offset for offset in offsets if offset is not None)
+                yield (view.state, cell, tuple(zip(axes, coordinates, strict=True))), view.region, at
+
+
+def memory_of(rank: Rank, value: int) -> dict[str, np.ndarray]:
+    """One number per byte of a rank's regions."""
+    return {region.name: np.full(region.num_bytes, value, np.int64) for region in rank.regions}
+
+
+@dataclass
+class Numbers:
+    """Hands out a number of its own to every byte of every cell."""
+
+    given: dict[Cell, int] = field(default_factory=dict)
+    next_number: int = 1
+
+    def of(self, cell: Cell, item_bytes: int) -> np.ndarray:
+        if cell not in self.given:
+            self.given[cell] = self.next_number
+            self.next_number += item_bytes
+        return np.arange(self.given[cell], self.given[cell] + item_bytes)
+
+
+def check(plan: Plan, request: Request, selection: Selection, *, cleared: bool = True) -> list[str]:
+    """Move numbers by the runs and say everything that is wrong; an empty list is a proof by example.
+
+    With ``cleared``, slack must hold zeros or the source's own cells; without, it may be left alone.
+    """
+    numbers = Numbers()
+    sources = {src_rank: _filled(plan, src_rank, request, numbers) for src_rank in selection.reads}
+    dst_rank = plan.dst.rank(plan.dst_rank)
+    memory, writes = memory_of(dst_rank, STALE), memory_of(dst_rank, 0)
+    for src_rank, runs in selection.reads.items():
+        for src_region, src_at, dst_region, dst_at, size in runs:
+            source = sources[src_rank][plan.src.rank(src_rank).regions[src_region].name]
+            target = dst_rank.regions[dst_region].name
+            memory[target][dst_at : dst_at + size] = source[src_at : src_at + size]
+            writes[target][dst_at : dst_at + size] += 1
+    for _, _, dst_region, dst_at, size in selection.zeros:
+        target = dst_rank.regions[dst_region].name
+        memory[target][dst_at : dst_at + size] = ZERO
+        writes[target][dst_at : dst_at + size] += 1
+    return list(_problems(plan, request, numbers, memory, writes, cleared))
+
+
+def _filled(plan: Plan, src_rank: int, request: Request, numbers: Numbers) -> dict[str, np.ndarray]:
+    rank = plan.src.rank(src_rank)
+    memory = memory_of(rank, -2)
+    wanted = {plan.src_name(state): state for state in reversed(plan.states)}
+    for view in rank.views:
+        if view.state not in wanted or view.group not in request.src:
+            continue
+        state = plan.src.state_by_name[view.state]
+        for (_, cell, at), region, offset in cells_of(
+            plan.src, view, request.src, _all_cells(plan.src, view, request.src, request)
+        ):
+            number = numbers.of((state.name, cell, at), state.item_bytes)
+            memory[region][offset : offset + state.item_bytes] = number
+    return memory
+
+
+def _all_cells(manifest: Manifest, view: View, tables: Mapping[str, BlockTable], request: Request) -> range:
+    """Every cell that a table has room for (for a ring: the window that is needed)."""
+    state, group = manifest.state_by_name[view.state], manifest.group_by_name[view.group]
+    table, size = tables[group.name], state.tokens_per_cell
+    if group.addressing is Addressing.RING:
+        starts = [span.start for spans in request.need.values() for span in spans]
+        first = min(starts, default=0) // size
+        return range(first, first + group.tokens_per_block // size)
+    first = table.first_token // size
+    return range(first, first + len(table.block_ids) * group.tokens_per_block // size)
+
+
+def _problems(
+    plan: Plan,
+    request: Request,
+    numbers: Numbers,
+    memory: Mapping[str, np.ndarray],
+    writes: Mapping[str, np.ndarray],
+    cleared: bool,
+) -> Iterator[str]:
+    explained = {name: np.zeros(len(values), bool) for name, values in memory.items()}
+    dst = plan.dst
+    for name in plan.states:
+        view = dst.rank(plan.dst_rank).by_state[name]
+        state = dst.state_by_name[name]
+        source = plan.src_name(name)
+        need, touched = _wanted(dst, view, request)
+        if not need:
+            continue
+        for (_, cell, at), region, offset in cells_of(dst, view, request.dst, touched):
+            where = slice(offset, offset + state.item_bytes)
+            got, times = memory[region][where], writes[region][where]
+            number = numbers.of((source, cell, at), state.item_bytes)
+            label = f"{name} cell {cell} {dict(at)}"
+            kept = cell not in need and _is_kept(state, view, request, cell)
+            if cell in need and not (got == number).all():
+                yield f"{label}: holds {_name(numbers, got)} instead of its own number"
+            elif kept and times.any():
+                yield f"{label}: was kept, and was written"
+            elif cleared and not kept and not ((got == number).all() or (got == ZERO).all()):
+                yield f"{label}: slack was left stale or got another cell"
+            if (times > 1).any():
+                yield f"{label}: was written {int(times.max())} times"
+            explained[region][where] = not kept
+    for region, values in writes.items():
+        stray = np.flatnonzero((values > 0) & ~explained[region])
+        if len(stray):
+            yield f"region {region}: byte {int(stray[0])} is not the request's, and was written"
+
+
+def _wanted(dst: Manifest, view: View, request: Request) -> tuple[set[int], range]:
+    """The needed cells of a view, and all cells of the blocks that they touch."""
+    state, group = dst.state_by_name[view.state], dst.group_by_name[view.group]
+    if state.kind is Kind.RECURRENT:
+        wanted = {0} if request.need.get(group.name, (Span(0, 1),)) else set()
+        return wanted, range(len(wanted))
+    size = state.tokens_per_cell
+    need: set[int] = set()
+    for span in request.need[group.name]:
+        for token in range(span.start, span.stop):
+            cell = token // size
+            if state.tail is Tail.PARTIAL or (cell + 1) * size <= span.stop:
+                need.add(cell)
+    if not need:
+        return need, range(0)
+    per_block = group.tokens_per_block // size
+    if group.addressing is Addressing.RING:
+        return need, range(min(need), min(need) + per_block)
+    first = request.dst[group.name].first_token // size
+    touched = sorted({(cell - first) // per_block for cell in need})
+    return need, range(first + touched[0] * per_block, first + (touched[-1] + 1) * per_block)
+
+
+def _is_kept(state: State, view: View, request: Request, cell: int) -> bool:
+    size = state.tokens_per_cell
+    spans = request.kept.get(view.group, ())
+    return any(
+        span.start < (cell + 1) * size and (cell + 1) * size <= span.stop
+        if state.tail is Tail.COMPLETE
+        else span.start < (cell + 1) * size and cell * size < span.stop
+        for span in spans
+    )
+
+
+def _name(numbers: Numbers, got: np.ndarray) -> str:
+    value = int(got[0])
+    if value == STALE:
+        return "stale bytes"
+    for cell, first in numbers.given.items():
+        if first <= value < first + len(got):
+            return f"{cell[0]} cell {cell[1]} {dict(cell[2])}"
+    return f"bytes of no cell ({value})"
