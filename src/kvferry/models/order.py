@@ -1,0 +1,199 @@
+"""Pages as orders: the little language in which layouts are written.
+
+Any memory layout of a cache is an *order* of steps from the outermost to the innermost: loops over an axis
+(``token``, ``head`` …), tiles (the low digit of an axis), and forks, where layers or parts follow one
+another. From an order and local sizes, every byte offset and stride follows:
+
+>>> k, v = Leaf("0", "k", {"token": 16, "head": 2, "channel": 64}, 2), Leaf("0", "v", {"token": 16, "head": 2, "channel": 64}, 2)
+>>> for spot in spots(grow(("block", "head", "token", "part", "channel"), (k, v), num_blocks=10)):
+...     print(spot.leaf.part, spot.offset, spot.digits)
+k 0 {'block': [(10, 8192)], 'head': [(2, 4096)], 'token': [(16, 256)], 'channel': [(64, 2)]}
+v 128 {'block': [(10, 8192)], 'head': [(2, 4096)], 'token': [(16, 256)], 'channel': [(64, 2)]}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from kvferry.errors import SpecError
+
+BLOCK, LAYER, PART, TOKEN = "block", "layer", "part", "token"
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """The low digit of an axis: ``size`` neighbouring coordinates. The plain axis is then the rest."""
+
+    axis: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Parts that follow one another, each with an order of its own for all that remains."""
+
+    branches: tuple[tuple[tuple[str, ...], Order], ...]
+
+    @classmethod
+    def of(cls, **branches: Order) -> Fork:
+        """A fork of single parts; a double underscore in a name stands for a dot."""
+        return cls(tuple(((name.replace("__", "."),), order) for name, order in branches.items()))
+
+
+Step = str | Tile | Fork
+Order = tuple[Step, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One part of one layer's cache on one rank: its local sizes, and the bytes of an item."""
+
+    layer: str
+    part: str
+    sizes: Mapping[str, int]
+    item_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """``count`` copies of ``inner``, one after another, along an axis."""
+
+    axis: str
+    count: int
+    inner: Node
+    pitch: int
+    """Bytes from one copy to the next: at least those of ``inner``; more where pages are padded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Different things, one after another."""
+
+    children: tuple[Node, ...]
+
+
+Node = Leaf | Loop | Row
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """Where a leaf ended up: its offset, and (count, stride) of the digits of each axis."""
+
+    leaf: Leaf
+    offset: int
+    digits: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+
+
+def num_bytes(node: Node) -> int:
+    """The bytes that a node takes."""
+    match node:
+        case Leaf():
+            return node.item_bytes
+        case Loop():
+            return node.count * node.pitch
+        case Row():
+            return sum(num_bytes(child) for child in node.children)
+
+
+def spots(node: Node, offset: int = 0) -> Iterator[Spot]:
+    """Every leaf below a node, with where it sits."""
+    match node:
+        case Leaf():
+            yield Spot(node, offset)
+        case Loop():
+            for spot in spots(node.inner, offset):
+                digits = {node.axis: [(node.count, node.pitch)], **spot.digits}
+                digits[node.axis] = [(node.count, node.pitch), *spot.digits.get(node.axis, [])]
+                yield Spot(spot.leaf, spot.offset, digits)
+        case Row():
+            for child in node.children:
+                yield from spots(child, offset)
+                offset += num_bytes(child)
+
+
+def grow(
+    order: Order, leaves: Sequence[Leaf], *, num_blocks: int, page_bytes: Callable[[int], int] = lambda n: n
+) -> Node:
+    """Build the tree of an order. ``page_bytes`` says how many bytes a block of n bytes is padded to."""
+    if not order:
+        if len(leaves) != 1:
+            raise SpecError(f"an order ends without separating {[leaf.part for leaf in leaves]}")
+        return leaves[0]
+    step, rest = order[0], order[1:]
+
+    def below(order: Order, some: Sequence[Leaf]) -> Node:
+        return grow(order, some, num_blocks=num_blocks, page_bytes=page_bytes)
+
+    match step:
+        case Fork():
+            branches = [
+                (inner, [leaf for leaf in leaves if leaf.part in parts]) for parts, inner in step.branches
+            ]
+            return Row(tuple(below(inner, some) for inner, some in branches if some))
+        case "layer" | "part":
+            keys = dict.fromkeys(getattr(leaf, step) for leaf in leaves)
+            return Row(
+                tuple(below(rest, [leaf for leaf in leaves if getattr(leaf, step) == key]) for key in keys)
+            )
+        case "block":
+            inner = below(rest, leaves)
+            return Loop(BLOCK, num_blocks, inner, page_bytes(num_bytes(inner)))
+        case Tile(axis, size):
+            inner = below(rest, leaves)
+            return Loop(axis, size, inner, num_bytes(inner))
+        case axis:
+            count = _count(axis, rest, leaves)
+            inner = below(rest, leaves)
+            return Loop(axis, count, inner, num_bytes(inner)) if count else inner
+
+
+def _count(axis: str, rest: Order, leaves: Sequence[Leaf]) -> int:
+    """How often a loop over ``axis`` turns: what its tiles further in leave. 0: no leaf has the axis."""
+    counts = set()
+    for leaf in leaves:
+        tiled = prod(tile.size for tile in _tiles(rest, leaf.part) if tile.axis == axis)
+        size = leaf.sizes.get(axis, 0)
+        if size % tiled:
+            raise SpecError(f"{leaf.part}: {axis} of {size} does not divide into tiles of {tiled}")
+        counts.add(size // tiled)
+    if len(counts) > 1:
+        raise SpecError(f"a loop over {axis} needs one size for all parts, got {sorted(counts)}")
+    return counts.pop()
+
+
+def _tiles(order: Order, part: str) -> Iterator[Tile]:
+    for step in order:
+        if isinstance(step, Tile):
+            yield step
+        elif isinstance(step, Fork):
+            for parts, inner in step.branches:
+                if part in parts:
+                    yield from _tiles(inner, part)
+
+
+def in_kernel_blocks(order: Order, num_tokens: int) -> Order:
+    """The order with each block cut into kernel blocks of ``num_tokens``, one after another.
+
+    >>> in_kernel_blocks(("block", "head", "token", "channel"), 16)
+    ('block', 'token', 'head', Tile(axis='token', size=16), 'channel')
+    """
+    at = 1 + max(i for i, step in enumerate(order) if step in (BLOCK, LAYER))
+    return (*order[:at], TOKEN, *_capped(order[at:], num_tokens))
+
+
+def _capped(order: Order, num_tokens: int) -> Order:
+    """Every plain loop over tokens becomes a tile, so that a loop further out can take the rest."""
+    steps: list[Step] = []
+    for at, step in enumerate(order):
+        if step == TOKEN:
+            tiled = prod(s.size for s in order[at:] if isinstance(s, Tile) and s.axis == TOKEN)
+            if num_tokens % tiled:
+                raise SpecError(f"kernel blocks of {num_tokens} tokens do not divide into tiles of {tiled}")
+            steps.append(Tile(TOKEN, num_tokens // tiled))
+        elif isinstance(step, Fork):
+            steps.append(Fork(tuple((parts, _capped(inner, num_tokens)) for parts, inner in step.branches)))
+        else:
+            steps.append(step)
+    return tuple(steps)

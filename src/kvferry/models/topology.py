@@ -1,0 +1,117 @@
+"""How an engine is set up: what ``--src tp=4,block=16,layout=NHD`` says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from kvferry.errors import SpecError
+from kvferry.models.cache import dtype_name
+from kvferry.models.layout import layout
+
+MAX_RANKS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Parallelism, block sizes and memory layout of one engine.
+
+    >>> Topology.parse("tp=4,pp=12+20,block=64,layout=NHD").num_ranks
+    8
+    >>> Topology.parse("tp=4,blok=64")
+    Traceback (most recent call last):
+    kvferry.errors.SpecError: unknown key 'blok' in 'tp=4,blok=64': known are ...
+    """
+
+    tp: int = 1
+    pp: tuple[int, ...] | int = 1
+    """Number of pipeline stages, or the number of layers of each."""
+    cp: int = 1
+    """Ranks that take turns at the tokens."""
+    interleave: int = 1
+    """How many tokens a turn lasts."""
+    block: int = 0
+    """Tokens per block and context-parallel rank; 0: the model's default."""
+    block_of: Mapping[str, int] = field(default_factory=dict)
+    """Block sizes of single groups, by name (``block.window-1024=32``)."""
+    kernel: int = 0
+    """Tokens per kernel block inside a block; 0: blocks are not cut."""
+    blocks: int = 64
+    """Blocks in the pool."""
+    layout: str = "HND"
+    conv: str = "SD"
+    """Convolution states time-major (SD) or channel-major (DS)."""
+    dtype: str = ""
+    """Dtype of attention caches; empty: the model's."""
+    alloc: str = "auto"
+    """``separate``: a region per layer; ``shared``: groups share regions; ``auto``: shared if hybrid."""
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "cp", "interleave", "blocks"):
+            _check_positive(name, getattr(self, name))
+        for name in ("block", "kernel"):
+            if getattr(self, name):
+                _check_positive(name, getattr(self, name))
+        layout(self.layout)
+        for name, known in (("conv", ("SD", "DS")), ("alloc", ("auto", "separate", "shared"))):
+            if getattr(self, name) not in known:
+                raise SpecError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+        if self.num_ranks > MAX_RANKS:
+            raise SpecError(f"{self.num_ranks} ranks, at most {MAX_RANKS} are allowed")
+
+    @property
+    def num_stages(self) -> int:
+        return self.pp if isinstance(self.pp, int) else len(self.pp)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.num_stages * self.cp
+
+    @classmethod
+    def parse(cls, text: str) -> Topology:
+        """A topology from ``key=value,key=value``."""
+        values: dict[str, object] = {}
+        block_of: dict[str, int] = {}
+        for item in filter(None, text.split(",")):
+            key, _, value = (part.strip() for part in item.partition("="))
+            if key.startswith("block."):
+                block_of[key.removeprefix("block.")] = _integer(key, value)
+            elif key not in _READERS:
+                known = ", ".join([*_READERS, "block.GROUP"])
+                raise SpecError(f"unknown key {key!r} in {text!r}: known are {known}")
+            elif key in values:
+                raise SpecError(f"{key} is given twice in {text!r}")
+            else:
+                values[key] = _READERS[key](key, value)
+        return cls(**values, block_of=block_of)  # type: ignore[arg-type]  # each reader makes its field's type
+
+
+def _check_positive(name: str, value: int) -> None:
+    if not 1 <= value <= 1 << 30:
+        raise SpecError(f"{name} must be at least 1 (and sane), got {value}")
+
+
+def _integer(key: str, value: str) -> int:
+    if not value.isascii() or not value.isdigit() or len(value) > 12:
+        raise SpecError(f"{key} must be a whole number, got {value!r}")
+    return int(value)
+
+
+def _stages(key: str, value: str) -> tuple[int, ...] | int:
+    parts = [_integer(key, part) for part in value.split("+")]
+    for part in parts:
+        _check_positive(key, part)
+    return parts[0] if len(parts) == 1 else tuple(parts)
+
+
+def _text(key: str, value: str) -> str:
+    if not value:
+        raise SpecError(f"{key} needs a value")
+    return dtype_name(value) if key == "dtype" else value
+
+
+_READERS: dict[str, Callable[[str, str], object]] = {
+    **dict.fromkeys(("tp", "cp", "interleave", "block", "kernel", "blocks"), _integer),
+    "pp": _stages,
+    **dict.fromkeys(("layout", "conv", "dtype", "alloc"), _text),
+}

@@ -1,0 +1,24 @@
+"""Messages and their codec: manifests, requests and runs as JSON (for people) and msgpack (for peers).
+
+The structs in ``manifest`` and ``request`` are the documented schema; the core never sees them. Whatever
+is wrong with an input becomes one ``SpecError`` that says where, which rule, and what was found.
+"""
+
+from kvferry.wire.manifest import (
+    manifest_from_json,
+    manifest_from_msgpack,
+    manifest_to_json,
+    manifest_to_msgpack,
+)
+from kvferry.wire.request import request_from_json, request_to_json
+from kvferry.wire.runs import selection_to_json
+
+__all__ = [
+    "manifest_from_json",
+    "manifest_from_msgpack",
+    "manifest_to_json",
+    "manifest_to_msgpack",
+    "request_from_json",
+    "request_to_json",
+    "selection_to_json",
+]

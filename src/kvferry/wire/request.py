@@ -1,0 +1,110 @@
+"""A request as JSON: block tables by group, and the tokens that are needed."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvferry.core.request import HOLE, BlockTable, Request
+from kvferry.core.select import Slack
+from kvferry.core.span import Span, Spans, normal
+from kvferry.core.state import check_range
+from kvferry.wire.misfit import Misfit, make_all, make_each, require
+from kvferry.wire.reading import read_json
+from kvferry.wire.text import write_json
+
+MAX_BLOCK_ID = (1 << 40) - 1
+"""The core's largest pool has 2^40 blocks."""
+MAX_TOKENS = 1 << 26
+"""The longest request: 67 million tokens."""
+MAX_SPANS = 1 << 10
+"""Intervals of one group's need, or of what it kept."""
+
+
+class _Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What every object of the schema has in common."""
+
+
+class BlockTableDoc(_Schema, frozen=True):
+    """``{"block_ids": [3, 1, null, 7], "first_token": 0}``; null is a hole."""
+
+    block_ids: tuple[int | None, ...]
+    first_token: int = 0
+
+
+SpanDoc = tuple[int, int]
+"""``[start, stop]``: the tokens from start up to, not including, stop."""
+
+
+class RequestDoc(_Schema, frozen=True):
+    """The whole document; each object is keyed by the name of a group."""
+
+    src: dict[str, BlockTableDoc]
+    dst: dict[str, BlockTableDoc]
+    need: dict[str, tuple[SpanDoc, ...]]
+    kept: dict[str, tuple[SpanDoc, ...]] = {}
+    slack: Slack = Slack.CLEAR
+
+
+def request_from_json(data: bytes) -> tuple[Request, Slack]:
+    """Read a request, and what is to become of its slack; raises ``SpecError`` with place, rule and value.
+
+    >>> request, slack = request_from_json(b'''{"src": {"full": {"block_ids": [3, null]}},
+    ...     "dst": {"kv": {"block_ids": [0, 1]}}, "need": {"kv": [[0, 16]]}}''')
+    >>> request.src["full"].block_ids, request.need["kv"], slack
+    (array([ 3, -1]), (Span(start=0, stop=16),), <Slack.CLEAR: 'clear'>)
+    """
+    doc = read_json(data, RequestDoc)
+    try:
+        request = Request(
+            src=make_each(".src", _table, doc.src),
+            dst=make_each(".dst", _table, doc.dst),
+            need=make_each(".need", _spans, doc.need),
+            kept=make_each(".kept", _spans, doc.kept),
+        )
+    except Misfit as misfit:
+        raise misfit.spec_error() from None
+    return request, doc.slack
+
+
+def request_to_json(request: Request, *, slack: Slack = Slack.CLEAR, indent: int = 2) -> bytes:
+    """Write a request; defaults are left out."""
+    doc = RequestDoc(
+        src={group: _table_doc(table) for group, table in request.src.items()},
+        dst={group: _table_doc(table) for group, table in request.dst.items()},
+        need={group: _span_docs(spans) for group, spans in request.need.items()},
+        kept={group: _span_docs(spans) for group, spans in request.kept.items()},
+        slack=slack,
+    )
+    return write_json(doc, indent)
+
+
+def _table(doc: BlockTableDoc) -> BlockTable:
+    check_range("first_token", doc.first_token, 0, MAX_TOKENS)
+    return BlockTable.of(make_all(".block_ids", _block_id, doc.block_ids), doc.first_token)
+
+
+def _block_id(block_id: int | None) -> int:
+    if block_id is None:
+        return HOLE
+    check_range("a block id (null for a hole)", block_id, 0, MAX_BLOCK_ID)
+    return block_id
+
+
+def _spans(docs: tuple[SpanDoc, ...]) -> Spans:
+    require(len(docs) <= MAX_SPANS, "", f"at most {MAX_SPANS} intervals are read, got {len(docs)}")
+    return normal(make_all("", _span, docs))
+
+
+def _span(doc: SpanDoc) -> Span:
+    start, stop = doc
+    check_range("the end of an interval of tokens", stop, 0, MAX_TOKENS)
+    return Span(start, stop)
+
+
+def _table_doc(table: BlockTable) -> BlockTableDoc:
+    ids = (None if block_id == HOLE else block_id for block_id in table.block_ids.tolist())
+    return BlockTableDoc(tuple(ids), table.first_token)
+
+
+def _span_docs(spans: Spans) -> tuple[SpanDoc, ...]:
+    return tuple((span.start, span.stop) for span in spans)
