@@ -1,10 +1,10 @@
 """From a proved plan to bytes, once per peer.
 
-A piece and its two views become a *pattern*: the runs that copy the common part of one source block and one
-destination block. Addresses are separable, so a pattern is an outer sum: per axis, look up both sides' offsets
-of the common coordinates; add them up; merge what touches. The patterns of all states that step through blocks
-alike are laid side by side and merged again, which fuses K with V, values with scales, and layer with layer
-wherever they are neighbours on both sides.
+A piece and its two views become a *pattern*: the runs that copy the common part of one source block and
+one destination block. Addresses are separable, so a pattern is an outer sum: per axis, look up both sides'
+offsets of the common coordinates; add them up; merge what touches. The patterns of all states that step
+through blocks alike are laid side by side and merged again, which fuses K with V, values with scales, and
+layer with layer wherever they are neighbours on both sides.
 
 Nothing here depends on the number of blocks in the pool.
 """
@@ -103,6 +103,9 @@ class Lane:
     tail: Tail
     period: int
     """After how many cells the pieces' sets on the token axis repeat; 1 without context parallelism."""
+    src_period: int
+    """After how many cells the source ranks' turns repeat: its block table must start at a multiple."""
+    dst_period: int
     bundles: tuple[Bundle, ...]
     blanks: tuple[Bundle, ...]
     """The destination's views paired with themselves: where zeros go."""
@@ -127,9 +130,12 @@ def lower(proof: Proof, *, max_runs_per_block: int = MAX_RUNS_PER_BLOCK) -> Rout
         by_lane[key].append(piece)
     lanes = []
     for (src_group, dst_group, kind, tokens_per_cell, tail), pieces in by_lane.items():
-        period = 1
+        period = src_period = dst_period = 1
         for piece in pieces:
+            src_view, dst_view = plan.views(piece)
             period = lcm(period, piece.box.period)
+            src_period = lcm(src_period, src_view.box().period)
+            dst_period = lcm(dst_period, dst_view.box().period)
         lane = Lane(
             plan.src.group_by_name[src_group],
             plan.dst.group_by_name[dst_group],
@@ -137,6 +143,8 @@ def lower(proof: Proof, *, max_runs_per_block: int = MAX_RUNS_PER_BLOCK) -> Rout
             tokens_per_cell,
             tail,
             period,
+            src_period,
+            dst_period,
             _bundles(plan, pieces, period),
             _blanks(plan, pieces),
         )
@@ -218,9 +226,12 @@ def _state_at(plan: Plan, dst_place: int) -> str:
 @lru_cache(maxsize=MAX_PATTERNS_KEPT)
 def pattern(geometry: Geometry, shape: Shape) -> Runs:
     """The runs that copy the common part of two blocks, relative to where the views start."""
+    axes = zip(geometry.box.axes, geometry.src_axes, geometry.dst_axes, strict=True)
     steps = [
-        _token_steps(*maps, spans, geometry.box.period, shape) if name == TOKEN else _axis_steps(*maps, spans)
-        for (name, spans), *maps in _zipped(geometry)
+        _token_steps(src_map, dst_map, spans, geometry.box.period, shape)
+        if name == TOKEN
+        else _axis_steps(src_map, dst_map, spans)
+        for (name, spans), (_, src_map), (_, dst_map) in axes
     ]
     runs = Runs(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([geometry.item_bytes]))
     for src, dst in sorted(steps, key=_finest):
@@ -235,11 +246,6 @@ def pattern(geometry: Geometry, shape: Shape) -> Runs:
             np.tile(runs.num_bytes, len(src)),
         )
     return runs
-
-
-def _zipped(geometry: Geometry) -> Iterable[tuple[tuple[str, Spans], AxisMap, AxisMap]]:
-    for axis, (_, src), (_, dst) in zip(geometry.box.axes, geometry.src_axes, geometry.dst_axes, strict=True):
-        yield axis, src, dst
 
 
 def _axis_steps(src: AxisMap, dst: AxisMap, spans: Spans) -> tuple[Ints, Ints]:

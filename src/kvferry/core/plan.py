@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 
 from kvferry.core.box import TOKEN, Box, lcm
 from kvferry.core.manifest import Manifest, compare
@@ -180,7 +180,7 @@ def _by_holders(
     edges |= {e for _, axes in held for span in axes[name] for e in (span.start, span.stop)}
     ordered = sorted(edges)
     found: dict[frozenset[int], list[Span]] = defaultdict(list)
-    for start, stop in zip(ordered, ordered[1:], strict=False):
+    for start, stop in pairwise(ordered):
         if any(start in span for span in needed):
             ranks = frozenset(r for r, axes in held if any(start in span for span in axes[name]))
             found[ranks].append(Span(start, stop))

@@ -1,8 +1,8 @@
 """The laws that a plan must keep before a byte moves.
 
-* **Tiling**: the pieces of each needed state cover its box, without a gap and without an overlap, and every
-  piece lies inside what its source rank holds.
-* **Soundness of views**: in bounds, one cell per byte, and no two states that can be live at once on one byte.
+* **Tiling**: the pieces of each needed state cover its box, without a gap and without an overlap, and
+  every piece lies inside what its source rank holds.
+* **Soundness of views**: in bounds, one cell per byte, and no two states that can be live at once on a byte.
 
 The proof looks at the plan and the two manifests only, never at how the plan was made.
 """

@@ -42,9 +42,9 @@ class Runs:
     def __iter__(self) -> Iterator[tuple[int, int, int, int, int]]:
         """(source region, source offset, destination region, destination offset, bytes) of each."""
         mask = (1 << REGION_SHIFT) - 1
-        columns = (self.src >> REGION_SHIFT, self.src & mask)
-        columns += (self.dst >> REGION_SHIFT, self.dst & mask, self.num_bytes)
-        return zip(*(column.tolist() for column in columns), strict=True)
+        src = (self.src >> REGION_SHIFT, self.src & mask)
+        dst = (self.dst >> REGION_SHIFT, self.dst & mask)
+        return zip(*(column.tolist() for column in (*src, *dst, self.num_bytes)), strict=True)
 
     @property
     def total_bytes(self) -> int:

@@ -63,8 +63,8 @@ def select(route: Route, request: Request, *, slack: Slack = Slack.CLEAR) -> Sel
             continue
         src = _Walk(lane.src_group, request.src, lane.tokens_per_cell, "src")
         dst = _Walk(lane.dst_group, request.dst, lane.tokens_per_cell, "dst")
-        src.check(need, lane.period)
-        dst.check(need, lane.period)
+        src.check(need, lane.src_period)
+        dst.check(need, lane.dst_period)
         free: Spans = ()
         if slack is Slack.CLEAR and lane.kind is Kind.PAGED:
             free = subtract(dst.touched(need), (*need, *kept))

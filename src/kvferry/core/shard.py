@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
+from itertools import pairwise
 
 from kvferry.core.span import Span
 from kvferry.core.view import Digit
@@ -54,7 +55,7 @@ def stages(num_layers: int, sizes: Sequence[int] | int) -> list[range]:
         if sum(sizes) != num_layers or min(sizes, default=0) < 1:
             raise SpecError(f"pipeline stages {list(sizes)} do not add up to {num_layers} layers")
         edges = [sum(sizes[:stage]) for stage in range(len(sizes) + 1)]
-    return [range(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    return [range(a, b) for a, b in pairwise(edges)]
 
 
 def turn(rank: int, num_ranks: int) -> Digit:

@@ -6,7 +6,8 @@ The address of a cell is
 
 and the term of an axis is written as *digits*: the coordinate in mixed radix, each digit with a byte
 stride of its own. A plain axis is one digit. A tile, a kernel block inside a scheduler block, a transposed
-or interleaved order is a few. A digit of which this rank holds only some values (context parallelism) says so.
+or interleaved order is a few. A digit of which this rank holds only some values (context parallelism) says
+so.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Digit:
     def __post_init__(self) -> None:
         check_range("digit: size", self.size, 1, MAX_AXIS)
         check_range("digit: stride", self.stride, 0, MAX_BYTES)
-        if self.held is not None and not (0 < len(self.held) and self.held.stop <= self.size):
+        if self.held is not None and not (len(self.held) and self.held.stop <= self.size):
             raise SpecError(f"digit: holds {self.held} of {self.size} values")
 
     @property

@@ -28,6 +28,10 @@ def dtype_name(name: str) -> str:
     return found
 
 
+ATTENTION_PARTS = frozenset({"k", "v", "latent"})
+"""The parts that follow an engine's choice of cache dtype, and that its attention kernels may hide."""
+
+
 @dataclass(frozen=True, slots=True)
 class Dim:
     """An axis of a part, its size over all ranks, and how tensor parallelism spreads it."""
@@ -72,6 +76,10 @@ class Cache:
     page_multiple: int = 1
     """Pages are padded to a multiple of this many bytes."""
 
+    @property
+    def is_attention(self) -> bool:
+        return {part.name for part in self.parts} <= ATTENTION_PARTS
+
 
 def attention(heads: int, dim: int, dtype: str, *, v_dim: int = 0, window: int = 0, sinks: int = 0) -> Cache:
     """Attention over K and V, one pair per KV head."""
@@ -82,16 +90,19 @@ def attention(heads: int, dim: int, dtype: str, *, v_dim: int = 0, window: int =
 
 def latent(width: int, dtype: str) -> Cache:
     """MLA: one latent vector and rope key per token, whole on every rank."""
-    return Cache("attn", (Part("latent", (Dim("channel", width),), dtype),))
+    return rows("attn", Part("latent", (Dim("channel", width),), dtype))
 
 
-def values_then_scales(
-    name: str, value_bytes: int, scale_bytes: int, encoding: str, *, tokens_per_cell: int = 1, **page: int
-) -> Cache:
+def rows(name: str, part: Part) -> Cache:
+    """One plain row per token."""
+    return Cache(name, (part,), ("token", "channel"))
+
+
+def values_then_scales(name: str, value_bytes: int, scale_bytes: int, encoding: str) -> Cache:
     """Quantised rows of a block first, all their scales behind them (indexer keys, DeepSeek-V4's rows)."""
     values = Part("values", (), "uint8", value_bytes, encoding)
     scales = Part("scales", (), "uint8", scale_bytes, encoding)
-    return Cache(name, (values, scales), ("part", "token"), tokens_per_cell=tokens_per_cell, **page)
+    return Cache(name, (values, scales), ("part", "token"))
 
 
 def mamba1(inner: int, state: int, kernel: int, conv_dtype: str, ssm_dtype: str) -> Cache:
@@ -135,12 +146,12 @@ def _recurrent(name: str, conv: tuple[Part, ...], ssm: Part) -> Cache:
 
 
 def channel_major(conv: tuple[Part, ...], ssm: Part) -> Order:
-    """"DS": each convolution part by itself, channels outside, time inside."""
+    """ "DS": each convolution part by itself, channels outside, time inside."""
     return (Fork(tuple(((part.name,), _axes(part)) for part in (*conv, ssm))),)
 
 
 def time_major(conv: tuple[Part, ...], ssm: Part) -> Order:
-    """"SD": time outside; every row holds all parts, one after another."""
+    """ "SD": time outside; every row holds all parts, one after another."""
     row = Fork(tuple(((part.name,), _axes(part)[:-1]) for part in conv))
     return (Fork(((tuple(part.name for part in conv), ("time", row)), ((ssm.name,), _axes(ssm)))),)
 

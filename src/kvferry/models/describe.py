@@ -115,7 +115,7 @@ class _Engine:
     def _adapted(self, cache: Cache) -> Cache:
         """The cache with this engine's dtype, convolution order and block size."""
         topology = self.topology
-        if topology.dtype and cache.kind is Kind.PAGED and cache.interior is None:
+        if topology.dtype and cache.is_attention:
             parts = tuple(_as_dtype(part, topology.dtype) for part in cache.parts)
             cache = replace(cache, parts=parts)
         if cache.kind is Kind.RECURRENT:
@@ -124,7 +124,7 @@ class _Engine:
         bucket = self._bucket(cache)
         chosen = topology.block_of.get(bucket, cache.tokens_per_block or topology.block)
         num_tokens = chosen or self.model.default_block
-        if self.layout.name == OPAQUE and cache.interior is None:
+        if self.layout.name == OPAQUE and cache.is_attention:
             return opaque(cache, topology.tp, num_tokens)
         return replace(cache, tokens_per_block=num_tokens)
 

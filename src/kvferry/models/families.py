@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvferry.errors import SpecError
@@ -16,6 +17,7 @@ from kvferry.models.cache import (
     latent,
     mamba1,
     mamba2,
+    rows,
     values_then_scales,
 )
 from kvferry.models.model import Layer, Model
@@ -55,7 +57,9 @@ class Config:
         """A list, or text, with one entry per layer."""
         value = self.values.get(key)
         if not isinstance(value, list | str) or len(value) != length:
-            raise SpecError(f"config: {key} must have one entry for each of {length} layers, got {value!r:.80}")
+            raise SpecError(
+                f"config: {key} must have one entry for each of {length} layers, got {value!r:.80}"
+            )
         return value
 
     @property
@@ -106,7 +110,8 @@ def _windowed(config: Config) -> tuple[Layer, ...]:
     window = config.attention(window=config.window)
     full = attention(
         config.integer(
-            "num_global_key_value_heads", default=config.integer("num_key_value_heads", default=config.q_heads)
+            "num_global_key_value_heads",
+            default=config.integer("num_key_value_heads", default=config.q_heads),
         ),
         config.integer("global_head_dim", default=config.head_dim),
         config.dtype,
@@ -122,7 +127,10 @@ def _by_type(layer_type: object, window: Cache, full: Cache) -> Cache:
             return window
         case "full_attention":
             return full
-    raise SpecError(f"config: layer_types has {layer_type!r}: sliding_attention or full_attention expected")
+        case _:
+            raise SpecError(
+                f"config: layer_types has {layer_type!r}: sliding_attention or full_attention expected"
+            )
 
 
 def _sharing(layers: tuple[Layer, ...], types: Sequence[Any], num_shared: int) -> tuple[Layer, ...]:
@@ -237,29 +245,31 @@ def _jamba(config: Config) -> tuple[Layer, ...]:
 
 def _deepseek_v4(config: Config) -> tuple[Layer, ...]:
     """A window of rows in each layer; compressed rows, indexer keys and compressor windows by ratio."""
-    dim = config.integer("head_dim")
-    rows = (dim + config.integer("qk_rope_head_dim"), 8, "fp8 rows, ue8m0 scales")
-    window = values_then_scales("window", *rows, window=config.window, tokens_per_block=64, page_multiple=576)
-    index = config.integer("index_head_dim")
+    dim, index = config.integer("head_dim"), config.integer("index_head_dim")
+    row = (dim + config.integer("qk_rope_head_dim"), 8, "fp8 rows, ue8m0 scales")
+    key = (index, 4, "fp8 rows, fp32 scales")
+    aligned = 576
+
+    def compressed(name: str, ratio: int, cells: tuple[int, int, str]) -> Cache:
+        return replace(values_then_scales(name, *cells), tokens_per_cell=ratio, page_multiple=aligned)
 
     def compressor(name: str, width: int, window: int, block: int) -> Cache:
-        part = Part("state", (Dim("channel", width),), "fp32")
-        return Cache(name, (part,), window=window, tokens_per_block=block, page_multiple=576)
+        state = rows(name, Part("state", (Dim("channel", width),), "fp32"))
+        return replace(state, window=window, tokens_per_block=block, page_multiple=aligned)
 
-    def compressed(name: str, ratio: int, values: int, scales: int, encoding: str) -> Cache:
-        page = {"tokens_per_cell": ratio, "page_multiple": 576}
-        return values_then_scales(name, values, scales, encoding, **page)
-
+    window = replace(
+        values_then_scales("window", *row), window=config.window, tokens_per_block=64, page_multiple=aligned
+    )
     by_ratio: dict[int, tuple[Cache, ...]] = {
         0: (window,),
         4: (
             window,
-            compressed("attn", 4, *rows),
-            compressed("indexer", 4, index, 4, "fp8 rows, fp32 scales"),
+            compressed("attn", 4, row),
+            compressed("indexer", 4, key),
             compressor("compressor", 4 * dim, 8, 4),
             compressor("indexer.compressor", 4 * index, 8, 4),
         ),
-        128: (window, compressed("attn", 128, *rows), compressor("compressor", 2 * dim, 128, 8)),
+        128: (window, compressed("attn", 128, row), compressor("compressor", 2 * dim, 128, 8)),
     }
     ratios = config.sequence("compress_ratios", len(config.values.get("compress_ratios") or ()))
     if len(ratios) < config.num_layers or set(ratios[: config.num_layers]) - by_ratio.keys():
@@ -269,7 +279,8 @@ def _deepseek_v4(config: Config) -> tuple[Layer, ...]:
 
 FAMILIES: dict[str, Callable[[Config], tuple[Layer, ...]]] = {
     **dict.fromkeys(
-        ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "falcon", "gemma", "gpt2", "phi3", "olmo2"), _dense
+        ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "falcon", "gemma", "gpt2", "phi3", "olmo2"),
+        _dense,
     ),
     **dict.fromkeys(
         ("gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gpt_oss"), _windowed

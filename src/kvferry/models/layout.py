@@ -1,11 +1,13 @@
 """Layouts by name.
 
 A layout orders the letters L (layer), B (block), H (head), N (token), K (K or V) and C (channel), outermost
-first; any permutation is a layout. Where K is left out it stands before C: K and V packed per token.
+first; any permutation is a layout. Where K is left out it stands before C: K and V packed per token. Where K
+and V are ordered differently inside a block and head, brackets say how: ``LBH[CN|NC]`` has K transposed.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from kvferry.errors import SpecError
@@ -27,14 +29,11 @@ NAMED = {
 
 PACKED = {
     # CPU attention, vector units: K transposed, V plain (offsets K[c*N + t], V[N*D + t*D + c]).
-    "cpu-vec": Fork.of(k=("channel", "token"), v=("token", "channel")),
+    "cpu-vec": "LBH[CN|NC]",
     # CPU attention, AMX tiles: pairs of channels (K) or of tokens (V) inside tiles of sixteen.
-    "cpu-amx": Fork.of(
-        k=("token", "channel", Tile("token", 16), Tile("channel", 2)),
-        v=("channel", "token", Tile("channel", 16), Tile("token", 2)),
-    ),
+    "cpu-amx": "LBH[NCn16c2|CNc16n2]",
 }
-"""Layouts whose K and V differ inside a (block, head)."""
+"""Layouts whose K and V differ inside a (block, head): K's order, V's order; n16 is a tile of 16 tokens."""
 
 OPAQUE = "opaque"
 """Whole blocks of an unknown kernel: moved as they are, or not at all."""
@@ -64,8 +63,11 @@ def layout(name: str) -> Layout:
     Traceback (most recent call last):
     kvferry.errors.SpecError: no layout 'DHN': name one of HND, NHD, ..., or order the letters LBHNKC
     """
-    if name in PACKED:
-        return Layout(name, (LAYER, BLOCK, "head", PACKED[name]), (LAYER, BLOCK))
+    if packed := _PACKING.fullmatch(PACKED.get(name, name)):
+        outer, k, v = packed.groups()
+        fork = Fork.of(k=_interior(name, k), v=_interior(name, v))
+        nested = (LAYER, BLOCK) if outer.index("L") < outer.index("B") else (BLOCK, LAYER)
+        return Layout(name, (*(_LETTERS[letter] for letter in outer), fork), nested)
     letters = NAMED.get(name, "LBHNKC" if name == OPAQUE else name)
     if "K" not in letters:
         letters = letters.replace("C", "KC")
@@ -75,3 +77,22 @@ def layout(name: str) -> Layout:
     steps: tuple[Step, ...] = tuple(_LETTERS[letter] for letter in letters)
     outer = (LAYER, BLOCK) if letters.index("L") < letters.index("B") else (BLOCK, LAYER)
     return Layout(name, steps, outer)
+
+
+_PACKING = re.compile(r"((?=.*L)(?=.*B)(?=.*H)[LBH]{3})\[([NCnc0-9]+)\|([NCnc0-9]+)\]")
+_INTERIOR = re.compile(r"[NC]|[nc][1-9][0-9]{0,5}")
+
+
+def _interior(name: str, text: str) -> Order:
+    """The order inside a (block, head): N and C once each, tiles as n16 or c2 behind them."""
+    found = _INTERIOR.findall(text)
+    plain = [letter for letter in found if letter in _LETTERS]
+    tiles_first = any(
+        found.index(t) < found.index(t[0].upper()) for t in found if t[1:] and t[0].upper() in found
+    )
+    if "".join(found) != text or sorted(plain) != ["C", "N"] or tiles_first:
+        raise SpecError(f"layout {name!r}: {text!r} must have N and C once each, each before its tiles")
+    return tuple(
+        _LETTERS[step] if step in _LETTERS else Tile(_LETTERS[step[0].upper()], int(step[1:]))
+        for step in found
+    )

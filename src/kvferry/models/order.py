@@ -4,7 +4,8 @@ Any memory layout of a cache is an *order* of steps from the outermost to the in
 (``token``, ``head`` …), tiles (the low digit of an axis), and forks, where layers or parts follow one
 another. From an order and local sizes, every byte offset and stride follows:
 
->>> k, v = Leaf("0", "k", {"token": 16, "head": 2, "channel": 64}, 2), Leaf("0", "v", {"token": 16, "head": 2, "channel": 64}, 2)
+>>> sizes = {"token": 16, "head": 2, "channel": 64}
+>>> k, v = (Leaf("layers.0", part, sizes, item_bytes=2) for part in "kv")
 >>> for spot in spots(grow(("block", "head", "token", "part", "channel"), (k, v), num_blocks=10)):
 ...     print(spot.leaf.part, spot.offset, spot.digits)
 k 0 {'block': [(10, 8192)], 'head': [(2, 4096)], 'token': [(16, 256)], 'channel': [(64, 2)]}
@@ -131,6 +132,8 @@ def grow(
             branches = [
                 (inner, [leaf for leaf in leaves if leaf.part in parts]) for parts, inner in step.branches
             ]
+            if sum(len(some) for _, some in branches) != len(leaves):
+                raise SpecError(f"an order has no place for {[leaf.part for leaf in leaves]}")
             return Row(tuple(below(inner, some) for inner, some in branches if some))
         case "layer" | "part":
             keys = dict.fromkeys(getattr(leaf, step) for leaf in leaves)

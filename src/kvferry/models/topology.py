@@ -36,7 +36,7 @@ class Topology:
     """Block sizes of single groups, by name (``block.window-1024=32``)."""
     kernel: int = 0
     """Tokens per kernel block inside a block; 0: blocks are not cut."""
-    blocks: int = 64
+    blocks: int = 4096
     """Blocks in the pool."""
     layout: str = "HND"
     conv: str = "SD"

@@ -1,8 +1,9 @@
 """The slow, obvious oracle.
 
-Every byte of every cell gets a number of its own. The numbers are scattered into the source ranks' memory by
-the source's views, one cell at a time; the runs are applied one at a time; and the destination is read back by
-name, one cell at a time, through its own views. Nothing here is shared with the code that lowers or selects.
+Every byte of every cell gets a number of its own. The numbers are scattered into the source ranks' memory
+by the source's views, one cell at a time; the runs are applied one at a time; and the destination is read
+back by name, one cell at a time, through its own views. Nothing here is shared with the code that lowers or
+selects.
 """
 
 from __future__ import annotations

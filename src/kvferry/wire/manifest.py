@@ -188,8 +188,10 @@ def _region(doc: RegionDoc) -> Region:
 
 
 class _Ranks:
-    """Makes the ranks of one manifest. Equal axis maps become one object: layers and ranks repeat a few of
-    them thousands of times, and what is computed from a map is remembered by it."""
+    """Makes the ranks of one manifest, equal axis maps as one object.
+
+    Layers and ranks repeat a few maps thousands of times, and what is computed from a map is kept by it.
+    """
 
     def __init__(self) -> None:
         self._maps: dict[AxisMapDoc, AxisMap] = {}

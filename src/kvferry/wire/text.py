@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-WIDTH = 100
+WIDTH = 120
 
 
 def write_json(doc: msgspec.Struct, indent: int) -> bytes:
@@ -20,10 +20,10 @@ def write_json(doc: msgspec.Struct, indent: int) -> bytes:
 def laid_out(value: Any, indent: int = 2, depth: int = 0) -> str:
     """The JSON text of plain data.
 
-    >>> print(laid_out({"digits": [[4, 1024], [4, 64]], "name": "x" * 70}))
+    >>> print(laid_out({"digits": [[4, 1024], [4, 64]], "name": "x" * 90}))
     {
       "digits": [[4, 1024], [4, 64]],
-      "name": "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx"
+      "name": "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx"
     }
     """
     line = json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,83 @@
+"""A typical request between two engines: for bills, demonstrations and tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from math import gcd
+
+import numpy as np
+
+from kvferry.core.manifest import Manifest
+from kvferry.core.request import BlockTable, Request, need_of
+from kvferry.core.span import Span
+from kvferry.core.state import Addressing, Group
+from kvferry.errors import SpecError
+
+
+class Placement(StrEnum):
+    """How the block ids of a request lie in the pool."""
+
+    CONSECUTIVE = "consecutive"
+    """One after another: a fresh pool."""
+    SCATTERED = "scattered"
+    """No two neighbours: a pool that has served for a while."""
+
+
+def sample_request(
+    src: Manifest,
+    dst: Manifest,
+    num_tokens: int,
+    *,
+    num_kept: int = 0,
+    placement: Placement = Placement.CONSECUTIVE,
+) -> Request:
+    """A request of ``num_tokens``, of which the destination has the first ``num_kept`` already."""
+    need = {group.name: need_of(group, num_tokens, num_kept) for group in dst.groups}
+    kept = {
+        group.name: (Span(0, num_kept),)
+        for group in dst.groups
+        if num_kept and group.addressing is not Addressing.SLOT
+    }
+    return Request(
+        _tables(src, num_tokens, placement, salt=1), _tables(dst, num_tokens, placement, salt=2), need, kept
+    )
+
+
+def _tables(manifest: Manifest, num_tokens: int, placement: Placement, salt: int) -> Mapping[str, BlockTable]:
+    """Block tables of every group: the blocks that its window touches, drawn from its pool."""
+    tables: dict[str, BlockTable] = {}
+    drawn: dict[str, int] = {}
+    for group in manifest.groups:
+        first, num_blocks = _extent(group, num_tokens)
+        at = drawn.get(group.pool, 0)
+        drawn[group.pool] = at + num_blocks
+        if at + num_blocks > group.num_blocks:
+            raise SpecError(
+                f"{num_tokens} tokens need more than the {group.num_blocks} blocks of engine"
+                f" {manifest.engine}'s pool {group.pool} (group {group.name}); blocks=N makes it larger"
+            )
+        ids = np.arange(at, at + num_blocks)
+        if placement is Placement.SCATTERED:
+            ids = ids * _stride(group.num_blocks, salt) % group.num_blocks
+        tables[group.name] = BlockTable.of(ids, first)
+    return tables
+
+
+def _extent(group: Group, num_tokens: int) -> tuple[int, int]:
+    """(first token, number of blocks) that a group keeps of a request."""
+    if group.addressing is Addressing.SLOT:
+        return 0, 1
+    if group.addressing is Addressing.RING:
+        return max(0, num_tokens - group.tokens_per_block), 1
+    first = max(0, num_tokens - group.window) if group.window and not group.sinks else 0
+    first -= first % group.tokens_per_block
+    return first, -(-(num_tokens - first) // group.tokens_per_block)
+
+
+def _stride(num_blocks: int, salt: int) -> int:
+    """A step through the pool that visits every block and never a neighbour, if there is room for one."""
+    stride = max(1, int(num_blocks * 0.382) + salt)
+    while gcd(stride, num_blocks) > 1:
+        stride += 1
+    return stride
