@@ -26,11 +26,14 @@ NUM_TOKENS = 15
 
 def request_within(manifest: Manifest) -> Request:
     """A request that moves from some blocks of an engine to others of the same engine."""
-    src, dst, used = {}, {}, {}
+    src, dst = {}, {}
+    used: dict[str, int] = {}
     for group in manifest.groups:
         one_block = group.addressing is not Addressing.TABLE
         num_blocks = 1 if one_block else -(-NUM_TOKENS // group.tokens_per_block)
-        ids = [i % group.num_blocks for i in range(used.get(group.pool, 0), used.get(group.pool, 0) + num_blocks)]
+        ids = [
+            i % group.num_blocks for i in range(used.get(group.pool, 0), used.get(group.pool, 0) + num_blocks)
+        ]
         used[group.pool] = used.get(group.pool, 0) + num_blocks
         src[group.name] = BlockTable.of(ids)
         dst[group.name] = BlockTable.of([group.num_blocks - 1 - i for i in ids])
@@ -83,8 +86,10 @@ def test_the_loop_on_the_page_moves_the_bytes():
 def test_the_limits_on_the_page_are_those_of_the_code():
     from kvferry.wire import manifest, reading, request
 
-    limits = (reading.MAX_JSON_ITEMS, manifest.MAX_DIGITS, manifest.MAX_AXIS_MAPS, manifest.MAX_COORDINATES)
-    limits += (manifest.MAX_REGIONS, manifest.MAX_STATES_TIMES_RANKS, request.MAX_TOKENS, request.MAX_SPANS)
+    limits = (
+        *(reading.MAX_JSON_ITEMS, manifest.MAX_DIGITS, manifest.MAX_AXIS_MAPS, manifest.MAX_COORDINATES),
+        *(manifest.MAX_REGIONS, manifest.MAX_STATES_TIMES_RANKS, request.MAX_TOKENS, request.MAX_SPANS),
+    )
     section = PAGE.partition("Limits, so that")[2]
     assert [limit for limit in limits if f"{limit:,} " not in section.replace("\n", " ")] == []
     assert (reading.MAX_JSON_BYTES, reading.MAX_MSGPACK_BYTES) == (64 << 20, 8 << 20)

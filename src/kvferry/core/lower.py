@@ -146,7 +146,7 @@ def lower(proof: Proof, *, max_runs_per_block: int = MAX_RUNS_PER_BLOCK) -> Rout
             src_period,
             dst_period,
             _bundles(plan, pieces, period),
-            _blanks(plan, pieces),
+            _blanks(plan, pieces, dst_period),
         )
         _check_budget(plan, lane, max_runs_per_block)
         lanes.append(lane)
@@ -164,12 +164,12 @@ def _bundles(plan: Plan, pieces: Iterable[Piece], period: int) -> tuple[Bundle, 
     return loom.bundles()
 
 
-def _blanks(plan: Plan, pieces: Iterable[Piece]) -> tuple[Bundle, ...]:
+def _blanks(plan: Plan, pieces: Iterable[Piece], period: int) -> tuple[Bundle, ...]:
     loom = _Loom()
     dst = plan.dst.rank(plan.dst_rank)
     for name in dict.fromkeys(piece.state for piece in pieces):
         view = dst.by_state[name]
-        loom.add(dst.rank, dst, view, dst, view, view.box(), plan.dst.state_by_name[name])
+        loom.add(dst.rank, dst, view, dst, view, view.box().over(period), plan.dst.state_by_name[name])
     return loom.bundles()
 
 

@@ -72,7 +72,7 @@ def select(route: Route, request: Request, *, slack: Slack = Slack.CLEAR) -> Sel
         segments = list(_segments(need, src, dst, lane.period))
         for bundle in lane.bundles:
             runs[bundle.src_rank] += (_spread(bundle, *segment) for segment in segments)
-        blank = list(_segments(subtract(free, need), dst, dst, 1))
+        blank = list(_segments(subtract(free, need), dst, dst, lane.dst_period))
         zeros += (_spread(bundle, *segment) for bundle in lane.blanks for segment in blank)
     reads = {src_rank: _merged(parts) for src_rank, parts in sorted(runs.items())}
     return Selection({rank: r for rank, r in reads.items() if len(r)}, _merged(zeros))

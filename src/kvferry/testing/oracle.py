@@ -70,7 +70,17 @@ def cells_of(
     state, group = manifest.state_by_name[view.state], manifest.group_by_name[view.group]
     axes = dict(view.axes)
     token = axes.pop("token", None)
-    ranges = [range(axis.start, axis.start + axis.size) for axis in axes.values()]
+    places = [
+        [
+            ((name, c), offset)
+            for c in range(axis.start, axis.start + axis.size)
+            if (offset := byte_offset(axis, c)) is not None
+        ]
+        for name, axis in axes.items()
+    ]
+    coordinates = [
+        (tuple(at for at, _ in place), sum(offset for _, offset in place)) for place in product(*places)
+    ]
     per_block = group.tokens_per_block // state.tokens_per_cell
     for cell in cells:
         found = block_of(group, tables[group.name], per_block, state.tokens_per_cell, cell)
@@ -80,12 +90,9 @@ def cells_of(
         at_token = 0 if token is None else byte_offset(token, inside)
         if at_token is None:
             continue
-        for coordinates in product(*ranges):
-            offsets = [byte_offset(a, c) for a, c in zip(axes.values(), coordinates, strict=True)]
-            if None not in offsets:
-                at = view.offset + block_id * view.block_stride + at_token
-                at += sum(offset for offset in offsets if offset is not None)
-                yield (view.state, cell, tuple(zip(axes, coordinates, strict=True))), view.region, at
+        start = view.offset + block_id * view.block_stride + at_token
+        for at, offset in coordinates:
+            yield (view.state, cell, at), view.region, start + offset
 
 
 def memory_of(rank: Rank, value: int) -> dict[str, np.ndarray]:
@@ -178,21 +185,34 @@ def _problems(
             where = slice(offset, offset + state.item_bytes)
             got, times = memory[region][where], writes[region][where]
             number = numbers.of((source, cell, at), state.item_bytes)
-            label = f"{name} cell {cell} {dict(at)}"
             kept = cell not in need and _is_kept(state, view, request, cell)
-            if cell in need and not (got == number).all():
-                yield f"{label}: holds {_name(numbers, got)} instead of its own number"
-            elif kept and times.any():
-                yield f"{label}: was kept, and was written"
-            elif cleared and not kept and not ((got == number).all() or (got == ZERO).all()):
-                yield f"{label}: slack was left stale or got another cell"
-            if (times > 1).any():
-                yield f"{label}: was written {int(times.max())} times"
+            problem = _problem(got, times, number, needed=cell in need, kept=kept, cleared=cleared)
+            if problem:
+                yield f"{name} cell {cell} {dict(at)}: {problem.replace(GOT, _name(numbers, got))}"
             explained[region][where] = not kept
     for region, values in writes.items():
         stray = np.flatnonzero((values > 0) & ~explained[region])
         if len(stray):
             yield f"region {region}: byte {int(stray[0])} is not the request's, and was written"
+
+
+GOT = "{got}"
+
+
+def _problem(
+    got: np.ndarray, times: np.ndarray, number: np.ndarray, *, needed: bool, kept: bool, cleared: bool
+) -> str:
+    """What is wrong with one cell; empty if nothing is."""
+    is_right = (got == number).all()
+    if needed and not is_right:
+        return f"holds {GOT} instead of its own number"
+    if kept and times.any():
+        return "was kept, and was written"
+    if cleared and not needed and not kept and not (is_right or (got == ZERO).all()):
+        return f"slack holds {GOT}"
+    if (times > 1).any():
+        return f"was written {int(times.max())} times"
+    return ""
 
 
 def _wanted(dst: Manifest, view: View, request: Request) -> tuple[set[int], range]:

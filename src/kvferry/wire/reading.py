@@ -111,11 +111,11 @@ def _children(value: object, kind: Any) -> Iterator[tuple[str, object, Any]]:
     is_struct = isinstance(kind, type) and issubclass(kind, msgspec.Struct)
     fields = msgspec.structs.fields(kind) if is_struct else ()
     match value:
-        case dict() if is_struct:
+        case dict() if is_struct and not kind.__struct_config__.array_like:
             for field in fields:
                 if field.name in value:
                     yield key_step(field.name), value[field.name], field.type
-        case list() if is_struct:
+        case list() if is_struct and kind.__struct_config__.array_like:
             for i, (child, field) in enumerate(zip(value, fields, strict=False)):
                 yield f"[{i}]", child, field.type
         case dict() if get_origin(kind) is dict:

@@ -1,0 +1,16 @@
+"""The command line: ``kvferry plan``, ``describe``, ``models``, ``runs``, ``demo``.
+
+Only this room imports Typer and Rich. Commands import what they need when they run, so that help is quick.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0 good, 1 refused or wrong, 2 bad usage or input."""
+    from kvferry.cli.ending import guarded
+
+    return guarded(list(sys.argv[1:] if argv is None else argv))

@@ -1,0 +1,74 @@
+"""How a command ends: exit codes, and every error as one line (or, with ``--json``, as one object)."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from kvferry.errors import KVFerryError, RequestError, SpecError
+
+GOOD, REFUSED, BAD_INPUT, BUG, INTERRUPTED = 0, 1, 2, 3, 130
+
+DEBUG = "KVFERRY_DEBUG"
+"""The environment variable that lets an unforeseen error out with its traceback."""
+
+
+def guarded(argv: Sequence[str]) -> int:
+    """Run the command line ``argv``; whatever happens becomes an exit code and a message."""
+    from kvferry.cli.app import app
+
+    as_json = "--json" in argv
+    try:
+        code = app(list(argv), prog_name="kvferry", standalone_mode=False)
+        sys.stdout.flush()
+        return code or GOOD
+    except KVFerryError as error:
+        return _say(str(error), as_json=as_json)
+    except BrokenPipeError:
+        return _quiet()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:
+        if usage := getattr(error, "format_message", None):
+            return _say(_with_hint(usage(), argv), as_json=as_json)
+        if os.environ.get(DEBUG):
+            raise
+        what = f"{type(error).__name__}: {error}".rstrip(": ")
+        message = f"a bug, please report it ({DEBUG}=1 shows where): {what}"
+        return _say(message, as_json=as_json, code=BUG)
+
+
+def _with_hint(message: str, argv: Sequence[str]) -> str:
+    from kvferry.cli.app import COMMANDS
+
+    command = next((word for word in argv[:1] if word in COMMANDS), "")
+    return f"{message.rstrip('.')}; see `kvferry {command}{' ' * bool(command)}--help`"
+
+
+def _say(message: str, *, as_json: bool, code: int = BAD_INPUT) -> int:
+    line = " ".join(message.split())
+    if as_json:
+        print(json.dumps({"verdict": "error", "message": line}, ensure_ascii=False))
+    else:
+        print(f"kvferry: {line}", file=sys.stderr)
+    return code
+
+
+def _quiet() -> int:
+    """The reader of our output has gone (``| head``): say nothing more, not even at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return GOOD
+
+
+@contextmanager
+def at(place: str) -> Iterator[None]:
+    """Say where bad input came from: a file, or an option and its value."""
+    try:
+        yield
+    except (SpecError, RequestError) as error:
+        raise SpecError(f"{place}: {error}") from None
+    except OSError as error:
+        raise SpecError(f"{place}: {error.strerror or error}") from None

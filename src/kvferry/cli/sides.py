@@ -1,0 +1,115 @@
+"""From arguments to manifests: a file, or a model and a topology, for each side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvferry.cli.ending import at
+from kvferry.core.manifest import Manifest
+from kvferry.core.state import Addressing
+from kvferry.errors import SpecError
+from kvferry.models import Model, Topology, describe, model_from_config, model_named
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side as it was asked for: a file, or a topology of a model."""
+
+    engine: str
+    """``src`` or ``dst``."""
+    file: Path | None = None
+    topology: str | None = None
+    model: str = ""
+    config: Path | None = None
+
+    def manifest(self, num_tokens: int = 0) -> Manifest:
+        """Read or describe it; a pool whose size was left open has room for ``num_tokens``."""
+        if self.file is not None:
+            return manifest_file(self.file)
+        if self.topology is None:
+            raise SpecError(f"the {self.engine} side is missing: give a file or --{self.engine} tp=…")
+        model = a_model(self.model, self.config)
+        with at(f"--{self.engine} {self.topology}"):
+            return roomy(model, self.topology, self.engine, num_tokens)
+
+
+def sides(
+    files: Sequence[Path],
+    topologies: tuple[str | None, str | None],
+    models: tuple[str, str],
+    config: Path | None,
+) -> tuple[Side, Side]:
+    """Both sides; files stand for the sides that have no topology, the source first."""
+    open_sides = topologies.count(None)
+    if len(files) != open_sides:
+        raise SpecError(
+            f"{_count(len(files), 'file')} for {_count(open_sides, 'side')} without a topology:"
+            " each side needs a manifest file or a topology (--src tp=4, --dst tp=8)"
+        )
+    if not any(topologies) and (any(models) or config):
+        raise SpecError("--model and --config describe a side given by --src or --dst; files need neither")
+    left = iter(files)
+    src, dst = (
+        Side(engine, next(left)) if topology is None else Side(engine, None, topology, model, config)
+        for engine, topology, model in zip(("src", "dst"), topologies, models, strict=True)
+    )
+    return src, dst
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number or 'no'} {noun}{'s' * (number != 1)}"
+
+
+def manifest_file(path: Path) -> Manifest:
+    """A manifest from a JSON file."""
+    from kvferry.wire.manifest import manifest_from_json
+
+    with at(str(path)):
+        return manifest_from_json(path.read_bytes())
+
+
+def a_model(name: str, config: Path | None) -> Model:
+    """A model of the catalogue, or of a config.json."""
+    if bool(name) == (config is not None):
+        raise SpecError("a topology needs a model: give --model NAME (see `kvferry models`) or --config FILE")
+    if config is None:
+        with at("--model"):
+            return model_named(name)
+    with at(str(config)):
+        return model_from_config(_json_object(config), _name_of(config))
+
+
+def _name_of(config: Path) -> str:
+    """A config.json is called after its folder, any other file after itself."""
+    return config.resolve().parent.name if config.stem == "config" else config.stem
+
+
+def _json_object(path: Path) -> dict[str, object]:
+    try:
+        values = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise SpecError(f"not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise SpecError("a JSON object is expected, as in a model's config.json")
+    return values
+
+
+def roomy(model: Model, text: str, engine: str, num_tokens: int, *, factor: int = 1) -> Manifest:
+    """Describe an engine; unless ``blocks`` is given, its pool has room for ``factor`` such requests."""
+    topology = Topology.parse(text)
+    if not num_tokens or "blocks" in _keys(text):
+        return describe(model, topology, engine)
+    small = describe(model, replace(topology, blocks=1), engine)
+    needed = sum(
+        -(-num_tokens // group.tokens_per_block) + 1 if group.addressing is Addressing.TABLE else 1
+        for group in small.groups
+    )
+    least = Topology().blocks if factor == 1 else 1
+    return describe(model, replace(topology, blocks=max(least, factor * needed)), engine)
+
+
+def _keys(text: str) -> set[str]:
+    return {item.partition("=")[0].strip() for item in text.split(",")}

@@ -1,0 +1,206 @@
+"""Bytes that say where they belong, for memory of a real size.
+
+Every item gets bytes of its own, a hash of its state's name, its cell and its coordinates: the same in both
+engines, wherever their views put it. They are written through the source's views and read back through the
+destination's, with the offsets of each axis; nothing here is shared with the code that lowers or selects.
+An item of one byte is mistaken for another once in 256 times, so trust the many, not the one; the ``oracle``
+is exact, and slow.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.core.manifest import Manifest
+from kvferry.core.request import HOLE, BlockTable
+from kvferry.core.span import Span, Spans
+from kvferry.core.state import Addressing, Kind, State, Tail
+from kvferry.core.view import NOT_HELD, Ints, View
+
+Bytes = NDArray[np.uint8]
+Hashes = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class Wrong:
+    """The first item of a view that does not hold its own bytes."""
+
+    state: str
+    cell: int
+    coordinates: tuple[tuple[str, int], ...]
+    wanted: str
+    found: str
+
+    def __str__(self) -> str:
+        at = " ".join(f"{name} {coordinate}" for name, coordinate in self.coordinates)
+        return f"{self.state} cell {self.cell} {at}".rstrip() + f": {self.found} instead of {self.wanted}"
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """How many items of a view were looked at, how many were wrong, and the first of those."""
+
+    num_cells: int
+    num_wrong: int
+    first: Wrong | None = None
+
+
+@dataclass(frozen=True)
+class Site:
+    """The items of one view that lie in some cells: their coordinates, axis by axis, and byte offsets."""
+
+    state: State
+    axes: tuple[tuple[str, Ints], ...]
+    """The cells first, as axis ``cell``; then every other axis by name, with its held coordinates."""
+    offsets: Ints
+    """Where each item starts in its region; one dimension per axis."""
+
+    def patterns(self, name: str, salt: str = "") -> Bytes:
+        """The bytes of each item, as the last dimension, for a state that both engines know as ``name``."""
+        digest = hashlib.blake2b(f"{salt}\0{name}".encode(), digest_size=8).digest()
+        hashes: Hashes = np.array(int.from_bytes(digest, "little"), np.uint64)
+        for _, coordinates in self.axes:
+            hashes = _mixed(hashes[..., None] + coordinates.astype(np.uint64) * _STEP)
+        item_bytes = self.state.item_bytes
+        if item_bytes > 8:
+            words = np.arange(-(-item_bytes // 8), dtype=np.uint64)
+            hashes = _mixed(hashes[..., None] + words * _STEP)
+            return hashes.view(np.uint8)[..., :item_bytes]
+        return hashes[..., None].view(np.uint8)[..., :item_bytes]
+
+    def wrong_at(self, index: tuple[int, ...], wanted: Bytes, found: Bytes) -> Wrong:
+        """The item at an index, by name."""
+        (_, cell), *rest = [(name, int(at[i])) for (name, at), i in zip(self.axes, index, strict=True)]
+        return Wrong(self.state.name, cell, tuple(rest), wanted[:8].tobytes().hex(), found[:8].tobytes().hex())
+
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mixed(values: Hashes) -> Hashes:
+    """The finaliser of SplitMix64: every bit of the input moves every bit of the result."""
+    values ^= values >> np.uint64(30)
+    values *= np.uint64(0xBF58476D1CE4E5B9)
+    values ^= values >> np.uint64(27)
+    values *= np.uint64(0x94D049BB133111EB)
+    values ^= values >> np.uint64(31)
+    return values
+
+
+def cells_of(state: State, tokens: Iterable[Span]) -> Ints:
+    """The cells that a state has of these tokens; a recurrent state has one, whatever they are.
+
+    >>> cells_of(State("k", (), 2, "bf16", tokens_per_cell=4), [Span(0, 10)]).tolist()
+    [0, 1]
+    """
+    if state.kind is Kind.RECURRENT:
+        return np.zeros(1 if any(len(span) for span in tokens) else 0, np.int64)
+    size = state.tokens_per_cell
+    up = size - 1 if state.tail is Tail.PARTIAL else 0
+    ranges = [np.arange(span.start // size, (span.stop + up) // size) for span in tokens if len(span)]
+    return np.unique(np.concatenate([np.zeros(0, np.int64), *ranges]))
+
+
+def site(manifest: Manifest, view: View, table: BlockTable, cells: Ints) -> Site:
+    """Where the items of a view in these cells sit; cells that this rank does not hold are left out."""
+    state, group = manifest.state_by_name[view.state], manifest.group_by_name[view.group]
+    per_block = group.tokens_per_block // state.tokens_per_cell
+    index, inside = np.divmod(cells - table.first_token // state.tokens_per_cell, per_block)
+    if group.addressing is Addressing.RING:
+        index = np.zeros_like(index)
+    has_block = (index >= 0) & (index < len(table.block_ids))
+    cells, index, inside = cells[has_block], index[has_block], inside[has_block]
+    ids = table.block_ids[index]
+    axes = dict(view.axes)
+    token = axes.pop("token", None)
+    in_block = token.offsets()[inside] if token else np.zeros_like(inside)
+    is_held = (ids != HOLE) & (in_block != NOT_HELD)
+    offsets = view.offset + ids[is_held] * view.block_stride + in_block[is_held]
+    held = [("cell", cells[is_held])]
+    for name, axis in sorted(axes.items()):
+        coordinates = np.flatnonzero(axis.offsets() != NOT_HELD)
+        offsets = np.add.outer(offsets, axis.offsets()[coordinates])
+        held.append((name, coordinates + axis.start))
+    return Site(state, tuple(held), offsets)
+
+
+def fill(memory: Bytes, where: Site, name: str, salt: str = "") -> None:
+    """Write the pattern of every item of a site into its region."""
+    items, at = _items(memory, where)
+    items[at] = _as_items(where.patterns(name, salt), items)
+
+
+def check(memory: Bytes, where: Site, name: str, salt: str = "") -> Checked:
+    """Read every item of a site back and compare it with its pattern."""
+    items, at = _items(memory, where)
+    patterns = where.patterns(name, salt)
+    wrong = items[at] != _as_items(patterns, items)
+    wrong = wrong.reshape(*where.offsets.shape, -1).any(axis=-1)
+    num_wrong = int(wrong.sum())
+    if not num_wrong:
+        return Checked(where.offsets.size, 0)
+    index = tuple(int(i) for i in np.argwhere(wrong)[0])
+    start = int(where.offsets[index])
+    found = memory[start : start + where.state.item_bytes]
+    return Checked(where.offsets.size, num_wrong, where.wrong_at(index, patterns[index], found))
+
+
+def _items(memory: Bytes, where: Site) -> tuple[NDArray[np.unsignedinteger], Ints]:
+    """The memory as whole items and their indices, or as bytes where items are odd or lie askew."""
+    width = where.state.item_bytes
+    if width in (2, 4, 8) and not len(memory) % width and not (where.offsets % width).any():
+        return memory.view(f"u{width}"), where.offsets // width
+    return memory, np.add.outer(where.offsets, np.arange(width))
+
+
+def _as_items(patterns: Bytes, items: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
+    """Patterns in the units of ``items``."""
+    if items.dtype.itemsize == 1:
+        return patterns
+    return np.ascontiguousarray(patterns).view(items.dtype)[..., 0]
+
+
+def fill_rank(
+    memory: Mapping[str, Bytes],
+    manifest: Manifest,
+    rank: int,
+    tables: Mapping[str, BlockTable],
+    tokens: Mapping[str, Spans],
+    salt: str = "",
+) -> None:
+    """Write the pattern of these tokens (by group) into one rank's memory, through all of its views."""
+    for view in manifest.rank(rank).views:
+        if view.group in tables and view.group in tokens:
+            cells = cells_of(manifest.state_by_name[view.state], tokens[view.group])
+            fill(memory[view.region], site(manifest, view, tables[view.group], cells), view.state, salt)
+
+
+def check_rank(
+    memory: Mapping[str, Bytes],
+    manifest: Manifest,
+    rank: int,
+    tables: Mapping[str, BlockTable],
+    tokens: Mapping[str, Spans],
+    names: Mapping[str, str],
+    salt: str = "",
+) -> Checked:
+    """Compare one rank's memory with the pattern of these tokens, state by state.
+
+    ``names`` gives, for the states to look at, the name under which the pattern was written.
+    """
+    num_cells = num_wrong = 0
+    first: Wrong | None = None
+    for view in manifest.rank(rank).views:
+        if view.state in names and view.group in tables and view.group in tokens:
+            cells = cells_of(manifest.state_by_name[view.state], tokens[view.group])
+            where = site(manifest, view, tables[view.group], cells)
+            one = check(memory[view.region], where, names[view.state], salt)
+            num_cells += one.num_cells
+            num_wrong += one.num_wrong
+            first = first or one.first
+    return Checked(num_cells, num_wrong, first)
