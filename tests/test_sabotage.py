@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +66,7 @@ class Case:
     """The codes of the refusal, all of them; or (ORACLE, part of a complaint)."""
     spoil: Callable[[], Result]
 
+    @cached_property
     def outcome(self) -> tuple[str, ...]:
         """What happens: the codes of a refusal, or the oracle's first complaint; nothing is no news."""
         try:
@@ -101,7 +103,9 @@ def engine(family: str, topology: str = "", *, blocks: int = 12) -> Manifest:
 def with_view(manifest: Manifest, state: str, change: Callable[[View], View], rank: int = -1) -> Manifest:
     """The manifest with one state's view changed, on one rank or (-1) on all."""
     ranks = (
-        replace(r, views=tuple(change(v) if v.state == state and rank in (-1, r.rank) else v for v in r.views))
+        replace(
+            r, views=tuple(change(v) if v.state == state and rank in (-1, r.rank) else v for v in r.views)
+        )
         for r in manifest.ranks
     )
     return replace(manifest, ranks=tuple(ranks))
@@ -426,7 +430,7 @@ def replicated_region_scaled_by_tp():
     proved(with_region(src, "layers.0.attn", size // 2), engine("mla"))
 
 
-@sabotage("Tiling", Code.CELLS_COLLIDE)
+@sabotage("Tiling", Code.CELLS_COLLIDE, Code.OUT_OF_BOUNDS)
 def sharded_box_not_scaled():
     """R000-6: each of two ranks claims all heads of K, in pages that hold half of them."""
 
@@ -495,6 +499,26 @@ def schema_version_differs():
     proved(replace(engine("gqa"), version=2), engine("gqa"))
 
 
+@sabotage("Refusal", Code.TURNS_TOO_MANY)
+def turns_that_never_seem_to_repeat():
+    """Two ranks take turns every token there, every 40,000 tokens here: the pattern repeats after 80,002."""
+    state = State("s", (), item_bytes=1, dtype="uint8")
+
+    def turns(period: int) -> Manifest:
+        spans = (Span(0, period - 1), Span(period - 1, period))
+        ranks = tuple(
+            Rank(
+                rank,
+                (Region("r", period),),
+                (View.of("s", "g", "r", block_stride=period, axes={"token": AxisMap((digit,))}),),
+            )
+            for rank, digit in enumerate(Digit(period, 1, held=span) for span in spans)
+        )
+        return Manifest(f"turns of {period}", (state,), (Group("g", 1, tokens_per_block=period),), ranks)
+
+    proved(turns(40_001), turns(2))
+
+
 @sabotage("Refusal", Code.TOO_MANY_RUNS)
 def more_runs_than_the_budget():
     crumbs = plan(engine("gqa"), engine("gqa", "layout=NHD"), 0)
@@ -507,13 +531,15 @@ def more_runs_than_the_budget():
 def window_pair() -> tuple[Route, Request]:
     """A good route and request of a model with window and full layers in one pool."""
     src, dst = engine("window", "tp=2,block=8"), engine("window", "block=4", blocks=48)
-    return lower(prove(plan(src, dst, 0))), sample_request(src, dst, 30, placement=Placement.SCATTERED)
+    some = {"layers.0.attn/k", "layers.1.attn/k"}  # one of the window, one full: the oracle is slow
+    route = lower(prove(plan(src, dst, 0, states=some)))
+    return route, sample_request(src, dst, 30, placement=Placement.SCATTERED)
 
 
 def tables(request: Request, side: str, **changes: BlockTable | None) -> Request:
     """The request with some of one side's tables replaced (None: taken out)."""
     merged = {**getattr(request, side), **{name.replace("_", "-"): t for name, t in changes.items()}}
-    return replace(request, **{side: {name: table for name, table in merged.items() if table}})  # type: ignore[arg-type]
+    return replace(request, **{side: {name: table for name, table in merged.items() if table}})
 
 
 def ids(request: Request, side: str, group: str) -> list[int]:
@@ -525,7 +551,7 @@ def forged(side: str, group: str, forge: Callable[[list[int]], list[int]]) -> Re
     select(route, request)  # good as it stands
     table = getattr(request, side)[group]
     forged_table = BlockTable.of(forge(table.block_ids.tolist()), table.first_token)
-    select(route, replace(request, **{side: {**getattr(request, side), group: forged_table}}))  # type: ignore[arg-type]
+    select(route, replace(request, **{side: {**getattr(request, side), group: forged_table}}))
     return None
 
 
@@ -637,7 +663,9 @@ def table_that_starts_out_of_turn():
     src, dst = engine("mla", "block=8"), engine("mla", "cp=2,block=8")
     request = sample_request(src, dst, 20)
     late = BlockTable.of(request.dst["full"].block_ids, first_token=1)
-    select(lower(prove(plan(src, dst, 0))), replace(request, dst={"full": late}, need={"full": (Span(1, 20),)}))
+    select(
+        lower(prove(plan(src, dst, 0))), replace(request, dst={"full": late}, need={"full": (Span(1, 20),)})
+    )
 
 
 @sabotage("Fail closed", "src-table-start")
@@ -675,7 +703,9 @@ def rewritten(change: Callable[[Runs], Runs]) -> list[str]:
     """What the oracle says once the first source rank's runs were changed."""
     the_plan, request, selection = moved()
     assert_good(check(the_plan, request, selection))
-    return check(the_plan, request, replace(selection, reads={**selection.reads, 0: change(selection.reads[0])}))
+    return check(
+        the_plan, request, replace(selection, reads={**selection.reads, 0: change(selection.reads[0])})
+    )
 
 
 def assert_good(complaints: list[str]) -> None:
@@ -686,7 +716,7 @@ def assert_good(complaints: list[str]) -> None:
 def column(runs: Runs, name: str, by: int) -> Runs:
     values = getattr(runs, name).copy()
     values[len(values) // 2] += by
-    return replace(runs, **{name: values})  # type: ignore[arg-type]
+    return replace(runs, **{name: values})
 
 
 def picked(runs: Runs, at: list[int]) -> Runs:
@@ -748,7 +778,8 @@ def block_of_somebody_else_written():
     runs = selection.reads[0]
     stride = the_plan.dst.ranks[0].views[0].block_stride
     stray = Runs(runs.src[:1], np.array([free * stride]), runs.num_bytes[:1])
-    both = Runs(*(np.concatenate(c) for c in zip((runs.src, runs.dst, runs.num_bytes), vars(stray).values())))
+    pairs = zip(vars(runs).values(), vars(stray).values(), strict=True)
+    both = Runs(*(np.concatenate(pair) for pair in pairs))
     return check(the_plan, request, replace(selection, reads={**selection.reads, 0: both}))
 
 
@@ -772,7 +803,9 @@ def table_of_one_group_used_for_another():
     full, window = request.src["full"], request.src["window-20"]
     spare = BlockTable.of([i for i in range(12) if i not in full.block_ids][: len(full.block_ids)])
     mixed = BlockTable.of(full.block_ids[window.first_token // 8 :], window.first_token)
-    return check(route.plan, request, select(route, replace(request, src={"full": spare, "window-20": mixed})))
+    return check(
+        route.plan, request, select(route, replace(request, src={"full": spare, "window-20": mixed}))
+    )
 
 
 def mistaken(true_layout: str, claimed_layout: str) -> list[str]:
@@ -780,11 +813,11 @@ def mistaken(true_layout: str, claimed_layout: str) -> list[str]:
     src = engine("gqa", "block=16")
     claimed = engine("gqa", f"block=16,layout={claimed_layout}")
     true = engine("gqa", f"block=16,layout={true_layout}")
-    request = sample_request(src, true, 37)
-    the_plan = plan(src, claimed, 0)
+    request = sample_request(src, true, 21)
+    the_plan = plan(src, claimed, 0, states={K})
     selection = select(lower(prove(the_plan)), request)
     assert_good(check(the_plan, request, selection))
-    return check(plan(src, true, 0), request, selection)
+    return check(plan(src, true, 0, states={K}), request, selection)
 
 
 @sabotage("Tiling", ORACLE, "instead of its own number")
@@ -801,9 +834,9 @@ def head_major_mistaken_for_token_major():
 def source_transposed_and_nobody_said_so():
     claimed, true = engine("gqa", "layout=LBHKNC"), engine("gqa", "layout=cpu-vec")
     dst = engine("gqa")
-    request = sample_request(true, dst, 37)
-    selection = select(lower(prove(plan(claimed, dst, 0))), request)
-    return check(plan(true, dst, 0), request, selection)
+    request = sample_request(true, dst, 21)
+    selection = select(lower(prove(plan(claimed, dst, 0, states={K}))), request)
+    return check(plan(true, dst, 0, states={K}), request, selection)
 
 
 # -- the tests -----------------------------------------------------------------------------------------
@@ -811,7 +844,7 @@ def source_transposed_and_nobody_said_so():
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_sabotage_is_noticed(case):
-    outcome = case.outcome()
+    outcome = case.outcome
     if case.expected[0] in (ORACLE, "spec"):
         assert outcome[:1] == case.expected[:1]
         assert case.expected[1] in outcome[1]
@@ -869,8 +902,8 @@ def test_python_without_assertions_changes_nothing():
     assert done.returncode == 0, done.stderr
     optimised = json.loads(done.stdout)
     assert optimised.pop("assertions run") is False
-    assert optimised == {case.name: list(case.outcome()) for case in CASES}
+    assert optimised == {case.name: list(case.outcome) for case in CASES}
 
 
 if __name__ == "__main__":
-    print(json.dumps({"assertions run": __debug__, **{case.name: case.outcome() for case in CASES}}))
+    print(json.dumps({"assertions run": __debug__, **{case.name: case.outcome for case in CASES}}))

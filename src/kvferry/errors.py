@@ -44,6 +44,8 @@ class Code(StrEnum):
     """A piece that writes cells which the destination does not need."""
     WRONG_SOURCE = "wrong-source"
     """A piece that reads cells which its source rank does not hold."""
+    TURNS_TOO_MANY = "turns-too-many"
+    """The two sides' context-parallel turns have no common period of a sane length."""
     TOO_MANY_RUNS = "too-many-runs"
     """The plan is right, but would shatter into more runs per block than the budget allows."""
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core import overlap
-from kvferry.core.overlap import Comb, Tangled, meet, overlaps
+from kvferry.core.overlap import Comb, Tangled, meet, meet_apart, overlaps
 
 STRIDES = [0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 30]
 steps = st.tuples(st.integers(1, 4), st.sampled_from(STRIDES))
@@ -67,16 +67,14 @@ blocks = st.tuples(
 
 @given(blocks, blocks)
 def test_apart_asks_about_two_unequal_blocks_only(a, b):
-    def whole(block):
-        base, inner, count, width = block
-        return Comb.of(base, [*inner, (count, PAGE)], width)
-
-    def one(block, i):
+    def one(block, i=0):
         base, inner, _, width = block
-        return bytes_of(Comb.of(base + i * PAGE, inner, width))
+        return Comb.of(base + i * PAGE, inner, width)
 
-    shared = any(one(a, i) & one(b, j) for i in range(a[2]) for j in range(b[2]) if i != j)
-    assert meet(whole(a), whole(b), apart=PAGE) == shared
+    shared = any(
+        bytes_of(one(a, i)) & bytes_of(one(b, j)) for i in range(a[2]) for j in range(b[2]) if i != j
+    )
+    assert meet_apart(one(a), one(b), PAGE, a[2], b[2]) == shared
 
 
 def test_the_size_of_the_pool_costs_nothing(monkeypatch):
@@ -92,3 +90,9 @@ def test_what_is_too_tangled_is_said_to_be_so_not_guessed(monkeypatch):
     primes = [(50, 1009), (50, 1013), (50, 1019), (50, 1021)]
     with pytest.raises(Tangled):
         Comb.of(0, primes, width=1).folds()
+
+
+def test_a_page_that_reaches_into_the_next_one_is_not_laid_over_it():
+    straddling = Comb.of(20, [(3, PAGE)], width=8)
+    assert list(overlaps([straddling, Comb.of(0, [(3, PAGE)], width=4)])) == [(0, 1)]
+    assert list(overlaps([straddling, Comb.of(4, [(3, PAGE)], width=16)])) == []

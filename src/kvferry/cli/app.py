@@ -12,7 +12,14 @@ from kvferry.cli.models import models
 from kvferry.cli.plan import plan
 from kvferry.cli.runs import runs
 
-COMMANDS = {"plan": plan, "describe": describe, "models": models, "runs": runs, "demo": demo}
+COMMANDS = {
+    "plan": (plan, "Can two engines talk, who sends what, what does it cost?"),
+    "demo": (demo, "Move real bytes in memory and check every cell by name."),
+    "models": (models, "The models that are known by name."),
+    "describe": (describe, "Write the manifest of an engine."),
+    "runs": (runs, "The exact byte runs of one request."),
+}
+"""Each command and what it is for, in one line."""
 
 app = typer.Typer(
     add_completion=False,
@@ -21,8 +28,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
 )
-for name, command in COMMANDS.items():
-    app.command(name)(command)
+for name, (command, summary) in COMMANDS.items():
+    app.command(name, short_help=summary)(command)
 
 
 def _show_version(value: bool) -> None:

@@ -7,8 +7,9 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 
-from kvferry.errors import KVFerryError, RequestError, SpecError
+from kvferry.errors import Finding, KVFerryError, Refused, RequestError, SpecError
 
 GOOD, REFUSED, BAD_INPUT, BUG, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -25,6 +26,8 @@ def guarded(argv: Sequence[str]) -> int:
         code = app(list(argv), prog_name="kvferry", standalone_mode=False)
         sys.stdout.flush()
         return code or GOOD
+    except Refused as refused:
+        return _refuse(refused.findings, as_json=as_json)
     except KVFerryError as error:
         return _say(str(error), as_json=as_json)
     except BrokenPipeError:
@@ -39,6 +42,24 @@ def guarded(argv: Sequence[str]) -> int:
         what = f"{type(error).__name__}: {error}".rstrip(": ")
         message = f"a bug, please report it ({DEBUG}=1 shows where): {what}"
         return _say(message, as_json=as_json, code=BUG)
+
+
+def _refuse(findings: Sequence[Finding], *, as_json: bool) -> int:
+    if as_json:
+        answer = {"verdict": "refused", "findings": [as_object(finding) for finding in findings]}
+        print(json.dumps(answer, ensure_ascii=False))
+    else:
+        from kvferry.cli import show
+
+        out = show.console()
+        show.verdict(out, "REFUSED", "these two engines, as described")
+        show.findings(out, dict.fromkeys(findings, [0]), 1)
+    return REFUSED
+
+
+def as_object(finding: Finding) -> dict[str, object]:
+    """One reason for a refusal as plain data."""
+    return {**asdict(finding), "code": finding.code.value}
 
 
 def _with_hint(message: str, argv: Sequence[str]) -> str:

@@ -97,18 +97,31 @@ def _json_object(path: Path) -> dict[str, object]:
     return values
 
 
-def roomy(model: Model, text: str, engine: str, num_tokens: int, *, factor: int = 1) -> Manifest:
-    """Describe an engine; unless ``blocks`` is given, its pool has room for ``factor`` such requests."""
+def roomy(model: Model, text: str, engine: str, num_tokens: int) -> Manifest:
+    """Describe an engine; unless ``blocks`` is given, its pool has room for a request of ``num_tokens``."""
     topology = Topology.parse(text)
-    if not num_tokens or "blocks" in _keys(text):
+    manifest = describe(model, topology, engine)
+    needed = blocks_needed(manifest, num_tokens)
+    if needed <= topology.blocks or "blocks" in _keys(text):
+        return manifest
+    return describe(model, replace(topology, blocks=needed), engine)
+
+
+def snug(model: Model, text: str, engine: str, num_tokens: int) -> Manifest:
+    """Describe an engine that has just enough memory to scatter a request of ``num_tokens`` in it."""
+    topology = Topology.parse(text)
+    if "blocks" in _keys(text):
         return describe(model, topology, engine)
-    small = describe(model, replace(topology, blocks=1), engine)
-    needed = sum(
+    needed = blocks_needed(describe(model, replace(topology, blocks=1), engine), num_tokens)
+    return describe(model, replace(topology, blocks=2 * needed), engine)
+
+
+def blocks_needed(manifest: Manifest, num_tokens: int) -> int:
+    """Blocks that a request takes at most, if all groups draw from one pool."""
+    return sum(
         -(-num_tokens // group.tokens_per_block) + 1 if group.addressing is Addressing.TABLE else 1
-        for group in small.groups
+        for group in manifest.groups
     )
-    least = Topology().blocks if factor == 1 else 1
-    return describe(model, replace(topology, blocks=max(least, factor * needed)), engine)
 
 
 def _keys(text: str) -> set[str]:

@@ -11,9 +11,13 @@ from dataclasses import dataclass
 from math import gcd, prod
 
 from kvferry.core.span import Span, Spans, count, intersect, normal, show
+from kvferry.errors import Code, Finding, Refused
 
 TOKEN = "token"
 """The name of the axis that the block table cuts. Its coordinates count cells."""
+
+MAX_TURNS = 1 << 15
+"""In how many parts a period of the token axis may fall."""
 
 EVERY = (Span(0, 1),)
 """The token axis of a box that holds every cell: residue 0 modulo 1."""
@@ -44,6 +48,10 @@ class Box:
         """The same box, its token axis written out over a multiple of its period."""
         if period == self.period:
             return self
+        turns = period // self.period * max((len(s) for name, s in self.axes if name == TOKEN), default=0)
+        if turns > MAX_TURNS:
+            note = f"taking turns repeats after {period} cells only, in {turns} parts (at most {MAX_TURNS})"
+            raise Refused(Finding(Code.TURNS_TOO_MANY, field=TOKEN, note=note))
         starts = range(0, period, self.period)
         axes = (
             (name, normal(Span(s.start + at, s.stop + at) for at in starts for s in spans))

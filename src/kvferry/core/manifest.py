@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 from kvferry.core.box import TOKEN
 from kvferry.core.state import MAX_BYTES, Addressing, Group, Kind, State, check_range
@@ -13,6 +14,9 @@ from kvferry.errors import Code, Finding, Refused, SpecError
 
 VERSION = 1
 """The version of the schema and of what its fields mean. Peers of another version are refused."""
+
+MAX_REGIONS = (1 << 15) - 1
+"""Regions of one rank: their index and a 48-bit offset make one 63-bit place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,7 @@ class Region:
 
     def __post_init__(self) -> None:
         check_range(f"region {self.name}: num_bytes", self.num_bytes, 1, MAX_BYTES)
-        check_range(f"region {self.name}: address", self.address, 0, 1 << 64)
+        check_range(f"region {self.name}: address", self.address, 0, (1 << 64) - 1)
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,10 @@ class Manifest:
         return {group.name: group for group in self.groups}
 
     @cached_property
+    def _primary(self) -> dict[str, State]:
+        return {state.name: state for state in self.states}
+
+    @cached_property
     def _ranks(self) -> dict[int, Rank]:
         return {rank.rank: rank for rank in self.ranks}
 
@@ -115,7 +123,10 @@ class Manifest:
         check_range(f"{where}: rank", rank.rank, 0, 1 << 20)
         _check_unique(f"{where}: region", (region.name for region in rank.regions))
         _check_unique(f"{where}: view of state", (view.state for view in rank.views))
-        primary = {state.name: state for state in self.states}
+        _check_apart(where, rank.regions)
+        if len(rank.regions) > MAX_REGIONS:
+            raise SpecError(f"{where}: {len(rank.regions)} regions, at most {MAX_REGIONS} are allowed")
+        primary = self._primary
         for view in rank.views:
             at = f"{where}: view of {view.state}"
             for what, name, known in (
@@ -134,6 +145,16 @@ def _check_unique(what: str, names: Iterable[str]) -> None:
         if name in seen:
             raise SpecError(f"{what} {name!r} is given twice")
         seen.add(name)
+
+
+def _check_apart(where: str, regions: Iterable[Region]) -> None:
+    """Regions with known addresses must not overlap: overlaps are proved region by region."""
+    known = sorted((r.device, r.address, r.num_bytes, r.name) for r in regions if r.address)
+    for (device, address, size, name), (next_device, next_address, _, next_name) in pairwise(known):
+        if device == next_device and address + size > next_address:
+            raise SpecError(
+                f"{where}: regions {name!r} and {next_name!r} overlap in memory: describe one of both"
+            )
 
 
 def _check_axes(where: str, view: View, state: State, group: Group) -> None:
@@ -159,15 +180,17 @@ def _check_axes(where: str, view: View, state: State, group: Group) -> None:
             )
 
 
-def compare(src: Manifest, dst: Manifest) -> tuple[Finding, ...]:
+def compare(src: Manifest, dst: Manifest, states: Collection[str] | None = None) -> tuple[Finding, ...]:
     """Every difference that matters to the destination, by name; empty if there is none.
 
-    States that only the source has are none of the destination's business.
+    States that only the source has are none of the destination's business; ``states`` narrows the question
+    to some of the destination's.
     """
     if src.version != dst.version:
         found = Finding(Code.VERSION, field="version", src=str(src.version), dst=str(dst.version))
         return (found,)
-    return (*_engine_differences(src, dst), *(f for s in dst.states for f in _differences(src, s)))
+    asked = [state for state in dst.states if states is None or state.name in states]
+    return (*_engine_differences(src, dst), *(f for state in asked for f in _differences(src, state)))
 
 
 def _engine_differences(src: Manifest, dst: Manifest) -> Iterator[Finding]:
@@ -184,6 +207,12 @@ def _differences(src: Manifest, ours: State) -> Iterator[Finding]:
     if theirs is None:
         yield Finding(Code.MISSING_STATE, state=ours.name, note=f"not in engine {src.engine}")
         return
+    known = [src.state_by_name[n].name for n in (ours.name, *ours.aliases) if n in src.state_by_name]
+    if len(set(known)) > 1:
+        note = "one state here is several there: which of them should arrive?"
+        yield Finding(
+            Code.STATE_DIFFERS, ours.name, "aliases", str(known), str([ours.name, *ours.aliases]), note
+        )
     pairs = [(name, getattr(theirs, name), getattr(ours, name)) for name in MEANING]
     sizes = [{axis.name: axis.size for axis in state.axes} for state in (theirs, ours)]
     for name in sorted(sizes[0].keys() | sizes[1].keys()):

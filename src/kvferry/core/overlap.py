@@ -44,8 +44,8 @@ class Comb:
         return cls(base, tuple(taken), width)
 
     @classmethod
-    def of_view(cls, view: View, state: State, num_blocks: int) -> Comb:
-        """All bytes of a view, over every block of its pool."""
+    def of_view(cls, view: View, state: State, num_blocks: int = 1) -> Comb:
+        """All bytes of a view, over this many blocks."""
         steps = (*view.steps(), (num_blocks, view.block_stride))
         return cls.of(view.offset, steps, state.item_bytes)
 
@@ -66,27 +66,24 @@ class Comb:
         return _Search(self.width, self.width).cells_collide(self.steps)
 
 
-def meet(a: Comb, b: Comb, *, apart: int = 0) -> bool:
-    """Whether a byte lies in both; with ``apart``, only at unequal multiples of that stride.
+def meet(a: Comb, b: Comb) -> bool:
+    """Whether a byte lies in both."""
+    return _Search(a.width, b.width).near(b.base - a.base, _differences(a, b))
 
-    ``apart`` is the block stride of two groups that draw from one pool: they may share the bytes of a
-    block, since a block belongs to one of them at a time, but not those of two blocks.
+
+def meet_apart(a: Comb, b: Comb, stride: int, num_blocks_a: int, num_blocks_b: int) -> bool:
+    """Whether some block of ``a`` and *another* block of ``b`` share a byte; the combs are those of block 0.
+
+    Two groups that draw from one pool may share the bytes of a block, since a block belongs to one of them
+    at a time, but not those of two blocks.
     """
-    ranges: dict[int, tuple[int, int]] = {}
-    for stride, count in a.steps:
-        low, high = ranges.get(stride, (0, 0))
-        ranges[stride] = (low - (count - 1), high)
-    for stride, count in b.steps:
-        low, high = ranges.get(stride, (0, 0))
-        ranges[stride] = (low, high + count - 1)
+    inner = _differences(a, b)
+    sides = [(stride, 1 - num_blocks_a, -1), (stride, 1, num_blocks_b - 1)]
     search = _Search(a.width, b.width)
-    distance = b.base - a.base
-    if not apart:
-        return search.near(distance, _descending(ranges))
-    low, high = ranges.get(apart, (0, 0))
-    sides = [(low, -1), (1, high)]
     return any(
-        search.near(distance, _descending(ranges | {apart: side})) for side in sides if side[0] <= side[1]
+        search.near(b.base - a.base, tuple(sorted((side, *inner), reverse=True)))
+        for side in sides
+        if side[1] <= side[2]
     )
 
 
@@ -94,7 +91,19 @@ Ranges = tuple[tuple[int, int, int], ...]
 """(stride, lowest multiple, highest multiple), the largest stride first."""
 
 
-def _descending(ranges: dict[int, tuple[int, int]]) -> Ranges:
+def _differences(a: Comb, b: Comb) -> Ranges:
+    """How far a cell of ``b`` can be from a cell of ``a``, stride by stride."""
+    steps = [(stride, 1 - count, 0) for stride, count in a.steps]
+    steps += [(stride, 0, count - 1) for stride, count in b.steps]
+    return _merged(steps)
+
+
+def _merged(steps: Sequence[tuple[int, int, int]]) -> Ranges:
+    """Multiples of one stride as one range, the largest stride first."""
+    ranges: dict[int, tuple[int, int]] = {}
+    for stride, low, high in steps:
+        before = ranges.get(stride, (0, 0))
+        ranges[stride] = (before[0] + low, before[1] + high)
     return tuple((stride, *ranges[stride]) for stride in sorted(ranges, reverse=True))
 
 

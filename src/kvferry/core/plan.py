@@ -14,7 +14,7 @@ from itertools import pairwise, product
 
 from kvferry.core.box import TOKEN, Box, lcm
 from kvferry.core.manifest import Manifest, compare
-from kvferry.core.span import Span, Spans, normal, show
+from kvferry.core.span import Span, Spans, holds, normal, show
 from kvferry.core.state import State
 from kvferry.core.view import View
 from kvferry.errors import Code, Finding, Refused
@@ -64,7 +64,7 @@ def plan(src: Manifest, dst: Manifest, dst_rank: int, *, states: Collection[str]
     ``states`` narrows the need to some of the states that the rank holds; by default it needs them all.
     Raises ``Refused`` with every difference that stands in the way.
     """
-    if found := compare(src, dst):
+    if found := compare(src, dst, states):
         raise Refused(*found)
     views = [v for v in dst.rank(dst_rank).views if states is None or v.state in states]
     if unknown := set(states or ()) - {view.state for view in views}:
@@ -181,8 +181,8 @@ def _by_holders(
     ordered = sorted(edges)
     found: dict[frozenset[int], list[Span]] = defaultdict(list)
     for start, stop in pairwise(ordered):
-        if any(start in span for span in needed):
-            ranks = frozenset(r for r, axes in held if any(start in span for span in axes[name]))
+        if holds(needed, start):
+            ranks = frozenset(rank for rank, axes in held if holds(axes[name], start))
             found[ranks].append(Span(start, stop))
     return {ranks: normal(spans) for ranks, spans in found.items()}
 

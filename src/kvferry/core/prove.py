@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 
 from kvferry.core.box import Box, lcm
 from kvferry.core.manifest import Manifest, Rank, compare
-from kvferry.core.overlap import Comb, Tangled, meet, overlaps
+from kvferry.core.overlap import Comb, Tangled, meet, meet_apart, overlaps
 from kvferry.core.plan import Piece, Plan
 from kvferry.core.span import normal, show, subtract
 from kvferry.core.view import View
@@ -32,7 +32,7 @@ class Proof:
 
 def prove(plan: Plan) -> Proof:
     """Check every law; raise ``Refused`` with all that is wrong, or return the proof."""
-    found = list(compare(plan.src, plan.dst)) or list(_tiling(plan))
+    found = list(compare(plan.src, plan.dst, plan.states)) or list(_tiling(plan))
     found += _soundness(plan.dst, plan.dst.rank(plan.dst_rank), "destination")
     for src_rank in sorted({piece.src_rank for piece in plan.pieces}):
         found += _soundness(plan.src, plan.src.rank(src_rank), "source")
@@ -45,8 +45,9 @@ def _tiling(plan: Plan) -> Iterator[Finding]:
     pieces: dict[str, list[Piece]] = defaultdict(list)
     for piece in plan.pieces:
         pieces[piece.state].append(piece)
-    for state in sorted(pieces.keys() - set(plan.states)):
-        yield Finding(Code.NOT_NEEDED, state=state, note="a piece of a state that is not needed")
+    for piece in plan.pieces:
+        if piece.state not in plan.states or piece.dst_rank != plan.dst_rank:
+            yield Finding(Code.NOT_NEEDED, state=piece.state, field=f"rank {piece.dst_rank}")
     views = plan.dst.rank(plan.dst_rank).by_state
     seen: dict[object, list[Finding]] = {}
     for state in plan.states:
@@ -130,40 +131,47 @@ def _overlapping(manifest: Manifest, where: str, views: Sequence[tuple[View, Com
             for i, j in overlaps([comb for _, comb in members]):
                 yield _overlap(where, members[i][0], members[j][0], "one group")
         for (name_a, a), (name_b, b) in combinations(by_group.items(), 2):
-            pools = {manifest.group_by_name[name].pool for name in (name_a, name_b)}
-            yield from _across(where, a, b, one_pool=len(pools) == 1)
+            groups = manifest.group_by_name[name_a], manifest.group_by_name[name_b]
+            if groups[0].pool != groups[1].pool:
+                yield from _across_pools(where, a, b)
+            elif not _pages_agree(manifest, [view for view, _ in (*a, *b)]):
+                yield from _across_groups(manifest, where, [v for v, _ in a], [v for v, _ in b])
     except Tangled:
         yield Finding(Code.VIEWS_OVERLAP, field=where, note=_TANGLED)
 
 
-def _across(
-    where: str,
-    a: Sequence[tuple[View, Comb]],
-    b: Sequence[tuple[View, Comb]],
-    *,
-    one_pool: bool,
+def _across_pools(
+    where: str, a: Sequence[tuple[View, Comb]], b: Sequence[tuple[View, Comb]]
 ) -> Iterator[Finding]:
-    """Overlaps between two groups: none at all, or none between two blocks where they share a pool."""
-    if one_pool and _pages_agree([view for view, _ in (*a, *b)], [comb for _, comb in (*a, *b)]):
-        return
-    for view_a, comb_a in a:
-        for view_b, comb_b in b:
-            if comb_a.base >= comb_b.stop or comb_b.base >= comb_a.stop:
-                continue
-            stride = view_a.block_stride if view_a.block_stride == view_b.block_stride else 0
-            if meet(comb_a, comb_b, apart=stride if one_pool else 0):
-                note = "one pool, blocks of two strides" if one_pool and not stride else "two groups"
-                yield _overlap(where, view_a, view_b, note)
+    """Groups of two pools share no byte at all."""
+    for (view_a, comb_a), (view_b, comb_b) in product(a, b):
+        if comb_a.base < comb_b.stop and comb_b.base < comb_a.stop and meet(comb_a, comb_b):
+            yield _overlap(where, view_a, view_b, "groups of two pools")
 
 
-def _pages_agree(views: Sequence[View], combs: Sequence[Comb]) -> bool:
+def _across_groups(manifest: Manifest, where: str, a: Sequence[View], b: Sequence[View]) -> Iterator[Finding]:
+    """Groups of one pool share no byte of two different blocks."""
+    for view_a, view_b in product(a, b):
+        comb_a, comb_b = (Comb.of_view(v, manifest.state_by_name[v.state]) for v in (view_a, view_b))
+        num_a, num_b = (manifest.group_by_name[v.group].num_blocks for v in (view_a, view_b))
+        if view_a.block_stride != view_b.block_stride:
+            note = f"one pool, but blocks {view_a.block_stride} and {view_b.block_stride} bytes apart"
+            yield _overlap(where, view_a, view_b, note)
+        elif meet_apart(comb_a, comb_b, view_a.block_stride, num_a, num_b):
+            yield _overlap(where, view_a, view_b, "two blocks of one pool")
+
+
+def _pages_agree(manifest: Manifest, views: Sequence[View]) -> bool:
     """Whether each view keeps each block inside the same page of one size: the common case."""
-    strides = {view.block_stride for view in views}
-    stride = min(strides)
-    pages = {view.offset // stride for view in views}
-    return len(strides) == len(pages) == 1 and all(
-        view.offset % stride + sum(s * (n - 1) for n, s in view.steps()) + comb.width <= stride
-        for view, comb in zip(views, combs, strict=True)
+    stride = views[0].block_stride
+    return (
+        {view.block_stride for view in views} == {stride}
+        and len({view.offset // stride for view in views}) == 1
+        and all(
+            Comb.of_view(view, manifest.state_by_name[view.state]).stop
+            <= (view.offset // stride + 1) * stride
+            for view in views
+        )
     )
 
 

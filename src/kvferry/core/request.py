@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvferry.core.span import Span, Spans, normal
 from kvferry.core.state import Addressing, Group
@@ -30,16 +33,24 @@ class BlockTable:
     block_ids: Ints
     first_token: int = 0
 
-    @classmethod
-    def of(cls, block_ids: Sequence[int] | Ints, first_token: int = 0) -> BlockTable:
-        """A table of these block ids."""
-        ids = np.asarray(block_ids, dtype=np.int64)
-        if ids.ndim != 1 or (len(ids) and int(ids.min()) < HOLE) or first_token < 0:
+    def __post_init__(self) -> None:
+        ids: NDArray[Any] = np.empty(())
+        with suppress(ValueError):  # a ragged list makes no array
+            ids = np.asarray(self.block_ids)
+        if not ids.size or ids.dtype.kind in "iu":
+            ids = ids.astype(np.int64)
+        is_list = ids.ndim == 1 and ids.dtype == np.int64 and not (ids < HOLE).any()
+        if not is_list or type(self.first_token) is not int or self.first_token < 0:
             raise SpecError(
                 f"a block table is a list of ids >= 0 (or {HOLE} for a hole) and a first token >= 0,"
-                f" got {block_ids!r} from {first_token}"
+                f" got {self.block_ids!r:.80} from {self.first_token!r}"
             )
-        return cls(ids, first_token)
+        object.__setattr__(self, "block_ids", ids)
+
+    @classmethod
+    def of(cls, block_ids: Sequence[int] | Ints, first_token: int = 0) -> BlockTable:
+        """A table of block ids in a plain list."""
+        return cls(block_ids, first_token)  # type: ignore[arg-type]  # made an array when checked
 
 
 @dataclass(frozen=True, eq=False)

@@ -67,7 +67,7 @@ def select(route: Route, request: Request, *, slack: Slack = Slack.CLEAR) -> Sel
         dst.check(need, lane.dst_period)
         free: Spans = ()
         if slack is Slack.CLEAR and lane.kind is Kind.PAGED:
-            free = subtract(dst.touched(need), (*need, *kept))
+            free = subtract(dst.touched(need), (*need, *dst.kept(kept, need)))
             need = _stretched(lane, need, free, src, dst)
         segments = list(_segments(need, src, dst, lane.period))
         for bundle in lane.bundles:
@@ -141,11 +141,16 @@ class _Walk:
         """Refuse a table that cannot serve the need."""
         if self.first % period:
             raise self._error("table-start", f"cell {self.first} is no multiple of {period}")
-        if self.is_ring or self.group.addressing is Addressing.SLOT:
-            if len(self.block_ids) != 1:
-                raise self._error("table-length", f"one id expected, got {len(self.block_ids)}")
+        if self.group.addressing is not Addressing.TABLE and len(self.block_ids) != 1:
+            raise self._error("table-length", f"one id expected, got {len(self.block_ids)}")
+        if self.is_ring:
             if need[-1].stop - need[0].start > self.num_cells:
                 raise self._error("ring-short", f"{show(need)} exceeds its {self.num_cells} cells")
+            return
+        has = Span(self.first, self.first + len(self.block_ids) * self.num_cells)
+        if missing := subtract(need, (has,)):
+            detail = f"cells {show(missing)} lie outside its {len(self.block_ids)} blocks {has}"
+            raise self._error("table-short", detail)
 
     def block_start(self, cell: int) -> int:
         """The first cell of the block that ``cell`` is in."""
@@ -164,15 +169,19 @@ class _Walk:
             Span(max(0, self.block_start(s.start)), self.block_start(s.stop - 1) + size) for s in need
         )
 
+    def kept(self, kept: Spans, need: Spans) -> Spans:
+        """The kept cells; in a ring, as the cells that would come to sit in their place."""
+        if not self.is_ring:
+            return kept
+        size, start, stop = self.num_cells, need[0].start, need[-1].stop
+        older = intersect(kept, (Span(max(0, stop - size), start),)) if stop - size < start else ()
+        return (*kept, *(Span(span.start + size, span.stop + size) for span in older))
+
     def locate(self, cells: Ints) -> tuple[Ints, Ints]:
         """Block id and place in the block of each cell."""
         index, inside = np.divmod(cells - self.first, self.num_cells)
         if self.is_ring:
             index = np.zeros_like(index)
-        outside = (index < 0) | (index >= len(self.block_ids))
-        if outside.any():
-            cell = int(cells[outside][0])
-            raise self._error("table-short", f"cell {cell} lies outside its {len(self.block_ids)} blocks")
         ids = self.block_ids[index]
         if (ids == HOLE).any():
             raise self._error("hole", f"cell {int(cells[ids == HOLE][0])} lies in a hole")
@@ -211,7 +220,7 @@ def _segments(spans: Spans, src: _Walk, dst: _Walk, period: int) -> Iterator[tup
     """Cut spans at both sides' block edges: (shape, source block ids, destination block ids)."""
     if not spans:
         return
-    cuts = [np.unique(np.concatenate(([s.start], src.edges(s), dst.edges(s)))) for s in spans]
+    cuts = [_cuts(span, src, dst) for span in spans]
     lengths = [np.diff(c, append=s.stop) for c, s in zip(cuts, spans, strict=True)]
     starts, num_cells = np.concatenate(cuts), np.concatenate(lengths)
     src_ids, src_cells = src.locate(starts)
@@ -220,6 +229,14 @@ def _segments(spans: Spans, src: _Walk, dst: _Walk, period: int) -> Iterator[tup
     keys = np.stack([src_cells, dst_cells, num_cells, starts % period])[:, order]
     for shape, members in _alike(keys):
         yield shape, src_ids[order][members], dst_ids[order][members]
+
+
+def _cuts(span: Span, src: _Walk, dst: _Walk) -> Ints:
+    """The start of a span and every block edge of either side inside it."""
+    edges, other = src.edges(span), dst.edges(span)
+    if not np.array_equal(edges, other):
+        edges = np.union1d(edges, other)
+    return np.concatenate(([span.start], edges))
 
 
 def _alike(keys: Ints) -> Iterator[tuple[Shape, Ints | slice]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,15 +17,15 @@ class Span:
     (Span(start=2, stop=6), 4, True, False)
     >>> Span(6, 2)
     Traceback (most recent call last):
-    kvferry.errors.SpecError: a span needs 0 <= start <= stop, got [6, 2)
+    kvferry.errors.SpecError: a span needs whole numbers with 0 <= start <= stop, got [6, 2)
     """
 
     start: int
     stop: int
 
     def __post_init__(self) -> None:
-        if not 0 <= self.start <= self.stop:
-            raise SpecError(f"a span needs 0 <= start <= stop, got {self}")
+        if type(self.start) is not int or type(self.stop) is not int or not 0 <= self.start <= self.stop:
+            raise SpecError(f"a span needs whole numbers with 0 <= start <= stop, got {self}")
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -61,13 +62,18 @@ def intersect(a: Sequence[Span], b: Sequence[Span]) -> Spans:
     >>> intersect([Span(0, 4), Span(6, 9)], [Span(2, 7)])
     (Span(start=2, stop=4), Span(start=6, stop=7))
     """
-    both = (
-        Span(max(x.start, y.start), min(x.stop, y.stop))
-        for x in a
-        for y in b
-        if x.start < y.stop and y.start < x.stop
-    )
-    return normal(both)
+    both: list[Span] = []
+    x, y = normal(a), normal(b)
+    i = j = 0
+    while i < len(x) and j < len(y):
+        start, stop = max(x[i].start, y[j].start), min(x[i].stop, y[j].stop)
+        if start < stop:
+            both.append(Span(start, stop))
+        if x[i].stop < y[j].stop:
+            i += 1
+        else:
+            j += 1
+    return tuple(both)
 
 
 def subtract(a: Sequence[Span], b: Sequence[Span]) -> Spans:
@@ -76,17 +82,30 @@ def subtract(a: Sequence[Span], b: Sequence[Span]) -> Spans:
     >>> subtract([Span(0, 9)], [Span(2, 4), Span(8, 12)])
     (Span(start=0, stop=2), Span(start=4, stop=8))
     """
-    left = list(normal(a))
-    for hole in normal(b):
-        left = [
-            part
-            for span in left
-            for part in (
-                Span(span.start, max(span.start, min(span.stop, hole.start))),
-                Span(min(span.stop, max(span.start, hole.stop)), span.stop),
-            )
-        ]
+    left: list[Span] = []
+    holes = normal(b)
+    at = 0
+    for span in normal(a):
+        start = span.start
+        while at < len(holes) and holes[at].stop <= start:
+            at += 1
+        for hole in holes[at:]:
+            if hole.start >= span.stop:
+                break
+            left.append(Span(start, max(start, hole.start)))
+            start = min(hole.stop, span.stop)
+        left.append(Span(start, span.stop))
     return normal(left)
+
+
+def holds(spans: Spans, value: int) -> bool:
+    """Whether a value lies in sorted spans.
+
+    >>> holds((Span(0, 4), Span(6, 9)), 5), holds((Span(0, 4), Span(6, 9)), 6)
+    (False, True)
+    """
+    at = bisect_right(spans, value, key=lambda span: span.start)
+    return at > 0 and value in spans[at - 1]
 
 
 def count(spans: Iterable[Span]) -> int:

@@ -27,6 +27,9 @@ from kvferry.errors import SpecError
 
 Ints = NDArray[np.int64]
 
+MAX_PARTS = 1 << 12
+"""In how many separate parts a rank may hold an axis."""
+
 NOT_HELD = -1
 """In an array of byte offsets: this rank does not hold that coordinate."""
 
@@ -78,6 +81,10 @@ class AxisMap:
         check_range("axis map: start", self.start, 0, MAX_AXIS)
         if self.size > MAX_AXIS:
             raise SpecError(f"axis map: {self.size} coordinates, at most {MAX_AXIS} are allowed")
+        if self.num_parts > MAX_PARTS:
+            raise SpecError(
+                f"axis map: holds {self.num_parts} separate parts, at most {MAX_PARTS} are allowed"
+            )
 
     @property
     def size(self) -> int:
@@ -92,6 +99,12 @@ class AxisMap:
                 return prod(d.size for d in self.digits[i:])
         return 1
 
+    @property
+    def num_parts(self) -> int:
+        """In how many separate parts the held coordinates fall, at most."""
+        cut = [i for i, digit in enumerate(self.digits) if digit.num_held < digit.size]
+        return prod(digit.num_held for digit in self.digits[: cut[-1]]) if cut else 1
+
     def offsets(self) -> Ints:
         """Byte offset of each coordinate from ``start`` on; ``NOT_HELD`` where this rank has none."""
         return _offsets(self.digits)
@@ -105,7 +118,7 @@ class AxisMap:
         return tuple(Span(int(p[0]), int(p[-1]) + 1) for p in np.split(held, cuts))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def _offsets(digits: tuple[Digit, ...]) -> Ints:
     total, held = np.zeros(1, np.int64), np.ones(1, bool)
     for digit in digits:
@@ -143,6 +156,9 @@ class View:
     def __post_init__(self) -> None:
         check_range(f"view of {self.state}: offset", self.offset, 0, MAX_BYTES)
         check_range(f"view of {self.state}: block_stride", self.block_stride, 1, MAX_BYTES)
+        names = [name for name, _ in self.axes]
+        if names != sorted(set(names)):
+            raise SpecError(f"view of {self.state}: axes must be sorted by name, each once, got {names}")
 
     @classmethod
     def of(

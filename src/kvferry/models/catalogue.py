@@ -29,7 +29,7 @@ def model_named(name: str) -> Model:
     [1]
     >>> model_named("lama-3.1-70b")
     Traceback (most recent call last):
-    kvferry.errors.SpecError: no model 'lama-3.1-70b' in the catalogue; did you mean llama-3.1-70b?...
+    kvferry.errors.SpecError: no model 'lama-3.1-70b' in the catalogue; did you mean llama-3.1-70b or ...
     """
     first, *drafts = name.split("+")
     model = _single(first)

@@ -19,7 +19,7 @@ from kvferry.core.plan import Plan
 from kvferry.core.request import HOLE, BlockTable, Request
 from kvferry.core.select import Selection
 from kvferry.core.span import Span
-from kvferry.core.state import Addressing, Group, Kind, State, Tail
+from kvferry.core.state import Addressing, Group, Kind, Tail
 from kvferry.core.view import AxisMap, View
 
 STALE = -1
@@ -145,20 +145,20 @@ def _filled(plan: Plan, src_rank: int, request: Request, numbers: Numbers) -> di
             continue
         state = plan.src.state_by_name[view.state]
         for (_, cell, at), region, offset in cells_of(
-            plan.src, view, request.src, _all_cells(plan.src, view, request.src, request)
+            plan.src, view, request.src, _all_cells(plan, view, wanted[view.state], request)
         ):
             number = numbers.of((state.name, cell, at), state.item_bytes)
             memory[region][offset : offset + state.item_bytes] = number
     return memory
 
 
-def _all_cells(manifest: Manifest, view: View, tables: Mapping[str, BlockTable], request: Request) -> range:
-    """Every cell that a table has room for (for a ring: the window that is needed)."""
-    state, group = manifest.state_by_name[view.state], manifest.group_by_name[view.group]
-    table, size = tables[group.name], state.tokens_per_cell
+def _all_cells(plan: Plan, view: View, dst_state: str, request: Request) -> range:
+    """Every cell that a source table has room for (a ring has those that the destination needs)."""
+    state, group = plan.src.state_by_name[view.state], plan.src.group_by_name[view.group]
+    table, size = request.src[group.name], state.tokens_per_cell
     if group.addressing is Addressing.RING:
-        starts = [span.start for spans in request.need.values() for span in spans]
-        first = min(starts, default=0) // size
+        dst_group = plan.dst.rank(plan.dst_rank).by_state[dst_state].group
+        first = min((span.start for span in request.need[dst_group]), default=0) // size
         return range(first, first + group.tokens_per_block // size)
     first = table.first_token // size
     return range(first, first + len(table.block_ids) * group.tokens_per_block // size)
@@ -185,7 +185,7 @@ def _problems(
             where = slice(offset, offset + state.item_bytes)
             got, times = memory[region][where], writes[region][where]
             number = numbers.of((source, cell, at), state.item_bytes)
-            kept = cell not in need and _is_kept(state, view, request, cell)
+            kept = cell not in need and _is_kept(dst, view, request, cell, max(need))
             problem = _problem(got, times, number, needed=cell in need, kept=kept, cleared=cleared)
             if problem:
                 yield f"{name} cell {cell} {dict(at)}: {problem.replace(GOT, _name(numbers, got))}"
@@ -238,14 +238,18 @@ def _wanted(dst: Manifest, view: View, request: Request) -> tuple[set[int], rang
     return need, range(first + touched[0] * per_block, first + (touched[-1] + 1) * per_block)
 
 
-def _is_kept(state: State, view: View, request: Request, cell: int) -> bool:
+def _is_kept(dst: Manifest, view: View, request: Request, cell: int, newest: int) -> bool:
+    state, group = dst.state_by_name[view.state], dst.group_by_name[view.group]
     size = state.tokens_per_cell
-    spans = request.kept.get(view.group, ())
+    cells = [cell]
+    if group.addressing is Addressing.RING and cell > newest:
+        # Nothing newer is there: what sits in this place is the cell of one round before.
+        cells.append(cell - group.tokens_per_block // size)
     return any(
-        span.start < (cell + 1) * size and (cell + 1) * size <= span.stop
-        if state.tail is Tail.COMPLETE
-        else span.start < (cell + 1) * size and cell * size < span.stop
-        for span in spans
+        span.start < (at + 1) * size
+        and ((at + 1) * size <= span.stop if state.tail is Tail.COMPLETE else at * size < span.stop)
+        for span in request.kept.get(view.group, ())
+        for at in cells
     )
 
 

@@ -76,7 +76,9 @@ class Site:
     def wrong_at(self, index: tuple[int, ...], wanted: Bytes, found: Bytes) -> Wrong:
         """The item at an index, by name."""
         (_, cell), *rest = [(name, int(at[i])) for (name, at), i in zip(self.axes, index, strict=True)]
-        return Wrong(self.state.name, cell, tuple(rest), wanted[:8].tobytes().hex(), found[:8].tobytes().hex())
+        return Wrong(
+            self.state.name, cell, tuple(rest), wanted[:8].tobytes().hex(), found[:8].tobytes().hex()
+        )
 
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)

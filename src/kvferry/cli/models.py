@@ -1,0 +1,146 @@
+"""``kvferry models``: the catalogue."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvferry.cli.options import Json
+from kvferry.cli.words import examples
+
+if TYPE_CHECKING:
+    from kvferry.models import Model
+    from kvferry.models.cache import Cache
+
+HELP = "\n\n".join(
+    (
+        "List the models that are known by name, and what they remember.",
+        "Bytes are those of one whole copy (tp=1) in the model's own dtype: what every further token adds,"
+        " and what a request takes besides (windows once full, recurrent states).",
+        examples("kvferry models", "kvferry models deepseek-v4 kimi-linear-48b", "kvferry models --json"),
+        "A+B is model A with model B as its speculative draft, wherever a model is named.",
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One model of the catalogue, as it is listed."""
+
+    name: str
+    title: str
+    family: str
+    num_layers: int
+    caches: dict[str, int]
+    """How many layers have a cache of this kind: ``attn (k v)``, ``attn (k v) window 128`` …"""
+    bytes_per_token: int
+    """What each further token adds."""
+    fixed_bytes: int
+    """Full windows and recurrent states of one request."""
+    note: str
+    source: str
+
+
+def models(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="Only these, with their notes.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    from kvferry.models import catalogue
+
+    entries = [entry(name) for name in names or catalogue()]
+    if as_json:
+        print(json.dumps({"models": [asdict(each) for each in entries]}, ensure_ascii=False))
+    elif names:
+        _show_details(entries)
+    else:
+        _show_table(entries)
+
+
+models.__doc__ = HELP
+
+
+def entry(name: str) -> Entry:
+    """What is listed of a model."""
+    from kvferry.models import catalogue, model_named
+
+    model = model_named(name)
+    known = [catalogue()[part] for part in name.split("+")]
+    growing, fixed = _bytes(model)
+    return Entry(
+        name,
+        " + ".join(str(each["title"]) for each in known),
+        str(known[0]["config"]["model_type"]),
+        len(model.layers) + len(model.draft),
+        dict(Counter(_kind(cache) for layer in (*model.layers, *model.draft) for cache in layer.caches)),
+        growing,
+        fixed,
+        " ".join(str(each["note"]) for each in known),
+        "; ".join(str(each["source"]) for each in known),
+    )
+
+
+def _kind(cache: Cache) -> str:
+    parts = " ".join(part.name for part in cache.parts)
+    window = f" window {cache.window}" if cache.window else ""
+    every = f" 1:{cache.tokens_per_cell}" if cache.tokens_per_cell > 1 else ""
+    return f"{cache.name} ({parts}){window}{every}"
+
+
+def _bytes(model: Model) -> tuple[int, int]:
+    """(bytes that a token adds, bytes that a request takes besides)."""
+    from kvferry.core.state import Kind
+
+    growing = fixed = 0.0
+    for cache in (cache for layer in (*model.layers, *model.draft) for cache in layer.caches):
+        cell = sum(part.bytes_per_item * prod(dim.size for dim in part.dims) for part in cache.parts)
+        if cache.kind is Kind.RECURRENT:
+            fixed += cell
+        elif cache.window:
+            fixed += cell * (cache.window + cache.sinks) / cache.tokens_per_cell
+        else:
+            growing += cell / cache.tokens_per_cell
+    return round(growing), round(fixed)
+
+
+def _show_table(entries: list[Entry]) -> None:
+    from kvferry.cli.show import console, num_bytes, put, table
+
+    columns = ("name", "layers", "caches", "per token", "besides")
+    listed = table("", *columns, left=["name", "caches"])
+    for each in entries:
+        caches = Counter[str]()
+        for kind, count in each.caches.items():
+            caches[kind.partition(" (")[0] + (" window" if ") window" in kind else "")] += count
+        kinds = ", ".join(f"{count} {kind}" for kind, count in caches.items())
+        besides = num_bytes(each.fixed_bytes) if each.fixed_bytes else "·"
+        grows = num_bytes(each.bytes_per_token) if each.bytes_per_token else "·"
+        listed.add_row(each.name, str(each.num_layers), kinds, grows, besides)
+    out = console()
+    put(out, listed)
+    out.print("`kvferry models NAME` says more of one.")
+
+
+def _show_details(entries: list[Entry]) -> None:
+    from kvferry.cli.show import console, num_bytes, wrapped
+
+    out = console()
+    for each in entries:
+        out.print(f"{each.name}  {each.title}", style="bold")
+        kinds = ", ".join(f"{count} {kind}" for kind, count in each.caches.items())
+        rows = (
+            ("family", each.family),
+            ("layers", str(each.num_layers)),
+            ("caches", kinds),
+            ("per token", num_bytes(each.bytes_per_token)),
+            ("besides", num_bytes(each.fixed_bytes)),
+            ("note", each.note),
+            ("source", each.source),
+        )
+        wrapped(out, (f"{label:<10} {value}" for label, value in rows))

@@ -1,0 +1,238 @@
+"""``kvferry plan``: can two engines talk, who sends what, and what does it cost?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvferry.cli.options import Config, Json, Model
+from kvferry.cli.words import examples, topology_help
+from kvferry.core.lower import MAX_RUNS_PER_BLOCK
+from kvferry.core.sample import Placement
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvferry.cli.bill import Bill
+    from kvferry.core.manifest import Manifest
+
+MAX_TOKENS = 1 << 26
+MATRIX_COLUMNS = 6
+"""Destination ranks side by side in the traffic matrix."""
+
+HELP = "\n\n".join(
+    (
+        "Say whether two engines can talk, who sends what, and what a request costs.",
+        "Each side is a manifest file (see `kvferry describe`) or a topology of a model. Files stand for the"
+        " sides without a topology, the source first.",
+        "Every destination rank's plan is proved: each needed byte is written exactly once, from the byte"
+        " that means the same. What cannot be proved is refused, by name.",
+        topology_help(),
+        examples(
+            "kvferry plan --model llama-3.1-70b --src tp=4 --dst tp=6,block=64",
+            "kvferry plan --model kimi-linear-48b --src tp=8 --dst tp=2 --json",
+            "kvferry plan --config ./config.json --src pp=2,tp=2 --dst tp=4",
+            "kvferry plan src.json dst.json --tokens 32768 --kept 1024",
+            "kvferry plan src.json --model qwen3-32b --dst tp=8,layout=NHD",
+        ),
+        "Exit codes: 0 every asked rank is proved; 1 refused; 2 bad usage or input.",
+    )
+)
+
+
+def plan(
+    first: Annotated[Path | None, typer.Argument(metavar="[SRC.json]", show_default=False)] = None,
+    second: Annotated[Path | None, typer.Argument(metavar="[DST.json]", show_default=False)] = None,
+    model: Model = "",
+    src: Annotated[
+        str | None, typer.Option(metavar="TOPOLOGY", help="The source engine, such as tp=4,block=16.")
+    ] = None,
+    dst: Annotated[str | None, typer.Option(metavar="TOPOLOGY", help="The destination engine.")] = None,
+    src_model: Annotated[str, typer.Option(metavar="NAME", help="The source's model, if another.")] = "",
+    dst_model: Annotated[str, typer.Option(metavar="NAME", help="The destination's model.")] = "",
+    config: Config = None,
+    tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Tokens of the request that is billed.")
+    ] = 4096,
+    kept: Annotated[
+        int, typer.Option(min=0, metavar="N", help="First tokens that the destination has already.")
+    ] = 0,
+    placement: Annotated[
+        Placement, typer.Option(help="How the request's blocks lie in the pools.")
+    ] = Placement.CONSECUTIVE,
+    dst_rank: Annotated[
+        int | None, typer.Option(min=0, metavar="R", help="Only this destination rank.", show_default="all")
+    ] = None,
+    max_runs_per_block: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Refuse a state that takes more runs per block.")
+    ] = MAX_RUNS_PER_BLOCK,
+    as_json: Json = False,
+) -> None:
+    from kvferry.cli.bill import bill_of
+    from kvferry.cli.sides import sides
+    from kvferry.core.sample import sample_request
+    from kvferry.errors import SpecError
+
+    if not kept <= tokens <= MAX_TOKENS:
+        raise SpecError(f"--kept {kept} must not exceed --tokens {tokens}, nor that {MAX_TOKENS}")
+    files = [file for file in (first, second) if file is not None]
+    src_side, dst_side = sides(files, (src, dst), (src_model or model, dst_model or model), config)
+    source, destination = src_side.manifest(tokens), dst_side.manifest(tokens)
+    ranks = asked_ranks(destination, dst_rank)
+    request = sample_request(source, destination, tokens, num_kept=kept, placement=placement)
+    bill = bill_of(source, destination, ranks, request, max_runs_per_block)
+    about = {"tokens": tokens, "kept": kept, "placement": placement.value}
+    if as_json:
+        print(json.dumps(as_object(source, destination, bill, about), ensure_ascii=False))
+    else:
+        show(source, destination, bill, about, len(ranks))
+    if bill.findings:
+        raise typer.Exit(1)
+
+
+plan.__doc__ = HELP
+
+
+def asked_ranks(destination: Manifest, dst_rank: int | None) -> list[int]:
+    """The destination ranks to plan for."""
+    from kvferry.errors import SpecError
+
+    known = [rank.rank for rank in destination.ranks]
+    if dst_rank is None:
+        return known
+    if dst_rank not in known:
+        raise SpecError(f"--dst-rank {dst_rank}: engine {destination.engine} has ranks {_listed(known)}")
+    return [dst_rank]
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]} … {ranks[-1]}"
+
+
+# ------------------------------------------------------------------------------------------- JSON
+
+
+def as_object(source: Manifest, destination: Manifest, bill: Bill, request: dict[str, object]) -> object:
+    """The whole answer as plain data."""
+    from kvferry.cli.ending import as_object as finding_object
+
+    head = {"src": _engine(source), "dst": _engine(destination)}
+    if bill.findings:
+        found = [{**finding_object(each), "dst_ranks": ranks} for each, ranks in bill.findings.items()]
+        return {"verdict": "refused", **head, "findings": found}
+    return {
+        "verdict": "proved",
+        **head,
+        "request": request,
+        "total_bytes": bill.total_bytes,
+        "num_runs": bill.num_runs,
+        "zeroed_bytes": bill.zeroed_bytes,
+        "plan_ms": round(bill.plan_ms, 3),
+        "select_ms": round(bill.select_ms, 3),
+        "flows": [
+            {
+                "src_rank": flow.src_rank,
+                "dst_rank": flow.dst_rank,
+                "num_pieces": flow.num_pieces,
+                "total_bytes": flow.total_bytes,
+                "num_runs": flow.num_runs,
+                "average_run_bytes": round(flow.average_run_bytes, 1),
+            }
+            for flow in bill.flows
+        ],
+        "ranks": [
+            {
+                "dst_rank": rank.dst_rank,
+                "total_bytes": sum(flow.total_bytes for flow in rank.flows),
+                "num_runs": sum(flow.num_runs for flow in rank.flows),
+                "zeroed_bytes": rank.zeroed_bytes,
+                "plan_ms": round(rank.plan_ms, 3),
+                "select_ms": round(rank.select_ms, 3),
+                "explain": rank.lines,
+            }
+            for rank in bill.ranks
+        ],
+    }
+
+
+def _engine(manifest: Manifest) -> dict[str, object]:
+    return {
+        "engine": manifest.engine,
+        "model": manifest.model,
+        "ranks": [rank.rank for rank in manifest.ranks],
+        "groups": {group.name: group.tokens_per_block for group in manifest.groups},
+    }
+
+
+# ----------------------------------------------------------------------------------------- people
+
+
+def show(source: Manifest, destination: Manifest, bill: Bill, request: dict[str, object], asked: int) -> None:
+    """The whole answer for people."""
+    from kvferry.cli import show as page
+
+    out = page.console()
+    pair = f"{_summary(source)} → {_summary(destination)}"
+    if bill.findings:
+        page.verdict(out, "REFUSED", pair)
+        page.findings(out, bill.findings, asked)
+        return
+    page.verdict(out, "PROVED", pair)
+    out.print("\nWho sends what", style="bold")
+    for rank in bill.ranks:
+        page.wrapped(out, rank.lines)
+    out.print()
+    _show_flows(out, bill, request)
+    _show_matrix(out, bill)
+    ways = f"planned, proved and lowered in {page.milliseconds(bill.plan_ms)}"
+    out.print(f"{ways}; runs of the request selected in {page.milliseconds(bill.select_ms)}")
+
+
+def _summary(manifest: Manifest) -> str:
+    ranks = len(manifest.ranks)
+    blocks = sorted({group.tokens_per_block for group in manifest.groups if group.addressing == "table"})
+    size = f", blocks of {'/'.join(map(str, blocks))} tokens" if blocks else ""
+    return f"{manifest.model or manifest.engine} ({ranks} rank{'s' * (ranks != 1)}{size})"
+
+
+def _show_flows(out: Console, bill: Bill, request: dict[str, object]) -> None:
+    from kvferry.cli.show import num_bytes, put, table
+
+    kept = f", {request['kept']} of them kept" if request["kept"] else ""
+    title = f"One request of {request['tokens']} tokens{kept}, {request['placement']} blocks"
+    bills = table(title, "src → dst", "bytes", "runs", "average run", left=["src → dst"])
+    for flow in bill.flows:
+        way = f"{flow.src_rank} → {flow.dst_rank}"
+        row = (num_bytes(flow.total_bytes), f"{flow.num_runs:,}", num_bytes(flow.average_run_bytes))
+        bills.add_row(way, *row)
+    bills.add_section()
+    average = bill.total_bytes / bill.num_runs if bill.num_runs else 0
+    bills.add_row("all", num_bytes(bill.total_bytes), f"{bill.num_runs:,}", num_bytes(average))
+    bills.add_row("to zero", num_bytes(bill.zeroed_bytes), "", "")
+    put(out, bills)
+
+
+def _show_matrix(out: Console, bill: Bill) -> None:
+    """Bytes by source rank (down) and destination rank (across), a few columns at a time."""
+    from kvferry.cli.show import num_bytes, put, table
+
+    sent = {(flow.src_rank, flow.dst_rank): flow.total_bytes for flow in bill.flows}
+    src_ranks = sorted({src_rank for src_rank, _ in sent})
+    dst_ranks = [rank.dst_rank for rank in bill.ranks]
+    for start in range(0, len(dst_ranks), MATRIX_COLUMNS):
+        some = dst_ranks[start : start + MATRIX_COLUMNS]
+        title = "Traffic" if not start else ""
+        matrix = table(title, "src \\ dst", *map(str, some), *(["sent"] if some[-1] == dst_ranks[-1] else []))
+        for src_rank in src_ranks:
+            cells = [sent.get((src_rank, dst_rank), 0) for dst_rank in some]
+            total = sum(size for (rank, _), size in sent.items() if rank == src_rank)
+            row = [num_bytes(size) if size else "·" for size in cells]
+            matrix.add_row(str(src_rank), *row, *([num_bytes(total)] if some[-1] == dst_ranks[-1] else []))
+        matrix.add_section()
+        columns = [sum(sent.get((src, dst), 0) for src in src_ranks) for dst in some]
+        whole = [num_bytes(bill.total_bytes)] if some[-1] == dst_ranks[-1] else []
+        matrix.add_row("received", *map(num_bytes, columns), *whole)
+        put(out, matrix)

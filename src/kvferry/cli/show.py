@@ -1,0 +1,114 @@
+"""Output for people: tables that fit on 80 columns, colours only on a terminal."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvferry.core.explain import name_together
+from kvferry.errors import Finding
+
+
+def console() -> Console:
+    """Standard output, with neither markup nor guesses at what deserves a colour."""
+    return Console(highlight=False, markup=False, emoji=False)
+
+
+def num_bytes(count: float) -> str:
+    """Bytes as people read them.
+
+    >>> num_bytes(640), num_bytes(16384), num_bytes(1342177280)
+    ('640 B', '16 KiB', '1.25 GiB')
+    """
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while count >= 1024 and len(units) > 1:
+        count, units = count / 1024, units[1:]
+    return f"{count:.2f}".rstrip("0").rstrip(".") + f" {units[0]}"
+
+
+def milliseconds(value: float) -> str:
+    """Milliseconds as people read them.
+
+    >>> milliseconds(0.1234), milliseconds(31.4), milliseconds(2531.0)
+    ('0.12 ms', '31 ms', '2.53 s')
+    """
+    return f"{value / 1e3:.2f} s" if value >= 1e3 else f"{value:.2f} ms" if value < 10 else f"{value:.0f} ms"
+
+
+def table(title: str, *columns: str, left: Sequence[str] = ()) -> Table:
+    """An empty table; columns are numbers, set right, unless ``left`` names them."""
+    made = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    made.pad_edge, made.collapse_padding = False, True
+    for i, column in enumerate(columns):
+        made.add_column(column, justify="left" if column in left else "right", no_wrap=not i)
+    return made
+
+
+def put(out: Console, made: Table) -> None:
+    """Print a table without the blanks that would fill up its lines."""
+    with out.capture() as captured:
+        out.print(made)
+    out.file.write("\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n")
+
+
+def wrapped(out: Console, lines: Iterable[str], indent: str = "  ") -> None:
+    """Lines of text with a hanging indent, cut between words only."""
+    for line in lines:
+        text = textwrap.fill(
+            line,
+            out.width - 1,
+            initial_indent=indent,
+            subsequent_indent=indent + "    ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        out.print(text, soft_wrap=True)
+
+
+def verdict(out: Console, word: str, rest: str) -> None:
+    """The one word that matters, and what it is about."""
+    style = {"PROVED": "bold green", "REFUSED": "bold red", "WRONG": "bold red"}.get(word, "bold")
+    out.print(Text(word, style).append(f"  {rest}", "none"), soft_wrap=True)
+
+
+def findings(out: Console, found: dict[Finding, list[int]], num_ranks: int) -> None:
+    """Every reason for a refusal; states that differ in their layer's number only are named together."""
+    alike: dict[tuple[str, ...], list[tuple[str, list[int]]]] = {}
+    for finding, ranks in found.items():
+        part = finding.state.rpartition("/")[2]
+        key = (finding.code.value, part, finding.field, finding.src, finding.dst, finding.note)
+        alike.setdefault(key, []).append((finding.state, ranks))
+    for (code, _, field, src, dst, note), members in alike.items():
+        states = sorted({state for state, _ in members if state}, key=_by_numbers)
+        ranks = sorted({rank for _, some in members for rank in some})
+        out.print(Text(f"\n  {code}", "bold"))
+        rows = (
+            ("state", _together(states)),
+            ("field", field),
+            ("source", src),
+            ("destination", dst),
+            ("note", note),
+            ("dst ranks", "" if len(ranks) == num_ranks else ", ".join(map(str, ranks))),
+        )
+        wrapped(out, (f"{name:<12} {value}" for name, value in rows if value), "    ")
+
+
+def _together(states: Sequence[str]) -> str:
+    """Names as one where they differ in their first number only, else one after another."""
+    import re
+
+    kinds: dict[str, list[str]] = {}
+    for state in states:
+        kinds.setdefault(re.sub(r"\d+", "#", state, count=1), []).append(state)
+    return ", ".join(name_together(names) for names in kinds.values())
+
+
+def _by_numbers(name: str) -> list[tuple[int, str]]:
+    import re
+
+    return [(int(part) if part.isdigit() else -1, part) for part in re.split(r"(\d+)", name)]
