@@ -53,7 +53,7 @@ def test_fewer_tensors_than_layers(engine, model, alloc, expected):
 
 
 def test_registering_and_describing_are_two_duties(engine):
-    """R003-3: a region that nothing is described in changes no run; a view of an unregistered one is an error."""
+    """R003-3: a region without a view changes no run; a view of an unregistered region is an error."""
     src, dst = engine("gqa", "tp=2"), engine("gqa")
     request = sample_request(src, dst, 37)
     (rank,) = dst.ranks
@@ -61,7 +61,7 @@ def test_registering_and_describing_are_two_duties(engine):
     wider = replace(dst, ranks=(replace(rank, regions=(*rank.regions, extra)),))
     runs, again = (select(lower(prove(plan(src, d, 0))), request).reads for d in (dst, wider))
     assert {r: list(runs[r]) for r in runs} == {r: list(again[r]) for r in again}
-    with pytest.raises(SpecError, match="unknown region 'layers.0.attn'"):
+    with pytest.raises(SpecError, match=r"unknown region 'layers\.0\.attn'"):
         replace(dst, ranks=(replace(rank, regions=rank.regions[1:]),))
 
 

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
-from kvferry.cli.demo import demo
-from kvferry.cli.describe import describe
-from kvferry.cli.models import models
-from kvferry.cli.plan import plan
-from kvferry.cli.runs import runs
+from kvferry.cli import demo, describe, models, plan, runs
 
-COMMANDS = {
-    "plan": (plan, "Can two engines talk, who sends what, what does it cost?"),
-    "demo": (demo, "Move real bytes in memory and check every cell by name."),
-    "models": (models, "The models that are known by name."),
-    "describe": (describe, "Write the manifest of an engine."),
-    "runs": (runs, "The exact byte runs of one request."),
+COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
+    "plan": (plan.plan, plan.HELP),
+    "demo": (demo.demo, demo.HELP),
+    "models": (models.models, models.HELP),
+    "describe": (describe.describe, describe.HELP),
+    "runs": (runs.runs, runs.HELP),
 }
-"""Each command and what it is for, in one line."""
+"""Each command with its help. The list of commands shows the first line of its docstring."""
 
 app = typer.Typer(
     add_completion=False,
@@ -28,8 +25,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
 )
-for name, (command, summary) in COMMANDS.items():
-    app.command(name, short_help=summary)(command)
+for name, (command, text) in COMMANDS.items():
+    app.command(name, help=text, short_help=command.__doc__)(command)
 
 
 def _show_version(value: bool) -> None:

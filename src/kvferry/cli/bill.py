@@ -77,7 +77,7 @@ def bill_of(
 ) -> Bill:
     """Bill every rank; a refused rank adds its findings and the others are tried all the same."""
     if found := kvferry.compare(src, dst):
-        return Bill((), dict.fromkeys(found, list(dst_ranks)))
+        return Bill((), {finding: list(dst_ranks) for finding in found})
     ranks: list[RankBill] = []
     findings: dict[Finding, list[int]] = {}
     for dst_rank in dst_ranks:

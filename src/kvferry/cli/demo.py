@@ -21,9 +21,9 @@ HELP = "\n\n".join(
     (
         "Move real bytes between engines of different shape, in memory, and check every cell by name.",
         "Without options: three models with their true dimensions and a few of their layers (KDA and MLA on"
-        " shared tensors, MLA with an indexer, GQA), each at two unequal topologies. Every item of every state"
-        " holds bytes of its own; they are moved by the runs of proved plans for all destination ranks, and"
-        " read back through the destination's views. Nothing outside this process is touched.",
+        " shared tensors, MLA with an indexer, GQA), each at two unequal topologies. Every item of every"
+        " state holds bytes of its own; they are moved by the runs of proved plans for all destination ranks,"
+        " and read back through the destination's views. Nothing outside this process is touched.",
         topology_help(),
         examples(
             "kvferry demo",
@@ -66,6 +66,7 @@ def demo(
     ] = None,
     as_json: Json = False,
 ) -> None:
+    """Move real bytes in memory and check every cell by name."""
     from kvferry.cli import show
     from kvferry.errors import SpecError
 
@@ -84,9 +85,6 @@ def demo(
         _show(trips)
     if any(trip.num_wrong for trip in trips):
         raise typer.Exit(1)
-
-
-demo.__doc__ = HELP
 
 
 def _trip(case: Case, num_requests: int, num_tokens: int, step: Callable[[], None]) -> Trip:
@@ -133,12 +131,13 @@ def as_object(trips: list[Trip]) -> object:
 
 
 def _show(trips: list[Trip]) -> None:
-    from kvferry.cli.show import console, milliseconds, num_bytes, put, table, verdict, wrapped
+    from kvferry.cli.show import console, labelled, milliseconds, num_bytes, put, table, verdict, wrapped
 
     out = console()
-    wrapped(out, (f"{trip.model}: {trip.src} → {trip.dst}" for trip in trips), "")
+    labelled(out, [(trip.model, f"{trip.src} → {trip.dst}") for trip in trips])
+    out.print()
     columns = ("model", "bytes", "runs", "average run", "copy", "plan", "select")
-    rows = table("", *columns, left=["model"])
+    rows = table(*columns, left=["model"])
     for trip in trips:
         rows.add_row(
             trip.model,
@@ -152,7 +151,7 @@ def _show(trips: list[Trip]) -> None:
     put(out, rows)
     cells, wrong = sum(trip.num_cells for trip in trips), sum(trip.num_wrong for trip in trips)
     requests = sum(trip.num_requests for trip in trips)
-    summary = f"{cells} cells of {requests} requests, {wrong} wrong"
+    summary = f"{cells:,} cells of {requests} requests, {wrong} wrong"
     if not wrong:
         out.print(f"verified: {summary}", style="bold green")
         return

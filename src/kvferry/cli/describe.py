@@ -39,6 +39,7 @@ def describe(
         typer.Option("--output", "-o", metavar="FILE", help="Write here.", show_default="standard output"),
     ] = None,
 ) -> None:
+    """Write the manifest of an engine."""
     from dataclasses import replace
 
     from kvferry.cli.ending import at
@@ -61,6 +62,3 @@ def describe(
         return
     with at(str(output)):
         output.write_bytes(text)
-
-
-describe.__doc__ = HELP

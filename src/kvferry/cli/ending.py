@@ -11,7 +11,9 @@ from dataclasses import asdict
 
 from kvferry.errors import Finding, KVFerryError, Refused, RequestError, SpecError
 
-GOOD, REFUSED, BAD_INPUT, BUG, INTERRUPTED = 0, 1, 2, 3, 130
+GOOD, REFUSED, BAD_INPUT, BUG, INTERRUPTED, CUT_OFF = 0, 1, 2, 3, 130, 141
+
+STDOUT = 1
 
 DEBUG = "KVFERRY_DEBUG"
 """The environment variable that lets an unforeseen error out with its traceback."""
@@ -30,7 +32,7 @@ def guarded(argv: Sequence[str]) -> int:
         return _refuse(refused.findings, as_json=as_json)
     except KVFerryError as error:
         return _say(str(error), as_json=as_json)
-    except BrokenPipeError:
+    except (BrokenPipeError, SystemExit):  # Typer makes the latter of the former, and of nothing else
         return _quiet()
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -53,7 +55,7 @@ def _refuse(findings: Sequence[Finding], *, as_json: bool) -> int:
 
         out = show.console()
         show.verdict(out, "REFUSED", "these two engines, as described")
-        show.findings(out, dict.fromkeys(findings, [0]), 1)
+        show.findings(out, {finding: [0] for finding in findings}, 1)
     return REFUSED
 
 
@@ -80,8 +82,8 @@ def _say(message: str, *, as_json: bool, code: int = BAD_INPUT) -> int:
 
 def _quiet() -> int:
     """The reader of our output has gone (``| head``): say nothing more, not even at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return GOOD
+    os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
+    return CUT_OFF
 
 
 @contextmanager

@@ -37,7 +37,7 @@ class Entry:
     family: str
     num_layers: int
     caches: dict[str, int]
-    """How many layers have a cache of this kind: ``attn (k v)``, ``attn (k v) window 128`` …"""
+    """How many layers have a cache of this kind: ``attn (k v)``, ``attn (k v, last 128 tokens)`` …"""
     bytes_per_token: int
     """What each further token adds."""
     fixed_bytes: int
@@ -52,6 +52,7 @@ def models(
     ] = None,
     as_json: Json = False,
 ) -> None:
+    """The models that are known by name, and what they remember."""
     from kvferry.models import catalogue
 
     entries = [entry(name) for name in names or catalogue()]
@@ -61,9 +62,6 @@ def models(
         _show_details(entries)
     else:
         _show_table(entries)
-
-
-models.__doc__ = HELP
 
 
 def entry(name: str) -> Entry:
@@ -88,9 +86,9 @@ def entry(name: str) -> Entry:
 
 def _kind(cache: Cache) -> str:
     parts = " ".join(part.name for part in cache.parts)
-    window = f" window {cache.window}" if cache.window else ""
-    every = f" 1:{cache.tokens_per_cell}" if cache.tokens_per_cell > 1 else ""
-    return f"{cache.name} ({parts}){window}{every}"
+    window = f", last {cache.window} tokens" if cache.window else ""
+    every = f", one per {cache.tokens_per_cell} tokens" if cache.tokens_per_cell > 1 else ""
+    return f"{cache.name} ({parts}{window}{every})"
 
 
 def _bytes(model: Model) -> tuple[int, int]:
@@ -113,11 +111,11 @@ def _show_table(entries: list[Entry]) -> None:
     from kvferry.cli.show import console, num_bytes, put, table
 
     columns = ("name", "layers", "caches", "per token", "besides")
-    listed = table("", *columns, left=["name", "caches"])
+    listed = table(*columns, left=["name", "caches"])
     for each in entries:
         caches = Counter[str]()
         for kind, count in each.caches.items():
-            caches[kind.partition(" (")[0] + (" window" if ") window" in kind else "")] += count
+            caches[("windowed " if "attn (k v, last" in kind else "") + kind.partition(" (")[0]] += count
         kinds = ", ".join(f"{count} {kind}" for kind, count in caches.items())
         besides = num_bytes(each.fixed_bytes) if each.fixed_bytes else "·"
         grows = num_bytes(each.bytes_per_token) if each.bytes_per_token else "·"
@@ -128,19 +126,18 @@ def _show_table(entries: list[Entry]) -> None:
 
 
 def _show_details(entries: list[Entry]) -> None:
-    from kvferry.cli.show import console, num_bytes, wrapped
+    from kvferry.cli.show import console, labelled, num_bytes
 
     out = console()
     for each in entries:
         out.print(f"{each.name}  {each.title}", style="bold")
-        kinds = ", ".join(f"{count} {kind}" for kind, count in each.caches.items())
         rows = (
             ("family", each.family),
             ("layers", str(each.num_layers)),
-            ("caches", kinds),
+            ("caches", "; ".join(f"{count} {kind}" for kind, count in each.caches.items())),
             ("per token", num_bytes(each.bytes_per_token)),
             ("besides", num_bytes(each.fixed_bytes)),
             ("note", each.note),
             ("source", each.source),
         )
-        wrapped(out, (f"{label:<10} {value}" for label, value in rows))
+        labelled(out, rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from kvferry.core.manifest import Manifest
 
 MAX_TOKENS = 1 << 26
+DEFAULT_TOKENS = 4096
 MATRIX_COLUMNS = 6
 """Destination ranks side by side in the traffic matrix."""
 
@@ -55,8 +57,14 @@ def plan(
     dst_model: Annotated[str, typer.Option(metavar="NAME", help="The destination's model.")] = "",
     config: Config = None,
     tokens: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Tokens of the request that is billed.")
-    ] = 4096,
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Tokens of the request that is billed.",
+            show_default="4096, or what fits",
+        ),
+    ] = None,
     kept: Annotated[
         int, typer.Option(min=0, metavar="N", help="First tokens that the destination has already.")
     ] = 0,
@@ -71,19 +79,25 @@ def plan(
     ] = MAX_RUNS_PER_BLOCK,
     as_json: Json = False,
 ) -> None:
+    """Can two engines talk, who sends what, and what does it cost?"""
     from kvferry.cli.bill import bill_of
-    from kvferry.cli.sides import sides
+    from kvferry.cli.ending import at
+    from kvferry.cli.sides import Given, sides
     from kvferry.core.sample import sample_request
     from kvferry.errors import SpecError
 
-    if not kept <= tokens <= MAX_TOKENS:
+    if not kept <= (tokens or DEFAULT_TOKENS) <= MAX_TOKENS:
         raise SpecError(f"--kept {kept} must not exceed --tokens {tokens}, nor that {MAX_TOKENS}")
     files = [file for file in (first, second) if file is not None]
-    src_side, dst_side = sides(files, (src, dst), (src_model or model, dst_model or model), config)
-    source, destination = src_side.manifest(tokens), dst_side.manifest(tokens)
+    given = Given(model, config, (src_model, dst_model))
+    src_side, dst_side = sides(files, (src, dst), given)
+    room = tokens or DEFAULT_TOKENS
+    source, destination = src_side.manifest(room), dst_side.manifest(room)
     ranks = asked_ranks(destination, dst_rank)
-    request = sample_request(source, destination, tokens, num_kept=kept, placement=placement)
-    bill = bill_of(source, destination, ranks, request, max_runs_per_block)
+    tokens = tokens or fitting_tokens(source, destination)
+    with at(f"--tokens {tokens} --kept {kept}"):
+        request = sample_request(source, destination, tokens, num_kept=kept, placement=placement)
+        bill = bill_of(source, destination, ranks, request, max_runs_per_block)
     about = {"tokens": tokens, "kept": kept, "placement": placement.value}
     if as_json:
         print(json.dumps(as_object(source, destination, bill, about), ensure_ascii=False))
@@ -93,7 +107,19 @@ def plan(
         raise typer.Exit(1)
 
 
-plan.__doc__ = HELP
+def fitting_tokens(source: Manifest, destination: Manifest) -> int:
+    """The default number of tokens, halved until both pools have room for them."""
+    from kvferry.core.sample import sample_request
+    from kvferry.errors import SpecError
+
+    tokens = DEFAULT_TOKENS
+    while tokens > 1:
+        try:
+            sample_request(source, destination, tokens)
+            break
+        except SpecError:
+            tokens //= 2
+    return tokens
 
 
 def asked_ranks(destination: Manifest, dst_rank: int | None) -> list[int]:
@@ -115,7 +141,7 @@ def _listed(ranks: list[int]) -> str:
 # ------------------------------------------------------------------------------------------- JSON
 
 
-def as_object(source: Manifest, destination: Manifest, bill: Bill, request: dict[str, object]) -> object:
+def as_object(source: Manifest, destination: Manifest, bill: Bill, request: Mapping[str, object]) -> object:
     """The whole answer as plain data."""
     from kvferry.cli.ending import as_object as finding_object
 
@@ -170,17 +196,18 @@ def _engine(manifest: Manifest) -> dict[str, object]:
 # ----------------------------------------------------------------------------------------- people
 
 
-def show(source: Manifest, destination: Manifest, bill: Bill, request: dict[str, object], asked: int) -> None:
+def show(
+    source: Manifest, destination: Manifest, bill: Bill, request: Mapping[str, object], asked: int
+) -> None:
     """The whole answer for people."""
     from kvferry.cli import show as page
 
     out = page.console()
-    pair = f"{_summary(source)} → {_summary(destination)}"
+    page.verdict(out, "REFUSED" if bill.findings else "PROVED", f"{_count(asked, 'destination rank')}")
+    page.labelled(out, [("src", _summary(source)), ("dst", _summary(destination))])
     if bill.findings:
-        page.verdict(out, "REFUSED", pair)
         page.findings(out, bill.findings, asked)
         return
-    page.verdict(out, "PROVED", pair)
     out.print("\nWho sends what", style="bold")
     for rank in bill.ranks:
         page.wrapped(out, rank.lines)
@@ -192,18 +219,22 @@ def show(source: Manifest, destination: Manifest, bill: Bill, request: dict[str,
 
 
 def _summary(manifest: Manifest) -> str:
-    ranks = len(manifest.ranks)
     blocks = sorted({group.tokens_per_block for group in manifest.groups if group.addressing == "table"})
     size = f", blocks of {'/'.join(map(str, blocks))} tokens" if blocks else ""
-    return f"{manifest.model or manifest.engine} ({ranks} rank{'s' * (ranks != 1)}{size})"
+    return f"{manifest.model or manifest.engine}, {_count(len(manifest.ranks), 'rank')}{size}"
 
 
-def _show_flows(out: Console, bill: Bill, request: dict[str, object]) -> None:
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _show_flows(out: Console, bill: Bill, request: Mapping[str, object]) -> None:
     from kvferry.cli.show import num_bytes, put, table
 
     kept = f", {request['kept']} of them kept" if request["kept"] else ""
     title = f"One request of {request['tokens']} tokens{kept}, {request['placement']} blocks"
-    bills = table(title, "src → dst", "bytes", "runs", "average run", left=["src → dst"])
+    out.print(title, style="bold")
+    bills = table("src → dst", "bytes", "runs", "average run", left=["src → dst"])
     for flow in bill.flows:
         way = f"{flow.src_rank} → {flow.dst_rank}"
         row = (num_bytes(flow.total_bytes), f"{flow.num_runs:,}", num_bytes(flow.average_run_bytes))
@@ -222,17 +253,17 @@ def _show_matrix(out: Console, bill: Bill) -> None:
     sent = {(flow.src_rank, flow.dst_rank): flow.total_bytes for flow in bill.flows}
     src_ranks = sorted({src_rank for src_rank, _ in sent})
     dst_ranks = [rank.dst_rank for rank in bill.ranks]
+    out.print("Bytes from rank to rank", style="bold")
     for start in range(0, len(dst_ranks), MATRIX_COLUMNS):
         some = dst_ranks[start : start + MATRIX_COLUMNS]
-        title = "Traffic" if not start else ""
-        matrix = table(title, "src \\ dst", *map(str, some), *(["sent"] if some[-1] == dst_ranks[-1] else []))
+        is_last = some[-1] == dst_ranks[-1]
+        matrix = table("src \\ dst", *map(str, some), *["sent"] * is_last)
         for src_rank in src_ranks:
             cells = [sent.get((src_rank, dst_rank), 0) for dst_rank in some]
             total = sum(size for (rank, _), size in sent.items() if rank == src_rank)
             row = [num_bytes(size) if size else "·" for size in cells]
-            matrix.add_row(str(src_rank), *row, *([num_bytes(total)] if some[-1] == dst_ranks[-1] else []))
+            matrix.add_row(str(src_rank), *row, *[num_bytes(total)] * is_last)
         matrix.add_section()
         columns = [sum(sent.get((src, dst), 0) for src in src_ranks) for dst in some]
-        whole = [num_bytes(bill.total_bytes)] if some[-1] == dst_ranks[-1] else []
-        matrix.add_row("received", *map(num_bytes, columns), *whole)
+        matrix.add_row("received", *map(num_bytes, columns), *[num_bytes(bill.total_bytes)] * is_last)
         put(out, matrix)

@@ -46,6 +46,7 @@ def runs(
     ] = MAX_RUNS_PER_BLOCK,
     as_json: Json = False,
 ) -> None:
+    """The exact byte runs of one request."""
     import kvferry
     from kvferry.cli.ending import at
     from kvferry.cli.plan import asked_ranks
@@ -64,9 +65,6 @@ def runs(
         sys.stdout.write(selection_to_json(plan, selection).decode())
     else:
         _show(plan, selection)
-
-
-runs.__doc__ = HELP
 
 
 def _request_file(path: Path) -> tuple[Request, Slack]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
@@ -40,10 +41,9 @@ def milliseconds(value: float) -> str:
     return f"{value / 1e3:.2f} s" if value >= 1e3 else f"{value:.2f} ms" if value < 10 else f"{value:.0f} ms"
 
 
-def table(title: str, *columns: str, left: Sequence[str] = ()) -> Table:
+def table(*columns: str, left: Sequence[str] = ()) -> Table:
     """An empty table; columns are numbers, set right, unless ``left`` names them."""
-    made = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    made.pad_edge, made.collapse_padding = False, True
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
     for i, column in enumerate(columns):
         made.add_column(column, justify="left" if column in left else "right", no_wrap=not i)
     return made
@@ -53,21 +53,28 @@ def put(out: Console, made: Table) -> None:
     """Print a table without the blanks that would fill up its lines."""
     with out.capture() as captured:
         out.print(made)
-    out.file.write("\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n")
+    out.file.write("\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n\n")
 
 
-def wrapped(out: Console, lines: Iterable[str], indent: str = "  ") -> None:
+def wrapped(out: Console, lines: Iterable[str], indent: str = "  ", *, hang: int = 4) -> None:
     """Lines of text with a hanging indent, cut between words only."""
     for line in lines:
         text = textwrap.fill(
             line,
             out.width - 1,
             initial_indent=indent,
-            subsequent_indent=indent + "    ",
+            subsequent_indent=indent + " " * hang,
             break_long_words=False,
             break_on_hyphens=False,
         )
         out.print(text, soft_wrap=True)
+
+
+def labelled(out: Console, rows: Sequence[tuple[str, str]], indent: str = "  ") -> None:
+    """Values behind their labels; rows without a value are left out."""
+    rows = [(label, value) for label, value in rows if value]
+    width = max((len(label) for label, _ in rows), default=0) + 2
+    wrapped(out, (f"{label:<{width}}{value}" for label, value in rows), indent, hang=width)
 
 
 def verdict(out: Console, word: str, rest: str) -> None:
@@ -80,28 +87,25 @@ def findings(out: Console, found: dict[Finding, list[int]], num_ranks: int) -> N
     """Every reason for a refusal; states that differ in their layer's number only are named together."""
     alike: dict[tuple[str, ...], list[tuple[str, list[int]]]] = {}
     for finding, ranks in found.items():
-        part = finding.state.rpartition("/")[2]
-        key = (finding.code.value, part, finding.field, finding.src, finding.dst, finding.note)
+        key = (finding.code.value, finding.field, finding.src, finding.dst, finding.note)
         alike.setdefault(key, []).append((finding.state, ranks))
-    for (code, _, field, src, dst, note), members in alike.items():
+    for (code, field, src, dst, note), members in alike.items():
         states = sorted({state for state, _ in members if state}, key=_by_numbers)
         ranks = sorted({rank for _, some in members for rank in some})
         out.print(Text(f"\n  {code}", "bold"))
-        rows = (
+        rows = [
             ("state", _together(states)),
             ("field", field),
             ("source", src),
             ("destination", dst),
             ("note", note),
             ("dst ranks", "" if len(ranks) == num_ranks else ", ".join(map(str, ranks))),
-        )
-        wrapped(out, (f"{name:<12} {value}" for name, value in rows if value), "    ")
+        ]
+        labelled(out, rows, "    ")
 
 
 def _together(states: Sequence[str]) -> str:
     """Names as one where they differ in their first number only, else one after another."""
-    import re
-
     kinds: dict[str, list[str]] = {}
     for state in states:
         kinds.setdefault(re.sub(r"\d+", "#", state, count=1), []).append(state)
@@ -109,6 +113,4 @@ def _together(states: Sequence[str]) -> str:
 
 
 def _by_numbers(name: str) -> list[tuple[int, str]]:
-    import re
-
     return [(int(part) if part.isdigit() else -1, part) for part in re.split(r"(\d+)", name)]

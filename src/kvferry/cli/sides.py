@@ -36,11 +36,20 @@ class Side:
             return roomy(model, self.topology, self.engine, num_tokens)
 
 
+@dataclass(frozen=True)
+class Given:
+    """The models that were named: for both sides, or for one."""
+
+    model: str = ""
+    config: Path | None = None
+    models: tuple[str, str] = ("", "")
+    """The source's own and the destination's own."""
+
+
 def sides(
     files: Sequence[Path],
     topologies: tuple[str | None, str | None],
-    models: tuple[str, str],
-    config: Path | None,
+    given: Given,
 ) -> tuple[Side, Side]:
     """Both sides; files stand for the sides that have no topology, the source first."""
     open_sides = topologies.count(None)
@@ -49,12 +58,16 @@ def sides(
             f"{_count(len(files), 'file')} for {_count(open_sides, 'side')} without a topology:"
             " each side needs a manifest file or a topology (--src tp=4, --dst tp=8)"
         )
-    if not any(topologies) and (any(models) or config):
+    if given.model and given.config:
+        raise SpecError("--model or --config, not both; --src-model and --dst-model name one side's")
+    if open_sides == 2 and (given.model or given.config or any(given.models)):
         raise SpecError("--model and --config describe a side given by --src or --dst; files need neither")
     left = iter(files)
     src, dst = (
-        Side(engine, next(left)) if topology is None else Side(engine, None, topology, model, config)
-        for engine, topology, model in zip(("src", "dst"), topologies, models, strict=True)
+        Side(engine, next(left))
+        if topology is None
+        else Side(engine, None, topology, own or given.model, None if own else given.config)
+        for engine, topology, own in zip(("src", "dst"), topologies, given.models, strict=True)
     )
     return src, dst
 

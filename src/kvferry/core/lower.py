@@ -207,7 +207,8 @@ def _check_budget(plan: Plan, lane: Lane, budget: int) -> None:
     src_cells = lane.src_group.tokens_per_block // lane.tokens_per_cell
     dst_cells = lane.dst_group.tokens_per_block // lane.tokens_per_cell
     shape = Shape(0, 0, min(src_cells, dst_cells))
-    segments = -(-dst_cells // shape.num_cells)
+    nests = dst_cells % src_cells == 0 or src_cells % dst_cells == 0
+    segments = -(-dst_cells // shape.num_cells) + (not nests)
     for bundle in lane.bundles:
         for geometry, _, dst_places in bundle.parts:
             runs = len(pattern(geometry, shape)) * segments

@@ -100,6 +100,10 @@ class Manifest:
         names = (state.name, *state.aliases)
         return next((self.state_by_name[n] for n in names if n in self.state_by_name), None)
 
+    def name_of(self, name: str) -> str:
+        """The name under which a state is listed, from any of its names."""
+        return self.state_by_name[name].name if name in self.state_by_name else name
+
     @cached_property
     def state_by_name(self) -> dict[str, State]:
         """The states by every name they have."""
@@ -189,7 +193,8 @@ def compare(src: Manifest, dst: Manifest, states: Collection[str] | None = None)
     if src.version != dst.version:
         found = Finding(Code.VERSION, field="version", src=str(src.version), dst=str(dst.version))
         return (found,)
-    asked = [state for state in dst.states if states is None or state.name in states]
+    names = None if states is None else {dst.name_of(name) for name in states}
+    asked = [state for state in dst.states if names is None or state.name in names]
     return (*_engine_differences(src, dst), *(f for state in asked for f in _differences(src, state)))
 
 

@@ -66,8 +66,10 @@ def plan(src: Manifest, dst: Manifest, dst_rank: int, *, states: Collection[str]
     """
     if found := compare(src, dst, states):
         raise Refused(*found)
-    views = [v for v in dst.rank(dst_rank).views if states is None or v.state in states]
-    if unknown := set(states or ()) - {view.state for view in views}:
+    held = dst.rank(dst_rank).by_state
+    asked = held.keys() if states is None else {dst.name_of(name) for name in states}
+    views = [view for view in held.values() if view.state in asked]
+    if unknown := asked - held.keys():
         note = f"rank {dst_rank} of {dst.engine} does not hold it"
         raise Refused(*(Finding(Code.MISSING_STATE, state=s, note=note) for s in sorted(unknown)))
     deal = _Deal(src, dst, dst_rank)

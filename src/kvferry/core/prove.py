@@ -16,7 +16,7 @@ from itertools import combinations, product
 
 from kvferry.core.box import Box, lcm
 from kvferry.core.manifest import Manifest, Rank, compare
-from kvferry.core.overlap import Comb, Tangled, meet, meet_apart, overlaps
+from kvferry.core.overlap import Comb, Tangled, meet_apart, overlaps
 from kvferry.core.plan import Piece, Plan
 from kvferry.core.span import normal, show, subtract
 from kvferry.core.view import View
@@ -49,6 +49,9 @@ def _tiling(plan: Plan) -> Iterator[Finding]:
         if piece.state not in plan.states or piece.dst_rank != plan.dst_rank:
             yield Finding(Code.NOT_NEEDED, state=piece.state, field=f"rank {piece.dst_rank}")
     views = plan.dst.rank(plan.dst_rank).by_state
+    if unknown := set(plan.states) - views.keys():
+        yield from (Finding(Code.MISSING_STATE, state=s, note="not on this rank") for s in sorted(unknown))
+        return
     seen: dict[object, list[Finding]] = {}
     for state in plan.states:
         parts = [(piece.src_rank, piece.box) for piece in pieces[state]]
@@ -68,6 +71,11 @@ def _held(src: Manifest, src_rank: int, state: str) -> Box | None:
 
 def _tiles(need: Box, parts: Sequence[tuple[int, Box]], held: Sequence[Box | None]) -> Iterator[Finding]:
     """Whether the parts tile the need: inside it, inside their sources, apart, and enough."""
+    axes = [name for name, _ in need.axes]
+    for _, box in parts:
+        if [name for name, _ in box.axes] != axes or not box:
+            yield Finding(Code.NOT_NEEDED, field=str(box), dst=str(need), note="not a box of this state")
+            return
     period = need.period
     for _, box in parts:
         period = lcm(period, box.period)
@@ -144,9 +152,10 @@ def _across_pools(
     where: str, a: Sequence[tuple[View, Comb]], b: Sequence[tuple[View, Comb]]
 ) -> Iterator[Finding]:
     """Groups of two pools share no byte at all."""
-    for (view_a, comb_a), (view_b, comb_b) in product(a, b):
-        if comb_a.base < comb_b.stop and comb_b.base < comb_a.stop and meet(comb_a, comb_b):
-            yield _overlap(where, view_a, view_b, "groups of two pools")
+    both = [*a, *b]
+    for i, j in overlaps([comb for _, comb in both]):
+        if i < len(a) <= j:
+            yield _overlap(where, both[i][0], both[j][0], "groups of two pools")
 
 
 def _across_groups(manifest: Manifest, where: str, a: Sequence[View], b: Sequence[View]) -> Iterator[Finding]:

@@ -21,7 +21,7 @@ from kvferry.core.runs import NO_RUNS, Runs, coalesce
 from kvferry.core.span import Span, Spans, intersect, normal, show, subtract
 from kvferry.core.state import Addressing, Group, Kind, Tail
 from kvferry.core.view import Ints
-from kvferry.errors import RequestError
+from kvferry.errors import Refused, RequestError
 
 
 class Slack(StrEnum):
@@ -58,24 +58,35 @@ def select(route: Route, request: Request, *, slack: Slack = Slack.CLEAR) -> Sel
     runs: dict[int, list[Runs]] = defaultdict(list)
     zeros: list[Runs] = []
     for lane in route.lanes:
-        need, kept = _cells(lane, request)
-        if not need:
-            continue
-        src = _Walk(lane.src_group, request.src, lane.tokens_per_cell, "src")
-        dst = _Walk(lane.dst_group, request.dst, lane.tokens_per_cell, "dst")
-        src.check(need, lane.src_period)
-        dst.check(need, lane.dst_period)
-        free: Spans = ()
-        if slack is Slack.CLEAR and lane.kind is Kind.PAGED:
-            free = subtract(dst.touched(need), (*need, *dst.kept(kept, need)))
-            need = _stretched(lane, need, free, src, dst)
-        segments = list(_segments(need, src, dst, lane.period))
-        for bundle in lane.bundles:
-            runs[bundle.src_rank] += (_spread(bundle, *segment) for segment in segments)
-        blank = list(_segments(subtract(free, need), dst, dst, lane.dst_period))
-        zeros += (_spread(bundle, *segment) for bundle in lane.blanks for segment in blank)
+        try:
+            _select_lane(lane, request, slack, runs, zeros)
+        except Refused as error:
+            raise RequestError("too-many-runs", lane.dst_group.name, str(error)) from error
     reads = {src_rank: _merged(parts) for src_rank, parts in sorted(runs.items())}
     return Selection({rank: r for rank, r in reads.items() if len(r)}, _merged(zeros))
+
+
+def _select_lane(
+    lane: Lane, request: Request, slack: Slack, runs: dict[int, list[Runs]], zeros: list[Runs]
+) -> None:
+    """Add one lane's runs, and its bytes to be zeroed, to those of the request."""
+    need, kept = _cells(lane, request)
+    if not need:
+        return
+    src = _Walk(lane.src_group, request.src, lane.tokens_per_cell, "src")
+    dst = _Walk(lane.dst_group, request.dst, lane.tokens_per_cell, "dst")
+    src.check(need, lane.src_period)
+    dst.check(need, lane.dst_period)
+    free: Spans = ()
+    if slack is Slack.CLEAR and lane.kind is Kind.PAGED:
+        free = subtract(dst.touched(need), (*need, *dst.kept(kept, need)))
+        # What a ring holds beyond the need are other tokens: nothing to copy along.
+        need = need if src.is_ring else _stretched(lane, need, free, src, dst)
+    segments = list(_segments(need, src, dst, lane.period))
+    for bundle in lane.bundles:
+        runs[bundle.src_rank] += (_spread(bundle, *segment) for segment in segments)
+    blank = list(_segments(subtract(free, need), dst, dst, lane.dst_period))
+    zeros += (_spread(bundle, *segment) for bundle in lane.blanks for segment in blank)
 
 
 def _check_tables(manifest: Manifest, tables: Mapping[str, BlockTable], side: str) -> None:

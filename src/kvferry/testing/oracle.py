@@ -8,7 +8,7 @@ selects.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -64,7 +64,7 @@ def block_of(
 
 
 def cells_of(
-    manifest: Manifest, view: View, tables: Mapping[str, BlockTable], cells: range
+    manifest: Manifest, view: View, tables: Mapping[str, BlockTable], cells: Iterable[int]
 ) -> Iterator[tuple[Cell, str, int]]:
     """Every cell of a view in ``cells`` with the region and byte offset where it sits."""
     state, group = manifest.state_by_name[view.state], manifest.group_by_name[view.group]
@@ -215,7 +215,7 @@ def _problem(
     return ""
 
 
-def _wanted(dst: Manifest, view: View, request: Request) -> tuple[set[int], range]:
+def _wanted(dst: Manifest, view: View, request: Request) -> tuple[set[int], Sequence[int]]:
     """The needed cells of a view, and all cells of the blocks that they touch."""
     state, group = dst.state_by_name[view.state], dst.group_by_name[view.group]
     if state.kind is Kind.RECURRENT:
@@ -234,8 +234,8 @@ def _wanted(dst: Manifest, view: View, request: Request) -> tuple[set[int], rang
     if group.addressing is Addressing.RING:
         return need, range(min(need), min(need) + per_block)
     first = request.dst[group.name].first_token // size
-    touched = sorted({(cell - first) // per_block for cell in need})
-    return need, range(first + touched[0] * per_block, first + (touched[-1] + 1) * per_block)
+    blocks = sorted({(cell - first) // per_block for cell in need})
+    return need, [first + block * per_block + i for block in blocks for i in range(per_block)]
 
 
 def _is_kept(dst: Manifest, view: View, request: Request, cell: int, newest: int) -> bool:
