@@ -78,4 +78,6 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@echo "==> $(VENV): installing kvferry and its tools at the versions in constraints.txt"
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	@# Without its dependencies: NIXL's wheels declare torch, several GB that kvferry does not use.
+	@$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt nixl nixl-cu12
 	@touch $@

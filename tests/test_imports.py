@@ -23,10 +23,11 @@ ROOMS = {
     "transport": {"core", "errors"},
     "runtime": {"core", "errors", "wire"},
     "channel": {"core", "errors", "wire"},
+    "endpoint": {"core", "errors", "wire", "transport", "channel", "runtime"},
     "testing": {"core", "errors", "models", "transport"},
-    "integrations": {"core", "errors", "models", "wire", "transport", "channel", "runtime"},
+    "integrations": {"core", "errors", "models", "wire", "transport", "channel", "runtime", "endpoint"},
     "cli": {
-        *("", "core", "errors", "models", "wire", "transport", "channel", "runtime"),
+        *("", "core", "errors", "models", "wire", "transport", "channel", "runtime", "endpoint"),
         *("testing", "integrations"),
     },
     "__main__": {"cli"},

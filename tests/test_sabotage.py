@@ -63,7 +63,7 @@ class Case:
     name: str
     law: str
     expected: tuple[str, ...]
-    """The codes of the refusal, all of them; or (ORACLE, part of a complaint)."""
+    """Codes that the refusal must have; or (ORACLE, part of the first complaint)."""
     spoil: Callable[[], Result]
 
     @cached_property
@@ -258,6 +258,14 @@ def page_shifted_into_the_next_block_of_its_pool():
     proved(engine("window"), with_view(dst, name, lambda v: replace(v, offset=v.offset + 64)))
 
 
+@sabotage("Tiling", Code.VIEWS_OVERLAP)
+def page_shifted_the_other_way_round():
+    # The same with the groups' parts exchanged: now the earlier group reaches into the later one's block.
+    dst = with_group(engine("window"), "window-20", num_blocks=11)
+    name = "layers.0.attn/v"
+    proved(engine("window"), with_view(dst, name, lambda v: replace(v, offset=v.offset + 64)))
+
+
 # -- one tensor, two strides ---------------------------------------------------------------------------
 
 MLA_STATE = "layers.2.attn/latent"
@@ -388,6 +396,25 @@ def piece_of_a_state_that_is_not_needed():
     prove(replace(narrow, pieces=plan(src, dst, 0, states={K, V}).pieces))
 
 
+@sabotage("Ownership", Code.NOT_NEEDED)
+def piece_for_another_destination_rank():
+    good = gqa_plan(1, 2)
+    prove(replace(good, pieces=(replace(good.pieces[0], dst_rank=1), *good.pieces[1:])))
+
+
+@sabotage("Tiling", Code.NOT_NEEDED)
+def piece_without_one_of_the_axes():
+    good = gqa_plan()
+    first = good.pieces[0]
+    prove(replace(good, pieces=(replace(first, box=Box(first.box.axes[1:])), *good.pieces[1:])))
+
+
+@sabotage("Coverage", Code.MISSING_STATE)
+def plan_for_a_state_that_the_rank_does_not_hold():
+    good = plan(engine("gqa"), engine("gqa", "pp=3"), 0)
+    prove(replace(good, states=(*good.states, "layers.2.attn/k")))
+
+
 @sabotage("Refusal", Code.UNKNOWN_RANK)
 def destination_rank_unknown():
     plan(engine("gqa"), engine("gqa", "tp=2"), 2)
@@ -484,6 +511,14 @@ def number_of_heads_differs():
 
 
 @sabotage("Refusal", Code.STATE_DIFFERS)
+def one_state_here_is_several_there():
+    apart = engine("gqa")
+    shared = without_views(engine("gqa"), V)
+    shared = replace(shared, states=tuple(s for s in shared.states if s.name != V))
+    proved(apart, with_state(shared, K, aliases=(V,)))
+
+
+@sabotage("Refusal", Code.STATE_DIFFERS)
 def fingerprint_differs():
     proved(replace(engine("gqa"), fingerprint="a"), replace(engine("gqa"), fingerprint="b"))
 
@@ -523,6 +558,63 @@ def turns_that_never_seem_to_repeat():
 def more_runs_than_the_budget():
     crumbs = plan(engine("gqa"), engine("gqa", "layout=NHD"), 0)
     lower(prove(crumbs), max_runs_per_block=16)
+
+
+# -- refusal: descriptions that contradict themselves --------------------------------------------------
+
+
+@sabotage("Refusal", "spec", "view of layers.0.attn/k: group 'other' here, 'full' on another rank")
+def one_state_in_two_groups():
+    good = engine("gqa", "tp=2")
+    two = replace(good, groups=(*good.groups, replace(good.groups[0], name="other")))
+    with_view(two, K, lambda v: replace(v, group="other"), rank=1)
+
+
+@sabotage("Refusal", "spec", "state 'layers.0.attn/k' is given twice")
+def alias_that_is_another_states_name():
+    with_state(engine("gqa"), V, aliases=(K,))
+
+
+@sabotage("Refusal", "spec", "unknown group 'nobody'")
+def view_in_an_unknown_group():
+    with_view(engine("gqa"), K, lambda v: replace(v, group="nobody"))
+
+
+@sabotage("Refusal", "spec", "unknown region 'nowhere'")
+def view_in_an_unknown_region():
+    with_view(engine("gqa"), K, lambda v: replace(v, region="nowhere"))
+
+
+@sabotage("Refusal", "spec", "regions 'layers.0.attn' and 'layers.1.attn' overlap in memory")
+def regions_that_overlap_in_memory():
+    good = engine("gqa")
+    (rank,) = good.ranks
+    at = {f"layers.{i}.attn": 1000 * (i + 1) for i in range(3)}
+    moved = tuple(replace(region, address=at[region.name]) for region in rank.regions)
+    replace(good, ranks=(replace(rank, regions=moved),))
+
+
+@sabotage("Refusal", "spec", "a recurrent state in a group with table addressing")
+def recurrent_state_with_a_block_table():
+    with_group(engine("mamba2"), "state", addressing=Addressing.TABLE)
+
+
+@sabotage("Refusal", "spec", "axes ['channel', 'token'], but the state has ['channel', 'head', 'token']")
+def view_without_one_of_the_axes():
+    def headless(view: View) -> View:
+        return replace(view, axes=tuple(axis for axis in view.axes if axis[0] != "head"))
+
+    with_view(engine("gqa"), K, headless)
+
+
+@sabotage("Refusal", "spec", "axis head reaches 7, but the state has 6")
+def view_of_heads_that_are_not_there():
+    with_view(engine("gqa"), K, lambda v: with_axis(v, "head", Digit(6, 128), start=1))
+
+
+@sabotage("Refusal", "spec", "a block of 16 tokens has 16/1 from 0")
+def view_of_blocks_of_another_size():
+    with_view(engine("mla"), LATENT, lambda v: with_axis(v, "token", Digit(8, 32)))
 
 
 # -- requests that do not fit: each fails alone --------------------------------------------------------
@@ -849,7 +941,7 @@ def test_sabotage_is_noticed(case):
         assert outcome[:1] == case.expected[:1]
         assert case.expected[1] in outcome[1]
     else:
-        assert sorted(outcome) == sorted(case.expected)
+        assert set(case.expected) <= set(outcome)
 
 
 def test_every_code_was_seen_to_fire():

@@ -5,7 +5,9 @@
     KVFerryError
     ├── SpecError        a description that makes no sense by itself (also a ValueError)
     ├── Refused          two descriptions that cannot be served together, or not provably so
-    └── RequestError     one request that does not fit its plan; the plan and other requests live on
+    ├── RequestError     one request that does not fit its plan; the plan and other requests live on
+    ├── TransportError   something asked of a transport that it cannot do, or did not manage in time
+    └── ChannelError     a control channel that cannot be opened
 
 What a peer, a user or the fabric can cause is one of these; ``assert`` is never used for it, so that
 ``python -O`` changes nothing.
@@ -118,3 +120,21 @@ class RequestError(KVFerryError):
     def __init__(self, code: str, group: str, detail: str) -> None:
         self.code, self.group, self.detail = code, group, detail
         super().__init__(f"{code}: group {group}: {detail}")
+
+
+class TransportError(KVFerryError):
+    """What a transport cannot do, or did not manage in time; raised before anything moves.
+
+    A read that was submitted does not raise: how it went is in its ``End``.
+
+    >>> str(TransportError("unknown-peer", "'decode-3' is not connected"))
+    "unknown-peer: 'decode-3' is not connected"
+    """
+
+    def __init__(self, code: str, detail: str) -> None:
+        self.code, self.detail = code, detail
+        super().__init__(f"{code}: {detail}")
+
+
+class ChannelError(KVFerryError):
+    """A control channel that cannot be opened: the address is taken, malformed, or not this host's."""

@@ -7,7 +7,20 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry import Code, Refused, Slack, compare, explain, lower, plan, prove, select
+from kvferry import (
+    BlockTable,
+    Code,
+    Refused,
+    Request,
+    Slack,
+    Span,
+    compare,
+    explain,
+    lower,
+    plan,
+    prove,
+    select,
+)
 from kvferry.core.sample import Placement, sample_request
 from kvferry.testing.oracle import check
 
@@ -16,7 +29,7 @@ def test_only_what_was_proved_can_be_lowered(engine):
     """RB-1: a plan has no bytes; the proof of it has."""
     planned = plan(engine("gqa", "tp=2"), engine("gqa"), 0)
     with pytest.raises(AttributeError):
-        lower(planned)
+        lower(planned)  # type: ignore[arg-type]
     with pytest.raises(Refused):
         lower(prove(replace(planned, pieces=planned.pieces[1:])))
     assert lower(prove(planned)).plan is planned
@@ -44,6 +57,28 @@ def test_neighbouring_blocks_are_one_run(engine, layout, expected):
     assert selection.total_bytes == 2048 * 80 * 2 * 128 * 2
 
 
+@pytest.mark.parametrize(
+    ("src_ids", "dst_ids", "num_runs"),
+    [
+        ([4, 5, 6], [7, 8, 9], 1),
+        ([4, 9, 2], [7, 8, 9], 3),
+        ([4, 5, 6], [7, 1, 9], 3),
+        ([6, 4, 5], [7, 8, 9], 2),
+    ],
+)
+@pytest.mark.parametrize("src_tp", [1, 2])
+def test_blocks_are_merged_only_where_both_sides_touch(engine, src_tp, src_ids, dst_ids, num_runs):
+    """RB-3: whole blocks in a row on both sides are one run; parts of blocks never are."""
+    src, dst = engine("gqa", f"tp={src_tp}"), engine("gqa")
+    planned = plan(src, dst, 0)
+    request = Request(
+        {"full": BlockTable.of(src_ids)}, {"full": BlockTable.of(dst_ids)}, {"full": (Span(0, 48),)}
+    )
+    selection = select(lower(prove(planned)), request)
+    assert check(planned, request, selection) == []
+    assert selection.num_runs == 3 * (num_runs if src_tp == 1 else 6)
+
+
 def test_the_number_of_runs_is_known_and_bounded_before_running(engine):
     """RB-3: a plan that would move in crumbs is refused with the number, or allowed by a larger budget."""
     planned = plan(engine("gqa"), engine("gqa", "layout=LBCNHK"), 0)
@@ -67,7 +102,20 @@ def test_pipeline_context_and_tensor_parallel_at_once(engine, move):
     src = engine("mla+gqa", "tp=2,pp=1+2,cp=2,interleave=4")
     assert len(src.ranks) == 8
     move(src, engine("mla+gqa", "tp=3"), 40)
+    move(src, engine("mla+gqa", "tp=3"), 40, num_kept=5, ranks=[1])
     move(engine("mla+gqa", "tp=3"), src, 40, ranks=[0, 5, 7])
+
+
+@pytest.mark.parametrize("num_tokens", [5, 32, 37])
+def test_opaque_blocks_move_as_they_are_or_not_at_all(engine, move, num_tokens):
+    """RB-4: an unknown kernel's layout: equal blocks move whole, begun ones too; others are refused."""
+    src = engine("gqa", "tp=2,layout=opaque")
+    moves = move(src, engine("gqa", "tp=2,layout=opaque,blocks=30"), num_tokens)
+    page = src.ranks[0].views[0].block_stride
+    assert {moved.selection.total_bytes for moved in moves} == {3 * page * -(-num_tokens // 16)}
+    for other in ("tp=1,layout=opaque", "tp=2,layout=opaque,block=8", "tp=2"):
+        with pytest.raises(Refused):
+            plan(src, engine("gqa", other), 0)
 
 
 def test_a_verdict_and_a_picture_without_an_engine(engine):

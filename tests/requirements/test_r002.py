@@ -149,8 +149,14 @@ def test_kernel_blocks_that_do_not_divide_are_refused(engine):
 
 @pytest.mark.parametrize(("src_tp", "dst_tp"), [(2, 3), (3, 2), (4, 6), (6, 4), (1, 5), (5, 1)])
 def test_splits_that_do_not_divide_are_exact(engine, move, src_tp, dst_tp):
-    """R002-5: six heads over any two numbers of ranks; a head that straddles is on both."""
+    """R002-5: six heads over any two numbers of ranks."""
     move(engine("gqa", f"tp={src_tp}"), engine("gqa", f"tp={dst_tp}"), 20)
+
+
+def test_a_head_that_straddles_two_ranks_is_on_both(engine):
+    """R002-5: six heads over four ranks: one and a half each, so two, and nothing is cut off."""
+    held = [dict(rank.views[0].box().axes)["head"] for rank in engine("gqa", "tp=4").ranks]
+    assert held == [(Span(0, 2),), (Span(1, 3),), (Span(3, 5),), (Span(4, 6),)]
 
 
 @pytest.mark.parametrize(("family", "tp"), [("mamba2", 5), ("kda-mla", 8), ("gdn-gqa", 7)])

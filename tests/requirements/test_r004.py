@@ -26,7 +26,7 @@ def test_the_life_cycle_is_three_verbs(engine):
     """R004-1: describe at registration, plan and lower at the handshake, select per request."""
     src, dst = engine("window", "tp=2"), engine("window", "block=8")
     route = lower(prove(plan(src, dst, 0)))
-    one, other = (sample_request(src, dst, num_tokens) for num_tokens in (21, 37))
+    one, other = (sample_request(src, dst, num_tokens) for num_tokens in (5, 37))
     interleaved = [runs_of(route, request) for request in (one, other, one)]
     fresh = [runs_of(lower(prove(plan(src, dst, 0))), request) for request in (one, other, one)]
     assert interleaved == fresh  # a route keeps nothing of the requests it served
@@ -54,15 +54,14 @@ def test_geometry_needs_nothing_but_the_two_manifests(engine, family):
 
 
 def renumbered(manifest: Manifest, new: dict[int, int]) -> Manifest:
-    ranks = sorted((replace(r, rank=new[r.rank]) for r in manifest.ranks), key=lambda r: r.rank)
-    return replace(manifest, ranks=tuple(ranks))
+    return replace(manifest, ranks=tuple(replace(r, rank=new[r.rank]) for r in manifest.ranks))
 
 
 @pytest.mark.parametrize("family", ["gqa", "mamba2-gqa"])
 def test_who_holds_what_is_asked_of_boxes_never_of_rank_numbers(engine, family):
     """R004-4: with the source's ranks renumbered the same bytes come from the same memory."""
     src, dst = engine(family, "tp=6"), engine(family, "tp=2")
-    new = {0: 2, 1: 0, 2: 3, 3: 5, 4: 1, 5: 4}
+    new = {0: 12, 1: 0, 2: 3, 3: 5, 4: 11, 5: 4}
     other = renumbered(src, new)
     held = [p for p in plan(src, dst, 1).pieces if _holders(src, p) == 1]
     moved = [p for p in plan(other, dst, 1).pieces if _holders(other, p) == 1]

@@ -164,7 +164,12 @@ TABLE = [
     (DIGIT, [2, 1 << 64], f"{AT_HEAD}.digits[0]: ", "got 18446744073709551616"),
     (DIGIT, [2, 16.0], f"{AT_HEAD}.digits[0][1]: ", "Expected int, got 16.0"),
     (DIGIT, [True, 16], f"{AT_HEAD}.digits[0][0]: ", "Expected int, got true"),
-    (DIGIT, [2, 16, [1, 0]], f"{AT_HEAD}.digits[0]: ", "a span needs whole numbers with 0 <= start <= stop, got [1, 0)"),
+    (
+        DIGIT,
+        [2, 16, [1, 0]],
+        f"{AT_HEAD}.digits[0]: ",
+        "a span needs whole numbers with 0 <= start <= stop, got [1, 0)",
+    ),
     (DIGIT, [2, 16, [0, 3]], f"{AT_HEAD}.digits[0]: ", "holds [0, 3) of 2 values"),
     (DIGIT, [2, 16, [1]], f"{AT_HEAD}.digits[0][2]: ", "length 2, got an array of 1"),
     (DIGIT, [2, 16, [0, 1.5]], f"{AT_HEAD}.digits[0][2][1]: ", "Expected int, got 1.5"),

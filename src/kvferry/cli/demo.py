@@ -52,6 +52,8 @@ CASES = (
 )
 """What is shown where nothing else is asked for."""
 
+MAX_MEMORY = 4 << 30
+"""Bytes that the two engines may take together."""
 DEFAULT_SRC, DEFAULT_DST = "tp=2", "tp=4,layout=NHD"
 
 
@@ -60,7 +62,7 @@ def demo(
     src: Annotated[str | None, typer.Option(metavar="TOPOLOGY", help="The source engine.")] = None,
     dst: Annotated[str | None, typer.Option(metavar="TOPOLOGY", help="The destination engine.")] = None,
     requests: Annotated[int, typer.Option(min=1, metavar="N", help="Requests per model.")] = 3,
-    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of the longest request.")] = 1000,
+    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of the longest request.")] = 600,
     layers: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="About how many layers.", show_default="4")
     ] = None,
@@ -91,9 +93,22 @@ def _trip(case: Case, num_requests: int, num_tokens: int, step: Callable[[], Non
     from kvferry.cli.trip import Trip, some_requests, travel
 
     src, dst = _engine(case, "src", case.src, num_tokens), _engine(case, "dst", case.dst, num_tokens)
+    _check_memory(src, dst)
     trip = Trip(case.model, case.src, case.dst)
     travel(trip, src, dst, list(some_requests(src, dst, num_requests, num_tokens)), step)
     return trip
+
+
+def _check_memory(*manifests: Manifest) -> None:
+    from kvferry.cli.show import num_bytes
+    from kvferry.errors import SpecError
+
+    total = sum(region.num_bytes for each in manifests for rank in each.ranks for region in rank.regions)
+    if total > MAX_MEMORY:
+        raise SpecError(
+            f"the two engines would take {num_bytes(total)} of memory, more than {num_bytes(MAX_MEMORY)}:"
+            " fewer --tokens, --layers or ranks take less"
+        )
 
 
 def _engine(case: Case, name: str, topology: str, num_tokens: int) -> Manifest:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from io import TextIOWrapper
 
 from kvferry.errors import Finding, KVFerryError, Refused, RequestError, SpecError
 
@@ -24,6 +25,7 @@ def guarded(argv: Sequence[str]) -> int:
     from kvferry.cli.app import app
 
     as_json = "--json" in argv
+    _never_choke()
     try:
         code = app(list(argv), prog_name="kvferry", standalone_mode=False)
         sys.stdout.flush()
@@ -44,6 +46,13 @@ def guarded(argv: Sequence[str]) -> int:
         what = f"{type(error).__name__}: {error}".rstrip(": ")
         message = f"a bug, please report it ({DEBUG}=1 shows where): {what}"
         return _say(message, as_json=as_json, code=BUG)
+
+
+def _never_choke() -> None:
+    """Characters that the terminal cannot show become question marks."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _refuse(findings: Sequence[Finding], *, as_json: bool) -> int:

@@ -79,8 +79,10 @@ def _show(plan: Plan, selection: Selection) -> None:
     """Plain columns, as wide as they must be: nothing is cut, whatever the terminal."""
     rows = [COLUMNS, *_rows(plan, selection)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = ["<" if "region" in column else ">" for column in COLUMNS]
+    line = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
     for row in rows:
-        print("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)))
+        print(line.format(*row))
     totals = f"{selection.num_runs} runs, {selection.total_bytes} bytes"
     print(f"{totals}; {len(selection.zeros)} to zero, {selection.zeros.total_bytes} bytes")
 

@@ -80,7 +80,7 @@ def labelled(out: Console, rows: Sequence[tuple[str, str]], indent: str = "  ") 
 def verdict(out: Console, word: str, rest: str) -> None:
     """The one word that matters, and what it is about."""
     style = {"PROVED": "bold green", "REFUSED": "bold red", "WRONG": "bold red"}.get(word, "bold")
-    out.print(Text(word, style).append(f"  {rest}", "none"), soft_wrap=True)
+    out.print(Text.assemble((word, style), f"  {rest}"), soft_wrap=True)
 
 
 def findings(out: Console, found: dict[Finding, list[int]], num_ranks: int) -> None:

@@ -17,7 +17,7 @@ from kvferry.core.sample import Placement, sample_request
 from kvferry.core.span import Span
 from kvferry.models import Model
 from kvferry.testing.pattern import check_rank, fill_rank
-from kvferry.transport.memory import MemoryTransport
+from kvferry.transport.memory import Hub, MemoryTransport, placed
 
 STALE = 0xA5
 """What all memory holds before a request."""
@@ -72,13 +72,13 @@ def travel(
     trip: Trip, src: Manifest, dst: Manifest, requests: list[Request], step: Callable[[], None]
 ) -> None:
     """Plan every destination rank once, then move and verify each request; ``step`` is called after each."""
-    transport = MemoryTransport()
-    src_memory, dst_memory = _memories(src, transport), _memories(dst, transport)
+    src_memory, dst_memory = _memories(src), _memories(dst)
+    transports = _transports(src, src_memory, dst, dst_memory)
     routes = [_route(trip, src, dst, rank.rank) for rank in dst.ranks]
     for request in requests:
         _lay_out(src, dst, src_memory, dst_memory, request)
         for route in routes:
-            _move(trip, transport, route, request)
+            _move(trip, transports[route.plan.dst_rank], route, request)
             _verify(trip, route.plan, dst_memory, request)
         trip.num_requests += 1
         step()
@@ -94,14 +94,32 @@ def some_requests(src: Manifest, dst: Manifest, num_requests: int, num_tokens: i
         yield sample_request(src, dst, tokens, num_kept=kept, placement=placement)
 
 
-def _memories(manifest: Manifest, transport: MemoryTransport) -> Memories:
-    """Memory for every rank, known to the transport."""
-    memories = {}
-    for rank in manifest.ranks:
-        memory = {region.name: np.empty(region.num_bytes, np.uint8) for region in rank.regions}
-        transport.register(manifest.engine, rank, memory)
-        memories[rank.rank] = memory
-    return memories
+def _memories(manifest: Manifest) -> Memories:
+    """Memory for every rank."""
+    return {
+        rank.rank: {region.name: np.empty(region.num_bytes, np.uint8) for region in rank.regions}
+        for rank in manifest.ranks
+    }
+
+
+def _transports(
+    src: Manifest, src_memory: Memories, dst: Manifest, dst_memory: Memories
+) -> dict[int, MemoryTransport]:
+    """A transport for every destination rank, connected to every source rank (a peer is its rank)."""
+    hub = Hub()
+    sources = []
+    for rank in src.ranks:
+        regions = placed(rank, src_memory[rank.rank])
+        source = MemoryTransport(hub)
+        source.register(regions)
+        sources.append((str(rank.rank), source.card(), regions))
+    transports = {}
+    for rank in dst.ranks:
+        transports[rank.rank] = MemoryTransport(hub)
+        transports[rank.rank].register(placed(rank, dst_memory[rank.rank]))
+        for peer, card, regions in sources:
+            transports[rank.rank].connect(peer, card, regions)
+    return transports
 
 
 def _route(trip: Trip, src: Manifest, dst: Manifest, dst_rank: int) -> kvferry.Route:
@@ -130,7 +148,12 @@ def _move(trip: Trip, transport: MemoryTransport, route: kvferry.Route, request:
     started = perf_counter()
     selection = kvferry.select(route, request)
     selected = perf_counter()
-    transport.apply(route.plan, selection)
+    for src_rank, runs in selection.reads.items():
+        transport.read(src_rank, str(src_rank), runs)
+    transport.clear(selection.zeros)
+    for end in transport.poll():
+        if end.error:
+            raise kvferry.KVFerryError(f"reading from source rank {end.transfer}: {end.error}")
     trip.select_ms += 1e3 * (selected - started)
     trip.copy_ms += 1e3 * (perf_counter() - selected)
     trip.num_runs += selection.num_runs

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -182,6 +182,26 @@ def _check_axes(where: str, view: View, state: State, group: Group) -> None:
                 f" block of {group.tokens_per_block} tokens has {group.tokens_per_block}/"
                 f"{state.tokens_per_cell} from 0"
             )
+
+
+def merge(parts: Sequence[Manifest]) -> Manifest:
+    """One engine's manifest from those of its ranks, which must agree on all that they share."""
+    first = parts[0]
+    states: dict[str, State] = {}
+    groups: dict[str, Group] = {}
+    for part in parts:
+        for name in ("engine", "model", "fingerprint", "version"):
+            ours, theirs = getattr(first, name), getattr(part, name)
+            if ours != theirs:
+                raise SpecError(f"ranks of one engine disagree: {name} is {ours!r} and {theirs!r}")
+        for state in part.states:
+            if states.setdefault(state.name, state) != state:
+                raise SpecError(f"ranks of one engine disagree about state {state.name}")
+        for group in part.groups:
+            if groups.setdefault(group.name, group) != group:
+                raise SpecError(f"ranks of one engine disagree about group {group.name}")
+    ranks = sorted((rank for part in parts for rank in part.ranks), key=lambda rank: rank.rank)
+    return replace(first, states=tuple(states.values()), groups=tuple(groups.values()), ranks=tuple(ranks))
 
 
 def compare(src: Manifest, dst: Manifest, states: Collection[str] | None = None) -> tuple[Finding, ...]:

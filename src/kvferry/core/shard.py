@@ -23,7 +23,7 @@ class Sharding(StrEnum):
     several ranks where there are more ranks than coordinates (KV heads)."""
 
 
-def held(sharding: Sharding, size: int, rank: int, num_ranks: int) -> Span:
+def held(sharding: Sharding, size: int, rank: int, num_ranks: int, *, what: str = "an axis") -> Span:
     """The coordinates of an axis of ``size`` that rank ``rank`` of ``num_ranks`` holds.
 
     >>> [str(held(Sharding.SPREAD, 8, r, 4)) for r in range(4)]
@@ -37,7 +37,7 @@ def held(sharding: Sharding, size: int, rank: int, num_ranks: int) -> Span:
     if sharding is Sharding.WHOLE:
         return Span(0, size)
     if sharding is Sharding.EVEN and size % num_ranks:
-        raise SpecError(f"an axis of {size} does not divide over {num_ranks} ranks")
+        raise SpecError(f"{what} of {size} does not divide over {num_ranks} ranks")
     return Span(rank * size // num_ranks, -(-(rank + 1) * size // num_ranks))
 
 

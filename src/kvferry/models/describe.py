@@ -270,7 +270,10 @@ class _Engine:
         return leaves
 
     def _held(self, part: Part, tp_rank: int) -> dict[str, Span]:
-        return {dim.axis: held(dim.sharding, dim.size, tp_rank, self.topology.tp) for dim in part.dims}
+        return {
+            dim.axis: held(dim.sharding, dim.size, tp_rank, self.topology.tp, what=f"{part.name}: {dim.axis}")
+            for dim in part.dims
+        }
 
     def _view(self, region: str, page: Page, spot: Spot, tp_rank: int, cp_rank: int) -> View:
         part = next(part for part in page.cache.parts if part.name == spot.leaf.part)

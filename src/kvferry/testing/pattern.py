@@ -142,7 +142,8 @@ def check(memory: Bytes, where: Site, name: str, salt: str = "") -> Checked:
     items, at = _items(memory, where)
     patterns = where.patterns(name, salt)
     wrong = items[at] != _as_items(patterns, items)
-    wrong = wrong.reshape(*where.offsets.shape, -1).any(axis=-1)
+    if wrong.ndim > where.offsets.ndim:
+        wrong = wrong.any(axis=-1)
     num_wrong = int(wrong.sum())
     if not num_wrong:
         return Checked(where.offsets.size, 0)

@@ -84,6 +84,8 @@ def cases(draw: st.DrawFn) -> Case:
         "layouts": "same" if src.layout == dst.layout else "different",
         "src layout": _layout_kind(src.layout),
         "dst layout": _layout_kind(dst.layout),
+        "packing": f"{'src' if src.layout in PACKINGS else ''}{'dst' if dst.layout in PACKINGS else ''}"
+        or "none",
         "kernel": f"{'src' if src.kernel else ''}{'dst' if dst.kernel else ''}" or "none",
         "prefix": "none" if not num_kept else "blocks" if num_kept % (blocks[1] * cps[1]) == 0 else "inside",
         "tail": "full" if num_tokens % (blocks[1] * cps[1]) == 0 else "partial",

@@ -1,6 +1,9 @@
-"""The edge at which bytes move: one small protocol, and what stands behind it."""
+"""The edge at which bytes move: one small protocol, and what stands behind it.
 
-from kvferry.transport.base import Memory, Transport
-from kvferry.transport.memory import MemoryTransport
+The transport over NIXL is ``kvferry.transport.nixl.NixlTransport``; importing this room does not load it.
+"""
 
-__all__ = ["Memory", "MemoryTransport", "Transport"]
+from kvferry.transport.base import Cost, End, Transport
+from kvferry.transport.memory import Hub, MemoryTransport
+
+__all__ = ["Cost", "End", "Hub", "MemoryTransport", "Transport"]

@@ -1,31 +1,94 @@
-"""The seam between the plan and the wire: what a transport is asked to do."""
+"""The seam between the plan and the fabric: what a transport is asked to do.
+
+A transport belongs to one rank. It knows that rank's own regions, and the regions of the peers it was
+connected to. A read is *submitted* (which never blocks), and later its *end* is collected. The only end of a
+transfer is the one that the fabric reports: forgetting a peer or closing a handle ends nothing.
+
+Every transport passes the laws in ``kvferry.testing.transport_laws``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
+from kvferry.core.manifest import Region
+from kvferry.core.runs import Runs
 
-from kvferry.core.manifest import Rank
-from kvferry.core.plan import Plan
-from kvferry.core.select import Selection
 
-Memory = Mapping[str, NDArray[np.uint8]]
-"""A rank's memory: the bytes of each region, by name."""
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What moving costs, roughly: for choosing between methods, never for deadlines.
+
+    >>> f"{Cost(seconds_per_run=2e-6, seconds_per_byte=1e-10).of(num_runs=1000, num_bytes=10**7):.3f}"
+    '0.003'
+    """
+
+    seconds_per_run: float
+    seconds_per_byte: float
+
+    def of(self, num_runs: int, num_bytes: int) -> float:
+        """Seconds for a list of runs."""
+        return num_runs * self.seconds_per_run + num_bytes * self.seconds_per_byte
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """A transfer that ended: every byte is in, or ``error`` says why not. Nothing arrives after this."""
+
+    transfer: int
+    error: str = ""
 
 
 class Transport(Protocol):
-    """Moves the bytes of a selection. Both ranks of every run must be registered."""
+    """Reads bytes of peers into this rank's own regions."""
 
-    def register(self, engine: str, rank: Rank, memory: Memory) -> None:
-        """Make the regions of one rank of an engine known."""
+    @property
+    def kind(self) -> str:
+        """What it is, for people and for the check that both sides use the same one."""
         ...
 
-    def apply(self, plan: Plan, selection: Selection) -> None:
-        """Read every run into the plan's destination rank and fill its zeros; return when all is in.
+    @property
+    def cost(self) -> Cost:
+        """What a run and a byte cost."""
+        ...
 
-        ``selection`` must come from a route of this very plan.
+    def register(self, regions: Sequence[Region]) -> None:
+        """Make this rank's own memory known, once. Region addresses must be real."""
+        ...
+
+    def card(self) -> bytes:
+        """What a peer needs in order to read from this rank. Whoever has it can."""
+        ...
+
+    def connect(self, peer: str, card: bytes, regions: Sequence[Region]) -> None:
+        """Get ready to read from a peer, called ``peer`` from now on. May be slow; raises TransportError."""
+        ...
+
+    def read(self, transfer: int, peer: str, runs: Runs) -> None:
+        """Submit the reading of runs from a peer; never blocks. ``transfer`` is the caller's own number.
+
+        Raises TransportError, with nothing moved and no end to come, if the peer is unknown, a run leaves
+        its region, or a transfer of that number has not ended yet.
+        """
+        ...
+
+    def clear(self, runs: Runs) -> None:
+        """Fill the destination places of ``runs`` in this rank's memory with zeros; done on return."""
+        ...
+
+    def poll(self) -> list[End]:
+        """The transfers that ended since the last call; never blocks."""
+        ...
+
+    def forget(self, peer: str) -> None:
+        """Drop a peer, if it is known. Transfers under way still end, and their ends are still reported."""
+        ...
+
+    def close(self) -> None:
+        """Give up all memory and peers. Blocks until nothing is under way, or raises after a deadline.
+
+        Ends that were not collected yet can be collected afterwards. Closing again does nothing.
         """
         ...

@@ -1,0 +1,180 @@
+"""The control channel over ZeroMQ: the only file that imports zmq.
+
+One channel has at most one listening socket, and one calling socket per address that it ever wrote to. All but
+``wake`` belong to one thread. Whatever arrives is bytes and a *route*: write to the route to answer. Bytes that
+are too many, or a peer that does not read, cost nobody anything: queues are bounded, and what does not fit is
+dropped and counted, since every message of the protocol is repeated until it is answered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+
+import zmq
+from zmq.utils import z85
+
+from kvferry.errors import ChannelError
+
+MAX_CALLS = 1024
+"""Addresses that a channel keeps a socket for; the least recently used goes first."""
+HIGH_WATER = 10_000
+HEARTBEAT_MS = 2_000
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message, and the route by which an answer finds its sender."""
+
+    route: str
+    data: bytes
+
+
+class Channel:
+    """Sends and receives messages; listens if told to.
+
+    With a ``secret``, everything is encrypted, and only who knows the secret can talk to the listener at all.
+    """
+
+    def __init__(self, *, listen: str = "", secret: bytes = b"", max_bytes: int = 8 << 20) -> None:
+        self._context = zmq.Context()
+        self._secret, self._max_bytes = secret, max_bytes
+        self._poller = zmq.Poller()
+        self._calls: OrderedDict[str, zmq.Socket[bytes]] = OrderedDict()
+        self._listener: zmq.Socket[bytes] | None = None
+        self._wake_in, self._wake_out = self._wake_pair()
+        self.dropped: Counter[str] = Counter()
+        self.address = ""
+        if listen:
+            self._listen(listen)
+
+    def _wake_pair(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        inside, outside = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
+        outside.setsockopt(zmq.SNDHWM, 1)  # one pending call is as good as many
+        inside.setsockopt(zmq.RCVHWM, 1)
+        inside.bind("inproc://wake")
+        outside.connect("inproc://wake")
+        self._poller.register(inside, zmq.POLLIN)
+        return inside, outside
+
+    def _listen(self, listen: str) -> None:
+        socket = self._socket(zmq.ROUTER)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if self._secret:
+            secret_key, _ = _keys(self._secret)
+            socket.curve_secretkey, socket.curve_server = secret_key, True
+        try:
+            socket.bind(listen)
+        except zmq.ZMQError as error:
+            socket.close(0)
+            raise ChannelError(f"cannot listen at {listen}: {error}") from error
+        self._poller.register(socket, zmq.POLLIN)
+        self._listener = socket
+        self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.MAXMSGSIZE, self._max_bytes),
+            (zmq.SNDHWM, HIGH_WATER),
+            (zmq.RCVHWM, HIGH_WATER),
+            (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
+            (zmq.RECONNECT_IVL_MAX, 2_000),
+            (zmq.IPV6, 1),
+        ):
+            socket.setsockopt(option, value)
+        return socket
+
+    def send(self, to: str, data: bytes) -> None:
+        """Send to a route or an address; never blocks, never raises for what a peer did."""
+        try:
+            if to.startswith("@"):
+                if self._listener is not None:
+                    self._listener.send_multipart([bytes.fromhex(to[1:]), data], zmq.NOBLOCK)
+            else:
+                self._call(to).send(data, zmq.NOBLOCK)
+        except zmq.ZMQError:
+            self.dropped["unsent"] += 1
+
+    def _call(self, address: str) -> zmq.Socket[bytes]:
+        if address in self._calls:
+            self._calls.move_to_end(address)
+            return self._calls[address]
+        if len(self._calls) >= MAX_CALLS:
+            _, oldest = self._calls.popitem(last=False)
+            self._close(oldest)
+        socket = self._socket(zmq.DEALER)
+        if self._secret:
+            _, public = _keys(self._secret)
+            socket.curve_serverkey = public
+            socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+        socket.connect(address)
+        self._poller.register(socket, zmq.POLLIN)
+        self._calls[address] = socket
+        return socket
+
+    def wait(self, seconds: float) -> list[Received]:
+        """Everything that arrived, after at most ``seconds``; at once when woken."""
+        ready = dict(self._poller.poll(max(0, int(seconds * 1000))))
+        received: list[Received] = []
+        if self._wake_in in ready:
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    self._wake_in.recv(zmq.NOBLOCK)
+        if self._listener in ready and self._listener is not None:
+            received += self._heard(self._listener)
+        for address, socket in list(self._calls.items()):
+            if socket in ready:
+                received += self._answers(address, socket)
+        return received
+
+    MAX_AT_ONCE = 1000
+    """Messages taken from one socket before others get their turn."""
+
+    def _heard(self, socket: zmq.Socket[bytes]) -> list[Received]:
+        received = []
+        with contextlib.suppress(zmq.Again):
+            for _ in range(self.MAX_AT_ONCE):
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+                if len(frames) == 2:
+                    received.append(Received("@" + frames[0].hex(), frames[1]))
+                else:
+                    self.dropped["frames"] += 1
+        return received
+
+    def _answers(self, address: str, socket: zmq.Socket[bytes]) -> list[Received]:
+        received = []
+        with contextlib.suppress(zmq.Again):
+            for _ in range(self.MAX_AT_ONCE):
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+                if len(frames) == 1:
+                    received.append(Received(address, frames[0]))
+                else:
+                    self.dropped["frames"] += 1
+        return received
+
+    def wake(self) -> None:
+        """End a ``wait``. Call it from one other thread at a time."""
+        with contextlib.suppress(zmq.ZMQError):
+            self._wake_out.send(b"", zmq.NOBLOCK)
+
+    def _close(self, socket: zmq.Socket[bytes]) -> None:
+        self._poller.unregister(socket)
+        socket.close(0)
+
+    def close(self) -> None:
+        """Close every socket; nothing lingers."""
+        for socket in (*self._calls.values(), self._listener, self._wake_in, self._wake_out):
+            if socket is not None:
+                socket.close(0)
+        self._calls.clear()
+        self._context.term()
+
+
+def _keys(secret: bytes) -> tuple[bytes, bytes]:
+    """The listener's key pair, the same for all who know the secret; its public half stays as secret."""
+    secret_key = z85.encode(hashlib.sha256(b"kvferry control channel 1\0" + secret).digest())
+    return secret_key, zmq.curve_public(secret_key)

@@ -1,0 +1,10 @@
+"""The library's API for engines: offer requests, fetch them, poll for what happened.
+
+One process of a source engine runs the ``SourceEngine`` (the lease authority); each of its ranks runs a
+``SourceRank``; each rank of a destination engine runs a ``Destination``. Nothing here blocks its caller.
+"""
+
+from kvferry.endpoint.destination import Destination
+from kvferry.endpoint.source import SourceEngine, SourceRank
+
+__all__ = ["Destination", "SourceEngine", "SourceRank"]

@@ -1,0 +1,222 @@
+"""The destination side: one rank that fetches requests into its own blocks."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+
+from kvferry.channel import Channel, Received
+from kvferry.core.lower import Route, lower
+from kvferry.core.manifest import Manifest
+from kvferry.core.plan import plan
+from kvferry.core.prove import prove
+from kvferry.core.request import BlockTable
+from kvferry.core.select import Slack, select
+from kvferry.core.span import Spans
+from kvferry.endpoint.loop import Loop, clock, log
+from kvferry.errors import KVFerryError, Refused, RequestError, TransportError
+from kvferry.runtime import Failure, Fetch, Reader, Report, Timing
+from kvferry.runtime.values import Build, Clear, Drop, Effect, Peer, Post, Select, Send
+from kvferry.transport.base import Transport
+from kvferry.wire import manifest_from_msgpack
+from kvferry.wire.messages import MAX_MESSAGE_BYTES, decode_from_authority
+from kvferry.wire.ticket import Ticket
+
+POLL_SECONDS = 0.001
+"""How often the ends of reads are looked for while some are in flight."""
+
+
+class Destination:
+    """One rank of a destination engine. Every call returns at once; ``poll`` says what happened."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        rank: int,
+        transport: Transport,
+        *,
+        reader: str = "",
+        num_ranks: int = 0,
+        secret: bytes = b"",
+        timing: Timing | None = None,
+    ) -> None:
+        """``reader`` names this *start* of the engine, the same on all of its ranks."""
+        self._manifest, self._rank, self._transport = manifest, rank, transport
+        transport.register(manifest.rank(rank).regions)
+        self._reader = Reader(reader or manifest.engine, rank, num_ranks or len(manifest.ranks), timing)
+        self._timing = timing or Timing()
+        self._lock = threading.Lock()
+        self._routes: dict[Peer, Route] = {}
+        self._reports: deque[Report] = deque()
+        self._handles = count(1)
+        self._planner = ThreadPoolExecutor(1, "kvferry-plan")
+        self._selector = ThreadPoolExecutor(1, "kvferry-select")
+        self._loop = Loop(
+            f"kvferry-dst-{rank}",
+            Channel(secret=secret, max_bytes=MAX_MESSAGE_BYTES),
+            self._receive,
+            self._tick,
+        )
+        self._loop.start()
+
+    def fetch(
+        self,
+        ticket: Ticket,
+        tables: Mapping[str, BlockTable],
+        need: Mapping[str, Spans],
+        *,
+        kept: Mapping[str, Spans] | None = None,
+        slack: Slack = Slack.CLEAR,
+    ) -> int:
+        """Start reading a ticket's request into these blocks; returns the handle under which it is reported."""
+        handle = next(self._handles)
+        wanted = Fetch(ticket, tables, need, kept or {}, slack)
+        with self._lock:
+            effects = self._reader.fetch(clock(), handle, wanted)
+        self._carry_out(effects)
+        return handle
+
+    def abort(self, handle: int) -> None:
+        """Give a fetch up; it is reported when nothing of it is in flight any more."""
+        with self._lock:
+            effects = self._reader.abort(clock(), handle)
+        self._carry_out(effects)
+
+    def poll(self) -> list[Report]:
+        """The fetches that are over, each once: loaded (no failure), or failed with its reason."""
+        reports = []
+        while self._reports:
+            reports.append(self._reports.popleft())
+        return reports
+
+    def status(self) -> dict[str, object]:
+        """Who is connected, what is in flight, what was refused."""
+        with self._lock:
+            status = self._reader.status() | {"quarantined": self._reader.num_quarantined}
+        return status | {"refused": dict(self._loop.refused), "dropped": dict(self._loop.channel.dropped)}
+
+    def close(self) -> None:
+        """Stop: no fetch is started or reported any more; the transport waits for what is in flight."""
+        self._planner.shutdown(wait=True, cancel_futures=True)
+        self._selector.shutdown(wait=True, cancel_futures=True)
+        self._loop.close()
+        self._transport.close()
+
+    # -- events ------------------------------------------------------------------------------------
+
+    def _receive(self, received: Received) -> None:
+        message = decode_from_authority(received.data)
+        with self._lock:
+            effects = self._reader.receive(clock(), received.route, message)
+        self._carry_out(effects)
+
+    def _tick(self) -> float:
+        effects: list[Effect] = []
+        ends = self._transport.poll()
+        with self._lock:
+            now = clock()
+            for end in ends:
+                effects += self._reader.ended(now, end.transfer, end.error)
+            effects += self._reader.tick(now)
+            in_flight = self._reader.num_in_flight
+        self._carry_out(effects)
+        return POLL_SECONDS if in_flight else self._timing.retry / 2
+
+    # -- effects -----------------------------------------------------------------------------------
+
+    def _carry_out(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send():
+                    self._loop.send(effect.to, effect.message)
+                case Build():
+                    self._planner.submit(self._build, effect)
+                case Select():
+                    self._selector.submit(self._select, effect)
+                case Clear():
+                    self._transport.clear(effect.selection.zeros)
+                case Post():
+                    self._post(effect)
+                case Drop():
+                    self._planner.submit(self._drop, effect.peer)
+                case Report():
+                    self._reports.append(effect)
+                    log.info("%s", _line(effect))
+
+    def _build(self, build: Build) -> None:
+        """Everything that is done once per peer. Slow, so in a thread of its own."""
+        try:
+            if build.transport != self._transport.kind:
+                kinds = f"source has {build.transport}, destination has {self._transport.kind}"
+                raise TransportError("kind", f"both sides must use one transport: {kinds}")
+            source = manifest_from_msgpack(build.manifest)
+            route = lower(prove(plan(source, self._manifest, self._rank)))
+            for src_rank in sorted({piece.src_rank for piece in route.plan.pieces}):
+                name = _peer_name(build.peer, src_rank)
+                self._transport.connect(name, build.cards[src_rank], source.rank(src_rank).regions)
+        except Exception as error:
+            failure = _failure(error)
+            with self._lock:
+                effects = self._reader.not_built(clock(), build.peer, failure)
+        else:
+            with self._lock:
+                self._routes[build.peer] = route
+                effects = self._reader.built(clock(), build.peer)
+        self._carry_out(effects)
+
+    def _select(self, wanted: Select) -> None:
+        try:
+            route = self._routes[wanted.peer]
+            selection = select(route, wanted.fetch.request(), slack=wanted.fetch.slack)
+        except Exception as error:
+            with self._lock:
+                effects = self._reader.not_selected(clock(), wanted.handle, _failure(error))
+        else:
+            with self._lock:
+                effects = self._reader.selected(clock(), wanted.handle, selection)
+        self._carry_out(effects)
+        self._loop.wake()
+
+    def _post(self, post: Post) -> None:
+        try:
+            self._transport.read(post.transfer, _peer_name(post.peer, post.src_rank), post.runs)
+        except KVFerryError as error:
+            # Refused before anything moved: that is an end, too.
+            with self._lock:
+                effects = self._reader.ended(clock(), post.transfer, str(error))
+            self._carry_out(effects)
+
+    def _drop(self, peer: Peer) -> None:
+        route = self._routes.pop(peer, None)
+        if route is not None:
+            for src_rank in sorted({piece.src_rank for piece in route.plan.pieces}):
+                self._transport.forget(_peer_name(peer, src_rank))
+
+
+def _peer_name(peer: Peer, src_rank: int) -> str:
+    return f"{peer.engine}#{peer.generation}/{src_rank}"
+
+
+def _failure(error: Exception) -> Failure:
+    match error:
+        case Refused():
+            return Failure("refused", str(error))
+        case RequestError():
+            return Failure(error.code, str(error))
+        case KVFerryError():
+            return Failure(type(error).__name__, str(error))
+        case _:
+            log.exception("unexpected", exc_info=error)
+            return Failure("unexpected", f"{type(error).__name__}: {error}")
+
+
+def _line(report: Report) -> str:
+    record = report.record
+    return (
+        f"fetched {record.request_id} from {record.engine}: {record.outcome}; {record.num_bytes} bytes in"
+        f" {record.num_runs} runs from {record.num_sources} ranks;"
+        f" moved in {record.move_seconds * 1e3:.1f} ms, {record.total_seconds * 1e3:.1f} ms in all"
+    )

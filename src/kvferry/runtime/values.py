@@ -1,0 +1,152 @@
+"""What the state machines take and give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvferry.core.request import BlockTable, Request
+from kvferry.core.runs import Runs
+from kvferry.core.select import Selection, Slack
+from kvferry.core.span import Spans
+from kvferry.errors import SpecError
+from kvferry.wire.messages import Message
+from kvferry.wire.ticket import Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Every wait has a deadline; these are their lengths, in seconds."""
+
+    lease: float = 30.0
+    """How long a grant lasts from the moment of asking."""
+    meet: float = 10.0
+    """How long a peer may take to answer the first hello, and to be planned for."""
+    read: float = 120.0
+    """After how long an unfinished transfer is quarantined."""
+    retry: float = 0.5
+    """After how long an unanswered message is sent again."""
+
+    def __post_init__(self) -> None:
+        for name in ("lease", "meet", "read", "retry"):
+            if not 0 < getattr(self, name) < 1e6:
+                raise SpecError(f"timing: {name} must be a number of seconds, got {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a fetch failed: a stable code, and words."""
+
+    code: str
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.detail}" if self.detail else self.code
+
+
+@dataclass(frozen=True, eq=False)
+class Fetch:
+    """What a destination rank wants of one ticket."""
+
+    ticket: Ticket
+    dst: Mapping[str, BlockTable]
+    need: Mapping[str, Spans]
+    kept: Mapping[str, Spans] = field(default_factory=dict)
+    slack: Slack = Slack.CLEAR
+
+    def request(self) -> Request:
+        """The request as ``select`` wants it."""
+        return Request(self.ticket.block_tables(), self.dst, self.need, self.kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One start of one source engine."""
+
+    engine: str
+    generation: int
+    authority: str
+
+
+# -- effects: what an edge is asked to do ----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message to whoever is at ``to`` (an address, or a route that a message came by)."""
+
+    to: str
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """Decode, compare, plan, prove, lower, connect; then say ``built`` or ``not_built``. May be slow."""
+
+    peer: Peer
+    manifest: bytes
+    cards: Mapping[int, bytes]
+    transport: str
+
+
+@dataclass(frozen=True, slots=True)
+class Select:
+    """Turn a fetch into runs with the peer's route; then say ``selected`` or ``not_selected``."""
+
+    handle: int
+    peer: Peer
+    fetch: Fetch
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """Submit one read; its end comes back as ``ended``."""
+
+    transfer: int
+    peer: Peer
+    src_rank: int
+    runs: Runs
+
+
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """Zero the slack of a fetch. Done before its reads are posted."""
+
+    handle: int
+    selection: Selection
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Forget a peer whole."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The one outcome of a fetch."""
+
+    handle: int
+    failure: Failure | None
+    record: Record
+
+
+Effect = Send | Build | Select | Post | Clear | Drop | Report
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The account of a fetch."""
+
+    request_id: str
+    engine: str
+    num_bytes: int = 0
+    num_runs: int = 0
+    num_sources: int = 0
+    meet_seconds: float = 0.0
+    """From the call to a planned peer."""
+    move_seconds: float = 0.0
+    """From the first post to the last end."""
+    total_seconds: float = 0.0
+    outcome: str = ""

@@ -1,0 +1,93 @@
+"""Bad weather for the embedded transport: reads that are late, stuck, cut short or refused.
+
+Delays are counted in polls of the reader, never in seconds, so that no test sleeps.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import TypeVar
+
+from kvferry.transport.memory import Fail, Move, Step
+
+EVERYONE = ""
+
+T = TypeVar("T")
+D = TypeVar("D")
+
+
+class Faults:
+    """Give it to a ``Hub``; turn its knobs while reads are under way. A knob is for a peer, or for everyone.
+
+    >>> from kvferry.transport import Hub
+    >>> faults = Faults()
+    >>> hub = Hub(faults)
+    >>> faults.delay(2)                # two polls bring nothing
+    >>> faults.trickle(1)              # then one run arrives per poll
+    >>> faults.stall("prefill")        # nothing of this peer arrives or ends …
+    >>> faults.resume("prefill")       # … until now: the late bytes do arrive
+    >>> faults.fail("cable cut", num_runs=3)   # whoever has three runs gets no more, and ends with an error
+    """
+
+    def __init__(self) -> None:
+        self._stalled: set[str] = set()
+        self._delays: dict[str, int] = {}
+        self._trickles: dict[str, int] = {}
+        self._failures: dict[str, tuple[str, int]] = {}
+        self._polls: defaultdict[tuple[str, int], int] = defaultdict(int)
+        self._moved: defaultdict[tuple[str, int], int] = defaultdict(int)
+
+    def stall(self, peer: str = EVERYONE) -> None:
+        """Nothing moves, nothing ends."""
+        self._stalled.add(peer)
+
+    def resume(self, peer: str = EVERYONE) -> None:
+        """What was stalled goes on."""
+        self._stalled.discard(peer)
+
+    def delay(self, num_polls: int, peer: str = EVERYONE) -> None:
+        """The first polls of each read bring nothing."""
+        self._delays[peer] = num_polls
+
+    def trickle(self, num_runs: int, peer: str = EVERYONE) -> None:
+        """So many runs per poll."""
+        self._trickles[peer] = num_runs
+
+    def fail(self, error: str, *, num_runs: int = 0, peer: str = EVERYONE) -> None:
+        """Reads end with an error once so many of their runs have arrived."""
+        self._failures[peer] = (error, num_runs)
+
+    def calm(self) -> None:
+        """All knobs back: whatever is under way arrives."""
+        for knob in (self._stalled, self._delays, self._trickles, self._failures):
+            knob.clear()
+
+    def step(self, peer: str, transfer: int) -> Step:
+        """What happens to a read at this poll."""
+        read = (peer, transfer)
+        self._polls[read] += 1
+        if self._stalled & {peer, EVERYONE} or self._polls[read] <= _knob(self._delays, peer, 0):
+            return Move(0)
+        trickle = _knob(self._trickles, peer, None)
+        failure = _knob(self._failures, peer, None)
+        if failure is not None:
+            error, num_runs = failure
+            left = num_runs - self._moved[read]
+            if left <= 0:
+                self._drop(read)
+                return Fail(error)
+            trickle = left if trickle is None else min(trickle, left)
+        if trickle is None:
+            self._drop(read)
+            return Move()
+        self._moved[read] += trickle
+        return Move(trickle)
+
+    def _drop(self, read: tuple[str, int]) -> None:
+        self._polls.pop(read, None)
+        self._moved.pop(read, None)
+
+
+def _knob(knob: Mapping[str, T], peer: str, default: D) -> T | D:
+    return knob.get(peer, knob.get(EVERYONE, default))

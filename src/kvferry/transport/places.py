@@ -1,0 +1,73 @@
+"""Where places are: the regions of one rank as arrays, with the check that a run stays inside of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.core.manifest import Region
+from kvferry.core.runs import REGION_SHIFT, Runs
+from kvferry.core.view import Ints
+from kvferry.errors import TransportError
+
+OFFSET_MASK = (1 << REGION_SHIFT) - 1
+
+Addresses = NDArray[np.uint64]
+
+
+class Places:
+    """Turns places into addresses.
+
+    >>> places = Places("ours", [Region("kv", 64, address=4096), Region("ssm", 16, address=8192)])
+    >>> places.addresses(np.array([8, (1 << REGION_SHIFT) + 4])).tolist()
+    [4104, 8196]
+    >>> places.check(np.array([60]), np.array([8]))
+    Traceback (most recent call last):
+    kvferry.errors.TransportError: out-of-bounds: ours: a run of 8 bytes from 60 leaves 'kv' of 64 bytes
+    """
+
+    def __init__(self, whose: str, regions: Sequence[Region]) -> None:
+        for region in regions:
+            if not region.address:
+                raise TransportError("no-address", f"{whose}: region {region.name!r} has no address")
+        self.whose = whose
+        self.regions = tuple(regions)
+        self._bases = np.array([region.address for region in regions], np.uint64)
+        self._lengths = np.array([region.num_bytes for region in regions], np.int64)
+
+    def check(self, places: Ints, num_bytes: Ints) -> None:
+        """Refuse runs that do not stay inside a region of this rank."""
+        index, offset = self.split(places)
+        outside = (index < 0) | (index >= len(self.regions)) | (num_bytes < 0)
+        inside = ~outside
+        outside[inside] = offset[inside] > self._lengths[index[inside]] - num_bytes[inside]
+        if not outside.any():
+            return
+        first = int(np.flatnonzero(outside)[0])
+        i, run = int(index[first]), f"a run of {int(num_bytes[first])} bytes from {int(offset[first])}"
+        if not 0 <= i < len(self.regions):
+            detail = f"{run} names region {i}, but there are {len(self.regions)}"
+            raise TransportError("unknown-region", f"{self.whose}: {detail}")
+        region = self.regions[i]
+        detail = f"{run} leaves {region.name!r} of {region.num_bytes} bytes"
+        raise TransportError("out-of-bounds", f"{self.whose}: {detail}")
+
+    def addresses(self, places: Ints) -> Addresses:
+        """The addresses of places that were checked."""
+        index, offset = self.split(places)
+        return self._bases[index] + offset.astype(np.uint64)
+
+    @staticmethod
+    def split(places: Ints) -> tuple[Ints, Ints]:
+        """Region index and byte offset of each place."""
+        return places >> REGION_SHIFT, places & OFFSET_MASK
+
+
+def checked(runs: Runs, src: Places, dst: Places) -> Runs:
+    """The runs that have bytes, all of them inside their regions; raises TransportError otherwise."""
+    src.check(runs.src, runs.num_bytes)
+    dst.check(runs.dst, runs.num_bytes)
+    some = runs.num_bytes > 0
+    return runs if some.all() else Runs(runs.src[some], runs.dst[some], runs.num_bytes[some])

@@ -1,0 +1,192 @@
+"""What goes over the control channel: tagged, versioned, bounded messages.
+
+A destination rank talks to the lease authority of each source engine it reads from; the ranks of a source
+engine talk to their own authority. Every message of a reader is answered; none of them changes anything when
+it arrives twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import TypeVar
+
+import msgspec
+
+from kvferry.errors import SpecError
+from kvferry.wire.ticket import Ticket
+
+PROTOCOL = 1
+"""The version of the messages and of what they promise. Peers of another version are turned away."""
+
+MAX_MESSAGE_BYTES = 8 << 20
+MAX_BATCH = 4096
+"""Tickets in one renewal, requests in one notice."""
+
+
+class Outcome(StrEnum):
+    """What became of one destination rank's read of a ticket."""
+
+    READ = "read"
+    """Every byte is in, under a lease that covered the whole read."""
+    FAILED = "failed"
+    UNREAD = "unread"
+    """Given up before anything was posted: the ticket may serve another reader."""
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Reader → authority: who are you?"""
+
+    protocol: int
+    reader: str
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Authority → reader: everything that a reader must know of the engine, once."""
+
+    protocol: int
+    engine: str
+    generation: int
+    transport: str
+    manifest: bytes
+    """The engine's manifest, msgpack."""
+    cards: dict[int, bytes]
+    """What each rank's transport wants its readers to have."""
+
+
+class Sorry(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Authority → anybody: not now, or not you."""
+
+    code: str
+    detail: str = ""
+
+
+class Acquire(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Reader → authority: one of the reader's ranks wants to read this ticket."""
+
+    nonce: int
+    ticket: Ticket
+    reader: str
+    reader_rank: int
+    reader_ranks: int
+
+
+class Grant(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Authority → reader: the blocks stay untouched for this long after the asking."""
+
+    nonce: int
+    ticket_id: int
+    lease_ms: int
+
+
+class Denial(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Authority → reader: no, and why."""
+
+    nonce: int
+    ticket_id: int
+    code: str
+    detail: str = ""
+
+
+class Renew(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Reader → authority: these reads are still wanted."""
+
+    nonce: int
+    reader: str
+    ticket_ids: tuple[int, ...]
+
+
+class Renewal(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Authority → reader: which of them go on, from the moment of asking, and which have ended."""
+
+    nonce: int
+    lease_ms: int
+    kept: tuple[int, ...]
+    ended: tuple[int, ...]
+
+
+class Settle(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Reader → authority: this rank is through with the ticket. Repeated until noted."""
+
+    ticket_id: int
+    reader: str
+    reader_rank: int
+    outcome: Outcome
+
+
+class Noted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Authority → reader: heard."""
+
+    ticket_id: int
+    reader_rank: int
+
+
+class Join(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Source rank → its authority: here I am. Repeated; the answer lists what ended meanwhile."""
+
+    protocol: int
+    rank: int
+    transport: str
+    manifest: bytes
+    card: bytes
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Authority → source rank: these requests are released, by the source's own names. Until heard."""
+
+    first: int
+    """The number of the first of these notices; the others follow it."""
+    requests: tuple[tuple[str, str], ...]
+    """(request id, reason)."""
+
+
+class Heard(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Source rank → authority: notices up to this number arrived."""
+
+    rank: int
+    number: int
+
+
+class Joined(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Authority → source rank: you belong to this start of the engine."""
+
+    engine: str
+    generation: int
+
+
+ToAuthority = Hello | Acquire | Renew | Settle | Join | Heard
+FromAuthority = Welcome | Sorry | Grant | Denial | Renewal | Noted | Ended | Joined
+Message = ToAuthority | FromAuthority
+
+_encoder = msgspec.msgpack.Encoder()
+_to_authority = msgspec.msgpack.Decoder(ToAuthority)
+_from_authority = msgspec.msgpack.Decoder(FromAuthority)
+
+
+def encode(message: Message) -> bytes:
+    """A message as bytes."""
+    return _encoder.encode(message)
+
+
+def decode_to_authority(data: bytes) -> ToAuthority:
+    """A message that an authority may get; anything else raises SpecError."""
+    message: ToAuthority = _decoded(_to_authority.decode, data)
+    return message
+
+
+def decode_from_authority(data: bytes) -> FromAuthority:
+    """A message that an authority may send; anything else raises SpecError."""
+    message: FromAuthority = _decoded(_from_authority.decode, data)
+    return message
+
+
+Some = TypeVar("Some")
+
+
+def _decoded(decode: Callable[[bytes], Some], data: bytes) -> Some:
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise SpecError(f"message: at most {MAX_MESSAGE_BYTES} bytes are read, got {len(data)}")
+    try:
+        return decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise SpecError(f"message: {error}") from None

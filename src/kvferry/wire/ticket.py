@@ -1,0 +1,98 @@
+"""Tickets: what the source hands out for one request, and how it proves that it did."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+from collections.abc import Mapping
+
+import msgspec
+
+from kvferry.core.request import BlockTable
+from kvferry.errors import SpecError
+from kvferry.wire.reading import read_msgpack
+
+MAX_TICKET_BYTES = 4 << 20
+
+
+class TableDoc(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A block table on the wire; a hole is -1."""
+
+    block_ids: tuple[int, ...]
+    first_token: int = 0
+
+
+class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The right to read one request's blocks, once. Self-proving: the MAC covers every other field.
+
+    >>> tables = {"full": TableDoc((3, 4))}
+    >>> ticket = Ticket("prefill", 7, 1, "req-1", "tcp://127.0.0.1:5555", 300, tables, lease_ms=30_000)
+    >>> signed = sign(ticket, b"key")
+    >>> is_proved(signed, b"key"), is_proved(msgspec.structs.replace(signed, num_tokens=301), b"key")
+    (True, False)
+    >>> from_text(to_text(signed)) == signed
+    True
+    """
+
+    engine: str
+    generation: int
+    """Which start of the engine: a restarted engine knows none of its earlier tickets."""
+    ticket_id: int
+    request_id: str
+    """The source's own name of the request."""
+    authority: str
+    """Where the lease authority of the source engine listens."""
+    num_tokens: int
+    tables: dict[str, TableDoc]
+    """Block tables by group of the source engine."""
+    lease_ms: int
+    """How long a grant lasts, from the moment it is asked for."""
+    digest: bytes = b""
+    """A digest of the prompt's token ids: a ticket is good for that prompt only."""
+    mac: bytes = b""
+
+    def block_tables(self) -> Mapping[str, BlockTable]:
+        """The tables as the core wants them; raises SpecError on senseless ones."""
+        return {
+            name: BlockTable.of(list(table.block_ids), table.first_token)
+            for name, table in self.tables.items()
+        }
+
+
+def tables_to_wire(tables: Mapping[str, BlockTable]) -> dict[str, TableDoc]:
+    """Block tables in the form that a ticket carries."""
+    return {
+        name: TableDoc(tuple(table.block_ids.tolist()), table.first_token) for name, table in tables.items()
+    }
+
+
+def sign(ticket: Ticket, key: bytes) -> Ticket:
+    """The ticket with its proof."""
+    return msgspec.structs.replace(ticket, mac=_mac(ticket, key))
+
+
+def is_proved(ticket: Ticket, key: bytes) -> bool:
+    """Whether whoever holds ``key`` made this ticket, exactly as it is."""
+    return hmac.compare_digest(ticket.mac, _mac(ticket, key))
+
+
+def _mac(ticket: Ticket, key: bytes) -> bytes:
+    body = msgspec.msgpack.encode(msgspec.structs.replace(ticket, mac=b""))
+    return hmac.digest(key, body, "sha256")
+
+
+def to_text(ticket: Ticket) -> str:
+    """The ticket as text that fits into JSON and URLs."""
+    return base64.urlsafe_b64encode(msgspec.msgpack.encode(ticket)).decode("ascii")
+
+
+def from_text(text: str) -> Ticket:
+    """The ticket in a text; raises SpecError if there is none."""
+    if len(text) > MAX_TICKET_BYTES:
+        raise SpecError(f"ticket: at most {MAX_TICKET_BYTES} characters are read, got {len(text)}")
+    try:
+        data = base64.urlsafe_b64decode(text.encode("ascii", "replace"))
+    except (binascii.Error, ValueError) as error:
+        raise SpecError(f"ticket: not base64: {error}") from None
+    return read_msgpack(data, Ticket)

@@ -1,0 +1,148 @@
+"""Bad usage and bad input: exit code 2, one line that says where and what, never a traceback."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from kvferry.models import Topology, describe, model_named
+from kvferry.wire import manifest_to_json
+
+ENDS = ("--src", "tp=2", "--dst", "tp=4")
+MODEL = ("--model", "llama-3.1-8b")
+
+BAD = {
+    "no-command-known": (("plann",), "No such command 'plann'"),
+    "no-option-known": (("plan", "--sources", "tp=2"), "No such option: --sources"),
+    "no-sides": (("plan",), "no files for 2 sides without a topology"),
+    "one-side": (("plan", *MODEL, "--src", "tp=2"), "no files for 1 side without a topology"),
+    "a-file-too-many": (("plan", "a.json", *MODEL, *ENDS), "1 file for no sides without a topology"),
+    "three-files": (("plan", "a.json", "b.json", "c.json"), "unexpected extra argument"),
+    "a-model-for-files": (("plan", "a.json", "b.json", *MODEL), "files need neither"),
+    "no-model": (("plan", *ENDS), "a topology needs a model: give --model NAME"),
+    "two-models": (("plan", *MODEL, "--config", "c.json", *ENDS), "--model or --config, not both"),
+    "unknown-model": (("plan", "--model", "lama-3.1-8b", *ENDS), "did you mean llama-3.1-8b"),
+    "unknown-key": (
+        ("plan", *MODEL, "--src", "tp=2,blok=4", "--dst", "tp=2"),
+        "--src tp=2,blok=4: unknown key",
+    ),
+    "no-number": (
+        ("plan", *MODEL, "--src", "tp=2", "--dst", "tp=two"),
+        "--dst tp=two: tp must be a whole number",
+    ),
+    "unknown-layout": (("plan", *MODEL, "--src", "layout=DHN", "--dst", ""), "no layout 'DHN'"),
+    "uneven-ranks": (
+        ("plan", "--model", "kimi-linear-48b", "--src", "tp=3", "--dst", ""),
+        "does not divide over 3",
+    ),
+    "small-pool": (
+        ("plan", *MODEL, "--src", "blocks=3", "--dst", "", "--tokens", 99),
+        "blocks=N makes it larger",
+    ),
+    "no-tokens": (("plan", *MODEL, *ENDS, "--tokens", 0), "--tokens"),
+    "far-too-many-tokens": (("plan", *MODEL, *ENDS, "--tokens", 1 << 40), "--tokens 1099511627776"),
+    "kept-too-many": (("plan", *MODEL, *ENDS, "--tokens", 9, "--kept", 10), "--kept 10 must not exceed"),
+    "kept-inside-a-block": (
+        ("plan", *MODEL, "--src", "layout=opaque", "--dst", "layout=opaque", "--tokens", 99, "--kept", 50),
+        "--tokens 99 --kept 50: need-kept: group full",
+    ),
+    "unknown-rank": (
+        ("plan", *MODEL, *ENDS, "--dst-rank", 4),
+        "--dst-rank 4: engine dst has ranks 0, 1, 2, 3",
+    ),
+    "unknown-placement": (("plan", *MODEL, *ENDS, "--placement", "random"), "--placement"),
+    "no-such-file": (("plan", "none.json", *MODEL, "--dst", "tp=2"), "none.json: No such file or directory"),
+    "a-folder": (("plan", ".", *MODEL, "--dst", "tp=2"), ".: Is a directory"),
+    "not-json": (("plan", "broken.json", *MODEL, "--dst", "tp=2"), "broken.json: $: not well formed"),
+    "not-a-manifest": (("plan", "other.json", *MODEL, "--dst", "tp=2"), "other.json: $"),
+    "a-wrong-manifest": (("plan", "wrong.json", *MODEL, "--dst", "tp=2"), "wrong.json: $.ranks[0].views[0]"),
+    "no-such-config": (("plan", "--config", "none.json", *ENDS), "none.json: No such file or directory"),
+    "config-not-json": (("plan", "--config", "broken.json", *ENDS), "broken.json: not JSON: "),
+    "config-no-object": (("plan", "--config", "list.json", *ENDS), "list.json: a JSON object is expected"),
+    "config-no-family": (("plan", "--config", "other.json", *ENDS), "other.json: config: no family for"),
+    "describe-where": (("describe", *MODEL), "Missing option '--at'"),
+    "describe-rank": (
+        ("describe", *MODEL, "--at", "tp=2", "--rank", 2),
+        "--rank 2: the engine has ranks 0 … 1",
+    ),
+    "describe-nowhere": (
+        ("describe", *MODEL, "--at", "tp=2", "-o", "no/where.json"),
+        "no/where.json: No such",
+    ),
+    "runs-no-request": (("runs", "a.json", "b.json", "--dst-rank", 0), "Missing option '--request'"),
+    "runs-no-file": (
+        ("runs", "a.json", "b.json", "--dst-rank", 0, "--request", "r.json"),
+        "a.json: No such file",
+    ),
+    "runs-bad-request": (
+        ("runs", "good.json", "good.json", "--dst-rank", 0, "--request", "other.json"),
+        "other.json: $",
+    ),
+    "runs-rank": (
+        ("runs", "good.json", "good.json", "--dst-rank", 7, "--request", "other.json"),
+        "--dst-rank 7: engine ",
+    ),
+    "unknown-in-models": (("models", "llama"), "no model 'llama' in the catalogue"),
+    "demo-no-model": (("demo", "--src", "tp=2"), "belong to a --model"),
+    "demo-memory": (("demo", *MODEL, "--tokens", 1 << 24), "fewer --tokens, --layers or ranks take less"),
+    "demo-topology": (("demo", *MODEL, "--dst", "tp=0"), "--dst tp=0: tp must be at least 1"),
+}
+
+
+@pytest.fixture(scope="module")
+def good() -> bytes:
+    return manifest_to_json(describe(model_named("gemma-2b"), Topology.parse("blocks=4"), "good"))
+
+
+@pytest.fixture
+def files(good, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.json").write_text('{"engine": ')
+    (tmp_path / "other.json").write_text('{"model_type": "no such family"}')
+    (tmp_path / "list.json").write_text("[1, 2]")
+    (tmp_path / "good.json").write_bytes(good)
+    wrong = json.loads(good)
+    wrong["ranks"][0]["views"][0]["block_stride"] = -1
+    (tmp_path / "wrong.json").write_text(json.dumps(wrong))
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize("name", BAD)
+def test_one_line_that_says_what_is_wrong(cli, name):
+    argv, expected = BAD[name]
+    ran = cli(*argv)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith("kvferry: ")
+    assert ran.err.count("\n") == 1
+    assert expected in ran.err
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize(
+    "name", [name for name in BAD if BAD[name][0][0] in ("plan", "runs", "models", "demo")]
+)
+def test_as_json_it_is_an_object(cli, name):
+    argv, expected = BAD[name]
+    ran = cli(*argv, "--json")
+    assert ran.code == 2
+    assert ran.answer["verdict"] == "error"
+    assert expected in ran.answer["message"]
+
+
+def test_a_bug_is_called_a_bug(cli, monkeypatch):
+    import kvferry
+
+    monkeypatch.setattr(kvferry, "compare", lambda src, dst: 1 // 0)
+    ran = cli("plan", *MODEL, *ENDS)
+    assert ran.code == 3
+    assert "a bug, please report it (KVFERRY_DEBUG=1 shows where): ZeroDivisionError" in ran.err
+    monkeypatch.setenv("KVFERRY_DEBUG", "1")
+    with pytest.raises(ZeroDivisionError):
+        cli("plan", *MODEL, *ENDS)
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    command = f"{sys.executable} -m kvferry.cli describe --model deepseek-v3 --at tp=32 | head -c 20"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+    assert (len(done.stdout), done.stderr) == (20, "")

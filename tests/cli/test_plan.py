@@ -1,0 +1,165 @@
+"""``kvferry plan``: verdicts, bills that add up, and refusals by name."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+import kvferry
+from kvferry.core.sample import Placement, sample_request
+from kvferry.models import Topology, describe, model_named
+from kvferry.wire import manifest_to_json
+
+LLAMA = ("plan", "--model", "llama-3.1-8b")
+PAIRS = {
+    "llama-3.1-8b": ("tp=4,block=16", "tp=6,block=64,layout=NHD"),
+    "kimi-linear-48b": ("tp=4,block=256", "tp=8"),
+    "deepseek-v3.2": ("tp=3", "tp=2,pp=2,block=128"),
+    "gpt-oss-20b": ("tp=2,pp=5+19", "tp=8,block=32"),
+    "mamba2-2.7b": ("tp=2", "tp=4,conv=DS"),
+    "kimi-k2.5+kimi-k2.5-eagle3": ("tp=4", "tp=2,cp=2,interleave=4"),
+}
+
+
+@pytest.mark.parametrize("model", PAIRS)
+def test_the_bill_agrees_with_the_runs(cli, model):
+    src, dst = PAIRS[model]
+    ran = cli("plan", "--model", model, "--src", src, "--dst", dst, "--tokens", 1000, "--kept", 100, "--json")
+    assert ran.code == 0
+    answer = ran.answer
+    source, destination = (describe(model_named(model), Topology.parse(text)) for text in (src, dst))
+    request = sample_request(source, destination, 1000, num_kept=100)
+    assert answer["verdict"] == "proved"
+    assert answer["request"] == {"tokens": 1000, "kept": 100, "placement": "consecutive"}
+    totals = {"total_bytes": 0, "num_runs": 0, "zeroed_bytes": 0}
+    for rank in answer["ranks"]:
+        plan = kvferry.plan(source, destination, rank["dst_rank"])
+        selection = kvferry.select(kvferry.lower(kvferry.prove(plan)), request)
+        assert rank["explain"] == kvferry.explain(plan).splitlines()
+        sizes = {src_rank: sum(run[4] for run in runs) for src_rank, runs in selection.reads.items()}
+        flows = [flow for flow in answer["flows"] if flow["dst_rank"] == rank["dst_rank"]]
+        assert {flow["src_rank"]: flow["total_bytes"] for flow in flows if flow["num_runs"]} == sizes
+        assert rank["total_bytes"] == sum(sizes.values())
+        assert rank["num_runs"] == sum(flow["num_runs"] for flow in flows) == selection.num_runs
+        assert rank["zeroed_bytes"] == sum(run[4] for run in selection.zeros)
+        totals = {key: total + rank[key] for key, total in totals.items()}
+    assert len(answer["ranks"]) == len(destination.ranks)
+    assert {key: answer[key] for key in totals} == totals
+
+
+def test_people_get_the_same_numbers_on_80_columns(cli):
+    ran = cli(*LLAMA, "--src", "tp=4", "--dst", "tp=6,block=64")
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out.startswith("PROVED  6 destination ranks\n")
+    assert "  dst 1 <- src 0  layers.{0-31}.attn/k  channel [0, 128) × head [1, 2)\n" in ran.out
+    assert "\x1b" not in ran.out
+    assert max(map(len, ran.out.splitlines())) <= 80
+    assert [line for line in ran.out.splitlines() if line != line.rstrip()] == []
+
+
+def test_many_ranks_still_fit(cli):
+    ran = cli("plan", "--model", "deepseek-v3", "--src", "tp=4", "--dst", "tp=16", "--placement", "scattered")
+    assert ran.code == 0
+    assert max(map(len, ran.out.splitlines())) <= 80
+
+
+def test_one_rank_only(cli):
+    answer = cli(*LLAMA, "--src", "tp=2", "--dst", "tp=4", "--dst-rank", 3, "--json").answer
+    assert [rank["dst_rank"] for rank in answer["ranks"]] == [3]
+    assert {flow["dst_rank"] for flow in answer["flows"]} == {3}
+
+
+def test_scattered_blocks_make_more_runs(cli):
+    def runs(placement):
+        ends = ("--src", "tp=2", "--dst", "tp=2", "--placement", placement)
+        return cli(*LLAMA, *ends, "--json").answer["num_runs"]
+
+    assert runs(Placement.SCATTERED) > runs(Placement.CONSECUTIVE)
+
+
+def test_files_and_topologies_mix(cli, tmp_path):
+    src, dst = tmp_path / "src.json", tmp_path / "dst.json"
+    assert cli("describe", "--model", "qwen3-32b", "--at", "tp=2", "-o", src).code == 0
+    assert cli("describe", "--model", "qwen3-32b", "--at", "tp=4,block=64", "-o", dst).code == 0
+    model = ("--model", "qwen3-32b", "--json")
+    answers = [
+        cli("plan", src, dst, "--json").answer,
+        cli("plan", src, "--dst", "tp=4,block=64", *model).answer,
+        cli("plan", dst, "--src", "tp=2", *model).answer,
+        cli("plan", "--src", "tp=2", "--dst", "tp=4,block=64", *model).answer,
+    ]
+    assert {answer["verdict"] for answer in answers} == {"proved"}
+    assert len({json.dumps(answer["flows"]) for answer in answers}) == 1
+
+
+def test_a_config_of_ones_own(cli, tmp_path):
+    config = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ends = ("--src", "tp=2", "--dst", "tp=4")
+    answer = cli("plan", "--config", tmp_path / "config.json", *ends, "--json").answer
+    assert answer["total_bytes"] == 2 * 2 * 4 * 8 * 2 * 4096
+    assert answer["src"]["model"] == tmp_path.name
+
+
+def test_long_requests_get_a_pool_that_holds_them(cli):
+    assert cli(*LLAMA, "--src", "tp=1", "--dst", "tp=1", "--tokens", 200_000, "--json").code == 0
+
+
+def test_small_pools_of_files_get_a_small_request(cli, tmp_path):
+    path = tmp_path / "engine.json"
+    cli("describe", "--model", "gemma-2b", "--at", "block=16,blocks=5", "-o", path)
+    assert cli("plan", path, path, "--json").answer["request"]["tokens"] == 64
+
+
+# ------------------------------------------------------------------------------------ refusals
+
+
+def test_a_refusal_names_code_state_field_and_both_values(cli):
+    ends = ("--src", "tp=2", "--dst", "tp=4,dtype=fp8")
+    ran = cli(*LLAMA, *ends, "--json")
+    assert ran.code == 1
+    assert ran.answer["verdict"] == "refused"
+    assert ran.answer["findings"][0] == {
+        "code": "state-differs",
+        "state": "layers.0.attn/k",
+        "field": "dtype",
+        "src": "bf16",
+        "dst": "fp8_e4m3",
+        "note": "",
+        "dst_ranks": [0, 1, 2, 3],
+    }
+    for_people = cli(*LLAMA, *ends)
+    assert (for_people.code, for_people.err) == (1, "")
+    words = ("REFUSED", "state-differs", "layers.{0-31}.attn/k", "dtype", "bf16", "fp8_e4m3")
+    assert [word for word in words if word not in for_people.out] == []
+    assert max(map(len, for_people.out.splitlines())) <= 80
+
+
+def test_missing_layers_are_refused(cli):
+    models = ("--src-model", "llama-3.1-8b", "--dst-model", "llama-3.1-70b")
+    ran = cli("plan", *models, "--src", "tp=2", "--dst", "tp=4", "--json")
+    assert ran.code == 1
+    assert {finding["code"] for finding in ran.answer["findings"]} == {"missing-state"}
+    assert len(ran.answer["findings"]) == 2 * 48
+
+
+def test_a_budget_is_kept(cli):
+    ends = ("--src", "layout=HND", "--dst", "layout=NHD", "--max-runs-per-block", 100)
+    ran = cli(*LLAMA, *ends)
+    assert ran.code == 1
+    assert "too-many-runs" in ran.out
+    assert "the budget is 100" in ran.out
+
+
+def test_only_the_ranks_that_are_refused_are_named(cli, tmp_path):
+    """A source that lacks a rank can serve some destination ranks and not the others."""
+    src = describe(model_named("gemma-2b"), Topology.parse("pp=2,blocks=9"), "src")
+    half = tmp_path / "half.json"
+    half.write_bytes(manifest_to_json(replace(src, ranks=src.ranks[:1])))
+    ends = (half, "--model", "gemma-2b", "--dst", "pp=3")
+    ran = cli("plan", *ends, "--json")
+    assert ran.code == 1
+    assert {finding["code"] for finding in ran.answer["findings"]} == {"not-held"}
+    assert {tuple(finding["dst_ranks"]) for finding in ran.answer["findings"]} == {(1,), (2,)}
+    assert cli("plan", *ends, "--dst-rank", 0).code == 0
+    assert "dst ranks" in cli("plan", *ends).out
