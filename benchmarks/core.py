@@ -89,7 +89,8 @@ def bench_planning() -> list[dict[str, Any]]:
     rows[-1]["exponent_in_pool"] = exponent(pools, [row["ms"] for row in rows])
     rows[-1]["ratio_largest_to_smallest_pool"] = rows[-1]["ms"] / rows[0]["ms"]
     layers = [16, 32, 64, 128]
-    by_layers = [best(lambda n=n, p=(engine(8, n, 1000), engine(4, n, 1000)): route(*p), 5) for n in layers]
+    engines = [(engine(8, n, 1000), engine(4, n, 1000)) for n in layers]
+    by_layers = [best(lambda pair=pair: route(*pair), 5) for pair in engines]
     rows[-1]["exponent_in_layers"] = exponent(layers, by_layers)
     return rows
 

@@ -1,7 +1,7 @@
 """The law of the house, over everything at once.
 
-Any family, between any two engines: the plan is proved, every needed cell arrives from the cell that means the
-same, nothing else is written, and no two runs are left that could be one.
+Any family, between any two engines: the plan is proved, every needed cell arrives from the cell that means
+the same, nothing else is written, and no two runs are left that could be one.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ ROOMS = {
     "runtime": {"core", "errors", "wire"},
     "channel": {"core", "errors", "wire"},
     "endpoint": {"core", "errors", "wire", "transport", "channel", "runtime"},
-    "testing": {"core", "errors", "models", "transport"},
+    "testing": {"core", "errors", "models", "transport", "wire", "runtime", "endpoint"},
     "integrations": {"core", "errors", "models", "wire", "transport", "channel", "runtime", "endpoint"},
     "cli": {
         *("", "core", "errors", "models", "wire", "transport", "channel", "runtime", "endpoint"),

@@ -1,4 +1,4 @@
-"""Head maps: every engine-legal pair of unequal tensor-parallel sizes, every destination rank, byte for byte."""
+"""Head maps: every engine-legal pair of unequal tensor-parallel sizes, every rank, byte for byte."""
 
 from __future__ import annotations
 

@@ -1024,7 +1024,9 @@ class Bench:
             return False, "SURVIVED"
         if done.returncode == 1:
             red = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("FAILED ")]
-            green = [test for test in mutant.tests if not any(node.startswith(test) for node in red)]
+            green = [
+                test for test in mutant.tests if not any(n == test or n.startswith(f"{test}[") for n in red)
+            ]
             return not green, f"NOT NOTICED by {', '.join(green)}" if green else "caught"
         last = (done.stdout + done.stderr).strip().splitlines()[-3:]
         return False, f"pytest ended with {done.returncode}: {' / '.join(last)}"

@@ -20,7 +20,11 @@ from enum import StrEnum
 
 
 class Code(StrEnum):
-    """Why something was refused. The text of a code is stable: tools may match on it."""
+    """Why something was refused. The text of a code is stable: tools may match on it.
+
+    >>> Code("not-held") is Code.NOT_HELD
+    True
+    """
 
     VERSION = "version"
     """The two manifests speak different schema versions."""
@@ -53,11 +57,19 @@ class Code(StrEnum):
 
 
 class KVFerryError(Exception):
-    """The root of the tree: catch this to catch whatever kvferry reports."""
+    """The root of the tree: catch this to catch whatever kvferry reports.
+
+    >>> issubclass(Refused, KVFerryError) and issubclass(RequestError, KVFerryError)
+    True
+    """
 
 
 class SpecError(KVFerryError, ValueError):
-    """A description that breaks a rule of its own; the message states place, rule and value."""
+    """A description that breaks a rule of its own; the message states place, rule and value.
+
+    >>> issubclass(SpecError, ValueError)
+    True
+    """
 
 
 @dataclass(frozen=True, slots=True)

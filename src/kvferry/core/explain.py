@@ -11,7 +11,15 @@ _NUMBER = re.compile(r"\d+")
 
 
 def explain(plan: Plan) -> str:
-    """One line per source rank and kind of piece; layers that go alike are named together."""
+    """One line per source rank and kind of piece; layers that go alike are named together.
+
+    >>> from kvferry.models import Topology, describe, model_named
+    >>> src, dst = (describe(model_named("llama-3.1-8b"), Topology(tp=tp)) for tp in (2, 3))
+    >>> from kvferry import plan as make
+    >>> print(explain(make(src, dst, dst_rank=1, states=["layers.0.attn/k", "layers.1.attn/k"])))
+    dst 1 <- src 0  layers.{0-1}.attn/k  channel [0, 128) × head [2, 4)
+    dst 1 <- src 1  layers.{0-1}.attn/k  channel [0, 128) × head [4, 6)
+    """
     pieces: dict[tuple[int, str, str], list[str]] = {}
     for piece in plan.pieces:
         kind = _NUMBER.sub("#", piece.state, count=1)

@@ -57,6 +57,17 @@ class Geometry(NamedTuple):
     item_bytes: int
 
 
+class Part(NamedTuple):
+    """All pieces of a bundle that have one geometry."""
+
+    geometry: Geometry
+    src_places: Ints
+    """Where each piece starts at the source."""
+    dst_places: Ints
+    state: str
+    """The state of the first of them, for messages."""
+
+
 @dataclass(frozen=True, eq=False)
 class Bundle:
     """The pieces from one source rank that step through blocks alike, as one pattern per shape."""
@@ -65,8 +76,7 @@ class Bundle:
     src_stride: int
     """Bytes from one source block to the next."""
     dst_stride: int
-    parts: tuple[tuple[Geometry, Ints, Ints], ...]
-    """Each geometry with the source and destination places where its pieces start."""
+    parts: tuple[Part, ...]
     _patterns: dict[Shape, Runs] = field(default_factory=dict, repr=False)
 
     def pattern(self, shape: Shape) -> Runs:
@@ -80,7 +90,7 @@ class Bundle:
 
     def _fused(self, shape: Shape) -> Runs:
         columns: list[tuple[Ints, Ints, Ints]] = []
-        for geometry, src_places, dst_places in self.parts:
+        for geometry, src_places, dst_places, _ in self.parts:
             one = pattern(geometry, shape)
             columns.append(
                 (
@@ -113,14 +123,31 @@ class Lane:
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """A proved plan in bytes: everything but the block ids. Made once per peer, used for every request."""
+    """A proved plan in bytes: everything but the block ids. Made once per peer, used for every request.
+
+    >>> from kvferry.models import Topology, describe, model_named
+    >>> model = model_named("qwen3-next-80b")
+    >>> src, dst = (describe(model, Topology(tp=tp), name) for tp, name in ((4, "prefill"), (2, "decode")))
+    >>> from kvferry import plan, prove
+    >>> sorted({lane.dst_group.name for lane in lower(prove(plan(src, dst, 0))).lanes})
+    ['full', 'state.0', 'state.1', 'state.2']
+    """
 
     plan: Plan
     lanes: tuple[Lane, ...]
 
 
 def lower(proof: Proof, *, max_runs_per_block: int = MAX_RUNS_PER_BLOCK) -> Route:
-    """Turn a proved plan into patterns; refuse it if one would shatter into too many runs."""
+    """Turn a proved plan into patterns; refuse it if one would shatter into too many runs.
+
+    >>> from kvferry.models import Topology, describe, model_named
+    >>> model = model_named("qwen3-next-80b")
+    >>> src, dst = (describe(model, Topology(tp=tp), name) for tp, name in ((4, "prefill"), (2, "decode")))
+    >>> from kvferry import plan, prove
+    >>> lower(prove(plan(src, dst, 0)), max_runs_per_block=1)
+    Traceback (most recent call last):
+    kvferry.errors.Refused: too-many-runs: layers.0.linear/conv.q: 3 runs per block of 1 cells, ...
+    """
     plan = proof.plan
     by_lane: dict[tuple[str, str, Kind, int, Tail], list[Piece]] = defaultdict(list)
     for piece in plan.pieces:
@@ -148,7 +175,7 @@ def lower(proof: Proof, *, max_runs_per_block: int = MAX_RUNS_PER_BLOCK) -> Rout
             _bundles(plan, pieces, period),
             _blanks(plan, pieces, dst_period),
         )
-        _check_budget(plan, lane, max_runs_per_block)
+        _check_budget(lane, max_runs_per_block)
         lanes.append(lane)
     return Route(plan, tuple(lanes))
 
@@ -178,6 +205,7 @@ class _Loom:
 
     def __init__(self) -> None:
         self._bundles: dict[tuple[int, int, int], dict[Geometry, list[tuple[int, int]]]] = {}
+        self._first: dict[tuple[tuple[int, int, int], Geometry], str] = {}
 
     def add(
         self, src_rank: int, src: Rank, src_view: View, dst: Rank, dst_view: View, box: Box, state: State
@@ -188,21 +216,20 @@ class _Loom:
         dst_place = place(dst.region_index[dst_view.region], dst_view.offset)
         parts = self._bundles.setdefault(key, {})
         parts.setdefault(geometry, []).append((src_place, dst_place))
+        self._first.setdefault((key, geometry), state.name)
 
     def bundles(self) -> tuple[Bundle, ...]:
         return tuple(
-            Bundle(
-                *key,
-                tuple(
-                    (geometry, *np.array(places, dtype=np.int64).T.copy())
-                    for geometry, places in parts.items()
-                ),
-            )
+            Bundle(*key, tuple(self._part(key, geometry, places) for geometry, places in parts.items()))
             for key, parts in self._bundles.items()
         )
 
+    def _part(self, key: tuple[int, int, int], geometry: Geometry, places: list[tuple[int, int]]) -> Part:
+        src_places, dst_places = np.array(places, dtype=np.int64).T.copy()
+        return Part(geometry, src_places, dst_places, self._first[key, geometry])
 
-def _check_budget(plan: Plan, lane: Lane, budget: int) -> None:
+
+def _check_budget(lane: Lane, budget: int) -> None:
     """Refuse a lane whose cells would move in crumbs, before anybody waits for it."""
     src_cells = lane.src_group.tokens_per_block // lane.tokens_per_cell
     dst_cells = lane.dst_group.tokens_per_block // lane.tokens_per_cell
@@ -210,18 +237,11 @@ def _check_budget(plan: Plan, lane: Lane, budget: int) -> None:
     nests = dst_cells % src_cells == 0 or src_cells % dst_cells == 0
     segments = -(-dst_cells // shape.num_cells) + (not nests)
     for bundle in lane.bundles:
-        for geometry, _, dst_places in bundle.parts:
-            runs = len(pattern(geometry, shape)) * segments
+        for part in bundle.parts:
+            runs = len(pattern(part.geometry, shape)) * segments
             if runs > budget:
-                name = _state_at(plan, int(dst_places[0]))
                 note = f"{runs} runs per block of {dst_cells} cells, the budget is {budget}"
-                raise Refused(Finding(Code.TOO_MANY_RUNS, state=name, note=note))
-
-
-def _state_at(plan: Plan, dst_place: int) -> str:
-    rank = plan.dst.rank(plan.dst_rank)
-    starts = {place(rank.region_index[v.region], v.offset): v.state for v in rank.views}
-    return starts[dst_place]
+                raise Refused(Finding(Code.TOO_MANY_RUNS, state=part.state, note=note))
 
 
 @lru_cache(maxsize=MAX_PATTERNS_KEPT)

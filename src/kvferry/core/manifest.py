@@ -21,7 +21,11 @@ MAX_REGIONS = (1 << 15) - 1
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A piece of memory that the transport knows."""
+    """A piece of memory that the transport knows.
+
+    >>> Region("kv", 1 << 30, address=0x7F0000000000, device="cuda:0").num_bytes
+    1073741824
+    """
 
     name: str
     num_bytes: int
@@ -36,7 +40,11 @@ class Region:
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank: its memory, and where its boxes of the states sit in it."""
+    """One rank: its memory, and where its boxes of the states sit in it.
+
+    >>> Rank(0, (Region("k", 64), Region("v", 64)), views=()).region_index
+    {'k': 0, 'v': 1}
+    """
 
     rank: int
     regions: tuple[Region, ...]
@@ -59,6 +67,14 @@ class Manifest:
 
     A manifest may list some of an engine's ranks only: a plan needs the source ranks that hold what is
     needed, and the one destination rank that it is made for.
+
+    >>> from kvferry import Axis, AxisMap, Digit
+    >>> latent = State("layers.0/latent", (Axis("channel", 576),), item_bytes=2, dtype="bf16")
+    >>> maps = {"token": AxisMap((Digit(64, 1152),)), "channel": AxisMap((Digit(576, 2),))}
+    >>> view = View.of("layers.0/latent", "full", "kv", block_stride=64 * 1152, axes=maps)
+    >>> rank = Rank(0, (Region("kv", 1000 * 64 * 1152),), (view,))
+    >>> Manifest("decode", (latent,), (Group("full", 1000, 64),), (rank,)).rank(0).views[0].group
+    'full'
     """
 
     engine: str
@@ -209,6 +225,11 @@ def compare(src: Manifest, dst: Manifest, states: Collection[str] | None = None)
 
     States that only the source has are none of the destination's business; ``states`` narrows the question
     to some of the destination's.
+
+    >>> from kvferry.models import Topology, describe, model_named
+    >>> src, dst = (describe(model_named("gemma-2b"), Topology(dtype=d)) for d in ("bf16", "fp8_e4m3"))
+    >>> print(compare(src, dst)[0])
+    state-differs: layers.0.attn/k: dtype: source has bf16, destination has fp8_e4m3
     """
     if src.version != dst.version:
         found = Finding(Code.VERSION, field="version", src=str(src.version), dst=str(dst.version))

@@ -22,7 +22,11 @@ from kvferry.errors import Code, Finding, Refused
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The part of one state that one source rank sends to one destination rank."""
+    """The part of one state that one source rank sends to one destination rank.
+
+    >>> print(Piece(3, 1, "layers.3.attn/k", Box((("head", (Span(1, 2),)),))))
+    dst 1 <- src 3  layers.3.attn/k  head [1, 2)
+    """
 
     src_rank: int
     dst_rank: int
@@ -36,7 +40,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Plan:
-    """The pieces for one destination rank and one source engine. Plain data: not yet proved."""
+    """The pieces for one destination rank and one source engine. Plain data: not yet proved.
+
+    >>> from kvferry.models import Topology, describe, model_named
+    >>> model = model_named("qwen3-next-80b")
+    >>> src, dst = (describe(model, Topology(tp=tp), name) for tp, name in ((4, "prefill"), (2, "decode")))
+    >>> print(plan(src, dst, dst_rank=1, states=["layers.3.attn/k"]).pieces[0])
+    dst 1 <- src 3  layers.3.attn/k  channel [0, 256) × head [1, 2)
+    """
 
     src: Manifest
     dst: Manifest
@@ -63,6 +74,15 @@ def plan(src: Manifest, dst: Manifest, dst_rank: int, *, states: Collection[str]
 
     ``states`` narrows the need to some of the states that the rank holds; by default it needs them all.
     Raises ``Refused`` with every difference that stands in the way.
+
+    Attention is replicated here, its state is not: one rule finds the sources of both.
+
+    >>> from kvferry.models import Topology, describe, model_named
+    >>> model = model_named("qwen3-next-80b")
+    >>> src, dst = (describe(model, Topology(tp=tp), name) for tp, name in ((4, "prefill"), (2, "decode")))
+    >>> planned = plan(src, dst, dst_rank=0)
+    >>> sorted({p.src_rank for p in planned.pieces if "ssm" in p.state})
+    [0, 1]
     """
     if found := compare(src, dst, states):
         raise Refused(*found)

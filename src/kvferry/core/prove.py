@@ -25,13 +25,32 @@ from kvferry.errors import Code, Finding, Refused
 
 @dataclass(frozen=True)
 class Proof:
-    """A plan that was proved. Only ``prove`` makes these; only these can be lowered."""
+    """A plan that was proved. Only ``prove`` makes these; only these can be lowered.
+
+    >>> from kvferry.models import Topology, describe, model_named
+    >>> model = model_named("qwen3-next-80b")
+    >>> src, dst = (describe(model, Topology(tp=tp), name) for tp, name in ((4, "prefill"), (2, "decode")))
+    >>> from kvferry import plan
+    >>> prove(plan(src, dst, dst_rank=0)).plan.dst_rank
+    0
+    """
 
     plan: Plan
 
 
 def prove(plan: Plan) -> Proof:
-    """Check every law; raise ``Refused`` with all that is wrong, or return the proof."""
+    """Check every law; raise ``Refused`` with all that is wrong, or return the proof.
+
+    >>> from kvferry.models import Topology, describe, model_named
+    >>> model = model_named("qwen3-next-80b")
+    >>> src, dst = (describe(model, Topology(tp=tp), name) for tp, name in ((4, "prefill"), (2, "decode")))
+    >>> from dataclasses import replace
+    >>> from kvferry import plan
+    >>> good = plan(src, dst, dst_rank=0, states=["layers.3.attn/k"])
+    >>> prove(replace(good, pieces=()))
+    Traceback (most recent call last):
+    kvferry.errors.Refused: gap: layers.3.attn/k: channel [0, 256)
+    """
     found = list(compare(plan.src, plan.dst, plan.states)) or list(_tiling(plan))
     found += _soundness(plan.dst, plan.dst.rank(plan.dst_rank), "destination")
     for src_rank in sorted({piece.src_rank for piece in plan.pieces}):

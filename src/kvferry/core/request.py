@@ -55,7 +55,14 @@ class BlockTable:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One request's block tables by group, and the token intervals that each destination group needs."""
+    """One request's block tables by group, and the token intervals that each destination group needs.
+
+    A prefix of one block is there already; the other 84 tokens are needed:
+
+    >>> src, dst = {"full": BlockTable.of([4, 9, 7])}, {"full": BlockTable.of([2, 0, 5, 1, 3, 8, 6])}
+    >>> Request(src, dst, need={"full": (Span(16, 100),)}, kept={"full": (Span(0, 16),)}).need
+    {'full': (Span(start=16, stop=100),)}
+    """
 
     src: Mapping[str, BlockTable]
     dst: Mapping[str, BlockTable]
@@ -63,6 +70,12 @@ class Request:
     """Tokens to load, by destination group; sorted, disjoint. Slot groups need their slot by default."""
     kept: Mapping[str, Spans] = field(default_factory=dict)
     """Tokens that are already good at the destination (prefix hits): never written."""
+
+    def __post_init__(self) -> None:
+        for what, by_group in (("need", self.need), ("kept", self.kept)):
+            for group, spans in by_group.items():
+                if not all(isinstance(span, Span) for span in spans):
+                    raise SpecError(f"{what} of group {group}: spans expected, got {spans!r:.80}")
 
 
 def need_of(group: Group, num_tokens: int, num_kept: int = 0) -> Spans:

@@ -49,7 +49,7 @@ def _tables(manifest: Manifest, num_tokens: int, placement: Placement, salt: int
     tables: dict[str, BlockTable] = {}
     drawn: dict[str, int] = {}
     for group in manifest.groups:
-        first, num_blocks = _extent(group, num_tokens)
+        first, num_blocks = table_extent(group, num_tokens)
         at = drawn.get(group.pool, 0)
         drawn[group.pool] = at + num_blocks
         if at + num_blocks > group.num_blocks:
@@ -64,7 +64,7 @@ def _tables(manifest: Manifest, num_tokens: int, placement: Placement, salt: int
     return tables
 
 
-def _extent(group: Group, num_tokens: int) -> tuple[int, int]:
+def table_extent(group: Group, num_tokens: int) -> tuple[int, int]:
     """(first token, number of blocks) that a group keeps of a request."""
     if group.addressing is Addressing.SLOT:
         return 0, 1

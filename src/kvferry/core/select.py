@@ -25,7 +25,11 @@ from kvferry.errors import Refused, RequestError
 
 
 class Slack(StrEnum):
-    """What to do with the cells of a touched block that are neither needed nor kept."""
+    """What to do with the cells of a touched block that are neither needed nor kept.
+
+    >>> list(Slack)
+    [<Slack.CLEAR: 'clear'>, <Slack.LEAVE: 'leave'>]
+    """
 
     CLEAR = "clear"
     """Copy them along where that makes fewer runs, else name them to be zeroed. Nothing stale is left."""
@@ -35,7 +39,11 @@ class Slack(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """All that one request moves: reads by source rank, and destination bytes to be zeroed."""
+    """All that one request moves: reads by source rank, and destination bytes to be zeroed.
+
+    >>> Selection({}, NO_RUNS).num_runs
+    0
+    """
 
     reads: Mapping[int, Runs]
     """The runs to read from each source rank."""
@@ -52,7 +60,17 @@ class Selection:
 
 
 def select(route: Route, request: Request, *, slack: Slack = Slack.CLEAR) -> Selection:
-    """The byte runs of one request. Raises ``RequestError``, having done nothing, if it does not fit."""
+    """The byte runs of one request. Raises ``RequestError``, having done nothing, if it does not fit.
+
+    >>> from kvferry.models import Topology, describe, model_named
+    >>> model = model_named("qwen3-next-80b")
+    >>> src, dst = (describe(model, Topology(tp=tp), name) for tp, name in ((4, "prefill"), (2, "decode")))
+    >>> from kvferry import lower, plan, prove
+    >>> from kvferry.core.sample import sample_request
+    >>> selection = select(lower(prove(plan(src, dst, 0))), sample_request(src, dst, 100))
+    >>> {rank: len(runs) for rank, runs in selection.reads.items()}, selection.total_bytes
+    ({0: 402, 1: 396}, 20987904)
+    """
     _check_tables(route.plan.src, request.src, "src")
     _check_tables(route.plan.dst, request.dst, "dst")
     runs: dict[int, list[Runs]] = defaultdict(list)

@@ -15,7 +15,11 @@ MAX_BYTES = 1 << 47
 
 
 class Kind(StrEnum):
-    """Whether a state grows with the request."""
+    """Whether a state grows with the request.
+
+    >>> Kind("paged") is Kind.PAGED
+    True
+    """
 
     PAGED = "paged"
     """One cell per token (or per few tokens)."""
@@ -24,7 +28,12 @@ class Kind(StrEnum):
 
 
 class Tail(StrEnum):
-    """What becomes of the tokens that do not fill a last cell of several tokens."""
+    """What becomes of the tokens that do not fill a last cell of several tokens.
+
+    >>> block = State("layers.0/block", (), 4096, "opaque", tokens_per_cell=16, tail=Tail.PARTIAL)
+    >>> block.tail, block.cell_bytes
+    (<Tail.PARTIAL: 'partial'>, 4096)
+    """
 
     COMPLETE = "complete"
     """A cell exists once all of its tokens are there (compressed caches)."""
@@ -34,7 +43,12 @@ class Tail(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A named axis of a state and how many coordinates it has over all ranks."""
+    """A named axis of a state and how many coordinates it has over all ranks.
+
+    >>> Axis("head", 0)
+    Traceback (most recent call last):
+    kvferry.errors.SpecError: axis head: size must be an integer from 1 to 1048576, got 0
+    """
 
     name: str
     size: int
@@ -91,7 +105,11 @@ class State:
 
 
 class Addressing(StrEnum):
-    """How a group finds the cell of a token."""
+    """How a group finds the cell of a token.
+
+    >>> Group("window", num_blocks=8, tokens_per_block=128, addressing=Addressing.RING).addressing
+    <Addressing.RING: 'ring'>
+    """
 
     TABLE = "table"
     """A block table: block ids in the order of the tokens."""

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import count
 
 from kvferry.channel import Channel, Received
@@ -16,6 +17,7 @@ from kvferry.core.prove import prove
 from kvferry.core.request import BlockTable
 from kvferry.core.select import Slack, select
 from kvferry.core.span import Spans
+from kvferry.endpoint.lines import Lines
 from kvferry.endpoint.loop import Loop, clock, log
 from kvferry.errors import KVFerryError, Refused, RequestError, TransportError
 from kvferry.runtime import Failure, Fetch, Reader, Report, Timing
@@ -52,7 +54,7 @@ class Destination:
         self._routes: dict[Peer, Route] = {}
         self._reports: deque[Report] = deque()
         self._handles = count(1)
-        self._planner = ThreadPoolExecutor(1, "kvferry-plan")
+        self._meetings = Lines("kvferry-meet")
         self._selector = ThreadPoolExecutor(1, "kvferry-select")
         self._loop = Loop(
             f"kvferry-dst-{rank}",
@@ -100,7 +102,7 @@ class Destination:
 
     def close(self) -> None:
         """Stop: no fetch is started or reported any more; the transport waits for what is in flight."""
-        self._planner.shutdown(wait=True, cancel_futures=True)
+        self._meetings.close()
         self._selector.shutdown(wait=True, cancel_futures=True)
         self._loop.close()
         self._transport.close()
@@ -133,7 +135,7 @@ class Destination:
                 case Send():
                     self._loop.send(effect.to, effect.message)
                 case Build():
-                    self._planner.submit(self._build, effect)
+                    self._meetings.submit(effect.peer, partial(self._build, effect))
                 case Select():
                     self._selector.submit(self._select, effect)
                 case Clear():
@@ -141,13 +143,14 @@ class Destination:
                 case Post():
                     self._post(effect)
                 case Drop():
-                    self._planner.submit(self._drop, effect.peer)
+                    self._meetings.submit(effect.peer, partial(self._drop, effect.peer))
                 case Report():
                     self._reports.append(effect)
                     log.info("%s", _line(effect))
 
     def _build(self, build: Build) -> None:
         """Everything that is done once per peer. Slow, so in a thread of its own."""
+        connected: list[str] = []
         try:
             if build.transport != self._transport.kind:
                 kinds = f"source has {build.transport}, destination has {self._transport.kind}"
@@ -157,8 +160,11 @@ class Destination:
             for src_rank in sorted({piece.src_rank for piece in route.plan.pieces}):
                 name = _peer_name(build.peer, src_rank)
                 self._transport.connect(name, build.cards[src_rank], source.rank(src_rank).regions)
+                connected.append(name)
         except Exception as error:
             failure = _failure(error)
+            for name in connected:  # a peer is built whole, or not at all
+                self._transport.forget(name)
             with self._lock:
                 effects = self._reader.not_built(clock(), build.peer, failure)
         else:

@@ -141,7 +141,12 @@ class SourceRank:
         transport.register(rank.regions)
         self.rank, self._transport = rank.rank, transport
         self._join = Join(
-            PROTOCOL, rank.rank, transport.kind, manifest_to_msgpack(manifest), transport.card()
+            PROTOCOL,
+            manifest.engine,
+            rank.rank,
+            transport.kind,
+            manifest_to_msgpack(manifest),
+            transport.card(),
         )
         self._authority = authority
         self._released: deque[Released] = deque()
@@ -184,12 +189,12 @@ class SourceRank:
             case Sorry():
                 self._refusal = f"{message.code}: {message.detail}"
                 log.error("rank %d cannot join: %s", self.rank, self._refusal)
-            case Ended():
+            case Ended() if self._joined and message.generation == self._joined.generation:
                 for number, (request_id, reason) in enumerate(message.requests, message.first):
                     if number > self._heard:
                         self._released.append(Released(request_id, reason))
                         self._heard = number
-                self._loop.send(self._authority, Heard(self.rank, self._heard))
+                self._loop.send(self._authority, Heard(message.generation, self.rank, self._heard))
             case _:
                 pass
 

@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from itertools import islice
 
 from kvferry.core.request import BlockTable
-from kvferry.errors import SpecError
+from kvferry.errors import KVFerryError, SpecError
 from kvferry.runtime.values import Send, Timing
 from kvferry.wire.messages import (
     MAX_BATCH,
@@ -53,21 +53,54 @@ class _Lease:
     deadline: float
     reader: str = ""
     reader_ranks: int = 0
+    attempts: dict[int, int] = field(default_factory=dict)
+    """The latest attempt that is known of each of the reader's ranks."""
     settled: dict[int, Outcome] = field(default_factory=dict)
     is_withdrawn: bool = False
+    left_by: str = ""
+    """The last reader that gave it up unread, and its attempts: a late copy of theirs binds nothing."""
+    left_attempts: dict[int, int] = field(default_factory=dict)
+
+    def is_stale(self, reader: str, rank: int, attempt: int) -> bool:
+        """Whether this is a late message of an attempt that the reader's rank has left behind."""
+        is_left = reader == self.left_by and attempt <= self.left_attempts.get(rank, -1)
+        return is_left or attempt < self.attempts.get(rank, attempt)
+
+    def is_spent(self, rank: int, attempt: int) -> bool:
+        """Whether a rank of the reader is through with the ticket; one that read nothing may try anew."""
+        is_retry = self.settled.get(rank) is Outcome.UNREAD and attempt > self.attempts[rank]
+        return rank in self.settled and not is_retry
+
+    def bind(self, ask: Acquire) -> None:
+        """This reader's from now on."""
+        self.reader, self.reader_ranks = ask.reader, ask.reader_ranks
+        self.attempts[ask.reader_rank] = ask.attempt
+        self.settled.pop(ask.reader_rank, None)
+
+    def leave(self) -> None:
+        """Free for another reader."""
+        self.left_by, self.left_attempts = self.reader, self.attempts
+        self.reader, self.reader_ranks, self.attempts, self.settled = "", 0, {}, {}
 
 
 @dataclass(slots=True)
 class _Rank:
-    """What is known of one rank of this engine."""
+    """One rank of this engine that joined."""
 
     route: str
     transport: str
     manifest: bytes
     card: bytes
+
+
+@dataclass(slots=True)
+class _Notices:
+    """What one rank of this engine must hear; collected from the start, also before it joins."""
+
     unheard: deque[tuple[str, str]] = field(default_factory=deque)
     first: int = 1
     """The number of the first notice in ``unheard``."""
+    last_sent: int = 0
     sent_at: float = float("-inf")
 
 
@@ -79,6 +112,8 @@ class Authority:
     """Keeps the leases of one start of one source engine."""
 
     MAX_LEASES = 100_000
+    MAX_UNHEARD = 100_000
+    """Notices that one rank may leave unheard before nothing more is offered."""
 
     def __init__(
         self,
@@ -98,6 +133,7 @@ class Authority:
         self._by_deadline: list[tuple[float, int]] = []
         """A heap of deadlines, each no later than its lease's own: leases only move away."""
         self._ranks: dict[int, _Rank] = {}
+        self._notices = {rank: _Notices() for rank in range(num_ranks)}
         self._welcome: Welcome | None = None
         self._next_ticket = 1
 
@@ -116,6 +152,8 @@ class Authority:
             raise SpecError(f"request {request_id!r} is offered already")
         if len(self._leases) >= self.MAX_LEASES:
             raise SpecError(f"{self.MAX_LEASES} requests are on offer; withdraw some, or shorten the lease")
+        if deaf := [rank for rank, n in self._notices.items() if len(n.unheard) >= self.MAX_UNHEARD]:
+            raise SpecError(f"rank {deaf[0]} has left {self.MAX_UNHEARD} notices unheard")
         ticket = Ticket(
             self.engine,
             self.generation,
@@ -160,7 +198,7 @@ class Authority:
             "ranks": f"{len(self._ranks)}/{self._num_ranks}",
             "offered": len(self._leases) - read,
             "being_read": read,
-            "unheard": sum(len(rank.unheard) for rank in self._ranks.values()),
+            "unheard": sum(len(notices.unheard) for notices in self._notices.values()),
         }
 
     # -- events ------------------------------------------------------------------------------------
@@ -175,7 +213,7 @@ class Authority:
             case Renew():
                 return [Send(route, self._renew(now, message))]
             case Settle():
-                noted = Send(route, Noted(message.ticket_id, message.reader_rank))
+                noted = Send(route, Noted(message.ticket_id, message.reader_rank, message.attempt))
                 return [noted, *self._settle(now, message)]
             case Join():
                 return self._join(now, route, message)
@@ -194,15 +232,16 @@ class Authority:
                 effects += self._end(now, lease, "expired")
             else:  # renewed since it was queued
                 heappush(self._by_deadline, (lease.deadline, ticket_id))
-        for rank in self._ranks.values():
-            if rank.unheard and now >= rank.sent_at + self._timing.retry:
-                effects += self._notices(now, rank)
+        for rank, notices in self._notices.items():
+            if notices.unheard and now >= notices.sent_at + self._timing.retry:
+                effects += self._notify(now, rank)
         return effects
 
     def next_deadline(self) -> float:
         """When ``tick`` has something to do at the latest."""
         deadlines = [self._by_deadline[0][0]] if self._by_deadline else []
-        deadlines += [r.sent_at + self._timing.retry for r in self._ranks.values() if r.unheard]
+        pending = [self._notices[rank] for rank in self._ranks if self._notices[rank].unheard]
+        deadlines += [notices.sent_at + self._timing.retry for notices in pending]
         return min(deadlines, default=float("inf"))
 
     # -- readers -----------------------------------------------------------------------------------
@@ -228,66 +267,78 @@ class Authority:
             return no("ended", "the ticket was read, withdrawn, or its lease is over")
         if lease.deadline <= now:
             return no("ended", "its lease is over")
-        if not 0 <= ask.reader_rank < ask.reader_ranks:
-            return no("reader", f"rank {ask.reader_rank} of {ask.reader_ranks}")
+        if not ask.reader or not 0 <= ask.reader_rank < ask.reader_ranks:
+            return no("reader", f"rank {ask.reader_rank} of {ask.reader_ranks} of {ask.reader!r}")
         if lease.reader not in ("", ask.reader):
             return no("taken", "another engine reads it")
-        if lease.is_withdrawn and not lease.reader:
-            return no("ended", "withdrawn")
         if lease.reader_ranks not in (0, ask.reader_ranks):
             return no("reader", f"{ask.reader_ranks} ranks, but {lease.reader_ranks} before")
-        if ask.reader_rank in lease.settled:
+        rank, attempt = ask.reader_rank, ask.attempt
+        if lease.is_stale(ask.reader, rank, attempt) or lease.is_spent(rank, attempt):
             return no("spent", "this rank is through with it")
-        lease.reader, lease.reader_ranks = ask.reader, ask.reader_ranks
+        lease.bind(ask)
         self._extend(now, lease)
         return Grant(ask.nonce, ticket.ticket_id, int(self._timing.lease * 1000))
 
     def _renew(self, now: float, ask: Renew) -> Renewal:
         kept, ended = [], []
         for ticket_id in ask.ticket_ids[:MAX_BATCH]:
-            lease = self._leases.get(ticket_id)
-            if lease is None or lease.reader != ask.reader or lease.deadline <= now:
+            lease = self._read_by(ask.reader, ask.generation, ticket_id)
+            if lease is None or lease.deadline <= now:
                 ended.append(ticket_id)
             else:
                 self._extend(now, lease)
                 kept.append(ticket_id)
         return Renewal(ask.nonce, int(self._timing.lease * 1000), tuple(kept), tuple(ended))
 
+    def _read_by(self, reader: str, generation: int, ticket_id: int) -> _Lease | None:
+        """The lease that a reader names, if it is that reader's: of this start, and bound to it."""
+        lease = self._leases.get(ticket_id) if generation == self.generation else None
+        return lease if lease is not None and lease.reader and lease.reader == reader else None
+
     def _extend(self, now: float, lease: _Lease) -> None:
         lease.deadline = max(lease.deadline, now + self._timing.lease)
 
     def _settle(self, now: float, message: Settle) -> list[Send | Released]:
-        lease = self._leases.get(message.ticket_id)
-        if lease is None or lease.reader != message.reader or message.reader_rank >= lease.reader_ranks:
+        rank, attempt = message.reader_rank, message.attempt
+        lease = self._read_by(message.reader, message.generation, message.ticket_id)
+        if lease is None or not 0 <= rank < lease.reader_ranks:
             return []
-        lease.settled.setdefault(message.reader_rank, message.outcome)
+        if lease.is_stale(message.reader, rank, attempt):
+            return []
+        lease.attempts[rank] = attempt
+        lease.settled.setdefault(rank, message.outcome)
         if len(lease.settled) < lease.reader_ranks:
             return []
         outcomes = set(lease.settled.values())
-        if outcomes == {Outcome.UNREAD} and not lease.is_withdrawn:
-            lease.reader, lease.reader_ranks, lease.settled = "", 0, {}
-            return []
-        return self._end(now, lease, "read" if outcomes == {Outcome.READ} else "failed")
+        if outcomes != {Outcome.UNREAD}:
+            return self._end(now, lease, "read" if outcomes == {Outcome.READ} else "failed")
+        if lease.is_withdrawn:
+            return self._end(now, lease, "withdrawn")
+        lease.leave()
+        return []
 
     # -- this engine's ranks -----------------------------------------------------------------------
 
     def _join(self, now: float, route: str, join: Join) -> list[Send | Released]:
-        if join.protocol != PROTOCOL or not 0 <= join.rank < self._num_ranks:
-            return [Send(route, Sorry("join", f"rank {join.rank} of {self._num_ranks}, protocol {PROTOCOL}"))]
+        is_ours = join.engine == self.engine and 0 <= join.rank < self._num_ranks
+        if join.protocol != PROTOCOL or not is_ours:
+            ours = f"{self._num_ranks} ranks of {self.engine} that speak protocol {PROTOCOL} belong here"
+            return [Send(route, Sorry("join", ours))]
         known = self._ranks.get(join.rank)
         if known is None:
             self._ranks[join.rank] = _Rank(route, join.transport, join.manifest, join.card)
-        elif (known.manifest, known.card) != (join.manifest, join.card):
+        elif (known.transport, known.manifest, known.card) != (join.transport, join.manifest, join.card):
             return [Send(route, Sorry("join", f"rank {join.rank} joined already, with other memory"))]
         else:
             known.route = route
         if self._welcome is None and len(self._ranks) == self._num_ranks:
             try:
                 self._welcome = self._whole()
-            except SpecError as error:
+            except KVFerryError as error:
                 del self._ranks[join.rank]
                 return [Send(route, Sorry("join", str(error)))]
-        return [Send(route, Joined(self.engine, self.generation))]
+        return [Send(route, Joined(self.engine, self.generation)), *self._notify(now, join.rank)]
 
     def _whole(self) -> Welcome:
         transports = {rank.transport for rank in self._ranks.values()}
@@ -298,13 +349,16 @@ class Authority:
         return Welcome(PROTOCOL, self.engine, self.generation, transports.pop(), manifest, cards)
 
     def _heard(self, now: float, heard: Heard) -> list[Send | Released]:
-        rank = self._ranks.get(heard.rank)
-        if rank is None:
+        notices = self._notices.get(heard.rank)
+        if notices is None or heard.generation != self.generation:
             return []
-        while rank.unheard and rank.first <= heard.number:
-            rank.unheard.popleft()
-            rank.first += 1
-        return self._notices(now, rank) if rank.unheard else []
+        number = min(heard.number, notices.last_sent)  # nobody has heard what was not said
+        if number < notices.first:
+            return []  # a copy: the answer to it is under way
+        while notices.first <= number:
+            notices.unheard.popleft()
+            notices.first += 1
+        return self._notify(now, heard.rank)
 
     # -- the end of a lease ------------------------------------------------------------------------
 
@@ -314,13 +368,18 @@ class Authority:
         del self._leases[lease.ticket.ticket_id]
         del self._by_request[request_id]
         effects: list[Send | Released] = [Released(request_id, reason)]
-        for rank in self._ranks.values():
-            rank.unheard.append((request_id, reason))
-            if len(rank.unheard) == 1:  # else the next notice goes when this one was heard
-                effects += self._notices(now, rank)
+        for rank, notices in self._notices.items():
+            notices.unheard.append((request_id, reason))
+            if len(notices.unheard) == 1:  # else the next notice goes when this one was heard
+                effects += self._notify(now, rank)
         return effects
 
-    def _notices(self, now: float, rank: _Rank) -> list[Send | Released]:
-        """Everything that a rank has not yet heard, in one message."""
-        rank.sent_at = now
-        return [Send(rank.route, Ended(rank.first, tuple(islice(rank.unheard, MAX_BATCH))))]
+    def _notify(self, now: float, rank: int) -> list[Send | Released]:
+        """Everything that a rank has not yet heard, in one message; once it has joined."""
+        notices = self._notices[rank]
+        if not notices.unheard or rank not in self._ranks:
+            return []
+        batch = tuple(islice(notices.unheard, MAX_BATCH))
+        notices.sent_at = now
+        notices.last_sent = max(notices.last_sent, notices.first + len(batch) - 1)
+        return [Send(self._ranks[rank].route, Ended(self.generation, notices.first, batch))]

@@ -14,12 +14,12 @@ The life of a fetch::
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import count
 
 from kvferry.core.select import Selection
+from kvferry.errors import SpecError
 from kvferry.runtime.values import (
     Build,
     Clear,
@@ -78,7 +78,12 @@ class _Job:
     handle: int
     fetch: Fetch
     peer: Peer
+    attempt: int
+    """Which fetch of this rank: what it says late must not count for a later fetch of the same ticket."""
     started: float
+    met_at: float
+    posted_at: float
+    ended_at: float
     phase: Phase = Phase.LEASING
     covered_until: float = float("-inf")
     """The lease provably lasts until then."""
@@ -86,13 +91,20 @@ class _Job:
     """When the last acquire or renewal that may still be answered was sent."""
     in_flight: set[int] = field(default_factory=set)
     has_posted: bool = False
+    is_denied: bool = False
+    """The authority refused it and holds nothing for it: there is nothing to settle."""
     failure: Failure | None = None
-    met_at: float = 0.0
-    posted_at: float = 0.0
-    ended_at: float = 0.0
     num_bytes: int = 0
     num_runs: int = 0
     num_sources: int = 0
+
+    @property
+    def lease_seconds(self) -> float:
+        return self.fetch.ticket.lease_ms / 1000
+
+    @property
+    def key(self) -> tuple[Peer, int]:
+        return self.peer, self.fetch.ticket.ticket_id
 
 
 @dataclass(slots=True)
@@ -108,6 +120,15 @@ class _Met:
 
 
 @dataclass(slots=True)
+class _Ask:
+    """An acquire or a renewal that may still be answered."""
+
+    at: float
+    authority: str
+    jobs: tuple[_Job, ...]
+
+
+@dataclass(slots=True)
 class _Settling:
     """A settle message that was not noted yet."""
 
@@ -118,37 +139,47 @@ class _Settling:
 
 
 class Reader:
-    """The fetches of one destination rank. Call it with events and ``now``; carry out what it returns."""
+    """The fetches of one destination rank. Call it with events and ``now``; carry out what it returns.
+
+    ``reader`` names one *start* of the destination engine, the same on all its ranks and another one after
+    a restart: what an earlier start still has under way must not count for this one.
+    """
 
     MAX_PEERS = 1024
 
     def __init__(self, reader: str, rank: int, num_ranks: int, timing: Timing | None = None) -> None:
+        if not reader or not 0 <= rank < num_ranks:
+            raise SpecError(f"a reader has a name and a rank, got {reader!r}, rank {rank} of {num_ranks}")
         self.reader, self.rank, self.num_ranks = reader, rank, num_ranks
         self._timing = timing or Timing()
         self._jobs: dict[int, _Job] = {}
-        self._by_ticket: dict[tuple[str, int], int] = {}
+        self._by_ticket: dict[tuple[Peer, int], int] = {}
         self._transfers: dict[int, int] = {}
         self._peers: dict[Peer, _Met] = {}
-        self._asks: dict[int, tuple[float, tuple[int, ...]]] = {}
-        """Nonce of an acquire or renewal → when it was sent, and for which handles."""
-        self._settling: dict[tuple[str, int], _Settling] = {}
+        self._asks: dict[int, _Ask] = {}
+        """By nonce, the oldest first."""
+        self._settling: dict[int, _Settling] = {}
+        """By attempt."""
         self._numbers = count(1)
 
     # -- what the engine asks for ------------------------------------------------------------------
 
     def fetch(self, now: float, handle: int, fetch: Fetch) -> list[Effect]:
         """Start a fetch under a handle of the caller's; its one report comes later."""
+        if handle in self._jobs:
+            raise SpecError(f"a fetch with the handle {handle} is under way")
         ticket = fetch.ticket
         peer = Peer(ticket.engine, ticket.generation, ticket.authority)
-        job = _Job(handle, fetch, peer, started=now)
-        key = (ticket.authority, ticket.ticket_id)
+        attempt = next(self._numbers)
+        job = _Job(handle, fetch, peer, attempt, started=now, met_at=now, posted_at=now, ended_at=now)
         self._jobs[handle] = job
-        if key in self._by_ticket:
+        if job.key in self._by_ticket:
             return self._fail(now, job, Failure("spent", "this ticket is being read already"))
-        self._by_ticket[key] = handle
+        self._by_ticket[job.key] = handle
+        room = self._make_room(peer)
         if peer not in self._peers and len(self._peers) >= self.MAX_PEERS:
-            return self._fail(now, job, Failure("too-many-peers", f"{self.MAX_PEERS} engines are known"))
-        return [*self._ask(now, job), *self._meet(now, peer)]
+            return self._fail(now, job, Failure("too-many-peers", f"{self.MAX_PEERS} engines are in use"))
+        return [*room, *self._ask(now, job), *self._meet(now, peer)]
 
     def abort(self, now: float, handle: int) -> list[Effect]:
         """Give a fetch up. It is reported as aborted once nothing of it is in flight."""
@@ -165,15 +196,13 @@ class Reader:
             case Sorry():
                 return self._turned_away(now, route, message)
             case Grant():
-                return self._granted(now, message.nonce, message.lease_ms)
+                return self._granted(now, route, message)
             case Denial():
-                failure = Failure(message.code, message.detail)
-                return [e for job in self._answered(message.nonce) for e in self._fail(now, job, failure)]
+                return self._denied(now, route, message)
             case Renewal():
-                return self._renewed(now, message)
+                return self._renewed(now, route, message)
             case Noted():
-                self._settling.pop((route, message.ticket_id), None)
-                return []
+                return self._noted(route, message)
             case _:
                 return []
 
@@ -196,7 +225,9 @@ class Reader:
         job = self._jobs.get(handle)
         if job is None or job.phase is not Phase.SELECTING:
             return []
-        job.phase, job.posted_at = Phase.READING, now
+        if job.covered_until <= now:
+            return self._fail(now, job, Failure("lease-lapsed", "the source did not renew it in time"))
+        job.phase, job.posted_at, job.ended_at = Phase.READING, now, now
         job.num_bytes, job.num_runs = selection.total_bytes, selection.num_runs
         job.num_sources = len(selection.reads)
         effects: list[Effect] = [Clear(handle, selection)] if len(selection.zeros) else []
@@ -215,10 +246,11 @@ class Reader:
 
     def ended(self, now: float, transfer: int, error: str) -> list[Effect]:
         """The transport reports the end of a read."""
-        job = self._jobs.get(self._transfers.pop(transfer, 0))
-        if job is None:
+        if transfer not in self._transfers:
             return []
+        job = self._jobs[self._transfers.pop(transfer)]
         job.in_flight.discard(transfer)
+        job.ended_at = now
         effects: list[Effect] = []
         if error:
             if met := self._peers.get(job.peer):
@@ -234,10 +266,11 @@ class Reader:
         """Time has passed: renew, repeat, give up, quarantine."""
         effects: list[Effect] = []
         for peer, met in list(self._peers.items()):
-            if not met.is_built and now >= met.since + self._timing.meet:
-                failure = Failure("no-answer", f"{peer.engine} was not met within {self._timing.meet:g} s")
-                effects += self._lose(now, peer, failure)
-            elif not met.is_built and not met.is_building and now >= met.hello_at + self._timing.retry:
+            if met.is_built or met.is_building:
+                continue  # a build that takes too long fails its fetches, and still serves later ones
+            if now >= met.since + self._timing.meet:
+                effects += self._lose(now, peer, self._not_met(peer))
+            elif now >= met.hello_at + self._timing.retry:
                 effects += self._hello(now, met)
         effects += self._renewals(now)
         for job in list(self._jobs.values()):
@@ -248,13 +281,22 @@ class Reader:
             elif now >= settling.sent_at + self._timing.retry:
                 settling.sent_at = now
                 effects.append(Send(settling.to, settling.message))
-        self._asks = {n: ask for n, ask in self._asks.items() if now < ask[0] + self._timing.lease}
+        while self._asks and now >= self._oldest_ask().at + self._timing.lease:
+            del self._asks[next(iter(self._asks))]
         return effects
 
     def next_deadline(self) -> float:
-        """When ``tick`` should be called again at the latest."""
-        is_idle = not (self._jobs or self._settling)
-        return float("inf") if is_idle else self._timing.retry
+        """When ``tick`` has something to do at the latest."""
+        retry, meet = self._timing.retry, self._timing.meet
+        unmet = [met for met in self._peers.values() if not (met.is_built or met.is_building)]
+        deadlines = [min(met.since + meet, met.hello_at + retry) for met in unmet]
+        deadlines += [min(self._ask_at(job), self._give_up_at(job)) for job in self._jobs.values()]
+        deadlines += [min(s.until, s.sent_at + retry) for s in self._settling.values()]
+        deadlines += [self._oldest_ask().at + self._timing.lease] if self._asks else []
+        return min(deadlines, default=float("inf"))
+
+    def _oldest_ask(self) -> _Ask:
+        return next(iter(self._asks.values()))
 
     def status(self) -> dict[str, object]:
         """What a person wants to know."""
@@ -286,6 +328,7 @@ class Reader:
         if met is None:
             met = self._peers[peer] = _Met(peer, since=now)
             return self._hello(now, met)
+        self._peers[peer] = self._peers.pop(peer)  # the last used come last
         if met.is_broken and not self._is_used(peer):
             # A read from it failed: meet it anew, from scratch.
             self._peers[peer] = _Met(peer, since=now)
@@ -293,7 +336,23 @@ class Reader:
         return []
 
     def _is_used(self, peer: Peer) -> bool:
-        return any(job.in_flight for job in self._jobs_of(peer))
+        """Whether something needs the peer as it is. A quarantined read does not: it would forever."""
+        return any(
+            job.phase is Phase.SELECTING or (job.in_flight and job.phase is not Phase.QUARANTINED)
+            for job in self._jobs_of(peer)
+        )
+
+    def _make_room(self, peer: Peer) -> list[Effect]:
+        """Forget the peer that was not used for the longest time, if there are too many for another."""
+        if peer in self._peers or len(self._peers) < self.MAX_PEERS:
+            return []
+        busy = {job.peer for job in self._jobs.values()}
+        idle = (p for p, met in self._peers.items() if p not in busy and not met.is_building)
+        oldest = next(idle, None)
+        if oldest is None:
+            return []
+        del self._peers[oldest]
+        return [Drop(oldest)]
 
     def _hello(self, now: float, met: _Met) -> list[Effect]:
         met.hello_at = now
@@ -304,7 +363,10 @@ class Reader:
         for peer, met in list(self._peers.items()):
             if peer.authority != route or met.is_built or met.is_building:
                 continue
-            if (welcome.engine, welcome.generation) != (peer.engine, peer.generation):
+            if welcome.protocol != PROTOCOL:
+                detail = f"this reader speaks {PROTOCOL}, the engine {welcome.protocol}"
+                effects += self._lose(now, peer, Failure("protocol", detail))
+            elif (welcome.engine, welcome.generation) != (peer.engine, peer.generation):
                 detail = f"{route} is now {welcome.engine}, generation {welcome.generation}"
                 effects += self._lose(now, peer, Failure("restarted", detail))
             else:
@@ -315,9 +377,13 @@ class Reader:
     def _turned_away(self, now: float, route: str, sorry: Sorry) -> list[Effect]:
         if sorry.code == "not-ready":
             return []  # the hello is repeated until the deadline of the meeting
-        waiting = [p for p, met in self._peers.items() if p.authority == route and not met.is_built]
         failure = Failure(sorry.code, sorry.detail)
-        return [effect for peer in waiting for effect in self._lose(now, peer, failure)]
+        waiting = [met for met in self._peers.values() if not (met.is_built or met.is_building)]
+        losing = [met.peer for met in waiting if met.peer.authority == route]
+        return [effect for peer in losing for effect in self._lose(now, peer, failure)]
+
+    def _not_met(self, peer: Peer) -> Failure:
+        return Failure("no-answer", f"{peer.engine} was not met within {self._timing.meet:g} s")
 
     def _lose(self, now: float, peer: Peer, failure: Failure) -> list[Effect]:
         """Forget a peer whole, and tell everybody who waited for it."""
@@ -331,53 +397,78 @@ class Reader:
     # -- leases ------------------------------------------------------------------------------------
 
     def _ask(self, now: float, job: _Job) -> list[Effect]:
-        nonce = next(self._numbers)
-        self._asks[nonce] = (now, (job.handle,))
-        job.asked_at = now
+        nonce = self._nonce(now, job.peer, [job])
         ticket = job.fetch.ticket
-        return [
-            Send(ticket.authority, Acquire(nonce, ticket, self.reader, self.rank, self.num_ranks)),
-        ]
+        ask = Acquire(nonce, ticket, self.reader, self.rank, self.num_ranks, job.attempt)
+        return [Send(job.peer.authority, ask)]
 
-    def _answered(self, nonce: int) -> Iterable[_Job]:
-        _, handles = self._asks.pop(nonce, (0.0, ()))
-        return [self._jobs[handle] for handle in handles if handle in self._jobs]
+    def _nonce(self, now: float, peer: Peer, jobs: list[_Job]) -> int:
+        """The number of an ask for these fetches, under which its answer comes."""
+        nonce = next(self._numbers)
+        self._asks[nonce] = _Ask(now, peer.authority, tuple(jobs))
+        for job in jobs:
+            job.asked_at = now
+        return nonce
 
-    def _granted(self, now: float, nonce: int, lease_ms: int) -> list[Effect]:
-        asked_at = self._asks[nonce][0] if nonce in self._asks else float("-inf")
+    def _answered(self, route: str, nonce: int) -> tuple[float, list[_Job]]:
+        """When was asked what this answers, and for which fetches; only who was asked can answer."""
+        ask = self._asks.get(nonce)
+        if ask is None or ask.authority != route:
+            return float("-inf"), []
+        del self._asks[nonce]
+        return ask.at, [job for job in ask.jobs if self._jobs.get(job.handle) is job]
+
+    def _granted(self, now: float, route: str, grant: Grant) -> list[Effect]:
+        asked_at, jobs = self._answered(route, grant.nonce)
         effects: list[Effect] = []
-        for job in self._answered(nonce):
-            job.covered_until = max(job.covered_until, asked_at + lease_ms / 1000)
-            effects += self._advance(now, job)
+        for job in jobs:
+            if job.fetch.ticket.ticket_id == grant.ticket_id:
+                job.covered_until = max(job.covered_until, asked_at + grant.lease_ms / 1000)
+                effects += self._advance(now, job)
+        return effects
+
+    def _denied(self, now: float, route: str, denial: Denial) -> list[Effect]:
+        failure = Failure(denial.code, denial.detail)
+        effects: list[Effect] = []
+        for job in self._answered(route, denial.nonce)[1]:
+            job.is_denied = job.covered_until == float("-inf")
+            effects += self._fail(now, job, failure)
+            if denial.code == "restarted":  # that start of the engine is gone for good
+                effects += self._lose(now, job.peer, failure)
         return effects
 
     def _renewals(self, now: float) -> list[Effect]:
-        """One renewal per authority for every lease that is a third gone."""
-        unanswered: list[_Job] = []
-        due: dict[str, list[_Job]] = defaultdict(list)
+        """One renewal per peer for every lease that is a third gone."""
+        effects: list[Effect] = []
+        due: dict[Peer, list[_Job]] = defaultdict(list)
         for job in self._jobs.values():
-            if job.phase is Phase.LEASING and now >= job.asked_at + self._timing.retry:
-                unanswered.append(job)
-            elif job.phase in _LEASED and now >= job.asked_at + job.fetch.ticket.lease_ms / 3000:
-                due[job.peer.authority].append(job)
-        effects = [effect for job in unanswered for effect in self._ask(now, job)]
-        for authority, jobs in due.items():
+            if now < self._ask_at(job):
+                continue
+            if job.phase is Phase.LEASING:
+                effects += self._ask(now, job)
+            else:
+                due[job.peer].append(job)
+        for peer, jobs in due.items():
             for at in range(0, len(jobs), MAX_BATCH):
-                effects.append(self._renew(now, authority, jobs[at : at + MAX_BATCH]))
+                effects.append(self._renew(now, peer, jobs[at : at + MAX_BATCH]))
         return effects
 
-    def _renew(self, now: float, authority: str, jobs: list[_Job]) -> Send:
-        nonce = next(self._numbers)
-        self._asks[nonce] = (now, tuple(job.handle for job in jobs))
-        for job in jobs:
-            job.asked_at = now
-        return Send(authority, Renew(nonce, self.reader, tuple(j.fetch.ticket.ticket_id for j in jobs)))
+    def _ask_at(self, job: _Job) -> float:
+        """When the authority is to be asked again."""
+        if job.phase is Phase.LEASING:
+            return job.asked_at + self._timing.retry
+        return job.asked_at + job.lease_seconds / 3 if job.phase in _LEASED else float("inf")
 
-    def _renewed(self, now: float, renewal: Renewal) -> list[Effect]:
-        asked_at = self._asks[renewal.nonce][0] if renewal.nonce in self._asks else float("-inf")
+    def _renew(self, now: float, peer: Peer, jobs: list[_Job]) -> Send:
+        nonce = self._nonce(now, peer, jobs)
+        ticket_ids = tuple(job.fetch.ticket.ticket_id for job in jobs)
+        return Send(peer.authority, Renew(nonce, peer.generation, self.reader, ticket_ids))
+
+    def _renewed(self, now: float, route: str, renewal: Renewal) -> list[Effect]:
+        asked_at, jobs = self._answered(route, renewal.nonce)
         effects: list[Effect] = []
         kept = frozenset(renewal.kept)
-        for job in self._answered(renewal.nonce):
+        for job in jobs:
             if job.fetch.ticket.ticket_id in kept:
                 job.covered_until = max(job.covered_until, asked_at + renewal.lease_ms / 1000)
                 effects += self._advance(now, job)
@@ -396,7 +487,7 @@ class Reader:
             job.phase, job.met_at = Phase.SELECTING, now
             return [Select(job.handle, job.peer, job.fetch)]
         if job.phase is Phase.READING and not job.in_flight:
-            job.phase, job.ended_at = Phase.COVERING, now
+            job.phase = Phase.COVERING
         if job.phase is Phase.COVERING and job.covered_until > job.ended_at:
             return self._report(now, job, Outcome.READ)
         if job.phase in (Phase.FAILING, Phase.QUARANTINED) and not job.in_flight:
@@ -410,39 +501,70 @@ class Reader:
             job.phase = Phase.FAILING
         return self._advance(now, job)
 
+    def _give_up_at(self, job: _Job) -> float:
+        """Every wait has a deadline."""
+        match job.phase:
+            case Phase.LEASING | Phase.MEETING:
+                return job.started + self._timing.meet
+            case Phase.SELECTING:
+                return job.met_at + self._timing.meet
+            case Phase.READING | Phase.FAILING:
+                return job.posted_at + self._timing.read
+            case Phase.COVERING:
+                return job.ended_at + self._patience(job)
+            case Phase.QUARANTINED:
+                return float("inf")
+
+    def _patience(self, job: _Job) -> float:
+        """How long the authority is asked or told something: a lease, but not whatever a ticket says."""
+        return min(job.lease_seconds, self._timing.read)
+
     def _overdue(self, now: float, job: _Job) -> list[Effect]:
-        if job.phase is Phase.LEASING and now >= job.started + self._timing.meet:
-            return self._fail(now, job, Failure("no-answer", "no lease was granted in time"))
-        is_late = job.in_flight and now >= job.posted_at + self._timing.read
-        if is_late and job.phase in (Phase.READING, Phase.FAILING):
-            detail = f"{len(job.in_flight)} reads did not end within {self._timing.read:g} s"
-            job.failure = job.failure or Failure("overdue", detail)
-            job.phase = Phase.QUARANTINED
-        if job.phase is Phase.COVERING and now >= job.ended_at + job.fetch.ticket.lease_ms / 1000:
-            return self._fail(now, job, Failure("lease-lapsed", "no lease provably covered the read"))
-        return []
+        if now < self._give_up_at(job):
+            return []
+        match job.phase:
+            case Phase.LEASING:
+                return self._fail(now, job, Failure("no-answer", "no lease was granted in time"))
+            case Phase.MEETING:
+                return self._fail(now, job, self._not_met(job.peer))
+            case Phase.SELECTING:
+                return self._fail(now, job, Failure("overdue", "its runs were not selected in time"))
+            case Phase.COVERING:
+                return self._fail(now, job, Failure("lease-lapsed", "no lease provably covered the read"))
+            case _:
+                detail = f"{len(job.in_flight)} reads did not end within {self._timing.read:g} s"
+                job.failure = job.failure or Failure("overdue", detail)
+                job.phase = Phase.QUARANTINED
+                return []
 
     def _report(self, now: float, job: _Job, outcome: Outcome) -> list[Effect]:
         """The one report; and the authority is told, until it notes it."""
-        ticket = job.fetch.ticket
         del self._jobs[job.handle]
-        key = (ticket.authority, ticket.ticket_id)
         effects: list[Effect] = []
-        if self._by_ticket.get(key) == job.handle:
-            del self._by_ticket[key]
-            settle = Settle(ticket.ticket_id, self.reader, self.rank, outcome)
-            until = now + ticket.lease_ms / 1000
-            self._settling[key] = _Settling(ticket.authority, settle, until, sent_at=now)
-            effects.append(Send(ticket.authority, settle))
+        if self._by_ticket.get(job.key) == job.handle:
+            del self._by_ticket[job.key]
+            effects += [] if job.is_denied else self._settle(now, job, outcome)
         record = Record(
-            request_id=ticket.request_id,
-            engine=ticket.engine,
+            request_id=job.fetch.ticket.request_id,
+            engine=job.peer.engine,
             num_bytes=job.num_bytes,
             num_runs=job.num_runs,
             num_sources=job.num_sources,
-            meet_seconds=max(0.0, job.met_at - job.started),
-            move_seconds=max(0.0, job.ended_at - job.posted_at) if job.posted_at else 0.0,
+            meet_seconds=job.met_at - job.started,
+            move_seconds=job.ended_at - job.posted_at,
             total_seconds=now - job.started,
             outcome=str(job.failure or outcome.value),
         )
         return [*effects, Report(job.handle, job.failure, record)]
+
+    def _settle(self, now: float, job: _Job, outcome: Outcome) -> list[Effect]:
+        ticket_id, to = job.fetch.ticket.ticket_id, job.peer.authority
+        settle = Settle(job.peer.generation, ticket_id, self.reader, self.rank, job.attempt, outcome)
+        self._settling[job.attempt] = _Settling(to, settle, now + self._patience(job), sent_at=now)
+        return [Send(to, settle)]
+
+    def _noted(self, route: str, noted: Noted) -> list[Effect]:
+        settling = self._settling.get(noted.attempt)
+        if settling is not None and settling.to == route:
+            del self._settling[noted.attempt]
+        return []

@@ -66,7 +66,7 @@ def cases(draw: st.DrawFn) -> Case:
                 alloc="separate"
                 if layout in SEPARATE_LAYOUTS
                 else draw(st.sampled_from(("auto", "separate"))),
-                blocks=64,
+                blocks=160 if family == "compressed" else 64,
             )
         )
     src, dst = sides

@@ -25,7 +25,7 @@ def has_cuda() -> bool:
 
 
 class Cuda:
-    """One device, by its index in this process. Holds the primary context until ``close``."""
+    """One device, by its index in this process."""
 
     def __init__(self, device_index: int) -> None:
         self._driver = _load()
@@ -72,10 +72,13 @@ class Cuda:
         return data.raw
 
     def close(self) -> None:
-        """Give the stream and the context back."""
+        """Give the stream back.
+
+        The context is kept: UCX remembers its mappings of other processes' memory for the life of this one,
+        and if the last holder of the context let go, they would dangle.
+        """
         with self._current():
             self._call("cuStreamDestroy_v2", self._stream)
-        self._call("cuDevicePrimaryCtxRelease_v2", self._device)
 
     @contextmanager
     def _current(self) -> Iterator[None]:

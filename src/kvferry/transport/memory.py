@@ -59,26 +59,32 @@ class Fair:
 
 
 class Hub:
-    """What the embedded transports of one process share: who is there."""
+    """What the embedded transports of one process share: who is there, with which memory."""
 
     def __init__(self, weather: Weather | None = None) -> None:
         self.weather = weather or Fair()
-        self._open: set[str] = set()
+        self._regions: dict[str, tuple[Region, ...]] = {}
         self._numbers = count()
 
-    def enter(self) -> str:
-        """A new name for a transport."""
+    def enter(self, regions: Sequence[Region]) -> str:
+        """A name for a transport with that memory."""
         name = f"{next(self._numbers)}"
-        self._open.add(name)
+        self._regions[name] = tuple(regions)
         return name
 
     def leave(self, name: str) -> None:
         """Whoever reads from it from now on fails."""
-        self._open.discard(name)
+        self._regions.pop(name, None)
 
     def knows(self, name: str) -> bool:
         """Whether a transport of that name is there and has not left."""
-        return name in self._open
+        return name in self._regions
+
+    def has(self, name: str, region: Region) -> bool:
+        """Whether a transport of that name registered all of a region."""
+        stop = region.address + region.num_bytes
+        known = self._regions.get(name, ())
+        return any(r.address <= region.address and stop <= r.address + r.num_bytes for r in known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +130,7 @@ class MemoryTransport:
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
-        self._hub_name = hub.enter()
+        self._hub_name = ""
         self._places: Places | None = None
         self._peers: dict[str, _Peer] = {}
         self._reads: dict[int, _Read] = {}
@@ -138,6 +144,7 @@ class MemoryTransport:
         for region in regions:
             _check_host(region)
         self._places = Places("ours", regions)
+        self._hub_name = self._hub.enter(regions)
 
     def card(self) -> bytes:
         """The name in the hub."""
@@ -152,7 +159,11 @@ class MemoryTransport:
             raise TransportError("bad-card", f"{peer}: {card!r:.60} is nobody in this hub")
         if peer in self._peers:
             raise TransportError("known-peer", f"{peer!r} is connected already")
-        self._peers[peer] = _Peer(peer, hub_name, Places(peer, regions))
+        places = Places(peer, regions)
+        for region in regions:
+            if not self._hub.has(hub_name, region):
+                raise TransportError("no-connection", f"{peer}: it did not register {region.name!r}")
+        self._peers[peer] = _Peer(peer, hub_name, places)
 
     def read(self, transfer: int, peer: str, runs: Runs) -> None:
         """Submit the reading of runs from a peer; they move when this transport is polled."""

@@ -1,8 +1,8 @@
 """Slices: a read cut into parts that are short to post.
 
 On one host a post copies before it returns, and everywhere it costs time per run. So a read is posted slice
-by slice, and other peers get their turn in between. No slice has more than so many runs and so many bytes; a run
-that is longer by itself is cut.
+by slice, and other peers get their turn in between. No slice has more than so many runs and so many bytes; a
+run that is longer by itself is cut.
 """
 
 from __future__ import annotations

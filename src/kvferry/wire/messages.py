@@ -67,8 +67,11 @@ class Acquire(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
     nonce: int
     ticket: Ticket
     reader: str
+    """One start of one destination engine: a restarted one has another name."""
     reader_rank: int
     reader_ranks: int
+    attempt: int
+    """Grows with each fetch of this rank: tells a late message of an earlier fetch from one of this."""
 
 
 class Grant(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -92,6 +95,8 @@ class Renew(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Reader → authority: these reads are still wanted."""
 
     nonce: int
+    generation: int
+    """Whose tickets: another start of the engine numbers its own from 1 again."""
     reader: str
     ticket_ids: tuple[int, ...]
 
@@ -108,9 +113,11 @@ class Renewal(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 class Settle(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Reader → authority: this rank is through with the ticket. Repeated until noted."""
 
+    generation: int
     ticket_id: int
     reader: str
     reader_rank: int
+    attempt: int
     outcome: Outcome
 
 
@@ -119,12 +126,14 @@ class Noted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
     ticket_id: int
     reader_rank: int
+    attempt: int
 
 
 class Join(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Source rank → its authority: here I am. Repeated; the answer lists what ended meanwhile."""
 
     protocol: int
+    engine: str
     rank: int
     transport: str
     manifest: bytes
@@ -134,6 +143,7 @@ class Join(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 class Ended(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Authority → source rank: these requests are released, by the source's own names. Until heard."""
 
+    generation: int
     first: int
     """The number of the first of these notices; the others follow it."""
     requests: tuple[tuple[str, str], ...]
@@ -143,6 +153,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 class Heard(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Source rank → authority: notices up to this number arrived."""
 
+    generation: int
     rank: int
     number: int
 

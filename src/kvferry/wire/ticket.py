@@ -88,11 +88,14 @@ def to_text(ticket: Ticket) -> str:
 
 
 def from_text(text: str) -> Ticket:
-    """The ticket in a text; raises SpecError if there is none."""
+    """The ticket in a text; raises SpecError if there is none. Each ticket has one text only."""
     if len(text) > MAX_TICKET_BYTES:
         raise SpecError(f"ticket: at most {MAX_TICKET_BYTES} characters are read, got {len(text)}")
     try:
         data = base64.urlsafe_b64decode(text.encode("ascii", "replace"))
     except (binascii.Error, ValueError) as error:
         raise SpecError(f"ticket: not base64: {error}") from None
-    return read_msgpack(data, Ticket)
+    ticket = read_msgpack(data, Ticket)
+    if to_text(ticket) != text:  # base64 has spare bits, msgpack longer forms: another text, the same ticket
+        raise SpecError("ticket: not written the way that tickets are written")
+    return ticket

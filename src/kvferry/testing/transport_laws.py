@@ -1,0 +1,297 @@
+"""The laws that every transport keeps, as a class to inherit from in a pytest module::
+
+    class TestMine(TransportLaws):
+        @pytest.fixture
+        def world(self): ...
+            yield World(MyTransport, holder, sources)
+
+A world has a way to make transports, memory to read into, and at least two sources to read from, each with
+``REGION_BYTES``.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.core.runs import NO_RUNS, REGION_SHIFT, Runs, place
+from kvferry.errors import TransportError
+from kvferry.testing.sources import Holder, Source
+from kvferry.transport.base import End, Transport
+
+REGION_BYTES = (24 << 20, (1 << 20) + 13)
+STALE = 0xA5
+"""What the reader's memory holds at first."""
+PATIENCE_S = 20.0
+
+
+@dataclass(frozen=True)
+class World:
+    """Where the laws are tried."""
+
+    make: Callable[[], Transport]
+    holder: Holder
+    """The reader's memory, of ``REGION_BYTES``."""
+    sources: Sequence[Source]
+
+    @contextmanager
+    def reader(self, *source_indices: int) -> Iterator[Transport]:
+        """A transport over the reader's memory, connected to sources as peers '0', '1', …"""
+        transport = self.make()
+        try:
+            transport.register(self.holder.regions)
+            for i in source_indices:
+                transport.connect(str(i), self.sources[i].card, self.sources[i].regions)
+            yield transport
+        finally:
+            transport.close()
+
+
+def stale_memory(device: str = "cpu") -> Holder:
+    """A reader's memory."""
+    holder = Holder(device)
+    for i, num_bytes in enumerate(REGION_BYTES):
+        holder.add(f"region{i}", np.full(num_bytes, STALE, np.uint8))
+    return holder
+
+
+def run(src: tuple[int, int], dst: tuple[int, int], num_bytes: int) -> Runs:
+    """One run, from (region, offset) to (region, offset)."""
+    return Runs(np.array([place(*src)]), np.array([place(*dst)]), np.array([num_bytes]))
+
+
+WHOLE = run((0, 0), (0, 0), REGION_BYTES[0])
+
+
+def scattered(num_runs: int, cell_bytes: int, seed: int, num_bytes: int | None = None) -> Runs:
+    """Runs in no order from random places of both source regions to distinct cells of both regions."""
+    rng = np.random.default_rng(seed)
+    cells = [n // cell_bytes for n in REGION_BYTES]
+    src, dst = (
+        np.concatenate([place(i, 0) + np.arange(n) * cell_bytes for i, n in enumerate(cells)])
+        for _ in range(2)
+    )
+    lengths = np.full(num_runs, num_bytes) if num_bytes else rng.integers(1, cell_bytes + 1, num_runs)
+    return Runs(rng.permutation(src)[:num_runs], rng.permutation(dst)[:num_runs], lengths)
+
+
+def after(memory: list[NDArray[np.uint8]], runs: Runs, source: Source) -> None:
+    """What a read leaves, by the slow way."""
+    for src_region, src_offset, dst_region, dst_offset, num_bytes in runs:
+        data = source.contents[src_region][src_offset : src_offset + num_bytes]
+        memory[dst_region][dst_offset : dst_offset + num_bytes] = data
+
+
+def wait(transport: Transport, num_ends: int) -> list[End]:
+    """So many ends, in the order of their numbers."""
+    ends, deadline = transport.poll(), time.monotonic() + PATIENCE_S
+    while len(ends) < num_ends and time.monotonic() < deadline:
+        time.sleep(5e-4)
+        ends += transport.poll()
+    return sorted(ends, key=lambda end: end.transfer)
+
+
+def refused(work: Callable[[], object]) -> str:
+    """The code with which something is refused."""
+    try:
+        work()
+    except TransportError as error:
+        return error.code
+    raise AssertionError("it was not refused")
+
+
+def check(world: World, expected: list[NDArray[np.uint8]]) -> None:
+    """The reader's memory holds exactly this."""
+    for got, want in zip(world.holder.load(), expected, strict=True):
+        wrong = np.flatnonzero(got != want)
+        assert not len(wrong), f"{len(wrong)} bytes are wrong, the first at {wrong[0]}"
+
+
+class TransportLaws:
+    """Inherit, and provide the fixture ``world``."""
+
+    def test_bytes_arrive_exactly_where_they_should(self, world: World) -> None:
+        runs, expected = scattered(300, 8192, seed=1), world.holder.load()
+        with world.reader(0) as reader:
+            reader.read(7, "0", runs)
+            assert wait(reader, 1) == [End(7)]
+        after(expected, runs, world.sources[0])
+        check(world, expected)
+
+    def test_ten_thousand_scattered_runs(self, world: World) -> None:
+        runs, expected = scattered(10_000, 128, seed=2, num_bytes=64), world.holder.load()
+        with world.reader(1) as reader:
+            reader.read(0, "1", runs)
+            assert wait(reader, 1) == [End(0)]
+        after(expected, runs, world.sources[1])
+        check(world, expected)
+
+    def test_one_huge_run(self, world: World) -> None:
+        expected = world.holder.load()
+        with world.reader(0) as reader:
+            reader.read(0, "0", WHOLE)
+            assert wait(reader, 1) == [End(0)]
+        after(expected, WHOLE, world.sources[0])
+        check(world, expected)
+
+    def test_no_runs_and_no_bytes_end_too(self, world: World) -> None:
+        expected = world.holder.load()
+        with world.reader(0) as reader:
+            reader.read(1, "0", NO_RUNS)
+            reader.read(2, "0", run((0, 5), (1, 5), 0))
+            assert wait(reader, 2) == [End(1), End(2)]
+        check(world, expected)
+
+    def test_several_peers_at_once(self, world: World) -> None:
+        expected, peers = world.holder.load(), range(len(world.sources))
+        everything = scattered(600, 4096, seed=3)
+        with world.reader(*peers) as reader:
+            for i in range(60):
+                runs = Runs(everything.src[i::60], everything.dst[i::60], everything.num_bytes[i::60])
+                peer = i % len(peers)
+                reader.read(i, str(peer), runs)
+                after(expected, runs, world.sources[peer])
+            assert wait(reader, 60) == [End(i) for i in range(60)]
+        check(world, expected)
+
+    def test_an_end_is_reported_once(self, world: World) -> None:
+        with world.reader(0) as reader:
+            for _ in range(3):
+                reader.read(5, "0", run((0, 0), (0, 0), 64))
+                assert wait(reader, 1) == [End(5)]
+                assert [reader.poll() for _ in range(10)] == [[]] * 10
+
+    def test_submitting_never_waits_for_bytes(self, world: World) -> None:
+        with world.reader(0, 1) as reader:
+            started = time.perf_counter()
+            for i in range(8):
+                reader.read(i, str(i % 2), WHOLE)
+            seconds = time.perf_counter() - started
+            assert seconds < 0.5
+            assert wait(reader, 8) == [End(i) for i in range(8)]
+
+    def test_forgetting_ends_nothing_by_itself(self, world: World) -> None:
+        with world.reader(0, 1) as reader:
+            for i in range(6):
+                reader.read(i, str(i % 2), WHOLE)
+            reader.forget("0")
+            reader.forget("0")
+            assert refused(lambda: reader.read(9, "0", WHOLE)) == "unknown-peer"
+            ends = wait(reader, 6)
+            assert [end.transfer for end in ends] == [*range(6)]
+            assert not any(end.error for end in ends if end.transfer % 2)
+            quiet = world.holder.load()
+            reader.connect("0", world.sources[0].card, world.sources[0].regions)
+            check(world, quiet)
+            reader.read(0, "0", WHOLE)
+            assert wait(reader, 1) == [End(0)]
+
+    def test_what_cannot_be_is_refused_before_anything_moves(self, world: World) -> None:
+        expected, big, small = world.holder.load(), *REGION_BYTES
+        good = run((0, 0), (0, 0), 64)
+        with world.reader(0) as reader:
+            for code, peer, bad in (
+                ("unknown-peer", "nobody", good),
+                ("unknown-region", "0", run((2, 0), (0, 0), 1)),
+                ("unknown-region", "0", run((0, 0), (2, 0), 1)),
+                ("unknown-region", "0", run((0, 0), (-1, 0), 1)),
+                ("out-of-bounds", "0", run((0, big - 1), (0, 0), 2)),
+                ("out-of-bounds", "0", run((0, 0), (1, small), 1)),
+                ("out-of-bounds", "0", run((0, 0), (0, 0), (1 << REGION_SHIFT) + 1)),
+                ("out-of-bounds", "0", run((0, 9), (0, 9), -1)),
+            ):
+                both = Runs(
+                    *(np.append(getattr(good, n), getattr(bad, n)) for n in ("src", "dst", "num_bytes"))
+                )
+                assert refused(lambda peer=peer, both=both: reader.read(1, peer, both)) == code  # type: ignore[misc]
+                if peer == "0" and bad.dst[0] >= place(1, small):
+                    assert refused(lambda both=both: reader.clear(both)) == code  # type: ignore[misc]
+            assert reader.poll() == []
+            check(world, expected)
+            reader.read(1, "0", WHOLE)
+            assert refused(lambda: reader.read(1, "0", good)) == "under-way"
+            assert wait(reader, 1) == [End(1)]
+
+    def test_clearing_clears_just_that(self, world: World) -> None:
+        expected, runs = world.holder.load(), scattered(50, 256, seed=4)
+        with world.reader() as reader:
+            reader.clear(NO_RUNS)
+            reader.clear(runs)
+            for _, _, region, offset, num_bytes in runs:
+                expected[region][offset : offset + num_bytes] = 0
+            check(world, expected)
+
+    def test_memory_comes_first_and_once(self, world: World) -> None:
+        transport, source = world.make(), world.sources[0]
+        for early in (
+            transport.card,
+            lambda: transport.connect("0", source.card, source.regions),
+            lambda: transport.read(1, "0", NO_RUNS),
+        ):
+            assert refused(early) == "not-registered"
+        offline = [replace(region, address=0) for region in world.holder.regions]
+        assert refused(lambda: transport.register(offline)) == "no-address"
+        tape = [replace(region, device="tape") for region in world.holder.regions]
+        assert refused(lambda: transport.register(tape)) == "bad-device"
+        transport.register(world.holder.regions)
+        assert refused(lambda: transport.register(world.holder.regions)) == "registered"
+        transport.close()
+
+    def test_a_peer_must_be_what_it_says(self, world: World) -> None:
+        source, other = world.sources[:2]
+        with world.reader(0) as reader:
+            for card in (b"", b"junk" * 9, source.card[:-1], source.card + b"?", source.card[::-1]):
+                assert refused(lambda card=card: reader.connect("bad", card, source.regions)) == "bad-card"  # type: ignore[misc]
+            assert refused(lambda: reader.connect("0", other.card, other.regions)) == "known-peer"
+            elsewhere = [replace(region, address=1 << 20) for region in source.regions]
+            assert refused(lambda: reader.connect("bad", source.card, elsewhere)) in ("no-connection", "nixl")
+            assert refused(lambda: reader.read(1, "bad", NO_RUNS)) == "unknown-peer"
+            reader.read(1, "0", run((0, 0), (0, 0), 64))
+            assert wait(reader, 1) == [End(1)]
+
+    def test_closing_leaves_nothing_behind(self, world: World) -> None:
+        def use() -> None:
+            with world.reader(0, 1) as reader:
+                reader.read(1, "0", run((0, 0), (0, 0), 4096))
+                assert wait(reader, 1) == [End(1)]
+
+        use()
+        before, deadline = _threads_and_files(), time.monotonic() + 2
+        for _ in range(3):
+            use()
+        # A thread that was joined may still be on its way out of the kernel, also when ``before`` was counted.
+        while _grew(before, _threads_and_files()) and time.monotonic() < deadline:
+            time.sleep(5e-3)
+        assert not _grew(before, _threads_and_files())
+
+    def test_a_closed_transport_says_so(self, world: World) -> None:
+        with world.reader(0) as reader:
+            reader.read(1, "0", run((0, 0), (0, 0), 64))
+            assert wait(reader, 1) == [End(1)]
+        reader.close()
+        reader.forget("0")
+        source = world.sources[0]
+        for late in (
+            reader.card,
+            lambda: reader.register(world.holder.regions),
+            lambda: reader.connect("1", source.card, source.regions),
+            lambda: reader.read(2, "0", NO_RUNS),
+            lambda: reader.clear(NO_RUNS),
+        ):
+            assert refused(late) == "closed"
+        assert reader.poll() == []
+
+
+def _grew(before: tuple[int, int], now: tuple[int, int]) -> bool:
+    return now[0] > before[0] or now[1] > before[1]
+
+
+def _threads_and_files() -> tuple[int, int]:
+    """Threads and open files of this process."""
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))

@@ -1,0 +1,651 @@
+"""The state machines against a world that does its worst: a model of DESIGN's laws 5 to 8.
+
+One source engine (an authority, ranks, a pool whose released blocks are overwritten at once), up to two
+destination engines of up to three ranks, a network that delays, reorders, drops and repeats, a transport whose
+reads end well, badly, late or never, planning that is slow or fails, restarts on both sides, clocks that agree
+on nothing but durations. ``KVFERRY_MODEL_EXAMPLES`` sets how many such lives are lived.
+"""
+
+import os
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvferry.core.request import BlockTable
+from kvferry.core.runs import NO_RUNS, Runs
+from kvferry.core.select import Selection
+from kvferry.runtime import Authority, Failure, Fetch, Reader, Released, Report, Timing
+from kvferry.runtime.reader import Phase
+from kvferry.runtime.values import Build, Clear, Drop, Peer, Post, Select, Send
+from kvferry.wire.messages import (
+    PROTOCOL,
+    Acquire,
+    Ended,
+    Heard,
+    Join,
+    Outcome,
+    Renew,
+    Settle,
+    decode_from_authority,
+    decode_to_authority,
+    encode,
+)
+from kvferry.wire.ticket import Ticket
+
+TIMING = Timing(lease=9.0, meet=4.0, read=20.0, retry=0.5)
+ADDRESS = "source"
+NUM_SRC_RANKS = 2
+ONE_RUN = Runs(*(np.array([n], np.int64) for n in (0, 0, 8)))
+"""Times, a third of a lease included, are multiples of 1/4 and offsets are whole, so that floats are exact and laws can be strict."""
+FORGERIES = {
+    "engine": "other",
+    "generation": 99,
+    "ticket_id": 77,
+    "request_id": "forged",
+    "authority": "nowhere",
+    "num_tokens": 999,
+    "tables": {},
+    "lease_ms": 2**60,
+    "digest": b"forged",
+    "mac": b"forged",
+}
+index = st.integers(0, 63)
+seldom = st.integers(0, 5).map(lambda number: number == 5)
+"""For what would end every life early if it came as often as the rest."""
+
+
+@dataclass
+class Offer:
+    """A request's blocks in the source's pool: content that is good until the release."""
+
+    ticket: Ticket
+    request_id: str
+    releases: list[str] = field(default_factory=list)
+    deadline: float = float("-inf")
+
+    @property
+    def is_owned(self):
+        return not self.releases
+
+
+@dataclass
+class Read:
+    """A posted transfer."""
+
+    handle: int
+    offer: Offer
+    is_stuck: bool = False
+    has_ended: bool = False
+    """For real; the reader hears of it later."""
+    error: str = ""
+    was_owned: bool = False
+
+
+@dataclass(eq=False)
+class Rank:
+    """The edge of one destination rank: what it was asked to do and has not done yet."""
+
+    engine: str
+    reader: Reader
+    offset: float
+    builds: list[Build] = field(default_factory=list)
+    selects: list[Select] = field(default_factory=list)
+    connected: set[Peer] = field(default_factory=set)
+    reads: dict[int, Read] = field(default_factory=dict)
+    fetched: dict[int, tuple[Offer | None, float]] = field(default_factory=dict)
+    reports: dict[int, Report] = field(default_factory=dict)
+
+    @property
+    def route(self):
+        return f"{self.engine}/{self.reader.rank}"
+
+
+@dataclass
+class SourceRank:
+    """A rank of the source engine: hears what was released, each once, by number."""
+
+    number: int
+    generation: int
+    heard: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Packet:
+    """A message under way."""
+
+    to: str
+    route: str
+    data: bytes
+
+
+class World(RuleBasedStateMachine):
+    """Everything at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = 0.0
+        self.generation = 0
+        self.packets: list[Packet] = []
+        self.offers: list[Offer] = []
+        self.ranks: list[Rank] = []
+        self.num_starts = 0
+        self.winners: dict[tuple[int, int], set[str]] = {}
+        self.restarted_at: dict[int, float] = {}
+
+    # -- the world's start ------------------------------------------------------------------------
+
+    @initialize(
+        sizes=st.lists(st.integers(1, 3), min_size=1, max_size=2),
+        offsets=st.lists(st.integers(-1000, 1000), min_size=3, max_size=3),
+        is_late=seldom,
+    )
+    def begin(self, sizes, offsets, is_late):
+        self.src_offset = float(offsets[0])
+        self.start_source()
+        for size, offset in zip(sizes, offsets[1:], strict=False):
+            self.start_readers(size, float(offset))
+        if not is_late:
+            for rank in self.src_ranks:
+                self.send_join(rank)
+
+    def start_source(self):
+        self.generation += 1
+        key = f"key {self.generation}".encode()
+        # Another start may promise shorter leases: only what a grant says counts.
+        lease = TIMING.lease if self.generation % 2 else TIMING.lease / 2
+        timing = Timing(lease, TIMING.meet, TIMING.read, TIMING.retry)
+        self.authority = Authority(
+            "prefill", self.generation, key, ADDRESS, NUM_SRC_RANKS, lambda _: b"manifest", timing
+        )
+        self.src_ranks = [SourceRank(number, self.generation) for number in range(NUM_SRC_RANKS)]
+        self.released: list[str] = []
+
+    def start_readers(self, size, offset):
+        self.num_starts += 1
+        name = f"decode-{self.num_starts}"
+        self.ranks += [Rank(name, Reader(name, r, size, TIMING), offset) for r in range(size)]
+
+    @property
+    def src_now(self):
+        return self.now + self.src_offset
+
+    def clock(self, rank):
+        return self.now + rank.offset
+
+    # -- effects ----------------------------------------------------------------------------------
+
+    def of_authority(self, effects):
+        for effect in effects:
+            match effect:
+                case Released():
+                    self.on_released(effect)
+                case Send():
+                    self.packets.append(Packet(effect.to, ADDRESS, encode(effect.message)))
+
+    def on_released(self, effect):
+        offers = [o for o in self.offers if o.request_id == effect.request_id]
+        assert len(offers) == 1, "released under a name that the source never gave"
+        offer = offers[0]
+        assert offer.ticket.generation == self.generation
+        assert offer.is_owned, "released twice"
+        offer.releases.append(effect.reason)
+        self.released.append(effect.request_id)
+        if effect.reason == "expired":
+            assert self.src_now >= offer.deadline, "expired before its deadline"
+        else:
+            assert not self.readers_of(offer), "released while a granted reader was at it"
+
+    def readers_of(self, offer):
+        """Who was granted the offer and can still make it a success."""
+        return [
+            job
+            for rank in self.ranks
+            for job in rank.reader._jobs.values()
+            if rank.fetched[job.handle][0] is offer
+            and job.covered_until > self.clock(rank)
+            and job.phase in (Phase.SELECTING, Phase.READING)
+        ]
+
+    def of_reader(self, rank, effects):
+        for effect in effects:
+            match effect:
+                case Send():
+                    self.packets.append(Packet(effect.to, rank.route, encode(effect.message)))
+                case Build():
+                    assert effect.peer not in [b.peer for b in rank.builds], "built twice at a time"
+                    rank.builds.append(effect)
+                case Select():
+                    assert effect.peer in rank.connected
+                    rank.selects.append(effect)
+                case Post():
+                    self.on_post(rank, effect)
+                case Clear():
+                    pass
+                case Drop():
+                    assert effect.peer not in [b.peer for b in rank.builds], "dropped while being built"
+                    rank.connected.discard(effect.peer)
+                case Report():
+                    self.on_report(rank, effect)
+
+    def on_post(self, rank, post):
+        handle = rank.reader._transfers[post.transfer]
+        offer, fetched_at = rank.fetched[handle]
+        assert offer is not None, "a forged ticket led to a read"
+        generation = offer.ticket.generation
+        assert post.peer.generation == generation
+        assert fetched_at <= self.restarted_at.get(generation, float("inf")), "a ticket of an earlier start"
+        assert post.peer in rank.connected
+        assert post.transfer not in rank.reads
+        rank.reads[post.transfer] = Read(handle, offer)
+
+    def on_report(self, rank, report):
+        """Quiescence, fencing, fail closed."""
+        handle = report.handle
+        assert handle not in rank.reports, "reported twice"
+        rank.reports[handle] = report
+        reads = [read for read in rank.reads.values() if read.handle == handle]
+        assert all(read.has_ended for read in reads), "reported while a read was under way"
+        assert min(report.record.meet_seconds, report.record.move_seconds) >= 0
+        assert report.record.meet_seconds + report.record.move_seconds <= report.record.total_seconds
+        if report.failure is not None:
+            assert report.failure.code
+            return
+        offer = rank.fetched[handle][0]
+        assert offer is not None, "a forged ticket was read"
+        assert all(not read.error for read in reads), "a failed read was reported as good"
+        assert all(read.was_owned for read in reads), "garbage was reported as good"
+        winners = self.winners.setdefault((offer.ticket.generation, offer.ticket.ticket_id), set())
+        winners.add(rank.engine)
+        assert len(winners) == 1, "two engines read one ticket"
+
+    # -- the source engine ------------------------------------------------------------------------
+
+    @rule()
+    def offer(self):
+        request_id = f"request {len(self.offers)}"
+        tables = {"full": BlockTable.of([len(self.offers)])}
+        ticket = self.authority.offer(self.src_now, request_id, tables, 16)
+        self.offers.append(Offer(ticket, request_id))
+
+    @precondition(lambda self: self.offers)
+    @rule(which=index)
+    def withdraw(self, which):
+        offer = self.offers[which % len(self.offers)]
+        if offer.ticket.generation == self.generation:
+            had_readers = bool(self.readers_of(offer))
+            self.of_authority(self.authority.withdraw(self.src_now, offer.request_id))
+            assert not had_readers or offer.is_owned, "withdrawn from under its reader"
+
+    @rule(which=index)
+    def join(self, which):
+        self.send_join(self.src_ranks[which % NUM_SRC_RANKS])
+
+    def send_join(self, rank):
+        join = Join(PROTOCOL, "prefill", rank.number, "memory", b"manifest", b"card")
+        self.of_authority(self.authority.receive(self.src_now, f"src {self.generation}/{rank.number}", join))
+
+    @rule(is_real=seldom, is_late=st.booleans())
+    def restart_source(self, is_real, is_late):
+        """At the same address; its memory is gone, so what still reads from it cannot end well."""
+        if not is_real:
+            return
+        self.restarted_at[self.generation] = self.now
+        for offer in self.offers:
+            if offer.ticket.generation == self.generation and offer.is_owned:
+                offer.releases.append("restart")
+        self.start_source()
+        for rank in () if is_late else self.src_ranks:
+            self.send_join(rank)
+
+    # -- destination engines ----------------------------------------------------------------------
+
+    def engine(self, which):
+        names = sorted({rank.engine for rank in self.ranks})
+        return [rank for rank in self.ranks if rank.engine == names[which % len(names)]]
+
+    def start_fetch(self, rank, ticket, offer):
+        handle = len(rank.fetched)
+        rank.fetched[handle] = (offer, self.now)
+        self.of_reader(rank, rank.reader.fetch(self.clock(rank), handle, Fetch(ticket, {}, {})))
+
+    @precondition(lambda self: self.offers)
+    @rule(which=index, engine=index, is_latest=st.booleans())
+    def fetch(self, which, engine, is_latest):
+        offer = self.offers[-1 if is_latest else which % len(self.offers)]
+        for rank in self.engine(engine):
+            self.start_fetch(rank, offer.ticket, offer)
+
+    @rule(engine=index, rounds=st.integers(1, 4))
+    def serve(self, engine, rounds):
+        """The common case, up to reads that are under way."""
+        self.offer()
+        self.fetch(0, engine, is_latest=True)
+        self.calm(rounds, is_slow=False)
+
+    @precondition(lambda self: self.offers)
+    @rule(which=index, engine=index, rank=index)
+    def fetch_on_one_rank(self, which, engine, rank):
+        offer = self.offers[which % len(self.offers)]
+        ranks = self.engine(engine)
+        self.start_fetch(ranks[rank % len(ranks)], offer.ticket, offer)
+
+    @precondition(lambda self: self.offers)
+    @rule(which=index, engine=index, name=st.sampled_from(sorted(FORGERIES)))
+    def fetch_forged(self, which, engine, name):
+        offer = self.offers[which % len(self.offers)]
+        ticket = msgspec.structs.replace(offer.ticket, **{name: FORGERIES[name]})
+        for rank in self.engine(engine):
+            self.start_fetch(rank, ticket, None)
+
+    @rule(engine=index, which=index, num_ranks=st.integers(1, 3))
+    def abort(self, engine, which, num_ranks):
+        for rank in self.engine(engine)[:num_ranks]:
+            if rank.reader._jobs:
+                handles = list(rank.reader._jobs)
+                handle = handles[which % len(handles)]
+                self.of_reader(rank, rank.reader.abort(self.clock(rank), handle))
+
+    @rule(engine=index, is_real=seldom)
+    def crash_readers(self, engine, is_real):
+        """The engine comes back under another name; what it had under way is nobody's any more."""
+        if not is_real:
+            return
+        dead = self.engine(engine)
+        self.ranks = [rank for rank in self.ranks if rank not in dead]
+        self.start_readers(len(dead), dead[0].offset)
+
+    # -- what their edges do ----------------------------------------------------------------------
+
+    def pick(self, items, which):
+        """One of (rank, item), for whatever the ranks have of something."""
+        every = [(rank, item) for rank in self.ranks for item in items(rank)]
+        return every[which % len(every)] if every else (None, None)
+
+    @rule(which=index, is_good=st.sampled_from([True, True, True, False]))
+    def finish_build(self, which, is_good):
+        rank, build = self.pick(lambda rank: rank.builds, which)
+        if rank is not None:
+            self.do_build(rank, build, is_good)
+
+    def do_build(self, rank, build, is_good=True):
+        rank.builds.remove(build)
+        if is_good:
+            rank.connected.add(build.peer)
+            self.of_reader(rank, rank.reader.built(self.clock(rank), build.peer))
+        else:
+            failure = Failure("refused", "two descriptions that do not fit")
+            self.of_reader(rank, rank.reader.not_built(self.clock(rank), build.peer, failure))
+
+    @rule(which=index, num_sources=st.integers(0, 3), is_good=st.sampled_from([True, True, True, False]))
+    def finish_select(self, which, num_sources, is_good):
+        rank, select = self.pick(lambda rank: rank.selects, which)
+        if rank is not None:
+            self.do_select(rank, select, num_sources, is_good)
+
+    def do_select(self, rank, select, num_sources=1, is_good=True):
+        rank.selects.remove(select)
+        if is_good:
+            selection = Selection(dict.fromkeys(range(num_sources), ONE_RUN), NO_RUNS)
+            self.of_reader(rank, rank.reader.selected(self.clock(rank), select.handle, selection))
+        else:
+            failure = Failure("request", "too few blocks")
+            self.of_reader(rank, rank.reader.not_selected(self.clock(rank), select.handle, failure))
+
+    def under_way(self, rank):
+        return [read for read in rank.reads.values() if not (read.has_ended or read.is_stuck)]
+
+    @rule(which=index, error=st.sampled_from(["", "", "", "", "flushed"]))
+    def end_read(self, which, error):
+        """For real: from now on nothing of it arrives."""
+        rank, read = self.pick(self.under_way, which)
+        if rank is not None:
+            self.do_end(read, error)
+
+    def do_end(self, read, error=""):
+        is_gone = read.offer.ticket.generation != self.generation
+        read.has_ended, read.was_owned = True, read.offer.is_owned
+        read.error = "the peer is gone" if is_gone else error
+
+    @rule(engine=index, has_poll=st.booleans())
+    def end_reads(self, engine, has_poll):
+        for rank in self.engine(engine):
+            for read in self.under_way(rank):
+                self.do_end(read)
+            if has_poll:
+                self.do_poll(rank)
+
+    @rule(which=index)
+    def hang_read(self, which):
+        _, read = self.pick(self.under_way, which)
+        if read is not None:
+            read.is_stuck = True
+
+    @rule(which=index)
+    def poll(self, which):
+        """A rank hears of the ends of its reads; some of them it hears twice."""
+        rank = self.ranks[which % len(self.ranks)]
+        self.do_poll(rank, repeat=which % 2)
+
+    def do_poll(self, rank, repeat=0):
+        for transfer, read in list(rank.reads.items()):
+            if read.has_ended and (repeat or transfer in rank.reader._transfers):
+                self.of_reader(rank, rank.reader.ended(self.clock(rank), transfer, read.error))
+
+    # -- the network ------------------------------------------------------------------------------
+
+    def do_deliver(self, packet):
+        if packet.to == ADDRESS:
+            message = decode_to_authority(packet.data)
+            self.of_authority(self.authority.receive(self.src_now, packet.route, message))
+        for rank in self.ranks:
+            if packet.to == rank.route:
+                message = decode_from_authority(packet.data)
+                self.of_reader(rank, rank.reader.receive(self.clock(rank), packet.route, message))
+        for src_rank in self.src_ranks:
+            if packet.to == f"src {self.generation}/{src_rank.number}":
+                self.source_hears(src_rank, packet, decode_from_authority(packet.data))
+
+    def source_hears(self, rank, packet, message):
+        if not isinstance(message, Ended) or message.generation != rank.generation:
+            return
+        for number, (request_id, _) in enumerate(message.requests, message.first):
+            assert number <= len(rank.heard) + 1, "a notice was left out"
+            if number == len(rank.heard) + 1:
+                rank.heard.append(request_id)
+        heard = Heard(rank.generation, rank.number, len(rank.heard))
+        self.packets.append(Packet(ADDRESS, packet.to, encode(heard)))
+
+    @precondition(lambda self: self.packets)
+    @rule(which=index)
+    def deliver(self, which):
+        self.do_deliver(self.packets.pop(which % len(self.packets)))
+
+    @rule(is_backwards=st.booleans())
+    def deliver_all(self, is_backwards):
+        packets, self.packets = self.packets, []
+        for packet in reversed(packets) if is_backwards else packets:
+            self.do_deliver(packet)
+
+    @precondition(lambda self: self.packets)
+    @rule(which=index)
+    def drop(self, which):
+        self.packets.pop(which % len(self.packets))
+
+    @rule(is_real=seldom)
+    def drop_all(self, is_real):
+        if is_real:
+            self.packets.clear()
+
+    @precondition(lambda self: self.packets)
+    @rule(which=index)
+    def duplicate(self, which):
+        packet = self.packets[which % len(self.packets)]
+        self.packets.append(packet)
+
+    @precondition(lambda self: self.offers)
+    @rule(which=index, kind=st.integers(0, 6), engine=index)
+    def spoof(self, which, kind, engine):
+        """What nobody of this world would send."""
+        ticket = self.offers[which % len(self.offers)].ticket
+        name, ticket_id = self.engine(engine)[0].engine, ticket.ticket_id
+        message = (
+            Settle(self.generation, ticket_id, name, -1, 1 << 40, Outcome.READ),
+            Settle(self.generation, ticket_id, name, 7, 1 << 40, Outcome.UNREAD),
+            Settle(self.generation, ticket_id, "", 0, 1 << 40, Outcome.READ),
+            Settle(self.generation - 1, ticket_id, name, 0, 1 << 40, Outcome.READ),
+            Renew(1, self.generation, "", (ticket_id,)),
+            Heard(self.generation - 1, 0, 1 << 40),
+            Acquire(1, ticket, "", 0, 1, 1 << 40),
+        )[kind]
+        self.packets.append(Packet(ADDRESS, "nobody", encode(message)))
+
+    # -- time -------------------------------------------------------------------------------------
+
+    @rule(seconds=st.sampled_from([0.25, 0.5, 1.0, 3.0, 8.75, 9.0, 25.0]), has_tick=st.booleans())
+    def advance(self, seconds, has_tick):
+        self.now += seconds
+        if has_tick:
+            self.tick()
+
+    @rule()
+    def tick(self):
+        self.of_authority(self.authority.tick(self.src_now))
+        assert self.authority.next_deadline() > self.src_now
+        for rank in self.ranks:
+            self.of_reader(rank, rank.reader.tick(self.clock(rank)))
+            assert rank.reader.next_deadline() > self.clock(rank)
+
+    @rule(rounds=st.integers(1, 6), is_slow=st.booleans())
+    def calm(self, rounds, is_slow):
+        """For a while everything works, reads excepted: without this, little would ever succeed."""
+        for _ in range(rounds):
+            self.work()
+            self.now += 0.5 if is_slow else 0.0
+            self.tick()
+
+    def work(self):
+        packets, self.packets = self.packets, []
+        for packet in packets:
+            self.do_deliver(packet)
+        for rank in self.ranks:
+            for build in list(rank.builds):
+                self.do_build(rank, build)
+            for number, select in enumerate(list(rank.selects)):
+                self.do_select(rank, select, 1 + number % 3)
+
+    # -- laws that hold at every moment -----------------------------------------------------------
+
+    @invariant()
+    def fencing(self):
+        """Whatever cover a reader believes in is real: the blocks are still the ticket's."""
+        for rank in self.ranks:
+            for job in rank.reader._jobs.values():
+                offer, _ = rank.fetched[job.handle]
+                if job.covered_until > self.clock(rank):
+                    assert offer is not None, "a forged ticket was granted"
+                    assert offer.is_owned or offer.releases == ["restart"] or job.phase is Phase.COVERING
+
+    @invariant()
+    def leases_never_shrink(self):
+        for offer in self.offers:
+            if offer.ticket.generation == self.generation and offer.is_owned:
+                lease = self.authority._leases[offer.ticket.ticket_id]
+                assert lease.deadline >= offer.deadline
+                offer.deadline = lease.deadline
+
+    @invariant()
+    def quiescence(self):
+        """What is under way is known to be under way, and is not reported."""
+        for rank in self.ranks:
+            in_flight = {number for number, read in rank.reads.items() if not read.has_ended}
+            assert in_flight <= set(rank.reader._transfers)
+            assert not {read.handle for n, read in rank.reads.items() if n in in_flight} & set(rank.reports)
+            assert set(rank.fetched) == set(rank.reports) | set(rank.reader._jobs)
+            assert not set(rank.reports) & set(rank.reader._jobs)
+
+    @invariant()
+    def notices_arrive_in_order(self):
+        for rank in self.src_ranks if self.offers else ():
+            assert rank.heard == self.released[: len(rank.heard)]
+
+    @invariant()
+    def bounded(self):
+        for rank in self.ranks:
+            assert len(rank.reader._settling) <= len(rank.fetched)
+            assert len(rank.reader._transfers) <= len(rank.reads)
+            assert len(rank.reader._asks) <= 40 * max(1, len(rank.fetched))
+        if self.offers:
+            assert self.authority.num_leases <= len(self.offers)
+            assert len(self.authority._by_deadline) <= len(self.offers)
+
+    # -- and in the end ---------------------------------------------------------------------------
+
+    def teardown(self):
+        """Liveness: once the world behaves, everything ends, by the deadlines that the machines name."""
+        if not self.ranks:
+            return
+        for rank in self.src_ranks:
+            self.send_join(rank)
+        for _ in range(2000):
+            self.work()
+            for rank in self.ranks:
+                for read in self.under_way(rank):
+                    self.do_end(read)
+                self.do_poll(rank)
+            if not (self.packets or any(rank.builds or rank.selects for rank in self.ranks)):
+                wait = min(
+                    self.authority.next_deadline() - self.src_now,
+                    *(rank.reader.next_deadline() - self.clock(rank) for rank in self.ranks),
+                )
+                if wait == float("inf"):
+                    break
+                self.now += max(0.0, wait)
+            self.tick()
+        else:
+            raise AssertionError("it does not come to rest")
+        self.nothing_leaks()
+        self.late_ends_are_reported()
+
+    def nothing_leaks(self):
+        for rank in self.ranks:
+            stuck = {number: read for number, read in rank.reads.items() if not read.has_ended}
+            handles = {read.handle for read in stuck.values()}
+            reader = rank.reader
+            assert set(rank.reports) == set(rank.fetched) - handles, "each is reported, if its reads ended"
+            assert reader.num_quarantined == len(handles)
+            assert (set(reader._jobs), set(reader._transfers)) == (handles, set(stuck))
+            assert len(reader._by_ticket) == len(handles)
+            assert not reader._asks
+            assert not reader._settling
+        authority = self.authority
+        assert authority.num_leases == 0
+        assert not authority._by_request
+        assert not authority._by_deadline
+        assert authority.status()["unheard"] == 0
+        for offer in self.offers:
+            assert len(offer.releases) == 1, "released once"
+        for src_rank in self.src_ranks:
+            assert src_rank.heard == self.released, "each rank hears each release once"
+
+    def late_ends_are_reported(self):
+        for rank in self.ranks:
+            for read in rank.reads.values():
+                if not read.has_ended:
+                    self.do_end(read)
+            self.do_poll(rank)
+            assert set(rank.reports) == set(rank.fetched)
+            assert not rank.reader._jobs
+            assert not rank.reader._transfers
+
+
+World.TestCase.settings = settings(
+    max_examples=int(os.environ.get("KVFERRY_MODEL_EXAMPLES", "200")),
+    stateful_step_count=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+TestWorld = World.TestCase

@@ -1,0 +1,34 @@
+"""The public API: small, complete, and each name shown at work."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+import kvferry
+
+README = Path(__file__).parents[1] / "README.md"
+MOST_NAMES = 40
+
+
+def test_the_list_is_sorted_complete_and_small() -> None:
+    assert sorted(kvferry.__all__, key=lambda n: (not n.isupper(), n)) == list(kvferry.__all__)
+    public = {n for n, v in vars(kvferry).items() if not n.startswith("_") and not inspect.ismodule(v)}
+    assert public == set(kvferry.__all__)
+    assert len(kvferry.__all__) <= MOST_NAMES
+
+
+@pytest.mark.parametrize("name", [n for n in kvferry.__all__ if not n.isupper()])
+def test_every_name_has_a_doctest(name: str) -> None:
+    assert ">>>" in (getattr(kvferry, name).__doc__ or "")
+
+
+def test_plan_prove_select_is_under_ten_lines() -> None:
+    """The README's example: two manifests in, runs out."""
+    (block,) = (b for b in README.read_text(encoding="utf-8").split("```") if b.startswith("python"))
+    statements = ast.parse(block.removeprefix("python")).body
+    assert len(statements) < 10
+    assert "kvferry.select(" in block

@@ -1,0 +1,194 @@
+"""The transport over NIXL, between two processes: the laws, on host memory, over TCP, and on a GPU."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from kvferry import Region
+from kvferry.errors import TransportError
+from kvferry.testing.sources import serving
+from kvferry.testing.transport_laws import (
+    REGION_BYTES,
+    WHOLE,
+    TransportLaws,
+    World,
+    run,
+    scattered,
+    stale_memory,
+    wait,
+)
+from kvferry.transport import Transport
+from kvferry.transport.cuda import has_cuda
+from kvferry.transport.nixl import NixlTransport, pack_card
+
+TCP = {"UCX_TLS": "tcp,self"}
+"""Posts return at once here, and a stopped source stops the bytes."""
+
+pytest.importorskip("nixl", exc_type=ImportError)
+
+
+class NixlLaws(TransportLaws):
+    device = "cpu"
+    env: ClassVar[dict[str, str]] = {}
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def served(cls):
+        with serving(3, REGION_BYTES, cls.device, cls.env) as served:
+            yield served
+
+    @pytest.fixture
+    def world(self, served, monkeypatch):
+        for name, value in self.env.items():
+            monkeypatch.setenv(name, value)
+        holder = stale_memory(self.device)
+        yield World(NixlTransport, holder, served.sources)
+        holder.free()
+
+
+class TestNixl(NixlLaws):
+    pass
+
+
+class TestNixlOverTcp(NixlLaws):
+    env = TCP
+
+
+@pytest.mark.skipif(not has_cuda(), reason="no CUDA device")
+class TestNixlOnGpu(NixlLaws):
+    device = "cuda:0"
+
+
+@pytest.fixture
+def tcp(monkeypatch):
+    """A source of its own, over TCP: the test may stop or kill it."""
+    for name, value in TCP.items():
+        monkeypatch.setenv(name, value)
+    with serving(1, REGION_BYTES, env=TCP) as served:
+        yield served
+
+
+@pytest.fixture
+def holder():
+    return stale_memory()
+
+
+def connected(transport, holder, served):
+    transport.register(holder.regions)
+    transport.connect("src", served.sources[0].card, served.sources[0].regions)
+
+
+def test_a_stopped_source_ends_nothing_and_its_bytes_come_late(tcp, holder):
+    transport = NixlTransport(close_timeout_s=0.2)
+    connected(transport, holder, tcp)
+    os.kill(tcp.pid, signal.SIGSTOP)
+    transport.read(1, "src", WHOLE)
+    time.sleep(0.1)
+    transport.forget("src")
+    with pytest.raises(TransportError, match="still-under-way"):
+        transport.close()
+    assert transport.poll() == []
+    os.kill(tcp.pid, signal.SIGCONT)
+    (end,) = wait(transport, 1)
+    assert end.error in ("", "peer 'src' was forgotten")
+    quiet = holder.load()
+    transport.close()
+    assert all((a == b).all() for a, b in zip(holder.load(), quiet, strict=True))
+
+
+def test_a_stopped_source_delays_no_other_peer(tcp, holder):
+    with serving(1, REGION_BYTES, env=TCP) as other:
+        transport = NixlTransport()
+        connected(transport, holder, tcp)
+        transport.connect("other", other.sources[0].card, other.sources[0].regions)
+        os.kill(tcp.pid, signal.SIGSTOP)
+        for i in range(20):
+            transport.read(i, "src", WHOLE)
+        for i in range(20, 30):
+            transport.read(i, "other", scattered(100, 4096, seed=i))
+            assert [end.transfer for end in wait(transport, 1)] == [i]
+        os.kill(tcp.pid, signal.SIGCONT)
+        assert not any(end.error for end in wait(transport, 20))
+        transport.close()
+
+
+def test_a_killed_source_gives_an_error(tcp, holder):
+    transport = NixlTransport()
+    connected(transport, holder, tcp)
+    os.kill(tcp.pid, signal.SIGSTOP)
+    transport.read(1, "src", WHOLE)
+    transport.read(2, "src", run((0, 0), (1, 0), 64))
+    os.kill(tcp.pid, signal.SIGKILL)
+    ends = wait(transport, 2)
+    assert [end.transfer for end in ends] == [1, 2]
+    assert all(end.error for end in ends)
+    transport.read(3, "src", run((0, 0), (1, 0), 64))
+    assert wait(transport, 1)[0].error
+    transport.forget("src")
+    transport.close()
+
+
+def test_no_connection_is_an_error_in_time(tcp, holder):
+    transport = NixlTransport(connect_timeout_s=0.2, close_timeout_s=0.2)
+    transport.register(holder.regions)
+    os.kill(tcp.pid, signal.SIGSTOP)
+    started = time.monotonic()
+    with pytest.raises(TransportError, match=r"no-connection: src: no answer within 0\.2 s"):
+        transport.connect("src", tcp.sources[0].card, tcp.sources[0].regions)
+    assert time.monotonic() - started < 5
+    os.kill(tcp.pid, signal.SIGCONT)
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            transport.close()
+            return
+        except TransportError:
+            pass
+    pytest.fail("the warm-up never ended")
+
+
+def test_waiting_costs_no_cpu():
+    memory = np.zeros(4096, np.uint8)
+    transport = NixlTransport()
+    transport.register([Region("kv", 4096, memory.ctypes.data)])
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.05
+    transport.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvferry-nixl"]
+
+
+def test_it_is_a_transport():
+    transport: Transport = NixlTransport()
+    assert transport.kind == "nixl"
+    assert transport.cost.of(10, 1000) > 0
+    transport.close()
+
+
+def test_our_own_card_and_a_card_of_junk_are_refused():
+    memory = np.zeros(4096, np.uint8)
+    regions = [Region("kv", 4096, memory.ctypes.data)]
+    transport = NixlTransport()
+    transport.register(regions)
+    for card, code in ((transport.card(), "bad-card"), (pack_card("x", b"junk"), "nixl")):
+        with pytest.raises(TransportError, match=code):
+            transport.connect("x", card, regions)
+    transport.close()
+
+
+def test_no_regions_are_refused():
+    with pytest.raises(TransportError, match="no-regions"):
+        NixlTransport().register([])
+
+
+def test_without_nixl_the_error_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    memory = np.zeros(64, np.uint8)
+    with pytest.raises(TransportError, match=r'pip install "kvferry\[nixl\]"'):
+        NixlTransport().register([Region("kv", 64, memory.ctypes.data)])
