@@ -50,8 +50,9 @@ format: $(READY) ## rewrite files the way `make lint` wants them
 	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
 
-bench: $(READY) ## time the core
+bench: $(READY) ## time the core, and the transport against NIXL alone
 	@$(BIN)/python benchmarks/core.py
+	@$(BIN)/python benchmarks/transport.py
 
 law: $(READY) ## the long property run (EXAMPLES=20000)
 	@echo "==> laws, $(EXAMPLES) examples each"

@@ -56,7 +56,8 @@ class Raw:
         self.dst, self.src = Memory("dst", holder.regions), Memory("src", source.regions)
         self.kind = self.dst.kinds[0].name
         self.registered = self.agent.register(self.kind, self.dst.whole())
-        self.remote = self.agent.add(unpack_card(source.card)[1])
+        self.remote, metadata = unpack_card(source.card)
+        self.agent.add(self.remote, metadata)
 
     def read(self, runs: Runs) -> tuple[float, float]:
         """Seconds until the post returned, and until all was in."""

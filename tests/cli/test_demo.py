@@ -1,15 +1,27 @@
-"""``kvferry demo``: everything right, and nothing wrong that it would not name."""
+"""``kvferry demo --transport memory``: everything right, and nothing wrong that it would not name."""
 
 import pytest
 
 import kvferry
 from kvferry.core.runs import Runs
 
-QUICK = ("demo", "--model", "llama-3.1-8b", "--layers", 1, "--tokens", 70, "--requests", 2)
+QUICK = (
+    "demo",
+    "--transport",
+    "memory",
+    "--model",
+    "llama-3.1-8b",
+    "--layers",
+    1,
+    "--tokens",
+    70,
+    "--requests",
+    2,
+)
 
 
 def test_the_demo_as_it_comes(cli):
-    ran = cli("demo", "--tokens", 60, "--requests", 1)
+    ran = cli("demo", "--transport", "memory", "--tokens", 60, "--requests", 1)
     assert (ran.code, ran.err) == (0, "")
     last = ran.out.splitlines()[-1]
     assert last.startswith("verified: ")
@@ -31,7 +43,7 @@ def test_the_demo_as_it_comes(cli):
 )
 def test_other_families(cli, model, src, dst):
     few = ("--layers", 2, "--tokens", 150, "--requests", 2)
-    ran = cli("demo", "--model", model, "--src", src, "--dst", dst, *few, "--json")
+    ran = cli("demo", "--transport", "memory", "--model", model, "--src", src, "--dst", dst, *few, "--json")
     assert ran.code == 0, ran
     answer = ran.answer
     assert (answer["verdict"], answer["num_wrong"], answer["num_requests"]) == ("verified", 0, 2)

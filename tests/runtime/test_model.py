@@ -40,7 +40,7 @@ TIMING = Timing(lease=9.0, meet=4.0, read=20.0, retry=0.5)
 ADDRESS = "source"
 NUM_SRC_RANKS = 2
 ONE_RUN = Runs(*(np.array([n], np.int64) for n in (0, 0, 8)))
-"""Times, a third of a lease included, are multiples of 1/4 and offsets are whole, so that floats are exact and laws can be strict."""
+"""Times, a third of a lease included, are multiples of 1/4, and offsets are whole: floats are exact here."""
 FORGERIES = {
     "engine": "other",
     "generation": 99,

@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import ClassVar
 
 import numpy as np
@@ -23,9 +24,9 @@ from kvferry.testing.transport_laws import (
     stale_memory,
     wait,
 )
-from kvferry.transport import Transport
+from kvferry.transport import End, Transport
 from kvferry.transport.cuda import has_cuda
-from kvferry.transport.nixl import NixlTransport, pack_card
+from kvferry.transport.nixl import NixlTransport, pack_card, unpack_card
 
 TCP = {"UCX_TLS": "tcp,self"}
 """Posts return at once here, and a stopped source stops the bytes."""
@@ -176,10 +177,33 @@ def test_our_own_card_and_a_card_of_junk_are_refused():
     regions = [Region("kv", 4096, memory.ctypes.data)]
     transport = NixlTransport()
     transport.register(regions)
-    for card, code in ((transport.card(), "bad-card"), (pack_card("x", b"junk"), "nixl")):
+    for card, code in ((transport.card(), "bad-card"), (pack_card("x", b"junk"), "bad-card")):
         with pytest.raises(TransportError, match=code):
             transport.connect("x", card, regions)
     transport.close()
+
+
+def test_a_spoilt_card_harms_nobody_else(holder):
+    """Whatever its metadata: the checksum is right, the peer is not."""
+    rng = np.random.default_rng(0)
+    with serving(2, REGION_BYTES) as served:
+        (spoilt_source, source), transport = served.sources, NixlTransport(connect_timeout_s=2)
+        transport.register(holder.regions)
+        name, metadata = unpack_card(spoilt_source.card)
+        for _ in range(20):
+            spoilt = bytearray(metadata)
+            start = rng.integers(len(spoilt) - 8)
+            spoilt[start : start + rng.integers(1, 8)] = rng.bytes(int(rng.integers(0, 8)))
+            with suppress(TransportError):
+                transport.connect("bad", pack_card(name, bytes(spoilt)), spoilt_source.regions)
+            transport.forget("bad")
+        transport.connect("src", source.card, source.regions)
+        forged = unpack_card(source.card)[0], metadata
+        with pytest.raises(TransportError, match="bad-card: bad: a second card of"):
+            transport.connect("bad", pack_card(*forged), source.regions)
+        transport.read(1, "src", WHOLE)
+        assert wait(transport, 1) == [End(1)]
+        transport.close()
 
 
 def test_no_regions_are_refused():

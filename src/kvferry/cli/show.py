@@ -79,7 +79,7 @@ def labelled(out: Console, rows: Sequence[tuple[str, str]], indent: str = "  ") 
 
 def verdict(out: Console, word: str, rest: str) -> None:
     """The one word that matters, and what it is about."""
-    style = {"PROVED": "bold green", "REFUSED": "bold red", "WRONG": "bold red"}.get(word, "bold")
+    style = "bold green" if word == "PROVED" else "bold red"
     out.print(Text.assemble((word, style), f"  {rest}"), soft_wrap=True)
 
 

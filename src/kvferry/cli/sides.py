@@ -120,13 +120,13 @@ def roomy(model: Model, text: str, engine: str, num_tokens: int) -> Manifest:
     return describe(model, replace(topology, blocks=needed), engine)
 
 
-def snug(model: Model, text: str, engine: str, num_tokens: int) -> Manifest:
-    """Describe an engine that has just enough memory to scatter a request of ``num_tokens`` in it."""
+def snug(model: Model, text: str, engine: str, num_tokens: int, num_requests: int = 2) -> Manifest:
+    """Describe an engine with room for so many requests of ``num_tokens``: two, to scatter one of them."""
     topology = Topology.parse(text)
     if "blocks" in _keys(text):
         return describe(model, topology, engine)
     needed = blocks_needed(describe(model, replace(topology, blocks=1), engine), num_tokens)
-    return describe(model, replace(topology, blocks=2 * needed), engine)
+    return describe(model, replace(topology, blocks=num_requests * needed), engine)
 
 
 def blocks_needed(manifest: Manifest, num_tokens: int) -> int:

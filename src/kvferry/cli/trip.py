@@ -69,9 +69,9 @@ def shortened(model: Model, num_layers: int) -> Model:
 
 
 def travel(
-    trip: Trip, src: Manifest, dst: Manifest, requests: list[Request], step: Callable[[], None]
+    trip: Trip, src: Manifest, dst: Manifest, requests: list[Request], step: Callable[[str], None]
 ) -> None:
-    """Plan every destination rank once, then move and verify each request; ``step`` is called after each."""
+    """Plan every destination rank once, then move and verify each request; ``step`` is told after each."""
     src_memory, dst_memory = _memories(src), _memories(dst)
     transports = _transports(src, src_memory, dst, dst_memory)
     routes = [_route(trip, src, dst, rank.rank) for rank in dst.ranks]
@@ -81,7 +81,7 @@ def travel(
             _move(trip, transports[route.plan.dst_rank], route, request)
             _verify(trip, route.plan, dst_memory, request)
         trip.num_requests += 1
-        step()
+        step("")
 
 
 def some_requests(src: Manifest, dst: Manifest, num_requests: int, num_tokens: int) -> Iterator[Request]:

@@ -433,8 +433,9 @@ class Reader:
         for job in self._answered(route, denial.nonce)[1]:
             job.is_denied = job.covered_until == float("-inf")
             effects += self._fail(now, job, failure)
-            if denial.code == "restarted":  # that start of the engine is gone for good
-                effects += self._lose(now, job.peer, failure)
+            met = self._peers.get(job.peer)
+            if denial.code == "restarted" and met is not None and not met.is_building:
+                effects += self._lose(now, job.peer, failure)  # that start of the engine is gone for good
         return effects
 
     def _renewals(self, now: float) -> list[Effect]:

@@ -255,6 +255,15 @@ class TransportLaws:
             reader.read(1, "0", run((0, 0), (0, 0), 64))
             assert wait(reader, 1) == [End(1)]
 
+    def test_closing_ends_what_is_under_way(self, world: World) -> None:
+        with world.reader(0, 1) as reader:
+            for i in range(6):
+                reader.read(i, str(i % 2), WHOLE)
+        quiet = world.holder.load()
+        assert sorted(end.transfer for end in reader.poll()) == [*range(6)]
+        assert reader.poll() == []
+        check(world, quiet)
+
     def test_closing_leaves_nothing_behind(self, world: World) -> None:
         def use() -> None:
             with world.reader(0, 1) as reader:
@@ -265,7 +274,7 @@ class TransportLaws:
         before, deadline = _threads_and_files(), time.monotonic() + 2
         for _ in range(3):
             use()
-        # A thread that was joined may still be on its way out of the kernel, also when ``before`` was counted.
+        # A thread that was joined may still be on its way out of the kernel, then and now.
         while _grew(before, _threads_and_files()) and time.monotonic() < deadline:
             time.sleep(5e-3)
         assert not _grew(before, _threads_and_files())

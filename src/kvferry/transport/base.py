@@ -83,12 +83,16 @@ class Transport(Protocol):
         ...
 
     def forget(self, peer: str) -> None:
-        """Drop a peer, if it is known. Transfers under way still end, and their ends are still reported."""
+        """Drop a peer, if it is known. Transfers under way still end, and their ends are still reported.
+
+        Those that still wait for their turn may end with an error.
+        """
         ...
 
     def close(self) -> None:
         """Give up all memory and peers. Blocks until nothing is under way, or raises after a deadline.
 
-        Ends that were not collected yet can be collected afterwards. Closing again does nothing.
+        Transfers that still wait for their turn may end with an error. Ends that were not collected yet can
+        be collected afterwards. Closing again does nothing; after a deadline, it waits again.
         """
         ...

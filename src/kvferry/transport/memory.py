@@ -111,7 +111,7 @@ class _Read:
 
 
 class MemoryTransport:
-    """Copies within this process.
+    """Copies within this process. One thread at a time.
 
     >>> src, dst = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
     >>> hub = Hub()
@@ -134,6 +134,7 @@ class MemoryTransport:
         self._places: Places | None = None
         self._peers: dict[str, _Peer] = {}
         self._reads: dict[int, _Read] = {}
+        self._ends: list[End] = []
         self._is_closed = False
 
     def register(self, regions: Sequence[Region]) -> None:
@@ -170,7 +171,7 @@ class MemoryTransport:
         ours = self._ours()
         if peer not in self._peers:
             raise TransportError("unknown-peer", f"{peer!r} is not connected")
-        if transfer in self._reads:
+        if transfer in self._reads or any(end.transfer == transfer for end in self._ends):
             raise TransportError("under-way", f"transfer {transfer} has not ended yet")
         src = self._peers[peer].places
         runs = checked(runs, src, ours)
@@ -188,9 +189,8 @@ class MemoryTransport:
 
     def poll(self) -> list[End]:
         """Let every read make a step; the ones that ended."""
-        ends = [end for read in self._reads.values() if (end := self._step(read))]
-        for end in ends:
-            del self._reads[end.transfer]
+        self._advance()
+        ends, self._ends = self._ends, []
         return ends
 
     def forget(self, peer: str) -> None:
@@ -198,12 +198,19 @@ class MemoryTransport:
         self._peers.pop(peer, None)
 
     def close(self) -> None:
-        """Leave the hub. Raises, and may be tried again, while reads have not ended."""
+        """Let every read make a step, then leave the hub. Raises if one has not ended; try again then."""
+        self._advance()
         if self._reads:
             raise TransportError("still-under-way", f"{len(self._reads)} reads have not ended")
         self._is_closed = True
         self._peers.clear()
         self._hub.leave(self._hub_name)
+
+    def _advance(self) -> None:
+        ended = [end for read in self._reads.values() if (end := self._step(read))]
+        for end in ended:
+            del self._reads[end.transfer]
+        self._ends += ended
 
     def _step(self, read: _Read) -> End | None:
         if not self._hub.knows(read.peer.hub_name):

@@ -70,6 +70,8 @@ SHORTEST_NAP, LONGEST_NAP = 20e-6, 1e-3
 
 CARD = struct.Struct(">8sIHI")
 CARD_MAGIC = b"kvfnixl1"
+METADATA_HEAD = b"nixlSerDes|Agent"
+"""What NIXL 1.x puts before the name of the agent."""
 
 WARM_REGIONS, WARM_BYTES = 64, 4096
 """What the first read touches: it sets up connections and device mappings, and is about ten times slower."""
@@ -182,13 +184,22 @@ class Agent:
         with _translated("cannot get metadata"):
             return bytes(self._agent.getLocalMD())
 
-    def add(self, metadata: bytes) -> str:
-        """Make a remote agent known, and start connecting to it; its name."""
+    def add(self, remote: str, metadata: bytes) -> None:
+        """Make a remote agent known, and start connecting to it.
+
+        NIXL 1.5 keeps half of metadata that it could not load whole, and cannot be told to drop it: no card
+        of that agent is accepted afterwards. Cards have a checksum, so that takes intent; others are safe.
+        """
+        if (named := name_in(metadata)) != remote:
+            raise TransportError("bad-card", f"a card of {remote!r} with metadata of {named!r}")
         with _translated("cannot add the remote agent"):
-            name = self._agent.loadRemoteMD(metadata)
-            name = name.decode() if isinstance(name, bytes) else str(name)
-            self._agent.makeConnection(name, self._backends)
-        return name
+            self._agent.loadRemoteMD(metadata)
+        try:
+            with _translated("cannot connect to the remote agent"):
+                self._agent.makeConnection(remote, self._backends)
+        except TransportError:
+            _quietly(self.remove, remote)
+            raise
 
     def remove(self, remote: str) -> None:
         with _translated("cannot remove the remote agent"):
@@ -240,6 +251,11 @@ class _translated:  # noqa: N801  # reads as a phrase
             raise TransportError("nixl", f"{self._what}: {reason}") from error
 
 
+def check_installed() -> None:
+    """Raise a TransportError that says how to install NIXL, if it cannot be imported."""
+    _import_nixl()
+
+
 def _import_nixl() -> Any:
     try:
         from nixl import _bindings
@@ -252,6 +268,19 @@ def pack_card(agent: str, metadata: bytes) -> bytes:
     """A card: the agent's name and its metadata, with a checksum."""
     name = agent.encode()
     return CARD.pack(CARD_MAGIC, zlib.crc32(name + metadata), len(name), len(metadata)) + name + metadata
+
+
+def name_in(metadata: bytes) -> str:
+    """The name of the agent that metadata is of, as NIXL will read it; empty if it is none.
+
+    >>> name_in(METADATA_HEAD + bytes([3, 0, 0, 0, 0, 0, 0, 0]) + b"src" + b"keys")
+    'src'
+    """
+    if not metadata.startswith(METADATA_HEAD):
+        return ""
+    start = len(METADATA_HEAD) + 8
+    stop = start + int.from_bytes(metadata[len(METADATA_HEAD) : start], "little")
+    return metadata[start:stop].decode(errors="replace")
 
 
 def unpack_card(card: bytes) -> tuple[str, bytes]:
@@ -327,6 +356,9 @@ class Ferryman:
         self._peers: list[Peer] = []
         self._posted: list[tuple[int, Read]] = []
         self._references: Counter[str] = Counter()
+        """Peers per remote agent."""
+        self._cards: dict[str, bytes] = {}
+        """By remote agent."""
         self._registered: list[Any] = []
         self._agent: Agent
         started: Future[None] = Future()
@@ -434,15 +466,17 @@ class Ferryman:
         agent, metadata = unpack_card(card)
         if agent == self._agent.name:
             raise TransportError("bad-card", f"{name}: this is our own card")
+        if self._cards.get(agent, card) != card:
+            # NIXL would take the new metadata for the old agent, and its reads with it.
+            raise TransportError("bad-card", f"{name}: a second card of {agent!r}, which is connected")
         if self._is_closing:
             raise TransportError("closed", "this transport was closed")
-        added = self._agent.add(metadata)
-        self._references[added] += 1
-        peer = Peer(name, added, memory)
+        if agent not in self._cards:
+            self._agent.add(agent, metadata)
+            self._cards[agent] = card
+        self._references[agent] += 1
+        peer = Peer(name, agent, memory)
         self._peers.append(peer)
-        if added != agent:
-            self.forget(peer)
-            raise TransportError("bad-card", f"{name}: a card of {agent!r} with metadata of {added!r}")
         self._line_up(Read(peer, _first_bytes(memory.places.regions), self._scratch.memory, report))
         return peer
 
@@ -464,7 +498,7 @@ class Ferryman:
         self._peers.remove(peer)
         self._references[peer.agent] -= 1
         if not self._references[peer.agent]:
-            del self._references[peer.agent]
+            del self._references[peer.agent], self._cards[peer.agent]
             _quietly(self._agent.remove, peer.agent)
 
     # ---- in the thread: reads
@@ -495,8 +529,12 @@ class Ferryman:
         """Post one slice for every peer that has one and has room."""
         waiting = [peer for peer in self._peers if peer.can_post]
         for peer in waiting:
-            read = peer.line[0]
-            part = read.next_part()
+            read, part = peer.line[0], None
+            try:
+                part = read.next_part()
+            except Exception as error:  # this thread serves everybody: no read may end it
+                log.exception("a read could not be cut into slices")
+                read.error = f"it could not be cut into slices: {error!r}"
             if part is not None:
                 self._post(read, part)
             if part is None or read.error:

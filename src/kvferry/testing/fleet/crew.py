@@ -1,4 +1,4 @@
-"""Processes that serve one engine after another: a process takes a second to start, an object in it does not."""
+"""Processes that serve one engine after another: starting one takes a second, an object in it does not."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ class _Hired(Worker):
         self.name = name
         self._idle, self._berth = idle, berth
         self._pipe, self._lock, self._process = berth._pipe, berth._lock, berth._process
-        self._is_ready = False
-        self._ask("open", (factory, *args), {})
+        self._is_ready = self._is_stopped = False
+        self._start = self._ask("open", (factory, *args), {})
 
     def close(self) -> None:
         """Close the object; the process waits for the next one."""

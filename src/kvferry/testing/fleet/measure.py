@@ -1,4 +1,4 @@
-"""The same reads by NIXL alone, from the same process and into the same memory: what kvferry is measured by."""
+"""The same reads by NIXL alone, in the same process and into the same memory: what kvferry is measured by."""
 
 from __future__ import annotations
 
@@ -101,10 +101,11 @@ class Raw:
         self._kind = self._dst.kinds[0].name
         self._agent = Agent(f"raw-{uuid4().hex}")
         self._registered = self._agent.register(self._kind, self._dst.whole())
-        self._peers = {
-            name: (self._agent.add(unpack_card(peer.card)[1]), Memory(name, peer.regions))
-            for name, peer in peers.items()
-        }
+        self._peers: dict[str, tuple[str, Memory]] = {}
+        for name, peer in peers.items():
+            remote, metadata = unpack_card(peer.card)
+            self._agent.add(remote, metadata)
+            self._peers[name] = remote, Memory(name, peer.regions)
 
     def read(self, reads: Sequence[tuple[str, Runs]]) -> Took:
         """Read these lists."""

@@ -1,0 +1,197 @@
+"""What two engines owe each other: every request, every block, every report, each exactly once.
+
+An account does what an engine's scheduler does: it takes blocks from the pool for a request, and gives them
+back when it is told that it may. It complains when it is told twice, or of something that it does not know.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.core.request import BlockTable, need_of
+from kvferry.core.span import Spans
+from kvferry.errors import KVFerryError
+from kvferry.runtime import Released, Report
+from kvferry.testing.fleet.engines import DestinationFleet, SourceFleet
+from kvferry.testing.fleet.pool import BlockPool
+from kvferry.wire.ticket import Ticket
+
+
+class Unbalanced(KVFerryError):
+    """Something was reported twice, or never asked for, or did not happen in time."""
+
+
+def until(condition: Callable[[], object], what: str, seconds: float = 30) -> None:
+    """Wait for a condition; ``Unbalanced`` if it does not come true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise Unbalanced(f"not within {seconds:g} s: {what}")
+        time.sleep(0.005)
+
+
+class SourceAccount:
+    """A source engine's requests and blocks."""
+
+    def __init__(self, fleet: SourceFleet) -> None:
+        self.fleet, self.pool = fleet, BlockPool(fleet.manifest)
+        self.out: dict[str, Mapping[str, BlockTable]] = {}
+        """The blocks of every request that was offered and not released."""
+        self.released: dict[str, str] = {}
+        """Why each request was released, as the engine's scheduler heard it."""
+        self.heard: list[dict[str, str]] = [{} for _ in fleet.ranks]
+        """The same, as each rank heard it."""
+
+    def offer(self, request_id: str, num_tokens: int, *, is_filled: bool = True) -> Ticket:
+        """Take blocks, write the request's pattern into them unless told not to, and offer them."""
+        tables = self.pool.take(num_tokens)
+        if tables is None:
+            raise Unbalanced(f"{self.fleet.manifest.engine} has no blocks for {num_tokens} tokens")
+        self.out[request_id] = tables
+        offer = self.fleet.prefill if is_filled else self.fleet.offer
+        return offer(request_id, tables, num_tokens)
+
+    def poll(self) -> None:
+        """Collect what was released, where somebody answers, and take those blocks back."""
+        if self.fleet.authority.is_running:
+            for released in self.fleet.poll():
+                _note(self.released, released, "the engine")
+                self.pool.give_back(self.out.pop(released.request_id))
+        for heard, rank in zip(self.heard, self.fleet.ranks, strict=True):
+            if rank.is_running:
+                for released in rank.call("poll"):
+                    _note(heard, released, rank.name)
+
+    def reason(self, request_id: str) -> str:
+        """Why a request was released, once the engine and every living rank have heard of it."""
+        until(lambda: self._has_heard(request_id), f"everybody hears that {request_id} is released")
+        reasons = {self.released[request_id]}
+        reasons |= {heard[request_id] for heard in self.heard if request_id in heard}
+        if len(reasons) > 1:
+            raise Unbalanced(f"{request_id} was released for several reasons: {sorted(reasons)}")
+        return reasons.pop()
+
+    def _has_heard(self, request_id: str) -> bool:
+        self.poll()
+        living = [heard for heard, rank in zip(self.heard, self.fleet.ranks, strict=True) if rank.is_alive]
+        return request_id in self.released and all(request_id in heard for heard in living)
+
+    def status(self) -> dict[str, Any]:
+        """The authority's own view."""
+        status: dict[str, Any] = self.fleet.authority.call("status")
+        return status
+
+    def is_quiet(self) -> bool:
+        """No lease, no notice that a living rank has not heard, every block back."""
+        self.poll()
+        status = self.status()
+        all_alive = all(rank.is_alive for rank in self.fleet.ranks)
+        left = status["offered"] + status["being_read"] + (status["unheard"] if all_alive else 0)
+        return not left and not self.pool.num_missing
+
+
+def _note(seen: dict[str, str], released: Released, whom: str) -> None:
+    if released.request_id in seen:
+        raise Unbalanced(f"{whom} was told twice that {released.request_id} is released")
+    seen[released.request_id] = released.reason
+
+
+@dataclass(eq=False)
+class Load:
+    """A request on its way into a destination engine."""
+
+    request_id: str
+    tables: Mapping[str, BlockTable]
+    need: Mapping[str, Spans]
+    handles: list[int]
+    reports: dict[int, Report] = field(default_factory=dict)
+    """By rank."""
+
+    @property
+    def codes(self) -> list[str]:
+        """What each rank that reported said: a failure's code, or nothing if all is well."""
+        reports = [report for _, report in sorted(self.reports.items())]
+        return [report.failure.code if report.failure else "" for report in reports]
+
+
+class DestinationAccount:
+    """A destination engine's loads and blocks."""
+
+    def __init__(self, fleet: DestinationFleet) -> None:
+        self.fleet, self.pool = fleet, BlockPool(fleet.manifest)
+        self._by_handle: list[dict[int, Load]] = [{} for _ in fleet.ranks]
+        self._names = {state.name: state.name for state in fleet.manifest.states}
+
+    def fetch(self, ticket: Ticket, num_tokens: int = 0) -> Load:
+        """Take blocks, and start the load on every rank."""
+        num_tokens = num_tokens or ticket.num_tokens
+        tables = self.pool.take(num_tokens)
+        if tables is None:
+            raise Unbalanced(f"{self.fleet.manifest.engine} has no blocks for {num_tokens} tokens")
+        need = {group.name: need_of(group, num_tokens) for group in self.fleet.manifest.groups}
+        load = Load(ticket.request_id, tables, need, self.fleet.fetch(ticket, tables, need))
+        for by_handle, handle in zip(self._by_handle, load.handles, strict=True):
+            by_handle[handle] = load
+        return load
+
+    def abort(self, load: Load) -> None:
+        """Give a load up, on every rank that lives."""
+        for rank, handle in zip(self.fleet.ranks, load.handles, strict=True):
+            if rank.is_running:
+                rank.call("abort", handle)
+
+    def poll(self) -> list[Load]:
+        """Collect reports; the loads that are over now. Their blocks are back in the pool."""
+        over = []
+        for index, rank in enumerate(self.fleet.ranks):
+            for report in rank.call("poll") if rank.is_running else ():
+                load = self._by_handle[index].pop(report.handle, None)
+                if load is None:
+                    raise Unbalanced(f"{rank.name} reported {report.handle} twice, or nobody asked for it")
+                load.reports[index] = report
+                if self.is_over(load):
+                    self.pool.give_back(load.tables)
+                    over.append(load)
+        return over
+
+    def is_over(self, load: Load) -> bool:
+        """Whether every rank that lives has reported it."""
+        living = (index for index, rank in enumerate(self.fleet.ranks) if rank.is_alive)
+        return all(index in load.reports for index in living)
+
+    def wait(self, load: Load, seconds: float = 30) -> list[str]:
+        """Until a load is over; its codes, one per rank."""
+
+        def is_over() -> bool:
+            self.poll()
+            return self.is_over(load)
+
+        until(is_over, f"{self.fleet.manifest.engine} reports {load.request_id}", seconds)
+        return load.codes
+
+    def num_wrong(self, load: Load, salt: str = "") -> int:
+        """Needed cells that do not hold what the request's prefill wrote."""
+        checked = self.fleet.check(load.tables, load.need, self._names, salt or load.request_id)
+        return sum(one.num_wrong for one in checked)
+
+    def statuses(self) -> list[dict[str, Any]]:
+        """The own view of every rank that answers."""
+        return [rank.call("status") for rank in self.fleet.ranks if rank.is_running]
+
+    def num_in_flight(self) -> int:
+        """Posted reads that have not ended, on all ranks."""
+        return sum(status["in_flight"] for status in self.statuses())
+
+    def fingerprints(self) -> list[int]:
+        """A checksum of every rank's memory."""
+        return [rank.call("fingerprint") for rank in self.fleet.ranks if rank.is_running]
+
+    def is_quiet(self) -> bool:
+        """No fetch, no read, nothing left to say, every block back."""
+        self.poll()
+        statuses = self.statuses()
+        left = [status["fetches"] or status["in_flight"] or status["settling"] for status in statuses]
+        return not any(left) and not self.pool.num_missing

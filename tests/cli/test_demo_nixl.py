@@ -1,0 +1,180 @@
+"""``kvferry demo`` between processes: everything right, and nothing wrong or left behind that it would not name."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from kvferry.cli import crossing
+from kvferry.core.request import BlockTable
+from kvferry.errors import TransportError
+from kvferry.testing.fleet import BlockPool, SourceFleet
+from kvferry.transport import nixl
+from kvferry.transport.cuda import has_cuda
+
+pytest.importorskip("nixl", exc_type=ImportError)
+
+QUICK = ("demo", "--model", "llama-3.1-8b", "--src", "block=16", "--dst", "block=24,layout=NHD")
+FEW = ("--layers", "1", "--tokens", "200", "--requests", "2")
+
+SCRIPT = """
+import sys
+from kvferry.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+"""What pip makes of the package's console script."""
+
+
+def started(*words):
+    env = {**os.environ, "COLUMNS": "80"}
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, env=env)
+
+
+def assert_verified(ran, num_requests):
+    assert (ran.returncode, ran.stderr) == (0, "")
+    last = ran.stdout.splitlines()[-1]
+    assert last.startswith("verified: ")
+    assert last.endswith(f" cells of {num_requests} requests, 0 wrong")
+    assert "leases    0 outstanding" in ran.stdout
+
+
+def test_two_engines_of_processes():
+    """KDA and MLA on shared tensors, four ranks to two."""
+    ran = started("-m", "kvferry", "demo", "--requests", "5", "--tokens", "1500", "--layers", "2")
+    assert_verified(ran, 5)
+    assert "kimi-linear-48b" in ran.stdout
+    assert "NIXL, cpu memory, 7 processes" in ran.stdout
+    assert max(map(len, ran.stdout.splitlines())) <= 80
+
+
+def test_the_console_script_starts_processes_too(tmp_path):
+    script = tmp_path / "kvferry"
+    script.write_text(SCRIPT)
+    assert_verified(started(script, *QUICK, *FEW), 2)
+
+
+def test_the_account_as_json(cli):
+    ran = cli(*QUICK, *FEW, "--json")
+    assert ran.code == 0
+    answer = ran.answer
+    assert (answer["verdict"], answer["num_requests"], answer["num_wrong"]) == ("verified", 2, 0)
+    assert (answer["num_leases"], answer["leaks"], answer["failures"]) == (0, [], [])
+    assert answer["num_cells"] > 0
+    (speed,) = answer["speeds"]
+    assert min(speed[key] for key in ("move_ms", "raw_move_ms", "one_run_move_ms")) > 0
+
+
+# -- sabotage --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def offers(monkeypatch):
+    """Have something done before each offer: ``offers(change)``, with the fleet, tables and tokens."""
+    offer = SourceFleet.offer
+
+    def install(change):
+        def changed(fleet, request_id, tables, num_tokens):
+            return offer(fleet, request_id, change(fleet, tables, num_tokens), num_tokens)
+
+        monkeypatch.setattr(SourceFleet, "offer", changed)
+        return offer
+
+    monkeypatch.setattr(crossing, "SETTLED_SECONDS", 1.0)
+    return install
+
+
+def test_a_wrong_block_is_found_and_named(cli, offers):
+    """The source offers its blocks in another order than it wrote them."""
+
+    def swapped(_fleet, tables, _num_tokens):
+        ids = tables["full"].block_ids.copy()
+        ids[[3, 4]] = ids[[4, 3]]
+        return {"full": BlockTable.of(ids)}
+
+    offers(swapped)
+    ran = cli(*QUICK, *FEW)
+    assert (ran.code, ran.err) == (1, "")
+    assert "WRONG" in ran.out
+    assert "first: request-1: dst rank 0: layers.0.attn/k cell 48 channel 0 head 0: " in ran.out
+    assert "verified" not in ran.out
+
+
+def test_a_lease_that_is_left_is_told(cli, offers):
+    def with_another(fleet, tables, num_tokens):
+        if not hasattr(fleet, "is_ghostly"):
+            fleet.is_ghostly = True
+            offer(fleet, "nobody-fetches-this", tables, num_tokens)
+        return tables
+
+    offer = offers(with_another)
+    ran = cli(*QUICK, *FEW)
+    assert ran.code == 1
+    assert "LEAKED" in ran.out
+    assert "1 leases outstanding" in ran.out
+
+
+def test_blocks_that_are_left_are_told(cli, monkeypatch):
+    monkeypatch.setattr(crossing, "SETTLED_SECONDS", 1.0)
+    monkeypatch.setattr(BlockPool, "give_back", lambda pool, tables: None)
+    ran = cli(*QUICK, *FEW, "--json")
+    assert ran.code == 1
+    assert ran.answer["verdict"] == "leaked"
+    assert {leak.partition(" ")[2] for leak in ran.answer["leaks"]} == {
+        "source blocks not given back",
+        "destination blocks not given back",
+    }
+
+
+def test_a_source_that_dies_fails_the_demo(cli, offers):
+    num_offers = 0
+
+    def killing(fleet, tables, _num_tokens):
+        nonlocal num_offers
+        num_offers += 1
+        if num_offers == 2:  # the first request has arrived
+            fleet.ranks[0].kill()
+        return tables
+
+    offers(killing)
+    ran = cli(*QUICK, *FEW)
+    assert (ran.code, ran.err) == (1, "")
+    assert "FAILED" in ran.out
+    assert "request-2: dst rank 0: transport" in ran.out
+
+
+# -- what cannot be shown here ---------------------------------------------------------------------
+
+
+def test_without_nixl_the_way_out_is_named(cli, monkeypatch):
+    def missing():
+        raise TransportError("not-installed", f"NIXL cannot be imported; {nixl.INSTALL}")
+
+    monkeypatch.setattr(nixl, "_import_nixl", missing)
+    ran = cli(*QUICK)
+    assert ran.code == 2
+    assert "pip install" in ran.err
+    assert "kvferry demo --transport memory" in ran.err
+
+
+@pytest.mark.skipif(has_cuda(), reason="this machine has a CUDA device")
+def test_without_a_gpu_that_is_said(cli):
+    ran = cli("demo", "--device", "cuda")
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith("kvferry: --device cuda: this machine has no CUDA driver")
+
+
+def test_a_pair_that_is_refused_starts_nothing(cli, monkeypatch):
+    monkeypatch.setattr(crossing, "SourceFleet", None)
+    ran = cli(*QUICK[:-1], "block=24,dtype=fp8", *FEW)
+    assert ran.code == 1
+    assert "REFUSED" in ran.out
+    assert "fp8_e4m3" in ran.out
+
+
+def test_a_pool_that_is_too_small_is_bad_input(cli):
+    ran = cli(*QUICK[:-1], "block=24,blocks=3", *FEW)
+    assert (ran.code, ran.out) == (2, "")
+    assert "--dst: the pool has no room for 2 requests of 200 tokens" in ran.err

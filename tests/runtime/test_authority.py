@@ -1,0 +1,410 @@
+"""The lease authority, one behaviour at a time."""
+
+import msgspec
+import pytest
+
+from kvferry.core.request import BlockTable
+from kvferry.errors import Code, Refused, SpecError
+from kvferry.runtime import Authority, Released, Timing
+from kvferry.runtime.values import Send
+from kvferry.wire.messages import (
+    MAX_BATCH,
+    PROTOCOL,
+    Acquire,
+    Denial,
+    Ended,
+    Grant,
+    Heard,
+    Hello,
+    Join,
+    Joined,
+    Noted,
+    Outcome,
+    Renew,
+    Renewal,
+    Settle,
+    Sorry,
+    Welcome,
+)
+
+LEASE = 30.0
+READ, FAILED, UNREAD = Outcome.READ, Outcome.FAILED, Outcome.UNREAD
+
+
+def authority(num_ranks=1, generation=7, merge=lambda ranks: b"+".join(ranks.values())):
+    return Authority("prefill", generation, b"key", "here", num_ranks, merge, Timing(lease=LEASE, retry=0.5))
+
+
+def offered(source, request_id="r", now=0.0):
+    return source.offer(now, request_id, {"full": BlockTable.of([1, 2])}, 20)
+
+
+def one(effects):
+    (effect,) = effects
+    return effect.message
+
+
+def acquire(source, ticket, reader="A", rank=0, ranks=1, *, now=1.0, attempt=1):
+    return one(source.receive(now, "route", Acquire(5, ticket, reader, rank, ranks, attempt)))
+
+
+def settle(source, ticket, outcome, reader="A", rank=0, *, now=2.0, attempt=1, generation=7):
+    message = Settle(generation, ticket.ticket_id, reader, rank, attempt, outcome)
+    noted, *rest = source.receive(now, "route", message)
+    assert noted == Send("route", Noted(ticket.ticket_id, rank, attempt))
+    return [effect for effect in rest if isinstance(effect, Released)]
+
+
+def renew(source, reader, *tickets, now, generation=7):
+    ids = tuple(ticket.ticket_id for ticket in tickets)
+    return one(source.receive(now, "route", Renew(9, generation, reader, ids)))
+
+
+def join(source, rank=0, now=0.0, **changes):
+    message = msgspec.structs.replace(Join(PROTOCOL, "prefill", rank, "memory", b"m", b"c"), **changes)
+    return [effect.message for effect in source.receive(now, f"rank {rank}", message)]
+
+
+# -- who may read ---------------------------------------------------------------------------------
+
+
+def test_a_ticket_binds_to_its_first_reader():
+    source = authority()
+    ticket = offered(source)
+    assert acquire(source, ticket, "A") == Grant(5, ticket.ticket_id, 30_000)
+    assert acquire(source, ticket, "B").code == "taken"
+    assert acquire(source, ticket, "A").ticket_id == ticket.ticket_id  # asked twice: the same answer
+
+
+def test_unread_by_every_rank_frees_it_for_another_reader():
+    source = authority()
+    ticket = offered(source)
+    acquire(source, ticket, "A", 0, 2)
+    assert settle(source, ticket, UNREAD, "A", 0) == []
+    assert acquire(source, ticket, "B").code == "taken"
+    assert settle(source, ticket, UNREAD, "A", 1) == []
+    assert isinstance(acquire(source, ticket, "B"), Grant)
+
+
+def test_a_late_copy_of_an_earlier_attempt_changes_nothing():
+    """Else the repeated "unread" of a given-up fetch would end the lease of the next one, while it reads."""
+    source = authority()
+    ticket = offered(source)
+    acquire(source, ticket, "A", attempt=1)
+    settle(source, ticket, UNREAD, attempt=1)
+    assert isinstance(acquire(source, ticket, "A", attempt=4), Grant)
+    assert settle(source, ticket, UNREAD, attempt=1) == []
+    assert acquire(source, ticket, "B").code == "taken"
+    assert [e.reason for e in settle(source, ticket, READ, attempt=4)] == ["read"]
+
+
+def test_a_late_acquire_of_an_earlier_attempt_binds_nothing():
+    source = authority()
+    ticket = offered(source)
+    acquire(source, ticket, "A", attempt=1)
+    settle(source, ticket, UNREAD, attempt=1)
+    assert acquire(source, ticket, "A", attempt=1).code == "spent"
+    assert isinstance(acquire(source, ticket, "B"), Grant)
+
+
+def test_a_settle_that_overtakes_its_acquire_counts():
+    source = authority()
+    ticket = offered(source)
+    acquire(source, ticket, "A", 0, 2)
+    settle(source, ticket, UNREAD, "A", 1, attempt=3)
+    assert acquire(source, ticket, "A", 1, 2, attempt=3).code == "spent"
+
+
+def test_a_rank_that_read_nothing_may_try_anew_before_the_others_gave_up():
+    source = authority()
+    ticket = offered(source)
+    acquire(source, ticket, "A", 0, 2, attempt=1)
+    settle(source, ticket, UNREAD, "A", 0, attempt=1)
+    assert isinstance(acquire(source, ticket, "A", 0, 2, attempt=2), Grant)
+    settle(source, ticket, UNREAD, "A", 1, attempt=1)
+    assert source.num_leases == 1
+    assert acquire(source, ticket, "B").code == "taken"
+
+
+@pytest.mark.parametrize("outcome", [READ, FAILED])
+def test_a_rank_that_read_is_through_with_it(outcome):
+    source = authority()
+    ticket = offered(source)
+    acquire(source, ticket, "A", 0, 2)
+    settle(source, ticket, outcome, "A", 0)
+    assert acquire(source, ticket, "A", 0, 2, attempt=2).code == "spent"
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"generation": 6}, "restarted"),
+        ({"engine": "other"}, "restarted"),
+        ({"num_tokens": 21}, "forged"),
+        ({"lease_ms": 1 << 40}, "forged"),
+        ({"mac": b""}, "forged"),
+    ],
+)
+def test_only_what_was_handed_out_is_granted(changes, code):
+    source = authority()
+    ticket = msgspec.structs.replace(offered(source), **changes)
+    assert isinstance(acquire(source, ticket), Denial)
+    assert acquire(source, ticket).code == code
+
+
+@pytest.mark.parametrize(("reader", "rank", "ranks"), [("", 0, 1), ("A", -1, 1), ("A", 1, 1), ("A", 0, 0)])
+def test_a_reader_has_a_name_and_a_rank(reader, rank, ranks):
+    """A nameless one would hold a grant for a lease that is bound to nobody."""
+    source = authority()
+    assert acquire(source, offered(source), reader, rank, ranks).code == "reader"
+
+
+def test_the_ranks_of_a_reader_agree_on_their_number():
+    source = authority()
+    ticket = offered(source)
+    acquire(source, ticket, "A", 0, 2)
+    assert acquire(source, ticket, "A", 1, 3).code == "reader"
+
+
+def test_what_is_over_is_not_granted_even_before_the_tick():
+    source = authority()
+    ticket = offered(source)
+    assert acquire(source, ticket, now=LEASE).code == "ended"
+    assert [e.reason for e in source.tick(LEASE)] == ["expired"]
+    assert acquire(source, ticket, now=LEASE).code == "ended"
+
+
+# -- how long -------------------------------------------------------------------------------------
+
+
+def test_one_renewal_answers_for_many_tickets():
+    source = authority()
+    mine, others, gone = offered(source, "1"), offered(source, "2"), offered(source, "3")
+    acquire(source, mine, "A")
+    acquire(source, others, "B")
+    acquire(source, gone, "A")
+    settle(source, gone, READ)
+    answer = renew(source, "A", mine, others, gone, now=20.0)
+    assert answer == Renewal(9, 30_000, (mine.ticket_id,), (others.ticket_id, gone.ticket_id))
+    assert [e.request_id for e in source.tick(LEASE + 1)] == ["2"]
+    assert source.tick(49.9) == []
+    assert [e.request_id for e in source.tick(50.0)] == ["1"]
+
+
+def test_nobody_renews_what_is_bound_to_nobody():
+    source = authority()
+    ticket = offered(source)
+    assert renew(source, "", ticket, now=20.0).kept == ()
+
+
+def test_a_renewal_of_another_start_keeps_nothing():
+    """Tickets are numbered from 1 at each start: the same number is another request."""
+    source = authority()
+    ticket = offered(source)
+    acquire(source, ticket, "A")
+    assert renew(source, "A", ticket, now=2.0, generation=6).kept == ()
+
+
+def test_leases_never_shrink():
+    source = authority()
+    ticket = offered(source, now=10.0)
+    acquire(source, ticket, now=4.0)  # a clock that stepped back
+    assert source.tick(39.9) == []
+
+
+def test_leases_expire_independently_of_order():
+    source = authority()
+    tickets = [offered(source, str(n), now=float(n)) for n in range(3)]
+    acquire(source, tickets[0], now=20.0)  # the first offered now ends last
+    assert [e.request_id for e in source.tick(31.0)] == ["1"]
+    assert [e.request_id for e in source.tick(100.0)] == ["2", "0"]
+    assert source.tick(200.0) == []
+    assert source.next_deadline() == float("inf")
+
+
+# -- the end --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "reason"), [((READ, READ), "read"), ((READ, FAILED), "failed"), ((UNREAD, READ), "failed")]
+)
+def test_released_once_every_rank_is_through(outcomes, reason):
+    source = authority()
+    ticket = offered(source, "the source's own name")
+    acquire(source, ticket, "A", 0, 2)
+    assert settle(source, ticket, outcomes[0], "A", 0) == []
+    assert settle(source, ticket, outcomes[0], "A", 0) == []  # said twice
+    assert settle(source, ticket, outcomes[1], "A", 1) == [Released("the source's own name", reason)]
+    assert settle(source, ticket, outcomes[1], "A", 1) == []
+    assert source.num_leases == 0
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_that_does_not_exist_settles_nothing(rank):
+    source = authority()
+    ticket = offered(source)
+    acquire(source, ticket, "A", 0, 2)
+    settle(source, ticket, READ, "A", 0)
+    assert settle(source, ticket, READ, "A", rank) == []
+
+
+def test_a_settle_of_another_start_settles_nothing():
+    source = authority()
+    ticket = offered(source)
+    acquire(source, ticket, "A")
+    assert settle(source, ticket, READ, generation=6) == []
+    assert source.num_leases == 1
+
+
+def test_withdrawn_at_once_if_nobody_reads_it():
+    source = authority()
+    ticket = offered(source)
+    assert source.withdraw(1.0, "r") == [Released("r", "withdrawn")]
+    assert source.withdraw(1.0, "r") == []
+    assert acquire(source, ticket).code == "ended"
+
+
+@pytest.mark.parametrize(("outcome", "reason"), [(READ, "read"), (FAILED, "failed"), (UNREAD, "withdrawn")])
+def test_withdrawn_while_read_waits_for_the_reader(outcome, reason):
+    source = authority()
+    ticket = offered(source)
+    acquire(source, ticket)
+    assert source.withdraw(1.0, "r") == []
+    assert [e.reason for e in settle(source, ticket, outcome)] == [reason]
+
+
+def test_withdrawn_while_read_waits_no_longer_than_the_deadline():
+    source = authority()
+    acquire(source, offered(source), now=1.0)
+    source.withdraw(1.0, "r")
+    assert source.tick(30.9) == []
+    assert source.tick(31.0) == [Released("r", "expired")]
+
+
+def test_a_request_is_offered_once_at_a_time():
+    source = authority()
+    offered(source)
+    with pytest.raises(SpecError, match="already"):
+        offered(source)
+    source.withdraw(0.0, "r")
+    assert offered(source).ticket_id == 2
+
+
+def test_offers_are_bounded(monkeypatch):
+    monkeypatch.setattr(Authority, "MAX_LEASES", 2)
+    source = authority()
+    offered(source, "1")
+    offered(source, "2")
+    with pytest.raises(SpecError, match="2 requests"):
+        offered(source, "3")
+
+
+# -- its own ranks --------------------------------------------------------------------------------
+
+
+def test_readers_are_welcomed_once_every_rank_has_joined():
+    source = authority(num_ranks=2)
+    hello = Hello(PROTOCOL, "A")
+    assert join(source, 1) == [Joined("prefill", 7)]
+    assert one(source.receive(0.0, "x", hello)) == Sorry("not-ready", "1 of 2 ranks have joined")
+    join(source, 0, manifest=b"n")
+    welcome = one(source.receive(0.0, "x", hello))
+    assert welcome == Welcome(PROTOCOL, "prefill", 7, "memory", b"m+n", {1: b"c", 0: b"c"})
+    assert one(source.receive(0.0, "x", Hello(PROTOCOL + 1, "A"))).code == "protocol"
+
+
+@pytest.mark.parametrize("changes", [{"rank": 1}, {"rank": -1}, {"protocol": 0}, {"engine": "another"}])
+def test_who_does_not_belong_here_does_not_join(changes):
+    source = authority()
+    (answer,) = join(source, **changes)
+    assert (answer.code, source.is_whole) == ("join", False)
+
+
+@pytest.mark.parametrize("changes", [{"manifest": b"x"}, {"card": b"x"}, {"transport": "nixl"}])
+def test_a_rank_does_not_change_its_memory(changes):
+    source = authority()
+    join(source)
+    assert join(source) == [Joined("prefill", 7)]
+    assert join(source, **changes)[0].code == "join"
+
+
+@pytest.mark.parametrize("error", [SpecError("no"), Refused(Code.GAP, "no")])
+def test_ranks_that_do_not_fit_together_are_turned_away(error):
+    def merge(_):
+        raise error
+
+    source = authority(merge=merge)
+    assert join(source)[0].code == "join"
+    assert not source.is_whole
+
+
+def test_every_rank_hears_of_a_release_under_the_sources_own_name():
+    """R002-11: also those that nothing was read from."""
+    source = authority(num_ranks=3)
+    for rank in range(3):
+        join(source, rank)
+    ticket = offered(source, "mine")
+    acquire(source, ticket)
+    effects = source.receive(2.0, "x", Settle(7, ticket.ticket_id, "A", 0, 1, READ))
+    notices = [e for e in effects if isinstance(e, Send) and isinstance(e.message, Ended)]
+    assert notices == [Send(f"rank {n}", Ended(7, 1, (("mine", "read"),))) for n in range(3)]
+
+
+def released(source, *names, now=0.0):
+    """Offer and withdraw requests; what the ranks are told of it."""
+    effects = []
+    for name in names:
+        offered(source, name, now=now)
+        effects += source.withdraw(now, name)
+    return [e.message for e in effects if isinstance(e, Send)]
+
+
+def hear(source, number, now=0.0, generation=7):
+    return [e.message for e in source.receive(now, "x", Heard(generation, 0, number))]
+
+
+def test_notices_stop_and_wait_and_then_come_together():
+    source = authority()
+    join(source)
+    assert released(source, "1", "2", "3") == [Ended(7, 1, (("1", "withdrawn"),))]
+    assert source.tick(0.4) == []
+    assert hear(source, 1, now=0.4) == [Ended(7, 2, (("2", "withdrawn"), ("3", "withdrawn")))]
+    assert hear(source, 1, now=0.4) == []  # a copy
+    assert [e.message.first for e in source.tick(0.9)] == [2]  # repeated until heard
+    assert source.next_deadline() == 1.4
+    assert hear(source, 3, now=1.0) == []
+    assert source.status()["unheard"] == 0
+
+
+def test_a_notice_has_at_most_a_batch():
+    source = authority()
+    released(source, *map(str, range(MAX_BATCH + 2)))
+    _, notice = join(source)
+    assert len(notice.requests) == MAX_BATCH
+    (rest,) = hear(source, MAX_BATCH)
+    assert (rest.first, len(rest.requests)) == (MAX_BATCH + 1, 2)
+
+
+def test_a_rank_that_joins_late_hears_what_ended_before():
+    source = authority()
+    assert released(source, "early") == []
+    assert source.next_deadline() == LEASE  # nothing to repeat to nobody
+    assert join(source) == [Joined("prefill", 7), Ended(7, 1, (("early", "withdrawn"),))]
+
+
+def test_nobody_has_heard_what_was_not_said():
+    source = authority()
+    join(source)
+    released(source, "1", "2")
+    assert [m.first for m in hear(source, 99)] == [2]
+    assert hear(source, 99, generation=6) == []
+    assert source.status()["unheard"] == 1
+
+
+def test_a_rank_that_does_not_listen_stops_the_offers(monkeypatch):
+    monkeypatch.setattr(Authority, "MAX_UNHEARD", 2)
+    source = authority()
+    join(source)
+    released(source, "1", "2")
+    with pytest.raises(SpecError, match="unheard"):
+        offered(source, "3")

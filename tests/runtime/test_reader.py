@@ -1,0 +1,528 @@
+"""One rank of a destination engine, one behaviour at a time."""
+
+import numpy as np
+import pytest
+
+from kvferry.core.runs import NO_RUNS, Runs
+from kvferry.core.select import Selection
+from kvferry.errors import SpecError
+from kvferry.runtime import Failure, Fetch, Reader, Report, Timing
+from kvferry.runtime.values import Build, Clear, Drop, Peer, Post, Select, Send
+from kvferry.wire.messages import (
+    PROTOCOL,
+    Acquire,
+    Denial,
+    Grant,
+    Hello,
+    Noted,
+    Outcome,
+    Renew,
+    Renewal,
+    Settle,
+    Sorry,
+    Welcome,
+)
+from kvferry.wire.ticket import Ticket
+
+TIMING = Timing(lease=30.0, meet=10.0, read=120.0, retry=0.5)
+PEER = Peer("prefill", 7, "src")
+RUNS = Runs(*(np.array([n], np.int64) for n in (0, 0, 8)))
+
+
+def ticket(ticket_id=1, *, generation=7, authority="src", engine="prefill", lease_ms=30_000):
+    return Ticket(engine, generation, ticket_id, f"r{ticket_id}", authority, 20, {}, lease_ms)
+
+
+def fetch_of(*args, **kwargs):
+    return Fetch(ticket(*args, **kwargs), {}, {})
+
+
+def selection(num_sources, zeros=NO_RUNS):
+    return Selection(dict.fromkeys(range(num_sources), RUNS), zeros)
+
+
+class Driver:
+    """A reader, and what it did last."""
+
+    def __init__(self):
+        self.reader = Reader("A", 0, 2, TIMING)
+        self.effects = []
+        self.now = 0.0
+
+    def __getattr__(self, name):
+        """Call the reader; keep the effects."""
+
+        def call(*args):
+            self.effects = getattr(self.reader, name)(self.now, *args)
+            return self
+
+        return call
+
+    def answer(self, message, route="src"):
+        return self.receive(route, message)
+
+    def at(self, now):
+        self.now = now
+        return self
+
+    def of(self, kind):
+        """The effects, or the messages sent, of a kind."""
+        sent = [e.message for e in self.effects if isinstance(e, Send)]
+        return [thing for thing in (*self.effects, *sent) if isinstance(thing, kind)]
+
+    def only(self, kind):
+        (thing,) = self.of(kind)
+        return thing
+
+    def failure(self):
+        return self.only(Report).failure.code
+
+    def outcome(self):
+        return self.only(Settle).outcome
+
+    # -- longer ways ------------------------------------------------------------------------------
+
+    def granted(self, handle=1, ticket_id=1):
+        """Fetched and granted, the peer not met."""
+        self.fetch(handle, fetch_of(ticket_id))
+        return self.answer(Grant(self.only(Acquire).nonce, ticket_id, 30_000))
+
+    def met(self):
+        self.answer(welcome())
+        return self.built(self.only(Build).peer)
+
+    def reading(self, num_sources=1, handle=1, ticket_id=1):
+        """All the way to posted reads."""
+        self.granted(handle, ticket_id)
+        if not self.of(Select):
+            self.met()
+        self.selected(handle, selection(num_sources))
+        return [post.transfer for post in self.of(Post)]
+
+
+@pytest.fixture
+def it():
+    return Driver()
+
+
+def welcome(**changes):
+    fields = {
+        "protocol": PROTOCOL,
+        "engine": "prefill",
+        "generation": 7,
+        "transport": "memory",
+        "manifest": b"m",
+        "cards": {0: b"c"},
+    }
+    return Welcome(**{**fields, **changes})
+
+
+def is_empty(reader):
+    return not (reader._jobs or reader._by_ticket or reader._transfers or reader._settling)
+
+
+# -- the common way -------------------------------------------------------------------------------
+
+
+def test_a_fetch_leases_meets_selects_reads_and_settles(it):
+    it.fetch(1, fetch_of())
+    ask = it.only(Acquire)
+    assert (ask.reader, ask.reader_rank, ask.reader_ranks) == ("A", 0, 2)
+    assert it.only(Hello) == Hello(PROTOCOL, "A")
+    it.answer(Grant(ask.nonce, 1, 30_000))
+    assert it.effects == []  # the peer is not met yet
+    it.at(1.0).answer(welcome())
+    assert it.only(Build).peer == PEER
+    it.built(PEER)
+    assert it.only(Select).handle == 1
+    it.at(2.0).selected(1, selection(2))
+    first, second = (post.transfer for post in it.of(Post))
+    it.at(3.0).ended(first, "")
+    assert it.effects == []
+    it.at(4.0).ended(second, "")
+    report = it.only(Report)
+    assert report.failure is None
+    record = report.record
+    assert (record.meet_seconds, record.move_seconds, record.total_seconds) == (1.0, 2.0, 4.0)
+    assert (record.num_sources, record.num_bytes, record.outcome) == (2, 16, "read")
+    assert it.only(Settle) == Settle(7, 1, "A", 0, ask.attempt, Outcome.READ)
+    it.answer(Noted(1, 0, ask.attempt))
+    assert is_empty(it.reader)
+
+
+def test_slack_is_cleared_before_anything_is_posted(it):
+    it.granted()
+    it.met().selected(1, selection(1, zeros=RUNS))
+    assert [type(effect) for effect in it.effects] == [Clear, Post]
+
+
+def test_a_met_peer_serves_the_next_fetch_at_once(it):
+    it.reading()
+    it.granted(2, 2)
+    assert it.only(Select).handle == 2
+
+
+def test_a_record_is_right_whatever_the_clock_says(it):
+    it.at(-1000.0).fetch(1, fetch_of())
+    it.at(-990.0).abort(1)
+    record = it.only(Report).record
+    assert (record.meet_seconds, record.move_seconds, record.total_seconds) == (0.0, 0.0, 10.0)
+
+
+# -- leases ---------------------------------------------------------------------------------------
+
+
+def test_an_unanswered_acquire_is_repeated_until_the_deadline(it):
+    it.fetch(1, fetch_of())
+    first = it.only(Acquire)
+    assert it.reader.next_deadline() == 0.5
+    it.at(0.5).tick()
+    assert it.only(Acquire).nonce != first.nonce
+    assert it.only(Acquire).attempt == first.attempt
+    it.at(10.0).tick()
+    assert (it.failure(), it.outcome()) == ("no-answer", Outcome.UNREAD)
+
+
+def test_a_lease_counts_from_the_moment_of_asking(it):
+    it.fetch(1, fetch_of())
+    nonce = it.only(Acquire).nonce
+    it.at(31.0).answer(Grant(nonce, 1, 30_000))
+    it.met()
+    assert it.of(Select) == []
+
+
+@pytest.mark.parametrize(("route", "nonce", "ticket_id"), [("another", 0, 1), ("src", 1, 1), ("src", 0, 2)])
+def test_only_who_was_asked_grants_what_was_asked(it, route, nonce, ticket_id):
+    it.fetch(1, fetch_of())
+    asked = it.only(Acquire).nonce
+    it.answer(Grant(asked + nonce, ticket_id, 30_000), route)
+    it.met()
+    assert it.of(Select) == []
+
+
+def test_one_renewal_per_peer_when_a_third_is_gone(it):
+    it.reading()
+    it.granted(2, 2)
+    it.at(9.9).tick()
+    assert it.of(Renew) == []
+    it.at(10.0).tick()
+    renew = it.only(Renew)
+    assert (renew.generation, renew.reader, renew.ticket_ids) == (7, "A", (1, 2))
+
+
+def test_what_the_source_does_not_renew_fails(it):
+    (transfer,) = it.reading()
+    it.at(10.0).tick()
+    it.answer(Renewal(it.only(Renew).nonce, 30_000, (), (1,)))
+    assert it.of(Report) == []  # its read is still under way
+    it.ended(transfer, "")
+    assert (it.failure(), it.outcome()) == ("lease-ended", Outcome.FAILED)
+
+
+def test_covering_waits_for_the_answer_that_proves_it(it):
+    (transfer,) = it.reading()
+    it.at(29.0).tick()
+    renew = it.only(Renew)
+    it.at(30.0).ended(transfer, "")
+    assert it.effects == []  # the lease that we know of is over
+    it.at(31.0).answer(Renewal(renew.nonce, 30_000, (1,), ()))
+    assert it.only(Report).failure is None
+
+
+def test_covering_gives_up_in_the_end(it):
+    (transfer,) = it.reading()
+    it.at(30.0).ended(transfer, "")
+    it.at(59.9).tick()
+    assert it.of(Report) == []
+    it.at(60.0).tick()
+    assert it.failure() == "lease-lapsed"
+
+
+def test_nothing_is_posted_under_a_lapsed_lease(it):
+    it.granted()
+    it.met()
+    it.at(30.0).selected(1, selection(1))
+    assert (it.of(Post), it.failure(), it.outcome()) == ([], "lease-lapsed", Outcome.UNREAD)
+
+
+@pytest.mark.parametrize("code", ["forged", "taken", "ended", "spent", "reader"])
+def test_a_denial_is_reported_and_there_is_nothing_to_settle(it, code):
+    it.fetch(1, fetch_of())
+    it.answer(Denial(it.only(Acquire).nonce, 1, code))
+    assert (it.failure(), it.of(Settle)) == (code, [])
+    assert is_empty(it.reader)
+
+
+def test_a_denial_of_a_granted_fetch_is_settled(it):
+    """The authority does hold something for it: the answer to another ask said so."""
+    it.fetch(1, fetch_of())
+    first = it.only(Acquire).nonce
+    it.at(0.5).tick()
+    it.answer(Grant(it.only(Acquire).nonce, 1, 30_000))
+    it.answer(Denial(first, 1, "ended"))
+    assert (it.failure(), it.outcome()) == ("ended", Outcome.UNREAD)
+
+
+def test_a_ticket_is_fetched_once_at_a_time(it):
+    it.fetch(1, fetch_of())
+    it.fetch(2, fetch_of())
+    assert (it.failure(), it.of(Settle)) == ("spent", [])
+    it.fetch(3, fetch_of(generation=8))  # the same number of another start is another ticket
+    assert it.of(Report) == []
+
+
+def test_a_handle_is_used_once_at_a_time(it):
+    it.fetch(1, fetch_of())
+    with pytest.raises(SpecError, match="handle 1"):
+        it.fetch(1, fetch_of(2))
+
+
+def test_an_answer_to_an_earlier_use_of_a_handle_is_not_for_the_later_one(it):
+    it.fetch(1, fetch_of())
+    nonce = it.only(Acquire).nonce
+    it.abort(1)
+    it.fetch(1, fetch_of())
+    it.answer(Grant(nonce, 1, 30_000))
+    it.met()
+    assert it.of(Select) == []
+
+
+# -- meeting --------------------------------------------------------------------------------------
+
+
+def test_not_ready_is_tried_again_until_the_deadline(it):
+    it.granted()
+    it.answer(Sorry("not-ready"))
+    it.at(0.5).tick()
+    assert it.of(Hello)
+    it.at(10.0).tick()
+    assert it.failure() == "no-answer"
+    assert it.of(Drop) == [Drop(PEER)]
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        (Sorry("protocol"), "protocol"),
+        (welcome(protocol=PROTOCOL + 1), "protocol"),
+        (welcome(generation=8), "restarted"),
+        (welcome(engine="another"), "restarted"),
+    ],
+)
+def test_a_peer_that_cannot_be_met_is_forgotten_whole(it, message, code):
+    it.granted()
+    it.answer(message)
+    assert (it.failure(), it.of(Drop), it.reader._peers) == (code, [Drop(PEER)], {})
+
+
+def test_a_denial_because_of_a_restart_forgets_the_peer(it):
+    it.reading()
+    it.fetch(2, fetch_of(2))
+    it.answer(Denial(it.only(Acquire).nonce, 2, "restarted"))
+    assert (it.failure(), it.of(Drop)) == ("restarted", [Drop(PEER)])
+    assert list(it.reader._jobs) == [1]  # what is under way ends by itself
+
+
+def test_a_refused_plan_fails_everybody_who_waits_and_nobody_else(it):
+    it.granted(1, 1)
+    it.granted(2, 2)
+    it.fetch(3, fetch_of(1, authority="elsewhere"))
+    it.at(1.0).answer(welcome())
+    it.not_built(PEER, Failure("refused", "why"))
+    assert [(r.handle, r.failure.code) for r in it.of(Report)] == [(1, "refused"), (2, "refused")]
+    assert list(it.reader._jobs) == [3]
+
+
+def test_a_slow_build_fails_its_fetch_and_serves_the_next(it):
+    it.granted().answer(welcome())
+    it.at(10.0).tick()
+    assert (it.failure(), it.of(Drop)) == ("no-answer", [])
+    it.at(11.0).granted(2, 2)
+    assert it.of(Hello) == []
+    it.built(PEER)
+    assert it.only(Select).handle == 2
+
+
+def test_a_build_that_nobody_waits_for_any_more_is_dropped(it):
+    assert it.built(PEER).effects == [Drop(PEER)]
+
+
+def test_a_meeting_that_was_given_up_does_not_fail_a_later_fetch(it):
+    it.fetch(1, fetch_of())
+    it.abort(1)
+    assert it.reader.next_deadline() < 1.0  # somebody looks after it
+    it.at(10.0).tick()
+    assert it.reader._peers == {}
+
+
+def test_selection_has_a_deadline_and_a_late_one_posts_nothing(it):
+    it.granted()
+    it.met()
+    it.at(10.0).tick()
+    assert (it.failure(), it.outcome()) == ("overdue", Outcome.UNREAD)
+    assert it.selected(1, selection(1)).effects == []
+
+
+def test_a_request_that_does_not_fit_fails_alone(it):
+    """R002-3."""
+    it.granted(1, 1)
+    it.met()
+    it.granted(2, 2)
+    it.not_selected(1, Failure("request", "too few blocks"))
+    assert (it.failure(), it.outcome(), list(it.reader._jobs)) == ("request", Outcome.UNREAD, [2])
+
+
+def test_too_many_peers_at_once(it, monkeypatch):
+    monkeypatch.setattr(Reader, "MAX_PEERS", 1)
+    it.reading()
+    it.fetch(2, fetch_of(authority="elsewhere"))
+    assert it.failure() == "too-many-peers"
+
+
+def test_an_idle_peer_makes_room(it, monkeypatch):
+    """Else each restart of a peer would take a place for good."""
+    monkeypatch.setattr(Reader, "MAX_PEERS", 1)
+    (transfer,) = it.reading()
+    it.ended(transfer, "")
+    it.fetch(2, fetch_of(generation=8))
+    assert (it.of(Drop), it.of(Report)) == ([Drop(PEER)], [])
+
+
+# -- ends -----------------------------------------------------------------------------------------
+
+
+def test_one_of_four_sources_fails_and_the_report_waits_for_the_other_three(it):
+    transfers = it.reading(4)
+    it.ended(transfers[1], "flushed")
+    assert it.of(Report) == []
+    it.ended(transfers[0], "").ended(transfers[3], "")
+    assert it.of(Report) == []
+    it.ended(transfers[2], "")
+    assert (it.failure(), it.outcome()) == ("transport", Outcome.FAILED)
+
+
+def test_an_end_that_nobody_knows_is_nobodys(it):
+    (transfer,) = it.reading(handle=0)
+    it.ended(999, "flushed")
+    it.ended(transfer, "")
+    assert it.only(Report).failure is None
+    assert it.ended(transfer, "").effects == []
+
+
+def test_abort_before_anything_is_posted_gives_the_ticket_back(it):
+    it.granted()
+    it.abort(1)
+    assert (it.failure(), it.outcome()) == ("aborted", Outcome.UNREAD)
+    assert it.abort(1).effects == []
+
+
+def test_abort_after_the_post_waits_for_the_end(it):
+    first, second = it.reading(2)
+    assert it.abort(1).effects == []
+    it.ended(first, "")
+    assert it.effects == []
+    it.ended(second, "")
+    assert (it.failure(), it.outcome()) == ("aborted", Outcome.FAILED)
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_a_read_that_does_not_end_is_quarantined_and_never_reported_as_good(it, is_aborted):
+    (transfer,) = it.reading()
+    if is_aborted:
+        it.abort(1)
+    it.at(120.0).tick()
+    assert (it.of(Report), it.reader.num_quarantined) == ([], 1)
+    assert it.reader.status()["fetches"] == {"quarantined": 1}
+    it.abort(1)
+    it.at(10_000.0).tick()
+    assert (it.of(Report), it.of(Renew), it.reader.num_quarantined) == ([], [], 1)
+    it.ended(transfer, "")  # late, but an end
+    assert it.failure() == ("aborted" if is_aborted else "overdue")
+    assert it.reader.num_quarantined == 0
+
+
+def test_a_broken_peer_is_met_anew(it):
+    (transfer,) = it.reading()
+    it.ended(transfer, "flushed")
+    it.fetch(2, fetch_of(2))
+    assert it.of(Drop) == [Drop(PEER)]
+    assert it.of(Hello)
+    it.answer(Grant(it.only(Acquire).nonce, 2, 30_000))
+    assert it.of(Select) == []  # the old connection serves nobody
+    it.met()
+    assert it.only(Select).handle == 2
+
+
+@pytest.mark.parametrize("is_selecting", [False, True])
+def test_a_broken_peer_is_kept_while_something_needs_it(it, is_selecting):
+    first, _ = it.reading(2)
+    if is_selecting:
+        it.granted(2, 2)
+        it.ended(first, "flushed").ended(first + 1, "")
+    else:
+        it.ended(first, "flushed")
+    assert it.fetch(3, fetch_of(3)).of(Drop) == []
+
+
+def test_a_quarantined_read_does_not_keep_a_broken_peer(it):
+    first, _ = it.reading(2)
+    it.ended(first, "flushed")
+    it.at(120.0).tick()
+    it.fetch(2, fetch_of(2))
+    assert it.of(Drop) == [Drop(PEER)]
+
+
+# -- settling -------------------------------------------------------------------------------------
+
+
+def test_settle_is_repeated_until_noted(it):
+    it.granted().abort(1)
+    settle = it.only(Settle)
+    it.at(0.4).tick()
+    assert it.of(Settle) == []
+    it.at(0.5).tick()
+    assert it.of(Settle) == [settle]
+    it.answer(Noted(1, 0, settle.attempt), "another")
+    it.answer(Noted(1, 0, settle.attempt + 1))
+    it.at(1.0).tick()
+    assert it.of(Settle) == [settle]
+    it.answer(Noted(1, 0, settle.attempt))
+    it.at(1.5).tick()
+    assert it.of(Settle) == []
+
+
+def test_settle_is_repeated_no_longer_than_a_lease(it):
+    it.granted().abort(1)
+    it.at(30.0).tick()
+    assert (it.of(Settle), is_empty(it.reader)) == ([], True)
+
+
+def test_a_forged_lease_does_not_make_it_repeat_forever(it):
+    it.fetch(1, fetch_of(lease_ms=1 << 60)).abort(1)
+    it.at(120.0).tick()
+    assert is_empty(it.reader)
+
+
+def test_two_fetches_of_one_ticket_settle_each_for_itself(it):
+    it.granted().abort(1)
+    first = it.only(Settle)
+    it.granted(2).abort(2)
+    second = it.only(Settle)
+    assert first.attempt < second.attempt
+    it.answer(Noted(1, 0, second.attempt))
+    it.at(0.5).tick()
+    assert it.of(Settle) == [first]
+
+
+def test_idle_means_that_nothing_is_to_be_done(it):
+    assert it.reader.next_deadline() == float("inf")
+    (transfer,) = it.reading()
+    it.ended(transfer, "")
+    it.answer(Noted(1, 0, it.only(Settle).attempt))
+    assert it.reader.next_deadline() == float("inf")
+
+
+@pytest.mark.parametrize(("name", "rank", "ranks"), [("", 0, 1), ("A", 1, 1), ("A", -1, 1)])
+def test_a_reader_has_a_name_and_a_rank(name, rank, ranks):
+    with pytest.raises(SpecError, match="a name and a rank"):
+        Reader(name, rank, ranks)

@@ -1,0 +1,128 @@
+"""Control messages: they arrive as they were sent, and whatever else arrives is a SpecError."""
+
+from typing import get_args
+
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvferry.errors import SpecError
+from kvferry.wire.messages import (
+    MAX_MESSAGE_BYTES,
+    PROTOCOL,
+    Acquire,
+    Denial,
+    Ended,
+    FromAuthority,
+    Grant,
+    Heard,
+    Hello,
+    Join,
+    Joined,
+    Noted,
+    Outcome,
+    Renew,
+    Renewal,
+    Settle,
+    Sorry,
+    ToAuthority,
+    Welcome,
+    decode_from_authority,
+    decode_to_authority,
+    encode,
+)
+from kvferry.wire.ticket import TableDoc, Ticket
+
+TICKET = Ticket("prefill", 7, 1, "r", "tcp://x", 20, {"full": TableDoc((3, -1), 16)}, 30_000, b"d", b"m")
+TO = (
+    Hello(PROTOCOL, "A"),
+    Acquire(1, TICKET, "A", 0, 2, 5),
+    Renew(2, 7, "A", (1, 2, 3)),
+    Settle(7, 1, "A", 0, 5, Outcome.UNREAD),
+    Join(PROTOCOL, "prefill", 0, "memory", b"\x00", b"\xff"),
+    Heard(7, 0, 12),
+)
+FROM = (
+    Welcome(PROTOCOL, "prefill", 7, "memory", b"m", {0: b"c", 1: b""}),
+    Sorry("not-ready", "1 of 2"),
+    Grant(1, 1, 30_000),
+    Denial(1, 1, "taken"),
+    Renewal(2, 30_000, (1,), (2, 3)),
+    Noted(1, 0, 5),
+    Ended(7, 3, (("r", "read"), ("s", "expired"))),
+    Joined("prefill", 7),
+)
+DECODERS = [decode_to_authority, decode_from_authority]
+
+
+def test_every_message_is_tried_here():
+    assert {type(message) for message in TO} == set(get_args(ToAuthority))
+    assert {type(message) for message in FROM} == set(get_args(FromAuthority))
+
+
+@pytest.mark.parametrize("message", TO, ids=lambda message: type(message).__name__)
+def test_to_an_authority_and_not_from_it(message):
+    assert decode_to_authority(encode(message)) == message
+    with pytest.raises(SpecError):
+        decode_from_authority(encode(message))
+
+
+@pytest.mark.parametrize("message", FROM, ids=lambda message: type(message).__name__)
+def test_from_an_authority_and_not_to_it(message):
+    assert decode_from_authority(encode(message)) == message
+    with pytest.raises(SpecError):
+        decode_to_authority(encode(message))
+
+
+@pytest.mark.parametrize("decode", DECODERS)
+@given(st.binary())
+@example(b"\x91" * 100_000)
+@example(b"\xdf\xff\xff\xff\xff")
+@example(b"\xc6\xff\xff\xff\xff")
+@example(msgspec.msgpack.encode({"type": "Renew", "nonce": 2**64 - 1}))
+@example(b"\x81\xa4type\xa5\xff\xff\xff\xff\xff")
+def test_junk_is_a_spec_error_and_nothing_else(decode, data):
+    with pytest.raises(SpecError):
+        decode(data)
+
+
+@given(st.sampled_from(TO + FROM), st.data())
+def test_a_spoiled_message_is_a_spec_error_or_another_message(message, data):
+    spoiled = bytearray(encode(message))
+    for _ in range(data.draw(st.integers(1, 3))):
+        spoiled[data.draw(st.integers(0, len(spoiled) - 1))] = data.draw(st.integers(0, 255))
+    cut = bytes(spoiled[: data.draw(st.integers(0, len(spoiled)))])
+    for decode in DECODERS:
+        for bad in (bytes(spoiled), cut, bytes(spoiled) + b"\x00"):
+            try:
+                encode(decode(bad))
+            except SpecError:
+                continue
+
+
+@pytest.mark.parametrize("decode", DECODERS)
+def test_too_long_is_refused_unread(decode):
+    with pytest.raises(SpecError, match="at most"):
+        decode(bytes(MAX_MESSAGE_BYTES + 1))
+
+
+@pytest.mark.parametrize("message", TO + FROM, ids=lambda message: type(message).__name__)
+def test_a_field_more_or_less_or_another_tag_is_refused(message):
+    decode = decode_to_authority if message in TO else decode_from_authority
+    fields = msgspec.msgpack.decode(encode(message))
+    required = next(name for name in fields if name != "type")
+    less = {name: value for name, value in fields.items() if name != required}
+    for bad in ({**fields, "more": 1}, less, {**fields, "type": "Hallo"}, {**fields, required: None}):
+        with pytest.raises(SpecError, match="message: "):
+            decode(msgspec.msgpack.encode(bad))
+
+
+@pytest.mark.parametrize("value", [1.5, True, "1", -(2**63), 2**64 - 1, None])
+def test_numbers_are_whole_numbers(value):
+    fields = {**msgspec.msgpack.decode(encode(TO[5])), "number": value}
+    if type(value) is int:  # out of any sane range, but a number: for the authority to judge
+        assert decode_to_authority(msgspec.msgpack.encode(fields)).number == value
+    else:
+        with pytest.raises(SpecError, match="number"):
+            decode_to_authority(msgspec.msgpack.encode(fields))
