@@ -17,14 +17,14 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env demo test lint types imports check format bench law mutants clean
+.PHONY: help env demo test lint types imports check format bench law families faults load mutants clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 env: $(READY) ## create or update .venv (every other verb does it when needed)
 
-demo: $(READY) ## move a cache between two made-up engines, in memory, and check every cell
+demo: $(READY) ## move caches between two engines of processes, over NIXL, and check every cell
 	@$(BIN)/kvferry demo
 
 test: $(READY) ## the quick test suite, doctests included
@@ -57,6 +57,18 @@ bench: $(READY) ## time the core, and the transport against NIXL alone
 law: $(READY) ## the long property run (EXAMPLES=20000)
 	@echo "==> laws, $(EXAMPLES) examples each"
 	@KVFERRY_LAW_EXAMPLES=$(EXAMPLES) $(BIN)/pytest -s -m "" tests/test_everything.py
+
+families: $(READY) ## every model family at every pair of TP sizes, between processes over NIXL
+	@echo "==> families"
+	@$(BIN)/pytest -m "" tests/processes/test_families.py
+
+faults: $(READY) ## kill, stop and restart processes, forge tickets, throw junk: all of it, over NIXL
+	@echo "==> faults"
+	@$(BIN)/pytest -m "" tests/faults tests/channel
+
+load: $(READY) ## 2,000 requests between two engines of four ranks each: no leak, no lost request
+	@echo "==> load"
+	@$(BIN)/pytest -s -m "" tests/load
 
 mutants: $(READY) ## break the code on purpose; every break must fail a test
 	@$(BIN)/python tools/mutants.py

@@ -2,8 +2,8 @@
 
     python examples/two_processes.py
 
-An engine needs four things from kvferry: a manifest of its memory, a transport, an endpoint, and a ``poll`` in
-its step loop. Everything else here (numpy buffers, a pipe for the ticket) stands for the engine itself.
+An engine needs four things from kvferry: a manifest of its memory, a transport, an endpoint, and a ``poll``
+in its step loop. Everything else here (numpy buffers, a pipe for the ticket) stands for the engine itself.
 """
 
 from __future__ import annotations
@@ -54,9 +54,7 @@ def prefill(pipe: Connection) -> None:
 
 def decode(pipe: Connection) -> None:
     """The destination engine: token-major blocks of 32 tokens."""
-    manifest, buffers = with_memory(
-        describe(MODEL, Topology(block=32, blocks=32, layout="NHD"), "decode")
-    )
+    manifest, buffers = with_memory(describe(MODEL, Topology(block=32, blocks=32, layout="NHD"), "decode"))
     destination = Destination(manifest, 0, NixlTransport())
     need = {group.name: need_of(group, NUM_TOKENS) for group in manifest.groups}
     destination.fetch(pipe.recv(), {"full": BlockTable.of([7, 1, 30, 12])}, need)

@@ -39,6 +39,7 @@ DOORS = {
     "hypothesis": ("testing/",),
     "msgspec": ("wire/",),
     "nixl": ("transport/nixl.py",),
+    "prometheus_client": ("endpoint/metrics.py",),
     "rich": ("cli/", "cli.py"),
     "torch": ("integrations/",),
     "typer": ("cli/", "cli.py"),

@@ -84,7 +84,7 @@ BAD = {
         "--dst-rank 7: engine ",
     ),
     "unknown-in-models": (("models", "llama"), "no model 'llama' in the catalogue"),
-    "demo-no-model": (("demo", "--src", "tp=2"), "belong to a --model"),
+    "demo-no-model": (("demo", "--transport", "memory", "--src", "tp=2"), "belong to a --model"),
     "demo-memory": (("demo", *MODEL, "--tokens", 1 << 24), "fewer --tokens, --layers or ranks take less"),
     "demo-topology": (("demo", *MODEL, "--dst", "tp=0"), "--dst tp=0: tp must be at least 1"),
 }

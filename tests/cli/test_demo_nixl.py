@@ -1,4 +1,4 @@
-"""``kvferry demo`` between processes: everything right, and nothing wrong or left behind that it would not name."""
+"""``kvferry demo`` between processes: all is right, and nothing wrong or left behind goes unnamed."""
 
 import os
 import subprocess

@@ -68,6 +68,7 @@ def test_one_of_four_sources_dies_and_nothing_is_said_before_the_others_are_quie
     assert source.reason(load.request_id) in ("failed", "expired")
 
 
+@pytest.mark.slow
 def test_a_destination_rank_dies_and_its_lease_ends_everywhere_once(harbour, source, one):
     victim = harbour.destination("mortal", tp=2)
     harbour.serves(source, one)
@@ -101,10 +102,13 @@ def test_a_destination_rank_dies_in_the_middle_of_a_read_over_shared_memory(harb
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="UCX over TCP: a reader's death in the middle of a read ends the process it reads from")
+@pytest.mark.xfail(
+    reason="UCX over TCP: a reader's death in the middle of a read ends the process it reads from"
+)
 def test_a_destination_rank_dies_in_the_middle_of_a_read_over_tcp(harbour, one):
-    # The source serves such a read in software; UCX calls ucs_fatal("unexpected error: Endpoint timeout") there,
-    # or dies of a segmentation fault. Nothing of kvferry runs in between. Once UCX mends it, this test says so.
+    # The source serves such a read in software; UCX calls ucs_fatal("unexpected error: Endpoint timeout")
+    # there, or dies of a segmentation fault. Nothing of kvferry runs in between. Once UCX mends it, this
+    # test says so.
     source = harbour.source("prefill-tcp", tp=1)
     victim = harbour.destination("mortal", tp=1)
     harbour.serves(source, victim)

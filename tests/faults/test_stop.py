@@ -2,6 +2,8 @@
 
 import time
 
+import pytest
+
 from kvferry.testing.fleet import until
 
 BIG = 2048
@@ -21,7 +23,7 @@ def test_blocks_that_were_reused_during_the_read_do_not_count(harbour, source, o
             rank.resume()
         tables = source.out[ticket.request_id]
         assert source.reason(ticket.request_id) == "expired"
-        # The blocks are the source's own again, and it uses them; what a socket holds of the old bytes is little.
+        # The blocks are the source's own again, and it uses them; few of the old bytes are on their way.
         for rank in source.fleet.ranks:
             rank.call("fill", tables, BIG, "another request")
         one.fleet.ranks[0].resume()
@@ -31,6 +33,7 @@ def test_blocks_that_were_reused_during_the_read_do_not_count(harbour, source, o
     harbour.serves(source, one)
 
 
+@pytest.mark.slow
 def test_late_bytes_of_a_stopped_source_do_not_count(harbour, source, two):
     harbour.serves(source, two)
     with harbour.level(source, two):
@@ -52,6 +55,7 @@ def test_late_bytes_of_a_stopped_source_do_not_count(harbour, source, two):
     harbour.serves(source, two)
 
 
+@pytest.mark.slow
 def test_a_read_that_does_not_end_is_quarantined_and_shown(harbour, source, one):
     harbour.serves(source, one)
     with harbour.level(source, one):
@@ -86,6 +90,7 @@ def test_an_abort_in_flight_is_reported_after_the_last_byte(harbour, source, two
     harbour.serves(source, two)
 
 
+@pytest.mark.slow
 def test_an_abort_before_anything_was_read_leaves_the_ticket_to_another(harbour, source, one, two):
     harbour.serves(source, one)
     ticket = harbour.offer(source, is_filled=True)
@@ -100,6 +105,7 @@ def test_an_abort_before_anything_was_read_leaves_the_ticket_to_another(harbour,
     assert two.num_wrong(load) == 0
 
 
+@pytest.mark.slow
 def test_renewals_carry_a_slow_read_over_several_leases(harbour, source, one):
     harbour.serves(source, one)
     ticket = harbour.offer(source, is_filled=True)

@@ -75,7 +75,8 @@ def move(source, destination):
     for number, num_tokens in enumerate(LENGTHS):
         salt, num_kept = f"request-{number}", KEPT if number == 2 else 0
         tables, into = src_pool.take(num_tokens), dst_pool.take(num_tokens)
-        assert tables and into, "the pools are too small"
+        assert tables is not None, "the source's pool is too small"
+        assert into is not None, "the destination's pool is too small"
         need = {group.name: need_of(group, num_tokens, num_kept) for group in dst.groups}
         kept = kept_of(dst, num_kept)
         call_all(destination.ranks, "fill", into, kept, "kept")

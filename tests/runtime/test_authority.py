@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from kvferry.core.request import BlockTable
-from kvferry.errors import Code, Refused, SpecError
+from kvferry.errors import Code, Finding, Refused, SpecError
 from kvferry.runtime import Authority, Released, Timing
 from kvferry.runtime.values import Send
 from kvferry.wire.messages import (
@@ -115,6 +115,16 @@ def test_a_settle_that_overtakes_its_acquire_counts():
     assert acquire(source, ticket, "A", 1, 2, attempt=3).code == "spent"
 
 
+def test_a_settle_of_an_attempt_that_was_not_granted_settles_nothing():
+    """A forged ticket has a genuine number: giving it up must not end the read of the genuine one."""
+    source = authority()
+    ticket = offered(source)
+    acquire(source, ticket, "A", attempt=3)
+    assert settle(source, ticket, UNREAD, attempt=5) == []
+    assert acquire(source, ticket, "B").code == "taken"
+    assert len(settle(source, ticket, READ, attempt=3)) == 1
+
+
 def test_a_rank_that_read_nothing_may_try_anew_before_the_others_gave_up():
     source = authority()
     ticket = offered(source)
@@ -189,6 +199,14 @@ def test_one_renewal_answers_for_many_tickets():
     assert [e.request_id for e in source.tick(LEASE + 1)] == ["2"]
     assert source.tick(49.9) == []
     assert [e.request_id for e in source.tick(50.0)] == ["1"]
+
+
+def test_what_is_over_is_not_renewed_even_before_the_tick():
+    source = authority()
+    ticket = offered(source)
+    acquire(source, ticket, now=1.0)
+    assert renew(source, "A", ticket, now=31.0).ended == (ticket.ticket_id,)
+    assert [e.reason for e in source.tick(31.0)] == ["expired"]
 
 
 def test_nobody_renews_what_is_bound_to_nobody():
@@ -328,7 +346,7 @@ def test_a_rank_does_not_change_its_memory(changes):
     assert join(source, **changes)[0].code == "join"
 
 
-@pytest.mark.parametrize("error", [SpecError("no"), Refused(Code.GAP, "no")])
+@pytest.mark.parametrize("error", [SpecError("no"), Refused(Finding(Code.GAP, "state", "no"))])
 def test_ranks_that_do_not_fit_together_are_turned_away(error):
     def merge(_):
         raise error

@@ -1,9 +1,10 @@
 """The state machines against a world that does its worst: a model of DESIGN's laws 5 to 8.
 
-One source engine (an authority, ranks, a pool whose released blocks are overwritten at once), up to two
-destination engines of up to three ranks, a network that delays, reorders, drops and repeats, a transport whose
-reads end well, badly, late or never, planning that is slow or fails, restarts on both sides, clocks that agree
-on nothing but durations. ``KVFERRY_MODEL_EXAMPLES`` sets how many such lives are lived.
+One source engine (an authority, ranks, a pool whose released blocks are overwritten at once), up to
+two destination engines of up to three ranks, a network that delays, reorders, drops and repeats, a
+transport whose reads end well, badly, late or never, planning that is slow or fails, restarts on both
+sides, clocks that agree on nothing but durations. ``KVFERRY_MODEL_EXAMPLES`` sets how many such lives
+are lived.
 """
 
 import os
@@ -20,7 +21,7 @@ from kvferry.core.runs import NO_RUNS, Runs
 from kvferry.core.select import Selection
 from kvferry.runtime import Authority, Failure, Fetch, Reader, Released, Report, Timing
 from kvferry.runtime.reader import Phase
-from kvferry.runtime.values import Build, Clear, Drop, Peer, Post, Select, Send
+from kvferry.runtime.values import Build, Clear, Drop, Effect, Peer, Post, Select, Send
 from kvferry.wire.messages import (
     PROTOCOL,
     Acquire,
@@ -178,7 +179,7 @@ class World(RuleBasedStateMachine):
 
     # -- effects ----------------------------------------------------------------------------------
 
-    def of_authority(self, effects):
+    def of_authority(self, effects: list[Send | Released]):
         for effect in effects:
             match effect:
                 case Released():
@@ -210,7 +211,7 @@ class World(RuleBasedStateMachine):
             and job.phase in (Phase.SELECTING, Phase.READING)
         ]
 
-    def of_reader(self, rank, effects):
+    def of_reader(self, rank, effects: list[Effect]):
         for effect in effects:
             match effect:
                 case Send():
@@ -325,6 +326,18 @@ class World(RuleBasedStateMachine):
         self.offer()
         self.fetch(0, engine, is_latest=True)
         self.calm(rounds, is_slow=False)
+
+    @rule(engine=index, which=index, is_backwards=st.booleans())
+    def fetch_give_up_and_fetch_again(self, engine, which, is_backwards):
+        """Messages of both attempts are under way together."""
+        self.offer()
+        self.fetch(0, engine, is_latest=True)
+        self.deliver_all(is_backwards)
+        self.abort(engine, -1, 3)
+        if which % 2:
+            self.packets += self.packets[-3:]
+        self.fetch(0, engine, is_latest=True)
+        self.deliver_all(is_backwards)
 
     @precondition(lambda self: self.offers)
     @rule(which=index, engine=index, rank=index)
@@ -443,8 +456,8 @@ class World(RuleBasedStateMachine):
             self.of_authority(self.authority.receive(self.src_now, packet.route, message))
         for rank in self.ranks:
             if packet.to == rank.route:
-                message = decode_from_authority(packet.data)
-                self.of_reader(rank, rank.reader.receive(self.clock(rank), packet.route, message))
+                answer = decode_from_authority(packet.data)
+                self.of_reader(rank, rank.reader.receive(self.clock(rank), packet.route, answer))
         for src_rank in self.src_ranks:
             if packet.to == f"src {self.generation}/{src_rank.number}":
                 self.source_hears(src_rank, packet, decode_from_authority(packet.data))
@@ -547,7 +560,19 @@ class World(RuleBasedStateMachine):
                 offer, _ = rank.fetched[job.handle]
                 if job.covered_until > self.clock(rank):
                     assert offer is not None, "a forged ticket was granted"
-                    assert offer.is_owned or offer.releases == ["restart"] or job.phase is Phase.COVERING
+                    assert offer.is_owned or offer.releases == ["restart"]
+
+    @invariant()
+    def leases_cover_what_readers_believe(self):
+        """A granted fetch is bound to its engine, until a deadline that is no earlier than it believes."""
+        for rank in self.ranks:
+            for job in rank.reader._jobs.values():
+                offer, _ = rank.fetched[job.handle]
+                if offer is not None and offer.is_owned and job.covered_until > self.clock(rank):
+                    lease = self.authority._leases[offer.ticket.ticket_id]
+                    assert lease.reader == rank.engine, "granted, but bound to another"
+                    assert lease.settled.get(rank.reader.rank) is None, "settled while it is wanted"
+                    assert job.covered_until - rank.offset <= lease.deadline - self.src_offset
 
     @invariant()
     def leases_never_shrink(self):
@@ -588,8 +613,8 @@ class World(RuleBasedStateMachine):
         """Liveness: once the world behaves, everything ends, by the deadlines that the machines name."""
         if not self.ranks:
             return
-        for rank in self.src_ranks:
-            self.send_join(rank)
+        for src_rank in self.src_ranks:
+            self.send_join(src_rank)
         for _ in range(2000):
             self.work()
             for rank in self.ranks:

@@ -229,6 +229,14 @@ def test_covering_waits_for_the_answer_that_proves_it(it):
     assert it.only(Report).failure is None
 
 
+def test_a_renewal_counts_from_the_moment_of_asking_too(it):
+    (transfer,) = it.reading()
+    it.at(10.0).tick()
+    it.at(29.0).answer(Renewal(it.only(Renew).nonce, 30_000, (1,), ()))
+    it.at(40.0).ended(transfer, "")
+    assert it.of(Report) == []
+
+
 def test_covering_gives_up_in_the_end(it):
     (transfer,) = it.reading()
     it.at(30.0).ended(transfer, "")

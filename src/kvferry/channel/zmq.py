@@ -1,15 +1,16 @@
 """The control channel over ZeroMQ: the only file that imports zmq.
 
-One channel has at most one listening socket, and one calling socket per address that it ever wrote to. All but
-``wake`` belong to one thread. Whatever arrives is bytes and a *route*: write to the route to answer. Bytes that
-are too many, or a peer that does not read, cost nobody anything: queues are bounded, and what does not fit is
-dropped and counted, since every message of the protocol is repeated until it is answered.
+One channel has at most one listening socket, and one calling socket per address that it wrote to. All but
+``wake`` belong to one thread. Whatever arrives is bytes and a *route*: write to the route to answer. Bytes
+that are too many, or a peer that does not read, cost nobody anything: queues are bounded, and what does not
+fit is dropped and counted, since every message of the protocol is repeated until it is answered.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import secrets
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
@@ -18,8 +19,11 @@ from zmq.utils import z85
 
 from kvferry.errors import ChannelError
 
-MAX_CALLS = 1024
-"""Addresses that a channel keeps a socket for; the least recently used goes first."""
+MAX_CALLS = 512
+"""Addresses that a channel keeps a socket for; the least recently used goes first. A context of ZeroMQ has
+1,023 sockets at most."""
+SCHEMES = ("tcp://", "ipc://")
+"""What may be called: an address comes from a ticket, and ``inproc`` would reach into this process."""
 HIGH_WATER = 10_000
 HEARTBEAT_MS = 2_000
 
@@ -48,7 +52,11 @@ class Channel:
         self.dropped: Counter[str] = Counter()
         self.address = ""
         if listen:
-            self._listen(listen)
+            try:
+                self._listen(listen)
+            except ChannelError:
+                self.close()
+                raise
 
     def _wake_pair(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
         inside, outside = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
@@ -62,6 +70,7 @@ class Channel:
     def _listen(self, listen: str) -> None:
         socket = self._socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # who calls again before its old connection is found dead
         if self._secret:
             secret_key, _ = _keys(self._secret)
             socket.curve_secretkey, socket.curve_server = secret_key, True
@@ -94,8 +103,10 @@ class Channel:
             if to.startswith("@"):
                 if self._listener is not None:
                     self._listener.send_multipart([bytes.fromhex(to[1:]), data], zmq.NOBLOCK)
-            else:
+            elif to.startswith(SCHEMES):
                 self._call(to).send(data, zmq.NOBLOCK)
+            else:
+                self.dropped["address"] += 1
         except zmq.ZMQError:
             self.dropped["unsent"] += 1
 
@@ -107,11 +118,17 @@ class Channel:
             _, oldest = self._calls.popitem(last=False)
             self._close(oldest)
         socket = self._socket(zmq.DEALER)
+        # A name of its own, that nobody can guess: the route to it outlives a lost connection.
+        socket.setsockopt(zmq.IDENTITY, secrets.token_bytes(16).replace(b"\0", b"\1"))
         if self._secret:
             _, public = _keys(self._secret)
             socket.curve_serverkey = public
             socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-        socket.connect(address)
+        try:
+            socket.connect(address)
+        except zmq.ZMQError:
+            socket.close(0)  # an address that makes no sense would else cost a socket per message
+            raise
         self._poller.register(socket, zmq.POLLIN)
         self._calls[address] = socket
         return socket

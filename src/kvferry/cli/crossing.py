@@ -20,7 +20,7 @@ from kvferry.core.manifest import Manifest
 from kvferry.core.request import BlockTable, need_of
 from kvferry.core.span import Span, Spans
 from kvferry.core.state import Addressing
-from kvferry.errors import SpecError
+from kvferry.errors import KVFerryError, SpecError
 from kvferry.runtime import Report, Timing
 from kvferry.testing.fleet import BlockPool, DestinationFleet, SourceFleet, WorkerDied, call_all
 from kvferry.testing.fleet.measure import MeasuredDestination, Took
@@ -157,7 +157,7 @@ def cross(
             ferry.move(passages[:-1])
             ferry.measure(passages[-1])
             ferry.settle()
-        except WorkerDied as error:
+        except KVFerryError as error:
             crossing.failures.append(str(error))
 
 
@@ -341,6 +341,8 @@ class _Ferry:
         call_all(ranks, "start_watch")
         ticket = self._offer(f"{passage.request_id}, turn {number}", tables, passage)
         reports = self._destination.wait(self._destination.fetch(ticket, into, need, kept=kept), pause=0.02)
+        if any(report.failure for report in reports):
+            return _Turn(reports)
         return _Turn(
             reports,
             call_all(ranks, "post_seconds"),
@@ -381,9 +383,9 @@ class _Turn:
     """One turn of a measurement; every list has one entry per destination rank."""
 
     reports: Sequence[Report]
-    post_seconds: Sequence[float]
-    same_runs: Sequence[Took]
-    one_run: Sequence[Took]
+    post_seconds: Sequence[float] = ()
+    same_runs: Sequence[Took] = ()
+    one_run: Sequence[Took] = ()
 
 
 def _speeds(turns: Sequence[_Turn]) -> list[Speed]:

@@ -108,12 +108,13 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Move real bytes over NIXL and check every cell by name."""
-    size = requests or NUM_REQUESTS[transport], tokens or NUM_TOKENS[transport]
+    num_requests = requests or NUM_REQUESTS[transport]
     if transport is Over.NIXL:
         case = _crossing_case(model, src, dst, layers)
-        is_good = _cross(case, *size, device, as_json=as_json)
+        is_good = _cross(case, num_requests, tokens, device, as_json=as_json)
     else:
-        is_good = _travel(_trip_cases(model, src, dst, layers), *size, device, as_json=as_json)
+        cases = _trip_cases(model, src, dst, layers)
+        is_good = _travel(cases, num_requests, tokens or NUM_TOKENS[transport], device, as_json=as_json)
     if not is_good:
         raise typer.Exit(1)
 
@@ -128,11 +129,15 @@ def _engine(case: Case, name: str, topology: str, num_tokens: int, num_requests:
         return snug(model, topology, name, num_tokens, num_requests)
 
 
+def _memory_of(*manifests: Manifest) -> int:
+    return sum(region.num_bytes for each in manifests for rank in each.ranks for region in rank.regions)
+
+
 def _check_memory(*manifests: Manifest) -> None:
     from kvferry.cli.show import num_bytes
     from kvferry.errors import SpecError
 
-    total = sum(region.num_bytes for each in manifests for rank in each.ranks for region in rank.regions)
+    total = _memory_of(*manifests)
     if total > MAX_MEMORY:
         raise SpecError(
             f"the two engines would take {num_bytes(total)} of memory, more than {num_bytes(MAX_MEMORY)}:"
@@ -168,13 +173,23 @@ def _crossing_case(model: str, src: str | None, dst: str | None, layers: int | N
     )
 
 
-def _cross(case: Case, num_requests: int, num_tokens: int, device: Device, *, as_json: bool) -> bool:
-    from kvferry.cli import show
-    from kvferry.cli.crossing import WAVE, Crossing, cross, some_passages
-    from kvferry.errors import SpecError
+def _engines(case: Case, num_requests: int, num_tokens: int) -> tuple[Manifest, Manifest]:
+    from kvferry.cli.crossing import WAVE
 
     src = _engine(case, "src", case.src, num_tokens, min(num_requests, 2 * WAVE) + 1)
-    dst = _engine(case, "dst", case.dst, num_tokens, min(num_requests, WAVE) + 1)
+    return src, _engine(case, "dst", case.dst, num_tokens, min(num_requests, WAVE) + 1)
+
+
+def _cross(case: Case, num_requests: int, tokens: int | None, device: Device, *, as_json: bool) -> bool:
+    from kvferry.cli import show
+    from kvferry.cli.crossing import Crossing, cross, some_passages
+    from kvferry.errors import SpecError
+
+    num_tokens = tokens or NUM_TOKENS[Over.NIXL]
+    src, dst = _engines(case, num_requests, num_tokens)
+    while tokens is None and num_tokens > 1 and _memory_of(src, dst) > MAX_MEMORY:
+        num_tokens //= 2  # nobody asked for so many
+        src, dst = _engines(case, num_requests, num_tokens)
     _check_memory(src, dst)
     if len(src.ranks) + len(dst.ranks) >= MAX_PROCESSES:
         raise SpecError(f"each rank is a process; at most {MAX_PROCESSES} are started")
@@ -236,7 +251,7 @@ def _show_crossing(crossing: Crossing) -> None:
 
 
 def _show_speeds(speeds: list[Speed]) -> None:
-    from kvferry.cli.show import console, num_bytes, put, table
+    from kvferry.cli.show import console, gigabytes_per_second, num_bytes, put, ratio, table
 
     rows = table("dst", "bytes", "runs", "average run", "kvferry", "NIXL, same runs", "NIXL, one run")
     for one in speeds:
@@ -245,9 +260,9 @@ def _show_speeds(speeds: list[Speed]) -> None:
             num_bytes(one.total_bytes),
             f"{one.num_runs:,}",
             num_bytes(one.total_bytes / max(1, one.num_runs)),
-            f"{one.gigabytes_per_second(one.move_ms):.1f} GB/s",
+            gigabytes_per_second(one.gigabytes_per_second(one.move_ms)),
             *(
-                f"{one.gigabytes_per_second(ms):.1f} GB/s {ms / one.move_ms:.2f}×"
+                f"{gigabytes_per_second(one.gigabytes_per_second(ms))} {ratio(ms / max(one.move_ms, 1e-6))}"
                 for ms in (one.raw_move_ms, one.one_run_move_ms)
             ),
         )

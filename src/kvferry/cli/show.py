@@ -41,6 +41,24 @@ def milliseconds(value: float) -> str:
     return f"{value / 1e3:.2f} s" if value >= 1e3 else f"{value:.2f} ms" if value < 10 else f"{value:.0f} ms"
 
 
+def gigabytes_per_second(value: float) -> str:
+    """A speed as people read it.
+
+    >>> gigabytes_per_second(0.0412), gigabytes_per_second(4.12), gigabytes_per_second(1234.5)
+    ('0.04 GB/s', '4.1 GB/s', '1234 GB/s')
+    """
+    return f"{value:.{0 if value >= 100 else 1 if value >= 1 else 2}f} GB/s"
+
+
+def ratio(value: float) -> str:
+    """How many times as much, as people read it.
+
+    >>> ratio(0.8712), ratio(0.0012)
+    ('0.87×', '<0.01×')
+    """
+    return f"{value:.2f}×" if value >= 0.01 else "<0.01×"
+
+
 def table(*columns: str, left: Sequence[str] = ()) -> Table:
     """An empty table; columns are numbers, set right, unless ``left`` names them."""
     made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)

@@ -37,7 +37,7 @@ class BlockTable:
         ids: NDArray[Any] = np.empty(())
         with suppress(ValueError):  # a ragged list makes no array
             ids = np.asarray(self.block_ids)
-        if not ids.size or ids.dtype.kind in "iu":
+        if not ids.size or (ids.dtype.kind in "iu" and int(ids.max()) < 1 << 63):
             ids = ids.astype(np.int64)
         is_list = ids.ndim == 1 and ids.dtype == np.int64 and not (ids < HOLE).any()
         if not is_list or type(self.first_token) is not int or self.first_token < 0:

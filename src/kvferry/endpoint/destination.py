@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -19,7 +20,8 @@ from kvferry.core.select import Slack, select
 from kvferry.core.span import Spans
 from kvferry.endpoint.lines import Lines
 from kvferry.endpoint.loop import Loop, clock, log
-from kvferry.errors import KVFerryError, Refused, RequestError, TransportError
+from kvferry.endpoint.metrics import FetchMetrics, account
+from kvferry.errors import KVFerryError, Refused, RequestError, SpecError, TransportError
 from kvferry.runtime import Failure, Fetch, Reader, Report, Timing
 from kvferry.runtime.values import Build, Clear, Drop, Effect, Peer, Post, Select, Send
 from kvferry.transport.base import Transport
@@ -44,11 +46,21 @@ class Destination:
         num_ranks: int = 0,
         secret: bytes = b"",
         timing: Timing | None = None,
+        metrics: FetchMetrics | None = None,
     ) -> None:
-        """``reader`` names this *start* of the engine, the same on all of its ranks."""
+        """``reader`` names this *start* of the engine, the same on all of its ranks.
+
+        It must change with every start: a late message of an earlier one must not pass for one of this.
+        An engine of one rank may leave it out.
+        """
+        num_ranks = num_ranks or len(manifest.ranks)
+        if not reader and num_ranks > 1:
+            raise SpecError("name this start of the engine (reader=…), the same on all of its ranks")
+        reader = reader or f"{manifest.engine}#{secrets.token_hex(8)}"
         self._manifest, self._rank, self._transport = manifest, rank, transport
         transport.register(manifest.rank(rank).regions)
-        self._reader = Reader(reader or manifest.engine, rank, num_ranks or len(manifest.ranks), timing)
+        self._reader = Reader(reader, rank, num_ranks, timing)
+        self._metrics = metrics
         self._timing = timing or Timing()
         self._lock = threading.Lock()
         self._routes: dict[Peer, Route] = {}
@@ -73,7 +85,7 @@ class Destination:
         kept: Mapping[str, Spans] | None = None,
         slack: Slack = Slack.CLEAR,
     ) -> int:
-        """Start reading a ticket's request into these blocks; returns the handle under which it is reported."""
+        """Start reading a ticket's request into these blocks; the handle is what ``poll`` reports."""
         handle = next(self._handles)
         wanted = Fetch(ticket, tables, need, kept or {}, slack)
         with self._lock:
@@ -124,6 +136,10 @@ class Destination:
                 effects += self._reader.ended(now, end.transfer, end.error)
             effects += self._reader.tick(now)
             in_flight = self._reader.num_in_flight
+            quarantined = self._reader.num_quarantined
+        if self._metrics:
+            refused = self._loop.refused.total() + self._loop.channel.dropped.total()
+            self._metrics.gauge(in_flight, quarantined, refused)
         self._carry_out(effects)
         return POLL_SECONDS if in_flight else self._timing.retry / 2
 
@@ -146,7 +162,7 @@ class Destination:
                     self._meetings.submit(effect.peer, partial(self._drop, effect.peer))
                 case Report():
                     self._reports.append(effect)
-                    log.info("%s", _line(effect))
+                    account(effect, self._metrics)
 
     def _build(self, build: Build) -> None:
         """Everything that is done once per peer. Slow, so in a thread of its own."""
@@ -217,12 +233,3 @@ def _failure(error: Exception) -> Failure:
         case _:
             log.exception("unexpected", exc_info=error)
             return Failure("unexpected", f"{type(error).__name__}: {error}")
-
-
-def _line(report: Report) -> str:
-    record = report.record
-    return (
-        f"fetched {record.request_id} from {record.engine}: {record.outcome}; {record.num_bytes} bytes in"
-        f" {record.num_runs} runs from {record.num_sources} ranks;"
-        f" moved in {record.move_seconds * 1e3:.1f} ms, {record.total_seconds * 1e3:.1f} ms in all"
-    )

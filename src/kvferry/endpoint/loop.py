@@ -76,14 +76,16 @@ class Loop:
     def _flush(self) -> None:
         while self._outbox:
             to, message = self._outbox.popleft()
-            self.channel.send(to, encode(message))
+            self._guarded(lambda to=to, message=message: self.channel.send(to, encode(message)))  # type: ignore[misc]
 
     def _guarded(self, work: Callable[[], object]) -> object:
         try:
             return work()
         except KVFerryError as error:
-            self.refused[type(error).__name__] += 1
-            log.warning("refused a message: %s", error)
+            name = type(error).__name__
+            self.refused[name] += 1
+            if self.refused[name].bit_count() == 1:  # each 1st, 2nd, 4th, 8th …: junk must not fill the log
+                log.warning("refused message number %d: %s", self.refused[name], error)
         except Exception:
             self.refused["unexpected"] += 1
             log.exception("the control thread goes on after an unexpected error")

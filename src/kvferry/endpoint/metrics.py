@@ -16,32 +16,54 @@ BYTES = tuple(float(4**n) for n in range(6, 19))
 class FetchMetrics:
     """The metrics of all destination ranks in this process."""
 
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         """``registry``: where the metrics appear; by default where Prometheus looks."""
-        into = {"registry": registry or REGISTRY}
-        self._fetches = Counter("kvferry_fetches", "Fetches that ended, by outcome", ["outcome"], **into)
-        self._bytes = Counter("kvferry_fetched_bytes", "Bytes of fetches that ended well", **into)
-        self._runs = Counter("kvferry_fetched_runs", "Runs of fetches that ended well", **into)
-        self._size = Histogram("kvferry_fetch_bytes", "Bytes per fetch", buckets=BYTES, **into)
-        self._seconds = Histogram(
-            "kvferry_fetch_seconds", "Where the time of a fetch went", ["part"], buckets=SECONDS, **into
+        self._fetches = Counter(
+            "kvferry_fetches", "Fetches that ended, by outcome", ["outcome"], registry=registry
         )
-        self.in_flight = Gauge("kvferry_reads_in_flight", "Posted reads that have not ended", **into)
-        self.quarantined = Gauge("kvferry_quarantined", "Fetches whose reads do not end", **into)
-        self.refused = Gauge("kvferry_refused_messages", "Messages that were dropped or refused", **into)
+        self._bytes = Counter("kvferry_fetched_bytes", "Bytes of fetches that ended well", registry=registry)
+        self._runs = Counter("kvferry_fetched_runs", "Runs of fetches that ended well", registry=registry)
+        self._size = Histogram("kvferry_fetch_bytes", "Bytes per fetch", buckets=BYTES, registry=registry)
+        self._seconds = Histogram(
+            "kvferry_fetch_seconds",
+            "Where the time of a fetch went",
+            ["part"],
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self._in_flight = Gauge(
+            "kvferry_reads_in_flight", "Posted reads that have not ended", registry=registry
+        )
+        self._quarantined = Gauge("kvferry_quarantined", "Fetches whose reads do not end", registry=registry)
+        self._refused = Gauge(
+            "kvferry_refused_messages", "Messages that were dropped or refused", registry=registry
+        )
 
     def count(self, report: Report) -> None:
-        """One fetch ended: count it, and write its line."""
-        record = report.record
+        """One fetch ended."""
+        record = asdict(report.record)
         self._fetches.labels(report.failure.code if report.failure else "read").inc()
         if report.failure is None:
-            self._bytes.inc(record.num_bytes)
-            self._runs.inc(record.num_runs)
-            self._size.observe(record.num_bytes)
-        for part in ("meet", "plan", "move", "total"):
-            self._seconds.labels(part).observe(getattr(record, f"{part}_seconds"))
-        level = log.warning if report.failure else log.info
-        level("%s", line(report), extra={"kvferry": asdict(record)})
+            self._bytes.inc(report.record.num_bytes)
+            self._runs.inc(report.record.num_runs)
+            self._size.observe(report.record.num_bytes)
+        for name, value in record.items():
+            if name.endswith("_seconds"):
+                self._seconds.labels(name.removesuffix("_seconds")).observe(value)
+
+    def gauge(self, in_flight: int, quarantined: int, refused: int) -> None:
+        """How things stand now."""
+        self._in_flight.set(in_flight)
+        self._quarantined.set(quarantined)
+        self._refused.set(refused)
+
+
+def account(report: Report, metrics: FetchMetrics | None = None) -> None:
+    """One fetch ended: write its line, and count it."""
+    level = log.warning if report.failure else log.info
+    level("%s", line(report), extra={"kvferry": asdict(report.record)})
+    if metrics:
+        metrics.count(report)
 
 
 def line(report: Report) -> str:

@@ -29,6 +29,9 @@ from kvferry.wire.messages import (
 )
 from kvferry.wire.ticket import Ticket
 
+HERE = "here/"
+"""Routes of ranks that the engine answers for itself."""
+
 
 class SourceEngine:
     """The lease authority of a source engine: offers requests, learns when their blocks are free again."""
@@ -66,6 +69,20 @@ class SourceEngine:
     def is_whole(self) -> bool:
         """Whether every rank has joined."""
         return self._authority.is_whole
+
+    @property
+    def num_leases(self) -> int:
+        """How many requests are pinned."""
+        return self._authority.num_leases
+
+    def admit(self, join: Join) -> None:
+        """Take in a rank whose memory was described elsewhere: it hears of releases through ``poll``."""
+        route = f"{HERE}{join.rank}"
+        with self._lock:
+            effects = self._authority.receive(clock(), route, join)
+        for effect in effects:
+            if isinstance(effect, Send) and isinstance(effect.message, Sorry):
+                raise SpecError(f"rank {join.rank} cannot join: {effect.message.detail}")
 
     def offer(
         self, request_id: str, tables: Mapping[str, BlockTable], num_tokens: int, *, digest: bytes = b""
@@ -115,10 +132,19 @@ class SourceEngine:
     def _carry_out(self, effects: Iterable[Send | Released]) -> None:
         for effect in effects:
             match effect:
+                case Send() if effect.to.startswith(HERE):
+                    self._hear(effect)
                 case Send():
                     self._loop.send(effect.to, effect.message)
                 case Released():
                     self._released.append(effect)
+
+    def _hear(self, notice: Send) -> None:
+        """A notice for a rank that was admitted here: whoever polls this engine has heard it."""
+        if isinstance(notice.message, Ended):
+            rank, ended = int(notice.to.removeprefix(HERE)), notice.message
+            heard = Heard(ended.generation, rank, ended.first + len(ended.requests) - 1)
+            self._carry_out(self._authority.receive(clock(), notice.to, heard))
 
 
 def _merged(manifests: Mapping[int, bytes]) -> bytes:

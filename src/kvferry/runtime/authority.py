@@ -304,8 +304,9 @@ class Authority:
         lease = self._read_by(message.reader, message.generation, message.ticket_id)
         if lease is None or not 0 <= rank < lease.reader_ranks:
             return []
-        if lease.is_stale(message.reader, rank, attempt):
-            return []
+        is_granted = lease.attempts.get(rank, attempt) == attempt
+        if not is_granted or lease.is_stale(message.reader, rank, attempt):
+            return []  # only the attempt that was granted can settle it; another may be of a forged ticket
         lease.attempts[rank] = attempt
         lease.settled.setdefault(rank, message.outcome)
         if len(lease.settled) < lease.reader_ranks:

@@ -1,9 +1,9 @@
 """Engines as real processes, for demonstrations and for tests that kill them.
 
 ``SourceFleet`` and ``DestinationFleet`` are whole engines: an authority and ranks, each a process of its own
-with real memory and a real transport. ``BlockPool`` hands out their blocks. A ``Crew`` is a number of processes
-that serve one fleet after another. ``SourceAccount`` and ``DestinationAccount`` keep book of requests, blocks and
-reports, as a scheduler would.
+with real memory and a real transport. ``BlockPool`` hands out their blocks. A ``Crew`` is a number of
+processes that serve one fleet after another. ``SourceAccount`` and ``DestinationAccount`` keep book of
+requests, blocks and reports, as a scheduler would.
 """
 
 from kvferry.testing.fleet.accounts import DestinationAccount, Load, SourceAccount, Unbalanced, until

@@ -7,6 +7,7 @@ import faulthandler
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -17,6 +18,7 @@ from typing import Any
 
 from kvferry.errors import KVFerryError
 
+STDOUT = 1
 START = 0
 """The number of the first answer: that the object is made."""
 
@@ -88,14 +90,15 @@ class Worker:
     def _answer(self, number: int, method: str, timeout: float) -> Any:
         """Wait for an answer; late ones, to calls that were given up, are dropped."""
         deadline = time.monotonic() + timeout
-        try:
-            answered = None
-            while answered != number:
+        while True:
+            try:
                 if not self._pipe.poll(max(0.0, deadline - time.monotonic())):
                     raise WorkerDied(f"{self.name} did not answer {method} within {timeout:g} s")
                 answered, is_good, result = self._pipe.recv()
-        except (EOFError, ConnectionResetError) as error:
-            raise WorkerDied(f"{self.name} died during {method}") from error
+            except (EOFError, ConnectionResetError) as error:
+                raise WorkerDied(f"{self.name} died during {method}") from error
+            if answered == number:
+                break
         if is_good:
             return result
         raise result
@@ -155,6 +158,7 @@ def call_all(
 def _serve(pipe: Connection, env: Mapping[str, str], factory: Callable[..., Any], args: Any) -> None:
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who made this process decides when it ends
+    os.dup2(sys.stderr.fileno(), STDOUT)  # UCX logs to standard output, which is not ours
     os.environ.update(env)
     try:
         served = factory(*args)

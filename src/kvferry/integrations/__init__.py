@@ -1,0 +1,1 @@
+"""kvferry inside other people's engines."""

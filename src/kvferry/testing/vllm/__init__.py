@@ -1,0 +1,1 @@
+"""For tests that run a real vLLM: models small enough for a CPU."""

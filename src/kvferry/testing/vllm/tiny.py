@@ -1,0 +1,158 @@
+"""Models of a few million random weights, one per family of caches, that a real engine can load and run on a CPU.
+
+A tiny model has no opinions: with the usual weights its next token hardly depends on what it has read. Here the
+matrices are wide (standard deviation 0.08) and the embeddings wider (1.0), so that a wrong byte in the cache is
+a wrong token.
+"""
+
+from pathlib import Path
+from typing import Any
+
+WEIGHT_STD = 0.08
+EMBEDDING_STD = 1.0
+NUM_TOKENS = 1024
+"""The longest request, prompt and answer."""
+VOCABULARY = 320
+"""256 bytes, and room for the special ones."""
+
+_ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+_MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 64,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 32,
+    "mamba_chunk_size": 64,
+}
+
+_LLAMA = {"model_type": "llama", "num_hidden_layers": 4, **_ATTENTION}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": _LLAMA,
+    "llama-1kv": {**_LLAMA, "num_key_value_heads": 1},
+    "llama-4kv": {**_LLAMA, "num_key_value_heads": 4},
+    "gemma3": {  # two windows for each full layer: two groups that share a pool
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 6,
+        **_ATTENTION,
+        "query_pre_attn_scalar": 64,
+        "sliding_window": 96,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    },
+    "gpt_oss": {  # a window every other layer, sinks, experts
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 4,
+        **_ATTENTION,
+        "sliding_window": 96,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "deepseek_v3": {  # MLA: one latent per token for all heads
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 32,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "num_mtp_layers": 0,
+        "num_nextn_predict_layers": 0,
+    },
+    "nemotron_h": {  # Mamba2 and attention in layers of their own
+        "model_type": "nemotron_h",
+        **_ATTENTION,
+        "layers_block_type": ["mamba", "mlp", "mamba", "attention", "mamba", "mlp", "attention", "mlp"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 64,
+        "n_groups": 2,
+        "ssm_state_size": 32,
+        "chunk_size": 64,
+    },
+    "granite": {  # Mamba2 and attention in layers of their own, experts
+        "model_type": "granitemoehybrid",
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "layer_types": ["mamba", "attention", "mamba", "attention"],
+        **_MAMBA,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 256,
+        "attention_multiplier": 0.125,
+        "position_embedding_type": "nope",
+    },
+    "falcon_h1": {  # Mamba2 and attention side by side in each layer
+        "model_type": "falcon_h1",
+        "num_hidden_layers": 3,
+        **_ATTENTION,
+        **_MAMBA,
+        "mamba_d_ssm": 512,
+    },
+    "qwen3_next": {  # gated delta net and attention; bf16 only on a CPU
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 4,
+        **_ATTENTION,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 128,
+    },
+}
+"""Family -> what its configuration says beyond the common part."""
+
+
+def make(family: str, directory: Path) -> Path:
+    """Write the model and its tokenizer into a directory of that name, unless they are there; return it."""
+    from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+
+    home = directory / family
+    if (home / "tokenizer.json").exists():
+        return home
+    config = AutoConfig.for_model(
+        **{
+            "vocab_size": VOCABULARY,
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "max_position_embeddings": NUM_TOKENS,
+            "tie_word_embeddings": False,
+            "bos_token_id": 256,
+            "eos_token_id": 257,
+            "pad_token_id": 258,
+            **FAMILIES[family],
+        }
+    )
+    set_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, WEIGHT_STD)
+    model.get_input_embeddings().weight.data.normal_(0, EMBEDDING_STD)
+    model.save_pretrained(home)
+    _byte_tokenizer().save_pretrained(home)
+    return home
+
+
+def _byte_tokenizer() -> Any:
+    """Token ids are the bytes of the text, in the order of their printable stand-ins."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
+    )

@@ -1,0 +1,104 @@
+"""The control channel, between two channels of this process."""
+
+import time
+
+import pytest
+
+from kvferry.channel import Channel
+from kvferry.channel.zmq import MAX_CALLS
+from kvferry.errors import ChannelError
+
+
+@pytest.fixture
+def opened():
+    channels = []
+
+    def channel(**kwargs):
+        channels.append(Channel(**kwargs))
+        return channels[-1]
+
+    yield channel
+    for one in channels:
+        one.close()
+
+
+def heard(channel, num=1, seconds=10):
+    received = []
+    deadline = time.monotonic() + seconds
+    while len(received) < num and time.monotonic() < deadline:
+        received += channel.wait(0.05)
+    return received
+
+
+@pytest.mark.parametrize("secret", [b"", b"open sesame"])
+def test_there_and_back(opened, secret):
+    listener, caller = opened(listen="tcp://127.0.0.1:*", secret=secret), opened(secret=secret)
+    caller.send(listener.address, b"hello")
+    (received,) = heard(listener)
+    assert received.data == b"hello"
+    listener.send(received.route, b"welcome")
+    (answer,) = heard(caller)
+    assert (answer.route, answer.data) == (listener.address, b"welcome")
+
+
+def test_a_route_outlives_its_connection(opened):
+    listener, caller = opened(listen="tcp://127.0.0.1:*"), opened()
+    caller.send(listener.address, b"hello")
+    (first,) = heard(listener)
+    # Disconnecting and calling again is what ZeroMQ does by itself when a peer was silent for too long.
+    socket = caller._calls[listener.address]
+    socket.disconnect(listener.address)
+    socket.connect(listener.address)
+    caller.send(listener.address, b"hello again")
+    (second,) = heard(listener)
+    assert second.route == first.route
+    listener.send(first.route, b"still there")
+    assert [answer.data for answer in heard(caller)] == [b"still there"]
+
+
+def test_any_number_of_dead_addresses_leaves_room_for_a_living_one(opened):
+    listener, caller = opened(listen="tcp://127.0.0.1:*"), opened()
+    for port in range(1, 1100):
+        caller.send(f"tcp://127.0.0.1:{port}", b"anybody?")
+    assert len(caller._calls) == MAX_CALLS
+    assert not caller.dropped
+    caller.send(listener.address, b"hello")
+    assert [received.data for received in heard(listener)] == [b"hello"]
+
+
+def test_an_address_that_makes_no_sense_costs_nothing(opened):
+    listener, caller = opened(listen="tcp://127.0.0.1:*"), opened()
+    for _ in range(300):
+        for address in ("", "tcp://", "tcp://127.0.0.1:port", "tcp://127.0.0.1;5555", "inproc://wake", "@zz"):
+            caller.send(address, b"anybody?")
+    assert not caller._calls
+    assert caller.dropped == {"unsent": 900, "address": 600}
+    caller.send(listener.address, b"hello")
+    assert [received.data for received in heard(listener)] == [b"hello"]
+
+
+def test_who_does_not_know_the_secret_gets_nowhere(opened):
+    listener = opened(listen="tcp://127.0.0.1:*", secret=b"open sesame")
+    strangers = [opened(), opened(secret=b"open barley")]
+    friend = opened(secret=b"open sesame")
+    for channel in (*strangers, friend):
+        channel.send(listener.address, b"hello")
+    (received,) = heard(listener)
+    listener.send(received.route, b"welcome")
+    assert [answer.data for answer in heard(friend)] == [b"welcome"]
+    assert not heard(listener, seconds=0.5)
+    assert not any(stranger.wait(0) for stranger in strangers)
+
+
+def test_a_message_that_is_too_long_is_not_taken(opened):
+    listener, caller = opened(listen="tcp://127.0.0.1:*", max_bytes=1000), opened()
+    caller.send(listener.address, bytes(1001))
+    assert not heard(listener, seconds=0.3)
+    caller.send(listener.address, bytes(1000))
+    assert [len(received.data) for received in heard(listener)] == [1000]
+
+
+def test_an_address_that_is_taken_is_an_error(opened):
+    listener = opened(listen="tcp://127.0.0.1:*")
+    with pytest.raises(ChannelError, match="cannot listen at"):
+        opened(listen=listener.address)

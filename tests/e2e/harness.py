@@ -1,0 +1,544 @@
+"""Real vLLM engines on a CPU, a router between them, and what a test needs to see and to break.
+
+    with Nursery(logs) as nursery:
+        src = nursery.start(model, connector)
+        dst = nursery.start(model, connector, tensor_parallel_size=2)
+        answer = ferry(src, dst, prompt)
+
+Importing vLLM takes longer than starting an engine. So one process, the *nursery*, imports it once, and each engine
+is a fork of it: this file run as a script. An engine is a process group: the frontend, the engine core, the workers.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from itertools import count
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+from kvferry.testing.vllm import tiny
+
+Params = dict[str, Any]
+"""``kv_transfer_params``, as routers pass them on."""
+
+ENV = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TORCH_COMPILE_DISABLE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+ARGS = {
+    "dtype": "float32",
+    "enable_prefix_caching": False,
+    "enforce_eager": True,
+    "max_model_len": 1024,
+    "max_num_seqs": 8,
+    "num_gpu_blocks_override": 512,
+}
+"""Engine arguments unless a test says otherwise: exact, and small."""
+MLA_ARGS = {"attention_backend": "CPU_MLA", "compilation_config": {"custom_ops": ["none"]}}
+"""Without them MLA in fp32 is wrong on a CPU, connector or not."""
+
+STOCK = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+"""vLLM's own connector, which the harness itself is tested with."""
+KVFERRY = {
+    "kv_connector": "KVFerryConnector",
+    "kv_connector_module_path": "kvferry.integrations.vllm",
+    "kv_role": "kv_both",
+}
+
+PREFILL = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""What a router asks of the engine that prefills."""
+
+PROMPTS = tuple(
+    [(7 * index + 13 * length + index * index % 11) % 256 for index in range(length)]
+    for length in (5, 64, 131, 300)
+)
+"""Shorter than a block, on the edge of one, longer than a window, and many blocks."""
+NUM_TOKENS = 12
+"""Of each answer."""
+SECONDS = 120.0
+"""No engine takes longer for anything, on a busy machine."""
+
+
+class EngineError(Exception):
+    """An engine refused a call, or is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """How many prompt tokens came from where, as the engine's own metrics count them."""
+
+    computed: int
+    cached: int
+    external: int
+
+    def __sub__(self, before: "Sources") -> "Sources":
+        return Sources(
+            self.computed - before.computed, self.cached - before.cached, self.external - before.external
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an engine made of a request."""
+
+    tokens: list[int]
+    finish_reason: str | None
+    params: Params | None
+    """``kv_transfer_params`` for the next engine."""
+    sources: Sources
+    """Of this request, if it ran alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A group of layers with one block table, as the engine's scheduler has it."""
+
+    kind: str
+    block_size: int
+    page_bytes: int
+    num_layers: int
+
+
+# ------------------------------------------------------------------------------------- the test's side
+
+
+class Engine:
+    """One engine, as a test sees it. Calls may overlap; ``submit`` does not wait."""
+
+    def __init__(self, name: str, pipe: Connection, log: Path) -> None:
+        self.name, self.log = name, log
+        self._pipe = pipe
+        self._numbers = count()
+        self._waiting: dict[int, Future[Any]] = {}
+        self._lock = threading.Lock()
+        self._gone = threading.Event()
+        self.pid: int = pipe.recv()
+        threading.Thread(target=self._listen, name=name, daemon=True).start()
+
+    # -- requests
+
+    def ask(self, prompt: Sequence[int], num_tokens: int = NUM_TOKENS, params: Params | None = None) -> Answer:
+        """The greedy continuation of a prompt."""
+        return self.submit("generate", self.new_id(), list(prompt), num_tokens, params).result(SECONDS)
+
+    def new_id(self) -> str:
+        """A request id that this engine has not seen."""
+        return f"{self.name}-{next(self._numbers)}"
+
+    def abort(self, request_id: str) -> None:
+        self.call("abort", request_id)
+
+    # -- what a test may see
+
+    def num_free_blocks(self) -> int:
+        """Of the pool that all groups share."""
+        return self.call("num_free_blocks")
+
+    def groups(self) -> list[Group]:
+        """Which block sizes really resulted."""
+        return [Group(*values) for values in self.call("groups")]
+
+    def sources(self) -> Sources:
+        """Of all requests so far."""
+        return self.call("sources")
+
+    def pids(self) -> list[int]:
+        """Frontend, engine core and workers; parents first."""
+        return list(_descendants(self.pid))
+
+    def tail(self, num_lines: int = 40) -> str:
+        """The end of its log."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-num_lines:])
+
+    # -- what a test may break
+
+    def spoil(self) -> None:
+        """Overwrite the whole cache with zeros, on every rank."""
+        self.call("spoil")
+
+    def stop(self) -> None:
+        """Every process of it sleeps, until ``resume``."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """At once, all of it."""
+        self._signal(signal.SIGKILL)
+        self._gone.wait(SECONDS)
+
+    def close(self) -> None:
+        """End it; by force if it takes long."""
+        if not self._gone.is_set():
+            with contextlib.suppress(EngineError, TimeoutError):
+                self.submit("shutdown").result(20)
+        self.kill()
+
+    # -- calls
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._gone.is_set()
+
+    def call(self, verb: str, *values: Any, seconds: float = SECONDS) -> Any:
+        return self.submit(verb, *values).result(seconds)
+
+    def submit(self, verb: str, *values: Any) -> "Future[Any]":
+        answer: Future[Any] = Future()
+        with self._lock:
+            number = next(self._numbers)
+            self._waiting[number] = answer
+            try:
+                if self._gone.is_set():
+                    raise BrokenPipeError
+                self._pipe.send((number, verb, values))
+            except OSError:
+                self._waiting.pop(number).set_exception(EngineError(f"{self.name} is gone\n{self.tail()}"))
+        return answer
+
+    def wait_ready(self) -> None:
+        self.call("is_ready", seconds=3 * SECONDS)
+
+    def _listen(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                number, is_good, value = self._pipe.recv()
+                answer = self._waiting.pop(number)
+                if is_good:
+                    answer.set_result(value)
+                else:
+                    answer.set_exception(EngineError(f"{self.name}: {value}\n{self.tail()}"))
+        with self._lock:
+            self._gone.set()
+        for answer in self._waiting.values():
+            answer.set_exception(EngineError(f"{self.name} is gone\n{self.tail()}"))
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+
+class Nursery:
+    """Starts engines, and ends them all."""
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._names = count()
+        self._engines: list[Engine] = []
+        self._directory = tempfile.TemporaryDirectory(prefix="nursery-")
+        address = os.path.join(self._directory.name, "boss")
+        with Listener(address, "AF_UNIX") as listener:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, address],
+                env=os.environ | ENV,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            self._pipe = listener.accept()
+
+    def make(self, family: str) -> Path:
+        """The directory of a tiny model."""
+        self._pipe.send(("make", family, self._directory.name))
+        if self._pipe.recv():
+            raise EngineError(f"no tiny model of family {family}")
+        return Path(self._directory.name) / family
+
+    def start(
+        self,
+        model: Path,
+        connector: Mapping[str, Any] | None = None,
+        *,
+        env: Mapping[str, str] | None = None,
+        **args: Any,
+    ) -> Engine:
+        """An engine that is ready. ``args`` are vLLM's engine arguments."""
+        engine = self.begin(model, connector, env=env, **args)
+        engine.wait_ready()
+        return engine
+
+    def begin(
+        self,
+        model: Path,
+        connector: Mapping[str, Any] | None = None,
+        *,
+        env: Mapping[str, str] | None = None,
+        **args: Any,
+    ) -> Engine:
+        """An engine that will be ready; so that two may start at a time."""
+        name = f"{model.name}-{next(self._names)}"
+        log = self._logs / f"{name}.log"
+        args = {**ARGS, "model": str(model), "served_model_name": name, **args}
+        if connector is not None:
+            args["kv_transfer_config"] = dict(connector)
+        ports = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(_free_port())}
+        address = os.path.join(self._directory.name, name)
+        with Listener(address, "AF_UNIX") as listener:
+            self._pipe.send(("start", (address, str(log), {**ports, **(env or {})}, args)))
+            engine = Engine(name, listener.accept(), log)
+        self._engines.append(engine)
+        return engine
+
+    def close(self) -> None:
+        for engine in self._engines:
+            engine.close()
+        self._pipe.close()
+        self._process.wait()
+        self._directory.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def ferry(
+    src: Engine,
+    dst: Engine,
+    prompt: Sequence[int],
+    num_tokens: int = NUM_TOKENS,
+    *,
+    between: Callable[[Params], Params] = lambda params: params,
+) -> Answer:
+    """What a router does: prefill here, decode there. ``between`` may tamper with the params, or with the engines."""
+    return dst.ask(prompt, num_tokens, between(prefill(src, prompt)))
+
+
+def prefill(src: Engine, prompt: Sequence[int]) -> Params:
+    """The params that the decode engine should get."""
+    answer = src.ask(prompt, 1, dict(PREFILL))
+    if not answer.params:
+        raise EngineError(f"{src.name} prefilled and returned no kv_transfer_params: {answer}\n{src.tail()}")
+    return answer.params
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+    """Wait for something that no message announces."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {seconds} s: {what}")
+        time.sleep(0.05)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    yield pid
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                yield from _descendants(int(child))
+
+
+# ---------------------------------------------------------------------------------- the engine's side
+
+
+def _nurse(address: str) -> None:
+    """Import what is slow, then fork an engine for each order."""
+    import vllm.v1.engine.async_llm
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    pids = []
+    with Client(address) as boss, contextlib.suppress(EOFError):
+        while True:
+            match boss.recv():
+                case "make", family, directory:
+                    boss.send(_make(family, directory))
+                case "start", order:
+                    pid = os.fork()
+                    if not pid:
+                        boss.close()
+                        _be_engine(*order)
+                    pids.append(pid)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def _make(family: str, directory: str) -> int:
+    """In a fork, so that what is forked later starts clean."""
+    pid = os.fork()
+    if pid:
+        return os.waitpid(pid, 0)[1]
+    code = 1
+    try:
+        tiny.make(family, Path(directory))
+        code = 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _be_engine(address: str, log: str, env: dict[str, str], args: dict[str, Any]) -> None:
+    os.setpgid(0, 0)
+    with open(log, "ab", buffering=0) as sink:
+        os.dup2(sink.fileno(), 1)
+        os.dup2(sink.fileno(), 2)
+    os.environ.update(env)
+    code = 1
+    try:
+        asyncio.run(_Inside(Client(address)).serve(args))
+        code = 0
+    finally:
+        os._exit(code)
+
+
+class _Inside:
+    """The frontend process of an engine: answers each call in a task of its own."""
+
+    _ready: "asyncio.Task[None]"
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(self, args: dict[str, Any]) -> None:
+        self._pipe.send(os.getpid())
+        try:
+            self._start(args)
+        except BaseException as problem:
+            self._pipe.send((*self._pipe.recv()[:1], False, f"did not start: {problem!r}"))
+            raise
+        self._engine.log_stats = True
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(EOFError):
+            while True:
+                number, verb, values = await loop.run_in_executor(None, self._pipe.recv)
+                task = asyncio.create_task(self._answer(number, getattr(self, verb), values))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+        self._engine.shutdown()
+
+    def _start(self, args: dict[str, Any]) -> None:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        _open_up()
+        config = AsyncEngineArgs(**args).create_engine_config()
+        # vLLM asks for "spawn" on a CPU, which imports everything once more in each process.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        self._engine = AsyncLLM.from_vllm_config(config)
+
+    async def _answer(self, number: int, method: Callable[..., Any], values: tuple) -> None:
+        try:
+            self._pipe.send((number, True, await method(*values)))
+        except Exception as problem:
+            self._pipe.send((number, False, repr(problem)))
+
+    # -- the calls
+
+    async def is_ready(self) -> None:
+        pass
+
+    async def generate(
+        self, request_id: str, prompt: list[int], num_tokens: int, params: Params | None
+    ) -> Answer:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(
+            temperature=0,
+            max_tokens=num_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"kv_transfer_params": params} if params else None,
+        )
+        before = await self.sources()
+        answer = Answer([], None, None, before)
+        async for output in self._engine.generate({"prompt_token_ids": prompt}, sampling, request_id):
+            done = output.outputs[0]
+            answer = Answer(list(done.token_ids), done.finish_reason, output.kv_transfer_params, before)
+        return replace(answer, sources=await self.sources() - before)
+
+    async def abort(self, request_id: str) -> None:
+        await self._engine.abort(request_id)
+
+    async def sources(self) -> Sources:
+        from prometheus_client import REGISTRY
+
+        num_tokens = {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": 0}
+        for metric in REGISTRY.collect():
+            if metric.name == "vllm:prompt_tokens_by_source":
+                for sample in metric.samples:
+                    if sample.name.endswith("_total"):
+                        num_tokens[sample.labels["source"]] += int(sample.value)
+        return Sources(*num_tokens.values())
+
+    async def num_free_blocks(self) -> int:
+        return await self._engine.engine_core.call_utility_async("_test_num_free_blocks")
+
+    async def groups(self) -> list[list[Any]]:
+        return await self._engine.engine_core.call_utility_async("_test_groups")
+
+    async def spoil(self) -> None:
+        await self._engine.collective_rpc("_test_spoil")
+
+    async def shutdown(self) -> None:
+        self._engine.shutdown()
+
+
+def _open_up() -> None:
+    """Teach the engine core and the workers, forks of this process, to answer a test's questions."""
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    def num_free_blocks(core: Any) -> int:
+        return core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    def groups(core: Any) -> list[list[Any]]:
+        return [
+            [
+                type(group.kv_cache_spec).__name__,
+                group.kv_cache_spec.block_size,
+                group.kv_cache_spec.page_size_bytes,
+                len(group.layer_names),
+            ]
+            for group in core.scheduler.kv_cache_config.kv_cache_groups
+        ]
+
+    def spoil(worker: Any) -> None:
+        for cache in worker.model_runner.kv_caches:
+            for tensor in cache if isinstance(cache, list | tuple) else [cache]:
+                tensor.zero_()
+
+    EngineCore._test_num_free_blocks = num_free_blocks
+    EngineCore._test_groups = groups
+    CPUWorker._test_spoil = spoil
+
+
+if __name__ == "__main__":
+    _nurse(sys.argv[1])

@@ -1,0 +1,34 @@
+"""What an operator sees of fetches."""
+
+import logging
+
+from prometheus_client import CollectorRegistry
+
+from kvferry.endpoint.metrics import FetchMetrics, account
+from kvferry.runtime import Failure, Report
+from kvferry.runtime.values import Record
+
+RECORD = Record(
+    "request-1", "prefill", num_bytes=4096, num_runs=3, num_sources=2, move_seconds=0.25, outcome="read"
+)
+
+
+def test_a_good_fetch_is_counted(caplog):
+    registry = CollectorRegistry()
+    with caplog.at_level(logging.INFO, "kvferry"):
+        account(Report(1, None, RECORD), FetchMetrics(registry))
+    assert registry.get_sample_value("kvferry_fetches_total", {"outcome": "read"}) == 1
+    assert registry.get_sample_value("kvferry_fetched_bytes_total") == 4096
+    assert registry.get_sample_value("kvferry_fetched_runs_total") == 3
+    assert registry.get_sample_value("kvferry_fetch_seconds_sum", {"part": "move"}) == 0.25
+    (line,) = caplog.messages
+    assert line.startswith("fetched request-1 from prefill: read; 4096 bytes in 3 runs from 2 ranks; ")
+
+
+def test_a_failed_fetch_counts_no_bytes(caplog):
+    registry = CollectorRegistry()
+    with caplog.at_level(logging.WARNING, "kvferry"):
+        account(Report(1, Failure("lease-ended"), RECORD), FetchMetrics(registry))
+    assert registry.get_sample_value("kvferry_fetches_total", {"outcome": "lease-ended"}) == 1
+    assert registry.get_sample_value("kvferry_fetched_bytes_total") == 0
+    assert len(caplog.records) == 1

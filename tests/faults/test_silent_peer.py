@@ -1,0 +1,136 @@
+"""A peer that never answers delays nobody else."""
+
+import socket
+import time
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+
+from kvferry.testing.fleet import until
+
+NUM_REQUESTS = 40
+ROUNDS = 6
+
+
+@pytest.fixture
+def nobody():
+    """An address where nobody listens, and nobody else will."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+
+
+@pytest.fixture
+def sleeper(harbour):
+    """A source engine to be stopped."""
+    return harbour.source("sleeper", tp=1)
+
+
+def rate(harbour, source, destination):
+    """Requests per second, one after another, from a source that answers."""
+
+    def has_room():
+        source.poll()
+        return source.pool.num_missing < 16
+
+    until(has_room, "the blocks of the last round are back")
+    tickets = [harbour.offer(source) for _ in range(NUM_REQUESTS)]
+    started = time.monotonic()
+    for ticket in tickets:
+        load = destination.fetch(ticket)
+        while not destination.is_over(load):
+            destination.poll()
+        assert set(load.codes) == {""}
+    return NUM_REQUESTS / (time.monotonic() - started)
+
+
+def is_undisturbed(harbour, source, destination, disturbance):
+    """Whether a source that answers is read from at 70 % of its rate or more, beside a disturbance.
+
+    The two rates are taken in turn until the best of each agree: on a busy machine one round says little,
+    while a peer that is held up for seconds never gets there.
+    """
+    alone, beside = 0.0, 0.0
+    for _ in range(ROUNDS):
+        alone = max(alone, rate(harbour, source, destination))
+        with disturbance():
+            beside = max(beside, rate(harbour, source, destination))
+        until(lambda: source.is_quiet() and destination.is_quiet(), "the round is over", seconds=60)
+        print(f"{alone:.0f} requests/s alone, {beside:.0f} beside: {beside / alone:.0%}")
+        if beside >= 0.7 * alone:
+            return True
+    return False
+
+
+@pytest.mark.slow
+def test_an_authority_where_nobody_listens(harbour, source, one, nobody):
+    harbour.serves(source, one)
+
+    @contextmanager
+    def calls_to_nobody():
+        ticket = harbour.offer(source)
+        lost = [msgspec.structs.replace(ticket, authority=nobody, ticket_id=i) for i in range(20)]
+        loads = [one.fetch(ticket) for ticket in lost]
+        yield
+        for load in loads:
+            assert one.wait(load) == ["no-answer"]
+
+    with harbour.level(source, one, extra_fds=2):  # the socket that calls in vain, and its attempt under way
+        assert is_undisturbed(harbour, source, one, calls_to_nobody)
+
+
+@pytest.mark.slow
+def test_an_authority_that_is_stopped(harbour, source, one, sleeper):
+    harbour.serves(source, one)
+    harbour.serves(sleeper, one)
+
+    @contextmanager
+    def stopped_authority():
+        tickets = [harbour.offer(sleeper) for _ in range(20)]
+        sleeper.fleet.authority.stop()
+        loads = [one.fetch(ticket) for ticket in tickets]
+        yield
+        for load in loads:
+            assert one.wait(load) == ["no-answer"]
+        sleeper.fleet.authority.resume()
+        until(sleeper.is_quiet, "its leases are over")
+
+    with harbour.level(source, sleeper, one):
+        assert is_undisturbed(harbour, source, one, stopped_authority)
+    harbour.serves(sleeper, one)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_during_its_reads(harbour, source, one, sleeper):
+    harbour.serves(source, one)
+    harbour.serves(sleeper, one)
+
+    @contextmanager
+    def stopped_rank():
+        sleeper.fleet.ranks[0].stop()
+        loads = [one.fetch(harbour.offer(sleeper)) for _ in range(20)]
+        yield
+        sleeper.fleet.ranks[0].resume()
+        for load in loads:
+            one.wait(load)
+        until(sleeper.is_quiet, "its leases are over")
+
+    with harbour.level(source, sleeper, one):
+        assert is_undisturbed(harbour, source, one, stopped_rank)
+    harbour.serves(sleeper, one)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_while_it_is_met_delays_no_other_meeting(harbour, source, sleeper):
+    destination = harbour.destination("newcomer", tp=1)
+    sleeper.fleet.ranks[0].stop()
+    load = destination.fetch(harbour.offer(sleeper))
+    until(lambda: destination.statuses()[0]["fetches"] == {"meeting": 1}, "the meeting is under way")
+    started = time.monotonic()
+    harbour.serves(source, destination)
+    assert time.monotonic() - started < 2
+    assert destination.wait(load) == ["no-answer"]
+    sleeper.fleet.ranks[0].resume()
+    harbour.serves(sleeper, destination)
+    until(destination.is_quiet, "all is told")

@@ -1,0 +1,53 @@
+"""The examples run; and what the page for authors of engines says is true of the code."""
+
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from kvferry.runtime import Timing
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+PAGE = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
+SAYS_WHY = ("runtime/reader.py", "runtime/authority.py", "endpoint/destination.py")
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_runs(example):
+    pytest.importorskip("nixl", exc_type=ImportError)
+    ran = subprocess.run([sys.executable, example], capture_output=True, text=True, check=False, timeout=120)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "409600 bytes in 1600 runs; 409600 in place" in ran.stdout
+    assert "the blocks of request-1 are mine again (read)" in ran.stdout
+
+
+def test_the_example_is_on_the_page():
+    (shown,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    assert shown == (ROOT / "examples" / "two_processes.py").read_text(encoding="utf-8")
+
+
+def test_every_reason_to_fail_is_on_the_page():
+    said = r"""(?:Failure|Sorry|Denial|\bno)\(\s*"([a-z-]+)\""""
+    codes = {
+        code
+        for file in SAYS_WHY
+        for code in re.findall(said, (ROOT / "src" / "kvferry" / file).read_text(encoding="utf-8"))
+    }
+    assert len(codes) > 15
+    assert sorted(code for code in codes - {"join"} if f"`{code}`" not in PAGE) == []  # "join" is for ranks
+
+
+def test_every_reason_not_to_fit_is_on_the_page():
+    source = (ROOT / "src" / "kvferry" / "core" / "select.py").read_text(encoding="utf-8")
+    codes = re.findall(r"""(?:RequestError|_error)\(f?"(?:\{\w+\}-)?([a-z-]+)\"""", source)
+    assert len(codes) > 8
+    assert sorted(code for code in codes if f"`{code}`" not in PAGE) == []
+
+
+def test_every_knob_is_on_the_page():
+    for knob in fields(Timing):
+        assert f"| `{knob.name}` | {knob.default:g} |" in PAGE
