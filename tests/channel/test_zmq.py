@@ -23,7 +23,7 @@ def opened():
 
 
 def heard(channel, num=1, seconds=10):
-    received = []
+    received: list = []
     deadline = time.monotonic() + seconds
     while len(received) < num and time.monotonic() < deadline:
         received += channel.wait(0.05)

@@ -21,16 +21,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import count
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, Self
-
-import pytest
-
-from kvferry.testing.vllm import tiny
 
 Params = dict[str, Any]
 """``kv_transfer_params``, as routers pass them on."""
@@ -196,10 +192,10 @@ class Engine:
         self._gone.wait(SECONDS)
 
     def close(self) -> None:
-        """End it; by force if it takes long."""
-        if not self._gone.is_set():
-            with contextlib.suppress(EngineError, TimeoutError):
-                self.submit("shutdown").result(20)
+        """End it; by force if it takes long, or is stopped."""
+        self.resume()
+        with contextlib.suppress(EngineError, TimeoutError):
+            self.call("shutdown", seconds=20)
         self.kill()
 
     # -- calls
@@ -256,13 +252,20 @@ class Nursery:
         self._directory = tempfile.TemporaryDirectory(prefix="nursery-")
         address = os.path.join(self._directory.name, "boss")
         with Listener(address, "AF_UNIX") as listener:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, address],
-                env=os.environ | ENV,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            with open(logs / "nursery.log", "ab") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, __file__, address],
+                    env=os.environ | ENV | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
             self._pipe = listener.accept()
+        try:
+            self._pipe.recv()
+        except EOFError:
+            raise EngineError((logs / "nursery.log").read_text()) from None
 
     def make(self, family: str) -> Path:
         """The directory of a tiny model."""
@@ -307,8 +310,8 @@ class Nursery:
         return engine
 
     def close(self) -> None:
-        for engine in self._engines:
-            engine.close()
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(Engine.close, self._engines))
         self._pipe.close()
         self._process.wait()
         self._directory.cleanup()
@@ -345,7 +348,7 @@ def until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> No
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            pytest.fail(f"not within {seconds} s: {what}")
+            raise TimeoutError(f"not within {seconds} s: {what}")
         time.sleep(0.05)
 
 
@@ -369,11 +372,12 @@ def _descendants(pid: int) -> Iterator[int]:
 
 def _nurse(address: str) -> None:
     """Import what is slow, then fork an engine for each order."""
-    import vllm.v1.engine.async_llm
-    import vllm.v1.worker.cpu_worker  # noqa: F401
-
     pids = []
     with Client(address) as boss, contextlib.suppress(EOFError):
+        import vllm.v1.engine.async_llm
+        import vllm.v1.worker.cpu_worker  # noqa: F401
+
+        boss.send("ready")
         while True:
             match boss.recv():
                 case "make", family, directory:
@@ -391,6 +395,8 @@ def _nurse(address: str) -> None:
 
 def _make(family: str, directory: str) -> int:
     """In a fork, so that what is forked later starts clean."""
+    from kvferry.testing.vllm import tiny
+
     pid = os.fork()
     if pid:
         return os.waitpid(pid, 0)[1]

@@ -74,6 +74,7 @@ class Destination:
             self._receive,
             self._tick,
         )
+        transport.on_end(self._loop.wake)
         self._loop.start()
 
     def fetch(

@@ -9,7 +9,7 @@ Every transport passes the laws in ``kvferry.testing.transport_laws``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -80,6 +80,13 @@ class Transport(Protocol):
 
     def poll(self) -> list[End]:
         """The transfers that ended since the last call; never blocks."""
+        ...
+
+    def on_end(self, wake: Callable[[], None]) -> None:
+        """Call ``wake``, from whatever thread, as soon as there is an end to collect.
+
+        A transport whose reads advance in ``poll`` only has nobody to call it.
+        """
         ...
 
     def forget(self, peer: str) -> None:

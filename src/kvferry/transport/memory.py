@@ -8,7 +8,7 @@ or fail any read (``kvferry.testing.faults``).
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Protocol
@@ -192,6 +192,9 @@ class MemoryTransport:
         self._advance()
         ends, self._ends = self._ends, []
         return ends
+
+    def on_end(self, wake: Callable[[], None]) -> None:
+        """Nobody to call it: reads advance, and end, in ``poll``."""
 
     def forget(self, peer: str) -> None:
         """Drop a peer. Its reads go on."""

@@ -638,6 +638,7 @@ class NixlTransport:
         self._under_way: set[int] = set()
         """Transfers whose end was not collected yet."""
         self._ends: deque[End] = deque()
+        self._wake: Callable[[], None] = lambda: None
         self._is_closed = False
 
     @property
@@ -716,6 +717,10 @@ class NixlTransport:
             self._under_way.difference_update(end.transfer for end in ends)
         return ends
 
+    def on_end(self, wake: Callable[[], None]) -> None:
+        """Call ``wake`` from the ferryman's thread whenever a read has ended; it must be quick."""
+        self._wake = wake
+
     def forget(self, peer: str) -> None:
         """Drop a peer: what is posted ends as the fabric says, what is not ends with an error."""
         with self._lock:
@@ -736,6 +741,7 @@ class NixlTransport:
 
     def _report(self, transfer: int, error: str) -> None:
         self._ends.append(End(transfer, error))
+        self._wake()
 
     def _check_open(self) -> None:
         if self._is_closed:

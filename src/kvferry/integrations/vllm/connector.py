@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from kvferry.errors import KVFerryError
 from kvferry.integrations.vllm.options import Options
 from kvferry.integrations.vllm.scheduler import SchedulerSide, StepMetadata
 from kvferry.integrations.vllm.worker import WorkerSide
@@ -44,11 +45,23 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         options = Options.of(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
-        self._scheduler = self._worker = None
+        self._side: SchedulerSide | WorkerSide
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(vllm_config, kv_cache_config, options)
+            self._side = SchedulerSide(vllm_config, kv_cache_config, options)
         else:
-            self._worker = WorkerSide(vllm_config, kv_cache_config, options)
+            self._side = WorkerSide(vllm_config, kv_cache_config, options)
+
+    @property
+    def _scheduler(self) -> SchedulerSide:
+        if not isinstance(self._side, SchedulerSide):
+            raise KVFerryError("a hook of the scheduler was called in a worker")
+        return self._side
+
+    @property
+    def _worker(self) -> WorkerSide:
+        if not isinstance(self._side, WorkerSide):
+            raise KVFerryError("a hook of a worker was called in the scheduler")
+        return self._side
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -61,7 +74,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        join = self._worker.join if self._worker else None
+        join = self._worker.join
         return Handshake(encode(join)) if join else None
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -90,7 +103,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         joins: list[Join] = []
         for shake in metadata.values():
-            message = decode_to_authority(shake.join)
+            message = decode_to_authority(shake.join) if isinstance(shake, Handshake) else None
             if isinstance(message, Join):
                 joins.append(message)
         self._scheduler.admit(joins)
@@ -123,9 +136,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.finished(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
-        return self._scheduler is not None and self._scheduler.must_step
+        return isinstance(self._side, SchedulerSide) and self._side.must_step
 
     def shutdown(self) -> None:
-        for side in (self._scheduler, self._worker):
-            if side is not None:
-                side.close()
+        self._side.close()

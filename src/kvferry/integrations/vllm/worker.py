@@ -45,7 +45,7 @@ class WorkerSide:
             manifest,
             rank,
             transport,
-            reader=engine,
+            reader=f"{engine}#{self._vllm_config.instance_id}",
             num_ranks=tp.world_size * pp.world_size,
             secret=self._options.secret,
             timing=self._options.timing,

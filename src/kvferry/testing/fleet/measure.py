@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from uuid import uuid4
@@ -78,6 +78,9 @@ class Witness:
 
     def poll(self) -> list[End]:
         return self._inner.poll()
+
+    def on_end(self, wake: Callable[[], None]) -> None:
+        self._inner.on_end(wake)
 
     def forget(self, peer: str) -> None:
         self.peers.pop(peer, None)

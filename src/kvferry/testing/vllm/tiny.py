@@ -138,7 +138,10 @@ def make(family: str, directory: Path) -> Path:
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data.normal_(0, WEIGHT_STD)
-    model.get_input_embeddings().weight.data.normal_(0, EMBEDDING_STD)
+    scale = getattr(
+        model.get_input_embeddings(), "scalar_embed_scale", 1.0
+    )  # Gemma multiplies what it looks up
+    model.get_input_embeddings().weight.data.normal_(0, EMBEDDING_STD / scale)
     model.save_pretrained(home)
     _byte_tokenizer().save_pretrained(home)
     return home
