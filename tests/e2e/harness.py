@@ -5,8 +5,9 @@
         dst = nursery.start(model, connector, tensor_parallel_size=2)
         answer = ferry(src, dst, prompt)
 
-Importing vLLM takes longer than starting an engine. So one process, the *nursery*, imports it once, and each engine
-is a fork of it: this file run as a script. An engine is a process group: the frontend, the engine core, the workers.
+Importing vLLM takes longer than starting an engine. So one process, the *nursery*, imports it once, and
+each engine is a fork of it: this file, run as a script. An engine is a process group: the frontend, the
+engine core, the workers.
 """
 
 import asyncio
@@ -139,7 +140,9 @@ class Engine:
 
     # -- requests
 
-    def ask(self, prompt: Sequence[int], num_tokens: int = NUM_TOKENS, params: Params | None = None) -> Answer:
+    def ask(
+        self, prompt: Sequence[int], num_tokens: int = NUM_TOKENS, params: Params | None = None
+    ) -> Answer:
         """The greedy continuation of a prompt."""
         return self.submit("generate", self.new_id(), list(prompt), num_tokens, params).result(SECONDS)
 
@@ -331,7 +334,10 @@ def ferry(
     *,
     between: Callable[[Params], Params] = lambda params: params,
 ) -> Answer:
-    """What a router does: prefill here, decode there. ``between`` may tamper with the params, or with the engines."""
+    """What a router does: prefill here, decode there.
+
+    ``between`` may tamper with the params, or with the engines.
+    """
     return dst.ask(prompt, num_tokens, between(prefill(src, prompt)))
 
 
@@ -388,6 +394,8 @@ def _nurse(address: str) -> None:
                         boss.close()
                         _be_engine(*order)
                     pids.append(pid)
+                case other:
+                    raise ValueError(f"what is {other!r}?")
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
@@ -427,8 +435,6 @@ def _be_engine(address: str, log: str, env: dict[str, str], args: dict[str, Any]
 class _Inside:
     """The frontend process of an engine: answers each call in a task of its own."""
 
-    _ready: "asyncio.Task[None]"
-
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._tasks: set[asyncio.Task[None]] = set()
@@ -440,7 +446,6 @@ class _Inside:
         except BaseException as problem:
             self._pipe.send((*self._pipe.recv()[:1], False, f"did not start: {problem!r}"))
             raise
-        self._engine.log_stats = True
         loop = asyncio.get_running_loop()
         with contextlib.suppress(EOFError):
             while True:

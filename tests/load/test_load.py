@@ -25,8 +25,14 @@ from kvferry.wire.ticket import Ticket
 
 pytest.importorskip("nixl", exc_type=ImportError)
 
-ENV = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo", "MALLOC_ARENA_MAX": "1"}
-"""One heap per process: with one per thread, what looks like growth is mostly holes."""
+ENV = {
+    "UCX_TLS": "tcp,self",
+    "UCX_NET_DEVICES": "lo",
+    # One heap, which can be trimmed: Python's own holds on to a MiB for the sake of one object, and a heap
+    # per thread multiplies the holes. What is left of growth then is what somebody still holds.
+    "PYTHONMALLOC": "malloc",
+    "MALLOC_ARENA_MAX": "1",
+}
 TIMING = Timing(lease=3, meet=10, read=30, retry=0.2)
 NUM_REQUESTS = 2000
 NUM_IN_FLIGHT = 64
@@ -110,12 +116,14 @@ class Driver:
 
 
 @pytest.fixture
-def driver():
+def driver(monkeypatch):
+    for name, value in ENV.items():  # here, since an interpreter reads some of them as it starts
+        monkeypatch.setenv(name, value)
     src = describe(small("gqa"), Topology.parse("tp=4,block=8,blocks=4000"), "prefill")
     dst = describe(small("gqa"), Topology.parse("tp=4,block=12,blocks=2000,layout=NHD"), "decode")
     source, destination = (
-        SourceFleet(src, timing=TIMING, env=ENV),
-        DestinationFleet(dst, timing=TIMING, env=ENV),
+        SourceFleet(src, timing=TIMING),
+        DestinationFleet(dst, timing=TIMING),
     )
     source.wait_whole()
     destination.wait_ready()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from kvferry.wire.ticket import Ticket, from_text, to_text
 TICKET = "kvferry_ticket"
 """The key of ``kv_transfer_params`` that carries the ticket."""
 NULL_BLOCK = 0
+"""vLLM's own null block: a hole in a block table."""
+IDLE_SECONDS = 0.005
 
 
 @dataclass(frozen=True)
@@ -182,8 +185,10 @@ class SchedulerSide:
 
     # -- both --------------------------------------------------------------------------------------
 
-    def step(self) -> StepMetadata:
+    def step(self, *, is_idle: bool) -> StepMetadata:
         """What happened since the last step."""
+        if is_idle and self.must_step and not self._loads:
+            time.sleep(IDLE_SECONDS)  # steps are made only to notice releases: no need to hurry
         released = [r.request_id for r in self._source.poll()] if self._source else []
         loads, self._loads = self._loads, []
         return StepMetadata(loads, released)

@@ -191,7 +191,7 @@ class DestinationActor:
         self._memory.load()
         checksum = 0
         for buffer in self._memory.host.values():
-            checksum = zlib.crc32(memoryview(buffer), checksum)
+            checksum = zlib.crc32(buffer.tobytes(), checksum)
         return checksum
 
     def status(self) -> dict[str, object]:

@@ -1,8 +1,8 @@
-"""Models of a few million random weights, one per family of caches, that a real engine can load and run on a CPU.
+"""Models of a few million random weights, one per family of caches: real engines run them on a CPU.
 
-A tiny model has no opinions: with the usual weights its next token hardly depends on what it has read. Here the
-matrices are wide (standard deviation 0.08) and the embeddings wider (1.0), so that a wrong byte in the cache is
-a wrong token.
+A tiny model has no opinions: with the usual weights its next token hardly depends on what it has read.
+Here the matrices are wide (standard deviation 0.08) and the embeddings wider (1.0), so that a wrong cache
+is a wrong token.
 """
 
 from pathlib import Path
