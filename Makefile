@@ -50,9 +50,10 @@ format: $(READY) ## rewrite files the way `make lint` wants them
 	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
 
-bench: $(READY) ## time the core, and the transport against NIXL alone
+bench: $(READY) ## time the core, and the transport and whole fetches against NIXL alone
 	@$(BIN)/python benchmarks/core.py
 	@$(BIN)/python benchmarks/transport.py
+	@$(BIN)/python benchmarks/runtime.py
 
 law: $(READY) ## the long property run (EXAMPLES=20000)
 	@echo "==> laws, $(EXAMPLES) examples each"

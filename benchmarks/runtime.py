@@ -1,6 +1,7 @@
 """What a fetch costs beside NIXL alone: the same run lists, the same two processes, turn by turn.
 
-    make bench            prints the tables; this one also writes benchmarks/runtime.json
+    make bench                                   host memory; also writes benchmarks/runtime.json
+    python benchmarks/runtime.py cuda:0          device memory
 
 64 layers × 512 blocks of 16 KiB (512 MiB), scattered (32,768 runs) and consecutive (64 runs, and one raw run
 beside them); then the caller's time in ``fetch`` while such a read is in flight.
@@ -9,6 +10,7 @@ beside them); then the caller's time in ``fetch`` while such a read is in flight
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -169,8 +171,9 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> None:
     timing = Timing(lease=60, meet=30, read=120)
-    source = SourceFleet(engine("src"), timing=timing)
-    destination = DestinationFleet(engine("dst"), timing=timing, actor=TimedDestination)
+    device = sys.argv[1] if len(sys.argv) > 1 else "cpu"
+    source = SourceFleet(engine("src"), timing=timing, device=device)
+    destination = DestinationFleet(engine("dst"), timing=timing, device=device, actor=TimedDestination)
     try:
         source.wait_whole()
         destination.wait_ready()

@@ -23,7 +23,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -94,11 +94,6 @@ class Sources:
     cached: int
     external: int
 
-    def __sub__(self, before: "Sources") -> "Sources":
-        return Sources(
-            self.computed - before.computed, self.cached - before.cached, self.external - before.external
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -132,7 +127,7 @@ class Engine:
         self.name, self.log = name, log
         self._pipe = pipe
         self._numbers = count()
-        self._waiting: dict[int, Future[Any]] = {}
+        self._waiting: dict[int, tuple[Future[Any], Callable[[Any], Any]]] = {}
         self._lock = threading.Lock()
         self._gone = threading.Event()
         self.pid: int = pipe.recv()
@@ -144,7 +139,17 @@ class Engine:
         self, prompt: Sequence[int], num_tokens: int = NUM_TOKENS, params: Params | None = None
     ) -> Answer:
         """The greedy continuation of a prompt."""
-        return self.submit("generate", self.new_id(), list(prompt), num_tokens, params).result(SECONDS)
+        return self.begin(self.new_id(), prompt, num_tokens, params).result(SECONDS)
+
+    def begin(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        num_tokens: int = NUM_TOKENS,
+        params: Params | None = None,
+    ) -> "Future[Answer]":
+        """The same, for a test that does something else meanwhile."""
+        return self.submit("generate", request_id, list(prompt), num_tokens, params, read=_read_answer)
 
     def new_id(self) -> str:
         """A request id that this engine has not seen."""
@@ -165,7 +170,7 @@ class Engine:
 
     def sources(self) -> Sources:
         """Of all requests so far."""
-        return self.call("sources")
+        return self.submit("sources", read=lambda values: Sources(*values)).result(SECONDS)
 
     def pids(self) -> list[int]:
         """Frontend, engine core and workers; parents first."""
@@ -210,17 +215,20 @@ class Engine:
     def call(self, verb: str, *values: Any, seconds: float = SECONDS) -> Any:
         return self.submit(verb, *values).result(seconds)
 
-    def submit(self, verb: str, *values: Any) -> "Future[Any]":
+    def submit(
+        self, verb: str, *values: Any, read: Callable[[Any], Any] = lambda value: value
+    ) -> "Future[Any]":
         answer: Future[Any] = Future()
         with self._lock:
             number = next(self._numbers)
-            self._waiting[number] = answer
+            self._waiting[number] = answer, read
             try:
                 if self._gone.is_set():
                     raise BrokenPipeError
                 self._pipe.send((number, verb, values))
             except OSError:
-                self._waiting.pop(number).set_exception(EngineError(f"{self.name} is gone\n{self.tail()}"))
+                del self._waiting[number]
+                answer.set_exception(EngineError(f"{self.name} is gone\n{self.tail()}"))
         return answer
 
     def wait_ready(self) -> None:
@@ -230,19 +238,24 @@ class Engine:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 number, is_good, value = self._pipe.recv()
-                answer = self._waiting.pop(number)
+                answer, read = self._waiting.pop(number)
                 if is_good:
-                    answer.set_result(value)
+                    answer.set_result(read(value))
                 else:
                     answer.set_exception(EngineError(f"{self.name}: {value}\n{self.tail()}"))
         with self._lock:
             self._gone.set()
-        for answer in self._waiting.values():
+        for answer, _ in self._waiting.values():
             answer.set_exception(EngineError(f"{self.name} is gone\n{self.tail()}"))
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
+
+
+def _read_answer(values: tuple) -> Answer:
+    tokens, finish_reason, params, sources = values
+    return Answer(tokens, finish_reason, params, Sources(*sources))
 
 
 class Nursery:
@@ -433,7 +446,7 @@ def _be_engine(address: str, log: str, env: dict[str, str], args: dict[str, Any]
 
 
 class _Inside:
-    """The frontend process of an engine: answers each call in a task of its own."""
+    """The frontend process of an engine: answers each call in a task of its own, with plain values."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
@@ -478,7 +491,7 @@ class _Inside:
 
     async def generate(
         self, request_id: str, prompt: list[int], num_tokens: int, params: Params | None
-    ) -> Answer:
+    ) -> tuple:
         from vllm import SamplingParams
 
         sampling = SamplingParams(
@@ -489,16 +502,17 @@ class _Inside:
             extra_args={"kv_transfer_params": params} if params else None,
         )
         before = await self.sources()
-        answer = Answer([], None, None, before)
+        answer: tuple = [], None, None
         async for output in self._engine.generate({"prompt_token_ids": prompt}, sampling, request_id):
             done = output.outputs[0]
-            answer = Answer(list(done.token_ids), done.finish_reason, output.kv_transfer_params, before)
-        return replace(answer, sources=await self.sources() - before)
+            answer = list(done.token_ids), done.finish_reason, output.kv_transfer_params
+        sources = [now - then for now, then in zip(await self.sources(), before, strict=True)]
+        return *answer, sources
 
     async def abort(self, request_id: str) -> None:
         await self._engine.abort(request_id)
 
-    async def sources(self) -> Sources:
+    async def sources(self) -> list[int]:
         from prometheus_client import REGISTRY
 
         num_tokens = {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": 0}
@@ -507,7 +521,7 @@ class _Inside:
                 for sample in metric.samples:
                     if sample.name.endswith("_total"):
                         num_tokens[sample.labels["source"]] += int(sample.value)
-        return Sources(*num_tokens.values())
+        return list(num_tokens.values())
 
     async def num_free_blocks(self) -> int:
         return await self._engine.engine_core.call_utility_async("_test_num_free_blocks")

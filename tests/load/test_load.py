@@ -36,6 +36,8 @@ ENV = {
 TIMING = Timing(lease=3, meet=10, read=30, retry=0.2)
 NUM_REQUESTS = 2000
 NUM_IN_FLIGHT = 64
+SIZES = (1, 7, 29, 64, 150)
+"""Tokens per request."""
 NUM_WARM = 200
 """Requests before memory is first measured: by then every buffer has been grown once."""
 HOLD_EVERY = 8
@@ -91,7 +93,8 @@ class Driver:
 
     def _offer(self) -> Ticket:
         self._num_started += 1
-        num_tokens = self._random.choice((1, 7, 29, 64, 150))
+        # The heaviest come first: pools that grow with what is in flight at once have then grown.
+        num_tokens = self._random.choice(SIZES) if self._num_started > NUM_WARM else max(SIZES)
         return self.source.offer(f"req-{self._num_started}", num_tokens)
 
     def _drain(self, *, to: int) -> None:
