@@ -78,6 +78,7 @@ def test_an_address_that_makes_no_sense_costs_nothing(opened):
 
 
 def test_who_does_not_know_the_secret_gets_nowhere(opened):
+    # RB-8
     listener = opened(listen="tcp://127.0.0.1:*", secret=b"open sesame")
     strangers = [opened(), opened(secret=b"open barley")]
     friend = opened(secret=b"open sesame")

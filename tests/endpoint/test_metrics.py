@@ -14,6 +14,7 @@ RECORD = Record(
 
 
 def test_a_good_fetch_is_counted(caplog):
+    # RB-7
     registry = CollectorRegistry()
     with caplog.at_level(logging.INFO, "kvferry"):
         account(Report(1, None, RECORD), FetchMetrics(registry))

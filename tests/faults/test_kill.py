@@ -121,6 +121,7 @@ def test_a_destination_rank_dies_in_the_middle_of_a_read_over_tcp(harbour, one):
 
 
 def test_an_engine_dies_and_starts_again_at_the_same_address(harbour, one):
+    # RB-6
     source = harbour.source("phoenix", tp=1)
     harbour.serves(source, one)
     old = harbour.offer(source)

@@ -79,6 +79,7 @@ def test_an_authority_where_nobody_listens(harbour, source, one, nobody):
 
 @pytest.mark.slow
 def test_an_authority_that_is_stopped(harbour, source, one, sleeper):
+    # RB-6
     harbour.serves(source, one)
     harbour.serves(sleeper, one)
 

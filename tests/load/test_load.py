@@ -143,6 +143,7 @@ def health(driver):
 
 @pytest.mark.slow
 def test_two_thousand_requests(driver):
+    # R002-15
     driver.run(NUM_WARM)
     before = health(driver)
     started = time.monotonic()

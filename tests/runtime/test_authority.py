@@ -357,6 +357,7 @@ def test_ranks_that_do_not_fit_together_are_turned_away(error):
 
 
 def test_every_rank_hears_of_a_release_under_the_sources_own_name():
+    # R002-11, R001-4
     """R002-11: also those that nothing was read from."""
     source = authority(num_ranks=3)
     for rank in range(3):
