@@ -173,7 +173,9 @@ class Destination:
                 kinds = f"source has {build.transport}, destination has {self._transport.kind}"
                 raise TransportError("kind", f"both sides must use one transport: {kinds}")
             source = manifest_from_msgpack(build.manifest)
+            started = clock()
             route = lower(prove(plan(source, self._manifest, self._rank)))
+            plan_seconds = clock() - started
             for src_rank in sorted({piece.src_rank for piece in route.plan.pieces}):
                 name = _peer_name(build.peer, src_rank)
                 self._transport.connect(name, build.cards[src_rank], source.rank(src_rank).regions)
@@ -187,7 +189,7 @@ class Destination:
         else:
             with self._lock:
                 self._routes[build.peer] = route
-                effects = self._reader.built(clock(), build.peer)
+                effects = self._reader.built(clock(), build.peer, plan_seconds)
         self._carry_out(effects)
 
     def _select(self, wanted: Select) -> None:

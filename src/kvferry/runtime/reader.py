@@ -94,6 +94,7 @@ class _Job:
     is_denied: bool = False
     """The authority refused it and holds nothing for it: there is nothing to settle."""
     failure: Failure | None = None
+    plan_seconds: float = 0.0
     num_bytes: int = 0
     num_runs: int = 0
     num_sources: int = 0
@@ -208,12 +209,14 @@ class Reader:
 
     # -- what the edge did -------------------------------------------------------------------------
 
-    def built(self, now: float, peer: Peer) -> list[Effect]:
-        """The peer is planned, proved, lowered and connected."""
+    def built(self, now: float, peer: Peer, plan_seconds: float = 0.0) -> list[Effect]:
+        """The peer is planned, proved and lowered, which took so long; and connected."""
         met = self._peers.get(peer)
         if met is None:
             return [Drop(peer)]
         met.is_built, met.is_building = True, False
+        for job in self._jobs_of(peer):
+            job.plan_seconds = plan_seconds
         return [e for job in self._jobs_of(peer) for e in self._advance(now, job)]
 
     def not_built(self, now: float, peer: Peer, failure: Failure) -> list[Effect]:
@@ -552,6 +555,8 @@ class Reader:
             num_runs=job.num_runs,
             num_sources=job.num_sources,
             meet_seconds=job.met_at - job.started,
+            plan_seconds=job.plan_seconds,
+            post_seconds=job.posted_at - job.met_at if job.has_posted else 0.0,
             move_seconds=job.ended_at - job.posted_at,
             total_seconds=now - job.started,
             outcome=str(job.failure or outcome.value),

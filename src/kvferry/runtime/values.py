@@ -145,7 +145,11 @@ class Record:
     num_runs: int = 0
     num_sources: int = 0
     meet_seconds: float = 0.0
-    """From the call to a planned peer."""
+    """From the call until it was leased and its peer planned for."""
+    plan_seconds: float = 0.0
+    """Of that, comparing, planning, proving and lowering; 0 where the peer was known already."""
+    post_seconds: float = 0.0
+    """From there to the last hand-over to the transport: selecting, and clearing slack."""
     move_seconds: float = 0.0
     """From the first post to the last end."""
     total_seconds: float = 0.0
