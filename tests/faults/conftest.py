@@ -20,7 +20,8 @@ from kvferry.testing.fleet import (
 pytest.importorskip("nixl", exc_type=ImportError)
 
 TCP = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}
-TIMING = Timing(lease=1.5, meet=3, read=4, retry=0.2)
+TIMING = Timing(lease=2.5, meet=4, read=6, retry=0.2)
+"""Short, for tests that wait for an end; long enough for a machine that is busy with something else."""
 MODEL = model_from_config(
     {
         "model_type": "llama",

@@ -29,7 +29,7 @@ from kvferry.core.state import Addressing, Axis, Group, Kind, State
 from kvferry.core.view import AxisMap, Digit, View
 from kvferry.errors import SpecError
 from kvferry.integrations.vllm.interiors import INTERIORS, Interior
-from kvferry.models.cache import Dim, Part, mamba2, time_major
+from kvferry.models.cache import Dim, Part, delta_net, mamba2, time_major
 from kvferry.models.order import Leaf, Order, Spot, grow, spots
 
 POOL = "blocks"
@@ -241,23 +241,22 @@ def _interior(layer: Any, spec: AttentionSpec) -> Interior:
 
 
 def _mamba(spec: MambaSpec, layer: Any) -> tuple[tuple[Part, ...], Order, Kind]:
-    """Mamba-2: the convolution's parts, then the state."""
-    if type(layer).__name__ != "MambaMixer2":
-        raise SpecError(f"kvferry does not describe the state of {type(layer).__name__} yet")
+    """A recurrent layer: the parts of its convolution, then its state."""
     conv_dtype, ssm_dtype = (_dtype(dtype) for dtype in spec.dtypes)
-    is_copied = layer.n_groups % layer.tp_size == 0 and layer.n_groups == layer.tp_size
-    groups = 1 if is_copied and _is_one_group(layer) else layer.n_groups
-    cache = mamba2(
-        layer.num_heads,
-        layer.head_dim,
-        groups,
-        layer.ssm_state_size,
-        layer.conv_kernel_size,
-        conv_dtype,
-        ssm_dtype,
-    )
+    # The time axis is the short one: the kernel, and the tokens that speculation may take back.
+    is_time_major = spec.shapes[0][0] < spec.shapes[0][1]
+    kernel = min(spec.shapes[0]) + 1
+    match type(layer).__name__:
+        case "MambaMixer2":
+            groups = 1 if _is_one_group(layer) else layer.n_groups
+            sizes = (layer.num_heads, layer.head_dim, groups, layer.ssm_state_size)
+            cache = mamba2(*sizes, kernel, conv_dtype, ssm_dtype)
+        case "QwenGatedDeltaNetAttention":
+            heads = (layer.num_k_heads, layer.head_k_dim, layer.num_v_heads, layer.head_v_dim)
+            cache = delta_net(*heads, kernel, conv_dtype, ssm_dtype)
+        case unknown:
+            raise SpecError(f"kvferry does not describe the state of {unknown} yet")
     conv, ssm = cache.parts[:-1], cache.parts[-1]
-    is_time_major = spec.shapes[0][0] == layer.conv_kernel_size - 1
     order = time_major(conv, ssm) if is_time_major else cache.interior or ()
     return cache.parts, order, Kind.RECURRENT
 

@@ -17,6 +17,7 @@ from kvferry.errors import KVFerryError
 from kvferry.runtime import Released, Report
 from kvferry.testing.fleet.engines import DestinationFleet, SourceFleet
 from kvferry.testing.fleet.pool import BlockPool
+from kvferry.testing.fleet.worker import call_all
 from kvferry.wire.ticket import Ticket
 
 
@@ -46,13 +47,19 @@ class SourceAccount:
         """The same, as each rank heard it."""
 
     def offer(self, request_id: str, num_tokens: int, *, is_filled: bool = True) -> Ticket:
-        """Take blocks, write the request's pattern into them unless told not to, and offer them."""
+        """Offer a request; take blocks and write its pattern first, unless it has them or is to have none."""
+        if request_id not in self.out:
+            self.prefill(request_id, num_tokens, is_filled=is_filled)
+        return self.fleet.offer(request_id, self.out[request_id], num_tokens)
+
+    def prefill(self, request_id: str, num_tokens: int, *, is_filled: bool = True) -> None:
+        """Take blocks for a request, and write its pattern into them unless told not to."""
         tables = self.pool.take(num_tokens)
         if tables is None:
             raise Unbalanced(f"{self.fleet.manifest.engine} has no blocks for {num_tokens} tokens")
         self.out[request_id] = tables
-        offer = self.fleet.prefill if is_filled else self.fleet.offer
-        return offer(request_id, tables, num_tokens)
+        if is_filled:
+            call_all(self.fleet.ranks, "fill", tables, num_tokens, request_id)
 
     def poll(self) -> None:
         """Collect what was released, where somebody answers, and take those blocks back."""
