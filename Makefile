@@ -21,7 +21,7 @@ MAKEFLAGS += --no-print-directory
 .PHONY: help env demo test lint types imports check format bench law families faults load e2e mutants clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 env: $(READY) ## create or update .venv (every other verb does it when needed)
 
