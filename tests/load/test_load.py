@@ -32,7 +32,7 @@ ENV = {
     "PYTHONMALLOC": "malloc",
     "MALLOC_ARENA_MAX": "1",
 }
-TIMING = Timing(lease=3, meet=10, read=30, retry=0.2)
+TIMING = Timing(lease=5, meet=20, read=60, retry=0.2)
 NUM_REQUESTS = 2000
 NUM_IN_FLIGHT = 64
 SIZES = (1, 7, 29, 64, 150)
