@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 import secrets
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ import zmq
 from zmq.utils import z85
 
 from kvferry.errors import ChannelError
+
+_MAPPED = re.compile(r"\[::ffff:([0-9.]+)\]")
 
 MAX_CALLS = 512
 """Addresses that a channel keeps a socket for; the least recently used goes first. A context of ZeroMQ has
@@ -81,7 +84,8 @@ class Channel:
             raise ChannelError(f"cannot listen at {listen}: {error}") from error
         self._poller.register(socket, zmq.POLLIN)
         self._listener = socket
-        self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        # An IPv4 address, where it is one: a socket for both kinds writes it in the other's clothes.
+        self.address = _MAPPED.sub(r"\1", socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)

@@ -147,6 +147,7 @@ class Destination:
     # -- effects -----------------------------------------------------------------------------------
 
     def _carry_out(self, effects: Iterable[Effect]) -> None:
+        unclear = ""  # why the slack of the fetch that is being posted could not be cleared
         for effect in effects:
             match effect:
                 case Send():
@@ -156,9 +157,9 @@ class Destination:
                 case Select():
                     self._selector.submit(self._select, effect)
                 case Clear():
-                    self._transport.clear(effect.selection.zeros)
+                    unclear = self._clear(effect)
                 case Post():
-                    self._post(effect)
+                    self._post(effect, unclear)
                 case Drop():
                     self._meetings.submit(effect.peer, partial(self._drop, effect.peer))
                 case Report():
@@ -205,13 +206,24 @@ class Destination:
         self._carry_out(effects)
         self._loop.wake()
 
-    def _post(self, post: Post) -> None:
+    def _clear(self, clear: Clear) -> str:
+        """Zero the slack of a fetch; why not, if it cannot be done."""
         try:
-            self._transport.read(post.transfer, _peer_name(post.peer, post.src_rank), post.runs)
-        except KVFerryError as error:
-            # Refused before anything moved: that is an end, too.
+            self._transport.clear(clear.selection.zeros)
+        except Exception as error:
+            return f"its slack could not be cleared: {error}"
+        return ""
+
+    def _post(self, post: Post, unclear: str) -> None:
+        refusal = unclear
+        if not refusal:
+            try:
+                self._transport.read(post.transfer, _peer_name(post.peer, post.src_rank), post.runs)
+            except KVFerryError as error:
+                refusal = str(error)
+        if refusal:  # refused before anything moved: that is an end, too
             with self._lock:
-                effects = self._reader.ended(clock(), post.transfer, str(error))
+                effects = self._reader.ended(clock(), post.transfer, refusal)
             self._carry_out(effects)
 
     def _drop(self, peer: Peer) -> None:

@@ -29,6 +29,8 @@ from kvferry.wire.messages import (
 )
 from kvferry.wire.ticket import Ticket
 
+EVERY_HOST = ("0.0.0.0", "*", "[::]")
+
 HERE = "here/"
 """Routes of ranks that the engine answers for itself."""
 
@@ -42,9 +44,13 @@ class SourceEngine:
         num_ranks: int,
         *,
         listen: str = "tcp://127.0.0.1:*",
+        advertise: str = "",
         secret: bytes = b"",
         timing: Timing | None = None,
     ) -> None:
+        """``advertise``: the host that readers call, where it is not the one that ``listen`` names."""
+        if not advertise and any(f"//{host}:" in listen for host in EVERY_HOST):
+            raise SpecError(f"listen={listen} is no address that a reader could call: say advertise=HOST")
         channel = Channel(listen=listen, secret=secret, max_bytes=MAX_MESSAGE_BYTES)
         self._lock = threading.Lock()
         self._released: deque[Released] = deque()
@@ -52,7 +58,7 @@ class SourceEngine:
             engine,
             generation=secrets.randbits(62),
             key=secrets.token_bytes(32),
-            address=channel.address,
+            address=_advertised(channel.address, advertise),
             num_ranks=num_ranks,
             merge=_merged,
             timing=timing,
@@ -145,6 +151,15 @@ class SourceEngine:
             rank, ended = int(notice.to.removeprefix(HERE)), notice.message
             heard = Heard(ended.generation, rank, ended.first + len(ended.requests) - 1)
             self._carry_out(self._authority.receive(clock(), notice.to, heard))
+
+
+def _advertised(address: str, host: str) -> str:
+    """The address with another host.
+
+    >>> _advertised("tcp://0.0.0.0:5555", "10.0.0.7"), _advertised("tcp://127.0.0.1:5555", "")
+    ('tcp://10.0.0.7:5555', 'tcp://127.0.0.1:5555')
+    """
+    return f"tcp://{host}:{address.rpartition(':')[2]}" if host else address
 
 
 def _merged(manifests: Mapping[int, bytes]) -> bytes:

@@ -16,6 +16,8 @@ class Options:
 
     listen: str = "tcp://127.0.0.1:*"
     """Where the lease authority listens; ``*`` takes a free port."""
+    advertise: str = ""
+    """The host that readers call, where it is not the one of ``listen``."""
     secret: bytes = b""
     """Known to all engines that may talk to each other; empty: nobody is asked for one."""
     timing: Timing = field(default_factory=Timing)
@@ -23,7 +25,7 @@ class Options:
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> Options:
         """Options from the configuration."""
-        known = {"listen", "secret", "lease_seconds", "meet_seconds", "read_seconds"}
+        known = {"listen", "advertise", "secret", "lease_seconds", "meet_seconds", "read_seconds"}
         if unknown := set(extra) - known:
             raise SpecError(
                 f"kv_connector_extra_config: unknown {sorted(unknown)}: known are {', '.join(sorted(known))}"
@@ -34,4 +36,9 @@ class Options:
             meet=float(extra.get("meet_seconds", default.meet)),
             read=float(extra.get("read_seconds", default.read)),
         )
-        return cls(str(extra.get("listen", cls.listen)), str(extra.get("secret", "")).encode(), timing)
+        return cls(
+            listen=str(extra.get("listen", "tcp://127.0.0.1:*")),
+            advertise=str(extra.get("advertise", "")),
+            secret=str(extra.get("secret", "")).encode(),
+            timing=timing,
+        )

@@ -72,6 +72,7 @@ class SchedulerSide:
                 self._engine_id,
                 len(joins),
                 listen=self._options.listen,
+                advertise=self._options.advertise,
                 secret=self._options.secret,
                 timing=self._options.timing,
             )
