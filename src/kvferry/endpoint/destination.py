@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -66,6 +67,7 @@ class Destination:
         self._routes: dict[Peer, Route] = {}
         self._reports: deque[Report] = deque()
         self._handles = count(1)
+        self._next_tick = 0.0
         self._meetings = Lines("kvferry-meet")
         self._selector = ThreadPoolExecutor(1, "kvferry-select")
         self._loop = Loop(
@@ -135,14 +137,17 @@ class Destination:
             now = clock()
             for end in ends:
                 effects += self._reader.ended(now, end.transfer, end.error)
-            effects += self._reader.tick(now)
+            # The machine looks at every fetch when it ticks, and callers wait meanwhile: not too often.
+            is_time = now >= self._next_tick
+            if is_time:
+                effects += self._reader.tick(now)
+                self._next_tick = now + self._timing.retry / 4
             in_flight = self._reader.num_in_flight
-            quarantined = self._reader.num_quarantined
-        if self._metrics:
-            refused = self._loop.refused.total() + self._loop.channel.dropped.total()
-            self._metrics.gauge(in_flight, quarantined, refused)
         self._carry_out(effects)
-        return POLL_SECONDS if in_flight else self._timing.retry / 2
+        if is_time and self._metrics:
+            refused = self._loop.refused.total() + self._loop.channel.dropped.total()
+            self._metrics.gauge(in_flight, self._reader.num_quarantined, refused)
+        return POLL_SECONDS if in_flight else self._timing.retry / 4
 
     # -- effects -----------------------------------------------------------------------------------
 
@@ -205,6 +210,7 @@ class Destination:
                 effects = self._reader.selected(clock(), wanted.handle, selection)
         self._carry_out(effects)
         self._loop.wake()
+        time.sleep(0)  # a caller may be waiting for the interpreter: let it in between two selections
 
     def _clear(self, clear: Clear) -> str:
         """Zero the slack of a fetch; why not, if it cannot be done."""
