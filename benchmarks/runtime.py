@@ -164,8 +164,8 @@ def show(result: dict[str, Any]) -> None:
     console.print(table)
     busy = result["busy"]
     console.print(
-        f"fetch() while 2 GiB are in flight, 250 calls a second: p50 {busy['p50_us']:.0f} µs, p99 {busy['p99_us']:.0f} µs"
-        f" of {busy['calls']} calls"
+        f"fetch() while 2 GiB are in flight, 250 calls a second: p50 {busy['p50_us']:.0f} µs,"
+        f" p99 {busy['p99_us']:.0f} µs of {busy['calls']} calls"
     )
 
 
