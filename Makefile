@@ -28,9 +28,16 @@ env: $(READY) ## create or update .venv (every other verb does it when needed)
 demo: $(READY) ## move caches between two engines of processes, over NIXL, and check every cell
 	@$(BIN)/kvferry demo
 
-test: $(READY) ## the quick test suite, doctests included
-	@echo "==> tests"
-	@$(BIN)/pytest
+# The core and what stands on it alone: no process is started, no heavy dependency is loaded.
+CORE := tests/core tests/wire tests/requirements tests/test_everything.py tests/test_sweep.py \
+        tests/test_packings.py tests/test_sabotage.py tests/test_public.py \
+        src/kvferry/core src/kvferry/models src/kvferry/wire src/kvferry/errors.py
+
+test: $(READY) ## the quick test suite, doctests included: the core first, then the rest
+	@echo "==> tests: the core"
+	@$(BIN)/pytest $(CORE)
+	@echo "==> tests: the rest"
+	@$(BIN)/pytest $(addprefix --ignore=,$(CORE))
 
 lint: $(READY) ## ruff: rules and formatting
 	@echo "==> lint"
