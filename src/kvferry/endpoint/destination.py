@@ -6,10 +6,11 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
+from queue import SimpleQueue
 
 from kvferry.channel import Channel, Received
 from kvferry.core.lower import Route, lower
@@ -68,6 +69,8 @@ class Destination:
         self._reports: deque[Report] = deque()
         self._handles = count(1)
         self._next_tick = 0.0
+        self._desk: SimpleQueue[Callable[[], list[Effect]] | None] = SimpleQueue()
+        self._clerk = threading.Thread(target=self._serve_desk, name=f"kvferry-desk-{rank}", daemon=True)
         self._meetings = Lines("kvferry-meet")
         self._selector = ThreadPoolExecutor(1, "kvferry-select")
         self._loop = Loop(
@@ -77,6 +80,7 @@ class Destination:
             self._tick,
         )
         transport.on_end(self._loop.wake)
+        self._clerk.start()
         self._loop.start()
 
     def fetch(
@@ -89,18 +93,16 @@ class Destination:
         slack: Slack = Slack.CLEAR,
     ) -> int:
         """Start reading a ticket's request into these blocks; the handle is what ``poll`` reports."""
+        if not isinstance(ticket, Ticket):
+            raise SpecError(f"fetch takes a Ticket, got {type(ticket).__name__}: read text with from_text")
         handle = next(self._handles)
         wanted = Fetch(ticket, tables, need, kept or {}, slack)
-        with self._lock:
-            effects = self._reader.fetch(clock(), handle, wanted)
-        self._carry_out(effects)
+        self._desk.put(partial(self._reader.fetch, clock(), handle, wanted))
         return handle
 
     def abort(self, handle: int) -> None:
         """Give a fetch up; it is reported when nothing of it is in flight any more."""
-        with self._lock:
-            effects = self._reader.abort(clock(), handle)
-        self._carry_out(effects)
+        self._desk.put(partial(self._reader.abort, clock(), handle))
 
     def poll(self) -> list[Report]:
         """The fetches that are over, each once: loaded (no failure), or failed with its reason."""
@@ -117,12 +119,28 @@ class Destination:
 
     def close(self) -> None:
         """Stop: no fetch is started or reported any more; the transport waits for what is in flight."""
+        self._desk.put(None)
+        self._clerk.join()
         self._meetings.close()
         self._selector.shutdown(wait=True, cancel_futures=True)
         self._loop.close()
         self._transport.close()
 
     # -- events ------------------------------------------------------------------------------------
+
+    def _serve_desk(self) -> None:
+        """Take in what the engine asks for.
+
+        The caller only leaves it at the desk. Whoever lets go of the interpreter, for a lock or a socket, may
+        get it back milliseconds later while other threads compute: an engine's step loop must not be there.
+        """
+        while ask := self._desk.get():
+            try:
+                with self._lock:
+                    effects = ask()
+                self._carry_out(effects)
+            except Exception:
+                log.exception("the desk goes on after an unexpected error")
 
     def _receive(self, received: Received) -> None:
         message = decode_from_authority(received.data)
