@@ -98,6 +98,7 @@ class Rank:
     connected: set[Peer] = field(default_factory=set)
     reads: dict[int, Read] = field(default_factory=dict)
     fetched: dict[int, tuple[Offer | None, float]] = field(default_factory=dict)
+    held: dict[int, Ticket] = field(default_factory=dict)
     reports: dict[int, Report] = field(default_factory=dict)
 
     @property
@@ -312,6 +313,36 @@ class World(RuleBasedStateMachine):
         handle = len(rank.fetched)
         rank.fetched[handle] = (offer, self.now)
         self.of_reader(rank, rank.reader.fetch(self.clock(rank), handle, Fetch(ticket, {}, {})))
+
+    @precondition(lambda self: self.offers)
+    @rule(which=index, engine=index, is_latest=st.booleans())
+    def hold(self, which, engine, is_latest):
+        """The request is known, and waits for blocks."""
+        offer = self.offers[-1 if is_latest else which % len(self.offers)]
+        for rank in self.engine(engine):
+            handle = len(rank.fetched)
+            rank.fetched[handle] = (offer, self.now)
+            rank.held[handle] = offer.ticket
+            self.of_reader(rank, rank.reader.hold(self.clock(rank), handle, offer.ticket))
+
+    @rule(engine=index, num_ranks=st.integers(1, 3))
+    def supply(self, engine, num_ranks):
+        for rank in self.engine(engine)[:num_ranks]:
+            self.supply_all(rank)
+
+    def supply_all(self, rank):
+        """Also what failed meanwhile: the engine cannot know."""
+        while rank.held:
+            handle, ticket = rank.held.popitem()
+            self.of_reader(rank, rank.reader.supply(self.clock(rank), handle, Fetch(ticket, {}, {})))
+
+    @rule(engine=index, rounds=st.integers(1, 4))
+    def serve_after_a_wait(self, engine, rounds):
+        self.offer()
+        self.hold(0, engine, is_latest=True)
+        self.calm(rounds, is_slow=False)
+        self.supply(engine, 3)
+        self.calm(rounds, is_slow=False)
 
     @precondition(lambda self: self.offers)
     @rule(which=index, engine=index, is_latest=st.booleans())
@@ -615,6 +646,8 @@ class World(RuleBasedStateMachine):
             return
         for src_rank in self.src_ranks:
             self.send_join(src_rank)
+        for rank in self.ranks:
+            self.supply_all(rank)
         for _ in range(2000):
             self.work()
             for rank in self.ranks:

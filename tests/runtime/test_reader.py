@@ -150,6 +150,64 @@ def test_a_fetch_leases_meets_selects_reads_and_settles(it):
     assert is_empty(it.reader)
 
 
+def test_a_held_ticket_is_leased_and_met_before_its_blocks_are_known(it):
+    it.hold(1, ticket())
+    it.answer(Grant(it.only(Acquire).nonce, 1, 30_000))
+    it.met()
+    assert it.effects == []
+    for now in range(10, 600, 10):  # long after the first grant, and every deadline
+        it.at(float(now)).tick()
+        it.answer(Renewal(it.only(Renew).nonce, 30_000, (1,), ()))
+    it.supply(1, fetch_of())
+    assert it.only(Select).handle == 1
+    it.at(601.0).selected(1, selection(1))
+    it.ended(it.only(Post).transfer, "")
+    report = it.only(Report)
+    assert report.failure is None
+    assert report.record.total_seconds == 11.0, "counted from the supply, not from the hold"
+
+
+def test_blocks_may_be_known_before_the_lease_and_the_peer(it):
+    it.hold(1, ticket())
+    ask = it.only(Acquire)
+    assert it.supply(1, fetch_of()).of(Select) == []
+    it.answer(Grant(ask.nonce, 1, 30_000))
+    it.met()
+    assert it.only(Select).handle == 1
+
+
+def test_a_held_ticket_that_fails_is_reported_once_and_never_fetched(it):
+    it.hold(1, ticket())
+    it.answer(Denial(it.only(Acquire).nonce, 1, "taken"))
+    assert it.failure() == "taken"
+    assert it.supply(1, fetch_of()).effects == []
+    assert is_empty(it.reader)
+
+
+def test_a_held_ticket_that_is_given_up_is_free_for_another_reader(it):
+    it.hold(1, ticket())
+    it.answer(Grant(it.only(Acquire).nonce, 1, 30_000))
+    assert it.abort(1).failure() == "aborted"
+    assert it.outcome() is Outcome.UNREAD
+
+
+def test_only_the_ticket_that_is_held_can_be_fetched_under_its_handle(it):
+    it.hold(1, ticket())
+    assert it.supply(1, fetch_of(2)).failure() == "ticket"
+    assert it.supply(1, fetch_of()).effects == []
+
+
+def test_a_held_ticket_meets_a_broken_peer_anew(it):
+    (transfer,) = it.reading()
+    it.hold(2, ticket(2))
+    it.answer(Grant(it.only(Acquire).nonce, 2, 30_000))
+    it.ended(transfer, "gone")
+    it.supply(2, fetch_of(2))
+    assert it.of(Select) == []
+    it.met()
+    assert it.only(Select).handle == 2
+
+
 def test_slack_is_cleared_before_anything_is_posted(it):
     it.granted()
     it.met().selected(1, selection(1, zeros=RUNS))

@@ -49,11 +49,13 @@ class Destination:
         secret: bytes = b"",
         timing: Timing | None = None,
         metrics: FetchMetrics | None = None,
+        on_refusal: Callable[[Manifest, Failure], None] | None = None,
     ) -> None:
         """``reader`` names this *start* of the engine, the same on all of its ranks.
 
         It must change with every start: a late message of an earlier one must not pass for one of this.
-        An engine of one rank may leave it out.
+        An engine of one rank may leave it out. ``on_refusal`` is called with the manifest of a source engine
+        that cannot be read from, and why, in a thread of its own.
         """
         num_ranks = num_ranks or len(manifest.ranks)
         if not reader and num_ranks > 1:
@@ -62,7 +64,7 @@ class Destination:
         self._manifest, self._rank, self._transport = manifest, rank, transport
         transport.register(manifest.rank(rank).regions)
         self._reader = Reader(reader, rank, num_ranks, timing)
-        self._metrics = metrics
+        self._metrics, self._on_refusal = metrics, on_refusal
         self._timing = timing or Timing()
         self._lock = threading.Lock()
         self._routes: dict[Peer, Route] = {}
@@ -91,13 +93,30 @@ class Destination:
         *,
         kept: Mapping[str, Spans] | None = None,
         slack: Slack = Slack.CLEAR,
+        held: int | None = None,
     ) -> int:
-        """Start reading a ticket's request into these blocks; the handle is what ``poll`` reports."""
-        if not isinstance(ticket, Ticket):
-            raise SpecError(f"fetch takes a Ticket, got {type(ticket).__name__}: read text with from_text")
-        handle = next(self._handles)
+        """Start reading a ticket's request into these blocks; the handle is what ``poll`` reports.
+
+        ``held``: the handle of a ``hold`` of the same ticket, which goes on under it.
+        """
+        _check(ticket)
         wanted = Fetch(ticket, tables, need, kept or {}, slack)
+        if held is not None:
+            self._desk.put(partial(self._reader.supply, clock(), held, wanted))
+            return held
+        handle = next(self._handles)
         self._desk.put(partial(self._reader.fetch, clock(), handle, wanted))
+        return handle
+
+    def hold(self, ticket: Ticket) -> int:
+        """Keep a ticket's blocks pinned, and meet its engine, until ``fetch`` says where the bytes go.
+
+        For requests that wait in a queue. A ticket that cannot be held is reported by ``poll``, once, and
+        then needs no ``fetch``.
+        """
+        _check(ticket)
+        handle = next(self._handles)
+        self._desk.put(partial(self._reader.hold, clock(), handle, ticket))
         return handle
 
     def abort(self, handle: int) -> None:
@@ -192,6 +211,7 @@ class Destination:
     def _build(self, build: Build) -> None:
         """Everything that is done once per peer. Slow, so in a thread of its own."""
         connected: list[str] = []
+        source: Manifest | None = None
         try:
             if build.transport != self._transport.kind:
                 kinds = f"source has {build.transport}, destination has {self._transport.kind}"
@@ -210,11 +230,20 @@ class Destination:
                 self._transport.forget(name)
             with self._lock:
                 effects = self._reader.not_built(clock(), build.peer, failure)
+            self._explain(source, failure)
         else:
             with self._lock:
                 self._routes[build.peer] = route
                 effects = self._reader.built(clock(), build.peer, plan_seconds)
         self._carry_out(effects)
+
+    def _explain(self, source: Manifest | None, failure: Failure) -> None:
+        if self._on_refusal is None or source is None:
+            return
+        try:
+            self._on_refusal(source, failure)
+        except Exception:
+            log.exception("a refusal could not be explained")
 
     def _select(self, wanted: Select) -> None:
         try:
@@ -255,6 +284,11 @@ class Destination:
         if route is not None:
             for src_rank in sorted({piece.src_rank for piece in route.plan.pieces}):
                 self._transport.forget(_peer_name(peer, src_rank))
+
+
+def _check(ticket: Ticket) -> None:
+    if not isinstance(ticket, Ticket):
+        raise SpecError(f"a Ticket is wanted, got {type(ticket).__name__}: read text with from_text")
 
 
 def _peer_name(peer: Peer, src_rank: int) -> str:

@@ -5,7 +5,8 @@ The life of a fetch::
     LEASING ──▶ MEETING ──▶ SELECTING ──▶ READING ──▶ COVERING ──▶ reported, once
        └──────────┴───────────┴─────────────┴────────────┴──▶ failed: reported when nothing is in flight
 
-* A lease is asked for at once, and kept alive from then on, also while the peer is still being met.
+* A lease is asked for at once, and kept alive from then on, also while the peer is still being met. A ticket
+  whose blocks are not known yet can be *held* until they are: HOLDING comes before SELECTING then.
 * A read counts only if a lease provably covered it: the grant lasts from the moment of asking, by our clock.
 * Nothing is reported before the transport has reported the end of every posted read. A read that does not end
   in time is *quarantined*: counted and shown, its blocks kept; never reported as done.
@@ -51,6 +52,7 @@ from kvferry.wire.messages import (
     Sorry,
     Welcome,
 )
+from kvferry.wire.ticket import Ticket
 
 
 class Phase(StrEnum):
@@ -58,6 +60,8 @@ class Phase(StrEnum):
 
     LEASING = "leasing"
     MEETING = "meeting"
+    HOLDING = "holding"
+    """Leased and met, and not yet told where the bytes go."""
     SELECTING = "selecting"
     READING = "reading"
     COVERING = "covering"
@@ -67,7 +71,7 @@ class Phase(StrEnum):
     QUARANTINED = "quarantined"
 
 
-_LEASED = (Phase.MEETING, Phase.SELECTING, Phase.READING, Phase.COVERING)
+_LEASED = (Phase.MEETING, Phase.HOLDING, Phase.SELECTING, Phase.READING, Phase.COVERING)
 """Phases in which a lease is held and wanted."""
 
 
@@ -76,7 +80,9 @@ class _Job:
     """A fetch under way."""
 
     handle: int
-    fetch: Fetch
+    ticket: Ticket
+    fetch: Fetch | None
+    """None while the ticket is only held."""
     peer: Peer
     attempt: int
     """Which fetch of this rank: what it says late must not count for a later fetch of the same ticket."""
@@ -101,11 +107,11 @@ class _Job:
 
     @property
     def lease_seconds(self) -> float:
-        return self.fetch.ticket.lease_ms / 1000
+        return self.ticket.lease_ms / 1000
 
     @property
     def key(self) -> tuple[Peer, int]:
-        return self.peer, self.fetch.ticket.ticket_id
+        return self.peer, self.ticket.ticket_id
 
 
 @dataclass(slots=True)
@@ -167,12 +173,33 @@ class Reader:
 
     def fetch(self, now: float, handle: int, fetch: Fetch) -> list[Effect]:
         """Start a fetch under a handle of the caller's; its one report comes later."""
+        return self._start(now, handle, fetch.ticket, fetch)
+
+    def hold(self, now: float, handle: int, ticket: Ticket) -> list[Effect]:
+        """Lease a ticket and meet its engine, before it is known where the bytes go.
+
+        The handle's one report comes after ``supply`` or ``abort``, or when the lease is lost.
+        """
+        return self._start(now, handle, ticket, None)
+
+    def supply(self, now: float, handle: int, fetch: Fetch) -> list[Effect]:
+        """Fetch what is held. If it failed meanwhile, its report is under way, and nothing is started."""
+        job = self._jobs.get(handle)
+        if job is None or job.fetch is not None or job.phase is Phase.FAILING:
+            return []
+        if fetch.ticket != job.ticket:
+            return self._fail(now, job, Failure("ticket", "another ticket was held under this handle"))
+        job.fetch, job.started, job.met_at = fetch, now, now
+        if job.phase is Phase.HOLDING:
+            job.phase = Phase.MEETING
+        return [*self._meet(now, job.peer), *self._advance(now, job)]
+
+    def _start(self, now: float, handle: int, ticket: Ticket, fetch: Fetch | None) -> list[Effect]:
         if handle in self._jobs:
             raise SpecError(f"a fetch with the handle {handle} is under way")
-        ticket = fetch.ticket
         peer = Peer(ticket.engine, ticket.generation, ticket.authority)
         attempt = next(self._numbers)
-        job = _Job(handle, fetch, peer, attempt, started=now, met_at=now, posted_at=now, ended_at=now)
+        job = _Job(handle, ticket, fetch, peer, attempt, started=now, met_at=now, posted_at=now, ended_at=now)
         self._jobs[handle] = job
         if job.key in self._by_ticket:
             return self._fail(now, job, Failure("spent", "this ticket is being read already"))
@@ -401,8 +428,7 @@ class Reader:
 
     def _ask(self, now: float, job: _Job) -> list[Effect]:
         nonce = self._nonce(now, job.peer, [job])
-        ticket = job.fetch.ticket
-        ask = Acquire(nonce, ticket, self.reader, self.rank, self.num_ranks, job.attempt)
+        ask = Acquire(nonce, job.ticket, self.reader, self.rank, self.num_ranks, job.attempt)
         return [Send(job.peer.authority, ask)]
 
     def _nonce(self, now: float, peer: Peer, jobs: list[_Job]) -> int:
@@ -425,7 +451,7 @@ class Reader:
         asked_at, jobs = self._answered(route, grant.nonce)
         effects: list[Effect] = []
         for job in jobs:
-            if job.fetch.ticket.ticket_id == grant.ticket_id:
+            if job.ticket.ticket_id == grant.ticket_id:
                 job.covered_until = max(job.covered_until, asked_at + grant.lease_ms / 1000)
                 effects += self._advance(now, job)
         return effects
@@ -465,7 +491,7 @@ class Reader:
 
     def _renew(self, now: float, peer: Peer, jobs: list[_Job]) -> Send:
         nonce = self._nonce(now, peer, jobs)
-        ticket_ids = tuple(job.fetch.ticket.ticket_id for job in jobs)
+        ticket_ids = tuple(job.ticket.ticket_id for job in jobs)
         return Send(peer.authority, Renew(nonce, peer.generation, self.reader, ticket_ids))
 
     def _renewed(self, now: float, route: str, renewal: Renewal) -> list[Effect]:
@@ -473,7 +499,7 @@ class Reader:
         effects: list[Effect] = []
         kept = frozenset(renewal.kept)
         for job in jobs:
-            if job.fetch.ticket.ticket_id in kept:
+            if job.ticket.ticket_id in kept:
                 job.covered_until = max(job.covered_until, asked_at + renewal.lease_ms / 1000)
                 effects += self._advance(now, job)
             else:
@@ -488,8 +514,12 @@ class Reader:
             job.phase = Phase.MEETING
         met = self._peers.get(job.peer)
         if job.phase is Phase.MEETING and met is not None and met.is_built:
-            job.phase, job.met_at = Phase.SELECTING, now
-            return [Select(job.handle, job.peer, job.fetch)]
+            job.met_at = now
+            if job.fetch is None:
+                job.phase = Phase.HOLDING
+            else:
+                job.phase = Phase.SELECTING
+                return [Select(job.handle, job.peer, job.fetch)]
         if job.phase is Phase.READING and not job.in_flight:
             job.phase = Phase.COVERING
         if job.phase is Phase.COVERING and job.covered_until > job.ended_at:
@@ -516,8 +546,10 @@ class Reader:
                 return job.posted_at + self._timing.read
             case Phase.COVERING:
                 return job.ended_at + self._patience(job)
-            case Phase.QUARANTINED:
-                return float("inf")
+            case Phase.HOLDING | Phase.QUARANTINED:
+                return float(
+                    "inf"
+                )  # the engine decides how long a request waits; the lease is kept meanwhile
 
     def _patience(self, job: _Job) -> float:
         """How long the authority is asked or told something: a lease, but not whatever a ticket says."""
@@ -549,7 +581,7 @@ class Reader:
             del self._by_ticket[job.key]
             effects += [] if job.is_denied else self._settle(now, job, outcome)
         record = Record(
-            request_id=job.fetch.ticket.request_id,
+            request_id=job.ticket.request_id,
             engine=job.peer.engine,
             num_bytes=job.num_bytes,
             num_runs=job.num_runs,
@@ -564,7 +596,7 @@ class Reader:
         return [*effects, Report(job.handle, job.failure, record)]
 
     def _settle(self, now: float, job: _Job, outcome: Outcome) -> list[Effect]:
-        ticket_id, to = job.fetch.ticket.ticket_id, job.peer.authority
+        ticket_id, to = job.ticket.ticket_id, job.peer.authority
         settle = Settle(job.peer.generation, ticket_id, self.reader, self.rank, job.attempt, outcome)
         self._settling[job.attempt] = _Settling(to, settle, now + self._patience(job), sent_at=now)
         return [Send(to, settle)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,16 +16,26 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.logger import init_logger
+from vllm.utils.network_utils import get_ip
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvferry.errors import KVFerryError
 from kvferry.integrations.vllm.options import Options
-from kvferry.integrations.vllm.scheduler import SchedulerSide, StepMetadata
+from kvferry.integrations.vllm.scheduler import SchedulerSide
+from kvferry.integrations.vllm.stats import LoadMetrics, LoadStats
+from kvferry.integrations.vllm.step import StepMetadata
 from kvferry.integrations.vllm.worker import WorkerSide
 from kvferry.wire.messages import Join, decode_to_authority, encode
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+        PromMetric,
+        PromMetricT,
+    )
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.request import Request
@@ -44,7 +55,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        options = Options.of(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
+        _log_with_vllm()
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
+        options = Options.of(extra, host=get_ip())
         self._side: SchedulerSide | WorkerSide
         if role is KVConnectorRole.SCHEDULER:
             self._side = SchedulerSide(vllm_config, kv_cache_config, options)
@@ -96,6 +109,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self._worker.results()
 
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return self._side.stats() if isinstance(self._side, WorkerSide) else None
+
     # -- scheduler ---------------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata_pp_aware(
@@ -135,8 +151,41 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.finished(request, block_ids)
 
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """A state is always loaded, so a prefix hit may be deeper than any state that is here.
+
+        Not with windows beside: what of theirs is here, vLLM does not say.
+        """
+        return isinstance(self._side, SchedulerSide) and not self._side.groups.has_window
+
     def has_pending_push_work(self) -> bool:
         return isinstance(self._side, SchedulerSide) and self._side.must_step
 
+    # -- both --------------------------------------------------------------------------------------
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return LoadStats(data) if data is not None else LoadStats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        return LoadMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     def shutdown(self) -> None:
         self._side.close()
+
+
+def _log_with_vllm() -> None:
+    """Our lines appear where vLLM's do, at the level that vLLM is told."""
+    ours, theirs = logging.getLogger("kvferry"), init_logger("vllm")
+    if not ours.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
+        ours.propagate = False

@@ -1,18 +1,195 @@
-"""What lies where inside one (block, head) of a cache tensor: one line per attention backend.
+"""What lies where inside a page of an attention cache: one line per attention backend.
 
 vLLM publishes every attention cache as [block, head, token, content] with strides, but the shape does not
-tell the order *inside* a block: that is the backend's own. A backend that is not listed is refused.
+tell the order *inside*: that is the backend's own. The table is keyed by the backend's class, not by its
+name: AITER's backend on ROCm calls itself FLASH_ATTN, and keeps its cache otherwise. A backend that is not
+listed, or does what its line does not know, is opaque (``opaque``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import AttentionSpec, KVQuantMode
+
+from kvferry.core.shard import Sharding
+from kvferry.core.state import Kind, Tail
+from kvferry.errors import SpecError
+from kvferry.models.cache import Dim, Part
 from kvferry.models.order import Fork, Order, Tile
 
-PLAIN_ROWS: Order = ("token", "part", "channel")
-"""K and V of a token side by side, token after token."""
+
+@dataclass(frozen=True)
+class Contents:
+    """What a page is made of: its parts, and where they lie."""
+
+    parts: tuple[Part, ...]
+    order: Order
+    """Inside what the tensor's own axes leave, the outermost loop first."""
+    outer: tuple[str, ...] = ()
+    """What the tensor's axes behind the block stand for (``part``: a plane for each): their strides are
+    read, not known."""
+    kind: Kind = Kind.PAGED
+    tokens_per_cell: int = 1
+    tail: Tail = Tail.COMPLETE
+
+    @property
+    def is_whole_block(self) -> bool:
+        """Whether a block is one opaque item."""
+        return self.tail is Tail.PARTIAL
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One layer's cache, as a line of the table sees it."""
+
+    name: str
+    spec: Any
+    layer: Any
+    """vLLM's own layer object."""
+    tensor: torch.Tensor
+    tp_size: int
+    num_heads: int
+    """KV heads over all ranks; 1 where there are none."""
+    num_blocks: int
+
+    @property
+    def backend(self) -> type | None:
+        """The class of the layer's backend, without what only builds its metadata."""
+        found = self.layer.get_attn_backend() if self.layer is not None else None
+        while found is not None and _adds_only_a_builder(found):
+            found = found.__mro__[1]
+        return found
+
+    @property
+    def kernel_tokens(self) -> int:
+        """Tokens of a block as the kernel sees it: a scheduler's block may be several of them."""
+        return int(self.spec.block_size) * self.num_blocks // int(self.tensor.shape[0])
+
+    @property
+    def kernel_rows(self) -> int:
+        """Rows of a page as the kernel sees it. The layer's own view may have shorter pages than ours:
+        where layers are packed side by side, vLLM cuts blocks only for those who need it."""
+        ours, bound = self.tensor, getattr(self.layer, "kv_cache", None)
+        is_bound = isinstance(bound, torch.Tensor) and bound.data_ptr() == ours.data_ptr() and bound.ndim > 2
+        return int((bound if is_bound else ours).shape[-2])
+
+
+def class_path(cls: type | None) -> str:
+    """The full name of a class."""
+    return "none" if cls is None else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _adds_only_a_builder(cls: type) -> bool:
+    """Chunked-local attention and static sinks wrap a backend: its memory stays what it was."""
+    own = {name for name in vars(cls) if not name.startswith("__")}
+    return own - {"_abc_impl"} == {"get_builder_cls"}
+
+
+# -- dtypes --------------------------------------------------------------------------------------------
+
+_DTYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.uint8: "uint8",
+    torch.float8_e4m3fn: "fp8_e4m3",
+    torch.float8_e4m3fnuz: "fp8_e4m3fnuz",
+    torch.float8_e5m2: "fp8_e5m2",
+}
+
+
+def dtype_of(dtype: torch.dtype) -> str:
+    """Our name of a dtype."""
+    if dtype not in _DTYPES:
+        raise SpecError(f"kvferry knows no cache dtype {dtype}")
+    return _DTYPES[dtype]
+
+
+@dataclass(frozen=True)
+class _Item:
+    """An element of a cache: what it is, its bytes, and what else both sides must share."""
+
+    dtype: str
+    num_bytes: int
+    encoding: str = "plain"
+
+
+def _item(subject: Subject, scale: str) -> _Item | None:
+    """The elements of a cache; None if they are packed in a way that only a kernel knows.
+
+    fp8 is stored as plain bytes, so what they are is the layer's word; its scale is a number of the model's,
+    and belongs to the meaning of the bytes.
+    """
+    spec, layer = subject.spec, subject.layer
+    match spec.kv_quant_mode:
+        case KVQuantMode.NONE:
+            return _Item(dtype_of(spec.dtype), spec.dtype.itemsize)
+        case KVQuantMode.FP8_PER_TENSOR:
+            is_e5m2 = "e5m2" in str(getattr(layer, "kv_cache_dtype", ""))
+            dtype = torch.float8_e5m2 if is_e5m2 else current_platform.fp8_dtype()
+            value = getattr(layer, f"_{scale}_scale_float", 1.0)
+            return _Item(dtype_of(dtype), 1, f"fp8, scale {value}")
+        case _:
+            return None
+
+
+# -- attention over K and V ----------------------------------------------------------------------------
+
+
+def _k_and_v(subject: Subject) -> tuple[Part, ...] | None:
+    spec = subject.spec
+    heads = Dim("head", subject.num_heads, Sharding.SPREAD)
+    parts = []
+    for name, width in (("k", spec.head_size), ("v", spec.head_size_v or spec.head_size)):
+        item = _item(subject, name)
+        if item is None:
+            return None
+        dims = (heads, Dim("channel", width))
+        parts.append(Part(name, dims, item.dtype, item.num_bytes, item.encoding))
+    return tuple(parts)
+
+
+def packed_rows(subject: Subject) -> Contents | None:
+    """K and V of a head and token side by side."""
+    parts = _k_and_v(subject)
+    is_plain = subject.spec.state_content_bytes is None and subject.spec.num_head_slots is None
+    return Contents(parts, ("part", "channel"), ("head", "token")) if parts and is_plain else None
+
+
+def rows_with_scales(subject: Subject) -> Contents | None:
+    """Triton: packed rows, or each head's K and V with a scale of their own behind them."""
+    spec = subject.spec
+    if not spec.kv_quant_mode.is_per_token_head:
+        return packed_rows(subject)
+    heads = Dim("head", subject.num_heads, Sharding.SPREAD)
+    row_bytes = int(subject.tensor.shape[-1]) * subject.tensor.element_size() // 2
+    tag = spec.kv_quant_mode.name.lower()
+    parts = tuple(Part(name, (heads,), "uint8", row_bytes, tag) for name in "kv")
+    return Contents(parts, ("part",), ("head", "token"))
+
+
+def planes(subject: Subject) -> Contents | None:
+    """All of a block's K, then all of its V; heads side by side in each token."""
+    parts = _k_and_v(subject)
+    return Contents(parts, ("head", "channel"), ("part", "token")) if parts else None
+
+
+def hip_planes(subject: Subject) -> Contents | None:
+    """ROCm's HIP kernels: K in packs of 16 bytes of channels, token after token; V transposed."""
+    parts = _k_and_v(subject)
+    if not parts:
+        return None
+    pack = Tile("channel", 16 // parts[0].bytes_per_item)
+    order = (Fork.of(k=("head", "channel", "token", pack), v=("head", "channel", "token")),)
+    return Contents(parts, order, ("part",))
+
+
+# -- CPU attention -------------------------------------------------------------------------------------
 
 CPU_VEC: Order = (Fork.of(k=("channel", "token"), v=("token", "channel")),)
 CPU_AMX: Order = (
@@ -21,31 +198,125 @@ CPU_AMX: Order = (
         v=("channel", "token", Tile("channel", 16), Tile("token", 2)),
     ),
 )
+CPU_ORDERS = {"vec": CPU_VEC, "vec16": CPU_VEC, "amx": CPU_AMX}
 
 
-@dataclass(frozen=True)
-class Interior:
-    """The order inside a (block, head), and a tag that both sides must share."""
-
-    order: Order
-    tag: str = "plain"
-
-
-def cpu_attention(isa: str) -> Interior | None:
+def cpu_attention(subject: Subject) -> Contents | None:
     """CPU attention orders K and V by what the CPU's units like."""
-    match isa:
-        case "vec" | "vec16":
-            return Interior(CPU_VEC)
-        case "amx":
-            return Interior(CPU_AMX)
-        case _:
-            return None
+    parts = _k_and_v(subject)
+    order = CPU_ORDERS.get(cpu_isa(subject))
+    return Contents(parts, order, ("head",)) if parts and order else None
 
 
-INTERIORS: dict[str, Callable[[str], Interior | None]] = {
-    "CPU_ATTN": cpu_attention,
-    "FLASH_ATTN": lambda isa: Interior(PLAIN_ROWS),
-    "CPU_MLA": lambda isa: Interior(PLAIN_ROWS),
-    "AMX_MLA": lambda isa: Interior(PLAIN_ROWS),
+def cpu_isa(subject: Subject) -> str:
+    """The instruction set that CPU attention runs on; empty for other backends."""
+    if class_path(subject.backend) != "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend":
+        return ""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    spec = subject.spec
+    cache_dtype = getattr(subject.layer, "kv_cache_dtype", None)
+    return str(_get_attn_isa(spec.dtype, subject.kernel_tokens, spec.head_size, cache_dtype))
+
+
+# -- latents, indexers, DeepSeek-V4 --------------------------------------------------------------------
+
+
+def latent_rows(subject: Subject) -> Contents | None:
+    """MLA: one latent per token, whole on every rank; or a packed row of a form that has a name."""
+    spec = subject.spec
+    if spec.state_content_bytes is not None:
+        tag = getattr(spec, "cache_dtype_str", None) or spec.kv_quant_mode.name.lower()
+        part = Part("latent", (), "uint8", spec.state_content_bytes, tag)
+        return _by_token(spec, Contents((part,), ("part",), ("head", "token")))
+    item = _item(subject, "k")
+    if item is None:
+        return None
+    part = Part("latent", (Dim("channel", spec.head_size),), item.dtype, item.num_bytes, item.encoding)
+    return _by_token(spec, Contents((part,), ("part", "channel"), ("head", "token")))
+
+
+V4_ROWS = {584: (576, 8, "fp8 and bf16 rows, ue8m0 scales")}
+"""By the bytes of a token: values, scales, and what they are. FlashMLA keeps a page's scales behind all of
+its values."""
+INDEXER_ROWS = {132: (128, 4, "fp8 rows, fp32 scales"), 68: (64, 4, "mxfp4 rows, ue8m0 scales")}
+
+
+def v4_rows(subject: Subject) -> Contents | None:
+    """DeepSeek-V4: FlashMLA's packed rows, or plain ones."""
+    packed = subject.spec.state_content_bytes
+    return latent_rows(subject) if packed is None else _values_then_scales(subject, V4_ROWS.get(packed))
+
+
+def indexer_keys(subject: Subject) -> Contents | None:
+    """The indexer of DeepSeek-V3.2 and V4; ROCm's shuffled form is known to its kernels only."""
+    if getattr(subject.layer, "uses_shuffled_layout", False) or current_platform.is_rocm():
+        return None
+    return _values_then_scales(subject, INDEXER_ROWS.get(subject.spec.head_size))
+
+
+def _values_then_scales(subject: Subject, rows: tuple[int, int, str] | None) -> Contents | None:
+    """All rows of a kernel's page, then all of their scales."""
+    if rows is None:
+        return None
+    value_bytes, scale_bytes, tag = rows
+    parts = (Part("values", (), "uint8", value_bytes, tag), Part("scales", (), "uint8", scale_bytes, tag))
+    order: Order = ("token", "part", Tile("token", subject.kernel_rows))
+    return _by_token(subject.spec, Contents(parts, order))
+
+
+def _by_token(spec: AttentionSpec, contents: Contents) -> Contents | None:
+    """The contents with as many tokens per row as the cache compresses into one."""
+    ratio = spec.tokens_per_state
+    if ratio != int(ratio) or ratio < 1:
+        return None
+    return Contents(contents.parts, contents.order, contents.outer, tokens_per_cell=int(ratio))
+
+
+Line = Callable[[Subject], Contents | None]
+
+_ATTENTION = "vllm.v1.attention.backends"
+_MLA = "vllm.v1.attention.backends.mla"
+
+INTERIORS: dict[str, Line] = {
+    f"{_ATTENTION}.cpu_attn.CPUAttentionBackend": cpu_attention,
+    f"{_ATTENTION}.flash_attn.FlashAttentionBackend": packed_rows,
+    f"{_ATTENTION}.flash_attn_diffkv.FlashAttentionDiffKVBackend": packed_rows,
+    f"{_ATTENTION}.flashinfer.FlashInferBackend": packed_rows,
+    f"{_ATTENTION}.flex_attention.FlexAttentionBackend": packed_rows,
+    f"{_ATTENTION}.hpc_attn.HpcAttentionBackend": packed_rows,
+    f"{_ATTENTION}.triton_attn.TritonAttentionBackend": rows_with_scales,
+    f"{_ATTENTION}.triton_attn_diffkv.TritonAttentionDiffKVBackend": packed_rows,
+    f"{_ATTENTION}.triton_flash_attn.TritonFlashAttentionBackend": packed_rows,
+    f"{_ATTENTION}.triton_flashinfer.TritonFlashInferBackend": packed_rows,
+    f"{_ATTENTION}.rocm_aiter_fa.AiterFlashAttentionBackend": packed_rows,
+    f"{_ATTENTION}.rocm_aiter_unified_attn.RocmAiterUnifiedAttentionBackend": packed_rows,
+    f"{_ATTENTION}.rocm_attn.RocmAttentionBackend": hip_planes,
+    f"{_ATTENTION}.rocm_segmented_attn.RocmSegmentedAttentionBackend": planes,
+    f"{_ATTENTION}.b12x.B12xPagedAttentionBackend": planes,
+    f"{_MLA}.cpu_mla.CPUMLABackend": latent_rows,
+    f"{_MLA}.amx_mla.AMXMLABackend": latent_rows,
+    f"{_MLA}.triton_mla.TritonMLABackend": latent_rows,
+    f"{_MLA}.flashmla.FlashMLABackend": latent_rows,
+    f"{_MLA}.cutlass_mla.CutlassMLABackend": latent_rows,
+    f"{_MLA}.flashinfer_mla.FlashInferMLABackend": latent_rows,
+    f"{_MLA}.flashattn_mla.FlashAttnMLABackend": latent_rows,
+    f"{_MLA}.tokenspeed_mla.TokenspeedMLABackend": latent_rows,
+    f"{_MLA}.flashmla_sparse.FlashMLASparseBackend": latent_rows,
+    f"{_MLA}.flashattn_mla_sparse.FlashAttnMLASparseBackend": latent_rows,
+    f"{_MLA}.flashinfer_mla_sparse.FlashInferMLASparseTRTLLMBackend": latent_rows,
+    f"{_MLA}.flashinfer_mla_sparse_sm90.FlashInferMLASparseSM90Backend": latent_rows,
+    f"{_MLA}.indexer.DeepseekV32IndexerBackend": indexer_keys,
+    f"{_MLA}.indexer.DeepseekV4IndexerBackend": indexer_keys,
+    f"{_MLA}.sparse_swa.DeepseekSparseSWABackend": v4_rows,
+    "vllm.models.deepseek_v4.sparse_mla.DeepseekV4FlashMLABackend": v4_rows,
+    "vllm.models.deepseek_v4.nvidia.flashinfer_sparse.DeepseekV4FlashInferMLASparseBackend": v4_rows,
+    "vllm.models.deepseek_v4.compressor.CompressorBackend": latent_rows,
 }
-"""By the name of the backend; the argument is the CPU's instruction set, where that matters."""
+"""By the class of the backend."""
+
+
+def known(subject: Subject) -> Contents | None:
+    """The contents of an attention cache, if there is a line for its backend that knows them."""
+    line = INTERIORS.get(class_path(subject.backend))
+    return line(subject) if line else None

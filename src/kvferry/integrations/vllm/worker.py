@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from vllm.config import VllmConfig
@@ -11,13 +13,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from kvferry.core.manifest import Manifest
 from kvferry.endpoint import Destination
 from kvferry.integrations.vllm.describe import Place, describe
+from kvferry.integrations.vllm.dump import dump_refusal
 from kvferry.integrations.vllm.options import Options
-from kvferry.integrations.vllm.scheduler import StepMetadata
+from kvferry.integrations.vllm.stats import LoadStats
+from kvferry.integrations.vllm.step import Load, StepMetadata
+from kvferry.runtime import Failure, Report
 from kvferry.transport.nixl import NixlTransport
 from kvferry.wire import manifest_to_msgpack
 from kvferry.wire.messages import PROTOCOL, Join
+from kvferry.wire.ticket import Ticket
 
 log = logging.getLogger("kvferry")
 
@@ -29,9 +36,17 @@ class WorkerSide:
         self._vllm_config, self._config, self._options = vllm_config, config, options
         self._destination: Destination | None = None
         self._join: Join | None = None
+        self._handles: dict[str, int] = {}
+        """Of requests that are held or loading."""
         self._requests: dict[int, str] = {}
+        """The same, by handle."""
+        self._loading: set[str] = set()
+        """Requests that vLLM waits for."""
+        self._lost: dict[str, Failure] = {}
+        """Tickets that could not be held; vLLM can be told once it waits for the load."""
         self._failed: set[str] = set()
         self._sent: set[str] = set()
+        self._stats = LoadStats()
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         """Describe the caches, and make their memory known to the transport."""
@@ -49,10 +64,15 @@ class WorkerSide:
             num_ranks=tp.world_size * pp.world_size,
             secret=self._options.secret,
             timing=self._options.timing,
+            on_refusal=lambda source, failure: self._refused(source, manifest, rank, failure),
         )
         self._join = Join(
             PROTOCOL, engine, rank, transport.kind, manifest_to_msgpack(manifest), transport.card()
         )
+
+    def _refused(self, source: Manifest, manifest: Manifest, rank: int, failure: Failure) -> None:
+        folder = self._options.dump or str(Path(tempfile.gettempdir()) / "kvferry")
+        dump_refusal(folder, source, manifest, rank, str(failure))
 
     @property
     def join(self) -> Join | None:
@@ -60,32 +80,77 @@ class WorkerSide:
         return self._join
 
     def start(self, step: StepMetadata) -> None:
-        """Start the step's loads; remember what was released."""
+        """Take in what the scheduler says."""
         self._sent.update(step.released)
+        for request_id, ticket in step.known:
+            self._hold(request_id, ticket)
         for load in step.loads:
-            if load.ticket is None or self._destination is None:
-                log.error("cannot load %s: %s", load.request_id, load.reason)
-                self._failed.add(load.request_id)
-                continue
-            handle = self._destination.fetch(load.ticket, load.tables, load.need, kept=load.kept)
-            self._requests[handle] = load.request_id
+            self._load(load)
+        for request_id in step.dropped:
+            self._drop(request_id)
+
+    def _hold(self, request_id: str, ticket: Ticket) -> None:
+        if self._destination is not None:
+            self._remember(request_id, self._destination.hold(ticket))
+
+    def _load(self, load: Load) -> None:
+        request_id, lost = load.request_id, self._lost.pop(load.request_id, None)
+        if load.ticket is None or lost is not None or self._destination is None:
+            if load.is_awaited:
+                log.error("%s cannot be loaded: %s", request_id, load.refusal or lost)
+                self._failed.add(request_id)
+            return
+        held = self._handles.get(request_id)
+        handle = self._destination.fetch(load.ticket, load.tables, load.need, kept=load.kept, held=held)
+        self._remember(request_id, handle)
+        if load.is_awaited:
+            self._loading.add(request_id)
+
+    def _drop(self, request_id: str) -> None:
+        """Give up what is under way. vLLM keeps a load's blocks until it is reported; a hold has none."""
+        self._lost.pop(request_id, None)
+        handle = self._handles.get(request_id)
+        if handle is not None and self._destination is not None:
+            self._destination.abort(handle)
+            if request_id not in self._loading:
+                self._forget(handle)
+
+    def _remember(self, request_id: str, handle: int) -> None:
+        self._handles[request_id], self._requests[handle] = handle, request_id
+
+    def _forget(self, handle: int) -> str | None:
+        request_id = self._requests.pop(handle, None)
+        if request_id is not None:
+            del self._handles[request_id]
+        return request_id
 
     def results(self) -> KVConnectorTransferResults:
         """What ended since the last step. A failed load is reported as failed, never as good."""
-        done: set[str] = set()
         failed, self._failed = self._failed, set()
+        done = set(failed)
         for report in self._destination.poll() if self._destination else ():
-            request_id = self._requests.pop(report.handle, None)
-            if request_id is None:
-                continue
-            done.add(request_id)
-            if report.failure is not None:
-                log.error("load of %s failed: %s", request_id, report.failure)
-                failed.add(request_id)
+            request_id = self._forget(report.handle)
+            if request_id is not None and self._is_end(request_id, report):
+                done.add(request_id)
+                if report.failure is not None:
+                    failed.add(request_id)
         sent, self._sent = self._sent, set()
-        return KVConnectorTransferResults(
-            finished_sending=sent, finished_recving=done | failed, failed_recving=failed
-        )
+        return KVConnectorTransferResults(finished_sending=sent, finished_recving=done, failed_recving=failed)
+
+    def _is_end(self, request_id: str, report: Report) -> bool:
+        """Whether vLLM is to hear of a report: of loads that it waits for, and of each of them once."""
+        if request_id in self._loading:
+            self._loading.discard(request_id)
+            self._stats.add(report.record)
+            return True
+        if report.failure is not None:
+            self._lost[request_id] = report.failure
+        return False
+
+    def stats(self) -> LoadStats | None:
+        """The records of the loads that ended since the last call."""
+        stats, self._stats = self._stats, LoadStats()
+        return None if stats.is_empty() else stats
 
     def close(self) -> None:
         """Give the memory back."""

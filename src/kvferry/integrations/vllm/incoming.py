@@ -1,0 +1,123 @@
+"""As a consumer: tickets of new requests are held, and become loads once the requests have blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vllm.v1.request import Request
+
+from kvferry.errors import SpecError
+from kvferry.integrations.vllm.outgoing import TICKET
+from kvferry.integrations.vllm.step import Load, StepMetadata
+from kvferry.integrations.vllm.tables import BlockIds, Groups, digest, is_identified
+from kvferry.wire.ticket import Ticket, from_text
+
+
+@dataclass
+class _Wanted:
+    """A request that somebody else prefilled."""
+
+    ticket: Ticket | None
+    refusal: str
+    num_loadable: int
+    """How many of its first tokens the ticket brings."""
+    num_computed: int = 0
+    """How many of them are here already."""
+
+
+class Incoming:
+    """The requests of a vLLM engine that come with a ticket, until they end."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self._wanted: dict[str, _Wanted] = {}
+        """Those that have no blocks yet."""
+        self._live: set[str] = set()
+        self._known: list[tuple[str, Ticket]] = []
+        self._loads: list[Load] = []
+        self._dropped: list[str] = []
+
+    def new_request(self, request: Request) -> None:
+        """A request is known: hold its ticket from now on, however long it waits."""
+        params = request.kv_transfer_params
+        if not params or not params.get("do_remote_prefill"):
+            return
+        wanted = self._wanted[request.request_id] = self._read(request, params)
+        self._live.add(request.request_id)
+        if wanted.ticket is not None:
+            self._known.append((request.request_id, wanted.ticket))
+
+    def _read(self, request: Request, params: dict[str, Any]) -> _Wanted:
+        most = self._groups.num_loadable(request.num_prompt_tokens)
+        ticket, refusal = _ticket(params)
+        if ticket is not None:
+            refusal = self._refusal(request, ticket, most)
+        if ticket is None or refusal:
+            return _Wanted(None, refusal, most)
+        return _Wanted(ticket, "", min(most, ticket.num_tokens))
+
+    def _refusal(self, request: Request, ticket: Ticket, most: int) -> str:
+        if not is_identified(request) or ticket.digest != digest(request, ticket.num_tokens):
+            return "the ticket is for another prompt"
+        if self._groups.has_state and ticket.num_tokens > most:
+            return f"the ticket's state is that of token {ticket.num_tokens}, of which {most} can be used"
+        return ""
+
+    def matched(self, request: Request, num_computed: int) -> tuple[int, bool]:
+        """How many tokens a ticket brings beyond those that are here already.
+
+        A ticket that cannot be used counts as if it could: only a worker can fail a request.
+        """
+        wanted = self._wanted.get(request.request_id)
+        if wanted is None:
+            return 0, False
+        wanted.num_computed = num_computed
+        count = wanted.num_loadable - num_computed
+        return (count, True) if count > 0 else (0, False)
+
+    def allocated(self, request: Request, block_ids: BlockIds, num_external: int) -> None:
+        """The request has blocks. A ticket is good for one load; one that is not needed is returned."""
+        wanted = self._wanted.pop(request.request_id, None)
+        if wanted is None:
+            return
+        (request.kv_transfer_params or {})["do_remote_prefill"] = False
+        num_tokens = wanted.num_computed + num_external
+        load = Load(request.request_id, wanted.ticket, refusal=wanted.refusal)
+        if num_external:
+            load = replace(
+                load,
+                tables=self._groups.tables(block_ids, num_tokens),
+                need=self._groups.need(num_tokens, wanted.num_computed),
+                kept=self._groups.kept(wanted.num_computed),
+            )
+        self._loads.append(load)
+
+    def finished(self, request: Request) -> None:
+        """A request has ended, loaded or not: nothing more is wanted for it."""
+        self._wanted.pop(request.request_id, None)
+        if request.request_id in self._live:
+            self._live.discard(request.request_id)
+            self._dropped.append(request.request_id)
+
+    def step(self, released: list[str]) -> StepMetadata:
+        """What the workers must do."""
+        step = StepMetadata(released, self._known, self._loads, self._dropped)
+        self._known, self._loads, self._dropped = [], [], []
+        return step
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the workers wait for something."""
+        return bool(self._known or self._loads or self._dropped)
+
+
+def _ticket(params: dict[str, Any]) -> tuple[Ticket | None, str]:
+    """The ticket, or why there is none."""
+    text = params.get(TICKET)
+    if not isinstance(text, str):
+        return None, f"kv_transfer_params carry no ticket ({TICKET}): did kvferry prefill it?"
+    try:
+        return from_text(text), ""
+    except SpecError as error:
+        return None, str(error)

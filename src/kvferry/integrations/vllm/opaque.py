@@ -1,0 +1,71 @@
+"""Caches whose inside is not known: a block, or a slot, is one item.
+
+It can be moved as it is or not at all. Whatever decides how a kernel may have written it is in the tag,
+which both sides must share: the backend, the dtype, the shape of a block with its heads, the kernel's own
+block. Equal engines work; the others are refused, and the tags say why.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec, MambaSpec
+
+from kvferry.core.shard import Sharding
+from kvferry.core.state import Kind, Tail
+from kvferry.integrations.vllm.interiors import Contents, Subject, class_path, cpu_isa
+from kvferry.models.cache import Dim, Part
+
+
+def opaque(subject: Subject) -> Contents:
+    """The cache as one item per block or slot and rank."""
+    if isinstance(subject.spec, MambaSpec | CircularBufferSpec):
+        return _slot(subject)
+    return _block(subject)
+
+
+def _block(subject: Subject) -> Contents:
+    spec = subject.spec
+    tag = ", ".join(("opaque block", *_traits(subject), f"kernel block of {subject.kernel_tokens} tokens"))
+    part = Part("block", _shards(subject), "opaque", _block_bytes(subject), tag)
+    return Contents((part,), ("token", "shard"), tokens_per_cell=int(spec.block_size), tail=Tail.PARTIAL)
+
+
+def _slot(subject: Subject) -> Contents:
+    tag = ", ".join(("opaque slot", *_traits(subject)))
+    part = Part("slot", _shards(subject), "opaque", _block_bytes(subject), tag)
+    return Contents((part,), ("shard",), kind=Kind.RECURRENT)
+
+
+def _block_bytes(subject: Subject) -> int:
+    """Bytes of one scheduler's block: as many kernel blocks as it has."""
+    tensor = subject.tensor
+    per_kernel_block = prod(tensor.shape[1:]) * tensor.element_size()
+    return per_kernel_block * (tensor.shape[0] // subject.num_blocks)
+
+
+def _shards(subject: Subject) -> tuple[Dim, ...]:
+    """The different blocks that the ranks hold between them: none where each holds the whole."""
+    spec = subject.spec
+    if isinstance(spec, MambaSpec):
+        count = 1 if spec.tp_replicated else subject.tp_size
+    elif isinstance(spec, AttentionSpec) and spec.max_tp_shards is not None:
+        count = min(subject.tp_size, spec.max_tp_shards)
+    else:
+        count = min(subject.tp_size, subject.num_heads)
+    return (Dim("shard", count, Sharding.SPREAD),) if count > 1 else ()
+
+
+def _traits(subject: Subject) -> list[str]:
+    spec, layer = subject.spec, subject.layer
+    traits = [f"layer {class_path(type(layer))}", f"backend {class_path(subject.backend)}"]
+    if isa := cpu_isa(subject):
+        traits.append(f"isa {isa}")
+    if isinstance(spec, MambaSpec):
+        return [*traits, f"shapes {spec.shapes}", f"dtypes {spec.dtypes}"]
+    quantised = getattr(spec, "kv_quant_mode", None)
+    if quantised:
+        traits.append(f"{quantised.name.lower()} {getattr(layer, 'kv_cache_dtype', '')}".strip())
+        traits.append(f"scales {[getattr(layer, f'_{s}_scale_float', 1.0) for s in 'kv']}")
+    shape = [int(size) for size in subject.tensor.shape[1:]]
+    return [*traits, f"dtype {subject.tensor.dtype}", f"[head, token, content] {shape}"]

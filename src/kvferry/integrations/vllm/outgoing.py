@@ -1,0 +1,127 @@
+"""As a producer: finished prefills are offered, and their blocks stay pinned until a reader is through."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.request import Request, RequestStatus
+
+from kvferry.endpoint import SourceEngine
+from kvferry.integrations.vllm.options import Options
+from kvferry.integrations.vllm.tables import BlockIds, Groups, digest, is_identified
+from kvferry.wire.messages import Join
+from kvferry.wire.ticket import Ticket, to_text
+
+log = logging.getLogger("kvferry")
+
+TICKET = "kvferry_ticket"
+"""The key of ``kv_transfer_params`` that carries the ticket; the others are vLLM's own."""
+TRUNCATED = "_kvferry_truncated"
+"""Marks a prompt that was cut already: a request that comes back must not lose another token."""
+
+
+class Outgoing:
+    """The lease authority of a vLLM engine."""
+
+    def __init__(self, vllm_config: VllmConfig, groups: Groups, options: Options, engine: str) -> None:
+        self._parallel = vllm_config.parallel_config
+        self._groups, self._options, self._engine = groups, options, engine
+        self._source: SourceEngine | None = None
+
+    def admit(self, joins: Sequence[Join]) -> None:
+        """Every worker's memory is known: readers may come."""
+        if self._source is not None:
+            return
+        options = self._options
+        self._source = SourceEngine(
+            self._engine,
+            len(joins),
+            listen=options.listen,
+            advertise=options.advertise,
+            secret=options.secret,
+            timing=options.timing,
+        )
+        for join in joins:
+            self._source.admit(join)
+        log.info("%s: requests can be fetched from %s", self._engine, self._source.address)
+
+    def new_request(self, request: Request) -> None:
+        """A prefill for somebody else leaves out the tokens that the other side computes anyway."""
+        params, num_left_out = request.kv_transfer_params, self._groups.num_left_out
+        if not _is_for_others(params) or params.get(TRUNCATED) or request.prompt_token_ids is None:
+            return
+        if num_left_out and request.num_prompt_tokens > num_left_out:
+            del request.prompt_token_ids[-num_left_out:]
+            del request._all_token_ids[-num_left_out:]
+            request.num_prompt_tokens -= num_left_out
+            request.max_tokens = 1
+            params[TRUNCATED] = True
+
+    def finished(self, request: Request, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended: if somebody else is to decode it, keep its blocks and hand out a ticket."""
+        if self._source is None or not _is_for_others(request.kv_transfer_params):
+            return False, None
+        if request.status not in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED):
+            return False, None
+        num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        if refusal := self._refusal(request, block_ids, num_tokens):
+            log.warning("%s is not offered: %s", request.request_id, refusal)
+            return False, None
+        tables = self._groups.tables(block_ids, num_tokens)
+        ticket = self._source.offer(
+            request.request_id, tables, num_tokens, digest=digest(request, num_tokens)
+        )
+        return True, self._params(request, block_ids, ticket)
+
+    def _refusal(self, request: Request, block_ids: BlockIds, num_tokens: int) -> str:
+        if not num_tokens or not any(block_ids):
+            return "it has no blocks"
+        if not is_identified(request):
+            return "its prompt has no token ids, by which a reader could tell that it is the same"
+        if self._groups.has_state and request.num_computed_tokens != num_tokens:
+            return (
+                f"its state is that of token {request.num_computed_tokens}, its prompt ends at {num_tokens}:"
+                " ask for a prefill with max_tokens=1"
+            )
+        if self._groups.num_left_out and not (request.kv_transfer_params or {}).get(TRUNCATED):
+            return f"its prompt is too short: the last {self._groups.num_left_out} tokens are not moved"
+        return ""
+
+    def _params(self, request: Request, block_ids: BlockIds, ticket: Ticket) -> dict[str, Any]:
+        """What a router hands to the decoding engine; vLLM's own keys keep their meaning."""
+        host, _, port = ticket.authority.removeprefix("tcp://").rpartition(":")
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [list(ids) for ids in block_ids],
+            "remote_engine_id": self._engine,
+            "remote_request_id": request.request_id,
+            "remote_host": host,
+            "remote_port": int(port) if port.isdigit() else 0,
+            "tp_size": self._parallel.tensor_parallel_size,
+            "dcp_size": self._parallel.decode_context_parallel_size,
+            "pp_size": self._parallel.pipeline_parallel_size,
+            "remote_num_tokens": ticket.num_tokens,
+            TICKET: to_text(ticket),
+        }
+
+    @property
+    def num_leases(self) -> int:
+        """How many requests are pinned, whose release the engine has to notice."""
+        return self._source.num_leases if self._source is not None else 0
+
+    def released(self) -> list[str]:
+        """The requests whose blocks are the engine's own again, each once."""
+        return [released.request_id for released in self._source.poll()] if self._source else []
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._source is not None:
+            self._source.close()
+
+
+def _is_for_others(params: dict[str, Any] | None) -> bool:
+    return bool(params and params.get("do_remote_decode"))

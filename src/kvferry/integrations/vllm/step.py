@@ -1,0 +1,42 @@
+"""What the scheduler tells every worker in one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+from kvferry.core.request import BlockTable
+from kvferry.core.span import Spans
+from kvferry.wire.ticket import Ticket
+
+
+@dataclass(frozen=True)
+class Load:
+    """A request that has blocks, and what each worker must fetch into them."""
+
+    request_id: str
+    ticket: Ticket | None
+    """None: it cannot be fetched, for ``refusal``."""
+    tables: dict[str, BlockTable] = field(default_factory=dict)
+    need: dict[str, Spans] = field(default_factory=dict)
+    kept: dict[str, Spans] = field(default_factory=dict)
+    refusal: str = ""
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether vLLM waits for it. It must not hear of a load that brings nothing: it knows of none."""
+        return any(self.need.values())
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """What happened since the last step. A worker takes it in this order."""
+
+    released: list[str] = field(default_factory=list)
+    """Our requests that are read, or whose lease is over: their blocks are free."""
+    known: list[tuple[str, Ticket]] = field(default_factory=list)
+    """Requests that wait for blocks: their tickets are held meanwhile."""
+    loads: list[Load] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    """Requests that ended: whatever is held or under way for them is given up."""

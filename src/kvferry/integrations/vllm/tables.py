@@ -1,0 +1,80 @@
+"""What a request's block lists mean, group by group."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
+from vllm.v1.request import Request
+
+from kvferry.core.request import HOLE, BlockTable, need_of
+from kvferry.core.span import Span, Spans
+from kvferry.core.state import Addressing
+from kvferry.integrations.vllm.describe import describe_group
+
+NULL_BLOCK = 0
+"""vLLM's own null block: a hole in a block table."""
+
+BlockIds = Sequence[Sequence[int]]
+"""As vLLM has them: a list per group."""
+
+
+class Groups:
+    """The groups of an engine whose blocks are moved."""
+
+    def __init__(self, vllm_config: VllmConfig, config: KVCacheConfig) -> None:
+        self._specs = {i: config.kv_cache_groups[i].kv_cache_spec for i in config.transfer_group_ids}
+        self._groups = {index: describe_group(config, index) for index in self._specs}
+        self.has_state = any(g.addressing is Addressing.SLOT for g in self._groups.values())
+        """Whether some group keeps one value per request, which is of one token only: the last."""
+        self.has_window = any(group.window for group in self._groups.values())
+        self.num_left_out = max(int(self.has_state), vllm_config.num_prefill_lookahead_tokens - 1)
+        """How many last tokens of a prompt the decoding side computes itself."""
+
+    def num_loadable(self, num_prompt: int) -> int:
+        """How many tokens of a prompt are moved at most."""
+        return max(0, num_prompt - self.num_left_out)
+
+    def tables(self, block_ids: BlockIds, num_tokens: int) -> dict[str, BlockTable]:
+        """Block tables of a request's first tokens: null blocks are holes, a state is its one slot."""
+        tables = {}
+        for index, spec in self._specs.items():
+            ids = list(block_ids[index])
+            if isinstance(spec, MambaSpec):
+                # With prefix caching there is a slot per block of tokens, and scratch slots behind them.
+                at = 0 if spec.mamba_cache_mode == "none" else (num_tokens - 1) // spec.block_size
+                ids = ids[at : at + 1]
+            holes = [HOLE if block == NULL_BLOCK else block for block in ids]
+            tables[self._groups[index].name] = BlockTable.of(holes)
+        return tables
+
+    def need(self, num_tokens: int, num_kept: int) -> dict[str, Spans]:
+        """What must be loaded to go on after ``num_tokens``, of which the first are here already."""
+        return {group.name: need_of(group, num_tokens, num_kept) for group in self._groups.values()}
+
+    def kept(self, num_kept: int) -> dict[str, Spans]:
+        """The tokens that are here already, and shared with other requests: nothing is written there."""
+        spans: Spans = (Span(0, num_kept),) if num_kept else ()
+        return {
+            group.name: spans for group in self._groups.values() if group.addressing is not Addressing.SLOT
+        }
+
+
+def digest(request: Request, num_tokens: int) -> bytes:
+    """What a cache of a request's first tokens depends on: the tokens, and all that is mixed into them."""
+    token_ids = array("q", (request.prompt_token_ids or [])[:num_tokens])
+    hasher = hashlib.blake2b(token_ids.tobytes(), digest_size=16)
+    for feature in request.mm_features:
+        if feature.mm_position.offset < num_tokens:
+            hasher.update(f"\0{feature.identifier}@{feature.mm_position.offset}".encode())
+    if request.lora_request is not None:
+        hasher.update(f"\0lora {request.lora_request.lora_name}".encode())
+    return hasher.digest()
+
+
+def is_identified(request: Request) -> bool:
+    """Whether a digest says what the cache is of. Of a prompt of bare vectors it does not."""
+    return request.prompt_token_ids is not None and request.prompt_embeds is None
