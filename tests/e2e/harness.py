@@ -173,6 +173,10 @@ class Engine:
         """Of all requests so far."""
         return self.submit("sources", read=lambda values: Sources(*values)).result(SECONDS)
 
+    def num_preemptions(self) -> int:
+        """Requests that lost their blocks to others, so far."""
+        return self.call("num_preemptions")
+
     def pids(self) -> list[int]:
         """Frontend, engine core and workers; parents first."""
         return list(_descendants(self.pid))
@@ -191,6 +195,14 @@ class Engine:
     def stop(self) -> None:
         """Every process of it sleeps, until ``resume``."""
         self._signal(signal.SIGSTOP)
+
+    def stop_workers(self) -> None:
+        """Only those who hold the cache; with one rank they are not processes of their own."""
+        workers = [pid for pid in self.pids() if "Worker" in _name(pid)]
+        if not workers:
+            raise EngineError(f"{self.name} has no workers of their own")
+        for pid in workers:
+            os.kill(pid, signal.SIGSTOP)
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
@@ -318,7 +330,7 @@ class Nursery:
         args = {**ARGS, "model": str(model), "served_model_name": name, **args}
         if connector is not None:
             args["kv_transfer_config"] = dict(connector)
-        ports = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(_free_port())}
+        ports = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
         address = os.path.join(self._directory.name, name)
         with Listener(address, "AF_UNIX") as listener:
             self._pipe.send(("start", (address, str(log), {**ports, **(env or {})}, args)))
@@ -372,11 +384,18 @@ def until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> No
         time.sleep(0.05)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Nobody listens there."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def _name(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0]
+    return ""
 
 
 def _descendants(pid: int) -> Iterator[int]:
@@ -524,6 +543,9 @@ class _Inside:
                         num_tokens[sample.labels["source"]] += int(sample.value)
         return list(num_tokens.values())
 
+    async def num_preemptions(self) -> int:
+        return _metric("vllm:num_preemptions")
+
     async def num_free_blocks(self) -> int:
         return await self._engine.engine_core.call_utility_async("_test_num_free_blocks")
 
@@ -535,6 +557,18 @@ class _Inside:
 
     async def shutdown(self) -> None:
         self._engine.shutdown()
+
+
+def _metric(name: str) -> int:
+    from prometheus_client import REGISTRY
+
+    return sum(
+        int(sample.value)
+        for metric in REGISTRY.collect()
+        if metric.name == name
+        for sample in metric.samples
+        if sample.name.endswith("_total")
+    )
 
 
 def _open_up() -> None:

@@ -167,6 +167,20 @@ def test_a_held_ticket_is_leased_and_met_before_its_blocks_are_known(it):
     assert report.record.total_seconds == 11.0, "counted from the supply, not from the hold"
 
 
+def test_a_renewal_that_gets_no_answer_is_repeated_soon(it):
+    it.hold(1, ticket())
+    it.answer(Grant(it.only(Acquire).nonce, 1, 30_000))
+    it.met()
+    assert it.at(9.0).tick().of(Renew) == []
+    lost = it.at(10.0).tick().only(Renew)
+    assert it.at(10.4).tick().of(Renew) == []
+    again = it.at(10.5).tick().only(Renew)
+    it.answer(Renewal(again.nonce, 30_000, (1,), ()))
+    assert it.at(20.0).tick().of(Renew) == []
+    it.answer(Renewal(lost.nonce, 30_000, (1,), ()))  # late, and worth no more than when it was asked for
+    assert it.at(20.5).tick().of(Renew) != []
+
+
 def test_blocks_may_be_known_before_the_lease_and_the_peer(it):
     it.hold(1, ticket())
     ask = it.only(Acquire)

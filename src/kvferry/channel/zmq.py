@@ -29,6 +29,9 @@ SCHEMES = ("tcp://", "ipc://")
 """What may be called: an address comes from a ticket, and ``inproc`` would reach into this process."""
 HIGH_WATER = 10_000
 HEARTBEAT_MS = 2_000
+SILENCE_MS = 10_000
+"""After how long a connection that answers no heartbeat is given up, and what is under way on it is lost. A
+process that merely got no processor for a few seconds must not be taken for dead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,7 @@ class Channel:
             (zmq.SNDHWM, HIGH_WATER),
             (zmq.RCVHWM, HIGH_WATER),
             (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
+            (zmq.HEARTBEAT_TIMEOUT, SILENCE_MS),
             (zmq.RECONNECT_IVL_MAX, 2_000),
             (zmq.IPV6, 1),
         ):

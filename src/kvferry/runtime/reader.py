@@ -94,7 +94,9 @@ class _Job:
     covered_until: float = float("-inf")
     """The lease provably lasts until then."""
     asked_at: float = float("-inf")
-    """When the last acquire or renewal that may still be answered was sent."""
+    """When the last acquire or renewal was sent."""
+    is_asking: bool = False
+    """Whether that was not answered yet."""
     in_flight: set[int] = field(default_factory=set)
     has_posted: bool = False
     is_denied: bool = False
@@ -436,7 +438,7 @@ class Reader:
         nonce = next(self._numbers)
         self._asks[nonce] = _Ask(now, peer.authority, tuple(jobs))
         for job in jobs:
-            job.asked_at = now
+            job.asked_at, job.is_asking = now, True
         return nonce
 
     def _answered(self, route: str, nonce: int) -> tuple[float, list[_Job]]:
@@ -445,7 +447,10 @@ class Reader:
         if ask is None or ask.authority != route:
             return float("-inf"), []
         del self._asks[nonce]
-        return ask.at, [job for job in ask.jobs if self._jobs.get(job.handle) is job]
+        jobs = [job for job in ask.jobs if self._jobs.get(job.handle) is job]
+        for job in jobs:
+            job.is_asking = False
+        return ask.at, jobs
 
     def _granted(self, now: float, route: str, grant: Grant) -> list[Effect]:
         asked_at, jobs = self._answered(route, grant.nonce)
@@ -484,10 +489,13 @@ class Reader:
         return effects
 
     def _ask_at(self, job: _Job) -> float:
-        """When the authority is to be asked again."""
+        """When the authority is to be asked again: soon, if it has not answered; a message may be lost."""
         if job.phase is Phase.LEASING:
             return job.asked_at + self._timing.retry
-        return job.asked_at + job.lease_seconds / 3 if job.phase in _LEASED else float("inf")
+        if job.phase not in _LEASED:
+            return float("inf")
+        third = job.lease_seconds / 3
+        return job.asked_at + (min(third, self._timing.retry) if job.is_asking else third)
 
     def _renew(self, now: float, peer: Peer, jobs: list[_Job]) -> Send:
         nonce = self._nonce(now, peer, jobs)
