@@ -177,6 +177,10 @@ class Engine:
         """Requests that lost their blocks to others, so far."""
         return self.call("num_preemptions")
 
+    def num_reads(self) -> int:
+        """Reads in flight, on all ranks."""
+        return sum(status["in_flight"] for status in self.call("status"))
+
     def pids(self) -> list[int]:
         """Frontend, engine core and workers; parents first."""
         return list(_descendants(self.pid))
@@ -552,6 +556,9 @@ class _Inside:
     async def groups(self) -> list[list[Any]]:
         return await self._engine.engine_core.call_utility_async("_test_groups")
 
+    async def status(self) -> list[dict[str, Any]]:
+        return await self._engine.collective_rpc("_test_status")
+
     async def spoil(self) -> None:
         await self._engine.collective_rpc("_test_spoil")
 
@@ -595,6 +602,12 @@ def _open_up() -> None:
             for tensor in cache if isinstance(cache, list | tuple) else [cache]:
                 tensor.zero_()
 
+    def status(worker: Any) -> dict[str, Any]:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group()._worker.status()
+
+    CPUWorker._test_status = status
     EngineCore._test_num_free_blocks = num_free_blocks
     EngineCore._test_groups = groups
     CPUWorker._test_spoil = spoil

@@ -1,18 +1,17 @@
 """Two real engines, kvferry's connector between them: the decode engine answers as one engine alone would.
 
 Tokens are greedy and in fp32, so that equal means equal; the tiny models are such that a wrong cache is a
-wrong token.
+wrong token. In bf16 the reference is the decode engine itself, or vLLM's own connector.
 """
 
-import importlib.util
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvferry.testing.vllm.tiny import FAMILIES
 from tests.e2e.harness import (
     KVFERRY,
     MLA_ARGS,
@@ -23,19 +22,9 @@ from tests.e2e.harness import (
     ferry,
     until,
 )
+from tests.e2e.needs import needs_vllm
 
-
-def _is_there(module: str) -> bool:
-    """Without importing it, which takes longer than the quick suite."""
-    with suppress(ModuleNotFoundError):
-        return importlib.util.find_spec(module) is not None
-    return False
-
-
-pytestmark = pytest.mark.slow
-for module in ("vllm", "nixl", "kvferry.integrations.vllm"):
-    if not _is_there(module):
-        pytest.skip(f"{module} is not installed", allow_module_level=True)
+pytestmark = [pytest.mark.slow, *needs_vllm]
 
 MAX_ENGINES = 4
 """That run at a time."""
@@ -43,8 +32,14 @@ NUM_SURE_BF16 = 4
 """Tokens that rounding does not change. GDN runs in bf16 only, and one engine alone rounds once less: there
 the last prompt token is part of the prefill, here it is a step of its own."""
 
-FAMILY_ARGS: dict[str, dict[str, Any]] = {"deepseek_v3": MLA_ARGS, "qwen3_next": {"dtype": "bfloat16"}}
 STATEFUL = {"nemotron_h", "granite", "falcon_h1", "qwen3_next"}
+LAYERS = {"llama": 4, "gemma3": 6, "gemma3n": 3}
+"""How many layers have a cache of their own, of families in which all that are not shared do."""
+DRAFTS = {"eagle": "llama-eagle", "draft_model": "llama-draft"}
+"""vLLM's method of speculation -> the family that drafts for Llama."""
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+HEAD_SIZE, LATENT = 64, 576
+"""Of all families; the width of MLA's one row per token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +48,47 @@ class Side:
 
     tp: int = 1
     block: int | None = None
+    dtype: str = "float32"
+    stages: tuple[int, ...] = ()
+    """Pipeline parallelism: the layers of each stage."""
+    draft: str = ""
+    """A method of speculation."""
 
-    def args(self) -> dict[str, Any]:
-        block = {} if self.block is None else {"block_size": self.block}
-        return {"tensor_parallel_size": self.tp, **block}
+    def args(self, family: str) -> dict[str, Any]:
+        """vLLM's engine arguments, but for the drafting model."""
+        args: dict[str, Any] = {"tensor_parallel_size": self.tp, "dtype": self.dtype}
+        if self.block is not None:
+            args["block_size"] = self.block
+        if family == "deepseek_v3" and self.dtype == "float32":
+            args |= MLA_ARGS
+        if self.stages:
+            # On a CPU an eager engine does not make the buffers between its stages; this mode does, and does
+            # not compile either where TORCH_COMPILE_DISABLE was set when torch was imported.
+            args |= {
+                "pipeline_parallel_size": len(self.stages),
+                "enforce_eager": False,
+                "compilation_config": {"mode": 1, "backend": "eager"},
+            }
+        return args
+
+    def env(self) -> dict[str, str]:
+        if not self.stages:
+            return {}
+        return {"TORCH_COMPILE_DISABLE": "0", "VLLM_PP_LAYER_PARTITION": ",".join(map(str, self.stages))}
+
+    def token_bytes(self, family: str) -> int:
+        """What one rank keeps of one token in one attention layer."""
+        if family == "deepseek_v3":
+            return LATENT * ITEM_BYTES[self.dtype]
+        heads = max(1, FAMILIES[family]["num_key_value_heads"] // self.tp)
+        return 2 * heads * HEAD_SIZE * ITEM_BYTES[self.dtype]
 
     def __str__(self) -> str:
-        return f"tp{self.tp}" + ("" if self.block is None else f"b{self.block}")
+        words = [f"tp{self.tp}"]
+        words += [f"b{self.block}"] if self.block is not None else []
+        words += ["bf16"] if self.dtype == "bfloat16" else []
+        words += ["pp" + "+".join(map(str, self.stages))] if self.stages else []
+        return "".join(words + ([self.draft] if self.draft else []))
 
 
 @dataclass
@@ -68,26 +97,48 @@ class Docks:
 
     nursery: Nursery
     _engines: dict[tuple, Engine] = field(default_factory=dict)
-    _expected: dict[str, list[list[int]]] = field(default_factory=dict)
+    _expected: dict[tuple, list[list[int]]] = field(default_factory=dict)
 
     def pair(
         self, family: str, src: Side, dst: Side, connector: Mapping[str, Any] = KVFERRY
     ) -> tuple[Engine, Engine]:
-        """Two engines that are ready."""
-        both = [self._begin(family, side, role, connector) for side, role in ((src, "src"), (dst, "dst"))]
-        for engine in both:
+        """Two engines that are ready, and are cut as they were asked to be."""
+        sides = {"src": src, "dst": dst}
+        both = [self._begin(family, side, role, connector) for role, side in sides.items()]
+        for engine, side in zip(both, sides.values(), strict=True):
             engine.wait_ready()
+            check_cut(engine, family, side)
         return both[0], both[1]
 
-    def expected(self, family: str, dst: Engine) -> list[list[int]]:
-        """What one engine alone answers to each prompt; in bf16, what the decode engine itself answers."""
-        if family == "qwen3_next":
-            return [dst.ask(prompt).tokens for prompt in PROMPTS]
-        if family not in self._expected:
-            alone = self.nursery.start(self.nursery.make(family), **FAMILY_ARGS.get(family, {}))
-            self._expected[family] = [alone.ask(prompt).tokens for prompt in PROMPTS]
-            alone.close()
-        return self._expected[family]
+    def expected(self, family: str, side: Side, dst: Engine) -> list[list[int]]:
+        """What the answer to each prompt should be.
+
+        In fp32 that is what one engine alone says. In bf16 every cut rounds in its own way: there the decode
+        engine's own tokens count, and for MLA, whose decoding rounds otherwise than its prefill, those of a
+        pair with vLLM's own connector and the decode engine's block size on both sides.
+        """
+        if side.dtype == "float32":
+            return self._cached((family,), lambda: self._alone(family))
+        if family == "deepseek_v3":
+            return self._cached((family, side), lambda: self._by_stock(family, side))
+        return [dst.ask(prompt).tokens for prompt in PROMPTS]
+
+    def _cached(self, key: tuple, make: Callable[[], list[list[int]]]) -> list[list[int]]:
+        if key not in self._expected:
+            self._expected[key] = make()
+        return self._expected[key]
+
+    def _alone(self, family: str) -> list[list[int]]:
+        alone = self.nursery.start(self.nursery.make(family), **Side().args(family))
+        tokens = [alone.ask(prompt).tokens for prompt in PROMPTS]
+        alone.close()
+        return tokens
+
+    def _by_stock(self, family: str, side: Side) -> list[list[int]]:
+        src, dst = self.pair(family, side, side, STOCK)
+        for engine in (src, dst):
+            engine.ask(PROMPTS[0])  # AMX must have been used once before a decoding step
+        return [ferry(src, dst, prompt).tokens for prompt in PROMPTS]
 
     def _begin(self, family: str, side: Side, role: str, connector: Mapping[str, Any]) -> Engine:
         key = (family, side, role, *sorted(connector.items()))
@@ -95,10 +146,28 @@ class Docks:
         if engine is None or not engine.is_alive:
             while len(self._engines) >= MAX_ENGINES:
                 self._engines.pop(next(iter(self._engines))).close()
-            args = {**FAMILY_ARGS.get(family, {}), **side.args()}
-            engine = self.nursery.begin(self.nursery.make(family), connector, **args)
+            args = side.args(family)
+            if side.draft:
+                model = str(self.nursery.make(DRAFTS[side.draft]))
+                args["speculative_config"] = {
+                    "method": side.draft,
+                    "model": model,
+                    "num_speculative_tokens": 2,
+                }
+            engine = self.nursery.begin(self.nursery.make(family), connector, env=side.env(), **args)
         self._engines[key] = engine
         return engine
+
+
+def check_cut(engine: Engine, family: str, side: Side) -> None:
+    """A live engine has the ranks, blocks, items and stages that its side says."""
+    groups = [group for group in engine.groups() if group.kind != "MambaSpec"]
+    for group in groups:
+        assert side.block in (None, group.block_size)
+        assert group.page_bytes == group.block_size * side.token_bytes(family)
+    if family in LAYERS:  # with stages, the scheduler knows the groups of the first
+        num_layers = side.stages[0] if side.stages else LAYERS[family] + bool(side.draft)
+        assert sum(group.num_layers for group in groups) == num_layers
 
 
 @pytest.fixture(scope="module")
@@ -108,50 +177,89 @@ def docks(tmp_path_factory):
         yield Docks(nursery)
 
 
-ONE, TWO = Side(1), Side(2)
+Case = tuple[str, Side, Side]
+ONE, TWO, BF16 = Side(1), Side(2), Side(dtype="bfloat16")
 
-SAME_BLOCKS = [
+SAME_BLOCKS: list[Case] = [
     *(("llama", src, dst) for src in (ONE, TWO) for dst in (ONE, TWO)),
     *(
         (family, src, dst)
         for family in ("gemma3", "deepseek_v3", "nemotron_h")
         for src, dst in ((ONE, ONE), (TWO, ONE), (ONE, TWO))
     ),
-    *((family, ONE, ONE) for family in ("gpt_oss", "granite", "falcon_h1", "qwen3_next")),
+    *((family, ONE, ONE) for family in ("gpt_oss", "granite", "falcon_h1")),
+    ("qwen3_next", BF16, BF16),
 ]
 """What vLLM's own connector gets right too."""
 
-BEYOND_STOCK = [
+UNEQUAL = ((64, 32), (32, 64), (96, 64), (64, 96))
+BEYOND_STOCK: list[Case] = [
     ("llama-1kv", TWO, ONE),
     ("llama-1kv", ONE, TWO),
     *(
-        (family, Side(1, src), Side(1, dst))
+        (family, Side(1, src, dtype), Side(1, dst, dtype))
+        for dtype in ("float32", "bfloat16")
         for family in ("llama", "gemma3")
-        for src, dst in ((64, 32), (32, 64), (96, 64), (64, 96))
+        for src, dst in UNEQUAL
     ),
     ("llama", Side(2, 64), Side(1, 32)),
     ("llama", Side(1, 32), Side(2, 64)),
+    *(
+        ("deepseek_v3", Side(1, src, "bfloat16"), Side(1, dst, "bfloat16"))
+        for src, dst in ((32, 64), (64, 32))
+    ),
+    *(
+        ("nemotron_h", Side(1, src), Side(1, dst))
+        for src, dst in ((192, 256), (256, 192), (288, 512), (512, 288), (192, 512))
+    ),
+    ("nemotron_h", Side(1, 192), Side(2, 256)),
+    ("nemotron_h", Side(2, 512), Side(1, 288)),
 ]
 """What it refuses, or gets wrong without a word."""
 
+STAGES: list[Case] = [
+    ("llama", Side(stages=(2, 2)), ONE),
+    ("llama", ONE, Side(stages=(1, 3))),
+    ("llama", Side(stages=(1, 3)), Side(stages=(3, 1))),
+    ("llama", Side(stages=(3, 1), block=64), Side(2, 32)),
+    ("gemma3", Side(stages=(4, 2)), ONE),
+    ("nemotron_h", Side(stages=(4, 4)), ONE),
+]
+"""Pipeline parallelism on either side, or both, cut unevenly."""
 
-def name(case) -> str:
+SHARED_AND_DRAFT: list[Case] = [
+    ("gemma3n", Side(1, 64), Side(1, 32)),
+    ("gemma3n", ONE, TWO),
+    ("gemma3n", TWO, ONE),
+    ("llama", Side(1, 64, draft="eagle"), Side(1, 32, draft="eagle")),
+    ("llama", Side(draft="draft_model"), Side(2, draft="draft_model")),
+]
+"""Layers that read another's cache; layers that draft."""
+
+
+def name(case: Case) -> str:
     family, src, dst = case
     return f"{family}-{src}-{dst}"
 
 
 @pytest.mark.parametrize(("family", "src", "dst"), SAME_BLOCKS, ids=map(name, SAME_BLOCKS))
 def test_same_blocks(docks, family, src, dst):
-    agree(docks, family, *docks.pair(family, src, dst))
+    agree(docks, family, src, dst)
 
 
 @pytest.mark.parametrize(("family", "src", "dst"), BEYOND_STOCK, ids=map(name, BEYOND_STOCK))
 def test_beyond_stock(docks, family, src, dst):
-    engines = docks.pair(family, src, dst)
-    for engine, side in zip(engines, (src, dst), strict=True):
-        if side.block is not None:
-            assert {group.block_size for group in engine.groups()} == {side.block}
-    agree(docks, family, *engines)
+    agree(docks, family, src, dst)
+
+
+@pytest.mark.parametrize(("family", "src", "dst"), STAGES, ids=map(name, STAGES))
+def test_stages(docks, family, src, dst):
+    agree(docks, family, src, dst)
+
+
+@pytest.mark.parametrize(("family", "src", "dst"), SHARED_AND_DRAFT, ids=map(name, SHARED_AND_DRAFT))
+def test_shared_caches_and_draft_layers(docks, family, src, dst):
+    agree(docks, family, src, dst)
 
 
 def test_roles(docks):
@@ -160,16 +268,16 @@ def test_roles(docks):
         docks.nursery.start(docks.nursery.make("llama"), {**KVFERRY, "kv_role": role})
         for role in ("kv_producer", "kv_consumer")
     )
-    agree(docks, "llama", src, dst)
+    compare(docks, "llama", ONE, src, dst)
     src.close()
     dst.close()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3", "nemotron_h"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3", "nemotron_h", "gemma3n"])
 def test_tokens_depend_on_what_was_moved(docks, family):
     """The control: a cache that is zeroed between prefill and decode gives other tokens."""
     src, dst = docks.pair(family, ONE, ONE)
-    expected = docks.expected(family, dst)
+    expected = docks.expected(family, ONE, dst)
 
     def spoil(params):
         src.spoil()
@@ -182,14 +290,21 @@ def test_tokens_depend_on_what_was_moved(docks, family):
 
 def test_the_harness_with_stock(docks):
     """If this fails, it is not kvferry."""
-    agree(docks, "llama", *docks.pair("llama", ONE, ONE, STOCK))
+    compare(docks, "llama", ONE, *docks.pair("llama", ONE, ONE, STOCK))
 
 
-def agree(docks: Docks, family: str, src: Engine, dst: Engine) -> None:
+def agree(docks: Docks, family: str, src_side: Side, dst_side: Side) -> None:
+    """A pair cut in this way answers as it should."""
+    compare(docks, family, dst_side, *docks.pair(family, src_side, dst_side))
+
+
+def compare(docks: Docks, family: str, side: Side, src: Engine, dst: Engine) -> None:
     """Each answer is the expected one, nothing was recomputed, and both pools are whole again."""
-    expected = docks.expected(family, dst)
+    expected = docks.expected(family, side, dst)
+    if side.dtype == "bfloat16":
+        dst.ask(PROMPTS[0])  # AMX must have been used once before a decoding step
     before = src.num_free_blocks(), dst.num_free_blocks()
-    num_sure = NUM_SURE_BF16 if family == "qwen3_next" else None
+    num_sure = NUM_SURE_BF16 if family in STATEFUL and side.dtype == "bfloat16" else None
     for prompt, tokens in zip(PROMPTS, expected, strict=True):
         answer = ferry(src, dst, prompt)
         assert answer.tokens[:num_sure] == tokens[:num_sure], f"{len(prompt)} tokens of prompt"

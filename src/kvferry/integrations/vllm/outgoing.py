@@ -69,7 +69,7 @@ class Outgoing:
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         if refusal := self._refusal(request, block_ids, num_tokens):
             log.warning("%s is not offered: %s", request.request_id, refusal)
-            return False, None
+            return False, self._no_ticket(request)
         tables = self._groups.tables(block_ids, num_tokens)
         ticket = self._source.offer(
             request.request_id, tables, num_tokens, digest=digest(request, num_tokens)
@@ -106,6 +106,15 @@ class Outgoing:
             "pp_size": self._parallel.pipeline_parallel_size,
             "remote_num_tokens": ticket.num_tokens,
             TICKET: to_text(ticket),
+        }
+
+    def _no_ticket(self, request: Request) -> dict[str, Any]:
+        """For a router that expects an answer: whoever decodes computes the whole prompt itself."""
+        return {
+            "do_remote_prefill": False,
+            "do_remote_decode": False,
+            "remote_engine_id": self._engine,
+            "remote_request_id": request.request_id,
         }
 
     @property

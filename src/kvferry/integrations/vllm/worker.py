@@ -152,6 +152,10 @@ class WorkerSide:
         stats, self._stats = self._stats, LoadStats()
         return None if stats.is_empty() else stats
 
+    def status(self) -> dict[str, object]:
+        """Who is connected, and what is held or in flight."""
+        return self._destination.status() if self._destination else {}
+
     def close(self) -> None:
         """Give the memory back."""
         if self._destination is not None:
