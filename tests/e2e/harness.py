@@ -181,6 +181,10 @@ class Engine:
         """Reads in flight, on all ranks."""
         return sum(status["in_flight"] for status in self.call("status"))
 
+    def register_seconds(self) -> float:
+        """How long the connector took to be made and to register the cache, on the slowest rank."""
+        return max(self.call("register_seconds"))
+
     def pids(self) -> list[int]:
         """Frontend, engine core and workers; parents first."""
         return list(_descendants(self.pid))
@@ -559,6 +563,9 @@ class _Inside:
     async def status(self) -> list[dict[str, Any]]:
         return await self._engine.collective_rpc("_test_status")
 
+    async def register_seconds(self) -> list[float]:
+        return await self._engine.collective_rpc("_test_register_seconds")
+
     async def spoil(self) -> None:
         await self._engine.collective_rpc("_test_spoil")
 
@@ -607,10 +614,40 @@ def _open_up() -> None:
 
         return get_kv_transfer_group()._worker.status()
 
+    def register_seconds(worker: Any) -> float:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group()._test_register_seconds
+
+    _time_registering()
     CPUWorker._test_status = status
+    CPUWorker._test_register_seconds = register_seconds
     EngineCore._test_num_free_blocks = num_free_blocks
     EngineCore._test_groups = groups
     CPUWorker._test_spoil = spoil
+
+
+def _time_registering() -> None:
+    """Of whatever connector."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    create = KVConnectorFactory.create_connector
+
+    def create_timed(*args: Any, **kwargs: Any) -> Any:
+        made = time.perf_counter()
+        connector = create(*args, **kwargs)
+        making = time.perf_counter() - made
+        register = connector.register_kv_caches
+
+        def register_timed(caches: Any) -> None:
+            started = time.perf_counter()
+            register(caches)
+            connector._test_register_seconds = making + time.perf_counter() - started
+
+        connector.register_kv_caches = register_timed
+        return connector
+
+    KVConnectorFactory.create_connector = create_timed
 
 
 if __name__ == "__main__":

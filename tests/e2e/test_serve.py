@@ -185,12 +185,17 @@ class Pair:
 
     def __init__(self, log: Path, **env: str) -> None:
         self.log = log
-        bin_folder = os.path.dirname(sys.executable)
+        ours = {
+            "BIN": os.path.dirname(sys.executable),
+            "PYTHONPATH": str(ROOT / "src"),
+            "MODEL": "",
+            "PORT": "",
+        }
         with log.open("wb") as sink:
             self.process = subprocess.Popen(
                 # A background job of a shell ignores Ctrl-C, and hands that on.
                 ["env", "--default-signal=INT", EXAMPLE / "serve.sh", "--stay"],
-                env={**os.environ, "BIN": bin_folder, "PYTHONPATH": str(ROOT / "src"), **env},
+                env={**os.environ, **ours, **env},
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,
