@@ -284,7 +284,7 @@ class _Engine:
             digits = [Digit(*d) for d in spot.digits[TOKEN]]
             if self.topology.cp > 1:
                 each = self._cells(page.cache, self.topology.interleave)
-                digits = _with_turns(digits, each, turn(cp_rank, self.topology.cp))
+                digits = with_turns(digits, each, turn(cp_rank, self.topology.cp))
             maps[TOKEN] = AxisMap(tuple(digits))
         axes = tuple(sorted(maps.items()))
         axes = self._interned.setdefault(axes, axes)
@@ -306,10 +306,10 @@ def _group_size(counts: Sequence[int]) -> int:
     return most if most < 1.5 * fewest else fewest
 
 
-def _with_turns(digits: Sequence[Digit], each: int, whose: Digit) -> list[Digit]:
+def with_turns(digits: Sequence[Digit], each: int, whose: Digit) -> list[Digit]:
     """The digits of a token axis with a turn taken after every ``each`` cells.
 
-    >>> _with_turns([Digit(16, 8)], 4, turn(0, 2))
+    >>> with_turns([Digit(16, 8)], 4, turn(0, 2))
     [Digit(size=4, stride=32, held=None), Digit(size=2, stride=0, held=Span(start=0, stop=1)),
      Digit(size=4, stride=8, held=None)]
     """

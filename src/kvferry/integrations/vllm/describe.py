@@ -10,13 +10,13 @@ of the whole model on every stage, so the stages' manifests merge into the engin
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -58,15 +58,16 @@ def describe(
 ) -> Manifest:
     """The manifest of one worker: its engine's states and groups as far as it has them, and its memory."""
     parallel = vllm_config.parallel_config
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        raise SpecError("kvferry does not describe context-parallel vLLM engines yet")
+    if parallel.prefill_context_parallel_size > 1:
+        raise SpecError("kvferry does not describe vLLM engines with prefill context parallelism")
+    dcp_size = parallel.decode_context_parallel_size
     layers = list(_layers(vllm_config, config, caches, place))
     regions = regions_of({layer.name: layer.subject.tensor for layer in layers})
     return Manifest(
         engine=place.engine,
         model=vllm_config.model_config.model,
         states=tuple(state for layer in layers for state in layer.states),
-        groups=tuple(describe_group(config, i) for i in config.transfer_group_ids),
+        groups=tuple(describe_group(config, i, dcp_size) for i in config.transfer_group_ids),
         ranks=(
             Rank(
                 place.rank,
@@ -88,7 +89,7 @@ def group_name(index: int) -> str:
 def needed_tokens(config: KVCacheConfig, index: int, num_tokens: int, num_kept: int = 0) -> Spans:
     """The tokens that a group of a request must load. Chunked attention reads its last chunk only."""
     group = describe_group(config, index)
-    spec = _first(config.kv_cache_groups[index].kv_cache_spec)
+    spec = spec_of_group(config, index)
     if not isinstance(spec, ChunkedLocalAttentionSpec):
         return need_of(group, num_tokens, num_kept)
     # vLLM keeps the blocks of the chunk that the next token falls into.
@@ -97,18 +98,19 @@ def needed_tokens(config: KVCacheConfig, index: int, num_tokens: int, num_kept: 
     return (Span(start, num_tokens),) if start < num_tokens else ()
 
 
-def describe_group(config: KVCacheConfig, index: int) -> Group:
-    """A group of the scheduler's, as all of its workers describe it."""
+def describe_group(config: KVCacheConfig, index: int, dcp_size: int = 1) -> Group:
+    """A group of the scheduler's, as all of its workers describe it.
+
+    Context-parallel ranks share a block between them, which then has as many times the tokens.
+    """
     group = config.kv_cache_groups[index]
-    spec = _first(group.kv_cache_spec)
+    spec = spec_of_group(config, index)
     _check_group(group, spec)
     name = group_name(index)
     if isinstance(spec, MambaSpec | CircularBufferSpec):
         return Group(name, config.num_blocks, addressing=Addressing.SLOT, pool=POOL)
-    return Group(name, config.num_blocks, spec.block_size, pool=POOL, window=_window(spec))
-
-
-_group = describe_group
+    num_tokens = resolve_dcp_kv_block_size(spec, dcp_size)
+    return Group(name, config.num_blocks, num_tokens, pool=POOL, window=_window(spec))
 
 
 def _check_group(group: KVCacheGroupSpec, spec: KVCacheSpec) -> None:
@@ -131,7 +133,9 @@ def _window(spec: KVCacheSpec) -> int:
             return 0
 
 
-def _first(spec: KVCacheSpec) -> KVCacheSpec:
+def spec_of_group(config: KVCacheConfig, index: int) -> KVCacheSpec:
+    """What a group's blocks are, also where several kinds are wrapped into one group."""
+    spec = config.kv_cache_groups[index].kv_cache_spec
     return spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
@@ -142,6 +146,7 @@ def _layers(
     vllm_config: VllmConfig, config: KVCacheConfig, caches: Mapping[str, torch.Tensor], place: Place
 ) -> Iterator[Layer]:
     """The layers that own a cache; those that share one are its aliases."""
+    parallel = vllm_config.parallel_config
     layer_objects = vllm_config.compilation_config.static_forward_context
     named = [
         (index, name)
@@ -160,8 +165,10 @@ def _layers(
             layer_objects.get(name),
             caches[name],
             place.tp_size,
-            _total_heads(vllm_config, name, spec, place.tp_size),
+            _total_heads(vllm_config, spec, place.tp_size),
             config.num_blocks,
+            parallel.decode_context_parallel_size if spec.dcp_sharded else 1,
+            parallel.cp_kv_cache_interleave_size,
         )
         yield Layer(subject, _contents(subject), group_name(index), place.tp_rank, tuple(aliases[name]))
 
@@ -195,27 +202,37 @@ def _contents(subject: Subject) -> Contents:
     return found or opaque(subject)
 
 
-def _total_heads(vllm_config: VllmConfig, name: str, spec: KVCacheSpec, tp_size: int) -> int:
-    """KV heads over all ranks: a model's, where this rank's share is what follows from it.
+# -- heads ---------------------------------------------------------------------------------------------
 
-    Ranks beyond the heads hold copies, neighbours the same one; so a wrong total is a refusal between
-    unequal engines, never a wrong head.
+
+def _total_heads(vllm_config: VllmConfig, spec: KVCacheSpec, tp_size: int) -> int:
+    """KV heads over all ranks. A layer knows its share only; of one head, there may be copies on other ranks.
+
+    In doubt the largest count that gives this share: too many heads make unequal engines refuse each other,
+    too few would make copies of heads that are none.
     """
     share = int(getattr(spec, "num_kv_heads", 1))
-    for total in _head_counts(vllm_config, name):
-        if share == max(1, total // tp_size):
-            return total
-    return share * tp_size
-
-
-def _head_counts(vllm_config: VllmConfig, name: str) -> Iterator[int]:
-    """The KV heads that the model, or its draft, says a layer has."""
-    speculative = vllm_config.speculative_config
-    models: list[Any] = [vllm_config.model_config, getattr(speculative, "draft_model_config", None)]
-    index = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    counts: set[int] = set()
+    models: tuple[Any, ...] = (vllm_config.model_config, draft)
     for model in models:
-        arch = getattr(model, "model_arch_config", None)
-        if arch is None:
-            continue
-        is_its_own = index is not None and int(index[1]) < arch.total_num_hidden_layers
-        yield int((arch[int(index[1])] if index and is_its_own else arch).total_num_kv_heads)
+        if (config := getattr(model, "hf_text_config", None)) is not None:
+            if _has_global_heads(config, spec):
+                return int(config.num_global_key_value_heads)
+            counts |= {int(model.get_total_num_kv_heads()), *_head_counts(config)}
+    return max((count for count in counts if share == max(1, count // tp_size)), default=share * tp_size)
+
+
+def _has_global_heads(config: Any, spec: KVCacheSpec) -> bool:
+    """Gemma-4's full layers have heads of another width, and their own count of them."""
+    width = getattr(config, "global_head_dim", None)
+    is_wide = width not in (None, getattr(config, "head_dim", None)) and spec.head_size == width
+    return bool(is_wide and getattr(config, "attention_k_eq_v", False) and config.num_global_key_value_heads)
+
+
+def _head_counts(config: Any) -> Iterator[int]:
+    """Every count of KV heads that a model's configuration gives, for whichever layers."""
+    for key, value in config.to_dict().items():
+        if "kv_heads" in key or "key_value_heads" in key:
+            values = value if isinstance(value, list) else [value]
+            yield from (count for count in values if isinstance(count, int) and count > 0)

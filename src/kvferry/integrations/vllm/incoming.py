@@ -29,8 +29,8 @@ class _Wanted:
 class Incoming:
     """The requests of a vLLM engine that come with a ticket, until they end."""
 
-    def __init__(self, groups: Groups) -> None:
-        self._groups = groups
+    def __init__(self, groups: Groups, engine: str) -> None:
+        self._groups, self._engine = groups, engine
         self._wanted: dict[str, _Wanted] = {}
         """Those that have no blocks yet."""
         self._live: set[str] = set()
@@ -55,6 +55,8 @@ class Incoming:
             refusal = self._refusal(request, ticket, most)
         if ticket is None or refusal:
             return _Wanted(None, refusal, most)
+        if ticket.engine == self._engine:
+            return _Wanted(None, "", 0)  # our own prefill: our prefix cache has it, or it is computed again
         return _Wanted(ticket, "", min(most, ticket.num_tokens))
 
     def _refusal(self, request: Request, ticket: Ticket, most: int) -> str:

@@ -22,6 +22,9 @@ from kvferry.errors import SpecError
 from kvferry.models.cache import Dim, Part
 from kvferry.models.order import Fork, Order, Tile
 
+_ATTENTION = "vllm.v1.attention.backends"
+_MLA = f"{_ATTENTION}.mla"
+
 
 @dataclass(frozen=True)
 class Contents:
@@ -56,6 +59,9 @@ class Subject:
     num_heads: int
     """KV heads over all ranks; 1 where there are none."""
     num_blocks: int
+    num_turns: int = 1
+    """Ranks of context parallelism that take turns at the tokens."""
+    tokens_per_turn: int = 1
 
     @property
     def backend(self) -> type | None:
@@ -71,12 +77,12 @@ class Subject:
         return int(self.spec.block_size) * self.num_blocks // int(self.tensor.shape[0])
 
     @property
-    def kernel_rows(self) -> int:
-        """Rows of a page as the kernel sees it. The layer's own view may have shorter pages than ours:
-        where layers are packed side by side, vLLM cuts blocks only for those who need it."""
-        ours, bound = self.tensor, getattr(self.layer, "kv_cache", None)
-        is_bound = isinstance(bound, torch.Tensor) and bound.data_ptr() == ours.data_ptr() and bound.ndim > 2
-        return int((bound if is_bound else ours).shape[-2])
+    def is_cut_further(self) -> bool:
+        """Whether the layer has a view with shorter pages than ours: where layers are packed side by side,
+        vLLM cuts blocks only for those who need it, and keeps its connectors out of it.
+        """
+        bound = getattr(self.layer, "kv_cache", None)
+        return isinstance(bound, torch.Tensor) and bound.ndim > 2 and bound.shape[-2] != self.tensor.shape[-2]
 
 
 def class_path(cls: type | None) -> str:
@@ -210,13 +216,16 @@ def cpu_attention(subject: Subject) -> Contents | None:
 
 def cpu_isa(subject: Subject) -> str:
     """The instruction set that CPU attention runs on; empty for other backends."""
-    if class_path(subject.backend) != "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend":
+    if class_path(subject.backend) != f"{_ATTENTION}.cpu_attn.CPUAttentionBackend":
         return ""
+    # Set by the backend once it knows; a cache of bytes does not tell what the model computes in.
+    if isa := getattr(subject.layer, "isa", ""):
+        return str(isa)
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    spec = subject.spec
+    dtype = getattr(subject.layer, "dtype", subject.spec.dtype)
     cache_dtype = getattr(subject.layer, "kv_cache_dtype", None)
-    return str(_get_attn_isa(spec.dtype, subject.kernel_tokens, spec.head_size, cache_dtype))
+    return str(_get_attn_isa(dtype, subject.kernel_tokens, subject.spec.head_size, cache_dtype))
 
 
 # -- latents, indexers, DeepSeek-V4 --------------------------------------------------------------------
@@ -257,12 +266,11 @@ def indexer_keys(subject: Subject) -> Contents | None:
 
 def _values_then_scales(subject: Subject, rows: tuple[int, int, str] | None) -> Contents | None:
     """All rows of a kernel's page, then all of their scales."""
-    if rows is None:
+    if rows is None or subject.is_cut_further:
         return None
     value_bytes, scale_bytes, tag = rows
     parts = (Part("values", (), "uint8", value_bytes, tag), Part("scales", (), "uint8", scale_bytes, tag))
-    order: Order = ("token", "part", Tile("token", subject.kernel_rows))
-    return _by_token(subject.spec, Contents(parts, order))
+    return _by_token(subject.spec, Contents(parts, ("part", "token")))
 
 
 def _by_token(spec: AttentionSpec, contents: Contents) -> Contents | None:
@@ -274,9 +282,6 @@ def _by_token(spec: AttentionSpec, contents: Contents) -> Contents | None:
 
 
 Line = Callable[[Subject], Contents | None]
-
-_ATTENTION = "vllm.v1.attention.backends"
-_MLA = "vllm.v1.attention.backends.mla"
 
 INTERIORS: dict[str, Line] = {
     f"{_ATTENTION}.cpu_attn.CPUAttentionBackend": cpu_attention,

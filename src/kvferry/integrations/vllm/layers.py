@@ -9,13 +9,14 @@ import torch
 
 from kvferry.core.box import TOKEN
 from kvferry.core.manifest import Region
-from kvferry.core.shard import held
+from kvferry.core.shard import held, turn
 from kvferry.core.span import Span
 from kvferry.core.state import Axis, Kind, State
 from kvferry.core.view import AxisMap, Digit, View
 from kvferry.errors import SpecError
 from kvferry.integrations.vllm.interiors import Contents, Subject
 from kvferry.models.cache import Part
+from kvferry.models.describe import with_turns
 from kvferry.models.order import PART, Leaf, Spot, grow, num_bytes, spots
 
 
@@ -130,6 +131,7 @@ class Layer:
         tensor = self.subject.tensor
         if self.contents.is_whole_block:
             piece = tensor[: self._num_kernel_blocks]
+            piece = piece.permute(sorted(range(piece.ndim), key=piece.stride, reverse=True))
         else:
             piece = tensor[(0,) * (1 + num_outer)]
         if not piece.is_contiguous():
@@ -179,7 +181,17 @@ class Layer:
         }
         if self.contents.kind is Kind.RECURRENT:
             return maps
-        return {**maps, TOKEN: AxisMap(tuple(Digit(*d) for d in digits[TOKEN]))}
+        return {**maps, TOKEN: AxisMap(tuple(self._with_turns([Digit(*d) for d in digits[TOKEN]])))}
+
+    def _with_turns(self, digits: list[Digit]) -> list[Digit]:
+        """The token axis of a context-parallel rank: neighbours in tensor parallelism take turns."""
+        subject = self.subject
+        if subject.num_turns == 1:
+            return digits
+        each, rest = divmod(subject.tokens_per_turn, self.contents.tokens_per_cell)
+        if self.contents.is_whole_block or rest:
+            raise SpecError(f"{self.name}: kvferry cannot cut its cells among context-parallel ranks")
+        return with_turns(digits, each, turn(self.tp_rank % subject.num_turns, subject.num_turns))
 
 
 def regions_of(caches: Mapping[str, torch.Tensor]) -> dict[int, Region]:

@@ -67,5 +67,5 @@ def _traits(subject: Subject) -> list[str]:
     if quantised:
         traits.append(f"{quantised.name.lower()} {getattr(layer, 'kv_cache_dtype', '')}".strip())
         traits.append(f"scales {[getattr(layer, f'_{s}_scale_float', 1.0) for s in 'kv']}")
-    shape = [int(size) for size in subject.tensor.shape[1:]]
-    return [*traits, f"dtype {subject.tensor.dtype}", f"[head, token, content] {shape}"]
+    shape, strides = (list(map(int, of[1:])) for of in (subject.tensor.shape, subject.tensor.stride()))
+    return [*traits, f"dtype {subject.tensor.dtype}", f"[head, token, content] {shape} by {strides}"]

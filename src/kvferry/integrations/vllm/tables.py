@@ -10,10 +10,10 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.request import Request
 
-from kvferry.core.request import HOLE, BlockTable, need_of
+from kvferry.core.request import HOLE, BlockTable
 from kvferry.core.span import Span, Spans
 from kvferry.core.state import Addressing
-from kvferry.integrations.vllm.describe import describe_group
+from kvferry.integrations.vllm.describe import describe_group, needed_tokens, spec_of_group
 
 NULL_BLOCK = 0
 """vLLM's own null block: a hole in a block table."""
@@ -26,12 +26,16 @@ class Groups:
     """The groups of an engine whose blocks are moved."""
 
     def __init__(self, vllm_config: VllmConfig, config: KVCacheConfig) -> None:
-        self._specs = {i: config.kv_cache_groups[i].kv_cache_spec for i in config.transfer_group_ids}
-        self._groups = {index: describe_group(config, index) for index in self._specs}
+        self._config = config
+        dcp_size = vllm_config.parallel_config.decode_context_parallel_size
+        self._groups = {i: describe_group(config, i, dcp_size) for i in config.transfer_group_ids}
         self.has_state = any(g.addressing is Addressing.SLOT for g in self._groups.values())
         """Whether some group keeps one value per request, which is of one token only: the last."""
         self.has_window = any(group.window for group in self._groups.values())
-        self.num_left_out = max(int(self.has_state), vllm_config.num_prefill_lookahead_tokens - 1)
+        # After a load of a whole prompt vLLM computes its last token once more. A state would take that step
+        # twice, and of a window the token that this step still sees may be gone, on both sides.
+        num_unsafe = int(self.has_state or self.has_window)
+        self.num_left_out = max(num_unsafe, vllm_config.num_prefill_lookahead_tokens - 1)
         """How many last tokens of a prompt the decoding side computes itself."""
 
     def num_loadable(self, num_prompt: int) -> int:
@@ -41,19 +45,22 @@ class Groups:
     def tables(self, block_ids: BlockIds, num_tokens: int) -> dict[str, BlockTable]:
         """Block tables of a request's first tokens: null blocks are holes, a state is its one slot."""
         tables = {}
-        for index, spec in self._specs.items():
-            ids = list(block_ids[index])
+        for index, group in self._groups.items():
+            spec, ids = spec_of_group(self._config, index), list(block_ids[index])
             if isinstance(spec, MambaSpec):
                 # With prefix caching there is a slot per block of tokens, and scratch slots behind them.
                 at = 0 if spec.mamba_cache_mode == "none" else (num_tokens - 1) // spec.block_size
                 ids = ids[at : at + 1]
             holes = [HOLE if block == NULL_BLOCK else block for block in ids]
-            tables[self._groups[index].name] = BlockTable.of(holes)
+            tables[group.name] = BlockTable.of(holes)
         return tables
 
     def need(self, num_tokens: int, num_kept: int) -> dict[str, Spans]:
         """What must be loaded to go on after ``num_tokens``, of which the first are here already."""
-        return {group.name: need_of(group, num_tokens, num_kept) for group in self._groups.values()}
+        return {
+            group.name: needed_tokens(self._config, index, num_tokens, num_kept)
+            for index, group in self._groups.items()
+        }
 
     def kept(self, num_kept: int) -> dict[str, Spans]:
         """The tokens that are here already, and shared with other requests: nothing is written there."""
