@@ -18,7 +18,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env demo test lint types imports check format bench law families faults load e2e mutants clean
+.PHONY: help env demo test lint types imports check format bench law families faults load e2e serve mutants clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -79,9 +79,12 @@ load: $(READY) ## 2,000 requests between two engines of four ranks each: no leak
 	@echo "==> load"
 	@$(BIN)/pytest -s -m "" tests/load
 
-e2e: $(VLLM)/.ready ## real vLLM on a CPU, two engines, tokens compared with one (installs 3.4 GB)
+e2e: $(VLLM)/.ready ## real vLLM on a CPU, two engines, tokens compared with one (installs 2.2 GB)
 	@echo "==> e2e"
 	@$(VLLM)/bin/python -m pytest -m "" -p no:cacheprovider tests/e2e
+
+serve: $(VLLM)/.ready ## two vLLM servers on a CPU, kvferry between them, a proxy in front: two questions answered
+	@BIN=$(VLLM)/bin examples/vllm/serve.sh
 
 mutants: $(READY) ## break the code on purpose; every break must fail a test
 	@$(BIN)/python tools/mutants.py
@@ -90,8 +93,8 @@ clean: ## remove .venv, caches and build products
 	rm -rf $(VENV) $(VLLM) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
-$(VLLM)/.ready: tools/vllm_env.sh
-	@PIP_CONSTRAINT= PIP_BUILD_CONSTRAINT= tools/vllm_env.sh $(PYTHON) $(VLLM)
+$(VLLM)/.ready: tools/vllm_env.sh tools/vllm_requirements.txt
+	@tools/vllm_env.sh $(PYTHON) $(VLLM)
 	@touch $@
 
 $(READY): pyproject.toml constraints.txt

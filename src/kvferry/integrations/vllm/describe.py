@@ -148,16 +148,14 @@ def _layers(
     """The layers that own a cache; those that share one are its aliases."""
     parallel = vllm_config.parallel_config
     layer_objects = vllm_config.compilation_config.static_forward_context
+    owners = {name: _owner_of(layer_objects.get(name)) for name in caches}
     named = [
         (index, name)
         for index in config.transfer_group_ids
         for name in config.kv_cache_groups[index].layer_names
-        if name in caches
+        if name in caches and not owners[name]
     ]
-    aliases = _aliases(named, caches)
     for index, name in named:
-        if name not in aliases:
-            continue
         spec = _spec_of(config.kv_cache_groups[index].kv_cache_spec, name)
         subject = Subject(
             name,
@@ -170,17 +168,13 @@ def _layers(
             parallel.decode_context_parallel_size if spec.dcp_sharded else 1,
             parallel.cp_kv_cache_interleave_size,
         )
-        yield Layer(subject, _contents(subject), group_name(index), place.tp_rank, tuple(aliases[name]))
+        aliases = tuple(other for other, owner in owners.items() if owner == name)
+        yield Layer(subject, _contents(subject), group_name(index), place.tp_rank, aliases)
 
 
-def _aliases(named: list[tuple[int, str]], caches: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-    """The owner of each cache, and who shares it: layers of one group at one address."""
-    owners: dict[tuple[int, int], str] = {}
-    aliases: dict[str, list[str]] = {}
-    for index, name in named:
-        owner = owners.setdefault((index, caches[name].data_ptr()), name)
-        aliases.setdefault(owner, []).extend([name] if name != owner else [])
-    return aliases
+def _owner_of(layer: Any) -> str:
+    """The layer whose cache this one uses; empty if it has its own."""
+    return getattr(layer, "kv_sharing_target_layer_name", None) or ""
 
 
 def _spec_of(spec: KVCacheSpec, layer: str) -> KVCacheSpec:

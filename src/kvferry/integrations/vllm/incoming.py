@@ -33,7 +33,8 @@ class Incoming:
         self._groups, self._engine = groups, engine
         self._wanted: dict[str, _Wanted] = {}
         """Those that have no blocks yet."""
-        self._live: set[str] = set()
+        self._live: dict[str, Ticket | None] = {}
+        """All of them, with the ticket that each uses."""
         self._known: list[tuple[str, Ticket]] = []
         self._loads: list[Load] = []
         self._dropped: list[str] = []
@@ -44,7 +45,7 @@ class Incoming:
         if not params or not params.get("do_remote_prefill"):
             return
         wanted = self._wanted[request.request_id] = self._read(request, params)
-        self._live.add(request.request_id)
+        self._live[request.request_id] = wanted.ticket
         if wanted.ticket is not None:
             self._known.append((request.request_id, wanted.ticket))
 
@@ -55,8 +56,10 @@ class Incoming:
             refusal = self._refusal(request, ticket, most)
         if ticket is None or refusal:
             return _Wanted(None, refusal, most)
-        if ticket.engine == self._engine:
-            return _Wanted(None, "", 0)  # our own prefill: our prefix cache has it, or it is computed again
+        if ticket.engine == self._engine or ticket in self._live.values():
+            # Our own prefill, or one that several answers to one prompt share (n > 1): what our prefix cache
+            # does not have is computed.
+            return _Wanted(None, "", 0)
         return _Wanted(ticket, "", min(most, ticket.num_tokens))
 
     def _refusal(self, request: Request, ticket: Ticket, most: int) -> str:
@@ -99,7 +102,7 @@ class Incoming:
         """A request has ended, loaded or not: nothing more is wanted for it."""
         self._wanted.pop(request.request_id, None)
         if request.request_id in self._live:
-            self._live.discard(request.request_id)
+            del self._live[request.request_id]
             self._dropped.append(request.request_id)
 
     def step(self, released: list[str]) -> StepMetadata:

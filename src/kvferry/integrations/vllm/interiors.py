@@ -149,6 +149,8 @@ def _item(subject: Subject, scale: str) -> _Item | None:
 
 def _k_and_v(subject: Subject) -> tuple[Part, ...] | None:
     spec = subject.spec
+    if spec.tokens_per_state != 1:  # Whisper pools blocks of encoder frames
+        return None
     heads = Dim("head", subject.num_heads, Sharding.SPREAD)
     parts = []
     for name, width in (("k", spec.head_size), ("v", spec.head_size_v or spec.head_size)):

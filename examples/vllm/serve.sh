@@ -1,0 +1,118 @@
+#!/usr/bin/env bash
+# A vLLM server that prefills, one that decodes, kvferry between them, a proxy in front; then asks two questions.
+#   examples/vllm/serve.sh           start all, ask, end all; needs no GPU and no model
+#   examples/vllm/serve.sh --stay    go on serving until Ctrl-C
+# By environment:
+#   MODEL            a model's name or folder; without it a tiny random one is made, and runs on a CPU
+#   PREFILL_ARGS     more arguments of `vllm serve` for this side, quoted as in a shell; the two sides may differ in
+#   DECODE_ARGS      parallelism, block size and layout
+#   PREFILL_DEVICES  the GPUs of this side: its CUDA_VISIBLE_DEVICES
+#   DECODE_DEVICES
+#   PORT             of the proxy; without it a free one
+#   BIN              the folder of `vllm` and `python`; without it they are looked for on the PATH
+# For example:
+#   MODEL=Qwen/Qwen3-8B PORT=8000 PREFILL_DEVICES=0,1 PREFILL_ARGS='--tensor-parallel-size 2' \
+#     DECODE_DEVICES=2 DECODE_ARGS='--block-size 64' examples/vllm/serve.sh --stay
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+if [[ $# -gt 0 && "$*" != --stay ]]; then
+  sed -n '2,/^set/s/^#//p' "${BASH_SOURCE[0]}" >&2
+  exit 2
+fi
+bin=${BIN:+$BIN/}
+work=$(mktemp -d)
+declare -A pids=()
+
+say() { printf '==> %s\n' "$*"; }
+
+# start NAME COMMAND...: in a process group of its own, which Ctrl-C does not reach and `finish` ends as a whole.
+start() {
+  setsid "${@:2}" > "$work/$1.log" 2>&1 < /dev/null &
+  pids[$1]=$!
+}
+
+# serve NAME ROLE PORT DEVICES ARGUMENTS...
+serve() {
+  local transfer='{"kv_connector": "KVFerryConnector", "kv_connector_module_path": "kvferry.integrations.vllm",
+    "kv_role": "'$2'"}'
+  start "$1" env ${4:+"CUDA_VISIBLE_DEVICES=$4"} "${bin}vllm" serve "$MODEL" --host 127.0.0.1 --port "$3" \
+    --kv-transfer-config "$transfer" "${@:5}"
+}
+
+# await NAME PORT: until it is healthy; fails if it ends before that.
+await() {
+  local said=$SECONDS
+  until "${bin}python" -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=5)' \
+    "http://127.0.0.1:$2/health" 2> /dev/null; do
+    kill -0 "${pids[$1]}" 2> /dev/null || { say "$1 did not start"; return 1; }
+    if ((SECONDS >= said + 10)); then
+      said=$SECONDS
+      say "waiting for $1, $said s: $(tail -n 1 "$work/$1.log" | cut -c -100)"
+    fi
+    sleep 1
+  done
+  say "$1 (process group ${pids[$1]}) is ready on port $2, after $SECONDS s"
+}
+
+# Ends what was started, and nothing else: kindly, then by force.
+finish() {
+  local status=$? name
+  trap '' INT TERM
+  for name in "${!pids[@]}"; do
+    if ((status != 0 && status < 128)); then
+      printf '\n--- the end of %s.log\n' "$name"
+      tail -n 25 "$work/$name.log"
+    fi
+    kill "${pids[$name]}" 2> /dev/null || true
+  done
+  for name in "${!pids[@]}"; do
+    for _ in {1..100}; do
+      kill -0 -- "-${pids[$name]}" 2> /dev/null || break
+      sleep 0.2
+    done
+    kill -KILL -- "-${pids[$name]}" 2> /dev/null || true
+  done
+  rm -rf "$work"
+  say "all ended"
+  exit "$status"
+}
+trap finish EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+export VLLM_HOST_IP=${VLLM_HOST_IP:-127.0.0.1} # both sides are here
+tiny_args=() prefill_args=() decode_args=()
+if [[ -z ${MODEL:-} ]]; then
+  say "making a tiny model"
+  "${bin}python" -c 'import sys, pathlib; from kvferry.testing.vllm import tiny
+tiny.make("llama", pathlib.Path(sys.argv[1]))' "$work" > "$work/model.log" 2>&1 || { cat "$work/model.log"; exit 1; }
+  MODEL=$work/llama
+  export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TORCH_COMPILE_DISABLE=1 VLLM_NO_USAGE_STATS=1
+  export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind
+  export VLLM_ENABLE_V1_MULTIPROCESSING=0 # a server then has a process less
+  tiny_args=(--dtype float32 --enforce-eager --max-model-len 1024 --max-num-seqs 8 --num-gpu-blocks-override 512
+    --served-model-name tiny --chat-template '{% for m in messages %}{{ m.role }}: {{ m.content }}{{ "\n" }}{% endfor %}')
+  prefill_args=(--block-size 64) decode_args=(--block-size 32) # unequal, to show that they may be
+fi
+eval "prefill_args+=(${PREFILL_ARGS:-})" "decode_args+=(${DECODE_ARGS:-})"
+
+read -r prefill_port decode_port free_port < <("${bin}python" -c '
+import socket
+probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+print(*(probe.getsockname()[1] for probe in probes))')
+port=${PORT:-$free_port}
+
+say "starting two servers and a proxy; their logs are in $work while they run"
+serve prefill kv_producer "$prefill_port" "${PREFILL_DEVICES:-}" "${tiny_args[@]}" "${prefill_args[@]}"
+serve decode kv_consumer "$decode_port" "${DECODE_DEVICES:-}" "${tiny_args[@]}" "${decode_args[@]}"
+start proxy "${bin}python" "$here/proxy.py" --port "$port" \
+  --prefill "http://127.0.0.1:$prefill_port" --decode "http://127.0.0.1:$decode_port"
+await prefill "$prefill_port"
+await decode "$decode_port"
+await proxy "$port"
+
+"${bin}python" "$here/ask.py" "http://127.0.0.1:$port" "http://127.0.0.1:$decode_port"
+if [[ $# -gt 0 ]]; then
+  say "serving on http://127.0.0.1:$port/v1 until Ctrl-C"
+  wait
+fi
