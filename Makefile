@@ -18,10 +18,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env demo test lint types imports check format bench law families faults load e2e serve mutants clean
+.PHONY: help env demo test lint types imports check format bench law families faults load e2e e2e-full \
+        serve vllm-startup mutants clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 env: $(READY) ## create or update .venv (every other verb does it when needed)
 
@@ -79,9 +80,19 @@ load: $(READY) ## 2,000 requests between two engines of four ranks each: no leak
 	@echo "==> load"
 	@$(BIN)/pytest -s -m "" tests/load
 
-e2e: $(VLLM)/.ready ## real vLLM on a CPU, two engines, tokens compared with one (installs 2.2 GB)
-	@echo "==> e2e"
-	@$(VLLM)/bin/python -m pytest -m "" -p no:cacheprovider tests/e2e
+# Kernels, allocator, engine core without a model; then whole engines.
+e2e: $(VLLM)/.ready ## real vLLM on a CPU, tokens compared with one engine's: what CI runs of it (installs 2.2 GB)
+	@echo "==> e2e: inside vLLM"
+	@$(VLLM)/bin/python -m pytest -m "" -p no:cacheprovider tests/vllm
+	@echo "==> e2e: between engines"
+	@$(VLLM)/bin/python -m pytest -m chosen -p no:cacheprovider tests/e2e
+
+e2e-full: $(VLLM)/.ready ## all of it: most of an hour
+	@echo "==> e2e, all"
+	@$(VLLM)/bin/python -m pytest -m "" -p no:cacheprovider tests/vllm tests/e2e
+
+vllm-startup: $(VLLM)/.ready ## what the connector costs before it serves, beside vLLM's own
+	@$(VLLM)/bin/python benchmarks/vllm_startup.py
 
 serve: $(VLLM)/.ready ## two vLLM servers on a CPU, kvferry between them, a proxy in front: two questions answered
 	@BIN=$(VLLM)/bin examples/vllm/serve.sh

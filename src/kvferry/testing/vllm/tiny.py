@@ -10,6 +10,8 @@ from typing import Any
 
 WEIGHT_STD = 0.08
 EMBEDDING_STD = 1.0
+TIED_EMBEDDING_STD = 0.1
+"""Where the embeddings are also the last matrix: with wider ones each token is followed by itself."""
 NUM_TOKENS = 1024
 """The longest request, prompt and answer."""
 VOCABULARY = 320
@@ -30,6 +32,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
     "llama-1kv": {**_LLAMA, "num_key_value_heads": 1},
     "llama-4kv": {**_LLAMA, "num_key_value_heads": 4},
+    "llama-draft": {**_LLAMA, "num_hidden_layers": 1},  # a model that drafts for llama
+    "llama-eagle": {**_LLAMA, "num_hidden_layers": 1},  # a layer on top of llama that drafts for it
     "gemma3": {  # two windows for each full layer: two groups that share a pool
         "model_type": "gemma3_text",
         "num_hidden_layers": 6,
@@ -37,6 +41,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 64,
         "sliding_window": 96,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    },
+    "gemma3n": {  # the last three layers read the caches of the first three
+        "model_type": "gemma3n_text",
+        "num_hidden_layers": 6,
+        **_ATTENTION,
+        "sliding_window": 96,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 3,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 32,
+        "laurel_rank": 16,
+        "tie_word_embeddings": True,
     },
     "gpt_oss": {  # a window every other layer, sinks, experts
         "model_type": "gpt_oss",
@@ -111,6 +127,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 """Family -> what its configuration says beyond the common part."""
+EAGLE = {"llama-eagle"}
+"""Families that are no models of their own: EAGLE's layers, which read what a model's last layer gives."""
 
 
 def make(family: str, directory: Path) -> Path:
@@ -141,10 +159,25 @@ def make(family: str, directory: Path) -> Path:
     scale = getattr(
         model.get_input_embeddings(), "scalar_embed_scale", 1.0
     )  # Gemma multiplies what it looks up
-    model.get_input_embeddings().weight.data.normal_(0, EMBEDDING_STD / scale)
-    model.save_pretrained(home)
+    std = TIED_EMBEDDING_STD if config.tie_word_embeddings else EMBEDDING_STD
+    model.get_input_embeddings().weight.data.normal_(0, std / scale)
+    model.save_pretrained(home, state_dict=_eagle(model) if family in EAGLE else None)
     _byte_tokenizer().save_pretrained(home)
     return home
+
+
+def _eagle(model: Any) -> dict[str, Any]:
+    """A model's layers as EAGLE has them: one more matrix takes in a hidden state; the first norm is gone."""
+    import torch
+
+    hidden = model.config.hidden_size
+    weights = {
+        name.removeprefix("model."): weight
+        for name, weight in model.state_dict().items()
+        if name.startswith(("model.layers.", "model.embed_tokens."))
+        and "layers.0.input_layernorm" not in name
+    }
+    return {**weights, "fc.weight": torch.empty(hidden, 2 * hidden).normal_(0, WEIGHT_STD)}
 
 
 def _byte_tokenizer() -> Any:
