@@ -5,14 +5,20 @@ from fnmatch import fnmatchcase
 import pytest
 
 CHOSEN = (
-    # Unequal TP, blocks and packings, one family of each kind; and the control.
-    "test_pairs.py::test_same_blocks?llama-tp2-tp1?",
+    # Unequal TP, stages, blocks and packings, one family of each kind; and the controls.
     "test_pairs.py::test_same_blocks?deepseek_v3-tp1-tp2?",
     "test_pairs.py::test_same_blocks?nemotron_h-tp2-tp1?",
     "test_pairs.py::test_beyond_stock?llama-1kv-tp2-tp1?",
     "test_pairs.py::test_beyond_stock?gemma3-tp1b32-tp1b64?",
     "test_pairs.py::test_beyond_stock?llama-tp2b64-tp1b32?",
-    "test_pairs.py::test_tokens_depend_on_what_was_moved?llama?",
+    "test_pairs.py::test_beyond_stock?llama-tp1b64bf16-tp1b32bf16?",
+    "test_pairs.py::test_beyond_stock?llama-tp1b64bf16fp8-tp1b32bf16fp8?",
+    "test_pairs.py::test_beyond_stock?deepseek_v3-tp1b32bf16-tp1b64bf16?",
+    "test_pairs.py::test_beyond_stock?nemotron_h-tp1b192-tp2b256?",
+    "test_pairs.py::test_stages?llama-tp1pp1+3-tp1pp3+1?",
+    "test_pairs.py::test_shared_caches_and_draft_layers?gemma3n-tp1b64-tp1b32?",
+    "test_pairs.py::test_a_draft_goes_on_from_the_cache_that_was_moved",
+    "test_pairs.py::test_tokens_depend_on_what_was_moved?gemma3?",
     # The lives of requests, and the fault table, on a model of several groups.
     "test_requests.py::*gemma3*",
     "test_requests.py::test_a_lease_is_kept_while_its_request_waits",

@@ -74,9 +74,9 @@ PREFILL = {
 
 PROMPTS = tuple(
     [(7 * index + 13 * length + index * index % 11) % 256 for index in range(length)]
-    for length in (5, 64, 131, 300)
+    for length in (5, 64, 127, 300)
 )
-"""Shorter than a block, on the edge of one, longer than a window, and many blocks."""
+"""Shorter than a block, on the edge of one, where a window lets go of a block, and many blocks."""
 NUM_TOKENS = 12
 """Of each answer."""
 SECONDS = 120.0
@@ -177,6 +177,14 @@ class Engine:
         """Requests that lost their blocks to others, so far."""
         return self.call("num_preemptions")
 
+    def num_accepted(self) -> int:
+        """Drafted tokens that were right, so far."""
+        return self.call("num_accepted")
+
+    def kernels(self) -> set[str]:
+        """The attention backends of all ranks, and the instruction set that CPU attention runs on."""
+        return set(self.call("kernels"))
+
     def num_reads(self) -> int:
         """Reads in flight, on all ranks."""
         return sum(status["in_flight"] for status in self.call("status"))
@@ -196,9 +204,9 @@ class Engine:
 
     # -- what a test may break
 
-    def spoil(self) -> None:
-        """Overwrite the whole cache with zeros, on every rank."""
-        self.call("spoil")
+    def spoil(self, layers: str = "") -> None:
+        """Overwrite the cache with zeros, on every rank: of layers whose names have this in them."""
+        self.call("spoil", layers)
 
     def stop(self) -> None:
         """Every process of it sleeps, until ``resume``."""
@@ -554,6 +562,12 @@ class _Inside:
     async def num_preemptions(self) -> int:
         return _metric("vllm:num_preemptions")
 
+    async def num_accepted(self) -> int:
+        return _metric("vllm:spec_decode_num_accepted_tokens")
+
+    async def kernels(self) -> list[str]:
+        return [name for names in await self._engine.collective_rpc("_test_kernels") for name in names]
+
     async def num_free_blocks(self) -> int:
         return await self._engine.engine_core.call_utility_async("_test_num_free_blocks")
 
@@ -566,8 +580,9 @@ class _Inside:
     async def register_seconds(self) -> list[float]:
         return await self._engine.collective_rpc("_test_register_seconds")
 
-    async def spoil(self) -> None:
-        await self._engine.collective_rpc("_test_spoil")
+    async def spoil(self, layers: str) -> None:
+        if not sum(await self._engine.collective_rpc("_test_spoil", args=(layers,))):
+            raise ValueError(f"no layer has {layers!r} in its name")
 
     async def shutdown(self) -> None:
         self._engine.shutdown()
@@ -604,10 +619,17 @@ def _open_up() -> None:
             for group in core.scheduler.kv_cache_config.kv_cache_groups
         ]
 
-    def spoil(worker: Any) -> None:
-        for cache in worker.model_runner.kv_caches:
+    def spoil(worker: Any, layers: str) -> int:
+        context = worker.vllm_config.compilation_config.static_forward_context
+        caches = [
+            layer.kv_cache
+            for name, layer in context.items()
+            if layers in name and getattr(layer, "kv_cache", None) is not None
+        ]
+        for cache in caches:
             for tensor in cache if isinstance(cache, list | tuple) else [cache]:
                 tensor.zero_()
+        return len(caches)
 
     def status(worker: Any) -> dict[str, Any]:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -619,7 +641,17 @@ def _open_up() -> None:
 
         return get_kv_transfer_group()._test_register_seconds
 
+    def kernels(worker: Any) -> list[str]:
+        layers = worker.vllm_config.compilation_config.static_forward_context.values()
+        found = {
+            f"{layer.get_attn_backend().get_name()} {getattr(layer, 'isa', '')}".strip()
+            for layer in layers
+            if hasattr(layer, "get_attn_backend")  # experts are listed, too
+        }
+        return sorted(found)
+
     _time_registering()
+    CPUWorker._test_kernels = kernels
     CPUWorker._test_status = status
     CPUWorker._test_register_seconds = register_seconds
     EngineCore._test_num_free_blocks = num_free_blocks

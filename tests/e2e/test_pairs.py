@@ -6,6 +6,7 @@ wrong token. In bf16 the reference is the decode engine itself, or vLLM's own co
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.e2e.harness import (
     STOCK,
     Engine,
     Nursery,
+    Params,
     ferry,
     until,
 )
@@ -36,9 +38,15 @@ STATEFUL = {"nemotron_h", "granite", "falcon_h1", "qwen3_next"}
 WINDOWED = {"gemma3", "gemma3n", "gpt_oss"}
 LAYERS = {"llama": 4, "gemma3": 6, "gemma3n": 3}
 """How many layers have a cache of their own, of families in which all that are not shared do."""
-DRAFTS = {"eagle": "llama-eagle", "draft_model": "llama-draft"}
-"""vLLM's method of speculation -> the family that drafts for Llama."""
+DRAFTS = {
+    "eagle": ("eagle", "llama-eagle"),
+    "draft_model": ("draft_model", "llama-draft"),
+    "itself": ("draft_model", "llama"),
+}
+"""What drafts for Llama: vLLM's method, and the family."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+HAS_AMX = "amx_bf16" in Path("/proc/cpuinfo").read_text()
+"""Then CPU attention packs bf16 in tiles."""
 HEAD_SIZE, LATENT = 64, 576
 """Of all families; the width of MLA's one row per token."""
 
@@ -53,7 +61,7 @@ class Side:
     stages: tuple[int, ...] = ()
     """Pipeline parallelism: the layers of each stage."""
     draft: str = ""
-    """A method of speculation."""
+    """What drafts for it."""
     has_fp8_cache: bool = False
 
     def args(self, family: str) -> dict[str, Any]:
@@ -160,8 +168,9 @@ class Docks:
     def _draft(self, side: Side) -> dict[str, Any]:
         if not side.draft:
             return {}
-        model = str(self.nursery.make(DRAFTS[side.draft]))
-        return {"speculative_config": {"method": side.draft, "model": model, "num_speculative_tokens": 2}}
+        method, family = DRAFTS[side.draft]
+        model = str(self.nursery.make(family))
+        return {"speculative_config": {"method": method, "model": model, "num_speculative_tokens": 2}}
 
 
 def check_cut(engine: Engine, family: str, side: Side) -> None:
@@ -170,8 +179,13 @@ def check_cut(engine: Engine, family: str, side: Side) -> None:
     for group in groups:
         assert side.block in (None, group.block_size)
         assert group.page_bytes == group.block_size * side.token_bytes(family)
+    if family == "deepseek_v3":
+        assert engine.kernels() == {"CPU_MLA" if side.dtype == "float32" else "AMX_MLA"}
+    elif family in ("llama", "gemma3") and HAS_AMX:
+        assert engine.kernels() == {f"CPU_ATTN {'vec' if side.dtype == 'float32' else 'amx'}"}
     if family in LAYERS:  # with stages, the scheduler knows the groups of the first
-        num_layers = side.stages[0] if side.stages else LAYERS[family] + bool(side.draft)
+        num_drafting = {"": 0, "itself": LAYERS[family]}.get(side.draft, 1)
+        num_layers = side.stages[0] if side.stages else LAYERS[family] + num_drafting
         assert sum(group.num_layers for group in groups) == num_layers
 
 
@@ -266,6 +280,29 @@ def test_stages(docks, family, src, dst):
 @pytest.mark.parametrize(("family", "src", "dst"), SHARED_AND_DRAFT, ids=map(name, SHARED_AND_DRAFT))
 def test_shared_caches_and_draft_layers(docks, family, src, dst):
     agree(docks, family, src, dst)
+
+
+def test_a_draft_goes_on_from_the_cache_that_was_moved(docks):
+    """Greedy tokens do not depend on the draft; how many of its tokens are right does.
+
+    Llama drafts for itself, so that nearly all are: as many after a load as after a prefill of its own.
+    """
+    src, dst = docks.pair("llama", Side(1, 64, draft="itself"), Side(1, 32, draft="itself"))
+
+    def spoil(params: Params) -> Params:
+        src.spoil("draft")
+        return params
+
+    for prompt in PROMPTS:
+        counts = [dst.num_accepted()]
+        dst.ask(prompt)
+        counts.append(dst.num_accepted())
+        ferry(src, dst, prompt)
+        counts.append(dst.num_accepted())
+        ferry(src, dst, prompt, between=spoil)
+        counts.append(dst.num_accepted())
+        own, ferried, spoiled = (after - before for before, after in pairwise(counts))
+        assert own == ferried > spoiled
 
 
 def test_roles(docks):

@@ -1,6 +1,7 @@
 """What requests do to a pair of engines: prefix hits, chunks, crowds, aborts, preemption."""
 
 from concurrent.futures import Future
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ class Pair:
     def __init__(self, nursery: Nursery, family: str) -> None:
         model = nursery.make(family)
         self.has_prefixes = family != "nemotron_h"  # there vLLM's CPU build dies of them, connector or not
-        args = {"enable_prefix_caching": self.has_prefixes}
+        args: dict[str, Any] = {"enable_prefix_caching": self.has_prefixes}
         if self.has_prefixes:
             args["block_size"] = BLOCK
         engines = (
@@ -70,8 +71,8 @@ def test_a_prompt_of_several_chunks(pair):
     pair.is_whole()
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, BLOCK - 1, BLOCK, BLOCK + 1])
-def test_short_prompts(pair, length):
+@pytest.mark.parametrize("length", [1, 2, 3, BLOCK - 1, BLOCK, BLOCK + 1, 95, 96, 97, 127, 159])
+def test_lengths_at_the_edges_of_blocks_and_windows(pair, length):
     pair.agree(fresh(length, seed=length))
     pair.is_whole()
 
@@ -171,7 +172,7 @@ def short_lease(tmp_path_factory):
     with Nursery(tmp_path_factory.mktemp("logs")) as nursery:
         model = nursery.make("llama")
         connector = {**KVFERRY, "kv_connector_extra_config": {"lease_seconds": 2}}
-        args = {"block_size": BLOCK, "max_num_seqs": 1}
+        args: dict[str, Any] = {"block_size": BLOCK, "max_num_seqs": 1}
         src, dst = (nursery.begin(model, connector, **args) for _ in range(2))
         for engine in (src, dst):
             engine.wait_ready()

@@ -55,6 +55,7 @@ class WorkerSide:
         rank = pp.rank_in_group * tp.world_size + tp.rank_in_group
         place = Place(engine, rank, tp.rank_in_group, tp.world_size)
         manifest = describe(self._vllm_config, self._config, caches, place)
+        _wake_up_amx(caches)
         transport = NixlTransport()
         self._destination = Destination(
             manifest,
@@ -160,3 +161,12 @@ class WorkerSide:
         """Give the memory back."""
         if self._destination is not None:
             self._destination.close()
+
+
+def _wake_up_amx(caches: Mapping[str, torch.Tensor]) -> None:
+    """vLLM asks the system for AMX in its first long step. A worker whose first step is a short one, as after
+    a load, would die of an illegal instruction.
+    """
+    is_on_cpu = all(tensor.device.type == "cpu" for tensor in caches.values())
+    if is_on_cpu and torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
