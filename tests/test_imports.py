@@ -39,7 +39,7 @@ DOORS = {
     "hypothesis": ("testing/",),
     "msgspec": ("wire/",),
     "nixl": ("transport/nixl.py",),
-    "prometheus_client": ("endpoint/metrics.py",),
+    "prometheus_client": ("endpoint/metrics.py", "integrations/vllm/stats.py"),
     "rich": ("cli/", "cli.py"),
     "tokenizers": ("testing/vllm/",),
     "torch": ("integrations/", "testing/vllm/"),

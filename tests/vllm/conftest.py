@@ -27,6 +27,8 @@ os.environ |= {
     "VLLM_NO_USAGE_STATS": "1",
 }
 
+collect_ignore = ["engine.py", "pairs.py", "toy.py"]
+"""No tests, and only a process with vLLM can import them."""
 
 if importlib.util.find_spec("vllm") and importlib.util.find_spec("nixl"):
     # Before pytest makes errors of warnings: those of other packages are not ours to fix.
