@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import random
@@ -35,6 +36,7 @@ if importlib.util.find_spec("vllm") and importlib.util.find_spec("nixl"):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import tests.vllm.engine  # noqa: F401
+    gc.freeze()  # what was imported stays: looking for the garbage of engines is quick then
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -72,8 +74,11 @@ class Docks:
         return list(self._shared.values())
 
     def close_own(self) -> None:
+        if not self._own:
+            return
         while self._own:
             self._own.pop().close()
+        gc.collect()  # an engine is full of cycles, and has a cache of its own
 
     def close(self) -> None:
         self.close_own()
