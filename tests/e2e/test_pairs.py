@@ -264,6 +264,7 @@ def name(case: Case) -> str:
 
 @pytest.mark.parametrize(("family", "src", "dst"), SAME_BLOCKS, ids=map(name, SAME_BLOCKS))
 def test_same_blocks(docks, family, src, dst):
+    """R001-8: plain attention, too, is what it was."""
     agree(docks, family, src, dst)
 
 

@@ -65,6 +65,7 @@ CASES = {
 
 @pytest.mark.parametrize(("family", "src", "dst"), CASES, ids=str)
 def test_cells_arrive_where_vllm_looks_for_them(family: str, src: Cut, dst: Cut) -> None:
+    """R000-10, R001-8; R002-10: several kinds that vLLM wraps into one group are among the families."""
     wrong, num_runs = carry(engine("src", family, src), engine("dst", family, dst), NUM_TOKENS)
     assert not wrong
     assert num_runs == CASES[family, src, dst]

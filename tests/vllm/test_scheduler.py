@@ -132,7 +132,7 @@ def test_many_at_once(pair: Pair, prompt: Prompt):
 
 
 def test_an_engine_that_prefills_and_decodes_at_once(docks: Docks, prompt: Prompt):
-    """Each of two engines is the other's source."""
+    """R002-15. Each of two engines is the other's source."""
     one, two = (docks.own(FAMILIES["gemma3"]) for _ in range(2))
     prompts = [prompt(100) for _ in range(6)]
     pairs = [Pair(one, two), Pair(two, one)] * 3
