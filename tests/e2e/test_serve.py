@@ -306,7 +306,7 @@ def test_the_script_shows_what_one_server_answers_alone(pairs, prefill, decode):
 
 
 def test_eight_requests_at_a_time(router, decode, expected):
-    """R002-15: servers of a kind take turns; each has its share, and every token of every prompt is fetched."""
+    """R002-15: servers of a kind take turns, and every token of every prompt is fetched."""
     before = [server.num_fetched() for server in decode]
     assert tokens_of_all(router, EIGHT) == expected
     fetched = [server.num_fetched() - then for server, then in zip(decode, before, strict=True)]
