@@ -3,12 +3,14 @@
 import time
 
 import msgspec
+import numpy as np
 import pytest
 
 from kvferry.testing.fleet import until
 
 BIG = 2048
 """Tokens: 32 MiB, a read of some 50 ms."""
+TCP = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}
 
 
 def part_way(harbour, source, destination):
@@ -102,13 +104,9 @@ def test_a_destination_rank_dies_in_the_middle_of_a_read_over_shared_memory(harb
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(
-    reason="UCX over TCP: a reader's death in the middle of a read ends the process it reads from"
-)
 def test_a_destination_rank_dies_in_the_middle_of_a_read_over_tcp(harbour, one):
-    # The source serves such a read in software; UCX calls ucs_fatal("unexpected error: Endpoint timeout")
-    # there, or dies of a segmentation fault. Nothing of kvferry runs in between. Once UCX mends it, this
-    # test says so.
+    # Where nothing on the way can read by itself, UCX asks the source's process to send the bytes. A process
+    # that sends more than a fragment to a dead reader ends itself, so it is never asked for more at once.
     source = harbour.source("prefill-tcp", tp=1)
     victim = harbour.destination("mortal", tp=1)
     harbour.serves(source, victim)
@@ -117,6 +115,35 @@ def test_a_destination_rank_dies_in_the_middle_of_a_read_over_tcp(harbour, one):
     harbour.in_flight(victim, 1)
     victim.fleet.ranks[0].kill()
     source.fleet.ranks[0].resume()
+    harbour.serves(source, one)
+
+
+@pytest.mark.slow
+def test_a_destination_rank_dies_at_any_moment_over_tcp_and_another_reads_on(harbour, one):
+    source, half = harbour.source("prefill-tcp", tp=1), BIG // 2
+    harbour.serves(source, one)
+    for moment in np.random.default_rng().uniform(0, 0.2, 3):
+        victim = harbour.destination("mortal", tp=1)
+        harbour.serves(source, victim)
+        with harbour.level(source, one):
+            theirs = harbour.offer(source, half, is_filled=True)
+            load = one.fetch(theirs)
+            ticket = harbour.offer(source, half)
+            victim.fetch(ticket)
+            until(lambda: source.status()["being_read"], "a lease is granted")
+            time.sleep(moment)
+            victim.fleet.ranks[0].kill()
+            assert one.wait(load) == [""], f"killed after {moment:.3f} s"
+            assert one.num_wrong(load) == 0
+            assert source.reason(ticket.request_id) in ("expired", "read")  # a read may be over by then
+            harbour.serves(source, one)
+
+
+@pytest.mark.slow
+def test_a_destination_that_refuses_emulated_reads_meets_no_such_source(harbour, source, one):
+    strict = harbour.destination("strict", tp=1, env=TCP | {"KVFERRY_EMULATED_READS": "refuse"})
+    load = strict.fetch(harbour.offer(source))
+    assert strict.wait(load) == ["TransportError"]
     harbour.serves(source, one)
 
 

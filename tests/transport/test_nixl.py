@@ -1,4 +1,7 @@
-"""The transport over NIXL, between two processes: the laws, on host memory, over TCP, and on a GPU."""
+"""The transport over NIXL, between two processes: the laws, on host memory, over TCP, and on a GPU.
+
+What is special about TCP, where reads are emulated, is in ``test_emulated``.
+"""
 
 import os
 import signal
@@ -61,9 +64,21 @@ class TestNixlOverTcp(NixlLaws):
     env = TCP
 
 
+@pytest.mark.slow
+class TestNixlOverTcpFast(NixlLaws):
+    env = TCP | {"KVFERRY_EMULATED_READS": "fast"}
+
+
 @pytest.mark.skipif(not has_cuda(), reason="no CUDA device")
 class TestNixlOnGpu(NixlLaws):
     device = "cuda:0"
+
+
+@pytest.mark.skipif(not has_cuda(), reason="no CUDA device")
+class TestNixlOnGpuOverTcp(NixlLaws):
+    device = "cuda:0"
+    # The other GPU tests set a variable for CUDA IPC, and UCX would complain that nothing uses it.
+    env: ClassVar[dict[str, str]] = {"UCX_TLS": "tcp,self,cuda_copy", "UCX_WARN_UNUSED_ENV_VARS": "n"}
 
 
 @pytest.fixture
@@ -162,7 +177,7 @@ def test_waiting_costs_no_cpu():
     time.sleep(0.5)
     assert time.process_time() - before < 0.05
     transport.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "kvferry-nixl"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvferry-nixl")]
 
 
 def test_it_is_a_transport():

@@ -1,0 +1,68 @@
+"""Cards: what a rank gives to those who may read its memory."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+
+from kvferry.errors import TransportError
+
+SEAL = struct.Struct(">8sI")
+CARD = struct.Struct(">HII")
+CARD_MAGIC = b"kvfnixl2"
+"""Changed whenever a reader that does not know of the change must stay away.
+
+2: the source may send segments that a reader of before has no room for, which ends the source's process.
+"""
+METADATA_HEAD = b"nixlSerDes|Agent"
+"""What NIXL 1.x puts before the name of the agent."""
+
+
+def pack_card(agent: str, metadata: bytes, segment_bytes: int = 0) -> bytes:
+    """A card: the agent's name, its metadata and the TCP segments it sends, with a checksum.
+
+    ``segment_bytes`` is 0 if the agent leaves them as UCX has them.
+    """
+    name = agent.encode()
+    sealed = CARD.pack(len(name), len(metadata), segment_bytes) + name + metadata
+    return SEAL.pack(CARD_MAGIC, zlib.crc32(sealed)) + sealed
+
+
+def unpack_card(card: bytes) -> tuple[str, bytes]:
+    """The agent's name and its metadata.
+
+    >>> unpack_card(pack_card("a", b"keys"))
+    ('a', b'keys')
+    >>> unpack_card(pack_card("a", b"keys")[:-1])
+    Traceback (most recent call last):
+    kvferry.errors.TransportError: bad-card: 26 bytes that are no card of this transport
+    """
+    sealed = card[SEAL.size :]
+    if len(sealed) >= CARD.size and SEAL.unpack_from(card) == (CARD_MAGIC, zlib.crc32(sealed)):
+        num_name, num_metadata, _ = CARD.unpack_from(sealed)
+        body = sealed[CARD.size :]
+        if len(body) == num_name + num_metadata:
+            return body[:num_name].decode(errors="replace"), body[num_name:]
+    raise TransportError("bad-card", f"{len(card)} bytes that are no card of this transport")
+
+
+def segment_in(card: bytes) -> int:
+    """The bytes of a TCP segment, from a card that was unpacked before.
+
+    >>> segment_in(pack_card("a", b"keys", 65536))
+    65536
+    """
+    return int(CARD.unpack_from(card, SEAL.size)[2])
+
+
+def name_in(metadata: bytes) -> str:
+    """The name of the agent that metadata is of, as NIXL will read it; empty if it is none.
+
+    >>> name_in(METADATA_HEAD + bytes([3, 0, 0, 0, 0, 0, 0, 0]) + b"src" + b"keys")
+    'src'
+    """
+    if not metadata.startswith(METADATA_HEAD):
+        return ""
+    start = len(METADATA_HEAD) + 8
+    stop = start + int.from_bytes(metadata[len(METADATA_HEAD) : start], "little")
+    return metadata[start:stop].decode(errors="replace")

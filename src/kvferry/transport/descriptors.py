@@ -1,0 +1,126 @@
+"""A read as NIXL takes it: lists of descriptors (address, bytes, device), each list of one kind of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.core.manifest import Region
+from kvferry.core.runs import Runs, place
+from kvferry.errors import TransportError
+from kvferry.transport.places import Places
+from kvferry.transport.slices import Limit, slices
+
+HOST_SLICE = Limit(num_runs=1024, num_bytes=32 << 20)
+"""A post of host memory copies before it returns: some milliseconds per slice."""
+CUDA_SLICE = Limit(num_runs=1024, num_bytes=512 << 20)
+"""A post of device memory takes time per run, hardly per byte."""
+MAX_POSTED = 8
+"""Slices under way per peer: enough to keep a fabric busy, few enough to be done soon after a failure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How much of a peer's memory is asked for at once."""
+
+    host: Limit = HOST_SLICE
+    device: Limit = CUDA_SLICE
+    """What a slice may hold: if either side is the host's memory, and if neither is."""
+    num_posted: int = MAX_POSTED
+    """Slices under way."""
+    is_single: bool = False
+    """Whether the runs of a slice are posted one by one."""
+
+    @classmethod
+    def careful(cls, max_run_bytes: int) -> Pace:
+        """One run under way, and none longer than this."""
+        limit = Limit(HOST_SLICE.num_runs, max_run_bytes)
+        return cls(limit, limit, num_posted=1, is_single=True)
+
+
+FULL_PACE = Pace()
+
+
+class Kind(NamedTuple):
+    """A kind of memory, as NIXL tells them apart, and the device."""
+
+    name: str
+    device_index: int
+
+    @classmethod
+    def of(cls, region: Region) -> Kind:
+        """The kind of a region, from its device ('cpu', 'cuda:0').
+
+        >>> Kind.of(Region("kv", 64, device="cuda:1"))
+        Kind(name='VRAM', device_index=1)
+        """
+        name, _, index = region.device.partition(":")
+        if name == "cpu" and not index:
+            return cls("DRAM", 0)
+        if name == "cuda" and (not index or index.isdecimal()):
+            return cls("VRAM", int(index or 0))
+        raise TransportError(
+            "bad-device", f"region {region.name!r} is on {region.device!r}: not cpu or cuda:N"
+        )
+
+
+class Memory:
+    """The regions of one rank, for lists of descriptors."""
+
+    def __init__(self, whose: str, regions: Sequence[Region]) -> None:
+        self.places = Places(whose, regions)
+        self.kinds = tuple(Kind.of(region) for region in regions)
+        self.names = np.array([kind.name for kind in self.kinds])
+        self._device_of = np.array([kind.device_index for kind in self.kinds], np.uint64)
+
+    def descriptors(self, places: NDArray[np.int64], num_bytes: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Address, length and device of each run, the form NIXL takes."""
+        table = np.empty((len(places), 3), np.uint64)
+        table[:, 0] = self.places.addresses(places)
+        table[:, 1] = num_bytes
+        table[:, 2] = self._device_of[Places.split(places)[0]]
+        return table
+
+    def whole(self) -> NDArray[np.uint64]:
+        """A descriptor of each region."""
+        regions = self.places.regions
+        starts = np.array([place(i, 0) for i in range(len(regions))])
+        return self.descriptors(starts, np.array([region.num_bytes for region in regions]))
+
+
+class Part(NamedTuple):
+    """What one post asks for: both sides' descriptors, each side of one kind of memory."""
+
+    src_kind: str
+    dst_kind: str
+    src: NDArray[np.uint64]
+    dst: NDArray[np.uint64]
+
+    def singly(self) -> Iterator[Part]:
+        """Its runs one by one."""
+        for i in range(len(self.src)):
+            yield self._replace(src=self.src[i : i + 1], dst=self.dst[i : i + 1])
+
+
+def parts(runs: Runs, src: Memory, dst: Memory, pace: Pace = FULL_PACE) -> Iterator[Part]:
+    """A read as posts; a list of descriptors is of one kind of memory, so mixed reads are sorted first."""
+    src_names, dst_names = (
+        memory.names[Places.split(places)[0]] for memory, places in ((src, runs.src), (dst, runs.dst))
+    )
+    for src_kind in dict.fromkeys(src.names.tolist()):
+        for dst_kind in dict.fromkeys(dst.names.tolist()):
+            at = (src_names == src_kind) & (dst_names == dst_kind)
+            some = runs if at.all() else Runs(runs.src[at], runs.dst[at], runs.num_bytes[at])
+            limit = pace.host if "DRAM" in (src_kind, dst_kind) else pace.device
+            for part in slices(some, limit):
+                posts = Part(
+                    src_kind,
+                    dst_kind,
+                    src.descriptors(part.src, part.num_bytes),
+                    dst.descriptors(part.dst, part.num_bytes),
+                )
+                yield from posts.singly() if pace.is_single else (posts,)

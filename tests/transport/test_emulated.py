@@ -1,0 +1,225 @@
+"""Peers that cannot be read directly: found out, read a fragment at a time, or at full pace, or refused."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from kvferry.errors import TransportError
+from kvferry.testing.sources import serving
+from kvferry.testing.transport_laws import REGION_BYTES, WHOLE, run, scattered, stale_memory, wait
+from kvferry.transport import End, nixl
+from kvferry.transport.cards import pack_card, segment_in, unpack_card
+from kvferry.transport.descriptors import FULL_PACE, Pace
+from kvferry.transport.emulation import (
+    SEGMENT_BYTES,
+    SETTING,
+    UCX_EMULATES,
+    UCX_RECEIVED,
+    UCX_SENT,
+    EmulatedReads,
+    Segments,
+    Way,
+)
+from kvferry.transport.nixl import Agent, NixlTransport
+
+pytest.importorskip("nixl", exc_type=ImportError)
+
+TCP = {"UCX_TLS": "tcp,self"}
+
+
+@pytest.fixture
+def holder():
+    return stale_memory()
+
+
+@pytest.fixture
+def transport(holder):
+    transport = NixlTransport()
+    transport.register(holder.regions)
+    yield transport
+    transport.close()
+
+
+def connect(transport, name, served):
+    transport.connect(name, served.sources[0].card, served.sources[0].regions)
+
+
+def is_whole(holder, served):
+    return bool((holder.load()[0] == served.sources[0].contents[0]).all())
+
+
+def has_careful_thread():
+    return any(thread.name == "kvferry-nixl-careful" for thread in threading.enumerate())
+
+
+def test_a_second_agent_is_made_for_the_first_peer_that_needs_it(transport, holder):
+    with serving(1, REGION_BYTES) as near, serving(1, REGION_BYTES, env=TCP) as far:
+        connect(transport, "near", near)
+        assert not has_careful_thread()
+        connect(transport, "far", far)
+        assert has_careful_thread()
+        for name, served in (("near", near), ("far", far), ("near", near)):
+            transport.read(1, name, WHOLE)
+            assert wait(transport, 1) == [End(1)]
+            assert is_whole(holder, served)
+    transport.close()
+    assert not has_careful_thread()
+
+
+class Watched(Agent):
+    """Knows how many runs, and of how many bytes, were under way at once on the careful way."""
+
+    max_runs = max_bytes = 0
+
+    def __init__(self, name, way):
+        super().__init__(name, way)
+        self.is_careful = way is Way.CAREFUL
+        self.runs = {}
+
+    def prepare(self, part, remote):
+        handle = super().prepare(part, remote)
+        self.runs[handle] = part.src[:, 1].tolist()
+        return handle
+
+    def post(self, handle):
+        if self.is_careful:
+            under_way = [num_bytes for runs in self.runs.values() for num_bytes in runs]
+            Watched.max_runs = max(Watched.max_runs, len(under_way))
+            Watched.max_bytes = max(Watched.max_bytes, sum(under_way))
+        return super().post(handle)
+
+    def release(self, handle):
+        super().release(handle)
+        del self.runs[handle]
+
+
+def test_no_more_than_a_fragment_is_under_way_whoever_asks(monkeypatch, holder):
+    monkeypatch.setattr(nixl, "Agent", Watched)
+    with serving(1, REGION_BYTES, env=TCP) as far:
+        transport = NixlTransport()
+        transport.register(holder.regions)
+        connect(transport, "far", far)
+        connect(transport, "the same", far)
+        transport.read(0, "far", WHOLE)
+        transport.read(1, "the same", WHOLE)
+        transport.read(2, "the same", scattered(100, 4096, seed=1))
+        assert wait(transport, 3) == [End(0), End(1), End(2)]
+        transport.close()
+    assert (Watched.max_runs, Watched.max_bytes) == (1, 255 << 10)
+
+
+def test_an_emulated_peer_that_is_stopped_delays_no_direct_one(transport):
+    with serving(1, REGION_BYTES) as near, serving(1, REGION_BYTES, env=TCP) as far:
+        connect(transport, "near", near)
+        connect(transport, "far", far)
+        os.kill(far.pid, signal.SIGSTOP)
+        transport.read(0, "far", WHOLE)
+        for i in range(1, 11):
+            transport.read(i, "near", scattered(100, 4096, seed=i))
+            assert wait(transport, 1) == [End(i)]
+        os.kill(far.pid, signal.SIGCONT)
+        assert wait(transport, 1) == [End(0)]
+
+
+@pytest.mark.parametrize("src_segment", ["8k", "256k", "1M"])
+@pytest.mark.parametrize("dst_segment", ["8k", "64KB"])
+def test_whatever_the_segments_of_both_sides_bytes_arrive_and_the_source_lives(
+    monkeypatch, holder, src_segment, dst_segment
+):
+    # A segment that the reader has no room for would end the source.
+    with serving(1, REGION_BYTES, env=TCP | {UCX_SENT: src_segment}) as served:
+        monkeypatch.setenv(UCX_RECEIVED, dst_segment)
+        transport = NixlTransport()
+        transport.register(holder.regions)
+        connect(transport, "src", served)
+        transport.read(1, "src", WHOLE)
+        assert wait(transport, 1) == [End(1)]
+        assert is_whole(holder, served)
+        connect(transport, "again", served)
+        transport.close()
+
+
+def test_at_full_pace_a_source_of_longer_segments_than_there_is_room_for_is_refused(monkeypatch, holder):
+    monkeypatch.setenv(SETTING, "fast")
+    with serving(1, REGION_BYTES) as served:
+        monkeypatch.setenv(UCX_RECEIVED, "8k")
+        transport = NixlTransport()
+        transport.register(holder.regions)
+        with pytest.raises(TransportError, match="segments: it sends segments of 262144 bytes"):
+            connect(transport, "src", served)
+        transport.close()
+
+
+def test_if_told_to_a_reader_refuses_and_says_what_to_do(monkeypatch, holder):
+    monkeypatch.setenv(SETTING, "refuse")
+    with serving(1, REGION_BYTES) as near, serving(1, REGION_BYTES, env=TCP) as far:
+        transport = NixlTransport()
+        transport.register(holder.regions)
+        with pytest.raises(TransportError, match=r"not-direct: far: .*set KVFERRY_EMULATED_READS=careful"):
+            connect(transport, "far", far)
+        assert not has_careful_thread()
+        connect(transport, "near", near)
+        transport.read(1, "near", run((0, 0), (0, 0), 64))
+        assert wait(transport, 1) == [End(1)]
+        transport.close()
+
+
+def test_the_setting_is_checked(monkeypatch):
+    monkeypatch.setenv(SETTING, "carefully")
+    with pytest.raises(TransportError, match="'carefully': one of careful, fast, refuse"):
+        NixlTransport()
+    monkeypatch.setenv(SETTING, "fast")
+    assert EmulatedReads.from_environment() is EmulatedReads.FAST
+
+
+def test_what_the_environment_tells_ucx_itself_is_heard(monkeypatch):
+    monkeypatch.setenv(UCX_EMULATES, "n")
+    assert EmulatedReads.from_environment() is EmulatedReads.REFUSE
+    monkeypatch.setenv(UCX_EMULATES, "y")
+    with pytest.raises(TransportError, match="bad-setting: UCX_PROTO_EMULATION_ENABLE='y'"):
+        NixlTransport()
+    monkeypatch.setenv(SETTING, "fast")
+    assert EmulatedReads.from_environment() is EmulatedReads.FAST
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [("8k", 8192), ("64KB", 65536), ("1M", 1 << 20), ("9000", 9000), ("512b", 512)]
+)
+def test_segments_are_read_as_ucx_reads_them(monkeypatch, text, num_bytes):
+    assert Segments.from_environment() == (SEGMENT_BYTES, SEGMENT_BYTES)
+    monkeypatch.setenv(UCX_SENT, text)
+    assert Segments.from_environment() == (num_bytes, max(SEGMENT_BYTES, num_bytes))
+    monkeypatch.setenv(UCX_RECEIVED, "2M")
+    assert Segments.from_environment() == (num_bytes, 2 << 20)
+    monkeypatch.delenv(UCX_SENT)
+    assert Segments.from_environment() == (SEGMENT_BYTES, 2 << 20)
+    monkeypatch.setenv(UCX_RECEIVED, text)
+    assert Segments.from_environment() == (min(SEGMENT_BYTES, num_bytes), num_bytes)
+
+
+def test_segments_that_are_no_number_are_refused(monkeypatch):
+    monkeypatch.setenv(UCX_RECEIVED, "auto")
+    with pytest.raises(TransportError, match="bad-setting: UCX_TCP_RX_SEG_SIZE='auto'"):
+        Way.CAREFUL.pace(SEGMENT_BYTES)
+
+
+def test_the_careful_pace_fits_the_smaller_segment(monkeypatch):
+    assert Way.CAREFUL.pace(SEGMENT_BYTES) == Pace.careful(255 << 10)
+    assert Way.CAREFUL.pace(32 << 10) == Pace.careful(31 << 10)
+    assert Way.CAREFUL.pace(0) == Pace.careful(7 << 10)
+    monkeypatch.setenv(UCX_RECEIVED, "16k")
+    assert Way.CAREFUL.pace(32 << 10) == Pace.careful(15 << 10)
+    assert Way.DIRECT.pace(32 << 10) == FULL_PACE
+
+
+def test_a_card_tells_the_segments_and_a_changed_one_is_no_card():
+    card = pack_card("a", b"keys", 4096)
+    assert unpack_card(card) == ("a", b"keys")
+    assert segment_in(card) == 4096
+    for i in range(len(card)):
+        changed = bytearray(card)
+        changed[i] ^= 1
+        with pytest.raises(TransportError, match="bad-card"):
+            unpack_card(bytes(changed))
