@@ -2,8 +2,8 @@
 
     python benchmarks/emulated.py
 
-One source process, one reader, loopback; at most 2,000 runs of each length, scattered over 128 MiB. See "Reads that
-the fabric cannot do by itself" in docs/engine.md.
+One source process, one reader, loopback; at most 2,000 runs of each length, scattered over 128 MiB. Why:
+"Reads that the fabric cannot do by itself" in docs/engine.md.
 """
 
 from __future__ import annotations
