@@ -36,7 +36,7 @@ class Pair:
         for engine in engines:
             engine.wait_ready()
         self.src, self.dst, self.alone = engines
-        self.left_out = int(family == "nemotron_h")
+        self.left_out = int(family != "llama")
         self.free = self.src.num_free_blocks(), self.dst.num_free_blocks()
 
     def agree(self, prompt, **kwargs) -> Answer:
