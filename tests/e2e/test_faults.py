@@ -3,6 +3,7 @@
 vLLM's own connector answers nine of these wrongly, with HTTP 200.
 """
 
+import os
 import random
 import socket
 import time
@@ -40,6 +41,12 @@ def connector(policy: str, **extra) -> dict:
     """Short waits, so that tests are."""
     extra = {"lease_seconds": LEASE, "meet_seconds": MEET, "read_seconds": READ, **extra}
     return {**KVFERRY, "kv_load_failure_policy": policy, "kv_connector_extra_config": extra}
+
+
+def in_time() -> float:
+    """How long after a lease its blocks are back: two seconds, on a machine that has time for them."""
+    is_busy = os.getloadavg()[0] > 2 * (os.cpu_count() or 1)
+    return 20 if is_busy else 2
 
 
 class Yard:
@@ -88,7 +95,7 @@ class Yard:
         until(
             lambda: {engine: engine.num_free_blocks() for engine in self.free} == self.free,
             f"{list(self.free.values())} blocks are free",
-            seconds=LEASE + 2,
+            seconds=LEASE + in_time(),
         )
 
 
@@ -240,7 +247,11 @@ def test_two_readers_at_once(yard):
 def test_after_its_lease_and_with_its_blocks_reused(yard):
     prompt = fresh()
     params = prefill(yard.src, prompt)
-    until(lambda: yard.src.num_free_blocks() == yard.free[yard.src], "the lease is over", seconds=LEASE + 2)
+    until(
+        lambda: yard.src.num_free_blocks() == yard.free[yard.src],
+        "the lease is over",
+        seconds=LEASE + in_time(),
+    )
     for _ in range(3):
         yard.src.ask(fresh(400))
     yard.fails(prompt, params)
@@ -340,7 +351,7 @@ def test_the_prefill_engine_dies_during_the_read(yard, slow_pair):
         answer = begun.result(READ + 30)
         outcome = FAILED if answer.finish_reason == "error" else answer.tokens
     assert outcome == (FAILED if yard.policy == "fail" else yard.expected(prompt))
-    until(lambda: dst.num_free_blocks() == free, "its blocks are back", seconds=LEASE + 2)
+    until(lambda: dst.num_free_blocks() == free, "its blocks are back", seconds=LEASE + in_time())
     assert dst.ask(prompt).tokens == yard.expected(prompt)
 
 
@@ -363,7 +374,7 @@ def test_the_prefill_engine_sleeps_for_longer_than_its_lease(yard, slow_pair):
         answer = begun.result(READ + 30)
         outcome = FAILED if answer.finish_reason == "error" else answer.tokens
     assert outcome == (FAILED if yard.policy == "fail" else yard.expected(prompt))
-    until(lambda: dst.num_free_blocks() == free, "its blocks are back", seconds=LEASE + 2)
+    until(lambda: dst.num_free_blocks() == free, "its blocks are back", seconds=LEASE + in_time())
     prompt = fresh()
     assert yard.decode(prompt, prefill(src, prompt), dst) == yard.expected(prompt)
 
