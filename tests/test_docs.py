@@ -26,6 +26,6 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_make_verbs_in_the_page_exist(page: Path) -> None:
-    verbs = set(re.findall(r"^([a-z0-9]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    named = set(re.findall(r"(?:`|^ {4})make ([a-z0-9]+)", page.read_text(encoding="utf-8"), re.MULTILINE))
+    verbs = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    named = set(re.findall(r"(?:`|^ {4})make ([a-z0-9-]+)", page.read_text(encoding="utf-8"), re.MULTILINE))
     assert named <= verbs, f"{page.name} names {sorted(named - verbs)}"
