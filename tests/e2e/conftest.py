@@ -24,6 +24,8 @@ CHOSEN = (
     "test_requests.py::test_a_lease_is_kept_while_its_request_waits",
     "test_requests.py::test_the_decode_engine_preempts",
     "test_faults.py::*gemma3-fail*",
+    # What an operator sees.
+    "test_watching.py::*",
 )
 
 

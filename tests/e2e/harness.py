@@ -185,6 +185,10 @@ class Engine:
         """The attention backends of all ranks, and the instruction set that CPU attention runs on."""
         return set(self.call("kernels"))
 
+    def num_loads(self) -> int:
+        """Loads that vLLM's metrics have of kvferry, all ranks and outcomes."""
+        return self.call("num_loads")
+
     def num_reads(self) -> int:
         """Reads in flight, on all ranks."""
         return sum(status["in_flight"] for status in self.call("status"))
@@ -564,6 +568,9 @@ class _Inside:
 
     async def num_accepted(self) -> int:
         return _metric("vllm:spec_decode_num_accepted_tokens")
+
+    async def num_loads(self) -> int:
+        return _metric("vllm:kvferry_loads")
 
     async def kernels(self) -> list[str]:
         return [name for names in await self._engine.collective_rpc("_test_kernels") for name in names]
