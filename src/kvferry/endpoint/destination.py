@@ -292,7 +292,7 @@ def _check(ticket: Ticket) -> None:
 
 
 def _peer_name(peer: Peer, src_rank: int) -> str:
-    return f"{peer.engine}#{peer.generation}/{src_rank}"
+    return f"{peer.engine}#{peer.generation}@{peer.authority}/{src_rank}"
 
 
 def _failure(error: Exception) -> Failure:

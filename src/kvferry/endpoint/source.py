@@ -107,6 +107,14 @@ class SourceEngine:
         with self._lock:
             self._carry_out(self._authority.withdraw(clock(), request_id))
 
+    def take_back(self, ticket: Ticket) -> bool:
+        """Withdraw the offer of a ticket that came back to where it was made; whether it was made here."""
+        with self._lock:
+            is_own = self._authority.is_own(ticket)
+            if is_own:
+                self._carry_out(self._authority.withdraw(clock(), ticket.request_id))
+        return is_own
+
     def poll(self) -> list[Released]:
         """The requests whose blocks are the engine's own again, each once."""
         released = []

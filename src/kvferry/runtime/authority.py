@@ -179,6 +179,11 @@ class Authority:
         lease.is_withdrawn = True
         return [] if lease.reader else self._end(now, lease, "withdrawn")
 
+    def is_own(self, ticket: Ticket) -> bool:
+        """Whether this start of this engine made a ticket, as it is."""
+        is_named = (ticket.engine, ticket.generation) == (self.engine, self.generation)
+        return is_named and is_proved(ticket, self._key)
+
     @property
     def num_leases(self) -> int:
         """How many requests are pinned."""

@@ -21,7 +21,7 @@ from vllm.utils.network_utils import get_ip
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvferry.errors import KVFerryError
+from kvferry.errors import KVFerryError, SpecError
 from kvferry.integrations.vllm.options import Options
 from kvferry.integrations.vllm.scheduler import SchedulerSide
 from kvferry.integrations.vllm.stats import LoadMetrics, LoadStats
@@ -56,6 +56,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         _log_with_vllm()
+        if vllm_config.model_config.enable_sleep_mode:
+            raise SpecError("kvferry does not go with vLLM's sleep mode: it gives registered memory away")
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
         options = Options.of(extra, host=get_ip())
         self._side: SchedulerSide | WorkerSide

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,8 +30,9 @@ class _Wanted:
 class Incoming:
     """The requests of a vLLM engine that come with a ticket, until they end."""
 
-    def __init__(self, groups: Groups, engine: str) -> None:
-        self._groups, self._engine = groups, engine
+    def __init__(self, groups: Groups, take_back: Callable[[Ticket], bool]) -> None:
+        """``take_back`` says whether a ticket is one of this engine's own, which then pins nothing more."""
+        self._groups, self._take_back = groups, take_back
         self._wanted: dict[str, _Wanted] = {}
         """Those that have no blocks yet."""
         self._live: dict[str, Ticket | None] = {}
@@ -56,7 +58,7 @@ class Incoming:
             refusal = self._refusal(request, ticket, most)
         if ticket is None or refusal:
             return _Wanted(None, refusal, most)
-        if ticket.engine == self._engine or ticket in self._live.values():
+        if self._take_back(ticket) or ticket in self._live.values():
             # Our own prefill, or one that several answers to one prompt share (n > 1): what our prefix cache
             # does not have is computed.
             return _Wanted(None, "", 0)
@@ -100,14 +102,21 @@ class Incoming:
 
     def finished(self, request: Request) -> None:
         """A request has ended, loaded or not: nothing more is wanted for it."""
-        self._wanted.pop(request.request_id, None)
-        if request.request_id in self._live:
-            del self._live[request.request_id]
-            self._dropped.append(request.request_id)
+        request_id = request.request_id
+        self._wanted.pop(request_id, None)
+        if request_id not in self._live:
+            return
+        del self._live[request_id]
+        known = [news for news in self._known if news[0] != request_id]
+        if len(known) == len(self._known):  # else the workers have never heard of it
+            self._dropped.append(request_id)
+        self._known = known
+        # vLLM waits for the end of a load, also of one that need not begin any more.
+        self._loads = [_given_up(load) if load.request_id == request_id else load for load in self._loads]
 
     def step(self, released: list[str]) -> StepMetadata:
         """What the workers must do."""
-        step = StepMetadata(released, self._known, self._loads, self._dropped)
+        step = StepMetadata(released, self._dropped, self._known, self._loads)
         self._known, self._loads, self._dropped = [], [], []
         return step
 
@@ -115,6 +124,10 @@ class Incoming:
     def has_news(self) -> bool:
         """Whether the workers wait for something."""
         return bool(self._known or self._loads or self._dropped)
+
+
+def _given_up(load: Load) -> Load:
+    return replace(load, ticket=None, refusal="its request has ended")
 
 
 def _ticket(params: dict[str, Any]) -> tuple[Ticket | None, str]:

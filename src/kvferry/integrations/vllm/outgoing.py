@@ -10,6 +10,7 @@ from vllm.config import VllmConfig
 from vllm.v1.request import Request, RequestStatus
 
 from kvferry.endpoint import SourceEngine
+from kvferry.errors import SpecError
 from kvferry.integrations.vllm.options import Options
 from kvferry.integrations.vllm.tables import BlockIds, Groups, digest, is_identified
 from kvferry.wire.messages import Join
@@ -19,8 +20,6 @@ log = logging.getLogger("kvferry")
 
 TICKET = "kvferry_ticket"
 """The key of ``kv_transfer_params`` that carries the ticket; the others are vLLM's own."""
-TRUNCATED = "_kvferry_truncated"
-"""Marks a prompt that was cut already: a request that comes back must not lose another token."""
 
 
 class Outgoing:
@@ -30,6 +29,8 @@ class Outgoing:
         self._parallel = vllm_config.parallel_config
         self._groups, self._options, self._engine = groups, options, engine
         self._source: SourceEngine | None = None
+        self._cut: set[str] = set()
+        """Requests whose prompts were cut."""
 
     def admit(self, joins: Sequence[Join]) -> None:
         """Every worker's memory is known: readers may come."""
@@ -50,45 +51,57 @@ class Outgoing:
 
     def new_request(self, request: Request) -> None:
         """A prefill for somebody else leaves out the tokens that the other side computes anyway."""
-        params, num_left_out = request.kv_transfer_params, self._groups.num_left_out
-        if not _is_for_others(params) or params.get(TRUNCATED) or request.prompt_token_ids is None:
-            return
+        num_left_out = self._groups.num_left_out
+        if not _is_for_others(request.kv_transfer_params) or not is_identified(request) or request.resumable:
+            return  # a prompt that is not all tokens, or goes on later, cannot be cut
         if num_left_out and request.num_prompt_tokens > num_left_out:
-            del request.prompt_token_ids[-num_left_out:]
+            # The list may be the caller's own, who will use it again: it is not changed but replaced.
+            request.prompt_token_ids = request.prompt_token_ids[:-num_left_out]
             del request._all_token_ids[-num_left_out:]
             request.num_prompt_tokens -= num_left_out
             request.max_tokens = 1
-            params[TRUNCATED] = True
+            self._cut.add(request.request_id)
 
     def finished(self, request: Request, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended: if somebody else is to decode it, keep its blocks and hand out a ticket."""
+        is_cut = request.request_id in self._cut
+        self._cut.discard(request.request_id)
         if self._source is None or not _is_for_others(request.kv_transfer_params):
             return False, None
         if request.status not in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED):
             return False, None
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        if refusal := self._refusal(request, block_ids, num_tokens):
+        try:
+            self._check(request, block_ids, num_tokens, is_cut=is_cut)
+            tables = self._groups.tables(block_ids, num_tokens)
+            ticket = self._source.offer(
+                request.request_id, tables, num_tokens, digest=digest(request, num_tokens)
+            )
+        except SpecError as refusal:
             log.warning("%s is not offered: %s", request.request_id, refusal)
             return False, self._no_ticket(request)
-        tables = self._groups.tables(block_ids, num_tokens)
-        ticket = self._source.offer(
-            request.request_id, tables, num_tokens, digest=digest(request, num_tokens)
-        )
         return True, self._params(request, block_ids, ticket)
 
-    def _refusal(self, request: Request, block_ids: BlockIds, num_tokens: int) -> str:
+    def _check(self, request: Request, block_ids: BlockIds, num_tokens: int, *, is_cut: bool) -> None:
+        """Raise if what is in the blocks could not be used."""
         if not num_tokens or not any(block_ids):
-            return "it has no blocks"
+            raise SpecError("it has no blocks")
         if not is_identified(request):
-            return "its prompt has no token ids, by which a reader could tell that it is the same"
+            raise SpecError("its prompt is not all tokens, by which a reader could tell that it is the same")
         if self._groups.has_state and request.num_computed_tokens != num_tokens:
-            return (
+            raise SpecError(
                 f"its state is that of token {request.num_computed_tokens}, its prompt ends at {num_tokens}:"
                 " ask for a prefill with max_tokens=1"
             )
-        if self._groups.num_left_out and not (request.kv_transfer_params or {}).get(TRUNCATED):
-            return f"its prompt is too short: the last {self._groups.num_left_out} tokens are not moved"
-        return ""
+        if self._groups.num_left_out and not is_cut:
+            count = self._groups.num_left_out
+            raise SpecError(
+                f"of this model all but the last {count} tokens of a prompt are moved, of this none"
+            )
+
+    def take_back(self, ticket: Ticket) -> bool:
+        """Whether a ticket is one of our own; then it pins nothing more."""
+        return self._source is not None and self._source.take_back(ticket)
 
     def _params(self, request: Request, block_ids: BlockIds, ticket: Ticket) -> dict[str, Any]:
         """What a router hands to the decoding engine; vLLM's own keys keep their meaning."""

@@ -35,8 +35,9 @@ class StepMetadata(KVConnectorMetadata):
 
     released: list[str] = field(default_factory=list)
     """Our requests that are read, or whose lease is over: their blocks are free."""
+    dropped: list[str] = field(default_factory=list)
+    """Requests that ended: whatever is held or under way for them is given up. Before what is new: its
+    ticket, or its name, may come again."""
     known: list[tuple[str, Ticket]] = field(default_factory=list)
     """Requests that wait for blocks: their tickets are held meanwhile."""
     loads: list[Load] = field(default_factory=list)
-    dropped: list[str] = field(default_factory=list)
-    """Requests that ended: whatever is held or under way for them is given up."""

@@ -83,12 +83,12 @@ class WorkerSide:
     def start(self, step: StepMetadata) -> None:
         """Take in what the scheduler says."""
         self._sent.update(step.released)
+        for request_id in step.dropped:
+            self._drop(request_id)
         for request_id, ticket in step.known:
             self._hold(request_id, ticket)
         for load in step.loads:
             self._load(load)
-        for request_id in step.dropped:
-            self._drop(request_id)
 
     def _hold(self, request_id: str, ticket: Ticket) -> None:
         if self._destination is not None:

@@ -1,0 +1,175 @@
+"""Requests, tickets and steps in an odd order, or of an odd kind: each was a bug once, found by a reviewer."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+pytest.importorskip("nixl", reason="NIXL is not installed")
+
+import torch
+from vllm import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+
+from kvferry.wire.ticket import from_text, to_text
+from tests.vllm.engine import PREFILL, Answer, Engine
+from tests.vllm.pairs import FAMILIES, Pair
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.vllm.conftest import Docks
+
+    Prompt = Callable[[int], list[int]]
+
+TICKET = "kvferry_ticket"
+
+
+def own(docks: Docks, family: str, **changes: Any) -> Pair:
+    setup = FAMILIES[family]
+    return Pair(docks.own(setup), docks.own(replace(setup, **changes)))
+
+
+def ask(engine: Engine, prompt: list[int], num_tokens: int, params: Any, name: str, **fields: Any) -> Answer:
+    """As ``Engine.ask``, but the engine gets the caller's own list, as in a process that they share."""
+    sampling = SamplingParams(
+        temperature=0,
+        max_tokens=num_tokens,
+        ignore_eos=True,
+        extra_args={"kv_transfer_params": params} if params is not None else None,
+    )
+    sampling.update_from_generation_config({}, 257)
+    request = EngineCoreRequest(
+        request_id=name,
+        prompt_token_ids=prompt,
+        mm_features=None,
+        sampling_params=sampling,
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+        **fields,
+    )
+    answer = engine._answers[name] = Answer(name)
+    engine.core.add_request(*engine.core.preprocess_add_request(request))
+    return answer
+
+
+# -- the prompt that is cut
+
+
+def test_the_callers_own_list_is_not_cut(docks: Docks, prompt: Prompt):
+    pair, words = own(docks, "gemma3"), prompt(100)
+    before = list(words)
+    prefilled = ask(pair.src, words, 1, dict(PREFILL), "a")
+    pair.drive(prefilled)
+    assert words == before
+    decoded = ask(pair.dst, words, 6, prefilled.params, "b")
+    pair.drive(decoded)
+    assert decoded.tokens == pair.dst.right(before)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_prompt_that_goes_on_later_is_not_cut(docks: Docks, prompt: Prompt, family: str):
+    pair, first, second = own(docks, family), prompt(100), prompt(50)
+    answer = ask(pair.src, list(first), 1, dict(PREFILL), "s", resumable=True)
+    pair.src.run(lambda: answer.tokens)
+    ask(pair.src, list(second), 1, None, "s", resumable=True)
+    answer = pair.src._answers["s"]
+    pair.src.run(lambda: answer.tokens)
+    assert answer.tokens == pair.src.right([*first, *second], 1)
+
+
+def test_a_prompt_of_tokens_and_vectors_is_not_cut(docks: Docks, prompt: Prompt):
+    pair = own(docks, "gemma3")
+    vectors = {"prompt_embeds": torch.zeros(100, 64), "prompt_is_token_ids": [True] * 99 + [False]}
+    ask(pair.src, prompt(100), 1, dict(PREFILL), "e", **vectors)
+    request = pair.src.core.scheduler.requests["e"]
+    assert len(request.prompt_token_ids) == len(request.prompt_embeds)
+    pair.src.abort("e")
+
+
+def test_two_prefills_of_one_request(docks: Docks, prompt: Prompt):
+    """As n=2 makes them: they share list and parameters."""
+    pair, words, params = own(docks, "gemma3"), prompt(100), dict(PREFILL)
+    answers = [ask(pair.src, words, 5, params, name) for name in "ab"]
+    pair.drive(*answers)
+    for answer in answers:
+        pair.assert_right(pair.decode(words, answer.params), words)
+
+
+# -- tickets that come again
+
+
+def test_the_first_of_two_with_one_ticket_is_aborted(docks: Docks, prompt: Prompt):
+    pair, words = own(docks, "gemma3"), prompt(100)
+    params = pair.prefill(words)
+    first, second = (pair.dst.ask(words, params=params) for _ in range(2))
+    pair.dst.abort(first.request_id)
+    third = pair.dst.ask(words, params=params)
+    pair.drive(second, third)
+    for answer in (second, third):
+        pair.assert_right(answer, words)
+    pair.assert_whole()
+
+
+def test_a_request_is_aborted_and_asked_again_before_the_next_step(docks: Docks, prompt: Prompt):
+    pair, words = own(docks, "llama"), prompt(100)
+    params = pair.prefill(words)
+    pair.dst.abort(pair.dst.ask(words, params=params).request_id)
+    pair.assert_loaded(pair.decode(words, params), words)
+    pair.assert_whole()
+
+
+def test_a_request_that_waits_is_aborted_and_asked_again(docks: Docks, prompt: Prompt):
+    pair = own(docks, "llama", blocks=34, longest=1024)
+    busy = pair.dst.ask(prompt(800), 100)
+    pair.dst.step()
+    words, others = prompt(300), prompt(300)
+    params, other_params = pair.prefill(words), pair.prefill(others)
+    waiting = pair.dst.ask(words, params=params, request_id="x")
+    for _ in range(5):
+        pair.dst.step()
+        time.sleep(0.01)
+    pair.dst.abort(waiting.request_id)
+    again = pair.dst.ask(others, params=other_params, request_id="x")  # the name, with another ticket
+    retried = pair.dst.ask(words, params=params)  # the ticket, with another name
+    pair.drive(again, retried, busy)
+    pair.assert_right(again, others)
+    pair.assert_right(retried, words)
+    pair.assert_whole()
+
+
+def test_another_name_of_the_address_does_not_keep_the_true_one_out(docks: Docks, prompt: Prompt):
+    pair, words = own(docks, "llama"), prompt(100)
+    params = pair.prefill(words)
+    ticket = from_text(params[TICKET])
+    forged = msgspec.structs.replace(ticket, authority=ticket.authority.replace("127.0.0.1", "localhost"))
+    pair.assert_refused(pair.decode(words, params | {TICKET: to_text(forged)}), words)
+    time.sleep(1)  # its engine is met all the same
+    words = prompt(100)
+    pair.assert_loaded(pair.ferry(words), words)
+
+
+def test_an_engines_own_ticket_pins_nothing(docks: Docks, prompt: Prompt):
+    engine, words = own(docks, "llama").src, prompt(100)
+    alone = Pair(engine, engine)
+    alone.assert_right(alone.ferry(words), words)
+    assert engine.core.scheduler.connector._side._outgoing.num_leases == 0
+
+
+def test_more_prefills_than_can_be_on_offer(docks: Docks, prompt: Prompt):
+    pair = own(docks, "llama")
+    pair.src.core.scheduler.connector._side._outgoing._source._authority.MAX_LEASES = 1
+    prompts = [prompt(40) for _ in range(2)]
+    answers = [pair.src.ask(words, 1, dict(PREFILL)) for words in prompts]
+    pair.drive(*answers)
+    assert sorted(bool(answer.params[TICKET]) for answer in answers if TICKET in answer.params) == [True]
+    for words, answer in zip(prompts, answers, strict=True):
+        pair.assert_right(pair.decode(words, answer.params), words)
