@@ -1,5 +1,8 @@
 """The embedded transport: the laws, and the weather that tests make for it."""
 
+from contextlib import contextmanager
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -27,8 +30,17 @@ def source_in(hub, index):
 class TestMemory(TransportLaws):
     @pytest.fixture
     def world(self):
-        hub = Hub()
-        return World(lambda: MemoryTransport(hub), stale_memory(), [source_in(hub, i) for i in range(3)])
+        faults = Faults()
+        hub = Hub(faults)
+        sources = [source_in(hub, i) for i in range(3)]
+        return World(lambda: MemoryTransport(hub), stale_memory(), sources, partial(stalled, faults))
+
+
+@contextmanager
+def stalled(faults):
+    faults.stall()
+    yield
+    faults.resume()
 
 
 @pytest.fixture
@@ -107,6 +119,29 @@ def test_a_stalled_read_outlives_its_peer_and_its_bytes_come_late(reader, faults
     assert num_arrived(memory) == 0
     faults.resume("src")
     assert reader.poll() == [End(1)]
+    assert num_arrived(memory) == 3
+
+
+def test_runs_that_have_not_moved_when_a_read_is_cancelled_never_do(reader, faults, memory):
+    faults.trickle(1)
+    reader.read(1, "src", three_runs())
+    assert reader.poll() == []
+    reader.cancel(1)
+    assert num_arrived(memory) == 1
+    assert reader.poll() == [End(1, "cancelled")]
+    assert num_arrived(memory) == 1
+    assert reader.poll() == []
+
+
+def test_a_stalled_read_cannot_be_cancelled_and_its_bytes_come_late(reader, faults, memory):
+    faults.stall("src")
+    reader.read(1, "src", three_runs())
+    assert reader.poll() == []
+    reader.cancel(1)
+    assert reader.poll() == []
+    assert num_arrived(memory) == 0
+    faults.resume("src")
+    assert reader.poll() == [End(1, "cancelled")]
     assert num_arrived(memory) == 3
 
 

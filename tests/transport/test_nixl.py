@@ -8,7 +8,8 @@ import signal
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -52,8 +53,18 @@ class NixlLaws(TransportLaws):
         for name, value in self.env.items():
             monkeypatch.setenv(name, value)
         holder = stale_memory(self.device)
-        yield World(NixlTransport, holder, served.sources)
+        stopped = partial(stopping, served.pid) if "tcp" in self.env.get("UCX_TLS", "") else None
+        yield World(NixlTransport, holder, served.sources, stopped)
         holder.free()
+
+
+@contextmanager
+def stopping(pid):
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 class TestNixl(NixlLaws):

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import TypeVar
 
-from kvferry.transport.memory import Fail, Move, Step
+from kvferry.transport.memory import Fail, Hang, Move, Step
 
 EVERYONE = ""
 
@@ -39,7 +39,7 @@ class Faults:
         self._moved: defaultdict[tuple[str, int], int] = defaultdict(int)
 
     def stall(self, peer: str = EVERYONE) -> None:
-        """Nothing moves, nothing ends."""
+        """Nothing moves, nothing ends. What was polled once is with the fabric: it cannot be cancelled."""
         self._stalled.add(peer)
 
     def resume(self, peer: str = EVERYONE) -> None:
@@ -67,7 +67,9 @@ class Faults:
         """What happens to a read at this poll."""
         read = (peer, transfer)
         self._polls[read] += 1
-        if self._stalled & {peer, EVERYONE} or self._polls[read] <= _knob(self._delays, peer, 0):
+        if self._stalled & {peer, EVERYONE}:
+            return Hang()
+        if self._polls[read] <= _knob(self._delays, peer, 0):
             return Move(0)
         trickle = _knob(self._trickles, peer, None)
         failure = _knob(self._failures, peer, None)

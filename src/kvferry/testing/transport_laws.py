@@ -6,7 +6,7 @@
             yield World(MyTransport, holder, sources)
 
 A world has a way to make transports, memory to read into, and at least two sources to read from, each with
-``REGION_BYTES``.
+``REGION_BYTES``. If it can stop its sources, so that what is posted does not end, it says how.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from unittest import SkipTest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from kvferry.core.runs import NO_RUNS, REGION_SHIFT, Runs, place
 from kvferry.errors import TransportError
 from kvferry.testing.sources import Holder, Source
-from kvferry.transport.base import End, Transport
+from kvferry.transport.base import CANCELLED, End, Transport
 
 REGION_BYTES = (24 << 20, (1 << 20) + 13)
 STALE = 0xA5
@@ -39,6 +40,8 @@ class World:
     holder: Holder
     """The reader's memory, of ``REGION_BYTES``."""
     sources: Sequence[Source]
+    stopped: Callable[[], AbstractContextManager[object]] | None = None
+    """While it is entered, no read that the fabric was asked for ends; afterwards they all go on."""
 
     @contextmanager
     def reader(self, *source_indices: int) -> Iterator[Transport]:
@@ -175,6 +178,60 @@ class TransportLaws:
             seconds = time.perf_counter() - started
             assert seconds < 0.5
             assert wait(reader, 8) == [End(i) for i in range(8)]
+
+    def test_a_cancelled_read_ends_once_and_nothing_of_it_arrives_later(self, world: World) -> None:
+        with world.reader(0, 1) as reader:
+            for i in range(12):
+                reader.read(i, str(i % 2), WHOLE)
+            for i in (11, 3, 3, 8):
+                reader.cancel(i)
+            ends = wait(reader, 12)
+            quiet = world.holder.load()
+            assert [end.transfer for end in ends] == [*range(12)]
+            assert not any(end.error for end in ends if end.transfer not in (3, 8, 11))
+            assert {end.error for end in ends} <= {"", CANCELLED}  # some may have ended before the cancel
+            assert reader.poll() == []
+            reader.read(11, "1", run((0, 0), (1, 0), 0))
+            assert wait(reader, 1) == [End(11)]
+            check(world, quiet)
+
+    def test_cancelling_what_is_unknown_or_has_ended_does_nothing(self, world: World) -> None:
+        with world.reader(0) as reader:
+            reader.cancel(5)
+            reader.read(5, "0", run((0, 0), (0, 0), 64))
+            assert wait(reader, 1) == [End(5)]
+            reader.cancel(5)
+            assert [reader.poll() for _ in range(3)] == [[]] * 3
+            reader.read(5, "0", run((0, 0), (0, 0), 64))
+            assert wait(reader, 1) == [End(5)]
+        reader.cancel(5)
+
+    def test_a_read_that_was_never_posted_is_cancelled_at_once_though_its_source_is_stopped(
+        self, world: World
+    ) -> None:
+        if world.stopped is None:
+            raise SkipTest("nothing stops the sources of this world")
+        expected = world.holder.load()
+        with world.reader(0) as reader:
+            with world.stopped():
+                for i in range(10):
+                    reader.read(i, "0", run((0, 0), (0, 0), REGION_BYTES[0] // 2))
+                time.sleep(0.05)
+                assert reader.poll() == []
+                reader.read(10, "0", run((1, 0), (1, 0), REGION_BYTES[1]))
+                reader.cancel(10)
+                started = time.monotonic()
+                assert wait(reader, 1) == [End(10, CANCELLED)]
+                assert time.monotonic() - started < 1
+                reader.cancel(0)
+                time.sleep(0.05)
+                assert reader.poll() == []  # it was posted: only the fabric ends it
+            ends = wait(reader, 10)
+            assert [end.transfer for end in ends] == [*range(10)]
+            assert ends[0].error == CANCELLED
+            assert not any(end.error for end in ends[1:])
+        after(expected, run((0, 0), (0, 0), REGION_BYTES[0] // 2), world.sources[0])
+        check(world, expected)
 
     def test_forgetting_ends_nothing_by_itself(self, world: World) -> None:
         with world.reader(0, 1) as reader:

@@ -33,6 +33,10 @@ class Cost:
         return num_runs * self.seconds_per_run + num_bytes * self.seconds_per_byte
 
 
+CANCELLED = "cancelled"
+"""The error with which a cancelled transfer ends, if it had none before."""
+
+
 @dataclass(frozen=True, slots=True)
 class End:
     """A transfer that ended: every byte is in, or ``error`` says why not. Nothing arrives after this."""
@@ -71,6 +75,14 @@ class Transport(Protocol):
 
         Raises TransportError, with nothing moved and no end to come, if the peer is unknown, a run leaves
         its region, or a transfer of that number has not ended yet.
+        """
+        ...
+
+    def cancel(self, transfer: int) -> None:
+        """Ask the fabric for nothing more of a transfer; never blocks.
+
+        It still ends exactly once, with an error: at once if the fabric was asked for nothing of it, else
+        when all that it was asked for has ended. A transfer that is unknown, or has ended, is left alone.
         """
         ...
 

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from kvferry.core.manifest import Region
 from kvferry.core.runs import Runs, place
 from kvferry.errors import TransportError
+from kvferry.transport.base import CANCELLED
 from kvferry.transport.cards import pack_card, segment_in, unpack_card
 from kvferry.transport.cuda import Cuda
 from kvferry.transport.descriptors import Kind, Memory, Pace, Part, parts
@@ -90,6 +91,7 @@ class Read:
     dst: Memory
     report: Callable[[str], None]
     """Called once, when it has ended, with the error or an empty text."""
+    has_ended: bool = False
     unposted: Iterator[Part] | None = None
     is_in_line: bool = False
     num_posted: int = 0
@@ -146,6 +148,10 @@ class Ferryman:
     def submit(self, read: Read) -> None:
         """Put a read in line."""
         self._put(partial(self._line_up, read))
+
+    def cancel(self, read: Read) -> None:
+        """Post nothing more of a read."""
+        self._put(partial(self._cancel, read))
 
     def close(self, timeout_s: float) -> bool:
         """Post nothing more; whether everything under way ended in time. Can be tried again."""
@@ -279,10 +285,15 @@ class Ferryman:
         if read.peer.is_forgotten:
             read.error = f"peer {read.peer.name!r} was forgotten"
         if read.error or not len(read.runs):
-            read.report(read.error)
+            self._end_if_quiet(read)
             return
         read.is_in_line = True
         read.peer.line.append(read)
+
+    def _cancel(self, read: Read) -> None:
+        if not read.has_ended:
+            read.error = read.error or CANCELLED
+            self._leave_line(read)
 
     def _leave_line(self, read: Read) -> None:
         """Nothing more of a read will be posted."""
@@ -294,6 +305,7 @@ class Ferryman:
     def _end_if_quiet(self, read: Read) -> None:
         """Report a read of which nothing is under way, and nothing will be."""
         if not read.num_posted and not read.is_in_line:
+            read.has_ended = True
             read.report(read.error)
             self._remove_if_quiet(read.peer)
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kvferry.core.manifest import Rank, Region
 from kvferry.core.runs import Runs
 from kvferry.errors import SpecError, TransportError
-from kvferry.transport.base import Cost, End
+from kvferry.transport.base import CANCELLED, Cost, End
 from kvferry.transport.places import Places, checked
 
 CARD = b"kvferry/memory/"
@@ -39,7 +39,12 @@ class Fail:
     error: str
 
 
-Step = Move | Fail
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """All that is left is under way, and neither arrives nor ends: not even a cancelled read ends now."""
+
+
+Step = Move | Fail | Hang
 
 
 class Weather(Protocol):
@@ -102,6 +107,9 @@ class _Read:
     dst: list[int]
     num_bytes: list[int]
     num_done: int = 0
+    is_posted: bool = False
+    """Whether the fabric was asked for all of it: a cancel then comes too late for its bytes."""
+    is_cancelled: bool = False
 
     def move(self, num_runs: int | None) -> None:
         stop = len(self.src) if num_runs is None else min(len(self.src), self.num_done + num_runs)
@@ -178,6 +186,11 @@ class MemoryTransport:
         columns = src.addresses(runs.src), ours.addresses(runs.dst), runs.num_bytes
         self._reads[transfer] = _Read(transfer, self._peers[peer], *(c.tolist() for c in columns))
 
+    def cancel(self, transfer: int) -> None:
+        """Move nothing more of a read; it ends at the next poll, unless the weather has it hang."""
+        if transfer in self._reads:
+            self._reads[transfer].is_cancelled = True
+
     def clear(self, runs: Runs) -> None:
         """Fill the destination places of ``runs`` with zeros."""
         ours = self._ours()
@@ -218,10 +231,16 @@ class MemoryTransport:
     def _step(self, read: _Read) -> End | None:
         if not self._hub.knows(read.peer.hub_name):
             return End(read.transfer, f"{read.peer.name} is gone")
+        if read.is_cancelled and not read.is_posted:
+            return End(read.transfer, CANCELLED)
         match self._hub.weather.step(read.peer.name, read.transfer):
+            case Hang():
+                read.is_posted = True
+                return None
             case Move(num_runs):
                 read.move(num_runs)
-                return End(read.transfer) if read.num_done == len(read.src) else None
+                error = CANCELLED if read.is_cancelled else ""
+                return End(read.transfer, error) if read.num_done == len(read.src) else None
             case Fail(error):
                 return End(read.transfer, error)
 

@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from time import monotonic
 from typing import Any, NamedTuple
@@ -176,6 +177,13 @@ class Link(NamedTuple):
     peer: Peer
 
 
+class Submitted(NamedTuple):
+    """A read, and who carries it out."""
+
+    ferryman: Ferryman
+    read: Read
+
+
 class NixlTransport:
     """Reads over NIXL. Its own calls take a lock or a queue, never the fabric."""
 
@@ -190,7 +198,7 @@ class NixlTransport:
         """For peers that the other one cannot read; made when the first of them is met."""
         self._making = threading.Lock()
         self._links: dict[str, Link] = {}
-        self._under_way: set[int] = set()
+        self._under_way: dict[int, Submitted] = {}
         """Transfers whose end was not collected yet."""
         self._ends: deque[End] = deque()
         self._wake: Callable[[], None] = lambda: None
@@ -263,16 +271,22 @@ class NixlTransport:
                 raise TransportError("unknown-peer", f"{peer!r} is not connected")
             ferryman, to = self._links[peer]
         runs = checked(runs, to.memory.places, ferryman.memory.places)
+        read = Read(to, runs, ferryman.memory, partial(self._report, transfer))
         with self._lock:
             if transfer in self._under_way:
                 raise TransportError("under-way", f"transfer {transfer} has not ended yet")
-            self._under_way.add(transfer)
-        report = partial(self._report, transfer)
-        try:
-            ferryman.submit(Read(to, runs, ferryman.memory, report))
-        except TransportError:
-            self._under_way.discard(transfer)
-            raise
+            self._under_way[transfer] = Submitted(ferryman, read)
+            try:
+                ferryman.submit(read)
+            except TransportError:
+                del self._under_way[transfer]
+                raise
+
+    def cancel(self, transfer: int) -> None:
+        """Post nothing more of a read; what is posted ends as the fabric says."""
+        with self._lock, suppress(TransportError):  # closed: all has ended, or is given up
+            if submitted := self._under_way.get(transfer):
+                submitted.ferryman.cancel(submitted.read)
 
     def clear(self, runs: Runs) -> None:
         """Fill the destination places of ``runs`` with zeros, on the host or on the device."""
@@ -290,7 +304,8 @@ class NixlTransport:
         """The transfers that ended since the last call."""
         ends = [self._ends.popleft() for _ in range(len(self._ends))]
         with self._lock:
-            self._under_way.difference_update(end.transfer for end in ends)
+            for end in ends:
+                del self._under_way[end.transfer]
         return ends
 
     def on_end(self, wake: Callable[[], None]) -> None:
