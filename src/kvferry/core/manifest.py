@@ -96,8 +96,10 @@ class Manifest:
         ):
             _check_unique(what, names)
         homes: dict[str, str] = {}
+        # Layers share their maps by the thousand: each combination is checked once.
+        fitting: set[object] = set()
         for rank in self.ranks:
-            self._check_rank(rank)
+            self._check_rank(rank, fitting)
             for view in rank.views:
                 if homes.setdefault(view.state, view.group) != view.group:
                     raise SpecError(
@@ -138,7 +140,7 @@ class Manifest:
     def _ranks(self) -> dict[int, Rank]:
         return {rank.rank: rank for rank in self.ranks}
 
-    def _check_rank(self, rank: Rank) -> None:
+    def _check_rank(self, rank: Rank, fitting: set[object]) -> None:
         where = f"rank {rank.rank}"
         check_range(f"{where}: rank", rank.rank, 0, 1 << 20)
         _check_unique(f"{where}: region", (region.name for region in rank.regions))
@@ -147,16 +149,18 @@ class Manifest:
         if len(rank.regions) > MAX_REGIONS:
             raise SpecError(f"{where}: {len(rank.regions)} regions, at most {MAX_REGIONS} are allowed")
         primary = self._primary
+        named = (("state", primary), ("region", rank.region_index), ("group", self.group_by_name))
         for view in rank.views:
-            at = f"{where}: view of {view.state}"
-            for what, name, known in (
-                ("state", view.state, primary),
-                ("region", view.region, rank.region_index),
-                ("group", view.group, self.group_by_name),
-            ):
+            for what, known in named:
+                name = getattr(view, what)
                 if name not in known:
-                    raise SpecError(f"{at}: unknown {what} {name!r}")
-            _check_axes(at, view, primary[view.state], self.group_by_name[view.group])
+                    raise SpecError(f"{where}: view of {view.state}: unknown {what} {name!r}")
+            state = primary[view.state]
+            # By identity: what is compared here is held by this manifest, and hashing maps is what costs.
+            key = (id(view.axes), id(state.axes), state.kind, state.tokens_per_cell, view.group)
+            if key not in fitting:
+                _check_axes(f"{where}: view of {view.state}", view, state, self.group_by_name[view.group])
+                fitting.add(key)
 
 
 def _check_unique(what: str, names: Iterable[str]) -> None:

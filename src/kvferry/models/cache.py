@@ -80,6 +80,10 @@ class Cache:
     def is_attention(self) -> bool:
         return {part.name for part in self.parts} <= ATTENTION_PARTS
 
+    def part(self, name: str) -> Part:
+        """The part of that name."""
+        return next(part for part in self.parts if part.name == name)
+
 
 def attention(heads: int, dim: int, dtype: str, *, v_dim: int = 0, window: int = 0, sinks: int = 0) -> Cache:
     """Attention over K and V, one pair per KV head."""

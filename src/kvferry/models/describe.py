@@ -25,7 +25,6 @@ from kvferry.models.order import (
     Node,
     Order,
     Row,
-    Spot,
     grow,
     in_kernel_blocks,
     num_bytes,
@@ -52,6 +51,30 @@ class Page:
         return f"{self.layer}.{self.cache.name}"
 
 
+Axes = tuple[tuple[str, AxisMap], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How a part lies inside a block: what its views in all layers and on all ranks have in common."""
+
+    part: Part
+    kind: Kind
+    tokens_per_cell: int
+    digits: tuple[tuple[str, tuple[tuple[int, int], ...]], ...]
+    """The (count, stride) digits of each axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """What ranks with equal shares have in common."""
+
+    regions: tuple[Region, ...]
+    places: tuple[tuple[str, str, str, int, int, int], ...]
+    """State, group, region, offset and block stride of each view, and the index of its form."""
+    forms: tuple[_Form, ...]
+
+
 def describe(model: Model, topology: Topology, engine: str = "engine") -> Manifest:
     """The manifest of an engine that serves ``model`` set up as ``topology`` says."""
     described = _Engine(model, topology)
@@ -70,7 +93,7 @@ class _Engine:
     def __init__(self, model: Model, topology: Topology) -> None:
         self.model, self.topology = model, topology
         self.layout = layout(topology.layout)
-        self._interned: dict[object, tuple[tuple[str, AxisMap], ...]] = {}
+        self._memories: dict[tuple[int, tuple[int, ...]], _Memory] = {}
 
     # -- what there is -----------------------------------------------------------------------------
 
@@ -138,11 +161,12 @@ class _Engine:
 
     def states(self) -> Iterator[State]:
         """One state per part of every page."""
+        axes = {part: tuple(Axis(dim.axis, dim.size) for dim in part.dims) for part in self._parts}
         for page in self.pages:
             for part in page.cache.parts:
                 yield State(
                     f"{page.name}/{part.name}",
-                    tuple(Axis(dim.axis, dim.size) for dim in part.dims),
+                    axes[part],
                     item_bytes=part.bytes_per_item,
                     dtype=part.dtype,
                     kind=page.cache.kind,
@@ -171,22 +195,49 @@ class _Engine:
 
     def rank(self, rank: int) -> Rank:
         """The regions and views of one rank."""
-        topology = self.topology
-        rest, tp_rank = divmod(rank, topology.tp)
-        stage, cp_rank = divmod(rest, topology.cp)
+        rest, tp_rank = divmod(rank, self.topology.tp)
+        stage, cp_rank = divmod(rest, self.topology.cp)
+        memory = self._memory(stage, tp_rank)
+        axes = [self._axes(form, tp_rank, cp_rank) for form in memory.forms]
+        views = tuple(
+            View(state, group, region, offset, stride, axes[form])
+            for state, group, region, offset, stride, form in memory.places
+        )
+        return Rank(rank, memory.regions, views)
+
+    def _memory(self, stage: int, tp_rank: int) -> _Memory:
+        """The memory of a rank: the same for all ranks of a stage that hold as much of every part."""
+        shares = tuple(len(span) for part in self._parts for span in self._held(part, tp_rank).values())
+        if (stage, shares) not in self._memories:
+            self._memories[stage, shares] = self._laid_out(stage, tp_rank)
+        return self._memories[stage, shares]
+
+    @cached_property
+    def _parts(self) -> tuple[Part, ...]:
+        """Every part of any page, once."""
+        return tuple(dict.fromkeys(part for page in self.pages for part in page.cache.parts))
+
+    def _laid_out(self, stage: int, tp_rank: int) -> _Memory:
         by_group: dict[str, list[Page]] = defaultdict(list)
         for page in self.pages:
             if page.stage == stage:
                 by_group[page.group].append(page)
         sizes: dict[str, int] = defaultdict(int)
-        views = []
+        forms: dict[_Form, int] = {}
+        places = []
         for region, pages, tree in self._trees(by_group, tp_rank):
             sizes[region] = max(sizes[region], num_bytes(tree))
             by_name = {page.name: page for page in pages}
             for spot in spots(tree):
-                views.append(self._view(region, by_name[spot.leaf.layer], spot, tp_rank, cp_rank))
+                page = by_name[spot.leaf.layer]
+                ((_, stride),) = spot.digits.pop(BLOCK)
+                digits = tuple((axis, tuple(pairs)) for axis, pairs in spot.digits.items())
+                part = page.cache.part(spot.leaf.part)
+                form = _Form(part, page.cache.kind, page.cache.tokens_per_cell, digits)
+                at = forms.setdefault(form, len(forms))
+                places.append((f"{page.name}/{spot.leaf.part}", page.group, region, spot.offset, stride, at))
         regions = tuple(Region(name, size) for name, size in sizes.items())
-        return Rank(rank, regions, tuple(views))
+        return _Memory(regions, tuple(places), tuple(forms))
 
     def _trees(
         self, by_group: Mapping[str, Sequence[Page]], tp_rank: int
@@ -254,10 +305,10 @@ class _Engine:
         return in_kernel_blocks(order, self._cells(page.cache, kernel))
 
     @staticmethod
-    def _cells(cache: Cache, num_tokens: int) -> int:
-        cells, rest = divmod(num_tokens, cache.tokens_per_cell)
+    def _cells(of: Cache | _Form, num_tokens: int) -> int:
+        cells, rest = divmod(num_tokens, of.tokens_per_cell)
         if rest:
-            raise SpecError(f"{num_tokens} tokens do not divide into cells of {cache.tokens_per_cell}")
+            raise SpecError(f"{num_tokens} tokens do not divide into cells of {of.tokens_per_cell}")
         return cells
 
     def _leaves(self, page: Page, tp_rank: int) -> list[Leaf]:
@@ -275,21 +326,20 @@ class _Engine:
             for dim in part.dims
         }
 
-    def _view(self, region: str, page: Page, spot: Spot, tp_rank: int, cp_rank: int) -> View:
-        part = next(part for part in page.cache.parts if part.name == spot.leaf.part)
-        maps = {}
-        for axis, span in self._held(part, tp_rank).items():
-            maps[axis] = AxisMap(tuple(Digit(*d) for d in spot.digits.get(axis, [])), start=span.start)
-        if page.cache.kind is Kind.PAGED:
-            digits = [Digit(*d) for d in spot.digits[TOKEN]]
+    def _axes(self, form: _Form, tp_rank: int, cp_rank: int) -> Axes:
+        """The axes of a form on one rank: how its coordinates lie, and which of them are held."""
+        digits = {axis: [Digit(*pair) for pair in pairs] for axis, pairs in form.digits}
+        maps = {
+            axis: AxisMap(tuple(digits.get(axis, ())), start=span.start)
+            for axis, span in self._held(form.part, tp_rank).items()
+        }
+        if form.kind is Kind.PAGED:
+            cells = digits[TOKEN]
             if self.topology.cp > 1:
-                each = self._cells(page.cache, self.topology.interleave)
-                digits = with_turns(digits, each, turn(cp_rank, self.topology.cp))
-            maps[TOKEN] = AxisMap(tuple(digits))
-        axes = tuple(sorted(maps.items()))
-        axes = self._interned.setdefault(axes, axes)
-        ((_, stride),) = spot.digits[BLOCK]
-        return View(f"{page.name}/{part.name}", page.group, region, spot.offset, stride, axes)
+                each = self._cells(form, self.topology.interleave)
+                cells = with_turns(cells, each, turn(cp_rank, self.topology.cp))
+            maps[TOKEN] = AxisMap(tuple(cells))
+        return tuple(sorted(maps.items()))
 
 
 PAGE = "page"
