@@ -111,11 +111,30 @@ def test_numbers_are_integers_in_range(wrong):
         (lambda: State("k", (), 1, "u8", kind=Kind.RECURRENT, tokens_per_cell=2), "no tokens_per_cell"),
         (lambda: Group("g", 1, 2, Addressing.SLOT), "a slot holds one value"),
         (lambda: Region("r", 0), "region r: num_bytes"),
+        (lambda: Region("r", 1, device="cuda:x"), "region r: device must be 'cpu', or .* got 'cuda:x'"),
+        (lambda: Region("r", 1, device="CUDA"), "region r: device"),
+        (lambda: Region("r", 1, device="cuda:²"), "region r: device"),
+        (lambda: Region("r", 1, device="cpu:1"), "region r: device"),
+        (lambda: Region("r", 1, device=""), "region r: device"),
     ],
 )
 def test_nonsense_in_a_part_is_refused_with_its_name(make, said):
     with pytest.raises(SpecError, match=said):
         make()
+
+
+def test_a_device_spelled_two_ways_is_one_device(engine):
+    assert (
+        Region("r", 64, device="cuda")
+        == Region("r", 64, device="cuda:0")
+        == Region("r", 64, device="cuda:00")
+    )
+    assert Region("r", 64, device="cpu:0") == Region("r", 64)
+    assert Region("r", 64, device="cuda:1").device == "cuda:1"
+    manifest = engine()
+    one, other = Region("one", 64, 4096, "cuda"), Region("other", 64, 4128, "cuda:0")
+    with pytest.raises(SpecError, match="regions 'one' and 'other' overlap"):
+        replace(manifest, ranks=(replace(manifest.ranks[0], regions=(one, other)),))
 
 
 # R000-5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,8 +24,8 @@ MAX_REGIONS = (1 << 15) - 1
 class Region:
     """A piece of memory that the transport knows.
 
-    >>> Region("kv", 1 << 30, address=0x7F0000000000, device="cuda:0").num_bytes
-    1073741824
+    >>> Region("kv", 1 << 30, address=0x7F0000000000, device="cuda").device
+    'cuda:0'
     """
 
     name: str
@@ -32,10 +33,24 @@ class Region:
     address: int = 0
     """Where it starts in its process; 0 in a description made offline."""
     device: str = "cpu"
+    """``cpu``, or a kind of device and its index in the rank's process (``cuda:0``).
+
+    Other spellings of the same device become this one: ``cuda`` is ``cuda:0``, ``cpu:0`` is ``cpu``.
+    """
 
     def __post_init__(self) -> None:
         check_range(f"region {self.name}: num_bytes", self.num_bytes, 1, MAX_BYTES)
         check_range(f"region {self.name}: address", self.address, 0, (1 << 64) - 1)
+        object.__setattr__(self, "device", _one_spelling(self.name, self.device))
+
+
+def _one_spelling(region: str, device: str) -> str:
+    """The one way in which a device is written, so that equal devices are equal texts."""
+    found = re.fullmatch(r"([a-z]+)(?::([0-9]{1,5}))?", device) if isinstance(device, str) else None
+    if not found or (found[1] == "cpu" and int(found[2] or 0)):
+        rule = "device must be 'cpu', or a kind and an index like 'cuda:0'"
+        raise SpecError(f"region {region}: {rule}, got {device!r}")
+    return "cpu" if found[1] == "cpu" else f"{found[1]}:{int(found[2] or 0)}"
 
 
 @dataclass(frozen=True)

@@ -59,10 +59,10 @@ class Kind(NamedTuple):
         Kind(name='VRAM', device_index=1)
         """
         name, _, index = region.device.partition(":")
-        if name == "cpu" and not index:
+        if name == "cpu":
             return cls("DRAM", 0)
-        if name == "cuda" and (not index or index.isdecimal()):
-            return cls("VRAM", int(index or 0))
+        if name == "cuda":
+            return cls("VRAM", int(index))
         raise TransportError(
             "bad-device", f"region {region.name!r} is on {region.device!r}: not cpu or cuda:N"
         )
