@@ -243,7 +243,7 @@ TEXT = json.dumps(GOOD).encode()
         (b'{"version": 1, "x": ' + b'{"a":' * 1_000_000, "nested too deeply"),
         (b"null", "Expected object, got null"),
         (b"[]", "Expected object, got an array of 0"),
-        (b'"' + b"x" * 2_000_000 + b'"', "Expected `object`, got `str`"),
+        (b'"' + b"x" * 2_000_000 + b'"', "$: Expected object, got str"),
         (b"[" + b"1," * reading.MAX_JSON_ITEMS + b"1]", "at most 2097152 items"),
     ],
 )
@@ -274,6 +274,65 @@ def test_a_key_given_twice_is_refused_and_nothing_else_is(old, new, path):
         assert refused(manifest_from_json, data) == f"{path}: this key is given twice in one object"
 
 
+def in_long_form(document):
+    """A document as msgpack, with maps and arrays in longer forms than they need."""
+    match document:
+        case dict():
+            members = b"".join(in_long_form(key) + in_long_form(value) for key, value in document.items())
+            return b"\xdf" + len(document).to_bytes(4, "big") + members
+        case list():
+            return b"\xdd" + len(document).to_bytes(4, "big") + b"".join(map(in_long_form, document))
+        case str():
+            return msgspec.msgpack.encode(str(document))
+        case _:
+            return msgspec.msgpack.encode(document)
+
+
+class Twice(str):
+    """A key that is not equal to its like, so that a dict can hold both."""
+
+    __slots__ = ()
+    __hash__ = object.__hash__
+
+    def __eq__(self, other):
+        return self is other
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("engine",), "f"),
+        (("version",), 1),
+        (("states", 0, "axes", "head"), 4),
+        (("states", 1, "name"), "a/v"),
+        (("ranks", 0, "views", 1, "axes", "head"), {"digits": [[2, 32]]}),
+        (("ranks", 0, "views", 1, "axes", "head", "digits"), [[2, 16]]),
+    ],
+)
+@pytest.mark.parametrize("pack", [msgspec.msgpack.encode, in_long_form])
+def test_a_key_given_twice_is_refused_in_msgpack_too(place, value, pack):
+    """Peers send msgpack, and the page says that it is the same document, field for field."""
+    document = changed(GOOD, (*place[:-1], Twice(place[-1])), value)
+    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place)
+    message = refused(manifest_from_msgpack, pack(document))
+    assert message == f"${path}: this key is given twice in one object"
+
+
+def test_long_forms_of_msgpack_are_read():
+    assert manifest_from_msgpack(in_long_form(GOOD)) == manifest_from_json(TEXT)
+
+
+def test_a_key_given_twice_and_wrong_once_is_refused():
+    data = TEXT.replace(b'"engine": "e"', b'"engine": 7, "engine": "e"')
+    assert refused(manifest_from_json, data) == "$.engine: Expected str, got int"
+
+
+def test_a_msgpack_key_that_is_no_text_is_refused_at_its_object():
+    document = changed(GOOD, ("states", 1, "axes", 3), 4)
+    message = refused(manifest_from_msgpack, msgspec.msgpack.encode(document))
+    assert message.startswith("$.states[1].axes: a key: Expected str"), message
+
+
 def test_too_long_an_input_is_not_looked_at():
     # Nothing but zeros: the pages of such a buffer are never touched.
     assert "at most 67108864 bytes" in refused(manifest_from_json, bytes(reading.MAX_JSON_BYTES + 1))
@@ -289,7 +348,7 @@ def test_too_long_an_input_is_not_looked_at():
         (b"\x91" * 1_000_000, "nested too deeply"),
         (
             b"\x82\xa7version\x01\xa6states" + b"\xdd\x00\x7a\x12\x00" + b"\x90" * 8_000_000,
-            "Expected `object`",
+            "$.states[0]: Expected object, got array",
         ),
         (b"\xc1", "not well formed"),
         (b"\x81\x01\x02", "Expected str"),
@@ -323,7 +382,7 @@ def test_a_long_bad_document_is_refused_with_a_coarser_place():
     document = changed(GOOD, DIGIT, [2, 16.5])
     document["engine"] = "x" * (reading.MAX_LOCATED_BYTES + 1)
     message = refused(manifest_from_json, json.dumps(document).encode())
-    assert "$.ranks[0].views[1].axes[...].digits[0][1]" in message
+    assert message == "$.ranks[0].views[1].axes[...].digits[0][1]: Expected int, got float"
 
 
 def message_of(read, data):

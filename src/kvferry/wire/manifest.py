@@ -7,7 +7,7 @@ type; which values make sense is for the core to say, and its word is passed on 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import msgspec
@@ -17,7 +17,7 @@ from kvferry.core.span import Span
 from kvferry.core.state import Addressing, Axis, Group, Kind, State, Tail
 from kvferry.core.view import AxisMap, Digit, View
 from kvferry.errors import SpecError
-from kvferry.wire.misfit import Misfit, key_step, make, make_all, make_each, require
+from kvferry.wire.bad_input import Part, first_wrong, key_step
 from kvferry.wire.reading import read_json, read_msgpack
 from kvferry.wire.text import write_json
 
@@ -147,22 +147,34 @@ def manifest_to_msgpack(manifest: Manifest) -> bytes:
 
 def _manifest(doc: ManifestDoc) -> Manifest:
     try:
-        product = len(doc.states) * len(doc.ranks)
-        detail = f"at most {MAX_STATES_TIMES_RANKS} states times ranks are read, got {product}"
-        require(product <= MAX_STATES_TIMES_RANKS, "", detail)
-        states = make_all(".states", _state, doc.states)
-        groups = make_all(".groups", _group, doc.groups)
-        ranks = make_all(".ranks", _Ranks().make, doc.ranks)
-        return _whole(doc, states, groups, ranks)
-    except Misfit as misfit:
-        raise misfit.spec_error() from None
+        _check_product(doc)
+        ranks = _Ranks()
+        return Manifest(
+            doc.engine,
+            tuple(map(_state, doc.states)),
+            tuple(map(_group, doc.groups)),
+            tuple(map(ranks.make, doc.ranks)),
+            model=doc.model,
+            fingerprint=doc.fingerprint,
+            version=doc.version,
+        )
+    except SpecError as error:
+        raise first_wrong(_parts(doc), error) from None
+
+
+def _check_product(doc: ManifestDoc) -> None:
+    _check_count("states times ranks", len(doc.states) * len(doc.ranks), MAX_STATES_TIMES_RANKS)
+
+
+def _check_count(what: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise SpecError(f"at most {limit} {what} are read, got {count}")
 
 
 def _state(doc: StateDoc) -> State:
-    axes = (make(f".axes{key_step(name)}", _axis, (name, size)) for name, size in doc.axes.items())
     return State(
         doc.name,
-        tuple(axes),
+        tuple(Axis(name, size) for name, size in doc.axes.items()),
         item_bytes=doc.item_bytes,
         dtype=doc.dtype,
         kind=doc.kind,
@@ -171,10 +183,6 @@ def _state(doc: StateDoc) -> State:
         encoding=doc.encoding,
         aliases=doc.aliases,
     )
-
-
-def _axis(named_size: tuple[str, int]) -> Axis:
-    return Axis(*named_size)
 
 
 def _group(doc: GroupDoc) -> Group:
@@ -201,81 +209,100 @@ class _Ranks:
 
     def make(self, doc: RankDoc) -> Rank:
         """One rank with its regions and views."""
-        detail = f"at most {MAX_REGIONS} regions of a rank are read, got {len(doc.regions)}"
-        require(len(doc.regions) <= MAX_REGIONS, ".regions", detail)
-        regions = make_all(".regions", _region, doc.regions)
-        return Rank(doc.rank, regions, make_all(".views", self._view, doc.views))
+        _check_regions(doc)
+        return Rank(doc.rank, tuple(map(_region, doc.regions)), tuple(map(self.view, doc.views)))
 
-    def _view(self, doc: ViewDoc) -> View:
-        axes = tuple(sorted(make_each(".axes", self._axis_map, doc.axes).items(), key=lambda axis: axis[0]))
+    def view(self, doc: ViewDoc) -> View:
+        """One view; views with equal axes share them."""
+        axes = tuple(sorted((name, self.axis_map(each)) for name, each in doc.axes.items()))
         shared = self._axes.setdefault(axes, axes)
         return View(doc.state, doc.group, doc.region, doc.offset, doc.block_stride, shared)
 
-    def _axis_map(self, doc: AxisMapDoc) -> AxisMap:
+    def axis_map(self, doc: AxisMapDoc) -> AxisMap:
+        """One axis map, made once."""
         known = self._maps.get(doc)
         if known is None:
-            detail = f"at most {MAX_DIGITS} digits of an axis are read, got {len(doc.digits)}"
-            require(len(doc.digits) <= MAX_DIGITS, ".digits", detail)
-            known = AxisMap(make_all(".digits", _digit, doc.digits), doc.start)
-            self._maps[doc] = known
+            _check_digits(doc)
+            known = AxisMap(tuple(map(_digit, doc.digits)), doc.start)
             self._count(known)
+            self._maps[doc] = known
         return known
 
+    def has(self, doc: AxisMapDoc) -> bool:
+        """Whether an axis map was made already."""
+        return doc in self._maps
+
     def _count(self, axis_map: AxisMap) -> None:
-        detail = f"at most {MAX_AXIS_MAPS} distinct axis maps are read, here is one more"
-        require(len(self._maps) <= MAX_AXIS_MAPS, "", detail)
+        _check_count("distinct axis maps", len(self._maps) + 1, MAX_AXIS_MAPS)
         if axis_map.digits not in self._counted:
             self._counted.add(axis_map.digits)
             self._num_coordinates += axis_map.size
-        detail = f"distinct axis maps may count {MAX_COORDINATES} coordinates in all; this one exceeds that"
-        require(self._num_coordinates <= MAX_COORDINATES, "", detail)
+        _check_count("coordinates of distinct axis maps", self._num_coordinates, MAX_COORDINATES)
+
+
+def _check_regions(doc: RankDoc) -> None:
+    _check_count("regions of a rank", len(doc.regions), MAX_REGIONS)
+
+
+def _check_digits(doc: AxisMapDoc) -> None:
+    _check_count("digits of an axis", len(doc.digits), MAX_DIGITS)
 
 
 def _digit(doc: DigitDoc) -> Digit:
     return Digit(doc.size, doc.stride, None if doc.held is None else Span(*doc.held))
 
 
-def _whole(
-    doc: ManifestDoc, states: tuple[State, ...], groups: tuple[Group, ...], ranks: tuple[Rank, ...]
-) -> Manifest:
-    try:
-        return Manifest(
-            doc.engine,
-            states,
-            groups,
-            ranks,
-            model=doc.model,
-            fingerprint=doc.fingerprint,
-            version=doc.version,
-        )
-    except SpecError as error:
-        _blame(states, groups, ranks)
-        raise Misfit(".ranks", str(error)) from None
+# -------------------------------------------------------------------------------- what is wrong, and where
 
 
-def _blame(states: tuple[State, ...], groups: tuple[Group, ...], ranks: tuple[Rank, ...]) -> None:
-    """Raise at the smallest part of a manifest that does not even hold together by itself."""
-    make(".states", lambda states: Manifest("", states, (), ()), states)
-    make(".groups", lambda groups: Manifest("", (), groups, ()), groups)
-    by_name = ({state.name: state for state in states}, {group.name: group for group in groups})
-    for i, rank in enumerate(ranks):
-        alone = Rank(rank.rank, (), ())
-        make(f".ranks[{i}].rank", lambda rank: Manifest("", (), (), (rank,)), alone)
-        alone = replace(alone, regions=rank.regions)
-        make(f".ranks[{i}].regions", lambda rank: Manifest("", (), (), (rank,)), alone)
-        make_all(f".ranks[{i}].views", lambda part: Manifest("", *part), _single_views(rank, *by_name))
+def _parts(doc: ManifestDoc) -> Iterator[Part]:
+    """Everything that a manifest is made of, the smallest parts first; what holds together comes last."""
+    yield "", partial(_check_product, doc)
+    for i, state in enumerate(doc.states):
+        for name, size in state.axes.items():
+            yield f".states[{i}].axes{key_step(name)}", partial(Axis, name, size)
+        yield f".states[{i}]", partial(_state, state)
+    for i, group in enumerate(doc.groups):
+        yield f".groups[{i}]", partial(_group, group)
+    make = _Ranks()
+    for i, rank in enumerate(doc.ranks):
+        yield from _rank_parts(f".ranks[{i}]", rank, make)
+    states, groups = tuple(map(_state, doc.states)), tuple(map(_group, doc.groups))
+    yield ".states", partial(Manifest, "", states, (), ())
+    yield ".groups", partial(Manifest, "", (), groups, ())
+    ranks = tuple(map(make.make, doc.ranks))
+    for i, made in enumerate(ranks):
+        yield from _rank_alone(f".ranks[{i}]", states, groups, made)
+    yield ".ranks", partial(Manifest, "", states, groups, ranks)
 
 
-def _single_views(
-    rank: Rank, states: dict[str, State], groups: dict[str, Group]
-) -> Iterator[tuple[tuple[State, ...], tuple[Group, ...], tuple[Rank, ...]]]:
-    """Each view of a rank with just the state, the group and the region that it names."""
-    regions = {region.name: region for region in rank.regions}
-    for view in rank.views:
-        one_state = tuple(states[name] for name in (view.state,) if name in states)
-        one_group = tuple(groups[name] for name in (view.group,) if name in groups)
-        one_region = tuple(regions[name] for name in (view.region,) if name in regions)
-        yield one_state, one_group, (Rank(rank.rank, one_region, (view,)),)
+def _rank_parts(at: str, doc: RankDoc, make: _Ranks) -> Iterator[Part]:
+    """The regions of a rank; of its views each digit, each axis map, each view."""
+    yield f"{at}.regions", partial(_check_regions, doc)
+    for i, region in enumerate(doc.regions):
+        yield f"{at}.regions[{i}]", partial(_region, region)
+    for i, view in enumerate(doc.views):
+        for name, axis_map in view.axes.items():
+            if not make.has(axis_map):
+                where = f"{at}.views[{i}].axes{key_step(name)}"
+                yield f"{where}.digits", partial(_check_digits, axis_map)
+                for j, digit in enumerate(axis_map.digits):
+                    yield f"{where}.digits[{j}]", partial(_digit, digit)
+                yield where, partial(make.axis_map, axis_map)
+        yield f"{at}.views[{i}]", partial(make.view, view)
+
+
+def _rank_alone(at: str, states: tuple[State, ...], groups: tuple[Group, ...], rank: Rank) -> Iterator[Part]:
+    """A rank's number, its regions, and each view with just the state, group and region that it names."""
+    yield f"{at}.rank", partial(Manifest, "", (), (), (Rank(rank.rank, (), ()),))
+    yield f"{at}.regions", partial(Manifest, "", (), (), (Rank(rank.rank, rank.regions, ()),))
+    state_by_name = {state.name: (state,) for state in states}
+    group_by_name = {group.name: (group,) for group in groups}
+    region_by_name = {region.name: (region,) for region in rank.regions}
+    for i, view in enumerate(rank.views):
+        alone = Rank(rank.rank, region_by_name.get(view.region, ()), (view,))
+        named = (state_by_name.get(view.state, ()), group_by_name.get(view.group, ()))
+        yield f"{at}.views[{i}]", partial(Manifest, "", *named, (alone,))
 
 
 # ------------------------------------------------------------------------------- core -> schema

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+
 import msgspec
 
 from kvferry.core.request import HOLE, BlockTable, Request
 from kvferry.core.select import Slack
 from kvferry.core.span import Span, Spans, normal
 from kvferry.core.state import check_range
-from kvferry.wire.misfit import Misfit, make_all, make_each, require
+from kvferry.errors import SpecError
+from kvferry.wire.bad_input import Part, first_wrong, key_step
 from kvferry.wire.reading import read_json
 from kvferry.wire.text import write_json
 
@@ -56,13 +60,13 @@ def request_from_json(data: bytes) -> tuple[Request, Slack]:
     doc = read_json(data, RequestDoc)
     try:
         request = Request(
-            src=make_each(".src", _table, doc.src),
-            dst=make_each(".dst", _table, doc.dst),
-            need=make_each(".need", _spans, doc.need),
-            kept=make_each(".kept", _spans, doc.kept),
+            src={group: _table(table) for group, table in doc.src.items()},
+            dst={group: _table(table) for group, table in doc.dst.items()},
+            need={group: _spans(spans) for group, spans in doc.need.items()},
+            kept={group: _spans(spans) for group, spans in doc.kept.items()},
         )
-    except Misfit as misfit:
-        raise misfit.spec_error() from None
+    except SpecError as error:
+        raise first_wrong(_parts(doc), error) from None
     return request, doc.slack
 
 
@@ -80,7 +84,7 @@ def request_to_json(request: Request, *, slack: Slack = Slack.CLEAR, indent: int
 
 def _table(doc: BlockTableDoc) -> BlockTable:
     check_range("first_token", doc.first_token, 0, MAX_TOKENS)
-    return BlockTable.of(make_all(".block_ids", _block_id, doc.block_ids), doc.first_token)
+    return BlockTable.of([_block_id(block_id) for block_id in doc.block_ids], doc.first_token)
 
 
 def _block_id(block_id: int | None) -> int:
@@ -91,14 +95,31 @@ def _block_id(block_id: int | None) -> int:
 
 
 def _spans(docs: tuple[SpanDoc, ...]) -> Spans:
-    require(len(docs) <= MAX_SPANS, "", f"at most {MAX_SPANS} intervals are read, got {len(docs)}")
-    return normal(make_all("", _span, docs))
+    if len(docs) > MAX_SPANS:
+        raise SpecError(f"at most {MAX_SPANS} intervals are read, got {len(docs)}")
+    return normal(tuple(map(_span, docs)))
 
 
 def _span(doc: SpanDoc) -> Span:
     start, stop = doc
     check_range("the end of an interval of tokens", stop, 0, MAX_TOKENS)
     return Span(start, stop)
+
+
+def _parts(doc: RequestDoc) -> Iterator[Part]:
+    """Everything that a request is made of, the smallest parts first."""
+    for side, tables in (("src", doc.src), ("dst", doc.dst)):
+        for group, table in tables.items():
+            at = f".{side}{key_step(group)}"
+            for i, block_id in enumerate(table.block_ids):
+                yield f"{at}.block_ids[{i}]", partial(_block_id, block_id)
+            yield at, partial(_table, table)
+    for what, by_group in (("need", doc.need), ("kept", doc.kept)):
+        for group, spans in by_group.items():
+            at = f".{what}{key_step(group)}"
+            for i, span in enumerate(spans[: MAX_SPANS + 1]):
+                yield f"{at}[{i}]", partial(_span, span)
+            yield at, partial(_spans, spans)
 
 
 def _table_doc(table: BlockTable) -> BlockTableDoc:

@@ -11,7 +11,7 @@ import msgspec
 
 from kvferry.core.request import BlockTable
 from kvferry.errors import SpecError
-from kvferry.wire.reading import read_msgpack
+from kvferry.wire.reading import decode_msgpack
 
 MAX_TICKET_BYTES = 4 << 20
 
@@ -95,7 +95,7 @@ def from_text(text: str) -> Ticket:
         data = base64.urlsafe_b64decode(text.encode("ascii", "replace"))
     except (binascii.Error, ValueError) as error:
         raise SpecError(f"ticket: not base64: {error}") from None
-    ticket = read_msgpack(data, Ticket)
+    ticket = decode_msgpack(data, Ticket)
     if to_text(ticket) != text:  # base64 has spare bits, msgpack longer forms: another text, the same ticket
         raise SpecError("ticket: not written the way that tickets are written")
     return ticket
