@@ -729,6 +729,19 @@ def table_of_an_unknown_group():
     select(route, tables(request, "src", nobody=BlockTable.of([0])))
 
 
+@sabotage("Ownership", "kept-group-unknown")
+def kept_tokens_of_an_unknown_group():
+    route, request = window_pair()
+    select(route, replace(request, kept={"ful": (Span(0, 4),)}))
+
+
+@sabotage("Ownership", "kept-slot")
+def kept_tokens_of_a_slot():
+    src = engine("mamba2")
+    request = sample_request(src, src, 5)
+    select(lower(prove(plan(src, src, 0))), replace(request, kept={"state": (Span(0, 4),)}))
+
+
 @sabotage("Coverage", "need-missing")
 def group_whose_need_is_not_stated():
     route, request = window_pair()

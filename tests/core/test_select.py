@@ -105,8 +105,9 @@ def test_a_prefix_hit_inside_a_block_leaves_the_kept_cells_alone(engine):
 def test_recurrent_state_is_never_trimmed_by_a_prefix_hit(engine):
     slots = Group("full", 4, 1, Addressing.SLOT)
     states = engine(kind=Kind.RECURRENT, group=slots)
-    request = Request({"full": table(3)}, {"full": table(1)}, {}, {"full": (Span(0, 100),)})
-    assert list(moved(states, states, request).reads[0]) == [(0, 3 * CELL, 0, CELL, CELL)]
+    for need in ({}, {"full": need_of(slots, 200, num_kept=100)}):
+        request = Request({"full": table(3)}, {"full": table(1)}, need)
+        assert list(moved(states, states, request).reads[0]) == [(0, 3 * CELL, 0, CELL, CELL)]
 
 
 def test_a_need_of_nothing_moves_nothing(engine):
@@ -200,6 +201,29 @@ def test_a_prompt_shorter_than_one_cell_moves_nothing(engine):
 def test_an_opaque_block_moves_whole_from_its_first_token_on(engine):
     opaque = engine(tokens_per_cell=4, tail=Tail.PARTIAL, item_bytes=7)
     assert moved(opaque, opaque, full(table(1), table(2), Span(0, 1))).total_bytes == 7 * CELL
+
+
+def test_a_complete_cell_belongs_to_its_last_token(engine):
+    """Cell 1 has the tokens 4 to 7. Kept up to 6, it was not there yet: it moves. Kept up to 8, it stays."""
+    compressed = engine(tokens_per_cell=4, group=Group("full", 8, 16))
+    cut = full(table(1), table(2), Span(6, 16), kept=(Span(0, 6),))
+    assert moved(compressed, compressed, cut).total_bytes == 3 * CELL
+    whole = full(table(1), table(2), Span(8, 16), kept=(Span(5, 8),))
+    assert moved(compressed, compressed, whole, slack=Slack.LEAVE).total_bytes == 2 * CELL
+
+
+def test_a_partial_cell_is_needed_whole_or_kept_whole(engine):
+    opaque = engine(tokens_per_cell=4, tail=Tail.PARTIAL, group=Group("full", 8, 16))
+    cut = full(table(1), table(2), Span(6, 16), kept=(Span(0, 6),))
+    with pytest.raises(RequestError, match="need-kept: group full: of cells"):
+        moved(opaque, opaque, cut)
+    assert moved(opaque, opaque, full(table(1), table(2), Span(8, 16), kept=(Span(0, 8),)))
+
+
+def test_an_empty_interval_needs_no_cell_and_keeps_none(engine):
+    opaque = engine(tokens_per_cell=4, tail=Tail.PARTIAL)
+    assert moved(opaque, opaque, full(table(1), table(2), Span(2, 2))).num_runs == 0
+    assert moved(opaque, opaque, full(table(1), table(2), Span(0, 3), kept=(Span(2, 2),))).num_runs == 1
 
 
 # ---------------------------------------------------------------------------------------- rings
@@ -300,9 +324,34 @@ def test_an_unknown_group_is_named(engine, side):
     assert failing(engine(), engine(), request) == (f"{side}-group-unknown", "other")
 
 
+@pytest.mark.parametrize("what", ["need", "kept"])
+def test_tokens_of_an_unknown_group_are_refused(engine, what):
+    """A misspelled name under ``kept`` would have its tokens overwritten as slack."""
+    good = full(table(1), table(1), Span(2, 4), kept=(Span(0, 2),))
+    request = replace(good, **{what: getattr(good, what) | {"ful": (Span(0, 2),)}})
+    assert failing(engine(), engine(), request) == (f"{what}-group-unknown", "ful")
+
+
 def test_a_group_without_a_need_is_an_error_not_a_need_of_nothing(engine):
     request = replace(full(table(1), table(1)), need={})
     assert failing(engine(), engine(), request) == ("need-missing", "full")
+
+
+def test_a_slot_keeps_no_tokens(engine):
+    slots = engine(kind=Kind.RECURRENT, group=Group("state", 8, addressing=Addressing.SLOT))
+    made = lower(prove(plan(slots, slots, 0)))
+    tables = {"state": table(1)}
+    with pytest.raises(RequestError, match="kept-slot: group state"):
+        select(made, Request(tables, tables, {}, {"state": (Span(0, 1),)}))
+    assert select(made, Request(tables, tables, {}, {"state": ()})).total_bytes == CELL
+    assert select(made, Request(tables, tables, {"state": ()})).total_bytes == 0
+
+
+@pytest.mark.parametrize("side", ["src", "dst"])
+def test_a_plain_list_is_no_table(side):
+    tables = {"src": {"full": table(1)}, "dst": {"full": table(1)}} | {side: {"full": [1]}}
+    with pytest.raises(SpecError, match=f"{side} table of group full: a BlockTable expected"):
+        Request(**tables, need={"full": (Span(0, 4),)})
 
 
 def test_a_token_cannot_be_needed_and_kept(engine):
@@ -331,6 +380,14 @@ def test_a_need_longer_than_a_ring_is_refused(engine):
     made = lower(prove(plan(engine(), engine(group=ring(8)), 0)))
     with pytest.raises(RequestError, match="dst-ring-short"):
         select(made, full(table(0, 1, 2), table(0), Span(0, 9)))
+
+
+@pytest.mark.parametrize("need", [Span(0, 4), Span(3, 8)])
+def test_a_source_ring_has_nothing_before_its_first_token(engine, need):
+    made = lower(prove(plan(engine(group=ring(8)), engine(), 0)))
+    with pytest.raises(RequestError, match="src-ring-short"):
+        select(made, full(table(0, first_token=4), table(0, 1), need))
+    assert select(made, full(table(0, first_token=4), table(0, 1, 2), Span(4, 12))).total_bytes == 8 * CELL
 
 
 @pytest.mark.parametrize("ids", [(), (0, 1)])

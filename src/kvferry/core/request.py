@@ -24,7 +24,8 @@ class BlockTable:
     """A group's blocks of one request, in the order of the tokens.
 
     Block ``i`` holds the tokens from ``first_token + i * tokens_per_block`` on. For a slot group the one id
-    is the slot; for a ring it is the block, and ``first_token`` is a token that sits in its cell 0.
+    is the slot; for a ring it is the block, and ``first_token`` is a token that sits in its cell 0; a
+    source ring has nothing before it.
 
     >>> BlockTable.of([7, 3, HOLE], first_token=32).block_ids
     array([ 7,  3, -1])
@@ -72,10 +73,22 @@ class Request:
     """Tokens that are already good at the destination (prefix hits): never written."""
 
     def __post_init__(self) -> None:
+        check_tables("src", self.src)
+        check_tables("dst", self.dst)
         for what, by_group in (("need", self.need), ("kept", self.kept)):
             for group, spans in by_group.items():
                 if not all(isinstance(span, Span) for span in spans):
                     raise SpecError(f"{what} of group {group}: spans expected, got {spans!r:.80}")
+
+
+def check_tables(what: str, tables: Mapping[str, BlockTable]) -> None:
+    """Raise unless every table is a ``BlockTable``: a plain list does not say where it starts."""
+    for group, table in tables.items():
+        if not isinstance(table, BlockTable):
+            raise SpecError(
+                f"{what} table of group {group}: a BlockTable expected, got {table!r:.80};"
+                " BlockTable.of makes one of a list of block ids"
+            )
 
 
 def need_of(group: Group, num_tokens: int, num_kept: int = 0) -> Spans:

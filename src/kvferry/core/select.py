@@ -18,7 +18,7 @@ from kvferry.core.lower import Bundle, Lane, Route, Shape
 from kvferry.core.manifest import Manifest
 from kvferry.core.request import HOLE, BlockTable, Request
 from kvferry.core.runs import NO_RUNS, Runs, coalesce
-from kvferry.core.span import Span, Spans, intersect, normal, show, subtract
+from kvferry.core.span import Span, Spans, count, intersect, normal, show, subtract
 from kvferry.core.state import Addressing, Group, Kind, Tail
 from kvferry.core.view import Ints
 from kvferry.errors import Refused, RequestError
@@ -73,6 +73,7 @@ def select(route: Route, request: Request, *, slack: Slack = Slack.CLEAR) -> Sel
     """
     _check_tables(route.plan.src, request.src, "src")
     _check_tables(route.plan.dst, request.dst, "dst")
+    _check_tokens(route.plan.dst, request)
     runs: dict[int, list[Runs]] = defaultdict(list)
     zeros: list[Runs] = []
     for lane in route.lanes:
@@ -126,6 +127,21 @@ def _check_tables(manifest: Manifest, tables: Mapping[str, BlockTable], side: st
             raise RequestError(f"{side}-block-twice", pool, f"block {twice} stands twice in the tables")
 
 
+def _check_tokens(manifest: Manifest, request: Request) -> None:
+    """Whatever is needed or kept is of a group that exists, and only groups with tokens keep some."""
+    for what, by_group in (("need", request.need), ("kept", request.kept)):
+        for name in by_group:
+            if name not in manifest.group_by_name:
+                raise RequestError(f"{what}-group-unknown", name, f"engine {manifest.engine} has none")
+    for name, spans in request.kept.items():
+        if count(spans) and manifest.group_by_name[name].addressing is Addressing.SLOT:
+            detail = (
+                f"{show(spans)} is kept, but a slot has one value and no tokens;"
+                " leave the group out of what is kept (need nothing of it, and its slot is not written)"
+            )
+            raise RequestError("kept-slot", name, detail)
+
+
 def _cells(lane: Lane, request: Request) -> tuple[Spans, Spans]:
     """The needed and the kept cells of a lane, from the destination group's tokens."""
     name = lane.dst_group.name
@@ -133,17 +149,24 @@ def _cells(lane: Lane, request: Request) -> tuple[Spans, Spans]:
         return normal(request.need.get(name, (Span(0, 1),))), ()
     if name not in request.need:
         raise RequestError("need-missing", name, "say which tokens it needs (an empty list for none)")
-    need, kept = request.need[name], request.kept.get(name, ())
-    both = intersect(need, kept)
+    need, kept = normal(request.need[name]), normal(request.kept.get(name, ()))
+    if both := intersect(need, kept):
+        raise RequestError("need-kept", name, f"tokens {show(both)} are both needed and kept")
     size = lane.tokens_per_cell
-    if size > 1:
-        up = size - 1 if lane.tail is Tail.PARTIAL else 0
-        need = tuple(Span(s.start // size, max(s.start, s.stop + up) // size) for s in need)
-        kept = tuple(Span(s.start // size, max(s.start, s.stop + up) // size) for s in kept)
-        both = both or (intersect(need, kept) if lane.tail is Tail.PARTIAL else ())
-    if both:
-        raise RequestError("need-kept", name, f"{show(both)} is both needed and kept")
-    return normal(need), normal(kept)
+    if size == 1:
+        return need, kept
+    need, kept = (_whole_cells(spans, size, lane.tail) for spans in (need, kept))
+    # Of complete cells this never happens: such a cell belongs to whoever has its last token.
+    if both := intersect(need, kept):
+        detail = f"of cells {show(both)} some tokens are needed, others kept; {size} tokens move as one cell"
+        raise RequestError("need-kept", name, detail)
+    return need, kept
+
+
+def _whole_cells(tokens: Spans, size: int, tail: Tail) -> Spans:
+    """The cells of ``size`` tokens that exist because of these tokens."""
+    up = size - 1 if tail is Tail.PARTIAL else 0
+    return normal(Span(s.start // size, max(s.start, s.stop + up) // size) for s in tokens)
 
 
 class _Walk:
@@ -173,6 +196,9 @@ class _Walk:
         if self.group.addressing is not Addressing.TABLE and len(self.block_ids) != 1:
             raise self._error("table-length", f"one id expected, got {len(self.block_ids)}")
         if self.is_ring:
+            if self.side == "src" and need[0].start < self.first:
+                detail = f"{show(need)} begins before its first cell {self.first}: that is overwritten"
+                raise self._error("ring-short", detail)
             if need[-1].stop - need[0].start > self.num_cells:
                 raise self._error("ring-short", f"{show(need)} exceeds its {self.num_cells} cells")
             return

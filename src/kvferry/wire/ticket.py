@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from kvferry.core.request import BlockTable
+from kvferry.core.request import BlockTable, check_tables
 from kvferry.errors import SpecError
 from kvferry.wire.reading import decode_msgpack
 
@@ -61,7 +61,8 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def tables_to_wire(tables: Mapping[str, BlockTable]) -> dict[str, TableDoc]:
-    """Block tables in the form that a ticket carries."""
+    """Block tables in the form that a ticket carries; raises SpecError where one is none."""
+    check_tables("offered", tables)
     return {
         name: TableDoc(tuple(table.block_ids.tolist()), table.first_token) for name, table in tables.items()
     }
