@@ -120,7 +120,7 @@ def demo(
 
 
 def _engine(case: Case, name: str, topology: str, num_tokens: int, num_requests: int) -> Manifest:
-    from kvferry.cli.ending import at
+    from kvferry.cli.bad_input import at
     from kvferry.cli.sides import a_model, snug
     from kvferry.cli.trip import shortened
 

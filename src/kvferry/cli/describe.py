@@ -42,7 +42,7 @@ def describe(
     """Write the manifest of an engine."""
     from dataclasses import replace
 
-    from kvferry.cli.ending import at
+    from kvferry.cli.bad_input import at
     from kvferry.cli.sides import a_model
     from kvferry.errors import SpecError
     from kvferry.models import Topology

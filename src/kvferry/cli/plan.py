@@ -80,8 +80,8 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Can two engines talk, who sends what, and what does it cost?"""
+    from kvferry.cli.bad_input import at
     from kvferry.cli.bill import bill_of
-    from kvferry.cli.ending import at
     from kvferry.cli.sides import Given, sides
     from kvferry.core.sample import sample_request
     from kvferry.errors import SpecError
@@ -143,10 +143,10 @@ def _listed(ranks: list[int]) -> str:
 
 def as_object(source: Manifest, destination: Manifest, bill: Bill, request: Mapping[str, object]) -> object:
     """The whole answer as plain data."""
-    from kvferry.cli.ending import as_object as finding_object
-
     head = {"src": _engine(source), "dst": _engine(destination)}
     if bill.findings:
+        from kvferry.cli.show import finding_object
+
         found = [{**finding_object(each), "dst_ranks": ranks} for each, ranks in bill.findings.items()]
         return {"verdict": "refused", **head, "findings": found}
     return {

@@ -48,7 +48,7 @@ def runs(
 ) -> None:
     """The exact byte runs of one request."""
     import kvferry
-    from kvferry.cli.ending import at
+    from kvferry.cli.bad_input import at
     from kvferry.cli.plan import asked_ranks
     from kvferry.cli.sides import manifest_file
 
@@ -68,7 +68,7 @@ def runs(
 
 
 def _request_file(path: Path) -> tuple[Request, Slack]:
-    from kvferry.cli.ending import at
+    from kvferry.cli.bad_input import at
     from kvferry.wire.request import request_from_json
 
     with at(str(path)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 
 from rich import box
 from rich.console import Console
@@ -120,6 +121,11 @@ def findings(out: Console, found: dict[Finding, list[int]], num_ranks: int) -> N
             ("dst ranks", "" if len(ranks) == num_ranks else ", ".join(map(str, ranks))),
         ]
         labelled(out, rows, "    ")
+
+
+def finding_object(finding: Finding) -> dict[str, object]:
+    """One reason for a refusal as plain data."""
+    return {**asdict(finding), "code": finding.code.value}
 
 
 def _together(states: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvferry.cli.ending import at
+from kvferry.cli.bad_input import at
 from kvferry.core.manifest import Manifest
 from kvferry.core.state import Addressing
 from kvferry.errors import SpecError

@@ -1,16 +1,14 @@
-"""How a command ends: exit codes, and every error as one line (or, with ``--json``, as one object)."""
+"""Run one command: exit codes, and every error as one line (or, with ``--json``, as one object)."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Sequence
 from io import TextIOWrapper
 
-from kvferry.errors import Finding, KVFerryError, Refused, RequestError, SpecError
+from kvferry.errors import Finding, KVFerryError, Refused
 
 GOOD, REFUSED, BAD_INPUT, BUG, INTERRUPTED, CUT_OFF = 0, 1, 2, 3, 130, 141
 
@@ -20,7 +18,7 @@ DEBUG = "KVFERRY_DEBUG"
 """The environment variable that lets an unforeseen error out with its traceback."""
 
 
-def guarded(argv: Sequence[str]) -> int:
+def run_command(argv: Sequence[str]) -> int:
     """Run the command line ``argv``; whatever happens becomes an exit code and a message."""
     from kvferry.cli.app import app
 
@@ -56,21 +54,16 @@ def _never_choke() -> None:
 
 
 def _refuse(findings: Sequence[Finding], *, as_json: bool) -> int:
+    from kvferry.cli import show
+
     if as_json:
-        answer = {"verdict": "refused", "findings": [as_object(finding) for finding in findings]}
+        answer = {"verdict": "refused", "findings": [show.finding_object(finding) for finding in findings]}
         print(json.dumps(answer, ensure_ascii=False))
     else:
-        from kvferry.cli import show
-
         out = show.console()
         show.verdict(out, "REFUSED", "these two engines, as described")
         show.findings(out, {finding: [0] for finding in findings}, 1)
     return REFUSED
-
-
-def as_object(finding: Finding) -> dict[str, object]:
-    """One reason for a refusal as plain data."""
-    return {**asdict(finding), "code": finding.code.value}
 
 
 def _with_hint(message: str, argv: Sequence[str]) -> str:
@@ -93,14 +86,3 @@ def _quiet() -> int:
     """The reader of our output has gone (``| head``): say nothing more, not even at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
     return CUT_OFF
-
-
-@contextmanager
-def at(place: str) -> Iterator[None]:
-    """Say where bad input came from: a file, or an option and its value."""
-    try:
-        yield
-    except (SpecError, RequestError) as error:
-        raise SpecError(f"{place}: {error}") from None
-    except OSError as error:
-        raise SpecError(f"{place}: {error.strerror or error}") from None
