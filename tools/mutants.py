@@ -137,8 +137,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "prove-gap-in-turns",
         "core/prove.py",
-        "        period = lcm(period, box.period)\n",
-        "        period = period\n",
+        "    period = lcm(need.period, *(box.period for _, box in parts))\n",
+        "    period = need.period\n",
         sabotage("every-second-token-lost"),
     ),
     Mutant(
@@ -523,7 +523,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "box-turns",
         "core/box.py",
-        "if turns > MAX_TURNS:",
+        "if parts > MAX_TURNS:",
         OFF,
         sabotage("turns-that-never-seem-to-repeat"),
     ),
@@ -586,15 +586,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "lower-phase",
         "core/lower.py",
-        "cells = cells[residues[(cells + shape.phase) % period]]",
-        "cells = cells[residues[cells % period]]",
+        "residues = (cells + shape.phase) % period",
+        "residues = cells % period",
         requirement("beyond", "test_pipeline_context_and_tensor_parallel_at_once"),
     ),
     Mutant(
         "lower-destination-turns",
         "core/lower.py",
-        "            dst_period = lcm(dst_period, dst_view.box().period)\n",
-        "",
+        "dst_period = lcm(*(dst_view.box().period for _, dst_view in views))",
+        "dst_period = 1",
         sabotage("table-that-starts-out-of-turn"),
     ),
     Mutant(

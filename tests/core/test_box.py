@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry import Span
-from kvferry.core.box import EVERY, Box, lcm
+from kvferry.core.box import EVERY, Box
 from kvferry.core.span import normal
 
 
@@ -49,5 +49,5 @@ def test_a_box_shows_its_turns_but_not_a_token_axis_that_it_holds_whole():
     assert str(Box((("token", EVERY),))) == "everything"
 
 
-def test_lcm_is_the_least_common_multiple():
-    assert [lcm(4, 6), lcm(16, 24), lcm(1, 7)] == [12, 48, 7]
+def test_every_cell_is_one_part_of_any_period():
+    assert Box((("token", EVERY),)).over(1 << 20).axes == (("token", (Span(0, 1 << 20),)),)

@@ -1,5 +1,6 @@
 """Block tables and token intervals in, byte runs out; every move is checked against the slow oracle."""
 
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,7 @@ from kvferry import (
     BlockTable,
     Group,
     Kind,
+    Region,
     Request,
     RequestError,
     Slack,
@@ -23,6 +25,7 @@ from kvferry import (
     prove,
     select,
 )
+from kvferry.core.manifest import MAX_REGIONS
 from kvferry.testing.oracle import check
 
 CELL = 8 * 4
@@ -176,6 +179,32 @@ def test_slack_is_cleared_under_context_parallelism_too(engine, dst_rank, num_to
     assert written == 4 * CELL
 
 
+@pytest.mark.parametrize("per_turn", [1 << 14, 1 << 15, 1 << 16])
+def test_turns_may_be_as_long_as_a_block(engine, per_turn):
+    """Two ranks take turns every 32,768 tokens and more: each holds one long part of a block."""
+    group = Group("full", 2, 2 * per_turn)
+    turning, plain = engine(holds=[(0, 8)] * 2, turns=(2, per_turn), group=group), engine(group=group)
+    request = full(table(1), table(0), Span(0, 2 * per_turn))
+    selection = select(lower(prove(plan(turning, plain, 0))), request)
+    size = per_turn * CELL
+    assert {rank: list(runs) for rank, runs in selection.reads.items()} == {
+        0: [(0, size, 0, 0, size)],
+        1: [(0, size, 0, size, size)],
+    }
+
+
+def test_turns_with_a_long_common_period_take_no_memory_for_it(engine):
+    """Turns within 4096 × 64 tokens and within 4095 × 64 repeat after 2^30 cells."""
+    src = engine(holds=[(0, 8)] * 2, turns=(2, 4096 * 32), group=Group("full", 2, 4096 * 64))
+    dst = engine(holds=[(0, 8)] * 2, turns=(2, 4095 * 32), group=Group("full", 2, 4095 * 64))
+    made = lower(prove(plan(src, dst, 0)))
+    tracemalloc.start()
+    assert select(made, full(table(1), table(0), Span(0, 1000))).total_bytes == 1000 * CELL
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 64 << 20
+
+
 def test_only_bytes_of_the_requests_own_blocks_are_written(engine):
     selection = moved(engine(), engine(order="head token channel"), full(table(1), table(2), Span(1, 3)))
     written = {at // (4 * CELL) for _, _, _, at, _ in (*selection.reads[0], *selection.zeros)}
@@ -309,6 +338,20 @@ def test_narrow_integers_do_not_wrap_around(engine):
     request = full(BlockTable(np.array([69_999], np.int32)), table(0), Span(0, 4))
     selection = select(lower(prove(plan(large, large, 0))), request)
     assert list(selection.reads[0]) == [(0, 69_999 * 4 * CELL * 1024, 0, 0, 4 * CELL * 1024)]
+
+
+def test_the_last_of_32768_regions_is_read_and_written(engine):
+    """As many regions as a place has room for, and as the page of manifests promises."""
+    plain = engine()
+    (rank,) = plain.ranks
+    regions = tuple(Region(f"r{i}", 64) for i in range(MAX_REGIONS - 1))
+    many = replace(plain, ranks=(replace(rank, regions=(*regions, *rank.regions)),))
+    assert len(many.ranks[0].regions) == MAX_REGIONS == 32_768
+    selection = select(lower(prove(plan(many, many, 0))), full(table(7), table(6), Span(0, 4)))
+    last = MAX_REGIONS - 1
+    assert list(selection.reads[0]) == [(last, 28 * CELL, last, 24 * CELL, 4 * CELL)]
+    with pytest.raises(SpecError, match="32769 regions, at most 32768"):
+        replace(plain, ranks=(replace(rank, regions=(*regions, *rank.regions, Region("more", 64))),))
 
 
 @pytest.mark.parametrize("side", ["src", "dst"])

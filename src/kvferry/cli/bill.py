@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -110,15 +111,8 @@ def _rank_bill(
 
 def _flows(plan: kvferry.Plan, selection: kvferry.Selection) -> Iterator[Flow]:
     """One flow per source rank of the plan, also where this request reads nothing from it."""
-    pieces = _counted(piece.src_rank for piece in plan.pieces)
+    pieces = Counter(piece.src_rank for piece in plan.pieces)
     for src_rank, num_pieces in sorted(pieces.items()):
         runs = selection.reads.get(src_rank)
         num_runs, total_bytes = (len(runs), runs.total_bytes) if runs is not None else (0, 0)
         yield Flow(src_rank, plan.dst_rank, num_pieces, num_runs, total_bytes)
-
-
-def _counted(ranks: Iterable[int]) -> dict[int, int]:
-    counts: dict[int, int] = {}
-    for rank in ranks:
-        counts[rank] = counts.get(rank, 0) + 1
-    return counts

@@ -8,7 +8,7 @@ under context parallelism; every cell otherwise, with period 1).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd, prod
+from math import lcm, prod
 
 from kvferry.core.span import Span, Spans, count, intersect, normal, show
 from kvferry.errors import Code, Finding, Refused
@@ -48,15 +48,8 @@ class Box:
         """The same box, its token axis written out over a multiple of its period."""
         if period == self.period:
             return self
-        turns = period // self.period * max((len(s) for name, s in self.axes if name == TOKEN), default=0)
-        if turns > MAX_TURNS:
-            note = f"taking turns repeats after {period} cells only, in {turns} parts (at most {MAX_TURNS})"
-            raise Refused(Finding(Code.TURNS_TOO_MANY, field=TOKEN, note=note))
-        starts = range(0, period, self.period)
         axes = (
-            (name, normal(Span(s.start + at, s.stop + at) for at in starts for s in spans))
-            if name == TOKEN
-            else (name, spans)
+            (name, _repeated(spans, self.period, period) if name == TOKEN else spans)
             for name, spans in self.axes
         )
         return Box(tuple(axes), period)
@@ -77,10 +70,12 @@ class Box:
         return " × ".join(parts) or "everything"
 
 
-def lcm(a: int, b: int) -> int:
-    """The least common multiple.
-
-    >>> lcm(16, 24)
-    48
-    """
-    return a * b // gcd(a, b)
+def _repeated(spans: Spans, period: int, longer: int) -> Spans:
+    """What repeats after ``period`` cells, written out over a longer period."""
+    if spans == (Span(0, period),):
+        return (Span(0, longer),)  # every cell is one part, however long the turns of the other side are
+    parts = longer // period * len(spans)
+    if parts > MAX_TURNS:
+        note = f"taking turns repeats after {longer} cells only, in {parts} parts (at most {MAX_TURNS})"
+        raise Refused(Finding(Code.TURNS_TOO_MANY, field=TOKEN, note=note))
+    return normal(Span(span.start + at, span.stop + at) for at in range(0, longer, period) for span in spans)

@@ -15,11 +15,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import lcm
 from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.core.box import TOKEN, Box, lcm
+from kvferry.core.box import TOKEN, Box
 from kvferry.core.manifest import Rank
 from kvferry.core.plan import Piece, Plan
 from kvferry.core.prove import Proof
@@ -157,12 +158,10 @@ def lower(proof: Proof, *, max_runs_per_block: int = MAX_RUNS_PER_BLOCK) -> Rout
         by_lane[key].append(piece)
     lanes = []
     for (src_group, dst_group, kind, tokens_per_cell, tail), pieces in by_lane.items():
-        period = src_period = dst_period = 1
-        for piece in pieces:
-            src_view, dst_view = plan.views(piece)
-            period = lcm(period, piece.box.period)
-            src_period = lcm(src_period, src_view.box().period)
-            dst_period = lcm(dst_period, dst_view.box().period)
+        views = [plan.views(piece) for piece in pieces]
+        period = lcm(*(piece.box.period for piece in pieces))
+        src_period = lcm(*(src_view.box().period for src_view, _ in views))
+        dst_period = lcm(*(dst_view.box().period for _, dst_view in views))
         lane = Lane(
             plan.src.group_by_name[src_group],
             plan.dst.group_by_name[dst_group],
@@ -279,10 +278,11 @@ def _token_steps(src: AxisMap, dst: AxisMap, spans: Spans, period: int, shape: S
     """Both sides' byte offsets of the cells of a segment that belong to the piece."""
     cells = np.arange(shape.num_cells)
     if period > 1:
-        residues = np.zeros(period, bool)
-        for span in spans:
-            residues[span.start : span.stop] = True
-        cells = cells[residues[(cells + shape.phase) % period]]
+        # Looked up among the spans, never in a table of the period: two coprime turns make a long one.
+        residues = (cells + shape.phase) % period
+        starts, stops = (np.array(edges) for edges in zip(*((s.start, s.stop) for s in spans), strict=True))
+        at = np.searchsorted(starts, residues, side="right") - 1
+        cells = cells[(at >= 0) & (residues < stops[at])]
     src_offsets = src.offsets()[cells + shape.src_cell]
     return _held(src_offsets), _held(dst.offsets()[cells + shape.dst_cell])
 

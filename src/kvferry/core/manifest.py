@@ -16,8 +16,8 @@ from kvferry.errors import Code, Finding, Refused, SpecError
 VERSION = 1
 """The version of the schema and of what its fields mean. Peers of another version are refused."""
 
-MAX_REGIONS = (1 << 15) - 1
-"""Regions of one rank: their index and a 48-bit offset make one 63-bit place."""
+MAX_REGIONS = 1 << 15
+"""Regions of one rank: their index, in 15 bits, and a 48-bit offset make one 63-bit place."""
 
 
 @dataclass(frozen=True, slots=True)

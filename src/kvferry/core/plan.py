@@ -11,8 +11,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
+from math import lcm
 
-from kvferry.core.box import TOKEN, Box, lcm
+from kvferry.core.box import TOKEN, Box
 from kvferry.core.manifest import Manifest, compare
 from kvferry.core.span import Span, Spans, holds, normal, show
 from kvferry.core.state import State
@@ -175,9 +176,7 @@ def _atoms(
     readers: Sequence[tuple[int, Box]],
 ) -> Iterator[_Atom]:
     """Cut ``need`` along every axis wherever the set of holders changes, and take the product."""
-    period = need.period
-    for _, box in holders:
-        period = lcm(period, box.period)
+    period = lcm(need.period, *(box.period for _, box in holders))
     need = need.over(period)
     held = [(rank, dict(box.over(period).axes)) for rank, box in holders]
     cuts = [

@@ -13,8 +13,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
+from math import lcm
 
-from kvferry.core.box import Box, lcm
+from kvferry.core.box import Box
 from kvferry.core.manifest import Manifest, Rank, compare
 from kvferry.core.overlap import Comb, Tangled, meet_apart, overlaps
 from kvferry.core.plan import Piece, Plan
@@ -95,9 +96,7 @@ def _tiles(need: Box, parts: Sequence[tuple[int, Box]], held: Sequence[Box | Non
         if [name for name, _ in box.axes] != axes or not box:
             yield Finding(Code.NOT_NEEDED, field=str(box), dst=str(need), note="not a box of this state")
             return
-    period = need.period
-    for _, box in parts:
-        period = lcm(period, box.period)
+    period = lcm(need.period, *(box.period for _, box in parts))
     for (src_rank, box), has in zip(parts, held, strict=True):
         if (box & need).over(period) != box.over(period):
             yield Finding(Code.NOT_NEEDED, field=str(box), dst=str(need))

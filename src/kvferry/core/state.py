@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from math import prod
 
 from kvferry.core.box import TOKEN
 from kvferry.errors import SpecError
@@ -98,10 +99,7 @@ class State:
     @property
     def cell_bytes(self) -> int:
         """Bytes of one whole cell, over all ranks."""
-        total = self.item_bytes
-        for axis in self.axes:
-            total *= axis.size
-        return total
+        return self.item_bytes * prod(axis.size for axis in self.axes)
 
 
 class Addressing(StrEnum):

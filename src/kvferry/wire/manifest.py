@@ -12,7 +12,7 @@ from typing import cast
 
 import msgspec
 
-from kvferry.core.manifest import VERSION, Manifest, Rank, Region
+from kvferry.core.manifest import MAX_REGIONS, VERSION, Manifest, Rank, Region
 from kvferry.core.span import Span
 from kvferry.core.state import Addressing, Axis, Group, Kind, State, Tail
 from kvferry.core.view import AxisMap, Digit, View
@@ -27,8 +27,6 @@ MAX_AXIS_MAPS = 1 << 14
 """Distinct axis maps of one manifest; equal ones count once."""
 MAX_COORDINATES = 1 << 23
 """Coordinates that the distinct maps of one manifest count through together: the core tabulates them."""
-MAX_REGIONS = 1 << 15
-"""Regions of one rank: a place in memory has 15 bits for the region's index."""
 MAX_STATES_TIMES_RANKS = 1 << 22
 
 
