@@ -106,8 +106,14 @@ vllm-startup: $(VLLM)/.ready ## what the connector costs before it serves, besid
 serve: $(VLLM)/.ready ## two vLLM servers on a CPU, kvferry between them, a proxy in front: two questions answered
 	@BIN=$(VLLM)/bin examples/vllm/serve.sh
 
-mutants: $(READY) ## break the code on purpose; every break must fail a test
-	@$(BIN)/python tools/mutants.py
+# MUTANTS="core --sample 100 --seed 7": which rooms, how many, which sample; the default: the laws, 30 of each room.
+mutants: $(VENV)/.mutants ## break the code on purpose, a sample of each room; every break must fail a test
+	@echo "==> mutants"
+	@$(BIN)/python tools/mutants.py $(MUTANTS)
+
+$(VENV)/.mutants: $(READY)
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,mutants]"
+	@touch $@
 
 clean: ## remove .venv, caches and build products
 	rm -rf $(VENV) $(VLLM) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

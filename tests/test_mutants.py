@@ -1,4 +1,4 @@
-"""The list of mutants keeps up with the code: each text is there once, each named test exists."""
+"""What the breaks on purpose are made of keeps up with the code."""
 
 import ast
 import importlib.util
@@ -17,37 +17,48 @@ def load() -> ModuleType:
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclass looks itself up there
+    sys.modules[spec.name] = module  # its dataclasses look themselves up there
     spec.loader.exec_module(module)
     return module
 
 
 mutants = load()
+LAWS = mutants.laws()
 
 
-@pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_mutant_breaks_a_line_that_is_there(mutant):
-    text = (ROOT / "src" / "kvferry" / mutant.file).read_text(encoding="utf-8")
-    assert text.count(mutant.old) == 1
-    assert mutant.new != mutant.old
-    ast.parse(text.replace(mutant.old, mutant.new))
-    assert mutant.tests
-
-
-def test_mutants_have_names_of_their_own():
-    names = [mutant.name for mutant in mutants.MUTANTS]
-    assert len(set(names)) == len(names)
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.law)
+def test_a_law_is_kept_by_a_line_that_is_there(law):
+    text = mutants.text_of(law.file)
+    assert text.count(law.old) == 1
+    assert law.broken() != text
+    ast.parse(law.broken())
 
 
 def test_every_test_that_must_notice_is_collected():
-    nodes = sorted({test for mutant in mutants.MUTANTS for test in mutant.tests})
+    nodes = sorted({law.test for law in LAWS})
     command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-p", "no:cacheprovider", *nodes]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
-def test_every_file_of_the_core_that_decides_has_mutants():
-    files = {mutant.file for mutant in mutants.MUTANTS}
-    assert files >= {
-        f"core/{name}.py" for name in ("prove", "overlap", "manifest", "plan", "lower", "select")
-    }
+@pytest.mark.parametrize("each", mutants.equivalents(), ids=lambda each: f"{each.file}: {each.old}")
+def test_a_judged_break_is_of_code_that_is_there(each):
+    lines = " ".join(line.strip() for line in mutants.text_of(each.file).splitlines())
+    assert each.old in lines, "the code has changed: judge it anew, or drop the entry"
+    assert len(each.why.split()) > 3
+
+
+def test_each_room_has_tests_of_its_own():
+    for room, tests in mutants.ROOMS.items():
+        assert (mutants.PACKAGE / room).is_dir()
+        assert all((ROOT / test).exists() for test in tests)
+
+
+def test_a_sample_is_seeded_and_takes_one_break_of_a_line_before_a_second():
+    breaks = [mutants.Break("core/span.py", line, "AddNot", i) for i, line in enumerate((1, 1, 1, 2, 2, 3))]
+    for seed in range(20):
+        chosen = mutants.sample(breaks, 3, seed)
+        assert {one.line for one in chosen} == {1, 2, 3}
+        assert chosen == mutants.sample(breaks, 3, seed)
+    assert set(mutants.sample(breaks, 0, 1)) == set(breaks)
+    assert len({tuple(mutants.sample(breaks, 3, seed)) for seed in range(20)}) > 1
