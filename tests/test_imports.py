@@ -1,54 +1,29 @@
-"""The import rule: arrows point inward, and each foreign package has one door.
+"""The import rule: pyproject.toml states all of it, CONTRIBUTING.md says the same, and imports are light.
 
-``make imports`` checks directions and chains; here stands the exact table of who may import whom.
+``make imports`` checks the code against the statement.
 """
 
-import ast
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import tomllib
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[1] / "src" / "kvferry"
-FILES = sorted(PACKAGE.rglob("*.py"))
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "src" / "kvferry"
 
-ROOMS = {
-    "": {"core", "errors", "models"},  # kvferry/__init__.py: the public names
-    "errors": set(),
-    "core": {"errors"},
-    "wire": {"core", "errors"},
-    "models": {"core", "errors"},
-    "transport": {"core", "errors"},
-    "runtime": {"core", "errors", "wire"},
-    "channel": {"core", "errors", "wire"},
-    "endpoint": {"core", "errors", "wire", "transport", "channel", "runtime"},
-    "testing": {"core", "errors", "models", "transport", "wire", "runtime", "endpoint"},
-    "integrations": {"core", "errors", "models", "wire", "transport", "channel", "runtime", "endpoint"},
-    "cli": {
-        *("", "core", "errors", "models", "wire", "transport", "channel", "runtime", "endpoint"),
-        *("testing", "integrations"),
-    },
-    "__main__": {"cli"},
+CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+    "contracts"
+]
+MAY_IMPORT = {
+    module: contract["allowed_importers"]
+    for contract in CONTRACTS
+    if contract["type"] == "protected"
+    for module in contract["protected_modules"]
 }
-"""Room -> the other rooms it may import ('' is the public names). Each room is listed."""
-
-DOORS = {
-    "numpy": ("",),
-    "hypothesis": ("testing/",),
-    "msgspec": ("wire/",),
-    "nixl": ("transport/nixl.py",),
-    "prometheus_client": ("endpoint/metrics.py", "integrations/vllm/stats.py"),
-    "rich": ("cli/", "cli.py"),
-    "tokenizers": ("testing/vllm/",),
-    "torch": ("integrations/", "testing/vllm/"),
-    "transformers": ("testing/vllm/",),
-    "typer": ("cli/", "cli.py"),
-    "vllm": ("integrations/",),
-    "zmq": ("channel/",),
-}
-"""Foreign package -> where, as a prefix of the path inside the package, it may be imported."""
+"""What is imported -> who may import it."""
 
 HEAVY = ("torch", "nixl", "zmq", "vllm")
 LIGHT_IMPORT_SKIPS = (*HEAVY, "msgspec", "rich", "typer", "hypothesis", "pytest")
@@ -75,30 +50,6 @@ def asked_for(module: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def imported_names(path: Path) -> Iterator[tuple[int, str]]:
-    """Every absolute name that a file imports, wherever in the file, with its line."""
-    package = ("kvferry", *path.relative_to(PACKAGE).parent.parts)
-    for node in ast.walk(ast.parse(path.read_bytes(), filename=str(path))):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) + 1 - node.level] if node.level else ()
-            stem = ".".join((*base, *([node.module] if node.module else [])))
-            # `from kvferry import core` imports a room; `from kvferry import Plan` does not.
-            for alias in node.names:
-                yield node.lineno, f"{stem}.{alias.name}" if stem == "kvferry" else stem
-
-
-def room_of(path: Path) -> str:
-    """The room a file belongs to; '' is the package's own ``__init__.py``."""
-    first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    return "" if first == "__init__" else first
-
-
-def label(path: Path) -> str:
-    return path.relative_to(PACKAGE).as_posix()
-
-
 def test_the_probe_sees_what_is_not_installed(tmp_path, monkeypatch):
     (tmp_path / "sly.py").write_text("try:\n    import nixl.sub\nexcept ImportError:\n    pass\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -122,23 +73,40 @@ def test_rooms_load_nothing_heavy(module):
     assert asked_for(module).isdisjoint(HEAVY)
 
 
-@pytest.mark.parametrize("path", FILES, ids=label)
-def test_a_file_imports_only_what_its_room_may(path):
-    room = room_of(path)
-    assert room in ROOMS, f"{room!r} is a new room: say in ROOMS what it may import"
-    may = ROOMS[room] | {room}
-    for line, name in imported_names(path):
-        top, _, rest = name.partition(".")
-        if top == "kvferry":
-            target = rest.partition(".")[0]
-            target = target if target in ROOMS else ""
-            assert target in may, f"{label(path)}:{line} imports {name}"
+def rooms() -> set[str]:
+    """Every module and package right below kvferry, but for the entry point that nobody imports."""
+    found = {
+        path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()
+    }
+    return found - {"__init__", "__main__"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=label)
-def test_a_foreign_package_comes_in_by_its_door(path):
-    for line, name in imported_names(path):
-        top = name.partition(".")[0]
-        if top != "kvferry" and top not in sys.stdlib_module_names:
-            doors = DOORS.get(top, ())
-            assert label(path).startswith(doors), f"{label(path)}:{line} imports {top}"
+def test_the_rule_names_every_room():
+    """A new room starts with a line in pyproject.toml that says who may import it."""
+    assert {f"kvferry.{room}" for room in rooms()} == {
+        name for name in MAY_IMPORT if name.startswith("kvferry.")
+    }
+
+
+def test_the_rule_names_every_foreign_package():
+    """A new dependency starts with a line in pyproject.toml that says by which door it comes in."""
+    grimp = pytest.importorskip("grimp")
+    graph = grimp.build_graph("kvferry", include_external_packages=True, cache_dir=None)
+    outside = {name for name in graph.modules if not name.startswith("kvferry")} - sys.stdlib_module_names
+    assert outside == {name for name in MAY_IMPORT if not name.startswith("kvferry")}
+
+
+def test_the_table_for_people_says_the_same():
+    """CONTRIBUTING.md turns the rule round: what each room may import, beside errors."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)(?:/|\.py)` \| .* \| (.*) \|$", text, re.MULTILINE)
+    said = {room: set(re.findall(r"\w+", cell)) - {"nothing"} for room, cell in rows}
+    ruled = {
+        room: {
+            other
+            for other in rooms() - {"errors", room}
+            if f"kvferry.{room}" in MAY_IMPORT[f"kvferry.{other}"]
+        }
+        for room in rooms()
+    }
+    assert said == ruled
