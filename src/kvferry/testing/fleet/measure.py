@@ -73,6 +73,9 @@ class Witness:
         self.post_seconds += perf_counter() - started
         self.reads.append((peer, runs))
 
+    def cancel(self, transfer: int) -> None:
+        self._inner.cancel(transfer)
+
     def clear(self, runs: Runs) -> None:
         self._inner.clear(runs)
 
