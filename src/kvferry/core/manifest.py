@@ -46,7 +46,7 @@ class Region:
 
 def _one_spelling(region: str, device: str) -> str:
     """The one way in which a device is written, so that equal devices are equal texts."""
-    found = re.fullmatch(r"([a-z]+)(?::([0-9]{1,5}))?", device) if isinstance(device, str) else None
+    found = re.fullmatch(r"([a-z]+)(?::([0-9]{1,5}))?", str(device))
     if not found or (found[1] == "cpu" and int(found[2] or 0)):
         rule = "device must be 'cpu', or a kind and an index like 'cuda:0'"
         raise SpecError(f"region {region}: {rule}, got {device!r}")
