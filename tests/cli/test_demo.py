@@ -84,19 +84,19 @@ def test_a_spoilt_transfer_is_found_and_named(cli, monkeypatch, spoil):
     assert ran.code == 1
     assert ran.answer["verdict"] == "wrong"
     assert ran.answer["num_wrong"] > 0
-    assert "dst rank 0: layers.0.attn/" in ran.answer["first_wrong"]
+    assert "dst rank 0: layers.0.attn/" in ran.answer["pairs"][0]["first_wrong"]
     for_people = cli(*QUICK)
     assert for_people.code == 1
     assert "WRONG" in for_people.out
-    assert "first: llama-3.1-8b: dst rank 0: layers.0.attn/" in for_people.out
+    assert "first: llama-3.1-8b, request-1: dst rank 0: layers.0.attn/" in for_people.out
     assert "verified" not in for_people.out
 
 
 def test_a_spoilt_stride_is_found_and_named(cli, monkeypatch):
     """The plan is made for a source whose blocks lie further apart than they really do."""
-    from kvferry.cli import trip
+    from kvferry.cli.demo import in_memory
 
-    route = trip._route
+    route = in_memory._route
 
     def spoilt(*args):
         made = route(*args)
@@ -105,10 +105,10 @@ def test_a_spoilt_stride_is_found_and_named(cli, monkeypatch):
                 object.__setattr__(bundle, "src_stride", bundle.src_stride // 2)
         return made
 
-    monkeypatch.setattr(trip, "_route", spoilt)
+    monkeypatch.setattr(in_memory, "_route", spoilt)
     ran = cli(*QUICK)
     assert ran.code == 1
-    assert "first: llama-3.1-8b: dst rank 0: layers.0.attn/k cell " in ran.out
+    assert "first: llama-3.1-8b, request-1: dst rank 0: layers.0.attn/k cell " in ran.out
 
 
 def test_a_written_prefix_is_found(cli, monkeypatch):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from kvferry.cli import crossing
+from kvferry.cli.demo import over_nixl
 from kvferry.core.request import BlockTable
 from kvferry.errors import TransportError
 from kvferry.testing.fleet import BlockPool, SourceFleet
@@ -61,9 +61,10 @@ def test_the_account_as_json(cli):
     assert ran.code == 0
     answer = ran.answer
     assert (answer["verdict"], answer["num_requests"], answer["num_wrong"]) == ("verified", 2, 0)
-    assert (answer["num_leases"], answer["leaks"], answer["failures"]) == (0, [], [])
     assert answer["num_cells"] > 0
-    (speed,) = answer["speeds"]
+    (pair,) = answer["pairs"]
+    assert (pair["num_leases"], pair["leaks"], pair["failures"]) == (0, [], [])
+    (speed,) = pair["speeds"]
     assert min(speed[key] for key in ("move_ms", "raw_move_ms", "one_run_move_ms")) > 0
 
 
@@ -82,7 +83,7 @@ def offers(monkeypatch):
         monkeypatch.setattr(SourceFleet, "offer", changed)
         return offer
 
-    monkeypatch.setattr(crossing, "SETTLED_SECONDS", 1.0)
+    monkeypatch.setattr(over_nixl, "SETTLED_SECONDS", 1.0)
     return install
 
 
@@ -98,7 +99,8 @@ def test_a_wrong_block_is_found_and_named(cli, offers):
     ran = cli(*QUICK, *FEW)
     assert (ran.code, ran.err) == (1, "")
     assert "WRONG" in ran.out
-    assert "first: request-1: dst rank 0: layers.0.attn/k cell 48 channel 0 head 0: " in ran.out
+    place = "first: llama-3.1-8b, request-1: dst rank 0: layers.0.attn/k cell 48 channel 0 head 0: "
+    assert place in " ".join(ran.out.split())
     assert "verified" not in ran.out
 
 
@@ -117,12 +119,12 @@ def test_a_lease_that_is_left_is_told(cli, offers):
 
 
 def test_blocks_that_are_left_are_told(cli, monkeypatch):
-    monkeypatch.setattr(crossing, "SETTLED_SECONDS", 1.0)
+    monkeypatch.setattr(over_nixl, "SETTLED_SECONDS", 1.0)
     monkeypatch.setattr(BlockPool, "give_back", lambda pool, tables: None)
     ran = cli(*QUICK, *FEW, "--json")
     assert ran.code == 1
     assert ran.answer["verdict"] == "leaked"
-    assert {leak.partition(" ")[2] for leak in ran.answer["leaks"]} == {
+    assert {leak.partition(" ")[2] for leak in ran.answer["pairs"][0]["leaks"]} == {
         "source blocks not given back",
         "destination blocks not given back",
     }
@@ -167,7 +169,7 @@ def test_without_a_gpu_that_is_said(cli):
 
 
 def test_a_pair_that_is_refused_starts_nothing(cli, monkeypatch):
-    monkeypatch.setattr(crossing, "SourceFleet", None)
+    monkeypatch.setattr(over_nixl, "SourceFleet", None)
     ran = cli(*QUICK[:-1], "block=24,dtype=fp8", *FEW)
     assert ran.code == 1
     assert "REFUSED" in ran.out

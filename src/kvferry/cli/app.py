@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli import demo, describe, models, plan, runs
+from kvferry.cli import describe, models, plan, runs
+from kvferry.cli.demo import command as demo
 
 COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "plan": (plan.plan, plan.HELP),

@@ -7,18 +7,24 @@ back when it is told that it may. It complains when it is told twice, or of some
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.core.request import BlockTable, need_of
-from kvferry.core.span import Spans
+from kvferry.core.span import Span, Spans
+from kvferry.core.state import Addressing
 from kvferry.errors import KVFerryError
 from kvferry.runtime import Released, Report
 from kvferry.testing.fleet.engines import DestinationFleet, SourceFleet
 from kvferry.testing.fleet.pool import BlockPool
 from kvferry.testing.fleet.worker import call_all
+from kvferry.testing.pattern import Checked
 from kvferry.wire.ticket import Ticket
+
+LEASES = "leases outstanding"
+KEPT = "kept"
+"""Salt of the pattern that stands for tokens which a destination has already."""
 
 
 class Unbalanced(KVFerryError):
@@ -52,21 +58,35 @@ class SourceAccount:
             self.prefill(request_id, num_tokens, is_filled=is_filled)
         return self.fleet.offer(request_id, self.out[request_id], num_tokens)
 
-    def prefill(self, request_id: str, num_tokens: int, *, is_filled: bool = True) -> None:
-        """Take blocks for a request, and write its pattern into them unless told not to."""
-        tables = self.pool.take(num_tokens)
-        if tables is None:
-            raise Unbalanced(f"{self.fleet.manifest.engine} has no blocks for {num_tokens} tokens")
+    def prefill(
+        self, request_id: str, num_tokens: int, *, is_filled: bool = True, wait_seconds: float = 0
+    ) -> None:
+        """Take blocks for a request once there are some, and write its pattern unless told not to."""
+        deadline = time.monotonic() + wait_seconds
+        while (tables := self.pool.take(num_tokens)) is None:
+            if time.monotonic() > deadline:
+                raise Unbalanced(f"{self.fleet.manifest.engine} has no blocks for {num_tokens} tokens")
+            self.poll()
+            time.sleep(0.01)
         self.out[request_id] = tables
         if is_filled:
             call_all(self.fleet.ranks, "fill", tables, num_tokens, request_id)
+
+    def offer_again(self, request_id: str, written: str, num_tokens: int) -> Ticket:
+        """Offer the blocks of a request that was written, under another name; they stay that request's."""
+        self.out[request_id] = {}
+        return self.fleet.offer(request_id, self.out[written], num_tokens)
+
+    def give_back(self, request_id: str) -> None:
+        """Take back the blocks of a request that was written and is not on offer."""
+        self.pool.give_back(self.out.pop(request_id))
 
     def poll(self) -> None:
         """Collect what was released, where somebody answers, and take those blocks back."""
         if self.fleet.authority.is_running:
             for released in self.fleet.poll():
                 _note(self.released, released, "the engine")
-                self.pool.give_back(self.out.pop(released.request_id))
+                self.give_back(released.request_id)
         for heard, rank in zip(self.heard, self.fleet.ranks, strict=True):
             if rank.is_running:
                 for released in rank.call("poll"):
@@ -91,13 +111,24 @@ class SourceAccount:
         status: dict[str, Any] = self.fleet.authority.call("status")
         return status
 
-    def is_quiet(self) -> bool:
-        """No lease, no notice that a living rank has not heard, every block back."""
+    def left(self) -> dict[str, int]:
+        """What is not over: leases, blocks that are out, releases that a living rank has not heard of."""
         self.poll()
         status = self.status()
         all_alive = all(rank.is_alive for rank in self.fleet.ranks)
-        left = status["offered"] + status["being_read"] + (status["unheard"] if all_alive else 0)
-        return not left and not self.pool.num_missing
+        left = {
+            LEASES: int(status["offered"]) + int(status["being_read"]),
+            "source blocks not given back": self.pool.num_missing,
+            "releases not confirmed by every rank": int(status["unheard"]) if all_alive else 0,
+        }
+        for heard, rank in zip(self.heard, self.fleet.ranks, strict=True):
+            if all_alive:
+                left[f"releases that {rank.name} did not hear of"] = len(self.released) - len(heard)
+        return left
+
+    def is_quiet(self) -> bool:
+        """Whether nothing is left."""
+        return not any(self.left().values())
 
 
 def _note(seen: dict[str, str], released: Released, whom: str) -> None:
@@ -113,7 +144,10 @@ class Load:
     request_id: str
     tables: Mapping[str, BlockTable]
     need: Mapping[str, Spans]
-    handles: list[int]
+    kept: Mapping[str, Spans] = field(default_factory=dict)
+    """Tokens that were there already."""
+    handles: list[int] = field(default_factory=list)
+    """One per rank, once it is started."""
     reports: dict[int, Report] = field(default_factory=dict)
     """By rank."""
 
@@ -127,22 +161,38 @@ class Load:
 class DestinationAccount:
     """A destination engine's loads and blocks."""
 
-    def __init__(self, fleet: DestinationFleet) -> None:
-        self.fleet, self.pool = fleet, BlockPool(fleet.manifest)
+    def __init__(self, fleet: DestinationFleet, src_names: Mapping[str, str] | None = None) -> None:
+        self.fleet, self.pool = fleet, BlockPool(fleet.manifest, seed=1)
         self._by_handle: list[dict[int, Load]] = [{} for _ in fleet.ranks]
-        self._names = {state.name: state.name for state in fleet.manifest.states}
+        self._own_names = {state.name: state.name for state in fleet.manifest.states}
+        self._src_names = src_names or self._own_names
+        """State -> the name under which the source knows it."""
 
     def fetch(self, ticket: Ticket, num_tokens: int = 0) -> Load:
         """Take blocks, and start the load on every rank."""
-        num_tokens = num_tokens or ticket.num_tokens
+        load = self.prepare(ticket.request_id, num_tokens or ticket.num_tokens)
+        self.start(load, ticket)
+        return load
+
+    def prepare(self, request_id: str, num_tokens: int, num_kept: int = 0) -> Load:
+        """Take blocks, and write the tokens that are there already while nothing is in flight."""
         tables = self.pool.take(num_tokens)
         if tables is None:
             raise Unbalanced(f"{self.fleet.manifest.engine} has no blocks for {num_tokens} tokens")
-        need = {group.name: need_of(group, num_tokens) for group in self.fleet.manifest.groups}
-        load = Load(ticket.request_id, tables, need, self.fleet.fetch(ticket, tables, need))
+        groups = self.fleet.manifest.groups
+        need = {group.name: need_of(group, num_tokens, num_kept) for group in groups}
+        kept: dict[str, Spans] = {}
+        if num_kept:
+            paged = [group for group in groups if group.addressing is Addressing.TABLE]
+            kept = {group.name: (Span(0, num_kept),) for group in paged}
+            call_all(self.fleet.ranks, "fill", tables, kept, KEPT)
+        return Load(request_id, tables, need, kept)
+
+    def start(self, load: Load, ticket: Ticket) -> None:
+        """Start a load on every rank."""
+        load.handles = self.fleet.fetch(ticket, load.tables, load.need, kept=load.kept)
         for by_handle, handle in zip(self._by_handle, load.handles, strict=True):
             by_handle[handle] = load
-        return load
 
     def abort(self, load: Load) -> None:
         """Give a load up, on every rank that lives."""
@@ -179,10 +229,17 @@ class DestinationAccount:
         until(is_over, f"{self.fleet.manifest.engine} reports {load.request_id}", seconds)
         return load.codes
 
+    def check(self, load: Load, salt: str = "") -> Sequence[Checked]:
+        """Every needed cell, on every rank: whether it holds what the request's prefill wrote."""
+        return self.fleet.check(load.tables, load.need, self._src_names, salt or load.request_id)
+
+    def check_kept(self, load: Load) -> Sequence[Checked]:
+        """Every cell that was there already, on every rank."""
+        return self.fleet.check(load.tables, load.kept, self._own_names, KEPT)
+
     def num_wrong(self, load: Load, salt: str = "") -> int:
         """Needed cells that do not hold what the request's prefill wrote."""
-        checked = self.fleet.check(load.tables, load.need, self._names, salt or load.request_id)
-        return sum(one.num_wrong for one in checked)
+        return sum(one.num_wrong for one in self.check(load, salt))
 
     def statuses(self) -> list[dict[str, Any]]:
         """The own view of every rank that answers."""
@@ -196,9 +253,18 @@ class DestinationAccount:
         """A checksum of every rank's memory."""
         return [rank.call("fingerprint") for rank in self.fleet.ranks if rank.is_running]
 
-    def is_quiet(self) -> bool:
-        """No fetch, no read, nothing left to say, every block back."""
+    def left(self) -> dict[str, int]:
+        """What is not over: blocks that are out, fetches, reads, what is still to be said."""
         self.poll()
-        statuses = self.statuses()
-        left = [status["fetches"] or status["in_flight"] or status["settling"] for status in statuses]
-        return not any(left) and not self.pool.num_missing
+        left = {"destination blocks not given back": self.pool.num_missing}
+        for rank in self.fleet.ranks:
+            if rank.is_running:
+                status = rank.call("status")
+                left[f"fetches at {rank.name}"] = sum(status["fetches"].values())
+                for what in ("in_flight", "settling", "quarantined"):
+                    left[f"reads {what.replace('_', ' ')} at {rank.name}"] = int(status[what])
+        return left
+
+    def is_quiet(self) -> bool:
+        """Whether nothing is left."""
+        return not any(self.left().values())

@@ -1,0 +1,123 @@
+"""The report of a demonstration, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from kvferry.cli.demo.result import DemoReport, MemoryResult, NixlResult, Speed, Verdict
+from kvferry.cli.show import (
+    console,
+    gigabytes_per_second,
+    labelled,
+    milliseconds,
+    num_bytes,
+    put,
+    ratio,
+    table,
+    verdict,
+    wrapped,
+)
+
+Step = Callable[[str], None]
+"""Moves the progress bar on, and says what is done next."""
+
+
+@contextmanager
+def progress(num_steps: int, doing: str, *, visible: bool) -> Iterator[Step]:
+    """A bar, on a terminal only."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    shown = visible and console().is_terminal
+    with Progress(*columns, transient=True, disable=not shown) as bar:
+        task = bar.add_task(doing, total=num_steps)
+
+        def step(then: str) -> None:
+            bar.update(task, advance=1, **({"description": then} if then else {}))  # type: ignore[arg-type]
+
+        yield step
+
+
+def show(report: DemoReport) -> None:
+    """All of it; the last line says what was found."""
+    for pair in report.pairs:
+        if isinstance(pair, NixlResult):
+            _show_over_nixl(pair)
+    in_memory = [pair for pair in report.pairs if isinstance(pair, MemoryResult)]
+    if in_memory:
+        _show_in_memory(in_memory)
+    _conclude(report)
+
+
+def _show_over_nixl(result: NixlResult) -> None:
+    out = console()
+    rows = [
+        ("model", result.model),
+        ("from", result.src),
+        ("to", result.dst),
+        ("by", f"NIXL, {result.device} memory, {result.num_processes} processes"),
+        ("moved", f"{num_bytes(result.total_bytes)} in {result.num_runs:,} runs"),
+    ]
+    labelled(out, rows)
+    out.print()
+    if not result.speeds:
+        return
+    _show_speeds(result.speeds)
+    plan, meet = milliseconds(result.plan_ms), milliseconds(result.meet_ms)
+    post = milliseconds(max(one.post_ms for one in result.speeds))
+    raw_post = milliseconds(max(one.raw_post_ms for one in result.speeds))
+    rows = [
+        ("planning", f"{plan}, once for all ranks; first contact {meet}, all told"),
+        ("posting", f"{post} of the caller's time; NIXL alone takes {raw_post} of it"),
+        ("leases", f"{result.num_leases} outstanding"),
+    ]
+    labelled(out, rows)
+    out.print()
+
+
+def _show_speeds(speeds: Sequence[Speed]) -> None:
+    rows = table("dst", "bytes", "runs", "average run", "kvferry", "NIXL, same runs", "NIXL, one run")
+    for one in speeds:
+        rows.add_row(
+            str(one.dst_rank),
+            num_bytes(one.total_bytes),
+            f"{one.num_runs:,}",
+            num_bytes(one.total_bytes / max(1, one.num_runs)),
+            gigabytes_per_second(one.gigabytes_per_second(one.move_ms)),
+            *(
+                f"{gigabytes_per_second(one.gigabytes_per_second(ms))} {ratio(ms / max(one.move_ms, 1e-6))}"
+                for ms in (one.raw_move_ms, one.one_run_move_ms)
+            ),
+        )
+    put(console(), rows)
+
+
+def _show_in_memory(results: Sequence[MemoryResult]) -> None:
+    out = console()
+    labelled(out, [(result.model, f"{result.src} → {result.dst}") for result in results])
+    out.print()
+    rows = table("model", "bytes", "runs", "average run", "copy", "plan", "select", left=["model"])
+    for result in results:
+        rows.add_row(
+            result.model,
+            num_bytes(result.total_bytes),
+            f"{result.num_runs:,}",
+            num_bytes(result.total_bytes / max(1, result.num_runs)),
+            f"{result.gigabytes_per_second:.1f} GB/s",
+            milliseconds(result.plan_ms),
+            milliseconds(result.select_ms),
+        )
+    put(out, rows)
+
+
+def _conclude(report: DemoReport) -> None:
+    """What was found; after a failure, the first wrong cells and whatever else is wrong."""
+    out = console()
+    if report.verdict is Verdict.VERIFIED:
+        out.print(f"verified: {report.summary}", style="bold green")
+        return
+    verdict(out, report.verdict.upper(), report.summary)
+    for pair in report.pairs:
+        first = [f"first: {pair.first_wrong}"] if pair.first_wrong else []
+        wrapped(out, [*first, *pair.failures, *pair.leaks])
