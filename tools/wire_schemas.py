@@ -1,0 +1,79 @@
+"""What peers say to each other, as JSON schemas: a file for each version of it, in tests/wire/schemas.
+
+A structure that changes without its version would be read wrongly, or not at all, by a peer of yesterday.
+tests/wire/test_schemas.py fails then. Raise the version (``PROTOCOL`` in wire/messages.py, ``VERSION`` in
+core/manifest.py, ``CARD_MAGIC`` in transport/cards.py) and run
+
+    python tools/wire_schemas.py
+
+which writes the files of versions that have none. It never changes one: peers out there speak it. A version
+that was never released may be written anew: delete its file first.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvferry.core.manifest import VERSION
+from kvferry.transport import cards
+from kvferry.wire.manifest import ManifestDoc
+from kvferry.wire.messages import PROTOCOL, FromAuthority, ToAuthority
+from kvferry.wire.runs import SelectionDoc
+from kvferry.wire.text import laid_out
+from kvferry.wire.ticket import Ticket
+
+FOLDER = Path(__file__).resolve().parents[1] / "tests" / "wire" / "schemas"
+
+
+def schema_of(types: Iterable[Any]) -> list[Any]:
+    """What is written for each type; names of classes and docstrings are not."""
+    schemas, parts = msgspec.json.schema_components(types, ref_template="{name}")
+
+    def plain(schema: Any) -> Any:
+        if isinstance(schema, list | tuple):
+            return [plain(each) for each in schema]
+        if not isinstance(schema, dict):
+            return schema
+        if "$ref" in schema:
+            return plain(parts[schema["$ref"]])
+        return {
+            key: {name: plain(each) for name, each in value.items()} if key == "properties" else plain(value)
+            for key, value in schema.items()
+            if key not in ("title", "description", "discriminator")
+        }
+
+    return [plain(schema) for schema in schemas]
+
+
+def current() -> dict[str, Any]:
+    """File name -> what is said today, under the version of today."""
+    layout = {"seal": cards.SEAL.format, "head": cards.CARD.format}
+    return {
+        f"messages-{PROTOCOL}": schema_of([ToAuthority, FromAuthority, Ticket]),
+        f"documents-{VERSION}": schema_of([ManifestDoc, SelectionDoc]),
+        f"card-{cards.CARD_MAGIC.decode()}": layout,
+    }
+
+
+def main() -> int:
+    status = 0
+    FOLDER.mkdir(exist_ok=True)
+    for name, schema in current().items():
+        path = FOLDER / f"{name}.json"
+        if not path.exists():
+            path.write_text(laid_out(schema) + "\n", encoding="utf-8")
+            print(f"written: {path.name}")
+        elif json.loads(path.read_text(encoding="utf-8")) != schema:
+            print(f"{path.name} says something else: raise the version first (see {Path(__file__).name})")
+            status = 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
