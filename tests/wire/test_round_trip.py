@@ -3,6 +3,7 @@
 import json
 import time
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -248,3 +249,18 @@ def test_many_equal_maps_become_one_object_quickly(write, read):
     assert len({id(view.axes) for view in views}) == 8
     # 20 ms where this was written; the bound is loose, so that only a change of kind fails it.
     assert min(seconds) < 0.2
+
+
+@pytest.mark.parametrize(("given", "read"), [("cuda", "cuda:0"), ("cuda:00", "cuda:0"), ("cpu:0", "cpu")])
+def test_a_device_has_one_spelling_once_it_is_read(given, read):
+    """Peers that spell a device in two ways mean one device."""
+    document = json.loads(manifest_to_json(small()))
+    for region in document["ranks"][0]["regions"]:
+        region["device"] = given
+    for data, from_wire in (
+        (json.dumps(document).encode(), manifest_from_json),
+        (msgspec.msgpack.encode(document), manifest_from_msgpack),
+    ):
+        manifest = from_wire(data)
+        assert {region.device for region in manifest.ranks[0].regions} == {read}
+        assert manifest_from_json(manifest_to_json(manifest)) == manifest

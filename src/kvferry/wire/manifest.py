@@ -44,7 +44,7 @@ class WholeDigitDoc(msgspec.Struct, frozen=True, array_like=True):
 class DigitDoc(WholeDigitDoc, frozen=True, array_like=True, forbid_unknown_fields=True):
     """``[size, stride]`` or ``[size, stride, [held_start, held_stop]]``: how a digit is read."""
 
-    held: tuple[int, int] | None = None
+    held: tuple[int, int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class AxisMapDoc(_Schema, frozen=True):
@@ -247,7 +247,7 @@ def _check_digits(doc: AxisMapDoc) -> None:
 
 
 def _digit(doc: DigitDoc) -> Digit:
-    return Digit(doc.size, doc.stride, None if doc.held is None else Span(*doc.held))
+    return Digit(doc.size, doc.stride, None if doc.held is msgspec.UNSET else Span(*doc.held))
 
 
 # -------------------------------------------------------------------------------- what is wrong, and where
