@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from kvferry.errors import SpecError
 from kvferry.models.cache import (
@@ -20,117 +21,114 @@ from kvferry.models.cache import (
     rows,
     values_then_scales,
 )
+from kvferry.models.config import Config
 from kvferry.models.model import Layer, Model
-
-MAX_LAYERS = 10_000
-
-_REQUIRED = object()
-
-
-class Config:
-    """A config.json, read with checks: a missing or senseless key is an error that names it."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        text = values.get("text_config")
-        self.values: Mapping[str, Any] = {**values, **text} if isinstance(text, Mapping) else values
-
-    def integer(self, *keys: str, default: object = _REQUIRED, most: int = 1 << 20) -> int:
-        """The first of these keys that is there, as a whole number."""
-        for key in keys:
-            value = self.values.get(key)
-            if value is not None:
-                if type(value) is not int or not 0 <= value <= most:
-                    raise SpecError(f"config: {key} must be a whole number up to {most}, got {value!r}")
-                return value
-        if not isinstance(default, int):
-            raise SpecError(f"config: {' or '.join(keys)} is missing")
-        return default
-
-    def text(self, *keys: str, default: str) -> str:
-        """The first of these keys that is there, as text."""
-        value = next((self.values[key] for key in keys if self.values.get(key)), default)
-        if not isinstance(value, str):
-            raise SpecError(f"config: {keys[0]} must be text, got {value!r}")
-        return value
-
-    def sequence(self, key: str, length: int) -> Sequence[Any]:
-        """A list, or text, with one entry per layer."""
-        value = self.values.get(key)
-        if not isinstance(value, list | str) or len(value) != length:
-            raise SpecError(
-                f"config: {key} must have one entry for each of {length} layers, got {value!r:.80}"
-            )
-        return value
-
-    @property
-    def num_layers(self) -> int:
-        return self.integer("num_hidden_layers", "n_layer", most=MAX_LAYERS)
-
-    @property
-    def dtype(self) -> str:
-        return dtype_name(self.text("torch_dtype", "dtype", default="bfloat16"))
-
-    @property
-    def q_heads(self) -> int:
-        return self.integer("num_attention_heads", "n_head")
-
-    @property
-    def head_dim(self) -> int:
-        hidden = self.integer("hidden_size", "n_embd", default=0)
-        return self.integer("head_dim", default=hidden // self.q_heads)
-
-    def attention(self, *, window: int = 0) -> Cache:
-        """Plain attention with the config's KV heads."""
-        heads = self.integer("num_key_value_heads", default=self.q_heads)
-        if self.values.get("multi_query") is True and not self.values.get("new_decoder_architecture"):
-            heads = 1
-        return attention(heads, self.head_dim, self.dtype, window=window)
-
-    def latent(self) -> Cache:
-        """MLA: latent and rope key in one row."""
-        return latent(self.integer("kv_lora_rank") + self.integer("qk_rope_head_dim"), self.dtype)
-
-    @property
-    def window(self) -> int:
-        return self.integer("sliding_window")
 
 
 def _layers(num_layers: int, caches: Callable[[int], tuple[Cache, ...]]) -> tuple[Layer, ...]:
     return tuple(Layer(f"layers.{i}", caches(i)) for i in range(num_layers))
 
 
-def _dense(config: Config) -> tuple[Layer, ...]:
-    """Full attention everywhere: Llama, Qwen3, Falcon, GPT-2 …"""
-    cache = config.attention()
-    return _layers(config.num_layers, lambda i: (cache,))
+def _check_types(key: str, types: Iterable[object], known: Collection[str]) -> None:
+    if unknown := sorted({repr(one) for one in types} - {repr(one) for one in known}):
+        raise SpecError(f"config: {key} has {', '.join(unknown)}: known are {', '.join(known)}")
 
 
-def _windowed(config: Config) -> tuple[Layer, ...]:
-    """Window and full layers by turns: Gemma-3, gpt-oss; with fewer, wider heads on full ones: Gemma-4."""
-    window = config.attention(window=config.window)
-    full = attention(
-        config.integer(
-            "num_global_key_value_heads",
-            default=config.integer("num_key_value_heads", default=config.q_heads),
-        ),
-        config.integer("global_head_dim", default=config.head_dim),
-        config.dtype,
-    )
-    types = config.sequence("layer_types", config.num_layers)
-    layers = _layers(config.num_layers, lambda i: (_by_type(types[i], window, full),))
+def _attention(config: Config, heads: int = 0, *, window: int = 0) -> Cache:
+    """Plain attention with the config's KV heads."""
+    return attention(heads or config.kv_heads, config.head_dim, config.kv_dtype, window=window)
+
+
+def _latent(config: Config) -> Cache:
+    """MLA: latent and rope key in one row."""
+    return latent(config.integer("kv_lora_rank") + config.integer("qk_rope_head_dim"), config.kv_dtype)
+
+
+def _uniform(config: Config) -> tuple[Layer, ...]:
+    """Attention of one kind, or of kinds that ``layer_types`` names: Llama, Mixtral, GLM-4-MoE, GPT-2 …"""
+    return _by_types(config, config.layer_types())
+
+
+def _by_turns(config: Config, pattern: int) -> tuple[Layer, ...]:
+    """Window layers, and a full one at every ``pattern``-th place: Gemma-2, Gemma-3, gpt-oss."""
+    return _by_types(config, config.layer_types(pattern))
+
+
+def _by_types(config: Config, types: Sequence[Any], full: Cache | None = None) -> tuple[Layer, ...]:
+    by_type = {"full_attention": full or _attention(config)}
+    if "sliding_attention" in types:
+        if not config.window:
+            raise SpecError("config: layer_types has sliding_attention, but sliding_window is missing")
+        by_type["sliding_attention"] = _attention(config, window=config.window)
+    _check_types("layer_types", types, by_type)
+    layers = _layers(config.num_layers, lambda i: (by_type[types[i]],))
     return _sharing(layers, types, config.integer("num_kv_shared_layers", default=0))
 
 
-def _by_type(layer_type: object, window: Cache, full: Cache) -> Cache:
-    match layer_type:
-        case "sliding_attention":
-            return window
-        case "full_attention":
-            return full
-        case _:
+def _qwen(config: Config) -> tuple[Layer, ...]:
+    """Qwen2 and Qwen3: with windows, the first layers are full all the same."""
+    num_full = config.integer("max_window_layers") if config.window else 0
+    types = config.layer_types()
+    if config.get("layer_types") is None:
+        types = ["full_attention" if i < num_full else kind for i, kind in enumerate(types)]
+    return _by_types(config, types)
+
+
+def _gemma4(config: Config) -> tuple[Layer, ...]:
+    """Full layers have wider heads, and fewer of them where K and V are one projection; the last is full."""
+    heads = config.integer("num_global_key_value_heads", default=0)
+    if config.get("attention_k_eq_v") is not True or not heads:
+        heads = config.kv_heads
+    full = attention(heads, config.integer("global_head_dim", default=512), config.kv_dtype)
+    if config.get("use_bidirectional_attention") not in (None, False, "vision"):
+        raise SpecError("config: use_bidirectional_attention: only 'vision' is known")
+    types = [*config.layer_types(6)[:-1], "full_attention"]
+    return _by_types(config, types, full)
+
+
+def _falcon(config: Config) -> tuple[Layer, ...]:
+    """One KV head with ``multi_query``, unless the decoder is the new one, which counts its KV heads."""
+    given = config.integer("num_kv_heads", "n_head_kv", default=0)
+    is_new = config.get("new_decoder_architecture") is True or config.kind == "RefinedWeb"
+    is_multi_query = config.get("multi_query") is True
+    if is_new:
+        heads = given or config.q_heads
+    elif is_multi_query:
+        heads = 1
+    else:
+        heads = config.q_heads
+        if given not in (0, heads):
             raise SpecError(
-                f"config: layer_types has {layer_type!r}: sliding_attention or full_attention expected"
+                f"config: num_kv_heads {given} of {heads} heads needs new_decoder_architecture or multi_query"
             )
+    cache = _attention(config, heads)
+    return _layers(config.num_layers, lambda i: (cache,))
+
+
+def _llama4(config: Config) -> tuple[Layer, ...]:
+    """Chunked attention, and full attention on the layers without rope, every fourth as a rule.
+
+    A chunk is a window: at most so many tokens are read, and those from the chunk's first on.
+    """
+    chunk = config.integer("attention_chunk_size", default=0, most=1 << 30)
+    every = config.integer("no_rope_layer_interval")
+    has_rope = config.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(config.num_layers)]
+    types = ["chunked_attention" if rope else "full_attention" for rope in has_rope]
+    if len(types) != config.num_layers or config.get("layer_types") not in (None, types):
+        raise SpecError(
+            "config: no_rope_layers and layer_types must have one entry per layer, and agree:"
+            " layers with rope (1) are chunked_attention"
+        )
+    full = _attention(config)
+    chunked = _attention(config, window=chunk) if chunk else full
+    return _layers(config.num_layers, lambda i: (chunked if types[i] == "chunked_attention" else full,))
+
+
+def _minimax(config: Config) -> tuple[Layer, ...]:
+    """MiniMax-M2: full attention everywhere, which its list must say."""
+    if set(config.get("attn_type_list") or [1]) != {1}:
+        raise SpecError("config: attn_type_list: only 1 (attention with softmax) is known")
+    return _uniform(config)
 
 
 def _sharing(layers: tuple[Layer, ...], types: Sequence[Any], num_shared: int) -> tuple[Layer, ...]:
@@ -147,7 +145,9 @@ def _sharing(layers: tuple[Layer, ...], types: Sequence[Any], num_shared: int) -
 
 def _mla(config: Config) -> tuple[Layer, ...]:
     """Latents everywhere: DeepSeek-V3, Kimi-K2; with an indexer beside each: DeepSeek-V3.2."""
-    caches: tuple[Cache, ...] = (config.latent(),)
+    caches: tuple[Cache, ...] = (_latent(config),)
+    types = config.layer_types() if config.get("layer_types") is not None else ()
+    _check_types("layer_types", types, ("full_attention", "indexed_attention"))
     if width := config.integer("index_head_dim", default=0):
         caches += (values_then_scales("indexer", width, 4 * -(-width // 128), "fp8 rows, fp32 scales"),)
     return _layers(config.num_layers, lambda i: caches)
@@ -155,7 +155,7 @@ def _mla(config: Config) -> tuple[Layer, ...]:
 
 def _kimi_linear(config: Config) -> tuple[Layer, ...]:
     """KDA states and MLA latents by turns; the config counts layers from 1."""
-    inner = config.values.get("linear_attn_config")
+    inner = config.get("linear_attn_config")
     if not isinstance(inner, Mapping):
         raise SpecError("config: linear_attn_config is missing")
     linear = Config(inner)
@@ -163,7 +163,7 @@ def _kimi_linear(config: Config) -> tuple[Layer, ...]:
     kernel = linear.integer("short_conv_kernel_size")
     kda = delta_net(heads, dim, heads, dim, kernel, config.dtype, "fp32")
     full = set(inner.get("full_attn_layers") or ())
-    return _layers(config.num_layers, lambda i: (config.latent() if i + 1 in full else kda,))
+    return _layers(config.num_layers, lambda i: (_latent(config) if i + 1 in full else kda,))
 
 
 def _gated_delta(config: Config) -> tuple[Layer, ...]:
@@ -177,54 +177,103 @@ def _gated_delta(config: Config) -> tuple[Layer, ...]:
         config.dtype,
         dtype_name(config.text("mamba_ssm_dtype", default=config.dtype)),
     )
-    every = config.integer("full_attention_interval") or 1
-    return _layers(config.num_layers, lambda i: (gdn if (i + 1) % every else config.attention(),))
+    every = config.integer("full_attention_interval", default=4) or 1
+    kinds = {"linear_attention": gdn, "full_attention": _attention(config)}
+    types: Sequence[Any] = [
+        "linear_attention" if (i + 1) % every else "full_attention" for i in range(config.num_layers)
+    ]
+    if config.get("layer_types") is not None:
+        types = config.sequence("layer_types", config.num_layers)
+    _check_types("layer_types", types, kinds)
+    return _layers(config.num_layers, lambda i: (kinds[types[i]],))
 
 
-def _mamba2(config: Config) -> Cache:
-    """The Mamba-2 cache, whatever the family calls its dimensions."""
-    heads = config.integer("mamba_num_heads", "mamba_n_heads", "num_heads")
+class Mamba2Keys(NamedTuple):
+    """What a family calls the dimensions of its Mamba-2 layers."""
+
+    heads: str
+    head_dim: str
+    groups: tuple[str, ...]
+    state: str
+    kernel: tuple[str, ...]
+
+
+_NEMOTRON = Mamba2Keys(
+    "mamba_num_heads",
+    "mamba_head_dim",
+    ("n_groups", "mamba_n_groups", "mamba_num_groups"),
+    "ssm_state_size",
+    ("conv_kernel", "mamba_d_conv"),
+)
+_BAMBA = Mamba2Keys("mamba_n_heads", "mamba_d_head", ("mamba_n_groups",), "mamba_d_state", ("mamba_d_conv",))
+_MAMBA2 = Mamba2Keys("num_heads", "head_dim", ("n_groups",), "state_size", ("conv_kernel",))
+
+
+def _mamba2(config: Config, keys: Mamba2Keys, ssm_dtype: str = "") -> Cache:
+    """The Mamba-2 cache. The state is kept in the model's dtype unless the family says otherwise."""
+    heads = config.integer(keys.heads)
+    if config.get(keys.head_dim) == "auto":
+        dim = config.integer("mamba_expand") * config.integer("hidden_size") // max(1, heads)
+    else:
+        dim = config.integer(keys.head_dim)
+    if config.integer("mamba_d_ssm", default=heads * dim) != heads * dim:
+        raise SpecError(f"config: mamba_d_ssm is not {heads} heads of {dim}")
     return mamba2(
         heads,
-        config.integer("mamba_head_dim", "mamba_d_head", "head_dim"),
-        config.integer("n_groups", "mamba_n_groups", "mamba_num_groups"),
-        config.integer("ssm_state_size", "mamba_d_state", "state_size"),
-        config.integer("conv_kernel", "mamba_d_conv"),
+        dim,
+        config.integer(*keys.groups),
+        config.integer(keys.state),
+        config.integer(*keys.kernel),
         config.dtype,
-        dtype_name(config.text("mamba_ssm_cache_dtype", default=config.dtype)),
+        ssm_dtype or config.dtype,
     )
 
 
 def _pure_mamba2(config: Config) -> tuple[Layer, ...]:
-    cache = _mamba2(config)
+    cache = _mamba2(config, _MAMBA2)
     return _layers(config.num_layers, lambda i: (cache,))
 
 
+_NEMOTRON_LAYERS = {
+    **dict.fromkeys(("M", "mamba", "linear_attention"), "state"),
+    **dict.fromkeys(("*", "attention", "full_attention"), "attention"),
+    **dict.fromkeys(("-", "E", "mlp", "moe"), "nothing"),
+}
+"""What a layer keeps, by its letter in a pattern or by its name in a list."""
+
+
 def _nemotron(config: Config) -> tuple[Layer, ...]:
-    """A pattern says what each layer is: M state, * attention, anything else remembers nothing."""
-    kinds: dict[object, tuple[Cache, ...]] = {"M": (_mamba2(config),), "*": (config.attention(),)}
-    pattern = config.sequence("hybrid_override_pattern", config.num_layers)
-    return _layers(config.num_layers, lambda i: kinds.get(pattern[i], ()))
+    """A pattern, or a list, says what each layer is; MLP and MoE layers remember nothing."""
+    state = _mamba2(config, _NEMOTRON, dtype_name(config.text("mamba_ssm_cache_dtype", default="float32")))
+    kept = {"state": (state,), "attention": (_attention(config),), "nothing": ()}
+    keys = ("hybrid_override_pattern", "layers_block_type", "layer_types")
+    key = next((key for key in keys if config.get(key) is not None), keys[0])
+    if config.get(key) is None:
+        raise SpecError(f"config: {' or '.join(keys)} is missing")
+    count = config.integer("num_hidden_layers", default=len(config.get(key)))
+    types = config.sequence(key, count)
+    _check_types(key, types, _NEMOTRON_LAYERS)
+    return _layers(count, lambda i: kept[_NEMOTRON_LAYERS[types[i]]])
 
 
-def _by_layer_types(config: Config) -> tuple[Layer, ...]:
+def _granite(config: Config) -> tuple[Layer, ...]:
     """Granite: layer types say mamba or attention."""
-    kinds = {"mamba": (_mamba2(config),), "attention": (config.attention(),)}
+    state, full = (_mamba2(config, _BAMBA),), (_attention(config),)
+    kinds = {"mamba": state, "linear_attention": state, "attention": full, "full_attention": full}
     types = config.sequence("layer_types", config.num_layers)
-    if unknown := set(types) - kinds.keys():
-        raise SpecError(f"config: layer_types has {sorted(unknown)}: mamba or attention expected")
+    _check_types("layer_types", types, kinds)
     return _layers(config.num_layers, lambda i: kinds[types[i]])
 
 
 def _bamba(config: Config) -> tuple[Layer, ...]:
-    indices = set(config.values.get("attn_layer_indices") or ())
-    mamba = _mamba2(config)
-    return _layers(config.num_layers, lambda i: (config.attention() if i in indices else mamba,))
+    indices = set(config.get("attn_layer_indices") or ())
+    mamba, full = _mamba2(config, _BAMBA), _attention(config)
+    return _layers(config.num_layers, lambda i: (full if i in indices else mamba,))
 
 
 def _falcon_h1(config: Config) -> tuple[Layer, ...]:
     """Attention and Mamba-2 side by side in every layer."""
-    caches = (config.attention(), _mamba2(config))
+    caches = (_attention(config), _mamba2(config, _BAMBA))
     return _layers(config.num_layers, lambda i: caches)
 
 
@@ -239,7 +288,7 @@ def _jamba(config: Config) -> tuple[Layer, ...]:
     )
     period, offset = config.integer("attn_layer_period"), config.integer("attn_layer_offset")
     return _layers(
-        config.num_layers, lambda i: (config.attention() if i % max(1, period) == offset else state,)
+        config.num_layers, lambda i: (_attention(config) if i % max(1, period) == offset else state,)
     )
 
 
@@ -258,7 +307,10 @@ def _deepseek_v4(config: Config) -> tuple[Layer, ...]:
         return replace(state, window=window, tokens_per_block=block, page_multiple=aligned)
 
     window = replace(
-        values_then_scales("window", *row), window=config.window, tokens_per_block=64, page_multiple=aligned
+        values_then_scales("window", *row),
+        window=config.integer("sliding_window"),
+        tokens_per_block=64,
+        page_multiple=aligned,
     )
     by_ratio: dict[int, tuple[Cache, ...]] = {
         0: (window,),
@@ -271,27 +323,35 @@ def _deepseek_v4(config: Config) -> tuple[Layer, ...]:
         ),
         128: (window, compressed("attn", 128, row), compressor("compressor", 2 * dim, 128, 8)),
     }
-    ratios = config.sequence("compress_ratios", len(config.values.get("compress_ratios") or ()))
+    if not config.get("compress_ratios"):
+        raise SpecError("config: compress_ratios is missing")
+    ratios = config.sequence("compress_ratios", len(config.get("compress_ratios")))
     if len(ratios) < config.num_layers or set(ratios[: config.num_layers]) - by_ratio.keys():
         raise SpecError(f"config: compress_ratios needs 0, 4 or 128 for each layer, got {ratios!r:.80}")
     return _layers(config.num_layers, lambda i: by_ratio[ratios[i]])
 
 
-FAMILIES: dict[str, Callable[[Config], tuple[Layer, ...]]] = {
+Family = Callable[[Config], tuple[Layer, ...]]
+
+FAMILIES: dict[str, Family] = {
     **dict.fromkeys(
-        ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "falcon", "gemma", "gpt2", "phi3", "olmo2"),
-        _dense,
+        ("llama", "mistral", "mixtral", "glm4_moe", "qwen3_moe", "gemma", "gpt2", "phi3", "olmo2"), _uniform
     ),
-    **dict.fromkeys(
-        ("gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gpt_oss"), _windowed
-    ),
+    **dict.fromkeys(("qwen2", "qwen3"), _qwen),
+    **dict.fromkeys(("falcon", "RefinedWeb", "RefinedWebModel"), _falcon),
+    **dict.fromkeys(("gemma2", "gpt_oss"), partial(_by_turns, pattern=2)),
+    **dict.fromkeys(("gemma3", "gemma3_text"), partial(_by_turns, pattern=6)),
+    **dict.fromkeys(("gemma3n", "gemma3n_text"), partial(_by_turns, pattern=5)),
+    **dict.fromkeys(("gemma4", "gemma4_text"), _gemma4),
+    **dict.fromkeys(("llama4", "llama4_text"), _llama4),
+    **dict.fromkeys(("minimax", "minimax_m2"), _minimax),
     **dict.fromkeys(
         ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25", "glm4_moe_lite"), _mla
     ),
     "kimi_linear": _kimi_linear,
     "qwen3_next": _gated_delta,
     "nemotron_h": _nemotron,
-    "granitemoehybrid": _by_layer_types,
+    "granitemoehybrid": _granite,
     "bamba": _bamba,
     "falcon_h1": _falcon_h1,
     "jamba": _jamba,
@@ -300,13 +360,36 @@ FAMILIES: dict[str, Callable[[Config], tuple[Layer, ...]]] = {
 }
 """The family of each ``model_type``."""
 
+_OF_LATENTS = (
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "qk_head_dim", "qk_nope_head_dim"),
+    *("v_head_dim", "index_n_heads", "index_topk", "mla_use_nope"),
+)
+_OF_MAMBA = (
+    *("mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "mamba_hidden_act", "mamba_expand"),
+    *("mamba_norm_before_gate", "mamba_rms_norm", "mamba_dt_rank", "mamba_dt_min", "mamba_dt_max"),
+    *("mamba_dt_limit", "mamba_dt_init_floor", "mamba_inner_layernorms", "use_mamba_kernels", "use_mambapy"),
+    *("use_conv_bias", "chunk_size", "ssm_multipliers", "ssm_in_multiplier", "ssm_out_multiplier"),
+)
+IGNORED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("kimi_linear", "deepseek_v4", *(k for k, f in FAMILIES.items() if f is _mla)), _OF_LATENTS
+    ),
+    **dict.fromkeys(("granitemoehybrid", "bamba", "falcon_h1", "jamba", "mamba2"), _OF_MAMBA),
+    "nemotron_h": (*_OF_MAMBA, "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
+    "gemma4_text": ("per_layer_config",),
+    "qwen3_moe": ("max_window_layers",),
+}
+"""Keys that look as if they decided the cache, and do not in these families."""
+
 DEFAULT_BLOCKS = {"deepseek_v32": 64, "deepseek_v4": 256}
 
 
 def model_from_config(values: Mapping[str, Any], name: str = "") -> Model:
     """The caches of the model that a config.json describes."""
     config = Config(values)
-    kind = config.text("model_type", default="")
+    kind = config.kind
     if kind not in FAMILIES:
         raise SpecError(f"config: no family for model_type {kind!r}: known are {', '.join(sorted(FAMILIES))}")
-    return Model(name or kind, FAMILIES[kind](config), default_block=DEFAULT_BLOCKS.get(kind, 16))
+    layers = FAMILIES[kind](config)
+    config.check_all_read(IGNORED.get(kind, ()))
+    return Model(name or kind, layers, default_block=DEFAULT_BLOCKS.get(kind, 16))

@@ -12,12 +12,25 @@ from kvferry.models import Model, model_from_config
 
 _ATTENTION = {"num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 4, "torch_dtype": "bfloat16"}
 _MLA = {"kv_lora_rank": 6, "qk_rope_head_dim": 2, "num_attention_heads": 12, "torch_dtype": "bfloat16"}
-_MAMBA2 = {"mamba_num_heads": 12, "mamba_head_dim": 2, "ssm_state_size": 3, "n_groups": 12, "conv_kernel": 4}
+_MAMBA2 = {
+    "mamba_n_heads": 12,
+    "mamba_d_head": 2,
+    "mamba_d_state": 3,
+    "mamba_n_groups": 12,
+    "mamba_d_conv": 4,
+}
 _WINDOW, _FULL = "sliding_attention", "full_attention"
 
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "gqa": {"model_type": "llama", "num_hidden_layers": 3, **_ATTENTION, "num_key_value_heads": 6},
-    "mqa": {"model_type": "falcon", "num_hidden_layers": 2, **_ATTENTION, "multi_query": True},
+    "mqa": {
+        "model_type": "falcon",
+        "num_hidden_layers": 2,
+        "num_attention_heads": 12,
+        "hidden_size": 48,
+        "multi_query": True,
+        "torch_dtype": "bfloat16",
+    },
     "window": {
         "model_type": "gpt_oss",
         "num_hidden_layers": 4,
@@ -30,6 +43,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "num_hidden_layers": 3,
         **_ATTENTION,
         "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True,
         "global_head_dim": 8,
         "sliding_window": 24,
         "layer_types": [_WINDOW, _WINDOW, _FULL],
@@ -73,8 +87,13 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "num_hidden_layers": 5,
         "hybrid_override_pattern": "M-M*M",
         **_ATTENTION,
-        **_MAMBA2,
         "num_key_value_heads": 2,
+        "mamba_num_heads": 12,
+        "mamba_head_dim": 2,
+        "ssm_state_size": 3,
+        "n_groups": 12,
+        "conv_kernel": 4,
+        "mamba_ssm_cache_dtype": "bfloat16",
     },
     "mamba2-one-group": {
         "model_type": "granitemoehybrid",
@@ -82,7 +101,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "layer_types": ["mamba", "attention", "mamba"],
         **_ATTENTION,
         **_MAMBA2,
-        "n_groups": 1,
+        "mamba_n_groups": 1,
     },
     "mamba1-gqa": {
         "model_type": "jamba",
@@ -99,7 +118,11 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "mamba2": {
         "model_type": "mamba2",
         "num_hidden_layers": 3,
-        **_MAMBA2,
+        "num_heads": 12,
+        "head_dim": 2,
+        "state_size": 3,
+        "n_groups": 12,
+        "conv_kernel": 4,
         "torch_dtype": "bfloat16",
     },
     "attention-beside-mamba2": {"model_type": "falcon_h1", "num_hidden_layers": 2, **_ATTENTION, **_MAMBA2},
