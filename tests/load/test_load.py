@@ -14,9 +14,9 @@ from kvferry.runtime import Timing
 from kvferry.testing.fleet import (
     DestinationAccount,
     DestinationFleet,
-    Load,
     SourceAccount,
     SourceFleet,
+    TrackedLoad,
     call_all,
     until,
 )
@@ -63,7 +63,7 @@ class Driver:
         self.source, self.destination = source, destination
         self.traffic = Traffic()
         self._random = random.Random(0)
-        self._under_way: set[Load] = set()
+        self._under_way: set[TrackedLoad] = set()
         self._num_started = self._num_batches = self.most_in_flight = 0
 
     def run(self, num_requests: int) -> None:
@@ -110,7 +110,7 @@ class Driver:
         self._finish(self.destination.poll())
         self.source.poll()
 
-    def _finish(self, over: list[Load]) -> None:
+    def _finish(self, over: list[TrackedLoad]) -> None:
         for load in over:
             self._under_way.remove(load)
             assert load.request_id not in self.traffic.outcomes

@@ -13,7 +13,7 @@ from kvferry.core.span import Span
 from kvferry.core.state import Addressing
 from kvferry.models import Topology, describe
 from kvferry.runtime import Released, Timing
-from kvferry.testing.fleet import BlockPool, Crew, DestinationFleet, SourceFleet, call_all
+from kvferry.testing.fleet import BlockPool, DestinationFleet, ProcessPool, SourceFleet, call_all
 from kvferry.testing.small import FAMILIES, small
 
 pytest.importorskip("nixl", exc_type=ImportError)
@@ -43,21 +43,21 @@ def cases():
 
 
 @pytest.fixture(scope="module")
-def crew():
-    with Crew(NUM_PROCESSES) as crew:
-        yield crew
-        assert crew.num_idle == NUM_PROCESSES
+def pool():
+    with ProcessPool(NUM_PROCESSES) as pool:
+        yield pool
+        assert pool.num_idle == NUM_PROCESSES
 
 
 @pytest.mark.parametrize(("family", "pair", "setup"), list(cases()))
-def test_a_family_between_processes(crew, family, pair, setup):
+def test_a_family_between_processes(pool, family, pair, setup):
     model = small(family)
     src, dst = (
         describe(model, Topology.parse(f"tp={tp},blocks=200,{text}"), name)
         for tp, text, name in zip(pair, setup, ("prefill", "decode"), strict=True)
     )
-    source = SourceFleet(src, timing=TIMING, start=crew.start)
-    destination = DestinationFleet(dst, timing=TIMING, start=crew.start)
+    source = SourceFleet(src, timing=TIMING, start=pool.start)
+    destination = DestinationFleet(dst, timing=TIMING, start=pool.start)
     try:
         source.wait_whole()
         destination.wait_ready()

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
+from kvferry.cli.help_text import examples, topology_help
 from kvferry.cli.options import Config, Model
-from kvferry.cli.words import examples, topology_help
 
 HELP = "\n\n".join(
     (
@@ -43,13 +43,13 @@ def describe(
     from dataclasses import replace
 
     from kvferry.cli.bad_input import at
-    from kvferry.cli.sides import a_model
+    from kvferry.cli.engines import chosen_model
     from kvferry.errors import SpecError
     from kvferry.models import Topology
     from kvferry.models import describe as described
     from kvferry.wire.manifest import manifest_to_json
 
-    chosen = a_model(model, config)
+    chosen = chosen_model(model, config)
     with at(f"--at {topology}"):
         manifest = described(chosen, Topology.parse(topology), engine or f"{chosen.name} {topology}")
         if rank is not None and rank >= len(manifest.ranks):

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvferry.cli.help_text import examples
 from kvferry.cli.options import Json
-from kvferry.cli.words import examples
 
 if TYPE_CHECKING:
     from kvferry.models import Model
@@ -108,7 +108,7 @@ def _bytes(model: Model) -> tuple[int, int]:
 
 
 def _show_table(entries: list[Entry]) -> None:
-    from kvferry.cli.show import console, num_bytes, put, table
+    from kvferry.cli.output import console, num_bytes, print_table, table
 
     columns = ("name", "layers", "caches", "per token", "besides")
     listed = table(*columns, left=["name", "caches"])
@@ -121,12 +121,12 @@ def _show_table(entries: list[Entry]) -> None:
         grows = num_bytes(each.bytes_per_token) if each.bytes_per_token else "·"
         listed.add_row(each.name, str(each.num_layers), kinds, grows, besides)
     out = console()
-    put(out, listed)
+    print_table(out, listed)
     out.print("`kvferry models NAME` says more of one.")
 
 
 def _show_details(entries: list[Entry]) -> None:
-    from kvferry.cli.show import console, labelled, num_bytes
+    from kvferry.cli.output import console, labelled, num_bytes
 
     out = console()
     for each in entries:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvferry.cli.help_text import examples, topology_help
 from kvferry.cli.options import Config, Json, Model
-from kvferry.cli.words import examples, topology_help
 from kvferry.core.lower import MAX_RUNS_PER_BLOCK
 from kvferry.core.sample import Placement
 
@@ -82,15 +82,15 @@ def plan(
     """Can two engines talk, who sends what, and what does it cost?"""
     from kvferry.cli.bad_input import at
     from kvferry.cli.bill import bill_of
-    from kvferry.cli.sides import Given, sides
+    from kvferry.cli.engines import GivenModels, src_and_dst
     from kvferry.core.sample import sample_request
     from kvferry.errors import SpecError
 
     if not kept <= (tokens or DEFAULT_TOKENS) <= MAX_TOKENS:
         raise SpecError(f"--kept {kept} must not exceed --tokens {tokens}, nor that {MAX_TOKENS}")
     files = [file for file in (first, second) if file is not None]
-    given = Given(model, config, (src_model, dst_model))
-    src_side, dst_side = sides(files, (src, dst), given)
+    given = GivenModels(model, config, (src_model, dst_model))
+    src_side, dst_side = src_and_dst(files, (src, dst), given)
     room = tokens or DEFAULT_TOKENS
     source, destination = src_side.manifest(room), dst_side.manifest(room)
     ranks = asked_ranks(destination, dst_rank)
@@ -145,7 +145,7 @@ def as_object(source: Manifest, destination: Manifest, bill: Bill, request: Mapp
     """The whole answer as plain data."""
     head = {"src": _engine(source), "dst": _engine(destination)}
     if bill.findings:
-        from kvferry.cli.show import finding_object
+        from kvferry.cli.output import finding_object
 
         found = [{**finding_object(each), "dst_ranks": ranks} for each, ranks in bill.findings.items()]
         return {"verdict": "refused", **head, "findings": found}
@@ -200,7 +200,7 @@ def show(
     source: Manifest, destination: Manifest, bill: Bill, request: Mapping[str, object], asked: int
 ) -> None:
     """The whole answer for people."""
-    from kvferry.cli import show as page
+    from kvferry.cli import output as page
 
     out = page.console()
     page.verdict(out, "REFUSED" if bill.findings else "PROVED", f"{_count(asked, 'destination rank')}")
@@ -229,7 +229,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _show_flows(out: Console, bill: Bill, request: Mapping[str, object]) -> None:
-    from kvferry.cli.show import num_bytes, put, table
+    from kvferry.cli.output import num_bytes, print_table, table
 
     kept = f", {request['kept']} of them kept" if request["kept"] else ""
     title = f"One request of {request['tokens']} tokens{kept}, {request['placement']} blocks"
@@ -243,12 +243,12 @@ def _show_flows(out: Console, bill: Bill, request: Mapping[str, object]) -> None
     average = bill.total_bytes / bill.num_runs if bill.num_runs else 0
     bills.add_row("all", num_bytes(bill.total_bytes), f"{bill.num_runs:,}", num_bytes(average))
     bills.add_row("to zero", num_bytes(bill.zeroed_bytes), "", "")
-    put(out, bills)
+    print_table(out, bills)
 
 
 def _show_matrix(out: Console, bill: Bill) -> None:
     """Bytes by source rank (down) and destination rank (across), a few columns at a time."""
-    from kvferry.cli.show import num_bytes, put, table
+    from kvferry.cli.output import num_bytes, print_table, table
 
     sent = {(flow.src_rank, flow.dst_rank): flow.total_bytes for flow in bill.flows}
     src_ranks = sorted({src_rank for src_rank, _ in sent})
@@ -266,4 +266,4 @@ def _show_matrix(out: Console, bill: Bill) -> None:
         matrix.add_section()
         columns = [sum(sent.get((src, dst), 0) for src in src_ranks) for dst in some]
         matrix.add_row("received", *map(num_bytes, columns), *[num_bytes(bill.total_bytes)] * is_last)
-        put(out, matrix)
+        print_table(out, matrix)

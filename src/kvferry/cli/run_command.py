@@ -54,15 +54,15 @@ def _never_choke() -> None:
 
 
 def _refuse(findings: Sequence[Finding], *, as_json: bool) -> int:
-    from kvferry.cli import show
+    from kvferry.cli import output
 
     if as_json:
-        answer = {"verdict": "refused", "findings": [show.finding_object(finding) for finding in findings]}
+        answer = {"verdict": "refused", "findings": [output.finding_object(finding) for finding in findings]}
         print(json.dumps(answer, ensure_ascii=False))
     else:
-        out = show.console()
-        show.verdict(out, "REFUSED", "these two engines, as described")
-        show.findings(out, {finding: [0] for finding in findings}, 1)
+        out = output.console()
+        output.verdict(out, "REFUSED", "these two engines, as described")
+        output.findings(out, {finding: [0] for finding in findings}, 1)
     return REFUSED
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvferry.cli.help_text import examples
 from kvferry.cli.options import Json
-from kvferry.cli.words import examples
 from kvferry.core.lower import MAX_RUNS_PER_BLOCK
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ def runs(
     """The exact byte runs of one request."""
     import kvferry
     from kvferry.cli.bad_input import at
+    from kvferry.cli.engines import manifest_file
     from kvferry.cli.plan import asked_ranks
-    from kvferry.cli.sides import manifest_file
 
     source, destination = manifest_file(src), manifest_file(dst)
     asked_ranks(destination, dst_rank)

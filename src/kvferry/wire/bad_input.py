@@ -25,7 +25,7 @@ MAX_RULE = 400
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]|\[\.\.\.\]")
 """``.field``, ``[3]``, and ``[...]``, by which msgspec means some key of an object."""
 
-Part = tuple[str, Callable[[], object]]
+PlacedPart = tuple[str, Callable[[], object]]
 """A place in a document, and what makes the value that is described there."""
 
 
@@ -38,7 +38,7 @@ def spec_error(place: str, rule: str) -> SpecError:
     return SpecError(f"{place}: {clipped(rule, MAX_RULE)}")
 
 
-def first_wrong(parts: Iterable[Part], error: SpecError) -> SpecError:
+def first_wrong(parts: Iterable[PlacedPart], error: SpecError) -> SpecError:
     """The error of the first part that cannot be made by itself; if all can, the error of the whole.
 
     >>> from kvferry.core.span import Span

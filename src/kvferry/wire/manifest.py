@@ -17,7 +17,7 @@ from kvferry.core.span import Span
 from kvferry.core.state import Addressing, Axis, Group, Kind, State, Tail
 from kvferry.core.view import AxisMap, Digit, View
 from kvferry.errors import SpecError
-from kvferry.wire.bad_input import Part, first_wrong, key_step
+from kvferry.wire.bad_input import PlacedPart, first_wrong, key_step
 from kvferry.wire.reading import read_json, read_msgpack
 from kvferry.wire.text import write_json
 
@@ -253,7 +253,7 @@ def _digit(doc: DigitDoc) -> Digit:
 # -------------------------------------------------------------------------------- what is wrong, and where
 
 
-def _parts(doc: ManifestDoc) -> Iterator[Part]:
+def _parts(doc: ManifestDoc) -> Iterator[PlacedPart]:
     """Everything that a manifest is made of, the smallest parts first; what holds together comes last."""
     yield "", partial(_check_product, doc)
     for i, state in enumerate(doc.states):
@@ -274,7 +274,7 @@ def _parts(doc: ManifestDoc) -> Iterator[Part]:
     yield ".ranks", partial(Manifest, "", states, groups, ranks)
 
 
-def _rank_parts(at: str, doc: RankDoc, make: _Ranks) -> Iterator[Part]:
+def _rank_parts(at: str, doc: RankDoc, make: _Ranks) -> Iterator[PlacedPart]:
     """The regions of a rank; of its views each digit, each axis map, each view."""
     yield f"{at}.regions", partial(_check_regions, doc)
     for i, region in enumerate(doc.regions):
@@ -290,7 +290,9 @@ def _rank_parts(at: str, doc: RankDoc, make: _Ranks) -> Iterator[Part]:
         yield f"{at}.views[{i}]", partial(make.view, view)
 
 
-def _rank_alone(at: str, states: tuple[State, ...], groups: tuple[Group, ...], rank: Rank) -> Iterator[Part]:
+def _rank_alone(
+    at: str, states: tuple[State, ...], groups: tuple[Group, ...], rank: Rank
+) -> Iterator[PlacedPart]:
     """A rank's number, its regions, and each view with just the state, group and region that it names."""
     yield f"{at}.rank", partial(Manifest, "", (), (), (Rank(rank.rank, (), ()),))
     yield f"{at}.regions", partial(Manifest, "", (), (), (Rank(rank.rank, rank.regions, ()),))

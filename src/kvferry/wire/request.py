@@ -12,7 +12,7 @@ from kvferry.core.select import Slack
 from kvferry.core.span import Span, Spans, normal
 from kvferry.core.state import check_range
 from kvferry.errors import SpecError
-from kvferry.wire.bad_input import Part, first_wrong, key_step
+from kvferry.wire.bad_input import PlacedPart, first_wrong, key_step
 from kvferry.wire.reading import read_json
 from kvferry.wire.text import write_json
 
@@ -106,7 +106,7 @@ def _span(doc: SpanDoc) -> Span:
     return Span(start, stop)
 
 
-def _parts(doc: RequestDoc) -> Iterator[Part]:
+def _parts(doc: RequestDoc) -> Iterator[PlacedPart]:
     """Everything that a request is made of, the smallest parts first."""
     for side, tables in (("src", doc.src), ("dst", doc.dst)):
         for group, table in tables.items():

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
+from kvferry.cli.help_text import examples, topology_help
 from kvferry.cli.options import Json, Model
-from kvferry.cli.words import examples, topology_help
 from kvferry.errors import SpecError
 
 HELP = "\n\n".join(

@@ -26,13 +26,13 @@ from kvferry.testing.fleet import (
     BlockPool,
     DestinationAccount,
     DestinationFleet,
-    Load,
     SourceAccount,
     SourceFleet,
+    TrackedLoad,
     call_all,
 )
 from kvferry.testing.fleet.accounts import LEASES
-from kvferry.testing.fleet.measure import MeasuredDestination, Took
+from kvferry.testing.fleet.measure import MeasuredDestination, ReadTime
 from kvferry.transport.cuda import has_cuda
 from kvferry.transport.nixl import check_installed
 from kvferry.wire.ticket import Ticket
@@ -170,7 +170,7 @@ class _Mover:
                 self._check(sample, load)
             self._step("")
 
-    def _prepared(self, sample: Sample) -> Load:
+    def _prepared(self, sample: Sample) -> TrackedLoad:
         return self._destination.prepare(sample.request_id, sample.num_tokens, sample.num_kept)
 
     def _note(self, sample: Sample, reports: Sequence[Report]) -> bool:
@@ -190,7 +190,7 @@ class _Mover:
                 self._result.fail(sample, rank, report.failure)
         return not any(report.failure for report in reports)
 
-    def _check(self, sample: Sample, load: Load) -> None:
+    def _check(self, sample: Sample, load: TrackedLoad) -> None:
         """Every needed cell, and every cell that was there already, by name, on every rank."""
         for what, checked in (
             ("", self._destination.check(load)),
@@ -217,7 +217,7 @@ class _Mover:
         self._destination.pool.give_back(load.tables)
         self._step("")
 
-    def _turn(self, sample: Sample, number: int, load: Load) -> _Turn:
+    def _turn(self, sample: Sample, number: int, load: TrackedLoad) -> _Turn:
         """Move it once each way, always from and to the same blocks."""
         fleet = self._destination.fleet
         call_all(fleet.ranks, "start_watch")
@@ -254,8 +254,8 @@ class _Turn:
 
     reports: Sequence[Report]
     post_seconds: Sequence[float] = ()
-    same_runs: Sequence[Took] = ()
-    one_run: Sequence[Took] = ()
+    same_runs: Sequence[ReadTime] = ()
+    one_run: Sequence[ReadTime] = ()
 
 
 def _speeds(turns: Sequence[_Turn]) -> list[Speed]:

@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from kvferry.cli.bad_input import at
-from kvferry.cli.show import num_bytes
-from kvferry.cli.sides import a_model, snug
+from kvferry.cli.engines import chosen_model, described_to_fit
+from kvferry.cli.output import num_bytes
 from kvferry.core.manifest import Manifest
 from kvferry.errors import SpecError
 from kvferry.models import Model
@@ -30,9 +30,9 @@ class Pair:
     def manifest(self, side: str, num_tokens: int, num_requests: int) -> Manifest:
         """The engine of one side (``src`` or ``dst``), with room for so many requests."""
         topology = self.src if side == "src" else self.dst
-        model = shortened(a_model(self.model, None), self.num_layers)
+        model = shortened(chosen_model(self.model, None), self.num_layers)
         with at(f"--{side} {topology}"):
-            return snug(model, topology, side, num_tokens, num_requests)
+            return described_to_fit(model, topology, side, num_tokens, num_requests)
 
 
 OVER_NIXL = Pair("kimi-linear-48b", "tp=4,block=512", "tp=2,block=960,layout=cross-layer")

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from kvferry.cli.demo.result import DemoReport, MemoryResult, NixlResult, Speed, Verdict
-from kvferry.cli.show import (
+from kvferry.cli.output import (
     console,
     gigabytes_per_second,
     labelled,
     milliseconds,
     num_bytes,
-    put,
+    print_table,
     ratio,
     table,
     verdict,
@@ -90,7 +90,7 @@ def _show_speeds(speeds: Sequence[Speed]) -> None:
                 for ms in (one.raw_move_ms, one.one_run_move_ms)
             ),
         )
-    put(console(), rows)
+    print_table(console(), rows)
 
 
 def _show_in_memory(results: Sequence[MemoryResult]) -> None:
@@ -108,7 +108,7 @@ def _show_in_memory(results: Sequence[MemoryResult]) -> None:
             milliseconds(result.plan_ms),
             milliseconds(result.select_ms),
         )
-    put(out, rows)
+    print_table(out, rows)
 
 
 def _conclude(report: DemoReport) -> None:

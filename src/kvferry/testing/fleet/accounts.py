@@ -138,7 +138,7 @@ def _note(seen: dict[str, str], released: Released, whom: str) -> None:
 
 
 @dataclass(eq=False)
-class Load:
+class TrackedLoad:
     """A request on its way into a destination engine."""
 
     request_id: str
@@ -163,18 +163,18 @@ class DestinationAccount:
 
     def __init__(self, fleet: DestinationFleet, src_names: Mapping[str, str] | None = None) -> None:
         self.fleet, self.pool = fleet, BlockPool(fleet.manifest, seed=1)
-        self._by_handle: list[dict[int, Load]] = [{} for _ in fleet.ranks]
+        self._by_handle: list[dict[int, TrackedLoad]] = [{} for _ in fleet.ranks]
         self._own_names = {state.name: state.name for state in fleet.manifest.states}
         self._src_names = src_names or self._own_names
         """State -> the name under which the source knows it."""
 
-    def fetch(self, ticket: Ticket, num_tokens: int = 0) -> Load:
+    def fetch(self, ticket: Ticket, num_tokens: int = 0) -> TrackedLoad:
         """Take blocks, and start the load on every rank."""
         load = self.prepare(ticket.request_id, num_tokens or ticket.num_tokens)
         self.start(load, ticket)
         return load
 
-    def prepare(self, request_id: str, num_tokens: int, num_kept: int = 0) -> Load:
+    def prepare(self, request_id: str, num_tokens: int, num_kept: int = 0) -> TrackedLoad:
         """Take blocks, and write the tokens that are there already while nothing is in flight."""
         tables = self.pool.take(num_tokens)
         if tables is None:
@@ -186,21 +186,21 @@ class DestinationAccount:
             paged = [group for group in groups if group.addressing is Addressing.TABLE]
             kept = {group.name: (Span(0, num_kept),) for group in paged}
             call_all(self.fleet.ranks, "fill", tables, kept, KEPT)
-        return Load(request_id, tables, need, kept)
+        return TrackedLoad(request_id, tables, need, kept)
 
-    def start(self, load: Load, ticket: Ticket) -> None:
+    def start(self, load: TrackedLoad, ticket: Ticket) -> None:
         """Start a load on every rank."""
         load.handles = self.fleet.fetch(ticket, load.tables, load.need, kept=load.kept)
         for by_handle, handle in zip(self._by_handle, load.handles, strict=True):
             by_handle[handle] = load
 
-    def abort(self, load: Load) -> None:
+    def abort(self, load: TrackedLoad) -> None:
         """Give a load up, on every rank that lives."""
         for rank, handle in zip(self.fleet.ranks, load.handles, strict=True):
             if rank.is_running:
                 rank.call("abort", handle)
 
-    def poll(self) -> list[Load]:
+    def poll(self) -> list[TrackedLoad]:
         """Collect reports; the loads that are over now. Their blocks are back in the pool."""
         over = []
         for index, rank in enumerate(self.fleet.ranks):
@@ -214,12 +214,12 @@ class DestinationAccount:
                     over.append(load)
         return over
 
-    def is_over(self, load: Load) -> bool:
+    def is_over(self, load: TrackedLoad) -> bool:
         """Whether every rank that lives has reported it."""
         living = (index for index, rank in enumerate(self.fleet.ranks) if rank.is_alive)
         return all(index in load.reports for index in living)
 
-    def wait(self, load: Load, seconds: float = 30) -> list[str]:
+    def wait(self, load: TrackedLoad, seconds: float = 30) -> list[str]:
         """Until a load is over; its codes, one per rank."""
 
         def is_over() -> bool:
@@ -229,15 +229,15 @@ class DestinationAccount:
         until(is_over, f"{self.fleet.manifest.engine} reports {load.request_id}", seconds)
         return load.codes
 
-    def check(self, load: Load, salt: str = "") -> Sequence[Checked]:
+    def check(self, load: TrackedLoad, salt: str = "") -> Sequence[Checked]:
         """Every needed cell, on every rank: whether it holds what the request's prefill wrote."""
         return self.fleet.check(load.tables, load.need, self._src_names, salt or load.request_id)
 
-    def check_kept(self, load: Load) -> Sequence[Checked]:
+    def check_kept(self, load: TrackedLoad) -> Sequence[Checked]:
         """Every cell that was there already, on every rank."""
         return self.fleet.check(load.tables, load.kept, self._own_names, KEPT)
 
-    def num_wrong(self, load: Load, salt: str = "") -> int:
+    def num_wrong(self, load: TrackedLoad, salt: str = "") -> int:
         """Needed cells that do not hold what the request's prefill wrote."""
         return sum(one.num_wrong for one in self.check(load, salt))
 

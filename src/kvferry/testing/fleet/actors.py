@@ -50,7 +50,7 @@ def health() -> Health:
     return Health(pages * os.sysconf("SC_PAGE_SIZE"), num_fds, num_threads)
 
 
-class Memory:
+class RankMemory:
     """A rank's regions as real memory: host buffers, or device memory with a mirror on the host."""
 
     def __init__(self, rank: Rank, device: str) -> None:
@@ -114,7 +114,7 @@ class SourceActor:
 
     def __init__(self, manifest: Manifest, rank: int, authority: str, secret: bytes, device: str) -> None:
         self._manifest, self._rank = manifest, rank
-        self._memory = Memory(manifest.rank(rank), device)
+        self._memory = RankMemory(manifest.rank(rank), device)
         own = replace(manifest, ranks=(replace(manifest.rank(rank), regions=self._memory.regions),))
         self._endpoint = SourceRank(authority, own, NixlTransport(), secret=secret)
 
@@ -144,7 +144,7 @@ class DestinationActor:
         self, manifest: Manifest, rank: int, reader: str, secret: bytes, timing: Timing, device: str
     ) -> None:
         self._rank = rank
-        self._memory = Memory(manifest.rank(rank), device)
+        self._memory = RankMemory(manifest.rank(rank), device)
         ranks = tuple(
             replace(r, regions=self._memory.regions) if r.rank == rank else r for r in manifest.ranks
         )

@@ -19,7 +19,7 @@ from kvferry.transport.nixl import Agent, Memory, NixlTransport, Part, unpack_ca
 
 
 @dataclass(frozen=True)
-class Peer:
+class RankCard:
     """What a transport is told of a peer."""
 
     card: bytes
@@ -27,7 +27,7 @@ class Peer:
 
 
 @dataclass(frozen=True)
-class Took:
+class ReadTime:
     """How long a fetch or a raw read took."""
 
     post_seconds: float
@@ -36,12 +36,12 @@ class Took:
     """Until everything was in."""
 
 
-class Witness:
+class RecordingTransport:
     """A transport that remembers whom it met, and what it was asked to read since ``start``."""
 
     def __init__(self, inner: Transport) -> None:
         self._inner = inner
-        self.peers: dict[str, Peer] = {}
+        self.peers: dict[str, RankCard] = {}
         self.start()
 
     def start(self) -> None:
@@ -65,7 +65,7 @@ class Witness:
 
     def connect(self, peer: str, card: bytes, regions: Sequence[Region]) -> None:
         self._inner.connect(peer, card, regions)
-        self.peers[peer] = Peer(card, tuple(regions))
+        self.peers[peer] = RankCard(card, tuple(regions))
 
     def read(self, transfer: int, peer: str, runs: Runs) -> None:
         started = perf_counter()
@@ -93,10 +93,12 @@ class Witness:
         self._inner.close()
 
 
-class Raw:
+class RawNixl:
     """NIXL alone: a list of descriptors per peer, one post each, then look until all are done."""
 
-    def __init__(self, regions: Sequence[Region], peers: Mapping[str, Peer], num_scratch_bytes: int) -> None:
+    def __init__(
+        self, regions: Sequence[Region], peers: Mapping[str, RankCard], num_scratch_bytes: int
+    ) -> None:
         device = regions[0].device
         if device != "cpu":
             Cuda(int(device.partition(":")[2] or 0)).bind_thread()
@@ -113,7 +115,7 @@ class Raw:
             self._agent.add(remote, metadata)
             self._peers[name] = remote, Memory(name, peer.regions)
 
-    def read(self, reads: Sequence[tuple[str, Runs]]) -> Took:
+    def read(self, reads: Sequence[tuple[str, Runs]]) -> ReadTime:
         """Read these lists."""
         started = perf_counter()
         handles = [self._prepared(peer, runs) for peer, runs in reads]
@@ -124,7 +126,7 @@ class Raw:
         ended = perf_counter()
         for handle in handles:
             self._agent.release(handle)
-        return Took(posted - started, ended - started)
+        return ReadTime(posted - started, ended - started)
 
     def whole(self, reads: Sequence[tuple[str, Runs]]) -> list[tuple[str, Runs]]:
         """As many bytes of each peer as these lists have, in as few runs as its regions allow, to scratch."""
@@ -173,33 +175,33 @@ def _from_start(regions: Sequence[Region], num_bytes: int) -> dict[int, int]:
 class MeasuredDestination(DestinationActor):
     """A destination rank that can do what it did last once more, by NIXL alone."""
 
-    _raw: Raw | None = None
+    _raw: RawNixl | None = None
 
     def make_transport(self) -> Transport:
-        self._witness = Witness(NixlTransport())
-        return self._witness
+        self._recording = RecordingTransport(NixlTransport())
+        return self._recording
 
     def start_watch(self) -> None:
         """What is fetched from now on is what the raw reads repeat."""
-        self._witness.start()
+        self._recording.start()
 
     def post_seconds(self) -> float:
         """The caller's time in ``read`` since the watch began."""
-        return self._witness.post_seconds
+        return self._recording.post_seconds
 
-    def raw_same_runs(self) -> Took:
+    def raw_same_runs(self) -> ReadTime:
         """The same lists of runs, into the same places."""
-        return self._opened().read(self._witness.reads)
+        return self._opened().read(self._recording.reads)
 
-    def raw_one_run(self) -> Took:
+    def raw_one_run(self) -> ReadTime:
         """The same bytes from each peer in one run."""
         raw = self._opened()
-        return raw.read(raw.whole(self._witness.reads))
+        return raw.read(raw.whole(self._recording.reads))
 
-    def _opened(self) -> Raw:
+    def _opened(self) -> RawNixl:
         if self._raw is None:
-            num_bytes = max(1, sum(runs.total_bytes for _, runs in self._witness.reads))
-            self._raw = Raw(self._memory.regions, self._witness.peers, num_bytes)
+            num_bytes = max(1, sum(runs.total_bytes for _, runs in self._recording.reads))
+            self._raw = RawNixl(self._memory.regions, self._recording.peers, num_bytes)
         return self._raw
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from kvferry.errors import SpecError
 from kvferry.testing.fleet.worker import Worker
 
 
-class Berth:
+class ObjectSlot:
     """A place in a process for one object after another; answers for the one that it holds."""
 
     def __init__(self) -> None:
@@ -30,14 +30,14 @@ class Berth:
         return getattr(self._held, name)
 
 
-class Crew:
+class ProcessPool:
     """So many processes; ``start`` stands for ``Worker`` where a fleet is made.
 
-    A worker that a crew started gives its process back when it is closed.
+    A worker that a pool started gives its process back when it is closed.
     """
 
     def __init__(self, num_processes: int, env: Mapping[str, str] | None = None) -> None:
-        self._all = [Worker(f"crew-{i}", Berth, env=env) for i in range(num_processes)]
+        self._all = [Worker(f"pool-{i}", ObjectSlot, env=env) for i in range(num_processes)]
         self._idle = [*self._all]
 
     @property
@@ -49,17 +49,17 @@ class Crew:
     ) -> Worker:
         """Have an idle process make ``factory(*args)``."""
         if env:
-            raise SpecError("the environment of a crew is set once, when its processes start")
+            raise SpecError("the environment of a pool is set once, when its processes start")
         if not self._idle:
-            raise SpecError(f"all {len(self._all)} processes of this crew are busy")
-        return _Hired(self._idle, self._idle.pop(), name, factory, args)
+            raise SpecError(f"all {len(self._all)} processes of this pool are busy")
+        return _PooledWorker(self._idle, self._idle.pop(), name, factory, args)
 
     def close(self) -> None:
         """End the processes."""
         for worker in self._all:
             worker.close()
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> ProcessPool:
         return self
 
     def __exit__(
@@ -68,20 +68,20 @@ class Crew:
         self.close()
 
 
-class _Hired(Worker):
+class _PooledWorker(Worker):
     """A worker in a process that is not its own."""
 
     def __init__(
-        self, idle: list[Worker], berth: Worker, name: str, factory: Callable[..., Any], args: Any
+        self, idle: list[Worker], slot: Worker, name: str, factory: Callable[..., Any], args: Any
     ) -> None:
-        berth.wait_ready()
+        slot.wait_ready()
         self.name = name
-        self._idle, self._berth = idle, berth
-        self._pipe, self._lock, self._process = berth._pipe, berth._lock, berth._process
+        self._idle, self._slot = idle, slot
+        self._pipe, self._lock, self._process = slot._pipe, slot._lock, slot._process
         self._is_ready = self._is_stopped = False
         self._start = self._ask("open", (factory, *args), {})
 
     def close(self) -> None:
         """Close the object; the process waits for the next one."""
         self.call("close", timeout=60)
-        self._idle.append(self._berth)
+        self._idle.append(self._slot)

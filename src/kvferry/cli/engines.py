@@ -31,13 +31,13 @@ class Side:
             return manifest_file(self.file)
         if self.topology is None:
             raise SpecError(f"the {self.engine} side is missing: give a file or --{self.engine} tp=…")
-        model = a_model(self.model, self.config)
+        model = chosen_model(self.model, self.config)
         with at(f"--{self.engine} {self.topology}"):
-            return roomy(model, self.topology, self.engine, num_tokens)
+            return described_with_room(model, self.topology, self.engine, num_tokens)
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenModels:
     """The models that were named: for both sides, or for one."""
 
     model: str = ""
@@ -46,10 +46,10 @@ class Given:
     """The source's own and the destination's own."""
 
 
-def sides(
+def src_and_dst(
     files: Sequence[Path],
     topologies: tuple[str | None, str | None],
-    given: Given,
+    given: GivenModels,
 ) -> tuple[Side, Side]:
     """Both sides; files stand for the sides that have no topology, the source first."""
     open_sides = topologies.count(None)
@@ -84,7 +84,7 @@ def manifest_file(path: Path) -> Manifest:
         return manifest_from_json(path.read_bytes())
 
 
-def a_model(name: str, config: Path | None) -> Model:
+def chosen_model(name: str, config: Path | None) -> Model:
     """A model of the catalogue, or of a config.json."""
     if bool(name) == (config is not None):
         raise SpecError("a topology needs a model: give --model NAME (see `kvferry models`) or --config FILE")
@@ -110,7 +110,7 @@ def _json_object(path: Path) -> dict[str, object]:
     return values
 
 
-def roomy(model: Model, text: str, engine: str, num_tokens: int) -> Manifest:
+def described_with_room(model: Model, text: str, engine: str, num_tokens: int) -> Manifest:
     """Describe an engine; unless ``blocks`` is given, its pool has room for a request of ``num_tokens``."""
     topology = Topology.parse(text)
     manifest = describe(model, topology, engine)
@@ -120,7 +120,9 @@ def roomy(model: Model, text: str, engine: str, num_tokens: int) -> Manifest:
     return describe(model, replace(topology, blocks=needed), engine)
 
 
-def snug(model: Model, text: str, engine: str, num_tokens: int, num_requests: int = 2) -> Manifest:
+def described_to_fit(
+    model: Model, text: str, engine: str, num_tokens: int, num_requests: int = 2
+) -> Manifest:
     """Describe an engine with room for so many requests of ``num_tokens``: two, to scatter one of them."""
     topology = Topology.parse(text)
     if "blocks" in _keys(text):

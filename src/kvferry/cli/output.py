@@ -68,7 +68,7 @@ def table(*columns: str, left: Sequence[str] = ()) -> Table:
     return made
 
 
-def put(out: Console, made: Table) -> None:
+def print_table(out: Console, made: Table) -> None:
     """Print a table without the blanks that would fill up its lines."""
     with out.capture() as captured:
         out.print(made)
