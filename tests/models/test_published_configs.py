@@ -98,7 +98,7 @@ def test_windows_of_qwen_begin_behind_the_full_layers() -> None:
     assert [layer.caches[0].window for layer in on.layers] == [0, 0, 0, 0, 4096, 4096]
 
 
-UNKNOWN = {
+UNKNOWN: dict[str, tuple[dict[str, Any], str, object]] = {
     "a number of heads per layer": (MIXTRAL_8X7B, "num_key_value_heads_per_layer", [8] * 32),
     "chunks": (MIXTRAL_8X7B, "attention_chunk_size", 8192),
     "linear layers": (MINIMAX_M2, "linear_attn_layers", [0, 1]),
@@ -118,7 +118,7 @@ def test_a_key_that_decides_and_is_not_understood_is_refused_by_name(case: str) 
         model_from_config({**values, key: value})
 
 
-WRONG = {
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown letter": (
         {**NEMOTRON_H_8B, "hybrid_override_pattern": "M" * 51 + "W"},
         "has 'W': known are",
