@@ -15,8 +15,10 @@ What a peer, a user or the fabric can cause is one of these; ``assert`` is never
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import islice
 
 
 class Code(StrEnum):
@@ -108,13 +110,24 @@ class Refused(KVFerryError):
     """
 
     SHOWN = 8
-    """How many findings the message spells out; all of them are in ``findings``."""
+    """How many findings the message spells out."""
+    MAX_FINDINGS = 1000
+    """How many are kept in ``findings``; ``num_more`` counts the others."""
 
-    def __init__(self, *findings: Finding) -> None:
-        self.findings = findings
+    def __init__(self, *findings: Finding, num_more: int = 0) -> None:
+        self.findings = findings[: self.MAX_FINDINGS]
+        self.num_more = num_more + len(findings) - len(self.findings)
         lines = [str(finding) for finding in findings[: self.SHOWN]]
-        more = len(findings) - len(lines)
-        super().__init__("\n".join([*lines, f"… and {more} more"] if more > 0 else lines))
+        more = num_more + len(findings) - len(lines)
+        super().__init__("\n".join([*lines, f"… and {more:,} more"] if more > 0 else lines))
+
+    @classmethod
+    def unless_none(cls, found: Iterable[Finding]) -> None:
+        """Raise with all that is found, if anything is; what is too much to keep is counted."""
+        findings = iter(found)
+        kept = tuple(islice(findings, cls.MAX_FINDINGS))
+        if kept:
+            raise cls(*kept, num_more=sum(1 for _ in findings))
 
     @property
     def codes(self) -> tuple[str, ...]:

@@ -47,6 +47,8 @@ class Bill:
     ranks: tuple[RankBill, ...]
     findings: dict[Finding, list[int]] = field(default_factory=dict)
     """Each reason for a refusal, with the destination ranks that it concerns."""
+    num_more: int = 0
+    """Reasons that are too many to be kept."""
 
     @property
     def flows(self) -> tuple[Flow, ...]:
@@ -81,13 +83,15 @@ def bill_of(
         return Bill((), {finding: list(dst_ranks) for finding in found})
     ranks: list[RankBill] = []
     findings: dict[Finding, list[int]] = {}
+    num_more = 0
     for dst_rank in dst_ranks:
         try:
             ranks.append(_rank_bill(src, dst, dst_rank, request, max_runs_per_block))
         except Refused as refused:
             for finding in refused.findings:
                 findings.setdefault(finding, []).append(dst_rank)
-    return Bill(tuple(ranks), findings)
+            num_more += refused.num_more
+    return Bill(tuple(ranks), findings, num_more)
 
 
 def _rank_bill(

@@ -102,7 +102,7 @@ def verdict(out: Console, word: str, rest: str) -> None:
     out.print(Text.assemble((word, style), f"  {rest}"), soft_wrap=True)
 
 
-def findings(out: Console, found: dict[Finding, list[int]], num_ranks: int) -> None:
+def findings(out: Console, found: dict[Finding, list[int]], num_ranks: int, num_more: int = 0) -> None:
     """Every reason for a refusal; states that differ in their layer's number only are named together."""
     alike: dict[tuple[str, ...], list[tuple[str, list[int]]]] = {}
     for finding, ranks in found.items():
@@ -121,6 +121,8 @@ def findings(out: Console, found: dict[Finding, list[int]], num_ranks: int) -> N
             ("dst ranks", "" if len(ranks) == num_ranks else ", ".join(map(str, ranks))),
         ]
         labelled(out, rows, "    ")
+    if num_more:
+        out.print(f"\n  … and {num_more:,} more")
 
 
 def finding_object(finding: Finding) -> dict[str, object]:

@@ -148,7 +148,7 @@ def as_object(source: Manifest, destination: Manifest, bill: Bill, request: Mapp
         from kvferry.cli.output import finding_object
 
         found = [{**finding_object(each), "dst_ranks": ranks} for each, ranks in bill.findings.items()]
-        return {"verdict": "refused", **head, "findings": found}
+        return {"verdict": "refused", **head, "findings": found, "num_more_findings": bill.num_more}
     return {
         "verdict": "proved",
         **head,
@@ -206,7 +206,7 @@ def show(
     page.verdict(out, "REFUSED" if bill.findings else "PROVED", f"{_count(asked, 'destination rank')}")
     page.labelled(out, [("src", _summary(source)), ("dst", _summary(destination))])
     if bill.findings:
-        page.findings(out, bill.findings, asked)
+        page.findings(out, bill.findings, asked, bill.num_more)
         return
     out.print("\nWho sends what", style="bold")
     for rank in bill.ranks:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
 
-from kvferry.errors import Finding, KVFerryError, Refused
+from kvferry.errors import KVFerryError, Refused
 
 GOOD, REFUSED, BAD_INPUT, BUG, INTERRUPTED, CUT_OFF = 0, 1, 2, 3, 130, 141
 
@@ -29,7 +29,7 @@ def run_command(argv: Sequence[str]) -> int:
         sys.stdout.flush()
         return code or GOOD
     except Refused as refused:
-        return _refuse(refused.findings, as_json=as_json)
+        return _refuse(refused, as_json=as_json)
     except KVFerryError as error:
         return _say(str(error), as_json=as_json)
     except (BrokenPipeError, SystemExit):  # Typer makes the latter of the former, and of nothing else
@@ -53,16 +53,17 @@ def _never_choke() -> None:
             stream.reconfigure(errors="replace")
 
 
-def _refuse(findings: Sequence[Finding], *, as_json: bool) -> int:
+def _refuse(refused: Refused, *, as_json: bool) -> int:
     from kvferry.cli import output
 
     if as_json:
-        answer = {"verdict": "refused", "findings": [output.finding_object(finding) for finding in findings]}
+        found = [output.finding_object(finding) for finding in refused.findings]
+        answer = {"verdict": "refused", "findings": found, "num_more_findings": refused.num_more}
         print(json.dumps(answer, ensure_ascii=False))
     else:
         out = output.console()
         output.verdict(out, "REFUSED", "these two engines, as described")
-        output.findings(out, {finding: [0] for finding in findings}, 1)
+        output.findings(out, {finding: [0] for finding in refused.findings}, 1, refused.num_more)
     return REFUSED
 
 

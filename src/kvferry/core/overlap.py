@@ -3,22 +3,42 @@
 A view's bytes are a *comb*: ``base + Σ kᵢ·strideᵢ + [0, width)`` with ``0 <= kᵢ < countᵢ``. Whether two combs
 meet is a question about one sum of differences, answered from the largest stride down: at each stride only
 the few multiples that can still bring the sum near zero are followed. The pool's size is just another count.
+
+Of many combs only those whose extents overlap are compared, and the work is linear in their number: a comb
+that meets others is named once, with one of them, and what would take more work counts as too tangled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from math import gcd
+from typing import NamedTuple, Protocol, TypeVar
 
 from kvferry.core.state import State
 from kvferry.core.view import View
 
 MAX_WORK = 20_000
 """How many branches are followed before a layout counts as too tangled to be proved."""
+WORK_PER_COMB = 200
+"""How many more are followed for each comb, where there are many."""
 
 
 class Tangled(Exception):
-    """The question was not decided within ``MAX_WORK`` branches."""
+    """The question was not decided within its share of branches."""
+
+
+class _Work:
+    """What may still be spent on a question."""
+
+    def __init__(self, num_combs: int = 0) -> None:
+        self._left = MAX_WORK + WORK_PER_COMB * num_combs
+
+    def spend(self) -> None:
+        """Count one branch."""
+        self._left -= 1
+        if self._left < 0:
+            raise Tangled
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,28 +83,89 @@ class Comb:
             reach += stride * (count - 1)
         else:
             return False  # each stride clears all that lies below it: the common case
-        return _Search(self.width, self.width).cells_collide(self.steps)
+        return _Search(self.width, self.width, _Work()).cells_collide(self.steps)
 
 
-def meet(a: Comb, b: Comb) -> bool:
+def meet(a: Comb, b: Comb, work: _Work | None = None) -> bool:
     """Whether a byte lies in both."""
-    return _Search(a.width, b.width).near(b.base - a.base, _differences(a, b))
+    return _Search(a.width, b.width, work or _Work()).near(b.base - a.base, _differences(a, b))
 
 
-def meet_apart(a: Comb, b: Comb, stride: int, num_blocks_a: int, num_blocks_b: int) -> bool:
-    """Whether some block of ``a`` and *another* block of ``b`` share a byte; the combs are those of block 0.
+class Blocks(NamedTuple):
+    """The bytes of a view, block by block."""
+
+    first: Comb
+    """Those of block 0."""
+    stride: int
+    num_blocks: int
+
+    @property
+    def base(self) -> int:
+        """The first byte."""
+        return self.first.base
+
+    @property
+    def stop(self) -> int:
+        """One past the last byte of the last block."""
+        return self.first.stop + self.stride * (self.num_blocks - 1)
+
+
+def meet_apart(a: Blocks, b: Blocks, work: _Work | None = None) -> bool:
+    """Whether some block of ``a`` and *another* block of ``b`` share a byte.
 
     Two groups that draw from one pool may share the bytes of a block, since a block belongs to one of them
-    at a time, but not those of two blocks.
+    at a time, but not those of two blocks. Their strides may differ: then what decides is which distances
+    occur between a block of the one and a block of the other with another id.
     """
-    inner = _differences(a, b)
-    sides = [(stride, 1 - num_blocks_a, -1), (stride, 1, num_blocks_b - 1)]
-    search = _Search(a.width, b.width)
-    return any(
-        search.near(b.base - a.base, tuple(sorted((side, *inner), reverse=True)))
-        for side in sides
-        if side[1] <= side[2]
-    )
+    work = work or _Work()
+    if b.num_blocks < a.num_blocks:
+        a, b = b, a
+    search = _Search(a.first.width, b.first.width, work)
+    inner = _differences(a.first, b.first)
+    distance = b.base - a.base
+    low, high = search.reachable(distance, inner)
+    return any(search.near(distance + shift, inner) for shift in _shifts(a, b, low, high, work))
+
+
+def _shifts(a: Blocks, b: Blocks, low: int, high: int, work: _Work) -> Iterator[int]:
+    """Each ``j·b.stride - i·a.stride`` in [low, high] that two blocks ``i != j`` have."""
+    step = gcd(a.stride, b.stride)
+    if (high - low) // step > a.num_blocks:
+        yield from _shifts_by_block(a, b, low, high, work)
+        return
+    for shift in range(-(-low // step) * step, high + 1, step):
+        work.spend()
+        if _occurs(a.stride // step, b.stride // step, shift // step, a.num_blocks, b.num_blocks):
+            yield shift
+
+
+def _shifts_by_block(a: Blocks, b: Blocks, low: int, high: int, work: _Work) -> Iterator[int]:
+    for i in range(a.num_blocks):
+        first = max(0, -(-(low + i * a.stride) // b.stride))
+        last = min(b.num_blocks - 1, (high + i * a.stride) // b.stride)
+        work.spend()
+        for j in range(first, last + 1):
+            work.spend()
+            if i != j:
+                yield j * b.stride - i * a.stride
+
+
+def _occurs(p: int, q: int, shift: int, num_i: int, num_j: int) -> bool:
+    """Whether ``j·q - i·p = shift`` for some ``i != j``, 0 <= i < num_i, 0 <= j < num_j; p and q are coprime.
+
+    >>> _occurs(2, 3, 1, 10, 10), _occurs(2, 3, 1, 2, 2), _occurs(1, 1, 0, 10, 10)
+    (True, False, False)
+    """
+    # One solution, and then all of them: (i + k·q, j + k·p).
+    j = shift * pow(q, -1, p) % p
+    i = (j * q - shift) // p
+    first = max(-(j // p), -(i // q))
+    last = min((num_j - 1 - j) // p, (num_i - 1 - i) // q)
+    num_solutions = max(0, last - first + 1)
+    if p == q:
+        return num_solutions > 0 and i != j
+    k, rest = divmod(i - j, p - q)  # the one solution with i == j, if there is one
+    return num_solutions > (rest == 0 and first <= k <= last)
 
 
 Ranges = tuple[tuple[int, int, int], ...]
@@ -93,14 +174,9 @@ Ranges = tuple[tuple[int, int, int], ...]
 
 def _differences(a: Comb, b: Comb) -> Ranges:
     """How far a cell of ``b`` can be from a cell of ``a``, stride by stride."""
-    steps = [(stride, 1 - count, 0) for stride, count in a.steps]
-    steps += [(stride, 0, count - 1) for stride, count in b.steps]
-    return _merged(steps)
-
-
-def _merged(steps: Sequence[tuple[int, int, int]]) -> Ranges:
-    """Multiples of one stride as one range, the largest stride first."""
     ranges: dict[int, tuple[int, int]] = {}
+    steps = [(stride, 1 - count, 0) for stride, count in a.steps if stride]
+    steps += [(stride, 0, count - 1) for stride, count in b.steps if stride]
     for stride, low, high in steps:
         before = ranges.get(stride, (0, 0))
         ranges[stride] = (before[0] + low, before[1] + high)
@@ -110,25 +186,39 @@ def _merged(steps: Sequence[tuple[int, int, int]]) -> Ranges:
 class _Search:
     """Looks for a sum of multiples that brings two cells within each other's width."""
 
-    def __init__(self, width_a: int, width_b: int) -> None:
+    def __init__(self, width_a: int, width_b: int, work: _Work) -> None:
         self._low, self._high = 1 - width_b, width_a - 1
-        self._work = 0
+        self._work = work
+
+    def reachable(self, distance: int, ranges: Ranges) -> tuple[int, int]:
+        """What may be added to ``distance`` so that the cells can still overlap: from, up to."""
+        low = self._low - distance - sum(stride * most for stride, _, most in ranges)
+        return low, self._high - distance - sum(stride * least for stride, least, _ in ranges)
 
     def near(self, distance: int, ranges: Ranges) -> bool:
         """Whether ``distance`` plus some allowed sum of multiples makes the cells overlap."""
-        self._work += 1
-        if self._work > MAX_WORK:
-            raise Tangled
+        self._work.spend()
         if not ranges:
             return self._low <= distance <= self._high
         (stride, low, high), rest = ranges[0], ranges[1:]
-        reach_low = sum(s * lo for s, lo, _ in rest)
-        reach_high = sum(s * hi for s, _, hi in rest)
         if stride == 0:
             return self.near(distance, rest)
-        first = max(low, -((distance + reach_high - self._low) // stride))
-        last = min(high, (self._high - distance - reach_low) // stride)
+        if self._is_out_of_step(distance, ranges):
+            return False
+        least, most = self.reachable(distance, rest)
+        first, last = max(low, -(-least // stride)), min(high, most // stride)
         return any(self.near(distance + k * stride, rest) for k in range(first, last + 1))
+
+    def _is_out_of_step(self, distance: int, ranges: Ranges) -> bool:
+        """Whether no multiple of the first strides' common divisor is within the reach of the others."""
+        low, high = self.reachable(distance, ranges)
+        step = 0
+        for stride, least, most in ranges:
+            step = gcd(step, stride)
+            low, high = low + stride * most, high + stride * least
+            if stride and high // step * step < low:
+                return True
+        return False
 
     def cells_collide(self, steps: Sequence[tuple[int, int]]) -> bool:
         """Whether some sum of differences, not all of them zero, brings two cells together."""
@@ -140,22 +230,52 @@ class _Search:
         return False
 
 
-def overlaps(combs: Sequence[Comb]) -> Iterator[tuple[int, int]]:
-    """Pairs of combs, by index, that share a byte.
+def overlaps(combs: Sequence[Comb], owners: Sequence[Hashable] | None = None) -> Iterator[tuple[int, int]]:
+    """(i, j) for each comb j that shares a byte with a comb i. Each j comes once: without them all lie apart.
 
-    Sorted by extent first, so that what lies apart is never compared; then all combs that take the same
-    largest step are laid over one another (a page each), and the question is asked inside the page.
+    Combs of one owner may share bytes; without owners, none may.
+
+    Sorted by extent first, so that what lies apart is never compared; then combs whose largest steps have a
+    common divisor are laid over one another (a page each), and the question is asked inside the page.
+
+    >>> k, v, scales = (Comb.of(base, [(8, 100)], width) for base, width in ((0, 50), (50, 50), (90, 10)))
+    >>> list(overlaps([k, v])), list(overlaps([k, v, scales]))
+    ([], [(1, 2)])
     """
-    for cluster in _clusters(list(enumerate(combs))):
-        yield from _overlaps_within(cluster, combs)
+    yield from _overlaps_within(list(enumerate(combs)), combs, owners or range(len(combs)), _Work(len(combs)))
 
 
+def overlaps_apart(views: Sequence[Blocks], owners: Sequence[Hashable]) -> Iterator[tuple[int, int]]:
+    """(i, j) for each view j of which a block shares a byte with another block of a view i of another owner.
+
+    Each j comes once, so that of the rest no two different blocks share a byte.
+    """
+    work = _Work(len(views))
+    for cluster in _clusters(list(enumerate(views))):
+        if len({owners[i] for i, _ in cluster}) > 1 and not _in_pages([view for _, view in cluster]):
+            yield from _named_once(cluster, owners, lambda i, j: meet_apart(views[i], views[j], work))
+
+
+def _in_pages(views: Sequence[Blocks]) -> bool:
+    """Whether each view keeps each block inside the same page of one size: the common case."""
+    start, stride = min(view.base for view in views), views[0].stride
+    return all(view.stride == stride and view.first.stop <= start + stride for view in views)
+
+
+class _Extent(Protocol):
+    @property
+    def base(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+
+
+E = TypeVar("E", bound=_Extent)
 Indexed = list[tuple[int, Comb]]
 
 
-def _clusters(items: Indexed) -> Iterator[Indexed]:
-    """Groups of two or more whose extents overlap."""
-    cluster: Indexed = []
+def _clusters(items: Sequence[tuple[int, E]]) -> Iterator[list[tuple[int, E]]]:
+    """Groups of two or more whose extents overlap, each sorted by where they begin."""
+    cluster: list[tuple[int, E]] = []
     stop = -1
     for item in sorted(items, key=lambda pair: pair[1].base):
         if cluster and item[1].base >= stop:
@@ -168,24 +288,48 @@ def _clusters(items: Indexed) -> Iterator[Indexed]:
         yield cluster
 
 
-def _overlaps_within(cluster: Indexed, combs: Sequence[Comb]) -> Iterator[tuple[int, int]]:
-    folded = _folded(cluster)
-    if folded is not None:
-        for inner in _clusters(folded):
-            yield from _overlaps_within(inner, combs)
-        return
-    for at, (i, a) in enumerate(cluster):
-        for j, b in cluster[at + 1 :]:
-            # Laying pages over one another can only invent overlaps: ask about the real combs.
-            if meet(a, b) and meet(combs[i], combs[j]):
-                yield (min(i, j), max(i, j))
+def _overlaps_within(
+    items: Indexed, combs: Sequence[Comb], owners: Sequence[Hashable], work: _Work
+) -> Iterator[tuple[int, int]]:
+    for cluster in _clusters(items):
+        if len({owners[i] for i, _ in cluster}) == 1:
+            continue
+        folded = _folded(cluster)
+        if folded is not None:
+            yield from _overlaps_within(folded, combs, owners, work)
+            continue
+        # Laying pages over one another can only invent overlaps: ask about the real combs.
+        yield from _named_once(cluster, owners, lambda i, j: meet(combs[i], combs[j], work))
+
+
+def _named_once(
+    cluster: Sequence[tuple[int, E]],
+    owners: Sequence[Hashable],
+    clash: Callable[[int, int], bool],
+) -> Iterator[tuple[int, int]]:
+    """Go through a cluster by extent; what clashes with something good is named and left out of the rest."""
+    good: dict[Hashable, list[tuple[int, E]]] = {}
+    for j, extent in cluster:
+        for owner in [owner for owner in good if owner != owners[j]]:
+            found = next((i for i, other in good[owner] if other.stop > extent.base and clash(i, j)), None)
+            if found is not None:
+                yield found, j
+                break
+            good[owner] = [(i, other) for i, other in good[owner] if other.stop > extent.base]
+            if not good[owner]:
+                del good[owner]
+        else:
+            good.setdefault(owners[j], []).append((j, extent))
 
 
 def _folded(cluster: Indexed) -> Indexed | None:
-    """The combs modulo their common largest stride, or None if they have none or would straddle it."""
-    strides = {comb.steps[0][0] if comb.steps else 0 for _, comb in cluster}
-    stride = strides.pop()
-    if strides or not stride:
+    """The combs modulo what divides their largest strides, or None if that is nothing or they straddle it."""
+    page = gcd(*(comb.steps[0][0] for _, comb in cluster if comb.steps))
+    if not page:
         return None
-    folded = [(i, Comb(comb.base % stride, comb.steps[1:], comb.width)) for i, comb in cluster]
-    return folded if all(comb.stop <= stride for _, comb in folded) else None
+    start = cluster[0][1].base  # where the first of them begins, so does its page
+    folded = []
+    for i, comb in cluster:
+        inner = tuple((stride, count) for stride, count in comb.steps if stride % page)
+        folded.append((i, Comb((comb.base - start) % page, inner, comb.width)))
+    return folded if all(comb.stop <= page for _, comb in folded) else None

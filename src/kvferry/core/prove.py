@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import combinations
 from math import lcm
 
 from kvferry.core.box import Box
 from kvferry.core.manifest import Manifest, Rank, compare
-from kvferry.core.overlap import Comb, Tangled, meet_apart, overlaps
+from kvferry.core.overlap import Blocks, Comb, Tangled, overlaps, overlaps_apart
 from kvferry.core.plan import Piece, Plan
 from kvferry.core.span import normal, show, subtract
 from kvferry.core.view import View
@@ -52,13 +52,16 @@ def prove(plan: Plan) -> Proof:
     Traceback (most recent call last):
     kvferry.errors.Refused: gap: layers.3.attn/k: channel [0, 256)
     """
-    found = list(compare(plan.src, plan.dst, plan.states)) or list(_tiling(plan))
-    found += _soundness(plan.dst, plan.dst.rank(plan.dst_rank), "destination")
-    for src_rank in sorted({piece.src_rank for piece in plan.pieces}):
-        found += _soundness(plan.src, plan.src.rank(src_rank), "source")
-    if found:
-        raise Refused(*found)
+    Refused.unless_none(_broken_laws(plan))
     return Proof(plan)
+
+
+def _broken_laws(plan: Plan) -> Iterator[Finding]:
+    found = compare(plan.src, plan.dst, plan.states)
+    yield from found or _tiling(plan)
+    yield from _soundness(plan.dst, plan.dst.rank(plan.dst_rank), "destination")
+    for src_rank in sorted({piece.src_rank for piece in plan.pieces}):
+        yield from _soundness(plan.src, plan.src.rank(src_rank), "source")
 
 
 def _tiling(plan: Plan) -> Iterator[Finding]:
@@ -150,56 +153,40 @@ _TANGLED = "the strides are too tangled for a proof"
 
 def _overlapping(manifest: Manifest, where: str, views: Sequence[tuple[View, Comb]]) -> Iterator[Finding]:
     by_group: dict[str, list[tuple[View, Comb]]] = defaultdict(list)
+    by_pool: dict[str, list[View]] = defaultdict(list)
     for view, comb in views:
         by_group[view.group].append((view, comb))
+        by_pool[manifest.group_by_name[view.group].pool].append(view)
     try:
         for members in by_group.values():
             for i, j in overlaps([comb for _, comb in members]):
                 yield _overlap(where, members[i][0], members[j][0], "one group")
-        for (name_a, a), (name_b, b) in combinations(by_group.items(), 2):
-            groups = manifest.group_by_name[name_a], manifest.group_by_name[name_b]
-            if groups[0].pool != groups[1].pool:
-                yield from _across_pools(where, a, b)
-            elif not _pages_agree(manifest, [view for view, _ in (*a, *b)]):
-                yield from _across_groups(manifest, where, [v for v, _ in a], [v for v, _ in b])
+        for pooled in by_pool.values():
+            yield from _across_groups(manifest, where, pooled)
+        pools = [manifest.group_by_name[view.group].pool for view, _ in views]
+        for i, j in overlaps([comb for _, comb in views], pools):
+            yield _overlap(where, views[i][0], views[j][0], "groups of two pools")
     except Tangled:
         yield Finding(Code.VIEWS_OVERLAP, field=where, note=_TANGLED)
 
 
-def _across_pools(
-    where: str, a: Sequence[tuple[View, Comb]], b: Sequence[tuple[View, Comb]]
-) -> Iterator[Finding]:
-    """Groups of two pools share no byte at all."""
-    both = [*a, *b]
-    for i, j in overlaps([comb for _, comb in both]):
-        if i < len(a) <= j:
-            yield _overlap(where, both[i][0], both[j][0], "groups of two pools")
-
-
-def _across_groups(manifest: Manifest, where: str, a: Sequence[View], b: Sequence[View]) -> Iterator[Finding]:
+def _across_groups(manifest: Manifest, where: str, views: Sequence[View]) -> Iterator[Finding]:
     """Groups of one pool share no byte of two different blocks."""
-    for view_a, view_b in product(a, b):
-        comb_a, comb_b = (Comb.of_view(v, manifest.state_by_name[v.state]) for v in (view_a, view_b))
-        num_a, num_b = (manifest.group_by_name[v.group].num_blocks for v in (view_a, view_b))
-        if view_a.block_stride != view_b.block_stride:
-            note = f"one pool, but blocks {view_a.block_stride} and {view_b.block_stride} bytes apart"
-            yield _overlap(where, view_a, view_b, note)
-        elif meet_apart(comb_a, comb_b, view_a.block_stride, num_a, num_b):
-            yield _overlap(where, view_a, view_b, "two blocks of one pool")
-
-
-def _pages_agree(manifest: Manifest, views: Sequence[View]) -> bool:
-    """Whether each view keeps each block inside the same page of one size: the common case."""
-    stride = views[0].block_stride
-    return (
-        {view.block_stride for view in views} == {stride}
-        and len({view.offset // stride for view in views}) == 1
-        and all(
-            Comb.of_view(view, manifest.state_by_name[view.state]).stop
-            <= (view.offset // stride + 1) * stride
-            for view in views
+    groups = [view.group for view in views]
+    if len(set(groups)) == 1:
+        return
+    blocks = [
+        Blocks(
+            Comb.of_view(view, manifest.state_by_name[view.state]),
+            view.block_stride,
+            manifest.group_by_name[view.group].num_blocks,
         )
-    )
+        for view in views
+    ]
+    for i, j in overlaps_apart(blocks, groups):
+        strides = {views[i].block_stride, views[j].block_stride}
+        steps = f", {' and '.join(map(str, sorted(strides)))} bytes apart" * (len(strides) > 1)
+        yield _overlap(where, views[i], views[j], f"two blocks of one pool{steps}")
 
 
 def _overlap(where: str, a: View, b: View, note: str) -> Finding:
