@@ -1,4 +1,4 @@
-"""What holds for all modules of the package together: no circle of imports."""
+"""What holds for all modules of the package together: no circle of imports, no class name twice."""
 
 import ast
 from collections.abc import Iterator
@@ -56,3 +56,19 @@ def test_no_module_imports_itself_by_a_detour():
     imports = {name: set(imported(name, tree)) for name, tree in MODULES.items()}
     assert sum(map(len, imports.values())) > 300
     assert " -> ".join(circle(imports)) == ""
+
+
+TO_BE_RENAMED = {"Kind", "Layer", "Loop", "Part", "Peer"}
+"""Names that several classes still have."""
+
+
+def test_no_two_public_classes_have_one_name():
+    """One word, one meaning: whoever reads a name need not ask which one."""
+    homes: dict[str, list[str]] = {}
+    for name, tree in MODULES.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(name)
+    assert len(homes) > 150
+    twice = {name: modules for name, modules in homes.items() if len(modules) > 1}
+    assert {name: modules for name, modules in twice.items() if name not in TO_BE_RENAMED} == {}

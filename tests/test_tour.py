@@ -1,0 +1,86 @@
+"""docs/tour.md shows what really comes out, and docs/glossary.md has every word."""
+
+import doctest
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvferry.wire import messages
+
+ROOT = Path(__file__).parents[1]
+TOUR = (ROOT / "docs" / "tour.md").read_text(encoding="utf-8")
+GLOSSARY = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+WORDS = {
+    word
+    for line in re.findall(r"^\| ([^|]+) \|", GLOSSARY, re.MULTILINE)
+    for word in line.replace("`", "").split(", ")
+}
+
+DESIGN_WORDS = (
+    *("engine", "state", "group", "box", "need", "slack", "view", "alias", "region", "manifest", "piece"),
+    *("plan", "run", "ticket", "lease", "reader", "quarantine", "src", "dst"),
+)
+"""The words on which the design rests."""
+
+TO_BE_RENAMED = {
+    "Sorry": "Rejected",
+    "Noted": "SettleAck",
+    "Ended": "ReleaseNotice",
+    "Heard": "ReleaseAck",
+    "Joined": "JoinAck",
+}
+"""Messages whose new names are in the glossary already."""
+
+
+def blocks(kind: str) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```", TOUR, re.MULTILINE | re.DOTALL)
+
+
+def test_the_session_on_the_tour_is_real():
+    session = "\n".join(blocks("pycon"))
+    test = doctest.DocTestParser().get_doctest(session, {}, "tour", "docs/tour.md", 0)
+    assert len(test.examples) > 20
+    said: list[str] = []
+    doctest.DocTestRunner(verbose=False).run(test, out=said.append)
+    assert "".join(said) == ""
+
+
+def test_the_command_on_the_tour_is_real():
+    pytest.importorskip("nixl", exc_type=ImportError)
+    (session,) = blocks("console")
+    command, *shown = session.splitlines()
+    example = ROOT / command.removeprefix("$ python ")
+    ran = subprocess.run([sys.executable, example], capture_output=True, text=True, check=True, timeout=120)
+    assert sorted(ran.stdout.splitlines()) == sorted(shown)
+
+
+def test_every_file_on_the_tour_exists():
+    named = set(re.findall(r"`([\w/]+(?:\.py|/))`", TOUR)) - {"src/kvferry/"}
+    assert len(named) > 12
+    assert [path for path in sorted(named) if not (ROOT / "src" / "kvferry" / path).exists()] == []
+
+
+def test_every_word_of_the_design_is_in_the_glossary():
+    assert [word for word in DESIGN_WORDS if word not in WORDS] == []
+
+
+def test_every_message_is_in_the_glossary():
+    names = [
+        name for name, value in vars(messages).items() if value is not messages.Ticket and is_message(value)
+    ]
+    assert len(names) > 10
+    assert [name for name in names if TO_BE_RENAMED.get(name, name) not in WORDS] == []
+
+
+def is_message(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, msgspec.Struct) and value is not msgspec.Struct
+
+
+def test_a_word_is_in_the_glossary_once():
+    lines = re.findall(r"^\| ([^|]+) \| ", GLOSSARY, re.MULTILINE)
+    words = [word for line in lines for word in line.split(", ") if not set(word) <= set("- ")]
+    assert sorted({word for word in words if words.count(word) > 1} - {"word"}) == []
