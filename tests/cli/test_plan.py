@@ -57,6 +57,19 @@ def test_people_get_the_same_numbers_on_80_columns(cli):
     assert [line for line in ran.out.splitlines() if line != line.rstrip()] == []
 
 
+def test_a_request_in_too_many_runs_is_refused_with_their_number(cli):
+    """A million tokens, each head of each of them a run: refused in a second, before any run is made."""
+    asked = (*LLAMA, "--src", "tp=2", "--dst", "tp=3,layout=NHD", "--tokens", 1_000_000)
+    ran = cli(*asked, "--json")
+    assert ran.code == 1
+    said = "the request would take {:,} runs, at most 16,777,216 are made"
+    for finding, num_runs, ranks in zip(ran.answer["findings"], (96e6, 128e6), ([0, 2], [1]), strict=True):
+        assert (finding["code"], finding["dst_ranks"]) == ("too-many-runs", ranks)
+        assert finding["note"].startswith(said.format(int(num_runs)))
+    ran = cli(*asked)
+    assert (ran.code, ran.out.count("too-many-runs"), ran.out.count("fewer tokens")) == (1, 2, 2)
+
+
 def test_many_ranks_still_fit(cli):
     ran = cli("plan", "--model", "deepseek-v3", "--src", "tp=4", "--dst", "tp=16", "--placement", "scattered")
     assert ran.code == 0

@@ -10,6 +10,7 @@ from kvferry import (
     HOLE,
     Addressing,
     BlockTable,
+    Code,
     Group,
     Kind,
     Region,
@@ -25,6 +26,7 @@ from kvferry import (
     prove,
     select,
 )
+from kvferry.core import lower as lower_module
 from kvferry.core.manifest import MAX_REGIONS
 from kvferry.testing.oracle import check
 
@@ -352,6 +354,30 @@ def test_the_last_of_32768_regions_is_read_and_written(engine):
     assert list(selection.reads[0]) == [(last, 28 * CELL, last, 24 * CELL, 4 * CELL)]
     with pytest.raises(SpecError, match="32769 regions, at most 32768"):
         replace(plain, ranks=(replace(rank, regions=(*regions, *rank.regions, Region("more", 64))),))
+
+
+def test_runs_are_counted_before_they_are_made(engine):
+    """Head-major to token-major: a run for each token and head, of a million tokens."""
+    num_blocks = 250_000
+    pool = Group("full", num_blocks, 4)
+    made = lower(prove(plan(engine(order="head token channel", group=pool), engine(group=pool), 0)))
+    src, dst = BlockTable.of(np.arange(num_blocks)), BlockTable.of(np.arange(num_blocks)[::-1])
+    request = full(src, dst, Span(0, 4 * num_blocks))
+    tracemalloc.start()
+    with pytest.raises(RequestError, match="group full: the request would take 8,000,000 runs") as caught:
+        select(made, request, max_runs=7_999_999)
+    assert tracemalloc.get_traced_memory()[1] < 50 << 20
+    tracemalloc.stop()
+    assert caught.value.code == Code.TOO_MANY_RUNS
+    assert select(made, full(src, dst, Span(0, 400)), max_runs=3200).num_runs == 3200
+
+
+def test_the_runs_of_all_states_together_are_counted_before_they_are_made(engine, monkeypatch):
+    monkeypatch.setattr(lower_module, "MAX_PATTERN", 40)
+    two = engine(states=("k", "v"), order="head token channel"), engine(states=("k", "v"))
+    made = lower(prove(plan(*two, 0)))
+    with pytest.raises(RequestError, match="64 runs per block of all states"):
+        select(made, full(table(1), table(2), Span(0, 4)))
 
 
 @pytest.mark.parametrize("side", ["src", "dst"])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 import kvferry
-from kvferry import Finding, Manifest, Refused, Request
+from kvferry import Code, Finding, Manifest, Refused, Request, RequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +91,11 @@ def bill_of(
             for finding in refused.findings:
                 findings.setdefault(finding, []).append(dst_rank)
             num_more += refused.num_more
+        except RequestError as error:
+            if error.code != Code.TOO_MANY_RUNS:
+                raise
+            finding = Finding(Code.TOO_MANY_RUNS, field=f"group {error.group}", note=error.detail)
+            findings.setdefault(finding, []).append(dst_rank)
     return Bill(tuple(ranks), findings, num_more)
 
 

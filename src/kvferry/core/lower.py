@@ -90,9 +90,15 @@ class Bundle:
         return runs
 
     def _fused(self, shape: Shape) -> Runs:
+        patterns = [pattern(part.geometry, shape) for part in self.parts]
+        num_runs = sum(
+            len(one) * len(part.src_places) for one, part in zip(patterns, self.parts, strict=True)
+        )
+        if num_runs > MAX_PATTERN:
+            note = f"{num_runs:,} runs per block of all states together, at most {MAX_PATTERN:,} are made"
+            raise Refused(Finding(Code.TOO_MANY_RUNS, note=note))
         columns: list[tuple[Ints, Ints, Ints]] = []
-        for geometry, src_places, dst_places, _ in self.parts:
-            one = pattern(geometry, shape)
+        for one, (_, src_places, dst_places, _) in zip(patterns, self.parts, strict=True):
             columns.append(
                 (
                     np.add.outer(src_places, one.src).ravel(),
@@ -258,7 +264,7 @@ def pattern(geometry: Geometry, shape: Shape) -> Runs:
         if not len(src):
             return NO_RUNS
         if len(src) * len(runs) > MAX_PATTERN:
-            note = f"more than {MAX_PATTERN} runs per block before merging"
+            note = f"more than {MAX_PATTERN:,} runs per block before merging"
             raise Refused(Finding(Code.TOO_MANY_RUNS, field=str(geometry.box), note=note))
         runs = coalesce(
             np.add.outer(src, runs.src).ravel(),

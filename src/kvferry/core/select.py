@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,6 +23,9 @@ from kvferry.core.span import Span, Spans, count, intersect, normal, show, subtr
 from kvferry.core.state import Addressing, Group, Kind, Tail
 from kvferry.core.view import Ints
 from kvferry.errors import Refused, RequestError
+
+MAX_RUNS = 1 << 24
+"""The default limit: runs of one request to one destination rank. Making them takes some 60 bytes each."""
 
 
 class Slack(StrEnum):
@@ -59,7 +63,44 @@ class Selection:
         return sum(runs.total_bytes for runs in self.reads.values())
 
 
-def select(route: Route, request: Request, *, slack: Slack = Slack.CLEAR) -> Selection:
+class _Product(NamedTuple):
+    """A pattern, and the block pairs between which it repeats: runs that are not made yet."""
+
+    bundle: Bundle
+    pattern: Runs
+    src_ids: Ints
+    dst_ids: Ints
+    counts: Ints
+    """How many neighbouring blocks, from this one on, are one run."""
+
+    @property
+    def num_runs(self) -> int:
+        return len(self.pattern) * len(self.src_ids)
+
+    def runs(self) -> Runs:
+        """The list of them."""
+        return Runs(
+            np.add.outer(self.pattern.src, self.src_ids * self.bundle.src_stride).ravel(),
+            np.add.outer(self.pattern.dst, self.dst_ids * self.bundle.dst_stride).ravel(),
+            np.multiply.outer(self.pattern.num_bytes, self.counts).ravel(),
+        )
+
+
+class _Products(NamedTuple):
+    """All that a lane contributes."""
+
+    lane: Lane
+    reads: list[_Product]
+    zeros: list[_Product]
+
+    @property
+    def num_runs(self) -> int:
+        return sum(product.num_runs for product in (*self.reads, *self.zeros))
+
+
+def select(
+    route: Route, request: Request, *, slack: Slack = Slack.CLEAR, max_runs: int = MAX_RUNS
+) -> Selection:
     """The byte runs of one request. Raises ``RequestError``, having done nothing, if it does not fit.
 
     >>> from kvferry.models import Topology, describe, model_named
@@ -74,24 +115,38 @@ def select(route: Route, request: Request, *, slack: Slack = Slack.CLEAR) -> Sel
     _check_tables(route.plan.src, request.src, "src")
     _check_tables(route.plan.dst, request.dst, "dst")
     _check_tokens(route.plan.dst, request)
-    runs: dict[int, list[Runs]] = defaultdict(list)
-    zeros: list[Runs] = []
+    products = []
     for lane in route.lanes:
         try:
-            _select_lane(lane, request, slack, runs, zeros)
+            products.append(_products(lane, request, slack))
         except Refused as error:
             raise RequestError("too-many-runs", lane.dst_group.name, str(error)) from error
-    reads = {src_rank: _merged(parts) for src_rank, parts in sorted(runs.items())}
-    return Selection({rank: r for rank, r in reads.items() if len(r)}, _merged(zeros))
+    _check_number(products, max_runs)
+    by_rank: dict[int, list[_Product]] = defaultdict(list)
+    for product in (product for each in products for product in each.reads):
+        by_rank[product.bundle.src_rank].append(product)
+    reads = {src_rank: _merged(parts) for src_rank, parts in sorted(by_rank.items())}
+    zeros = _merged([product for each in products for product in each.zeros])
+    return Selection({rank: r for rank, r in reads.items() if len(r)}, zeros)
 
 
-def _select_lane(
-    lane: Lane, request: Request, slack: Slack, runs: dict[int, list[Runs]], zeros: list[Runs]
-) -> None:
-    """Add one lane's runs, and its bytes to be zeroed, to those of the request."""
+def _check_number(products: Sequence[_Products], max_runs: int) -> None:
+    """Refuse a request that would shatter, before a list of its runs is made."""
+    total = sum(each.num_runs for each in products)
+    if total > max_runs:
+        most = max(products, key=lambda each: each.num_runs)
+        detail = (
+            f"the request would take {total:,} runs, at most {max_runs:,} are made; give both engines the"
+            " same layout of a block (HND or NHD), or larger blocks, or load fewer tokens at a time"
+        )
+        raise RequestError("too-many-runs", most.lane.dst_group.name, detail)
+
+
+def _products(lane: Lane, request: Request, slack: Slack) -> _Products:
+    """One lane's runs, and its bytes to be zeroed, as products."""
     need, kept = _cells(lane, request)
     if not need:
-        return
+        return _Products(lane, [], [])
     src = _Walk(lane.src_group, request.src, lane.tokens_per_cell, "src")
     dst = _Walk(lane.dst_group, request.dst, lane.tokens_per_cell, "dst")
     src.check(need, lane.src_period)
@@ -102,10 +157,12 @@ def _select_lane(
         # What a ring holds beyond the need are other tokens: nothing to copy along.
         need = need if src.is_ring else _stretched(lane, need, free, src, dst)
     segments = list(_segments(need, src, dst, lane.period))
-    for bundle in lane.bundles:
-        runs[bundle.src_rank] += (_spread(bundle, *segment) for segment in segments)
     blank = list(_segments(subtract(free, need), dst, dst, lane.dst_period))
-    zeros += (_spread(bundle, *segment) for bundle in lane.blanks for segment in blank)
+    return _Products(
+        lane,
+        [_spread(bundle, *segment) for bundle in lane.bundles for segment in segments],
+        [_spread(bundle, *segment) for bundle in lane.blanks for segment in blank],
+    )
 
 
 def _check_tables(manifest: Manifest, tables: Mapping[str, BlockTable], side: str) -> None:
@@ -305,7 +362,7 @@ def _alike(keys: Ints) -> Iterator[tuple[Shape, Ints | slice]]:
         yield Shape(*shape), np.flatnonzero(member_of.ravel() == i)
 
 
-def _spread(bundle: Bundle, shape: Shape, src_ids: Ints, dst_ids: Ints) -> Runs:
+def _spread(bundle: Bundle, shape: Shape, src_ids: Ints, dst_ids: Ints) -> _Product:
     """A pattern over all its block pairs; whole neighbouring blocks are merged before they multiply."""
     pattern = bundle.pattern(shape)
     chained = np.flatnonzero((np.diff(src_ids) != 1) | (np.diff(dst_ids) != 1)) + 1
@@ -314,21 +371,14 @@ def _spread(bundle: Bundle, shape: Shape, src_ids: Ints, dst_ids: Ints) -> Runs:
         if whole.all():
             heads = np.concatenate(([0], chained))
             counts = np.diff(heads, append=len(src_ids))
-            return _outer(bundle, pattern, src_ids[heads], dst_ids[heads], counts)
-    return _outer(bundle, pattern, src_ids, dst_ids, np.ones_like(src_ids))
+            return _Product(bundle, pattern, src_ids[heads], dst_ids[heads], counts)
+    return _Product(bundle, pattern, src_ids, dst_ids, np.ones_like(src_ids))
 
 
-def _outer(bundle: Bundle, pattern: Runs, src_ids: Ints, dst_ids: Ints, counts: Ints) -> Runs:
-    return Runs(
-        np.add.outer(pattern.src, src_ids * bundle.src_stride).ravel(),
-        np.add.outer(pattern.dst, dst_ids * bundle.dst_stride).ravel(),
-        np.multiply.outer(pattern.num_bytes, counts).ravel(),
-    )
-
-
-def _merged(parts: Sequence[Runs]) -> Runs:
-    if not parts:
+def _merged(products: Sequence[_Product]) -> Runs:
+    if not products:
         return NO_RUNS
+    parts = [product.runs() for product in products]
     if len(parts) == 1:
         return coalesce(parts[0].src, parts[0].dst, parts[0].num_bytes)
     return coalesce(
