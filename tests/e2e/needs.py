@@ -1,7 +1,9 @@
 """What a test here needs; without it, it is skipped and says so."""
 
 import importlib.util
+import platform
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -17,3 +19,13 @@ needs_vllm = [
     pytest.mark.skipif(not _is_there(module), reason=f"{module} is not installed")
     for module in ("vllm", "nixl", "zmq")
 ]
+
+
+def needs_cpu(dtype: str, *, has_fp8_cache: bool = False) -> None:
+    """Skip what vLLM cannot compute on this CPU, by itself: its kernels end the process, or refuse."""
+    if platform.machine() != "aarch64":
+        return
+    if has_fp8_cache:
+        pytest.skip("vLLM keeps caches in fp8 on x86-64 only")
+    if dtype == "bfloat16" and "bf16" not in Path("/proc/cpuinfo").read_text().split():
+        pytest.skip("this CPU has no instructions for bfloat16")

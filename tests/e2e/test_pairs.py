@@ -24,7 +24,7 @@ from tests.e2e.harness import (
     ferry,
     until,
 )
-from tests.e2e.needs import needs_vllm
+from tests.e2e.needs import needs_cpu, needs_vllm
 
 pytestmark = [pytest.mark.slow, *needs_vllm]
 
@@ -118,6 +118,8 @@ class Docks:
     ) -> tuple[Engine, Engine]:
         """Two engines that are ready, and are cut as they were asked to be."""
         sides = {"src": src, "dst": dst}
+        for side in sides.values():
+            needs_cpu(side.dtype, has_fp8_cache=side.has_fp8_cache)
         both = [self._begin(family, side, role, connector) for role, side in sides.items()]
         for engine, side in zip(both, sides.values(), strict=True):
             engine.wait_ready()

@@ -68,20 +68,35 @@ LINES = [
     Line("CPU_ATTN", "amx", "bfloat16", head_size=96),
     Line("CPU_ATTN", "vec", "float16", cache_dtype="fp8_e5m2"),
     Line("CPU_ATTN", "amx", "bfloat16", cache_dtype="fp8"),
+    Line("CPU_ATTN", "neon", "float32"),
+    Line("CPU_ATTN", "neon", "float16"),
+    Line("CPU_ATTN", "neon", "bfloat16"),
+    Line("CPU_ATTN", "neon", "bfloat16", head_size=96),
     Line("CPU_MLA", "", "float32", LATENT + ROPE, blocks=(16,)),
     Line("CPU_MLA", "", "bfloat16", LATENT + ROPE, blocks=(16,)),
     Line("AMX_MLA", "", "bfloat16", LATENT + ROPE),
 ]
-VEC_FP32, VEC_BF16, AMX_BF16 = LINES[0], LINES[2], LINES[4]
+VEC_BF16, AMX_BF16 = LINES[2], LINES[4]
+FP32 = Line("CPU_ATTN", "neon" if platform.machine() == "aarch64" else "vec", "float32")
+"""The line of this machine."""
 CPU_MLA_BF16, AMX_MLA_BF16 = LINES[-2:]
 
 
-def needs(line: Line) -> None:
-    """Skip what this CPU cannot run."""
+def has_arm_bf16() -> bool:
+    """Whether an Arm CPU computes in bfloat16."""
+    features = Path("/proc/cpuinfo").read_text().split()
+    return "bf16" in features
+
+
+def needs(line: Line, *, only_writing: bool = False) -> None:
+    """Skip what this CPU cannot run; writing takes less than attending."""
     import torch
 
-    if platform.machine() != "x86_64":
-        pytest.skip("other CPUs have kernels of their own")
+    machine = platform.machine()
+    if (machine == "aarch64") is not (line.isa == "neon") and line.isa not in ("", "vec16"):
+        pytest.skip(f"{machine} has kernels of its own")
+    if machine == "aarch64" and line.dtype == "bfloat16" and not (only_writing or has_arm_bf16()):
+        pytest.skip("this CPU has no instructions for bfloat16: vLLM's kernels end the process")
     if (line.isa == "amx" or line.backend == "AMX_MLA") and not torch.cpu._init_amx():
         pytest.skip("this CPU has no AMX")  # one that has it must be asked to allow it
     if line.cache_dtype != "auto" and not torch.cpu._is_avx512_supported():
@@ -356,7 +371,7 @@ def _number(line: Line, num_tokens: int, state: str, token: int, at: dict[str, i
 
 @pytest.mark.parametrize("line", LINES, ids=str)
 def test_each_cell_sits_where_the_table_says(home, line):
-    needs(line)
+    needs(line, only_writing=True)
     for block in line.blocks:
         rank = Rank(home, line, block)
         assert (written(rank, [5, 2]) == predicted(rank, [5, 2])).all(), f"blocks of {block} tokens"
@@ -457,7 +472,7 @@ def test_a_moved_cache_is_what_the_kernel_writes(home, line, src, dst):
 
 OTHER_CUTS = [
     *(
-        (Side(VEC_FP32, 64, src), Side(VEC_FP32, 96, dst))
+        (Side(FP32, 64, src), Side(FP32, 96, dst))
         for src, dst in ((1, 2), (2, 1), (4, 2), (8, 4), (2, 8))
     ),
     *((Side(AMX_BF16, 96, src), Side(AMX_BF16, 32, dst)) for src, dst in ((1, 4), (4, 1), (2, 4), (8, 2))),
@@ -487,9 +502,9 @@ def test_a_cell_a_run_is_refused(home):
 # --------------------------------------------------------------------------------------- wrong tables
 
 WRONG: dict[str, tuple[Line, Order]] = {
-    "v-before-k": (VEC_FP32, (Fork.of(v=("token", "channel"), k=("channel", "token")),)),
-    "k-as-rows": (VEC_FP32, (Fork.of(k=("token", "channel"), v=("token", "channel")),)),
-    "v-transposed": (VEC_FP32, (Fork.of(k=("channel", "token"), v=("channel", "token")),)),
+    "v-before-k": (FP32, (Fork.of(v=("token", "channel"), k=("channel", "token")),)),
+    "k-as-rows": (FP32, (Fork.of(k=("token", "channel"), v=("token", "channel")),)),
+    "v-transposed": (FP32, (Fork.of(k=("channel", "token"), v=("channel", "token")),)),
     "amx-as-vec": (AMX_BF16, (Fork.of(k=("channel", "token"), v=("token", "channel")),)),
     "amx-v-before-k": (
         AMX_BF16,

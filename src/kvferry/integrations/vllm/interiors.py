@@ -206,13 +206,27 @@ CPU_AMX: Order = (
         v=("channel", "token", Tile("channel", 16), Tile("token", 2)),
     ),
 )
-CPU_ORDERS = {"vec": CPU_VEC, "vec16": CPU_VEC, "amx": CPU_AMX}
+CPU_NEON_BF16: Order = (
+    Fork.of(
+        k=("token", "channel", Tile("token", 8), Tile("channel", 4)),
+        v=("channel", "token", Tile("channel", 8), Tile("token", 4)),
+    ),
+)
+CPU_ORDERS = {
+    "vec": CPU_VEC,
+    "vec16": CPU_VEC,
+    "amx": CPU_AMX,
+    "neon": CPU_VEC,
+    "neon bfloat16": CPU_NEON_BF16,
+}
+"""By instruction set; a line with a type of cells goes before the one without."""
 
 
 def cpu_attention(subject: Subject) -> Contents | None:
     """CPU attention orders K and V by what the CPU's units like."""
     parts = _k_and_v(subject)
-    order = CPU_ORDERS.get(cpu_isa(subject))
+    isa, dtype = cpu_isa(subject), str(subject.spec.dtype).removeprefix("torch.")
+    order = CPU_ORDERS.get(f"{isa} {dtype}") or CPU_ORDERS.get(isa)
     return Contents(parts, order, ("head",)) if parts and order else None
 
 
