@@ -22,6 +22,11 @@ from kvferry.core.span import Span, Spans
 from kvferry.core.state import Addressing, Kind, State, Tail
 from kvferry.core.view import NOT_HELD, Ints, View
 
+STALE = 0xA5
+"""What memory holds before anything is written to it."""
+KEPT = "kept"
+"""Salt of the pattern that stands for tokens which a destination has already."""
+
 Bytes = NDArray[np.uint8]
 Hashes = NDArray[np.uint64]
 

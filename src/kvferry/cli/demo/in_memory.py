@@ -11,16 +11,13 @@ from numpy.typing import NDArray
 import kvferry
 from kvferry.cli.demo.pairs import Pair, check_memory
 from kvferry.cli.demo.result import MemoryResult
-from kvferry.cli.demo.samples import KEPT, Sample, some_samples
+from kvferry.cli.demo.samples import Sample, some_samples
 from kvferry.core.manifest import Manifest
 from kvferry.core.request import Request
 from kvferry.core.sample import Placement, sample_request
 from kvferry.core.span import Span
-from kvferry.testing.pattern import check_rank, fill_rank
+from kvferry.testing.pattern import KEPT, STALE, check_rank, fill_rank
 from kvferry.transport.memory import Hub, MemoryTransport, placed
-
-STALE = 0xA5
-"""What all memory holds before a request."""
 
 Memories = Mapping[int, dict[str, NDArray[np.uint8]]]
 

@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 from kvferry.core.manifest import Manifest
 
-KEPT = "kept"
-"""Salt of the pattern that stands for tokens which the destination has already."""
-
 
 @dataclass(frozen=True, slots=True)
 class Sample:

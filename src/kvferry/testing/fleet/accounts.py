@@ -19,12 +19,10 @@ from kvferry.runtime import Released, Report
 from kvferry.testing.fleet.engines import DestinationFleet, SourceFleet
 from kvferry.testing.fleet.pool import BlockPool
 from kvferry.testing.fleet.worker import call_all
-from kvferry.testing.pattern import Checked
+from kvferry.testing.pattern import KEPT, Checked
 from kvferry.wire.ticket import Ticket
 
 LEASES = "leases outstanding"
-KEPT = "kept"
-"""Salt of the pattern that stands for tokens which a destination has already."""
 
 
 class Unbalanced(KVFerryError):

@@ -19,14 +19,11 @@ from kvferry.core.select import Slack
 from kvferry.core.span import Span, Spans
 from kvferry.endpoint import Destination, SourceEngine, SourceRank
 from kvferry.runtime import Released, Report, Timing
-from kvferry.testing.pattern import Checked, check_rank, fill_rank
+from kvferry.testing.pattern import STALE, Checked, check_rank, fill_rank
 from kvferry.transport.base import Transport
 from kvferry.transport.cuda import Cuda
 from kvferry.transport.nixl import NixlTransport
 from kvferry.wire.ticket import Ticket
-
-STALE = 0xA5
-"""What memory holds before anything is written to it."""
 
 
 @dataclass(frozen=True)
