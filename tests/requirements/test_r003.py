@@ -1,12 +1,17 @@
 """R003: registration with and without an allocator that lets layers share tensors."""
 
+from collections import Counter
+from contextlib import closing
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from kvferry import BlockTable, Manifest, Request, Span, SpecError, lower, plan, prove, select
 from kvferry.core.sample import sample_request
 from kvferry.testing.oracle import check
+from kvferry.transport.memory import placed
+from kvferry.transport.nixl import Agent, NixlTransport
 
 TP_PAIRS = [(1, 1), (2, 2), (1, 2), (2, 4), (4, 4)]
 
@@ -27,6 +32,33 @@ def test_memory_is_registered_once_per_allocation(engine):
     layers_in = [sum(v.region == r.name for v in shared.ranks[0].views) for r in shared.ranks[0].regions]
     assert sum(layers_in) == 2 * 34
     assert min(layers_in) > 2
+
+
+@pytest.mark.parametrize("alloc", ["shared", "separate"])
+@pytest.mark.parametrize("family", ["window", "shared-layers", "kda-mla", "mla-indexer"])
+def test_the_fabric_hears_of_each_tensor_once(engine, family, alloc, monkeypatch):
+    """R003-1, RA-9: NIXL registers every allocation once and whole, however many layers are in it."""
+    pytest.importorskip("nixl", exc_type=ImportError)
+    heard: Counter[tuple[int, int]] = Counter()
+    register = Agent.register
+
+    def listen(agent, kind, table):
+        heard.update((int(address), int(num_bytes)) for address, num_bytes, _ in table)
+        return register(agent, kind, table)
+
+    monkeypatch.setattr(Agent, "register", listen)
+    (rank,) = engine(family, f"alloc={alloc}").ranks
+    tensors = {region.name: np.zeros(region.num_bytes, np.uint8) for region in rank.regions}
+    with closing(NixlTransport()) as transport:
+        transport.register(placed(rank, tensors))
+    given = Counter((tensor.ctypes.data, tensor.nbytes) for tensor in tensors.values())
+    own = {at for at in heard if not any(_overlap(at, tensor) for tensor in given)}  # the transport's scratch
+    assert len(own) <= 1
+    assert Counter({at: n for at, n in heard.items() if at not in own}) == given
+
+
+def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return one[0] < sum(other) and other[0] < sum(one)
 
 
 @pytest.mark.parametrize(("src", "dst"), [("shared", "separate"), ("separate", "shared")])

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,12 +10,11 @@ import pytest
 
 import kvferry
 from kvferry import Manifest, explain, lower, plan, prove, select
-from kvferry.core import shard
 from kvferry.core.sample import sample_request
 from kvferry.models import describe
 from kvferry.wire import manifest_from_json, manifest_to_json
 
-CORE = Path(kvferry.__file__).parent / "core"
+PACKAGE = Path(kvferry.__file__).parent
 
 
 def runs_of(route, request):
@@ -74,18 +74,74 @@ def _holders(manifest: Manifest, piece) -> int:
     return sum(bool(box & piece.box) for box in boxes)
 
 
-def test_the_split_over_ranks_is_computed_in_one_place():
-    """R004-4: no other file of the core knows tensor parallelism, a ratio of it, or a rank's share."""
-    words = {"tp", "tp_size", "tp_ratio", "world_size", "num_ranks", "ratio"}
-    knowing = {path.name for path in CORE.glob("*.py") if words & names_in(path)}
-    assert knowing == {Path(shard.__file__).name}
+QUESTIONS = {
+    "which part of an axis does a rank hold": "core/shard.py::held",
+    "how many ranks does a topology have": "models/topology.py::num_ranks",
+    "where in its topology does a rank stand": "models/describe.py::rank",
+    "how many tokens are in a block that ranks share": "models/describe.py::groups",
+    "into how many shards do whole blocks divide": "models/cache.py::opaque",
+    "how many heads does a model of vLLM's have": "integrations/vllm/describe.py::_total_heads",
+    "whose turn at the tokens is it in vLLM": "integrations/vllm/layers.py::_with_turns",
+    "which rank is a worker of vLLM's": "integrations/vllm/worker.py::register",
+}
+"""Every question for which sizes of a topology are multiplied or divided, and the place that answers it."""
+
+SIZES = {
+    *(
+        "num_ranks",
+        "world_size",
+        "tp",
+        "pp",
+        "cp",
+        "dcp",
+        "ratio",
+        "num_stages",
+        "tp_rank",
+        "cp_rank",
+        "pp_rank",
+    ),
+    *("tp_size", "pp_size", "cp_size", "dcp_size", "tp_ratio", "tensor_parallel_size", "num_turns"),
+    *("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"),
+}
 
 
-def names_in(path: Path) -> set[str]:
-    """Every name that the code uses; what its texts and examples say does not count."""
-    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-    fields = ("id", "arg", "attr", "name")
-    return {getattr(node, field) for node in nodes for field in fields if hasattr(node, field)}
+def test_a_topology_question_is_answered_in_one_place():
+    """R004-4, RA-9: in no other function of any room is a size of a topology multiplied or divided."""
+    found = {
+        f"{path.relative_to(PACKAGE).as_posix()}::{name}"
+        for path in PACKAGE.rglob("*.py")
+        for name, node in arithmetic(ast.parse(path.read_text(encoding="utf-8")))
+        if SIZES & names_in(node)
+    }
+    assert found == set(QUESTIONS.values())
+
+
+def test_the_core_knows_of_ranks_only_where_axes_are_split():
+    """R004-4: no other file of the core names tensor parallelism, a ratio of it, or a number of ranks."""
+    trees = {
+        path.name: ast.parse(path.read_text(encoding="utf-8")) for path in (PACKAGE / "core").glob("*.py")
+    }
+    assert {name for name, tree in trees.items() if SIZES & names_in(tree)} == {"shard.py"}
+
+
+def arithmetic(node: ast.AST, function: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """Every product, quotient and remainder, with the name of the function that computes it."""
+    if isinstance(node, ast.FunctionDef):
+        function = node.name
+    is_divmod = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "divmod"
+    if is_divmod or (isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, SCALING)):
+        yield function, node
+    for child in ast.iter_child_nodes(node):
+        yield from arithmetic(child, function)
+
+
+SCALING = ast.Mult | ast.Div | ast.FloorDiv | ast.Mod
+
+
+def names_in(node: ast.AST) -> set[str]:
+    """Every name that a piece of code uses."""
+    fields = ("id", "attr", "arg")
+    return {getattr(part, field) for part in ast.walk(node) for field in fields if hasattr(part, field)}
 
 
 @pytest.mark.parametrize("model", ["gemma-4-31b", "kimi-linear-48b", "deepseek-v3.2"])
