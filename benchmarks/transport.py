@@ -25,7 +25,9 @@ from rich.table import Table
 
 from kvferry.core.runs import Runs
 from kvferry.testing.sources import Holder, Source, serving
+from kvferry.transport.emulation import Way
 from kvferry.transport.nixl import Agent, Memory, NixlTransport, Part, unpack_card
+from kvferry.transport.ucx import UcxSettings, prepare_for_cuda
 
 LAYERS, BLOCKS, BLOCK_BYTES = 64, 512, 16 << 10
 POOL_BLOCKS = 2 * BLOCKS
@@ -52,7 +54,7 @@ class Raw:
     """NIXL alone: one list of descriptors, one post, then look until it is done."""
 
     def __init__(self, holder: Holder, source: Source) -> None:
-        self.agent = Agent("raw")
+        self.agent = Agent("raw", UcxSettings.from_environment(os.environ).engine_config(Way.FAST))
         self.dst, self.src = Memory("dst", holder.regions), Memory("src", source.regions)
         self.kind = self.dst.kinds[0].name
         self.registered = self.agent.register(self.kind, self.dst.whole())
@@ -144,7 +146,7 @@ def idle_cpu() -> float:
 def main() -> None:
     device = sys.argv[1] if len(sys.argv) > 1 else "cpu"
     if device != "cpu":
-        os.environ.setdefault("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "y")
+        prepare_for_cuda(os.environ)
     with serving(1, [REGION_BYTES], device) as served:
         source, holder = served.sources[0], Holder(device)
         holder.add("kv", np.zeros(REGION_BYTES, np.uint8))

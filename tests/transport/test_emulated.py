@@ -1,28 +1,24 @@
 """Peers that cannot be read directly: found out, read a fragment at a time, or at full pace, or refused."""
 
+import ast
 import os
+import re
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 
+import kvferry
 from kvferry.errors import TransportError
 from kvferry.testing.sources import serving
 from kvferry.testing.transport_laws import REGION_BYTES, WHOLE, run, scattered, stale_memory, wait
-from kvferry.transport import End, nixl
+from kvferry.transport import End
 from kvferry.transport.cards import pack_card, segment_in, unpack_card
 from kvferry.transport.descriptors import FULL_PACE, Pace
-from kvferry.transport.emulation import (
-    SEGMENT_BYTES,
-    SETTING,
-    UCX_EMULATES,
-    UCX_RECEIVED,
-    UCX_SENT,
-    EmulatedReads,
-    Segments,
-    Way,
-)
+from kvferry.transport.emulation import SEGMENT_BYTES, SETTING, EmulatedReads, Way
 from kvferry.transport.nixl import Agent, NixlTransport
+from kvferry.transport.ucx import UCX_EMULATES, UCX_RECEIVED, UCX_SENT, UcxSettings, prepare_for_cuda
 
 pytest.importorskip("nixl", exc_type=ImportError)
 
@@ -73,9 +69,9 @@ class Watched(Agent):
 
     max_runs = max_bytes = 0
 
-    def __init__(self, name, way):
-        super().__init__(name, way)
-        self.is_careful = way is Way.CAREFUL
+    def __init__(self, name, engine_config):
+        super().__init__(name, engine_config)
+        self.is_careful = engine_config == UcxSettings().engine_config(Way.CAREFUL)
         self.runs = {}
 
     def prepare(self, part, remote):
@@ -95,10 +91,9 @@ class Watched(Agent):
         del self.runs[handle]
 
 
-def test_no_more_than_a_fragment_is_under_way_whoever_asks(monkeypatch, holder):
-    monkeypatch.setattr(nixl, "Agent", Watched)
+def test_no_more_than_a_fragment_is_under_way_whoever_asks(holder):
     with serving(1, REGION_BYTES, env=TCP) as far:
-        transport = NixlTransport()
+        transport = NixlTransport(make_agent=Watched)
         transport.register(holder.regions)
         connect(transport, "far", far)
         connect(transport, "the same", far)
@@ -166,52 +161,74 @@ def test_if_told_to_a_reader_refuses_and_says_what_to_do(monkeypatch, holder):
         transport.close()
 
 
+def settings(**environ):
+    return UcxSettings.from_environment(environ)
+
+
 def test_the_setting_is_checked(monkeypatch):
+    assert settings(**{SETTING: "fast"}).emulated_reads is EmulatedReads.FAST
     monkeypatch.setenv(SETTING, "carefully")
     with pytest.raises(TransportError, match="'carefully': one of careful, fast, refuse"):
         NixlTransport()
-    monkeypatch.setenv(SETTING, "fast")
-    assert EmulatedReads.from_environment() is EmulatedReads.FAST
 
 
 def test_what_the_environment_tells_ucx_itself_is_heard(monkeypatch):
-    monkeypatch.setenv(UCX_EMULATES, "n")
-    assert EmulatedReads.from_environment() is EmulatedReads.REFUSE
+    assert settings(**{UCX_EMULATES: "n"}).emulated_reads is EmulatedReads.REFUSE
+    assert settings(**{UCX_EMULATES: "y", SETTING: "fast"}).emulated_reads is EmulatedReads.FAST
     monkeypatch.setenv(UCX_EMULATES, "y")
     with pytest.raises(TransportError, match="bad-setting: UCX_PROTO_EMULATION_ENABLE='y'"):
         NixlTransport()
-    monkeypatch.setenv(SETTING, "fast")
-    assert EmulatedReads.from_environment() is EmulatedReads.FAST
 
 
 @pytest.mark.parametrize(
     ("text", "num_bytes"), [("8k", 8192), ("64KB", 65536), ("1M", 1 << 20), ("9000", 9000), ("512b", 512)]
 )
-def test_segments_are_read_as_ucx_reads_them(monkeypatch, text, num_bytes):
-    assert Segments.from_environment() == (SEGMENT_BYTES, SEGMENT_BYTES)
-    monkeypatch.setenv(UCX_SENT, text)
-    assert Segments.from_environment() == (num_bytes, max(SEGMENT_BYTES, num_bytes))
-    monkeypatch.setenv(UCX_RECEIVED, "2M")
-    assert Segments.from_environment() == (num_bytes, 2 << 20)
-    monkeypatch.delenv(UCX_SENT)
-    assert Segments.from_environment() == (SEGMENT_BYTES, 2 << 20)
-    monkeypatch.setenv(UCX_RECEIVED, text)
-    assert Segments.from_environment() == (min(SEGMENT_BYTES, num_bytes), num_bytes)
+def test_segments_are_read_as_ucx_reads_them(text, num_bytes):
+    def segments(**environ):
+        found = settings(**environ)
+        return found.sent_bytes, found.received_bytes
+
+    assert segments() == (SEGMENT_BYTES, SEGMENT_BYTES)
+    assert segments(**{UCX_SENT: text}) == (num_bytes, max(SEGMENT_BYTES, num_bytes))
+    assert segments(**{UCX_SENT: text, UCX_RECEIVED: "2M"}) == (num_bytes, 2 << 20)
+    assert segments(**{UCX_RECEIVED: "2M"}) == (SEGMENT_BYTES, 2 << 20)
+    assert segments(**{UCX_RECEIVED: text}) == (min(SEGMENT_BYTES, num_bytes), num_bytes)
 
 
-def test_segments_that_are_no_number_are_refused(monkeypatch):
-    monkeypatch.setenv(UCX_RECEIVED, "auto")
+def test_segments_that_are_no_number_are_refused():
     with pytest.raises(TransportError, match="bad-setting: UCX_TCP_RX_SEG_SIZE='auto'"):
-        Way.CAREFUL.pace(SEGMENT_BYTES)
+        settings(**{UCX_RECEIVED: "auto"})
 
 
-def test_the_careful_pace_fits_the_smaller_segment(monkeypatch):
-    assert Way.CAREFUL.pace(SEGMENT_BYTES) == Pace.careful(255 << 10)
-    assert Way.CAREFUL.pace(32 << 10) == Pace.careful(31 << 10)
-    assert Way.CAREFUL.pace(0) == Pace.careful(7 << 10)
-    monkeypatch.setenv(UCX_RECEIVED, "16k")
-    assert Way.CAREFUL.pace(32 << 10) == Pace.careful(15 << 10)
-    assert Way.DIRECT.pace(32 << 10) == FULL_PACE
+def test_the_careful_pace_fits_the_smaller_segment():
+    ours = settings()
+    assert ours.pace(Way.CAREFUL, SEGMENT_BYTES) == Pace.careful(255 << 10)
+    assert ours.pace(Way.CAREFUL, 32 << 10) == Pace.careful(31 << 10)
+    assert ours.pace(Way.CAREFUL, 0) == Pace.careful(7 << 10)
+    assert settings(**{UCX_RECEIVED: "16k"}).pace(Way.CAREFUL, 32 << 10) == Pace.careful(15 << 10)
+    assert ours.pace(Way.DIRECT, 32 << 10) == FULL_PACE
+
+
+def test_ucx_is_told_and_asked_in_one_file():
+    def names_in(path):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str | bytes):
+                text = node.value if isinstance(node.value, str) else node.value.decode(errors="replace")
+                if re.fullmatch(r"UCX_\w*", text):
+                    yield text
+
+    package = Path(kvferry.__file__).parent
+    found = {path.relative_to(package).as_posix(): {*names_in(path)} for path in package.rglob("*.py")}
+    assert [path for path, names in found.items() if names] == ["transport/ucx.py"]
+
+
+def test_what_the_environment_has_stays():
+    environ = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "n"}
+    prepare_for_cuda(environ)
+    assert environ == {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "n"}
+    environ.clear()
+    prepare_for_cuda(environ)
+    assert environ == {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y"}
 
 
 def test_a_card_tells_the_segments_and_a_changed_one_is_no_card():

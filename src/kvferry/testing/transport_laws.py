@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from unittest import SkipTest
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 from kvferry.core.runs import NO_RUNS, REGION_SHIFT, Runs, place
 from kvferry.errors import TransportError
 from kvferry.testing.sources import Holder, Source
+from kvferry.testing.transport_storm import Storm, runs_of
 from kvferry.transport.base import CANCELLED, End, Transport
 
 REGION_BYTES = (24 << 20, (1 << 20) + 13)
@@ -114,6 +116,16 @@ def check(world: World, expected: list[NDArray[np.uint8]]) -> None:
     for got, want in zip(world.holder.load(), expected, strict=True):
         wrong = np.flatnonzero(got != want)
         assert not len(wrong), f"{len(wrong)} bytes are wrong, the first at {wrong[0]}"
+
+
+def check_storm(world: World, storm: Storm) -> None:
+    """Reads that ended without an error brought all of their bytes, the others some or none."""
+    memory, source = world.holder.load(), world.sources[0]
+    for end in storm.ends:
+        for src_region, src_offset, dst_region, dst_offset, num_bytes in runs_of(end.transfer):
+            got = memory[dst_region][dst_offset : dst_offset + num_bytes]
+            arrived = (got == source.contents[src_region][src_offset : src_offset + num_bytes]).all()
+            assert arrived or (end.error and (got == STALE).all()), end
 
 
 class TransportLaws:
@@ -232,6 +244,30 @@ class TransportLaws:
             assert not any(end.error for end in ends[1:])
         after(expected, run((0, 0), (0, 0), REGION_BYTES[0] // 2), world.sources[0])
         check(world, expected)
+
+    def test_whatever_many_threads_do_at_once_each_read_ends_once(self, world: World) -> None:
+        with world.reader(0) as reader:
+            storm = Storm(reader, world.sources, max_reads=600)
+            with storm.blowing():
+                storm.wait_for_reads(PATIENCE_S)
+            storm.collect(PATIENCE_S)
+            storm.check()
+            check_storm(world, storm)
+
+    def test_closing_while_many_threads_call_loses_no_end(self, world: World) -> None:
+        with world.reader(0) as reader:
+            storm = Storm(reader, world.sources, max_reads=100_000)
+            with storm.blowing():
+                storm.wait_for_reads(0.3)
+                with ThreadPoolExecutor(2) as closers:
+                    closing = [closers.submit(reader.close) for _ in range(2)]
+                for closed in closing:
+                    closed.result()
+                quiet = world.holder.load()
+        storm.ends += reader.poll()
+        storm.check()
+        check(world, quiet)
+        check_storm(world, storm)
 
     def test_forgetting_ends_nothing_by_itself(self, world: World) -> None:
         with world.reader(0, 1) as reader:

@@ -46,7 +46,28 @@ class End:
 
 
 class Transport(Protocol):
-    """Reads bytes of peers into this rank's own regions."""
+    """Reads bytes of peers into this rank's own regions.
+
+    **Threads.** Every call may come from any thread, and any number of calls may be under way at once.
+
+    **Order.** ``register`` comes first, once; before it, ``card``, ``connect``, ``read`` and ``clear`` raise.
+    A ``cancel`` or ``forget`` holds for the reads whose ``read`` had returned. What two threads do at the
+    same moment happens in one order or the other.
+
+    **Blocking.** ``card``, ``read``, ``cancel``, ``poll``, ``forget`` and ``on_end`` wait for no peer, no
+    fabric and no byte. ``register``, ``connect``, ``clear`` and ``close`` may be slow.
+
+    **Ends.** A read that was accepted (``read`` returned) ends exactly once, in one answer of ``poll``. One
+    that was refused (``read`` raised) never does. A transfer of which nobody can know whether it ended is not
+    reported: its memory must stay.
+
+    **Closing.** As soon as ``close`` is called, ``register``, ``card``, ``connect``, ``read`` and ``clear``
+    are refused with the code ``closed``; those that are under way are waited for, or raise. ``poll``,
+    ``cancel``, ``forget``, ``on_end`` and ``close`` are allowed for ever: ``poll`` hands out the ends that
+    are left, the others do nothing when there is nothing left to do.
+
+    **Errors.** TransportError, and nothing else.
+    """
 
     @property
     def kind(self) -> str:
@@ -59,7 +80,10 @@ class Transport(Protocol):
         ...
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Make this rank's own memory known, once. Region addresses must be real."""
+        """Make this rank's own memory known, once. Region addresses must be real.
+
+        The memory must stay until ``close`` has returned.
+        """
         ...
 
     def card(self) -> bytes:
@@ -67,14 +91,19 @@ class Transport(Protocol):
         ...
 
     def connect(self, peer: str, card: bytes, regions: Sequence[Region]) -> None:
-        """Get ready to read from a peer, called ``peer`` from now on. May be slow; raises TransportError."""
+        """Get ready to read from a peer, called ``peer`` from now on.
+
+        May be slow, but ends by a deadline. If it raises, the peer is not known. Of two threads that connect
+        one name, one is refused. ``forget`` and ``close`` may come meanwhile: ``forget`` knows nothing of a
+        peer that is not connected yet.
+        """
         ...
 
     def read(self, transfer: int, peer: str, runs: Runs) -> None:
         """Submit the reading of runs from a peer; never blocks. ``transfer`` is the caller's own number.
 
         Raises TransportError, with nothing moved and no end to come, if the peer is unknown, a run leaves
-        its region, or a transfer of that number has not ended yet.
+        its region, or the end of a transfer of that number was not collected yet.
         """
         ...
 
@@ -87,17 +116,21 @@ class Transport(Protocol):
         ...
 
     def clear(self, runs: Runs) -> None:
-        """Fill the destination places of ``runs`` in this rank's memory with zeros; done on return."""
+        """Fill the destination places of ``runs`` in this rank's memory with zeros; done on return.
+
+        It does not wait for reads: clear no byte that a read under way writes.
+        """
         ...
 
     def poll(self) -> list[End]:
-        """The transfers that ended since the last call; never blocks."""
+        """The transfers that ended since the last call, whoever made it; never blocks."""
         ...
 
     def on_end(self, wake: Callable[[], None]) -> None:
         """Call ``wake``, from whatever thread, as soon as there is an end to collect.
 
-        A transport whose reads advance in ``poll`` only has nobody to call it.
+        It must be quick, and may call ``poll``, ``read``, ``cancel`` and ``forget``, nothing slow. What it
+        raises is logged and ignored. A transport whose reads advance in ``poll`` only has nobody to call it.
         """
         ...
 
@@ -112,6 +145,7 @@ class Transport(Protocol):
         """Give up all memory and peers. Blocks until nothing is under way, or raises after a deadline.
 
         Transfers that still wait for their turn may end with an error. Ends that were not collected yet can
-        be collected afterwards. Closing again does nothing; after a deadline, it waits again.
+        be collected afterwards. Closing again, also from another thread, does nothing more; after a
+        deadline, it waits again.
         """
         ...

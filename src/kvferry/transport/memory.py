@@ -1,14 +1,17 @@
 """The embedded transport: every rank lives in this process, and a read is a copy.
 
-It is the double of a real fabric: the same protocol, the same laws, no threads and no clock. A read makes a
-step each time the reader polls; what a step does is asked of the hub's *weather*, so a test can delay, stall
-or fail any read (``kvferry.testing.faults``).
+It is the double of a real fabric: the same protocol, the same laws, no threads of its own and no clock. A
+read makes a step each time the reader polls; what a step does is asked of the hub's *weather*, so a test can
+delay, stall or fail any read (``kvferry.testing.faults``).
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Protocol
@@ -20,7 +23,9 @@ from kvferry.core.manifest import Rank, Region
 from kvferry.core.runs import Runs
 from kvferry.errors import SpecError, TransportError
 from kvferry.transport.base import CANCELLED, Cost, End
+from kvferry.transport.gate import Gate
 from kvferry.transport.places import Places, checked
+from kvferry.transport.transfers import Transfers
 
 CARD = b"kvferry/memory/"
 
@@ -68,18 +73,24 @@ class Hub:
 
     def __init__(self, weather: Weather | None = None) -> None:
         self.weather = weather or Fair()
+        self._changed = threading.Condition()
         self._regions: dict[str, tuple[Region, ...]] = {}
+        self._num_copying: Counter[str] = Counter()
+        """How many threads copy from each one's memory right now."""
         self._numbers = count()
 
     def enter(self, regions: Sequence[Region]) -> str:
         """A name for a transport with that memory."""
         name = f"{next(self._numbers)}"
-        self._regions[name] = tuple(regions)
+        with self._changed:
+            self._regions[name] = tuple(regions)
         return name
 
     def leave(self, name: str) -> None:
-        """Whoever reads from it from now on fails."""
-        self._regions.pop(name, None)
+        """Whoever reads from it from now on fails; waits for those who are copying."""
+        with self._changed:
+            self._regions.pop(name, None)
+            self._changed.wait_for(lambda: not self._num_copying[name])
 
     def knows(self, name: str) -> bool:
         """Whether a transport of that name is there and has not left."""
@@ -90,6 +101,19 @@ class Hub:
         stop = region.address + region.num_bytes
         known = self._regions.get(name, ())
         return any(r.address <= region.address and stop <= r.address + r.num_bytes for r in known)
+
+    @contextmanager
+    def copying(self, name: str) -> Iterator[bool]:
+        """While it is entered, the memory of that transport stays; whether it is there at all."""
+        with self._changed:
+            is_there = self.knows(name)
+            self._num_copying[name] += is_there
+        try:
+            yield is_there
+        finally:
+            with self._changed:
+                self._num_copying[name] -= is_there
+                self._changed.notify_all()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,15 +135,20 @@ class _Read:
     """Whether the fabric was asked for all of it: a cancel then comes too late for its bytes."""
     is_cancelled: bool = False
 
+    @property
+    def may_move(self) -> bool:
+        return self.is_posted or not self.is_cancelled
+
     def move(self, num_runs: int | None) -> None:
         stop = len(self.src) if num_runs is None else min(len(self.src), self.num_done + num_runs)
-        for i in range(self.num_done, stop):
+        while self.num_done < stop and self.may_move:
+            i = self.num_done
             ctypes.memmove(self.dst[i], self.src[i], self.num_bytes[i])
-        self.num_done = stop
+            self.num_done += 1
 
 
 class MemoryTransport:
-    """Copies within this process. One thread at a time.
+    """Copies within this process. Reads move, and end, in whatever thread polls.
 
     >>> src, dst = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
     >>> hub = Hub()
@@ -140,116 +169,125 @@ class MemoryTransport:
         self._hub = hub
         self._hub_name = ""
         self._places: Places | None = None
+        self._gate = Gate()
+        self._transfers: Transfers[_Read] = Transfers()
+        self._lock = threading.Lock()
+        """Guards the names: whose memory is ours, who our peers are."""
+        self._moving = threading.Lock()
+        """Held by the one thread that lets reads make a step."""
         self._peers: dict[str, _Peer] = {}
-        self._reads: dict[int, _Read] = {}
-        self._ends: list[End] = []
-        self._is_closed = False
 
     def register(self, regions: Sequence[Region]) -> None:
         """Make this rank's own memory known; who made it keeps it alive until ``close``."""
-        self._check_open()
-        if self._places is not None:
-            raise TransportError("registered", "memory is registered once")
-        for region in regions:
-            _check_host(region)
-        self._places = Places("ours", regions)
-        self._hub_name = self._hub.enter(regions)
+        with self._gate.inside(), self._lock:
+            if self._places is not None:
+                raise TransportError("registered", "memory is registered once")
+            for region in regions:
+                _check_host(region)
+            self._places = Places("ours", regions)
+            self._hub_name = self._hub.enter(regions)
 
     def card(self) -> bytes:
         """The name in the hub."""
-        self._ours()
-        return CARD + self._hub_name.encode()
+        with self._gate.inside():
+            self._ours()
+            return CARD + self._hub_name.encode()
 
     def connect(self, peer: str, card: bytes, regions: Sequence[Region]) -> None:
         """Get ready to read from another transport of the hub."""
-        self._ours()
-        hub_name = card.removeprefix(CARD).decode(errors="replace")
-        if not card.startswith(CARD) or not self._hub.knows(hub_name):
-            raise TransportError("bad-card", f"{peer}: {card!r:.60} is nobody in this hub")
-        if peer in self._peers:
-            raise TransportError("known-peer", f"{peer!r} is connected already")
-        places = Places(peer, regions)
-        for region in regions:
-            if not self._hub.has(hub_name, region):
-                raise TransportError("no-connection", f"{peer}: it did not register {region.name!r}")
-        self._peers[peer] = _Peer(peer, hub_name, places)
+        with self._gate.inside(), self._lock:
+            self._ours()
+            hub_name = card.removeprefix(CARD).decode(errors="replace")
+            if not card.startswith(CARD) or not self._hub.knows(hub_name):
+                raise TransportError("bad-card", f"{peer}: {card!r:.60} is nobody in this hub")
+            if peer in self._peers:
+                raise TransportError("known-peer", f"{peer!r} is connected already")
+            places = Places(peer, regions)
+            for region in regions:
+                if not self._hub.has(hub_name, region):
+                    raise TransportError("no-connection", f"{peer}: it did not register {region.name!r}")
+            self._peers[peer] = _Peer(peer, hub_name, places)
 
     def read(self, transfer: int, peer: str, runs: Runs) -> None:
         """Submit the reading of runs from a peer; they move when this transport is polled."""
-        ours = self._ours()
-        if peer not in self._peers:
-            raise TransportError("unknown-peer", f"{peer!r} is not connected")
-        if transfer in self._reads or any(end.transfer == transfer for end in self._ends):
-            raise TransportError("under-way", f"transfer {transfer} has not ended yet")
-        src = self._peers[peer].places
-        runs = checked(runs, src, ours)
-        columns = src.addresses(runs.src), ours.addresses(runs.dst), runs.num_bytes
-        self._reads[transfer] = _Read(transfer, self._peers[peer], *(c.tolist() for c in columns))
+        with self._gate.inside():
+            ours = self._ours()
+            with self._lock:
+                known = self._peers.get(peer)
+            if known is None:
+                raise TransportError("unknown-peer", f"{peer!r} is not connected")
+            runs = checked(runs, known.places, ours)
+            columns = known.places.addresses(runs.src), ours.addresses(runs.dst), runs.num_bytes
+            self._transfers.begin(transfer, _Read(transfer, known, *(c.tolist() for c in columns)))
 
     def cancel(self, transfer: int) -> None:
         """Move nothing more of a read; it ends at the next poll, unless the weather has it hang."""
-        if transfer in self._reads:
-            self._reads[transfer].is_cancelled = True
+        if read := self._transfers.find(transfer):
+            read.is_cancelled = True
 
     def clear(self, runs: Runs) -> None:
         """Fill the destination places of ``runs`` with zeros."""
-        ours = self._ours()
-        ours.check(runs.dst, runs.num_bytes)
-        for address, num_bytes in zip(
-            ours.addresses(runs.dst).tolist(), runs.num_bytes.tolist(), strict=True
-        ):
-            ctypes.memset(address, 0, num_bytes)
+        with self._gate.inside():
+            ours = self._ours()
+            ours.check(runs.dst, runs.num_bytes)
+            for address, num_bytes in zip(
+                ours.addresses(runs.dst).tolist(), runs.num_bytes.tolist(), strict=True
+            ):
+                ctypes.memset(address, 0, num_bytes)
 
     def poll(self) -> list[End]:
-        """Let every read make a step; the ones that ended."""
-        self._advance()
-        ends, self._ends = self._ends, []
-        return ends
+        """Let every read make a step, unless another thread is at it; the ones that ended."""
+        if self._moving.acquire(blocking=False):
+            try:
+                self._advance()
+            finally:
+                self._moving.release()
+        return self._transfers.collect()
 
     def on_end(self, wake: Callable[[], None]) -> None:
         """Nobody to call it: reads advance, and end, in ``poll``."""
 
     def forget(self, peer: str) -> None:
         """Drop a peer. Its reads go on."""
-        self._peers.pop(peer, None)
+        with self._lock:
+            self._peers.pop(peer, None)
 
     def close(self) -> None:
         """Let every read make a step, then leave the hub. Raises if one has not ended; try again then."""
-        self._advance()
-        if self._reads:
-            raise TransportError("still-under-way", f"{len(self._reads)} reads have not ended")
-        self._is_closed = True
-        self._peers.clear()
+        self._gate.shut()
+        self._gate.wait_until_empty(timeout_s=None)
+        with self._moving:
+            self._advance()
+        if num_left := self._transfers.num_under_way:
+            raise TransportError("still-under-way", f"{num_left} reads have not ended")
+        with self._lock:
+            self._peers.clear()
         self._hub.leave(self._hub_name)
 
     def _advance(self) -> None:
-        ended = [end for read in self._reads.values() if (end := self._step(read))]
-        for end in ended:
-            del self._reads[end.transfer]
-        self._ends += ended
+        for read in self._transfers.all_under_way():
+            with self._hub.copying(read.peer.hub_name) as is_there:
+                error = self._step(read) if is_there else f"{read.peer.name} is gone"
+            if error is not None:
+                self._transfers.end(read.transfer, error)
 
-    def _step(self, read: _Read) -> End | None:
-        if not self._hub.knows(read.peer.hub_name):
-            return End(read.transfer, f"{read.peer.name} is gone")
-        if read.is_cancelled and not read.is_posted:
-            return End(read.transfer, CANCELLED)
+    def _step(self, read: _Read) -> str | None:
+        """The error with which a read ended, empty if there is none, or that it has not ended."""
+        if not read.may_move:
+            return CANCELLED
         match self._hub.weather.step(read.peer.name, read.transfer):
             case Hang():
                 read.is_posted = True
                 return None
             case Move(num_runs):
                 read.move(num_runs)
-                error = CANCELLED if read.is_cancelled else ""
-                return End(read.transfer, error) if read.num_done == len(read.src) else None
+                if read.num_done < len(read.src):
+                    return None
+                return CANCELLED if read.is_cancelled else ""
             case Fail(error):
-                return End(read.transfer, error)
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise TransportError("closed", "this transport was closed")
+                return error
 
     def _ours(self) -> Places:
-        self._check_open()
         if self._places is None:
             raise TransportError("not-registered", "register this rank's memory first")
         return self._places

@@ -1,21 +1,19 @@
 """The transport over NIXL: one-sided reads of host and CUDA memory, between processes and hosts.
 
-A rank has one NIXL agent, owned by a thread of its own (see ``ferryman``); a second one is made when a peer
-is met that the first cannot read by itself (see ``emulation``). Foreign code comes in here, and only here.
+A rank has one NIXL agent, owned by a thread of its own (see ``agent_thread``); a second one is made when a
+peer is met that the first cannot read by itself (see ``emulation``). NIXL comes in here, and only here.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,12 +21,19 @@ from numpy.typing import NDArray
 from kvferry.core.manifest import Region
 from kvferry.core.runs import Runs
 from kvferry.errors import TransportError
+from kvferry.transport.agent import FabricAgent
+from kvferry.transport.agent_thread import AgentThread
 from kvferry.transport.base import Cost, End
 from kvferry.transport.cards import name_in, pack_card, unpack_card
-from kvferry.transport.descriptors import Memory, Part
-from kvferry.transport.emulation import SETTING, UCX_EMULATES, EmulatedReads, Way
-from kvferry.transport.ferryman import Ferryman, Peer, Read, quietly
+from kvferry.transport.cuda import Cuda
+from kvferry.transport.descriptors import Kind, Memory, Part
+from kvferry.transport.emulation import SETTING, EmulatedReads, Way
+from kvferry.transport.gate import Gate
+from kvferry.transport.link import Link, Mover
 from kvferry.transport.places import Addresses, Places, checked
+from kvferry.transport.reads import quietly
+from kvferry.transport.transfers import Transfers
+from kvferry.transport.ucx import UCX_EMULATES, UcxSettings
 
 __all__ = ["Agent", "Memory", "NixlTransport", "Part", "check_installed", "pack_card", "unpack_card"]
 
@@ -52,9 +57,9 @@ keeps a core busy for ever; with events the thread costs nothing while idle and 
 
 
 class Agent:
-    """NIXL's agent: the calls that a ferryman makes, and where NIXL's errors become ours."""
+    """NIXL's agent: the calls that its thread makes, and where NIXL's errors become ours."""
 
-    def __init__(self, name: str, way: Way = Way.FAST) -> None:
+    def __init__(self, name: str, engine_config: str) -> None:
         nixl = _import_nixl()
         config = nixl.nixlAgentConfig()
         config.useProgThread = True
@@ -64,9 +69,12 @@ class Agent:
         self.name = name
         self._nixl = nixl
         self._kinds = {"DRAM": nixl.DRAM_SEG, "VRAM": nixl.VRAM_SEG}
+        self._errors = tuple(
+            named for name, named in vars(nixl).items() if name.startswith("nixl") and name.endswith("Error")
+        )
         with _translated("cannot make an agent"):
             self._agent = nixl.nixlAgent(name, config)
-            self._backends = [self._agent.createBackend("UCX", {"engine_config": way.engine_config})]
+            self._backends = [self._agent.createBackend("UCX", {"engine_config": engine_config})]
 
     def register(self, kind: str, table: NDArray[np.uint64]) -> Any:
         """Make memory known; what comes back is for ``deregister``."""
@@ -117,8 +125,8 @@ class Agent:
             return self._is_done(self._agent.postXferReq(handle, b""))
 
     def check(self, handle: int) -> bool:
-        """Whether it is done; raises if it failed."""
-        with _translated("the read failed"):
+        """Whether it is done; TransportError is NIXL's word that it failed, and nothing else is."""
+        with _translated("the read failed", self._errors):
             return self._is_done(self._agent.getXferStatus(handle))
 
     def release(self, handle: int) -> None:
@@ -134,18 +142,18 @@ class Agent:
 
 
 class _translated:  # noqa: N801  # reads as a phrase
-    """Turns whatever NIXL raises into a TransportError."""
+    """Turns what NIXL raises, or only those kinds of it, into a TransportError."""
 
-    __slots__ = ("_what",)
+    __slots__ = ("_kinds", "_what")
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, what: str, kinds: tuple[type[Exception], ...] = (Exception,)) -> None:
+        self._what, self._kinds = what, kinds
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, TransportError):
+        if isinstance(error, self._kinds) and not isinstance(error, TransportError):
             reason = str(error) or type(error).__name__
             raise TransportError("nixl", f"{self._what}: {reason}") from error
 
@@ -164,24 +172,10 @@ def _import_nixl() -> Any:
 
 
 REFUSED = (
-    "if it lives, nothing on the way can read its memory without its help, and that is refused"
+    f"it is dead, or no transport of UCX can read its memory without its help, and such reads are disabled"
     f" ({SETTING}, {UCX_EMULATES}). Let UCX use RDMA, CUDA IPC or, within one host and PID namespace, CMA"
     f" (see UCX_TLS), or set {SETTING}={EmulatedReads.CAREFUL.value}"
 )
-
-
-class Link(NamedTuple):
-    """A connected peer, and who reads it."""
-
-    ferryman: Ferryman
-    peer: Peer
-
-
-class Submitted(NamedTuple):
-    """A read, and who carries it out."""
-
-    ferryman: Ferryman
-    read: Read
 
 
 class NixlTransport:
@@ -189,171 +183,189 @@ class NixlTransport:
 
     kind = "nixl"
 
-    def __init__(self, *, connect_timeout_s: float = 30.0, close_timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        *,
+        connect_timeout_s: float = 30.0,
+        close_timeout_s: float = 30.0,
+        settings: UcxSettings | None = None,
+        make_agent: Callable[[str, str], FabricAgent] = Agent,
+    ) -> None:
+        """``settings`` are those of the environment, if none are given; ``make_agent`` is for tests."""
         self._connect_timeout_s, self._close_timeout_s = connect_timeout_s, close_timeout_s
-        self._emulated_reads = EmulatedReads.from_environment()
-        self._lock = threading.Lock()
-        self._ferryman: Ferryman | None = None
-        self._careful_ferryman: Ferryman | None = None
-        """For peers that the other one cannot read; made when the first of them is met."""
+        self._settings = settings or UcxSettings.from_environment(os.environ)
+        self._make_agent = make_agent
+        self._gate = Gate()
+        self._transfers: Transfers[Link] = Transfers()
         self._making = threading.Lock()
+        """Guards what is made once, and may be slow to make: the three below."""
+        self._memory: Memory | None = None
+        self._cuda: Cuda | None = None
+        self._threads: dict[Way, AgentThread] = {}
+        self._lock = threading.Lock()
         self._links: dict[str, Link] = {}
-        self._under_way: dict[int, Submitted] = {}
-        """Transfers whose end was not collected yet."""
-        self._ends: deque[End] = deque()
-        self._wake: Callable[[], None] = lambda: None
-        self._is_closed = False
 
     @property
     def cost(self) -> Cost:
         """What a run and a byte cost, by the memory that was registered."""
-        return CUDA_COST if self._ferryman and self._ferryman.cuda else HOST_COST
+        return CUDA_COST if self._memory and "VRAM" in self._memory.names else HOST_COST
 
     def register(self, regions: Sequence[Region]) -> None:
         """Make this rank's own memory known, once; who made it keeps it alive until ``close``."""
-        self._check_open()
-        if self._ferryman:
-            raise TransportError("registered", "memory is registered once")
-        if not regions:
-            raise TransportError("no-regions", "a rank has memory")
-        way = Way.FAST if self._emulated_reads is EmulatedReads.FAST else Way.DIRECT
-        self._ferryman = Ferryman(regions, way, Agent)
+        with self._gate.inside(), self._making:
+            if self._memory:
+                raise TransportError("registered", "memory is registered once")
+            if not regions:
+                raise TransportError("no-regions", "a rank has memory")
+            memory = Memory("ours", regions)
+            self._cuda = _cuda_of(memory.kinds)
+            way = self._settings.first_way
+            try:
+                self._threads[way] = AgentThread(memory, self._cuda, way, self._settings, self._make_agent)
+            except BaseException:
+                self._close_cuda()
+                raise
+            self._memory = memory
 
     def card(self) -> bytes:
         """Agent name and metadata. It carries the keys to the memory: whoever has it can read it all."""
-        return self._running().card
+        with self._gate.inside():
+            self._ours()
+            return self._threads[self._settings.first_way].card
 
     def connect(self, peer: str, card: bytes, regions: Sequence[Region]) -> None:
         """Add a peer, and read a little from it, so that the first real read is as fast as the next."""
-        memory, deadline = Memory(peer, regions), monotonic() + self._connect_timeout_s
-        self._check_new(peer)
-        link = self._link(self._running(), peer, card, memory, deadline)
-        try:
+        with self._gate.inside():
+            self._ours()
             with self._lock:
                 self._check_new(peer)
-                self._links[peer] = link
-        except TransportError:
-            link.ferryman.ask(partial(link.ferryman.forget, link.peer))
-            raise
+            try:
+                link = self._link(peer, card, regions)
+            except TimeoutError:
+                seconds = f"{self._connect_timeout_s:g} s"
+                raise TransportError("no-connection", f"{peer}: no answer within {seconds}") from None
+            try:
+                with self._lock:
+                    self._check_new(peer)
+                    self._links[peer] = link
+            except TransportError:
+                link.forget()
+                raise
 
-    def _link(self, ferryman: Ferryman, peer: str, card: bytes, memory: Memory, deadline: float) -> Link:
-        """A peer that a ferryman, or the careful one, has read a little from."""
-        warm: Future[str] = Future()
-        warm_up = ferryman.ask(partial(ferryman.add, peer, card, memory, warm.set_result)).result()
+    def _link(self, peer: str, card: bytes, regions: Sequence[Region]) -> Link:
+        """Whoever can read a peer: a new way to move is tried here."""
+        deadline = monotonic() + self._connect_timeout_s
+        first: Mover = self._threads[self._settings.first_way]
         try:
-            error, is_in_time = warm.result(max(0, deadline - monotonic())), True
-        except TimeoutError:
-            error, is_in_time = f"no answer within {self._connect_timeout_s:g} s", False
-        if not error:
-            return Link(ferryman, warm_up.peer)
-        ferryman.ask(partial(ferryman.forget, warm_up.peer))
-        # UCX says the same of a peer that is dead and of one that cannot be read directly.
-        if ferryman.way is Way.DIRECT and warm_up.was_posted and is_in_time:
-            if self._emulated_reads is EmulatedReads.REFUSE:
-                raise TransportError("not-direct", f"{peer}: {error}; {REFUSED}")
-            link = self._link(self._careful(), peer, card, memory, deadline)
-            log.warning("%s cannot be read directly: UCX emulates its reads, and they are slow", peer)
-            return link
-        raise TransportError("no-connection", f"{peer}: {error}")
+            return first.connect(peer, card, regions, self._connect_timeout_s)
+        except TransportError as error:
+            if error.code != "not-direct":
+                raise
+            if self._settings.emulated_reads is EmulatedReads.REFUSE:
+                raise TransportError("not-direct", f"{error.detail}; {REFUSED}") from error
+        careful: Mover = self._careful()
+        link = careful.connect(peer, card, regions, max(0.0, deadline - monotonic()))
+        log.warning("%s cannot be read directly: UCX emulates its reads, and they are slow", peer)
+        return link
 
-    def _careful(self) -> Ferryman:
+    def _careful(self) -> AgentThread:
         """Who reads the peers that can only be read with their own help."""
         with self._making:
-            regions = self._running().memory.places.regions
-            self._careful_ferryman = self._careful_ferryman or Ferryman(regions, Way.CAREFUL, Agent)
-            return self._careful_ferryman
+            self._gate.check_open()
+            if Way.CAREFUL not in self._threads:
+                args = self._ours(), self._cuda, Way.CAREFUL, self._settings, self._make_agent
+                self._threads[Way.CAREFUL] = AgentThread(*args)
+            return self._threads[Way.CAREFUL]
 
     def read(self, transfer: int, peer: str, runs: Runs) -> None:
-        """Check the runs and put them in the peer's line."""
-        self._running()
-        with self._lock:
-            if peer not in self._links:
+        """Check the runs and have them wait for the peer's turn."""
+        with self._gate.inside():
+            ours = self._ours()
+            with self._lock:
+                link = self._links.get(peer)
+            if link is None:
                 raise TransportError("unknown-peer", f"{peer!r} is not connected")
-            ferryman, to = self._links[peer]
-        runs = checked(runs, to.memory.places, ferryman.memory.places)
-        read = Read(to, runs, ferryman.memory, partial(self._report, transfer))
-        with self._lock:
-            if transfer in self._under_way:
-                raise TransportError("under-way", f"transfer {transfer} has not ended yet")
-            self._under_way[transfer] = Submitted(ferryman, read)
+            runs = checked(runs, link.places, ours.places)
+            self._transfers.begin(transfer, link)
             try:
-                ferryman.submit(read)
-            except TransportError:
-                del self._under_way[transfer]
+                link.read(transfer, runs, partial(self._transfers.end, transfer))
+            except BaseException:
+                self._transfers.drop(transfer)
                 raise
 
     def cancel(self, transfer: int) -> None:
         """Post nothing more of a read; what is posted ends as the fabric says."""
-        with self._lock, suppress(TransportError):  # closed: all has ended, or is given up
-            if submitted := self._under_way.get(transfer):
-                submitted.ferryman.cancel(submitted.read)
+        if link := self._transfers.find(transfer):
+            link.cancel(transfer)
 
     def clear(self, runs: Runs) -> None:
         """Fill the destination places of ``runs`` with zeros, on the host or on the device."""
-        ferryman = self._running()
-        memory = ferryman.memory
-        memory.places.check(runs.dst, runs.num_bytes)
-        addresses = memory.places.addresses(runs.dst)
-        on_device = memory.names[Places.split(runs.dst)[0]] == "VRAM"
-        for address, num_bytes in _spans(addresses, runs.num_bytes, ~on_device):
-            ctypes.memset(address, 0, num_bytes)
-        if ferryman.cuda and on_device.any():
-            ferryman.cuda.clear(_spans(addresses, runs.num_bytes, on_device))
+        with self._gate.inside():
+            memory = self._ours()
+            memory.places.check(runs.dst, runs.num_bytes)
+            addresses = memory.places.addresses(runs.dst)
+            on_device = memory.names[Places.split(runs.dst)[0]] == "VRAM"
+            for address, num_bytes in _spans(addresses, runs.num_bytes, ~on_device):
+                ctypes.memset(address, 0, num_bytes)
+            if self._cuda and on_device.any():
+                self._cuda.clear(_spans(addresses, runs.num_bytes, on_device))
 
     def poll(self) -> list[End]:
         """The transfers that ended since the last call."""
-        ends = [self._ends.popleft() for _ in range(len(self._ends))]
-        with self._lock:
-            for end in ends:
-                del self._under_way[end.transfer]
-        return ends
+        return self._transfers.collect()
 
     def on_end(self, wake: Callable[[], None]) -> None:
-        """Call ``wake`` from the ferryman's thread whenever a read has ended; it must be quick."""
-        self._wake = wake
+        """Call ``wake`` from an agent's thread whenever a read has ended."""
+        self._transfers.wake = wake
 
     def forget(self, peer: str) -> None:
         """Drop a peer: what is posted ends as the fabric says, what is not ends with an error."""
         with self._lock:
-            gone = self._links.pop(peer, None)
-        if gone:
-            gone.ferryman.ask(partial(gone.ferryman.forget, gone.peer))
+            link = self._links.pop(peer, None)
+        if link:
+            link.forget()
 
     def close(self) -> None:
         """Post nothing more, wait for what is posted, then give memory and peers up."""
         deadline = monotonic() + self._close_timeout_s
+        self._gate.shut()
         with self._making:
-            self._is_closed = True
+            movers: list[Mover] = [*self._threads.values()]
         with self._lock:
             self._links.clear()
-        are_over = [
-            ferryman.close(max(0, deadline - monotonic()))
-            for ferryman in (self._ferryman, self._careful_ferryman)
-            if ferryman
-        ]
+        for mover in movers:  # all of them hear it before one is waited for
+            mover.close(0)
+        are_over = [mover.close(max(0.0, deadline - monotonic())) for mover in movers]
+        are_over.append(self._gate.wait_until_empty(max(0.0, deadline - monotonic())))
         if not all(are_over):
             raise TransportError(
                 "still-under-way",
                 f"reads did not end within {self._close_timeout_s:g} s: their memory must stay",
             )
+        with self._making:
+            self._close_cuda()
 
-    def _report(self, transfer: int, error: str) -> None:
-        self._ends.append(End(transfer, error))
-        self._wake()
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise TransportError("closed", "this transport was closed")
+    def _close_cuda(self) -> None:
+        cuda, self._cuda = self._cuda, None
+        if cuda:
+            cuda.close()
 
     def _check_new(self, peer: str) -> None:
         if peer in self._links:
             raise TransportError("known-peer", f"{peer!r} is connected already")
 
-    def _running(self) -> Ferryman:
-        self._check_open()
-        if self._ferryman is None:
+    def _ours(self) -> Memory:
+        if self._memory is None:
             raise TransportError("not-registered", "register this rank's memory first")
-        return self._ferryman
+        return self._memory
+
+
+def _cuda_of(kinds: Iterable[Kind]) -> Cuda | None:
+    """The one CUDA device of a rank, if it has one."""
+    devices = sorted({kind.device_index for kind in kinds if kind.name == "VRAM"})
+    if len(devices) > 1:
+        raise TransportError("bad-device", f"a rank has one CUDA device, got {devices}")
+    return Cuda(devices[0]) if devices else None
 
 
 def _spans(

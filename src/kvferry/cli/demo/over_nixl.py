@@ -35,6 +35,7 @@ from kvferry.testing.fleet.accounts import LEASES
 from kvferry.testing.fleet.measure import MeasuredDestination, ReadTime
 from kvferry.transport.cuda import has_cuda
 from kvferry.transport.nixl import check_installed
+from kvferry.transport.ucx import CUDA_ENVIRONMENT
 from kvferry.wire.ticket import Ticket
 
 WAVE = 3
@@ -106,7 +107,7 @@ def _check_machine(device: str) -> dict[str, str]:
         return {}
     if not has_cuda():
         raise SpecError("--device cuda: this machine has no CUDA driver, or no device that it can use")
-    return {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y"}
+    return {**CUDA_ENVIRONMENT}
 
 
 def _check_room(manifest: Manifest, num_requests: int, num_tokens: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -15,7 +16,9 @@ from kvferry.testing.fleet.actors import DestinationActor
 from kvferry.testing.sources import Holder
 from kvferry.transport.base import Cost, End, Transport
 from kvferry.transport.cuda import Cuda
+from kvferry.transport.emulation import Way
 from kvferry.transport.nixl import Agent, Memory, NixlTransport, Part, unpack_card
+from kvferry.transport.ucx import UcxSettings
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,8 @@ class RawNixl:
         self._scratch_index = len(regions)
         self._dst = Memory("dst", [*regions, *self._scratch.regions])
         self._kind = self._dst.kinds[0].name
-        self._agent = Agent(f"raw-{uuid4().hex}")
+        settings = UcxSettings.from_environment(os.environ)
+        self._agent = Agent(f"raw-{uuid4().hex}", settings.engine_config(Way.FAST))
         self._registered = self._agent.register(self._kind, self._dst.whole())
         self._peers: dict[str, tuple[str, Memory]] = {}
         for name, peer in peers.items():

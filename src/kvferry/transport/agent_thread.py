@@ -1,0 +1,293 @@
+"""The thread that owns a NIXL agent, and makes every call to it: NIXL is not assumed to be thread-safe.
+
+Callers only leave jobs in its inbox. No exception of a job or of the agent ends the thread. Should it have to
+give up all the same, its callers are told: what waits is refused, and so is whatever comes later. Reads of
+which something was posted are then never reported, since nobody can know any more that they have ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from time import monotonic, sleep
+from typing import Any, NamedTuple, TypeVar
+from uuid import uuid4
+
+from kvferry.core.manifest import Region
+from kvferry.core.runs import Runs
+from kvferry.errors import TransportError
+from kvferry.transport.agent import FabricAgent
+from kvferry.transport.cards import pack_card
+from kvferry.transport.cuda import Cuda
+from kvferry.transport.descriptors import Memory
+from kvferry.transport.emulation import Way
+from kvferry.transport.places import Places
+from kvferry.transport.reads import Read, Reads, RemoteRank, quietly
+from kvferry.transport.scratch import Scratch
+from kvferry.transport.ucx import UcxSettings, prepare_for_cuda
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+SHORTEST_NAP, LONGEST_NAP = 20e-6, 1e-3
+"""Seconds between two looks at the transfers under way; doubled while nothing happens."""
+EAGER_S = 300e-6
+"""How long there is no nap on the careful way, where nothing is posted before the last run has ended: over
+loopback a run of 8 KiB takes about 30 µs, one of 255 KiB about 130, and a nap of 20 µs about 80."""
+PAUSE_S = 0.05
+"""How long the thread pauses after an error that nothing foresaw, lest it repeat it at full speed."""
+
+
+class Job(NamedTuple):
+    """Something that the thread is asked to do."""
+
+    do: Callable[[], None]
+    refuse: Callable[[TransportError], None]
+    """Tells the caller that it will not be done."""
+
+
+class AgentThread:
+    """Owns an agent, and reads every remote rank in the same way."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        cuda: Cuda | None,
+        way: Way,
+        settings: UcxSettings,
+        make_agent: Callable[[str, str], FabricAgent],
+    ) -> None:
+        """``make_agent`` takes a name and the settings for NIXL's UCX engine."""
+        self.card = b""
+        self._memory, self._cuda = memory, cuda
+        self._way, self._settings, self._make_agent = way, settings, make_agent
+        self._scratch = Scratch(cuda, [region.device for region in memory.places.regions])
+        self._changed = threading.Condition()
+        self._inbox: deque[Job] = deque()
+        self._is_closing = False
+        self._refusal: TransportError | None = None
+        """Why nothing is taken in any more."""
+        self._registered: list[Any] = []
+        self._agent: FabricAgent
+        self._reads: Reads
+        started: Future[None] = Future()
+        name = f"kvferry-nixl-{way.value}"
+        self._thread = threading.Thread(target=self._main, args=(started,), name=name, daemon=True)
+        self._thread.start()
+        started.result()
+
+    # ---- from any thread
+
+    def connect(self, name: str, card: bytes, regions: Sequence[Region], timeout_s: float) -> AgentLink:
+        """Connect a remote rank, and read a little from it.
+
+        Raises TransportError, with the code ``not-direct`` if the direct way is closed or the peer is dead,
+        and TimeoutError.
+        """
+        memory, deadline = Memory(name, regions), monotonic() + timeout_s
+        warm: Future[str] = Future()
+        added = self._ask(partial(self._add, name, card, memory, warm.set_result))
+        try:
+            warm_up = added.result(_until(deadline))
+            error = warm.result(_until(deadline))
+        except TimeoutError:
+            added.add_done_callback(self._forget_added)
+            raise
+        if not error:
+            return AgentLink(self, warm_up.rank, self._memory)
+        added.add_done_callback(self._forget_added)
+        # UCX says the same of a peer that is dead and of one that cannot be read directly.
+        is_not_direct = self._way is Way.DIRECT and warm_up.has_fabric_failed
+        raise TransportError("not-direct" if is_not_direct else "no-connection", f"{name}: {error}")
+
+    def submit(self, read: Read) -> None:
+        """Have a read wait for its turn."""
+        self._put(Job(partial(self._reads.submit, read), partial(self._reads.refuse, read)))
+
+    def tell(self, do: Callable[[Reads], None]) -> None:
+        """Have something done, unless the thread has ended."""
+        with suppress(TransportError):
+            self._put(Job(lambda: do(self._reads), lambda _: None))
+
+    def close(self, timeout_s: float) -> bool:
+        """Post nothing more; whether everything under way ended in time. Can be tried again."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _ask(self, work: Callable[[], T]) -> Future[T]:
+        """Have something done, and get what comes of it."""
+        future: Future[T] = Future()
+
+        def do() -> None:
+            try:
+                future.set_result(work())
+            except TransportError as error:
+                future.set_exception(error)
+            except Exception as error:
+                log.exception("a job of the thread that owns a NIXL agent failed")
+                future.set_exception(_ours(error))
+            except BaseException as error:
+                future.set_exception(_ours(error))
+                raise
+
+        self._put(Job(do, future.set_exception))
+        return future
+
+    def _put(self, job: Job) -> None:
+        with self._changed:
+            if self._refusal:
+                raise TransportError(self._refusal.code, self._refusal.detail)
+            self._inbox.append(job)
+            self._changed.notify()
+
+    def _forget_added(self, added: Future[Read]) -> None:
+        if not added.exception():
+            self.tell(lambda reads: reads.forget(added.result().rank))
+
+    # ---- in the thread
+
+    def _main(self, started: Future[None]) -> None:
+        try:
+            self._start()
+        except BaseException as error:
+            self._stop()
+            started.set_exception(_ours(error))
+            return
+        started.set_result(None)
+        try:
+            self._serve()
+        except BaseException as error:
+            log.critical("the thread that owns a NIXL agent gives up", exc_info=error)
+            reason = f"{type(error).__name__}: {error}"
+            self._refuse_all(TransportError("broken", f"the thread of the NIXL agent gave up: {reason}"))
+            if self._reads.num_posted:
+                threading.Event().wait()  # for ever: the agent must outlive what is under way
+        self._stop()
+
+    def _start(self) -> None:
+        if self._cuda:
+            prepare_for_cuda(os.environ)
+            self._cuda.bind_thread()
+        self._agent = self._make_agent(f"kvferry-{uuid4().hex}", self._settings.engine_config(self._way))
+        self._reads = Reads(self._agent, partial(self._settings.pace, self._way))
+        for memory in (self._memory, self._scratch.memory):
+            for kind in dict.fromkeys(memory.names.tolist()):
+                self._registered.append(self._agent.register(kind, memory.whole()[memory.names == kind]))
+        self.card = pack_card(self._agent.name, self._agent.metadata(), self._settings.sent_bytes)
+
+    def _stop(self) -> None:
+        if hasattr(self, "_reads"):
+            quietly(self._reads.remove_all)
+            for registered in self._registered:
+                quietly(self._agent.deregister, registered)
+            del self._agent
+        quietly(self._scratch.free)
+
+    def _serve(self) -> None:
+        nap, moved_at, num_errors = SHORTEST_NAP, monotonic(), 0
+        while not self._is_over(nap):
+            try:
+                has_moved = self._take_a_turn()
+            except Exception:
+                has_moved = False
+                num_errors += 1
+                if num_errors.bit_count() == 1:  # the first, second, fourth, eighth … time
+                    log.exception("unexpected (%d times by now); the thread goes on", num_errors)
+                sleep(PAUSE_S)
+            if has_moved:
+                moved_at = monotonic()
+            if self._way is Way.CAREFUL and monotonic() < moved_at + EAGER_S:
+                nap = 0.0
+            else:
+                nap = SHORTEST_NAP if has_moved else min(max(2 * nap, SHORTEST_NAP), LONGEST_NAP)
+
+    def _is_over(self, nap: float) -> bool:
+        """Wait for something to do, at most a nap while slices are under way; whether all is over."""
+        with self._changed:
+            has_work, num_posted = bool(self._inbox) or self._reads.can_post, self._reads.num_posted
+            if not has_work and self._is_closing and not num_posted:
+                self._refusal = TransportError("closed", "this transport was closed")
+                return True
+            if not has_work and (nap or not num_posted):
+                self._changed.wait(nap if num_posted else None)
+        if not nap:
+            os.sched_yield()  # to the source, perhaps, and to whoever waits for the interpreter
+        return False
+
+    def _take_a_turn(self) -> bool:
+        """Do what was asked for, post, and look at what is posted; whether anything moved."""
+        for _ in range(len(self._inbox)):
+            self._do(self._inbox.popleft())
+        if self._is_closing:
+            self._reads.give_up("the transport was closed")
+        has_moved = self._reads.post_round()
+        return self._reads.check_posted() or has_moved
+
+    def _do(self, job: Job) -> None:
+        try:
+            job.do()
+        except Exception as error:
+            log.exception("a job of the thread that owns a NIXL agent failed")
+            quietly(job.refuse, _ours(error))
+
+    def _add(self, name: str, card: bytes, memory: Memory, report: Callable[[str], None]) -> Read:
+        if self._is_closing:
+            raise TransportError("closed", "this transport was closed")
+        runs = self._scratch.first_bytes(memory.places.regions)
+        warm_up = Read(self._reads.connect(name, card, memory), runs, self._scratch.memory, report)
+        self._reads.submit(warm_up)
+        return warm_up
+
+    def _refuse_all(self, refusal: TransportError) -> None:
+        """Take nothing in any more, and tell those who wait."""
+        with self._changed:
+            self._refusal = refusal
+        for job in self._inbox:
+            quietly(job.refuse, refusal)
+        quietly(self._reads.give_up, str(refusal))
+
+
+class AgentLink:
+    """A remote rank that the thread of an agent reads."""
+
+    def __init__(self, thread: AgentThread, rank: RemoteRank, dst: Memory) -> None:
+        self._thread, self._rank, self._dst = thread, rank, dst
+
+    @property
+    def places(self) -> Places:
+        """The remote rank's regions."""
+        return self._rank.memory.places
+
+    def read(self, transfer: int, runs: Runs, report: Callable[[str], None]) -> None:
+        """Have a read wait for its turn."""
+        self._thread.submit(Read(self._rank, runs, self._dst, report, transfer))
+
+    def cancel(self, transfer: int) -> None:
+        """Post nothing more of a read."""
+        self._thread.tell(lambda reads: reads.cancel(transfer))
+
+    def forget(self) -> None:
+        """Post nothing more; the agent forgets the rank once nothing is under way with it."""
+        self._thread.tell(lambda reads: reads.forget(self._rank))
+
+
+def _until(deadline: float) -> float:
+    return max(0.0, deadline - monotonic())
+
+
+def _ours(error: BaseException) -> TransportError:
+    if isinstance(error, TransportError):
+        return error
+    ours = TransportError("unexpected", f"{type(error).__name__}: {error}")
+    ours.__cause__ = error
+    return ours

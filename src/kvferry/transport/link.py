@@ -1,0 +1,52 @@
+"""The joint between a transport and its ways to move bytes: who reads a remote rank.
+
+A *mover* is one way to move, with whatever it owns: NIXL's agent and its thread (``agent_thread``) is one. A
+*link* is a remote rank that a mover has connected. A transport has one link for each remote rank, made by
+whichever mover it chose when it was asked to connect, and knows nothing else of how its bytes come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kvferry.core.manifest import Region
+from kvferry.core.runs import Runs
+from kvferry.transport.places import Places
+
+
+class Link(Protocol):
+    """One connected remote rank. Every call may come from any thread, and none blocks."""
+
+    @property
+    def places(self) -> Places:
+        """The remote rank's regions, to check runs with."""
+        ...
+
+    def read(self, transfer: int, runs: Runs, report: Callable[[str], None]) -> None:
+        """Submit runs that were checked. ``report`` is called once, when all has ended, from whatever thread.
+
+        It gets the error, or an empty text. Raises TransportError if nothing was submitted, and no report
+        comes then.
+        """
+        ...
+
+    def cancel(self, transfer: int) -> None:
+        """Ask the fabric for nothing more of a transfer, if it has not ended."""
+        ...
+
+    def forget(self) -> None:
+        """Ask the fabric for nothing more. What it was asked for ends as it says, and is reported."""
+        ...
+
+
+class Mover(Protocol):
+    """One way to move bytes into a rank's own memory."""
+
+    def connect(self, name: str, card: bytes, regions: Sequence[Region], timeout_s: float) -> Link:
+        """Get ready to read a remote rank; raises TransportError, or TimeoutError if it does not answer."""
+        ...
+
+    def close(self, timeout_s: float) -> bool:
+        """Ask the fabric for nothing more; whether all has ended in time. May be called again."""
+        ...

@@ -1,0 +1,124 @@
+"""What UCX is told, and what the environment tells it: read once per transport, as a value.
+
+UCX takes settings from the environment of the process (``UCX_…``); NIXL adds those that an agent is made
+with, and lets the environment win. So both are looked at here, together, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+from kvferry.errors import TransportError
+from kvferry.transport.descriptors import FULL_PACE, Pace
+from kvferry.transport.emulation import (
+    SEGMENT_BYTES,
+    SETTING,
+    UCX_SEGMENT_BYTES,
+    EmulatedReads,
+    Way,
+    fragment_bytes,
+)
+
+UCX_EMULATES = "UCX_PROTO_EMULATION_ENABLE"
+UCX_SENT, UCX_RECEIVED = "UCX_TCP_TX_SEG_SIZE", "UCX_TCP_RX_SEG_SIZE"
+UCX_TRANSPORTS = "UCX_TLS"
+
+CUDA_ENVIRONMENT = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y"}
+"""What the environment must have before an agent is made that reads or serves CUDA memory.
+
+Without it, reads of device memory on one host go through TCP: 0.5 GB/s instead of 1,300.
+"""
+
+UNITS = {unit: 1 << (10 * i) for i, unit in enumerate(("", "k", "m", "g"))}
+
+
+@dataclass(frozen=True, slots=True)
+class UcxSettings:
+    """How the agents of one transport use UCX.
+
+    >>> UcxSettings.from_environment({"KVFERRY_EMULATED_READS": "refuse", "UCX_TCP_TX_SEG_SIZE": "8k"})
+    UcxSettings(emulated_reads=<EmulatedReads.REFUSE: 'refuse'>, sent_bytes=8192, received_bytes=262144)
+    """
+
+    emulated_reads: EmulatedReads = EmulatedReads.CAREFUL
+    sent_bytes: int = SEGMENT_BYTES
+    """The longest TCP segment that our agents send."""
+    received_bytes: int = SEGMENT_BYTES
+    """The longest TCP segment that our agents have room for."""
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> UcxSettings:
+        """The settings of agents that are made in this environment; raises TransportError if they clash."""
+        sent, received = _bytes_in(environ, UCX_SENT), _bytes_in(environ, UCX_RECEIVED)
+        # UCX wants no more to be sent than there is room for.
+        sent = sent or min(SEGMENT_BYTES, received or SEGMENT_BYTES)
+        return cls(_emulated_reads(environ), sent, received or max(SEGMENT_BYTES, sent))
+
+    @property
+    def first_way(self) -> Way:
+        """How a remote rank is tried first."""
+        return Way.FAST if self.emulated_reads is EmulatedReads.FAST else Way.DIRECT
+
+    def engine_config(self, way: Way) -> str:
+        """For NIXL's UCX engine; what the environment has, too, stays as it is there.
+
+        >>> UcxSettings().engine_config(Way.DIRECT)
+        'TCP_TX_SEG_SIZE=262144,TCP_RX_SEG_SIZE=262144,PROTO_EMULATION_ENABLE=n'
+        """
+        settings = {UCX_SENT: str(self.sent_bytes), UCX_RECEIVED: str(self.received_bytes)}
+        if way is Way.DIRECT:
+            settings[UCX_EMULATES] = "n"
+        if way is Way.CAREFUL:
+            # Where InfiniBand cannot read memory, it could still carry messages, but in other fragments.
+            settings[UCX_TRANSPORTS] = "^ib"
+        return ",".join(f"{name.removeprefix('UCX_')}={value}" for name, value in settings.items())
+
+    def pace(self, way: Way, src_segment_bytes: int) -> Pace:
+        """How to read from an agent that sends such segments; 0 if nobody told it which."""
+        sent = src_segment_bytes or UCX_SEGMENT_BYTES
+        if way is Way.CAREFUL:
+            return Pace.careful(fragment_bytes(min(self.received_bytes, sent)))
+        if way is Way.FAST and self.received_bytes < sent:
+            # UCX does not negotiate: the first long segment breaks the connection, and ends the source.
+            raise TransportError(
+                "segments",
+                f"it sends segments of {sent} bytes, {UCX_RECEIVED} has room for {self.received_bytes}",
+            )
+        return FULL_PACE
+
+
+def prepare_for_cuda(environ: MutableMapping[str, str]) -> None:
+    """Tell UCX, in this environment, what it needs for CUDA memory; what is set there stays."""
+    for name, value in CUDA_ENVIRONMENT.items():
+        environ.setdefault(name, value)
+
+
+def _emulated_reads(environ: Mapping[str, str]) -> EmulatedReads:
+    """The setting, checked beside UCX's own, which NIXL lets win over what an agent is made with."""
+    value, ucx = environ.get(SETTING, EmulatedReads.CAREFUL.value), environ.get(UCX_EMULATES, "")
+    try:
+        chosen = EmulatedReads(value)
+    except ValueError:
+        choices = ", ".join(choice.value for choice in EmulatedReads)
+        raise TransportError("bad-setting", f"{SETTING}={value!r}: one of {choices}") from None
+    if ucx.lower() in ("n", "no", "0", "off"):
+        return EmulatedReads.REFUSE
+    if ucx and chosen is not EmulatedReads.FAST:
+        raise TransportError(
+            "bad-setting",
+            f"{UCX_EMULATES}={ucx!r} has UCX emulate reads unasked, and {SETTING} is {value!r}: unset the"
+            f" first, or set the second to {EmulatedReads.FAST.value!r}",
+        )
+    return chosen
+
+
+def _bytes_in(environ: Mapping[str, str], name: str) -> int | None:
+    """A number of bytes, the way UCX reads it ('8k', '1M', '65536', '64KB')."""
+    if name not in environ:
+        return None
+    found = re.fullmatch(r"([1-9]\d*)([kmg]?)b?", environ[name].lower())
+    if not found:
+        raise TransportError("bad-setting", f"{name}={environ[name]!r}: not a number of bytes")
+    return int(found[1]) * UNITS[found[2]]
