@@ -1,18 +1,26 @@
 """The destination side of the API, between two ranks of this process."""
 
+import threading
 import time
-from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from kvferry import SpecError
-from kvferry.core.sample import sample_request
-from kvferry.endpoint import Destination, SourceEngine, SourceRank
+from kvferry.endpoint import Destination
 from kvferry.errors import TransportError
 from kvferry.models import Topology, describe
+from kvferry.runtime import FailureCode
+from kvferry.testing.faults import Faults
 from kvferry.testing.small import small
-from kvferry.transport.memory import Hub, MemoryTransport, placed
+from kvferry.transport.memory import Hub, MemoryTransport
+
+
+def until(is_so, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not (so := is_so()):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return so
 
 
 class NoClearing(MemoryTransport):
@@ -22,46 +30,25 @@ class NoClearing(MemoryTransport):
         raise TransportError("clear", "no")
 
 
-def with_memory(manifest):
-    memory = {r.name: np.zeros(r.num_bytes, np.uint8) for r in manifest.ranks[0].regions}
-    regions = placed(manifest.ranks[0], memory)
-    return replace(manifest, ranks=(replace(manifest.ranks[0], regions=regions),)), memory
-
-
-def fetched(transport):
-    hub = Hub()
-    src, _src_memory = with_memory(describe(small("gqa"), Topology(block=8, blocks=9), "prefill"))
-    dst, _dst_memory = with_memory(describe(small("gqa"), Topology(block=12, blocks=9), "decode"))
-    engine = SourceEngine("prefill", 1)
-    rank = SourceRank(engine.address, src, MemoryTransport(hub))
-    destination = Destination(dst, 0, transport(hub))
-    try:
-        request = sample_request(src, dst, 20)
-        destination.fetch(engine.offer("request-1", request.src, 20), request.dst, request.need)
-        deadline = time.monotonic() + 20
-        while not (reports := destination.poll()):
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
-        return reports[0]
-    finally:
-        destination.close()
-        rank.close()
-        engine.close()
-
-
-def test_a_fetch_says_where_its_time_went():
+def test_a_fetch_says_where_its_time_went(pair_of):
     """RB-7: planning, posting, moving and all in all, for each request."""
-    report = fetched(MemoryTransport)
+    pair = pair_of()
+    handle = pair.fetch()
+    report = pair.reports()[handle]
     record = report.record
     assert report.failure is None
     assert 0 < record.plan_seconds < record.meet_seconds < record.total_seconds
     assert record.post_seconds > 0
     assert record.num_runs > 0
+    num_cells, num_wrong = pair.check()
+    assert (num_cells > 0, num_wrong) == (True, 0)
 
 
-def test_slack_that_cannot_be_cleared_fails_the_fetch():
+def test_slack_that_cannot_be_cleared_fails_the_fetch(pair_of):
     """Stale bytes in a tail would poison attention: better no load than that one."""
-    report = fetched(NoClearing)
+    pair = pair_of(transport=NoClearing)
+    handle = pair.fetch()
+    report = pair.reports()[handle]
     assert report.failure is not None
     assert "could not be cleared" in report.failure.detail
 
@@ -70,3 +57,63 @@ def test_ranks_of_one_engine_must_name_their_start():
     manifest = describe(small("gqa"), Topology(tp=2, block=8, blocks=9), "decode")
     with pytest.raises(SpecError, match="reader"):
         Destination(manifest, 0, MemoryTransport(Hub()))
+
+
+class NeverConnects(MemoryTransport):
+    """A peer that does not answer, and a connection attempt that knows no deadline."""
+
+    is_over = threading.Event()
+
+    def connect(self, peer, card, regions):
+        self.is_over.wait(60)
+
+
+def test_close_does_not_wait_for_a_silent_meeting(pair_of, monkeypatch):
+    """Law 8: every wait has a deadline."""
+    monkeypatch.setattr("kvferry.endpoint.destination.CLOSE_SECONDS", 0.5)
+    pair = pair_of(transport=NeverConnects)
+    pair.fetch()
+    meeting = until(lambda: [t for t in threading.enumerate() if t.name.startswith("kvferry-work")])
+    started = time.monotonic()
+    try:
+        pair.destination.close()
+        assert time.monotonic() - started < 5
+        assert all(thread.is_alive() for thread in meeting)
+    finally:
+        NeverConnects.is_over.set()
+
+
+def test_a_fetch_that_is_given_up_is_not_waited_for(pair_of):
+    """Its reads are cancelled: nothing more of them is asked of the fabric, and the blocks come back."""
+    faults = Faults()
+    pair = pair_of(hub=Hub(faults))
+    good = pair.fetch()
+    assert pair.reports()[good].failure is None
+    faults.delay(1_000_000)
+    handle = pair.fetch()
+    until(lambda: pair.destination.status()["in_flight"])
+    pair.destination.abort(handle)
+    failure = pair.reports()[handle].failure
+    assert failure is not None
+    assert failure.code is FailureCode.ABORTED
+    faults.calm()
+    again = pair.fetch()
+    record = pair.reports()[again].record
+    assert (record.outcome, record.plan_seconds) == ("read", 0.0), "the peer is still met"
+
+
+def test_what_two_sides_cannot_agree_on_has_a_code(pair_of):
+    pair = pair_of()
+    handle = pair.destination.fetch(pair.offer(), {}, pair.request.need)
+    failure = pair.reports()[handle].failure
+    assert failure is not None
+    assert failure.code is FailureCode.DST_TABLE_MISSING
+
+
+def test_status_after_close_is_that_of_the_end(pair_of):
+    pair = pair_of()
+    handle = pair.fetch()
+    pair.reports()
+    pair.destination.close()
+    assert pair.destination.status()["fetches"] == {}
+    pair.destination.abort(handle)  # nobody is there any more: nothing happens

@@ -1,11 +1,12 @@
 """What an operator sees of fetches."""
 
 import logging
+from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
 from kvferry.endpoint.metrics import FetchMetrics, account
-from kvferry.runtime import Failure, Report
+from kvferry.runtime import Failure, FailureCode, Report
 from kvferry.runtime.values import Record
 
 RECORD = Record(
@@ -29,7 +30,10 @@ def test_a_good_fetch_is_counted(caplog):
 def test_a_failed_fetch_counts_no_bytes(caplog):
     registry = CollectorRegistry()
     with caplog.at_level(logging.WARNING, "kvferry"):
-        account(Report(1, Failure("lease-ended"), RECORD), FetchMetrics(registry))
+        record = replace(RECORD, outcome="lease-ended", detail="the source did not renew it")
+        failure = Failure(FailureCode.LEASE_ENDED, "the source did not renew it")
+        account(Report(1, failure, record), FetchMetrics(registry))
     assert registry.get_sample_value("kvferry_fetches_total", {"outcome": "lease-ended"}) == 1
     assert registry.get_sample_value("kvferry_fetched_bytes_total") == 0
-    assert len(caplog.records) == 1
+    (line,) = caplog.messages
+    assert line.startswith("fetched request-1 from prefill: lease-ended: the source did not renew it; 4096 ")

@@ -143,7 +143,7 @@ def test_a_destination_rank_dies_at_any_moment_over_tcp_and_another_reads_on(har
 def test_a_destination_that_refuses_emulated_reads_meets_no_such_source(harbour, source, one):
     strict = harbour.destination("strict", tp=1, env=TCP | {"KVFERRY_EMULATED_READS": "refuse"})
     load = strict.fetch(harbour.offer(source))
-    assert strict.wait(load) == ["TransportError"]
+    assert strict.wait(load) == ["not-connected"]
     harbour.serves(source, one)
 
 

@@ -1,12 +1,15 @@
 """The lease authority, one behaviour at a time."""
 
+import contextlib
+import threading
+
 import msgspec
 import pytest
 
 from kvferry.core.request import BlockTable
-from kvferry.errors import Code, Finding, Refused, SpecError
-from kvferry.runtime import Authority, Released, Timing
-from kvferry.runtime.values import Send
+from kvferry.errors import SpecError
+from kvferry.runtime import Authority, Offers, Released, Timing
+from kvferry.runtime.values import Merge, Send
 from kvferry.wire.messages import (
     MAX_BATCH,
     PROTOCOL,
@@ -31,12 +34,22 @@ LEASE = 30.0
 READ, FAILED, UNREAD = Outcome.READ, Outcome.FAILED, Outcome.UNREAD
 
 
-def authority(num_ranks=1, generation=7, merge=lambda ranks: b"+".join(ranks.values())):
-    return Authority("prefill", generation, b"key", "here", num_ranks, merge, Timing(lease=LEASE, retry=0.5))
+class Source(Authority):
+    """An authority, and where its tickets are made."""
+
+    def __init__(self, num_ranks, generation):
+        self.offers = Offers("prefill", generation, b"key", "here", int(LEASE * 1000))
+        super().__init__(self.offers, num_ranks, Timing(lease=LEASE, retry=0.5))
+
+
+def authority(num_ranks=1, generation=7):
+    return Source(num_ranks, generation)
 
 
 def offered(source, request_id="r", now=0.0):
-    return source.offer(now, request_id, {"full": BlockTable.of([1, 2])}, 20)
+    ticket = source.offers.make(request_id, {"full": BlockTable.of([1, 2])}, 20)
+    assert source.offer(now, ticket) == []
+    return ticket
 
 
 def one(effects):
@@ -61,8 +74,12 @@ def renew(source, reader, *tickets, now, generation=7):
 
 
 def join(source, rank=0, now=0.0, **changes):
+    """What is answered; the manifests that are to be merged are, at once."""
     message = msgspec.structs.replace(Join(PROTOCOL, "prefill", rank, "memory", b"m", b"c"), **changes)
-    return [effect.message for effect in source.receive(now, f"rank {rank}", message)]
+    effects = source.receive(now, f"rank {rank}", message)
+    if [type(effect) for effect in effects] == [Merge]:
+        effects = source.merged(now, b"+".join(effects[0].manifests.values()))
+    return [effect.message for effect in effects if effect.to == f"rank {rank}"]
 
 
 # -- who may read ---------------------------------------------------------------------------------
@@ -305,16 +322,36 @@ def test_a_request_is_offered_once_at_a_time():
     with pytest.raises(SpecError, match="already"):
         offered(source)
     source.withdraw(0.0, "r")
-    assert offered(source).ticket_id == 2
+    with pytest.raises(SpecError, match="already"):  # the engine would not know which of the two is released
+        offered(source)
+    source.offers.forget("r")  # it has heard of the release
+    assert offered(source).request_id == "r"
 
 
 def test_offers_are_bounded(monkeypatch):
-    monkeypatch.setattr(Authority, "MAX_LEASES", 2)
+    monkeypatch.setattr(Offers, "MAX_OPEN", 2)
     source = authority()
     offered(source, "1")
     offered(source, "2")
     with pytest.raises(SpecError, match="2 requests"):
         offered(source, "3")
+
+
+def test_offers_from_many_threads_have_numbers_and_names_of_their_own():
+    offers, made, start = authority().offers, [], threading.Barrier(8)
+
+    def offer():
+        start.wait()
+        for number in range(200):
+            with contextlib.suppress(SpecError):  # another thread was first
+                made.append(offers.make(f"request {number}", {}, 20))
+
+    threads = [threading.Thread(target=offer) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({ticket.ticket_id for ticket in made}) == len(made) == len(offers) == 200
 
 
 # -- its own ranks --------------------------------------------------------------------------------
@@ -346,14 +383,44 @@ def test_a_rank_does_not_change_its_memory(changes):
     assert join(source, **changes)[0].code == "join"
 
 
-@pytest.mark.parametrize("error", [SpecError("no"), Refused(Finding(Code.GAP, "state", "no"))])
-def test_ranks_that_do_not_fit_together_are_turned_away(error):
-    def merge(_):
-        raise error
-
-    source = authority(merge=merge)
-    assert join(source)[0].code == "join"
+def test_ranks_that_do_not_fit_together_are_turned_away():
+    source = authority(num_ranks=2)
+    join(source, 0)
+    last = Join(PROTOCOL, "prefill", 1, "memory", b"misfit", b"c")
+    assert source.receive(0.0, "rank 1", last) == [Merge({0: b"m", 1: b"misfit"})]
+    assert source.receive(0.5, "rank 1", last) == []  # repeated meanwhile: answered when it is known
+    (answer,) = source.not_merged(1.0, "two different models")
+    assert answer == Send("rank 1", Sorry("join", "two different models"))
     assert not source.is_whole
+    assert join(source, 1) == [Joined("prefill", 7)]
+    assert source.is_whole
+
+
+def test_ranks_of_different_transports_do_not_fit_together():
+    source = authority(num_ranks=2)
+    join(source, 0)
+    assert join(source, 1, transport="nixl")[0].code == "join"
+
+
+def test_a_rank_that_another_start_knew_is_told_to_join():
+    """An authority that starts anew at its address is joined again by the ranks that live on."""
+    source = authority(generation=8)
+    assert hear(source, 3) == [Sorry("not-joined", "this start of the engine does not know the rank yet")]
+    join(source)
+    assert hear(source, 0, generation=8) == []
+    assert [m.code for m in hear(source, 0, generation=8, route="left over")] == ["not-joined"]
+
+
+def test_a_new_rank_takes_the_place_of_one_that_is_left_over():
+    """An engine starts anew while the ranks of its last start are still ending: theirs is not its memory."""
+    source = authority(num_ranks=2, generation=8)
+    assert join(source, 0, card=b"old", previous=7) == [Joined("prefill", 8)]
+    assert join(source, 0, card=b"new") == [Joined("prefill", 8)]
+    assert join(source, 0, card=b"old", previous=7)[0].code == "join"
+    join(source, 1)
+    welcome = one(source.receive(0.0, "x", Hello(PROTOCOL, "A")))
+    assert welcome.cards == {0: b"new", 1: b"c"}
+    assert join(source, 0, card=b"newer")[0].code == "join"  # readers have seen the other one
 
 
 def test_every_rank_hears_of_a_release_under_the_sources_own_name():
@@ -375,11 +442,12 @@ def released(source, *names, now=0.0):
     for name in names:
         offered(source, name, now=now)
         effects += source.withdraw(now, name)
+        source.offers.forget(name)
     return [e.message for e in effects if isinstance(e, Send)]
 
 
-def hear(source, number, now=0.0, generation=7):
-    return [e.message for e in source.receive(now, "x", Heard(generation, 0, number))]
+def hear(source, number, now=0.0, generation=7, route="rank 0"):
+    return [e.message for e in source.receive(now, route, Heard(generation, 0, number))]
 
 
 def test_notices_stop_and_wait_and_then_come_together():
@@ -416,7 +484,7 @@ def test_nobody_has_heard_what_was_not_said():
     join(source)
     released(source, "1", "2")
     assert [m.first for m in hear(source, 99)] == [2]
-    assert hear(source, 99, generation=6) == []
+    assert [m.code for m in hear(source, 99, generation=6)] == ["not-joined"]
     assert source.status()["unheard"] == 1
 
 
@@ -424,6 +492,9 @@ def test_a_rank_that_does_not_listen_stops_the_offers(monkeypatch):
     monkeypatch.setattr(Authority, "MAX_UNHEARD", 2)
     source = authority()
     join(source)
+    assert source.overload == ""
     released(source, "1", "2")
+    assert "rank 0 has left 2 notices" in source.overload
+    source.offers.refusal = source.overload
     with pytest.raises(SpecError, match="unheard"):
         offered(source, "3")

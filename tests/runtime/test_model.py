@@ -19,13 +19,35 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvferry.core.request import BlockTable
 from kvferry.core.runs import NO_RUNS, Runs
 from kvferry.core.select import Selection
-from kvferry.runtime import Authority, Failure, Fetch, Reader, Released, Report, Timing
-from kvferry.runtime.reader import Phase
-from kvferry.runtime.values import Build, Clear, Drop, Effect, Peer, Post, Select, Send
+from kvferry.runtime import (
+    Authority,
+    Failure,
+    FailureCode,
+    Fetch,
+    Member,
+    Offers,
+    Reader,
+    Released,
+    Report,
+    Timing,
+)
+from kvferry.runtime.job import Phase
+from kvferry.runtime.member import Membership
+from kvferry.runtime.values import (
+    Build,
+    Cancel,
+    Drop,
+    Effect,
+    Merge,
+    Peer,
+    PostReads,
+    Select,
+    Send,
+    SourceEffect,
+)
 from kvferry.wire.messages import (
     PROTOCOL,
     Acquire,
-    Ended,
     Heard,
     Join,
     Outcome,
@@ -75,10 +97,13 @@ class Offer:
 
 @dataclass
 class Read:
-    """A posted transfer."""
+    """A posted transfer, or the zeroing that comes before it."""
 
     handle: int
     offer: Offer
+    after: "Read | None" = None
+    """What must have ended before this is posted."""
+    is_cancelled: bool = False
     is_stuck: bool = False
     has_ended: bool = False
     """For real; the reader hears of it later."""
@@ -108,11 +133,17 @@ class Rank:
 
 @dataclass
 class SourceRank:
-    """A rank of the source engine: hears what was released, each once, by number."""
+    """A rank of the source engine: hears what was released, each once. It may outlive its authority."""
 
     number: int
-    generation: int
+    name: str
+    member: Member
     heard: list[str] = field(default_factory=list)
+    """Of the start that it joined last."""
+
+    @property
+    def generation(self):
+        return self.member._generation if self.member.state is Membership.JOINED else 0
 
 
 @dataclass
@@ -132,6 +163,8 @@ class World(RuleBasedStateMachine):
         self.now = 0.0
         self.generation = 0
         self.packets: list[Packet] = []
+        self.merges: list[Merge] = []
+        self.src_ranks: list[SourceRank] = []
         self.offers: list[Offer] = []
         self.ranks: list[Rank] = []
         self.num_starts = 0
@@ -148,11 +181,11 @@ class World(RuleBasedStateMachine):
     def begin(self, sizes, offsets, is_late):
         self.src_offset = float(offsets[0])
         self.start_source()
+        self.start_members()
         for size, offset in zip(sizes, offsets[1:], strict=False):
             self.start_readers(size, float(offset))
         if not is_late:
-            for rank in self.src_ranks:
-                self.send_join(rank)
+            self.work()
 
     def start_source(self):
         self.generation += 1
@@ -160,11 +193,26 @@ class World(RuleBasedStateMachine):
         # Another start may promise shorter leases: only what a grant says counts.
         lease = TIMING.lease if self.generation % 2 else TIMING.lease / 2
         timing = Timing(lease, TIMING.meet, TIMING.read, TIMING.retry)
-        self.authority = Authority(
-            "prefill", self.generation, key, ADDRESS, NUM_SRC_RANKS, lambda _: b"manifest", timing
-        )
-        self.src_ranks = [SourceRank(number, self.generation) for number in range(NUM_SRC_RANKS)]
+        self.book = Offers("prefill", self.generation, key, ADDRESS, int(1000 * lease))
+        self.authority = Authority(self.book, NUM_SRC_RANKS, timing)
+        self.merges.clear()
         self.released: list[str] = []
+
+    def start_members(self):
+        """Ranks as new processes: what went to or came from earlier ones is lost with their connections."""
+        gone = {rank.name for rank in self.src_ranks}
+        self.packets = [packet for packet in self.packets if not gone & {packet.route, packet.to}]
+        self.src_ranks = []
+        self.num_starts += 1
+        for number in range(NUM_SRC_RANKS):
+            join = Join(PROTOCOL, "prefill", number, "memory", b"manifest", b"card %d" % self.num_starts)
+            name = f"src {self.num_starts}/{number}"
+            self.src_ranks.append(SourceRank(number, name, Member(ADDRESS, join, TIMING)))
+        self.tick_members()
+
+    def tick_members(self):
+        for rank in self.src_ranks:
+            self.of_member(rank, rank.member.tick(self.src_now))
 
     def start_readers(self, size, offset):
         self.num_starts += 1
@@ -180,9 +228,20 @@ class World(RuleBasedStateMachine):
 
     # -- effects ----------------------------------------------------------------------------------
 
-    def of_authority(self, effects: list[Send | Released]):
+    def of_member(self, rank, effects: list[Send | Released]):
         for effect in effects:
             match effect:
+                case Released():
+                    rank.heard.append(effect.request_id)
+                case Send():
+                    self.packets.append(Packet(effect.to, rank.name, encode(effect.message)))
+
+    def of_authority(self, effects: list[SourceEffect]):
+        for effect in effects:
+            match effect:
+                case Merge():
+                    assert not self.merges, "merged twice at a time"
+                    self.merges.append(effect)
                 case Released():
                     self.on_released(effect)
                 case Send():
@@ -223,10 +282,10 @@ class World(RuleBasedStateMachine):
                 case Select():
                     assert effect.peer in rank.connected
                     rank.selects.append(effect)
-                case Post():
+                case PostReads():
                     self.on_post(rank, effect)
-                case Clear():
-                    pass
+                case Cancel():
+                    rank.reads[effect.transfer].is_cancelled = True
                 case Drop():
                     assert effect.peer not in [b.peer for b in rank.builds], "dropped while being built"
                     rank.connected.discard(effect.peer)
@@ -234,15 +293,16 @@ class World(RuleBasedStateMachine):
                     self.on_report(rank, effect)
 
     def on_post(self, rank, post):
-        handle = rank.reader._transfers[post.transfer]
+        handle = rank.reader._transfers[post.clear]
         offer, fetched_at = rank.fetched[handle]
         assert offer is not None, "a forged ticket led to a read"
         generation = offer.ticket.generation
         assert post.peer.generation == generation
         assert fetched_at <= self.restarted_at.get(generation, float("inf")), "a ticket of an earlier start"
         assert post.peer in rank.connected
-        assert post.transfer not in rank.reads
-        rank.reads[post.transfer] = Read(handle, offer)
+        assert not {post.clear, *post.reads} & set(rank.reads)
+        clear = rank.reads[post.clear] = Read(handle, offer)
+        rank.reads |= {transfer: Read(handle, offer, after=clear) for transfer in post.reads}
 
     def on_report(self, rank, report):
         """Quiescence, fencing, fail closed."""
@@ -270,7 +330,8 @@ class World(RuleBasedStateMachine):
     def offer(self):
         request_id = f"request {len(self.offers)}"
         tables = {"full": BlockTable.of([len(self.offers)])}
-        ticket = self.authority.offer(self.src_now, request_id, tables, 16)
+        ticket = self.book.make(request_id, tables, 16)
+        self.of_authority(self.authority.offer(self.src_now, ticket))
         self.offers.append(Offer(ticket, request_id))
 
     @precondition(lambda self: self.offers)
@@ -282,17 +343,23 @@ class World(RuleBasedStateMachine):
             self.of_authority(self.authority.withdraw(self.src_now, offer.request_id))
             assert not had_readers or offer.is_owned, "withdrawn from under its reader"
 
-    @rule(which=index)
-    def join(self, which):
-        self.send_join(self.src_ranks[which % NUM_SRC_RANKS])
+    @rule(is_good=st.sampled_from([True, True, True, False]))
+    def finish_merge(self, is_good):
+        for merge in self.merges[:1]:
+            self.do_merge(merge, is_good)
 
-    def send_join(self, rank):
-        join = Join(PROTOCOL, "prefill", rank.number, "memory", b"manifest", b"card")
-        self.of_authority(self.authority.receive(self.src_now, f"src {self.generation}/{rank.number}", join))
+    def do_merge(self, merge, is_good=True):
+        self.merges.remove(merge)
+        assert sorted(merge.manifests) == list(range(NUM_SRC_RANKS))
+        if is_good:
+            self.of_authority(self.authority.merged(self.src_now, b"manifest"))
+        else:
+            self.authority.not_merged(self.src_now, "they do not fit together")
+            self.start_members()  # a rank that is turned away stays away: an operator starts them anew
 
-    @rule(is_real=seldom, is_late=st.booleans())
-    def restart_source(self, is_real, is_late):
-        """At the same address; its memory is gone, so what still reads from it cannot end well."""
+    @rule(is_real=seldom, is_late=st.booleans(), has_living_ranks=st.booleans())
+    def restart_source(self, is_real, is_late, has_living_ranks):
+        """At the same address. What it offered is over: what still reads it cannot end well."""
         if not is_real:
             return
         self.restarted_at[self.generation] = self.now
@@ -300,8 +367,10 @@ class World(RuleBasedStateMachine):
             if offer.ticket.generation == self.generation and offer.is_owned:
                 offer.releases.append("restart")
         self.start_source()
-        for rank in () if is_late else self.src_ranks:
-            self.send_join(rank)
+        if not has_living_ranks:
+            self.start_members()
+        if not is_late:
+            self.work()
 
     # -- destination engines ----------------------------------------------------------------------
 
@@ -421,7 +490,7 @@ class World(RuleBasedStateMachine):
             rank.connected.add(build.peer)
             self.of_reader(rank, rank.reader.built(self.clock(rank), build.peer))
         else:
-            failure = Failure("refused", "two descriptions that do not fit")
+            failure = Failure(FailureCode.REFUSED, "two descriptions that do not fit")
             self.of_reader(rank, rank.reader.not_built(self.clock(rank), build.peer, failure))
 
     @rule(which=index, num_sources=st.integers(0, 3), is_good=st.sampled_from([True, True, True, False]))
@@ -436,11 +505,12 @@ class World(RuleBasedStateMachine):
             selection = Selection(dict.fromkeys(range(num_sources), ONE_RUN), NO_RUNS)
             self.of_reader(rank, rank.reader.selected(self.clock(rank), select.handle, selection))
         else:
-            failure = Failure("request", "too few blocks")
+            failure = Failure(FailureCode.REQUEST, "too few blocks")
             self.of_reader(rank, rank.reader.not_selected(self.clock(rank), select.handle, failure))
 
     def under_way(self, rank):
-        return [read for read in rank.reads.values() if not (read.has_ended or read.is_stuck)]
+        reads = [read for read in rank.reads.values() if not (read.has_ended or read.is_stuck)]
+        return [read for read in reads if read.after is None or read.after.has_ended]
 
     @rule(which=index, error=st.sampled_from(["", "", "", "", "flushed"]))
     def end_read(self, which, error):
@@ -453,6 +523,8 @@ class World(RuleBasedStateMachine):
         is_gone = read.offer.ticket.generation != self.generation
         read.has_ended, read.was_owned = True, read.offer.is_owned
         read.error = "the peer is gone" if is_gone else error
+        if read.is_cancelled or (read.after is not None and read.after.error):
+            read.error = read.error or "not all of it was posted"
 
     @rule(engine=index, has_poll=st.booleans())
     def end_reads(self, engine, has_poll):
@@ -490,18 +562,16 @@ class World(RuleBasedStateMachine):
                 answer = decode_from_authority(packet.data)
                 self.of_reader(rank, rank.reader.receive(self.clock(rank), packet.route, answer))
         for src_rank in self.src_ranks:
-            if packet.to == f"src {self.generation}/{src_rank.number}":
+            if packet.to == src_rank.name:
                 self.source_hears(src_rank, packet, decode_from_authority(packet.data))
 
     def source_hears(self, rank, packet, message):
-        if not isinstance(message, Ended) or message.generation != rank.generation:
-            return
-        for number, (request_id, _) in enumerate(message.requests, message.first):
-            assert number <= len(rank.heard) + 1, "a notice was left out"
-            if number == len(rank.heard) + 1:
-                rank.heard.append(request_id)
-        heard = Heard(rank.generation, rank.number, len(rank.heard))
-        self.packets.append(Packet(ADDRESS, packet.to, encode(heard)))
+        before = rank.member._generation
+        effects = rank.member.receive(self.src_now, packet.route, message)
+        assert rank.member.state is not Membership.REFUSED, rank.member.refusal
+        if rank.member._generation != before:
+            rank.heard.clear()
+        self.of_member(rank, effects)
 
     @precondition(lambda self: self.packets)
     @rule(which=index)
@@ -557,6 +627,7 @@ class World(RuleBasedStateMachine):
 
     @rule()
     def tick(self):
+        self.tick_members()
         self.of_authority(self.authority.tick(self.src_now))
         assert self.authority.next_deadline() > self.src_now
         for rank in self.ranks:
@@ -575,6 +646,8 @@ class World(RuleBasedStateMachine):
         packets, self.packets = self.packets, []
         for packet in packets:
             self.do_deliver(packet)
+        for merge in list(self.merges):
+            self.do_merge(merge)
         for rank in self.ranks:
             for build in list(rank.builds):
                 self.do_build(rank, build)
@@ -626,14 +699,15 @@ class World(RuleBasedStateMachine):
     @invariant()
     def notices_arrive_in_order(self):
         for rank in self.src_ranks if self.offers else ():
-            assert rank.heard == self.released[: len(rank.heard)]
+            if rank.generation == self.generation:
+                assert rank.heard == self.released[: len(rank.heard)]
 
     @invariant()
     def bounded(self):
         for rank in self.ranks:
-            assert len(rank.reader._settling) <= len(rank.fetched)
+            assert len(rank.reader._settlements) <= len(rank.fetched)
             assert len(rank.reader._transfers) <= len(rank.reads)
-            assert len(rank.reader._asks) <= 40 * max(1, len(rank.fetched))
+            assert len(rank.reader._questions) <= 40 * max(1, len(rank.fetched))
         if self.offers:
             assert self.authority.num_leases <= len(self.offers)
             assert len(self.authority._by_deadline) <= len(self.offers)
@@ -644,8 +718,6 @@ class World(RuleBasedStateMachine):
         """Liveness: once the world behaves, everything ends, by the deadlines that the machines name."""
         if not self.ranks:
             return
-        for src_rank in self.src_ranks:
-            self.send_join(src_rank)
         for rank in self.ranks:
             self.supply_all(rank)
         for _ in range(2000):
@@ -655,8 +727,11 @@ class World(RuleBasedStateMachine):
                     self.do_end(read)
                 self.do_poll(rank)
             if not (self.packets or any(rank.builds or rank.selects for rank in self.ranks)):
+                # Ranks that have joined ask on and on whether their authority is still the same.
+                late = [rank.member for rank in self.src_ranks if rank.generation != self.generation]
                 wait = min(
                     self.authority.next_deadline() - self.src_now,
+                    *(member.next_deadline() - self.src_now for member in late),
                     *(rank.reader.next_deadline() - self.clock(rank) for rank in self.ranks),
                 )
                 if wait == float("inf"):
@@ -677,8 +752,8 @@ class World(RuleBasedStateMachine):
             assert reader.num_quarantined == len(handles)
             assert (set(reader._jobs), set(reader._transfers)) == (handles, set(stuck))
             assert len(reader._by_ticket) == len(handles)
-            assert not reader._asks
-            assert not reader._settling
+            assert not reader._questions
+            assert not reader._settlements
         authority = self.authority
         assert authority.num_leases == 0
         assert not authority._by_request
@@ -686,6 +761,7 @@ class World(RuleBasedStateMachine):
         assert authority.status()["unheard"] == 0
         for offer in self.offers:
             assert len(offer.releases) == 1, "released once"
+        assert authority.is_whole
         for src_rank in self.src_ranks:
             assert src_rank.heard == self.released, "each rank hears each release once"
 

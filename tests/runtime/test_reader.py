@@ -6,8 +6,9 @@ import pytest
 from kvferry.core.runs import NO_RUNS, Runs
 from kvferry.core.select import Selection
 from kvferry.errors import SpecError
-from kvferry.runtime import Failure, Fetch, Reader, Report, Timing
-from kvferry.runtime.values import Build, Clear, Drop, Peer, Post, Select, Send
+from kvferry.runtime import Failure, FailureCode, Fetch, Reader, Report, Timing
+from kvferry.runtime.meetings import Meeting
+from kvferry.runtime.values import Build, Cancel, Drop, Peer, PostReads, Select, Send
 from kvferry.wire.messages import (
     PROTOCOL,
     Acquire,
@@ -97,7 +98,13 @@ class Driver:
         if not self.of(Select):
             self.met()
         self.selected(handle, selection(num_sources))
-        return [post.transfer for post in self.of(Post)]
+        return self.posted()
+
+    def posted(self):
+        """The slack is zeroed; the transfers that follow."""
+        post = self.only(PostReads)
+        self.ended(post.clear, "")
+        return list(post.reads)
 
 
 @pytest.fixture
@@ -118,7 +125,7 @@ def welcome(**changes):
 
 
 def is_empty(reader):
-    return not (reader._jobs or reader._by_ticket or reader._transfers or reader._settling)
+    return not (reader._jobs or reader._by_ticket or reader._transfers or reader._settlements)
 
 
 # -- the common way -------------------------------------------------------------------------------
@@ -135,15 +142,16 @@ def test_a_fetch_leases_meets_selects_reads_and_settles(it):
     assert it.only(Build).peer == PEER
     it.built(PEER)
     assert it.only(Select).handle == 1
-    it.at(2.0).selected(1, selection(2))
-    first, second = (post.transfer for post in it.of(Post))
+    it.at(1.5).selected(1, selection(2))
+    first, second = it.at(2.0).posted()
     it.at(3.0).ended(first, "")
     assert it.effects == []
     it.at(4.0).ended(second, "")
     report = it.only(Report)
     assert report.failure is None
     record = report.record
-    assert (record.meet_seconds, record.move_seconds, record.total_seconds) == (1.0, 2.0, 4.0)
+    assert (record.meet_seconds, record.post_seconds, record.move_seconds) == (1.0, 1.0, 2.0)
+    assert record.total_seconds == 4.0
     assert (record.num_sources, record.num_bytes, record.outcome) == (2, 16, "read")
     assert it.only(Settle) == Settle(7, 1, "A", 0, ask.attempt, Outcome.READ)
     it.answer(Noted(1, 0, ask.attempt))
@@ -161,7 +169,7 @@ def test_a_held_ticket_is_leased_and_met_before_its_blocks_are_known(it):
     it.supply(1, fetch_of())
     assert it.only(Select).handle == 1
     it.at(601.0).selected(1, selection(1))
-    it.ended(it.only(Post).transfer, "")
+    it.ended(*it.posted(), "")
     report = it.only(Report)
     assert report.failure is None
     assert report.record.total_seconds == 11.0, "counted from the supply, not from the hold"
@@ -222,10 +230,34 @@ def test_a_held_ticket_meets_a_broken_peer_anew(it):
     assert it.only(Select).handle == 2
 
 
-def test_slack_is_cleared_before_anything_is_posted(it):
+def test_slack_and_reads_are_one_effect(it):
+    """So that nobody can come between: the slack is zeroed before anything is read."""
+    it.granted()
+    it.met().selected(1, selection(2, zeros=RUNS))
+    (post,) = it.effects
+    assert (post.peer, post.zeros, list(post.reads.values())) == (PEER, RUNS, [(0, RUNS), (1, RUNS)])
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_blocks_whose_slack_is_still_being_zeroed_are_not_given_back(it, is_aborted):
+    """Law 6 holds for our own writes, too, and where nothing is read."""
+    it.granted()
+    it.met().selected(1, selection(0, zeros=RUNS))
+    post = it.only(PostReads)
+    if is_aborted:
+        it.abort(1)
+    assert it.of(Report) == []
+    it.at(3.0).ended(post.clear, "")
+    assert (it.only(Report).failure is None) is not is_aborted
+
+
+def test_slack_that_cannot_be_zeroed_fails_the_fetch_and_not_the_peer(it):
     it.granted()
     it.met().selected(1, selection(1, zeros=RUNS))
-    assert [type(effect) for effect in it.effects] == [Clear, Post]
+    post = it.only(PostReads)
+    assert it.ended(post.clear, "no").of(Report) == []
+    it.ended(*post.reads, "not submitted")
+    assert (it.failure(), it.reader._meetings.state(PEER)) == ("transport", Meeting.MET)
 
 
 def test_a_met_peer_serves_the_next_fetch_at_once(it):
@@ -322,7 +354,7 @@ def test_nothing_is_posted_under_a_lapsed_lease(it):
     it.granted()
     it.met()
     it.at(30.0).selected(1, selection(1))
-    assert (it.of(Post), it.failure(), it.outcome()) == ([], "lease-lapsed", Outcome.UNREAD)
+    assert (it.of(PostReads), it.failure(), it.outcome()) == ([], "lease-lapsed", Outcome.UNREAD)
 
 
 @pytest.mark.parametrize("code", ["forged", "taken", "ended", "spent", "reader"])
@@ -331,6 +363,16 @@ def test_a_denial_is_reported_and_there_is_nothing_to_settle(it, code):
     it.answer(Denial(it.only(Acquire).nonce, 1, code))
     assert (it.failure(), it.of(Settle)) == (code, [])
     assert is_empty(it.reader)
+
+
+@pytest.mark.parametrize("code", ["aborted", "kvferry_fetches_total", "unexpected", ""])
+def test_what_a_source_says_never_becomes_a_code_that_it_may_not_give(it, code):
+    """Codes are labels of metrics: a peer must not make new ones, nor speak for this side."""
+    it.fetch(1, fetch_of())
+    it.answer(Denial(it.only(Acquire).nonce, 1, code, "why"))
+    failure = it.only(Report).failure
+    assert (failure.code, failure.detail) == (FailureCode.DENIED, f"{code}: why")
+    assert it.only(Report).record.outcome == "denied"
 
 
 def test_a_denial_of_a_granted_fetch_is_settled(it):
@@ -392,7 +434,7 @@ def test_not_ready_is_tried_again_until_the_deadline(it):
 def test_a_peer_that_cannot_be_met_is_forgotten_whole(it, message, code):
     it.granted()
     it.answer(message)
-    assert (it.failure(), it.of(Drop), it.reader._peers) == (code, [Drop(PEER)], {})
+    assert (it.failure(), it.of(Drop), len(it.reader._meetings)) == (code, [Drop(PEER)], 0)
 
 
 def test_a_denial_because_of_a_restart_forgets_the_peer(it):
@@ -408,7 +450,7 @@ def test_a_refused_plan_fails_everybody_who_waits_and_nobody_else(it):
     it.granted(2, 2)
     it.fetch(3, fetch_of(1, authority="elsewhere"))
     it.at(1.0).answer(welcome())
-    it.not_built(PEER, Failure("refused", "why"))
+    it.not_built(PEER, Failure(FailureCode.REFUSED, "why"))
     assert [(r.handle, r.failure.code) for r in it.of(Report)] == [(1, "refused"), (2, "refused")]
     assert list(it.reader._jobs) == [3]
 
@@ -432,7 +474,7 @@ def test_a_meeting_that_was_given_up_does_not_fail_a_later_fetch(it):
     it.abort(1)
     assert it.reader.next_deadline() < 1.0  # somebody looks after it
     it.at(10.0).tick()
-    assert it.reader._peers == {}
+    assert len(it.reader._meetings) == 0
 
 
 def test_selection_has_a_deadline_and_a_late_one_posts_nothing(it):
@@ -448,7 +490,7 @@ def test_a_request_that_does_not_fit_fails_alone(it):
     it.granted(1, 1)
     it.met()
     it.granted(2, 2)
-    it.not_selected(1, Failure("request", "too few blocks"))
+    it.not_selected(1, Failure(FailureCode.REQUEST, "too few blocks"))
     assert (it.failure(), it.outcome(), list(it.reader._jobs)) == ("request", Outcome.UNREAD, [2])
 
 
@@ -474,7 +516,7 @@ def test_an_idle_peer_makes_room(it, monkeypatch):
 def test_one_of_four_sources_fails_and_the_report_waits_for_the_other_three(it):
     transfers = it.reading(4)
     it.ended(transfers[1], "flushed")
-    assert it.of(Report) == []
+    assert it.effects == [Cancel(transfers[n]) for n in (0, 2, 3)]
     it.ended(transfers[0], "").ended(transfers[3], "")
     assert it.of(Report) == []
     it.ended(transfers[2], "")
@@ -498,8 +540,8 @@ def test_abort_before_anything_is_posted_gives_the_ticket_back(it):
 
 def test_abort_after_the_post_waits_for_the_end(it):
     first, second = it.reading(2)
-    assert it.abort(1).effects == []
-    it.ended(first, "")
+    assert it.abort(1).effects == [Cancel(first), Cancel(second)]
+    it.ended(first, "cancelled")
     assert it.effects == []
     it.ended(second, "")
     assert (it.failure(), it.outcome()) == ("aborted", Outcome.FAILED)
@@ -512,6 +554,7 @@ def test_a_read_that_does_not_end_is_quarantined_and_never_reported_as_good(it, 
         it.abort(1)
     it.at(120.0).tick()
     assert (it.of(Report), it.reader.num_quarantined) == ([], 1)
+    assert it.of(Cancel) == ([] if is_aborted else [Cancel(transfer)])  # said once
     assert it.reader.status()["fetches"] == {"quarantined": 1}
     it.abort(1)
     it.at(10_000.0).tick()
@@ -531,6 +574,25 @@ def test_a_broken_peer_is_met_anew(it):
     assert it.of(Select) == []  # the old connection serves nobody
     it.met()
     assert it.only(Select).handle == 2
+
+
+def test_a_fetch_that_was_given_up_does_not_break_its_peer(it):
+    """Its reads ended with an error because we cancelled them."""
+    (transfer,) = it.reading()
+    it.abort(1)
+    it.ended(transfer, "cancelled")
+    it.granted(2, 2)
+    assert it.only(Select).handle == 2
+
+
+def test_a_late_end_does_not_break_the_next_meeting(it):
+    first, late = it.reading(2)
+    it.ended(first, "flushed")
+    it.at(120.0).tick()  # the other one is quarantined
+    it.granted(2, 2)
+    it.ended(late, "flushed")
+    it.met()
+    assert it.reader._meetings.state(PEER) is Meeting.MET
 
 
 @pytest.mark.parametrize("is_selecting", [False, True])

@@ -5,6 +5,7 @@ One process of a source engine runs the ``SourceEngine`` (the lease authority); 
 """
 
 from kvferry.endpoint.destination import Destination
-from kvferry.endpoint.source import SourceEngine, SourceRank
+from kvferry.endpoint.source import SourceEngine
+from kvferry.endpoint.source_rank import SourceRank
 
 __all__ = ["Destination", "SourceEngine", "SourceRank"]

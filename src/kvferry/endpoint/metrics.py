@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
-from kvferry.endpoint.loop import log
 from kvferry.runtime import Report
+
+log = logging.getLogger("kvferry")
 
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 BYTES = tuple(float(4**n) for n in range(6, 19))
@@ -42,7 +44,7 @@ class FetchMetrics:
     def count(self, report: Report) -> None:
         """One fetch ended."""
         record = asdict(report.record)
-        self._fetches.labels(report.failure.code if report.failure else "read").inc()
+        self._fetches.labels(report.record.outcome).inc()
         if report.failure is None:
             self._bytes.inc(report.record.num_bytes)
             self._runs.inc(report.record.num_runs)
@@ -61,16 +63,16 @@ class FetchMetrics:
 def account(report: Report, metrics: FetchMetrics | None = None) -> None:
     """One fetch ended: write its line, and count it."""
     level = log.warning if report.failure else log.info
-    level("%s", line(report), extra={"kvferry": asdict(report.record)})
+    level("%s", log_line(report), extra={"kvferry": asdict(report.record)})
     if metrics:
         metrics.count(report)
 
 
-def line(report: Report) -> str:
+def log_line(report: Report) -> str:
     """The account of a fetch in one readable line."""
-    record = report.record
+    record, outcome = report.record, report.failure or report.record.outcome
     return (
-        f"fetched {record.request_id} from {record.engine}: {record.outcome}; {record.num_bytes} bytes in"
+        f"fetched {record.request_id} from {record.engine}: {outcome}; {record.num_bytes} bytes in"
         f" {record.num_runs} runs from {record.num_sources} ranks;"
         f" moved in {record.move_seconds * 1e3:.1f} ms, {record.total_seconds * 1e3:.1f} ms in all"
     )

@@ -1,42 +1,40 @@
-"""The source side: one lease authority per engine, and the ranks that hold the memory."""
+"""The source side: the lease authority of an engine."""
 
 from __future__ import annotations
 
 import secrets
-import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from functools import partial
 
-from kvferry.channel import Channel, Received
-from kvferry.core.manifest import Manifest, merge
+from kvferry.channel import Received
+from kvferry.core.manifest import merge
 from kvferry.core.request import BlockTable
-from kvferry.endpoint.loop import Loop, clock, log
-from kvferry.errors import SpecError
-from kvferry.runtime import Authority, Released, Timing
-from kvferry.runtime.values import Send
-from kvferry.transport.base import Transport
+from kvferry.endpoint.edges import Edges
+from kvferry.endpoint.owner import Owner
+from kvferry.errors import KVFerryError, SpecError
+from kvferry.runtime import Authority, Offers, Released, Timing
+from kvferry.runtime.values import Merge, Send, SourceEffect
 from kvferry.wire import manifest_from_msgpack, manifest_to_msgpack
-from kvferry.wire.messages import (
-    MAX_MESSAGE_BYTES,
-    PROTOCOL,
-    Ended,
-    Heard,
-    Join,
-    Joined,
-    Sorry,
-    decode_from_authority,
-    decode_to_authority,
-)
+from kvferry.wire.messages import Ended, Heard, Join, Joined, Sorry, decode_to_authority, encode
 from kvferry.wire.ticket import Ticket
 
 EVERY_HOST = ("0.0.0.0", "*", "[::]")
 
 HERE = "here/"
 """Routes of ranks that the engine answers for itself."""
+ADMIT_SECONDS = 120.0
+"""How long ``admit`` waits; the last rank's manifest is merged with all others meanwhile."""
+CLOSE_SECONDS = 5.0
 
 
 class SourceEngine:
-    """The lease authority of a source engine: offers requests, learns when their blocks are free again."""
+    """The lease authority of a source engine: offers requests, learns when their blocks are free again.
+
+    One thread owns the machine that keeps the leases (``kvferry.runtime.Authority``); calls and messages are
+    put into its inbox. Tickets are made by whoever asks for them: ``offer`` waits for nobody.
+    """
 
     def __init__(
         self,
@@ -47,118 +45,163 @@ class SourceEngine:
         advertise: str = "",
         secret: bytes = b"",
         timing: Timing | None = None,
+        edges: Edges | None = None,
     ) -> None:
-        """``advertise``: the host that readers call, where it is not the one that ``listen`` names."""
+        """``advertise``: the host that readers call, where it is not the one that ``listen`` names.
+
+        ``edges`` are for simulations.
+        """
         if not advertise and any(f"//{host}:" in listen for host in EVERY_HOST):
             raise SpecError(f"listen={listen} is no address that a reader could call: say advertise=HOST")
-        channel = Channel(listen=listen, secret=secret, max_bytes=MAX_MESSAGE_BYTES)
-        self._lock = threading.Lock()
+        edges, timing = edges or Edges(), timing or Timing()
+        self._clock = edges.clock
         self._released: deque[Released] = deque()
-        self._authority = Authority(
+        self._channel = edges.open_channel(listen, secret)
+        self._offers = Offers(
             engine,
             generation=secrets.randbits(62),
             key=secrets.token_bytes(32),
-            address=_advertised(channel.address, advertise),
-            num_ranks=num_ranks,
-            merge=_merged,
-            timing=timing,
+            address=_advertised(self._channel.address, advertise),
+            lease_ms=int(timing.lease * 1000),
         )
-        self._loop = Loop(f"kvferry-{engine}", channel, self._receive, self._tick)
-        self._loop.start()
+        self._is_whole = False
+        # These are the owner's alone.
+        self._authority = Authority(self._offers, num_ranks, timing)
+        self._admitting: dict[str, Future[str]] = {}
+        """Who waits for the answer to a join, by route."""
+
+        self._owner = Owner(f"kvferry-{engine}", self._carry_out, self._tick, edges.clock)
+        self._workers = edges.make_workers(f"kvferry-{engine}-work")
+        edges.start_owner(self._owner)
+        self._channel.start(f"kvferry-{engine}-channel", self._receive, lambda: self._owner.is_behind)
+
+    # -- the engine's calls, from any thread -------------------------------------------------------
 
     @property
     def address(self) -> str:
         """Where ranks join and readers call."""
-        return self._authority.address
+        return self._offers.address
 
     @property
     def is_whole(self) -> bool:
         """Whether every rank has joined."""
-        return self._authority.is_whole
+        return self._is_whole
 
     @property
     def num_leases(self) -> int:
-        """How many requests are pinned."""
-        return self._authority.num_leases
+        """How many requests are pinned, or were released without ``poll`` having said so yet."""
+        return len(self._offers)
 
     def admit(self, join: Join) -> None:
-        """Take in a rank whose memory was described elsewhere: it hears of releases through ``poll``."""
-        route = f"{HERE}{join.rank}"
-        with self._lock:
-            effects = self._authority.receive(clock(), route, join)
-        for effect in effects:
-            if isinstance(effect, Send) and isinstance(effect.message, Sorry):
-                raise SpecError(f"rank {join.rank} cannot join: {effect.message.detail}")
+        """Take in a rank whose memory was described elsewhere: it hears of releases through ``poll``.
+
+        Waits until it is known whether the rank fits the others.
+        """
+        route, answer = f"{HERE}{join.rank}", Future[str]()
+        self._owner.put(partial(self._admit, route, join, answer))
+        try:
+            refusal = answer.result(ADMIT_SECONDS)
+        except TimeoutError:
+            refusal = f"the engine did not answer within {ADMIT_SECONDS:g} s"
+        if refusal:
+            raise SpecError(f"rank {join.rank} cannot join: {refusal}")
 
     def offer(
         self, request_id: str, tables: Mapping[str, BlockTable], num_tokens: int, *, digest: bytes = b""
     ) -> Ticket:
         """Pin a request's blocks until its lease ends, and return the ticket to hand to the destination.
 
-        The device must have finished writing the blocks.
+        The device must have finished writing the blocks. A name can be offered again once ``poll`` has said
+        that it is released.
         """
-        with self._lock:
-            ticket = self._authority.offer(clock(), request_id, tables, num_tokens, digest)
-        self._loop.wake()
+        ticket, now = self._offers.make(request_id, tables, num_tokens, digest), self._clock()
+        self._owner.put(lambda _: self._authority.offer(now, ticket))
         return ticket
 
     def withdraw(self, request_id: str) -> None:
         """Take an offer back. Its blocks are free when ``poll`` says so."""
-        with self._lock:
-            self._carry_out(self._authority.withdraw(clock(), request_id))
+        self._owner.put(lambda now: self._authority.withdraw(now, request_id))
 
     def take_back(self, ticket: Ticket) -> bool:
         """Withdraw the offer of a ticket that came back to where it was made; whether it was made here."""
-        with self._lock:
-            is_own = self._authority.is_own(ticket)
-            if is_own:
-                self._carry_out(self._authority.withdraw(clock(), ticket.request_id))
+        is_own = self._offers.is_own(ticket)
+        if is_own:
+            self.withdraw(ticket.request_id)
         return is_own
 
     def poll(self) -> list[Released]:
         """The requests whose blocks are the engine's own again, each once."""
-        released = []
-        while self._released:
-            released.append(self._released.popleft())
+        released = [self._released.popleft() for _ in range(len(self._released))]
+        for one in released:
+            self._offers.forget(one.request_id)
         return released
 
     def status(self) -> dict[str, object]:
-        """Who is here, what is pinned, what was refused."""
-        with self._lock:
-            status = self._authority.status()
-        return status | {"refused": dict(self._loop.refused), "dropped": dict(self._loop.channel.dropped)}
+        """Who is here, what is pinned, what was refused. Waits for the owner to say so."""
+        return self._owner.ask(self._authority.status) | {
+            "refused": dict(self._channel.refused),
+            "dropped": dict(self._channel.dropped),
+        }
 
     def close(self) -> None:
         """Stop listening."""
-        self._loop.close()
+        self._owner.close()
+        self._workers.close(CLOSE_SECONDS)
+        self._channel.close()
 
-    def _receive(self, received: Received) -> None:
-        message = decode_to_authority(received.data)
-        with self._lock:
-            self._carry_out(self._authority.receive(clock(), received.route, message))
+    # -- the owner's -------------------------------------------------------------------------------
 
-    def _tick(self) -> float:
-        now = clock()
-        with self._lock:
-            self._carry_out(self._authority.tick(now))
-            return max(0.0, self._authority.next_deadline() - now)
-
-    def _carry_out(self, effects: Iterable[Send | Released]) -> None:
+    def _carry_out(self, effects: Iterable[SourceEffect]) -> None:
         for effect in effects:
             match effect:
                 case Send() if effect.to.startswith(HERE):
-                    self._hear(effect)
+                    self._tell_ourselves(effect)
                 case Send():
-                    self._loop.send(effect.to, effect.message)
+                    self._channel.send(effect.to, encode(effect.message))
+                case Merge():
+                    self._workers.submit("merge", partial(self._merge, effect.manifests))
                 case Released():
                     self._released.append(effect)
 
-    def _hear(self, notice: Send) -> None:
-        """A notice for a rank that was admitted here: whoever polls this engine has heard it."""
-        if isinstance(notice.message, Ended):
-            rank, ended = int(notice.to.removeprefix(HERE)), notice.message
-            heard = Heard(ended.generation, rank, ended.first + len(ended.requests) - 1)
-            self._carry_out(self._authority.receive(clock(), notice.to, heard))
+    def _tick(self, now: float) -> float:
+        self._carry_out(self._authority.tick(now))
+        self._is_whole = self._authority.is_whole
+        self._offers.refusal = self._authority.overload
+        return self._authority.next_deadline()
+
+    def _admit(self, route: str, join: Join, answer: Future[str], now: float) -> list[SourceEffect]:
+        self._admitting[route] = answer
+        return self._authority.receive(now, route, join)
+
+    def _tell_ourselves(self, send: Send) -> None:
+        """A message for a rank that was admitted here: whoever polls this engine has heard of releases."""
+        match send.message:
+            case Joined() if answer := self._admitting.pop(send.to, None):
+                self._is_whole = self._authority.is_whole  # before whoever waits looks
+                answer.set_result("")
+            case Sorry() if answer := self._admitting.pop(send.to, None):
+                answer.set_result(send.message.detail)
+            case Ended(generation, first, requests):
+                rank = int(send.to.removeprefix(HERE))
+                heard = Heard(generation, rank, first + len(requests) - 1)
+                self._carry_out(self._authority.receive(self._clock(), send.to, heard))
+            case _:
+                pass
+
+    # -- in other threads; what they find is put into the inbox ------------------------------------
+
+    def _receive(self, received: Received) -> None:
+        message = decode_to_authority(received.data)
+        self._owner.put(lambda now: self._authority.receive(now, received.route, message))
+
+    def _merge(self, manifests: Mapping[int, bytes]) -> None:
+        try:
+            manifest = _merged(manifests)
+        except KVFerryError as error:
+            detail = str(error)
+            self._owner.put(lambda now: self._authority.not_merged(now, detail))
+        else:
+            self._owner.put(lambda now: self._authority.merged(now, manifest))
 
 
 def _advertised(address: str, host: str) -> str:
@@ -176,79 +219,3 @@ def _merged(manifests: Mapping[int, bytes]) -> bytes:
         if [rank.rank for rank in part.ranks] != [number]:
             raise SpecError(f"rank {number} joined with the manifest of {[r.rank for r in part.ranks]}")
     return manifest_to_msgpack(merge(parts))
-
-
-class SourceRank:
-    """One rank of a source engine: its memory can be read, and it hears of every release."""
-
-    RETRY_SECONDS = 0.5
-
-    def __init__(
-        self, authority: str, manifest: Manifest, transport: Transport, *, secret: bytes = b""
-    ) -> None:
-        (rank,) = manifest.ranks
-        transport.register(rank.regions)
-        self.rank, self._transport = rank.rank, transport
-        self._join = Join(
-            PROTOCOL,
-            manifest.engine,
-            rank.rank,
-            transport.kind,
-            manifest_to_msgpack(manifest),
-            transport.card(),
-        )
-        self._authority = authority
-        self._released: deque[Released] = deque()
-        self._heard = 0
-        self._joined: Joined | None = None
-        self._asked_at = float("-inf")
-        self._refusal = ""
-        self._loop = Loop(
-            f"kvferry-rank-{rank.rank}",
-            Channel(secret=secret, max_bytes=MAX_MESSAGE_BYTES),
-            self._receive,
-            self._tick,
-        )
-        self._loop.start()
-
-    @property
-    def is_joined(self) -> bool:
-        """Whether the authority knows this rank."""
-        if self._refusal:
-            raise SpecError(f"rank {self.rank} was turned away by {self._authority}: {self._refusal}")
-        return self._joined is not None
-
-    def poll(self) -> list[Released]:
-        """The requests that were released, by the source's own names, each once."""
-        released = []
-        while self._released:
-            released.append(self._released.popleft())
-        return released
-
-    def close(self) -> None:
-        """Stop serving; the memory is given back by the transport."""
-        self._loop.close()
-        self._transport.close()
-
-    def _receive(self, received: Received) -> None:
-        message = decode_from_authority(received.data)
-        match message:
-            case Joined():
-                self._joined = message
-            case Sorry():
-                self._refusal = f"{message.code}: {message.detail}"
-                log.error("rank %d cannot join: %s", self.rank, self._refusal)
-            case Ended() if self._joined and message.generation == self._joined.generation:
-                for number, (request_id, reason) in enumerate(message.requests, message.first):
-                    if number > self._heard:
-                        self._released.append(Released(request_id, reason))
-                        self._heard = number
-                self._loop.send(self._authority, Heard(message.generation, self.rank, self._heard))
-            case _:
-                pass
-
-    def _tick(self) -> float:
-        if self._joined is None and not self._refusal and clock() >= self._asked_at + self.RETRY_SECONDS:
-            self._asked_at = clock()
-            self._loop.send(self._authority, self._join)
-        return self.RETRY_SECONDS

@@ -1,11 +1,26 @@
 """Who is alive, what is leased, what is in flight: state machines without clocks, threads or sockets.
 
-``Authority`` is the one keeper of leases of a source engine; ``Reader`` is one rank of a destination engine.
-Both take events and ``now``, and return effects for an edge to carry out.
+``Authority`` is the one keeper of leases of a source engine, ``Offers`` makes its tickets, ``Member`` is one
+of its ranks; ``Reader`` is one rank of a destination engine. They take events and ``now``, and return effects
+for an edge to carry out.
 """
 
-from kvferry.runtime.authority import Authority, Released
+from kvferry.runtime.authority import Authority
+from kvferry.runtime.failure import Failure, FailureCode
+from kvferry.runtime.member import Member
+from kvferry.runtime.offers import Offers
 from kvferry.runtime.reader import Reader
-from kvferry.runtime.values import Failure, Fetch, Report, Timing
+from kvferry.runtime.values import Fetch, Released, Report, Timing
 
-__all__ = ["Authority", "Failure", "Fetch", "Reader", "Released", "Report", "Timing"]
+__all__ = [
+    "Authority",
+    "Failure",
+    "FailureCode",
+    "Fetch",
+    "Member",
+    "Offers",
+    "Reader",
+    "Released",
+    "Report",
+    "Timing",
+]

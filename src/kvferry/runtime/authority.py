@@ -8,14 +8,15 @@ away, never nearer; a ticket that is being read ends when its reader is through,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from heapq import heappop, heappush
 from itertools import islice
 
-from kvferry.core.request import BlockTable
-from kvferry.errors import KVFerryError, SpecError
-from kvferry.runtime.values import Send, Timing
+from kvferry.runtime.failure import FailureCode
+from kvferry.runtime.member import NOT_JOINED
+from kvferry.runtime.offers import Offers
+from kvferry.runtime.values import Merge, Released, Send, SourceEffect, Timing
 from kvferry.wire.messages import (
     MAX_BATCH,
     PROTOCOL,
@@ -36,15 +37,18 @@ from kvferry.wire.messages import (
     ToAuthority,
     Welcome,
 )
-from kvferry.wire.ticket import Ticket, is_proved, sign, tables_to_wire
+from kvferry.wire.ticket import Ticket
 
 
-@dataclass(frozen=True, slots=True)
-class Released:
-    """Effect for the engine: a request's blocks are its own again."""
+class Assembly(StrEnum):
+    """How much of this engine is there."""
 
-    request_id: str
-    reason: str
+    GATHERING = "gathering"
+    """Not every rank has joined."""
+    MERGING = "merging"
+    """All have; the engine's manifest is being made of theirs."""
+    WHOLE = "whole"
+    """Readers are welcome."""
 
 
 @dataclass(slots=True)
@@ -88,9 +92,12 @@ class _Rank:
     """One rank of this engine that joined."""
 
     route: str
-    transport: str
-    manifest: bytes
-    card: bytes
+    join: Join
+
+    def is_same(self, join: Join) -> bool:
+        """Whether this is the rank that joined, with the memory that it had."""
+        ours, theirs = self.join, join
+        return (ours.transport, ours.manifest, ours.card) == (theirs.transport, theirs.manifest, theirs.card)
 
 
 @dataclass(slots=True)
@@ -104,85 +111,43 @@ class _Notices:
     sent_at: float = float("-inf")
 
 
-Merge = Callable[[Mapping[int, bytes]], bytes]
-"""Makes the engine's manifest of its ranks' manifests."""
-
-
 class Authority:
-    """Keeps the leases of one start of one source engine."""
+    """Keeps the leases of one start of one source engine. Call it with events and ``now``; carry out what it
+    returns.
+    """
 
-    MAX_LEASES = 100_000
     MAX_UNHEARD = 100_000
     """Notices that one rank may leave unheard before nothing more is offered."""
 
-    def __init__(
-        self,
-        engine: str,
-        generation: int,
-        key: bytes,
-        address: str,
-        num_ranks: int,
-        merge: Merge,
-        timing: Timing | None = None,
-    ) -> None:
-        self.engine, self.generation, self.address = engine, generation, address
-        self._key, self._num_ranks, self._merge = key, num_ranks, merge
+    def __init__(self, offers: Offers, num_ranks: int, timing: Timing | None = None) -> None:
+        self._offers, self._num_ranks = offers, num_ranks
         self._timing = timing or Timing()
         self._leases: dict[int, _Lease] = {}
         self._by_request: dict[str, int] = {}
         self._by_deadline: list[tuple[float, int]] = []
         """A heap of deadlines, each no later than its lease's own: leases only move away."""
         self._ranks: dict[int, _Rank] = {}
+        """Those that have joined, in that order."""
         self._notices = {rank: _Notices() for rank in range(num_ranks)}
+        self._assembly = Assembly.GATHERING
         self._welcome: Welcome | None = None
-        self._next_ticket = 1
 
     # -- the engine's own calls --------------------------------------------------------------------
 
-    def offer(
-        self,
-        now: float,
-        request_id: str,
-        tables: Mapping[str, BlockTable],
-        num_tokens: int,
-        digest: bytes = b"",
-    ) -> Ticket:
-        """Pin a request's blocks and hand out the ticket for them."""
-        if request_id in self._by_request:
-            raise SpecError(f"request {request_id!r} is offered already")
-        if len(self._leases) >= self.MAX_LEASES:
-            raise SpecError(f"{self.MAX_LEASES} requests are on offer; withdraw some, or shorten the lease")
-        if deaf := [rank for rank, n in self._notices.items() if len(n.unheard) >= self.MAX_UNHEARD]:
-            raise SpecError(f"rank {deaf[0]} has left {self.MAX_UNHEARD} notices unheard")
-        ticket = Ticket(
-            self.engine,
-            self.generation,
-            self._next_ticket,
-            request_id,
-            self.address,
-            num_tokens,
-            tables_to_wire(tables),
-            int(self._timing.lease * 1000),
-            digest,
-        )
-        self._next_ticket += 1
+    def offer(self, now: float, ticket: Ticket) -> list[SourceEffect]:
+        """Pin the blocks of a ticket that was just made."""
         lease = self._leases[ticket.ticket_id] = _Lease(ticket, now + self._timing.lease)
         heappush(self._by_deadline, (lease.deadline, ticket.ticket_id))
-        self._by_request[request_id] = ticket.ticket_id
-        return sign(ticket, self._key)
+        self._by_request[ticket.request_id] = ticket.ticket_id
+        return []
 
-    def withdraw(self, now: float, request_id: str) -> list[Send | Released]:
+    def withdraw(self, now: float, request_id: str) -> list[SourceEffect]:
         """Take an offer back: at once if nobody reads it, else when its reader is through."""
         lease = self._leases.get(self._by_request.get(request_id, 0))
         if lease is None:
             return []
         lease.is_withdrawn = True
         return [] if lease.reader else self._end(now, lease, "withdrawn")
-
-    def is_own(self, ticket: Ticket) -> bool:
-        """Whether this start of this engine made a ticket, as it is."""
-        is_named = (ticket.engine, ticket.generation) == (self.engine, self.generation)
-        return is_named and is_proved(ticket, self._key)
 
     @property
     def num_leases(self) -> int:
@@ -192,14 +157,22 @@ class Authority:
     @property
     def is_whole(self) -> bool:
         """Whether every rank has joined, so that readers can be welcomed."""
-        return self._welcome is not None
+        return self._assembly is Assembly.WHOLE
+
+    @property
+    def overload(self) -> str:
+        """Why nothing more should be offered; empty if it can."""
+        for rank, notices in self._notices.items():
+            if len(notices.unheard) >= self.MAX_UNHEARD:
+                return f"rank {rank} has left {self.MAX_UNHEARD} notices of released requests unheard"
+        return ""
 
     def status(self) -> dict[str, object]:
         """What a person wants to know."""
         read = sum(1 for lease in self._leases.values() if lease.reader)
         return {
-            "engine": self.engine,
-            "generation": self.generation,
+            "engine": self._offers.engine,
+            "generation": self._offers.generation,
             "ranks": f"{len(self._ranks)}/{self._num_ranks}",
             "offered": len(self._leases) - read,
             "being_read": read,
@@ -208,7 +181,7 @@ class Authority:
 
     # -- events ------------------------------------------------------------------------------------
 
-    def receive(self, now: float, route: str, message: ToAuthority) -> list[Send | Released]:
+    def receive(self, now: float, route: str, message: ToAuthority) -> list[SourceEffect]:
         """A message came by ``route``; an answer goes back by it."""
         match message:
             case Hello():
@@ -223,11 +196,11 @@ class Authority:
             case Join():
                 return self._join(now, route, message)
             case Heard():
-                return self._heard(now, message)
+                return self._heard(now, route, message)
 
-    def tick(self, now: float) -> list[Send | Released]:
+    def tick(self, now: float) -> list[SourceEffect]:
         """Time has passed: end what is over, repeat what was not heard."""
-        effects: list[Send | Released] = []
+        effects: list[SourceEffect] = []
         while self._by_deadline and self._by_deadline[0][0] <= now:
             _, ticket_id = heappop(self._by_deadline)
             lease = self._leases.get(ticket_id)
@@ -259,28 +232,28 @@ class Authority:
         return self._welcome
 
     def _acquire(self, now: float, ask: Acquire) -> Grant | Denial:
-        def no(code: str, detail: str = "") -> Denial:
-            return Denial(ask.nonce, ask.ticket.ticket_id, code, detail)
+        def no(code: FailureCode, detail: str) -> Denial:
+            return Denial(ask.nonce, ask.ticket.ticket_id, code.value, detail)
 
-        ticket = ask.ticket
-        if ticket.engine != self.engine or ticket.generation != self.generation:
-            return no("restarted", f"this is {self.engine}, generation {self.generation}")
-        if not is_proved(ticket, self._key):
-            return no("forged", "the ticket is not what this engine handed out")
+        ticket, offers = ask.ticket, self._offers
+        if (ticket.engine, ticket.generation) != (offers.engine, offers.generation):
+            return no(FailureCode.RESTARTED, f"this is {offers.engine}, generation {offers.generation}")
+        if not offers.is_own(ticket):
+            return no(FailureCode.FORGED, "the ticket is not what this engine handed out")
         lease = self._leases.get(ticket.ticket_id)
         if lease is None:
-            return no("ended", "the ticket was read, withdrawn, or its lease is over")
+            return no(FailureCode.ENDED, "the ticket was read, withdrawn, or its lease is over")
         if lease.deadline <= now:
-            return no("ended", "its lease is over")
+            return no(FailureCode.ENDED, "its lease is over")
         if not ask.reader or not 0 <= ask.reader_rank < ask.reader_ranks:
-            return no("reader", f"rank {ask.reader_rank} of {ask.reader_ranks} of {ask.reader!r}")
+            return no(FailureCode.READER, f"rank {ask.reader_rank} of {ask.reader_ranks} of {ask.reader!r}")
         if lease.reader not in ("", ask.reader):
-            return no("taken", "another engine reads it")
+            return no(FailureCode.TAKEN, "another engine reads it")
         if lease.reader_ranks not in (0, ask.reader_ranks):
-            return no("reader", f"{ask.reader_ranks} ranks, but {lease.reader_ranks} before")
+            return no(FailureCode.READER, f"{ask.reader_ranks} ranks, but {lease.reader_ranks} before")
         rank, attempt = ask.reader_rank, ask.attempt
         if lease.is_stale(ask.reader, rank, attempt) or lease.is_spent(rank, attempt):
-            return no("spent", "this rank is through with it")
+            return no(FailureCode.SPENT, "this rank is through with it")
         lease.bind(ask)
         self._extend(now, lease)
         return Grant(ask.nonce, ticket.ticket_id, int(self._timing.lease * 1000))
@@ -298,13 +271,13 @@ class Authority:
 
     def _read_by(self, reader: str, generation: int, ticket_id: int) -> _Lease | None:
         """The lease that a reader names, if it is that reader's: of this start, and bound to it."""
-        lease = self._leases.get(ticket_id) if generation == self.generation else None
+        lease = self._leases.get(ticket_id) if generation == self._offers.generation else None
         return lease if lease is not None and lease.reader and lease.reader == reader else None
 
     def _extend(self, now: float, lease: _Lease) -> None:
         lease.deadline = max(lease.deadline, now + self._timing.lease)
 
-    def _settle(self, now: float, message: Settle) -> list[Send | Released]:
+    def _settle(self, now: float, message: Settle) -> list[SourceEffect]:
         rank, attempt = message.reader_rank, message.attempt
         lease = self._read_by(message.reader, message.generation, message.ticket_id)
         if lease is None or not 0 <= rank < lease.reader_ranks:
@@ -326,38 +299,64 @@ class Authority:
 
     # -- this engine's ranks -----------------------------------------------------------------------
 
-    def _join(self, now: float, route: str, join: Join) -> list[Send | Released]:
-        is_ours = join.engine == self.engine and 0 <= join.rank < self._num_ranks
+    def _join(self, now: float, route: str, join: Join) -> list[SourceEffect]:
+        def no(detail: str) -> list[SourceEffect]:
+            return [Send(route, Sorry("join", detail))]
+
+        engine = self._offers.engine
+        is_ours = join.engine == engine and 0 <= join.rank < self._num_ranks
         if join.protocol != PROTOCOL or not is_ours:
-            ours = f"{self._num_ranks} ranks of {self.engine} that speak protocol {PROTOCOL} belong here"
-            return [Send(route, Sorry("join", ours))]
+            return no(f"{self._num_ranks} ranks of {engine} that speak protocol {PROTOCOL} belong here")
         known = self._ranks.get(join.rank)
-        if known is None:
-            self._ranks[join.rank] = _Rank(route, join.transport, join.manifest, join.card)
-        elif (known.transport, known.manifest, known.card) != (join.transport, join.manifest, join.card):
-            return [Send(route, Sorry("join", f"rank {join.rank} joined already, with other memory"))]
-        else:
+        if known is not None and known.is_same(join):
             known.route = route
-        if self._welcome is None and len(self._ranks) == self._num_ranks:
-            try:
-                self._welcome = self._whole()
-            except KVFerryError as error:
-                del self._ranks[join.rank]
-                return [Send(route, Sorry("join", str(error)))]
-        return [Send(route, Joined(self.engine, self.generation)), *self._notify(now, join.rank)]
-
-    def _whole(self) -> Welcome:
-        transports = {rank.transport for rank in self._ranks.values()}
-        if len(transports) > 1:
-            raise SpecError(f"ranks with different transports: {sorted(transports)}")
-        manifest = self._merge({number: rank.manifest for number, rank in self._ranks.items()})
-        cards = {number: rank.card for number, rank in self._ranks.items()}
-        return Welcome(PROTOCOL, self.engine, self.generation, transports.pop(), manifest, cards)
-
-    def _heard(self, now: float, heard: Heard) -> list[Send | Released]:
-        notices = self._notices.get(heard.rank)
-        if notices is None or heard.generation != self.generation:
+        elif self._assembly is Assembly.MERGING:
+            return []  # it asks again when it is known whether the ranks fit together
+        elif known is not None and not self._may_replace(known.join, join):
+            return no(f"rank {join.rank} joined already, with other memory")
+        else:
+            others = {rank.join.transport for number, rank in self._ranks.items() if number != join.rank}
+            if others - {join.transport}:
+                return no(f"it brings the transport {join.transport}, another rank {others.pop()}")
+            self._ranks.pop(join.rank, None)  # whoever joined last comes last
+            self._ranks[join.rank] = _Rank(route, join)
+        if self._assembly is Assembly.WHOLE or len(self._ranks) < self._num_ranks:
+            return self._joined(now, join.rank)
+        if self._assembly is Assembly.MERGING:
             return []
+        self._assembly = Assembly.MERGING
+        return [Merge({number: rank.join.manifest for number, rank in self._ranks.items()})]
+
+    def _may_replace(self, known: Join, join: Join) -> bool:
+        """Until readers have seen the engine, the last to join counts; but a rank that is left over from an
+        earlier start, and has not noticed yet that it should end, must not take a new one's place.
+        """
+        return self._assembly is Assembly.GATHERING and not (join.previous and not known.previous)
+
+    def _joined(self, now: float, rank: int) -> list[SourceEffect]:
+        joined = Joined(self._offers.engine, self._offers.generation)
+        return [Send(self._ranks[rank].route, joined), *self._notify(now, rank)]
+
+    def merged(self, now: float, manifest: bytes) -> list[SourceEffect]:
+        """The ranks fit together, and this is their engine's manifest."""
+        engine, generation = self._offers.engine, self._offers.generation
+        transport = next(rank.join.transport for rank in self._ranks.values())
+        cards = {number: rank.join.card for number, rank in self._ranks.items()}
+        self._assembly = Assembly.WHOLE
+        self._welcome = Welcome(PROTOCOL, engine, generation, transport, manifest, cards)
+        return [effect for rank in self._ranks for effect in self._joined(now, rank)]
+
+    def not_merged(self, now: float, detail: str) -> list[SourceEffect]:
+        """The rank that joined last does not fit the others."""
+        self._assembly = Assembly.GATHERING
+        _, rank = self._ranks.popitem()
+        return [Send(rank.route, Sorry("join", detail))]
+
+    def _heard(self, now: float, route: str, heard: Heard) -> list[SourceEffect]:
+        known = self._ranks.get(heard.rank)
+        if known is None or known.route != route or heard.generation != self._offers.generation:
+            return [Send(route, Sorry(NOT_JOINED, "this start of the engine does not know the rank yet"))]
+        notices = self._notices[heard.rank]
         number = min(heard.number, notices.last_sent)  # nobody has heard what was not said
         if number < notices.first:
             return []  # a copy: the answer to it is under way
@@ -368,19 +367,19 @@ class Authority:
 
     # -- the end of a lease ------------------------------------------------------------------------
 
-    def _end(self, now: float, lease: _Lease, reason: str) -> list[Send | Released]:
+    def _end(self, now: float, lease: _Lease, reason: str) -> list[SourceEffect]:
         """One release: to the engine, and to every rank, read from or not."""
         request_id = lease.ticket.request_id
         del self._leases[lease.ticket.ticket_id]
         del self._by_request[request_id]
-        effects: list[Send | Released] = [Released(request_id, reason)]
+        effects: list[SourceEffect] = [Released(request_id, reason)]
         for rank, notices in self._notices.items():
             notices.unheard.append((request_id, reason))
             if len(notices.unheard) == 1:  # else the next notice goes when this one was heard
                 effects += self._notify(now, rank)
         return effects
 
-    def _notify(self, now: float, rank: int) -> list[Send | Released]:
+    def _notify(self, now: float, rank: int) -> list[SourceEffect]:
         """Everything that a rank has not yet heard, in one message; once it has joined."""
         notices = self._notices[rank]
         if not notices.unheard or rank not in self._ranks:
@@ -388,4 +387,4 @@ class Authority:
         batch = tuple(islice(notices.unheard, MAX_BATCH))
         notices.sent_at = now
         notices.last_sent = max(notices.last_sent, notices.first + len(batch) - 1)
-        return [Send(self._ranks[rank].route, Ended(self.generation, notices.first, batch))]
+        return [Send(self._ranks[rank].route, Ended(self._offers.generation, notices.first, batch))]

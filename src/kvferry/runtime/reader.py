@@ -14,23 +14,22 @@ The life of a fetch::
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass, field
-from enum import StrEnum
+from collections import Counter, defaultdict
 from itertools import count
 
 from kvferry.core.select import Selection
 from kvferry.errors import SpecError
+from kvferry.runtime.failure import Failure, FailureCode, denied
+from kvferry.runtime.job import Job, Phase
+from kvferry.runtime.meetings import Lost, Meeting, Meetings
+from kvferry.runtime.questions import Questions, Settlements
 from kvferry.runtime.values import (
-    Build,
-    Clear,
+    Cancel,
     Drop,
     Effect,
-    Failure,
     Fetch,
     Peer,
-    Post,
-    Record,
+    PostReads,
     Report,
     Select,
     Send,
@@ -38,12 +37,10 @@ from kvferry.runtime.values import (
 )
 from kvferry.wire.messages import (
     MAX_BATCH,
-    PROTOCOL,
     Acquire,
     Denial,
     FromAuthority,
     Grant,
-    Hello,
     Noted,
     Outcome,
     Renew,
@@ -53,98 +50,6 @@ from kvferry.wire.messages import (
     Welcome,
 )
 from kvferry.wire.ticket import Ticket
-
-
-class Phase(StrEnum):
-    """Where a fetch is."""
-
-    LEASING = "leasing"
-    MEETING = "meeting"
-    HOLDING = "holding"
-    """Leased and met, and not yet told where the bytes go."""
-    SELECTING = "selecting"
-    READING = "reading"
-    COVERING = "covering"
-    """All bytes are in; waiting for the answer that proves the lease covered them."""
-    FAILING = "failing"
-    """Failed or aborted; waiting for posted reads to end."""
-    QUARANTINED = "quarantined"
-
-
-_LEASED = (Phase.MEETING, Phase.HOLDING, Phase.SELECTING, Phase.READING, Phase.COVERING)
-"""Phases in which a lease is held and wanted."""
-
-
-@dataclass(slots=True)
-class _Job:
-    """A fetch under way."""
-
-    handle: int
-    ticket: Ticket
-    fetch: Fetch | None
-    """None while the ticket is only held."""
-    peer: Peer
-    attempt: int
-    """Which fetch of this rank: what it says late must not count for a later fetch of the same ticket."""
-    started: float
-    met_at: float
-    posted_at: float
-    ended_at: float
-    phase: Phase = Phase.LEASING
-    covered_until: float = float("-inf")
-    """The lease provably lasts until then."""
-    asked_at: float = float("-inf")
-    """When the last acquire or renewal was sent."""
-    is_asking: bool = False
-    """Whether that was not answered yet."""
-    in_flight: set[int] = field(default_factory=set)
-    has_posted: bool = False
-    is_denied: bool = False
-    """The authority refused it and holds nothing for it: there is nothing to settle."""
-    failure: Failure | None = None
-    plan_seconds: float = 0.0
-    num_bytes: int = 0
-    num_runs: int = 0
-    num_sources: int = 0
-
-    @property
-    def lease_seconds(self) -> float:
-        return self.ticket.lease_ms / 1000
-
-    @property
-    def key(self) -> tuple[Peer, int]:
-        return self.peer, self.ticket.ticket_id
-
-
-@dataclass(slots=True)
-class _Met:
-    """What is known of a peer: a meeting under way, or a peer built whole."""
-
-    peer: Peer
-    since: float
-    is_built: bool = False
-    is_building: bool = False
-    is_broken: bool = False
-    hello_at: float = float("-inf")
-
-
-@dataclass(slots=True)
-class _Ask:
-    """An acquire or a renewal that may still be answered."""
-
-    at: float
-    authority: str
-    jobs: tuple[_Job, ...]
-
-
-@dataclass(slots=True)
-class _Settling:
-    """A settle message that was not noted yet."""
-
-    to: str
-    message: Settle
-    until: float
-    sent_at: float
 
 
 class Reader:
@@ -161,14 +66,12 @@ class Reader:
             raise SpecError(f"a reader has a name and a rank, got {reader!r}, rank {rank} of {num_ranks}")
         self.reader, self.rank, self.num_ranks = reader, rank, num_ranks
         self._timing = timing or Timing()
-        self._jobs: dict[int, _Job] = {}
+        self._meetings = Meetings(reader, self._timing)
+        self._questions = Questions(self._timing)
+        self._settlements = Settlements(self._timing)
+        self._jobs: dict[int, Job] = {}
         self._by_ticket: dict[tuple[Peer, int], int] = {}
         self._transfers: dict[int, int] = {}
-        self._peers: dict[Peer, _Met] = {}
-        self._asks: dict[int, _Ask] = {}
-        """By nonce, the oldest first."""
-        self._settling: dict[int, _Settling] = {}
-        """By attempt."""
         self._numbers = count(1)
 
     # -- what the engine asks for ------------------------------------------------------------------
@@ -190,7 +93,8 @@ class Reader:
         if job is None or job.fetch is not None or job.phase is Phase.FAILING:
             return []
         if fetch.ticket != job.ticket:
-            return self._fail(now, job, Failure("ticket", "another ticket was held under this handle"))
+            failure = Failure(FailureCode.TICKET, "another ticket was held under this handle")
+            return self._fail(now, job, failure)
         job.fetch, job.started, job.met_at = fetch, now, now
         if job.phase is Phase.HOLDING:
             job.phase = Phase.MEETING
@@ -201,20 +105,22 @@ class Reader:
             raise SpecError(f"a fetch with the handle {handle} is under way")
         peer = Peer(ticket.engine, ticket.generation, ticket.authority)
         attempt = next(self._numbers)
-        job = _Job(handle, ticket, fetch, peer, attempt, started=now, met_at=now, posted_at=now, ended_at=now)
+        job = Job(handle, ticket, fetch, peer, attempt, started=now, met_at=now, posted_at=now, ended_at=now)
         self._jobs[handle] = job
         if job.key in self._by_ticket:
-            return self._fail(now, job, Failure("spent", "this ticket is being read already"))
+            failure = Failure(FailureCode.SPENT, "this ticket is being read already")
+            return self._fail(now, job, failure)
         self._by_ticket[job.key] = handle
         room = self._make_room(peer)
-        if peer not in self._peers and len(self._peers) >= self.MAX_PEERS:
-            return self._fail(now, job, Failure("too-many-peers", f"{self.MAX_PEERS} engines are in use"))
-        return [*room, *self._ask(now, job), *self._meet(now, peer)]
+        if peer not in self._meetings and len(self._meetings) >= self.MAX_PEERS:
+            failure = Failure(FailureCode.TOO_MANY_PEERS, f"{self.MAX_PEERS} engines are in use")
+            return self._fail(now, job, failure)
+        return [*room, *self._acquire(now, job), *self._meet(now, peer)]
 
     def abort(self, now: float, handle: int) -> list[Effect]:
         """Give a fetch up. It is reported as aborted once nothing of it is in flight."""
         job = self._jobs.get(handle)
-        return [] if job is None else self._fail(now, job, Failure("aborted"))
+        return [] if job is None else self._fail(now, job, Failure(FailureCode.ABORTED))
 
     # -- what the authority answers ----------------------------------------------------------------
 
@@ -222,9 +128,10 @@ class Reader:
         """A message from the authority at ``route``."""
         match message:
             case Welcome():
-                return self._welcomed(now, route, message)
+                effects, lost = self._meetings.welcomed(route, message)
+                return [*effects, *self._lose(now, lost)]
             case Sorry():
-                return self._turned_away(now, route, message)
+                return self._lose(now, self._meetings.rejected(route, message))
             case Grant():
                 return self._granted(now, route, message)
             case Denial():
@@ -232,25 +139,25 @@ class Reader:
             case Renewal():
                 return self._renewed(now, route, message)
             case Noted():
-                return self._noted(route, message)
+                self._settlements.noted(route, message)
             case _:
-                return []
+                pass  # for ranks of a source engine
+        return []
 
     # -- what the edge did -------------------------------------------------------------------------
 
     def built(self, now: float, peer: Peer, plan_seconds: float = 0.0) -> list[Effect]:
         """The peer is planned, proved and lowered, which took so long; and connected."""
-        met = self._peers.get(peer)
-        if met is None:
+        if not self._meetings.built(peer):
             return [Drop(peer)]
-        met.is_built, met.is_building = True, False
-        for job in self._jobs_of(peer):
+        jobs = self._jobs_of(peer)
+        for job in jobs:
             job.plan_seconds = plan_seconds
-        return [e for job in self._jobs_of(peer) for e in self._advance(now, job)]
+        return [effect for job in jobs for effect in self._advance(now, job)]
 
     def not_built(self, now: float, peer: Peer, failure: Failure) -> list[Effect]:
         """The peer cannot be served: everybody who waits for it is told."""
-        return self._lose(now, peer, failure)
+        return self._lose(now, [(peer, failure)])
 
     def selected(self, now: float, handle: int, selection: Selection) -> list[Effect]:
         """The runs of a fetch are known: post them."""
@@ -258,18 +165,16 @@ class Reader:
         if job is None or job.phase is not Phase.SELECTING:
             return []
         if job.covered_until <= now:
-            return self._fail(now, job, Failure("lease-lapsed", "the source did not renew it in time"))
+            failure = Failure(FailureCode.LEASE_LAPSED, "the source did not renew it in time")
+            return self._fail(now, job, failure)
         job.phase, job.posted_at, job.ended_at = Phase.READING, now, now
         job.num_bytes, job.num_runs = selection.total_bytes, selection.num_runs
         job.num_sources = len(selection.reads)
-        effects: list[Effect] = [Clear(handle, selection)] if len(selection.zeros) else []
-        for src_rank, runs in selection.reads.items():
-            transfer = next(self._numbers)
-            job.in_flight.add(transfer)
-            job.has_posted = True
-            self._transfers[transfer] = handle
-            effects.append(Post(transfer, job.peer, src_rank, runs))
-        return [*effects, *self._advance(now, job)]
+        job.clear = next(self._numbers)
+        reads = {next(self._numbers): read for read in selection.reads.items()}
+        job.in_flight = {job.clear, *reads}
+        self._transfers |= dict.fromkeys(job.in_flight, handle)
+        return [PostReads(job.peer, job.clear, selection.zeros, reads)]
 
     def not_selected(self, now: float, handle: int, failure: Failure) -> list[Effect]:
         """The request does not fit: it fails alone."""
@@ -277,71 +182,52 @@ class Reader:
         return [] if job is None else self._fail(now, job, failure)
 
     def ended(self, now: float, transfer: int, error: str) -> list[Effect]:
-        """The transport reports the end of a read."""
+        """The transport reports the end of a read; or the slack of a fetch is zeroed."""
         if transfer not in self._transfers:
             return []
         job = self._jobs[self._transfers.pop(transfer)]
         job.in_flight.discard(transfer)
         job.ended_at = now
-        effects: list[Effect] = []
-        if error:
-            if met := self._peers.get(job.peer):
-                met.is_broken = True
-            effects += self._fail(now, job, Failure("transport", error))
-        if job.handle in self._jobs:
-            effects += self._advance(now, job)
-        return effects
+        if transfer == job.clear:
+            job.posted_at = now
+        if not error:
+            return self._advance(now, job)
+        if transfer != job.clear and job.failure is None:  # else it may have ended because we gave it up
+            self._meetings.break_off(job.peer)
+        return self._fail(now, job, Failure(FailureCode.TRANSPORT, error))
 
     # -- time --------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[Effect]:
         """Time has passed: renew, repeat, give up, quarantine."""
-        effects: list[Effect] = []
-        for peer, met in list(self._peers.items()):
-            if met.is_built or met.is_building:
-                continue  # a build that takes too long fails its fetches, and still serves later ones
-            if now >= met.since + self._timing.meet:
-                effects += self._lose(now, peer, self._not_met(peer))
-            elif now >= met.hello_at + self._timing.retry:
-                effects += self._hello(now, met)
+        effects, lost = self._meetings.tick(now)
+        effects += self._lose(now, lost)
         effects += self._renewals(now)
         for job in list(self._jobs.values()):
-            effects += self._overdue(now, job)
-        for key, settling in list(self._settling.items()):
-            if now >= settling.until:
-                del self._settling[key]
-            elif now >= settling.sent_at + self._timing.retry:
-                settling.sent_at = now
-                effects.append(Send(settling.to, settling.message))
-        while self._asks and now >= self._oldest_ask().at + self._timing.lease:
-            del self._asks[next(iter(self._asks))]
+            if now >= job.give_up_at(self._timing):
+                effects += self._give_up(now, job)
+        effects += self._settlements.tick(now)
+        self._questions.tick(now)
         return effects
 
     def next_deadline(self) -> float:
         """When ``tick`` has something to do at the latest."""
-        retry, meet = self._timing.retry, self._timing.meet
-        unmet = [met for met in self._peers.values() if not (met.is_built or met.is_building)]
-        deadlines = [min(met.since + meet, met.hello_at + retry) for met in unmet]
-        deadlines += [min(self._ask_at(job), self._give_up_at(job)) for job in self._jobs.values()]
-        deadlines += [min(s.until, s.sent_at + retry) for s in self._settling.values()]
-        deadlines += [self._oldest_ask().at + self._timing.lease] if self._asks else []
-        return min(deadlines, default=float("inf"))
-
-    def _oldest_ask(self) -> _Ask:
-        return next(iter(self._asks.values()))
+        timing = self._timing
+        parts = (self._meetings, self._settlements, self._questions)
+        deadlines = [part.next_deadline() for part in parts]
+        deadlines += [min(job.ask_at(timing), job.give_up_at(timing)) for job in self._jobs.values()]
+        return min(deadlines)
 
     def status(self) -> dict[str, object]:
         """What a person wants to know."""
-        phases: dict[str, int] = defaultdict(int)
-        for job in self._jobs.values():
-            phases[job.phase.value] += 1
         return {
             "reader": self.reader,
             "rank": self.rank,
-            "peers": [f"{p.engine}#{p.generation}" for p, met in self._peers.items() if met.is_built],
-            "fetches": dict(phases),
-            "in_flight": len(self._transfers),
-            "settling": len(self._settling),
+            "peers": [f"{peer.engine}#{peer.generation}" for peer in self._meetings.met],
+            "fetches": dict(Counter(job.phase.value for job in self._jobs.values())),
+            "in_flight": self.num_in_flight,
+            "quarantined": self.num_quarantined,
+            "settling": len(self._settlements),
         }
 
     @property
@@ -351,106 +237,44 @@ class Reader:
 
     @property
     def num_quarantined(self) -> int:
+        """Fetches whose reads did not end in time."""
         return sum(1 for job in self._jobs.values() if job.phase is Phase.QUARANTINED)
 
-    # -- meeting -----------------------------------------------------------------------------------
+    # -- peers -------------------------------------------------------------------------------------
 
     def _meet(self, now: float, peer: Peer) -> list[Effect]:
-        met = self._peers.get(peer)
-        if met is None:
-            met = self._peers[peer] = _Met(peer, since=now)
-            return self._hello(now, met)
-        self._peers[peer] = self._peers.pop(peer)  # the last used come last
-        if met.is_broken and not self._is_used(peer):
-            # A read from it failed: meet it anew, from scratch.
-            self._peers[peer] = _Met(peer, since=now)
-            return [Drop(peer), *self._hello(now, self._peers[peer])]
-        return []
-
-    def _is_used(self, peer: Peer) -> bool:
-        """Whether something needs the peer as it is. A quarantined read does not: it would forever."""
-        return any(
-            job.phase is Phase.SELECTING or (job.in_flight and job.phase is not Phase.QUARANTINED)
-            for job in self._jobs_of(peer)
-        )
+        is_broken = self._meetings.state(peer) is Meeting.BROKEN
+        is_used = is_broken and any(job.is_using_peer for job in self._jobs_of(peer))
+        return self._meetings.meet(now, peer, is_used=is_used)
 
     def _make_room(self, peer: Peer) -> list[Effect]:
-        """Forget the peer that was not used for the longest time, if there are too many for another."""
-        if peer in self._peers or len(self._peers) < self.MAX_PEERS:
+        if peer in self._meetings or len(self._meetings) < self.MAX_PEERS:
             return []
-        busy = {job.peer for job in self._jobs.values()}
-        idle = (p for p, met in self._peers.items() if p not in busy and not met.is_building)
-        oldest = next(idle, None)
-        if oldest is None:
-            return []
-        del self._peers[oldest]
-        return [Drop(oldest)]
+        return self._meetings.make_room({job.peer for job in self._jobs.values()})
 
-    def _hello(self, now: float, met: _Met) -> list[Effect]:
-        met.hello_at = now
-        return [Send(met.peer.authority, Hello(PROTOCOL, self.reader))]
-
-    def _welcomed(self, now: float, route: str, welcome: Welcome) -> list[Effect]:
+    def _lose(self, now: float, lost: Lost) -> list[Effect]:
+        """Forget peers whole, and tell everybody who waited for them."""
         effects: list[Effect] = []
-        for peer, met in list(self._peers.items()):
-            if peer.authority != route or met.is_built or met.is_building:
-                continue
-            if welcome.protocol != PROTOCOL:
-                detail = f"this reader speaks {PROTOCOL}, the engine {welcome.protocol}"
-                effects += self._lose(now, peer, Failure("protocol", detail))
-            elif (welcome.engine, welcome.generation) != (peer.engine, peer.generation):
-                detail = f"{route} is now {welcome.engine}, generation {welcome.generation}"
-                effects += self._lose(now, peer, Failure("restarted", detail))
-            else:
-                met.is_building = True
-                effects.append(Build(peer, welcome.manifest, welcome.cards, welcome.transport))
+        for peer, failure in lost:
+            effects += self._meetings.forget(peer)
+            for job in self._jobs_of(peer):
+                effects += [] if job.has_posted else self._fail(now, job, failure)
         return effects
 
-    def _turned_away(self, now: float, route: str, sorry: Sorry) -> list[Effect]:
-        if sorry.code == "not-ready":
-            return []  # the hello is repeated until the deadline of the meeting
-        failure = Failure(sorry.code, sorry.detail)
-        waiting = [met for met in self._peers.values() if not (met.is_built or met.is_building)]
-        losing = [met.peer for met in waiting if met.peer.authority == route]
-        return [effect for peer in losing for effect in self._lose(now, peer, failure)]
-
-    def _not_met(self, peer: Peer) -> Failure:
-        return Failure("no-answer", f"{peer.engine} was not met within {self._timing.meet:g} s")
-
-    def _lose(self, now: float, peer: Peer, failure: Failure) -> list[Effect]:
-        """Forget a peer whole, and tell everybody who waited for it."""
-        self._peers.pop(peer, None)
-        failing = [job for job in self._jobs_of(peer) if not job.has_posted]
-        return [Drop(peer), *(effect for job in failing for effect in self._fail(now, job, failure))]
-
-    def _jobs_of(self, peer: Peer) -> list[_Job]:
+    def _jobs_of(self, peer: Peer) -> list[Job]:
         return [job for job in self._jobs.values() if job.peer == peer]
 
     # -- leases ------------------------------------------------------------------------------------
 
-    def _ask(self, now: float, job: _Job) -> list[Effect]:
-        nonce = self._nonce(now, job.peer, [job])
-        ask = Acquire(nonce, job.ticket, self.reader, self.rank, self.num_ranks, job.attempt)
-        return [Send(job.peer.authority, ask)]
+    def _acquire(self, now: float, job: Job) -> list[Effect]:
+        nonce, authority = next(self._numbers), job.peer.authority
+        self._questions.ask(now, nonce, authority, [job])
+        return [
+            Send(authority, Acquire(nonce, job.ticket, self.reader, self.rank, self.num_ranks, job.attempt))
+        ]
 
-    def _nonce(self, now: float, peer: Peer, jobs: list[_Job]) -> int:
-        """The number of an ask for these fetches, under which its answer comes."""
-        nonce = next(self._numbers)
-        self._asks[nonce] = _Ask(now, peer.authority, tuple(jobs))
-        for job in jobs:
-            job.asked_at, job.is_asking = now, True
-        return nonce
-
-    def _answered(self, route: str, nonce: int) -> tuple[float, list[_Job]]:
-        """When was asked what this answers, and for which fetches; only who was asked can answer."""
-        ask = self._asks.get(nonce)
-        if ask is None or ask.authority != route:
-            return float("-inf"), []
-        del self._asks[nonce]
-        jobs = [job for job in ask.jobs if self._jobs.get(job.handle) is job]
-        for job in jobs:
-            job.is_asking = False
-        return ask.at, jobs
+    def _answered(self, route: str, nonce: int) -> tuple[float, list[Job]]:
+        return self._questions.answered(route, nonce, lambda job: self._jobs.get(job.handle) is job)
 
     def _granted(self, now: float, route: str, grant: Grant) -> list[Effect]:
         asked_at, jobs = self._answered(route, grant.nonce)
@@ -462,25 +286,25 @@ class Reader:
         return effects
 
     def _denied(self, now: float, route: str, denial: Denial) -> list[Effect]:
-        failure = Failure(denial.code, denial.detail)
+        failure = denied(denial.code, denial.detail)
         effects: list[Effect] = []
         for job in self._answered(route, denial.nonce)[1]:
             job.is_denied = job.covered_until == float("-inf")
             effects += self._fail(now, job, failure)
-            met = self._peers.get(job.peer)
-            if denial.code == "restarted" and met is not None and not met.is_building:
-                effects += self._lose(now, job.peer, failure)  # that start of the engine is gone for good
+            state = self._meetings.state(job.peer)
+            if failure.code is FailureCode.RESTARTED and state not in (None, Meeting.BUILDING):
+                effects += self._lose(now, [(job.peer, failure)])  # that start is gone for good
         return effects
 
     def _renewals(self, now: float) -> list[Effect]:
         """One renewal per peer for every lease that is a third gone."""
         effects: list[Effect] = []
-        due: dict[Peer, list[_Job]] = defaultdict(list)
+        due: dict[Peer, list[Job]] = defaultdict(list)
         for job in self._jobs.values():
-            if now < self._ask_at(job):
+            if now < job.ask_at(self._timing):
                 continue
             if job.phase is Phase.LEASING:
-                effects += self._ask(now, job)
+                effects += self._acquire(now, job)
             else:
                 due[job.peer].append(job)
         for peer, jobs in due.items():
@@ -488,17 +312,9 @@ class Reader:
                 effects.append(self._renew(now, peer, jobs[at : at + MAX_BATCH]))
         return effects
 
-    def _ask_at(self, job: _Job) -> float:
-        """When the authority is to be asked again: soon, if it has not answered; a message may be lost."""
-        if job.phase is Phase.LEASING:
-            return job.asked_at + self._timing.retry
-        if job.phase not in _LEASED:
-            return float("inf")
-        third = job.lease_seconds / 3
-        return job.asked_at + (min(third, self._timing.retry) if job.is_asking else third)
-
-    def _renew(self, now: float, peer: Peer, jobs: list[_Job]) -> Send:
-        nonce = self._nonce(now, peer, jobs)
+    def _renew(self, now: float, peer: Peer, jobs: list[Job]) -> Send:
+        nonce = next(self._numbers)
+        self._questions.ask(now, nonce, peer.authority, jobs)
         ticket_ids = tuple(job.ticket.ticket_id for job in jobs)
         return Send(peer.authority, Renew(nonce, peer.generation, self.reader, ticket_ids))
 
@@ -511,17 +327,17 @@ class Reader:
                 job.covered_until = max(job.covered_until, asked_at + renewal.lease_ms / 1000)
                 effects += self._advance(now, job)
             else:
-                effects += self._fail(now, job, Failure("lease-ended", "the source did not renew it"))
+                failure = Failure(FailureCode.LEASE_ENDED, "the source did not renew it")
+                effects += self._fail(now, job, failure)
         return effects
 
     # -- one step on, or the end -------------------------------------------------------------------
 
-    def _advance(self, now: float, job: _Job) -> list[Effect]:
+    def _advance(self, now: float, job: Job) -> list[Effect]:
         """Take every step that is possible now."""
         if job.phase is Phase.LEASING and job.covered_until > now:
             job.phase = Phase.MEETING
-        met = self._peers.get(job.peer)
-        if job.phase is Phase.MEETING and met is not None and met.is_built:
+        if job.phase is Phase.MEETING and self._meetings.is_met(job.peer):
             job.met_at = now
             if job.fetch is None:
                 job.phase = Phase.HOLDING
@@ -536,81 +352,53 @@ class Reader:
             return self._report(now, job, Outcome.FAILED if job.has_posted else Outcome.UNREAD)
         return []
 
-    def _fail(self, now: float, job: _Job, failure: Failure) -> list[Effect]:
+    def _fail(self, now: float, job: Job, failure: Failure) -> list[Effect]:
         """Remember the first reason; report it when nothing is in flight."""
+        cancels = self._cancels(job)
         job.failure = job.failure or failure
         if job.phase is not Phase.QUARANTINED:
             job.phase = Phase.FAILING
-        return self._advance(now, job)
+        return [*cancels, *self._advance(now, job)]
 
-    def _give_up_at(self, job: _Job) -> float:
-        """Every wait has a deadline."""
-        match job.phase:
-            case Phase.LEASING | Phase.MEETING:
-                return job.started + self._timing.meet
-            case Phase.SELECTING:
-                return job.met_at + self._timing.meet
-            case Phase.READING | Phase.FAILING:
-                return job.posted_at + self._timing.read
-            case Phase.COVERING:
-                return job.ended_at + self._patience(job)
-            case Phase.HOLDING | Phase.QUARANTINED:
-                return float(
-                    "inf"
-                )  # the engine decides how long a request waits; the lease is kept meanwhile
-
-    def _patience(self, job: _Job) -> float:
-        """How long the authority is asked or told something: a lease, but not whatever a ticket says."""
-        return min(job.lease_seconds, self._timing.read)
-
-    def _overdue(self, now: float, job: _Job) -> list[Effect]:
-        if now < self._give_up_at(job):
+    def _cancels(self, job: Job) -> list[Effect]:
+        """Nobody wants the rest of its reads, if they were wanted until now."""
+        if job.failure is not None:
             return []
+        return [Cancel(transfer) for transfer in sorted(job.in_flight) if transfer != job.clear]
+
+    def _give_up(self, now: float, job: Job) -> list[Effect]:
+        """Its phase has lasted too long."""
         match job.phase:
             case Phase.LEASING:
-                return self._fail(now, job, Failure("no-answer", "no lease was granted in time"))
+                failure = Failure(FailureCode.NO_ANSWER, "no lease was granted in time")
             case Phase.MEETING:
-                return self._fail(now, job, self._not_met(job.peer))
+                failure = self._meetings.no_answer(job.peer)
             case Phase.SELECTING:
-                return self._fail(now, job, Failure("overdue", "its runs were not selected in time"))
+                failure = Failure(FailureCode.OVERDUE, "its runs were not selected in time")
             case Phase.COVERING:
-                return self._fail(now, job, Failure("lease-lapsed", "no lease provably covered the read"))
+                failure = Failure(FailureCode.LEASE_LAPSED, "no lease provably covered the read")
             case _:
-                detail = f"{len(job.in_flight)} reads did not end within {self._timing.read:g} s"
-                job.failure = job.failure or Failure("overdue", detail)
-                job.phase = Phase.QUARANTINED
-                return []
+                return self._quarantine(job)
+        return self._fail(now, job, failure)
 
-    def _report(self, now: float, job: _Job, outcome: Outcome) -> list[Effect]:
+    def _quarantine(self, job: Job) -> list[Effect]:
+        cancels = self._cancels(job)
+        num_reads = len(job.in_flight)
+        detail = f"{num_reads} reads did not end within {self._timing.read:g} s"
+        job.failure = job.failure or Failure(FailureCode.OVERDUE, detail)
+        job.phase = Phase.QUARANTINED
+        return cancels
+
+    def _report(self, now: float, job: Job, outcome: Outcome) -> list[Effect]:
         """The one report; and the authority is told, until it notes it."""
         del self._jobs[job.handle]
         effects: list[Effect] = []
         if self._by_ticket.get(job.key) == job.handle:
             del self._by_ticket[job.key]
             effects += [] if job.is_denied else self._settle(now, job, outcome)
-        record = Record(
-            request_id=job.ticket.request_id,
-            engine=job.peer.engine,
-            num_bytes=job.num_bytes,
-            num_runs=job.num_runs,
-            num_sources=job.num_sources,
-            meet_seconds=job.met_at - job.started,
-            plan_seconds=job.plan_seconds,
-            post_seconds=job.posted_at - job.met_at if job.has_posted else 0.0,
-            move_seconds=job.ended_at - job.posted_at,
-            total_seconds=now - job.started,
-            outcome=str(job.failure or outcome.value),
-        )
-        return [*effects, Report(job.handle, job.failure, record)]
+        return [*effects, Report(job.handle, job.failure, job.record(now, outcome))]
 
-    def _settle(self, now: float, job: _Job, outcome: Outcome) -> list[Effect]:
-        ticket_id, to = job.ticket.ticket_id, job.peer.authority
-        settle = Settle(job.peer.generation, ticket_id, self.reader, self.rank, job.attempt, outcome)
-        self._settling[job.attempt] = _Settling(to, settle, now + self._patience(job), sent_at=now)
-        return [Send(to, settle)]
-
-    def _noted(self, route: str, noted: Noted) -> list[Effect]:
-        settling = self._settling.get(noted.attempt)
-        if settling is not None and settling.to == route:
-            del self._settling[noted.attempt]
-        return []
+    def _settle(self, now: float, job: Job, outcome: Outcome) -> list[Effect]:
+        ticket_id, generation = job.ticket.ticket_id, job.peer.generation
+        settle = Settle(generation, ticket_id, self.reader, self.rank, job.attempt, outcome)
+        return self._settlements.settle(now, job, settle)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 from kvferry.core.request import BlockTable, Request
 from kvferry.core.runs import Runs
-from kvferry.core.select import Selection, Slack
+from kvferry.core.select import Slack
 from kvferry.core.span import Spans
 from kvferry.errors import SpecError
+from kvferry.runtime.failure import Failure
 from kvferry.wire.messages import Message
 from kvferry.wire.ticket import Ticket
 
@@ -31,17 +32,6 @@ class Timing:
         for name in ("lease", "meet", "read", "retry"):
             if not 0 < getattr(self, name) < 1e6:
                 raise SpecError(f"timing: {name} must be a number of seconds, got {getattr(self, name)!r}")
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a fetch failed: a stable code, and words."""
-
-    code: str
-    detail: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.code}: {self.detail}" if self.detail else self.code
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +80,21 @@ class Build:
 
 
 @dataclass(frozen=True, slots=True)
+class Merge:
+    """Make the engine's manifest of its ranks'; then say ``merged`` or ``not_merged``. May be slow."""
+
+    manifests: Mapping[int, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """A request's blocks are the source engine's own again."""
+
+    request_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Select:
     """Turn a fetch into runs with the peer's route; then say ``selected`` or ``not_selected``."""
 
@@ -98,22 +103,26 @@ class Select:
     fetch: Fetch
 
 
+@dataclass(frozen=True, eq=False)
+class PostReads:
+    """Zero the slack of a fetch, and only then submit its reads. Each of these ends as ``ended``, once.
+
+    A read that is refused before anything moved ends, too; so do all of them if the slack cannot be zeroed.
+    """
+
+    peer: Peer
+    clear: int
+    """The number of the zeroing; it ends before a read is submitted, also where nothing is to be zeroed."""
+    zeros: Runs
+    reads: Mapping[int, tuple[int, Runs]]
+    """By transfer: the source rank, and what to read from it."""
+
+
 @dataclass(frozen=True, slots=True)
-class Post:
-    """Submit one read; its end comes back as ``ended``."""
+class Cancel:
+    """Post nothing more of a transfer. It still ends as ``ended``, once what was posted has ended."""
 
     transfer: int
-    peer: Peer
-    src_rank: int
-    runs: Runs
-
-
-@dataclass(frozen=True, slots=True)
-class Clear:
-    """Zero the slack of a fetch. Done before its reads are posted."""
-
-    handle: int
-    selection: Selection
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +141,9 @@ class Report:
     record: Record
 
 
-Effect = Send | Build | Select | Post | Clear | Drop | Report
+SourceEffect = Send | Merge | Released
+"""What the machines of a source engine ask for."""
+Effect = Send | Build | Select | PostReads | Cancel | Drop | Report
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,3 +165,6 @@ class Record:
     """From the first post to the last end."""
     total_seconds: float = 0.0
     outcome: str = ""
+    """``read``, or the failure's code: one word of a closed list, fit for a metric's label."""
+    detail: str = ""
+    """What the failure says beyond its code."""

@@ -16,7 +16,7 @@ import msgspec
 from kvferry.errors import SpecError
 from kvferry.wire.ticket import Ticket
 
-PROTOCOL = 1
+PROTOCOL = 2
 """The version of the messages and of what they promise. Peers of another version are turned away."""
 
 MAX_MESSAGE_BYTES = 8 << 20
@@ -138,6 +138,12 @@ class Join(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     transport: str
     manifest: bytes
     card: bytes
+    previous: int = 0
+    """The start of the engine that it belonged to before; 0 for a rank that belonged to none."""
+
+    def again(self, previous: int) -> Join:
+        """The same rank, to be joined to the next start of its engine."""
+        return msgspec.structs.replace(self, previous=previous)
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -101,7 +101,7 @@ class LoadMetrics(KVConnectorPromMetrics):
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
         for record in transfer_stats_data.get(RECORDS, ()):
-            self._loads.labels(*labels, record["outcome"].partition(":")[0]).inc()
+            self._loads.labels(*labels, record["outcome"]).inc()
             if is_good(record):
                 self._bytes.labels(*labels).observe(record["num_bytes"])
                 self._runs.labels(*labels).observe(record["num_runs"])

@@ -1,0 +1,102 @@
+"""The thread that drives a control channel: its sockets belong to one thread."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from kvferry.channel import Channel, Received
+from kvferry.errors import KVFerryError
+
+log = logging.getLogger("kvferry")
+
+WAIT_SECONDS = 1.0
+CLOSE_SECONDS = 10.0
+
+
+class ChannelThread:
+    """Hands over what arrives, and sends what it is given.
+
+    No message, however malformed, ends the thread: what cannot be read is counted and dropped.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._outbox: deque[tuple[str, bytes]] = deque()
+        self._wake_lock = threading.Lock()
+        self._is_closing = False
+        self.refused: Mapping[str, int] = {}
+        """Messages that could not be read, by why. Never changed, but replaced: anybody may look at it."""
+        self._thread: threading.Thread | None = None
+
+    @property
+    def address(self) -> str:
+        """Where it listens; empty if it does not."""
+        return self._channel.address
+
+    @property
+    def dropped(self) -> Mapping[str, int]:
+        """Messages that could not be sent or taken, by why."""
+        return self._channel.dropped
+
+    def start(self, name: str, receive: Callable[[Received], None], is_behind: Callable[[], bool]) -> None:
+        """Begin: ``receive`` is called in the thread, unless whoever listens ``is_behind``."""
+        self._thread = threading.Thread(target=self._run, args=(receive, is_behind), name=name, daemon=True)
+        self._thread.start()
+
+    def send(self, to: str, data: bytes) -> None:
+        """Have a message sent soon; callable from any thread."""
+        self._outbox.append((to, data))
+        self._wake()
+
+    def close(self) -> None:
+        """Send what was handed over, then close the channel."""
+        self._is_closing = True
+        if self._thread is None:
+            self._channel.close()
+            return
+        self._wake()
+        self._thread.join(CLOSE_SECONDS)
+
+    def _wake(self) -> None:
+        with self._wake_lock:
+            if self._thread is not None and self._thread.is_alive():
+                self._channel.wake()
+
+    # -- in the thread -----------------------------------------------------------------------------
+
+    def _run(self, receive: Callable[[Received], None], is_behind: Callable[[], bool]) -> None:
+        while not self._is_closing:
+            if is_behind():
+                time.sleep(0.001)  # what arrives waits in its socket, which has a bound
+            else:
+                for received in self._channel.wait(0.0 if self._outbox else WAIT_SECONDS):
+                    self._guarded(lambda received=received: receive(received))  # type: ignore[misc]
+            self._flush()
+        self._flush()
+        with self._wake_lock:
+            self._channel.close()
+
+    def _flush(self) -> None:
+        while self._outbox:
+            to, data = self._outbox.popleft()
+            self._guarded(lambda to=to, data=data: self._channel.send(to, data))  # type: ignore[misc]
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except KVFerryError as error:
+            number = self._refuse(type(error).__name__)
+            if number.bit_count() == 1:  # each 1st, 2nd, 4th, 8th …: junk must not fill the log
+                log.warning("refused message number %d: %s", number, error)
+        except Exception:
+            self._refuse("unexpected")
+            log.exception("the control channel goes on after an unexpected error")
+
+    def _refuse(self, why: str) -> int:
+        number = self.refused.get(why, 0) + 1
+        self.refused = {**self.refused, why: number}
+        return number

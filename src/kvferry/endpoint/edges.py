@@ -1,0 +1,76 @@
+"""What an endpoint stands on: a clock, a channel, workers, a thread. A simulation brings its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvferry.channel import Channel, Received
+from kvferry.endpoint.channel_thread import ChannelThread
+from kvferry.endpoint.owner import Owner
+from kvferry.endpoint.workers import WorkerThreads
+from kvferry.wire.messages import MAX_MESSAGE_BYTES
+
+
+class ControlChannel(Protocol):
+    """Small messages from and to other engines."""
+
+    @property
+    def address(self) -> str:
+        """Where it listens; empty if it does not."""
+        ...
+
+    @property
+    def refused(self) -> Mapping[str, int]:
+        """Messages that could not be read, by why."""
+        ...
+
+    @property
+    def dropped(self) -> Mapping[str, int]:
+        """Messages that could not be sent or taken, by why."""
+        ...
+
+    def start(self, name: str, receive: Callable[[Received], None], is_behind: Callable[[], bool]) -> None:
+        """From now on ``receive`` is called with what arrives, unless whoever listens ``is_behind``.
+
+        It raises a KVFerryError for what cannot be read.
+        """
+        ...
+
+    def send(self, to: str, data: bytes) -> None:
+        """Send to an address, or to a route that a message came by; never blocks."""
+        ...
+
+    def close(self) -> None:
+        """Send what was handed over, and stop."""
+        ...
+
+
+class Workers(Protocol):
+    """Who does what is slow."""
+
+    def submit(self, key: Hashable, job: Callable[[], None]) -> None:
+        """Have a job done, after all that was submitted under the same key; never blocks."""
+        ...
+
+    def close(self, seconds: float) -> bool:
+        """Start nothing more, and wait so long for what was started; whether all of it ended."""
+        ...
+
+
+def open_channel(listen: str, secret: bytes) -> ControlChannel:
+    """A channel over ZeroMQ, driven by a thread of its own."""
+    return ChannelThread(Channel(listen=listen, secret=secret, max_bytes=MAX_MESSAGE_BYTES))
+
+
+@dataclass(frozen=True)
+class Edges:
+    """The outside of an endpoint, beside its transport."""
+
+    clock: Callable[[], float] = time.monotonic
+    open_channel: Callable[[str, bytes], ControlChannel] = open_channel
+    make_workers: Callable[[str], Workers] = WorkerThreads
+    start_owner: Callable[[Owner[Any]], None] = Owner.start
+    """Has an owner's ``step`` called; by default in a thread of its own."""

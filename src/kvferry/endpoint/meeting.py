@@ -1,0 +1,88 @@
+"""What is done once per peer, and is slow: compare, plan, prove, lower, connect."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvferry.core.lower import Route, lower
+from kvferry.core.manifest import Manifest
+from kvferry.core.plan import plan
+from kvferry.core.prove import prove
+from kvferry.errors import KVFerryError, Refused, RequestError, SpecError, TransportError
+from kvferry.runtime import Failure, FailureCode
+from kvferry.runtime.failure import unfit
+from kvferry.runtime.values import Build, Peer
+from kvferry.transport.base import Transport
+from kvferry.wire import manifest_from_msgpack
+
+log = logging.getLogger("kvferry")
+
+
+@dataclass(frozen=True, eq=False)
+class MetPeer:
+    """A peer that can be read from."""
+
+    route: Route
+    src_ranks: tuple[int, ...]
+    """The ranks that are connected."""
+    plan_seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class NotMet:
+    """A peer that cannot be read from; nothing of it is left."""
+
+    failure: Failure
+    source: Manifest | None
+    """What it says of itself, if that makes sense."""
+
+
+def meet(
+    build: Build, ours: Manifest, rank: int, transport: Transport, clock: Callable[[], float]
+) -> MetPeer | NotMet:
+    """Build a peer whole, or not at all."""
+    connected: list[str] = []
+    source: Manifest | None = None
+    try:
+        if build.transport != transport.kind:
+            kinds = f"source has {build.transport}, destination has {transport.kind}"
+            raise TransportError("kind", f"both sides must use one transport: {kinds}")
+        source = manifest_from_msgpack(build.manifest)
+        started = clock()
+        route = lower(prove(plan(source, ours, rank)))
+        plan_seconds = clock() - started
+        src_ranks = tuple(sorted({piece.src_rank for piece in route.plan.pieces}))
+        for src_rank in src_ranks:
+            name = remote_name(build.peer, src_rank)
+            transport.connect(name, build.cards[src_rank], source.rank(src_rank).regions)
+            connected.append(name)
+        return MetPeer(route, src_ranks, plan_seconds)
+    except Exception as error:
+        for name in connected:
+            transport.forget(name)
+        return NotMet(failure_of(error, FailureCode.BAD_MANIFEST), source)
+
+
+def remote_name(peer: Peer, src_rank: int) -> str:
+    """What the transport calls a rank of a peer."""
+    return f"{peer.engine}#{peer.generation}@{peer.authority}/{src_rank}"
+
+
+def failure_of(error: Exception, senseless: FailureCode) -> Failure:
+    """What a fetch that met this error is told; ``senseless`` is the code of a SpecError here."""
+    match error:
+        case Refused():
+            return Failure(FailureCode.REFUSED, str(error))
+        case RequestError():
+            return unfit(error)
+        case TransportError():
+            return Failure(FailureCode.NOT_CONNECTED, str(error))
+        case SpecError():
+            return Failure(senseless, str(error))
+        case KVFerryError():
+            return Failure(FailureCode.UNEXPECTED, str(error))
+        case _:
+            log.exception("unexpected", exc_info=error)
+            return Failure(FailureCode.UNEXPECTED, f"{type(error).__name__}: {error}")

@@ -1,0 +1,132 @@
+"""The one thread that calls a machine, and carries out what it returns, in that order.
+
+Everybody else leaves an *event* in its inbox: the engine's calls, messages, ends of reads, results of slow
+work.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import Generic, TypeVar
+
+from kvferry.errors import KVFerryError
+
+log = logging.getLogger("kvferry")
+
+E = TypeVar("E")
+T = TypeVar("T")
+
+Event = Callable[[float], Iterable[E]]
+"""Tells the machine something, now; the effects are the machine's."""
+
+MAX_AT_ONCE = 1000
+"""Events that are taken before time is looked at again."""
+MANY = 10_000
+"""Events in the inbox, from which on messages wait in their sockets, where a sender notices."""
+LONGEST_WAIT = 3600.0
+ANSWER_SECONDS = 10.0
+
+
+class Owner(Generic[E]):
+    """Owns a machine. ``tick`` is called after each batch of events, and when the time comes that it names.
+
+    Nothing that an event, an effect or a tick raises ends the thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        carry_out: Callable[[Iterable[E]], None],
+        tick: Callable[[float], float],
+        clock: Callable[[], float],
+    ) -> None:
+        self._carry_out, self._tick, self._clock = carry_out, tick, clock
+        self._inbox: SimpleQueue[Event[E] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    # -- from any thread ---------------------------------------------------------------------------
+
+    def put(self, event: Event[E]) -> None:
+        """Leave an event; never blocks.
+
+        Whoever lets go of the interpreter, for a lock or a socket, may get it back milliseconds later while
+        other threads compute. An engine's step loop must not be there: this is all that its calls do.
+        """
+        self._inbox.put(event)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether messages had better wait where they are."""
+        return self._inbox.qsize() > MANY
+
+    def ask(self, question: Callable[[], T]) -> T:
+        """Have the owner ask its machine; waits for the answer, and raises if there is none in time."""
+        answer: Future[T] = Future()
+
+        def event(_: float) -> Iterable[E]:
+            try:
+                answer.set_result(question())
+            except Exception as error:
+                answer.set_exception(error)
+            return ()
+
+        if not self._thread.is_alive():
+            return question()  # it has not begun, or it is over: nobody else is there
+        self.put(event)
+        try:
+            return answer.result(ANSWER_SECONDS)
+        except TimeoutError:
+            if not self._thread.is_alive():
+                return question()
+            raise KVFerryError(f"{self._thread.name} did not answer within {ANSWER_SECONDS:g} s") from None
+
+    def start(self) -> None:
+        """Begin, in a thread of its own."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Do what was asked for so far; after that, whatever comes stays where it is."""
+        self._inbox.put(None)
+        if self._thread.is_alive():
+            self._thread.join(ANSWER_SECONDS)
+
+    # -- in the thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        until, is_open = self._clock(), True
+        while is_open:
+            events, is_open = self.take(until - self._clock())
+            until = self.step(events, self._clock())
+
+    def take(self, seconds: float) -> tuple[list[Event[E]], bool]:
+        """What is in the inbox, after at most so long; and whether there may be more."""
+        events: list[Event[E]] = []
+        try:
+            event = self._inbox.get(timeout=min(max(0.0, seconds), LONGEST_WAIT))
+            while event is not None:
+                events.append(event)
+                if len(events) == MAX_AT_ONCE:
+                    return events, True
+                event = self._inbox.get_nowait()
+        except Empty:
+            return events, True
+        return events, False
+
+    def step(self, events: Iterable[Event[E]], now: float) -> float:
+        """Tell the machine, carry out what it wants; when to come again at the latest."""
+        for event in events:
+            self._guarded(lambda event=event: self._carry_out(event(now)))  # type: ignore[misc]
+        until = self._guarded(lambda: self._tick(now))
+        return now + 1.0 if until is None else until
+
+    @staticmethod
+    def _guarded(work: Callable[[], T]) -> T | None:
+        try:
+            return work()
+        except Exception:
+            log.exception("the owner of a machine goes on after an unexpected error")
+        return None

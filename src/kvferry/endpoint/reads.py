@@ -1,0 +1,104 @@
+"""The reads of one destination rank, between its machine and its transport."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from kvferry.core.runs import Runs
+from kvferry.endpoint.edges import Workers
+from kvferry.endpoint.meeting import remote_name
+from kvferry.endpoint.owner import Event
+from kvferry.errors import KVFerryError
+from kvferry.runtime.values import Effect, PostReads
+from kvferry.transport.base import Transport
+
+READS = "reads"
+"""The workers' key: reads are submitted in order, by one thread."""
+CANCELLED = "cancelled before it was submitted"
+
+Ended = Callable[[float, int, str], Iterable[Effect]]
+"""How the machine hears of an end: when, which transfer, why it failed."""
+
+
+class Reads:
+    """Zeroes slack, submits, cancels and collects. Every transfer ends once, also one that is refused."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        workers: Workers,
+        put: Callable[[Event[Effect]], None],
+        ended: Ended,
+    ) -> None:
+        self._transport, self._workers, self._put, self._ended = transport, workers, put, ended
+        self._cancelled: set[int] = set()
+        """Transfers that are not wanted any more, until they end."""
+        self._is_looking = False
+        """Whether an event that looks for ends is in the inbox."""
+        transport.on_end(self._look)
+
+    def post(self, post: PostReads) -> None:
+        """Have slack zeroed and reads submitted; the owner's to call."""
+        self._workers.submit(READS, partial(self._post, post))
+
+    def cancel(self, transfer: int) -> None:
+        """Have no more of a transfer posted; the owner's to call.
+
+        One that a worker has not submitted yet is unknown to the transport: whoever comes last, the worker or
+        this call, sees what the other one did.
+        """
+        self._cancelled.add(transfer)
+        self._transport.cancel(transfer)
+
+    def collect(self, now: float) -> list[Effect]:
+        """Tell the machine what ended; the owner's to call."""
+        self._is_looking = False
+        effects: list[Effect] = []
+        for end in self._transport.poll():
+            effects += self._end(end.transfer, end.error, now)
+        return effects
+
+    def _end(self, transfer: int, error: str, now: float) -> Iterable[Effect]:
+        self._cancelled.discard(transfer)
+        return self._ended(now, transfer, error)
+
+    # -- in a worker, or a thread of the transport -------------------------------------------------
+
+    def _look(self) -> None:
+        if not self._is_looking:
+            self._is_looking = True
+            self._put(self.collect)
+
+    def _post(self, post: PostReads) -> None:
+        error = "" if self._is_unwanted(post) else self._clear(post.zeros)
+        self._put(partial(self._end, post.clear, error))
+        for transfer, (src_rank, runs) in post.reads.items():
+            refusal = error or self._submit(transfer, remote_name(post.peer, src_rank), runs)
+            if refusal:  # before anything moved: that is an end, too
+                self._put(partial(self._end, transfer, refusal))
+
+    def _is_unwanted(self, post: PostReads) -> bool:
+        return bool(post.reads) and self._cancelled.issuperset(post.reads)
+
+    def _clear(self, zeros: Runs) -> str:
+        """Zero the slack of a fetch; why not, if it cannot be done."""
+        try:
+            if len(zeros):
+                self._transport.clear(zeros)
+        except Exception as error:
+            return f"its slack could not be cleared: {error}"
+        return ""
+
+    def _submit(self, transfer: int, remote: str, runs: Runs) -> str:
+        """Submit one read; why not, if it is refused."""
+        if transfer in self._cancelled:
+            return CANCELLED
+        try:
+            self._transport.read(transfer, remote, runs)
+        except KVFerryError as error:
+            return str(error)
+        # Whatever else is raised says nothing about what was posted: that read is quarantined in time.
+        if transfer in self._cancelled:
+            self._transport.cancel(transfer)
+        return ""

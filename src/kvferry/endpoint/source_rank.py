@@ -1,0 +1,101 @@
+"""The source side: the ranks that hold the memory."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable
+
+from kvferry.channel import Received
+from kvferry.core.manifest import Manifest
+from kvferry.endpoint.edges import Edges
+from kvferry.endpoint.owner import Owner
+from kvferry.errors import SpecError
+from kvferry.runtime import Member, Released, Timing
+from kvferry.runtime.member import Membership
+from kvferry.runtime.values import Send
+from kvferry.transport.base import Transport
+from kvferry.wire import manifest_to_msgpack
+from kvferry.wire.messages import PROTOCOL, Join, decode_from_authority, encode
+
+log = logging.getLogger("kvferry")
+
+
+class SourceRank:
+    """One rank of a source engine: its memory can be read, and it hears of every release.
+
+    It joins its authority, and joins it again if that has started anew at its address. What the earlier start
+    had on offer is over then.
+    """
+
+    def __init__(
+        self,
+        authority: str,
+        manifest: Manifest,
+        transport: Transport,
+        *,
+        secret: bytes = b"",
+        timing: Timing | None = None,
+        edges: Edges | None = None,
+    ) -> None:
+        """``edges`` are for simulations."""
+        (rank,) = manifest.ranks
+        transport.register(rank.regions)
+        edges = edges or Edges()
+        self.rank, self._transport, self._authority = rank.rank, transport, authority
+        self._released: deque[Released] = deque()
+        self._state, self._refusal = Membership.JOINING, ""
+        join = Join(
+            PROTOCOL,
+            manifest.engine,
+            rank.rank,
+            transport.kind,
+            manifest_to_msgpack(manifest),
+            transport.card(),
+        )
+        self._member = Member(authority, join, timing)  # the owner's alone
+        self._owner = Owner(f"kvferry-src-{rank.rank}", self._carry_out, self._tick, edges.clock)
+        self._channel = edges.open_channel("", secret)
+        edges.start_owner(self._owner)
+        self._channel.start(f"kvferry-src-{rank.rank}-channel", self._receive, lambda: self._owner.is_behind)
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether the authority knows this rank. Raises SpecError if it turned the rank away."""
+        if self._state is Membership.REFUSED:
+            raise SpecError(f"rank {self.rank} was turned away by {self._authority}: {self._refusal}")
+        return self._state is Membership.JOINED
+
+    def poll(self) -> list[Released]:
+        """The requests that were released, by the source's own names, each once."""
+        return [self._released.popleft() for _ in range(len(self._released))]
+
+    def close(self) -> None:
+        """Stop serving; the memory is given back by the transport."""
+        self._owner.close()
+        self._channel.close()
+        self._transport.close()
+
+    def _receive(self, received: Received) -> None:
+        message = decode_from_authority(received.data)
+        self._owner.put(lambda now: self._member.receive(now, received.route, message))
+
+    # -- the owner's -------------------------------------------------------------------------------
+
+    def _carry_out(self, effects: Iterable[Send | Released]) -> None:
+        for effect in effects:
+            match effect:
+                case Send():
+                    self._channel.send(effect.to, encode(effect.message))
+                case Released():
+                    self._released.append(effect)
+
+    def _tick(self, now: float) -> float:
+        self._carry_out(self._member.tick(now))
+        if self._member.state is not self._state:
+            self._refusal, self._state = self._member.refusal, self._member.state
+            if self._state is Membership.REFUSED:
+                log.error("rank %d was turned away by %s: %s", self.rank, self._authority, self._refusal)
+            else:
+                log.info("rank %d of %s: %s", self.rank, self._authority, self._state.value)
+        return self._member.next_deadline()

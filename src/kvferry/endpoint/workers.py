@@ -1,0 +1,80 @@
+"""Slow work: in order for each key, and no key waits for another."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+log = logging.getLogger("kvferry")
+
+Job = Callable[[], None]
+
+IDLE_SECONDS = 2.0
+"""How long a thread waits for more work of its key: to start one takes as long as a short job."""
+
+
+@dataclass(eq=False, slots=True)
+class _Queue:
+    changed: threading.Condition
+    jobs: deque[Job] = field(default_factory=deque)
+
+
+class WorkerThreads:
+    """A queue per key, each served by a thread that lasts a little longer than its work.
+
+    A fixed number of threads would not do: so many peers that do not answer would hold up all others.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._queues: dict[Hashable, _Queue] = {}
+        self._threads: set[threading.Thread] = set()
+        self._is_closed = False
+
+    def submit(self, key: Hashable, job: Job) -> None:
+        """Have a job done after all that was submitted under the same key."""
+        with self._lock:
+            if self._is_closed:
+                return
+            queue = self._queues.get(key)
+            if queue is None:
+                queue = self._queues[key] = _Queue(threading.Condition(self._lock))
+                thread = threading.Thread(target=self._serve, args=(key, queue), name=self._name, daemon=True)
+                self._threads.add(thread)
+                thread.start()
+            queue.jobs.append(job)
+            queue.changed.notify()
+
+    def close(self, seconds: float) -> bool:
+        """Start nothing more, and wait for what was started; whether all of it ended in time."""
+        deadline = time.monotonic() + seconds
+        with self._lock:
+            self._is_closed = True
+            for queue in self._queues.values():
+                queue.changed.notify()
+            threads = [*self._threads]
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in threads)
+
+    def _serve(self, key: Hashable, queue: _Queue) -> None:
+        while (job := self._next(key, queue)) is not None:
+            try:
+                job()
+            except Exception:
+                log.exception("a worker goes on after an unexpected error")
+            del job  # what it holds may be large
+
+    def _next(self, key: Hashable, queue: _Queue) -> Job | None:
+        with self._lock:
+            queue.changed.wait_for(lambda: queue.jobs or self._is_closed, IDLE_SECONDS)
+            if queue.jobs and not self._is_closed:
+                return queue.jobs.popleft()
+            del self._queues[key]
+            self._threads.discard(threading.current_thread())
+            return None

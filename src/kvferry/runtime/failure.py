@@ -1,0 +1,164 @@
+"""Why a fetch failed: one closed list of codes, for reports, records, metrics and logs alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvferry.errors import RequestError
+
+
+class FailureCode(StrEnum):
+    """Why a fetch failed. The text of a code is stable: tools may match on it.
+
+    >>> FailureCode("lease-ended") is FailureCode.LEASE_ENDED
+    True
+    """
+
+    ABORTED = "aborted"
+    """``abort`` was called."""
+    REFUSED = "refused"
+    """The two engines cannot be served together; the detail has every finding."""
+    NO_ANSWER = "no-answer"
+    """The source did not answer, or granted no lease, in time."""
+    RESTARTED = "restarted"
+    """The source engine has started anew since the ticket was made."""
+    PROTOCOL = "protocol"
+    """The two sides speak different versions of the protocol."""
+    FORGED = "forged"
+    """The ticket is not what the source handed out."""
+    ENDED = "ended"
+    """The ticket was read or withdrawn, or its lease is over."""
+    TAKEN = "taken"
+    """Another engine reads the ticket."""
+    SPENT = "spent"
+    """This rank has read the ticket, or is reading it."""
+    TICKET = "ticket"
+    """``fetch`` names another ticket than the one that is held."""
+    READER = "reader"
+    """The ranks of the destination do not agree on who they are."""
+    DENIED = "denied"
+    """The source said no, for a reason that this version does not know; the detail has it."""
+    LEASE_ENDED = "lease-ended"
+    """The source did not renew the lease: the read did not end in time."""
+    LEASE_LAPSED = "lease-lapsed"
+    """No lease provably covered the whole read."""
+    TRANSPORT = "transport"
+    """The fabric reported an error."""
+    OVERDUE = "overdue"
+    """The read, or the selection of its runs, did not end in time."""
+    TOO_MANY_PEERS = "too-many-peers"
+    """Too many source engines are in use at once."""
+    NOT_CONNECTED = "not-connected"
+    """The source's memory could not be connected to."""
+    BAD_MANIFEST = "bad-manifest"
+    """The source's description of itself makes no sense."""
+    BAD_TABLES = "bad-tables"
+    """A block table of the ticket, or of the fetch, makes no sense by itself."""
+    UNEXPECTED = "unexpected"
+    """A bug; the log has the traceback."""
+
+    # One request does not fit the two engines. The source's block tables:
+    SRC_GROUP_UNKNOWN = "src-group-unknown"
+    """The ticket has a table for a group that the source does not have."""
+    SRC_TABLE_MISSING = "src-table-missing"
+    """The ticket has no table for a group that is needed."""
+    SRC_TABLE_SHORT = "src-table-short"
+    """Needed tokens lie outside the ticket's blocks."""
+    SRC_TABLE_START = "src-table-start"
+    """The ticket's table starts inside a cell or a turn."""
+    SRC_TABLE_LENGTH = "src-table-length"
+    """A slot or a ring has one block, and the ticket names another number of them."""
+    SRC_RING_SHORT = "src-ring-short"
+    """The source's ring has fewer cells than are needed."""
+    SRC_HOLE = "src-hole"
+    """A needed token lies in a hole of the ticket's table."""
+    SRC_BLOCK_RANGE = "src-block-range"
+    """A block id of the ticket lies outside the source's pool."""
+    SRC_BLOCK_TWICE = "src-block-twice"
+    """A block stands twice in the ticket's tables."""
+    # The destination's block tables:
+    DST_GROUP_UNKNOWN = "dst-group-unknown"
+    """The fetch has a table for a group that the destination does not have."""
+    DST_TABLE_MISSING = "dst-table-missing"
+    """The fetch has no table for a group that is needed."""
+    DST_TABLE_SHORT = "dst-table-short"
+    """Needed tokens lie outside the fetch's blocks."""
+    DST_TABLE_START = "dst-table-start"
+    """The fetch's table starts inside a cell or a turn."""
+    DST_TABLE_LENGTH = "dst-table-length"
+    """A slot or a ring has one block, and the fetch names another number of them."""
+    DST_RING_SHORT = "dst-ring-short"
+    """The destination's ring has fewer cells than are needed."""
+    DST_HOLE = "dst-hole"
+    """A needed token lies in a hole of the fetch's table."""
+    DST_BLOCK_RANGE = "dst-block-range"
+    """A block id of the fetch lies outside the destination's pool."""
+    DST_BLOCK_TWICE = "dst-block-twice"
+    """A block stands twice in the fetch's tables."""
+    # And the need:
+    NEED_GROUP_UNKNOWN = "need-group-unknown"
+    """The fetch needs tokens of a group that the destination does not have."""
+    KEPT_GROUP_UNKNOWN = "kept-group-unknown"
+    """The fetch keeps tokens of a group that the destination does not have."""
+    KEPT_SLOT = "kept-slot"
+    """The fetch keeps tokens of a recurrent state, which is replaced as a whole."""
+    NEED_MISSING = "need-missing"
+    """The fetch does not say which tokens of a group it needs."""
+    NEED_KEPT = "need-kept"
+    """Tokens are both needed and kept."""
+    TOO_MANY_RUNS = "too-many-runs"
+    """The request would shatter into more runs than are allowed."""
+    REQUEST = "request"
+    """The request does not fit the two engines in a way that has no code of its own; the detail has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a fetch failed: a stable code, and words.
+
+    >>> print(Failure(FailureCode.NO_ANSWER, "prefill-3 was not met within 10 s"))
+    no-answer: prefill-3 was not met within 10 s
+    """
+
+    code: FailureCode
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.code.value}: {self.detail}" if self.detail else self.code.value
+
+
+_FROM_AUTHORITY = frozenset(
+    {
+        FailureCode.RESTARTED,
+        FailureCode.PROTOCOL,
+        FailureCode.FORGED,
+        FailureCode.ENDED,
+        FailureCode.TAKEN,
+        FailureCode.SPENT,
+        FailureCode.READER,
+    }
+)
+
+
+def denied(code: str, detail: str) -> Failure:
+    """What an authority said no for. Its text never becomes a code: whoever reads codes knows them all.
+
+    >>> denied("taken", "another engine reads it").code, str(denied("bored", "go away"))
+    (<FailureCode.TAKEN: 'taken'>, 'denied: bored: go away')
+    """
+    if code in _FROM_AUTHORITY:
+        return Failure(FailureCode(code), detail)
+    return Failure(FailureCode.DENIED, f"{code}: {detail}" if detail else code)
+
+
+def unfit(error: RequestError) -> Failure:
+    """The failure of a request that does not fit.
+
+    >>> str(unfit(RequestError("src-hole", "full", "cell 3 lies in a hole")))
+    'src-hole: group full: cell 3 lies in a hole'
+    """
+    try:
+        return Failure(FailureCode(error.code), f"group {error.group}: {error.detail}")
+    except ValueError:
+        return Failure(FailureCode.REQUEST, str(error))

@@ -1,0 +1,125 @@
+"""One fetch under way, and the deadlines that its phase sets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvferry.runtime.failure import Failure
+from kvferry.runtime.values import Fetch, Peer, Record, Timing
+from kvferry.wire.messages import Outcome
+from kvferry.wire.ticket import Ticket
+
+
+class Phase(StrEnum):
+    """Where a fetch is."""
+
+    LEASING = "leasing"
+    MEETING = "meeting"
+    HOLDING = "holding"
+    """Leased and met, and not yet told where the bytes go."""
+    SELECTING = "selecting"
+    READING = "reading"
+    COVERING = "covering"
+    """All bytes are in; waiting for the answer that proves the lease covered them."""
+    FAILING = "failing"
+    """Failed or aborted; waiting for posted reads to end."""
+    QUARANTINED = "quarantined"
+
+
+_LEASED = (Phase.MEETING, Phase.HOLDING, Phase.SELECTING, Phase.READING, Phase.COVERING)
+"""Phases in which a lease is held and wanted."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A fetch under way."""
+
+    handle: int
+    ticket: Ticket
+    fetch: Fetch | None
+    """None while the ticket is only held."""
+    peer: Peer
+    attempt: int
+    """Which fetch of this rank: what it says late must not count for a later fetch of the same ticket."""
+    started: float
+    met_at: float
+    posted_at: float
+    ended_at: float
+    phase: Phase = Phase.LEASING
+    covered_until: float = float("-inf")
+    """The lease provably lasts until then."""
+    asked_at: float = float("-inf")
+    """When the last acquire or renewal was sent."""
+    is_asking: bool = False
+    """Whether that was not answered yet."""
+    clear: int = 0
+    """The number of the zeroing of its slack, once its reads are asked for."""
+    in_flight: set[int] = field(default_factory=set)
+    """Whatever may still write to its blocks: reads, and the zeroing."""
+    is_denied: bool = False
+    """The authority refused it and holds nothing for it: there is nothing to settle."""
+    failure: Failure | None = None
+    plan_seconds: float = 0.0
+    num_bytes: int = 0
+    num_runs: int = 0
+    num_sources: int = 0
+
+    @property
+    def key(self) -> tuple[Peer, int]:
+        """Whose ticket, and which."""
+        return self.peer, self.ticket.ticket_id
+
+    @property
+    def has_posted(self) -> bool:
+        """Whether reads were asked for."""
+        return self.clear > 0
+
+    @property
+    def is_using_peer(self) -> bool:
+        """Whether it needs its peer as it is. A quarantined read does not: it would forever."""
+        return self.phase is Phase.SELECTING or (bool(self.in_flight) and self.phase is not Phase.QUARANTINED)
+
+    def patience(self, timing: Timing) -> float:
+        """How long the authority is asked or told something: a lease, but not whatever a ticket says."""
+        return min(self.ticket.lease_ms / 1000, timing.read)
+
+    def ask_at(self, timing: Timing) -> float:
+        """When the authority is to be asked again: soon, if it has not answered; a message may be lost."""
+        if self.phase is Phase.LEASING:
+            return self.asked_at + timing.retry
+        if self.phase not in _LEASED:
+            return float("inf")
+        third = self.ticket.lease_ms / 3000
+        return self.asked_at + (min(third, timing.retry) if self.is_asking else third)
+
+    def give_up_at(self, timing: Timing) -> float:
+        """Every wait has a deadline; but how long a held request waits is the engine's to decide."""
+        match self.phase:
+            case Phase.LEASING | Phase.MEETING:
+                return self.started + timing.meet
+            case Phase.SELECTING:
+                return self.met_at + timing.meet
+            case Phase.READING | Phase.FAILING:
+                return self.posted_at + timing.read
+            case Phase.COVERING:
+                return self.ended_at + self.patience(timing)
+            case Phase.HOLDING | Phase.QUARANTINED:
+                return float("inf")
+
+    def record(self, now: float, outcome: Outcome) -> Record:
+        """The account of the fetch, which is over."""
+        return Record(
+            request_id=self.ticket.request_id,
+            engine=self.peer.engine,
+            num_bytes=self.num_bytes,
+            num_runs=self.num_runs,
+            num_sources=self.num_sources,
+            meet_seconds=self.met_at - self.started,
+            plan_seconds=self.plan_seconds,
+            post_seconds=self.posted_at - self.met_at if self.has_posted else 0.0,
+            move_seconds=self.ended_at - self.posted_at,
+            total_seconds=now - self.started,
+            outcome=(self.failure.code if self.failure else outcome).value,
+            detail=self.failure.detail if self.failure else "",
+        )

@@ -1,0 +1,104 @@
+"""What a reader has asked of authorities, and what it has told them, until it is answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvferry.runtime.job import Job
+from kvferry.runtime.values import Effect, Send, Timing
+from kvferry.wire.messages import Noted, Settle
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    asked_at: float
+    authority: str
+    jobs: tuple[Job, ...]
+
+
+class Questions:
+    """Acquires and renewals that may still be answered: an answer counts from the moment of asking."""
+
+    def __init__(self, timing: Timing) -> None:
+        self._timing = timing
+        self._by_nonce: dict[int, _Question] = {}
+        """The oldest first."""
+
+    def __len__(self) -> int:
+        return len(self._by_nonce)
+
+    def ask(self, now: float, nonce: int, authority: str, jobs: Sequence[Job]) -> None:
+        """A question for these fetches is being sent."""
+        self._by_nonce[nonce] = _Question(now, authority, tuple(jobs))
+        for job in jobs:
+            job.asked_at, job.is_asking = now, True
+
+    def answered(
+        self, address: str, nonce: int, is_current: Callable[[Job], bool]
+    ) -> tuple[float, list[Job]]:
+        """When was asked what this answers, and for which fetches; only who was asked can answer."""
+        question = self._by_nonce.get(nonce)
+        if question is None or question.authority != address:
+            return float("-inf"), []
+        del self._by_nonce[nonce]
+        jobs = [job for job in question.jobs if is_current(job)]
+        for job in jobs:
+            job.is_asking = False
+        return question.asked_at, jobs
+
+    def tick(self, now: float) -> None:
+        """Forget what is answered too late to count."""
+        while now >= self.next_deadline():
+            del self._by_nonce[next(iter(self._by_nonce))]
+
+    def next_deadline(self) -> float:
+        """When the oldest question is too old."""
+        oldest = next(iter(self._by_nonce.values()), None)
+        return float("inf") if oldest is None else oldest.asked_at + self._timing.lease
+
+
+@dataclass(slots=True)
+class _Settlement:
+    to: str
+    message: Settle
+    until: float
+    sent_at: float
+
+
+class Settlements:
+    """Settle messages that were not noted yet: each is repeated, for as long as it can matter."""
+
+    def __init__(self, timing: Timing) -> None:
+        self._timing = timing
+        self._by_attempt: dict[int, _Settlement] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_attempt)
+
+    def settle(self, now: float, job: Job, message: Settle) -> list[Effect]:
+        """A fetch is over: tell the authority, until it says that it knows."""
+        to = job.peer.authority
+        self._by_attempt[job.attempt] = _Settlement(to, message, now + job.patience(self._timing), now)
+        return [Send(to, message)]
+
+    def noted(self, address: str, noted: Noted) -> None:
+        """The authority knows."""
+        settlement = self._by_attempt.get(noted.attempt)
+        if settlement is not None and settlement.to == address:
+            del self._by_attempt[noted.attempt]
+
+    def tick(self, now: float) -> list[Effect]:
+        """Repeat what was not noted; give up what matters no more."""
+        self._by_attempt = {a: s for a, s in self._by_attempt.items() if now < s.until}
+        effects: list[Effect] = []
+        for settlement in self._by_attempt.values():
+            if now >= settlement.sent_at + self._timing.retry:
+                settlement.sent_at = now
+                effects.append(Send(settlement.to, settlement.message))
+        return effects
+
+    def next_deadline(self) -> float:
+        """When ``tick`` has something to do at the latest."""
+        retry = self._timing.retry
+        return min((min(s.until, s.sent_at + retry) for s in self._by_attempt.values()), default=float("inf"))
