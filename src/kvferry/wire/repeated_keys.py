@@ -15,6 +15,9 @@ from kvferry.wire.bad_input import key_step
 
 ARRAY_32 = b"\xdd"
 
+_RAW_ITEMS = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_TEXT = msgspec.msgpack.Decoder(str)
+
 
 class _Members(list[tuple[str, object]]):
     """An object with every member that was written."""
@@ -51,12 +54,12 @@ def _members(num_members: int, body: bytes) -> _Members:
     """The members of a map. With an array's header its body is an array: keys and values in turns."""
     array = ARRAY_32 + (2 * num_members).to_bytes(4, "big") + body
     items = _items(array)
-    keys = (msgspec.msgpack.decode(key, type=str) for key in items[::2])
+    keys = map(_TEXT.decode, items[::2])
     return _Members(zip(keys, map(_with_all_members, items[1::2]), strict=True))
 
 
 def _items(array: bytes) -> list[bytes]:
-    return [bytes(item) for item in msgspec.msgpack.decode(array, type=list[msgspec.Raw])]
+    return [bytes(item) for item in _RAW_ITEMS.decode(array)]
 
 
 def _refuse_repeated(document: object) -> None:
