@@ -31,7 +31,7 @@ from kvferry.runtime import (
     Report,
     Timing,
 )
-from kvferry.runtime.job import Phase
+from kvferry.runtime.fetch_job import Phase
 from kvferry.runtime.member import Membership
 from kvferry.runtime.values import (
     Build,

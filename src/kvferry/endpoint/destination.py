@@ -20,7 +20,7 @@ from kvferry.endpoint.edges import Edges
 from kvferry.endpoint.meeting import MetPeer, NotMet, failure_of, meet, remote_name
 from kvferry.endpoint.metrics import FetchMetrics, account
 from kvferry.endpoint.owner import Owner
-from kvferry.endpoint.reads import Reads
+from kvferry.endpoint.posted_reads import PostedReads
 from kvferry.errors import SpecError
 from kvferry.runtime import Failure, FailureCode, Fetch, Reader, Report, Timing
 from kvferry.runtime.values import Build, Cancel, Drop, Effect, Peer, PostReads, Select, Send
@@ -84,7 +84,7 @@ class Destination:
         self._owner = Owner(f"kvferry-dst-{rank}", self._carry_out, self._tick, edges.clock)
         self._workers = edges.make_workers(f"kvferry-work-{rank}")
         self._channel = edges.open_channel("", secret)
-        self._reads = Reads(transport, self._workers, self._owner.put, self._reader.ended)
+        self._reads = PostedReads(transport, self._workers, self._owner.put, self._reader.ended)
         edges.start_owner(self._owner)
         self._channel.start(f"kvferry-channel-{rank}", self._receive, lambda: self._owner.is_behind)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 log = logging.getLogger("kvferry")
 
-Job = Callable[[], None]
+Work = Callable[[], None]
 
 IDLE_SECONDS = 2.0
 """How long a thread waits for more work of its key: to start one takes as long as a short job."""
@@ -20,7 +20,7 @@ IDLE_SECONDS = 2.0
 @dataclass(eq=False, slots=True)
 class _Queue:
     changed: threading.Condition
-    jobs: deque[Job] = field(default_factory=deque)
+    jobs: deque[Work] = field(default_factory=deque)
 
 
 class WorkerThreads:
@@ -36,7 +36,7 @@ class WorkerThreads:
         self._threads: set[threading.Thread] = set()
         self._is_closed = False
 
-    def submit(self, key: Hashable, job: Job) -> None:
+    def submit(self, key: Hashable, job: Work) -> None:
         """Have a job done after all that was submitted under the same key."""
         with self._lock:
             if self._is_closed:
@@ -70,7 +70,7 @@ class WorkerThreads:
                 log.exception("a worker goes on after an unexpected error")
             del job  # what it holds may be large
 
-    def _next(self, key: Hashable, queue: _Queue) -> Job | None:
+    def _next(self, key: Hashable, queue: _Queue) -> Work | None:
         with self._lock:
             queue.changed.wait_for(lambda: queue.jobs or self._is_closed, IDLE_SECONDS)
             if queue.jobs and not self._is_closed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvferry.runtime.job import Job
+from kvferry.runtime.fetch_job import FetchJob
 from kvferry.runtime.values import Effect, Send, Timing
 from kvferry.wire.messages import Noted, Settle
 
@@ -14,7 +14,7 @@ from kvferry.wire.messages import Noted, Settle
 class _Question:
     asked_at: float
     authority: str
-    jobs: tuple[Job, ...]
+    jobs: tuple[FetchJob, ...]
 
 
 class Questions:
@@ -28,15 +28,15 @@ class Questions:
     def __len__(self) -> int:
         return len(self._by_nonce)
 
-    def ask(self, now: float, nonce: int, authority: str, jobs: Sequence[Job]) -> None:
+    def ask(self, now: float, nonce: int, authority: str, jobs: Sequence[FetchJob]) -> None:
         """A question for these fetches is being sent."""
         self._by_nonce[nonce] = _Question(now, authority, tuple(jobs))
         for job in jobs:
             job.asked_at, job.is_asking = now, True
 
     def answered(
-        self, address: str, nonce: int, is_current: Callable[[Job], bool]
-    ) -> tuple[float, list[Job]]:
+        self, address: str, nonce: int, is_current: Callable[[FetchJob], bool]
+    ) -> tuple[float, list[FetchJob]]:
         """When was asked what this answers, and for which fetches; only who was asked can answer."""
         question = self._by_nonce.get(nonce)
         if question is None or question.authority != address:
@@ -76,7 +76,7 @@ class Settlements:
     def __len__(self) -> int:
         return len(self._by_attempt)
 
-    def settle(self, now: float, job: Job, message: Settle) -> list[Effect]:
+    def settle(self, now: float, job: FetchJob, message: Settle) -> list[Effect]:
         """A fetch is over: tell the authority, until it says that it knows."""
         to = job.peer.authority
         self._by_attempt[job.attempt] = _Settlement(to, message, now + job.patience(self._timing), now)

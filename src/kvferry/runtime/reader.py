@@ -20,7 +20,7 @@ from itertools import count
 from kvferry.core.select import Selection
 from kvferry.errors import SpecError
 from kvferry.runtime.failure import Failure, FailureCode, denied
-from kvferry.runtime.job import Job, Phase
+from kvferry.runtime.fetch_job import FetchJob, Phase
 from kvferry.runtime.meetings import Lost, Meeting, Meetings
 from kvferry.runtime.questions import Questions, Settlements
 from kvferry.runtime.values import (
@@ -69,7 +69,7 @@ class Reader:
         self._meetings = Meetings(reader, self._timing)
         self._questions = Questions(self._timing)
         self._settlements = Settlements(self._timing)
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, FetchJob] = {}
         self._by_ticket: dict[tuple[Peer, int], int] = {}
         self._transfers: dict[int, int] = {}
         self._numbers = count(1)
@@ -105,7 +105,9 @@ class Reader:
             raise SpecError(f"a fetch with the handle {handle} is under way")
         peer = Peer(ticket.engine, ticket.generation, ticket.authority)
         attempt = next(self._numbers)
-        job = Job(handle, ticket, fetch, peer, attempt, started=now, met_at=now, posted_at=now, ended_at=now)
+        job = FetchJob(
+            handle, ticket, fetch, peer, attempt, started=now, met_at=now, posted_at=now, ended_at=now
+        )
         self._jobs[handle] = job
         if job.key in self._by_ticket:
             failure = Failure(FailureCode.SPENT, "this ticket is being read already")
@@ -261,19 +263,19 @@ class Reader:
                 effects += [] if job.has_posted else self._fail(now, job, failure)
         return effects
 
-    def _jobs_of(self, peer: Peer) -> list[Job]:
+    def _jobs_of(self, peer: Peer) -> list[FetchJob]:
         return [job for job in self._jobs.values() if job.peer == peer]
 
     # -- leases ------------------------------------------------------------------------------------
 
-    def _acquire(self, now: float, job: Job) -> list[Effect]:
+    def _acquire(self, now: float, job: FetchJob) -> list[Effect]:
         nonce, authority = next(self._numbers), job.peer.authority
         self._questions.ask(now, nonce, authority, [job])
         return [
             Send(authority, Acquire(nonce, job.ticket, self.reader, self.rank, self.num_ranks, job.attempt))
         ]
 
-    def _answered(self, route: str, nonce: int) -> tuple[float, list[Job]]:
+    def _answered(self, route: str, nonce: int) -> tuple[float, list[FetchJob]]:
         return self._questions.answered(route, nonce, lambda job: self._jobs.get(job.handle) is job)
 
     def _granted(self, now: float, route: str, grant: Grant) -> list[Effect]:
@@ -299,7 +301,7 @@ class Reader:
     def _renewals(self, now: float) -> list[Effect]:
         """One renewal per peer for every lease that is a third gone."""
         effects: list[Effect] = []
-        due: dict[Peer, list[Job]] = defaultdict(list)
+        due: dict[Peer, list[FetchJob]] = defaultdict(list)
         for job in self._jobs.values():
             if now < job.ask_at(self._timing):
                 continue
@@ -312,7 +314,7 @@ class Reader:
                 effects.append(self._renew(now, peer, jobs[at : at + MAX_BATCH]))
         return effects
 
-    def _renew(self, now: float, peer: Peer, jobs: list[Job]) -> Send:
+    def _renew(self, now: float, peer: Peer, jobs: list[FetchJob]) -> Send:
         nonce = next(self._numbers)
         self._questions.ask(now, nonce, peer.authority, jobs)
         ticket_ids = tuple(job.ticket.ticket_id for job in jobs)
@@ -333,7 +335,7 @@ class Reader:
 
     # -- one step on, or the end -------------------------------------------------------------------
 
-    def _advance(self, now: float, job: Job) -> list[Effect]:
+    def _advance(self, now: float, job: FetchJob) -> list[Effect]:
         """Take every step that is possible now."""
         if job.phase is Phase.LEASING and job.covered_until > now:
             job.phase = Phase.MEETING
@@ -352,7 +354,7 @@ class Reader:
             return self._report(now, job, Outcome.FAILED if job.has_posted else Outcome.UNREAD)
         return []
 
-    def _fail(self, now: float, job: Job, failure: Failure) -> list[Effect]:
+    def _fail(self, now: float, job: FetchJob, failure: Failure) -> list[Effect]:
         """Remember the first reason; report it when nothing is in flight."""
         cancels = self._cancels(job)
         job.failure = job.failure or failure
@@ -360,13 +362,13 @@ class Reader:
             job.phase = Phase.FAILING
         return [*cancels, *self._advance(now, job)]
 
-    def _cancels(self, job: Job) -> list[Effect]:
+    def _cancels(self, job: FetchJob) -> list[Effect]:
         """Nobody wants the rest of its reads, if they were wanted until now."""
         if job.failure is not None:
             return []
         return [Cancel(transfer) for transfer in sorted(job.in_flight) if transfer != job.clear]
 
-    def _give_up(self, now: float, job: Job) -> list[Effect]:
+    def _give_up(self, now: float, job: FetchJob) -> list[Effect]:
         """Its phase has lasted too long."""
         match job.phase:
             case Phase.LEASING:
@@ -381,7 +383,7 @@ class Reader:
                 return self._quarantine(job)
         return self._fail(now, job, failure)
 
-    def _quarantine(self, job: Job) -> list[Effect]:
+    def _quarantine(self, job: FetchJob) -> list[Effect]:
         cancels = self._cancels(job)
         num_reads = len(job.in_flight)
         detail = f"{num_reads} reads did not end within {self._timing.read:g} s"
@@ -389,7 +391,7 @@ class Reader:
         job.phase = Phase.QUARANTINED
         return cancels
 
-    def _report(self, now: float, job: Job, outcome: Outcome) -> list[Effect]:
+    def _report(self, now: float, job: FetchJob, outcome: Outcome) -> list[Effect]:
         """The one report; and the authority is told, until it notes it."""
         del self._jobs[job.handle]
         effects: list[Effect] = []
@@ -398,7 +400,7 @@ class Reader:
             effects += [] if job.is_denied else self._settle(now, job, outcome)
         return [*effects, Report(job.handle, job.failure, job.record(now, outcome))]
 
-    def _settle(self, now: float, job: Job, outcome: Outcome) -> list[Effect]:
+    def _settle(self, now: float, job: FetchJob, outcome: Outcome) -> list[Effect]:
         ticket_id, generation = job.ticket.ticket_id, job.peer.generation
         settle = Settle(generation, ticket_id, self.reader, self.rank, job.attempt, outcome)
         return self._settlements.settle(now, job, settle)

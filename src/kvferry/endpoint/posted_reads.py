@@ -21,7 +21,7 @@ Ended = Callable[[float, int, str], Iterable[Effect]]
 """How the machine hears of an end: when, which transfer, why it failed."""
 
 
-class Reads:
+class PostedReads:
     """Zeroes slack, submits, cancels and collects. Every transfer ends once, also one that is refused."""
 
     def __init__(

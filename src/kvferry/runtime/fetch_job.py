@@ -32,7 +32,7 @@ _LEASED = (Phase.MEETING, Phase.HOLDING, Phase.SELECTING, Phase.READING, Phase.C
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class FetchJob:
     """A fetch under way."""
 
     handle: int
