@@ -245,6 +245,7 @@ def test_leases_never_shrink():
     ticket = offered(source, now=10.0)
     acquire(source, ticket, now=4.0)  # a clock that stepped back
     assert source.tick(39.9) == []
+    assert renew(source, "A", ticket, now=39.9).kept == (ticket.ticket_id,)
 
 
 def test_leases_expire_independently_of_order():
