@@ -31,7 +31,7 @@ from kvferry.wire.ticket import Ticket
 log = logging.getLogger("kvferry")
 
 POLL_SECONDS = 0.001
-"""How often the ends of reads are looked for while some are in flight."""
+"""How often the ends of reads are looked for, where the transport tells of none by itself."""
 CLOSE_SECONDS = 5.0
 """How long ``close`` waits for meetings and selections that have begun."""
 SELECTIONS = "selections"
@@ -173,7 +173,7 @@ class Destination:
 
     def _tick(self, now: float) -> float:
         """Look for ends, and, not too often, at every fetch; when to come again."""
-        if self._reader.num_in_flight:
+        if self._reads.must_poll and self._reader.num_in_flight:
             self._carry_out(self._reads.collect(now))
         pause = self._timing.retry / 4
         if now >= self._next_tick:
@@ -182,7 +182,8 @@ class Destination:
             self._next_tick = max(self._reader.next_deadline(), now + pause)
         else:  # what has just happened may have set a nearer deadline
             self._next_tick = min(self._next_tick, now + pause)
-        return min(self._next_tick, now + POLL_SECONDS) if self._reader.num_in_flight else self._next_tick
+        must_poll = self._reads.must_poll and self._reader.num_in_flight > 0
+        return min(self._next_tick, now + POLL_SECONDS) if must_poll else self._next_tick
 
     def _show(self) -> None:
         if self._metrics:

@@ -36,6 +36,8 @@ class PostedReads:
         """Transfers that are not wanted any more, until they end."""
         self._is_looking = False
         """Whether an event that looks for ends is in the inbox."""
+        self.must_poll = True
+        """Whether nobody has ever told us of an end: then reads may advance in ``poll`` only."""
         transport.on_end(self._look)
 
     def post(self, post: PostReads) -> None:
@@ -66,6 +68,7 @@ class PostedReads:
     # -- in a worker, or a thread of the transport -------------------------------------------------
 
     def _look(self) -> None:
+        self.must_poll = False
         if not self._is_looking:
             self._is_looking = True
             self._put(self.collect)
