@@ -21,9 +21,25 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-import kvferry.core.lower as lower_module
-from kvferry import BlockTable, Manifest, Request, Route, Span, lower, plan, prove, select
-from kvferry.core import view
+from kvferry import (
+    AxisMap,
+    BlockTable,
+    Digit,
+    Group,
+    Manifest,
+    Rank,
+    Refused,
+    Region,
+    Request,
+    Route,
+    Span,
+    State,
+    View,
+    lower,
+    plan,
+    prove,
+    select,
+)
 from kvferry.models import Layer, Model, Topology, describe
 from kvferry.models.cache import attention
 
@@ -69,13 +85,10 @@ def peak_kib(work: Callable[[], object]) -> float:
 def bench_planning() -> list[dict[str, Any]]:
     pools = [10**3, 10**4, 10**5, 10**6]
     pairs = {pool: (engine(8, 64, pool), engine(4, 64, pool)) for pool in pools}
-    # Pools take turns, so that a slow second of the machine does not fall on one of them alone; and each
-    # turn starts with empty caches, or the first pool's objects would be found faster than equal ones.
+    # Pools take turns, so that a slow second of the machine does not fall on one of them alone.
     times: dict[int, list[float]] = {pool: [] for pool in pools}
     for _ in range(7):
         for pool, pair in pairs.items():
-            view._box.cache_clear()
-            lower_module.pattern.cache_clear()
             times[pool].append(best(lambda pair=pair: route(*pair), 4))
     rows = [
         {
@@ -93,6 +106,41 @@ def bench_planning() -> list[dict[str, Any]]:
     by_layers = [best(lambda pair=pair: route(*pair), 5) for pair in engines]
     rows[-1]["exponent_in_layers"] = exponent(layers, by_layers)
     return rows
+
+
+def bench_whole_engine() -> list[dict[str, Any]]:
+    """All destination ranks of two large engines, one after another."""
+    src, dst = engine(128, 1000, 1000), engine(96, 1000, 1000)
+    started = time.perf_counter()
+    for rank in dst.ranks:
+        route(src, dst, rank.rank)
+    whole = {"what": "plan all, 1,000 layers, TP128 -> TP96", "ranks": len(dst.ranks)}
+    return [whole | {"s": time.perf_counter() - started}, refusing()]
+
+
+def refusing() -> dict[str, Any]:
+    """2,000 states that all sit on the same bytes, on both sides."""
+    states = tuple(State(f"s{i}", (), 2, "bf16") for i in range(2000))
+    axes = {"token": AxisMap((Digit(BLOCK, 2),))}
+    views = tuple(View.of(state.name, "full", "kv", block_stride=32, axes=axes) for state in states)
+    ranks = (Rank(0, (Region("kv", 32_000),), views),)
+    manifest = Manifest("one place", states, (Group("full", 1000, BLOCK),), ranks)
+    made = plan(manifest, manifest, 0)
+
+    def refused() -> Refused:
+        try:
+            prove(made)
+        except Refused as error:
+            return error
+        raise SystemExit("a plan was proved that writes each byte 2,000 times")
+
+    found = refused()
+    return {
+        "what": "refuse 2,000 states on the same bytes",
+        "findings": len(found.findings) + found.num_more,
+        "s": best(refused, 3) / 1e3,
+        "peak_kib": peak_kib(refused),
+    }
 
 
 def bench_fusing() -> dict[str, Any]:
@@ -155,6 +203,13 @@ def show(result: dict[str, Any]) -> None:
         )
     console = Console(width=100)
     console.print(table)
+    for row in result["large"]:
+        console.print(
+            ", ".join(
+                f"{key} {value:,.2f}" if isinstance(value, float) else f"{key} {value}"
+                for key, value in row.items()
+            )
+        )
     console.print(f"runs per (layer, block, source) after fusing: {result['fusing']['by_source']}")
     ratio = result["planning"][-1]["ratio_largest_to_smallest_pool"]
     console.print(f"planning with 10^6 blocks in the pool against 10^3: {ratio:.2f} x")
@@ -166,6 +221,7 @@ def main() -> None:
         "numpy": np.__version__,
         "machine": platform.machine(),
         "planning": bench_planning(),
+        "large": bench_whole_engine(),
         "fusing": bench_fusing(),
         "selecting": bench_selecting(),
     }

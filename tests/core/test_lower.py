@@ -95,7 +95,7 @@ def test_one_plan_serves_every_request_without_growing(engine):
         tables = {"full": BlockTable.of([block])}
         select(made, Request(tables, tables, {"full": (Span(0, 4),)}))
     (lane,) = made.lanes
-    assert sum(len(bundle._patterns) for bundle in lane.bundles) == 1
+    assert sum(len(bundle._fused_patterns) for bundle in lane.bundles) == 1
 
 
 def test_a_refused_plan_is_refused_again_and_leaves_nothing_behind(engine):

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from kvferry import Code, Refused, Span, plan, prove
+from kvferry import Code, Refused, Span, View, lower, plan, prove
 from kvferry.core.shard import Sharding, held
 
 LAYERS = tuple(f"layers.{i}/k" for i in range(12))
@@ -167,3 +167,20 @@ def test_one_group_may_hold_a_split_state_beside_a_replicated_one(engine):
     sources = {state: [p.src_rank for p in made.pieces if p.state == state] for state in made.states}
     assert sources["gqa/k"] == [0, 1]
     assert len(sources["mla/kv"]) == 1
+
+
+def test_all_plans_of_two_engines_look_at_each_rank_once(engine, monkeypatch):
+    """The ranks of both sides are indexed once for all plans, and equal boxes of a rank are made once."""
+    asked = Counter()
+    make = View.box
+
+    def counted(view):
+        asked[id(view.axes)] += 1
+        return make(view)
+
+    monkeypatch.setattr(View, "box", counted)
+    src, dst = (engine(holds=spread(tp), states=LAYERS) for tp in (12, 8))
+    for rank in dst.ranks:
+        lower(prove(plan(src, dst, rank.rank)))
+    assert len(asked) == asked.total() <= 12 * (12 + 8)
+    assert src.holders[LAYERS[0]] is src.holders[LAYERS[-1]]

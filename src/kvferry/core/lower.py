@@ -12,9 +12,8 @@ Nothing here depends on the number of blocks in the pool.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from math import lcm
 from typing import NamedTuple
 
@@ -69,6 +68,29 @@ class Part(NamedTuple):
     """The state of the first of them, for messages."""
 
 
+class Patterns:
+    """The patterns of one route by geometry and shape, each made when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Geometry, Shape], Runs] = {}
+        self._offsets: dict[AxisMap, Ints] = {}
+
+    def of(self, geometry: Geometry, shape: Shape) -> Runs:
+        """The runs that copy the common part of two blocks, relative to where the views start."""
+        runs = self._made.get((geometry, shape))
+        if runs is None:
+            if len(self._made) >= MAX_PATTERNS_KEPT:
+                self._made.clear()
+            runs = self._made[geometry, shape] = _pattern(geometry, shape, self._offsets_of)
+        return runs
+
+    def _offsets_of(self, axis: AxisMap) -> Ints:
+        offsets = self._offsets.get(axis)
+        if offsets is None:
+            offsets = self._offsets[axis] = axis.offsets()
+        return offsets
+
+
 @dataclass(frozen=True, eq=False)
 class Bundle:
     """The pieces from one source rank that step through blocks alike, as one pattern per shape."""
@@ -78,19 +100,21 @@ class Bundle:
     """Bytes from one source block to the next."""
     dst_stride: int
     parts: tuple[Part, ...]
-    _patterns: dict[Shape, Runs] = field(default_factory=dict, repr=False)
+    patterns: Patterns = field(repr=False)
+    """Those of the whole route."""
+    _fused_patterns: dict[Shape, Runs] = field(default_factory=dict, repr=False)
 
     def pattern(self, shape: Shape) -> Runs:
         """The runs for one segment of this shape between block 0 and block 0."""
-        runs = self._patterns.get(shape)
+        runs = self._fused_patterns.get(shape)
         if runs is None:
-            if len(self._patterns) >= MAX_PATTERNS_KEPT:
-                self._patterns.clear()
-            runs = self._patterns[shape] = self._fused(shape)
+            if len(self._fused_patterns) >= MAX_PATTERNS_KEPT:
+                self._fused_patterns.clear()
+            runs = self._fused_patterns[shape] = self._fused(shape)
         return runs
 
     def _fused(self, shape: Shape) -> Runs:
-        patterns = [pattern(part.geometry, shape) for part in self.parts]
+        patterns = [self.patterns.of(part.geometry, shape) for part in self.parts]
         num_runs = sum(
             len(one) * len(part.src_places) for one, part in zip(patterns, self.parts, strict=True)
         )
@@ -155,7 +179,7 @@ def lower(proof: Proof, *, max_runs_per_block: int = MAX_RUNS_PER_BLOCK) -> Rout
     Traceback (most recent call last):
     kvferry.errors.Refused: too-many-runs: layers.0.linear/conv.q: 3 runs per block of 1 cells, ...
     """
-    plan = proof.plan
+    plan, patterns = proof.plan, Patterns()
     by_lane: dict[tuple[str, str, Kind, int, Tail], list[Piece]] = defaultdict(list)
     for piece in plan.pieces:
         src_view, dst_view = plan.views(piece)
@@ -164,10 +188,10 @@ def lower(proof: Proof, *, max_runs_per_block: int = MAX_RUNS_PER_BLOCK) -> Rout
         by_lane[key].append(piece)
     lanes = []
     for (src_group, dst_group, kind, tokens_per_cell, tail), pieces in by_lane.items():
-        views = [plan.views(piece) for piece in pieces]
         period = lcm(*(piece.box.period for piece in pieces))
-        src_period = lcm(*(src_view.box().period for src_view, _ in views))
-        dst_period = lcm(*(dst_view.box().period for _, dst_view in views))
+        boxes = [_held_boxes(plan, piece) for piece in pieces]
+        src_period = lcm(*(src_box.period for src_box, _ in boxes))
+        dst_period = lcm(*(dst_box.period for _, dst_box in boxes))
         lane = Lane(
             plan.src.group_by_name[src_group],
             plan.dst.group_by_name[dst_group],
@@ -177,55 +201,68 @@ def lower(proof: Proof, *, max_runs_per_block: int = MAX_RUNS_PER_BLOCK) -> Rout
             period,
             src_period,
             dst_period,
-            _bundles(plan, pieces, period),
-            _blanks(plan, pieces, dst_period),
+            _bundles(plan, pieces, _Loom(patterns, period)),
+            _blanks(plan, pieces, _Loom(patterns, dst_period)),
         )
         _check_budget(lane, max_runs_per_block)
         lanes.append(lane)
     return Route(plan, tuple(lanes))
 
 
-def _bundles(plan: Plan, pieces: Iterable[Piece], period: int) -> tuple[Bundle, ...]:
-    loom = _Loom()
+def _held_boxes(plan: Plan, piece: Piece) -> tuple[Box, Box]:
+    """What the source rank and the destination rank of a piece hold of its state."""
+    src_boxes = plan.src.rank(piece.src_rank).boxes
+    return src_boxes[plan.src_name(piece.state)], plan.dst.rank(piece.dst_rank).boxes[piece.state]
+
+
+def _bundles(plan: Plan, pieces: Iterable[Piece], loom: _Loom) -> tuple[Bundle, ...]:
     dst = plan.dst.rank(plan.dst_rank)
     for piece in pieces:
         src_view, dst_view = plan.views(piece)
         state = plan.dst.state_by_name[piece.state]
         ends = (plan.src.rank(piece.src_rank), src_view, dst, dst_view)
-        loom.add(piece.src_rank, *ends, piece.box.over(period), state)
+        loom.add(piece.src_rank, *ends, piece.box, state)
     return loom.bundles()
 
 
-def _blanks(plan: Plan, pieces: Iterable[Piece], period: int) -> tuple[Bundle, ...]:
-    loom = _Loom()
+def _blanks(plan: Plan, pieces: Iterable[Piece], loom: _Loom) -> tuple[Bundle, ...]:
     dst = plan.dst.rank(plan.dst_rank)
     for name in dict.fromkeys(piece.state for piece in pieces):
         view = dst.by_state[name]
-        loom.add(dst.rank, dst, view, dst, view, view.box().over(period), plan.dst.state_by_name[name])
+        loom.add(dst.rank, dst, view, dst, view, dst.boxes[name], plan.dst.state_by_name[name])
     return loom.bundles()
 
 
 class _Loom:
     """Sorts pieces into bundles: by source rank and block strides, then by geometry."""
 
-    def __init__(self) -> None:
+    def __init__(self, patterns: Patterns, period: int) -> None:
+        self._patterns, self._period = patterns, period
         self._bundles: dict[tuple[int, int, int], dict[Geometry, list[tuple[int, int]]]] = {}
         self._first: dict[tuple[tuple[int, int, int], Geometry], str] = {}
+        self._alike: dict[tuple[int, ...], list[tuple[int, int]]] = {}
 
     def add(
         self, src_rank: int, src: Rank, src_view: View, dst: Rank, dst_view: View, box: Box, state: State
     ) -> None:
         key = (src_rank, src_view.block_stride, dst_view.block_stride)
-        geometry = Geometry(src_view.axes, dst_view.axes, box, state.item_bytes)
+        # Layers share their axes and boxes: what is the same object is not compared digit by digit.
+        alike = (*key, id(src_view.axes), id(dst_view.axes), id(box), state.item_bytes)
+        places = self._alike.get(alike)
+        if places is None:
+            geometry = Geometry(src_view.axes, dst_view.axes, box.over(self._period), state.item_bytes)
+            places = self._alike[alike] = self._bundles.setdefault(key, {}).setdefault(geometry, [])
+            self._first.setdefault((key, geometry), state.name)
         src_place = place(src.region_index[src_view.region], src_view.offset)
-        dst_place = place(dst.region_index[dst_view.region], dst_view.offset)
-        parts = self._bundles.setdefault(key, {})
-        parts.setdefault(geometry, []).append((src_place, dst_place))
-        self._first.setdefault((key, geometry), state.name)
+        places.append((src_place, place(dst.region_index[dst_view.region], dst_view.offset)))
 
     def bundles(self) -> tuple[Bundle, ...]:
         return tuple(
-            Bundle(*key, tuple(self._part(key, geometry, places) for geometry, places in parts.items()))
+            Bundle(
+                *key,
+                tuple(self._part(key, geometry, places) for geometry, places in parts.items()),
+                self._patterns,
+            )
             for key, parts in self._bundles.items()
         )
 
@@ -243,20 +280,18 @@ def _check_budget(lane: Lane, budget: int) -> None:
     segments = -(-dst_cells // shape.num_cells) + (not nests)
     for bundle in lane.bundles:
         for part in bundle.parts:
-            runs = len(pattern(part.geometry, shape)) * segments
+            runs = len(bundle.patterns.of(part.geometry, shape)) * segments
             if runs > budget:
                 note = f"{runs} runs per block of {dst_cells} cells, the budget is {budget}"
                 raise Refused(Finding(Code.TOO_MANY_RUNS, state=part.state, note=note))
 
 
-@lru_cache(maxsize=MAX_PATTERNS_KEPT)
-def pattern(geometry: Geometry, shape: Shape) -> Runs:
-    """The runs that copy the common part of two blocks, relative to where the views start."""
+def _pattern(geometry: Geometry, shape: Shape, offsets: Callable[[AxisMap], Ints]) -> Runs:
     axes = zip(geometry.box.axes, geometry.src_axes, geometry.dst_axes, strict=True)
     steps = [
-        _token_steps(src_map, dst_map, spans, geometry.box.period, shape)
+        _token_steps(offsets(src_map), offsets(dst_map), spans, geometry.box.period, shape)
         if name == TOKEN
-        else _axis_steps(src_map, dst_map, spans)
+        else _axis_steps(offsets(src_map), src_map.start, offsets(dst_map), dst_map.start, spans)
         for (name, spans), (_, src_map), (_, dst_map) in axes
     ]
     runs = Runs(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([geometry.item_bytes]))
@@ -274,13 +309,13 @@ def pattern(geometry: Geometry, shape: Shape) -> Runs:
     return runs
 
 
-def _axis_steps(src: AxisMap, dst: AxisMap, spans: Spans) -> tuple[Ints, Ints]:
-    """Both sides' byte offsets of the coordinates in ``spans``."""
+def _axis_steps(src: Ints, src_start: int, dst: Ints, dst_start: int, spans: Spans) -> tuple[Ints, Ints]:
+    """Both sides' byte offsets of the coordinates in ``spans``, from the offsets of all coordinates."""
     at = np.concatenate([np.arange(span.start, span.stop) for span in spans])
-    return _held(src.offsets()[at - src.start]), _held(dst.offsets()[at - dst.start])
+    return _held(src[at - src_start]), _held(dst[at - dst_start])
 
 
-def _token_steps(src: AxisMap, dst: AxisMap, spans: Spans, period: int, shape: Shape) -> tuple[Ints, Ints]:
+def _token_steps(src: Ints, dst: Ints, spans: Spans, period: int, shape: Shape) -> tuple[Ints, Ints]:
     """Both sides' byte offsets of the cells of a segment that belong to the piece."""
     cells = np.arange(shape.num_cells)
     if period > 1:
@@ -289,8 +324,7 @@ def _token_steps(src: AxisMap, dst: AxisMap, spans: Spans, period: int, shape: S
         starts, stops = (np.array(edges) for edges in zip(*((s.start, s.stop) for s in spans), strict=True))
         at = np.searchsorted(starts, residues, side="right") - 1
         cells = cells[(at >= 0) & (residues < stops[at])]
-    src_offsets = src.offsets()[cells + shape.src_cell]
-    return _held(src_offsets), _held(dst.offsets()[cells + shape.dst_cell])
+    return _held(src[cells + shape.src_cell]), _held(dst[cells + shape.dst_cell])
 
 
 def _held(offsets: Ints) -> Ints:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
-from kvferry.core.box import TOKEN
+from kvferry.core.box import TOKEN, Box
 from kvferry.core.state import MAX_BYTES, Addressing, Group, Kind, State, check_range
 from kvferry.core.view import View
 from kvferry.errors import Code, Finding, Refused, SpecError
@@ -71,9 +72,25 @@ class Rank:
         return {view.state: view for view in self.views}
 
     @cached_property
+    def boxes(self) -> dict[str, Box]:
+        """What this rank holds of each state. Equal boxes are one object: layers repeat a few."""
+        looks = {id(view.axes): view for view in self.views}
+        equal: dict[Box, Box] = {}
+        boxes = {at: equal.setdefault(box, box) for at, box in ((at, v.box()) for at, v in looks.items())}
+        return {view.state: boxes[id(view.axes)] for view in self.views}
+
+    @cached_property
     def region_index(self) -> dict[str, int]:
         """Where each region stands in ``regions``."""
         return {region.name: i for i, region in enumerate(self.regions)}
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Holders:
+    """Which ranks of an engine hold a part of a state. States that are held alike have the same object."""
+
+    boxes: tuple[tuple[int, Box], ...]
+    """(rank, what it holds of the state), in the order of the ranks."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +163,19 @@ class Manifest:
     def group_by_name(self) -> dict[str, Group]:
         """The groups by name."""
         return {group.name: group for group in self.groups}
+
+    @cached_property
+    def holders(self) -> dict[str, Holders]:
+        """Who holds a part of each state: an index over all ranks, made once for all plans."""
+        held: dict[str, list[tuple[int, Box]]] = defaultdict(list)
+        for rank in self.ranks:
+            for state, box in rank.boxes.items():
+                held[state].append((rank.rank, box))
+        alike: dict[tuple[tuple[int, int], ...], Holders] = {}
+        return {
+            state: alike.setdefault(tuple((rank, id(box)) for rank, box in boxes), Holders(tuple(boxes)))
+            for state, boxes in held.items()
+        }
 
     @cached_property
     def _primary(self) -> dict[str, State]:
@@ -271,6 +301,8 @@ def _differences(src: Manifest, ours: State) -> Iterator[Finding]:
     theirs = src.find(ours)
     if theirs is None:
         yield Finding(Code.MISSING_STATE, state=ours.name, note=f"not in engine {src.engine}")
+        return
+    if theirs == ours:
         return
     known = [src.state_by_name[n].name for n in (ours.name, *ours.aliases) if n in src.state_by_name]
     if len(set(known)) > 1:

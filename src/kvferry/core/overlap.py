@@ -15,9 +15,6 @@ from dataclasses import dataclass
 from math import gcd
 from typing import NamedTuple, Protocol, TypeVar
 
-from kvferry.core.state import State
-from kvferry.core.view import View
-
 MAX_WORK = 20_000
 """How many branches are followed before a layout counts as too tangled to be proved."""
 WORK_PER_COMB = 200
@@ -62,12 +59,6 @@ class Comb:
         """A comb of (count, stride) steps."""
         taken = sorted(((stride, count) for count, stride in steps if count > 1), reverse=True)
         return cls(base, tuple(taken), width)
-
-    @classmethod
-    def of_view(cls, view: View, state: State, num_blocks: int = 1) -> Comb:
-        """All bytes of a view, over this many blocks."""
-        steps = (*view.steps(), (num_blocks, view.block_stride))
-        return cls.of(view.offset, steps, state.item_bytes)
 
     @property
     def stop(self) -> int:

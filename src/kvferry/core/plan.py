@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise, product
 from math import lcm
 
 from kvferry.core.box import TOKEN, Box
-from kvferry.core.manifest import Manifest, compare
+from kvferry.core.manifest import Holders, Manifest, compare
 from kvferry.core.span import Span, Spans, holds, normal, show
 from kvferry.core.state import State
 from kvferry.core.view import View
@@ -64,10 +65,14 @@ class Plan:
 
     def src_name(self, state: str) -> str:
         """The source's name of a state of the destination."""
-        found = self.src.find(self.dst.state_by_name[state])
-        if found is None:
+        if state not in self._src_names:
             raise Refused(Finding(Code.MISSING_STATE, state=state))
-        return found.name
+        return self._src_names[state]
+
+    @cached_property
+    def _src_names(self) -> dict[str, str]:
+        found = ((name, self.src.find(self.dst.state_by_name[name])) for name in self.states)
+        return {name: state.name for name, state in found if state is not None}
 
 
 def plan(src: Manifest, dst: Manifest, dst_rank: int, *, states: Collection[str] | None = None) -> Plan:
@@ -121,21 +126,19 @@ class _Deal:
         self._src, self._dst, self._dst_rank = src, dst, dst_rank
         self._lines: dict[object, list[tuple[str, _Atom, int]]] = defaultdict(list)
         self._order: list[str] = []
-        self._memo: dict[object, list[_Atom]] = {}
-        self._holders = _boxes_by_state(src)
-        self._readers = _boxes_by_state(dst)
+        self._atoms: dict[tuple[Box, Holders, Holders], list[_Atom]] = {}
+        self._needs = dst.rank(dst_rank).boxes
 
     def add(self, view: View) -> None:
         """Cut the need of one state into atoms and put them on their lines."""
         state = self._dst.state_by_name[view.state]
         source = self._src.find(state)
-        holders = self._holders.get(source.name, ()) if source else ()
-        readers = self._readers[view.state]
-        key = (view.box(), holders, readers)
-        if key not in self._memo:
-            self._memo[key] = list(_atoms(state, view.box(), holders, readers))
+        holders = self._src.holders.get(source.name, NOBODY) if source else NOBODY
+        key = (self._needs[view.state], holders, self._dst.holders[view.state])
+        if key not in self._atoms:
+            self._atoms[key] = list(_atoms(state, *key))
         self._order.append(view.state)
-        for atom in self._memo[key]:
+        for atom in self._atoms[key]:
             weight = atom.box.num_cells() * state.item_bytes
             self._lines[atom.holders, atom.readers, state.kind].append((view.state, atom, weight))
 
@@ -145,8 +148,12 @@ class _Deal:
         for line in self._lines.values():
             for name, atom, holder in self._cut(line):
                 dealt[name].append((holder, atom.box))
+        joined: dict[tuple[tuple[int, int], ...], list[tuple[int, Box]]] = {}
         for name in self._order:
-            for src_rank, box in _joined(dealt[name]):
+            alike = tuple((src_rank, id(box)) for src_rank, box in dealt[name])
+            if alike not in joined:
+                joined[alike] = _joined(dealt[name])
+            for src_rank, box in joined[alike]:
                 yield Piece(src_rank, self._dst_rank, name, box)
 
     def _cut(self, line: Sequence[tuple[str, _Atom, int]]) -> Iterator[tuple[str, _Atom, int]]:
@@ -161,24 +168,14 @@ class _Deal:
             passed += weight
 
 
-def _boxes_by_state(manifest: Manifest) -> dict[str, tuple[tuple[int, Box], ...]]:
-    boxes: dict[str, list[tuple[int, Box]]] = defaultdict(list)
-    for rank in manifest.ranks:
-        for view in rank.views:
-            boxes[view.state].append((rank.rank, view.box()))
-    return {state: tuple(held) for state, held in boxes.items()}
+NOBODY = Holders(())
 
 
-def _atoms(
-    state: State,
-    need: Box,
-    holders: Sequence[tuple[int, Box]],
-    readers: Sequence[tuple[int, Box]],
-) -> Iterator[_Atom]:
+def _atoms(state: State, need: Box, holders: Holders, readers: Holders) -> Iterator[_Atom]:
     """Cut ``need`` along every axis wherever the set of holders changes, and take the product."""
-    period = lcm(need.period, *(box.period for _, box in holders))
+    period = lcm(need.period, *(box.period for _, box in holders.boxes))
     need = need.over(period)
-    held = [(rank, dict(box.over(period).axes)) for rank, box in holders]
+    held = [(rank, dict(box.over(period).axes)) for rank, box in holders.boxes]
     cuts = [
         [(name, spans, ranks) for ranks, spans in _by_holders(name, needed, held).items()]
         for name, needed in need.axes
@@ -189,7 +186,7 @@ def _atoms(
         ranks = everyone.intersection(*(ranks for _, _, ranks in combination))
         if not ranks:
             raise Refused(_not_held(state, combination, held))
-        wanting = tuple(sorted(rank for rank, other in readers if box & other))
+        wanting = tuple(sorted(rank for rank, other in readers.boxes if box & other))
         yield _Atom(_reduced(box), tuple(sorted(ranks)), wanting)
 
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from math import lcm
+from typing import NamedTuple
 
 from kvferry.core.box import Box
 from kvferry.core.manifest import Manifest, Rank, compare
@@ -68,28 +69,26 @@ def _tiling(plan: Plan) -> Iterator[Finding]:
     pieces: dict[str, list[Piece]] = defaultdict(list)
     for piece in plan.pieces:
         pieces[piece.state].append(piece)
+    needed = set(plan.states)
     for piece in plan.pieces:
-        if piece.state not in plan.states or piece.dst_rank != plan.dst_rank:
+        if piece.state not in needed or piece.dst_rank != plan.dst_rank:
             yield Finding(Code.NOT_NEEDED, state=piece.state, field=f"rank {piece.dst_rank}")
-    views = plan.dst.rank(plan.dst_rank).by_state
-    if unknown := set(plan.states) - views.keys():
+    if unknown := needed - plan.dst.rank(plan.dst_rank).by_state.keys():
         yield from (Finding(Code.MISSING_STATE, state=s, note="not on this rank") for s in sorted(unknown))
         return
+    needs = plan.dst.rank(plan.dst_rank).boxes
+    held_by = {piece.src_rank: plan.src.rank(piece.src_rank).boxes for piece in plan.pieces}
     seen: dict[object, list[Finding]] = {}
     for state in plan.states:
         parts = [(piece.src_rank, piece.box) for piece in pieces[state]]
         source = plan.src_name(state)
-        held = [_held(plan.src, src_rank, source) for src_rank, _ in parts]
-        key = (views[state].box(), tuple(parts), tuple(held))
+        held = [held_by[src_rank].get(source) for src_rank, _ in parts]
+        # Layers that go alike share their boxes, and are looked at once.
+        key = (id(needs[state]), *((src_rank, id(box)) for src_rank, box in parts), *map(id, held))
         if key not in seen:
-            seen[key] = list(_tiles(views[state].box(), parts, held))
+            seen[key] = list(_tiles(needs[state], parts, held))
         for finding in seen[key]:
-            yield Finding(finding.code, state, finding.field, finding.src, finding.dst, finding.note)
-
-
-def _held(src: Manifest, src_rank: int, state: str) -> Box | None:
-    view = src.rank(src_rank).by_state.get(state)
-    return view.box() if view else None
+            yield replace(finding, state=state)
 
 
 def _tiles(need: Box, parts: Sequence[tuple[int, Box]], held: Sequence[Box | None]) -> Iterator[Finding]:
@@ -124,71 +123,108 @@ def _missing(need: Box, parts: Sequence[Box], period: int) -> str:
     return f"{missing} of {need.num_cells()} cells"
 
 
-def _soundness(manifest: Manifest, rank: Rank, side: str) -> Iterator[Finding]:
-    """Every view in bounds and one-to-one; no two that can be live at once on one byte."""
-    regions = {region.name: region for region in rank.regions}
-    by_region: dict[str, list[tuple[View, Comb]]] = defaultdict(list)
-    for view in rank.views:
-        state = manifest.state_by_name[view.state]
-        comb = Comb.of_view(view, state, manifest.group_by_name[view.group].num_blocks)
-        by_region[view.region].append((view, comb))
-        where = f"{side} rank {rank.rank}, region {view.region}"
-        size = regions[view.region].num_bytes
-        if comb.stop > size:
-            note = f"the view ends at byte {comb.stop} of {size}"
-            yield Finding(Code.OUT_OF_BOUNDS, state=view.state, field=where, note=note)
-        try:
-            if comb.folds():
-                note = "two cells sit on one byte: a stride is shorter than what it steps over"
-                yield Finding(Code.CELLS_COLLIDE, state=view.state, field=where, note=note)
-        except Tangled:
-            yield Finding(Code.CELLS_COLLIDE, state=view.state, field=where, note=_TANGLED)
-    for region, views in by_region.items():
-        where = f"{side} rank {rank.rank}, region {region}"
-        yield from _overlapping(manifest, where, views)
+class _Look(NamedTuple):
+    """What a view looks like, apart from where it begins. Layers repeat a few of these."""
+
+    group: str
+    pool: str
+    pages: Comb
+    """Its bytes in all blocks, from 0 on."""
+    page: Comb
+    """Its bytes in block 0, from 0 on."""
+    block_stride: int
+    num_blocks: int
+    folds: str
+    """Why two cells sit on one byte, or may; empty if each has its own."""
+
+    def blocks(self, offset: int) -> Blocks:
+        """Its blocks, if it begins at ``offset``."""
+        return Blocks(replace(self.page, base=offset), self.block_stride, self.num_blocks)
+
+
+def _look(manifest: Manifest, view: View) -> _Look:
+    state, group = manifest.state_by_name[view.state], manifest.group_by_name[view.group]
+    page = Comb.of(0, view.steps(), state.item_bytes)
+    pages = Comb.of(0, (*view.steps(), (group.num_blocks, view.block_stride)), state.item_bytes)
+    try:
+        folds = "two cells sit on one byte: a stride is shorter than what it steps over" * pages.folds()
+    except Tangled:
+        folds = _TANGLED
+    return _Look(group.name, group.pool, pages, page, view.block_stride, group.num_blocks, folds)
 
 
 _TANGLED = "the strides are too tangled for a proof"
 
 
-def _overlapping(manifest: Manifest, where: str, views: Sequence[tuple[View, Comb]]) -> Iterator[Finding]:
-    by_group: dict[str, list[tuple[View, Comb]]] = defaultdict(list)
-    by_pool: dict[str, list[View]] = defaultdict(list)
-    for view, comb in views:
-        by_group[view.group].append((view, comb))
-        by_pool[manifest.group_by_name[view.group].pool].append(view)
+def _soundness(manifest: Manifest, rank: Rank, side: str) -> Iterator[Finding]:
+    """Every view in bounds and one-to-one; no two that can be live at once on one byte."""
+    num_bytes = {region.name: region.num_bytes for region in rank.regions}
+    looks: dict[tuple[object, ...], _Look] = {}
+    by_region: dict[str, list[tuple[View, _Look]]] = defaultdict(list)
+    for view in rank.views:
+        item_bytes = manifest.state_by_name[view.state].item_bytes
+        key = (id(view.axes), view.block_stride, view.group, item_bytes)
+        look = looks.get(key) or looks.setdefault(key, _look(manifest, view))
+        by_region[view.region].append((view, look))
+        where = f"{side} rank {rank.rank}, region {view.region}"
+        stop, size = view.offset + look.pages.stop, num_bytes[view.region]
+        if stop > size:
+            note = f"the view ends at byte {stop} of {size}"
+            yield Finding(Code.OUT_OF_BOUNDS, state=view.state, field=where, note=note)
+        if look.folds:
+            yield Finding(Code.CELLS_COLLIDE, state=view.state, field=where, note=look.folds)
+    seen: dict[tuple[object, ...], list[_Clash]] = {}
+    for region, views in by_region.items():
+        # Regions that look alike are asked about once.
+        region_look = tuple((view.offset, id(look)) for view, look in views)
+        if region_look not in seen:
+            seen[region_look] = list(
+                _clashes([view.offset for view, _ in views], [look for _, look in views])
+            )
+        for clash in seen[region_look]:
+            yield _overlap(f"{side} rank {rank.rank}, region {region}", views, clash)
+
+
+class _Clash(NamedTuple):
+    """Two views of a region, by index, that share a byte; of none, if that was not decided."""
+
+    views: tuple[int, int] | None
+    note: str
+
+
+def _clashes(offsets: Sequence[int], looks: Sequence[_Look]) -> Iterator[_Clash]:
+    """Which views of a region can be live at once on one byte."""
+    combs = [replace(look.pages, base=offset) for offset, look in zip(offsets, looks, strict=True)]
+    by_group: dict[str, list[int]] = defaultdict(list)
+    by_pool: dict[str, list[int]] = defaultdict(list)
+    for i, look in enumerate(looks):
+        by_group[look.group].append(i)
+        by_pool[look.pool].append(i)
     try:
         for members in by_group.values():
-            for i, j in overlaps([comb for _, comb in members]):
-                yield _overlap(where, members[i][0], members[j][0], "one group")
-        for pooled in by_pool.values():
-            yield from _across_groups(manifest, where, pooled)
-        pools = [manifest.group_by_name[view.group].pool for view, _ in views]
-        for i, j in overlaps([comb for _, comb in views], pools):
-            yield _overlap(where, views[i][0], views[j][0], "groups of two pools")
+            for i, j in overlaps([combs[i] for i in members]):
+                yield _Clash((members[i], members[j]), "one group")
+        if len(by_group) == 1:
+            return
+        for members in by_pool.values():
+            pages = [looks[i].blocks(offsets[i]) for i in members]
+            for i, j in overlaps_apart(pages, [looks[i].group for i in members]):
+                yield _Clash((members[i], members[j]), _two_blocks(pages[i], pages[j]))
+        for pair in overlaps(combs, [look.pool for look in looks]):
+            yield _Clash(pair, "groups of two pools")
     except Tangled:
-        yield Finding(Code.VIEWS_OVERLAP, field=where, note=_TANGLED)
+        yield _Clash(None, _TANGLED)
 
 
-def _across_groups(manifest: Manifest, where: str, views: Sequence[View]) -> Iterator[Finding]:
-    """Groups of one pool share no byte of two different blocks."""
-    groups = [view.group for view in views]
-    if len(set(groups)) == 1:
-        return
-    blocks = [
-        Blocks(
-            Comb.of_view(view, manifest.state_by_name[view.state]),
-            view.block_stride,
-            manifest.group_by_name[view.group].num_blocks,
-        )
-        for view in views
-    ]
-    for i, j in overlaps_apart(blocks, groups):
-        strides = {views[i].block_stride, views[j].block_stride}
-        steps = f", {' and '.join(map(str, sorted(strides)))} bytes apart" * (len(strides) > 1)
-        yield _overlap(where, views[i], views[j], f"two blocks of one pool{steps}")
+def _two_blocks(a: Blocks, b: Blocks) -> str:
+    if a.stride == b.stride:
+        return "two blocks of one pool"
+    return f"two blocks of one pool, {a.stride} and {b.stride} bytes apart"
 
 
-def _overlap(where: str, a: View, b: View, note: str) -> Finding:
-    shared = f"{b.state} sits on the same bytes ({note}); two names of one state are aliases"
-    return Finding(Code.VIEWS_OVERLAP, state=a.state, field=where, note=shared)
+def _overlap(where: str, views: Sequence[tuple[View, _Look]], clash: _Clash) -> Finding:
+    if clash.views is None:
+        return Finding(Code.VIEWS_OVERLAP, field=where, note=clash.note)
+    a, b = (views[i][0].state for i in clash.views)
+    shared = f"{b} sits on the same bytes ({clash.note}); two names of one state are aliases"
+    return Finding(Code.VIEWS_OVERLAP, state=a, field=where, note=shared)

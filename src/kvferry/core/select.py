@@ -136,8 +136,8 @@ def _check_number(products: Sequence[_Products], max_runs: int) -> None:
     if total > max_runs:
         most = max(products, key=lambda each: each.num_runs)
         detail = (
-            f"the request would take {total:,} runs, at most {max_runs:,} are made; give both engines the"
-            " same layout of a block (HND or NHD), or larger blocks, or load fewer tokens at a time"
+            f"the request would take {total:,} runs, at most {max_runs:,} are made; use the same layout of a"
+            " block on both sides, or larger blocks, or load fewer tokens at a time"
         )
         raise RequestError("too-many-runs", most.lane.dst_group.name, detail)
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 
 import numpy as np
@@ -107,7 +106,16 @@ class AxisMap:
 
     def offsets(self) -> Ints:
         """Byte offset of each coordinate from ``start`` on; ``NOT_HELD`` where this rank has none."""
-        return _offsets(self.digits)
+        total, held = np.zeros(1, np.int64), np.ones(1, bool)
+        for digit in self.digits:
+            values = np.arange(digit.size, dtype=np.int64)
+            span = digit.held or Span(0, digit.size)
+            inside = (values >= span.start) & (values < span.stop)
+            total = np.add.outer(total, (values - span.start) * digit.stride).ravel()
+            held = np.logical_and.outer(held, inside).ravel()
+        offsets = np.where(held, total, NOT_HELD)
+        offsets.setflags(write=False)
+        return offsets
 
     def spans(self) -> Spans:
         """The coordinates that this rank holds."""
@@ -116,20 +124,6 @@ class AxisMap:
         held = np.flatnonzero(self.offsets() != NOT_HELD) + self.start
         cuts = np.flatnonzero(np.diff(held) != 1) + 1
         return tuple(Span(int(p[0]), int(p[-1]) + 1) for p in np.split(held, cuts))
-
-
-@lru_cache(maxsize=512)
-def _offsets(digits: tuple[Digit, ...]) -> Ints:
-    total, held = np.zeros(1, np.int64), np.ones(1, bool)
-    for digit in digits:
-        values = np.arange(digit.size, dtype=np.int64)
-        span = digit.held or Span(0, digit.size)
-        inside = (values >= span.start) & (values < span.stop)
-        total = np.add.outer(total, (values - span.start) * digit.stride).ravel()
-        held = np.logical_and.outer(held, inside).ravel()
-    offsets = np.where(held, total, NOT_HELD)
-    offsets.setflags(write=False)
-    return offsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,19 +175,14 @@ class View:
         return dict(self.axes)[name]
 
     def box(self) -> Box:
-        """What this rank holds of the state."""
-        return _box(self.axes)
+        """What this rank holds of the state. Of many views ask the rank, which makes equal boxes once."""
+        period = next((axis.period for name, axis in self.axes if name == TOKEN), 1)
+        spans = ((name, axis.spans() if name != TOKEN else _residues(axis)) for name, axis in self.axes)
+        return Box(tuple(spans), period)
 
     def steps(self) -> tuple[tuple[int, int], ...]:
         """(count, byte stride) of every held digit inside one block."""
         return tuple((d.num_held, d.stride) for _, axis in self.axes for d in axis.digits)
-
-
-@lru_cache(maxsize=65536)
-def _box(axes: tuple[tuple[str, AxisMap], ...]) -> Box:
-    period = next((axis.period for name, axis in axes if name == TOKEN), 1)
-    spans = ((name, axis.spans() if name != TOKEN else _residues(axis)) for name, axis in axes)
-    return Box(tuple(spans), period)
 
 
 def _residues(axis: AxisMap) -> Spans:
