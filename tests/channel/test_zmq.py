@@ -36,9 +36,9 @@ def test_there_and_back(opened, secret):
     caller.send(listener.address, b"hello")
     (received,) = heard(listener)
     assert received.data == b"hello"
-    listener.send(received.route, b"welcome")
+    listener.send(received.reply_to, b"welcome")
     (answer,) = heard(caller)
-    assert (answer.route, answer.data) == (listener.address, b"welcome")
+    assert (answer.reply_to, answer.data) == (listener.address, b"welcome")
 
 
 def test_a_route_outlives_its_connection(opened):
@@ -51,8 +51,8 @@ def test_a_route_outlives_its_connection(opened):
     socket.connect(listener.address)
     caller.send(listener.address, b"hello again")
     (second,) = heard(listener)
-    assert second.route == first.route
-    listener.send(first.route, b"still there")
+    assert second.reply_to == first.reply_to
+    listener.send(first.reply_to, b"still there")
     assert [answer.data for answer in heard(caller)] == [b"still there"]
 
 
@@ -85,7 +85,7 @@ def test_who_does_not_know_the_secret_gets_nowhere(opened):
     for channel in (*strangers, friend):
         channel.send(listener.address, b"hello")
     (received,) = heard(listener)
-    listener.send(received.route, b"welcome")
+    listener.send(received.reply_to, b"welcome")
     assert [answer.data for answer in heard(friend)] == [b"welcome"]
     assert not heard(listener, seconds=0.5)
     assert not any(stranger.wait(0) for stranger in strangers)

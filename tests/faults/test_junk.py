@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from kvferry.testing.fleet import until
-from kvferry.wire.messages import MAX_MESSAGE_BYTES, PROTOCOL, Heard, Hello, Join, Renew, encode
+from kvferry.wire.messages import MAX_MESSAGE_BYTES, PROTOCOL, Hello, Join, ReleaseAck, Renew, encode
 
 TLS_HELLO = bytes.fromhex("16030100c8010000c40303") + bytes(range(32)) + bytes(160)
 NUM_EACH = 50
@@ -143,14 +143,14 @@ def test_strangers_cannot_join_renew_or_hear(harbour, source, one):
             stranger.say(encode(Join(PROTOCOL, "prefill", rank, "nixl", b"manifest", b"card")))
             answer = stranger.hear(5)
             assert answer is not None
-            assert b"Sorry" in answer
+            assert b"Rejected" in answer
         stranger.say(encode(Join(PROTOCOL, "another engine", 0, "nixl", b"", b"")))
-        assert b"Sorry" in (stranger.hear(5) or b"")
+        assert b"Rejected" in (stranger.hear(5) or b"")
         stranger.say(encode(Renew(1, before["generation"], "stranger", (ticket.ticket_id,))))
         renewal = msgspec.msgpack.decode(stranger.hear(5) or b"")
         assert (renewal["kept"], renewal["ended"]) == ([], [ticket.ticket_id])
         for rank in (0, 5, -3):
-            stranger.say(encode(Heard(before["generation"], rank, 2**50)))
+            stranger.say(encode(ReleaseAck(before["generation"], rank, 2**50)))
         until(lambda: source.status()["being_read"] == 1, "the lease stands")
     source.fleet.ranks[0].resume()
     assert one.wait(load) == [""]

@@ -15,18 +15,18 @@ from kvferry.wire.messages import (
     PROTOCOL,
     Acquire,
     Denial,
-    Ended,
     Grant,
-    Heard,
     Hello,
     Join,
-    Joined,
-    Noted,
+    JoinAck,
     Outcome,
+    Rejected,
+    ReleaseAck,
+    ReleaseNotice,
     Renew,
     Renewal,
     Settle,
-    Sorry,
+    SettleAck,
     Welcome,
 )
 
@@ -58,19 +58,19 @@ def one(effects):
 
 
 def acquire(source, ticket, reader="A", rank=0, ranks=1, *, now=1.0, attempt=1):
-    return one(source.receive(now, "route", Acquire(5, ticket, reader, rank, ranks, attempt)))
+    return one(source.receive(now, "reply_to", Acquire(5, ticket, reader, rank, ranks, attempt)))
 
 
 def settle(source, ticket, outcome, reader="A", rank=0, *, now=2.0, attempt=1, generation=7):
     message = Settle(generation, ticket.ticket_id, reader, rank, attempt, outcome)
-    noted, *rest = source.receive(now, "route", message)
-    assert noted == Send("route", Noted(ticket.ticket_id, rank, attempt))
+    noted, *rest = source.receive(now, "reply_to", message)
+    assert noted == Send("reply_to", SettleAck(ticket.ticket_id, rank, attempt))
     return [effect for effect in rest if isinstance(effect, Released)]
 
 
 def renew(source, reader, *tickets, now, generation=7):
     ids = tuple(ticket.ticket_id for ticket in tickets)
-    return one(source.receive(now, "route", Renew(9, generation, reader, ids)))
+    return one(source.receive(now, "reply_to", Renew(9, generation, reader, ids)))
 
 
 def join(source, rank=0, now=0.0, **changes):
@@ -361,8 +361,8 @@ def test_offers_from_many_threads_have_numbers_and_names_of_their_own():
 def test_readers_are_welcomed_once_every_rank_has_joined():
     source = authority(num_ranks=2)
     hello = Hello(PROTOCOL, "A")
-    assert join(source, 1) == [Joined("prefill", 7)]
-    assert one(source.receive(0.0, "x", hello)) == Sorry("not-ready", "1 of 2 ranks have joined")
+    assert join(source, 1) == [JoinAck("prefill", 7)]
+    assert one(source.receive(0.0, "x", hello)) == Rejected("not-ready", "1 of 2 ranks have joined")
     join(source, 0, manifest=b"n")
     welcome = one(source.receive(0.0, "x", hello))
     assert welcome == Welcome(PROTOCOL, "prefill", 7, "memory", b"m+n", {1: b"c", 0: b"c"})
@@ -380,7 +380,7 @@ def test_who_does_not_belong_here_does_not_join(changes):
 def test_a_rank_does_not_change_its_memory(changes):
     source = authority()
     join(source)
-    assert join(source) == [Joined("prefill", 7)]
+    assert join(source) == [JoinAck("prefill", 7)]
     assert join(source, **changes)[0].code == "join"
 
 
@@ -391,9 +391,9 @@ def test_ranks_that_do_not_fit_together_are_turned_away():
     assert source.receive(0.0, "rank 1", last) == [Merge({0: b"m", 1: b"misfit"})]
     assert source.receive(0.5, "rank 1", last) == []  # repeated meanwhile: answered when it is known
     (answer,) = source.not_merged(1.0, "two different models")
-    assert answer == Send("rank 1", Sorry("join", "two different models"))
+    assert answer == Send("rank 1", Rejected("join", "two different models"))
     assert not source.is_whole
-    assert join(source, 1) == [Joined("prefill", 7)]
+    assert join(source, 1) == [JoinAck("prefill", 7)]
     assert source.is_whole
 
 
@@ -406,17 +406,17 @@ def test_ranks_of_different_transports_do_not_fit_together():
 def test_a_rank_that_another_start_knew_is_told_to_join():
     """An authority that starts anew at its address is joined again by the ranks that live on."""
     source = authority(generation=8)
-    assert hear(source, 3) == [Sorry("not-joined", "this start of the engine does not know the rank yet")]
+    assert hear(source, 3) == [Rejected("not-joined", "this start of the engine does not know the rank yet")]
     join(source)
     assert hear(source, 0, generation=8) == []
-    assert [m.code for m in hear(source, 0, generation=8, route="left over")] == ["not-joined"]
+    assert [m.code for m in hear(source, 0, generation=8, reply_to="left over")] == ["not-joined"]
 
 
 def test_a_new_rank_takes_the_place_of_one_that_is_left_over():
     """An engine starts anew while the ranks of its last start are still ending: theirs is not its memory."""
     source = authority(num_ranks=2, generation=8)
-    assert join(source, 0, card=b"old", previous=7) == [Joined("prefill", 8)]
-    assert join(source, 0, card=b"new") == [Joined("prefill", 8)]
+    assert join(source, 0, card=b"old", previous=7) == [JoinAck("prefill", 8)]
+    assert join(source, 0, card=b"new") == [JoinAck("prefill", 8)]
     assert join(source, 0, card=b"old", previous=7)[0].code == "join"
     join(source, 1)
     welcome = one(source.receive(0.0, "x", Hello(PROTOCOL, "A")))
@@ -433,8 +433,8 @@ def test_every_rank_hears_of_a_release_under_the_sources_own_name():
     ticket = offered(source, "mine")
     acquire(source, ticket)
     effects = source.receive(2.0, "x", Settle(7, ticket.ticket_id, "A", 0, 1, READ))
-    notices = [e for e in effects if isinstance(e, Send) and isinstance(e.message, Ended)]
-    assert notices == [Send(f"rank {n}", Ended(7, 1, (("mine", "read"),))) for n in range(3)]
+    notices = [e for e in effects if isinstance(e, Send) and isinstance(e.message, ReleaseNotice)]
+    assert notices == [Send(f"rank {n}", ReleaseNotice(7, 1, (("mine", "read"),))) for n in range(3)]
 
 
 def released(source, *names, now=0.0):
@@ -447,16 +447,16 @@ def released(source, *names, now=0.0):
     return [e.message for e in effects if isinstance(e, Send)]
 
 
-def hear(source, number, now=0.0, generation=7, route="rank 0"):
-    return [e.message for e in source.receive(now, route, Heard(generation, 0, number))]
+def hear(source, number, now=0.0, generation=7, reply_to="rank 0"):
+    return [e.message for e in source.receive(now, reply_to, ReleaseAck(generation, 0, number))]
 
 
 def test_notices_stop_and_wait_and_then_come_together():
     source = authority()
     join(source)
-    assert released(source, "1", "2", "3") == [Ended(7, 1, (("1", "withdrawn"),))]
+    assert released(source, "1", "2", "3") == [ReleaseNotice(7, 1, (("1", "withdrawn"),))]
     assert source.tick(0.4) == []
-    assert hear(source, 1, now=0.4) == [Ended(7, 2, (("2", "withdrawn"), ("3", "withdrawn")))]
+    assert hear(source, 1, now=0.4) == [ReleaseNotice(7, 2, (("2", "withdrawn"), ("3", "withdrawn")))]
     assert hear(source, 1, now=0.4) == []  # a copy
     assert [e.message.first for e in source.tick(0.9)] == [2]  # repeated until heard
     assert source.next_deadline() == 1.4
@@ -477,7 +477,7 @@ def test_a_rank_that_joins_late_hears_what_ended_before():
     source = authority()
     assert released(source, "early") == []
     assert source.next_deadline() == LEASE  # nothing to repeat to nobody
-    assert join(source) == [Joined("prefill", 7), Ended(7, 1, (("early", "withdrawn"),))]
+    assert join(source) == [JoinAck("prefill", 7), ReleaseNotice(7, 1, (("early", "withdrawn"),))]
 
 
 def test_nobody_has_heard_what_was_not_said():

@@ -48,9 +48,9 @@ from kvferry.runtime.values import (
 from kvferry.wire.messages import (
     PROTOCOL,
     Acquire,
-    Heard,
     Join,
     Outcome,
+    ReleaseAck,
     Renew,
     Settle,
     decode_from_authority,
@@ -127,7 +127,7 @@ class Rank:
     reports: dict[int, Report] = field(default_factory=dict)
 
     @property
-    def route(self):
+    def reply_to(self):
         return f"{self.engine}/{self.reader.rank}"
 
 
@@ -151,7 +151,7 @@ class Packet:
     """A message under way."""
 
     to: str
-    route: str
+    reply_to: str
     data: bytes
 
 
@@ -201,7 +201,7 @@ class World(RuleBasedStateMachine):
     def start_members(self):
         """Ranks as new processes: what went to or came from earlier ones is lost with their connections."""
         gone = {rank.name for rank in self.src_ranks}
-        self.packets = [packet for packet in self.packets if not gone & {packet.route, packet.to}]
+        self.packets = [packet for packet in self.packets if not gone & {packet.reply_to, packet.to}]
         self.src_ranks = []
         self.num_starts += 1
         for number in range(NUM_SRC_RANKS):
@@ -275,7 +275,7 @@ class World(RuleBasedStateMachine):
         for effect in effects:
             match effect:
                 case Send():
-                    self.packets.append(Packet(effect.to, rank.route, encode(effect.message)))
+                    self.packets.append(Packet(effect.to, rank.reply_to, encode(effect.message)))
                 case Build():
                     assert effect.peer not in [b.peer for b in rank.builds], "built twice at a time"
                     rank.builds.append(effect)
@@ -556,18 +556,18 @@ class World(RuleBasedStateMachine):
     def do_deliver(self, packet):
         if packet.to == ADDRESS:
             message = decode_to_authority(packet.data)
-            self.of_authority(self.authority.receive(self.src_now, packet.route, message))
+            self.of_authority(self.authority.receive(self.src_now, packet.reply_to, message))
         for rank in self.ranks:
-            if packet.to == rank.route:
+            if packet.to == rank.reply_to:
                 answer = decode_from_authority(packet.data)
-                self.of_reader(rank, rank.reader.receive(self.clock(rank), packet.route, answer))
+                self.of_reader(rank, rank.reader.receive(self.clock(rank), packet.reply_to, answer))
         for src_rank in self.src_ranks:
             if packet.to == src_rank.name:
                 self.source_hears(src_rank, packet, decode_from_authority(packet.data))
 
     def source_hears(self, rank, packet, message):
         before = rank.member._generation
-        effects = rank.member.receive(self.src_now, packet.route, message)
+        effects = rank.member.receive(self.src_now, packet.reply_to, message)
         assert rank.member.state is not Membership.REFUSED, rank.member.refusal
         if rank.member._generation != before:
             rank.heard.clear()
@@ -612,7 +612,7 @@ class World(RuleBasedStateMachine):
             Settle(self.generation, ticket_id, "", 0, 1 << 40, Outcome.READ),
             Settle(self.generation - 1, ticket_id, name, 0, 1 << 40, Outcome.READ),
             Renew(1, self.generation, "", (ticket_id,)),
-            Heard(self.generation - 1, 0, 1 << 40),
+            ReleaseAck(self.generation - 1, 0, 1 << 40),
             Acquire(1, ticket, "", 0, 1, 1 << 40),
         )[kind]
         self.packets.append(Packet(ADDRESS, "nobody", encode(message)))

@@ -15,12 +15,12 @@ from kvferry.wire.messages import (
     Denial,
     Grant,
     Hello,
-    Noted,
     Outcome,
+    Rejected,
     Renew,
     Renewal,
     Settle,
-    Sorry,
+    SettleAck,
     Welcome,
 )
 from kvferry.wire.ticket import Ticket
@@ -59,8 +59,8 @@ class Driver:
 
         return call
 
-    def answer(self, message, route="src"):
-        return self.receive(route, message)
+    def answer(self, message, reply_to="src"):
+        return self.receive(reply_to, message)
 
     def at(self, now):
         self.now = now
@@ -154,7 +154,7 @@ def test_a_fetch_leases_meets_selects_reads_and_settles(it):
     assert record.total_seconds == 4.0
     assert (record.num_sources, record.num_bytes, record.outcome) == (2, 16, "read")
     assert it.only(Settle) == Settle(7, 1, "A", 0, ask.attempt, Outcome.READ)
-    it.answer(Noted(1, 0, ask.attempt))
+    it.answer(SettleAck(1, 0, ask.attempt))
     assert is_empty(it.reader)
 
 
@@ -295,11 +295,13 @@ def test_a_lease_counts_from_the_moment_of_asking(it):
     assert it.of(Select) == []
 
 
-@pytest.mark.parametrize(("route", "nonce", "ticket_id"), [("another", 0, 1), ("src", 1, 1), ("src", 0, 2)])
-def test_only_who_was_asked_grants_what_was_asked(it, route, nonce, ticket_id):
+@pytest.mark.parametrize(
+    ("reply_to", "nonce", "ticket_id"), [("another", 0, 1), ("src", 1, 1), ("src", 0, 2)]
+)
+def test_only_who_was_asked_grants_what_was_asked(it, reply_to, nonce, ticket_id):
     it.fetch(1, fetch_of())
     asked = it.only(Acquire).nonce
-    it.answer(Grant(asked + nonce, ticket_id, 30_000), route)
+    it.answer(Grant(asked + nonce, ticket_id, 30_000), reply_to)
     it.met()
     assert it.of(Select) == []
 
@@ -414,7 +416,7 @@ def test_an_answer_to_an_earlier_use_of_a_handle_is_not_for_the_later_one(it):
 
 def test_not_ready_is_tried_again_until_the_deadline(it):
     it.granted()
-    it.answer(Sorry("not-ready"))
+    it.answer(Rejected("not-ready"))
     it.at(0.5).tick()
     assert it.of(Hello)
     it.at(10.0).tick()
@@ -425,7 +427,7 @@ def test_not_ready_is_tried_again_until_the_deadline(it):
 @pytest.mark.parametrize(
     ("message", "code"),
     [
-        (Sorry("protocol"), "protocol"),
+        (Rejected("protocol"), "protocol"),
         (welcome(protocol=PROTOCOL + 1), "protocol"),
         (welcome(generation=8), "restarted"),
         (welcome(engine="another"), "restarted"),
@@ -624,11 +626,11 @@ def test_settle_is_repeated_until_noted(it):
     assert it.of(Settle) == []
     it.at(0.5).tick()
     assert it.of(Settle) == [settle]
-    it.answer(Noted(1, 0, settle.attempt), "another")
-    it.answer(Noted(1, 0, settle.attempt + 1))
+    it.answer(SettleAck(1, 0, settle.attempt), "another")
+    it.answer(SettleAck(1, 0, settle.attempt + 1))
     it.at(1.0).tick()
     assert it.of(Settle) == [settle]
-    it.answer(Noted(1, 0, settle.attempt))
+    it.answer(SettleAck(1, 0, settle.attempt))
     it.at(1.5).tick()
     assert it.of(Settle) == []
 
@@ -651,7 +653,7 @@ def test_two_fetches_of_one_ticket_settle_each_for_itself(it):
     it.granted(2).abort(2)
     second = it.only(Settle)
     assert first.attempt < second.attempt
-    it.answer(Noted(1, 0, second.attempt))
+    it.answer(SettleAck(1, 0, second.attempt))
     it.at(0.5).tick()
     assert it.of(Settle) == [first]
 
@@ -660,7 +662,7 @@ def test_idle_means_that_nothing_is_to_be_done(it):
     assert it.reader.next_deadline() == float("inf")
     (transfer,) = it.reading()
     it.ended(transfer, "")
-    it.answer(Noted(1, 0, it.only(Settle).attempt))
+    it.answer(SettleAck(1, 0, it.only(Settle).attempt))
     assert it.reader.next_deadline() == float("inf")
 
 

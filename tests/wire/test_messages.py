@@ -13,19 +13,19 @@ from kvferry.wire.messages import (
     PROTOCOL,
     Acquire,
     Denial,
-    Ended,
     FromAuthority,
     Grant,
-    Heard,
     Hello,
     Join,
-    Joined,
-    Noted,
+    JoinAck,
     Outcome,
+    Rejected,
+    ReleaseAck,
+    ReleaseNotice,
     Renew,
     Renewal,
     Settle,
-    Sorry,
+    SettleAck,
     ToAuthority,
     Welcome,
     decode_from_authority,
@@ -41,17 +41,17 @@ TO = (
     Renew(2, 7, "A", (1, 2, 3)),
     Settle(7, 1, "A", 0, 5, Outcome.UNREAD),
     Join(PROTOCOL, "prefill", 0, "memory", b"\x00", b"\xff"),
-    Heard(7, 0, 12),
+    ReleaseAck(7, 0, 12),
 )
 FROM = (
     Welcome(PROTOCOL, "prefill", 7, "memory", b"m", {0: b"c", 1: b""}),
-    Sorry("not-ready", "1 of 2"),
+    Rejected("not-ready", "1 of 2"),
     Grant(1, 1, 30_000),
     Denial(1, 1, "taken"),
     Renewal(2, 30_000, (1,), (2, 3)),
-    Noted(1, 0, 5),
-    Ended(7, 3, (("r", "read"), ("s", "expired"))),
-    Joined("prefill", 7),
+    SettleAck(1, 0, 5),
+    ReleaseNotice(7, 3, (("r", "read"), ("s", "expired"))),
+    JoinAck("prefill", 7),
 )
 DECODERS = [decode_to_authority, decode_from_authority]
 
@@ -122,7 +122,7 @@ def test_a_field_more_or_less_or_another_tag_is_refused(message):
 def test_numbers_are_whole_numbers(value):
     fields = {**msgspec.msgpack.decode(encode(TO[5])), "number": value}
     if type(value) is int:  # out of any sane range, but a number: for the authority to judge
-        assert decode_to_authority(msgspec.msgpack.encode(fields)) == Heard(7, 0, value)
+        assert decode_to_authority(msgspec.msgpack.encode(fields)) == ReleaseAck(7, 0, value)
     else:
         with pytest.raises(SpecError, match="number"):
             decode_to_authority(msgspec.msgpack.encode(fields))

@@ -1,7 +1,7 @@
 """The control channel over ZeroMQ: the only file that imports zmq.
 
 One channel has at most one listening socket, and one calling socket per address that it wrote to. All but
-``wake`` belong to one thread. Whatever arrives is bytes and a *route*: write to the route to answer. Bytes
+``wake`` belong to one thread. Whatever arrives is bytes and where to reply to. Bytes
 that are too many, or a peer that does not read, cost nobody anything: queues are bounded, and what does not
 fit is dropped and counted, since every message of the protocol is repeated until it is answered.
 """
@@ -36,9 +36,9 @@ process that merely got no processor for a few seconds must not be taken for dea
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A message, and the route by which an answer finds its sender."""
+    """A message, and where to send an answer so that it finds the sender."""
 
-    route: str
+    reply_to: str
     data: bytes
 
 
@@ -106,7 +106,7 @@ class Channel:
         return socket
 
     def send(self, to: str, data: bytes) -> None:
-        """Send to a route or an address; never blocks, never raises for what a peer did."""
+        """Send to an address, or to a ``reply_to``; never blocks, never raises for what a peer did."""
         try:
             if to.startswith("@"):
                 if self._listener is not None:
@@ -126,7 +126,7 @@ class Channel:
             _, oldest = self._calls.popitem(last=False)
             self._close(oldest)
         socket = self._socket(zmq.DEALER)
-        # A name of its own, that nobody can guess: the route to it outlives a lost connection.
+        # A name of its own, that nobody can guess: replies find it after a lost connection, too.
         socket.setsockopt(zmq.IDENTITY, secrets.token_bytes(16).replace(b"\0", b"\1"))
         if self._secret:
             _, public = _keys(self._secret)

@@ -203,7 +203,7 @@ class Destination:
 
     def _receive(self, received: Received) -> None:
         message = decode_from_authority(received.data)
-        self._owner.put(lambda now: self._reader.receive(now, received.route, message))
+        self._owner.put(lambda now: self._reader.receive(now, received.reply_to, message))
 
     def _build(self, build: Build) -> None:
         result = meet(build, self._manifest, self._rank, self._transport, self._clock)

@@ -40,7 +40,7 @@ class ControlChannel(Protocol):
         ...
 
     def send(self, to: str, data: bytes) -> None:
-        """Send to an address, or to a route that a message came by; never blocks."""
+        """Send to an address, or to where a message said to reply to; never blocks."""
         ...
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ READS = "reads"
 """The workers' key: reads are submitted in order, by one thread."""
 CANCELLED = "cancelled before it was submitted"
 
-Ended = Callable[[float, int, str], Iterable[Effect]]
+TellEnd = Callable[[float, int, str], Iterable[Effect]]
 """How the machine hears of an end: when, which transfer, why it failed."""
 
 
@@ -29,7 +29,7 @@ class PostedReads:
         transport: Transport,
         workers: Workers,
         put: Callable[[Event[Effect]], None],
-        ended: Ended,
+        ended: TellEnd,
     ) -> None:
         self._transport, self._workers, self._put, self._ended = transport, workers, put, ended
         self._cancelled: set[int] = set()

@@ -17,13 +17,21 @@ from kvferry.errors import KVFerryError, SpecError
 from kvferry.runtime import Authority, Offers, Released, Timing
 from kvferry.runtime.values import Merge, Send, SourceEffect
 from kvferry.wire import manifest_from_msgpack, manifest_to_msgpack
-from kvferry.wire.messages import Ended, Heard, Join, Joined, Sorry, decode_to_authority, encode
+from kvferry.wire.messages import (
+    Join,
+    JoinAck,
+    Rejected,
+    ReleaseAck,
+    ReleaseNotice,
+    decode_to_authority,
+    encode,
+)
 from kvferry.wire.ticket import Ticket
 
 EVERY_HOST = ("0.0.0.0", "*", "[::]")
 
 HERE = "here/"
-"""Routes of ranks that the engine answers for itself."""
+"""Where replies go to ranks that the engine answers for itself."""
 ADMIT_SECONDS = 120.0
 """How long ``admit`` waits; the last rank's manifest is merged with all others meanwhile."""
 CLOSE_SECONDS = 5.0
@@ -68,7 +76,7 @@ class SourceEngine:
         # These are the owner's alone.
         self._authority = Authority(self._offers, num_ranks, timing)
         self._admitting: dict[str, Future[str]] = {}
-        """Who waits for the answer to a join, by route."""
+        """Who waits for the answer to a join, by where the answer goes."""
 
         self._owner = Owner(f"kvferry-{engine}", self._carry_out, self._tick, edges.clock)
         self._workers = edges.make_workers(f"kvferry-{engine}-work")
@@ -97,8 +105,8 @@ class SourceEngine:
 
         Waits until it is known whether the rank fits the others.
         """
-        route, answer = f"{HERE}{join.rank}", Future[str]()
-        self._owner.put(partial(self._admit, route, join, answer))
+        reply_to, answer = f"{HERE}{join.rank}", Future[str]()
+        self._owner.put(partial(self._admit, reply_to, join, answer))
         try:
             refusal = answer.result(ADMIT_SECONDS)
         except TimeoutError:
@@ -169,22 +177,22 @@ class SourceEngine:
         self._offers.refusal = self._authority.overload
         return self._authority.next_deadline()
 
-    def _admit(self, route: str, join: Join, answer: Future[str], now: float) -> list[SourceEffect]:
-        self._admitting[route] = answer
-        return self._authority.receive(now, route, join)
+    def _admit(self, reply_to: str, join: Join, answer: Future[str], now: float) -> list[SourceEffect]:
+        self._admitting[reply_to] = answer
+        return self._authority.receive(now, reply_to, join)
 
     def _tell_ourselves(self, send: Send) -> None:
         """A message for a rank that was admitted here: whoever polls this engine has heard of releases."""
         match send.message:
-            case Joined() if answer := self._admitting.pop(send.to, None):
+            case JoinAck() if answer := self._admitting.pop(send.to, None):
                 self._is_whole = self._authority.is_whole  # before whoever waits looks
                 answer.set_result("")
-            case Sorry() if answer := self._admitting.pop(send.to, None):
+            case Rejected() if answer := self._admitting.pop(send.to, None):
                 answer.set_result(send.message.detail)
-            case Ended(generation, first, requests):
+            case ReleaseNotice(generation, first, requests):
                 rank = int(send.to.removeprefix(HERE))
-                heard = Heard(generation, rank, first + len(requests) - 1)
-                self._carry_out(self._authority.receive(self._clock(), send.to, heard))
+                ack = ReleaseAck(generation, rank, first + len(requests) - 1)
+                self._carry_out(self._authority.receive(self._clock(), send.to, ack))
             case _:
                 pass
 
@@ -192,7 +200,7 @@ class SourceEngine:
 
     def _receive(self, received: Received) -> None:
         message = decode_to_authority(received.data)
-        self._owner.put(lambda now: self._authority.receive(now, received.route, message))
+        self._owner.put(lambda now: self._authority.receive(now, received.reply_to, message))
 
     def _merge(self, manifests: Mapping[int, bytes]) -> None:
         try:

@@ -78,7 +78,7 @@ class SourceRank:
 
     def _receive(self, received: Received) -> None:
         message = decode_from_authority(received.data)
-        self._owner.put(lambda now: self._member.receive(now, received.route, message))
+        self._owner.put(lambda now: self._member.receive(now, received.reply_to, message))
 
     # -- the owner's -------------------------------------------------------------------------------
 

@@ -22,18 +22,18 @@ from kvferry.wire.messages import (
     PROTOCOL,
     Acquire,
     Denial,
-    Ended,
     Grant,
-    Heard,
     Hello,
     Join,
-    Joined,
-    Noted,
+    JoinAck,
     Outcome,
+    Rejected,
+    ReleaseAck,
+    ReleaseNotice,
     Renew,
     Renewal,
     Settle,
-    Sorry,
+    SettleAck,
     ToAuthority,
     Welcome,
 )
@@ -91,7 +91,7 @@ class _Lease:
 class _Rank:
     """One rank of this engine that joined."""
 
-    route: str
+    reply_to: str
     join: Join
 
     def is_same(self, join: Join) -> bool:
@@ -181,22 +181,22 @@ class Authority:
 
     # -- events ------------------------------------------------------------------------------------
 
-    def receive(self, now: float, route: str, message: ToAuthority) -> list[SourceEffect]:
-        """A message came by ``route``; an answer goes back by it."""
+    def receive(self, now: float, reply_to: str, message: ToAuthority) -> list[SourceEffect]:
+        """A message came; its answer goes to ``reply_to``."""
         match message:
             case Hello():
-                return [Send(route, self._greet(message))]
+                return [Send(reply_to, self._greet(message))]
             case Acquire():
-                return [Send(route, self._acquire(now, message))]
+                return [Send(reply_to, self._acquire(now, message))]
             case Renew():
-                return [Send(route, self._renew(now, message))]
+                return [Send(reply_to, self._renew(now, message))]
             case Settle():
-                noted = Send(route, Noted(message.ticket_id, message.reader_rank, message.attempt))
-                return [noted, *self._settle(now, message)]
+                ack = Send(reply_to, SettleAck(message.ticket_id, message.reader_rank, message.attempt))
+                return [ack, *self._settle(now, message)]
             case Join():
-                return self._join(now, route, message)
-            case Heard():
-                return self._heard(now, route, message)
+                return self._join(now, reply_to, message)
+            case ReleaseAck():
+                return self._acknowledged(now, reply_to, message)
 
     def tick(self, now: float) -> list[SourceEffect]:
         """Time has passed: end what is over, repeat what was not heard."""
@@ -224,11 +224,11 @@ class Authority:
 
     # -- readers -----------------------------------------------------------------------------------
 
-    def _greet(self, hello: Hello) -> Welcome | Sorry:
+    def _greet(self, hello: Hello) -> Welcome | Rejected:
         if hello.protocol != PROTOCOL:
-            return Sorry("protocol", f"this engine speaks {PROTOCOL}, the reader {hello.protocol}")
+            return Rejected("protocol", f"this engine speaks {PROTOCOL}, the reader {hello.protocol}")
         if self._welcome is None:
-            return Sorry("not-ready", f"{len(self._ranks)} of {self._num_ranks} ranks have joined")
+            return Rejected("not-ready", f"{len(self._ranks)} of {self._num_ranks} ranks have joined")
         return self._welcome
 
     def _acquire(self, now: float, ask: Acquire) -> Grant | Denial:
@@ -299,9 +299,9 @@ class Authority:
 
     # -- this engine's ranks -----------------------------------------------------------------------
 
-    def _join(self, now: float, route: str, join: Join) -> list[SourceEffect]:
+    def _join(self, now: float, reply_to: str, join: Join) -> list[SourceEffect]:
         def no(detail: str) -> list[SourceEffect]:
-            return [Send(route, Sorry("join", detail))]
+            return [Send(reply_to, Rejected("join", detail))]
 
         engine = self._offers.engine
         is_ours = join.engine == engine and 0 <= join.rank < self._num_ranks
@@ -309,7 +309,7 @@ class Authority:
             return no(f"{self._num_ranks} ranks of {engine} that speak protocol {PROTOCOL} belong here")
         known = self._ranks.get(join.rank)
         if known is not None and known.is_same(join):
-            known.route = route
+            known.reply_to = reply_to
         elif self._assembly is Assembly.MERGING:
             return []  # it asks again when it is known whether the ranks fit together
         elif known is not None and not self._may_replace(known.join, join):
@@ -319,7 +319,7 @@ class Authority:
             if others - {join.transport}:
                 return no(f"it brings the transport {join.transport}, another rank {others.pop()}")
             self._ranks.pop(join.rank, None)  # whoever joined last comes last
-            self._ranks[join.rank] = _Rank(route, join)
+            self._ranks[join.rank] = _Rank(reply_to, join)
         if self._assembly is Assembly.WHOLE or len(self._ranks) < self._num_ranks:
             return self._joined(now, join.rank)
         if self._assembly is Assembly.MERGING:
@@ -334,8 +334,8 @@ class Authority:
         return self._assembly is Assembly.GATHERING and not (join.previous and not known.previous)
 
     def _joined(self, now: float, rank: int) -> list[SourceEffect]:
-        joined = Joined(self._offers.engine, self._offers.generation)
-        return [Send(self._ranks[rank].route, joined), *self._notify(now, rank)]
+        joined = JoinAck(self._offers.engine, self._offers.generation)
+        return [Send(self._ranks[rank].reply_to, joined), *self._notify(now, rank)]
 
     def merged(self, now: float, manifest: bytes) -> list[SourceEffect]:
         """The ranks fit together, and this is their engine's manifest."""
@@ -350,20 +350,22 @@ class Authority:
         """The rank that joined last does not fit the others."""
         self._assembly = Assembly.GATHERING
         _, rank = self._ranks.popitem()
-        return [Send(rank.route, Sorry("join", detail))]
+        return [Send(rank.reply_to, Rejected("join", detail))]
 
-    def _heard(self, now: float, route: str, heard: Heard) -> list[SourceEffect]:
-        known = self._ranks.get(heard.rank)
-        if known is None or known.route != route or heard.generation != self._offers.generation:
-            return [Send(route, Sorry(NOT_JOINED, "this start of the engine does not know the rank yet"))]
-        notices = self._notices[heard.rank]
-        number = min(heard.number, notices.last_sent)  # nobody has heard what was not said
+    def _acknowledged(self, now: float, reply_to: str, ack: ReleaseAck) -> list[SourceEffect]:
+        known = self._ranks.get(ack.rank)
+        if known is None or known.reply_to != reply_to or ack.generation != self._offers.generation:
+            return [
+                Send(reply_to, Rejected(NOT_JOINED, "this start of the engine does not know the rank yet"))
+            ]
+        notices = self._notices[ack.rank]
+        number = min(ack.number, notices.last_sent)  # nobody has heard what was not said
         if number < notices.first:
             return []  # a copy: the answer to it is under way
         while notices.first <= number:
             notices.unheard.popleft()
             notices.first += 1
-        return self._notify(now, heard.rank)
+        return self._notify(now, ack.rank)
 
     # -- the end of a lease ------------------------------------------------------------------------
 
@@ -387,4 +389,6 @@ class Authority:
         batch = tuple(islice(notices.unheard, MAX_BATCH))
         notices.sent_at = now
         notices.last_sent = max(notices.last_sent, notices.first + len(batch) - 1)
-        return [Send(self._ranks[rank].route, Ended(self._offers.generation, notices.first, batch))]
+        return [
+            Send(self._ranks[rank].reply_to, ReleaseNotice(self._offers.generation, notices.first, batch))
+        ]

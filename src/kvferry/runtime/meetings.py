@@ -17,7 +17,7 @@ from enum import StrEnum
 
 from kvferry.runtime.failure import Failure, FailureCode, denied
 from kvferry.runtime.values import Build, Drop, Effect, Peer, Send, Timing
-from kvferry.wire.messages import PROTOCOL, Hello, Sorry, Welcome
+from kvferry.wire.messages import PROTOCOL, Hello, Rejected, Welcome
 
 
 class Meeting(StrEnum):
@@ -128,7 +128,7 @@ class Meetings:
                 effects.append(Build(peer, welcome.manifest, welcome.cards, welcome.transport))
         return effects, lost
 
-    def rejected(self, address: str, message: Sorry) -> Lost:
+    def rejected(self, address: str, message: Rejected) -> Lost:
         """The authority at an address turns us away."""
         if message.code == "not-ready":
             return []  # the hello is repeated until the deadline of the meeting

@@ -11,7 +11,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from kvferry.runtime.values import Released, Send, Timing
-from kvferry.wire.messages import Ended, FromAuthority, Heard, Join, Joined, Sorry
+from kvferry.wire.messages import FromAuthority, Join, JoinAck, Rejected, ReleaseAck, ReleaseNotice
 
 NOT_JOINED = "not-joined"
 """What an authority says to a rank that it does not know."""
@@ -43,28 +43,30 @@ class Member:
         """The number of the last notice that arrived."""
         self._sent_at = float("-inf")
 
-    def receive(self, now: float, route: str, message: FromAuthority) -> list[Send | Released]:
-        """A message from the authority; whoever else is at ``route`` has nothing to say here."""
-        if route != self._authority:
+    def receive(self, now: float, reply_to: str, message: FromAuthority) -> list[Send | Released]:
+        """A message from the authority; whoever else is at ``reply_to`` has nothing to say here."""
+        if reply_to != self._authority:
             return []
         match message:
-            case Joined() if self.state is Membership.JOINING:
+            case JoinAck() if self.state is Membership.JOINING:
                 self.state = Membership.JOINED
                 if message.generation != self._generation:
                     self._generation, self._heard = message.generation, 0
-            case Sorry() if self.state is Membership.JOINED and message.code == NOT_JOINED:
+            case Rejected() if self.state is Membership.JOINED and message.code == NOT_JOINED:
                 self.state = Membership.JOINING
                 self._join = self._join.again(self._generation)
                 return self._say(now)
-            case Sorry() if self.state is Membership.JOINING and message.code != NOT_JOINED:
+            case Rejected() if self.state is Membership.JOINING and message.code != NOT_JOINED:
                 self.state, self.refusal = Membership.REFUSED, f"{message.code}: {message.detail}"
-            case Ended() if self.state is Membership.JOINED and message.generation == self._generation:
+            case ReleaseNotice() if (
+                self.state is Membership.JOINED and message.generation == self._generation
+            ):
                 return [*self._hear(message), *self._say(now)]
             case _:
                 pass  # for readers, or too late
         return []
 
-    def _hear(self, notice: Ended) -> list[Send | Released]:
+    def _hear(self, notice: ReleaseNotice) -> list[Send | Released]:
         """The releases that are new here."""
         released: list[Send | Released] = []
         for number, (request_id, reason) in enumerate(notice.requests, notice.first):
@@ -76,7 +78,7 @@ class Member:
     def _say(self, now: float) -> list[Send | Released]:
         self._sent_at = now
         is_joined = self.state is Membership.JOINED
-        message = Heard(self._generation, self._join.rank, self._heard) if is_joined else self._join
+        message = ReleaseAck(self._generation, self._join.rank, self._heard) if is_joined else self._join
         return [Send(self._authority, message)]
 
     def tick(self, now: float) -> list[Send | Released]:

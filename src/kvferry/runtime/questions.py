@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvferry.runtime.fetch_job import FetchJob
 from kvferry.runtime.values import Effect, Send, Timing
-from kvferry.wire.messages import Noted, Settle
+from kvferry.wire.messages import Settle, SettleAck
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class _Settlement:
 
 
 class Settlements:
-    """Settle messages that were not noted yet: each is repeated, for as long as it can matter."""
+    """Settle messages that were not acknowledged yet: each is repeated, for as long as it can matter."""
 
     def __init__(self, timing: Timing) -> None:
         self._timing = timing
@@ -82,14 +82,14 @@ class Settlements:
         self._by_attempt[job.attempt] = _Settlement(to, message, now + job.patience(self._timing), now)
         return [Send(to, message)]
 
-    def noted(self, address: str, noted: Noted) -> None:
+    def acknowledged(self, address: str, ack: SettleAck) -> None:
         """The authority knows."""
-        settlement = self._by_attempt.get(noted.attempt)
+        settlement = self._by_attempt.get(ack.attempt)
         if settlement is not None and settlement.to == address:
-            del self._by_attempt[noted.attempt]
+            del self._by_attempt[ack.attempt]
 
     def tick(self, now: float) -> list[Effect]:
-        """Repeat what was not noted; give up what matters no more."""
+        """Repeat what was not acknowledged; give up what matters no more."""
         self._by_attempt = {a: s for a, s in self._by_attempt.items() if now < s.until}
         effects: list[Effect] = []
         for settlement in self._by_attempt.values():

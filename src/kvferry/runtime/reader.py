@@ -41,12 +41,12 @@ from kvferry.wire.messages import (
     Denial,
     FromAuthority,
     Grant,
-    Noted,
     Outcome,
+    Rejected,
     Renew,
     Renewal,
     Settle,
-    Sorry,
+    SettleAck,
     Welcome,
 )
 from kvferry.wire.ticket import Ticket
@@ -126,22 +126,22 @@ class Reader:
 
     # -- what the authority answers ----------------------------------------------------------------
 
-    def receive(self, now: float, route: str, message: FromAuthority) -> list[Effect]:
-        """A message from the authority at ``route``."""
+    def receive(self, now: float, reply_to: str, message: FromAuthority) -> list[Effect]:
+        """A message from the authority at ``reply_to``."""
         match message:
             case Welcome():
-                effects, lost = self._meetings.welcomed(route, message)
+                effects, lost = self._meetings.welcomed(reply_to, message)
                 return [*effects, *self._lose(now, lost)]
-            case Sorry():
-                return self._lose(now, self._meetings.rejected(route, message))
+            case Rejected():
+                return self._lose(now, self._meetings.rejected(reply_to, message))
             case Grant():
-                return self._granted(now, route, message)
+                return self._granted(now, reply_to, message)
             case Denial():
-                return self._denied(now, route, message)
+                return self._denied(now, reply_to, message)
             case Renewal():
-                return self._renewed(now, route, message)
-            case Noted():
-                self._settlements.noted(route, message)
+                return self._renewed(now, reply_to, message)
+            case SettleAck():
+                self._settlements.acknowledged(reply_to, message)
             case _:
                 pass  # for ranks of a source engine
         return []
@@ -275,11 +275,11 @@ class Reader:
             Send(authority, Acquire(nonce, job.ticket, self.reader, self.rank, self.num_ranks, job.attempt))
         ]
 
-    def _answered(self, route: str, nonce: int) -> tuple[float, list[FetchJob]]:
-        return self._questions.answered(route, nonce, lambda job: self._jobs.get(job.handle) is job)
+    def _answered(self, reply_to: str, nonce: int) -> tuple[float, list[FetchJob]]:
+        return self._questions.answered(reply_to, nonce, lambda job: self._jobs.get(job.handle) is job)
 
-    def _granted(self, now: float, route: str, grant: Grant) -> list[Effect]:
-        asked_at, jobs = self._answered(route, grant.nonce)
+    def _granted(self, now: float, reply_to: str, grant: Grant) -> list[Effect]:
+        asked_at, jobs = self._answered(reply_to, grant.nonce)
         effects: list[Effect] = []
         for job in jobs:
             if job.ticket.ticket_id == grant.ticket_id:
@@ -287,10 +287,10 @@ class Reader:
                 effects += self._advance(now, job)
         return effects
 
-    def _denied(self, now: float, route: str, denial: Denial) -> list[Effect]:
+    def _denied(self, now: float, reply_to: str, denial: Denial) -> list[Effect]:
         failure = denied(denial.code, denial.detail)
         effects: list[Effect] = []
-        for job in self._answered(route, denial.nonce)[1]:
+        for job in self._answered(reply_to, denial.nonce)[1]:
             job.is_denied = job.covered_until == float("-inf")
             effects += self._fail(now, job, failure)
             state = self._meetings.state(job.peer)
@@ -320,8 +320,8 @@ class Reader:
         ticket_ids = tuple(job.ticket.ticket_id for job in jobs)
         return Send(peer.authority, Renew(nonce, peer.generation, self.reader, ticket_ids))
 
-    def _renewed(self, now: float, route: str, renewal: Renewal) -> list[Effect]:
-        asked_at, jobs = self._answered(route, renewal.nonce)
+    def _renewed(self, now: float, reply_to: str, renewal: Renewal) -> list[Effect]:
+        asked_at, jobs = self._answered(reply_to, renewal.nonce)
         effects: list[Effect] = []
         kept = frozenset(renewal.kept)
         for job in jobs:

@@ -63,7 +63,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a message to whoever is at ``to`` (an address, or a route that a message came by)."""
+    """Send a message to whoever is at ``to`` (an address, or where a message said to reply to)."""
 
     to: str
     message: Message

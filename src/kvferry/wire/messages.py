@@ -54,7 +54,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
     """What each rank's transport wants its readers to have."""
 
 
-class Sorry(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class Rejected(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Authority → anybody: not now, or not you."""
 
     code: str
@@ -111,7 +111,7 @@ class Renewal(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 
 class Settle(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Reader → authority: this rank is through with the ticket. Repeated until noted."""
+    """Reader → authority: this rank is through with the ticket. Repeated until acknowledged."""
 
     generation: int
     ticket_id: int
@@ -121,8 +121,8 @@ class Settle(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     outcome: Outcome
 
 
-class Noted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Authority → reader: heard."""
+class SettleAck(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Authority → reader: the settle message arrived."""
 
     ticket_id: int
     reader_rank: int
@@ -146,8 +146,11 @@ class Join(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(self, previous=previous)
 
 
-class Ended(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Authority → source rank: these requests are released, by the source's own names. Until heard."""
+class ReleaseNotice(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Authority → source rank: these requests are released, by the source's own names.
+
+    Repeated until acknowledged.
+    """
 
     generation: int
     first: int
@@ -156,7 +159,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """(request id, reason)."""
 
 
-class Heard(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class ReleaseAck(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Source rank → authority: notices up to this number arrived."""
 
     generation: int
@@ -164,15 +167,15 @@ class Heard(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     number: int
 
 
-class Joined(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class JoinAck(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Authority → source rank: you belong to this start of the engine."""
 
     engine: str
     generation: int
 
 
-ToAuthority = Hello | Acquire | Renew | Settle | Join | Heard
-FromAuthority = Welcome | Sorry | Grant | Denial | Renewal | Noted | Ended | Joined
+ToAuthority = Hello | Acquire | Renew | Settle | Join | ReleaseAck
+FromAuthority = Welcome | Rejected | Grant | Denial | Renewal | SettleAck | ReleaseNotice | JoinAck
 Message = ToAuthority | FromAuthority
 
 _encoder = msgspec.msgpack.Encoder()
