@@ -20,8 +20,9 @@ from kvferry.core.manifest import Manifest
 from kvferry.core.request import HOLE, BlockTable, Request
 from kvferry.core.runs import NO_RUNS, Runs, coalesce
 from kvferry.core.span import Span, Spans, count, intersect, normal, show, subtract
-from kvferry.core.state import Addressing, Group, Kind, Tail
+from kvferry.core.state import Addressing, Kind, Tail
 from kvferry.core.view import Ints
+from kvferry.core.walk import Walk
 from kvferry.errors import Refused, RequestError
 
 MAX_RUNS = 1 << 24
@@ -147,8 +148,8 @@ def _products(lane: Lane, request: Request, slack: Slack) -> _Products:
     need, kept = _cells(lane, request)
     if not need:
         return _Products(lane, [], [])
-    src = _Walk(lane.src_group, request.src, lane.tokens_per_cell, "src")
-    dst = _Walk(lane.dst_group, request.dst, lane.tokens_per_cell, "dst")
+    src = Walk(lane.src_group, request.src, lane.tokens_per_cell, "src")
+    dst = Walk(lane.dst_group, request.dst, lane.tokens_per_cell, "dst")
     src.check(need, lane.src_period)
     dst.check(need, lane.dst_period)
     free: Spans = ()
@@ -226,81 +227,7 @@ def _whole_cells(tokens: Spans, size: int, tail: Tail) -> Spans:
     return normal(Span(s.start // size, max(s.start, s.stop + up) // size) for s in tokens)
 
 
-class _Walk:
-    """One side's way through a request: which block a cell is in, and where in it."""
-
-    def __init__(
-        self, group: Group, tables: Mapping[str, BlockTable], tokens_per_cell: int, side: str
-    ) -> None:
-        self.group, self.side = group, side
-        table = tables.get(group.name)
-        if table is None:
-            raise RequestError(f"{side}-table-missing", group.name, "the request has no block table")
-        self.block_ids = table.block_ids
-        self.is_ring = group.addressing is Addressing.RING
-        self.first, rest = divmod(table.first_token, tokens_per_cell)
-        self.num_cells = group.tokens_per_block // tokens_per_cell
-        if rest:
-            raise self._error("table-start", f"token {table.first_token} is inside a cell")
-
-    def _error(self, code: str, detail: str) -> RequestError:
-        return RequestError(f"{self.side}-{code}", self.group.name, detail)
-
-    def check(self, need: Spans, period: int) -> None:
-        """Refuse a table that cannot serve the need."""
-        if self.first % period:
-            raise self._error("table-start", f"cell {self.first} is no multiple of {period}")
-        if self.group.addressing is not Addressing.TABLE and len(self.block_ids) != 1:
-            raise self._error("table-length", f"one id expected, got {len(self.block_ids)}")
-        if self.is_ring:
-            if self.side == "src" and need[0].start < self.first:
-                detail = f"{show(need)} begins before its first cell {self.first}: that is overwritten"
-                raise self._error("ring-short", detail)
-            if need[-1].stop - need[0].start > self.num_cells:
-                raise self._error("ring-short", f"{show(need)} exceeds its {self.num_cells} cells")
-            return
-        has = Span(self.first, self.first + len(self.block_ids) * self.num_cells)
-        if missing := subtract(need, (has,)):
-            detail = f"cells {show(missing)} lie outside its {len(self.block_ids)} blocks {has}"
-            raise self._error("table-short", detail)
-
-    def block_start(self, cell: int) -> int:
-        """The first cell of the block that ``cell`` is in."""
-        return cell - (cell - self.first) % self.num_cells
-
-    def edges(self, span: Span) -> Ints:
-        """The block edges strictly inside a span of cells."""
-        return np.arange(self.block_start(span.start) + self.num_cells, span.stop, self.num_cells)
-
-    def touched(self, need: Spans) -> Spans:
-        """All cells of the blocks that the need touches."""
-        if self.is_ring:
-            return (Span(need[0].start, need[0].start + self.num_cells),)
-        size = self.num_cells
-        return normal(
-            Span(max(0, self.block_start(s.start)), self.block_start(s.stop - 1) + size) for s in need
-        )
-
-    def kept(self, kept: Spans, need: Spans) -> Spans:
-        """The kept cells; in a ring, as the cells that would come to sit in their place."""
-        if not self.is_ring:
-            return kept
-        size, start, stop = self.num_cells, need[0].start, need[-1].stop
-        older = intersect(kept, (Span(max(0, stop - size), start),)) if stop - size < start else ()
-        return (*kept, *(Span(span.start + size, span.stop + size) for span in older))
-
-    def locate(self, cells: Ints) -> tuple[Ints, Ints]:
-        """Block id and place in the block of each cell."""
-        index, inside = np.divmod(cells - self.first, self.num_cells)
-        if self.is_ring:
-            index = np.zeros_like(index)
-        ids = self.block_ids[index]
-        if (ids == HOLE).any():
-            raise self._error("hole", f"cell {int(cells[ids == HOLE][0])} lies in a hole")
-        return ids, inside
-
-
-def _stretched(lane: Lane, need: Spans, free: Spans, src: _Walk, dst: _Walk) -> Spans:
+def _stretched(lane: Lane, need: Spans, free: Spans, src: Walk, dst: Walk) -> Spans:
     """The need with slack added at its ends wherever copying it along makes fewer runs."""
 
     def num_runs(start: int, stop: int) -> int:
@@ -328,7 +255,7 @@ def _stretched(lane: Lane, need: Spans, free: Spans, src: _Walk, dst: _Walk) -> 
     return normal(stretched)
 
 
-def _segments(spans: Spans, src: _Walk, dst: _Walk, period: int) -> Iterator[tuple[Shape, Ints, Ints]]:
+def _segments(spans: Spans, src: Walk, dst: Walk, period: int) -> Iterator[tuple[Shape, Ints, Ints]]:
     """Cut spans at both sides' block edges: (shape, source block ids, destination block ids)."""
     if not spans:
         return
@@ -343,7 +270,7 @@ def _segments(spans: Spans, src: _Walk, dst: _Walk, period: int) -> Iterator[tup
         yield shape, src_ids[order][members], dst_ids[order][members]
 
 
-def _cuts(span: Span, src: _Walk, dst: _Walk) -> Ints:
+def _cuts(span: Span, src: Walk, dst: Walk) -> Ints:
     """The start of a span and every block edge of either side inside it."""
     edges, other = src.edges(span), dst.edges(span)
     if not np.array_equal(edges, other):
