@@ -57,7 +57,7 @@ class Geometry(NamedTuple):
     item_bytes: int
 
 
-class Part(NamedTuple):
+class PieceSet(NamedTuple):
     """All pieces of a bundle that have one geometry."""
 
     geometry: Geometry
@@ -99,7 +99,7 @@ class Bundle:
     src_stride: int
     """Bytes from one source block to the next."""
     dst_stride: int
-    parts: tuple[Part, ...]
+    piece_sets: tuple[PieceSet, ...]
     patterns: Patterns = field(repr=False)
     """Those of the whole route."""
     _fused_patterns: dict[Shape, Runs] = field(default_factory=dict, repr=False)
@@ -114,15 +114,15 @@ class Bundle:
         return runs
 
     def _fused(self, shape: Shape) -> Runs:
-        patterns = [self.patterns.of(part.geometry, shape) for part in self.parts]
+        patterns = [self.patterns.of(each.geometry, shape) for each in self.piece_sets]
         num_runs = sum(
-            len(one) * len(part.src_places) for one, part in zip(patterns, self.parts, strict=True)
+            len(one) * len(each.src_places) for one, each in zip(patterns, self.piece_sets, strict=True)
         )
         if num_runs > MAX_PATTERN:
             note = f"{num_runs:,} runs per block of all states together, at most {MAX_PATTERN:,} are made"
             raise Refused(Finding(Code.TOO_MANY_RUNS, note=note))
         columns: list[tuple[Ints, Ints, Ints]] = []
-        for one, (_, src_places, dst_places, _) in zip(patterns, self.parts, strict=True):
+        for one, (_, src_places, dst_places, _) in zip(patterns, self.piece_sets, strict=True):
             columns.append(
                 (
                     np.add.outer(src_places, one.src).ravel(),
@@ -201,8 +201,8 @@ def lower(proof: Proof, *, max_runs_per_block: int = MAX_RUNS_PER_BLOCK) -> Rout
             period,
             src_period,
             dst_period,
-            _bundles(plan, pieces, _Loom(patterns, period)),
-            _blanks(plan, pieces, _Loom(patterns, dst_period)),
+            _bundles(plan, pieces, _BundleSorter(patterns, period)),
+            _blanks(plan, pieces, _BundleSorter(patterns, dst_period)),
         )
         _check_budget(lane, max_runs_per_block)
         lanes.append(lane)
@@ -215,25 +215,25 @@ def _held_boxes(plan: Plan, piece: Piece) -> tuple[Box, Box]:
     return src_boxes[plan.src_name(piece.state)], plan.dst.rank(piece.dst_rank).boxes[piece.state]
 
 
-def _bundles(plan: Plan, pieces: Iterable[Piece], loom: _Loom) -> tuple[Bundle, ...]:
+def _bundles(plan: Plan, pieces: Iterable[Piece], sorter: _BundleSorter) -> tuple[Bundle, ...]:
     dst = plan.dst.rank(plan.dst_rank)
     for piece in pieces:
         src_view, dst_view = plan.views(piece)
         state = plan.dst.state_by_name[piece.state]
         ends = (plan.src.rank(piece.src_rank), src_view, dst, dst_view)
-        loom.add(piece.src_rank, *ends, piece.box, state)
-    return loom.bundles()
+        sorter.add(piece.src_rank, *ends, piece.box, state)
+    return sorter.bundles()
 
 
-def _blanks(plan: Plan, pieces: Iterable[Piece], loom: _Loom) -> tuple[Bundle, ...]:
+def _blanks(plan: Plan, pieces: Iterable[Piece], sorter: _BundleSorter) -> tuple[Bundle, ...]:
     dst = plan.dst.rank(plan.dst_rank)
     for name in dict.fromkeys(piece.state for piece in pieces):
         view = dst.by_state[name]
-        loom.add(dst.rank, dst, view, dst, view, dst.boxes[name], plan.dst.state_by_name[name])
-    return loom.bundles()
+        sorter.add(dst.rank, dst, view, dst, view, dst.boxes[name], plan.dst.state_by_name[name])
+    return sorter.bundles()
 
 
-class _Loom:
+class _BundleSorter:
     """Sorts pieces into bundles: by source rank and block strides, then by geometry."""
 
     def __init__(self, patterns: Patterns, period: int) -> None:
@@ -260,15 +260,17 @@ class _Loom:
         return tuple(
             Bundle(
                 *key,
-                tuple(self._part(key, geometry, places) for geometry, places in parts.items()),
+                tuple(self._piece_set(key, geometry, places) for geometry, places in piece_sets.items()),
                 self._patterns,
             )
-            for key, parts in self._bundles.items()
+            for key, piece_sets in self._bundles.items()
         )
 
-    def _part(self, key: tuple[int, int, int], geometry: Geometry, places: list[tuple[int, int]]) -> Part:
+    def _piece_set(
+        self, key: tuple[int, int, int], geometry: Geometry, places: list[tuple[int, int]]
+    ) -> PieceSet:
         src_places, dst_places = np.array(places, dtype=np.int64).T.copy()
-        return Part(geometry, src_places, dst_places, self._first[key, geometry])
+        return PieceSet(geometry, src_places, dst_places, self._first[key, geometry])
 
 
 def _check_budget(lane: Lane, budget: int) -> None:
@@ -279,11 +281,11 @@ def _check_budget(lane: Lane, budget: int) -> None:
     nests = dst_cells % src_cells == 0 or src_cells % dst_cells == 0
     segments = -(-dst_cells // shape.num_cells) + (not nests)
     for bundle in lane.bundles:
-        for part in bundle.parts:
-            runs = len(bundle.patterns.of(part.geometry, shape)) * segments
+        for each in bundle.piece_sets:
+            runs = len(bundle.patterns.of(each.geometry, shape)) * segments
             if runs > budget:
                 note = f"{runs} runs per block of {dst_cells} cells, the budget is {budget}"
-                raise Refused(Finding(Code.TOO_MANY_RUNS, state=part.state, note=note))
+                raise Refused(Finding(Code.TOO_MANY_RUNS, state=each.state, note=note))
 
 
 def _pattern(geometry: Geometry, shape: Shape, offsets: Callable[[AxisMap], Ints]) -> Runs:

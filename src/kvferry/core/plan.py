@@ -117,20 +117,20 @@ class _Atom:
 class _Deal:
     """Collects the atoms of one destination rank's need, then deals them out to holders.
 
-    Atoms with the same holders and readers form a line in the order of the states. All readers' lines, end
+    Atoms with the same holders and readers form a row in the order of the states. All readers' rows, end
     to end, are cut into one equal part per holder, so every holder sends the same share, and neighbouring
     layers stay together (which keeps runs long).
     """
 
     def __init__(self, src: Manifest, dst: Manifest, dst_rank: int) -> None:
         self._src, self._dst, self._dst_rank = src, dst, dst_rank
-        self._lines: dict[object, list[tuple[str, _Atom, int]]] = defaultdict(list)
+        self._rows: dict[object, list[tuple[str, _Atom, int]]] = defaultdict(list)
         self._order: list[str] = []
         self._atoms: dict[tuple[Box, Holders, Holders], list[_Atom]] = {}
         self._needs = dst.rank(dst_rank).boxes
 
     def add(self, view: View) -> None:
-        """Cut the need of one state into atoms and put them on their lines."""
+        """Cut the need of one state into atoms and put them into their rows."""
         state = self._dst.state_by_name[view.state]
         source = self._src.find(state)
         holders = self._src.holders.get(source.name, NOBODY) if source else NOBODY
@@ -140,13 +140,13 @@ class _Deal:
         self._order.append(view.state)
         for atom in self._atoms[key]:
             weight = atom.box.num_cells() * state.item_bytes
-            self._lines[atom.holders, atom.readers, state.kind].append((view.state, atom, weight))
+            self._rows[atom.holders, atom.readers, state.kind].append((view.state, atom, weight))
 
     def pieces(self) -> Iterator[Piece]:
         """Each state's pieces, in the order in which the states were added."""
         dealt: dict[str, list[tuple[int, Box]]] = defaultdict(list)
-        for line in self._lines.values():
-            for name, atom, holder in self._cut(line):
+        for row in self._rows.values():
+            for name, atom, holder in self._cut(row):
                 dealt[name].append((holder, atom.box))
         joined: dict[tuple[tuple[int, int], ...], list[tuple[int, Box]]] = {}
         for name in self._order:
@@ -156,12 +156,12 @@ class _Deal:
             for src_rank, box in joined[alike]:
                 yield Piece(src_rank, self._dst_rank, name, box)
 
-    def _cut(self, line: Sequence[tuple[str, _Atom, int]]) -> Iterator[tuple[str, _Atom, int]]:
-        total = sum(weight for _, _, weight in line)
+    def _cut(self, row: Sequence[tuple[str, _Atom, int]]) -> Iterator[tuple[str, _Atom, int]]:
+        total = sum(weight for _, _, weight in row)
         passed = 0
-        for name, atom, weight in line:
+        for name, atom, weight in row:
             turn = atom.readers.index(self._dst_rank)
-            # The middle of this atom on the line of all readers, in units of a holder's share.
+            # The middle of this atom in the row of all readers, in units of a holder's share.
             middle = 2 * (turn * total + passed) + weight
             share = middle * len(atom.holders) // (2 * total * len(atom.readers))
             yield name, atom, atom.holders[share]
