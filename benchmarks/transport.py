@@ -26,7 +26,7 @@ from rich.table import Table
 from kvferry.core.runs import Runs
 from kvferry.testing.sources import Holder, Source, serving
 from kvferry.transport.emulation import Way
-from kvferry.transport.nixl import Agent, Memory, NixlTransport, Part, unpack_card
+from kvferry.transport.nixl import Agent, NixlTransport, RegionTable, SlicePair, unpack_card
 from kvferry.transport.ucx import UcxSettings, prepare_for_cuda
 
 LAYERS, BLOCKS, BLOCK_BYTES = 64, 512, 16 << 10
@@ -55,7 +55,7 @@ class Raw:
 
     def __init__(self, holder: Holder, source: Source) -> None:
         self.agent = Agent("raw", UcxSettings.from_environment(os.environ).engine_config(Way.FAST))
-        self.dst, self.src = Memory("dst", holder.regions), Memory("src", source.regions)
+        self.dst, self.src = RegionTable("dst", holder.regions), RegionTable("src", source.regions)
         self.kind = self.dst.kinds[0].name
         self.registered = self.agent.register(self.kind, self.dst.whole())
         self.remote, metadata = unpack_card(source.card)
@@ -66,7 +66,7 @@ class Raw:
         started = time.perf_counter()
         src = self.src.descriptors(runs.src, runs.num_bytes)
         dst = self.dst.descriptors(runs.dst, runs.num_bytes)
-        handle = self.agent.prepare(Part(self.kind, self.kind, src, dst), self.remote)
+        handle = self.agent.prepare(SlicePair(self.kind, self.kind, src, dst), self.remote)
         is_done = self.agent.post(handle)
         posted = time.perf_counter()
         while not is_done:

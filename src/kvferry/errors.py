@@ -150,7 +150,7 @@ class RequestError(KVFerryError):
 class TransportError(KVFerryError):
     """What a transport cannot do, or did not manage in time; raised before anything moves.
 
-    A read that was submitted does not raise: how it went is in its ``End``.
+    A read that was submitted does not raise: how it went is in its ``ReadEnd``.
 
     >>> str(TransportError("unknown-peer", "'decode-3' is not connected"))
     "unknown-peer: 'decode-3' is not connected"

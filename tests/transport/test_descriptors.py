@@ -6,10 +6,10 @@ import pytest
 from kvferry import Region
 from kvferry.core.runs import Runs, place
 from kvferry.errors import TransportError
-from kvferry.transport.descriptors import FULL_PACE, Kind, Memory, Pace, parts
+from kvferry.transport.descriptors import FULL_PACE, MemoryKind, Pace, RegionTable, slice_pairs
 
-SRC = Memory("src", [Region("kv", 1 << 20, 1 << 30), Region("gpu", 1 << 20, 2 << 30, "cuda:3")])
-DST = Memory("dst", [Region("kv", 1 << 20, 3 << 30)])
+SRC = RegionTable("src", [Region("kv", 1 << 20, 1 << 30), Region("gpu", 1 << 20, 2 << 30, "cuda:3")])
+DST = RegionTable("dst", [Region("kv", 1 << 20, 3 << 30)])
 LENGTHS = np.array([1, 4096, 5000, 262144, 7, 100_000])
 
 
@@ -23,9 +23,9 @@ def runs():
 def moved(posts):
     """Which byte (kind, device, address) goes to which address, in the order of the latter."""
     cells = [
-        (int(dst[0]) + i, part.src_kind, int(src[2]), int(src[0]) + i)
-        for part in posts
-        for src, dst in zip(part.src, part.dst, strict=True)
+        (int(dst[0]) + i, pair.src_kind, int(src[2]), int(src[0]) + i)
+        for pair in posts
+        for src, dst in zip(pair.src, pair.dst, strict=True)
         for i in range(int(src[1]))
     ]
     return sorted(cells)
@@ -34,23 +34,23 @@ def moved(posts):
 @pytest.mark.parametrize("max_run_bytes", [7168, 261120])
 def test_a_careful_read_has_one_short_run_per_post_and_moves_the_same(max_run_bytes):
     pace = Pace.careful(max_run_bytes)
-    posts = [*parts(runs(), SRC, DST, pace)]
+    posts = [*slice_pairs(runs(), SRC, DST, pace)]
     assert pace.num_posted == 1
-    assert {len(part.src) for part in posts} == {1}
-    assert max(int(part.src[0, 1]) for part in posts) <= max_run_bytes
-    assert all((part.src[:, 1] == part.dst[:, 1]).all() for part in posts)
-    assert moved(posts) == moved(parts(runs(), SRC, DST, FULL_PACE))
+    assert {len(pair.src) for pair in posts} == {1}
+    assert max(int(pair.src[0, 1]) for pair in posts) <= max_run_bytes
+    assert all((pair.src[:, 1] == pair.dst[:, 1]).all() for pair in posts)
+    assert moved(posts) == moved(slice_pairs(runs(), SRC, DST, FULL_PACE))
 
 
 def test_full_pace_posts_all_of_a_kind_at_once():
-    posts = [*parts(runs(), SRC, DST)]
-    assert [(part.src_kind, part.dst_kind, len(part.src)) for part in posts] == [
+    posts = [*slice_pairs(runs(), SRC, DST)]
+    assert [(pair.src_kind, pair.dst_kind, len(pair.src)) for pair in posts] == [
         ("DRAM", "DRAM", 3),
         ("VRAM", "DRAM", 3),
     ]
-    assert int(sum(part.src[:, 1].sum() for part in posts)) == LENGTHS.sum()
+    assert int(sum(pair.src[:, 1].sum() for pair in posts)) == LENGTHS.sum()
 
 
 def test_memory_of_an_unknown_kind_is_refused():
     with pytest.raises(TransportError, match="bad-device"):
-        Kind.of(Region("kv", 64, 64, "npu:0"))
+        MemoryKind.of(Region("kv", 64, 64, "npu:0"))

@@ -13,7 +13,7 @@ import kvferry
 from kvferry.errors import TransportError
 from kvferry.testing.sources import serving
 from kvferry.testing.transport_laws import REGION_BYTES, WHOLE, run, scattered, stale_memory, wait
-from kvferry.transport import End
+from kvferry.transport import ReadEnd
 from kvferry.transport.cards import pack_card, segment_in, unpack_card
 from kvferry.transport.descriptors import FULL_PACE, Pace
 from kvferry.transport.emulation import SEGMENT_BYTES, SETTING, EmulatedReads, Way
@@ -58,7 +58,7 @@ def test_a_second_agent_is_made_for_the_first_peer_that_needs_it(transport, hold
         assert has_careful_thread()
         for name, served in (("near", near), ("far", far), ("near", near)):
             transport.read(1, name, WHOLE)
-            assert wait(transport, 1) == [End(1)]
+            assert wait(transport, 1) == [ReadEnd(1)]
             assert is_whole(holder, served)
     transport.close()
     assert not has_careful_thread()
@@ -100,7 +100,7 @@ def test_no_more_than_a_fragment_is_under_way_whoever_asks(holder):
         transport.read(0, "far", WHOLE)
         transport.read(1, "the same", WHOLE)
         transport.read(2, "the same", scattered(100, 4096, seed=1))
-        assert wait(transport, 3) == [End(0), End(1), End(2)]
+        assert wait(transport, 3) == [ReadEnd(0), ReadEnd(1), ReadEnd(2)]
         transport.close()
     assert (Watched.max_runs, Watched.max_bytes) == (1, 255 << 10)
 
@@ -113,9 +113,9 @@ def test_an_emulated_peer_that_is_stopped_delays_no_direct_one(transport):
         transport.read(0, "far", WHOLE)
         for i in range(1, 11):
             transport.read(i, "near", scattered(100, 4096, seed=i))
-            assert wait(transport, 1) == [End(i)]
+            assert wait(transport, 1) == [ReadEnd(i)]
         os.kill(far.pid, signal.SIGCONT)
-        assert wait(transport, 1) == [End(0)]
+        assert wait(transport, 1) == [ReadEnd(0)]
 
 
 @pytest.mark.parametrize("src_segment", ["8k", "256k", "1M"])
@@ -130,7 +130,7 @@ def test_whatever_the_segments_of_both_sides_bytes_arrive_and_the_source_lives(
         transport.register(holder.regions)
         connect(transport, "src", served)
         transport.read(1, "src", WHOLE)
-        assert wait(transport, 1) == [End(1)]
+        assert wait(transport, 1) == [ReadEnd(1)]
         assert is_whole(holder, served)
         connect(transport, "again", served)
         transport.close()
@@ -157,7 +157,7 @@ def test_if_told_to_a_reader_refuses_and_says_what_to_do(monkeypatch, holder):
         assert not has_careful_thread()
         connect(transport, "near", near)
         transport.read(1, "near", run((0, 0), (0, 0), 64))
-        assert wait(transport, 1) == [End(1)]
+        assert wait(transport, 1) == [ReadEnd(1)]
         transport.close()
 
 

@@ -15,7 +15,7 @@ from kvferry.testing.faults import Faults
 from kvferry.testing.small import small
 from kvferry.testing.sources import Source, contents
 from kvferry.testing.transport_laws import REGION_BYTES, STALE, TransportLaws, World, run, stale_memory
-from kvferry.transport import End, Hub, MemoryTransport, Transport
+from kvferry.transport import Hub, MemoryTransport, ReadEnd, Transport
 from kvferry.transport.memory import placed
 
 
@@ -89,22 +89,22 @@ def test_a_delayed_read_ends_later(reader, faults, memory):
     reader.read(1, "src", three_runs())
     assert [reader.poll() for _ in range(2)] == [[], []]
     assert num_arrived(memory) == 0
-    assert reader.poll() == [End(1)]
+    assert reader.poll() == [ReadEnd(1)]
     assert num_arrived(memory) == 3
 
 
 def test_a_trickle_arrives_bit_by_bit(reader, faults, memory):
     faults.trickle(1)
     reader.read(1, "src", three_runs())
-    assert [(reader.poll(), num_arrived(memory)) for _ in range(3)] == [([], 1), ([], 2), ([End(1)], 3)]
+    assert [(reader.poll(), num_arrived(memory)) for _ in range(3)] == [([], 1), ([], 2), ([ReadEnd(1)], 3)]
 
 
 def test_a_failed_read_may_have_brought_something(reader, faults, memory):
     faults.fail("cable cut", num_runs=2, peer="src")
     reader.read(1, "src", three_runs())
     reader.read(2, "other", run((0, 0), (0, 48), 16))
-    assert reader.poll() == [End(2)]
-    assert reader.poll() == [End(1, "cable cut")]
+    assert reader.poll() == [ReadEnd(2)]
+    assert reader.poll() == [ReadEnd(1, "cable cut")]
     assert num_arrived(memory) == 3
     assert reader.poll() == []
 
@@ -118,7 +118,7 @@ def test_a_stalled_read_outlives_its_peer_and_its_bytes_come_late(reader, faults
         reader.close()
     assert num_arrived(memory) == 0
     faults.resume("src")
-    assert reader.poll() == [End(1)]
+    assert reader.poll() == [ReadEnd(1)]
     assert num_arrived(memory) == 3
 
 
@@ -128,7 +128,7 @@ def test_runs_that_have_not_moved_when_a_read_is_cancelled_never_do(reader, faul
     assert reader.poll() == []
     reader.cancel(1)
     assert num_arrived(memory) == 1
-    assert reader.poll() == [End(1, "cancelled")]
+    assert reader.poll() == [ReadEnd(1, "cancelled")]
     assert num_arrived(memory) == 1
     assert reader.poll() == []
 
@@ -141,7 +141,7 @@ def test_a_stalled_read_cannot_be_cancelled_and_its_bytes_come_late(reader, faul
     assert reader.poll() == []
     assert num_arrived(memory) == 0
     faults.resume("src")
-    assert reader.poll() == [End(1, "cancelled")]
+    assert reader.poll() == [ReadEnd(1, "cancelled")]
     assert num_arrived(memory) == 3
 
 
@@ -153,7 +153,7 @@ def test_a_peer_that_left_gives_an_error():
     reader.connect("src", source.card(), [Region("kv", 64, memory.ctypes.data)])
     reader.read(1, "src", run((0, 0), (0, 32), 16))
     source.close()
-    assert reader.poll() == [End(1, "src is gone")]
+    assert reader.poll() == [ReadEnd(1, "src is gone")]
 
 
 def test_a_request_moves_and_its_slack_is_cleared():
@@ -179,7 +179,7 @@ def test_a_request_moves_and_its_slack_is_cleared():
     for src_rank, runs in selection.reads.items():
         reader.read(src_rank, str(src_rank), runs)
     reader.clear(selection.zeros)
-    assert reader.poll() == [End(0), End(1)]
+    assert reader.poll() == [ReadEnd(0), ReadEnd(1)]
     counts = np.bincount(np.concatenate(list(kept[0].values())), minlength=100)
     assert counts[10] == selection.reads[0].total_bytes
     assert counts[11] == selection.reads[1].total_bytes

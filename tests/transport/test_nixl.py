@@ -28,7 +28,7 @@ from kvferry.testing.transport_laws import (
     stale_memory,
     wait,
 )
-from kvferry.transport import End, Transport
+from kvferry.transport import ReadEnd, Transport
 from kvferry.transport.cuda import has_cuda
 from kvferry.transport.nixl import NixlTransport, pack_card, unpack_card
 
@@ -228,7 +228,7 @@ def test_a_spoilt_card_harms_nobody_else(holder):
         with pytest.raises(TransportError, match="bad-card: bad: a second card of"):
             transport.connect("bad", pack_card(*forged), source.regions)
         transport.read(1, "src", WHOLE)
-        assert wait(transport, 1) == [End(1)]
+        assert wait(transport, 1) == [ReadEnd(1)]
         transport.close()
 
 

@@ -10,7 +10,7 @@ import pytest
 from kvferry.errors import TransportError
 from kvferry.testing.sources import serving
 from kvferry.testing.transport_laws import REGION_BYTES, STALE, WHOLE, run, stale_memory, wait
-from kvferry.transport import End
+from kvferry.transport import ReadEnd
 from kvferry.transport.nixl import Agent, NixlTransport
 
 pytest.importorskip("nixl", exc_type=ImportError)
@@ -97,7 +97,7 @@ def is_alive():
 
 def assert_well(transport):
     transport.read(99, "src", SMALL)
-    assert wait(transport, 1) == [End(99)]
+    assert wait(transport, 1) == [ReadEnd(99)]
     transport.close()
     assert transport.poll() == []
     assert not is_alive()
@@ -124,7 +124,7 @@ def test_a_check_that_raises_is_no_end(spoilt, holder, far, num_times):
     transport = transport_of(spoilt, holder, far)
     spoilt.spoil("check", num_times)
     transport.read(1, "src", WHOLE)
-    assert wait(transport, 1) == [End(1)]
+    assert wait(transport, 1) == [ReadEnd(1)]
     assert spoilt.num_raised == num_times
     assert (holder.load()[0] == far.sources[0].contents[0]).all()
     assert_well(transport)
@@ -171,7 +171,7 @@ def test_a_connection_that_fails_leaves_nothing_behind(spoilt, holder, near, cal
         connect(transport, "other", near.sources[1])
     connect(transport, "other", near.sources[1])
     transport.read(1, "other", SMALL)
-    assert wait(transport, 1) == [End(1)]
+    assert wait(transport, 1) == [ReadEnd(1)]
     assert_well(transport)
 
 
@@ -202,7 +202,7 @@ def test_a_wake_that_raises_is_ignored(spoilt, holder, near):
     transport = transport_of(spoilt, holder, near)
     transport.on_end(wake)
     transport.read(1, "src", SMALL)
-    assert wait(transport, 1) == [End(1)]
+    assert wait(transport, 1) == [ReadEnd(1)]
     assert_well(transport)
 
 

@@ -26,7 +26,7 @@ from kvferry.core.runs import NO_RUNS, REGION_SHIFT, Runs, place
 from kvferry.errors import TransportError
 from kvferry.testing.sources import Holder, Source
 from kvferry.testing.transport_storm import Storm, runs_of
-from kvferry.transport.base import CANCELLED, End, Transport
+from kvferry.transport.base import CANCELLED, ReadEnd, Transport
 
 REGION_BYTES = (24 << 20, (1 << 20) + 13)
 STALE = 0xA5
@@ -93,7 +93,7 @@ def after(memory: list[NDArray[np.uint8]], runs: Runs, source: Source) -> None:
         memory[dst_region][dst_offset : dst_offset + num_bytes] = data
 
 
-def wait(transport: Transport, num_ends: int) -> list[End]:
+def wait(transport: Transport, num_ends: int) -> list[ReadEnd]:
     """So many ends, in the order of their numbers."""
     ends, deadline = transport.poll(), time.monotonic() + PATIENCE_S
     while len(ends) < num_ends and time.monotonic() < deadline:
@@ -135,7 +135,7 @@ class TransportLaws:
         runs, expected = scattered(300, 8192, seed=1), world.holder.load()
         with world.reader(0) as reader:
             reader.read(7, "0", runs)
-            assert wait(reader, 1) == [End(7)]
+            assert wait(reader, 1) == [ReadEnd(7)]
         after(expected, runs, world.sources[0])
         check(world, expected)
 
@@ -143,7 +143,7 @@ class TransportLaws:
         runs, expected = scattered(10_000, 128, seed=2, num_bytes=64), world.holder.load()
         with world.reader(1) as reader:
             reader.read(0, "1", runs)
-            assert wait(reader, 1) == [End(0)]
+            assert wait(reader, 1) == [ReadEnd(0)]
         after(expected, runs, world.sources[1])
         check(world, expected)
 
@@ -151,7 +151,7 @@ class TransportLaws:
         expected = world.holder.load()
         with world.reader(0) as reader:
             reader.read(0, "0", WHOLE)
-            assert wait(reader, 1) == [End(0)]
+            assert wait(reader, 1) == [ReadEnd(0)]
         after(expected, WHOLE, world.sources[0])
         check(world, expected)
 
@@ -160,7 +160,7 @@ class TransportLaws:
         with world.reader(0) as reader:
             reader.read(1, "0", NO_RUNS)
             reader.read(2, "0", run((0, 5), (1, 5), 0))
-            assert wait(reader, 2) == [End(1), End(2)]
+            assert wait(reader, 2) == [ReadEnd(1), ReadEnd(2)]
         check(world, expected)
 
     def test_several_peers_at_once(self, world: World) -> None:
@@ -172,14 +172,14 @@ class TransportLaws:
                 peer = i % len(peers)
                 reader.read(i, str(peer), runs)
                 after(expected, runs, world.sources[peer])
-            assert wait(reader, 60) == [End(i) for i in range(60)]
+            assert wait(reader, 60) == [ReadEnd(i) for i in range(60)]
         check(world, expected)
 
     def test_an_end_is_reported_once(self, world: World) -> None:
         with world.reader(0) as reader:
             for _ in range(3):
                 reader.read(5, "0", run((0, 0), (0, 0), 64))
-                assert wait(reader, 1) == [End(5)]
+                assert wait(reader, 1) == [ReadEnd(5)]
                 assert [reader.poll() for _ in range(10)] == [[]] * 10
 
     def test_submitting_never_waits_for_bytes(self, world: World) -> None:
@@ -189,7 +189,7 @@ class TransportLaws:
                 reader.read(i, str(i % 2), WHOLE)
             seconds = time.perf_counter() - started
             assert seconds < 0.5
-            assert wait(reader, 8) == [End(i) for i in range(8)]
+            assert wait(reader, 8) == [ReadEnd(i) for i in range(8)]
 
     def test_a_cancelled_read_ends_once_and_nothing_of_it_arrives_later(self, world: World) -> None:
         with world.reader(0, 1) as reader:
@@ -204,18 +204,18 @@ class TransportLaws:
             assert {end.error for end in ends} <= {"", CANCELLED}  # some may have ended before the cancel
             assert reader.poll() == []
             reader.read(11, "1", run((0, 0), (1, 0), 0))
-            assert wait(reader, 1) == [End(11)]
+            assert wait(reader, 1) == [ReadEnd(11)]
             check(world, quiet)
 
     def test_cancelling_what_is_unknown_or_has_ended_does_nothing(self, world: World) -> None:
         with world.reader(0) as reader:
             reader.cancel(5)
             reader.read(5, "0", run((0, 0), (0, 0), 64))
-            assert wait(reader, 1) == [End(5)]
+            assert wait(reader, 1) == [ReadEnd(5)]
             reader.cancel(5)
             assert [reader.poll() for _ in range(3)] == [[]] * 3
             reader.read(5, "0", run((0, 0), (0, 0), 64))
-            assert wait(reader, 1) == [End(5)]
+            assert wait(reader, 1) == [ReadEnd(5)]
         reader.cancel(5)
 
     def test_a_read_that_was_never_posted_is_cancelled_at_once_though_its_source_is_stopped(
@@ -233,7 +233,7 @@ class TransportLaws:
                 reader.read(10, "0", run((1, 0), (1, 0), REGION_BYTES[1]))
                 reader.cancel(10)
                 started = time.monotonic()
-                assert wait(reader, 1) == [End(10, CANCELLED)]
+                assert wait(reader, 1) == [ReadEnd(10, CANCELLED)]
                 assert time.monotonic() - started < 1
                 reader.cancel(0)
                 time.sleep(0.05)
@@ -283,7 +283,7 @@ class TransportLaws:
             reader.connect("0", world.sources[0].card, world.sources[0].regions)
             check(world, quiet)
             reader.read(0, "0", WHOLE)
-            assert wait(reader, 1) == [End(0)]
+            assert wait(reader, 1) == [ReadEnd(0)]
 
     def test_what_cannot_be_is_refused_before_anything_moves(self, world: World) -> None:
         expected, big, small = world.holder.load(), *REGION_BYTES
@@ -309,7 +309,7 @@ class TransportLaws:
             check(world, expected)
             reader.read(1, "0", WHOLE)
             assert refused(lambda: reader.read(1, "0", good)) == "under-way"
-            assert wait(reader, 1) == [End(1)]
+            assert wait(reader, 1) == [ReadEnd(1)]
 
     def test_clearing_clears_just_that(self, world: World) -> None:
         expected, runs = world.holder.load(), scattered(50, 256, seed=4)
@@ -346,7 +346,7 @@ class TransportLaws:
             assert refused(lambda: reader.connect("bad", source.card, elsewhere)) in ("no-connection", "nixl")
             assert refused(lambda: reader.read(1, "bad", NO_RUNS)) == "unknown-peer"
             reader.read(1, "0", run((0, 0), (0, 0), 64))
-            assert wait(reader, 1) == [End(1)]
+            assert wait(reader, 1) == [ReadEnd(1)]
 
     def test_closing_ends_what_is_under_way(self, world: World) -> None:
         with world.reader(0, 1) as reader:
@@ -361,7 +361,7 @@ class TransportLaws:
         def use() -> None:
             with world.reader(0, 1) as reader:
                 reader.read(1, "0", run((0, 0), (0, 0), 4096))
-                assert wait(reader, 1) == [End(1)]
+                assert wait(reader, 1) == [ReadEnd(1)]
 
         use()
         before, deadline = _threads_and_files(), time.monotonic() + 2
@@ -375,7 +375,7 @@ class TransportLaws:
     def test_a_closed_transport_says_so(self, world: World) -> None:
         with world.reader(0) as reader:
             reader.read(1, "0", run((0, 0), (0, 0), 64))
-            assert wait(reader, 1) == [End(1)]
+            assert wait(reader, 1) == [ReadEnd(1)]
         reader.close()
         reader.forget("0")
         source = world.sources[0]

@@ -15,7 +15,7 @@ import numpy as np
 from kvferry.core.runs import Runs
 from kvferry.errors import TransportError
 from kvferry.testing.sources import Source
-from kvferry.transport.base import End, Transport
+from kvferry.transport.base import ReadEnd, Transport
 
 CELL_BYTES = 96
 """What one read brings, in two runs; each has a cell of its own in the first region."""
@@ -30,7 +30,7 @@ class Storm:
     def __init__(self, transport: Transport, sources: Sequence[Source], max_reads: int) -> None:
         self.accepted: list[int] = []
         """Transfers that ``read`` took on."""
-        self.ends: list[End] = []
+        self.ends: list[ReadEnd] = []
         self.wrong: list[BaseException] = []
         """Whatever was raised, and is no TransportError."""
         self._transport, self._sources, self._max_reads = transport, sources, max_reads

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.transport.descriptors import Part
+from kvferry.transport.descriptors import SlicePair
 
 
 class FabricAgent(Protocol):
@@ -38,7 +38,7 @@ class FabricAgent(Protocol):
         """Forget a remote agent; nothing may be under way with it."""
         ...
 
-    def prepare(self, part: Part, remote: str) -> int:
+    def prepare(self, pair: SlicePair, remote: str) -> int:
         """A handle for a read; nothing moves yet."""
         ...
 

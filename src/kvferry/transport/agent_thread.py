@@ -25,7 +25,7 @@ from kvferry.errors import TransportError
 from kvferry.transport.agent import FabricAgent
 from kvferry.transport.cards import pack_card
 from kvferry.transport.cuda import Cuda
-from kvferry.transport.descriptors import Memory
+from kvferry.transport.descriptors import RegionTable
 from kvferry.transport.emulation import Way
 from kvferry.transport.places import Places
 from kvferry.transport.reads import Read, Reads, RemoteRank, quietly
@@ -45,7 +45,7 @@ PAUSE_S = 0.05
 """How long the thread pauses after an error that nothing foresaw, lest it repeat it at full speed."""
 
 
-class Job(NamedTuple):
+class AgentJob(NamedTuple):
     """Something that the thread is asked to do."""
 
     do: Callable[[], None]
@@ -58,7 +58,7 @@ class AgentThread:
 
     def __init__(
         self,
-        memory: Memory,
+        memory: RegionTable,
         cuda: Cuda | None,
         way: Way,
         settings: UcxSettings,
@@ -70,7 +70,7 @@ class AgentThread:
         self._way, self._settings, self._make_agent = way, settings, make_agent
         self._scratch = Scratch(cuda, [region.device for region in memory.places.regions])
         self._changed = threading.Condition()
-        self._inbox: deque[Job] = deque()
+        self._inbox: deque[AgentJob] = deque()
         self._is_closing = False
         self._refusal: TransportError | None = None
         """Why nothing is taken in any more."""
@@ -91,7 +91,7 @@ class AgentThread:
         Raises TransportError, with the code ``not-direct`` if the direct way is closed or the peer is dead,
         and TimeoutError.
         """
-        memory, deadline = Memory(name, regions), monotonic() + timeout_s
+        memory, deadline = RegionTable(name, regions), monotonic() + timeout_s
         warm: Future[str] = Future()
         added = self._ask(partial(self._add, name, card, memory, warm.set_result))
         try:
@@ -109,12 +109,12 @@ class AgentThread:
 
     def submit(self, read: Read) -> None:
         """Have a read wait for its turn."""
-        self._put(Job(partial(self._reads.submit, read), partial(self._reads.refuse, read)))
+        self._put(AgentJob(partial(self._reads.submit, read), partial(self._reads.refuse, read)))
 
     def tell(self, do: Callable[[Reads], None]) -> None:
         """Have something done, unless the thread has ended."""
         with suppress(TransportError):
-            self._put(Job(lambda: do(self._reads), lambda _: None))
+            self._put(AgentJob(lambda: do(self._reads), lambda _: None))
 
     def close(self, timeout_s: float) -> bool:
         """Post nothing more; whether everything under way ended in time. Can be tried again."""
@@ -140,10 +140,10 @@ class AgentThread:
                 future.set_exception(_ours(error))
                 raise
 
-        self._put(Job(do, future.set_exception))
+        self._put(AgentJob(do, future.set_exception))
         return future
 
-    def _put(self, job: Job) -> None:
+    def _put(self, job: AgentJob) -> None:
         with self._changed:
             if self._refusal:
                 raise TransportError(self._refusal.code, self._refusal.detail)
@@ -233,14 +233,14 @@ class AgentThread:
         has_moved = self._reads.post_round()
         return self._reads.check_posted() or has_moved
 
-    def _do(self, job: Job) -> None:
+    def _do(self, job: AgentJob) -> None:
         try:
             job.do()
         except Exception as error:
             log.exception("a job of the thread that owns a NIXL agent failed")
             quietly(job.refuse, _ours(error))
 
-    def _add(self, name: str, card: bytes, memory: Memory, report: Callable[[str], None]) -> Read:
+    def _add(self, name: str, card: bytes, memory: RegionTable, report: Callable[[str], None]) -> Read:
         if self._is_closing:
             raise TransportError("closed", "this transport was closed")
         runs = self._scratch.first_bytes(memory.places.regions)
@@ -260,7 +260,7 @@ class AgentThread:
 class AgentLink:
     """A remote rank that the thread of an agent reads."""
 
-    def __init__(self, thread: AgentThread, rank: RemoteRank, dst: Memory) -> None:
+    def __init__(self, thread: AgentThread, rank: RemoteRank, dst: RegionTable) -> None:
         self._thread, self._rank, self._dst = thread, rank, dst
 
     @property

@@ -38,7 +38,7 @@ CANCELLED = "cancelled"
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class ReadEnd:
     """A transfer that ended: every byte is in, or ``error`` says why not. Nothing arrives after this."""
 
     transfer: int
@@ -122,7 +122,7 @@ class Transport(Protocol):
         """
         ...
 
-    def poll(self) -> list[End]:
+    def poll(self) -> list[ReadEnd]:
         """The transfers that ended since the last call, whoever made it; never blocks."""
         ...
 

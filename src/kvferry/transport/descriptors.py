@@ -45,18 +45,18 @@ class Pace:
 FULL_PACE = Pace()
 
 
-class Kind(NamedTuple):
+class MemoryKind(NamedTuple):
     """A kind of memory, as NIXL tells them apart, and the device."""
 
     name: str
     device_index: int
 
     @classmethod
-    def of(cls, region: Region) -> Kind:
+    def of(cls, region: Region) -> MemoryKind:
         """The kind of a region, from its device ('cpu', 'cuda:0').
 
-        >>> Kind.of(Region("kv", 64, device="cuda:1"))
-        Kind(name='VRAM', device_index=1)
+        >>> MemoryKind.of(Region("kv", 64, device="cuda:1"))
+        MemoryKind(name='VRAM', device_index=1)
         """
         name, _, index = region.device.partition(":")
         if name == "cpu":
@@ -68,12 +68,12 @@ class Kind(NamedTuple):
         )
 
 
-class Memory:
+class RegionTable:
     """The regions of one rank, for lists of descriptors."""
 
     def __init__(self, whose: str, regions: Sequence[Region]) -> None:
         self.places = Places(whose, regions)
-        self.kinds = tuple(Kind.of(region) for region in regions)
+        self.kinds = tuple(MemoryKind.of(region) for region in regions)
         self.names = np.array([kind.name for kind in self.kinds])
         self._device_of = np.array([kind.device_index for kind in self.kinds], np.uint64)
 
@@ -92,7 +92,7 @@ class Memory:
         return self.descriptors(starts, np.array([region.num_bytes for region in regions]))
 
 
-class Part(NamedTuple):
+class SlicePair(NamedTuple):
     """What one post asks for: both sides' descriptors, each side of one kind of memory."""
 
     src_kind: str
@@ -100,13 +100,15 @@ class Part(NamedTuple):
     src: NDArray[np.uint64]
     dst: NDArray[np.uint64]
 
-    def singly(self) -> Iterator[Part]:
+    def singly(self) -> Iterator[SlicePair]:
         """Its runs one by one."""
         for i in range(len(self.src)):
             yield self._replace(src=self.src[i : i + 1], dst=self.dst[i : i + 1])
 
 
-def parts(runs: Runs, src: Memory, dst: Memory, pace: Pace = FULL_PACE) -> Iterator[Part]:
+def slice_pairs(
+    runs: Runs, src: RegionTable, dst: RegionTable, pace: Pace = FULL_PACE
+) -> Iterator[SlicePair]:
     """A read as posts; a list of descriptors is of one kind of memory, so mixed reads are sorted first."""
     src_names, dst_names = (
         memory.names[Places.split(places)[0]] for memory, places in ((src, runs.src), (dst, runs.dst))
@@ -116,11 +118,11 @@ def parts(runs: Runs, src: Memory, dst: Memory, pace: Pace = FULL_PACE) -> Itera
             at = (src_names == src_kind) & (dst_names == dst_kind)
             some = runs if at.all() else Runs(runs.src[at], runs.dst[at], runs.num_bytes[at])
             limit = pace.host if "DRAM" in (src_kind, dst_kind) else pace.device
-            for part in slices(some, limit):
-                posts = Part(
+            for slice_runs in slices(some, limit):
+                posts = SlicePair(
                     src_kind,
                     dst_kind,
-                    src.descriptors(part.src, part.num_bytes),
-                    dst.descriptors(part.dst, part.num_bytes),
+                    src.descriptors(slice_runs.src, slice_runs.num_bytes),
+                    dst.descriptors(slice_runs.dst, slice_runs.num_bytes),
                 )
                 yield from posts.singly() if pace.is_single else (posts,)

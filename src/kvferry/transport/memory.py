@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from kvferry.core.manifest import Rank, Region
 from kvferry.core.runs import Runs
 from kvferry.errors import SpecError, TransportError
-from kvferry.transport.base import CANCELLED, Cost, End
+from kvferry.transport.base import CANCELLED, Cost, ReadEnd
 from kvferry.transport.gate import Gate
 from kvferry.transport.places import Places, checked
 from kvferry.transport.transfers import Transfers
@@ -117,7 +117,7 @@ class Hub:
 
 
 @dataclass(frozen=True, slots=True)
-class _Peer:
+class _RemoteRank:
     name: str
     hub_name: str
     places: Places
@@ -126,7 +126,7 @@ class _Peer:
 @dataclass(slots=True)
 class _Read:
     transfer: int
-    peer: _Peer
+    peer: _RemoteRank
     src: list[int]
     dst: list[int]
     num_bytes: list[int]
@@ -158,7 +158,7 @@ class MemoryTransport:
     >>> with_dst.connect("src", with_src.card(), [Region("kv", 64, src.ctypes.data)])
     >>> with_dst.read(1, "src", Runs(np.array([8]), np.array([0]), np.array([3])))
     >>> with_dst.poll(), dst[:4].tolist()
-    ([End(transfer=1, error='')], [8, 9, 10, 0])
+    ([ReadEnd(transfer=1, error='')], [8, 9, 10, 0])
     """
 
     kind = "memory"
@@ -175,7 +175,7 @@ class MemoryTransport:
         """Guards the names: whose memory is ours, who our peers are."""
         self._moving = threading.Lock()
         """Held by the one thread that lets reads make a step."""
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, _RemoteRank] = {}
 
     def register(self, regions: Sequence[Region]) -> None:
         """Make this rank's own memory known; who made it keeps it alive until ``close``."""
@@ -206,7 +206,7 @@ class MemoryTransport:
             for region in regions:
                 if not self._hub.has(hub_name, region):
                     raise TransportError("no-connection", f"{peer}: it did not register {region.name!r}")
-            self._peers[peer] = _Peer(peer, hub_name, places)
+            self._peers[peer] = _RemoteRank(peer, hub_name, places)
 
     def read(self, transfer: int, peer: str, runs: Runs) -> None:
         """Submit the reading of runs from a peer; they move when this transport is polled."""
@@ -235,7 +235,7 @@ class MemoryTransport:
             ):
                 ctypes.memset(address, 0, num_bytes)
 
-    def poll(self) -> list[End]:
+    def poll(self) -> list[ReadEnd]:
         """Let every read make a step, unless another thread is at it; the ones that ended."""
         if self._moving.acquire(blocking=False):
             try:

@@ -23,10 +23,10 @@ from kvferry.core.runs import Runs
 from kvferry.errors import TransportError
 from kvferry.transport.agent import FabricAgent
 from kvferry.transport.agent_thread import AgentThread
-from kvferry.transport.base import Cost, End
+from kvferry.transport.base import Cost, ReadEnd
 from kvferry.transport.cards import name_in, pack_card, unpack_card
 from kvferry.transport.cuda import Cuda
-from kvferry.transport.descriptors import Kind, Memory, Part
+from kvferry.transport.descriptors import MemoryKind, RegionTable, SlicePair
 from kvferry.transport.emulation import SETTING, EmulatedReads, Way
 from kvferry.transport.gate import Gate
 from kvferry.transport.link import Link, Mover
@@ -35,7 +35,15 @@ from kvferry.transport.reads import quietly
 from kvferry.transport.transfers import Transfers
 from kvferry.transport.ucx import UCX_EMULATES, UcxSettings
 
-__all__ = ["Agent", "Memory", "NixlTransport", "Part", "check_installed", "pack_card", "unpack_card"]
+__all__ = [
+    "Agent",
+    "NixlTransport",
+    "RegionTable",
+    "SlicePair",
+    "check_installed",
+    "pack_card",
+    "unpack_card",
+]
 
 log = logging.getLogger(__name__)
 
@@ -112,10 +120,10 @@ class Agent:
         with _translated("cannot remove the remote agent"):
             self._agent.invalidateRemoteMD(remote)
 
-    def prepare(self, part: Part, remote: str) -> int:
+    def prepare(self, pair: SlicePair, remote: str) -> int:
         """A handle for a read."""
-        dst = self._nixl.nixlXferDList(self._kinds[part.dst_kind], part.dst)
-        src = self._nixl.nixlXferDList(self._kinds[part.src_kind], part.src)
+        dst = self._nixl.nixlXferDList(self._kinds[pair.dst_kind], pair.dst)
+        src = self._nixl.nixlXferDList(self._kinds[pair.src_kind], pair.src)
         with _translated("cannot prepare the read"):
             return int(self._agent.createXferReq(self._nixl.NIXL_READ, dst, src, remote, b"", self._backends))
 
@@ -199,7 +207,7 @@ class NixlTransport:
         self._transfers: Transfers[Link] = Transfers()
         self._making = threading.Lock()
         """Guards what is made once, and may be slow to make: the three below."""
-        self._memory: Memory | None = None
+        self._memory: RegionTable | None = None
         self._cuda: Cuda | None = None
         self._threads: dict[Way, AgentThread] = {}
         self._lock = threading.Lock()
@@ -217,7 +225,7 @@ class NixlTransport:
                 raise TransportError("registered", "memory is registered once")
             if not regions:
                 raise TransportError("no-regions", "a rank has memory")
-            memory = Memory("ours", regions)
+            memory = RegionTable("ours", regions)
             self._cuda = _cuda_of(memory.kinds)
             way = self._settings.first_way
             try:
@@ -310,7 +318,7 @@ class NixlTransport:
             if self._cuda and on_device.any():
                 self._cuda.clear(_spans(addresses, runs.num_bytes, on_device))
 
-    def poll(self) -> list[End]:
+    def poll(self) -> list[ReadEnd]:
         """The transfers that ended since the last call."""
         return self._transfers.collect()
 
@@ -354,13 +362,13 @@ class NixlTransport:
         if peer in self._links:
             raise TransportError("known-peer", f"{peer!r} is connected already")
 
-    def _ours(self) -> Memory:
+    def _ours(self) -> RegionTable:
         if self._memory is None:
             raise TransportError("not-registered", "register this rank's memory first")
         return self._memory
 
 
-def _cuda_of(kinds: Iterable[Kind]) -> Cuda | None:
+def _cuda_of(kinds: Iterable[MemoryKind]) -> Cuda | None:
     """The one CUDA device of a rank, if it has one."""
     devices = sorted({kind.device_index for kind in kinds if kind.name == "VRAM"})
     if len(devices) > 1:

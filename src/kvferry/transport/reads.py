@@ -32,7 +32,7 @@ from kvferry.errors import TransportError
 from kvferry.transport.agent import FabricAgent
 from kvferry.transport.base import CANCELLED
 from kvferry.transport.cards import segment_in, unpack_card
-from kvferry.transport.descriptors import Memory, Pace, Part, parts
+from kvferry.transport.descriptors import Pace, RegionTable, SlicePair, slice_pairs
 
 P = ParamSpec("P")
 
@@ -57,7 +57,7 @@ class RemoteRank:
 
     name: str
     connection: Connection
-    memory: Memory
+    memory: RegionTable
     waiting: deque[Read] = field(default_factory=deque)
     """Reads with slices that are not posted yet; first come, first served."""
     num_posted: int = 0
@@ -75,12 +75,12 @@ class Read:
 
     rank: RemoteRank
     runs: Runs
-    dst: Memory
+    dst: RegionTable
     report: Callable[[str], None]
     """Called once, when it has ended, with the error or an empty text."""
     transfer: int | None = None
     """The caller's number, if it can be cancelled."""
-    unposted: Iterator[Part] | None = None
+    unposted: Iterator[SlicePair] | None = None
     is_waiting: bool = False
     num_posted: int = 0
     has_fabric_failed: bool = False
@@ -88,9 +88,9 @@ class Read:
     has_ended: bool = False
     error: str = ""
 
-    def next_part(self) -> Part | None:
+    def next_pair(self) -> SlicePair | None:
         if self.unposted is None:
-            self.unposted = parts(self.runs, self.rank.memory, self.dst, self.rank.connection.pace)
+            self.unposted = slice_pairs(self.runs, self.rank.memory, self.dst, self.rank.connection.pace)
         return next(self.unposted, None)
 
     def fail(self, error: str) -> None:
@@ -132,7 +132,7 @@ class Reads:
 
     # ---- remote ranks
 
-    def connect(self, name: str, card: bytes, memory: Memory) -> RemoteRank:
+    def connect(self, name: str, card: bytes, memory: RegionTable) -> RemoteRank:
         """Make a rank known to the agent."""
         agent, metadata = unpack_card(card)
         if agent == self._agent.name:
@@ -235,8 +235,8 @@ class Reads:
     def _prepare_next(self, read: Read) -> int | None:
         """A handle of the next slice, if there is one and nothing goes wrong."""
         try:
-            part = read.next_part()
-            return None if part is None else self._agent.prepare(part, read.rank.connection.agent)
+            pair = read.next_pair()
+            return None if pair is None else self._agent.prepare(pair, read.rank.connection.agent)
         except Exception as error:
             _log_unexpected("a read could not be prepared", error)
             read.fail(_reason("it could not be prepared", error))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from kvferry.core.manifest import Region
 from kvferry.core.runs import Runs, place
 from kvferry.transport.cuda import Cuda
-from kvferry.transport.descriptors import Memory
+from kvferry.transport.descriptors import RegionTable
 
 WARM_REGIONS, WARM_BYTES = 64, 4096
 """What the first read touches: it is about ten times slower than the next."""
@@ -22,7 +22,7 @@ class Scratch:
     def __init__(self, cuda: Cuda | None, devices: Iterable[str]) -> None:
         self._cuda = cuda
         self._buffers: list[NDArray[np.uint8]] = []
-        self.memory = Memory("scratch", [self._region(device) for device in dict.fromkeys(devices)])
+        self.memory = RegionTable("scratch", [self._region(device) for device in dict.fromkeys(devices)])
 
     def _region(self, device: str) -> Region:
         num_bytes = WARM_REGIONS * WARM_BYTES

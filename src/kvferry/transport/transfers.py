@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from kvferry.errors import TransportError
-from kvferry.transport.base import End
+from kvferry.transport.base import ReadEnd
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class Transfers(Generic[T]):
     Traceback (most recent call last):
     kvferry.errors.TransportError: under-way: the end of transfer 7 was not collected yet
     >>> transfers.collect(), transfers.collect()
-    ([End(transfer=7, error='cable cut')], [])
+    ([ReadEnd(transfer=7, error='cable cut')], [])
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Transfers(Generic[T]):
         """Called, outside of any lock, when there is an end to collect."""
         self._lock = threading.Lock()
         self._under_way: dict[int, T] = {}
-        self._ends: dict[int, End] = {}
+        self._ends: dict[int, ReadEnd] = {}
 
     @property
     def num_under_way(self) -> int:
@@ -68,13 +68,13 @@ class Transfers(Generic[T]):
         """Note the end of a transfer."""
         with self._lock:
             del self._under_way[transfer]
-            self._ends[transfer] = End(transfer, error)
+            self._ends[transfer] = ReadEnd(transfer, error)
         try:
             self.wake()
         except Exception:  # the caller's code, in a thread that serves others too
             log.exception("the call that says that a transfer has ended raised an exception; it is ignored")
 
-    def collect(self) -> list[End]:
+    def collect(self) -> list[ReadEnd]:
         """The ends since the last call."""
         with self._lock:
             ends, self._ends = self._ends, {}

@@ -14,10 +14,10 @@ from kvferry.core.manifest import Region
 from kvferry.core.runs import Runs, place
 from kvferry.testing.fleet.actors import DestinationActor
 from kvferry.testing.sources import Holder
-from kvferry.transport.base import Cost, End, Transport
+from kvferry.transport.base import Cost, ReadEnd, Transport
 from kvferry.transport.cuda import Cuda
 from kvferry.transport.emulation import Way
-from kvferry.transport.nixl import Agent, Memory, NixlTransport, Part, unpack_card
+from kvferry.transport.nixl import Agent, NixlTransport, RegionTable, SlicePair, unpack_card
 from kvferry.transport.ucx import UcxSettings
 
 
@@ -82,7 +82,7 @@ class RecordingTransport:
     def clear(self, runs: Runs) -> None:
         self._inner.clear(runs)
 
-    def poll(self) -> list[End]:
+    def poll(self) -> list[ReadEnd]:
         return self._inner.poll()
 
     def on_end(self, wake: Callable[[], None]) -> None:
@@ -108,16 +108,16 @@ class RawNixl:
         self._scratch = Holder(device)
         self._scratch.add("scratch", np.zeros(num_scratch_bytes, np.uint8))
         self._scratch_index = len(regions)
-        self._dst = Memory("dst", [*regions, *self._scratch.regions])
+        self._dst = RegionTable("dst", [*regions, *self._scratch.regions])
         self._kind = self._dst.kinds[0].name
         settings = UcxSettings.from_environment(os.environ)
         self._agent = Agent(f"raw-{uuid4().hex}", settings.engine_config(Way.FAST))
         self._registered = self._agent.register(self._kind, self._dst.whole())
-        self._peers: dict[str, tuple[str, Memory]] = {}
+        self._peers: dict[str, tuple[str, RegionTable]] = {}
         for name, peer in peers.items():
             remote, metadata = unpack_card(peer.card)
             self._agent.add(remote, metadata)
-            self._peers[name] = remote, Memory(name, peer.regions)
+            self._peers[name] = remote, RegionTable(name, peer.regions)
 
     def read(self, reads: Sequence[tuple[str, Runs]]) -> ReadTime:
         """Read these lists."""
@@ -151,7 +151,7 @@ class RawNixl:
         remote, memory = self._peers[peer]
         src = memory.descriptors(runs.src, runs.num_bytes)
         dst = self._dst.descriptors(runs.dst, runs.num_bytes)
-        return self._agent.prepare(Part(self._kind, self._kind, src, dst), remote)
+        return self._agent.prepare(SlicePair(self._kind, self._kind, src, dst), remote)
 
     def close(self) -> None:
         """Give agent and memory up."""
