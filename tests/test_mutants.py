@@ -1,28 +1,15 @@
 """What the breaks on purpose are made of keeps up with the code."""
 
 import ast
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
+import mutants
 import pytest
 
 ROOT = Path(__file__).parents[1]
 
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("kvferry_mutants", ROOT / "tools" / "mutants.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    return module
-
-
-mutants = load()
 LAWS = mutants.laws()
 
 

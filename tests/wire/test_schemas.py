@@ -1,43 +1,27 @@
 """R002-13, RA-3: whatever peers say to each other changes together with the version that they compare."""
 
-import importlib.util
 import json
-from pathlib import Path
-from types import ModuleType
 
 import msgspec
 import pytest
+import wire_schemas
 
 from kvferry.core.manifest import VERSION
 from kvferry.wire.messages import PROTOCOL, Hello
 
-ROOT = Path(__file__).parents[2]
 
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("kvferry_wire_schemas", ROOT / "tools" / "wire_schemas.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load()
-
-
-@pytest.mark.parametrize("name", tool.current())
+@pytest.mark.parametrize("name", wire_schemas.current())
 def test_a_wire_structure_changes_only_with_its_version(name):
     """R002-13, RA-3, RA-9: a field more, less, or of another type under the same version fails here."""
-    path = tool.FOLDER / f"{name}.json"
+    path = wire_schemas.FOLDER / f"{name}.json"
     assert path.exists(), "a new version: run python tools/wire_schemas.py, and commit the file"
-    assert json.loads(path.read_text(encoding="utf-8")) == tool.current()[name], (
+    assert json.loads(path.read_text(encoding="utf-8")) == wire_schemas.current()[name], (
         "what peers say has changed: raise the version, then run python tools/wire_schemas.py (it says how)"
     )
 
 
 def test_the_schemas_of_earlier_versions_are_kept():
-    kept = {path.stem for path in tool.FOLDER.glob("*.json")}
+    kept = {path.stem for path in wire_schemas.FOLDER.glob("*.json")}
     assert kept >= {f"messages-{version}" for version in range(1, PROTOCOL + 1)}
     assert kept >= {f"documents-{version}" for version in range(1, VERSION + 1)}
 
@@ -48,11 +32,11 @@ FIELDS = [("protocol", int), ("reader", str)]
 def hello(fields=FIELDS, tag="Hello", **options):
     """A struct like ``Hello``, with a change."""
     made = msgspec.defstruct("Anything", fields, frozen=True, tag=tag, forbid_unknown_fields=True, **options)
-    return tool.schema_of([made])
+    return wire_schemas.schema_of([made])
 
 
 def test_the_name_of_a_class_and_its_words_are_not_on_the_wire():
-    assert tool.schema_of([Hello]) == hello()
+    assert wire_schemas.schema_of([Hello]) == hello()
 
 
 @pytest.mark.parametrize(
