@@ -33,6 +33,7 @@ import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -275,12 +276,18 @@ class Bench:
         whole = path.read_text(encoding="utf-8")
         path.write_text(text, encoding="utf-8")
         try:
-            return self._run(file, tests, timeout_s)
+            status, output = self.run(file, tests, timeout_s)
         finally:
             path.write_text(whole, encoding="utf-8")
+        if status < 0:  # it hangs, or crashes the interpreter
+            return Verdict.KILLED
+        if status not in BY_STATUS:
+            raise SystemExit(f"{file}: pytest ended with {status}:\n{output[-3000:]}")
+        return BY_STATUS[status]
 
-    def _run(self, file: str, tests: Sequence[str], timeout_s: float) -> Verdict:
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=line"]
+    def run(self, file: str, tests: Sequence[str], timeout_s: float) -> tuple[int, str]:
+        """pytest's exit status and output; the status of a process that was killed if it takes too long."""
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=short"]
         command += ["-p", "no:cacheprovider", "-p", "mutant_guard", *tests]
         environment = os.environ | {
             "PYTHONPATH": str(self.package.parent),
@@ -296,12 +303,8 @@ class Bench:
                 output, _ = process.communicate(timeout=timeout_s)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)  # what the tests have started, too
-                return Verdict.KILLED
-        if process.returncode < 0:  # a break may make the interpreter crash
-            return Verdict.KILLED
-        if process.returncode not in BY_STATUS:
-            raise SystemExit(f"{file}: pytest ended with {process.returncode}:\n{output[-3000:]}")
-        return BY_STATUS[process.returncode]
+                return -signal.SIGKILL, ""
+        return process.returncode, output
 
 
 class Benches:
@@ -313,19 +316,27 @@ class Benches:
         for i in range(count):
             self._free.put(Bench(folder / str(i)))
 
-    def judge(self, file: str, text: str, tests: Sequence[str], timeout_s: float) -> Verdict:
-        """As a bench does, on whichever is free."""
+    @contextmanager
+    def lend(self) -> Iterator[Bench]:
+        """Whichever is free, for a while."""
         bench = self._free.get()
         try:
-            return bench.judge(file, text, tests, timeout_s)
+            yield bench
         finally:
             self._free.put(bench)
+
+    def judge(self, file: str, text: str, tests: Sequence[str], timeout_s: float) -> Verdict:
+        """As a bench does."""
+        with self.lend() as bench:
+            return bench.judge(file, text, tests, timeout_s)
 
     def time_whole(self, file: str, tests: Sequence[str]) -> float:
         """How long the tests take while nothing is broken; they must pass."""
         started = time.monotonic()
-        if self.judge(file, text_of(file), tests, 1800) is not Verdict.SURVIVED:
-            raise SystemExit(f"fail before anything is broken: pytest {' '.join(tests)}")
+        with self.lend() as bench:
+            status, output = bench.run(file, tests, 1800)
+        if status:
+            raise SystemExit(f"fail before anything is broken: pytest {' '.join(tests)}\n{output[-3000:]}")
         return time.monotonic() - started
 
 

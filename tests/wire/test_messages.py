@@ -61,6 +61,13 @@ def test_every_message_is_tried_here():
     assert {type(message) for message in FROM} == set(get_args(FromAuthority))
 
 
+@pytest.mark.parametrize("message", [*TO, *FROM, TICKET], ids=lambda message: type(message).__name__)
+def test_a_message_is_a_value_of_known_fields(message):
+    config = type(message).__struct_config__
+    assert config.frozen
+    assert config.forbid_unknown_fields
+
+
 @pytest.mark.parametrize("message", TO, ids=lambda message: type(message).__name__)
 def test_to_an_authority_and_not_from_it(message):
     assert decode_to_authority(encode(message)) == message
