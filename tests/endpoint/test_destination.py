@@ -9,7 +9,7 @@ from kvferry import SpecError
 from kvferry.endpoint import Destination
 from kvferry.errors import TransportError
 from kvferry.models import Topology, describe
-from kvferry.runtime import FailureCode
+from kvferry.runtime import FailureCode, Timing
 from kvferry.testing.faults import Faults
 from kvferry.testing.small import small
 from kvferry.transport.memory import Hub, MemoryTransport
@@ -117,3 +117,25 @@ def test_status_after_close_is_that_of_the_end(pair_of):
     pair.destination.close()
     assert pair.destination.status()["fetches"] == {}
     pair.destination.abort(handle)  # nobody is there any more: nothing happens
+
+
+class RaisesOnce(MemoryTransport):
+    """A bug: its first read raises what a transport must not raise."""
+
+    num_reads = 0
+
+    def read(self, transfer, peer, runs):
+        self.num_reads += 1
+        if self.num_reads == 1:
+            raise MemoryError
+        super().read(transfer, peer, runs)
+
+
+def test_a_read_of_which_nobody_knows_whether_it_was_posted_is_quarantined(pair_of):
+    """Law 6: what was not reported as ended has not ended. Others go on."""
+    pair = pair_of(transport=RaisesOnce, timing=Timing(read=0.5, retry=0.05))
+    first, second = pair.fetch(), pair.fetch()
+    assert list(pair.reports()) == [second]
+    until(lambda: pair.destination.status()["quarantined"] == 1)
+    assert pair.destination.poll() == []
+    assert first < second

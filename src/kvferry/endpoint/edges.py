@@ -51,7 +51,7 @@ class ControlChannel(Protocol):
 class Workers(Protocol):
     """Who does what is slow."""
 
-    def submit(self, key: Hashable, job: Callable[[], None]) -> None:
+    def submit(self, key: Hashable, job: Callable[[], object]) -> None:
         """Have a job done, after all that was submitted under the same key; never blocks."""
         ...
 

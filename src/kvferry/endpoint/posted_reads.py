@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -12,6 +13,8 @@ from kvferry.endpoint.owner import Event
 from kvferry.errors import KVFerryError
 from kvferry.runtime.values import Effect, PostReads
 from kvferry.transport.base import Transport
+
+log = logging.getLogger("kvferry")
 
 READS = "reads"
 """The workers' key: reads are submitted in order, by one thread."""
@@ -101,7 +104,9 @@ class PostedReads:
             self._transport.read(transfer, remote, runs)
         except KVFerryError as error:
             return str(error)
-        # Whatever else is raised says nothing about what was posted: that read is quarantined in time.
+        except Exception:
+            # A bug, which says nothing about what was posted: this read is quarantined in time, and no other.
+            log.exception("a read from %s could not be submitted", remote)
         if transfer in self._cancelled:
             self._transport.cancel(transfer)
         return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -27,6 +28,8 @@ from kvferry.wire.messages import (
     encode,
 )
 from kvferry.wire.ticket import Ticket
+
+log = logging.getLogger("kvferry")
 
 EVERY_HOST = ("0.0.0.0", "*", "[::]")
 
@@ -205,8 +208,10 @@ class SourceEngine:
     def _merge(self, manifests: Mapping[int, bytes]) -> None:
         try:
             manifest = _merged(manifests)
-        except KVFerryError as error:
-            detail = str(error)
+        except Exception as error:
+            if not isinstance(error, KVFerryError):
+                log.exception("the manifests of the ranks could not be merged")
+            detail = str(error) or type(error).__name__
             self._owner.put(lambda now: self._authority.not_merged(now, detail))
         else:
             self._owner.put(lambda now: self._authority.merged(now, manifest))

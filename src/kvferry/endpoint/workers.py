@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 log = logging.getLogger("kvferry")
 
-Work = Callable[[], None]
+Work = Callable[[], object]
 
 IDLE_SECONDS = 2.0
 """How long a thread waits for more work of its key: to start one takes as long as a short job."""

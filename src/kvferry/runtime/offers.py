@@ -45,7 +45,8 @@ class Offers:
         if self.refusal:
             raise SpecError(self.refusal)
         if len(self._open) >= self.MAX_OPEN:
-            raise SpecError(f"{self.MAX_OPEN} requests are on offer; withdraw some, or shorten the lease")
+            detail = "on offer, or released and not polled: call poll, withdraw some, or shorten the lease"
+            raise SpecError(f"{self.MAX_OPEN} requests are {detail}")
         ticket_id = next(self._numbers)
         ticket = Ticket(
             self.engine,

@@ -23,18 +23,7 @@ from kvferry.runtime.failure import Failure, FailureCode, denied
 from kvferry.runtime.fetch_job import FetchJob, Phase
 from kvferry.runtime.meetings import Lost, Meeting, Meetings
 from kvferry.runtime.questions import Questions, Settlements
-from kvferry.runtime.values import (
-    Cancel,
-    Drop,
-    Effect,
-    Fetch,
-    Peer,
-    PostReads,
-    Report,
-    Select,
-    Send,
-    Timing,
-)
+from kvferry.runtime.values import Cancel, Drop, Effect, Fetch, Peer, PostReads, Report, Select, Send, Timing
 from kvferry.wire.messages import (
     MAX_BATCH,
     Acquire,
