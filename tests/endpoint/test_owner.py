@@ -139,7 +139,12 @@ def test_workers_close_in_time_and_start_nothing_more():
     workers, go_on = WorkerThreads("work"), threading.Event()
     done: list[str] = []
     has_begun = threading.Event()
-    workers.submit("slow", lambda: (has_begun.set(), go_on.wait(20)))
+
+    def slow():
+        has_begun.set()
+        go_on.wait(20)
+
+    workers.submit("slow", slow)
     workers.submit("slow", lambda: done.append("queued"))
     assert has_begun.wait(20)
     started = time.monotonic()
