@@ -65,7 +65,7 @@ def test_import_is_light(module):
     "module",
     [
         f"kvferry.{room}"
-        for room in ("models", "wire", "transport", "runtime", "testing", "cli")
+        for room in ("layout", "models", "wire", "transport", "runtime", "testing", "cli")
         if (PACKAGE / room).is_dir() or (PACKAGE / f"{room}.py").is_file()
     ],
 )

@@ -1,4 +1,4 @@
-"""CPU attention's two packings, written as views, against the formulas of its kernels."""
+"""CPU attention's packings, written as views, against the formulas of its kernels."""
 
 from __future__ import annotations
 
@@ -32,8 +32,16 @@ def amx(n: int, t: int, c: int) -> tuple[int, int]:
     return k, v
 
 
+def neon(n: int, t: int, c: int) -> tuple[int, int]:
+    """The same for bf16 on Arm."""
+    k = (t // 8) * 8 * DIM + (c // 4) * 32 + (t % 8) * 4 + c % 4
+    v = n * DIM + (c // 8) * 8 * n + (t // 4) * 32 + (c % 8) * 4 + t % 4
+    return k, v
+
+
 @pytest.mark.parametrize(
-    ("packing", "dtype", "formula"), [("cpu-vec", "fp32", vec), ("cpu-amx", "bf16", amx)]
+    ("packing", "dtype", "formula"),
+    [("cpu-vec", "fp32", vec), ("cpu-amx", "bf16", amx), ("cpu-neon-bf16", "bf16", neon)],
 )
 @pytest.mark.parametrize("block", [32, 64, 96])
 def test_the_views_are_the_kernels_formulas(packing: str, dtype: str, formula, block: int) -> None:

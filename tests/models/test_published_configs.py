@@ -29,7 +29,7 @@ def shapes(model: Model) -> Counter[Shape]:
     for layer in model.layers:
         for cache in layer.caches:
             if cache.name == "attn":
-                heads, channels = cache.parts[0].dims
+                heads, channels = cache.page.parts[0].dims
                 found[heads.size, channels.size, cache.window] += 1
     return found
 
@@ -61,7 +61,9 @@ def test_the_ssm_state_of_nemotron_h_is_kept_as_vllm_keeps_it() -> None:
     """In float32, unless the config says otherwise; the convolution in the model's dtype."""
 
     def dtypes(values: dict[str, Any]) -> dict[str, str]:
-        return {part.name: part.dtype for part in model_from_config(values).layers[0].caches[0].parts}
+        return {
+            part.name: part.item.dtype for part in model_from_config(values).layers[0].caches[0].page.parts
+        }
 
     assert dtypes(NEMOTRON_H_8B) == {"conv.x": "bf16", "conv.B": "bf16", "conv.C": "bf16", "ssm": "fp32"}
     assert dtypes({**NEMOTRON_H_8B, "mamba_ssm_cache_dtype": "bfloat16"})["ssm"] == "bf16"
@@ -78,7 +80,7 @@ def test_a_list_of_blocks_says_the_same_as_a_pattern() -> None:
 def test_a_checkpoint_with_a_quantised_cache_says_its_dtype() -> None:
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
     model = model_from_config({**MIXTRAL_8X7B, "quantization_config": {"kv_cache_scheme": scheme}})
-    assert {part.dtype for part in model.layers[0].caches[0].parts} == {"fp8_e4m3"}
+    assert {part.item.dtype for part in model.layers[0].caches[0].page.parts} == {"fp8_e4m3"}
     with pytest.raises(SpecError, match="quantization_config keeps K and V as 'NVFP4'"):
         model_from_config({**MIXTRAL_8X7B, "quantization_config": {"kv_cache_quant_algo": "NVFP4"}})
 

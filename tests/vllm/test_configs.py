@@ -38,7 +38,7 @@ def layer_shapes(config: Any) -> list[tuple[int, int, int]]:
 
 def ours(model: Model) -> list[tuple[int, int, int]]:
     caches = [layer.caches[0] for layer in model.layers]
-    return [(c.parts[0].dims[0].size, c.parts[0].dims[1].size, c.window) for c in caches]
+    return [(c.page.parts[0].dims[0].size, c.page.parts[0].dims[1].size, c.window) for c in caches]
 
 
 PLAIN = [name for name in KNOWN if not name.startswith(("falcon", "nemotron"))]
@@ -96,4 +96,4 @@ def test_the_ssm_state_of_nemotron_h_has_vllms_dtype() -> None:
     )
     model = model_from_config(NEMOTRON_H_8B)
     assert cache.mamba_ssm_cache_dtype == "float32"
-    assert model.layers[0].caches[0].parts[-1].dtype == "fp32"
+    assert model.layers[0].caches[0].page.parts[-1].item.dtype == "fp32"

@@ -20,7 +20,7 @@ import pytest
 
 from kvferry import BlockTable, Manifest, Refused, Request, Span, lower, plan, prove, select
 from kvferry.core.manifest import merge
-from kvferry.models.order import Fork, Order, Tile
+from kvferry.layout.order import Fork, Order, Tile
 from kvferry.testing.oracle import cells_of
 from kvferry.transport.memory import Hub, MemoryTransport
 
@@ -471,10 +471,7 @@ def test_a_moved_cache_is_what_the_kernel_writes(home, line, src, dst):
 
 
 OTHER_CUTS = [
-    *(
-        (Side(FP32, 64, src), Side(FP32, 96, dst))
-        for src, dst in ((1, 2), (2, 1), (4, 2), (8, 4), (2, 8))
-    ),
+    *((Side(FP32, 64, src), Side(FP32, 96, dst)) for src, dst in ((1, 2), (2, 1), (4, 2), (8, 4), (2, 8))),
     *((Side(AMX_BF16, 96, src), Side(AMX_BF16, 32, dst)) for src, dst in ((1, 4), (4, 1), (2, 4), (8, 2))),
     *((Side(AMX_MLA_BF16, 32, src), Side(AMX_MLA_BF16, 128, dst)) for src, dst in ((1, 2), (2, 1))),
     # A CPU with AMX and one without; the two backends of MLA.
@@ -565,7 +562,7 @@ def test_a_wrong_line_of_mla_is_found(home, monkeypatch):
 
     def by_channel(subject: Any) -> Any:
         right = interiors.latent_rows(subject)
-        return right and replace(right, order=("part", "channel", "token"), outer=("head",))
+        return right and replace(right, page=replace(right.page, order=("channel", "token")), outer=("head",))
 
     backend = interiors.class_path(rank.layer.get_attn_backend())
     monkeypatch.setitem(interiors.INTERIORS, backend, by_channel)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass
-from math import prod
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -85,25 +84,23 @@ def entry(name: str) -> Entry:
 
 
 def _kind(cache: Cache) -> str:
-    parts = " ".join(part.name for part in cache.parts)
+    parts = " ".join(part.name for part in cache.page.parts)
     window = f", last {cache.window} tokens" if cache.window else ""
-    every = f", one per {cache.tokens_per_cell} tokens" if cache.tokens_per_cell > 1 else ""
+    every = f", one per {cache.page.tokens_per_cell} tokens" if cache.page.tokens_per_cell > 1 else ""
     return f"{cache.name} ({parts}{window}{every})"
 
 
 def _bytes(model: Model) -> tuple[int, int]:
     """(bytes that a token adds, bytes that a request takes besides)."""
-    from kvferry.core.state import Kind
-
     growing = fixed = 0.0
     for cache in (cache for layer in (*model.layers, *model.draft) for cache in layer.caches):
-        cell = sum(part.bytes_per_item * prod(dim.size for dim in part.dims) for part in cache.parts)
-        if cache.kind is Kind.RECURRENT:
+        cell = sum(part.num_bytes for part in cache.page.parts)
+        if cache.is_recurrent:
             fixed += cell
         elif cache.window:
-            fixed += cell * (cache.window + cache.sinks) / cache.tokens_per_cell
+            fixed += cell * (cache.window + cache.sinks) / cache.page.tokens_per_cell
         else:
-            growing += cell / cache.tokens_per_cell
+            growing += cell / cache.page.tokens_per_cell
     return round(growing), round(fixed)
 
 

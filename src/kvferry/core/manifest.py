@@ -178,6 +178,14 @@ class Manifest:
         }
 
     @cached_property
+    def _shapes(self) -> dict[str, int]:
+        """A number for each state by name: the same for states of the same shape."""
+        numbers: dict[object, int] = {}
+        return {
+            s.name: numbers.setdefault((s.axes, s.kind, s.tokens_per_cell), len(numbers)) for s in self.states
+        }
+
+    @cached_property
     def _primary(self) -> dict[str, State]:
         return {state.name: state for state in self.states}
 
@@ -201,8 +209,8 @@ class Manifest:
                 if name not in known:
                     raise SpecError(f"{where}: view of {view.state}: unknown {what} {name!r}")
             state = primary[view.state]
-            # By identity: what is compared here is held by this manifest, and hashing maps is what costs.
-            key = (id(view.axes), id(state.axes), state.kind, state.tokens_per_cell, view.group)
+            # By identity, since hashing the maps is what costs; this manifest keeps them alive.
+            key = (id(view.axes), self._shapes[view.state], view.group)
             if key not in fitting:
                 _check_axes(f"{where}: view of {view.state}", view, state, self.group_by_name[view.group])
                 fitting.add(key)

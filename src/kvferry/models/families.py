@@ -8,19 +8,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from kvferry.errors import SpecError
-from kvferry.models.cache import (
-    Cache,
-    Dim,
-    Part,
-    attention,
-    delta_net,
-    dtype_name,
-    latent,
-    mamba1,
-    mamba2,
-    rows,
-    values_then_scales,
-)
+from kvferry.layout.pages import delta_net, latent, mamba1, mamba2, rows, values_then_scales
+from kvferry.layout.parts import Dim, Item, PagePart
+from kvferry.models.cache import Cache, attention, dtype_name
 from kvferry.models.config import Config
 from kvferry.models.model import Layer, Model
 
@@ -41,7 +31,8 @@ def _attention(config: Config, heads: int = 0, *, window: int = 0) -> Cache:
 
 def _latent(config: Config) -> Cache:
     """MLA: latent and rope key in one row."""
-    return latent(config.integer("kv_lora_rank") + config.integer("qk_rope_head_dim"), config.kv_dtype)
+    width = config.integer("kv_lora_rank") + config.integer("qk_rope_head_dim")
+    return Cache("attn", latent(width, Item.of(config.kv_dtype)))
 
 
 def _uniform(config: Config) -> tuple[Layer, ...]:
@@ -149,7 +140,8 @@ def _mla(config: Config) -> tuple[Layer, ...]:
     types = config.layer_types() if config.get("layer_types") is not None else ()
     _check_types("layer_types", types, ("full_attention", "indexed_attention"))
     if width := config.integer("index_head_dim", default=0):
-        caches += (values_then_scales("indexer", width, 4 * -(-width // 128), "fp8 rows, fp32 scales"),)
+        keys = values_then_scales(width, 4 * -(-width // 128), "fp8 rows, fp32 scales")
+        caches += (Cache("indexer", keys),)
     return _layers(config.num_layers, lambda i: caches)
 
 
@@ -161,22 +153,24 @@ def _kimi_linear(config: Config) -> tuple[Layer, ...]:
     linear = Config(inner)
     heads, dim = linear.integer("num_heads"), linear.integer("head_dim")
     kernel = linear.integer("short_conv_kernel_size")
-    kda = delta_net(heads, dim, heads, dim, kernel, config.dtype, "fp32")
+    items = (Item.of(config.dtype), Item.of("fp32"))
+    kda = Cache("linear", delta_net(heads, dim, heads, dim, kernel, *items))
     full = set(inner.get("full_attn_layers") or ())
     return _layers(config.num_layers, lambda i: (_latent(config) if i + 1 in full else kda,))
 
 
 def _gated_delta(config: Config) -> tuple[Layer, ...]:
     """GDN states, and full attention on every n-th layer: Qwen3-Next."""
-    gdn = delta_net(
+    state = delta_net(
         config.integer("linear_num_key_heads"),
         config.integer("linear_key_head_dim"),
         config.integer("linear_num_value_heads"),
         config.integer("linear_value_head_dim"),
         config.integer("linear_conv_kernel_dim"),
-        config.dtype,
-        dtype_name(config.text("mamba_ssm_dtype", default=config.dtype)),
+        Item.of(config.dtype),
+        Item.of(dtype_name(config.text("mamba_ssm_dtype", default=config.dtype))),
     )
+    gdn = Cache("linear", state)
     every = config.integer("full_attention_interval", default=4) or 1
     kinds = {"linear_attention": gdn, "full_attention": _attention(config)}
     types: Sequence[Any] = [
@@ -218,15 +212,16 @@ def _mamba2(config: Config, keys: Mamba2Keys, ssm_dtype: str = "") -> Cache:
         dim = config.integer(keys.head_dim)
     if config.integer("mamba_d_ssm", default=heads * dim) != heads * dim:
         raise SpecError(f"config: mamba_d_ssm is not {heads} heads of {dim}")
-    return mamba2(
+    page = mamba2(
         heads,
         dim,
         config.integer(*keys.groups),
         config.integer(keys.state),
         config.integer(*keys.kernel),
-        config.dtype,
-        ssm_dtype or config.dtype,
+        Item.of(config.dtype),
+        Item.of(ssm_dtype or config.dtype),
     )
+    return Cache("mamba", page)
 
 
 def _pure_mamba2(config: Config) -> tuple[Layer, ...]:
@@ -279,13 +274,14 @@ def _falcon_h1(config: Config) -> tuple[Layer, ...]:
 
 def _jamba(config: Config) -> tuple[Layer, ...]:
     """Mamba-1, and attention on every n-th layer."""
-    state = mamba1(
+    page = mamba1(
         config.integer("mamba_expand") * config.integer("hidden_size"),
         config.integer("mamba_d_state"),
         config.integer("mamba_d_conv"),
-        config.dtype,
-        config.dtype,
+        Item.of(config.dtype),
+        Item.of(config.dtype),
     )
+    state = Cache("mamba", page)
     period, offset = config.integer("attn_layer_period"), config.integer("attn_layer_offset")
     return _layers(
         config.num_layers, lambda i: (_attention(config) if i % max(1, period) == offset else state,)
@@ -300,15 +296,17 @@ def _deepseek_v4(config: Config) -> tuple[Layer, ...]:
     aligned = 576
 
     def compressed(name: str, ratio: int, cells: tuple[int, int, str]) -> Cache:
-        return replace(values_then_scales(name, *cells), tokens_per_cell=ratio, page_multiple=aligned)
+        page = replace(values_then_scales(*cells), tokens_per_cell=ratio)
+        return Cache(name, page, page_multiple=aligned)
 
     def compressor(name: str, width: int, window: int, block: int) -> Cache:
-        state = rows(name, Part("state", (Dim("channel", width),), "fp32"))
-        return replace(state, window=window, tokens_per_block=block, page_multiple=aligned)
+        page = rows(PagePart("state", (Dim("channel", width),), Item.of("fp32")))
+        return Cache(name, page, window, tokens_per_block=block, page_multiple=aligned)
 
-    window = replace(
-        values_then_scales("window", *row),
-        window=config.integer("sliding_window"),
+    window = Cache(
+        "window",
+        values_then_scales(*row),
+        config.integer("sliding_window"),
         tokens_per_block=64,
         page_multiple=aligned,
     )

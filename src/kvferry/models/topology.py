@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from kvferry.errors import SpecError
+from kvferry.layout.named import layout
 from kvferry.models.cache import dtype_name
-from kvferry.models.layout import layout
 
 MAX_RANKS = 4096
 

@@ -9,7 +9,7 @@ listed, or does what its line does not know, is opaque (``opaque``).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,10 +17,11 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec, KVQuantMode
 
 from kvferry.core.shard import Sharding
-from kvferry.core.state import Kind, Tail
 from kvferry.errors import SpecError
-from kvferry.models.cache import Dim, Part
-from kvferry.models.order import Fork, Order, Tile
+from kvferry.layout.named import packed_interior
+from kvferry.layout.order import Fork, Order, Tile
+from kvferry.layout.pages import Page, k_and_v, latent, values_then_scales
+from kvferry.layout.parts import Dim, Item, PagePart
 
 _ATTENTION = "vllm.v1.attention.backends"
 _MLA = f"{_ATTENTION}.mla"
@@ -28,22 +29,13 @@ _MLA = f"{_ATTENTION}.mla"
 
 @dataclass(frozen=True)
 class Contents:
-    """What a page is made of: its parts, and where they lie."""
+    """A page, and which loops around it are the tensor's own axes."""
 
-    parts: tuple[Part, ...]
-    order: Order
-    """Inside what the tensor's own axes leave, the outermost loop first."""
+    page: Page
+    """Its order is that inside what the tensor's own axes leave."""
     outer: tuple[str, ...] = ()
     """What the tensor's axes behind the block stand for (``part``: a plane for each): their strides are
     read, not known."""
-    kind: Kind = Kind.PAGED
-    tokens_per_cell: int = 1
-    tail: Tail = Tail.COMPLETE
-
-    @property
-    def is_whole_block(self) -> bool:
-        """Whether a block is one opaque item."""
-        return self.tail is Tail.PARTIAL
 
 
 @dataclass(frozen=True)
@@ -116,16 +108,7 @@ def dtype_of(dtype: torch.dtype) -> str:
     return _DTYPES[dtype]
 
 
-@dataclass(frozen=True)
-class _Item:
-    """An element of a cache: what it is, its bytes, and what else both sides must share."""
-
-    dtype: str
-    num_bytes: int
-    encoding: str = "plain"
-
-
-def _item(subject: Subject, scale: str) -> _Item | None:
+def _item(subject: Subject, scale: str) -> Item | None:
     """The elements of a cache; None if they are packed in a way that only a kernel knows.
 
     fp8 is stored as plain bytes, so what they are is the layer's word; its scale is a number of the model's,
@@ -134,12 +117,12 @@ def _item(subject: Subject, scale: str) -> _Item | None:
     spec, layer = subject.spec, subject.layer
     match spec.kv_quant_mode:
         case KVQuantMode.NONE:
-            return _Item(dtype_of(spec.dtype), spec.dtype.itemsize)
+            return Item(dtype_of(spec.dtype), spec.dtype.itemsize)
         case KVQuantMode.FP8_PER_TENSOR:
             is_e5m2 = "e5m2" in str(getattr(layer, "kv_cache_dtype", ""))
             dtype = torch.float8_e5m2 if is_e5m2 else current_platform.fp8_dtype()
             value = getattr(layer, f"_{scale}_scale_float", 1.0)
-            return _Item(dtype_of(dtype), 1, f"fp8, scale {value}")
+            return Item(dtype_of(dtype), 1, f"fp8, scale {value}")
         case _:
             return None
 
@@ -147,26 +130,19 @@ def _item(subject: Subject, scale: str) -> _Item | None:
 # -- attention over K and V ----------------------------------------------------------------------------
 
 
-def _k_and_v(subject: Subject) -> tuple[Part, ...] | None:
+def _k_and_v(subject: Subject) -> tuple[PagePart, ...] | None:
     spec = subject.spec
-    if spec.tokens_per_state != 1:  # Whisper pools blocks of encoder frames
+    k, v = _item(subject, "k"), _item(subject, "v")
+    if k is None or v is None or spec.tokens_per_state != 1:  # Whisper pools blocks of encoder frames
         return None
-    heads = Dim("head", subject.num_heads, Sharding.SPREAD)
-    parts = []
-    for name, width in (("k", spec.head_size), ("v", spec.head_size_v or spec.head_size)):
-        item = _item(subject, name)
-        if item is None:
-            return None
-        dims = (heads, Dim("channel", width))
-        parts.append(Part(name, dims, item.dtype, item.num_bytes, item.encoding))
-    return tuple(parts)
+    return k_and_v(subject.num_heads, (spec.head_size, spec.head_size_v or spec.head_size), (k, v))
 
 
 def packed_rows(subject: Subject) -> Contents | None:
     """K and V of a head and token side by side."""
     parts = _k_and_v(subject)
     is_plain = subject.spec.state_content_bytes is None and subject.spec.num_head_slots is None
-    return Contents(parts, ("part", "channel"), ("head", "token")) if parts and is_plain else None
+    return Contents(Page(parts, ("part", "channel")), ("head", "token")) if parts and is_plain else None
 
 
 def rows_with_scales(subject: Subject) -> Contents | None:
@@ -177,14 +153,14 @@ def rows_with_scales(subject: Subject) -> Contents | None:
     heads = Dim("head", subject.num_heads, Sharding.SPREAD)
     row_bytes = int(subject.tensor.shape[-1]) * subject.tensor.element_size() // 2
     tag = spec.kv_quant_mode.name.lower()
-    parts = tuple(Part(name, (heads,), "uint8", row_bytes, tag) for name in "kv")
-    return Contents(parts, ("part",), ("head", "token"))
+    parts = tuple(PagePart(name, (heads,), Item("uint8", row_bytes, tag)) for name in "kv")
+    return Contents(Page(parts, ("part",)), ("head", "token"))
 
 
 def planes(subject: Subject) -> Contents | None:
     """All of a block's K, then all of its V; heads side by side in each token."""
     parts = _k_and_v(subject)
-    return Contents(parts, ("head", "channel"), ("part", "token")) if parts else None
+    return Contents(Page(parts, ("head", "channel")), ("part", "token")) if parts else None
 
 
 def hip_planes(subject: Subject) -> Contents | None:
@@ -192,32 +168,19 @@ def hip_planes(subject: Subject) -> Contents | None:
     parts = _k_and_v(subject)
     if not parts:
         return None
-    pack = Tile("channel", 16 // parts[0].bytes_per_item)
+    pack = Tile("channel", 16 // parts[0].item.num_bytes)
     order = (Fork.of(k=("head", "channel", "token", pack), v=("head", "channel", "token")),)
-    return Contents(parts, order, ("part",))
+    return Contents(Page(parts, order), ("part",))
 
 
 # -- CPU attention -------------------------------------------------------------------------------------
 
-CPU_VEC: Order = (Fork.of(k=("channel", "token"), v=("token", "channel")),)
-CPU_AMX: Order = (
-    Fork.of(
-        k=("token", "channel", Tile("token", 16), Tile("channel", 2)),
-        v=("channel", "token", Tile("channel", 16), Tile("token", 2)),
-    ),
-)
-CPU_NEON_BF16: Order = (
-    Fork.of(
-        k=("token", "channel", Tile("token", 8), Tile("channel", 4)),
-        v=("channel", "token", Tile("channel", 8), Tile("token", 4)),
-    ),
-)
-CPU_ORDERS = {
-    "vec": CPU_VEC,
-    "vec16": CPU_VEC,
-    "amx": CPU_AMX,
-    "neon": CPU_VEC,
-    "neon bfloat16": CPU_NEON_BF16,
+CPU_ORDERS: dict[str, Order] = {
+    "vec": packed_interior("cpu-vec"),
+    "vec16": packed_interior("cpu-vec"),
+    "amx": packed_interior("cpu-amx"),
+    "neon": packed_interior("cpu-vec"),
+    "neon bfloat16": packed_interior("cpu-neon-bf16"),
 }
 """By instruction set; a line with a type of cells goes before the one without."""
 
@@ -227,7 +190,7 @@ def cpu_attention(subject: Subject) -> Contents | None:
     parts = _k_and_v(subject)
     isa, dtype = cpu_isa(subject), str(subject.spec.dtype).removeprefix("torch.")
     order = CPU_ORDERS.get(f"{isa} {dtype}") or CPU_ORDERS.get(isa)
-    return Contents(parts, order, ("head",)) if parts and order else None
+    return Contents(Page(parts, order), ("head",)) if parts and order else None
 
 
 def cpu_isa(subject: Subject) -> str:
@@ -252,13 +215,13 @@ def latent_rows(subject: Subject) -> Contents | None:
     spec = subject.spec
     if spec.state_content_bytes is not None:
         tag = getattr(spec, "cache_dtype_str", None) or spec.kv_quant_mode.name.lower()
-        part = Part("latent", (), "uint8", spec.state_content_bytes, tag)
-        return _by_token(spec, Contents((part,), ("part",), ("head", "token")))
+        row = PagePart("latent", (), Item("uint8", spec.state_content_bytes, tag))
+        return _by_token(spec, Page((row,), ("part",)), ("head", "token"))
     item = _item(subject, "k")
     if item is None:
         return None
-    part = Part("latent", (Dim("channel", spec.head_size),), item.dtype, item.num_bytes, item.encoding)
-    return _by_token(spec, Contents((part,), ("part", "channel"), ("head", "token")))
+    page = replace(latent(spec.head_size, item), order=("channel",))
+    return _by_token(spec, page, ("head", "token"))
 
 
 V4_ROWS = {584: (576, 8, "fp8 and bf16 rows, ue8m0 scales")}
@@ -284,17 +247,15 @@ def _values_then_scales(subject: Subject, rows: tuple[int, int, str] | None) -> 
     """All rows of a kernel's page, then all of their scales."""
     if rows is None or subject.is_cut_further:
         return None
-    value_bytes, scale_bytes, tag = rows
-    parts = (Part("values", (), "uint8", value_bytes, tag), Part("scales", (), "uint8", scale_bytes, tag))
-    return _by_token(subject.spec, Contents(parts, ("part", "token")))
+    return _by_token(subject.spec, values_then_scales(*rows))
 
 
-def _by_token(spec: AttentionSpec, contents: Contents) -> Contents | None:
-    """The contents with as many tokens per row as the cache compresses into one."""
+def _by_token(spec: AttentionSpec, page: Page, outer: tuple[str, ...] = ()) -> Contents | None:
+    """The page with as many tokens per row as the cache compresses into one."""
     ratio = spec.tokens_per_state
     if ratio != int(ratio) or ratio < 1:
         return None
-    return Contents(contents.parts, contents.order, contents.outer, tokens_per_cell=int(ratio))
+    return Contents(replace(page, tokens_per_cell=int(ratio)), outer)
 
 
 Line = Callable[[Subject], Contents | None]

@@ -11,30 +11,17 @@ from math import prod
 
 from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec, MambaSpec
 
-from kvferry.core.shard import Sharding
-from kvferry.core.state import Kind, Tail
 from kvferry.integrations.vllm.interiors import Contents, Subject, class_path, cpu_isa
-from kvferry.models.cache import Dim, Part
+from kvferry.layout.pages import opaque_block, opaque_slot
 
 
 def opaque(subject: Subject) -> Contents:
     """The cache as one item per block or slot and rank."""
+    sizes = (_block_bytes(subject), _num_shards(subject))
     if isinstance(subject.spec, MambaSpec | CircularBufferSpec):
-        return _slot(subject)
-    return _block(subject)
-
-
-def _block(subject: Subject) -> Contents:
-    spec = subject.spec
+        return Contents(opaque_slot(*sizes, ", ".join(("opaque slot", *_traits(subject)))))
     tag = ", ".join(("opaque block", *_traits(subject), f"kernel block of {subject.kernel_tokens} tokens"))
-    part = Part("block", _shards(subject), "opaque", _block_bytes(subject), tag)
-    return Contents((part,), ("token", "shard"), tokens_per_cell=int(spec.block_size), tail=Tail.PARTIAL)
-
-
-def _slot(subject: Subject) -> Contents:
-    tag = ", ".join(("opaque slot", *_traits(subject)))
-    part = Part("slot", _shards(subject), "opaque", _block_bytes(subject), tag)
-    return Contents((part,), ("shard",), kind=Kind.RECURRENT)
+    return Contents(opaque_block(*sizes, int(subject.spec.block_size), tag))
 
 
 def _block_bytes(subject: Subject) -> int:
@@ -44,16 +31,14 @@ def _block_bytes(subject: Subject) -> int:
     return per_kernel_block * (tensor.shape[0] // subject.num_blocks)
 
 
-def _shards(subject: Subject) -> tuple[Dim, ...]:
-    """The different blocks that the ranks hold between them: none where each holds the whole."""
+def _num_shards(subject: Subject) -> int:
+    """How many different blocks the ranks hold between them: one where each holds the whole."""
     spec = subject.spec
     if isinstance(spec, MambaSpec):
-        count = 1 if spec.tp_replicated else subject.tp_size
-    elif isinstance(spec, AttentionSpec) and spec.max_tp_shards is not None:
-        count = min(subject.tp_size, spec.max_tp_shards)
-    else:
-        count = min(subject.tp_size, subject.num_heads)
-    return (Dim("shard", count, Sharding.SPREAD),) if count > 1 else ()
+        return 1 if spec.tp_replicated else subject.tp_size
+    if isinstance(spec, AttentionSpec) and spec.max_tp_shards is not None:
+        return min(subject.tp_size, int(spec.max_tp_shards))
+    return min(subject.tp_size, subject.num_heads)
 
 
 def _traits(subject: Subject) -> list[str]:

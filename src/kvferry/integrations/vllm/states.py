@@ -18,8 +18,9 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from kvferry.core.shard import Sharding
 from kvferry.core.state import Kind
 from kvferry.integrations.vllm.interiors import Contents, Subject, class_path, dtype_of
-from kvferry.models.cache import Cache, Dim, Part, channel_major, delta_net, mamba1, mamba2, time_major
-from kvferry.models.order import Order
+from kvferry.layout.order import Order
+from kvferry.layout.pages import Page, delta_net, mamba1, mamba2, time_major
+from kvferry.layout.parts import Dim, Item, PagePart
 
 
 @dataclass(frozen=True)
@@ -28,53 +29,50 @@ class _Slot:
 
     kernel: int
     """Taps of the convolution, with those that speculation may take back."""
-    conv_dtype: str
-    ssm_dtype: str
+    conv: Item
+    ssm: Item
     is_time_major: bool
     tp_replicated: bool
 
     @classmethod
     def of(cls, spec: MambaSpec) -> _Slot:
         is_time_major = not is_conv_state_dim_first()
-        dtypes = [dtype_of(dtype) for dtype in spec.dtypes]
+        items = [Item(dtype_of(dtype), dtype.itemsize) for dtype in spec.dtypes]
         time = spec.shapes[0][0 if is_time_major else 1]
-        return cls(time + 1, dtypes[0], dtypes[-1], is_time_major, spec.tp_replicated)
+        return cls(time + 1, items[0], items[-1], is_time_major, spec.tp_replicated)
 
-
-def _of_cache(slot: _Slot, cache: Cache) -> Contents:
-    """A convolution's parts and the recurrent state behind them."""
-    conv, ssm = cache.parts[:-1], cache.parts[-1]
-    order = time_major(conv, ssm) if slot.is_time_major else channel_major(conv, ssm)
-    return Contents(cache.parts, order, kind=Kind.RECURRENT)
+    def ordered(self, page: Page) -> Contents:
+        """A page of a convolution and a recurrent state, in the order that vLLM is set to."""
+        return Contents(time_major(page) if self.is_time_major else page)
 
 
 def _mamba1(layer: Any, slot: _Slot) -> Contents:
     sizes = (layer.intermediate_size, layer.ssm_state_size)
-    return _of_cache(slot, mamba1(*sizes, slot.kernel, slot.conv_dtype, slot.ssm_dtype))
+    return slot.ordered(mamba1(*sizes, slot.kernel, slot.conv, slot.ssm))
 
 
 def _mamba2(layer: Any, slot: _Slot) -> Contents:
     """A model's one group is copied to every rank and counted as one of each: no merged convolution then."""
     groups = layer.n_groups if isinstance(layer.conv1d, MergedColumnParallelLinear) else 1
     sizes = (layer.num_heads, layer.head_dim, groups, layer.ssm_state_size)
-    return _of_cache(slot, mamba2(*sizes, slot.kernel, slot.conv_dtype, slot.ssm_dtype))
+    return slot.ordered(mamba2(*sizes, slot.kernel, slot.conv, slot.ssm))
 
 
 def _gated_delta_net(layer: Any, slot: _Slot) -> Contents:
     heads = (layer.num_k_heads, layer.head_k_dim, layer.num_v_heads, layer.head_v_dim)
-    return _of_cache(slot, delta_net(*heads, slot.kernel, slot.conv_dtype, slot.ssm_dtype))
+    return slot.ordered(delta_net(*heads, slot.kernel, slot.conv, slot.ssm))
 
 
 def _kimi_delta(layer: Any, slot: _Slot) -> Contents:
     heads = (layer.num_heads, layer.head_dim) * 2
-    return _of_cache(slot, delta_net(*heads, slot.kernel, slot.conv_dtype, slot.ssm_dtype))
+    return slot.ordered(delta_net(*heads, slot.kernel, slot.conv, slot.ssm))
 
 
 def _short_conv(num_channels: int, slot: _Slot) -> Contents:
     sharding = Sharding.WHOLE if slot.tp_replicated else Sharding.EVEN
     dims = (Dim("channel", num_channels, sharding), Dim("time", slot.kernel - 1))
     order: Order = ("time", "channel") if slot.is_time_major else ("channel", "time")
-    return Contents((Part("conv.x", dims, slot.conv_dtype),), order, kind=Kind.RECURRENT)
+    return Contents(Page((PagePart("conv.x", dims, slot.conv),), order, Kind.RECURRENT))
 
 
 def _linear(layer: Any, slot: _Slot) -> Contents:
@@ -85,7 +83,7 @@ def _linear(layer: Any, slot: _Slot) -> Contents:
         Dim("state", layer.head_dim),
     )
     order: Order = ("head", "channel", "state")
-    return Contents((Part("state", dims, slot.ssm_dtype),), order, kind=Kind.RECURRENT)
+    return Contents(Page((PagePart("state", dims, slot.ssm),), order, Kind.RECURRENT))
 
 
 Line = Callable[[Any, _Slot], Contents]

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 
 from kvferry.errors import SpecError
-from kvferry.models.order import BLOCK, LAYER, Fork, Order, Step, Tile
+from kvferry.layout.order import BLOCK, LAYER, Fork, Order, Step, Tile
 
 _LETTERS = {"L": LAYER, "B": BLOCK, "H": "head", "N": "token", "K": "part", "C": "channel"}
 
@@ -32,6 +32,8 @@ PACKED = {
     "cpu-vec": "LBH[CN|NC]",
     # CPU attention, AMX tiles: pairs of channels (K) or of tokens (V) inside tiles of sixteen.
     "cpu-amx": "LBH[NCn16c2|CNc16n2]",
+    # CPU attention, bf16 on Arm's vector units: fours of channels (K) or of tokens (V) inside tiles of eight.
+    "cpu-neon-bf16": "LBH[NCn8c4|CNc8n4]",
 }
 """Layouts whose K and V differ inside a (block, head): K's order, V's order; n16 is a tile of 16 tokens."""
 
@@ -52,6 +54,15 @@ class Layout:
     def across_layers(self) -> bool:
         """Whether a block holds all layers of its group."""
         return self.outer[0] == BLOCK
+
+
+def packed_interior(name: str) -> Order:
+    """The order of K and V inside a (block, head), of a layout where they differ.
+
+    >>> packed_interior("cpu-vec")
+    (Fork(branches=((('k',), ('channel', 'token')), (('v',), ('token', 'channel')))),)
+    """
+    return layout(name).order[-1:]
 
 
 def layout(name: str) -> Layout:

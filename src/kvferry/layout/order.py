@@ -58,7 +58,7 @@ class Leaf:
 
 
 @dataclass(frozen=True, slots=True)
-class Loop:
+class Repeat:
     """``count`` copies of ``inner``, one after another, along an axis."""
 
     axis: str
@@ -75,7 +75,7 @@ class Row:
     children: tuple[Node, ...]
 
 
-Node = Leaf | Loop | Row
+Node = Leaf | Repeat | Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def num_bytes(node: Node) -> int:
     match node:
         case Leaf():
             return node.item_bytes
-        case Loop():
+        case Repeat():
             return node.count * node.pitch
         case Row():
             return sum(num_bytes(child) for child in node.children)
@@ -103,7 +103,7 @@ def spots(node: Node, offset: int = 0) -> Iterator[Spot]:
     match node:
         case Leaf():
             yield Spot(node, offset)
-        case Loop():
+        case Repeat():
             for spot in spots(node.inner, offset):
                 digits = {node.axis: [(node.count, node.pitch)], **spot.digits}
                 digits[node.axis] = [(node.count, node.pitch), *spot.digits.get(node.axis, [])]
@@ -142,14 +142,14 @@ def grow(
             )
         case "block":
             inner = below(rest, leaves)
-            return Loop(BLOCK, num_blocks, inner, page_bytes(num_bytes(inner)))
+            return Repeat(BLOCK, num_blocks, inner, page_bytes(num_bytes(inner)))
         case Tile(axis, size):
             inner = below(rest, leaves)
-            return Loop(axis, size, inner, num_bytes(inner))
+            return Repeat(axis, size, inner, num_bytes(inner))
         case axis:
             count = _count(axis, rest, leaves)
             inner = below(rest, leaves)
-            return Loop(axis, count, inner, num_bytes(inner)) if count else inner
+            return Repeat(axis, count, inner, num_bytes(inner)) if count else inner
 
 
 def _count(axis: str, rest: Order, leaves: Sequence[Leaf]) -> int:
