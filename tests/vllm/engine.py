@@ -502,7 +502,7 @@ def _transport(hub: Hub | None) -> Iterator[None]:
     if hub is None:
         yield
         return
-    with patch("kvferry.integrations.vllm.worker.NixlTransport", lambda: MemoryTransport(hub)):
+    with patch("kvferry.integrations.vllm.worker.side.NixlTransport", lambda: MemoryTransport(hub)):
         yield
 
 

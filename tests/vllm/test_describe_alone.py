@@ -10,7 +10,7 @@ if importlib.util.find_spec("vllm") is None:
 
 from kvferry import Manifest, plan
 from kvferry.core.manifest import merge
-from kvferry.integrations.vllm.describe import Place, describe
+from kvferry.integrations.vllm.worker.describe import Place, describe
 from tests.vllm.corpus import families
 from tests.vllm.corpus.allocated import Cut, Worker, workers
 

@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
 import kvferry
 from kvferry import SpecError, compare
 from kvferry.core.manifest import merge
-from kvferry.integrations.vllm.describe import describe_group, needed_tokens
+from kvferry.integrations.vllm.shared.groups import describe_group, needed_tokens
 from tests.vllm.corpus import families
 from tests.vllm.corpus.allocated import Cut, Worker, workers
 from tests.vllm.corpus.carrying import carry

@@ -160,7 +160,7 @@ class Rank:
         return first, first + max(1, NUM_KV_HEADS // self.tp_size)
 
     def manifest(self, engine: str) -> Manifest:
-        from kvferry.integrations.vllm.describe import Place, describe
+        from kvferry.integrations.vllm.worker.describe import Place, describe
 
         place = Place(engine, self.tp_rank, self.tp_rank, self.tp_size)
         with cpu_of(self.line):
@@ -540,7 +540,7 @@ UNSEEN_BY_MOVES = {"amx-k-tile-of-32"}
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_line_is_found(home, monkeypatch, name):
     """The tests above can fail: they do if the table is wrong."""
-    from kvferry.integrations.vllm import interiors
+    from kvferry.integrations.vllm.worker import interiors
 
     line, order = WRONG[name]
     needs(line)
@@ -555,7 +555,7 @@ def test_a_wrong_line_is_found(home, monkeypatch, name):
 
 def test_a_wrong_line_of_mla_is_found(home, monkeypatch):
     """The same, with all tokens of a channel side by side."""
-    from kvferry.integrations.vllm import interiors
+    from kvferry.integrations.vllm.worker import interiors
 
     needs(AMX_MLA_BF16)
     rank = Rank(home, AMX_MLA_BF16, 64)

@@ -29,7 +29,7 @@ from vllm.v1.worker.utils import (
 )
 
 from kvferry.core.manifest import Manifest
-from kvferry.integrations.vllm.describe import Place, describe
+from kvferry.integrations.vllm.worker.describe import Place, describe
 
 STALE = 0x5A
 """What every byte holds before anything is written."""

@@ -20,7 +20,7 @@ from kvferry.core.request import BlockTable, Request
 from kvferry.core.sample import Placement, sample_request
 from kvferry.core.span import Spans
 from kvferry.endpoint import Destination, SourceEngine, SourceRank
-from kvferry.integrations.vllm.describe import group_name
+from kvferry.integrations.vllm.shared.groups import group_name
 from kvferry.transport.nixl import NixlTransport
 from tests.vllm.corpus.allocated import NUM_BLOCKS, STALE, Worker
 from tests.vllm.corpus.families import Plane, planes

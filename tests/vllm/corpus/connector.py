@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-from kvferry.integrations.vllm.describe import Place, describe
+from kvferry.integrations.vllm.worker.describe import Place, describe
 from kvferry.wire import manifest_to_json
 
 

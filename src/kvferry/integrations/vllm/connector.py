@@ -22,11 +22,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvferry.errors import KVFerryError, SpecError
-from kvferry.integrations.vllm.options import Options
-from kvferry.integrations.vllm.scheduler import SchedulerSide
-from kvferry.integrations.vllm.stats import LoadMetrics, LoadStats
-from kvferry.integrations.vllm.step import StepMetadata
-from kvferry.integrations.vllm.worker import WorkerSide
+from kvferry.integrations.vllm.scheduler.side import SchedulerSide
+from kvferry.integrations.vllm.shared.options import Options
+from kvferry.integrations.vllm.shared.stats import LoadMetrics, LoadStats
+from kvferry.integrations.vllm.shared.step import StepMetadata
+from kvferry.integrations.vllm.worker.side import WorkerSide
 from kvferry.wire.messages import Join, decode_to_authority, encode
 
 if TYPE_CHECKING:

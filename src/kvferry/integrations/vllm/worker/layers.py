@@ -12,7 +12,7 @@ from kvferry.core.manifest import Region
 from kvferry.core.state import Kind, State
 from kvferry.core.view import View
 from kvferry.errors import SpecError
-from kvferry.integrations.vllm.interiors import Contents, Subject
+from kvferry.integrations.vllm.worker.interiors import Contents, Subject
 from kvferry.layout.order import PART, Leaf, Spot, grow, num_bytes, spots
 from kvferry.layout.pages import Page
 from kvferry.layout.parts import PagePart

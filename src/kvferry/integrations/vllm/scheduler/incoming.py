@@ -9,9 +9,9 @@ from typing import Any
 from vllm.v1.request import Request
 
 from kvferry.errors import SpecError
-from kvferry.integrations.vllm.outgoing import TICKET
-from kvferry.integrations.vllm.step import Load, StepMetadata
-from kvferry.integrations.vllm.tables import BlockIds, Groups, digest, is_identified
+from kvferry.integrations.vllm.scheduler.outgoing import TICKET
+from kvferry.integrations.vllm.scheduler.tables import BlockIds, Groups, digest, is_identified
+from kvferry.integrations.vllm.shared.step import Load, StepMetadata
 from kvferry.wire.ticket import Ticket, from_text
 
 

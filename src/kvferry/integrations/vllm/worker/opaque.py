@@ -11,7 +11,7 @@ from math import prod
 
 from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec, MambaSpec
 
-from kvferry.integrations.vllm.interiors import Contents, Subject, class_path, cpu_isa
+from kvferry.integrations.vllm.worker.interiors import Contents, Subject, class_path, cpu_isa
 from kvferry.layout.pages import opaque_block, opaque_slot
 
 

@@ -11,8 +11,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvferry.endpoint import SourceEngine
 from kvferry.errors import SpecError
-from kvferry.integrations.vllm.options import Options
-from kvferry.integrations.vllm.tables import BlockIds, Groups, digest, is_identified
+from kvferry.integrations.vllm.scheduler.tables import BlockIds, Groups, digest, is_identified
+from kvferry.integrations.vllm.shared.options import Options
 from kvferry.wire.messages import Join
 from kvferry.wire.ticket import Ticket, to_text
 

@@ -16,31 +16,22 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
-    ChunkedLocalAttentionSpec,
     CircularBufferSpec,
-    CrossAttentionSpec,
     KVCacheConfig,
-    KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
-    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
 from kvferry.core.manifest import Manifest, Rank
-from kvferry.core.request import need_of
-from kvferry.core.span import Span, Spans
-from kvferry.core.state import Addressing, Group
 from kvferry.errors import SpecError
-from kvferry.integrations.vllm.interiors import Contents, Subject, known
-from kvferry.integrations.vllm.layers import Layer, regions_of
-from kvferry.integrations.vllm.opaque import opaque
-from kvferry.integrations.vllm.states import known_state
-
-POOL = "blocks"
+from kvferry.integrations.vllm.shared.groups import describe_group, group_name
+from kvferry.integrations.vllm.worker.interiors import Contents, Subject, known
+from kvferry.integrations.vllm.worker.layers import Layer, regions_of
+from kvferry.integrations.vllm.worker.opaque import opaque
+from kvferry.integrations.vllm.worker.states import known_state
 
 
 @dataclass(frozen=True)
@@ -76,67 +67,6 @@ def describe(
             ),
         ),
     )
-
-
-# -- groups --------------------------------------------------------------------------------------------
-
-
-def group_name(index: int) -> str:
-    """Our name of a KV cache group."""
-    return f"group-{index}"
-
-
-def needed_tokens(config: KVCacheConfig, index: int, num_tokens: int, num_kept: int = 0) -> Spans:
-    """The tokens that a group of a request must load. Chunked attention reads its last chunk only."""
-    group = describe_group(config, index)
-    spec = spec_of_group(config, index)
-    if not isinstance(spec, ChunkedLocalAttentionSpec):
-        return need_of(group, num_tokens, num_kept)
-    # vLLM keeps the blocks of the chunk that the next token falls into.
-    oldest = num_tokens // spec.attention_chunk_size * spec.attention_chunk_size
-    start = max(oldest, num_kept)
-    return (Span(start, num_tokens),) if start < num_tokens else ()
-
-
-def describe_group(config: KVCacheConfig, index: int, dcp_size: int = 1) -> Group:
-    """A group of the scheduler's, as all of its workers describe it.
-
-    Context-parallel ranks share a block between them, which then has as many times the tokens.
-    """
-    group = config.kv_cache_groups[index]
-    spec = spec_of_group(config, index)
-    _check_group(group, spec)
-    name = group_name(index)
-    if isinstance(spec, MambaSpec | CircularBufferSpec):
-        return Group(name, config.num_blocks, addressing=Addressing.SLOT, pool=POOL)
-    num_tokens = resolve_dcp_kv_block_size(spec, dcp_size)
-    return Group(name, config.num_blocks, num_tokens, pool=POOL, window=_window(spec))
-
-
-def _check_group(group: KVCacheGroupSpec, spec: KVCacheSpec) -> None:
-    """Refuse, by name, what is not the cache of a request's own tokens on the device."""
-    kind = type(spec).__name__
-    if group.host_resident or not spec.has_layer_views:
-        raise SpecError(f"kvferry does not describe caches that vLLM keeps on the host ({kind})")
-    if isinstance(spec, CrossAttentionSpec):
-        raise SpecError("kvferry does not describe cross-attention: its tokens are the encoder's")
-
-
-def _window(spec: KVCacheSpec) -> int:
-    """Tokens that the next one reads. vLLM's window counts that one too, and frees what is before it."""
-    match spec:
-        case SlidingWindowSpec():
-            return max(1, int(spec.sliding_window) - 1)
-        case ChunkedLocalAttentionSpec():
-            return int(spec.attention_chunk_size)
-        case _:
-            return 0
-
-
-def spec_of_group(config: KVCacheConfig, index: int) -> KVCacheSpec:
-    """What a group's blocks are, also where several kinds are wrapped into one group."""
-    spec = config.kv_cache_groups[index].kv_cache_spec
-    return spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
 # -- layers --------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvferry.core.shard import Sharding
 from kvferry.core.state import Kind
-from kvferry.integrations.vllm.interiors import Contents, Subject, class_path, dtype_of
+from kvferry.integrations.vllm.worker.interiors import Contents, Subject, class_path, dtype_of
 from kvferry.layout.order import Order
 from kvferry.layout.pages import Page, delta_net, mamba1, mamba2, time_major
 from kvferry.layout.parts import Dim, Item, PagePart

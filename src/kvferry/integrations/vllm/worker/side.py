@@ -15,11 +15,11 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvferry.core.manifest import Manifest
 from kvferry.endpoint import Destination
-from kvferry.integrations.vllm.describe import Place, describe
-from kvferry.integrations.vllm.dump import dump_refusal
-from kvferry.integrations.vllm.options import Options
-from kvferry.integrations.vllm.stats import LoadStats
-from kvferry.integrations.vllm.step import Load, StepMetadata
+from kvferry.integrations.vllm.shared.dump import dump_refusal
+from kvferry.integrations.vllm.shared.options import Options
+from kvferry.integrations.vllm.shared.stats import LoadStats
+from kvferry.integrations.vllm.shared.step import Load, StepMetadata
+from kvferry.integrations.vllm.worker.describe import Place, describe
 from kvferry.runtime import Failure, Report
 from kvferry.transport.nixl import NixlTransport
 from kvferry.wire import manifest_to_msgpack

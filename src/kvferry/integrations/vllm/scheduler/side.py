@@ -11,12 +11,12 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
-from kvferry.integrations.vllm.dump import dump_engine
-from kvferry.integrations.vllm.incoming import Incoming
-from kvferry.integrations.vllm.options import Options
-from kvferry.integrations.vllm.outgoing import Outgoing
-from kvferry.integrations.vllm.step import StepMetadata
-from kvferry.integrations.vllm.tables import BlockIds, Groups
+from kvferry.integrations.vllm.scheduler.incoming import Incoming
+from kvferry.integrations.vllm.scheduler.outgoing import Outgoing
+from kvferry.integrations.vllm.scheduler.tables import BlockIds, Groups
+from kvferry.integrations.vllm.shared.dump import dump_engine
+from kvferry.integrations.vllm.shared.options import Options
+from kvferry.integrations.vllm.shared.step import StepMetadata
 from kvferry.wire.messages import Join
 
 IDLE_SECONDS = 0.005

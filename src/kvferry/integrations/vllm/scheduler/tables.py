@@ -13,7 +13,7 @@ from vllm.v1.request import Request
 from kvferry.core.request import HOLE, BlockTable
 from kvferry.core.span import Span, Spans
 from kvferry.core.state import Addressing
-from kvferry.integrations.vllm.describe import describe_group, needed_tokens, spec_of_group
+from kvferry.integrations.vllm.shared.groups import describe_group, needed_tokens, spec_of_group
 
 NULL_BLOCK = 0
 """vLLM's own null block: a hole in a block table."""

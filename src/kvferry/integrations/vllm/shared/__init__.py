@@ -1,0 +1,1 @@
+"""What both processes use: what they tell each other, and what both must understand in the same way."""

@@ -1,0 +1,1 @@
+"""What runs in each of vLLM's workers."""
