@@ -57,7 +57,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         _log_with_vllm()
         if vllm_config.model_config.enable_sleep_mode:
-            raise SpecError("kvferry does not go with vLLM's sleep mode: it gives registered memory away")
+            raise SpecError(
+                "vLLM's sleep mode frees memory that kvferry has registered for transfers: start vLLM without"
+                " sleep mode, or without this connector"
+            )
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
         options = Options.of(extra, host=get_ip())
         self._side: SchedulerSide | WorkerSide

@@ -66,9 +66,12 @@ class Incoming:
 
     def _refusal(self, request: Request, ticket: Ticket, most: int) -> str:
         if not is_identified(request) or ticket.digest != digest(request, ticket.num_tokens):
-            return "the ticket is for another prompt"
+            return "the ticket was made for another prompt"
         if self._groups.has_state and ticket.num_tokens > most:
-            return f"the ticket's state is that of token {ticket.num_tokens}, of which {most} can be used"
+            return (
+                f"the recurrent state behind the ticket includes {ticket.num_tokens} tokens, but at most"
+                f" {most} tokens of this prompt may be loaded"
+            )
         return ""
 
     def matched(self, request: Request, num_computed: int) -> tuple[int, bool]:

@@ -85,18 +85,21 @@ class Outgoing:
     def _check(self, request: Request, block_ids: BlockIds, num_tokens: int, *, is_cut: bool) -> None:
         """Raise if what is in the blocks could not be used."""
         if not num_tokens or not any(block_ids):
-            raise SpecError("it has no blocks")
+            raise SpecError("it has no blocks in the cache")
         if not is_identified(request):
-            raise SpecError("its prompt is not all tokens, by which a reader could tell that it is the same")
+            raise SpecError(
+                "its prompt has parts without token ids: a reader could not check that it is the same prompt"
+            )
         if self._groups.has_state and request.num_computed_tokens != num_tokens:
             raise SpecError(
-                f"its state is that of token {request.num_computed_tokens}, its prompt ends at {num_tokens}:"
-                " ask for a prefill with max_tokens=1"
+                f"its recurrent state includes {request.num_computed_tokens} tokens, but its prompt has only"
+                f" {num_tokens}: request the prefill with max_tokens=1"
             )
         if self._groups.num_left_out and not is_cut:
             count = self._groups.num_left_out
             raise SpecError(
-                f"of this model all but the last {count} tokens of a prompt are moved, of this none"
+                f"its prompt was not trimmed by {count} token{'s' * (count > 1)} before prefill, which this"
+                " model needs: it is too short, or is sent in pieces"
             )
 
     def take_back(self, ticket: Ticket) -> bool:

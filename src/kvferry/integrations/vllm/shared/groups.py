@@ -60,9 +60,9 @@ def _check_group(group: KVCacheGroupSpec, spec: KVCacheSpec) -> None:
     """Refuse, by name, what is not the cache of a request's own tokens on the device."""
     kind = type(spec).__name__
     if group.host_resident or not spec.has_layer_views:
-        raise SpecError(f"kvferry does not describe caches that vLLM keeps on the host ({kind})")
+        raise SpecError(f"kvferry cannot move caches that vLLM keeps in host memory ({kind})")
     if isinstance(spec, CrossAttentionSpec):
-        raise SpecError("kvferry does not describe cross-attention: its tokens are the encoder's")
+        raise SpecError("kvferry cannot move cross-attention caches: their tokens are those of the encoder")
 
 
 def _window(spec: KVCacheSpec) -> int:

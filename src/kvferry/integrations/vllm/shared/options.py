@@ -55,7 +55,7 @@ class Options:
 
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise SpecError(f"kv_connector_extra_config: {name} must be a text, got {value!r}")
+        raise SpecError(f"kv_connector_extra_config: {name} must be text, got {value!r}")
     return value
 
 

@@ -50,7 +50,7 @@ def describe(
     """The manifest of one worker: its engine's states and groups as far as it has them, and its memory."""
     parallel = vllm_config.parallel_config
     if parallel.prefill_context_parallel_size > 1:
-        raise SpecError("kvferry does not describe vLLM engines with prefill context parallelism")
+        raise SpecError("kvferry does not support prefill context parallelism in vLLM: set it to 1")
     dcp_size = parallel.decode_context_parallel_size
     layers = list(_layers(vllm_config, config, caches, place))
     regions = regions_of({layer.name: layer.subject.tensor for layer in layers})

@@ -104,7 +104,7 @@ _DTYPES = {
 def dtype_of(dtype: torch.dtype) -> str:
     """Our name of a dtype."""
     if dtype not in _DTYPES:
-        raise SpecError(f"kvferry knows no cache dtype {dtype}")
+        raise SpecError(f"kvferry does not know the cache dtype {dtype}")
     return _DTYPES[dtype]
 
 

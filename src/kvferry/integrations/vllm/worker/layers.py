@@ -125,7 +125,7 @@ class Layer:
             piece = tensor[(0,) * (1 + num_outer)]
         if not piece.is_contiguous():
             raise SpecError(
-                f"{self.name}: no order is known inside {self._tensor_text()}: it is not in one piece"
+                f"{self.name}: {self._tensor_text()} is not contiguous inside: no order is known for that"
             )
         return int(piece.numel()) * tensor.element_size()
 
