@@ -10,7 +10,7 @@ if importlib.util.find_spec("vllm") is None:
 
 from kvferry import Manifest, plan
 from kvferry.core.manifest import merge
-from kvferry.integrations.vllm.worker.describe import Place, describe
+from kvferry.integrations.vllm.worker.describe import WorkerRank, describe
 from tests.vllm.corpus import families
 from tests.vllm.corpus.allocated import Cut, Worker, workers
 
@@ -55,7 +55,7 @@ def test_nothing_but_the_cache_decides(family: str) -> None:
     config.model_config.seed = 7
     (rank,) = worker.manifest.ranks
     again = describe(
-        config, worker.config, dict(reversed(worker.caches.items())), Place("engine", rank.rank, 1, 2)
+        config, worker.config, dict(reversed(worker.caches.items())), WorkerRank("engine", rank.rank, 1, 2)
     )
     assert again == worker.manifest
 

@@ -1,4 +1,4 @@
-"""The table of interiors against vLLM's own views: what a line says lies somewhere is what vLLM finds there.
+"""The table of attention layouts against vLLM's own views: what a rule says is what vLLM finds there.
 
 Backends that need a GPU cannot run here; but how they split a cache into K and V is plain tensor code of
 theirs, and it is asked where a cell is.
@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVQuantMode
 
 from kvferry import Manifest, compare
 from kvferry.core.view import View
-from kvferry.integrations.vllm.worker.interiors import INTERIORS
+from kvferry.integrations.vllm.worker.attention_layouts import ATTENTION_LAYOUTS
 from kvferry.testing.oracle import byte_offset
 from tests.vllm.corpus.allocated import Cut, Worker, bare, workers
 from tests.vllm.corpus.families import gqa
@@ -115,7 +115,7 @@ def offset_of(view: View, block: int, token: int, head: int, channel: int) -> in
 def test_a_backend_is_known_by_its_class_not_by_its_name() -> None:
     """AITER's backend has FlashAttention's name."""
     assert AiterFlashAttentionBackend.get_name() == FlashAttentionBackend.get_name()
-    assert all("." in path for path in INTERIORS)
+    assert all("." in path for path in ATTENTION_LAYOUTS)
 
 
 def test_scales_of_their_own_travel_with_each_head_and_token() -> None:

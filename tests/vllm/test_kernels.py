@@ -1,9 +1,9 @@
 """The second oracle: vLLM's own CPU kernels.
 
-What ``interiors`` says of the order inside a block is compared with where the kernel that writes the cache
-puts each cell. Then keys and values are written by that kernel at the source's block size, moved by kvferry,
-and compared with what the same kernel writes at the destination's block size: cell by cell, and in what
-attention reads from both.
+What ``attention_layouts`` says of the order inside a block is compared with where the kernel that writes
+the cache puts each cell. Then keys and values are written by that kernel at the source's block size, moved
+by kvferry, and compared with what the same kernel writes at the destination's block size: cell by cell, and
+in what attention reads from both.
 """
 
 import importlib.util
@@ -160,9 +160,9 @@ class Rank:
         return first, first + max(1, NUM_KV_HEADS // self.tp_size)
 
     def manifest(self, engine: str) -> Manifest:
-        from kvferry.integrations.vllm.worker.describe import Place, describe
+        from kvferry.integrations.vllm.worker.describe import WorkerRank, describe
 
-        place = Place(engine, self.tp_rank, self.tp_rank, self.tp_size)
+        place = WorkerRank(engine, self.tp_rank, self.tp_rank, self.tp_size)
         with cpu_of(self.line):
             return describe(self.config, self.cache_config, {LAYER: self.tensor}, place)
 
@@ -540,13 +540,13 @@ UNSEEN_BY_MOVES = {"amx-k-tile-of-32"}
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_line_is_found(home, monkeypatch, name):
     """The tests above can fail: they do if the table is wrong."""
-    from kvferry.integrations.vllm.worker import interiors
+    from kvferry.integrations.vllm.worker import attention_layouts
 
     line, order = WRONG[name]
     needs(line)
     rank = Rank(home, line, 64)
     assert (written(rank, [5, 2]) == predicted(rank, [5, 2])).all()
-    monkeypatch.setitem(interiors.CPU_ORDERS, line.isa, order)
+    monkeypatch.setitem(attention_layouts.CPU_ORDERS, line.isa, order)
     assert (written(rank, [5, 2]) != predicted(rank, [5, 2])).any()
     if name not in UNSEEN_BY_MOVES:
         with pytest.raises(AssertionError):
@@ -555,17 +555,17 @@ def test_a_wrong_line_is_found(home, monkeypatch, name):
 
 def test_a_wrong_line_of_mla_is_found(home, monkeypatch):
     """The same, with all tokens of a channel side by side."""
-    from kvferry.integrations.vllm.worker import interiors
+    from kvferry.integrations.vllm.worker import attention_layouts
 
     needs(AMX_MLA_BF16)
     rank = Rank(home, AMX_MLA_BF16, 64)
 
     def by_channel(subject: Any) -> Any:
-        right = interiors.latent_rows(subject)
+        right = attention_layouts.latent_rows(subject)
         return right and replace(right, page=replace(right.page, order=("channel", "token")), outer=("head",))
 
-    backend = interiors.class_path(rank.layer.get_attn_backend())
-    monkeypatch.setitem(interiors.INTERIORS, backend, by_channel)
+    backend = attention_layouts.class_path(rank.layer.get_attn_backend())
+    monkeypatch.setitem(attention_layouts.ATTENTION_LAYOUTS, backend, by_channel)
     assert (written(rank, [5, 2]) != predicted(rank, [5, 2])).any()
     with pytest.raises(AssertionError):
         check_move(home, Side(AMX_MLA_BF16, 32), Side(AMX_MLA_BF16, 64), 77)

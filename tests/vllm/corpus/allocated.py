@@ -29,7 +29,7 @@ from vllm.v1.worker.utils import (
 )
 
 from kvferry.core.manifest import Manifest
-from kvferry.integrations.vllm.worker.describe import Place, describe
+from kvferry.integrations.vllm.worker.describe import WorkerRank, describe
 
 STALE = 0x5A
 """What every byte holds before anything is written."""
@@ -165,7 +165,7 @@ def _worker(
     for name, cache in map_kv_caches_to_kernel_blocks(caches, _cut_further(groups, kernel_blocks)).items():
         layers[name].bind_kv_cache(cache)
     config.compilation_config.static_forward_context.update(layers)
-    place = Place(engine, number, cut.rank, cut.tp)
+    place = WorkerRank(engine, number, cut.rank, cut.tp)
     return Worker(cut, kv, layers, caches, describe(config, kv, caches, place))
 
 

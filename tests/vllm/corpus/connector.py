@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-from kvferry.integrations.vllm.worker.describe import Place, describe
+from kvferry.integrations.vllm.worker.describe import WorkerRank, describe
 from kvferry.wire import manifest_to_json
 
 
@@ -28,7 +28,7 @@ class DumpConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # v
     def register_kv_caches(self, kv_caches: Any) -> None:
         tp, pp = get_tp_group(), get_pp_group()
         rank = pp.rank_in_group * tp.world_size + tp.rank_in_group
-        place = Place("engine", rank, tp.rank_in_group, tp.world_size)
+        place = WorkerRank("engine", rank, tp.rank_in_group, tp.world_size)
         config = self._config.model_config
         manifest = replace(
             describe(self._config, self._kv_cache_config, kv_caches, place), model=config.model

@@ -1,8 +1,8 @@
 """What a vLLM worker's cache is made of, as a manifest.
 
 Addresses, strides and sizes are read from the tensors; the kind of each layer from its own specification,
-unwrapped from whatever holds it; the order inside a block from ``interiors``, that of a recurrent slot from
-``states``; what neither knows is ``opaque``.
+unwrapped from whatever holds it; the order inside a block from ``attention_layouts``, that of a recurrent
+slot from ``recurrent_layouts``; what neither knows is ``opaque``.
 
 A worker of a pipeline stage describes its own layers. Names of layers, and the numbers of groups, are those
 of the whole model on every stage, so the stages' manifests merge into the engine's.
@@ -28,14 +28,14 @@ from vllm.v1.kv_cache_interface import (
 from kvferry.core.manifest import Manifest, Rank
 from kvferry.errors import SpecError
 from kvferry.integrations.vllm.shared.groups import describe_group, group_name
-from kvferry.integrations.vllm.worker.interiors import Contents, Subject, known
-from kvferry.integrations.vllm.worker.layers import Layer, regions_of
+from kvferry.integrations.vllm.worker.attention_layouts import CacheTensor, Contents, known_attention
+from kvferry.integrations.vllm.worker.described_layer import DescribedLayer, regions_of
 from kvferry.integrations.vllm.worker.opaque import opaque
-from kvferry.integrations.vllm.worker.states import known_state
+from kvferry.integrations.vllm.worker.recurrent_layouts import known_state
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerRank:
     """Where a worker stands in its engine."""
 
     engine: str
@@ -45,23 +45,23 @@ class Place:
 
 
 def describe(
-    vllm_config: VllmConfig, config: KVCacheConfig, caches: Mapping[str, torch.Tensor], place: Place
+    vllm_config: VllmConfig, config: KVCacheConfig, caches: Mapping[str, torch.Tensor], worker: WorkerRank
 ) -> Manifest:
     """The manifest of one worker: its engine's states and groups as far as it has them, and its memory."""
     parallel = vllm_config.parallel_config
     if parallel.prefill_context_parallel_size > 1:
         raise SpecError("kvferry does not support prefill context parallelism in vLLM: set it to 1")
     dcp_size = parallel.decode_context_parallel_size
-    layers = list(_layers(vllm_config, config, caches, place))
-    regions = regions_of({layer.name: layer.subject.tensor for layer in layers})
+    layers = list(_layers(vllm_config, config, caches, worker))
+    regions = regions_of({layer.name: layer.cache.tensor for layer in layers})
     return Manifest(
-        engine=place.engine,
+        engine=worker.engine,
         model=vllm_config.model_config.model,
         states=tuple(state for layer in layers for state in layer.states),
         groups=tuple(describe_group(config, i, dcp_size) for i in config.transfer_group_ids),
         ranks=(
             Rank(
-                place.rank,
+                worker.rank,
                 tuple(regions.values()),
                 tuple(view for layer in layers for view in layer.views(regions)),
             ),
@@ -73,8 +73,8 @@ def describe(
 
 
 def _layers(
-    vllm_config: VllmConfig, config: KVCacheConfig, caches: Mapping[str, torch.Tensor], place: Place
-) -> Iterator[Layer]:
+    vllm_config: VllmConfig, config: KVCacheConfig, caches: Mapping[str, torch.Tensor], worker: WorkerRank
+) -> Iterator[DescribedLayer]:
     """The layers that own a cache; those that share one are its aliases."""
     parallel = vllm_config.parallel_config
     layer_objects = vllm_config.compilation_config.static_forward_context
@@ -87,19 +87,19 @@ def _layers(
     ]
     for index, name in named:
         spec = _spec_of(config.kv_cache_groups[index].kv_cache_spec, name)
-        subject = Subject(
+        cache = CacheTensor(
             name,
             spec,
             layer_objects.get(name),
             caches[name],
-            place.tp_size,
-            _total_heads(vllm_config, spec, place.tp_size),
+            worker.tp_size,
+            _total_heads(vllm_config, spec, worker.tp_size),
             config.num_blocks,
             parallel.decode_context_parallel_size if spec.dcp_sharded else 1,
             parallel.cp_kv_cache_interleave_size,
         )
         aliases = tuple(other for other, owner in owners.items() if owner == name)
-        yield Layer(subject, _contents(subject), group_name(index), place.tp_rank, aliases)
+        yield DescribedLayer(cache, _contents(cache), group_name(index), worker.tp_rank, aliases)
 
 
 def _owner_of(layer: Any) -> str:
@@ -112,18 +112,18 @@ def _spec_of(spec: KVCacheSpec, layer: str) -> KVCacheSpec:
     return spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
-def _contents(subject: Subject) -> Contents:
+def _contents(cache: CacheTensor) -> Contents:
     """What is known of a layer's cache, or that nothing is."""
-    match subject.spec:
+    match cache.spec:
         case MambaSpec():
-            found = known_state(subject)
+            found = known_state(cache)
         case CircularBufferSpec():
             found = None
         case AttentionSpec():
-            found = known(subject)
+            found = known_attention(cache)
         case _:
             found = None
-    return found or opaque(subject)
+    return found or opaque(cache)
 
 
 # -- heads ---------------------------------------------------------------------------------------------

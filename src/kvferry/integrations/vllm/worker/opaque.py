@@ -11,40 +11,40 @@ from math import prod
 
 from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec, MambaSpec
 
-from kvferry.integrations.vllm.worker.interiors import Contents, Subject, class_path, cpu_isa
+from kvferry.integrations.vllm.worker.attention_layouts import CacheTensor, Contents, class_path, cpu_isa
 from kvferry.layout.pages import opaque_block, opaque_slot
 
 
-def opaque(subject: Subject) -> Contents:
+def opaque(cache: CacheTensor) -> Contents:
     """The cache as one item per block or slot and rank."""
-    sizes = (_block_bytes(subject), _num_shards(subject))
-    if isinstance(subject.spec, MambaSpec | CircularBufferSpec):
-        return Contents(opaque_slot(*sizes, ", ".join(("opaque slot", *_traits(subject)))))
-    tag = ", ".join(("opaque block", *_traits(subject), f"kernel block of {subject.kernel_tokens} tokens"))
-    return Contents(opaque_block(*sizes, int(subject.spec.block_size), tag))
+    sizes = (_block_bytes(cache), _num_shards(cache))
+    if isinstance(cache.spec, MambaSpec | CircularBufferSpec):
+        return Contents(opaque_slot(*sizes, ", ".join(("opaque slot", *_traits(cache)))))
+    tag = ", ".join(("opaque block", *_traits(cache), f"kernel block of {cache.kernel_tokens} tokens"))
+    return Contents(opaque_block(*sizes, int(cache.spec.block_size), tag))
 
 
-def _block_bytes(subject: Subject) -> int:
+def _block_bytes(cache: CacheTensor) -> int:
     """Bytes of one scheduler's block: as many kernel blocks as it has."""
-    tensor = subject.tensor
+    tensor = cache.tensor
     per_kernel_block = prod(tensor.shape[1:]) * tensor.element_size()
-    return per_kernel_block * (tensor.shape[0] // subject.num_blocks)
+    return per_kernel_block * (tensor.shape[0] // cache.num_blocks)
 
 
-def _num_shards(subject: Subject) -> int:
+def _num_shards(cache: CacheTensor) -> int:
     """How many different blocks the ranks hold between them: one where each holds the whole."""
-    spec = subject.spec
+    spec = cache.spec
     if isinstance(spec, MambaSpec):
-        return 1 if spec.tp_replicated else subject.tp_size
+        return 1 if spec.tp_replicated else cache.tp_size
     if isinstance(spec, AttentionSpec) and spec.max_tp_shards is not None:
-        return min(subject.tp_size, int(spec.max_tp_shards))
-    return min(subject.tp_size, subject.num_heads)
+        return min(cache.tp_size, int(spec.max_tp_shards))
+    return min(cache.tp_size, cache.num_heads)
 
 
-def _traits(subject: Subject) -> list[str]:
-    spec, layer = subject.spec, subject.layer
-    traits = [f"layer {class_path(type(layer))}", f"backend {class_path(subject.backend)}"]
-    if isa := cpu_isa(subject):
+def _traits(cache: CacheTensor) -> list[str]:
+    spec, layer = cache.spec, cache.layer
+    traits = [f"layer {class_path(type(layer))}", f"backend {class_path(cache.backend)}"]
+    if isa := cpu_isa(cache):
         traits.append(f"isa {isa}")
     if isinstance(spec, MambaSpec):
         return [*traits, f"shapes {spec.shapes}", f"dtypes {spec.dtypes}"]
@@ -52,5 +52,5 @@ def _traits(subject: Subject) -> list[str]:
     if quantised:
         traits.append(f"{quantised.name.lower()} {getattr(layer, 'kv_cache_dtype', '')}".strip())
         traits.append(f"scales {[getattr(layer, f'_{s}_scale_float', 1.0) for s in 'kv']}")
-    shape, strides = (list(map(int, of[1:])) for of in (subject.tensor.shape, subject.tensor.stride()))
-    return [*traits, f"dtype {subject.tensor.dtype}", f"[head, token, content] {shape} by {strides}"]
+    shape, strides = (list(map(int, of[1:])) for of in (cache.tensor.shape, cache.tensor.stride()))
+    return [*traits, f"dtype {cache.tensor.dtype}", f"[head, token, content] {shape} by {strides}"]

@@ -19,7 +19,7 @@ from kvferry.integrations.vllm.shared.dump import dump_refusal
 from kvferry.integrations.vllm.shared.options import Options
 from kvferry.integrations.vllm.shared.stats import LoadStats
 from kvferry.integrations.vllm.shared.step import Load, StepMetadata
-from kvferry.integrations.vllm.worker.describe import Place, describe
+from kvferry.integrations.vllm.worker.describe import WorkerRank, describe
 from kvferry.runtime import Failure, Report
 from kvferry.transport.nixl import NixlTransport
 from kvferry.wire import manifest_to_msgpack
@@ -53,7 +53,7 @@ class WorkerSide:
         tp, pp = get_tp_group(), get_pp_group()
         engine = self._vllm_config.kv_transfer_config.engine_id or "vllm"
         rank = pp.rank_in_group * tp.world_size + tp.rank_in_group
-        place = Place(engine, rank, tp.rank_in_group, tp.world_size)
+        place = WorkerRank(engine, rank, tp.rank_in_group, tp.world_size)
         manifest = describe(self._vllm_config, self._config, caches, place)
         _wake_up_amx(caches)
         transport = NixlTransport()

@@ -1,9 +1,9 @@
-"""What lies where inside a page of an attention cache: one line per attention backend.
+"""What lies where inside a page of an attention cache: one rule per attention backend.
 
 vLLM publishes every attention cache as [block, head, token, content] with strides, but the shape does not
 tell the order *inside*: that is the backend's own. The table is keyed by the backend's class, not by its
 name: AITER's backend on ROCm calls itself FLASH_ATTN, and keeps its cache otherwise. A backend that is not
-listed, or does what its line does not know, is opaque (``opaque``).
+listed, or does what its rule does not know, is opaque (``opaque``).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Contents:
 
 
 @dataclass(frozen=True)
-class Subject:
-    """One layer's cache, as a line of the table sees it."""
+class CacheTensor:
+    """One layer's cache, as a rule of the table sees it."""
 
     name: str
     spec: Any
@@ -108,13 +108,13 @@ def dtype_of(dtype: torch.dtype) -> str:
     return _DTYPES[dtype]
 
 
-def _item(subject: Subject, scale: str) -> Item | None:
+def _item(cache: CacheTensor, scale: str) -> Item | None:
     """The elements of a cache; None if they are packed in a way that only a kernel knows.
 
     fp8 is stored as plain bytes, so what they are is the layer's word; its scale is a number of the model's,
     and belongs to the meaning of the bytes.
     """
-    spec, layer = subject.spec, subject.layer
+    spec, layer = cache.spec, cache.layer
     match spec.kv_quant_mode:
         case KVQuantMode.NONE:
             return Item(dtype_of(spec.dtype), spec.dtype.itemsize)
@@ -130,42 +130,42 @@ def _item(subject: Subject, scale: str) -> Item | None:
 # -- attention over K and V ----------------------------------------------------------------------------
 
 
-def _k_and_v(subject: Subject) -> tuple[PagePart, ...] | None:
-    spec = subject.spec
-    k, v = _item(subject, "k"), _item(subject, "v")
+def _k_and_v(cache: CacheTensor) -> tuple[PagePart, ...] | None:
+    spec = cache.spec
+    k, v = _item(cache, "k"), _item(cache, "v")
     if k is None or v is None or spec.tokens_per_state != 1:  # Whisper pools blocks of encoder frames
         return None
-    return k_and_v(subject.num_heads, (spec.head_size, spec.head_size_v or spec.head_size), (k, v))
+    return k_and_v(cache.num_heads, (spec.head_size, spec.head_size_v or spec.head_size), (k, v))
 
 
-def packed_rows(subject: Subject) -> Contents | None:
+def packed_rows(cache: CacheTensor) -> Contents | None:
     """K and V of a head and token side by side."""
-    parts = _k_and_v(subject)
-    is_plain = subject.spec.state_content_bytes is None and subject.spec.num_head_slots is None
+    parts = _k_and_v(cache)
+    is_plain = cache.spec.state_content_bytes is None and cache.spec.num_head_slots is None
     return Contents(Page(parts, ("part", "channel")), ("head", "token")) if parts and is_plain else None
 
 
-def rows_with_scales(subject: Subject) -> Contents | None:
+def rows_with_scales(cache: CacheTensor) -> Contents | None:
     """Triton: packed rows, or each head's K and V with a scale of their own behind them."""
-    spec = subject.spec
+    spec = cache.spec
     if not spec.kv_quant_mode.is_per_token_head:
-        return packed_rows(subject)
-    heads = Dim("head", subject.num_heads, Sharding.SPREAD)
-    row_bytes = int(subject.tensor.shape[-1]) * subject.tensor.element_size() // 2
+        return packed_rows(cache)
+    heads = Dim("head", cache.num_heads, Sharding.SPREAD)
+    row_bytes = int(cache.tensor.shape[-1]) * cache.tensor.element_size() // 2
     tag = spec.kv_quant_mode.name.lower()
     parts = tuple(PagePart(name, (heads,), Item("uint8", row_bytes, tag)) for name in "kv")
     return Contents(Page(parts, ("part",)), ("head", "token"))
 
 
-def planes(subject: Subject) -> Contents | None:
+def planes(cache: CacheTensor) -> Contents | None:
     """All of a block's K, then all of its V; heads side by side in each token."""
-    parts = _k_and_v(subject)
+    parts = _k_and_v(cache)
     return Contents(Page(parts, ("head", "channel")), ("part", "token")) if parts else None
 
 
-def hip_planes(subject: Subject) -> Contents | None:
+def hip_planes(cache: CacheTensor) -> Contents | None:
     """ROCm's HIP kernels: K in packs of 16 bytes of channels, token after token; V transposed."""
-    parts = _k_and_v(subject)
+    parts = _k_and_v(cache)
     if not parts:
         return None
     pack = Tile("channel", 16 // parts[0].item.num_bytes)
@@ -185,39 +185,39 @@ CPU_ORDERS: dict[str, Order] = {
 """By instruction set; a line with a type of cells goes before the one without."""
 
 
-def cpu_attention(subject: Subject) -> Contents | None:
+def cpu_attention(cache: CacheTensor) -> Contents | None:
     """CPU attention orders K and V by what the CPU's units like."""
-    parts = _k_and_v(subject)
-    isa, dtype = cpu_isa(subject), str(subject.spec.dtype).removeprefix("torch.")
+    parts = _k_and_v(cache)
+    isa, dtype = cpu_isa(cache), str(cache.spec.dtype).removeprefix("torch.")
     order = CPU_ORDERS.get(f"{isa} {dtype}") or CPU_ORDERS.get(isa)
     return Contents(Page(parts, order), ("head",)) if parts and order else None
 
 
-def cpu_isa(subject: Subject) -> str:
+def cpu_isa(cache: CacheTensor) -> str:
     """The instruction set that CPU attention runs on; empty for other backends."""
-    if class_path(subject.backend) != f"{_ATTENTION}.cpu_attn.CPUAttentionBackend":
+    if class_path(cache.backend) != f"{_ATTENTION}.cpu_attn.CPUAttentionBackend":
         return ""
     # Set by the backend once it knows; a cache of bytes does not tell what the model computes in.
-    if isa := getattr(subject.layer, "isa", ""):
+    if isa := getattr(cache.layer, "isa", ""):
         return str(isa)
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    dtype = getattr(subject.layer, "dtype", subject.spec.dtype)
-    cache_dtype = getattr(subject.layer, "kv_cache_dtype", None)
-    return str(_get_attn_isa(dtype, subject.kernel_tokens, subject.spec.head_size, cache_dtype))
+    dtype = getattr(cache.layer, "dtype", cache.spec.dtype)
+    cache_dtype = getattr(cache.layer, "kv_cache_dtype", None)
+    return str(_get_attn_isa(dtype, cache.kernel_tokens, cache.spec.head_size, cache_dtype))
 
 
 # -- latents, indexers, DeepSeek-V4 --------------------------------------------------------------------
 
 
-def latent_rows(subject: Subject) -> Contents | None:
+def latent_rows(cache: CacheTensor) -> Contents | None:
     """MLA: one latent per token, whole on every rank; or a packed row of a form that has a name."""
-    spec = subject.spec
+    spec = cache.spec
     if spec.state_content_bytes is not None:
         tag = getattr(spec, "cache_dtype_str", None) or spec.kv_quant_mode.name.lower()
         row = PagePart("latent", (), Item("uint8", spec.state_content_bytes, tag))
         return _by_token(spec, Page((row,), ("part",)), ("head", "token"))
-    item = _item(subject, "k")
+    item = _item(cache, "k")
     if item is None:
         return None
     page = replace(latent(spec.head_size, item), order=("channel",))
@@ -230,24 +230,24 @@ its values."""
 INDEXER_ROWS = {132: (128, 4, "fp8 rows, fp32 scales"), 68: (64, 4, "mxfp4 rows, ue8m0 scales")}
 
 
-def v4_rows(subject: Subject) -> Contents | None:
+def v4_rows(cache: CacheTensor) -> Contents | None:
     """DeepSeek-V4: FlashMLA's packed rows, or plain ones."""
-    packed = subject.spec.state_content_bytes
-    return latent_rows(subject) if packed is None else _values_then_scales(subject, V4_ROWS.get(packed))
+    packed = cache.spec.state_content_bytes
+    return latent_rows(cache) if packed is None else _values_then_scales(cache, V4_ROWS.get(packed))
 
 
-def indexer_keys(subject: Subject) -> Contents | None:
+def indexer_keys(cache: CacheTensor) -> Contents | None:
     """The indexer of DeepSeek-V3.2 and V4; ROCm's shuffled form is known to its kernels only."""
-    if getattr(subject.layer, "uses_shuffled_layout", False) or current_platform.is_rocm():
+    if getattr(cache.layer, "uses_shuffled_layout", False) or current_platform.is_rocm():
         return None
-    return _values_then_scales(subject, INDEXER_ROWS.get(subject.spec.head_size))
+    return _values_then_scales(cache, INDEXER_ROWS.get(cache.spec.head_size))
 
 
-def _values_then_scales(subject: Subject, rows: tuple[int, int, str] | None) -> Contents | None:
+def _values_then_scales(cache: CacheTensor, rows: tuple[int, int, str] | None) -> Contents | None:
     """All rows of a kernel's page, then all of their scales."""
-    if rows is None or subject.is_cut_further:
+    if rows is None or cache.is_cut_further:
         return None
-    return _by_token(subject.spec, values_then_scales(*rows))
+    return _by_token(cache.spec, values_then_scales(*rows))
 
 
 def _by_token(spec: AttentionSpec, page: Page, outer: tuple[str, ...] = ()) -> Contents | None:
@@ -258,9 +258,9 @@ def _by_token(spec: AttentionSpec, page: Page, outer: tuple[str, ...] = ()) -> C
     return Contents(replace(page, tokens_per_cell=int(ratio)), outer)
 
 
-Line = Callable[[Subject], Contents | None]
+Rule = Callable[[CacheTensor], Contents | None]
 
-INTERIORS: dict[str, Line] = {
+ATTENTION_LAYOUTS: dict[str, Rule] = {
     f"{_ATTENTION}.cpu_attn.CPUAttentionBackend": cpu_attention,
     f"{_ATTENTION}.flash_attn.FlashAttentionBackend": packed_rows,
     f"{_ATTENTION}.flash_attn_diffkv.FlashAttentionDiffKVBackend": packed_rows,
@@ -298,7 +298,7 @@ INTERIORS: dict[str, Line] = {
 """By the class of the backend."""
 
 
-def known(subject: Subject) -> Contents | None:
-    """The contents of an attention cache, if there is a line for its backend that knows them."""
-    line = INTERIORS.get(class_path(subject.backend))
-    return line(subject) if line else None
+def known_attention(cache: CacheTensor) -> Contents | None:
+    """The contents of an attention cache, if there is a rule for its backend that knows them."""
+    rule = ATTENTION_LAYOUTS.get(class_path(cache.backend))
+    return rule(cache) if rule else None

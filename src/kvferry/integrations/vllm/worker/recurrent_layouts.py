@@ -1,7 +1,7 @@
-"""What a recurrent layer's slot is made of: one line per layer class.
+"""What a recurrent layer's slot is made of: one rule per layer class.
 
 A slot holds what the layer's own ``get_state_shape`` lists, one after another: as a rule a convolution's
-last inputs and a recurrent state. A layer that is not listed, or keeps more than its line knows (rings and
+last inputs and a recurrent state. A layer that is not listed, or keeps more than its rule knows (rings and
 records of speculative decoding), is opaque (``opaque``).
 """
 
@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvferry.core.shard import Sharding
 from kvferry.core.state import Kind
-from kvferry.integrations.vllm.worker.interiors import Contents, Subject, class_path, dtype_of
+from kvferry.integrations.vllm.worker.attention_layouts import CacheTensor, Contents, class_path, dtype_of
 from kvferry.layout.order import Order
 from kvferry.layout.pages import Page, delta_net, mamba1, mamba2, time_major
 from kvferry.layout.parts import Dim, Item, PagePart
@@ -86,11 +86,11 @@ def _linear(layer: Any, slot: _Slot) -> Contents:
     return Contents(Page((PagePart("state", dims, slot.ssm),), order, Kind.RECURRENT))
 
 
-Line = Callable[[Any, _Slot], Contents]
+Rule = Callable[[Any, _Slot], Contents]
 
 _MAMBA = "vllm.model_executor.layers.mamba"
 
-STATES: dict[str, tuple[int, Line]] = {
+RECURRENT_LAYOUTS: dict[str, tuple[int, Rule]] = {
     f"{_MAMBA}.mamba_mixer.MambaMixer": (2, _mamba1),
     f"{_MAMBA}.mamba_mixer2.MambaMixer2": (2, _mamba2),
     f"{_MAMBA}.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention": (2, _gated_delta_net),
@@ -110,9 +110,9 @@ STATES: dict[str, tuple[int, Line]] = {
 """By the class of the layer: how many arrays its slot holds, and what they are."""
 
 
-def known_state(subject: Subject) -> Contents | None:
-    """The contents of a recurrent layer's slot, if there is a line that knows all of it."""
-    num_arrays, line = STATES.get(class_path(type(subject.layer)), (0, None))
-    if line is None or num_arrays != len(subject.spec.shapes):
+def known_state(cache: CacheTensor) -> Contents | None:
+    """The contents of a recurrent layer's slot, if there is a rule that knows all of it."""
+    num_arrays, rule = RECURRENT_LAYOUTS.get(class_path(type(cache.layer)), (0, None))
+    if rule is None or num_arrays != len(cache.spec.shapes):
         return None
-    return line(subject.layer, _Slot.of(subject.spec))
+    return rule(cache.layer, _Slot.of(cache.spec))

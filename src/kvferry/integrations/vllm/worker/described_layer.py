@@ -12,7 +12,7 @@ from kvferry.core.manifest import Region
 from kvferry.core.state import Kind, State
 from kvferry.core.view import View
 from kvferry.errors import SpecError
-from kvferry.integrations.vllm.worker.interiors import Contents, Subject
+from kvferry.integrations.vllm.worker.attention_layouts import CacheTensor, Contents
 from kvferry.layout.order import PART, Leaf, Spot, grow, num_bytes, spots
 from kvferry.layout.pages import Page
 from kvferry.layout.parts import PagePart
@@ -20,10 +20,10 @@ from kvferry.layout.share import RankShare
 
 
 @dataclass(frozen=True)
-class Layer:
+class DescribedLayer:
     """A layer's cache on one rank."""
 
-    subject: Subject
+    cache: CacheTensor
     contents: Contents
     group: str
     tp_rank: int
@@ -32,7 +32,7 @@ class Layer:
 
     @property
     def name(self) -> str:
-        return self.subject.name
+        return self.cache.name
 
     @property
     def page(self) -> Page:
@@ -45,7 +45,7 @@ class Layer:
 
     def views(self, regions: Mapping[int, Region]) -> Iterator[View]:
         """Where this rank's boxes of the states sit."""
-        tensor = self.subject.tensor
+        tensor = self.cache.tensor
         storage = tensor.untyped_storage().data_ptr()
         start = tensor.data_ptr() - storage
         for part, offset, digits in self._spots():
@@ -62,17 +62,17 @@ class Layer:
 
     @property
     def _strides(self) -> list[int]:
-        tensor = self.subject.tensor
+        tensor = self.cache.tensor
         return [stride * tensor.element_size() for stride in tensor.stride()]
 
     @property
     def _num_kernel_blocks(self) -> int:
         """Kernel blocks in a block of the scheduler's."""
-        count, rest = divmod(int(self.subject.tensor.shape[0]), self.subject.num_blocks)
+        count, rest = divmod(int(self.cache.tensor.shape[0]), self.cache.num_blocks)
         if rest or not count:
             raise SpecError(
-                f"{self.name}: {self.subject.tensor.shape[0]} kernel blocks do not divide into"
-                f" {self.subject.num_blocks} blocks"
+                f"{self.name}: {self.cache.tensor.shape[0]} kernel blocks do not divide into"
+                f" {self.cache.num_blocks} blocks"
             )
         return count
 
@@ -81,7 +81,7 @@ class Layer:
         """Cells of a kernel block, or the one cell that is the whole block."""
         if self.page.is_whole_block:
             return 1
-        return self.subject.kernel_tokens // self.page.tokens_per_cell
+        return self.cache.kernel_tokens // self.page.tokens_per_cell
 
     # -- inside a block --------------------------------------------------------------------------------
 
@@ -117,7 +117,7 @@ class Layer:
 
     def _room(self, num_outer: int) -> int:
         """Bytes that the block and ``num_outer`` more of the tensor's axes leave: one piece of memory."""
-        tensor = self.subject.tensor
+        tensor = self.cache.tensor
         if self.page.is_whole_block:
             piece = tensor[: self._num_kernel_blocks]
             piece = piece.permute(sorted(range(piece.ndim), key=piece.stride, reverse=True))
@@ -130,12 +130,12 @@ class Layer:
         return int(piece.numel()) * tensor.element_size()
 
     def _tensor_text(self) -> str:
-        tensor = self.subject.tensor
+        tensor = self.cache.tensor
         return f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}"
 
     def _with_outer(self, plane: int, spot: Spot) -> tuple[int, dict[str, list[tuple[int, int]]]]:
         """A spot with the digits of the tensor's own axes, and of kernel blocks."""
-        tensor, strides = self.subject.tensor, self._strides
+        tensor, strides = self.cache.tensor, self._strides
         offset, digits = spot.offset, dict(spot.digits)
         part = self.page.part(spot.leaf.part)
         sizes = self._leaf(part).sizes
@@ -160,9 +160,9 @@ class Layer:
     @property
     def _share(self) -> RankShare:
         """Neighbours in tensor parallelism are those that take turns at the tokens."""
-        subject = self.subject
-        turns = (self.tp_rank % subject.num_turns, subject.num_turns, subject.tokens_per_turn)
-        return RankShare(self.tp_rank, subject.tp_size, *turns)
+        cache = self.cache
+        turns = (self.tp_rank % cache.num_turns, cache.num_turns, cache.tokens_per_turn)
+        return RankShare(self.tp_rank, cache.tp_size, *turns)
 
 
 def regions_of(caches: Mapping[str, torch.Tensor]) -> dict[int, Region]:
