@@ -79,10 +79,10 @@ QUESTIONS = {
     "how many ranks does a topology have": "models/topology.py::num_ranks",
     "where in its topology does a rank stand": "models/describe.py::rank",
     "how many tokens are in a block that ranks share": "models/describe.py::groups",
-    "into how many shards do whole blocks divide": "models/cache.py::opaque",
-    "how many heads does a model of vLLM's have": "integrations/vllm/describe.py::_total_heads",
-    "whose turn at the tokens is it in vLLM": "integrations/vllm/layers.py::_with_turns",
-    "which rank is a worker of vLLM's": "integrations/vllm/worker.py::register",
+    "into how many shards do whole blocks divide": "models/cache.py::as_opaque",
+    "how many heads does a model of vLLM's have": "integrations/vllm/worker/describe.py::_total_heads",
+    "whose turn at the tokens is it in vLLM": "integrations/vllm/worker/described_layer.py::_share",
+    "which rank is a worker of vLLM's": "integrations/vllm/worker/side.py::register",
 }
 """Every question for which sizes of a topology are multiplied or divided, and the place that answers it."""
 
