@@ -55,7 +55,7 @@ class Code(StrEnum):
     TURNS_TOO_MANY = "turns-too-many"
     """The two sides' context-parallel turns have no common period of a sane length."""
     TOO_MANY_RUNS = "too-many-runs"
-    """The plan is right, but would shatter into more runs per block than the budget allows."""
+    """The plan is right, but a block, or a request, would shatter into more runs than the limit allows."""
 
 
 class KVFerryError(Exception):
@@ -122,7 +122,7 @@ class Refused(KVFerryError):
         super().__init__("\n".join([*lines, f"… and {more:,} more"] if more > 0 else lines))
 
     @classmethod
-    def unless_none(cls, found: Iterable[Finding]) -> None:
+    def raise_if_any(cls, found: Iterable[Finding]) -> None:
         """Raise with all that is found, if anything is; what is too much to keep is counted."""
         findings = iter(found)
         kept = tuple(islice(findings, cls.MAX_FINDINGS))

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kvferry import BlockTable, Code, Group, Refused, Request, Span, lower, plan, prove, select
+from kvferry.core import lower as lower_module
 from kvferry.core.lower import Shape
 
 BLOCK = 4 * 8 * 4
@@ -104,3 +105,12 @@ def test_a_refused_plan_is_refused_again_and_leaves_nothing_behind(engine):
         with pytest.raises(Refused):
             route(src, dst, max_runs_per_block=1)
     assert whole_block(route(src, dst))
+
+
+def test_patterns_are_forgotten_when_they_have_become_too_many(engine, monkeypatch):
+    monkeypatch.setattr(lower_module, "MAX_RUNS_KEPT", 60)
+    made = route(engine(order="head token channel", group=Group("full", 8, 16)), engine())
+    (bundle,) = made.lanes[0].bundles
+    for num_cells in (1, 2, 3, 4) * 2:
+        assert len(bundle.pattern(Shape(0, 0, num_cells))) == 8 * num_cells
+        assert 1 <= len(bundle._fused_patterns) <= 3

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import lcm
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -33,7 +33,10 @@ MAX_RUNS_PER_BLOCK = 16_384
 """The default budget: runs of one state, per destination block and source rank."""
 MAX_PATTERN = 1 << 22
 """Runs that a pattern may have on the way, before neighbours are merged."""
-MAX_PATTERNS_KEPT = 4096
+MAX_RUNS_KEPT = 1 << 22
+"""Runs of patterns that a route, or a bundle, keeps for the next request."""
+
+K = TypeVar("K")
 
 
 class Shape(NamedTuple):
@@ -68,21 +71,39 @@ class PieceSet(NamedTuple):
     """The state of the first of them, for messages."""
 
 
-class Patterns:
-    """The patterns of one route by geometry and shape, each made when it is first asked for."""
+class KeptRuns(Generic[K]):
+    """Runs that are made when they are first asked for, and forgotten when they have become too many."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[Geometry, Shape], Runs] = {}
+        self._runs: dict[K, Runs] = {}
+        self._num_runs = 0
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def get(self, key: K, make: Callable[[K], Runs]) -> Runs:
+        """Those of this key."""
+        runs = self._runs.get(key)
+        if runs is None:
+            runs = make(key)
+            self._num_runs += len(runs) + 1
+            if self._num_runs > MAX_RUNS_KEPT:
+                self._runs.clear()
+                self._num_runs = len(runs) + 1
+            self._runs[key] = runs
+        return runs
+
+
+class Patterns:
+    """The patterns of one route by geometry and shape."""
+
+    def __init__(self) -> None:
+        self._made: KeptRuns[tuple[Geometry, Shape]] = KeptRuns()
         self._offsets: dict[AxisMap, Ints] = {}
 
     def of(self, geometry: Geometry, shape: Shape) -> Runs:
         """The runs that copy the common part of two blocks, relative to where the views start."""
-        runs = self._made.get((geometry, shape))
-        if runs is None:
-            if len(self._made) >= MAX_PATTERNS_KEPT:
-                self._made.clear()
-            runs = self._made[geometry, shape] = _pattern(geometry, shape, self._offsets_of)
-        return runs
+        return self._made.get((geometry, shape), lambda key: _pattern(*key, self._offsets_of))
 
     def _offsets_of(self, axis: AxisMap) -> Ints:
         offsets = self._offsets.get(axis)
@@ -102,25 +123,19 @@ class Bundle:
     piece_sets: tuple[PieceSet, ...]
     patterns: Patterns = field(repr=False)
     """Those of the whole route."""
-    _fused_patterns: dict[Shape, Runs] = field(default_factory=dict, repr=False)
+    _fused_patterns: KeptRuns[Shape] = field(default_factory=KeptRuns, repr=False)
 
     def pattern(self, shape: Shape) -> Runs:
         """The runs for one segment of this shape between block 0 and block 0."""
-        runs = self._fused_patterns.get(shape)
-        if runs is None:
-            if len(self._fused_patterns) >= MAX_PATTERNS_KEPT:
-                self._fused_patterns.clear()
-            runs = self._fused_patterns[shape] = self._fused(shape)
-        return runs
+        return self._fused_patterns.get(shape, self._fused)
 
     def _fused(self, shape: Shape) -> Runs:
         patterns = [self.patterns.of(each.geometry, shape) for each in self.piece_sets]
-        num_runs = sum(
-            len(one) * len(each.src_places) for one, each in zip(patterns, self.piece_sets, strict=True)
-        )
+        num_pieces = (len(each.src_places) for each in self.piece_sets)
+        num_runs = sum(len(one) * num for one, num in zip(patterns, num_pieces, strict=True))
         if num_runs > MAX_PATTERN:
             note = f"{num_runs:,} runs per block of all states together, at most {MAX_PATTERN:,} are made"
-            raise Refused(Finding(Code.TOO_MANY_RUNS, note=note))
+            raise Refused(Finding(Code.TOO_MANY_RUNS, state=self.piece_sets[0].state, note=note))
         columns: list[tuple[Ints, Ints, Ints]] = []
         for one, (_, src_places, dst_places, _) in zip(patterns, self.piece_sets, strict=True):
             columns.append(
@@ -286,6 +301,7 @@ def _check_budget(lane: Lane, budget: int) -> None:
             if runs > budget:
                 note = f"{runs} runs per block of {dst_cells} cells, the budget is {budget}"
                 raise Refused(Finding(Code.TOO_MANY_RUNS, state=each.state, note=note))
+        bundle.pattern(shape)  # refuses what all states together would be, and is there for the first request
 
 
 def _pattern(geometry: Geometry, shape: Shape, offsets: Callable[[AxisMap], Ints]) -> Runs:

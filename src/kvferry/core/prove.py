@@ -53,7 +53,7 @@ def prove(plan: Plan) -> Proof:
     Traceback (most recent call last):
     kvferry.errors.Refused: gap: layers.3.attn/k: channel [0, 256)
     """
-    Refused.unless_none(_broken_laws(plan))
+    Refused.raise_if_any(_broken_laws(plan))
     return Proof(plan)
 
 
