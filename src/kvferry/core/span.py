@@ -47,6 +47,8 @@ def normal(spans: Iterable[Span]) -> Spans:
     >>> normal([Span(4, 6), Span(0, 2), Span(2, 3), Span(9, 9)])
     (Span(start=0, stop=3), Span(start=4, stop=6))
     """
+    if isinstance(spans, tuple) and len(spans) == 1 and len(spans[0]):
+        return spans  # the common case, many times per request
     merged: list[Span] = []
     for span in sorted(span for span in spans if len(span)):
         if merged and span.start <= merged[-1].stop:
