@@ -24,6 +24,8 @@ class Spoilt:
     def __init__(self):
         self.call, self.num_left, self.error, self.is_late = "", 0, MemoryError("spoilt"), False
         self.num_raised = 0
+        self.delays: dict[str, float] = {}
+        self.calls: list[str] = []
 
     def spoil(self, call, num_left=1, error=None, *, is_late=False):
         self.call, self.num_left, self.is_late = call, num_left, is_late
@@ -44,6 +46,8 @@ class Spoilt:
 
     def around(self, call, real):
         def called(*args):
+            time.sleep(self.delays.get(call, 0))
+            self.calls.append(call)
             if call != self.call or not self.num_left:
                 return real(*args)
             self.num_left -= 1
@@ -239,3 +243,17 @@ def test_if_the_thread_must_end_everybody_hears_it(spoilt, holder, far, monkeypa
     assert transport.poll() == []
     assert (holder.load()[1] == STALE).all()
     os.kill(far.pid, signal.SIGCONT)
+
+
+def test_an_agent_that_takes_too_long_to_connect_holds_nobody_up_for_ever(spoilt, holder, near):
+    transport = transport_of(spoilt, holder, near, connect_timeout_s=0.3)
+    spoilt.delays["add"] = 1.0
+    started = time.monotonic()
+    with pytest.raises(TransportError, match=r"no-connection: other: no answer within 0\.3 s"):
+        connect(transport, "other", near.sources[1])
+    assert time.monotonic() - started < 0.9
+    deadline = time.monotonic() + 10
+    while "remove" not in spoilt.calls and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert spoilt.calls[-1] == "remove"  # it was connected too late, and is forgotten
+    assert_well(transport)
