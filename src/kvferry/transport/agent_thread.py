@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from time import monotonic, sleep
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 from uuid import uuid4
 
 from kvferry.core.manifest import Region
@@ -25,12 +25,13 @@ from kvferry.errors import TransportError
 from kvferry.transport.agent import FabricAgent
 from kvferry.transport.cards import pack_card
 from kvferry.transport.cuda import Cuda
-from kvferry.transport.descriptors import RegionTable
+from kvferry.transport.descriptors import Pace, RegionTable
 from kvferry.transport.emulation import Way
 from kvferry.transport.places import Places
-from kvferry.transport.reads import Read, Reads, RemoteRank, quietly
-from kvferry.transport.scratch import Scratch
-from kvferry.transport.ucx import UcxSettings, prepare_for_cuda
+from kvferry.transport.quietly import quietly
+from kvferry.transport.reads import Read, Reads, RemoteRank
+from kvferry.transport.registered_agent import RegisteredAgent
+from kvferry.transport.ucx import UcxSettings
 
 T = TypeVar("T")
 
@@ -65,23 +66,23 @@ class AgentThread:
         make_agent: Callable[[str, str], FabricAgent],
     ) -> None:
         """``make_agent`` takes a name and the settings for NIXL's UCX engine."""
-        self.card = b""
-        self._memory, self._cuda = memory, cuda
-        self._way, self._settings, self._make_agent = way, settings, make_agent
-        self._scratch = Scratch(cuda, [region.device for region in memory.places.regions])
+        self._memory, self._way = memory, way
         self._changed = threading.Condition()
         self._inbox: deque[AgentJob] = deque()
         self._is_closing = False
         self._refusal: TransportError | None = None
         """Why nothing is taken in any more."""
-        self._registered: list[Any] = []
-        self._agent: FabricAgent
+        name, made = f"kvferry-{uuid4().hex}", Future[RegisteredAgent]()
+        make = partial(RegisteredAgent, memory, cuda, partial(make_agent, name, settings.engine_config(way)))
         self._reads: Reads
-        started: Future[None] = Future()
-        name = f"kvferry-nixl-{way.value}"
-        self._thread = threading.Thread(target=self._main, args=(started,), name=name, daemon=True)
+        args = make, partial(settings.pace, way), made
+        self._thread = threading.Thread(
+            target=self._main, args=args, name=f"kvferry-nixl-{way.value}", daemon=True
+        )
         self._thread.start()
-        started.result()
+        registered = made.result()
+        self._scratch = registered.scratch
+        self.card = pack_card(name, registered.metadata, settings.sent_bytes)
 
     # ---- from any thread
 
@@ -156,14 +157,19 @@ class AgentThread:
 
     # ---- in the thread
 
-    def _main(self, started: Future[None]) -> None:
+    def _main(
+        self,
+        make: Callable[[], RegisteredAgent],
+        pace_of: Callable[[int], Pace],
+        made: Future[RegisteredAgent],
+    ) -> None:
         try:
-            self._start()
+            registered = make()
+            self._reads = Reads(registered.agent, pace_of)
         except BaseException as error:
-            self._stop()
-            started.set_exception(_ours(error))
+            made.set_exception(_ours(error))
             return
-        started.set_result(None)
+        made.set_result(registered)
         try:
             self._serve()
         except BaseException as error:
@@ -171,27 +177,10 @@ class AgentThread:
             reason = f"{type(error).__name__}: {error}"
             self._refuse_all(TransportError("broken", f"the thread of the NIXL agent gave up: {reason}"))
             if self._reads.num_posted:
+                self._thread.name = "kvferry-broken-agent"  # for whoever looks at the threads
                 threading.Event().wait()  # for ever: the agent must outlive what is under way
-        self._stop()
-
-    def _start(self) -> None:
-        if self._cuda:
-            prepare_for_cuda(os.environ)
-            self._cuda.bind_thread()
-        self._agent = self._make_agent(f"kvferry-{uuid4().hex}", self._settings.engine_config(self._way))
-        self._reads = Reads(self._agent, partial(self._settings.pace, self._way))
-        for memory in (self._memory, self._scratch.memory):
-            for kind in dict.fromkeys(memory.names.tolist()):
-                self._registered.append(self._agent.register(kind, memory.whole()[memory.names == kind]))
-        self.card = pack_card(self._agent.name, self._agent.metadata(), self._settings.sent_bytes)
-
-    def _stop(self) -> None:
-        if hasattr(self, "_reads"):
-            quietly(self._reads.remove_all)
-            for registered in self._registered:
-                quietly(self._agent.deregister, registered)
-            del self._agent
-        quietly(self._scratch.free)
+        self._reads.close()
+        registered.close()
 
     def _serve(self) -> None:
         nap, moved_at, num_errors = SHORTEST_NAP, monotonic(), 0

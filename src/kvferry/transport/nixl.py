@@ -31,7 +31,7 @@ from kvferry.transport.emulation import SETTING, EmulatedReads, Way
 from kvferry.transport.gate import Gate
 from kvferry.transport.link import Link, Mover
 from kvferry.transport.places import Addresses, Places, checked
-from kvferry.transport.reads import quietly
+from kvferry.transport.quietly import quietly
 from kvferry.transport.transfers import Transfers
 from kvferry.transport.ucx import UCX_EMULATES, UcxSettings
 

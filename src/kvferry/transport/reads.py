@@ -25,7 +25,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import ParamSpec
 
 from kvferry.core.runs import Runs
 from kvferry.errors import TransportError
@@ -33,8 +32,7 @@ from kvferry.transport.agent import FabricAgent
 from kvferry.transport.base import CANCELLED
 from kvferry.transport.cards import segment_in, unpack_card
 from kvferry.transport.descriptors import Pace, RegionTable, SlicePair, slice_pairs
-
-P = ParamSpec("P")
+from kvferry.transport.quietly import quietly
 
 log = logging.getLogger(__name__)
 
@@ -160,10 +158,11 @@ class Reads:
         for rank in [*self._ranks]:
             self._give_up(rank, reason)
 
-    def remove_all(self) -> None:
-        """Drop all that the agent knows of others; nothing may be under way."""
+    def close(self) -> None:
+        """Have the agent forget all others, and forget the agent; nothing may be under way."""
         for agent in self._connections:
             quietly(self._agent.remove, agent)
+        del self._agent
 
     def _give_up(self, rank: RemoteRank, reason: str) -> None:
         for read in [*rank.waiting]:
@@ -305,13 +304,3 @@ def _reason(what: str, error: Exception) -> str:
 def _log_unexpected(what: str, error: Exception) -> None:
     if not isinstance(error, TransportError):
         log.error("%s", what, exc_info=error)
-
-
-def quietly(work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-    """Tidy up: what goes wrong is worth a line, not a dead thread."""
-    try:
-        work(*args, **kwargs)
-    except TransportError as error:
-        log.warning("%s", error)
-    except Exception:
-        log.exception("unexpected; the thread goes on")
