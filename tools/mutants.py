@@ -135,13 +135,8 @@ class DropStatement:
 
     def mutation_positions(self, node: Any) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
         """Where, in the way that cosmic-ray asks its operators."""
-        if node.type == "simple_stmt":
-            code = node.children[0].get_code(include_prefix=False)
-            match _parsed(code):
-                case [ast.Expr(value=ast.Call())]:
-                    yield node.start_pos, node.end_pos
-                case [ast.AugAssign() | ast.Assign(targets=[ast.Attribute() | ast.Subscript()])]:
-                    yield node.start_pos, node.end_pos
+        if node.type == "simple_stmt" and _has_effect(node.children[0].get_code(include_prefix=False)):
+            yield node.start_pos, node.end_pos
 
     def mutate(self, node: Any, index: int) -> Any:
         """The statement's place, empty."""
@@ -152,11 +147,18 @@ class DropStatement:
         return node
 
 
-def _parsed(code: str) -> list[ast.stmt]:
+def _has_effect(code: str) -> bool:
     try:
-        return ast.parse(code).body
-    except SyntaxError:
-        return []
+        (statement,) = ast.parse(code).body
+    except (SyntaxError, ValueError):  # ``return`` is one by itself
+        return False
+    match statement:
+        case ast.Expr(value=ast.Call()) | ast.AugAssign():
+            return True
+        case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):
+            return True
+        case _:
+            return False
 
 
 def breaks_of(file: str) -> list[Break]:

@@ -16,8 +16,8 @@ import pytest
 from kvferry import BlockTable, Manifest, Span, compare
 from kvferry.core.request import need_of
 from kvferry.endpoint import Destination, SourceEngine, SourceRank
+from kvferry.layout.pages import values_then_scales
 from kvferry.models import Model, Topology, describe
-from kvferry.models.cache import values_then_scales
 from kvferry.runtime import Timing
 from kvferry.testing.fleet.pool import BlockPool
 from kvferry.testing.pattern import check_rank, fill_rank
@@ -41,8 +41,8 @@ def fp4_indexer(model: Model) -> Model:
     def packed(cache):
         if cache.name != "indexer":
             return cache
-        smaller = values_then_scales("indexer", 1, 1, "fp4 rows, ue8m0 scales")
-        return replace(smaller, tokens_per_cell=cache.tokens_per_cell, page_multiple=cache.page_multiple)
+        rows = values_then_scales(1, 1, "fp4 rows, ue8m0 scales")
+        return replace(cache, page=replace(rows, tokens_per_cell=cache.page.tokens_per_cell))
 
     layers = (replace(layer, caches=tuple(map(packed, layer.caches))) for layer in model.layers)
     return replace(model, layers=tuple(layers))
@@ -80,8 +80,14 @@ class Engine:
         for rank in self.manifest.ranks:
             own = replace(self.manifest, ranks=(rank,))
             stack.enter_context(closing(SourceRank(self.source.address, own, NixlTransport())))
-            reader = {"reader": f"{manifest.engine}#1", "num_ranks": num_ranks, "timing": TIMING}
-            destination = Destination(self.manifest, rank.rank, NixlTransport(), **reader)
+            destination = Destination(
+                self.manifest,
+                rank.rank,
+                NixlTransport(),
+                reader=f"{manifest.engine}#1",
+                num_ranks=num_ranks,
+                timing=TIMING,
+            )
             self.destinations[rank.rank] = stack.enter_context(closing(destination))
         self._offered: dict[str, dict[str, BlockTable]] = {}
         self._loading: dict[str, Loading] = {}
