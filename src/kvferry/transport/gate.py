@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from kvferry.errors import TransportError
 
@@ -13,13 +11,13 @@ class Gate:
     """Lets calls in until it is shut; whoever shut it can wait for those inside. For any number of threads.
 
     >>> gate = Gate()
-    >>> with gate.inside():
+    >>> with gate:
     ...     gate.shut()
     ...     gate.wait_until_empty(timeout_s=0)
     False
     >>> gate.wait_until_empty(timeout_s=0)
     True
-    >>> with gate.inside():
+    >>> with gate:
     ...     pass
     Traceback (most recent call last):
     kvferry.errors.TransportError: closed: this transport was closed
@@ -30,17 +28,16 @@ class Gate:
         self._num_inside = 0
         self._is_shut = False
 
-    @contextmanager
-    def inside(self) -> Iterator[None]:
-        """A call; raises TransportError if the gate is shut."""
+    def __enter__(self) -> None:
+        """A call comes in; raises TransportError if the gate is shut."""
         with self._changed:
             self._check_open()
             self._num_inside += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_inside -= 1
+
+    def __exit__(self, *raised: object) -> None:
+        with self._changed:
+            self._num_inside -= 1
+            if self._is_shut:
                 self._changed.notify_all()
 
     def check_open(self) -> None:
@@ -54,7 +51,7 @@ class Gate:
             self._is_shut = True
 
     def wait_until_empty(self, timeout_s: float | None) -> bool:
-        """Whether every call that was inside has left in time."""
+        """Whether every call that was inside has left in time; the gate is shut."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._num_inside, timeout_s)
 

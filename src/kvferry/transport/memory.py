@@ -179,7 +179,7 @@ class MemoryTransport:
 
     def register(self, regions: Sequence[Region]) -> None:
         """Make this rank's own memory known; who made it keeps it alive until ``close``."""
-        with self._gate.inside(), self._lock:
+        with self._gate, self._lock:
             if self._places is not None:
                 raise TransportError("registered", "memory is registered once")
             for region in regions:
@@ -189,13 +189,13 @@ class MemoryTransport:
 
     def card(self) -> bytes:
         """The name in the hub."""
-        with self._gate.inside():
+        with self._gate:
             self._ours()
             return CARD + self._hub_name.encode()
 
     def connect(self, peer: str, card: bytes, regions: Sequence[Region]) -> None:
         """Get ready to read from another transport of the hub."""
-        with self._gate.inside(), self._lock:
+        with self._gate, self._lock:
             self._ours()
             hub_name = card.removeprefix(CARD).decode(errors="replace")
             if not card.startswith(CARD) or not self._hub.knows(hub_name):
@@ -210,7 +210,7 @@ class MemoryTransport:
 
     def read(self, transfer: int, peer: str, runs: Runs) -> None:
         """Submit the reading of runs from a peer; they move when this transport is polled."""
-        with self._gate.inside():
+        with self._gate:
             ours = self._ours()
             with self._lock:
                 known = self._peers.get(peer)
@@ -227,7 +227,7 @@ class MemoryTransport:
 
     def clear(self, runs: Runs) -> None:
         """Fill the destination places of ``runs`` with zeros."""
-        with self._gate.inside():
+        with self._gate:
             ours = self._ours()
             ours.check(runs.dst, runs.num_bytes)
             for address, num_bytes in zip(

@@ -220,7 +220,7 @@ class NixlTransport:
 
     def register(self, regions: Sequence[Region]) -> None:
         """Make this rank's own memory known, once; who made it keeps it alive until ``close``."""
-        with self._gate.inside(), self._making:
+        with self._gate, self._making:
             if self._memory:
                 raise TransportError("registered", "memory is registered once")
             if not regions:
@@ -237,13 +237,13 @@ class NixlTransport:
 
     def card(self) -> bytes:
         """Agent name and metadata. It carries the keys to the memory: whoever has it can read it all."""
-        with self._gate.inside():
+        with self._gate:
             self._ours()
             return self._threads[self._settings.first_way].card
 
     def connect(self, peer: str, card: bytes, regions: Sequence[Region]) -> None:
         """Add a peer, and read a little from it, so that the first real read is as fast as the next."""
-        with self._gate.inside():
+        with self._gate:
             self._ours()
             with self._lock:
                 self._check_new(peer)
@@ -287,7 +287,7 @@ class NixlTransport:
 
     def read(self, transfer: int, peer: str, runs: Runs) -> None:
         """Check the runs and have them wait for the peer's turn."""
-        with self._gate.inside():
+        with self._gate:
             ours = self._ours()
             with self._lock:
                 link = self._links.get(peer)
@@ -308,7 +308,7 @@ class NixlTransport:
 
     def clear(self, runs: Runs) -> None:
         """Fill the destination places of ``runs`` with zeros, on the host or on the device."""
-        with self._gate.inside():
+        with self._gate:
             memory = self._ours()
             memory.places.check(runs.dst, runs.num_bytes)
             addresses = memory.places.addresses(runs.dst)
