@@ -40,7 +40,7 @@ class TimedDestination(MeasuredDestination):
         self, ticket: Any, tables: Mapping[str, BlockTable], need: Mapping[str, Any]
     ) -> dict[str, float]:
         """One fetch, from the call to its report."""
-        self._witness.start()
+        self._recording.start()
         started = time.perf_counter()
         self._endpoint.fetch(ticket, tables, need)
         called = time.perf_counter()
@@ -62,7 +62,7 @@ class TimedDestination(MeasuredDestination):
         """NIXL's time to make one transfer of the last list, without posting it."""
         raw = self._opened()
         started = time.perf_counter()
-        handles = [raw._prepared(peer, runs) for peer, runs in self._witness.reads]
+        handles = [raw._prepared(peer, runs) for peer, runs in self._recording.reads]
         took = time.perf_counter() - started
         for handle in handles:
             raw._agent.release(handle)
