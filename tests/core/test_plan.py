@@ -171,7 +171,7 @@ def test_one_group_may_hold_a_split_state_beside_a_replicated_one(engine):
 
 def test_all_plans_of_two_engines_look_at_each_rank_once(engine, monkeypatch):
     """The ranks of both sides are indexed once for all plans, and equal boxes of a rank are made once."""
-    asked = Counter()
+    asked: Counter[int] = Counter()
     make = View.box
 
     def counted(view):

@@ -214,7 +214,7 @@ def test_groups_of_one_pool_may_share_block_0_with_unequal_strides():
 def test_mutated_views_of_one_pool_are_refused_if_and_only_if_they_clash():
     """Each byte of each block listed, against the proof: no clash is missed, and none is invented."""
     rng = random.Random(8)
-    verdicts = Counter()
+    verdicts: Counter[tuple[int, bool]] = Counter()
     for _ in range(1500):
         views = [
             view(name, group, offset=rng.randrange(40), token=rng.choice([1, 2]), block=rng.choice(STRIDES))

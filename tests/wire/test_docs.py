@@ -84,11 +84,12 @@ def test_the_loop_on_the_page_moves_the_bytes():
 
 
 def test_the_limits_on_the_page_are_those_of_the_code():
+    from kvferry.core.manifest import MAX_REGIONS
     from kvferry.wire import manifest, reading, request
 
     limits = (
         *(reading.MAX_JSON_ITEMS, manifest.MAX_DIGITS, manifest.MAX_AXIS_MAPS, manifest.MAX_COORDINATES),
-        *(manifest.MAX_REGIONS, manifest.MAX_STATES_TIMES_RANKS, request.MAX_TOKENS, request.MAX_SPANS),
+        *(MAX_REGIONS, manifest.MAX_STATES_TIMES_RANKS, request.MAX_TOKENS, request.MAX_SPANS),
     )
     section = PAGE.partition("Limits, so that")[2]
     assert [limit for limit in limits if f"{limit:,} " not in section.replace("\n", " ")] == []
