@@ -86,7 +86,7 @@ INSIDE       := $(VLLM)/bin/python -m pytest -q -m "" -p no:cacheprovider
 INSIDE_FILES := $(filter-out %/test_faults.py,$(wildcard tests/vllm/test_*.py))
 
 # Then between whole engines.
-e2e: $(VLLM)/.ready ## real vLLM on a CPU, tokens compared with one engine's: what CI runs of it (installs 2.2 GB)
+e2e: $(VLLM)/.ready ## real vLLM on a CPU, tokens compared with one engine's: what CI runs of it
 	@echo "==> e2e: inside vLLM"
 	@set -e; for file in $(INSIDE_FILES); do $(INSIDE) $$file; done
 	@$(INSIDE) tests/vllm/test_faults.py -k llama
@@ -103,7 +103,7 @@ e2e-full: $(VLLM)/.ready ## all of it: most of an hour
 vllm-startup: $(VLLM)/.ready ## what the connector costs before it serves, beside vLLM's own
 	@$(VLLM)/bin/python benchmarks/vllm_startup.py
 
-serve: $(VLLM)/.ready ## two vLLM servers on a CPU, kvferry between them, a proxy in front: two questions answered
+serve: $(VLLM)/.ready ## two vLLM servers on a CPU, kvferry between them: are the tokens those of one server alone?
 	@BIN=$(VLLM)/bin examples/vllm/serve.sh
 
 # MUTANTS="core --sample 100 --seed 7": which rooms, how many, which sample; the default: the laws, 30 of each room.
@@ -119,11 +119,7 @@ clean: ## remove .venv, caches and build products
 	rm -rf $(VENV) $(VLLM) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
-$(VLLM)/.ready: tools/vllm_env.sh tools/vllm_requirements.txt
-	@tools/vllm_env.sh $(PYTHON) $(VLLM)
-	@touch $@
-
-$(READY): pyproject.toml constraints.txt
+define check_python
 	@command -v $(PYTHON) >/dev/null || { \
 		echo "kvferry needs Python 3.11 or newer; '$(PYTHON)' was not found." \
 		     "Name another one: make PYTHON=/path/to/python3.12" >&2; exit 1; }
@@ -133,10 +129,26 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 		echo "'$(PYTHON)' has no venv module; install it first" \
 		     "(Debian and Ubuntu: apt install python3-venv)." >&2; exit 1; }
+endef
+
+# The markers are made last, after a check that the environment works; a half-made environment is made anew.
+$(VLLM)/.ready: tools/vllm_env.sh tools/vllm_check.py tools/vllm_requirements.txt tools/torch_gpu_requirements.txt
+	$(check_python)
+	@tools/vllm_env.sh $(PYTHON) $(VLLM)
+	@touch $@
+
+$(READY): pyproject.toml constraints.txt
+	$(check_python)
 	@echo "==> $(VENV): $$($(PYTHON) --version), about a minute the first time"
+	@if [ -e $(VENV)/.half-made ]; then rm -rf $(VENV); fi
 	@$(PYTHON) -m venv $(VENV)
+	@touch $(VENV)/.half-made
 	@echo "==> $(VENV): installing kvferry and its tools at the versions in constraints.txt"
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	@# Without its dependencies: NIXL's wheels declare torch, several GB that kvferry does not use.
 	@$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt nixl nixl-cu12
+	@$(BIN)/python -c 'from nixl._api import nixl_agent, nixl_agent_config; \
+		nixl_agent("check", nixl_agent_config(backends=["UCX"]))' > /dev/null
+	@$(BIN)/kvferry --version
+	@rm $(VENV)/.half-made
 	@touch $@
