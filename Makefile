@@ -104,7 +104,7 @@ vllm-startup: $(VLLM)/.ready ## what the connector costs before it serves, besid
 	@$(VLLM)/bin/python benchmarks/vllm_startup.py
 
 serve: $(VLLM)/.ready ## two vLLM servers on a CPU, kvferry between them: are the tokens those of one server alone?
-	@BIN=$(VLLM)/bin examples/vllm/serve.sh
+	@BIN=$(VLLM)/bin TINY_HOME=$(abspath $(VLLM)/tiny) examples/vllm/serve.sh
 
 # MUTANTS="core --sample 100 --seed 7": which rooms, how many, which sample; the default: the laws, 30 of each room.
 mutants: $(VENV)/.mutants ## break the code on purpose, a sample of each room; every break must fail a test

@@ -10,6 +10,7 @@
 #   PREFILL_DEVICES  the GPUs of this side: its CUDA_VISIBLE_DEVICES
 #   DECODE_DEVICES
 #   PORT             of the proxy; without it a free one
+#   TINY_HOME        where the tiny model is kept for the next time; without it, it is made each time
 #   BIN              the folder of `vllm` and `python`; without it they are looked for on the PATH
 # For example:
 #   MODEL=Qwen/Qwen3-8B PORT=8000 PREFILL_DEVICES=0,1 PREFILL_ARGS='--tensor-parallel-size 2' \
@@ -56,6 +57,20 @@ await() {
   say "$1 (process group ${pids[$1]}) is ready on port $2, after $SECONDS s"
 }
 
+# make_tiny_model: a random one, in TINY_HOME unless it is there already. Its name changes with the code that makes it.
+make_tiny_model() {
+  local home=${TINY_HOME:-$work} code=$here/../../src/kvferry/testing/vllm/tiny.py made
+  MODEL=$home/llama-$(cksum < "$code" | cut -d ' ' -f 1)
+  [[ ! -d $MODEL ]] || return 0
+  say "making a tiny model"
+  mkdir -p "$home"
+  made=$(mktemp -d "$home/making.XXXXXX")
+  "${bin}python" -c 'import sys, pathlib; from kvferry.testing.vllm import tiny
+tiny.make("llama", pathlib.Path(sys.argv[1]))' "$made" > "$work/model.log" 2>&1 || { cat "$work/model.log"; exit 1; }
+  mv -T "$made/llama" "$MODEL" 2> /dev/null || [[ -d $MODEL ]] # somebody else may have been quicker
+  rm -rf "$made"
+}
+
 # Ends what was started, and nothing else: kindly, then by force.
 finish() {
   local status=$? name
@@ -92,10 +107,7 @@ export VLLM_HOST_IP=${VLLM_HOST_IP:-127.0.0.1} # both sides are here
 tiny_args=() prefill_args=() decode_args=()
 own_model=${MODEL:-}
 if [[ -z $own_model ]]; then
-  say "making a tiny model"
-  "${bin}python" -c 'import sys, pathlib; from kvferry.testing.vllm import tiny
-tiny.make("llama", pathlib.Path(sys.argv[1]))' "$work" > "$work/model.log" 2>&1 || { cat "$work/model.log"; exit 1; }
-  MODEL=$work/llama
+  make_tiny_model
   export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TORCH_COMPILE_DISABLE=1 VLLM_NO_USAGE_STATS=1
   export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind
   export VLLM_ENABLE_V1_MULTIPROCESSING=0 # a server then has a process less
