@@ -31,6 +31,12 @@ def test_a_comb_folds_if_and_only_if_two_cells_share_a_byte(comb):
     assert comb.folds() == (len(bytes_of(comb)) < comb.width * len(list(cells(comb))))
 
 
+def test_pages_that_fill_their_pool_are_compared_by_the_page():
+    """As a cache is laid out: else each block would be compared with each, which is right, and slow."""
+    pages = [(i, Comb(32 * i, ((64, 1000),), 32)) for i in range(2)]
+    assert overlap._folded(pages) == [(0, Comb(0, (), 32)), (1, Comb(32, (), 32))]
+
+
 @given(combs)
 def test_a_comb_stops_after_its_last_byte(comb):
     assert comb.stop == max(bytes_of(comb)) + 1

@@ -45,6 +45,19 @@ def test_a_gap_is_named_by_axis_and_interval(made):
     assert (found.code, found.state, found.field) == (Code.GAP, "k", "head [0, 4)")
 
 
+def test_a_gap_on_no_single_axis_is_counted_in_cells(made):
+    """Each head and each channel comes from somewhere, but half of the pairs do not."""
+    first, second = made.pieces
+    halves = [
+        replace(
+            piece, box=replace(piece.box, axes=tuple((n, (span,) if n == "channel" else s) for n, s in axes))
+        )
+        for piece, axes, span in ((first, first.box.axes, Span(0, 2)), (second, second.box.axes, Span(2, 4)))
+    ]
+    (found,) = findings(replace(made, pieces=tuple(halves)))
+    assert (found.code, found.field) == (Code.GAP, "16 of 32 cells")
+
+
 def test_a_state_without_pieces_is_a_gap(made):
     assert [f.code for f in findings(replace(made, pieces=()))] == [Code.GAP]
 

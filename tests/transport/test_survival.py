@@ -144,7 +144,8 @@ def test_a_read_whose_checks_never_say_anything_is_never_reported(spoilt, holder
     with pytest.raises(TransportError, match="still-under-way"):
         transport.close()
     assert transport.poll() == []
-    assert 0 < len(caplog.records) < 20 < spoilt.num_raised  # looked at often, told of seldom
+    assert spoilt.num_raised > 20
+    assert 0 < len(caplog.records) <= spoilt.num_raised.bit_length()  # looked at often, told of seldom
     spoilt.heal()
     assert [end.transfer for end in wait(transport, 1)] == [1]
     transport.close()

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvferry import KVFerryError, SpecError
 from kvferry.wire import manifest as manifest_module
 from kvferry.wire import manifest_from_json, manifest_from_msgpack, reading, request_from_json
+from kvferry.wire.bad_input import shown
 
 MAP = {"digits": [[4, 64]]}
 GOOD: dict[str, Any] = {
@@ -414,3 +415,9 @@ PACKED = msgspec.msgpack.encode(GOOD)
 def test_spoiled_msgpack_is_read_or_refused_and_nothing_else(at, patch):
     spoiled = PACKED[:at] + patch + PACKED[at + len(patch) :]
     assert message_of(manifest_from_msgpack, spoiled).startswith("$")
+
+
+def test_a_message_repeats_a_little_of_a_value_and_says_that_there_is_more():
+    assert shown("x" * 78) == '"' + "x" * 78 + '"'
+    assert shown("x" * 79) == '"' + "x" * 79 + "…"
+    assert shown({f"k{i}": 0 for i in range(9)}) == "an object with " + ", ".join(f'"k{i}"' for i in range(8))
