@@ -41,6 +41,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from kvferry.transport.cuda import has_cuda
+
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ROOT / "tools"
 PACKAGE = ROOT / "src" / "kvferry"
@@ -53,6 +55,9 @@ ROOMS = {
     "transport": ("tests/transport",),
 }
 """Which tests are asked of a room's breaks. Those that are named after the broken file come first."""
+
+ON_A_DEVICE = ("transport/cuda.py",)
+"""Files that only tests with a GPU know; they are left out where there is none."""
 
 NEAR = {
     "ReplaceComparisonOperator": "Lt_LtE LtE_Lt Gt_GtE GtE_Gt Eq_NotEq NotEq_Eq Is_IsNot IsNot_Is",
@@ -373,6 +378,8 @@ def try_laws(benches: Benches) -> int:
 def try_room(benches: Benches, room: str, options: argparse.Namespace) -> int:
     """Break a sample of a room; how many breaks survived that nobody has judged."""
     files = sorted(path.relative_to(PACKAGE).as_posix() for path in (PACKAGE / room).rglob("*.py"))
+    if not has_cuda():
+        files = [file for file in files if file not in ON_A_DEVICE]
     every = [one for file in files if options.file in (None, file) for one in breaks_of(file)]
     whole_s = benches.time_whole(files[0], ROOMS[room])
     print(f"{room}: {len(every)} breaks; its tests take {whole_s:.0f} s", flush=True)

@@ -11,6 +11,7 @@ from kvferry.errors import TransportError
 from kvferry.testing.sources import serving
 from kvferry.testing.transport_laws import REGION_BYTES, STALE, WHOLE, run, stale_memory, wait
 from kvferry.transport import ReadEnd
+from kvferry.transport.agent_thread import AgentThread
 from kvferry.transport.nixl import Agent, NixlTransport
 
 pytest.importorskip("nixl", exc_type=ImportError)
@@ -131,6 +132,33 @@ def test_a_check_that_raises_is_no_end(spoilt, holder, far, num_times):
     assert wait(transport, 1) == [ReadEnd(1)]
     assert spoilt.num_raised == num_times
     assert (holder.load()[0] == far.sources[0].contents[0]).all()
+    assert_well(transport)
+
+
+def test_a_failure_that_the_fabric_reports_is_the_end_of_its_read(spoilt, holder, far):
+    """Law 5: whatever has arrived by then, it is no good read."""
+    transport = transport_of(spoilt, holder, far)
+    spoilt.spoil("check", error=TransportError("nixl", "spoilt"))
+    transport.read(1, "src", WHOLE)
+    (end,) = wait(transport, 1)
+    assert spoilt.num_raised == 1
+    assert (end.transfer, "spoilt" in end.error) == (1, True)
+    transport.close()
+
+
+def test_a_turn_that_raises_again_and_again_is_told_of_seldom(spoilt, holder, near, caplog, monkeypatch):
+    transport = transport_of(spoilt, holder, near)
+    take_a_turn, errors = AgentThread._take_a_turn, [RuntimeError(str(i)) for i in range(9)]
+
+    def failing(thread):
+        if errors:
+            raise errors.pop()
+        return take_a_turn(thread)
+
+    monkeypatch.setattr(AgentThread, "_take_a_turn", failing)
+    transport.read(1, "src", SMALL)
+    assert wait(transport, 1) == [ReadEnd(1)]
+    assert [record.args for record in caplog.records] == [(1,), (2,), (4,), (8,)]
     assert_well(transport)
 
 
