@@ -103,3 +103,12 @@ def test_an_address_that_is_taken_is_an_error(opened):
     listener = opened(listen="tcp://127.0.0.1:*")
     with pytest.raises(ChannelError, match="cannot listen at"):
         opened(listen=listener.address)
+
+
+def test_no_call_to_wake_up_is_lost(opened):
+    """A message that waits for one that is lost waits for a whole second."""
+    channel, started = opened(), time.monotonic()
+    for _ in range(300):
+        channel.wake()
+        assert channel.wait(10.0) == []
+    assert time.monotonic() - started < 5

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import re
 import secrets
 from collections import Counter, OrderedDict
@@ -54,7 +55,9 @@ class Channel:
         self._poller = zmq.Poller()
         self._calls: OrderedDict[str, zmq.Socket[bytes]] = OrderedDict()
         self._listener: zmq.Socket[bytes] | None = None
-        self._wake_in, self._wake_out = self._wake_pair()
+        # Not a pair of sockets: one that is full a moment too long loses a call, and a message waits for it.
+        self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller.register(self._woken, zmq.POLLIN)
         self.dropped: Counter[str] = Counter()
         self.address = ""
         if listen:
@@ -63,15 +66,6 @@ class Channel:
             except ChannelError:
                 self.close()
                 raise
-
-    def _wake_pair(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        inside, outside = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
-        outside.setsockopt(zmq.SNDHWM, 1)  # one pending call is as good as many
-        inside.setsockopt(zmq.RCVHWM, 1)
-        inside.bind("inproc://wake")
-        outside.connect("inproc://wake")
-        self._poller.register(inside, zmq.POLLIN)
-        return inside, outside
 
     def _listen(self, listen: str) -> None:
         socket = self._socket(zmq.ROUTER)
@@ -145,10 +139,8 @@ class Channel:
         """Everything that arrived, after at most ``seconds``; at once when woken."""
         ready = dict(self._poller.poll(max(0, int(seconds * 1000))))
         received: list[Received] = []
-        if self._wake_in in ready:
-            with contextlib.suppress(zmq.Again):
-                while True:
-                    self._wake_in.recv(zmq.NOBLOCK)
+        if self._woken in ready:
+            os.eventfd_read(self._woken)
         if self._listener in ready and self._listener is not None:
             received += self._heard(self._listener)
         for address, socket in list(self._calls.items()):
@@ -182,9 +174,8 @@ class Channel:
         return received
 
     def wake(self) -> None:
-        """End a ``wait``. Call it from one other thread at a time."""
-        with contextlib.suppress(zmq.ZMQError):
-            self._wake_out.send(b"", zmq.NOBLOCK)
+        """End a ``wait``, or the next one. From any thread, until ``close``."""
+        os.eventfd_write(self._woken, 1)
 
     def _close(self, socket: zmq.Socket[bytes]) -> None:
         self._poller.unregister(socket)
@@ -192,10 +183,13 @@ class Channel:
 
     def close(self) -> None:
         """Close every socket; nothing lingers."""
-        for socket in (*self._calls.values(), self._listener, self._wake_in, self._wake_out):
+        for socket in (*self._calls.values(), self._listener):
             if socket is not None:
                 socket.close(0)
         self._calls.clear()
+        if self._woken >= 0:
+            os.close(self._woken)
+            self._woken = -1
         self._context.term()
 
 
