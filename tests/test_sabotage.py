@@ -809,7 +809,7 @@ def rewritten(change: Callable[[Runs], Runs]) -> list[str]:
     the_plan, request, selection = moved()
     assert_good(check(the_plan, request, selection))
     return check(
-        the_plan, request, replace(selection, reads={**selection.reads, 0: change(selection.reads[0])})
+        the_plan, request, Selection.of({**selection.reads, 0: change(selection.reads[0])}, selection.zeros)
     )
 
 
@@ -866,7 +866,9 @@ def two_runs_swapped():
 @sabotage("Tiling", ORACLE, "instead of its own number")
 def ranks_swapped():
     the_plan, request, selection = moved()
-    return check(the_plan, request, replace(selection, reads={0: selection.reads[1], 1: selection.reads[0]}))
+    return check(
+        the_plan, request, Selection.of({0: selection.reads[1], 1: selection.reads[0]}, selection.zeros)
+    )
 
 
 @sabotage("Ownership", ORACLE, "was kept, and was written")
@@ -885,20 +887,20 @@ def block_of_somebody_else_written():
     stray = Runs(runs.src[:1], np.array([free * stride]), runs.num_bytes[:1])
     pairs = zip(vars(runs).values(), vars(stray).values(), strict=True)
     both = Runs(*(np.concatenate(pair) for pair in pairs))
-    return check(the_plan, request, replace(selection, reads={**selection.reads, 0: both}))
+    return check(the_plan, request, Selection.of({**selection.reads, 0: both}, selection.zeros))
 
 
 @sabotage("Tiling", ORACLE, "stale")
 def slack_left_stale():
     the_plan, request, selection = moved()
     assert_good([] if len(selection.zeros) else ["no slack to clear"])
-    return check(the_plan, request, replace(selection, zeros=picked(selection.zeros, [])))
+    return check(the_plan, request, Selection.of(selection.reads, picked(selection.zeros, [])))
 
 
 @sabotage("Coverage", ORACLE, "instead of its own number")
 def zeros_written_over_what_is_needed():
     the_plan, request, selection = moved()
-    return check(the_plan, request, replace(selection, zeros=column(selection.zeros, "dst", -8)))
+    return check(the_plan, request, Selection.of(selection.reads, column(selection.zeros, "dst", -8)))
 
 
 @sabotage("Tiling", ORACLE, "instead of its own number")

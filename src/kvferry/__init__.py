@@ -11,6 +11,7 @@ from kvferry.core.explain import explain
 from kvferry.core.lower import Route, lower
 from kvferry.core.manifest import Manifest, Rank, Region, compare
 from kvferry.core.plan import Piece, Plan, plan
+from kvferry.core.product import Product, Term
 from kvferry.core.prove import Proof, prove
 from kvferry.core.request import HOLE, BlockTable, Request, need_of
 from kvferry.core.runs import Runs, coalesce
@@ -37,6 +38,7 @@ __all__ = [
     "Manifest",
     "Piece",
     "Plan",
+    "Product",
     "Proof",
     "Rank",
     "Refused",
@@ -51,6 +53,7 @@ __all__ = [
     "SpecError",
     "State",
     "Tail",
+    "Term",
     "View",
     "coalesce",
     "compare",

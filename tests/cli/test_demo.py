@@ -58,7 +58,9 @@ def sabotaged(monkeypatch, spoil):
     def spoilt(route, request, **options):
         selection = select(route, request, **options)
         first = min(selection.reads)
-        return kvferry.Selection({**selection.reads, first: spoil(selection.reads[first])}, selection.zeros)
+        return kvferry.Selection.of(
+            {**selection.reads, first: spoil(selection.reads[first])}, selection.zeros
+        )
 
     monkeypatch.setattr(kvferry, "select", spoilt)
 

@@ -59,7 +59,7 @@ def test_the_runs_are_right_by_the_oracle(cli, case):
             2 * (place(rank.region_index[zero["dst_region"]], zero["dst_offset"]),) + (zero["num_bytes"],)
             for zero in answer["zeros"]
         ]
-        selection = kvferry.Selection(
+        selection = kvferry.Selection.of(
             {src_rank: table(rows) for src_rank, rows in reads.items()}, table(zeros)
         )
         assert oracle.check(plan, asked, selection) == []

@@ -17,6 +17,7 @@ from kvferry import (
     Region,
     Request,
     RequestError,
+    Selection,
     Slack,
     Span,
     SpecError,
@@ -503,7 +504,7 @@ def test_the_oracle_goes_red_for_every_spoiled_run(engine, spoil):
     spoiled = replace(
         runs, **dict(zip(("src", "dst", "num_bytes"), spoil(runs.src, runs.dst, runs.num_bytes), strict=True))
     )
-    assert check(made, request, replace(selection, reads={0: spoiled}))
+    assert check(made, request, Selection.of({0: spoiled}, selection.zeros))
 
 
 def test_the_oracle_knows_a_ring_beside_a_group_with_an_older_need(engine):

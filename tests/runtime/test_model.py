@@ -502,7 +502,7 @@ class World(RuleBasedStateMachine):
     def do_select(self, rank, select, num_sources=1, is_good=True):
         rank.selects.remove(select)
         if is_good:
-            selection = Selection(dict.fromkeys(range(num_sources), ONE_RUN), NO_RUNS)
+            selection = Selection.of(dict.fromkeys(range(num_sources), ONE_RUN), NO_RUNS)
             self.of_reader(rank, rank.reader.selected(self.clock(rank), select.handle, selection))
         else:
             failure = Failure(FailureCode.REQUEST, "too few blocks")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvferry.core.view import Ints
 
@@ -49,6 +50,10 @@ class Runs:
     @property
     def total_bytes(self) -> int:
         return int(self.num_bytes.sum())
+
+    def where(self, which: NDArray[np.bool_]) -> Runs:
+        """Those of the runs that are marked."""
+        return self if which.all() else Runs(self.src[which], self.dst[which], self.num_bytes[which])
 
 
 NO_RUNS = Runs(*(np.zeros(0, np.int64) for _ in range(3)))

@@ -1,8 +1,9 @@
 """From block tables and token intervals to runs: the hot path, array arithmetic only.
 
 A needed interval is cut at the block edges of both sides. Every *segment* between two cuts lies in one source
-block and one destination block; segments of one shape share a pattern, and an outer sum over their block ids
-gives the runs. Prefix hits, windows, holes and unequal block counts are all just intervals.
+block and one destination block; segments of one shape share a pattern, and pattern and block ids together are
+a *product*, which an outer sum turns into runs when somebody needs the list. Prefix hits, windows, holes and
+unequal block counts are all just intervals.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from kvferry.core.lower import Bundle, Lane, Route, Shape
 from kvferry.core.manifest import Manifest
+from kvferry.core.product import Product, Term
 from kvferry.core.request import HOLE, BlockTable, Request
-from kvferry.core.runs import NO_RUNS, Runs, coalesce
+from kvferry.core.runs import NO_RUNS, Runs
 from kvferry.core.span import Span, Spans, count, intersect, normal, show, subtract
 from kvferry.core.state import Addressing, Kind, Tail
 from kvferry.core.view import Ints
@@ -44,59 +47,53 @@ class Slack(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """All that one request moves: reads by source rank, and destination bytes to be zeroed.
+    """All that one request moves: what to read from each source rank, and destination bytes to be zeroed.
 
-    >>> Selection({}, NO_RUNS).num_runs
+    >>> Selection.of({}).num_runs
     0
     """
 
-    reads: Mapping[int, Runs]
-    """The runs to read from each source rank."""
-    zeros: Runs
+    products: Mapping[int, Product]
+    """What to read from each source rank."""
+    blank: Product
     """Destination places to fill with zeros (their source places repeat them)."""
+
+    @classmethod
+    def of(cls, reads: Mapping[int, Runs], zeros: Runs = NO_RUNS) -> Selection:
+        """A selection of lists of runs."""
+        return cls({src_rank: Product.of(runs) for src_rank, runs in reads.items()}, Product.of(zeros))
+
+    @cached_property
+    def reads(self) -> Mapping[int, Runs]:
+        """The same as lists of runs, neighbours merged; made when first asked for."""
+        return {src_rank: product.runs for src_rank, product in self.products.items()}
+
+    @property
+    def zeros(self) -> Runs:
+        """The destination places to fill with zeros, as a list."""
+        return self.blank.runs
 
     @property
     def num_runs(self) -> int:
+        """How many runs the lists have."""
         return sum(len(runs) for runs in self.reads.values())
 
     @property
     def total_bytes(self) -> int:
-        return sum(runs.total_bytes for runs in self.reads.values())
-
-
-class _Product(NamedTuple):
-    """A pattern, and the block pairs between which it repeats: runs that are not made yet."""
-
-    bundle: Bundle
-    pattern: Runs
-    src_ids: Ints
-    dst_ids: Ints
-    counts: Ints
-    """How many neighbouring blocks, from this one on, are one run."""
-
-    @property
-    def num_runs(self) -> int:
-        return len(self.pattern) * len(self.src_ids)
-
-    def runs(self) -> Runs:
-        """The list of them."""
-        return Runs(
-            np.add.outer(self.pattern.src, self.src_ids * self.bundle.src_stride).ravel(),
-            np.add.outer(self.pattern.dst, self.dst_ids * self.bundle.dst_stride).ravel(),
-            np.multiply.outer(self.pattern.num_bytes, self.counts).ravel(),
-        )
+        return sum(product.total_bytes for product in self.products.values())
 
 
 class _Products(NamedTuple):
     """All that a lane contributes."""
 
     lane: Lane
-    reads: list[_Product]
-    zeros: list[_Product]
+    reads: list[tuple[int, Term]]
+    """Each with its source rank."""
+    zeros: list[Term]
 
     @property
     def num_runs(self) -> int:
-        return sum(product.num_runs for product in (*self.reads, *self.zeros))
+        return sum(term.num_runs for term in (*(term for _, term in self.reads), *self.zeros))
 
 
 def select(
@@ -123,12 +120,12 @@ def select(
         except Refused as error:
             raise RequestError("too-many-runs", lane.dst_group.name, str(error)) from error
     _check_number(products, max_runs)
-    by_rank: dict[int, list[_Product]] = defaultdict(list)
-    for product in (product for each in products for product in each.reads):
-        by_rank[product.bundle.src_rank].append(product)
-    reads = {src_rank: _merged(parts) for src_rank, parts in sorted(by_rank.items())}
-    zeros = _merged([product for each in products for product in each.zeros])
-    return Selection({rank: r for rank, r in reads.items() if len(r)}, zeros)
+    by_rank: dict[int, list[Term]] = defaultdict(list)
+    for src_rank, term in (read for each in products for read in each.reads):
+        if term.num_runs:
+            by_rank[src_rank].append(term)
+    reads = {src_rank: Product(tuple(terms)) for src_rank, terms in sorted(by_rank.items())}
+    return Selection(reads, Product(tuple(term for each in products for term in each.zeros)))
 
 
 def _check_number(products: Sequence[_Products], max_runs: int) -> None:
@@ -161,7 +158,7 @@ def _products(lane: Lane, request: Request, slack: Slack) -> _Products:
     blank = list(_segments(subtract(free, need), dst, dst, lane.dst_period))
     return _Products(
         lane,
-        [_spread(bundle, *segment) for bundle in lane.bundles for segment in segments],
+        [(bundle.src_rank, _spread(bundle, *segment)) for bundle in lane.bundles for segment in segments],
         [_spread(bundle, *segment) for bundle in lane.blanks for segment in blank],
     )
 
@@ -284,32 +281,29 @@ def _alike(keys: Ints) -> Iterator[tuple[Shape, Ints | slice]]:
     if (keys == first).all():
         yield Shape(*first[:, 0].tolist()), slice(None)
         return
-    shapes, member_of = np.unique(keys, axis=1, return_inverse=True)
-    for i, shape in enumerate(shapes.T.tolist()):
-        yield Shape(*shape), np.flatnonzero(member_of.ravel() == i)
+    numbers, firsts, member_of = np.unique(_numbered(keys), return_index=True, return_inverse=True)
+    for i in range(len(numbers)):
+        yield Shape(*keys[:, firsts[i]].tolist()), np.flatnonzero(member_of == i)
 
 
-def _spread(bundle: Bundle, shape: Shape, src_ids: Ints, dst_ids: Ints) -> _Product:
+def _numbered(keys: Ints) -> Ints:
+    """A number for each column of ``keys``, the same for the same columns only."""
+    number: Ints = keys[0]
+    for row in keys[1:]:
+        # The columns so far are numbered anew: so many numbers times a row's values fit into 63 bits.
+        number = np.unique(number, return_inverse=True)[1] if number.max() >= 1 << 31 else number
+        number = number * (int(row.max()) + 1) + row
+    return number
+
+
+def _spread(bundle: Bundle, shape: Shape, src_ids: Ints, dst_ids: Ints) -> Term:
     """A pattern over all its block pairs; whole neighbouring blocks are merged before they multiply."""
     pattern = bundle.pattern(shape)
+    steps = np.stack([src_ids * bundle.src_stride, dst_ids * bundle.dst_stride])
     chained = np.flatnonzero((np.diff(src_ids) != 1) | (np.diff(dst_ids) != 1)) + 1
     if len(chained) + 1 < len(src_ids):
         whole = (pattern.num_bytes == bundle.src_stride) & (pattern.num_bytes == bundle.dst_stride)
         if whole.all():
             heads = np.concatenate(([0], chained))
-            counts = np.diff(heads, append=len(src_ids))
-            return _Product(bundle, pattern, src_ids[heads], dst_ids[heads], counts)
-    return _Product(bundle, pattern, src_ids, dst_ids, np.ones_like(src_ids))
-
-
-def _merged(products: Sequence[_Product]) -> Runs:
-    if not products:
-        return NO_RUNS
-    parts = [product.runs() for product in products]
-    if len(parts) == 1:
-        return coalesce(parts[0].src, parts[0].dst, parts[0].num_bytes)
-    return coalesce(
-        np.concatenate([runs.src for runs in parts]),
-        np.concatenate([runs.dst for runs in parts]),
-        np.concatenate([runs.num_bytes for runs in parts]),
-    )
+            return Term(pattern, steps[:, heads], np.diff(heads, append=len(src_ids)))
+    return Term(pattern, steps)

@@ -1,0 +1,113 @@
+"""Runs as products: patterns over pairs of blocks, which become a list only when somebody needs one.
+
+A request moves the same pattern of runs between many pairs of blocks. Written out, that is a list as long as
+the pattern times the pairs: a million entries for a long prompt in small cells. As a product it is their sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from kvferry.core.runs import NO_RUNS, Runs, coalesce
+from kvferry.core.view import Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Term:
+    """A pattern, repeated for every pair of blocks: run ``(p, b)`` is run ``p``, moved by the steps of ``b``.
+
+    >>> pattern = Runs(np.array([0, 64]), np.array([100, 200]), np.array([8, 8]))
+    >>> term = Term(pattern, np.array([[0, 1000], [0, 5000]]))
+    >>> term.num_runs, term.total_bytes, [run[1] for run in term.runs()]
+    (4, 32, [0, 1000, 64, 1064])
+    """
+
+    pattern: Runs
+    steps: Ints
+    """How far each pair's blocks are from block 0, in bytes; a row for the source, then the destination."""
+    counts: Ints | None = None
+    """How many neighbouring pairs, from each of these on, are one run; None: one each.
+
+    Only where the pattern's runs are whole blocks on both sides.
+    """
+
+    @property
+    def num_runs(self) -> int:
+        return len(self.pattern) * int(self.steps.shape[1])
+
+    @property
+    def total_bytes(self) -> int:
+        num_pairs = self.steps.shape[1] if self.counts is None else int(self.counts.sum())
+        return self.pattern.total_bytes * num_pairs
+
+    def runs(self) -> Runs:
+        """Its runs, one by one, the pairs of a pattern's run together."""
+        counts = np.ones(self.steps.shape[1], np.int64) if self.counts is None else self.counts
+        return Runs(
+            np.add.outer(self.pattern.src, self.steps[0]).ravel(),
+            np.add.outer(self.pattern.dst, self.steps[1]).ravel(),
+            np.multiply.outer(self.pattern.num_bytes, counts).ravel(),
+        )
+
+    def each_pair(self) -> Ints:
+        """The steps of every single pair, for those to whom a long run is no better than many.
+
+        >>> runs = Runs(np.array([0]), np.array([64]), np.array([16]))
+        >>> Term(runs, np.array([[0, 96], [32, 0]]), np.array([1, 3])).each_pair().tolist()
+        [[0, 96, 112, 128], [32, 0, 16, 32]]
+        """
+        if self.counts is None:
+            return self.steps
+        first = np.repeat(np.cumsum(self.counts) - self.counts, self.counts)
+        inside = (np.arange(len(first)) - first) * int(self.pattern.num_bytes[0])
+        return np.repeat(self.steps, self.counts, axis=1) + inside
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """All that one request moves from one source rank, as terms that write different bytes.
+
+    >>> Product.of(Runs(np.array([0]), np.array([8]), np.array([4]))).num_runs, Product(()).total_bytes
+    (1, 0)
+    """
+
+    terms: tuple[Term, ...]
+
+    @classmethod
+    def of(cls, runs: Runs | Product) -> Product:
+        """A list of runs as a product: one pattern, one pair. A product is one already."""
+        if isinstance(runs, Product):
+            return runs
+        return cls((Term(runs, np.zeros((2, 1), np.int64)),) if len(runs) else ())
+
+    @property
+    def num_runs(self) -> int:
+        """How many runs its terms have; neighbours that touch are still apart."""
+        return sum(term.num_runs for term in self.terms)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(term.total_bytes for term in self.terms)
+
+    @cached_property
+    def runs(self) -> Runs:
+        """The list: every run that is left after merging what touches on both sides."""
+        return merged(term.runs() for term in self.terms)
+
+
+def listed(runs: Runs | Product) -> Runs:
+    """The list of a product; a list is one already, and stays as it is."""
+    return runs.runs if isinstance(runs, Product) else runs
+
+
+def merged(lists: Iterable[Runs]) -> Runs:
+    """Lists of runs as one, neighbours merged."""
+    some = [runs for runs in lists if len(runs)]
+    if not some:
+        return NO_RUNS
+    columns = zip(*((runs.src, runs.dst, runs.num_bytes) for runs in some), strict=True)
+    return coalesce(*(np.concatenate(column) if len(some) > 1 else column[0] for column in columns))
