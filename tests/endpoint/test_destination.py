@@ -26,7 +26,7 @@ def until(is_so, seconds=20.0):
 class NoClearing(MemoryTransport):
     """Its memory cannot be written by hand."""
 
-    def clear(self, runs):
+    def clear(self, transfer, runs, *, after=None):
         raise TransportError("clear", "no")
 
 
@@ -124,11 +124,11 @@ class RaisesOnce(MemoryTransport):
 
     num_reads = 0
 
-    def read(self, transfer, peer, runs):
+    def read(self, transfer, peer, runs, *, after=None):
         self.num_reads += 1
         if self.num_reads == 1:
             raise MemoryError
-        super().read(transfer, peer, runs)
+        super().read(transfer, peer, runs, after=after)
 
 
 def test_a_read_of_which_nobody_knows_whether_it_was_posted_is_quarantined(pair_of):

@@ -49,7 +49,7 @@ class FailsOnce(MemoryTransport):
         self.num_connects += 1
         if self.num_connects == 1:
             raise TransportError("no-connection", "the cable is being plugged in")
-        super().connect(peer, card, regions)
+        return super().connect(peer, card, regions)
 
 
 def test_a_peer_that_is_met_again_while_its_failure_is_explained_stays_met(pair_of):

@@ -16,7 +16,7 @@ from kvferry.testing.transport_laws import REGION_BYTES, WHOLE, run, scattered, 
 from kvferry.transport import ReadEnd
 from kvferry.transport.cards import pack_card, segment_in, unpack_card
 from kvferry.transport.descriptors import FULL_PACE, Pace
-from kvferry.transport.emulation import SEGMENT_BYTES, SETTING, EmulatedReads, Way
+from kvferry.transport.emulation import SEGMENT_BYTES, SETTING, AgentMode, EmulatedReads
 from kvferry.transport.nixl import Agent, NixlTransport
 from kvferry.transport.ucx import UCX_EMULATES, UCX_RECEIVED, UCX_SENT, UcxSettings, prepare_for_cuda
 
@@ -71,7 +71,7 @@ class Watched(Agent):
 
     def __init__(self, name, engine_config):
         super().__init__(name, engine_config)
-        self.is_careful = engine_config == UcxSettings().engine_config(Way.CAREFUL)
+        self.is_careful = engine_config == UcxSettings().engine_config(AgentMode.CAREFUL)
         self.runs = {}
 
     def prepare(self, part, remote):
@@ -202,11 +202,11 @@ def test_segments_that_are_no_number_are_refused():
 
 def test_the_careful_pace_fits_the_smaller_segment():
     ours = settings()
-    assert ours.pace(Way.CAREFUL, SEGMENT_BYTES) == Pace.careful(255 << 10)
-    assert ours.pace(Way.CAREFUL, 32 << 10) == Pace.careful(31 << 10)
-    assert ours.pace(Way.CAREFUL, 0) == Pace.careful(7 << 10)
-    assert settings(**{UCX_RECEIVED: "16k"}).pace(Way.CAREFUL, 32 << 10) == Pace.careful(15 << 10)
-    assert ours.pace(Way.DIRECT, 32 << 10) == FULL_PACE
+    assert ours.pace(AgentMode.CAREFUL, SEGMENT_BYTES) == Pace.careful(255 << 10)
+    assert ours.pace(AgentMode.CAREFUL, 32 << 10) == Pace.careful(31 << 10)
+    assert ours.pace(AgentMode.CAREFUL, 0) == Pace.careful(7 << 10)
+    assert settings(**{UCX_RECEIVED: "16k"}).pace(AgentMode.CAREFUL, 32 << 10) == Pace.careful(15 << 10)
+    assert ours.pace(AgentMode.DIRECT, 32 << 10) == FULL_PACE
 
 
 def test_ucx_is_told_and_asked_in_one_file():

@@ -83,13 +83,26 @@ class TestNixlOverTcpFast(NixlLaws):
 @pytest.mark.skipif(not has_cuda(), reason="no CUDA device")
 class TestNixlOnGpu(NixlLaws):
     device = "cuda:0"
+    env: ClassVar[dict[str, str]] = {"KVFERRY_MAPPED_READS": "off"}
+
+
+@pytest.mark.skipif(not has_cuda(), reason="no CUDA device")
+class TestMappedOnGpu(NixlLaws):
+    """The copy kernel, between two processes; a peer that cannot be mapped is refused."""
+
+    device = "cuda:0"
+    env: ClassVar[dict[str, str]] = {"KVFERRY_MAPPED_READS": "require"}
 
 
 @pytest.mark.skipif(not has_cuda(), reason="no CUDA device")
 class TestNixlOnGpuOverTcp(NixlLaws):
     device = "cuda:0"
     # The other GPU tests set a variable for CUDA IPC, and UCX would complain that nothing uses it.
-    env: ClassVar[dict[str, str]] = {"UCX_TLS": "tcp,self,cuda_copy", "UCX_WARN_UNUSED_ENV_VARS": "n"}
+    env: ClassVar[dict[str, str]] = {
+        "UCX_TLS": "tcp,self,cuda_copy",
+        "UCX_WARN_UNUSED_ENV_VARS": "n",
+        "KVFERRY_MAPPED_READS": "off",
+    }
 
 
 @pytest.fixture

@@ -415,7 +415,7 @@ def move(src: Sequence[Rank], dst: Sequence[Rank], request: Request) -> None:
         selection = select(lower(prove(plan(src_engine, dst_engine, rank.rank))), request)
         transport = MemoryTransport(hub)
         transport.register(rank.regions)
-        transport.clear(selection.zeros)
+        transport.clear(len(cards), selection.blank)
         for number, runs in selection.reads.items():
             transport.connect(f"{number}", *cards[number])
             transport.read(number, f"{number}", runs)

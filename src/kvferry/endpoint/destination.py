@@ -11,10 +11,9 @@ from functools import partial
 from itertools import count
 
 from kvferry.channel import Received
-from kvferry.core.lower import Route
 from kvferry.core.manifest import Manifest
 from kvferry.core.request import BlockTable
-from kvferry.core.select import Slack, select
+from kvferry.core.select import Selection, Slack, select
 from kvferry.core.span import Spans
 from kvferry.endpoint.edges import Edges
 from kvferry.endpoint.meeting import MetPeer, NotMet, failure_of, meet, remote_name
@@ -24,7 +23,7 @@ from kvferry.endpoint.posted_reads import PostedReads
 from kvferry.errors import SpecError
 from kvferry.runtime import Failure, FailureCode, Fetch, Reader, Report, Timing
 from kvferry.runtime.values import Build, Cancel, Drop, Effect, Peer, PostReads, Select, Send
-from kvferry.transport.base import Transport
+from kvferry.transport.base import Transport, Way
 from kvferry.wire.messages import decode_from_authority, encode
 from kvferry.wire.ticket import Ticket
 
@@ -99,13 +98,15 @@ class Destination:
         kept: Mapping[str, Spans] | None = None,
         slack: Slack = Slack.CLEAR,
         held: int | None = None,
+        after: object | None = None,
     ) -> int:
         """Start reading a ticket's request into these blocks; the handle is what ``poll`` reports.
 
-        ``held``: the handle of a ``hold`` of the same ticket, which goes on under it.
+        ``held``: the handle of a ``hold`` of the same ticket, which goes on under it. ``after``: an event of
+        the device (of CUDA's driver, or its address); nothing is written before the device has come to it.
         """
         _check(ticket)
-        wanted, now = Fetch(ticket, tables, need, kept or {}, slack), self._clock()
+        wanted, now = Fetch(ticket, tables, need, kept or {}, slack, after), self._clock()
         if held is not None:
             self._owner.put(lambda _: self._reader.supply(now, held, wanted))
             return held
@@ -134,7 +135,7 @@ class Destination:
 
     def status(self) -> dict[str, object]:
         """Who is connected, what is in flight, what was refused. Waits for the owner to say so."""
-        return self._owner.ask(self._reader.status) | {
+        return self._owner.ask(self._status) | {
             "refused": dict(self._channel.refused),
             "dropped": dict(self._channel.dropped),
         }
@@ -149,6 +150,14 @@ class Destination:
         self._channel.close()
         self._transport.close()
 
+    def _status(self) -> dict[str, object]:
+        ways = {
+            remote_name(peer, src_rank): str(link)
+            for peer, met in self._met.items()
+            for src_rank, link in met.links.items()
+        }
+        return self._reader.status() | {"ways": ways}
+
     # -- the owner's -------------------------------------------------------------------------------
 
     def _carry_out(self, effects: Iterable[Effect]) -> None:
@@ -159,7 +168,7 @@ class Destination:
                 case Build():
                     self._workers.submit(effect.peer, partial(self._build, effect))
                 case Select():
-                    job = partial(self._select, effect, self._met[effect.peer].route)
+                    job = partial(self._select, effect, self._met[effect.peer])
                     self._workers.submit(SELECTIONS, job)
                 case PostReads():
                     self._reads.post(effect)
@@ -192,11 +201,12 @@ class Destination:
 
     def _built(self, peer: Peer, met: MetPeer, now: float) -> list[Effect]:
         self._met[peer] = met
+        log.info("%s", met.summary(peer))
         return self._reader.built(now, peer, met.plan_seconds)
 
     def _drop(self, peer: Peer) -> None:
         met = self._met.pop(peer, None)
-        for src_rank in met.src_ranks if met else ():  # one that was not built has left nothing behind
+        for src_rank in met.links if met else ():  # one that was not built has left nothing behind
             self._workers.submit(peer, partial(self._transport.forget, remote_name(peer, src_rank)))
 
     # -- in other threads; what they find is put into the inbox ------------------------------------
@@ -215,16 +225,25 @@ class Destination:
                 if self._on_refusal is not None and result.source is not None:
                     self._on_refusal(result.source, result.failure)
 
-    def _select(self, wanted: Select, route: Route) -> None:
+    def _select(self, wanted: Select, met: MetPeer) -> None:
         handle, fetch = wanted.handle, wanted.fetch
         try:
-            selection = select(route, fetch.request(), slack=fetch.slack)
+            selection = select(met.route, fetch.request(), slack=fetch.slack)
+            # Whoever needs the list gets it here, not in a thread that others wait for.
+            num_runs = _num_runs(selection, met.way)
         except Exception as error:
             failure = failure_of(error, FailureCode.BAD_TABLES)
             self._owner.put(lambda now: self._reader.not_selected(now, handle, failure))
         else:
-            self._owner.put(lambda now: self._reader.selected(now, handle, selection))
+            self._owner.put(lambda now: self._reader.selected(now, handle, selection, num_runs, met.way))
         time.sleep(0)  # a caller may be waiting for the interpreter: let it in between two selections
+
+
+def _num_runs(selection: Selection, way: str) -> int:
+    """How many runs the transport sees. Only where it needs the list is the list made."""
+    if way == Way.MAPPED:
+        return sum(product.num_runs for product in selection.products.values())
+    return selection.num_runs
 
 
 def _check(ticket: Ticket) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvferry.core.lower import Route, lower
@@ -14,7 +14,7 @@ from kvferry.errors import KVFerryError, Refused, RequestError, SpecError, Trans
 from kvferry.runtime import Failure, FailureCode
 from kvferry.runtime.failure import unfit
 from kvferry.runtime.values import Build, Peer
-from kvferry.transport.base import Transport
+from kvferry.transport.base import Connected, Transport
 from kvferry.wire import manifest_from_msgpack
 
 log = logging.getLogger("kvferry")
@@ -25,9 +25,24 @@ class MetPeer:
     """A peer that can be read from."""
 
     route: Route
-    src_ranks: tuple[int, ...]
-    """The ranks that are connected."""
+    links: Mapping[int, Connected]
+    """The ranks that are connected, and how each of them is read."""
     plan_seconds: float
+
+    @property
+    def way(self) -> str:
+        """How its bytes come, in a word; several, joined by +, if its ranks are not read alike."""
+        return "+".join(sorted({link.way.value for link in self.links.values()}))
+
+    def summary(self, peer: Peer) -> str:
+        """What a person wants to know of the meeting, in a line."""
+        reasons = sorted({link.reason for link in self.links.values() if link.reason})
+        why = f", since {'; '.join(reasons)}" if reasons else ""
+        states = f"{len(self.route.plan.states)} states in {len(self.route.lanes)} groups"
+        planned = f"compared, planned and proved in {self.plan_seconds * 1e3:.0f} ms"
+        return f"met {peer.engine} at {peer.authority}: {states}, {planned}; read from rank(s)" + (
+            f" {', '.join(map(str, self.links))}, {self.way}{why}"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,12 +68,13 @@ def meet(
         started = clock()
         route = lower(prove(plan(source, ours, rank)))
         plan_seconds = clock() - started
-        src_ranks = tuple(sorted({piece.src_rank for piece in route.plan.pieces}))
-        for src_rank in src_ranks:
+        links = {}
+        for src_rank in sorted({piece.src_rank for piece in route.plan.pieces}):
             name = remote_name(build.peer, src_rank)
-            transport.connect(name, build.cards[src_rank], source.rank(src_rank).regions)
+            card, regions = build.cards[src_rank], source.rank(src_rank).regions
+            links[src_rank] = transport.connect(name, card, regions)
             connected.append(name)
-        return MetPeer(route, src_ranks, plan_seconds)
+        return MetPeer(route, links, plan_seconds)
     except Exception as error:
         for name in connected:
             transport.forget(name)

@@ -23,6 +23,9 @@ class FetchMetrics:
         self._fetches = Counter(
             "kvferry_fetches", "Fetches that ended, by outcome", ["outcome"], registry=registry
         )
+        self._ways = Counter(
+            "kvferry_fetch_ways", "Fetches that ended, by how their bytes came", ["way"], registry=registry
+        )
         self._bytes = Counter("kvferry_fetched_bytes", "Bytes of fetches that ended well", registry=registry)
         self._runs = Counter("kvferry_fetched_runs", "Runs of fetches that ended well", registry=registry)
         self._size = Histogram("kvferry_fetch_bytes", "Bytes per fetch", buckets=BYTES, registry=registry)
@@ -45,6 +48,8 @@ class FetchMetrics:
         """One fetch ended."""
         record = asdict(report.record)
         self._fetches.labels(report.record.outcome).inc()
+        if report.record.way:
+            self._ways.labels(report.record.way).inc()
         if report.failure is None:
             self._bytes.inc(report.record.num_bytes)
             self._runs.inc(report.record.num_runs)
@@ -73,6 +78,6 @@ def log_line(report: Report) -> str:
     record, outcome = report.record, report.failure or report.record.outcome
     return (
         f"fetched {record.request_id} from {record.engine}: {outcome}; {record.num_bytes} bytes in"
-        f" {record.num_runs} runs from {record.num_sources} ranks;"
+        f" {record.num_runs} runs from {record.num_sources} ranks{f', {record.way}' if record.way else ''};"
         f" moved in {record.move_seconds * 1e3:.1f} ms, {record.total_seconds * 1e3:.1f} ms in all"
     )

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from kvferry.core.runs import Runs
+from kvferry.core.product import Product
 from kvferry.endpoint.edges import Workers
 from kvferry.endpoint.meeting import remote_name
 from kvferry.endpoint.owner import Event
@@ -77,31 +77,34 @@ class PostedReads:
             self._put(self.collect)
 
     def _post(self, post: PostReads) -> None:
-        error = "" if self._is_unwanted(post) else self._clear(post.zeros)
-        self._put(partial(self._end, post.clear, error))
-        for transfer, (src_rank, runs) in post.reads.items():
-            refusal = error or self._submit(transfer, remote_name(post.peer, src_rank), runs)
+        error = self._clear(post)
+        for transfer, (src_rank, product) in post.reads.items():
+            name = remote_name(post.peer, src_rank)
+            refusal = error or self._submit(transfer, name, product, post.after)
             if refusal:  # before anything moved: that is an end, too
                 self._put(partial(self._end, transfer, refusal))
 
     def _is_unwanted(self, post: PostReads) -> bool:
         return bool(post.reads) and self._cancelled.issuperset(post.reads)
 
-    def _clear(self, zeros: Runs) -> str:
-        """Zero the slack of a fetch; why not, if it cannot be done."""
+    def _clear(self, post: PostReads) -> str:
+        """Submit the zeroing of a fetch's slack; why not, if it is refused."""
+        error = ""
         try:
-            if len(zeros):
-                self._transport.clear(zeros)
-        except Exception as error:
-            return f"its slack could not be cleared: {error}"
-        return ""
+            if post.zeros.num_runs and not self._is_unwanted(post):
+                self._transport.clear(post.clear, post.zeros, after=post.after)
+                return ""
+        except KVFerryError as refusal:
+            error = f"its slack could not be cleared: {refusal}"
+        self._put(partial(self._end, post.clear, error))
+        return error
 
-    def _submit(self, transfer: int, remote: str, runs: Runs) -> str:
+    def _submit(self, transfer: int, remote: str, product: Product, after: object | None) -> str:
         """Submit one read; why not, if it is refused."""
         if transfer in self._cancelled:
             return CANCELLED
         try:
-            self._transport.read(transfer, remote, runs)
+            self._transport.read(transfer, remote, product, after=after)
         except KVFerryError as error:
             return str(error)
         except Exception:

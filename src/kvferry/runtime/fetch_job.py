@@ -64,6 +64,7 @@ class FetchJob:
     num_bytes: int = 0
     num_runs: int = 0
     num_sources: int = 0
+    way: str = ""
 
     @property
     def key(self) -> tuple[Peer, int]:
@@ -120,6 +121,7 @@ class FetchJob:
             post_seconds=self.posted_at - self.met_at if self.has_posted else 0.0,
             move_seconds=self.ended_at - self.posted_at,
             total_seconds=now - self.started,
+            way=self.way,
             outcome=(self.failure.code if self.failure else outcome).value,
             detail=self.failure.detail if self.failure else "",
         )

@@ -150,8 +150,10 @@ class Reader:
         """The peer cannot be served: everybody who waits for it is told."""
         return self._lose(now, [(peer, failure)])
 
-    def selected(self, now: float, handle: int, selection: Selection) -> list[Effect]:
-        """The runs of a fetch are known: post them."""
+    def selected(
+        self, now: float, handle: int, selection: Selection, num_runs: int | None = None, way: str = ""
+    ) -> list[Effect]:
+        """The runs of a fetch are known, how many they are, and how their bytes will come: post them."""
         job = self._jobs.get(handle)
         if job is None or job.phase is not Phase.SELECTING:
             return []
@@ -159,13 +161,15 @@ class Reader:
             failure = Failure(FailureCode.LEASE_LAPSED, "the source did not renew it in time")
             return self._fail(now, job, failure)
         job.phase, job.posted_at, job.ended_at = Phase.READING, now, now
-        job.num_bytes, job.num_runs = selection.total_bytes, selection.num_runs
-        job.num_sources = len(selection.reads)
+        products = selection.products
+        job.num_bytes, job.num_sources, job.way = selection.total_bytes, len(products), way
+        job.num_runs = selection.num_runs if num_runs is None else num_runs
         job.clear = next(self._numbers)
-        reads = {next(self._numbers): read for read in selection.reads.items()}
+        reads = {next(self._numbers): read for read in products.items()}
         job.in_flight = {job.clear, *reads}
         self._transfers |= dict.fromkeys(job.in_flight, handle)
-        return [PostReads(job.peer, job.clear, selection.zeros, reads)]
+        after = job.fetch.after if job.fetch else None
+        return [PostReads(job.peer, job.clear, selection.blank, reads, after)]
 
     def not_selected(self, now: float, handle: int, failure: Failure) -> list[Effect]:
         """The request does not fit: it fails alone."""
@@ -179,8 +183,6 @@ class Reader:
         job = self._jobs[self._transfers.pop(transfer)]
         job.in_flight.discard(transfer)
         job.ended_at = now
-        if transfer == job.clear:
-            job.posted_at = now
         if not error:
             return self._advance(now, job)
         if transfer != job.clear and job.failure is None:  # else it may have ended because we gave it up

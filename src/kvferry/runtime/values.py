@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvferry.core.product import Product
 from kvferry.core.request import BlockTable, Request
-from kvferry.core.runs import Runs
 from kvferry.core.select import Slack
 from kvferry.core.span import Spans
 from kvferry.errors import SpecError
@@ -43,6 +43,8 @@ class Fetch:
     need: Mapping[str, Spans]
     kept: Mapping[str, Spans] = field(default_factory=dict)
     slack: Slack = Slack.CLEAR
+    after: object | None = None
+    """A mark of the device's, for the transport: no byte is written before the device has come to it."""
 
     def request(self) -> Request:
         """The request as ``select`` wants it."""
@@ -105,17 +107,19 @@ class Select:
 
 @dataclass(frozen=True, eq=False)
 class PostReads:
-    """Zero the slack of a fetch, and only then submit its reads. Each of these ends as ``ended``, once.
+    """Submit the zeroing of a fetch's slack, and its reads. Each of these ends as ``ended``, once.
 
     A read that is refused before anything moved ends, too; so do all of them if the slack cannot be zeroed.
     """
 
     peer: Peer
     clear: int
-    """The number of the zeroing; it ends before a read is submitted, also where nothing is to be zeroed."""
-    zeros: Runs
-    reads: Mapping[int, tuple[int, Runs]]
+    """The number of the zeroing; it ends also where nothing is to be zeroed."""
+    zeros: Product
+    reads: Mapping[int, tuple[int, Product]]
     """By transfer: the source rank, and what to read from it."""
+    after: object | None = None
+    """A mark of the device's: nothing is written before the device has come to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +164,12 @@ class Record:
     plan_seconds: float = 0.0
     """Of that, comparing, planning, proving and lowering; 0 where the peer was known already."""
     post_seconds: float = 0.0
-    """From there to the last hand-over to the transport: selecting, and clearing slack."""
+    """From there to the hand-over to the transport: selecting."""
     move_seconds: float = 0.0
-    """From the first post to the last end."""
+    """From there to the last end: zeroing slack, and reading."""
     total_seconds: float = 0.0
+    way: str = ""
+    """How its bytes came (``mapped``, ``direct`` …); several, joined by +, if not all of them came alike."""
     outcome: str = ""
     """``read``, or the failure's code: one word of a closed list, fit for a metric's label."""
     detail: str = ""

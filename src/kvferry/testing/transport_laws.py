@@ -121,7 +121,7 @@ def check(world: World, expected: list[NDArray[np.uint8]]) -> None:
 def check_storm(world: World, storm: Storm) -> None:
     """Reads that ended without an error brought all of their bytes, the others some or none."""
     memory, source = world.holder.load(), world.sources[0]
-    for end in storm.ends:
+    for end in storm.read_ends:
         for src_region, src_offset, dst_region, dst_offset, num_bytes in runs_of(end.transfer):
             got = memory[dst_region][dst_offset : dst_offset + num_bytes]
             arrived = (got == source.contents[src_region][src_offset : src_offset + num_bytes]).all()
@@ -304,7 +304,7 @@ class TransportLaws:
                 )
                 assert refused(lambda peer=peer, both=both: reader.read(1, peer, both)) == code  # type: ignore[misc]
                 if peer == "0" and bad.dst[0] >= place(1, small):
-                    assert refused(lambda both=both: reader.clear(both)) == code  # type: ignore[misc]
+                    assert refused(lambda both=both: reader.clear(1, both)) == code  # type: ignore[misc]
             assert reader.poll() == []
             check(world, expected)
             reader.read(1, "0", WHOLE)
@@ -314,8 +314,11 @@ class TransportLaws:
     def test_clearing_clears_just_that(self, world: World) -> None:
         expected, runs = world.holder.load(), scattered(50, 256, seed=4)
         with world.reader() as reader:
-            reader.clear(NO_RUNS)
-            reader.clear(runs)
+            reader.clear(1, NO_RUNS)
+            reader.clear(2, runs)
+            ends = wait(reader, 2)
+            assert sorted(end.transfer for end in ends) == [1, 2]
+            assert not any(end.error for end in ends)
             for _, _, region, offset, num_bytes in runs:
                 expected[region][offset : offset + num_bytes] = 0
             check(world, expected)
@@ -387,7 +390,7 @@ class TransportLaws:
             lambda: reader.register(world.holder.regions),
             lambda: reader.connect("1", source.card, source.regions),
             lambda: reader.read(2, "0", NO_RUNS),
-            lambda: reader.clear(NO_RUNS),
+            lambda: reader.clear(2, NO_RUNS),
         ):
             assert refused(late) == "closed"
         assert reader.poll() == []

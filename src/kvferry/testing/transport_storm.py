@@ -34,7 +34,7 @@ class Storm:
         self.wrong: list[BaseException] = []
         """Whatever was raised, and is no TransportError."""
         self._transport, self._sources, self._max_reads = transport, sources, max_reads
-        self._numbers, self._visits = count(), count()
+        self._numbers, self._visits, self._clears = count(), count(), count(max_reads)
         self._is_over = threading.Event()
 
     @contextmanager
@@ -74,6 +74,11 @@ class Storm:
         assert self.accepted
         assert Counter(end.transfer for end in self.ends) == Counter(self.accepted)
 
+    @property
+    def read_ends(self) -> list[ReadEnd]:
+        """The ends of reads: clearings are numbered after them."""
+        return [end for end in self.ends if end.transfer < self._max_reads]
+
     def _repeat(self, work: Callable[[], None]) -> None:
         while not self._is_over.is_set():
             try:
@@ -103,7 +108,10 @@ class Storm:
         time.sleep(1e-3)
 
     def _clear(self) -> None:
-        self._transport.clear(Runs(np.array([0]), np.array([1 << 48]), np.array([CELL_BYTES])))
+        transfer = next(self._clears)
+        self._transport.clear(transfer, Runs(np.array([0]), np.array([1 << 48]), np.array([CELL_BYTES])))
+        self.accepted.append(transfer)
+        time.sleep(1e-3)
 
     def _come_and_go(self) -> None:
         name = f"1/{next(self._visits) % 3}"

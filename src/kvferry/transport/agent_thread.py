@@ -20,14 +20,16 @@ from typing import NamedTuple, TypeVar
 from uuid import uuid4
 
 from kvferry.core.manifest import Region
-from kvferry.core.runs import Runs
+from kvferry.core.product import Product
 from kvferry.errors import TransportError
 from kvferry.transport.agent import FabricAgent
+from kvferry.transport.base import Connected, DeviceEvent, Way
 from kvferry.transport.cards import pack_card
 from kvferry.transport.cuda import Cuda
 from kvferry.transport.descriptors import Pace, RegionTable
-from kvferry.transport.emulation import Way
-from kvferry.transport.places import Places
+from kvferry.transport.emulation import AgentMode
+from kvferry.transport.event_wait import EventWait
+from kvferry.transport.places import checked
 from kvferry.transport.quietly import quietly
 from kvferry.transport.reads import Read, Reads, RemoteRank
 from kvferry.transport.registered_agent import RegisteredAgent
@@ -61,28 +63,30 @@ class AgentThread:
         self,
         memory: RegionTable,
         cuda: Cuda | None,
-        way: Way,
+        mode: AgentMode,
         settings: UcxSettings,
         make_agent: Callable[[str, str], FabricAgent],
+        export: bytes = b"",
     ) -> None:
-        """``make_agent`` takes a name and the settings for NIXL's UCX engine."""
-        self._memory, self._way = memory, way
+        """``make_agent`` takes a name and settings for NIXL's UCX engine; ``export`` goes into the card."""
+        self._memory, self._cuda, self.mode = memory, cuda, mode
+        self._event_wait: EventWait | None = None
         self._changed = threading.Condition()
         self._inbox: deque[AgentJob] = deque()
         self._is_closing = False
         self._refusal: TransportError | None = None
         """Why nothing is taken in any more."""
         name, made = f"kvferry-{uuid4().hex}", Future[RegisteredAgent]()
-        make = partial(RegisteredAgent, memory, cuda, partial(make_agent, name, settings.engine_config(way)))
+        make = partial(RegisteredAgent, memory, cuda, partial(make_agent, name, settings.engine_config(mode)))
         self._reads: Reads
-        args = make, partial(settings.pace, way), made
+        args = make, partial(settings.pace, mode), made
         self._thread = threading.Thread(
-            target=self._main, args=args, name=f"kvferry-nixl-{way.value}", daemon=True
+            target=self._main, args=args, name=f"kvferry-nixl-{mode.value}", daemon=True
         )
         self._thread.start()
         registered = made.result()
         self._scratch = registered.scratch
-        self.card = pack_card(name, registered.metadata, settings.sent_bytes)
+        self.card = pack_card(name, registered.metadata, settings.sent_bytes, export)
 
     # ---- from any thread
 
@@ -105,12 +109,22 @@ class AgentThread:
             return AgentLink(self, warm_up.rank, self._memory)
         added.add_done_callback(self._forget_added)
         # UCX says the same of a peer that is dead and of one that cannot be read directly.
-        is_not_direct = self._way is Way.DIRECT and warm_up.has_fabric_failed
+        is_not_direct = self.mode is AgentMode.DIRECT and warm_up.has_fabric_failed
         raise TransportError("not-direct" if is_not_direct else "no-connection", f"{name}: {error}")
 
     def submit(self, read: Read) -> None:
         """Have a read wait for its turn."""
         self._put(AgentJob(partial(self._reads.submit, read), partial(self._reads.refuse, read)))
+
+    def submit_after(self, event: DeviceEvent, read: Read) -> None:
+        """Have a read wait for the device first."""
+        if self._cuda is None:
+            raise TransportError("no-device", "no device to wait for: this rank's memory is the host's")
+        with self._changed:
+            self._event_wait = self._event_wait or EventWait(self._cuda)
+        read.is_held = True
+        self.submit(read)
+        self._event_wait.submit(event, lambda error: self.tell(lambda reads: reads.let_go(read, error)))
 
     def tell(self, do: Callable[[Reads], None]) -> None:
         """Have something done, unless the thread has ended."""
@@ -122,6 +136,8 @@ class AgentThread:
         with self._changed:
             self._is_closing = True
             self._changed.notify()
+            if self._event_wait:
+                self._event_wait.close()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -195,7 +211,7 @@ class AgentThread:
                 sleep(PAUSE_S)
             if has_moved:
                 moved_at = monotonic()
-            if self._way is Way.CAREFUL and monotonic() < moved_at + EAGER_S:
+            if self.mode is AgentMode.CAREFUL and monotonic() < moved_at + EAGER_S:
                 nap = 0.0
             else:
                 nap = SHORTEST_NAP if has_moved else min(max(2 * nap, SHORTEST_NAP), LONGEST_NAP)
@@ -253,13 +269,20 @@ class AgentLink:
         self._thread, self._rank, self._dst = thread, rank, dst
 
     @property
-    def places(self) -> Places:
-        """The remote rank's regions."""
-        return self._rank.memory.places
+    def connected(self) -> Connected:
+        """By the fabric itself, or with the remote process's help."""
+        return Connected(Way.EMULATED if self._thread.mode is AgentMode.CAREFUL else Way.DIRECT)
 
-    def read(self, transfer: int, runs: Runs, report: Callable[[str], None]) -> None:
-        """Have a read wait for its turn."""
-        self._thread.submit(Read(self._rank, runs, self._dst, report, transfer))
+    def read(
+        self, transfer: int, product: Product, report: Callable[[str], None], after: DeviceEvent | None
+    ) -> None:
+        """Have a read wait for its turn, and for the device before that."""
+        runs = checked(product.runs, self._rank.memory.places, self._dst.places)
+        read = Read(self._rank, runs, self._dst, report, transfer)
+        if after is None:
+            self._thread.submit(read)
+        else:
+            self._thread.submit_after(after, read)
 
     def cancel(self, transfer: int) -> None:
         """Post nothing more of a read."""

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 from kvferry.core.manifest import Region
+from kvferry.core.product import Product
 from kvferry.core.runs import Runs
 
 
@@ -31,6 +33,39 @@ class Cost:
     def of(self, num_runs: int, num_bytes: int) -> float:
         """Seconds for a list of runs."""
         return num_runs * self.seconds_per_run + num_bytes * self.seconds_per_byte
+
+
+DeviceEvent = object
+"""A mark in a stream of the device: the driver's own event, or its address as a number."""
+
+
+class Way(StrEnum):
+    """How the bytes of a remote rank come; DESIGN: the ways to move.
+
+    >>> Way("mapped") is Way.MAPPED
+    True
+    """
+
+    DIRECT = "direct"
+    """The fabric reads the remote memory, run by run."""
+    MAPPED = "mapped"
+    """Its device memory is open in this process, and a kernel of ours copies."""
+    EMULATED = "emulated"
+    """The fabric has the remote process send the bytes, a fragment at a time: slow."""
+    MEMORY = "memory"
+    """Both ranks are in this process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """By which way a remote rank is read from now on, and why not by a better one."""
+
+    way: Way
+    reason: str = ""
+    """Why a better way is closed; empty if this is the best that there is."""
+
+    def __str__(self) -> str:
+        return f"{self.way.value} ({self.reason})" if self.reason else self.way.value
 
 
 CANCELLED = "cancelled"
@@ -90,8 +125,8 @@ class Transport(Protocol):
         """What a peer needs in order to read from this rank. Whoever has it can."""
         ...
 
-    def connect(self, peer: str, card: bytes, regions: Sequence[Region]) -> None:
-        """Get ready to read from a peer, called ``peer`` from now on.
+    def connect(self, peer: str, card: bytes, regions: Sequence[Region]) -> Connected:
+        """Get ready to read from a peer, called ``peer`` from now on; by which way is fixed here.
 
         May be slow, but ends by a deadline. If it raises, the peer is not known. Of two threads that connect
         one name, one is refused. ``forget`` and ``close`` may come meanwhile: ``forget`` knows nothing of a
@@ -99,11 +134,14 @@ class Transport(Protocol):
         """
         ...
 
-    def read(self, transfer: int, peer: str, runs: Runs) -> None:
+    def read(
+        self, transfer: int, peer: str, runs: Runs | Product, *, after: DeviceEvent | None = None
+    ) -> None:
         """Submit the reading of runs from a peer; never blocks. ``transfer`` is the caller's own number.
 
-        Raises TransportError, with nothing moved and no end to come, if the peer is unknown, a run leaves
-        its region, or the end of a transfer of that number was not collected yet.
+        No byte is written before the device has come to ``after``, if that is given. Raises TransportError,
+        with nothing moved and no end to come, if the peer is unknown, a run leaves its region, or the end of
+        a transfer of that number was not collected yet.
         """
         ...
 
@@ -115,10 +153,11 @@ class Transport(Protocol):
         """
         ...
 
-    def clear(self, runs: Runs) -> None:
-        """Fill the destination places of ``runs`` in this rank's memory with zeros; done on return.
+    def clear(self, transfer: int, runs: Runs | Product, *, after: DeviceEvent | None = None) -> None:
+        """Submit the filling of the destination places of ``runs`` with zeros: a transfer like a read.
 
-        It does not wait for reads: clear no byte that a read under way writes.
+        It does not wait for reads: clear no byte that a read under way writes. Once submitted, it is not
+        cancelled.
         """
         ...
 

@@ -8,23 +8,24 @@ import zlib
 from kvferry.errors import TransportError
 
 SEAL = struct.Struct(">8sI")
-CARD = struct.Struct(">HII")
-CARD_MAGIC = b"kvfnixl2"
+CARD = struct.Struct(">HIII")
+CARD_MAGIC = b"kvfnixl3"
 """Changed whenever a reader that does not know of the change must stay away.
 
 2: the source may send segments that a reader of before has no room for, which ends the source's process.
+3: what readers of the same host need to open device memory.
 """
 METADATA_HEAD = b"nixlSerDes|Agent"
 """What NIXL 1.x puts before the name of the agent."""
 
 
-def pack_card(agent: str, metadata: bytes, segment_bytes: int = 0) -> bytes:
-    """A card: the agent's name, its metadata and the TCP segments it sends, with a checksum.
+def pack_card(agent: str, metadata: bytes, segment_bytes: int = 0, export: bytes = b"") -> bytes:
+    """A card: the agent's name, its metadata, the TCP segments it sends, its export; with a checksum.
 
-    ``segment_bytes`` is 0 if the agent leaves them as UCX has them.
+    ``segment_bytes`` is 0 if the agent leaves them as UCX has them; ``export`` is for readers of this host.
     """
     name = agent.encode()
-    sealed = CARD.pack(len(name), len(metadata), segment_bytes) + name + metadata
+    sealed = CARD.pack(len(name), len(metadata), segment_bytes, len(export)) + name + metadata + export
     return SEAL.pack(CARD_MAGIC, zlib.crc32(sealed)) + sealed
 
 
@@ -35,14 +36,14 @@ def unpack_card(card: bytes) -> tuple[str, bytes]:
     ('a', b'keys')
     >>> unpack_card(pack_card("a", b"keys")[:-1])
     Traceback (most recent call last):
-    kvferry.errors.TransportError: bad-card: 26 bytes that are no card of this transport
+    kvferry.errors.TransportError: bad-card: 30 bytes that are no card of this transport
     """
     sealed = card[SEAL.size :]
     if len(sealed) >= CARD.size and SEAL.unpack_from(card) == (CARD_MAGIC, zlib.crc32(sealed)):
-        num_name, num_metadata, _ = CARD.unpack_from(sealed)
+        num_name, num_metadata, _, num_export = CARD.unpack_from(sealed)
         body = sealed[CARD.size :]
-        if len(body) == num_name + num_metadata:
-            return body[:num_name].decode(errors="replace"), body[num_name:]
+        if len(body) == num_name + num_metadata + num_export:
+            return body[:num_name].decode(errors="replace"), body[num_name : num_name + num_metadata]
     raise TransportError("bad-card", f"{len(card)} bytes that are no card of this transport")
 
 
@@ -53,6 +54,16 @@ def segment_in(card: bytes) -> int:
     65536
     """
     return int(CARD.unpack_from(card, SEAL.size)[2])
+
+
+def export_in(card: bytes) -> bytes:
+    """What readers of the same host need to open device memory, from a card that was unpacked before.
+
+    >>> export_in(pack_card("a", b"keys", export=b"handles")), export_in(pack_card("a", b"keys"))
+    (b'handles', b'')
+    """
+    num_export = int(CARD.unpack_from(card, SEAL.size)[3])
+    return card[len(card) - num_export :]
 
 
 def name_in(metadata: bytes) -> str:

@@ -1,75 +1,293 @@
-"""The few calls of the CUDA driver that a transport needs, by ctypes: no torch, no toolkit.
+"""CUDA's driver, by NVIDIA's own bindings: the only file that imports them. No torch, no toolkit.
 
 A thread that touches device memory must have the device's *primary* context current, the one that torch and
-the CUDA runtime use too.
+the CUDA runtime use too. Every call of the driver lets go of the interpreter while it waits.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvferry.errors import TransportError
 
-LIBRARY = "libcuda.so.1"
-NON_BLOCKING = 1
+INSTALL = 'install NVIDIA\'s bindings with: pip install "kvferry[cuda]" (torch 2.10 and later bring them)'
 
 
 def has_cuda() -> bool:
-    """Whether this machine has a CUDA driver and a device."""
+    """Whether this machine has a CUDA driver and a device, and the bindings are installed."""
     try:
-        return _count(_load()) > 0
+        return int(_call(_driver().cuDeviceGetCount)) > 0
     except TransportError:
         return False
+
+
+Event = Any
+"""A mark in a stream: the driver's own, or its address as a number, as torch gives it."""
+
+
+def visible_devices() -> frozenset[str]:
+    """The UUIDs of the devices that this process can use."""
+    driver = _driver()
+    devices = [_call(driver.cuDeviceGet, i) for i in range(int(_call(driver.cuDeviceGetCount)))]
+    return frozenset(_uuid(driver, device) for device in devices)
+
+
+class Allocation(NamedTuple):
+    """What the driver allocated in one piece, and a place in it lies in."""
+
+    address: int
+    num_bytes: int
+
+
+class Arguments:
+    """What a kernel is called with: numbers of 64 bits, as the driver wants them."""
+
+    def __init__(self, *values: int) -> None:
+        self._values = (ctypes.c_uint64 * len(values))(*values)
+        at = ctypes.addressof(self._values)
+        self._pointers = (ctypes.c_void_p * len(values))(*(at + 8 * i for i in range(len(values))))
+        self.address = ctypes.addressof(self._pointers)
 
 
 class Cuda:
     """One device, by its index in this process."""
 
     def __init__(self, device_index: int) -> None:
-        self._driver = _load()
-        self._device, self._context, self._stream = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
-        self._call("cuDeviceGet", ctypes.byref(self._device), device_index)
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self._device)
-        with self._current():
-            self._call("cuStreamCreate", ctypes.byref(self._stream), NON_BLOCKING)
+        self._cu = _driver()
+        self._device = _call(self._cu.cuDeviceGet, device_index)
+        self._context = _call(self._cu.cuDevicePrimaryCtxRetain, self._device)
+        with self.current():
+            self._stream = self.make_stream()
+
+    @property
+    def uuid(self) -> str:
+        """The name of the device that is the same in every process.
+
+        Indexes are not: ``CUDA_VISIBLE_DEVICES`` may differ.
+        """
+        return _uuid(self._cu, self._device)
+
+    @property
+    def num_multiprocessors(self) -> int:
+        """How many blocks of a kernel run at once, one on each."""
+        attribute = self._cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+        return int(_call(self._cu.cuDeviceGetAttribute, attribute, self._device))
+
+    @property
+    def architecture(self) -> str:
+        """What kernels are compiled for ('sm_90')."""
+        names = self._cu.CUdevice_attribute
+        parts = (
+            names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+            names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+        )
+        major, minor = (_call(self._cu.cuDeviceGetAttribute, part, self._device) for part in parts)
+        return f"sm_{major}{minor}"
 
     def bind_thread(self) -> None:
-        """Make the device current in the calling thread, for good."""
-        self._call("cuCtxSetCurrent", self._context)
+        """Make the device current in the calling thread, for good.
 
-    def clear(self, spans: Iterable[tuple[int, int]]) -> None:
-        """Fill (address, bytes) spans of the device with zeros; done on return, from any thread."""
-        with self._current():
-            for address, num_bytes in spans:
-                args = (ctypes.c_uint64(address), ctypes.c_ubyte(0), ctypes.c_size_t(num_bytes), self._stream)
-                self._call("cuMemsetD8Async", *args)
-            self._call("cuStreamSynchronize", self._stream)
+        Others may be capturing a graph: in the relaxed mode, what this thread does leaves them alone.
+        """
+        _call(self._cu.cuCtxSetCurrent, self._context)
+        relaxed = self._cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        _call(self._cu.cuThreadExchangeStreamCaptureMode, relaxed)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make the device current for a while, in any thread; captures of other threads are left alone."""
+        relaxed = self._cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        _call(self._cu.cuCtxPushCurrent, self._context)
+        before = _call(self._cu.cuThreadExchangeStreamCaptureMode, relaxed)
+        try:
+            yield
+        finally:
+            _call(self._cu.cuThreadExchangeStreamCaptureMode, before)
+            _call(self._cu.cuCtxPopCurrent)
+
+    # -- memory ------------------------------------------------------------------------------------
 
     def allocate(self, num_bytes: int) -> int:
         """Device memory; its address."""
-        address = ctypes.c_uint64()
-        with self._current():
-            self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
-        return address.value
+        with self.current():
+            return int(_call(self._cu.cuMemAlloc, num_bytes))
 
     def free(self, address: int) -> None:
         """Give device memory back."""
-        with self._current():
-            self._call("cuMemFree_v2", ctypes.c_uint64(address))
+        with self.current():
+            _call(self._cu.cuMemFree, address)
 
     def upload(self, address: int, data: bytes) -> None:
-        """Copy host bytes to the device."""
-        with self._current():
-            self._call("cuMemcpyHtoD_v2", ctypes.c_uint64(address), data, ctypes.c_size_t(len(data)))
+        """Copy host bytes to the device; done on return."""
+        with self.current():
+            _call(self._cu.cuMemcpyHtoD, address, data, len(data))
 
     def download(self, address: int, num_bytes: int) -> bytes:
-        """Copy device bytes to the host."""
-        data = ctypes.create_string_buffer(num_bytes)
-        with self._current():
-            self._call("cuMemcpyDtoH_v2", data, ctypes.c_uint64(address), ctypes.c_size_t(num_bytes))
-        return data.raw
+        """Copy device bytes to the host; done on return."""
+        data = np.empty(num_bytes, np.uint8)
+        with self.current():
+            _call(self._cu.cuMemcpyDtoH, data.ctypes.data, address, num_bytes)
+        return data.tobytes()
+
+    def clear(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Fill (address, bytes) spans of the device with zeros; done on return, from any thread."""
+        with self.current():
+            for address, num_bytes in spans:
+                _call(self._cu.cuMemsetD8Async, address, 0, num_bytes, self._stream)
+            self.wait_stream(self._stream)
+
+    def allocate_pinned(self, num_bytes: int) -> int:
+        """Host memory that the device reads by itself; its address."""
+        with self.current():
+            return int(_call(self._cu.cuMemHostAlloc, num_bytes, 0))
+
+    def pinned_array(self, address: int, num_bytes: int) -> NDArray[np.uint8]:
+        """Pinned host memory as an array; good until it is freed."""
+        buffer = (ctypes.c_uint8 * num_bytes).from_address(address)
+        return np.frombuffer(memoryview(buffer), np.uint8)
+
+    def free_pinned(self, address: int) -> None:
+        """Give pinned host memory back."""
+        with self.current():
+            _call(self._cu.cuMemFreeHost, address)
+
+    def allocation_of(self, address: int) -> Allocation:
+        """The allocation that an address lies in."""
+        with self.current():
+            base, num_bytes = _call(self._cu.cuMemGetAddressRange, address)
+        return Allocation(int(base), int(num_bytes))
+
+    # -- memory of other processes -----------------------------------------------------------------
+
+    def export(self, allocation: Allocation) -> bytes:
+        """A handle by which another process of this host opens a whole allocation."""
+        with self.current():
+            return bytes(_call(self._cu.cuIpcGetMemHandle, allocation.address).reserved)
+
+    def open(self, handle: bytes) -> Allocation:
+        """Map the allocation behind a handle into this process. ``close_opened`` gives it up."""
+        ours = self._cu.CUipcMemHandle()
+        try:
+            ours.reserved = handle
+        except ValueError as error:
+            raise TransportError("cuda", f"not a handle of CUDA's: {len(handle)} bytes") from error
+        lazy = self._cu.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        with self.current():
+            address = int(_call(self._cu.cuIpcOpenMemHandle, ours, lazy))
+        return self.allocation_of(address)
+
+    def close_opened(self, allocation: Allocation) -> None:
+        """Unmap another process's memory. Nothing may be reading it any more."""
+        with self.current():
+            _call(self._cu.cuIpcCloseMemHandle, allocation.address)
+
+    def export_virtual(self, allocation: Allocation) -> int:
+        """A file descriptor by which another process of this host opens a piece of virtual memory."""
+        kind = self._cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        with self.current():
+            handle = _call(self._cu.cuMemRetainAllocationHandle, allocation.address)
+            try:
+                return int(_call(self._cu.cuMemExportToShareableHandle, handle, kind, 0))
+            finally:
+                _call(self._cu.cuMemRelease, handle)
+
+    def open_virtual(self, descriptors: Sequence[int], sizes: Sequence[int]) -> Allocation:
+        """Map pieces of virtual memory side by side. ``close_virtual`` gives them up."""
+        kind = self._cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        with self.current(), ExitStack() as undo:
+            room = Allocation(int(_call(self._cu.cuMemAddressReserve, sum(sizes), 0, 0, 0)), sum(sizes))
+            undo.callback(self._cu.cuMemAddressFree, *room)
+            at = room.address
+            for descriptor, num_bytes in zip(descriptors, sizes, strict=True):
+                handle = _call(self._cu.cuMemImportFromShareableHandle, descriptor, kind)
+                try:
+                    _call(self._cu.cuMemMap, at, num_bytes, 0, handle, 0)
+                finally:
+                    _call(self._cu.cuMemRelease, handle)  # the mapping keeps it
+                undo.callback(self._cu.cuMemUnmap, at, num_bytes)
+                at += num_bytes
+            access = self._cu.CUmemAccessDesc()
+            access.location.type = self._cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+            access.location.id = int(self._device)
+            access.flags = self._cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+            _call(self._cu.cuMemSetAccess, *room, [access], 1)
+            undo.pop_all()
+        return room
+
+    def close_virtual(self, allocation: Allocation) -> None:
+        """Unmap pieces of virtual memory. Nothing may be reading them any more."""
+        with self.current():
+            _call(self._cu.cuMemUnmap, *allocation)
+            _call(self._cu.cuMemAddressFree, *allocation)
+
+    # -- work in order -----------------------------------------------------------------------------
+
+    def make_stream(self) -> Any:
+        """A queue of work for the device that waits for no other."""
+        return _call(self._cu.cuStreamCreate, self._cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
+
+    def free_stream(self, stream: Any) -> None:
+        """Give a stream up."""
+        with self.current():
+            _call(self._cu.cuStreamDestroy, stream)
+
+    def wait_stream(self, stream: Any) -> None:
+        """Block until everything in a stream is done."""
+        _call(self._cu.cuStreamSynchronize, stream)
+
+    def make_event(self) -> Event:
+        """A mark in a stream. Whoever waits for it spins, without the interpreter: to sleep costs 50 µs."""
+        return _call(self._cu.cuEventCreate, self._cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+
+    def free_event(self, event: Event) -> None:
+        """Give an event up."""
+        _call(self._cu.cuEventDestroy, event)
+
+    def record(self, event: Event, stream: Any) -> None:
+        """Put an event behind all that is in a stream."""
+        _call(self._cu.cuEventRecord, event, stream)
+
+    def wait_event(self, event: Event) -> None:
+        """Block until the stream has come to an event."""
+        _call(self._cu.cuEventSynchronize, event)
+
+    def has_come_to(self, event: Event) -> bool:
+        """Whether the device has come to an event."""
+        (status,) = self._cu.cuEventQuery(event)
+        if status == self._cu.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        _check("cuEventQuery", status)
+        return True
+
+    def wait_in_stream(self, stream: Any, event: Event) -> None:
+        """Let a stream wait for an event of another, by the device alone."""
+        _call(self._cu.cuStreamWaitEvent, stream, event, 0)
+
+    def upload_later(self, address: int, pinned: int, num_bytes: int, stream: Any) -> None:
+        """Copy from pinned host memory, in a stream."""
+        _call(self._cu.cuMemcpyHtoDAsync, address, pinned, num_bytes, stream)
+
+    # -- kernels -----------------------------------------------------------------------------------
+
+    def load(self, binary: bytes, name: str) -> Any:
+        """A kernel of a compiled module, which is kept for the life of the process."""
+        with self.current():
+            module = _call(self._cu.cuModuleLoadData, binary)
+            return _call(self._cu.cuModuleGetFunction, module, name.encode())
+
+    def launch(
+        self, kernel: Any, num_blocks: int, num_threads: int, stream: Any, arguments: Arguments
+    ) -> None:
+        """Start a kernel, in a stream."""
+        grid = (num_blocks, 1, 1, num_threads, 1, 1, 0)
+        _call(self._cu.cuLaunchKernel, kernel, *grid, stream, arguments.address, 0)
 
     def close(self) -> None:
         """Give the stream back.
@@ -77,40 +295,68 @@ class Cuda:
         The context is kept: UCX remembers its mappings of other processes' memory for the life of this one,
         and if the last holder of the context let go, they would dangle.
         """
-        with self._current():
-            self._call("cuStreamDestroy_v2", self._stream)
-
-    @contextmanager
-    def _current(self) -> Iterator[None]:
-        self._call("cuCtxPushCurrent_v2", self._context)
-        try:
-            yield
-        finally:
-            self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
-
-    def _call(self, name: str, *args: object) -> None:
-        _check(self._driver, name, *args)
+        self.free_stream(self._stream)
 
 
-def _load() -> ctypes.CDLL:
+def compile_kernel(source: str, architecture: str) -> bytes:
+    """CUDA C++ as machine code for one architecture."""
+    nvrtc = _nvrtc()
+    program = _call(nvrtc.nvrtcCreateProgram, source.encode(), b"kvferry.cu", 0, [], [])
+    options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]
     try:
-        driver = ctypes.CDLL(LIBRARY)
-    except OSError as error:
+        _call(nvrtc.nvrtcCompileProgram, program, len(options), options)
+    except TransportError as error:
+        text = bytearray(_call(nvrtc.nvrtcGetProgramLogSize, program))
+        _call(nvrtc.nvrtcGetProgramLog, program, text)
+        raise TransportError("cuda", f"{error.detail}: {text.decode(errors='replace')}") from error
+    binary = bytearray(_call(nvrtc.nvrtcGetCUBINSize, program))
+    _call(nvrtc.nvrtcGetCUBIN, program, binary)
+    _call(nvrtc.nvrtcDestroyProgram, program)
+    return bytes(binary)
+
+
+def compiler_version() -> str:
+    """Which compiler this is, for the name of what it made."""
+    return ".".join(str(part) for part in _call(_nvrtc().nvrtcVersion))
+
+
+@cache
+def _driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise TransportError("no-cuda", f"CUDA's bindings cannot be imported ({error}); {INSTALL}") from error
+    try:
+        _call(driver.cuInit, 0)
+    except RuntimeError as error:
         raise TransportError("no-cuda", f"the CUDA driver cannot be loaded: {error}") from error
-    _check(driver, "cuInit", 0)
     return driver
 
 
-def _count(driver: ctypes.CDLL) -> int:
-    number = ctypes.c_int()
-    _check(driver, "cuDeviceGetCount", ctypes.byref(number))
-    return number.value
+@cache
+def _nvrtc() -> Any:
+    try:
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:
+        raise TransportError(
+            "no-cuda", f"CUDA's run-time compiler cannot be loaded ({error}); {INSTALL}"
+        ) from error
+    return nvrtc
 
 
-def _check(driver: ctypes.CDLL, name: str, *args: object) -> None:
-    status = getattr(driver, name)(*args)
-    if status != 0:
-        text = ctypes.c_char_p()
-        driver.cuGetErrorName(status, ctypes.byref(text))
-        reason = text.value.decode() if text.value else f"error {status}"
-        raise TransportError("cuda", f"{name}: {reason}")
+def _uuid(driver: Any, device: Any) -> str:
+    return bytes(_call(driver.cuDeviceGetUuid, device).bytes).hex()
+
+
+def _call(function: Any, *args: Any) -> Any:
+    """What a function of the driver or the compiler returns, or its error as ours."""
+    status, *results = function(*args)
+    _check(function.__name__, status)
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _check(name: str, status: Any) -> None:
+    if int(status) != 0:
+        raise TransportError("cuda", f"{name}: {getattr(status, 'name', status)}")

@@ -35,7 +35,7 @@ class EmulatedReads(Enum):
     """Nothing: it is not connected to."""
 
 
-class Way(Enum):
+class AgentMode(Enum):
     """What an agent may do to read a peer."""
 
     DIRECT = "direct"

@@ -11,23 +11,25 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvferry.core.manifest import Region
-from kvferry.core.runs import Runs
-from kvferry.transport.places import Places
+from kvferry.core.product import Product
+from kvferry.transport.base import Connected, DeviceEvent
 
 
 class Link(Protocol):
     """One connected remote rank. Every call may come from any thread, and none blocks."""
 
     @property
-    def places(self) -> Places:
-        """The remote rank's regions, to check runs with."""
+    def connected(self) -> Connected:
+        """By which way it is read, and why not by a better one."""
         ...
 
-    def read(self, transfer: int, runs: Runs, report: Callable[[str], None]) -> None:
-        """Submit runs that were checked. ``report`` is called once, when all has ended, from whatever thread.
+    def read(
+        self, transfer: int, product: Product, report: Callable[[str], None], after: DeviceEvent | None
+    ) -> None:
+        """Check runs and submit them. ``report`` is called once, when all has ended, from whatever thread.
 
         It gets the error, or an empty text. Raises TransportError if nothing was submitted, and no report
-        comes then.
+        comes then. No byte is written before the device has come to ``after``.
         """
         ...
 

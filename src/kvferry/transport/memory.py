@@ -20,9 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.core.manifest import Rank, Region
+from kvferry.core.product import Product, listed
 from kvferry.core.runs import Runs
 from kvferry.errors import SpecError, TransportError
-from kvferry.transport.base import CANCELLED, Cost, ReadEnd
+from kvferry.transport.base import CANCELLED, Connected, Cost, DeviceEvent, ReadEnd, Way
 from kvferry.transport.gate import Gate
 from kvferry.transport.places import Places, checked
 from kvferry.transport.transfers import Transfers
@@ -155,7 +156,8 @@ class MemoryTransport:
     >>> with_src, with_dst = MemoryTransport(hub), MemoryTransport(hub)
     >>> with_src.register([Region("kv", 64, src.ctypes.data)])
     >>> with_dst.register([Region("kv", 64, dst.ctypes.data)])
-    >>> with_dst.connect("src", with_src.card(), [Region("kv", 64, src.ctypes.data)])
+    >>> str(with_dst.connect("src", with_src.card(), [Region("kv", 64, src.ctypes.data)]))
+    'memory'
     >>> with_dst.read(1, "src", Runs(np.array([8]), np.array([0]), np.array([3])))
     >>> with_dst.poll(), dst[:4].tolist()
     ([ReadEnd(transfer=1, error='')], [8, 9, 10, 0])
@@ -170,7 +172,8 @@ class MemoryTransport:
         self._hub_name = ""
         self._places: Places | None = None
         self._gate = Gate()
-        self._transfers: Transfers[_Read] = Transfers()
+        self._transfers: Transfers[_Read | None] = Transfers()
+        """A clearing, which nobody moves or cancels, has nothing with it."""
         self._lock = threading.Lock()
         """Guards the names: whose memory is ours, who our peers are."""
         self._moving = threading.Lock()
@@ -193,7 +196,7 @@ class MemoryTransport:
             self._ours()
             return CARD + self._hub_name.encode()
 
-    def connect(self, peer: str, card: bytes, regions: Sequence[Region]) -> None:
+    def connect(self, peer: str, card: bytes, regions: Sequence[Region]) -> Connected:
         """Get ready to read from another transport of the hub."""
         with self._gate, self._lock:
             self._ours()
@@ -207,8 +210,11 @@ class MemoryTransport:
                 if not self._hub.has(hub_name, region):
                     raise TransportError("no-connection", f"{peer}: it did not register {region.name!r}")
             self._peers[peer] = _RemoteRank(peer, hub_name, places)
+        return Connected(Way.MEMORY)
 
-    def read(self, transfer: int, peer: str, runs: Runs) -> None:
+    def read(
+        self, transfer: int, peer: str, runs: Runs | Product, *, after: DeviceEvent | None = None
+    ) -> None:
         """Submit the reading of runs from a peer; they move when this transport is polled."""
         with self._gate:
             ours = self._ours()
@@ -216,8 +222,8 @@ class MemoryTransport:
                 known = self._peers.get(peer)
             if known is None:
                 raise TransportError("unknown-peer", f"{peer!r} is not connected")
-            runs = checked(runs, known.places, ours)
-            columns = known.places.addresses(runs.src), ours.addresses(runs.dst), runs.num_bytes
+            moved = checked(listed(runs), known.places, ours)
+            columns = known.places.addresses(moved.src), ours.addresses(moved.dst), moved.num_bytes
             self._transfers.begin(transfer, _Read(transfer, known, *(c.tolist() for c in columns)))
 
     def cancel(self, transfer: int) -> None:
@@ -225,15 +231,16 @@ class MemoryTransport:
         if read := self._transfers.find(transfer):
             read.is_cancelled = True
 
-    def clear(self, runs: Runs) -> None:
-        """Fill the destination places of ``runs`` with zeros."""
+    def clear(self, transfer: int, runs: Runs | Product, *, after: DeviceEvent | None = None) -> None:
+        """Fill the destination places of ``runs`` with zeros, at once; the end is there to be collected."""
         with self._gate:
-            ours = self._ours()
-            ours.check(runs.dst, runs.num_bytes)
-            for address, num_bytes in zip(
-                ours.addresses(runs.dst).tolist(), runs.num_bytes.tolist(), strict=True
-            ):
+            ours, blank = self._ours(), listed(runs)
+            ours.check(blank.dst, blank.num_bytes)
+            self._transfers.begin(transfer, None)
+            columns = ours.addresses(blank.dst).tolist(), blank.num_bytes.tolist()
+            for address, num_bytes in zip(*columns, strict=True):
                 ctypes.memset(address, 0, num_bytes)
+            self._transfers.end(transfer)
 
     def poll(self) -> list[ReadEnd]:
         """Let every read make a step, unless another thread is at it; the ones that ended."""
@@ -266,6 +273,8 @@ class MemoryTransport:
 
     def _advance(self) -> None:
         for read in self._transfers.all_under_way():
+            if read is None:
+                continue
             with self._hub.copying(read.peer.hub_name) as is_there:
                 error = self._step(read) if is_there else f"{read.peer.name} is gone"
             if error is not None:

@@ -10,7 +10,8 @@ import ctypes
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -19,18 +20,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.core.manifest import Region
+from kvferry.core.product import Product
 from kvferry.core.runs import Runs
 from kvferry.errors import TransportError
 from kvferry.transport.agent import FabricAgent
 from kvferry.transport.agent_thread import AgentThread
-from kvferry.transport.base import Cost, ReadEnd
+from kvferry.transport.base import Connected, Cost, DeviceEvent, ReadEnd
 from kvferry.transport.cards import name_in, pack_card, unpack_card
 from kvferry.transport.cuda import Cuda
-from kvferry.transport.descriptors import MemoryKind, RegionTable, SlicePair
-from kvferry.transport.emulation import SETTING, EmulatedReads, Way
+from kvferry.transport.descriptors import RegionTable, SlicePair
+from kvferry.transport.device import MappedReads, RankDevice, copy_limits
+from kvferry.transport.emulation import SETTING, AgentMode, EmulatedReads
 from kvferry.transport.gate import Gate
 from kvferry.transport.link import Link, Mover
-from kvferry.transport.places import Addresses, Places, checked
+from kvferry.transport.places import Addresses, Places
 from kvferry.transport.quietly import quietly
 from kvferry.transport.transfers import Transfers
 from kvferry.transport.ucx import UCX_EMULATES, UcxSettings
@@ -197,19 +200,21 @@ class NixlTransport:
         connect_timeout_s: float = 30.0,
         close_timeout_s: float = 30.0,
         settings: UcxSettings | None = None,
+        mapped_reads: MappedReads | None = None,
         make_agent: Callable[[str, str], FabricAgent] = Agent,
     ) -> None:
-        """``settings`` are those of the environment, if none are given; ``make_agent`` is for tests."""
+        """Settings are those of the environment, if none are given; ``make_agent`` is for tests."""
         self._connect_timeout_s, self._close_timeout_s = connect_timeout_s, close_timeout_s
         self._settings = settings or UcxSettings.from_environment(os.environ)
+        self._mapped_reads = mapped_reads or MappedReads.from_environment(os.environ)
         self._make_agent = make_agent
         self._gate = Gate()
-        self._transfers: Transfers[Link] = Transfers()
+        self._transfers: Transfers[Link | None] = Transfers()
         self._making = threading.Lock()
         """Guards what is made once, and may be slow to make: the three below."""
         self._memory: RegionTable | None = None
-        self._cuda: Cuda | None = None
-        self._threads: dict[Way, AgentThread] = {}
+        self._device: RankDevice | None = None
+        self._threads: dict[AgentMode, AgentThread] = {}
         self._lock = threading.Lock()
         self._links: dict[str, Link] = {}
 
@@ -226,29 +231,30 @@ class NixlTransport:
             if not regions:
                 raise TransportError("no-regions", "a rank has memory")
             memory = RegionTable("ours", regions)
-            self._cuda = _cuda_of(memory.kinds)
-            way = self._settings.first_way
             try:
-                self._threads[way] = AgentThread(memory, self._cuda, way, self._settings, self._make_agent)
+                self._device = _device_of(memory, self._mapped_reads)
+                args = self._cuda, self._settings.first_mode, self._settings, self._make_agent
+                thread = AgentThread(memory, *args, self._device.card_part if self._device else b"")
             except BaseException:
-                self._close_cuda()
+                self._close_device()
                 raise
+            self._threads[self._settings.first_mode] = thread
             self._memory = memory
 
     def card(self) -> bytes:
         """Agent name and metadata. It carries the keys to the memory: whoever has it can read it all."""
         with self._gate:
             self._ours()
-            return self._threads[self._settings.first_way].card
+            return self._threads[self._settings.first_mode].card
 
-    def connect(self, peer: str, card: bytes, regions: Sequence[Region]) -> None:
+    def connect(self, peer: str, card: bytes, regions: Sequence[Region]) -> Connected:
         """Add a peer, and read a little from it, so that the first real read is as fast as the next."""
         with self._gate:
             self._ours()
             with self._lock:
                 self._check_new(peer)
             try:
-                link = self._link(peer, card, regions)
+                link, why_not = self._link(peer, card, regions)
             except TimeoutError:
                 seconds = f"{self._connect_timeout_s:g} s"
                 raise TransportError("no-connection", f"{peer}: no answer within {seconds}") from None
@@ -259,11 +265,25 @@ class NixlTransport:
             except TransportError:
                 link.forget()
                 raise
+        return replace(link.connected, reason=why_not) if why_not else link.connected
 
-    def _link(self, peer: str, card: bytes, regions: Sequence[Region]) -> Link:
-        """Whoever can read a peer: a new way to move is tried here."""
+    def _link(self, peer: str, card: bytes, regions: Sequence[Region]) -> tuple[Link, str]:
+        """Whoever can read a peer best, and why nobody better can."""
         deadline = monotonic() + self._connect_timeout_s
-        first: Mover = self._threads[self._settings.first_way]
+        why_not = ""
+        if self._device:
+            try:
+                return self._device.connect(peer, card, regions, self._connect_timeout_s), ""
+            except TransportError as error:
+                if self._mapped_reads is MappedReads.REQUIRE:
+                    raise
+                why_not = f"its device memory cannot be opened here: {error}"
+                log.warning("%s is read by the fabric, run by run, which is slow: %s", peer, why_not)
+        return self._fabric_link(peer, card, regions, deadline), why_not
+
+    def _fabric_link(self, peer: str, card: bytes, regions: Sequence[Region], deadline: float) -> Link:
+        """Whoever can read a peer over the fabric."""
+        first: Mover = self._threads[self._settings.first_mode]
         try:
             return first.connect(peer, card, regions, self._connect_timeout_s)
         except TransportError as error:
@@ -280,23 +300,24 @@ class NixlTransport:
         """Who reads the peers that can only be read with their own help."""
         with self._making:
             self._gate.check_open()
-            if Way.CAREFUL not in self._threads:
-                args = self._ours(), self._cuda, Way.CAREFUL, self._settings, self._make_agent
-                self._threads[Way.CAREFUL] = AgentThread(*args)
-            return self._threads[Way.CAREFUL]
+            if AgentMode.CAREFUL not in self._threads:
+                args = self._ours(), self._cuda, AgentMode.CAREFUL, self._settings, self._make_agent
+                self._threads[AgentMode.CAREFUL] = AgentThread(*args)
+            return self._threads[AgentMode.CAREFUL]
 
-    def read(self, transfer: int, peer: str, runs: Runs) -> None:
+    def read(
+        self, transfer: int, peer: str, runs: Runs | Product, *, after: DeviceEvent | None = None
+    ) -> None:
         """Check the runs and have them wait for the peer's turn."""
         with self._gate:
-            ours = self._ours()
+            self._ours()
             with self._lock:
                 link = self._links.get(peer)
             if link is None:
                 raise TransportError("unknown-peer", f"{peer!r} is not connected")
-            runs = checked(runs, link.places, ours.places)
             self._transfers.begin(transfer, link)
             try:
-                link.read(transfer, runs, partial(self._transfers.end, transfer))
+                link.read(transfer, Product.of(runs), partial(self._transfers.end, transfer), after)
             except BaseException:
                 self._transfers.drop(transfer)
                 raise
@@ -306,17 +327,33 @@ class NixlTransport:
         if link := self._transfers.find(transfer):
             link.cancel(transfer)
 
-    def clear(self, runs: Runs) -> None:
+    def clear(self, transfer: int, runs: Runs | Product, *, after: DeviceEvent | None = None) -> None:
         """Fill the destination places of ``runs`` with zeros, on the host or on the device."""
         with self._gate:
-            memory = self._ours()
-            memory.places.check(runs.dst, runs.num_bytes)
-            addresses = memory.places.addresses(runs.dst)
-            on_device = memory.names[Places.split(runs.dst)[0]] == "VRAM"
-            for address, num_bytes in _spans(addresses, runs.num_bytes, ~on_device):
-                ctypes.memset(address, 0, num_bytes)
-            if self._cuda and on_device.any():
-                self._cuda.clear(_spans(addresses, runs.num_bytes, on_device))
+            memory, product = self._ours(), Product.of(runs)
+            self._transfers.begin(transfer, None)
+            end = partial(self._transfers.end, transfer)
+            try:
+                if self._device and self._device.copier:
+                    self._device.copier.clear(product, end, after)
+                    return
+                self._clear_now(memory, product.runs, after)
+            except BaseException:
+                self._transfers.drop(transfer)
+                raise
+            end("")
+
+    def _clear_now(self, memory: RegionTable, runs: Runs, after: DeviceEvent | None) -> None:
+        """Without a kernel: span by span, and done on return."""
+        memory.places.check(runs.dst, runs.num_bytes)
+        addresses = memory.places.addresses(runs.dst)
+        on_device = memory.names[Places.split(runs.dst)[0]] == "VRAM"
+        if after is not None and self._cuda:
+            self._cuda.wait_event(after)
+        for address, num_bytes in _spans(addresses, runs.num_bytes, ~on_device):
+            ctypes.memset(address, 0, num_bytes)
+        if self._cuda and on_device.any():
+            self._cuda.clear(_spans(addresses, runs.num_bytes, on_device))
 
     def poll(self) -> list[ReadEnd]:
         """The transfers that ended since the last call."""
@@ -339,6 +376,8 @@ class NixlTransport:
         self._gate.shut()
         with self._making:
             movers: list[Mover] = [*self._threads.values()]
+            if self._device and self._device.copier:
+                movers.append(self._device.copier)
         with self._lock:
             self._links.clear()
         for mover in movers:  # all of them hear it before one is waited for
@@ -351,12 +390,16 @@ class NixlTransport:
                 f"reads did not end within {self._close_timeout_s:g} s: their memory must stay",
             )
         with self._making:
-            self._close_cuda()
+            self._close_device()
 
-    def _close_cuda(self) -> None:
-        cuda, self._cuda = self._cuda, None
-        if cuda:
-            cuda.close()
+    def _close_device(self) -> None:
+        device, self._device = self._device, None
+        if device:
+            device.close()
+
+    @property
+    def _cuda(self) -> Cuda | None:
+        return self._device.cuda if self._device else None
 
     def _check_new(self, peer: str) -> None:
         if peer in self._links:
@@ -368,12 +411,12 @@ class NixlTransport:
         return self._memory
 
 
-def _cuda_of(kinds: Iterable[MemoryKind]) -> Cuda | None:
+def _device_of(memory: RegionTable, mapped_reads: MappedReads) -> RankDevice | None:
     """The one CUDA device of a rank, if it has one."""
-    devices = sorted({kind.device_index for kind in kinds if kind.name == "VRAM"})
+    devices = sorted({kind.device_index for kind in memory.kinds if kind.name == "VRAM"})
     if len(devices) > 1:
         raise TransportError("bad-device", f"a rank has one CUDA device, got {devices}")
-    return Cuda(devices[0]) if devices else None
+    return RankDevice(devices[0], memory, mapped_reads, copy_limits(os.environ)) if devices else None
 
 
 def _spans(

@@ -54,6 +54,12 @@ class Places:
         detail = f"{run} leaves {region.name!r} of {region.num_bytes} bytes"
         raise TransportError("out-of-bounds", f"{self.whose}: {detail}")
 
+    def room(self, places: Ints, num_bytes: Ints) -> int:
+        """How far these runs can be moved up before one leaves its region; refused if one is outside."""
+        self.check(places, num_bytes)
+        index, offset = self.split(places)
+        return int((self._lengths[index] - offset - num_bytes).min())
+
     def addresses(self, places: Ints) -> Addresses:
         """The addresses of places that were checked."""
         index, offset = self.split(places)

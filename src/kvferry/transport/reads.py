@@ -64,7 +64,13 @@ class RemoteRank:
 
     @property
     def can_post(self) -> bool:
-        return bool(self.waiting) and self.connection.num_posted < self.connection.pace.num_posted
+        has_room = self.connection.num_posted < self.connection.pace.num_posted
+        return has_room and self.next_read is not None
+
+    @property
+    def next_read(self) -> Read | None:
+        """The first that may be posted."""
+        return next((read for read in self.waiting if not read.is_held), None)
 
 
 @dataclass(eq=False, slots=True)
@@ -79,6 +85,8 @@ class Read:
     transfer: int | None = None
     """The caller's number, if it can be cancelled."""
     unposted: Iterator[SlicePair] | None = None
+    is_held: bool = False
+    """Whether the device still writes where its bytes go: nothing of it is posted before that has ended."""
     is_waiting: bool = False
     num_posted: int = 0
     has_fabric_failed: bool = False
@@ -192,6 +200,13 @@ class Reads:
             read.rank.waiting.append(read)
         self._end_if_quiet(read)
 
+    def let_go(self, read: Read, error: str) -> None:
+        """The device has come to what a read was held for; or it failed."""
+        read.is_held = False
+        if error:
+            read.fail(error)
+            self._post_no_more(read)
+
     def refuse(self, read: Read, error: TransportError) -> None:
         """End a read of which nothing was posted."""
         read.fail(str(error))
@@ -208,8 +223,9 @@ class Reads:
         ready = [rank for rank in self._ranks if rank.can_post]
         self._ranks.rotate(-1)
         for rank in ready:
-            if rank.can_post:  # another rank of the same connection may have been first
-                self._post_next(rank.waiting[0])
+            # Another rank of the same connection may have been first.
+            if rank.can_post and (read := rank.next_read):
+                self._post_next(read)
         return bool(ready)
 
     def check_posted(self) -> bool:

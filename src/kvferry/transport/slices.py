@@ -30,7 +30,7 @@ def slices(runs: Runs, limit: Limit) -> Iterator[Runs]:
     >>> [part.num_bytes.tolist() for part in slices(runs, Limit(num_runs=2, num_bytes=10))]
     [[4], [10], [10], [5, 4]]
     """
-    runs = _cut_long(runs, limit.num_bytes)
+    runs = cut_long(runs, limit.num_bytes)
     stops = np.cumsum(runs.num_bytes)
     start, num_bytes = 0, 0
     while start < len(runs):
@@ -40,7 +40,7 @@ def slices(runs: Runs, limit: Limit) -> Iterator[Runs]:
         start, num_bytes = stop, int(stops[stop - 1])
 
 
-def _cut_long(runs: Runs, max_bytes: int) -> Runs:
+def cut_long(runs: Runs, max_bytes: int) -> Runs:
     """Runs of at most ``max_bytes``."""
     num_parts = -(-runs.num_bytes // max_bytes)
     if (num_parts <= 1).all():

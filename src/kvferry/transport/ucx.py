@@ -16,8 +16,8 @@ from kvferry.transport.emulation import (
     SEGMENT_BYTES,
     SETTING,
     UCX_SEGMENT_BYTES,
+    AgentMode,
     EmulatedReads,
-    Way,
     fragment_bytes,
 )
 
@@ -57,30 +57,30 @@ class UcxSettings:
         return cls(_emulated_reads(environ), sent, received or max(SEGMENT_BYTES, sent))
 
     @property
-    def first_way(self) -> Way:
+    def first_mode(self) -> AgentMode:
         """How a remote rank is tried first."""
-        return Way.FAST if self.emulated_reads is EmulatedReads.FAST else Way.DIRECT
+        return AgentMode.FAST if self.emulated_reads is EmulatedReads.FAST else AgentMode.DIRECT
 
-    def engine_config(self, way: Way) -> str:
+    def engine_config(self, mode: AgentMode) -> str:
         """For NIXL's UCX engine; what the environment has, too, stays as it is there.
 
-        >>> UcxSettings().engine_config(Way.DIRECT)
+        >>> UcxSettings().engine_config(AgentMode.DIRECT)
         'TCP_TX_SEG_SIZE=262144,TCP_RX_SEG_SIZE=262144,PROTO_EMULATION_ENABLE=n'
         """
         settings = {UCX_SENT: str(self.sent_bytes), UCX_RECEIVED: str(self.received_bytes)}
-        if way is Way.DIRECT:
+        if mode is AgentMode.DIRECT:
             settings[UCX_EMULATES] = "n"
-        if way is Way.CAREFUL:
+        if mode is AgentMode.CAREFUL:
             # Where InfiniBand cannot read memory, it could still carry messages, but in other fragments.
             settings[UCX_TRANSPORTS] = "^ib"
         return ",".join(f"{name.removeprefix('UCX_')}={value}" for name, value in settings.items())
 
-    def pace(self, way: Way, src_segment_bytes: int) -> Pace:
+    def pace(self, mode: AgentMode, src_segment_bytes: int) -> Pace:
         """How to read from an agent that sends such segments; 0 if nobody told it which."""
         sent = src_segment_bytes or UCX_SEGMENT_BYTES
-        if way is Way.CAREFUL:
+        if mode is AgentMode.CAREFUL:
             return Pace.careful(fragment_bytes(min(self.received_bytes, sent)))
-        if way is Way.FAST and self.received_bytes < sent:
+        if mode is AgentMode.FAST and self.received_bytes < sent:
             # UCX does not negotiate: the first long segment breaks the connection, and ends the source.
             raise TransportError(
                 "segments",

@@ -101,9 +101,9 @@ def _move(
     started = perf_counter()
     selection = kvferry.select(route, request)
     selected = perf_counter()
-    for src_rank, runs in selection.reads.items():
-        transport.read(src_rank, str(src_rank), runs)
-    transport.clear(selection.zeros)
+    for src_rank, product in selection.products.items():
+        transport.read(src_rank, str(src_rank), product)
+    transport.clear(max(selection.products, default=0) + 1, selection.blank)
     failed = [end for end in transport.poll() if end.error]
     result.select_ms += 1e3 * (selected - started)
     result.copy_ms += 1e3 * (perf_counter() - selected)

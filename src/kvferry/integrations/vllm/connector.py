@@ -95,6 +95,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         join = self._worker.join
         return Handshake(encode(join)) if join else None
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if isinstance(connector_metadata, StepMetadata) and isinstance(self._side, WorkerSide):
+            self._side.mark(connector_metadata)
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
         if isinstance(metadata, StepMetadata):

@@ -11,12 +11,13 @@ from uuid import uuid4
 import numpy as np
 
 from kvferry.core.manifest import Region
+from kvferry.core.product import Product, listed
 from kvferry.core.runs import Runs, place
 from kvferry.testing.fleet.actors import DestinationActor
 from kvferry.testing.sources import Holder
-from kvferry.transport.base import Cost, ReadEnd, Transport
+from kvferry.transport.base import Connected, Cost, DeviceEvent, ReadEnd, Transport
 from kvferry.transport.cuda import Cuda
-from kvferry.transport.emulation import Way
+from kvferry.transport.emulation import AgentMode
 from kvferry.transport.nixl import Agent, NixlTransport, RegionTable, SlicePair, unpack_card
 from kvferry.transport.ucx import UcxSettings
 
@@ -66,21 +67,24 @@ class RecordingTransport:
     def card(self) -> bytes:
         return self._inner.card()
 
-    def connect(self, peer: str, card: bytes, regions: Sequence[Region]) -> None:
-        self._inner.connect(peer, card, regions)
+    def connect(self, peer: str, card: bytes, regions: Sequence[Region]) -> Connected:
+        connected = self._inner.connect(peer, card, regions)
         self.peers[peer] = RankCard(card, tuple(regions))
+        return connected
 
-    def read(self, transfer: int, peer: str, runs: Runs) -> None:
+    def read(
+        self, transfer: int, peer: str, runs: Runs | Product, *, after: DeviceEvent | None = None
+    ) -> None:
         started = perf_counter()
-        self._inner.read(transfer, peer, runs)
+        self._inner.read(transfer, peer, runs, after=after)
         self.post_seconds += perf_counter() - started
-        self.reads.append((peer, runs))
+        self.reads.append((peer, listed(runs)))
 
     def cancel(self, transfer: int) -> None:
         self._inner.cancel(transfer)
 
-    def clear(self, runs: Runs) -> None:
-        self._inner.clear(runs)
+    def clear(self, transfer: int, runs: Runs | Product, *, after: DeviceEvent | None = None) -> None:
+        self._inner.clear(transfer, runs, after=after)
 
     def poll(self) -> list[ReadEnd]:
         return self._inner.poll()
@@ -111,7 +115,7 @@ class RawNixl:
         self._dst = RegionTable("dst", [*regions, *self._scratch.regions])
         self._kind = self._dst.kinds[0].name
         settings = UcxSettings.from_environment(os.environ)
-        self._agent = Agent(f"raw-{uuid4().hex}", settings.engine_config(Way.FAST))
+        self._agent = Agent(f"raw-{uuid4().hex}", settings.engine_config(AgentMode.FAST))
         self._registered = self._agent.register(self._kind, self._dst.whole())
         self._peers: dict[str, tuple[str, RegionTable]] = {}
         for name, peer in peers.items():

@@ -47,6 +47,11 @@ class WorkerSide:
         self._failed: set[str] = set()
         self._sent: set[str] = set()
         self._stats = LoadStats()
+        self._device: torch.device | None = None
+        """Where the caches are, if that is a GPU."""
+        self._mark: torch.cuda.Event | None = None
+        self._marks: dict[int, torch.cuda.Event] = {}
+        """By handle: what a load waits for must stay until it is over."""
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         """Describe the caches, and make their memory known to the transport."""
@@ -56,6 +61,7 @@ class WorkerSide:
         place = WorkerRank(engine, rank, tp.rank_in_group, tp.world_size)
         manifest = describe(self._vllm_config, self._config, caches, place)
         _wake_up_amx(caches)
+        self._device = next((tensor.device for tensor in caches.values() if tensor.is_cuda), None)
         transport = NixlTransport()
         self._destination = Destination(
             manifest,
@@ -80,6 +86,17 @@ class WorkerSide:
         """What the lease authority must know of this worker."""
         return self._join
 
+    def mark(self, step: StepMetadata) -> None:
+        """Mark where the device is when a step's loads are ordered.
+
+        vLLM has zeroed their blocks by then, and starts them after it has launched the forward pass: they
+        wait for the first, and not for the second.
+        """
+        self._mark = None
+        if step.loads and self._device is not None:
+            self._mark = torch.cuda.Event()
+            self._mark.record(torch.cuda.current_stream(self._device))
+
     def start(self, step: StepMetadata) -> None:
         """Take in what the scheduler says."""
         self._sent.update(step.released)
@@ -101,9 +118,13 @@ class WorkerSide:
                 log.error("%s cannot be loaded: %s", request_id, load.refusal or lost)
                 self._failed.add(request_id)
             return
-        held = self._handles.get(request_id)
-        handle = self._destination.fetch(load.ticket, load.tables, load.need, kept=load.kept, held=held)
+        held, after = self._handles.get(request_id), self._mark.cuda_event if self._mark else None
+        handle = self._destination.fetch(
+            load.ticket, load.tables, load.need, kept=load.kept, held=held, after=after
+        )
         self._remember(request_id, handle)
+        if self._mark is not None:
+            self._marks[handle] = self._mark
         if load.is_awaited:
             self._loading.add(request_id)
 
@@ -120,6 +141,7 @@ class WorkerSide:
         self._handles[request_id], self._requests[handle] = handle, request_id
 
     def _forget(self, handle: int) -> str | None:
+        self._marks.pop(handle, None)
         request_id = self._requests.pop(handle, None)
         if request_id is not None:
             del self._handles[request_id]

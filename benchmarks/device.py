@@ -1,0 +1,358 @@
+"""What a load costs between two processes that share a GPU: our copy kernel, NIXL, and a plain copy.
+
+    python benchmarks/device.py            reads, whole fetches, and who slows whom down; needs a GPU
+    python benchmarks/device.py reads      one part: reads, fetches or beside
+
+``beside`` needs torch, for something to compute. Every part is written to benchmarks/device.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from kvferry import BlockTable, Product, Region, Runs, Span, Term
+from kvferry.models import Layer, Model, Topology, describe
+from kvferry.models.cache import attention
+from kvferry.runtime import Timing
+from kvferry.testing.fleet import DestinationFleet, SourceFleet
+from kvferry.testing.fleet.actors import DestinationActor
+from kvferry.testing.sources import Holder, Source, serving
+from kvferry.transport.copy_kernel import CopyLimits
+from kvferry.transport.cuda import Cuda
+from kvferry.transport.device import BLOCKS_SETTING, LAUNCH_SETTING, SETTING, MappedReads
+from kvferry.transport.nixl import NixlTransport
+
+DEVICE = "cuda:0"
+MIB = 1 << 20
+REGION = 1024 * MIB
+ALL = CopyLimits(0, 0)
+TURNS = 21
+PAUSE = 0.005
+"""Between two turns: a device that has just been idle is what a load finds."""
+
+
+# ---- reads: one transport call, from the call to its end
+
+
+def scattered(run_bytes: int, num_runs: int) -> Product:
+    """Pages of 64 layers, no two neighbours."""
+    random = np.random.default_rng(1)
+    layers, stride = min(64, num_runs), REGION // num_runs
+    pairs = num_runs // layers
+    pattern = np.arange(layers) * stride * pairs
+    steps = np.stack([random.permutation(pairs), random.permutation(pairs)]) * stride
+    return Product((Term(Runs(pattern, pattern.copy(), np.full(layers, run_bytes)), steps),))
+
+
+def transposed(cell_bytes: int, heads: int, tokens: int, blocks: int, layers: int) -> Product:
+    """Head-major to token-major: every cell is a run of its own."""
+    random = np.random.default_rng(1)
+    head, token = np.meshgrid(np.arange(heads), np.arange(tokens), indexing="ij")
+    block_bytes = heads * tokens * cell_bytes
+    start = np.arange(layers)[:, None] * block_bytes * blocks
+    src = (start + ((head * tokens + token) * cell_bytes).ravel()).ravel()
+    dst = (start + ((token * heads + head) * cell_bytes).ravel()).ravel()
+    steps = np.stack([random.permutation(blocks), random.permutation(blocks)]) * block_bytes
+    return Product((Term(Runs(src, dst, np.full(len(src), cell_bytes)), steps),))
+
+
+CASES = {
+    "16 KiB pages, scattered": scattered(16 << 10, 32768),
+    "512 B cells, head-major to token-major": transposed(512, 8, 16, 512, 16),
+    "256 B cells, head-major to token-major": transposed(256, 8, 16, 1024, 16),
+    "4 KiB pages, scattered": scattered(4 << 10, 131072),
+    "1 MiB pages, scattered": scattered(MIB, 512),
+    "2 MiB in 128 pages": scattered(16 << 10, 128),
+    "1,000 B runs": scattered(1000, 524288),
+}
+
+
+@contextmanager
+def reader(
+    holder: Holder, source: Source, how: MappedReads, limits: CopyLimits | None
+) -> Iterator[NixlTransport]:
+    limits = limits or CopyLimits()
+    os.environ[BLOCKS_SETTING], os.environ[LAUNCH_SETTING] = str(limits.num_blocks), str(limits.launch_bytes)
+    transport = NixlTransport(mapped_reads=how)
+    transport.register(holder.regions)
+    try:
+        transport.connect("src", source.card, source.regions)
+        yield transport
+    finally:
+        transport.close()
+
+
+def read_seconds(transport: NixlTransport, product: Product, number: int) -> float:
+    ended = threading.Event()
+    transport.on_end(ended.set)
+    started = time.perf_counter()
+    transport.read(number, "src", product)
+    ended.wait(60)
+    seconds = time.perf_counter() - started
+    (end,) = transport.poll()
+    if end.error:
+        raise RuntimeError(end.error)
+    return seconds
+
+
+def check(cuda: Cuda, region: Region, product: Product, contents: np.ndarray) -> None:
+    """A few thousand runs of a product, byte by byte; the tests look at every byte."""
+    runs = product.runs
+    for i in np.random.default_rng(2).integers(0, len(runs), 2000):
+        src, dst, num_bytes = (int(column[i]) for column in (runs.src, runs.dst, runs.num_bytes))
+        got = np.frombuffer(cuda.download(region.address + dst, num_bytes), np.uint8)
+        if not (got == contents[src : src + num_bytes]).all():
+            raise RuntimeError(f"wrong bytes at {dst}")
+
+
+def plain_copy_seconds(cuda: Cuda, region: Region) -> float:
+    """Within one process: what the device can do."""
+    with cuda.current():
+        stream = cuda.make_stream()
+        half, took = region.num_bytes // 2, []
+        for _ in range(TURNS):
+            started = time.perf_counter()
+            cuda._cu.cuMemcpyDtoDAsync(region.address, region.address + half, half, stream)
+            cuda.wait_stream(stream)
+            took.append(time.perf_counter() - started)
+    return median(took)
+
+
+def reads() -> list[dict[str, Any]]:
+    cuda, rows = Cuda(0), []
+    holder = Holder(DEVICE)
+    holder.add("kv", np.zeros(REGION, np.uint8))
+    ways = [
+        ("mapped, all of the device", MappedReads.REQUIRE, ALL),
+        ("mapped, default limits", MappedReads.REQUIRE, CopyLimits()),
+        ("direct (NIXL)", MappedReads.OFF, CopyLimits()),
+    ]
+    seconds = plain_copy_seconds(cuda, holder.regions[0])
+    show(rows, "512 MiB", "plain copy in one process", 1, REGION // 2, [seconds])
+    with serving(1, [REGION], DEVICE) as served:
+        source = served.sources[0]
+        for way, how, limits in ways:
+            with reader(holder, source, how, limits) as transport:
+                for name, product in CASES.items():
+                    turns = TURNS if how is MappedReads.REQUIRE else 2
+                    if how is MappedReads.OFF and product.num_runs > 140_000:
+                        continue  # a quarter of a minute and more
+                    took = []
+                    for number in range(turns + 1):
+                        took.append(read_seconds(transport, product, number))
+                        time.sleep(PAUSE)
+                    check(cuda, holder.regions[0], product, source.contents[0])
+                    show(rows, name, way, product.num_runs, product.total_bytes, took[1:])
+    holder.free()
+    return rows
+
+
+def show(
+    rows: list[dict[str, Any]], name: str, way: str, num_runs: int, num_bytes: int, took: list[float]
+) -> None:
+    row = {"case": name, "way": way, "runs": num_runs, "bytes": num_bytes, "us": median(took) * 1e6}
+    row |= {"best_us": min(took) * 1e6, "gb_per_s": num_bytes / median(took) / 1e9}
+    rows.append(row)
+    times = f"{row['us']:>9,.0f} µs (best {row['best_us']:,.0f})"
+    print(f"{name:40} {way:27} {num_runs:>9,} runs {times:26} {row['gb_per_s']:8,.1f} GB/s", flush=True)
+
+
+# ---- fetches: from the call to the report, ticket held and peer met
+
+
+class TimedDestination(DestinationActor):
+    """Times its own calls: a pipe between would be slower than what is measured."""
+
+    def timed(self, ticket: Any, tables: Any, need: Any) -> tuple[float, Any]:
+        """Hold, wait until that is granted, then fetch: seconds to the report, and its record."""
+        held = self._endpoint.hold(ticket)
+        time.sleep(0.02)
+        started = time.perf_counter()
+        self._endpoint.fetch(ticket, tables, need, held=held)
+        while not (reports := self._endpoint.poll()):
+            time.sleep(10e-6)
+        seconds = time.perf_counter() - started
+        if reports[0].failure is not None:
+            raise RuntimeError(str(reports[0].failure))
+        return seconds, reports[0].record
+
+
+NUM_TOKENS = 4096
+
+
+def pair(
+    name: str, *, src: str = "block=16", dst: str = "block=16", is_scattered: bool = True
+) -> tuple[Any, ...]:
+    return name, src, dst, is_scattered
+
+
+PARTS_OF_A_FETCH = ("meet", "post", "move")
+PAIRS = [
+    pair("blocks of 16, scattered"),
+    pair("blocks of 16, consecutive", is_scattered=False),
+    pair("blocks 16 to 64", dst="block=64"),
+    pair("HND to NHD", dst="block=16,layout=NHD"),
+]
+
+
+def engine(topology: str, name: str) -> Any:
+    """An 8B-like cache: 32 layers, 8 KV heads of 128 channels in bf16; 4,096 tokens are 512 MiB."""
+    cache = attention(8, 128, "bf16")
+    model = Model("8b", tuple(Layer(f"layers.{i}", (cache,)) for i in range(32)))
+    cut = Topology.parse(topology)
+    return describe(model, Topology.parse(f"{topology},blocks={NUM_TOKENS * 3 // 2 // cut.block}"), name)
+
+
+def tables(manifest: Any, is_scattered: bool, seed: int) -> dict[str, BlockTable]:
+    group = manifest.groups[0]
+    number = NUM_TOKENS // group.tokens_per_block
+    ids = np.random.default_rng(seed).permutation(group.num_blocks) if is_scattered else np.arange(number) + 1
+    return {group.name: BlockTable.of(ids[:number])}
+
+
+def fetches() -> list[dict[str, Any]]:
+    timing, rows = Timing(lease=120, meet=60, read=120), []
+    settings = {
+        "mapped, all of the device": {SETTING: "require", BLOCKS_SETTING: "0", LAUNCH_SETTING: "0"},
+        "mapped, default limits": {SETTING: "require"},
+        "direct (NIXL)": {SETTING: "off"},
+    }
+    for what, src_topology, dst_topology, is_scattered in PAIRS:
+        src, dst = engine(src_topology, "src"), engine(dst_topology, "dst")
+        src_tables, dst_tables = tables(src, is_scattered, 1), tables(dst, is_scattered, 2)
+        need = {dst.groups[0].name: (Span(0, NUM_TOKENS),)}
+        source = SourceFleet(src, timing=timing, device=DEVICE)
+        try:
+            source.wait_whole()
+            source.prefill("first", src_tables, NUM_TOKENS)
+            for way, env in settings.items():
+                destination = DestinationFleet(
+                    dst, timing=timing, device=DEVICE, env=env, actor=TimedDestination
+                )
+                try:
+                    destination.wait_ready()
+                    turns = 3 if "direct" in way else TURNS
+                    took = []
+                    for turn in range(turns + 1):
+                        ticket = source.offer(f"{way}-{turn}", src_tables, NUM_TOKENS)
+                        took.append(destination.ranks[0].call("timed", ticket, dst_tables, need))
+                    names = {state.name: state.name for state in dst.states}
+                    (checked,) = destination.check(dst_tables, need, names, "first")
+                    if checked.num_wrong:
+                        raise RuntimeError(f"wrong cells: {checked}")
+                    record, seconds = took[-1][1], [seconds for seconds, _ in took[1:]]
+                    show(rows, what, way, record.num_runs, record.num_bytes, seconds)
+                    parts = [
+                        f"{name} {1e6 * getattr(record, f'{name}_seconds'):.0f}" for name in PARTS_OF_A_FETCH
+                    ]
+                    right = f"{checked.num_cells:,} cells right"
+                    print(f"{'':40} {record.way}; the last, in µs: {', '.join(parts)}; {right}", flush=True)
+                finally:
+                    destination.close()
+        finally:
+            source.close()
+    return rows
+
+
+# ---- beside: how much a copy slows other work down, and other work the copy
+
+
+def beside() -> list[dict[str, Any]]:
+    import torch
+
+    from kvferry.transport.mapped import Copy, DeviceCopier, MappedRank
+    from kvferry.transport.places import Places
+
+    class Nothing:
+        def close(self) -> None:
+            pass
+
+    cuda, rows = Cuda(0), []
+    memory = [torch.empty(REGION, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
+    src, dst = (Places("it", [Region("kv", REGION, one.data_ptr(), DEVICE)]) for one in memory)
+    product = CASES["16 KiB pages, scattered"]
+    square = [torch.randn(4096, 4096, device=DEVICE, dtype=torch.bfloat16) for _ in range(3)]
+    few, weights = (
+        (torch.randn(64, 8192, device=DEVICE, dtype=torch.bfloat16)),
+        [torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16) for _ in range(8)],
+    )
+    loops = {
+        "4096³ products": lambda: [torch.mm(square[0], square[1], out=square[2]) for _ in range(10)],
+        "64 × 8192² products (decode-like)": lambda: [torch.mm(few, weights[i % 8]) for i in range(20)],
+    }
+
+    def time_loop(work: Any) -> np.ndarray:
+        stream, took = torch.cuda.Stream(), []
+        with torch.cuda.stream(stream):
+            for _ in range(80):
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                work()
+                end.record()
+                end.synchronize()
+                took.append(begin.elapsed_time(end))
+        return np.array(took[20:])
+
+    for name, work in loops.items():
+        alone = time_loop(work)
+        for num_blocks in (8, 16, 32, 64, 0):
+            for launch_mib in (16, 64, 512):
+                copier = DeviceCopier(cuda, dst, CopyLimits(num_blocks, launch_mib * MIB))
+                rank, moved, is_over = MappedRank("it", Nothing(), src), [0], threading.Event()
+
+                def feed(
+                    copier: Any = copier, rank: Any = rank, moved: Any = moved, is_over: Any = is_over
+                ) -> None:
+                    while not is_over.is_set():
+                        ended = threading.Event()
+                        copier.submit(Copy(rank, product, lambda _, ended=ended: ended.set()))
+                        ended.wait()
+                        moved[0] += product.total_bytes
+
+                thread = threading.Thread(target=feed)
+                thread.start()
+                time.sleep(0.02)
+                before, started = moved[0], time.perf_counter()
+                took = time_loop(work)
+                speed = (moved[0] - before) / (time.perf_counter() - started) / 1e9
+                is_over.set()
+                thread.join()
+                copier.close(5)
+                row = {"loop": name, "blocks": num_blocks, "launch_mib": launch_mib, "copies_gb_per_s": speed}
+                row |= {"slower": float(np.median(took) / np.median(alone))}
+                row |= {"slower_p99": float(np.percentile(took, 99) / np.median(alone))}
+                rows.append(row)
+                slower = f"{row['slower']:.2f}x, p99 {row['slower_p99']:.2f}x"
+                print(
+                    f"{name:34} blocks {num_blocks or 'all':>4} launches of {launch_mib:>3} MiB:"
+                    f" the loop {slower}; copies {speed:6,.0f} GB/s",
+                    flush=True,
+                )
+    return rows
+
+
+PARTS = {"reads": reads, "fetches": fetches, "beside": beside}
+
+
+def main() -> None:
+    path = Path(__file__).with_suffix(".json")
+    results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    for part in sys.argv[1:] or list(PARTS):
+        print(f"--- {part}", flush=True)
+        results[part] = PARTS[part]()
+        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

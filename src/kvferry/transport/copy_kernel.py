@@ -1,0 +1,230 @@
+"""The copy kernel's other half: products become the table that ``copy.cu`` reads, in bounded launches.
+
+Before the kernel sees an address, it is checked against the memory that is really there: one bad address
+would destroy the engine's whole CUDA context. The checks are as quick as the product is short.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.core.product import Product
+from kvferry.core.runs import Runs
+from kvferry.core.view import Ints
+from kvferry.errors import TransportError
+from kvferry.transport.cuda import Arguments, Cuda, compile_kernel, compiler_version
+from kvferry.transport.places import Places
+from kvferry.transport.slices import cut_long
+
+WARP_SIZE, WORDS_PER_LANE = 32, 8
+TILE_WORDS = WARP_SIZE * WORDS_PER_LANE
+"""What a warp copies at a time; ``copy.cu`` has the same numbers."""
+THREADS_PER_BLOCK = 512
+MAX_WORD_BYTES = 16
+MAX_RUN_BYTES = 1 << 30
+"""The kernel counts the words of a run in 32 bits: longer runs are cut."""
+
+TERM = np.dtype(
+    [
+        ("src", "<u8"),
+        ("dst", "<u8"),
+        ("src_steps", "<u8"),
+        ("dst_steps", "<u8"),
+        ("first_tile", "<u8"),
+        ("num_words", "<u8"),
+        ("words_per_run", "<u4"),
+        ("pattern_runs", "<u4"),
+        ("word_bytes", "<u4"),
+        ("unused", "<u4"),
+    ]
+)
+"""``struct Term`` of ``copy.cu``."""
+TERM_WORDS = TERM.itemsize // 8
+
+Words = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """Runs of a pattern that are all of one length, as addresses: made once, used for every request.
+
+    ``src_room`` and ``dst_room`` say how far all of them can be moved before the first leaves its region.
+    """
+
+    addresses: Words
+    """Of the sources, if there are any, then of the destinations."""
+    num_runs: int
+    num_bytes: int
+    bits: int
+    """Every bit that is set in some address or in the length: the lowest one is what all are aligned to."""
+    src_room: int
+    dst_room: int
+    is_clear: bool
+
+
+def prepare(pattern: Runs, src: Places | None, dst: Places) -> tuple[Prepared, ...]:
+    """A pattern between two sides' memory; without ``src``, for filling with zeros.
+
+    Raises TransportError if any run of it leaves its region.
+    """
+    pattern = cut_long(pattern, MAX_RUN_BYTES)
+    same_length = (
+        pattern.where(pattern.num_bytes == num_bytes)
+        for num_bytes in np.unique(pattern.num_bytes).tolist()
+        if num_bytes
+    )
+    return tuple(_prepared(runs, src, dst) for runs in same_length)
+
+
+def _prepared(runs: Runs, src: Places | None, dst: Places) -> Prepared:
+    sides = ([(src, runs.src)] if src else []) + [(dst, runs.dst)]
+    rooms = [side.room(places, runs.num_bytes) for side, places in sides]
+    addresses = np.concatenate([side.addresses(places) for side, places in sides])
+    bits = int(np.bitwise_or.reduce(addresses)) | int(runs.num_bytes[0])
+    return Prepared(addresses, len(runs), int(runs.num_bytes[0]), bits, rooms[0], rooms[-1], src is None)
+
+
+@dataclass(frozen=True, eq=False)
+class Repeated:
+    """Prepared runs over the pairs of blocks of a request; raises TransportError if one leaves its region."""
+
+    prepared: Prepared
+    steps: Ints
+    """As in a product's term."""
+
+    def __post_init__(self) -> None:
+        low, high = self.steps.min(axis=1).tolist(), self.steps.max(axis=1).tolist()
+        rooms = self.prepared.src_room, self.prepared.dst_room
+        if min(low) < 0 or high[0] > rooms[0] or high[1] > rooms[1]:
+            detail = f"steps from {low} to {high} bytes, with room for {list(rooms)}"
+            raise TransportError("out-of-bounds", f"a run would leave its region: {detail}")
+
+    @property
+    def num_words(self) -> int:
+        """Words of 64 bits that its arrays take in the table."""
+        return len(self.prepared.addresses) + self.steps.size
+
+    @property
+    def word_bytes(self) -> int:
+        """The longest word that every run is aligned to and made of."""
+        bits = self.prepared.bits | MAX_WORD_BYTES | int(np.bitwise_or.reduce(self.steps, axis=None))
+        return bits & -bits
+
+    @property
+    def num_runs(self) -> int:
+        return self.prepared.num_runs * int(self.steps.shape[1])
+
+
+class Work(NamedTuple):
+    """A product in the form of the kernel."""
+
+    num_terms: int
+    num_tiles: int
+    num_bytes: int
+
+
+def repeated(product: Product, prepared: Callable[[Runs], Sequence[Prepared]]) -> list[Repeated]:
+    """The terms of a product, checked: no run of them leaves its region."""
+    terms = [term for term in product.terms if term.num_runs]
+    return [Repeated(part, term.each_pair()) for term in terms for part in prepared(term.pattern)]
+
+
+def table_words(terms: Sequence[Repeated]) -> int:
+    """How many words of 64 bits the table of these terms takes."""
+    return len(terms) * TERM_WORDS + sum(term.num_words for term in terms)
+
+
+def write_table(terms: Sequence[Repeated], table: Words, address: int) -> Work:
+    """Write what the kernel reads into ``table``, for being put at ``address``."""
+    heads = table[: len(terms) * TERM_WORDS].view(TERM)
+    at, num_tiles, num_bytes = len(heads) * TERM_WORDS, 0, 0
+    for i, term in enumerate(terms):
+        prepared, word_bytes, num_pairs = term.prepared, term.word_bytes, term.steps.shape[1]
+        arrays, steps = address + 8 * at, address + 8 * (at + len(prepared.addresses))
+        table[at : at + len(prepared.addresses)] = prepared.addresses
+        at += len(prepared.addresses)
+        table[at : at + 2 * num_pairs] = term.steps.ravel()
+        at += 2 * num_pairs
+        src, dst = (0, arrays) if prepared.is_clear else (arrays, arrays + 8 * prepared.num_runs)
+        words_per_run = prepared.num_bytes // word_bytes
+        num_words = words_per_run * term.num_runs
+        lengths = num_tiles, num_words, words_per_run, prepared.num_runs, word_bytes, 0
+        heads[i] = (src, dst, steps, steps + 8 * num_pairs, *lengths)
+        num_tiles += -(-num_words // TILE_WORDS)
+        num_bytes += prepared.num_bytes * term.num_runs
+    return Work(len(terms), num_tiles, num_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyLimits:
+    """How much of the device one copy may take, so that the engine's own work gets its turn.
+
+    The defaults are measured (``docs/performance.md``).
+    """
+
+    num_blocks: int = 32
+    """Blocks of 512 threads, at most one on each multiprocessor; 0: as many as the device holds."""
+    launch_bytes: int = 64 << 20
+    """A longer copy is several launches; 0: one launch whatever its length."""
+
+
+class CopyKernel:
+    """The compiled kernel on one device."""
+
+    def __init__(self, cuda: Cuda, limits: CopyLimits) -> None:
+        self._cuda = cuda
+        self._num_blocks = limits.num_blocks or 2 * cuda.num_multiprocessors
+        self._launch_bytes = limits.launch_bytes
+        self._kernel = cuda.load(_compiled(cuda.architecture), "copy_runs")
+
+    def launch(self, work: Work, table_address: int, stream: Any) -> None:
+        """Queue a product whose table is, or will be by then, at an address of the device."""
+        step = work.num_tiles
+        if self._launch_bytes:
+            step = max(1, work.num_tiles * self._launch_bytes // work.num_bytes)
+        warps_per_block = THREADS_PER_BLOCK // WARP_SIZE
+        for first in range(0, work.num_tiles, step):
+            stop = min(first + step, work.num_tiles)
+            num_blocks = min(self._num_blocks, -(-(stop - first) // warps_per_block))
+            arguments = Arguments(table_address, work.num_terms, first, stop)
+            self._cuda.launch(self._kernel, num_blocks, THREADS_PER_BLOCK, stream, arguments)
+
+
+def source() -> str:
+    """The kernel's text."""
+    return files(__package__).joinpath("copy.cu").read_text(encoding="utf-8")
+
+
+def _compiled(architecture: str) -> bytes:
+    """The kernel for an architecture: compiled once, and kept in the user's cache folder."""
+    text = source()
+    mark = hashlib.sha256(f"{text}\0{architecture}\0{compiler_version()}".encode()).hexdigest()[:32]
+    path = _cache_folder() / f"copy-{architecture}-{mark}.cubin"
+    try:
+        if path.stat().st_uid == os.getuid():
+            return path.read_bytes()
+    except OSError:
+        pass
+    binary = compile_kernel(text, architecture)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        draft = path.with_suffix(f".{os.getpid()}")
+        draft.write_bytes(binary)
+        draft.replace(path)
+    except OSError:
+        pass  # a folder that cannot be written costs a compilation at each start, nothing else
+    return binary
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "kvferry"

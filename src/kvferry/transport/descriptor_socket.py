@@ -1,0 +1,89 @@
+"""File descriptors from one process to another of the same host, for those who know a token.
+
+The socket has no name in the file system: it goes with its process, and is seen in its network namespace.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import secrets
+import socket
+import threading
+from collections.abc import Sequence
+
+from kvferry.errors import TransportError
+
+log = logging.getLogger(__name__)
+
+TOKEN_BYTES = 32
+MAX_AT_ONCE = 250
+"""Descriptors in one message; the kernel takes 253."""
+ANSWER_SECONDS = 5.0
+
+
+class DescriptorServer:
+    """Hands the same descriptors to everybody who shows the token, in a thread of its own."""
+
+    def __init__(self, descriptors: Sequence[int]) -> None:
+        self._descriptors = list(descriptors)
+        self._secret = secrets.token_bytes(TOKEN_BYTES)
+        self.name, self.token = f"kvferry-{secrets.token_hex(16)}", self._secret.hex()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(f"\0{self.name}")
+        self._socket.listen()
+        self._thread = threading.Thread(target=self._serve, name="kvferry-descriptors", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                caller, _ = self._socket.accept()
+            except OSError:
+                return  # closed
+            try:
+                with caller:
+                    caller.settimeout(ANSWER_SECONDS)
+                    self._answer(caller)
+            except OSError as error:
+                log.warning("a reader on this host got no descriptors: %s", error)
+
+    def _answer(self, caller: socket.socket) -> None:
+        shown = caller.recv(TOKEN_BYTES, socket.MSG_WAITALL)
+        if not hmac.compare_digest(shown, self._secret):
+            log.warning("somebody on this host asked for descriptors with a wrong token")
+            return
+        for at in range(0, len(self._descriptors), MAX_AT_ONCE):
+            socket.send_fds(caller, [b"."], self._descriptors[at : at + MAX_AT_ONCE])
+
+    def close(self) -> None:
+        """Hand out nothing more. The descriptors stay with whoever gave them."""
+        # Closing alone would leave the thread in accept().
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        finally:
+            self._socket.close()
+        self._thread.join(timeout=ANSWER_SECONDS)
+
+
+def receive_descriptors(name: str, token: str, number: int) -> list[int]:
+    """So many descriptors, which are the caller's to close; or TransportError, and none."""
+    received: list[int] = []
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+            caller.settimeout(ANSWER_SECONDS)
+            caller.connect(f"\0{name}")
+            caller.sendall(bytes.fromhex(token))
+            while len(received) < number:
+                data, descriptors, _, _ = socket.recv_fds(caller, 1, MAX_AT_ONCE)
+                received += descriptors
+                if not data:
+                    break
+        if len(received) == number:
+            return received
+        reason = f"{len(received)} of {number} descriptors came"
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    for descriptor in received:
+        socket.close(descriptor)
+    raise TransportError("no-descriptors", f"the source's memory cannot be opened: {reason}")

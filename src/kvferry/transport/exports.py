@@ -1,0 +1,259 @@
+"""Device memory for readers on the same host: what a source hands out, and what a reader makes of it.
+
+A region of device memory lies in one allocation of the driver's or, where memory was put together from
+pieces (virtual memory: vLLM's sleep mode, torch's expandable segments), in a row of them. A plain allocation
+is exported by a handle that travels in the card. A piece of virtual memory is exported by a file descriptor,
+which only a local socket can carry. What can be exported by neither is not exported, and the card says why.
+
+A reader opens what it is offered, checks how much of it is really there, and reads a secret that the source
+put beside it: an attribute that promises access proves nothing, a right answer does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+
+from kvferry.core.manifest import Region
+from kvferry.errors import TransportError
+from kvferry.transport.cuda import Allocation, Cuda, visible_devices
+from kvferry.transport.descriptor_socket import DescriptorServer, receive_descriptors
+
+PROBE_BYTES = 64
+MAX_EXPORT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedPiece:
+    """One allocation of the source's, or one piece of its virtual memory."""
+
+    num_bytes: int
+    handle: str = ""
+    """The driver's handle, in hexadecimal digits; empty for virtual memory, which has a descriptor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where a region lies: so many pieces from one on, from a byte of the first."""
+
+    first_piece: int
+    num_pieces: int
+    offset: int
+    address: int
+    """Where the source itself has it: a reader who was told another place was told of another region."""
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """All that a reader of the same host needs to open a rank's device memory."""
+
+    device: str
+    """The device's UUID: its index may differ from process to process."""
+    pieces: tuple[ExportedPiece, ...] = ()
+    extents: tuple[Extent, ...] = ()
+    """One for each region, in their order."""
+    probe: str = ""
+    """What the last piece begins with."""
+    socket: str = ""
+    """Where the descriptors of virtual memory are handed out; empty if there are none."""
+    token: str = ""
+    refusal: str = ""
+    """Why this memory cannot be opened by other processes; empty if it can."""
+
+    def to_bytes(self) -> bytes:
+        """For a card."""
+        return json.dumps(asdict(self), separators=(",", ":")).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Export:
+        """From a card; raises TransportError on anything else."""
+        try:
+            if len(data) > MAX_EXPORT_BYTES:
+                raise ValueError(f"{len(data)} bytes")
+            fields = json.loads(data)
+            pieces = tuple(ExportedPiece(int(p["num_bytes"]), str(p["handle"])) for p in fields.pop("pieces"))
+            extents = tuple(
+                Extent(*(int(e[name]) for name in ("first_piece", "num_pieces", "offset", "address")))
+                for e in fields.pop("extents")
+            )
+            texts = {name: str(fields[name]) for name in ("device", "probe", "socket", "token", "refusal")}
+            export = cls(pieces=pieces, extents=extents, **texts)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise TransportError("bad-card", f"no export of device memory: {error!r:.200}") from None
+        return export
+
+
+class Exporter:
+    """The source's side: exports a rank's regions once, and hands out descriptors until it is closed."""
+
+    def __init__(self, cuda: Cuda, regions: Sequence[Region]) -> None:
+        self._cuda = cuda
+        self._server: DescriptorServer | None = None
+        self._probe = 0
+        self._descriptors: list[int] = []
+        try:
+            self.export = self._exported(regions)
+        except (TransportError, OSError) as error:
+            self.close()
+            self.export = Export(cuda.uuid, refusal=str(error))
+
+    def _exported(self, regions: Sequence[Region]) -> Export:
+        pieces: list[ExportedPiece] = []
+        index: dict[int, int] = {}
+        extents = []
+        for region in regions:
+            row = self._row(region)
+            for allocation in row:
+                if allocation.address not in index:
+                    index[allocation.address] = len(pieces)
+                    pieces.append(self._piece(allocation))
+            first = index[row[0].address]
+            if [index[a.address] for a in row] != list(range(first, first + len(row))):
+                raise TransportError(
+                    "no-export", f"region {region.name!r} shares its pieces in another order"
+                )
+            extents.append(Extent(first, len(row), region.address - row[0].address, region.address))
+        probe = secrets.token_bytes(PROBE_BYTES)
+        self._probe = self._cuda.allocate(PROBE_BYTES)
+        self._cuda.upload(self._probe, probe)
+        # The driver hands out small allocations from a larger one: the probe may not be where that begins.
+        allocation = self._cuda.allocation_of(self._probe)
+        pieces.append(ExportedPiece(allocation.num_bytes, self._cuda.export(allocation).hex()))
+        extents.append(Extent(len(pieces) - 1, 1, self._probe - allocation.address, self._probe))
+        export = Export(self._cuda.uuid, tuple(pieces), tuple(extents), probe.hex())
+        if not self._descriptors:
+            return export
+        self._server = DescriptorServer(self._descriptors)
+        return replace(export, socket=self._server.name, token=self._server.token)
+
+    def _row(self, region: Region) -> list[Allocation]:
+        """The allocations that a region lies in, first to last."""
+        row = [self._cuda.allocation_of(region.address)]
+        while row[-1].address + row[-1].num_bytes < region.address + region.num_bytes:
+            row.append(self._cuda.allocation_of(row[-1].address + row[-1].num_bytes))
+        return row
+
+    def _piece(self, allocation: Allocation) -> ExportedPiece:
+        try:
+            return ExportedPiece(allocation.num_bytes, self._cuda.export(allocation).hex())
+        except TransportError as plain:
+            try:
+                self._descriptors.append(self._cuda.export_virtual(allocation))
+            except TransportError as virtual:
+                raise TransportError("no-export", f"neither {plain.detail}, nor {virtual.detail}") from None
+            return ExportedPiece(allocation.num_bytes)
+
+    def close(self) -> None:
+        """Hand out nothing more. What readers have opened stays theirs until they close it."""
+        if self._server:
+            self._server.close()
+        for descriptor in self._descriptors:
+            with suppress(OSError):
+                os.close(descriptor)
+        self._descriptors = []
+        if self._probe:
+            self._cuda.free(self._probe)
+            self._probe = 0
+
+
+@dataclass(eq=False)
+class Opened:
+    """The reader's side: another process's regions, mapped into this one."""
+
+    cuda: Cuda
+    regions: tuple[Region, ...]
+    """At the addresses that they have here."""
+    _plain: list[Allocation] = field(default_factory=list)
+    _virtual: list[Allocation] = field(default_factory=list)
+
+    @classmethod
+    def open(cls, cuda: Cuda, export: Export, regions: Sequence[Region]) -> Opened:
+        """Map everything, check its size, read the probe; or raise TransportError with nothing mapped."""
+        if export.refusal:
+            raise TransportError("no-export", f"the source cannot export its memory: {export.refusal}")
+        if len(export.extents) != len(regions) + 1:
+            raise TransportError(
+                "bad-card", f"{len(export.extents)} extents for {len(regions)} regions and a probe"
+            )
+        if export.device not in visible_devices():
+            detail = f"its memory is on device {export.device}, which this process does not see"
+            raise TransportError("not-mapped", f"{detail} (CUDA_VISIBLE_DEVICES)")
+        opened = cls(cuda, ())
+        try:
+            probe = Region("probe", PROBE_BYTES, export.extents[-1].address, regions[0].device)
+            mapped = opened._map(export, [*regions, probe])
+            opened.regions = tuple(mapped[:-1])
+            found = cuda.download(mapped[-1].address, PROBE_BYTES).hex()
+            if found != export.probe:
+                raise TransportError("bad-probe", "the mapped memory does not hold what the source put there")
+        except BaseException:
+            opened.close()
+            raise
+        return opened
+
+    def _map(self, export: Export, regions: Sequence[Region]) -> list[Region]:
+        """The regions at their addresses in this process."""
+        virtual = [i for i, piece in enumerate(export.pieces) if not piece.handle]
+        descriptors = receive_descriptors(export.socket, export.token, len(virtual)) if virtual else []
+        try:
+            by_piece = dict(zip(virtual, descriptors, strict=True))
+            rows: dict[tuple[int, int], Allocation] = {}
+            mapped = []
+            for extent, region in zip(export.extents, regions, strict=True):
+                row = extent.first_piece, extent.num_pieces
+                if row not in rows:
+                    rows[row] = self._map_row(export, by_piece, *row)
+                mapped.append(_inside(rows[row], extent, region))
+            return mapped
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _map_row(
+        self, export: Export, descriptors: dict[int, int], first: int, num_pieces: int
+    ) -> Allocation:
+        pieces = export.pieces[first : first + num_pieces] if first >= 0 and num_pieces > 0 else ()
+        if len(pieces) != num_pieces or not pieces:
+            raise TransportError("bad-card", f"no pieces {first} to {first + num_pieces}")
+        handles = [piece.handle for piece in pieces]
+        if len(pieces) == 1 and handles[0]:
+            allocation = self.cuda.open(_bytes(handles[0]))
+            self._plain.append(allocation)
+            return allocation
+        if any(handles):
+            raise TransportError("bad-card", "a region lies in pieces of two kinds")
+        sizes = [piece.num_bytes for piece in pieces]
+        row = [descriptors[first + i] for i in range(num_pieces)]
+        allocation = self.cuda.open_virtual(row, sizes)
+        self._virtual.append(allocation)
+        return allocation
+
+    def close(self) -> None:
+        """Unmap everything; nothing may be reading it any more. The source can free its memory after this."""
+        while self._plain:
+            self.cuda.close_opened(self._plain.pop())
+        while self._virtual:
+            self.cuda.close_virtual(self._virtual.pop())
+
+
+def _inside(row: Allocation, extent: Extent, region: Region) -> Region:
+    """A region at its address here, if that is what was exported, and enough of it was opened."""
+    if region.address != extent.address:
+        detail = f"{region.name!r} is at {region.address:#x}, but {extent.address:#x} was exported"
+        raise TransportError("no-connection", detail)
+    if not 0 <= extent.offset <= row.num_bytes - region.num_bytes:
+        opened = f"{row.num_bytes} bytes were opened"
+        wanted = f"{region.num_bytes} bytes from {extent.offset} on do not fit into them"
+        raise TransportError("bad-card", f"region {region.name!r}: {opened}, {wanted}")
+    return replace(region, address=row.address + extent.offset)
+
+
+def _bytes(digits: str) -> bytes:
+    try:
+        return bytes.fromhex(digits)
+    except ValueError:
+        raise TransportError("bad-card", f"no handle: {digits!r:.80}") from None

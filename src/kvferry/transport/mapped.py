@@ -1,0 +1,366 @@
+"""The mapped way: another process's device memory, opened here and copied by one kernel of ours.
+
+A copy takes a *lane*: a stream of the device, room for the table that the kernel reads, and a thread that
+waits for the end. There are a few lanes, so that a copy whose destination the engine still writes to holds up
+no other.
+
+The only end of a copy is the one that the device reports. A source that dies meanwhile changes nothing for
+the copy: its memory stays while it is mapped here, and whether the bytes count is the lease's to say. So a
+remote rank is unmapped as soon as it is forgotten and nothing reads it any more: until then, the dead
+engine's device memory stays taken.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from time import sleep
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from kvferry.core.manifest import Region
+from kvferry.core.product import Product
+from kvferry.core.runs import Runs
+from kvferry.errors import TransportError
+from kvferry.transport.base import CANCELLED, Connected, DeviceEvent, Way
+from kvferry.transport.cards import export_in, unpack_card
+from kvferry.transport.copy_kernel import (
+    CopyKernel,
+    CopyLimits,
+    Prepared,
+    Repeated,
+    Words,
+    Work,
+    prepare,
+    repeated,
+    table_words,
+    write_table,
+)
+from kvferry.transport.cuda import Cuda
+from kvferry.transport.exports import Export, Opened
+from kvferry.transport.places import Places
+
+log = logging.getLogger(__name__)
+
+HOST = "cpu"
+NUM_LANES = 4
+TABLE_BYTES = 4 << 20
+"""Room for the table of one copy, pinned and on the device; a longer one makes it grow."""
+SURE_BYTES_PER_SECOND = 4e12
+"""No device copies faster: for so long a thread need not look whether a copy is done."""
+AFTER_NAP_SECONDS = 200e-6
+"""How often is looked whether the device has come to the event that a copy waits for."""
+NAP_SECONDS = 150e-6
+"""What a nap may take longer than it should."""
+
+
+Patterns = WeakKeyDictionary[Runs, tuple[Prepared, ...]]
+"""Patterns as addresses. A route keeps its patterns, and goes with its peer."""
+
+
+@dataclass(eq=False)
+class MappedRank:
+    """A remote rank whose memory is open here."""
+
+    name: str
+    opened: Opened
+    places: Places
+    num_copies: int = 0
+    """Copies that have not ended."""
+    is_forgotten: bool = False
+    prepared: Patterns = field(default_factory=WeakKeyDictionary)
+
+
+@dataclass(eq=False)
+class Copy:
+    """A read, or a clearing, that has not ended."""
+
+    rank: MappedRank | None
+    """None: fill with zeros."""
+    product: Product
+    report: Callable[[str], None]
+    """Called once, when it has ended, with the error or an empty text."""
+    after: DeviceEvent | None = None
+    """Nothing is written before the device has come to this mark of the engine's."""
+    terms: list[Repeated] = field(default_factory=list)
+    num_bytes: int = 0
+
+
+class DeviceCopier:
+    """Copies from every remote rank that could be opened, into this rank's own device memory."""
+
+    def __init__(self, cuda: Cuda, ours: Places, limits: CopyLimits | None = None) -> None:
+        self._cuda, self._ours = cuda, ours
+        kernel = CopyKernel(cuda, limits or CopyLimits())
+        self._clearing: Patterns = WeakKeyDictionary()
+        self._lock = threading.Condition()
+        self._ranks: set[MappedRank] = set()
+        self._waiting: deque[Copy] = deque()
+        """Copies for which no lane is free; first come, first served."""
+        self._lanes = [CopyLane(cuda, kernel, self._next) for _ in range(NUM_LANES)]
+        self._free = list(self._lanes)
+        self._is_closed = False
+
+    def connect(self, name: str, card: bytes, regions: Sequence[Region], timeout_s: float) -> MappedLink:
+        """Map a remote rank's memory; raises TransportError, with nothing left mapped, if it is not right."""
+        unpack_card(card)
+        export = Export.from_bytes(export_in(card))
+        if any(region.device == HOST for region in regions):
+            raise TransportError("not-mapped", "some of its memory is the host's")
+        opened = Opened.open(self._cuda, export, regions)
+        rank = MappedRank(name, opened, Places(name, opened.regions))
+        with self._lock:
+            self._ranks.add(rank)
+        return MappedLink(self, rank)
+
+    def clear(self, product: Product, report: Callable[[str], None], after: DeviceEvent | None) -> None:
+        """Fill the destination places of a product with zeros."""
+        self.submit(Copy(None, product, report, after))
+
+    def submit(self, copy: Copy) -> None:
+        """Start a copy, or put it in line; never waits for the device.
+
+        Raises TransportError, with nothing written and no end to come, if a run would leave its region.
+        """
+        copy.terms = self._terms(copy)
+        with self._lock:
+            if self._is_closed:
+                raise TransportError("closed", "this transport was closed")
+            if copy.rank:
+                if copy.rank.is_forgotten:
+                    raise TransportError("unknown-peer", f"{copy.rank.name!r} was forgotten")
+                copy.rank.num_copies += 1
+            lane = self._free.pop() if self._free else None
+            if lane is None:
+                self._waiting.append(copy)
+        if lane:
+            lane.start(copy)
+
+    def cancel(self, copy: Copy) -> None:
+        """Do not start a copy that waits; one that was started ends soon by itself."""
+        with self._lock:
+            if copy not in self._waiting:
+                return
+            self._waiting.remove(copy)
+        self._end(copy, CANCELLED)
+
+    def forget(self, rank: MappedRank) -> None:
+        """Unmap a remote rank, now or when its last copy has ended."""
+        with self._lock:
+            rank.is_forgotten = True
+            waiting = [copy for copy in self._waiting if copy.rank is rank]
+        for copy in waiting:
+            self.cancel(copy)
+        self._unmap_if_quiet(rank)
+
+    def close(self, timeout_s: float) -> bool:
+        """Start nothing more, wait for what was started, unmap everything; whether it ended in time."""
+        with self._lock:
+            self._is_closed = True
+            waiting, self._waiting = self._waiting, deque()
+        for copy in waiting:
+            self._end(copy, "the transport was closed")
+        with self._lock:  # whoever took a lane before may not have started its copy yet
+            if not self._lock.wait_for(lambda: len(self._free) == len(self._lanes), timeout_s):
+                return False
+        for lane in self._lanes:
+            lane.close()
+        for rank in list(self._ranks):
+            self.forget(rank)
+        return True
+
+    def _terms(self, copy: Copy) -> list[Repeated]:
+        """What the kernel is to copy, checked against the memory that is there."""
+        known = copy.rank.prepared if copy.rank else self._clearing
+        src = copy.rank.places if copy.rank else None
+
+        def prepared(pattern: Runs) -> tuple[Prepared, ...]:
+            found = known.get(pattern)
+            if found is None:
+                found = known[pattern] = prepare(pattern, src, self._ours)
+            return found
+
+        return repeated(copy.product, prepared)
+
+    def _next(self, lane: CopyLane, ended: Copy, error: str) -> None:
+        """A lane is through with a copy, and takes the next one."""
+        with self._lock:
+            following = self._waiting.popleft() if self._waiting else None
+        if following:
+            lane.start(following)
+        self._end(ended, error)
+        if following is None:
+            with self._lock:
+                self._free.append(lane)
+                self._lock.notify_all()
+            self._start_waiting()
+
+    def _start_waiting(self) -> None:
+        """A copy may have come while a lane was on its way to being free."""
+        with self._lock:
+            if not self._waiting or not self._free:
+                return
+            lane, copy = self._free.pop(), self._waiting.popleft()
+        lane.start(copy)
+
+    def _end(self, copy: Copy, error: str) -> None:
+        if copy.rank:
+            with self._lock:
+                copy.rank.num_copies -= 1
+            self._unmap_if_quiet(copy.rank)
+        copy.report(error)
+
+    def _unmap_if_quiet(self, rank: MappedRank) -> None:
+        with self._lock:
+            if not rank.is_forgotten or rank.num_copies or rank not in self._ranks:
+                return
+            self._ranks.discard(rank)
+        try:
+            rank.opened.close()
+        except TransportError as error:
+            log.warning("the memory of %s could not be unmapped: %s", rank.name, error)
+
+
+class MappedLink:
+    """A remote rank whose memory is open here, for a transport."""
+
+    connected = Connected(Way.MAPPED)
+
+    def __init__(self, copier: DeviceCopier, rank: MappedRank) -> None:
+        self._copier, self._rank = copier, rank
+        self._copies: dict[int, Copy] = {}
+        """By transfer, those that have not ended."""
+
+    def read(
+        self, transfer: int, product: Product, report: Callable[[str], None], after: DeviceEvent | None
+    ) -> None:
+        """Start a copy, or have it wait for a lane."""
+
+        def end(error: str) -> None:
+            self._copies.pop(transfer, None)
+            report(error)
+
+        copy = self._copies[transfer] = Copy(self._rank, product, end, after)
+        try:
+            self._copier.submit(copy)
+        except BaseException:
+            del self._copies[transfer]
+            raise
+
+    def cancel(self, transfer: int) -> None:
+        """Do not start a copy that waits."""
+        if copy := self._copies.get(transfer):
+            self._copier.cancel(copy)
+
+    def forget(self) -> None:
+        """Unmap the rank's memory once nothing reads it."""
+        self._copier.forget(self._rank)
+
+
+class CopyLane:
+    """A stream, a table, and a thread that waits for the device: one copy at a time.
+
+    Whoever starts a copy queues it on the device; the thread only waits for its end. That saves the time in
+    which a second thread wakes up, in which the device copies a hundred megabytes.
+    """
+
+    def __init__(self, cuda: Cuda, kernel: CopyKernel, on_end: Callable[[CopyLane, Copy, str], None]) -> None:
+        self._cuda, self._kernel, self._on_end = cuda, kernel, on_end
+        with cuda.current():
+            self._stream, self._mark = cuda.make_stream(), cuda.make_event()
+        self._table = _Table(cuda, TABLE_BYTES)
+        self._started: SimpleQueue[tuple[Copy, str] | None] = SimpleQueue()
+        with cuda.current():  # the first launch loads the kernel, and waits for all work of the device
+            kernel.launch(Work(0, 1, 1), self._table.address, self._stream)
+            cuda.wait_stream(self._stream)
+        self._thread = threading.Thread(target=self._run, name="kvferry-copy", daemon=True)
+        self._thread.start()
+
+    def start(self, copy: Copy) -> None:
+        """Queue a copy on the device; in any thread, one at a time."""
+        try:
+            with self._cuda.current():
+                error = self._queue(copy)
+        except TransportError as failure:
+            error = str(failure)
+        except Exception as failure:
+            log.exception("a copy could not be started, for an unexpected reason")
+            error = f"unexpected: {failure!r}"
+        self._started.put((copy, error))
+
+    def _queue(self, copy: Copy) -> str:
+        num_words = table_words(copy.terms)
+        table = self._table.room(num_words)
+        work = write_table(copy.terms, table.words, table.address)
+        copy.num_bytes = work.num_bytes
+        if not work.num_tiles:
+            return ""
+        if copy.after is not None:
+            self._cuda.wait_in_stream(self._stream, copy.after)
+        self._cuda.upload_later(table.address, table.pinned, 8 * num_words, self._stream)
+        self._kernel.launch(work, table.address, self._stream)
+        return ""
+
+    def _run(self) -> None:
+        self._cuda.bind_thread()
+        while started := self._started.get():
+            copy, error = started
+            try:
+                # Also after an error: some of the copy may have been queued.
+                self._wait(copy)
+            except TransportError as failure:
+                error = error or str(failure)
+            except Exception as failure:  # this thread serves everybody: no copy may end it
+                log.exception("a copy failed in an unexpected way")
+                error = error or f"unexpected: {failure!r}"
+            try:
+                self._on_end(self, copy, error)
+            except Exception:
+                log.exception("the end of a copy could not be reported")
+        self._table.free()
+        self._cuda.free_event(self._mark)
+        self._cuda.free_stream(self._stream)
+
+    def _wait(self, copy: Copy) -> None:
+        """Sleep while the copy surely still runs, then wait for its end."""
+        self._cuda.record(self._mark, self._stream)
+        while copy.after is not None and not self._cuda.has_come_to(copy.after):
+            sleep(AFTER_NAP_SECONDS)
+        nap = copy.num_bytes / SURE_BYTES_PER_SECOND - NAP_SECONDS
+        if nap > 0:
+            sleep(nap)
+        self._cuda.wait_event(self._mark)
+
+    def close(self) -> None:
+        """End the thread. Nothing may be under way."""
+        if self._thread.is_alive():
+            self._started.put(None)
+            self._thread.join()
+
+
+class _Table:
+    """Pinned memory that tables are written in, and the device memory that they are uploaded to."""
+
+    def __init__(self, cuda: Cuda, num_bytes: int) -> None:
+        self._cuda = cuda
+        self._allocate(num_bytes)
+
+    def _allocate(self, num_bytes: int) -> None:
+        self.pinned, self.address = self._cuda.allocate_pinned(num_bytes), self._cuda.allocate(num_bytes)
+        self.words: Words = self._cuda.pinned_array(self.pinned, num_bytes).view(np.uint64)
+
+    def room(self, num_words: int) -> _Table:
+        """Itself, with room for so many words. Nothing of an earlier copy may be under way."""
+        if num_words > len(self.words):
+            self.free()
+            self._allocate(8 << (num_words - 1).bit_length())
+        return self
+
+    def free(self) -> None:
+        self._cuda.free_pinned(self.pinned)
+        self._cuda.free(self.address)
