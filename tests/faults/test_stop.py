@@ -80,6 +80,7 @@ def test_an_abort_in_flight_is_reported_after_the_last_byte(harbour, source, two
         ticket = harbour.offer(source, BIG)
         load = two.fetch(ticket)
         harbour.in_flight(two, 2)
+        time.sleep(0.5)  # until the fabric was asked: before that, an abort is reported at once
         two.abort(load)
         harbour.silent(two, load)
         two.abort(load)  # again: nothing changes
