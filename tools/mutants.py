@@ -49,7 +49,7 @@ PACKAGE = ROOT / "src" / "kvferry"
 
 ROOMS = {
     "core": ("tests/core", "tests/test_sabotage.py", "tests/requirements"),
-    "layout": ("tests/layout", "tests/test_packings.py", "tests/requirements/test_r003.py"),
+    "layout": ("tests/layout", "tests/test_packings.py", "tests/requirements", "tests/test_vllm_corpus.py"),
     "wire": ("tests/wire",),
     "runtime": ("tests/runtime", "tests/endpoint"),
     "transport": ("tests/transport",),

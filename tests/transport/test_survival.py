@@ -208,6 +208,14 @@ def test_a_connection_that_fails_leaves_nothing_behind(spoilt, holder, near, cal
     assert_well(transport)
 
 
+def test_who_asked_for_what_ends_the_thread_hears_of_it(spoilt, holder, near):
+    transport = transport_of(spoilt, holder, near)
+    spoilt.spoil("add", error=SystemExit("spoilt"))
+    with pytest.raises(TransportError, match="spoilt"):
+        connect(transport, "other", near.sources[1])
+    transport.close()
+
+
 @pytest.mark.parametrize("call", ["register", "metadata"])
 def test_memory_that_cannot_be_registered_is_an_error_and_can_be_tried_again(spoilt, holder, call):
     transport = NixlTransport(make_agent=spoilt.make)

@@ -1,4 +1,4 @@
-"""The core is made of values: nobody changes them under somebody who holds them."""
+"""Core and layout are made of values: nobody changes them under somebody who holds them."""
 
 import importlib
 import inspect
@@ -7,10 +7,12 @@ from dataclasses import is_dataclass
 
 import pytest
 
-from kvferry import core
+from kvferry import core, layout
 
 MODULES = [
-    importlib.import_module(f"kvferry.core.{module.name}") for module in pkgutil.iter_modules(core.__path__)
+    importlib.import_module(f"{room.__name__}.{module.name}")
+    for room in (core, layout)
+    for module in pkgutil.iter_modules(room.__path__)
 ]
 VALUES = [
     cls
@@ -21,5 +23,5 @@ VALUES = [
 
 
 @pytest.mark.parametrize("cls", VALUES, ids=lambda cls: cls.__name__)
-def test_a_dataclass_of_the_core_is_frozen(cls):
+def test_a_dataclass_of_a_pure_room_is_frozen(cls):
     assert cls.__dataclass_params__.frozen
