@@ -172,3 +172,27 @@ def test_host_and_kernel_agree_on_the_form_of_a_term() -> None:
     assert TERM.itemsize == 64
     assert "#define WORDS_PER_LANE 8" in copy_kernel.source()
     assert TILE_WORDS == WARP_SIZE * 8
+
+
+def test_a_launch_without_terms_looks_at_no_table(on_cpu: ctypes.CDLL) -> None:
+    """The first launch only loads the kernel; what its table holds is left from whoever had the memory before."""
+    memory = Memory()
+    runs = Runs(np.array([place(0, 0)]), np.array([place(1, 0)]), np.array([64]))
+    terms = terms_of(Product.of(runs), memory.src_places, memory.dst_places)
+    table = np.zeros(table_words(terms), np.uint64)
+    write_table(terms, table, table.ctypes.data)
+    numbers = (ctypes.c_uint64(n) for n in (0, 0, 1, 1))
+    on_cpu.copy_runs(ctypes.c_void_p(table.ctypes.data), *numbers)
+    assert (memory.dst[1] == 255).all()
+
+
+LONG = 3 << 30
+
+
+@pytest.mark.parametrize(("where", "num_bytes"), [(0, -1), (LONG + 1, 0), (0, 1 << 62), (place(2, 0), 0)])
+def test_an_impossible_run_is_refused_beside_a_long_one(where: int, num_bytes: int) -> None:
+    """Cutting long runs would drop it, or make more of it than fits into memory."""
+    places = Places("ours", [Region("r", LONG, 1 << 40), Region("s", LONG, 2 << 40)])
+    runs = Runs(np.array([0, where]), np.array([0, 0]), np.array([LONG, num_bytes]))
+    with pytest.raises(TransportError):
+        prepare(runs, places, places)

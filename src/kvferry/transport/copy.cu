@@ -93,6 +93,7 @@ template <class Word> KVFERRY_DEVICE void copy_tile(const Term& term, u64 tile, 
 }
 
 KVFERRY_DEVICE void copy_tiles(const Term* terms, u32 num_terms, u64 tile, u64 stop_tile, u64 step, u32 lane) {
+  if (num_terms == 0) return;  // a launch that only loads the kernel: the table holds whatever was there before
   u32 low = 0;
   for (u32 high = num_terms; high - low > 1;) {
     const u32 middle = (low + high) / 2;

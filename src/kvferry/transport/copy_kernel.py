@@ -76,6 +76,9 @@ def prepare(pattern: Runs, src: Places | None, dst: Places) -> tuple[Prepared, .
 
     Raises TransportError if any run of it leaves its region.
     """
+    if src:
+        src.check(pattern.src, pattern.num_bytes)
+    dst.check(pattern.dst, pattern.num_bytes)
     pattern = cut_long(pattern, MAX_RUN_BYTES)
     same_length = (
         pattern.where(pattern.num_bytes == num_bytes)
