@@ -15,7 +15,7 @@ import json
 import os
 import secrets
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 
 from kvferry.core.manifest import Region
@@ -234,10 +234,11 @@ class Opened:
 
     def close(self) -> None:
         """Unmap everything; nothing may be reading it any more. The source can free its memory after this."""
-        while self._plain:
-            self.cuda.close_opened(self._plain.pop())
-        while self._virtual:
-            self.cuda.close_virtual(self._virtual.pop())
+        with ExitStack() as everything:  # one that fails keeps no other from being unmapped
+            while self._plain:
+                everything.callback(self.cuda.close_opened, self._plain.pop())
+            while self._virtual:
+                everything.callback(self.cuda.close_virtual, self._virtual.pop())
 
 
 def _inside(row: Allocation, extent: Extent, region: Region) -> Region:

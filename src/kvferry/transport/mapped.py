@@ -16,7 +16,9 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from time import sleep
 from weakref import WeakKeyDictionary
@@ -44,6 +46,7 @@ from kvferry.transport.copy_kernel import (
 from kvferry.transport.cuda import Cuda
 from kvferry.transport.exports import Export, Opened
 from kvferry.transport.places import Places
+from kvferry.transport.quietly import quietly
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +105,14 @@ class DeviceCopier:
         self._ranks: set[MappedRank] = set()
         self._waiting: deque[Copy] = deque()
         """Copies for which no lane is free; first come, first served."""
-        self._lanes = [CopyLane(cuda, kernel, self._next) for _ in range(NUM_LANES)]
+        self._lanes: list[CopyLane] = []
+        try:
+            while len(self._lanes) < NUM_LANES:
+                self._lanes.append(CopyLane(cuda, kernel, self._next))
+        except BaseException:
+            for lane in self._lanes:
+                lane.close()
+            raise
         self._free = list(self._lanes)
         self._is_closed = False
 
@@ -115,7 +125,12 @@ class DeviceCopier:
         opened = Opened.open(self._cuda, export, regions)
         rank = MappedRank(name, opened, Places(name, opened.regions))
         with self._lock:
-            self._ranks.add(rank)
+            is_closed = self._is_closed
+            if not is_closed:
+                self._ranks.add(rank)
+        if is_closed:  # whoever closed has unmapped all that was there, and does not come again
+            opened.close()
+            raise TransportError("closed", "this transport was closed")
         return MappedLink(self, rank)
 
     def clear(self, product: Product, report: Callable[[str], None], after: DeviceEvent | None) -> None:
@@ -193,12 +208,14 @@ class DeviceCopier:
             following = self._waiting.popleft() if self._waiting else None
         if following:
             lane.start(following)
-        self._end(ended, error)
-        if following is None:
-            with self._lock:
-                self._free.append(lane)
-                self._lock.notify_all()
-            self._start_waiting()
+        try:
+            self._end(ended, error)
+        finally:
+            if following is None:
+                with self._lock:
+                    self._free.append(lane)
+                    self._lock.notify_all()
+                self._start_waiting()
 
     def _start_waiting(self) -> None:
         """A copy may have come while a lane was on its way to being free."""
@@ -222,7 +239,7 @@ class DeviceCopier:
             self._ranks.discard(rank)
         try:
             rank.opened.close()
-        except TransportError as error:
+        except Exception as error:  # whatever it is, the copies that have ended are still to be reported
             log.warning("the memory of %s could not be unmapped: %s", rank.name, error)
 
 
@@ -271,13 +288,18 @@ class CopyLane:
 
     def __init__(self, cuda: Cuda, kernel: CopyKernel, on_end: Callable[[CopyLane, Copy, str], None]) -> None:
         self._cuda, self._kernel, self._on_end = cuda, kernel, on_end
-        with cuda.current():
-            self._stream, self._mark = cuda.make_stream(), cuda.make_event()
-        self._table = _Table(cuda, TABLE_BYTES)
         self._started: SimpleQueue[tuple[Copy, str] | None] = SimpleQueue()
-        with cuda.current():  # the first launch loads the kernel, and waits for all work of the device
+        with cuda.current(), ExitStack() as undo:
+            self._stream = cuda.make_stream()
+            undo.callback(cuda.free_stream, self._stream)
+            self._mark = cuda.make_event()
+            undo.callback(cuda.free_event, self._mark)
+            self._table = _Table(cuda, TABLE_BYTES)
+            undo.callback(self._table.free)
+            # The first launch loads the kernel, and waits for all work of the device.
             kernel.launch(Work(0, 1, 1), self._table.address, self._stream)
             cuda.wait_stream(self._stream)
+            self._give_up = undo.pop_all()
         self._thread = threading.Thread(target=self._run, name="kvferry-copy", daemon=True)
         self._thread.start()
 
@@ -322,19 +344,21 @@ class CopyLane:
                 self._on_end(self, copy, error)
             except Exception:
                 log.exception("the end of a copy could not be reported")
-        self._table.free()
-        self._cuda.free_event(self._mark)
-        self._cuda.free_stream(self._stream)
+        quietly(self._give_up.close)
 
     def _wait(self, copy: Copy) -> None:
-        """Sleep while the copy surely still runs, then wait for its end."""
-        self._cuda.record(self._mark, self._stream)
-        while copy.after is not None and not self._cuda.has_come_to(copy.after):
-            sleep(AFTER_NAP_SECONDS)
-        nap = copy.num_bytes / SURE_BYTES_PER_SECOND - NAP_SECONDS
-        if nap > 0:
-            sleep(nap)
-        self._cuda.wait_event(self._mark)
+        """Sleep while the copy surely still runs, then wait for its end, whatever goes wrong before."""
+        wait = partial(self._cuda.wait_stream, self._stream)
+        try:
+            self._cuda.record(self._mark, self._stream)
+            wait = partial(self._cuda.wait_event, self._mark)
+            while copy.after is not None and not self._cuda.has_come_to(copy.after):
+                sleep(AFTER_NAP_SECONDS)
+            nap = copy.num_bytes / SURE_BYTES_PER_SECOND - NAP_SECONDS
+            if nap > 0:
+                sleep(nap)
+        finally:
+            wait()
 
     def close(self) -> None:
         """End the thread. Nothing may be under way."""
@@ -351,16 +375,26 @@ class _Table:
         self._allocate(num_bytes)
 
     def _allocate(self, num_bytes: int) -> None:
-        self.pinned, self.address = self._cuda.allocate_pinned(num_bytes), self._cuda.allocate(num_bytes)
+        pinned = self._cuda.allocate_pinned(num_bytes)
+        try:
+            address = self._cuda.allocate(num_bytes)
+        except BaseException:
+            self._cuda.free_pinned(pinned)
+            raise
+        self.pinned, self.address = pinned, address
         self.words: Words = self._cuda.pinned_array(self.pinned, num_bytes).view(np.uint64)
 
     def room(self, num_words: int) -> _Table:
         """Itself, with room for so many words. Nothing of an earlier copy may be under way."""
         if num_words > len(self.words):
-            self.free()
-            self._allocate(8 << (num_words - 1).bit_length())
+            pinned, address = self.pinned, self.address
+            self._allocate(8 << (num_words - 1).bit_length())  # may fail: the table stays as it is then
+            self._free(pinned, address)
         return self
 
     def free(self) -> None:
-        self._cuda.free_pinned(self.pinned)
-        self._cuda.free(self.address)
+        self._free(self.pinned, self.address)
+
+    def _free(self, pinned: int, address: int) -> None:
+        self._cuda.free_pinned(pinned)
+        self._cuda.free(address)

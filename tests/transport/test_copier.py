@@ -1,0 +1,462 @@
+"""The copier's threads, lanes and tables over a device that is made of threads and host memory.
+
+Its streams run by themselves, a little later than they are asked to, and it notes what would destroy a real
+context: memory that is read or written after it was given up.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+
+import numpy as np
+import pytest
+
+from kvferry.core.manifest import Region
+from kvferry.core.product import Product
+from kvferry.core.runs import Runs, place
+from kvferry.errors import TransportError
+from kvferry.transport import copy_kernel, exports, mapped
+from kvferry.transport.base import CANCELLED
+from kvferry.transport.cards import pack_card
+from kvferry.transport.copy_kernel import TERM
+from kvferry.transport.cuda import Allocation
+from kvferry.transport.exports import PROBE_BYTES, Export, ExportedPiece, Extent
+from kvferry.transport.mapped import NUM_LANES, DeviceCopier
+from kvferry.transport.places import Places
+
+UUID = "00" * 16
+CELL, NUM_CELLS = 64, 512
+PATIENCE_S = 5.0
+
+
+class FakeEvent:
+    def __init__(self) -> None:
+        self.has_come = threading.Event()
+        self.has_come.set()
+        self.is_freed = False
+
+
+class FakeStream:
+    """Does what is queued, in order, in a thread of its own."""
+
+    def __init__(self, delay_s: float) -> None:
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._delay_s = delay_s
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def put(self, job: Callable[[], None] | None) -> None:
+        self._jobs.put(job)
+
+    def _run(self) -> None:
+        while job := self._jobs.get():
+            time.sleep(random.random() * self._delay_s)
+            job()
+
+
+class FakeCuda:
+    """A device: its calls are those of ``Cuda`` that the copier makes."""
+
+    uuid, architecture, num_multiprocessors = UUID, "sm_0", 4
+
+    def __init__(self, delay_s: float = 0.0) -> None:
+        self._delay_s = delay_s
+        self._lock = threading.Lock()
+        self.memory: dict[int, np.ndarray] = {}
+        """What is allocated or pinned, by address."""
+        self._given_up: list[np.ndarray] = []
+        """Kept, so that nobody else gets its addresses."""
+        self.exported: dict[bytes, np.ndarray] = {}
+        self.mapped: list[Allocation] = []
+        self.num_streams = self.num_events = 0
+        self.faults: list[str] = []
+        self.failing: set[str] = set()
+        """Calls that fail."""
+
+    def _may_fail(self, call: str) -> None:
+        if call in self.failing:
+            raise TransportError("cuda", f"{call} failed")
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        yield
+
+    def bind_thread(self) -> None:
+        pass
+
+    # -- memory
+
+    def allocate(self, num_bytes: int) -> int:
+        self._may_fail("allocate")
+        return self._new(num_bytes)
+
+    def allocate_pinned(self, num_bytes: int) -> int:
+        return self._new(num_bytes)
+
+    def _new(self, num_bytes: int) -> int:
+        buffer = np.full(num_bytes, 0xAB, np.uint8)
+        with self._lock:
+            self.memory[buffer.ctypes.data] = buffer
+        return buffer.ctypes.data
+
+    def free(self, address: int) -> None:
+        with self._lock:
+            buffer = self.memory.pop(address, None)
+            if buffer is None:
+                self.faults.append("freed twice")
+                return
+            buffer[:] = 0xDD
+            self._given_up.append(buffer)
+
+    free_pinned = free
+
+    def pinned_array(self, address: int, num_bytes: int) -> np.ndarray:
+        return self.memory[address][:num_bytes]
+
+    def download(self, address: int, num_bytes: int) -> bytes:
+        return ctypes.string_at(address, num_bytes)
+
+    # -- memory of others
+
+    def open(self, handle: bytes) -> Allocation:
+        if handle not in self.exported:
+            raise TransportError("cuda", "no such handle")
+        buffer = self.exported[handle]
+        allocation = Allocation(buffer.ctypes.data, buffer.nbytes)
+        with self._lock:
+            self.mapped.append(allocation)
+        return allocation
+
+    def close_opened(self, allocation: Allocation) -> None:
+        with self._lock:
+            self.mapped.remove(allocation)
+        self._may_fail("close_opened")
+
+    def _check_mapped(self, address: int, num_bytes: int) -> None:
+        with self._lock:
+            spans = [(a.address, a.num_bytes) for a in self.mapped]
+        if not any(at <= address and address + num_bytes <= at + length for at, length in spans):
+            self.faults.append("a copy read memory that is not mapped")
+
+    # -- work in order
+
+    def make_stream(self) -> FakeStream:
+        with self._lock:
+            self.num_streams += 1
+        return FakeStream(self._delay_s)
+
+    def free_stream(self, stream: FakeStream) -> None:
+        with self._lock:
+            self.num_streams -= 1
+        stream.put(None)
+
+    def make_event(self) -> FakeEvent:
+        with self._lock:
+            self.num_events += 1
+        return FakeEvent()
+
+    def free_event(self, event: FakeEvent) -> None:
+        with self._lock:
+            self.num_events -= 1
+        event.is_freed = True
+
+    def wait_stream(self, stream: FakeStream) -> None:
+        is_done = threading.Event()
+        stream.put(is_done.set)
+        is_done.wait()
+
+    def record(self, event: FakeEvent, stream: FakeStream) -> None:
+        self._may_fail("record")
+        event.has_come = come = threading.Event()
+        stream.put(come.set)
+
+    def wait_event(self, event: FakeEvent) -> None:
+        event.has_come.wait()
+
+    def has_come_to(self, event: FakeEvent) -> bool:
+        if event.is_freed:
+            raise TransportError("cuda", "cuEventQuery: CUDA_ERROR_INVALID_HANDLE")
+        return event.has_come.is_set()
+
+    def wait_in_stream(self, stream: FakeStream, event: FakeEvent) -> None:
+        come = event.has_come
+        stream.put(lambda: come.wait() and None)
+
+    def upload_later(self, address: int, pinned: int, num_bytes: int, stream: FakeStream) -> None:
+        def upload() -> None:
+            if address not in self.memory or pinned not in self.memory:
+                self.faults.append("a table was given up before its copy was over")
+                return
+            ctypes.memmove(address, pinned, num_bytes)
+
+        stream.put(upload)
+
+    # -- kernels
+
+    def load(self, binary: bytes, name: str) -> None:
+        pass
+
+    def launch(
+        self, kernel: None, num_blocks: int, num_threads: int, stream: FakeStream, args: object
+    ) -> None:
+        self._may_fail("launch")
+        table, num_terms, first, _stop = args._values  # type: ignore[attr-defined]
+        if num_terms and not first:
+            stream.put(lambda: self._copy(table, num_terms))
+
+    def _copy(self, table: int, num_terms: int) -> None:
+        if table not in self.memory:
+            self.faults.append("a table was given up before its copy was over")
+            return
+        for term in np.frombuffer(ctypes.string_at(table, num_terms * TERM.itemsize), TERM):
+            runs, num_bytes = int(term["pattern_runs"]), int(term["words_per_run"]) * int(term["word_bytes"])
+            pairs = int(term["num_words"]) // (int(term["words_per_run"]) * runs)
+            for pair in range(pairs):
+                for run in range(runs):
+                    dst = _at(term["dst"], run) + _at(term["dst_steps"], pair)
+                    if not term["src"]:
+                        ctypes.memset(dst, 0, num_bytes)
+                        continue
+                    src = _at(term["src"], run) + _at(term["src_steps"], pair)
+                    self._check_mapped(src, num_bytes)
+                    ctypes.memmove(dst, src, num_bytes)
+
+
+def _at(array: int, index: int) -> int:
+    return ctypes.c_uint64.from_address(int(array) + 8 * index).value
+
+
+class World:
+    """A copier, its memory, and sources to read from."""
+
+    def __init__(self, delay_s: float = 0.0) -> None:
+        self.cuda = FakeCuda(delay_s)
+        self.dst = np.full(CELL * NUM_CELLS, 0xFF, np.uint8)
+        self.src = np.random.default_rng(1).integers(1, 255, CELL * NUM_CELLS, np.uint8)
+        self._probe = np.arange(PROBE_BYTES, dtype=np.uint8)
+        self.cuda.exported = {b"m" * 64: self.src, b"p" * 64: self._probe}
+        self.regions = [Region("kv", self.src.nbytes, self.src.ctypes.data, "cuda:0")]
+        places = Places("ours", [Region("kv", self.dst.nbytes, self.dst.ctypes.data, "cuda:0")])
+        self.copier = DeviceCopier(self.cuda, places)  # type: ignore[arg-type]
+        self.ends: list[tuple[int, str]] = []
+
+    def card(self) -> bytes:
+        pieces = [ExportedPiece(m.nbytes, h.hex()) for h, m in self.cuda.exported.items()]
+        extents = [Extent(i, 1, 0, m.ctypes.data) for i, m in enumerate(self.cuda.exported.values())]
+        export = Export(UUID, tuple(pieces), tuple(extents), self._probe.tobytes().hex())
+        return pack_card("agent", b"metadata", export=export.to_bytes())
+
+    def connect(self) -> mapped.MappedLink:
+        return self.copier.connect("src", self.card(), self.regions, 1.0)
+
+    def end(self, transfer: int) -> Callable[[str], None]:
+        return lambda error: self.ends.append((transfer, error))
+
+    def wait(self, number: int) -> list[tuple[int, str]]:
+        deadline = time.monotonic() + PATIENCE_S
+        while len(self.ends) < number and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        return sorted(self.ends)
+
+    def check_nothing_left(self) -> None:
+        assert not self.cuda.faults
+        assert not self.cuda.memory, "tables are left"
+        assert not self.cuda.mapped, "a remote rank is still mapped"
+        assert (self.cuda.num_streams, self.cuda.num_events) == (0, 0)
+
+
+def cells(first: int, number: int = 1) -> Runs:
+    at = np.arange(first, first + number) * CELL
+    return Runs(at + place(0, 0), at + place(0, 0), np.full(number, CELL))
+
+
+@pytest.fixture(autouse=True)
+def _without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_kernel, "_compiled", lambda architecture: b"")
+    monkeypatch.setattr(exports, "visible_devices", lambda: frozenset({UUID}))
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World(delay_s=1e-3)
+    yield world
+    assert world.copier.close(PATIENCE_S)
+    world.check_nothing_left()
+
+
+def read(world: World, link: mapped.MappedLink, transfer: int, runs: Runs, after: object = None) -> None:
+    link.read(transfer, Product.of(runs), world.end(transfer), after)
+
+
+def test_a_copy_whose_event_cannot_be_looked_at_ends_only_when_the_device_says_so(world: World) -> None:
+    link, event = world.connect(), FakeEvent()
+    event.has_come = threading.Event()
+    event.is_freed = True
+    read(world, link, 1, cells(0), after=event)
+    time.sleep(0.05)
+    assert world.ends == [], "the device still waits: the copy can write any time"
+    event.has_come.set()
+    assert [transfer for transfer, _ in world.wait(1)] == [1]
+    assert (world.dst[:CELL] == world.src[:CELL]).all()
+
+
+def test_a_copy_whose_end_cannot_be_marked_is_waited_for_all_the_same(world: World) -> None:
+    link, event = world.connect(), FakeEvent()
+    event.has_come = threading.Event()
+    world.cuda.failing = {"record"}
+    read(world, link, 1, cells(0), after=event)
+    time.sleep(0.05)
+    assert world.ends == []
+    event.has_come.set()
+    assert [transfer for transfer, _ in world.wait(1)] == [1]
+
+
+def test_a_report_that_raises_costs_no_lane(world: World) -> None:
+    link = world.connect()
+
+    def bad(error: str) -> None:
+        raise RuntimeError("the caller's code")
+
+    for i in range(NUM_LANES):
+        link.read(i, Product.of(cells(i)), bad, None)
+    read(world, link, 99, cells(9))
+    assert world.wait(1) == [(99, "")]
+
+
+def test_a_rank_whose_memory_cannot_be_closed_ends_its_copies_and_the_rest_is_closed(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    link, event = world.connect(), FakeEvent()
+    event.has_come = threading.Event()
+    read(world, link, 1, cells(0), after=event)
+    link.forget()
+    assert len(world.cuda.mapped) == 2, "a copy still reads it"
+    world.cuda.failing = {"close_opened"}
+    event.has_come.set()
+    assert world.wait(1) == [(1, "")]
+    assert not world.cuda.mapped, "one that fails must not keep the others"
+    assert "could not be unmapped" in caplog.text
+
+
+def test_what_is_connected_while_the_copier_closes_is_not_left_mapped(world: World) -> None:
+    card = world.card()
+    assert world.copier.close(PATIENCE_S)
+    with pytest.raises(TransportError, match="closed"):
+        world.copier.connect("src", card, world.regions, 1.0)
+    assert not world.cuda.mapped
+
+
+def test_a_table_that_cannot_grow_fails_its_copy_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped, "TABLE_BYTES", 1 << 10)
+    small = World()
+    link = small.connect()
+    small.cuda.failing = {"allocate"}
+    num_buffers = len(small.cuda.memory)
+    for i in range(2 * NUM_LANES):
+        read(small, link, i, cells(0, 200))
+        assert "allocate failed" in small.wait(i + 1)[-1][1]
+    assert len(small.cuda.memory) == num_buffers
+    for i in range(2 * NUM_LANES):
+        read(small, link, 100 + i, cells(i))
+    assert [error for transfer, error in small.wait(4 * NUM_LANES) if transfer >= 100] == [""] * 2 * NUM_LANES
+    small.cuda.failing = set()
+    read(small, link, 200, cells(0, 200))
+    assert small.wait(4 * NUM_LANES + 1)[-1] == (200, "")
+    assert (small.dst[: 200 * CELL] == small.src[: 200 * CELL]).all()
+    assert small.copier.close(PATIENCE_S)
+    small.check_nothing_left()
+
+
+def test_a_copier_that_cannot_be_made_leaves_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, num_made = FakeCuda(), 0
+
+    def allocate(num_bytes: int) -> int:
+        nonlocal num_made
+        num_made += 1
+        if num_made == 3:
+            raise TransportError("cuda", "out of memory")
+        return cuda._new(num_bytes)
+
+    monkeypatch.setattr(cuda, "allocate", allocate)
+    with pytest.raises(TransportError, match="out of memory"):
+        DeviceCopier(cuda, Places("ours", world.regions))  # type: ignore[arg-type]
+    assert not cuda.memory
+    assert (cuda.num_streams, cuda.num_events) == (0, 0)
+
+
+def test_a_launch_that_fails_is_reported(world: World) -> None:
+    link = world.connect()
+    world.cuda.failing = {"launch"}
+    read(world, link, 1, cells(0))
+    ((transfer, error),) = world.wait(1)
+    assert transfer == 1
+    assert "launch failed" in error
+
+
+NUM_THREADS, NUM_EACH = 6, 60
+
+
+def test_whatever_many_threads_do_at_once_every_copy_ends_once_and_nothing_is_left() -> None:
+    world = World(delay_s=2e-4)
+    links = [world.connect()]
+    accepted: list[int] = []
+    marks: list[FakeEvent] = []
+    is_over = threading.Event()
+
+    def engine() -> None:
+        """Its stream comes to one mark after another."""
+        while not is_over.is_set() or marks:
+            time.sleep(1e-4)
+            if marks:
+                marks.pop(0).has_come.set()
+
+    def work(thread: int) -> None:
+        rng = random.Random(thread)
+        for i in range(NUM_EACH):
+            transfer = thread * NUM_EACH + i
+            after = None
+            if rng.random() < 0.5:
+                after = FakeEvent()
+                after.has_come = threading.Event()
+            link = links[-1]
+            try:
+                if rng.random() < 0.2:
+                    world.copier.clear(Product.of(cells(transfer)), world.end(transfer), after)  # type: ignore[arg-type]
+                else:
+                    read(world, link, transfer, cells(transfer), after)
+                accepted.append(transfer)
+            except TransportError as error:
+                assert error.code in ("unknown-peer", "closed")  # noqa: PT017
+            if after:
+                marks.append(after)
+            if rng.random() < 0.3:
+                link.cancel(transfer)
+            if rng.random() < 0.1:
+                links.append(world.connect())
+                link.forget()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(NUM_THREADS)]
+    engine_thread = threading.Thread(target=engine)
+    for thread in (*threads, engine_thread):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    closers = [threading.Thread(target=world.copier.close, args=(PATIENCE_S,)) for _ in range(3)]
+    for thread in closers:
+        thread.start()
+    for thread in closers:
+        thread.join()
+    is_over.set()
+    engine_thread.join()
+    assert sorted(transfer for transfer, _ in world.ends) == sorted(accepted)
+    assert {error for _, error in world.ends} <= {"", CANCELLED, "the transport was closed"}
+    world.check_nothing_left()
+    for transfer, error in world.ends:
+        got, want = (m[transfer * CELL : (transfer + 1) * CELL] for m in (world.dst, world.src))
+        is_all = (got == want).all() or (got == 0).all()
+        assert is_all if not error else (got == 0xFF).all()
