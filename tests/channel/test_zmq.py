@@ -112,3 +112,10 @@ def test_no_call_to_wake_up_is_lost(opened):
         channel.wake()
         assert channel.wait(10.0) == []
     assert time.monotonic() - started < 5
+
+
+def test_waking_a_closed_channel_does_nothing(opened):
+    """Its thread is alive for a moment after it has closed it."""
+    channel = opened()
+    channel.close()
+    channel.wake()

@@ -174,8 +174,9 @@ class Channel:
         return received
 
     def wake(self) -> None:
-        """End a ``wait``, or the next one. From any thread, until ``close``."""
-        os.eventfd_write(self._woken, 1)
+        """End a ``wait``, or the next one. From any thread, but not while it is being closed."""
+        if self._woken >= 0:
+            os.eventfd_write(self._woken, 1)
 
     def _close(self, socket: zmq.Socket[bytes]) -> None:
         self._poller.unregister(socket)
