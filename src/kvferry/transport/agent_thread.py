@@ -121,10 +121,13 @@ class AgentThread:
         if self._cuda is None:
             raise TransportError("no-device", "no device to wait for: this rank's memory is the host's")
         with self._changed:
+            if self._is_closing:
+                raise TransportError("closed", "this transport was closed")
             self._event_wait = self._event_wait or EventWait(self._cuda)
+            mark = self._event_wait.follow(event)
         read.is_held = True
         self.submit(read)
-        self._event_wait.submit(event, lambda error: self.tell(lambda reads: reads.let_go(read, error)))
+        self._event_wait.submit(mark, lambda error: self.tell(lambda reads: reads.let_go(read, error)))
 
     def tell(self, do: Callable[[Reads], None]) -> None:
         """Have something done, unless the thread has ended."""
