@@ -7,11 +7,14 @@ context: memory that is read or written after it was given up.
 from __future__ import annotations
 
 import ctypes
+import json
+import os
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 
 import numpy as np
@@ -26,6 +29,8 @@ from kvferry.transport.base import CANCELLED
 from kvferry.transport.cards import pack_card
 from kvferry.transport.copy_kernel import TERM
 from kvferry.transport.cuda import Allocation
+from kvferry.transport.descriptor_socket import DescriptorServer, receive_descriptors
+from kvferry.transport.event_wait import EventWait
 from kvferry.transport.exports import PROBE_BYTES, Export, ExportedPiece, Extent
 from kvferry.transport.mapped import NUM_LANES, DeviceCopier
 from kvferry.transport.places import Places
@@ -184,8 +189,14 @@ class FakeCuda:
         return event.has_come.is_set()
 
     def wait_in_stream(self, stream: FakeStream, event: FakeEvent) -> None:
+        if not isinstance(event, FakeEvent):
+            raise TypeError(event)
         come = event.has_come
-        stream.put(lambda: come.wait() and None)
+
+        def wait() -> None:
+            come.wait()
+
+        stream.put(wait)
 
     def upload_later(self, address: int, pinned: int, num_bytes: int, stream: FakeStream) -> None:
         def upload() -> None:
@@ -426,7 +437,7 @@ def test_whatever_many_threads_do_at_once_every_copy_ends_once_and_nothing_is_le
             link = links[-1]
             try:
                 if rng.random() < 0.2:
-                    world.copier.clear(Product.of(cells(transfer)), world.end(transfer), after)  # type: ignore[arg-type]
+                    world.copier.clear(Product.of(cells(transfer)), world.end(transfer), after)
                 else:
                     read(world, link, transfer, cells(transfer), after)
                 accepted.append(transfer)
@@ -460,3 +471,82 @@ def test_whatever_many_threads_do_at_once_every_copy_ends_once_and_nothing_is_le
         got, want = (m[transfer * CELL : (transfer + 1) * CELL] for m in (world.dst, world.src))
         is_all = (got == want).all() or (got == 0).all()
         assert is_all if not error else (got == 0xFF).all()
+
+
+def test_a_mark_that_follows_an_event_outlives_it() -> None:
+    """A read that is cancelled ends at once, and the engine gives its event up."""
+    cuda, event, told = FakeCuda(), FakeEvent(), SimpleQueue[str]()
+    event.has_come = threading.Event()
+    waiter = EventWait(cuda)  # type: ignore[arg-type]
+    mark = waiter.follow(event)
+    event.is_freed = True
+    waiter.submit(mark, told.put)
+    time.sleep(0.02)
+    assert told.empty(), "the device has not come to it"
+    event.has_come.set()
+    assert told.get(timeout=PATIENCE_S) == ""
+    with pytest.raises(TransportError, match="no event"):
+        waiter.follow("no event")
+    waiter.close()
+    waiter._thread.join(PATIENCE_S)
+    assert (cuda.num_streams, cuda.num_events) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pieces": [{"num_bytes": float("inf"), "handle": ""}]},
+        {"pieces": [{"num_bytes": -4096, "handle": ""}]},
+        {"pieces": [{"num_bytes": 1 << 64, "handle": ""}]},
+        {"extents": [{"first_piece": 0, "num_pieces": 1, "offset": 0, "address": -1}]},
+        {"extents": [{"first_piece": 0, "num_pieces": 1, "offset": 0.5, "address": 1}]},
+    ],
+)
+def test_numbers_of_a_card_that_the_driver_cannot_take_are_no_export(changes: dict[str, object]) -> None:
+    fields = json.loads(Export(UUID).to_bytes())
+    with pytest.raises(TransportError, match="bad-card"):
+        Export.from_bytes(json.dumps(fields | changes).encode())
+
+
+def test_a_card_without_an_export_says_why() -> None:
+    with pytest.raises(TransportError, match="offers none"):
+        Export.from_bytes(b"")
+
+
+def test_a_source_that_sends_bytes_without_descriptors_keeps_nobody_waiting() -> None:
+    name, is_over = "kvferry-test-drip", threading.Event()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(f"\0{name}")
+    listener.listen()
+
+    def drip() -> None:
+        caller, _ = listener.accept()
+        with caller, suppress(OSError):
+            while not is_over.wait(0.01):
+                caller.sendall(b".")
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    try:
+        with pytest.raises(TransportError, match="0 of 2 descriptors"):
+            receive_descriptors(name, "00" * 32, 2)
+    finally:
+        is_over.set()
+        thread.join()
+        listener.close()
+
+
+def test_descriptors_come_to_who_knows_the_token_and_to_nobody_else() -> None:
+    with open(__file__, "rb") as file:
+        server = DescriptorServer([file.fileno()] * 300)
+        received = receive_descriptors(server.name, server.token, 300)
+        assert all(os.fstat(fd).st_ino == os.fstat(file.fileno()).st_ino for fd in received)
+        assert not any(os.get_inheritable(fd) for fd in received)
+        for fd in received:
+            os.close(fd)
+        with pytest.raises(TransportError, match="0 of 300"):
+            receive_descriptors(server.name, "00" * 32, 300)
+        server.close()
+        assert not server._thread.is_alive()
+        with pytest.raises(TransportError, match="no-descriptors"):
+            receive_descriptors(server.name, server.token, 300)

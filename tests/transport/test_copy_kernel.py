@@ -175,7 +175,7 @@ def test_host_and_kernel_agree_on_the_form_of_a_term() -> None:
 
 
 def test_a_launch_without_terms_looks_at_no_table(on_cpu: ctypes.CDLL) -> None:
-    """The first launch only loads the kernel; what its table holds is left from whoever had the memory before."""
+    """The first launch only loads the kernel: its table holds what an earlier owner left there."""
     memory = Memory()
     runs = Runs(np.array([place(0, 0)]), np.array([place(1, 0)]), np.array([64]))
     terms = terms_of(Product.of(runs), memory.src_places, memory.dst_places)

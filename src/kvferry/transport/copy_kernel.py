@@ -229,5 +229,8 @@ def _compiled(architecture: str) -> bytes:
 
 
 def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:  # a user without a home, as in many containers
+        base = os.devnull
     return Path(base) / "kvferry"

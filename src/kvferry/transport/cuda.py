@@ -139,9 +139,11 @@ class Cuda:
     def clear(self, spans: Iterable[tuple[int, int]]) -> None:
         """Fill (address, bytes) spans of the device with zeros; done on return, from any thread."""
         with self.current():
-            for address, num_bytes in spans:
-                _call(self._cu.cuMemsetD8Async, address, 0, num_bytes, self._stream)
-            self.wait_stream(self._stream)
+            try:
+                for address, num_bytes in spans:
+                    _call(self._cu.cuMemsetD8Async, address, 0, num_bytes, self._stream)
+            finally:  # also what was begun before an error ends here
+                self.wait_stream(self._stream)
 
     def allocate_pinned(self, num_bytes: int) -> int:
         """Host memory that the device reads by itself; its address."""
@@ -181,7 +183,11 @@ class Cuda:
         lazy = self._cu.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         with self.current():
             address = int(_call(self._cu.cuIpcOpenMemHandle, ours, lazy))
-        return self.allocation_of(address)
+            try:
+                return self.allocation_of(address)
+            except TransportError:
+                _call(self._cu.cuIpcCloseMemHandle, address)
+                raise
 
     def close_opened(self, allocation: Allocation) -> None:
         """Unmap another process's memory. Nothing may be reading it any more."""

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import hmac
 import logging
+import os
 import secrets
 import socket
 import threading
 from collections.abc import Sequence
+from time import monotonic, sleep
 
 from kvferry.errors import TransportError
 
@@ -20,6 +22,7 @@ TOKEN_BYTES = 32
 MAX_AT_ONCE = 250
 """Descriptors in one message; the kernel takes 253."""
 ANSWER_SECONDS = 5.0
+PAUSE_SECONDS = 0.1
 
 
 class DescriptorServer:
@@ -32,6 +35,7 @@ class DescriptorServer:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(f"\0{self.name}")
         self._socket.listen()
+        self._is_closed = False
         self._thread = threading.Thread(target=self._serve, name="kvferry-descriptors", daemon=True)
         self._thread.start()
 
@@ -39,8 +43,12 @@ class DescriptorServer:
         while True:
             try:
                 caller, _ = self._socket.accept()
-            except OSError:
-                return  # closed
+            except OSError as error:
+                if self._is_closed:
+                    return
+                log.warning("a reader on this host could not be heard: %s", error)
+                sleep(PAUSE_SECONDS)  # no room for another file, perhaps: that may pass
+                continue
             try:
                 with caller:
                     caller.settimeout(ANSWER_SECONDS)
@@ -58,6 +66,7 @@ class DescriptorServer:
 
     def close(self) -> None:
         """Hand out nothing more. The descriptors stay with whoever gave them."""
+        self._is_closed = True
         # Closing alone would leave the thread in accept().
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -69,15 +78,19 @@ class DescriptorServer:
 def receive_descriptors(name: str, token: str, number: int) -> list[int]:
     """So many descriptors, which are the caller's to close; or TransportError, and none."""
     received: list[int] = []
+    deadline = monotonic() + ANSWER_SECONDS
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
             caller.settimeout(ANSWER_SECONDS)
             caller.connect(f"\0{name}")
             caller.sendall(bytes.fromhex(token))
             while len(received) < number:
-                data, descriptors, _, _ = socket.recv_fds(caller, 1, MAX_AT_ONCE)
+                caller.settimeout(max(1e-3, deadline - monotonic()))
+                descriptors = socket.recv_fds(caller, 1, MAX_AT_ONCE)[1]
                 received += descriptors
-                if not data:
+                for descriptor in descriptors:  # a child process would keep the source's memory
+                    os.set_inheritable(descriptor, False)
+                if not descriptors:  # the end; or bytes alone, of which there could be any number
                     break
         if len(received) == number:
             return received

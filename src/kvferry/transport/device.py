@@ -81,8 +81,12 @@ class RankDevice:
         elif self.is_mixed:
             self._why_not = "some of this rank's memory is the host's"
         else:
-            self._make_copier(memory, limits)
-            self._exporter = Exporter(self.cuda, memory.places.regions)
+            try:
+                self._make_copier(memory, limits)
+                self._exporter = Exporter(self.cuda, memory.places.regions)
+            except BaseException:
+                self.close()
+                raise
             if refusal := self._exporter.export.refusal:
                 log.warning("readers on this host cannot open this rank's memory: %s", refusal)
 
@@ -106,6 +110,8 @@ class RankDevice:
 
     def close(self) -> None:
         """Give everything back; nothing may be under way."""
+        if self.copier:
+            self.copier.close(0)
         if self._exporter:
             self._exporter.close()
         self.cuda.close()

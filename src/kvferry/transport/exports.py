@@ -25,6 +25,8 @@ from kvferry.transport.descriptor_socket import DescriptorServer, receive_descri
 
 PROBE_BYTES = 64
 MAX_EXPORT_BYTES = 1 << 20
+MAX_NUMBER = (1 << 63) - 1
+"""Whatever is larger is no size or address, and no number that the driver takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +73,18 @@ class Export:
     @classmethod
     def from_bytes(cls, data: bytes) -> Export:
         """From a card; raises TransportError on anything else."""
+        if not data:
+            detail = "it offers none: its mapped reads are off, or some of its memory is the host's"
+            raise TransportError("no-export", detail)
         try:
             if len(data) > MAX_EXPORT_BYTES:
                 raise ValueError(f"{len(data)} bytes")
             fields = json.loads(data)
-            pieces = tuple(ExportedPiece(int(p["num_bytes"]), str(p["handle"])) for p in fields.pop("pieces"))
+            pieces = tuple(
+                ExportedPiece(_number(p["num_bytes"]), str(p["handle"])) for p in fields.pop("pieces")
+            )
             extents = tuple(
-                Extent(*(int(e[name]) for name in ("first_piece", "num_pieces", "offset", "address")))
+                Extent(*(_number(e[name]) for name in ("first_piece", "num_pieces", "offset", "address")))
                 for e in fields.pop("extents")
             )
             texts = {name: str(fields[name]) for name in ("device", "probe", "socket", "token", "refusal")}
@@ -184,7 +191,7 @@ class Opened:
             raise TransportError("not-mapped", f"{detail} (CUDA_VISIBLE_DEVICES)")
         opened = cls(cuda, ())
         try:
-            probe = Region("probe", PROBE_BYTES, export.extents[-1].address, regions[0].device)
+            probe = Region("probe", PROBE_BYTES, export.extents[-1].address, "cuda:0")
             mapped = opened._map(export, [*regions, probe])
             opened.regions = tuple(mapped[:-1])
             found = cuda.download(mapped[-1].address, PROBE_BYTES).hex()
@@ -251,6 +258,13 @@ def _inside(row: Allocation, extent: Extent, region: Region) -> Region:
         wanted = f"{region.num_bytes} bytes from {extent.offset} on do not fit into them"
         raise TransportError("bad-card", f"region {region.name!r}: {opened}, {wanted}")
     return replace(region, address=row.address + extent.offset)
+
+
+def _number(value: object) -> int:
+    """A size, an index or an address of a card."""
+    if type(value) is not int or not 0 <= value <= MAX_NUMBER:
+        raise ValueError(f"{value!r:.40} is no size and no place")
+    return value
 
 
 def _bytes(digits: str) -> bytes:

@@ -348,8 +348,11 @@ class NixlTransport:
         memory.places.check(runs.dst, runs.num_bytes)
         addresses = memory.places.addresses(runs.dst)
         on_device = memory.names[Places.split(runs.dst)[0]] == "VRAM"
-        if after is not None and self._cuda:
-            self._cuda.wait_event(after)
+        if after is not None:
+            if self._cuda is None:
+                raise TransportError("no-device", "no device to wait for: this rank's memory is the host's")
+            with self._cuda.current():  # a graph that another thread captures meanwhile is left alone
+                self._cuda.wait_event(after)
         for address, num_bytes in _spans(addresses, runs.num_bytes, ~on_device):
             ctypes.memset(address, 0, num_bytes)
         if self._cuda and on_device.any():
