@@ -141,7 +141,6 @@ class WorkerSide:
         self._handles[request_id], self._requests[handle] = handle, request_id
 
     def _forget(self, handle: int) -> str | None:
-        self._marks.pop(handle, None)
         request_id = self._requests.pop(handle, None)
         if request_id is not None:
             del self._handles[request_id]
@@ -152,6 +151,7 @@ class WorkerSide:
         failed, self._failed = self._failed, set()
         done = set(failed)
         for report in self._destination.poll() if self._destination else ():
+            self._marks.pop(report.handle, None)
             request_id = self._forget(report.handle)
             if request_id is not None and self._is_end(request_id, report):
                 done.add(request_id)
