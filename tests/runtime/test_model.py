@@ -783,3 +783,13 @@ World.TestCase.settings = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 TestWorld = World.TestCase
+
+
+def test_ranks_that_are_gone_do_not_make_an_engine_whole():
+    """Found by the world: after a misfit all ranks started anew, and an old one's place was still taken."""
+    world = World()
+    world.begin([1], [0, 0, 0], is_late=True)
+    world.fetch_give_up_and_fetch_again(0, 0, is_backwards=False)
+    world.finish_merge(is_good=False)
+    world.fetch_give_up_and_fetch_again(0, 0, is_backwards=True)
+    world.teardown()

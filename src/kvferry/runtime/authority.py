@@ -347,10 +347,15 @@ class Authority:
         return [effect for rank in self._ranks for effect in self._joined(now, rank)]
 
     def not_merged(self, now: float, detail: str) -> list[SourceEffect]:
-        """The rank that joined last does not fit the others."""
+        """The rank that joined last does not fit the others; they all have to join again.
+
+        Who starts the last one anew may start the others anew, too. Then one that is gone must not make the
+        engine whole: those that live are told that they are not known when they next say something.
+        """
         self._assembly = Assembly.GATHERING
-        _, rank = self._ranks.popitem()
-        return [Send(rank.reply_to, Rejected("join", detail))]
+        *_, last = self._ranks.values()
+        self._ranks.clear()
+        return [Send(last.reply_to, Rejected("join", detail))]
 
     def _acknowledged(self, now: float, reply_to: str, ack: ReleaseAck) -> list[SourceEffect]:
         known = self._ranks.get(ack.rank)
