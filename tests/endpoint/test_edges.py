@@ -1,5 +1,6 @@
 """Endpoints without threads: a clock, a channel, workers and steps of the test's own."""
 
+import random
 from collections import deque
 from collections.abc import Callable
 
@@ -8,6 +9,7 @@ from kvferry.endpoint import Destination, SourceEngine, SourceRank
 from kvferry.endpoint.edges import Edges
 from kvferry.runtime import Timing
 from kvferry.transport.memory import Hub, MemoryTransport
+from kvferry.wire.ticket import to_text
 
 
 class SimulatedChannel:
@@ -51,6 +53,7 @@ class World:
         self.channels: dict[str, SimulatedChannel] = {}
         self.edges = Edges(
             clock=lambda: self.now,
+            random_bytes=random.Random(7).randbytes,
             open_channel=self.open_channel,
             make_workers=lambda name: SimulatedWorkers(self),
             start_owner=self.owners.append,
@@ -110,3 +113,17 @@ def test_a_request_is_moved_without_a_thread_or_a_clock(engines):
     assert [released.reason for released in engine.poll()] == ["expired"]
     for endpoint in (destination, rank, engine):
         endpoint.close()
+
+
+def test_chance_is_an_argument(engines):
+    """Keys, generations and readers' names are the same wherever the same bytes are drawn."""
+    tickets, readers = set(), set()
+    for _ in range(2):
+        world = World()
+        engine = SourceEngine("prefill", 1, edges=world.edges)
+        destination = Destination(engines.dst, 0, MemoryTransport(Hub()), edges=world.edges)
+        tickets.add(to_text(engine.offer("request-1", engines.request.src, 20)))
+        readers.add(destination.status()["reader"])
+        destination.close()
+        engine.close()
+    assert (len(tickets), len(readers)) == (1, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -67,10 +66,10 @@ class Destination:
         num_ranks = num_ranks or len(manifest.ranks)
         if not reader and num_ranks > 1:
             raise SpecError("name this start of the engine (reader=…), the same on all of its ranks")
-        reader = reader or f"{manifest.engine}#{secrets.token_hex(8)}"
+        self._timing, edges = timing or Timing(), edges or Edges()
+        reader = reader or f"{manifest.engine}#{edges.random_bytes(8).hex()}"
         self._manifest, self._rank, self._transport = manifest, rank, transport
         self._metrics, self._on_refusal = metrics, on_refusal
-        self._timing, edges = timing or Timing(), edges or Edges()
         self._clock = edges.clock
         self._handles = count(1)
         self._reports: deque[Report] = deque()

@@ -1,7 +1,8 @@
-"""What an endpoint stands on: a clock, a channel, workers, a thread. A simulation brings its own."""
+"""What an endpoint stands on: a clock, chance, a channel, workers, a thread. A simulation brings its own."""
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -70,6 +71,8 @@ class Edges:
     """The outside of an endpoint, beside its transport."""
 
     clock: Callable[[], float] = time.monotonic
+    random_bytes: Callable[[int], bytes] = secrets.token_bytes
+    """So many bytes that nobody can guess: keys, generations, names. A simulation's own come again."""
     open_channel: Callable[[str, bytes], ControlChannel] = open_channel
     make_workers: Callable[[str], Workers] = WorkerThreads
     start_owner: Callable[[Owner[Any]], None] = Owner.start

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
@@ -70,8 +69,8 @@ class SourceEngine:
         self._channel = edges.open_channel(listen, secret)
         self._offers = Offers(
             engine,
-            generation=secrets.randbits(62),
-            key=secrets.token_bytes(32),
+            generation=int.from_bytes(edges.random_bytes(8)) >> 2,
+            key=edges.random_bytes(32),
             address=_advertised(self._channel.address, advertise),
             lease_ms=int(timing.lease * 1000),
         )
