@@ -10,7 +10,7 @@ from kvferry.cli.demo import over_nixl
 from kvferry.core.request import BlockTable
 from kvferry.errors import TransportError
 from kvferry.testing.fleet import BlockPool, SourceFleet
-from kvferry.transport import nixl
+from kvferry.transport import nixl_agent
 from kvferry.transport.cuda import has_cuda
 
 pytest.importorskip("nixl", exc_type=ImportError)
@@ -152,9 +152,9 @@ def test_a_source_that_dies_fails_the_demo(cli, offers):
 
 def test_without_nixl_the_way_out_is_named(cli, monkeypatch):
     def missing():
-        raise TransportError("not-installed", f"NIXL cannot be imported; {nixl.INSTALL}")
+        raise TransportError("not-installed", f"NIXL cannot be imported; {nixl_agent.INSTALL}")
 
-    monkeypatch.setattr(nixl, "_import_nixl", missing)
+    monkeypatch.setattr(nixl_agent, "_import_nixl", missing)
     ran = cli(*QUICK)
     assert ran.code == 2
     assert "pip install" in ran.err

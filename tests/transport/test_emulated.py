@@ -12,7 +12,7 @@ import pytest
 import kvferry
 from kvferry.errors import TransportError
 from kvferry.testing.sources import serving
-from kvferry.testing.transport_laws import REGION_BYTES, WHOLE, run, scattered, stale_memory, wait
+from kvferry.testing.transport_world import REGION_BYTES, WHOLE, run, scattered, stale_memory, wait
 from kvferry.transport import ReadEnd
 from kvferry.transport.cards import pack_card, segment_in, unpack_card
 from kvferry.transport.descriptors import FULL_PACE, Pace

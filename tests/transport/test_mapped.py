@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.errors import TransportError
 from kvferry.testing.sources import Holder, serving
-from kvferry.testing.transport_laws import REGION_BYTES, WHOLE, run, scattered, stale_memory, wait
+from kvferry.testing.transport_world import REGION_BYTES, WHOLE, run, scattered, stale_memory, wait
 from kvferry.transport import ReadEnd
 from kvferry.transport.base import Connected, Way
 from kvferry.transport.cards import export_in, pack_card, segment_in, unpack_card

@@ -14,7 +14,8 @@ from kvferry.models import Topology, describe
 from kvferry.testing.faults import Faults
 from kvferry.testing.small import small
 from kvferry.testing.sources import Source, contents
-from kvferry.testing.transport_laws import REGION_BYTES, STALE, TransportLaws, World, run, stale_memory
+from kvferry.testing.transport_laws import TransportLaws
+from kvferry.testing.transport_world import REGION_BYTES, STALE, World, run, stale_memory
 from kvferry.transport import Hub, MemoryTransport, ReadEnd, Transport
 from kvferry.transport.memory import placed
 

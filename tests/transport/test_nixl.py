@@ -18,16 +18,8 @@ import pytest
 from kvferry import Region
 from kvferry.errors import TransportError
 from kvferry.testing.sources import serving
-from kvferry.testing.transport_laws import (
-    REGION_BYTES,
-    WHOLE,
-    TransportLaws,
-    World,
-    run,
-    scattered,
-    stale_memory,
-    wait,
-)
+from kvferry.testing.transport_laws import TransportLaws
+from kvferry.testing.transport_world import REGION_BYTES, WHOLE, World, run, scattered, stale_memory, wait
 from kvferry.transport import ReadEnd, Transport
 from kvferry.transport.cuda import has_cuda
 from kvferry.transport.nixl import NixlTransport, pack_card, unpack_card

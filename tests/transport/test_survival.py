@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.errors import TransportError
 from kvferry.testing.sources import serving
-from kvferry.testing.transport_laws import REGION_BYTES, STALE, WHOLE, run, stale_memory, wait
+from kvferry.testing.transport_world import REGION_BYTES, STALE, WHOLE, run, stale_memory, wait
 from kvferry.transport import ReadEnd
 from kvferry.transport.agent_thread import AgentThread
 from kvferry.transport.nixl import Agent, NixlTransport

@@ -1,7 +1,7 @@
 """The transport over NIXL: one-sided reads of host and CUDA memory, between processes and hosts.
 
 A rank has one NIXL agent, owned by a thread of its own (see ``agent_thread``); a second one is made when a
-peer is met that the first cannot read by itself (see ``emulation``). NIXL comes in here, and only here.
+peer is met that the first cannot read by itself (see ``emulation``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from time import monotonic
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,15 +25,15 @@ from kvferry.errors import TransportError
 from kvferry.transport.agent import FabricAgent
 from kvferry.transport.agent_thread import AgentThread
 from kvferry.transport.base import Connected, Cost, DeviceEvent, ReadEnd
-from kvferry.transport.cards import name_in, pack_card, unpack_card
+from kvferry.transport.cards import pack_card, unpack_card
 from kvferry.transport.cuda import Cuda
 from kvferry.transport.descriptors import RegionTable, SlicePair
 from kvferry.transport.device import MappedReads, RankDevice, copy_limits
 from kvferry.transport.emulation import SETTING, AgentMode, EmulatedReads
 from kvferry.transport.gate import Gate
 from kvferry.transport.link import Link, Mover
+from kvferry.transport.nixl_agent import Agent, check_installed
 from kvferry.transport.places import Addresses, Places
-from kvferry.transport.quietly import quietly
 from kvferry.transport.transfers import Transfers
 from kvferry.transport.ucx import UCX_EMULATES, UcxSettings
 
@@ -50,137 +49,12 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-INSTALL = (
-    'install it with: pip install "kvferry[nixl]". Its wheels ask for a CUDA build of torch, which kvferry'
-    " does not need; without it: pip install --no-deps nixl nixl-cu12"
-)
-
 HOST_COST = Cost(seconds_per_run=2.3e-6, seconds_per_byte=1 / 6e9)
 """Two processes of one host, host memory (CMA), NIXL 1.5.1, two cores of a Xeon: 32,768 scattered runs of
 16 KiB in 165 ms, the same bytes in one run in 88 ms (benchmarks/transport.py)."""
 CUDA_COST = Cost(seconds_per_run=8e-6, seconds_per_byte=1 / 1.4e12)
 """Two processes, one H200, cuda_ipc, NIXL 1.5.1: 32,768 scattered runs of 16 KiB in 226 to 284 ms, 512 MiB in
 one run at 1.4 to 1.8 TB/s (benchmarks/transport.py cuda:0)."""
-
-PROGRESS_WAKE_US = 100_000
-"""How long NIXL's own progress thread sleeps if no event wakes it. NIXL's Python wrapper fixes 0 here, which
-keeps a core busy for ever; with events the thread costs nothing while idle and reads are as fast."""
-
-
-class Agent:
-    """NIXL's agent: the calls that its thread makes, and where NIXL's errors become ours."""
-
-    def __init__(self, name: str, engine_config: str) -> None:
-        nixl = _import_nixl()
-        config = nixl.nixlAgentConfig()
-        config.useProgThread = True
-        config.useListenThread = False
-        config.pthrDelay = PROGRESS_WAKE_US
-        config.syncMode = nixl.NIXL_THREAD_SYNC_NONE
-        self.name = name
-        self._nixl = nixl
-        self._kinds = {"DRAM": nixl.DRAM_SEG, "VRAM": nixl.VRAM_SEG}
-        self._errors = tuple(
-            named for name, named in vars(nixl).items() if name.startswith("nixl") and name.endswith("Error")
-        )
-        with _translated("cannot make an agent"):
-            self._agent = nixl.nixlAgent(name, config)
-            self._backends = [self._agent.createBackend("UCX", {"engine_config": engine_config})]
-
-    def register(self, kind: str, table: NDArray[np.uint64]) -> Any:
-        """Make memory known; what comes back is for ``deregister``."""
-        descriptors = self._nixl.nixlRegDList(self._kinds[kind], table)
-        with _translated("cannot register memory"):
-            self._agent.registerMem(descriptors, self._backends)
-        return descriptors
-
-    def deregister(self, registered: Any) -> None:
-        with _translated("cannot deregister memory"):
-            self._agent.deregisterMem(registered, self._backends)
-
-    def metadata(self) -> bytes:
-        with _translated("cannot get metadata"):
-            return bytes(self._agent.getLocalMD())
-
-    def add(self, remote: str, metadata: bytes) -> None:
-        """Make a remote agent known, and start connecting to it.
-
-        NIXL 1.5 keeps half of metadata that it could not load whole, and cannot be told to drop it: no card
-        of that agent is accepted afterwards. Cards have a checksum, so that takes intent; others are safe.
-        """
-        if (named := name_in(metadata)) != remote:
-            raise TransportError("bad-card", f"a card of {remote!r} with metadata of {named!r}")
-        with _translated("cannot add the remote agent"):
-            self._agent.loadRemoteMD(metadata)
-        try:
-            with _translated("cannot connect to the remote agent"):
-                self._agent.makeConnection(remote, self._backends)
-        except TransportError:
-            quietly(self.remove, remote)
-            raise
-
-    def remove(self, remote: str) -> None:
-        with _translated("cannot remove the remote agent"):
-            self._agent.invalidateRemoteMD(remote)
-
-    def prepare(self, pair: SlicePair, remote: str) -> int:
-        """A handle for a read."""
-        dst = self._nixl.nixlXferDList(self._kinds[pair.dst_kind], pair.dst)
-        src = self._nixl.nixlXferDList(self._kinds[pair.src_kind], pair.src)
-        with _translated("cannot prepare the read"):
-            return int(self._agent.createXferReq(self._nixl.NIXL_READ, dst, src, remote, b"", self._backends))
-
-    def post(self, handle: int) -> bool:
-        """Start; whether it is done already."""
-        with _translated("the read failed when posted"):
-            return self._is_done(self._agent.postXferReq(handle, b""))
-
-    def check(self, handle: int) -> bool:
-        """Whether it is done; TransportError is NIXL's word that it failed, and nothing else is."""
-        with _translated("the read failed", self._errors):
-            return self._is_done(self._agent.getXferStatus(handle))
-
-    def release(self, handle: int) -> None:
-        with _translated("cannot release a handle"):
-            self._agent.releaseXferReq(handle)
-
-    def _is_done(self, status: Any) -> bool:
-        if status == self._nixl.NIXL_SUCCESS:
-            return True
-        if status == self._nixl.NIXL_IN_PROG:
-            return False
-        raise TransportError("nixl", str(status))
-
-
-class _translated:  # noqa: N801  # reads as a phrase
-    """Turns what NIXL raises, or only those kinds of it, into a TransportError."""
-
-    __slots__ = ("_kinds", "_what")
-
-    def __init__(self, what: str, kinds: tuple[type[Exception], ...] = (Exception,)) -> None:
-        self._what, self._kinds = what, kinds
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, self._kinds) and not isinstance(error, TransportError):
-            reason = str(error) or type(error).__name__
-            raise TransportError("nixl", f"{self._what}: {reason}") from error
-
-
-def check_installed() -> None:
-    """Raise a TransportError that says how to install NIXL, if it cannot be imported."""
-    _import_nixl()
-
-
-def _import_nixl() -> Any:
-    try:
-        from nixl import _bindings
-    except ImportError as error:
-        raise TransportError("not-installed", f"NIXL cannot be imported ({error}); {INSTALL}") from error
-    return _bindings
-
 
 REFUSED = (
     f"it is dead, or no transport of UCX can read its memory without its help, and such reads are disabled"
