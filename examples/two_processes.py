@@ -38,7 +38,7 @@ def prefill(pipe: Connection) -> None:
     """The source engine: head-major blocks of 16 tokens."""
     manifest, buffers = with_memory(describe(MODEL, Topology(block=16, blocks=64), "prefill"))
     engine = SourceEngine("prefill", num_ranks=1)
-    rank = SourceRank(engine.address, manifest, NixlTransport())
+    rank = SourceRank(engine.invitation, manifest, NixlTransport())
     for buffer in buffers.values():
         buffer[:] = np.random.default_rng(7).integers(1, 256, len(buffer), dtype=np.uint8)
 

@@ -7,6 +7,9 @@ import pytest
 from kvferry.channel import Channel
 from kvferry.channel.zmq import MAX_CALLS
 from kvferry.errors import ChannelError
+from kvferry.wire.secret import Secret
+
+SESAME, BARLEY = Secret(b"open sesame, now"), Secret(b"open barley, now")
 
 
 @pytest.fixture
@@ -30,7 +33,7 @@ def heard(channel, num=1, seconds=10):
     return received
 
 
-@pytest.mark.parametrize("secret", [b"", b"open sesame"])
+@pytest.mark.parametrize("secret", [None, SESAME])
 def test_there_and_back(opened, secret):
     listener, caller = opened(listen="tcp://127.0.0.1:*", secret=secret), opened(secret=secret)
     caller.send(listener.address, b"hello")
@@ -79,9 +82,9 @@ def test_an_address_that_makes_no_sense_costs_nothing(opened):
 
 def test_who_does_not_know_the_secret_gets_nowhere(opened):
     # RB-8
-    listener = opened(listen="tcp://127.0.0.1:*", secret=b"open sesame")
-    strangers = [opened(), opened(secret=b"open barley")]
-    friend = opened(secret=b"open sesame")
+    listener = opened(listen="tcp://127.0.0.1:*", secret=SESAME)
+    strangers = [opened(), opened(secret=BARLEY)]
+    friend = opened(secret=SESAME)
     for channel in (*strangers, friend):
         channel.send(listener.address, b"hello")
     (received,) = heard(listener)

@@ -17,6 +17,7 @@ from kvferry.runtime import Report
 from kvferry.testing.pattern import check_rank, fill_rank
 from kvferry.testing.small import small
 from kvferry.transport.memory import Hub, MemoryTransport, placed
+from kvferry.wire.trust import Trust
 
 
 def with_memory(manifest):
@@ -48,11 +49,14 @@ class Engines:
 class Pair(Engines):
     """A source engine, and a destination that fetches from it."""
 
-    def __init__(self, *, transport=MemoryTransport, hub=None, rank_timing=None, **kwargs):
+    def __init__(self, *, transport=MemoryTransport, hub=None, rank_timing=None, engine_trust=None, **kwargs):
         super().__init__()
         self.hub = hub or Hub()
-        self.engine = SourceEngine("prefill", 1)
-        self.rank = SourceRank(self.engine.address, self.src, MemoryTransport(self.hub), timing=rank_timing)
+        trust = engine_trust or Trust()
+        self.engine = SourceEngine("prefill", 1, trust=trust)
+        self.rank = SourceRank(
+            self.engine.invitation, self.src, MemoryTransport(self.hub), timing=rank_timing, trust=trust
+        )
         self.destination = Destination(self.dst, 0, transport(self.hub), **kwargs)
         self._names = count(1)
 

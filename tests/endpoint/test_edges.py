@@ -60,7 +60,7 @@ class World:
         )
 
     def open_channel(self, listen, secret):
-        address = f"tcp://{len(self.channels)}"
+        address = f"tcp://127.0.0.1:{len(self.channels)}"
         return self.channels.setdefault(address, SimulatedChannel(self, address))
 
     def run(self, seconds):
@@ -90,7 +90,7 @@ def test_a_request_is_moved_without_a_thread_or_a_clock(engines):
     src, dst, request = engines.src, engines.dst, engines.request
     timing = Timing(lease=8, meet=4, read=20, retry=0.5)
     engine = SourceEngine("prefill", 1, timing=timing, edges=world.edges)
-    rank = SourceRank(engine.address, src, MemoryTransport(hub), timing=timing, edges=world.edges)
+    rank = SourceRank(engine.invitation, src, MemoryTransport(hub), timing=timing, edges=world.edges)
     destination = Destination(dst, 0, MemoryTransport(hub), timing=timing, edges=world.edges)
     handle = destination.fetch(engine.offer("request-1", request.src, 20), request.dst, request.need)
     assert (destination.poll(), engine.is_whole) == ([], False)

@@ -118,9 +118,9 @@ def test_an_authority_that_starts_anew_at_its_address_is_joined_by_its_living_ra
     pair = pair_of(rank_timing=Timing(meet=0.4, retry=0.05))
     first = pair.fetch()
     assert pair.reports()[first].failure is None
-    address, old = pair.engine.address, pair.offer()
+    invitation, old = pair.engine.invitation, pair.offer()
     pair.engine.close()
-    pair.engine = SourceEngine("prefill", 1, listen=address)
+    pair.engine = SourceEngine("prefill", 1, listen=invitation.address, credential=invitation.credential)
     until(lambda: pair.engine.is_whole)
     handle = pair.fetch()
     assert pair.reports()[handle].failure is None

@@ -161,9 +161,9 @@ def test_strangers_cannot_join_renew_or_hear(harbour, source, one):
 
 @pytest.mark.slow
 def test_without_the_secret_a_channel_gets_nowhere(harbour, one):
-    source = harbour.source("vault", tp=1, secret=b"open sesame")
-    friend = harbour.destination("friend", tp=1, secret=b"open sesame")
-    stranger = harbour.destination("stranger", tp=1, secret=b"open barley")
+    source = harbour.source("vault", tp=1, secret=b"open sesame, now")
+    friend = harbour.destination("friend", tp=1, secret=b"open sesame, now")
+    stranger = harbour.destination("stranger", tp=1, secret=b"open barley, now")
     harbour.serves(source, friend)
     with harbour.level(source, friend):
         ticket = harbour.offer(source, is_filled=True)

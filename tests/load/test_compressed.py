@@ -79,7 +79,7 @@ class Engine:
         self.destinations = {}
         for rank in self.manifest.ranks:
             own = replace(self.manifest, ranks=(rank,))
-            stack.enter_context(closing(SourceRank(self.source.address, own, NixlTransport())))
+            stack.enter_context(closing(SourceRank(self.source.invitation, own, NixlTransport())))
             destination = Destination(
                 self.manifest,
                 rank.rank,

@@ -9,7 +9,6 @@ fit is dropped and counted, since every message of the protocol is repeated unti
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 import secrets
@@ -20,6 +19,7 @@ import zmq
 from zmq.utils import z85
 
 from kvferry.errors import ChannelError
+from kvferry.wire.secret import Secret
 
 _MAPPED = re.compile(r"\[::ffff:([0-9.]+)\]")
 
@@ -49,9 +49,10 @@ class Channel:
     With a ``secret``, everything is encrypted, and only who knows the secret can talk to the listener at all.
     """
 
-    def __init__(self, *, listen: str = "", secret: bytes = b"", max_bytes: int = 8 << 20) -> None:
+    def __init__(self, *, listen: str = "", secret: Secret | None = None, max_bytes: int = 8 << 20) -> None:
         self._context = zmq.Context()
-        self._secret, self._max_bytes = secret, max_bytes
+        self._server_keys = _server_keys(secret) if secret is not None else None
+        self._max_bytes = max_bytes
         self._poller = zmq.Poller()
         self._calls: OrderedDict[str, zmq.Socket[bytes]] = OrderedDict()
         self._listener: zmq.Socket[bytes] | None = None
@@ -71,9 +72,8 @@ class Channel:
         socket = self._socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # who calls again before its old connection is found dead
-        if self._secret:
-            secret_key, _ = _keys(self._secret)
-            socket.curve_secretkey, socket.curve_server = secret_key, True
+        if self._server_keys is not None:
+            socket.curve_secretkey, socket.curve_server = self._server_keys[0], True
         try:
             socket.bind(listen)
         except zmq.ZMQError as error:
@@ -122,9 +122,8 @@ class Channel:
         socket = self._socket(zmq.DEALER)
         # A name of its own, that nobody can guess: replies find it after a lost connection, too.
         socket.setsockopt(zmq.IDENTITY, secrets.token_bytes(16).replace(b"\0", b"\1"))
-        if self._secret:
-            _, public = _keys(self._secret)
-            socket.curve_serverkey = public
+        if self._server_keys is not None:
+            socket.curve_serverkey = self._server_keys[1]
             socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
         try:
             socket.connect(address)
@@ -194,7 +193,11 @@ class Channel:
         self._context.term()
 
 
-def _keys(secret: bytes) -> tuple[bytes, bytes]:
-    """The listener's key pair, the same for all who know the secret; its public half stays as secret."""
-    secret_key = z85.encode(hashlib.sha256(b"kvferry control channel 1\0" + secret).digest())
-    return secret_key, zmq.curve_public(secret_key)
+def _server_keys(secret: Secret) -> tuple[bytes, bytes]:
+    """The key pair of every listener of the fleet: private, public.
+
+    Both halves come from the secret, and neither travels. CURVE lets nobody talk to a listener whose public
+    key they do not know, so knowing it is the caller's proof; answering is the listener's.
+    """
+    private = z85.encode(secret.key("control channel"))
+    return private, zmq.curve_public(private)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli import describe, models, plan, runs
+from kvferry.cli import describe, keygen, models, plan, runs
 from kvferry.cli.demo import command as demo
 
 COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
@@ -16,6 +16,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "models": (models.models, models.HELP),
     "describe": (describe.describe, describe.HELP),
     "runs": (runs.runs, runs.HELP),
+    "keygen": (keygen.keygen, keygen.HELP),
 }
 """Each command with its help. The list of commands shows the first line of its docstring."""
 

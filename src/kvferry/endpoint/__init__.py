@@ -5,7 +5,8 @@ One process of a source engine runs the ``SourceEngine`` (the lease authority); 
 """
 
 from kvferry.endpoint.destination import Destination
+from kvferry.endpoint.invitation import Invitation
 from kvferry.endpoint.source import SourceEngine
 from kvferry.endpoint.source_rank import SourceRank
 
-__all__ = ["Destination", "SourceEngine", "SourceRank"]
+__all__ = ["Destination", "Invitation", "SourceEngine", "SourceRank"]

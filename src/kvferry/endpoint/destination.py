@@ -16,15 +16,18 @@ from kvferry.core.select import Selection, Slack, select
 from kvferry.core.span import Spans
 from kvferry.endpoint.edges import Edges
 from kvferry.endpoint.meeting import MetPeer, NotMet, failure_of, meet, remote_name
-from kvferry.endpoint.metrics import FetchMetrics, account
+from kvferry.endpoint.metrics import FetchMetrics, account, log_line
 from kvferry.endpoint.owner import Owner
 from kvferry.endpoint.posted_reads import PostedReads
 from kvferry.errors import SpecError
 from kvferry.runtime import Failure, FailureCode, Fetch, Reader, Report, Timing
-from kvferry.runtime.values import Build, Cancel, Drop, Effect, Peer, PostReads, Select, Send
+from kvferry.runtime.admission import refusal
+from kvferry.runtime.values import Build, Cancel, Drop, Effect, Peer, PostReads, Record, Select, Send
 from kvferry.transport.base import Transport, Way
+from kvferry.wire.bad_input import printable
 from kvferry.wire.messages import decode_from_authority, encode
 from kvferry.wire.ticket import Ticket
+from kvferry.wire.trust import Trust
 
 log = logging.getLogger("kvferry")
 
@@ -51,7 +54,7 @@ class Destination:
         *,
         reader: str = "",
         num_ranks: int = 0,
-        secret: bytes = b"",
+        trust: Trust = Trust(),  # noqa: B008  (it is frozen)
         timing: Timing | None = None,
         metrics: FetchMetrics | None = None,
         on_refusal: Callable[[Manifest, Failure], None] | None = None,
@@ -61,7 +64,8 @@ class Destination:
 
         It must change with every start: a late message of an earlier one must not pass for one of this.
         An engine of one rank may leave it out. ``on_refusal`` is called with the manifest of a source engine
-        that cannot be read from, and why, in a thread of its own. ``edges`` are for simulations.
+        that cannot be read from, and why, in a thread of its own. ``trust``: whose tickets are taken.
+        ``edges`` are for simulations.
         """
         num_ranks = num_ranks or len(manifest.ranks)
         if not reader and num_ranks > 1:
@@ -70,6 +74,7 @@ class Destination:
         reader = reader or f"{manifest.engine}#{edges.random_bytes(8).hex()}"
         self._manifest, self._rank, self._transport = manifest, rank, transport
         self._metrics, self._on_refusal = metrics, on_refusal
+        self._trust, self._host, self._num_refused = trust, edges.host(), 0
         self._clock = edges.clock
         self._handles = count(1)
         self._reports: deque[Report] = deque()
@@ -81,7 +86,7 @@ class Destination:
 
         self._owner = Owner(f"kvferry-dst-{rank}", self._carry_out, self._tick, edges.clock)
         self._workers = edges.make_workers(f"kvferry-work-{rank}")
-        self._channel = edges.open_channel("", secret)
+        self._channel = edges.open_channel("", trust.secret)
         self._reads = PostedReads(transport, self._workers, self._owner.put, self._reader.ended)
         edges.start_owner(self._owner)
         self._channel.start(f"kvferry-channel-{rank}", self._receive, lambda: self._owner.is_behind)
@@ -110,6 +115,8 @@ class Destination:
             self._owner.put(lambda _: self._reader.supply(now, held, wanted))
             return held
         handle = next(self._handles)
+        if failure := refusal(ticket, self._trust, self._host):
+            return self._refuse(handle, ticket, failure)
         self._owner.put(lambda _: self._reader.fetch(now, handle, wanted))
         return handle
 
@@ -121,7 +128,26 @@ class Destination:
         """
         _check(ticket)
         handle, now = next(self._handles), self._clock()
+        if failure := refusal(ticket, self._trust, self._host):
+            return self._refuse(handle, ticket, failure)
         self._owner.put(lambda _: self._reader.hold(now, handle, ticket))
+        return handle
+
+    def _refuse(self, handle: int, ticket: Ticket, failure: Failure) -> int:
+        """Report a ticket that is not used. The machine never hears of it: a flood of them costs little."""
+        record = Record(
+            printable(ticket.request_id),
+            printable(ticket.engine),
+            outcome=failure.code.value,
+            detail=failure.detail,
+        )
+        report = Report(handle, failure, record)
+        self._reports.append(report)
+        self._num_refused += 1
+        if self._num_refused.bit_count() == 1:  # each 1st, 2nd, 4th, 8th …: they must not fill the log
+            log.warning("refused ticket number %d: %s", self._num_refused, log_line(report))
+        if self._metrics:
+            self._metrics.count(report)
         return handle
 
     def abort(self, handle: int) -> None:

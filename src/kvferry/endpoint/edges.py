@@ -11,8 +11,10 @@ from typing import Any, Protocol
 from kvferry.channel import Channel, Received
 from kvferry.endpoint.channel_thread import ChannelThread
 from kvferry.endpoint.owner import Owner
+from kvferry.endpoint.this_host import this_host
 from kvferry.endpoint.workers import WorkerThreads
 from kvferry.wire.messages import MAX_MESSAGE_BYTES
+from kvferry.wire.secret import Secret
 
 
 class ControlChannel(Protocol):
@@ -61,7 +63,7 @@ class Workers(Protocol):
         ...
 
 
-def open_channel(listen: str, secret: bytes) -> ControlChannel:
+def open_channel(listen: str, secret: Secret | None) -> ControlChannel:
     """A channel over ZeroMQ, driven by a thread of its own."""
     return ChannelThread(Channel(listen=listen, secret=secret, max_bytes=MAX_MESSAGE_BYTES))
 
@@ -73,7 +75,9 @@ class Edges:
     clock: Callable[[], float] = time.monotonic
     random_bytes: Callable[[int], bytes] = secrets.token_bytes
     """So many bytes that nobody can guess: keys, generations, names. A simulation's own come again."""
-    open_channel: Callable[[str, bytes], ControlChannel] = open_channel
+    host: Callable[[], str] = this_host
+    """Which host this is; its network namespace counts, since each has a loopback of its own."""
+    open_channel: Callable[[str, Secret | None], ControlChannel] = open_channel
     make_workers: Callable[[str], Workers] = WorkerThreads
     start_owner: Callable[[Owner[Any]], None] = Owner.start
     """Has an owner's ``step`` called; by default in a thread of its own."""

@@ -7,11 +7,13 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
+from hmac import compare_digest
 
 from kvferry.channel import Received
 from kvferry.core.manifest import merge
 from kvferry.core.request import BlockTable
 from kvferry.endpoint.edges import Edges
+from kvferry.endpoint.invitation import Invitation
 from kvferry.endpoint.owner import Owner
 from kvferry.errors import KVFerryError, SpecError
 from kvferry.runtime import Authority, Offers, Released, Timing
@@ -27,6 +29,7 @@ from kvferry.wire.messages import (
     encode,
 )
 from kvferry.wire.ticket import Ticket
+from kvferry.wire.trust import Trust, is_loopback
 
 log = logging.getLogger("kvferry")
 
@@ -53,26 +56,39 @@ class SourceEngine:
         *,
         listen: str = "tcp://127.0.0.1:*",
         advertise: str = "",
-        secret: bytes = b"",
+        credential: bytes = b"",
+        trust: Trust = Trust(),  # noqa: B008  (it is frozen)
         timing: Timing | None = None,
         edges: Edges | None = None,
     ) -> None:
         """``advertise``: the host that readers call, where it is not the one that ``listen`` names.
 
-        ``edges`` are for simulations.
+        ``credential``: what ranks join with (``invitation``); by default it is another one in each start.
+        Give the same to each start if ranks may outlive it. ``trust``: who may read. ``edges`` are for
+        simulations.
         """
         if not advertise and any(f"//{host}:" in listen for host in EVERY_HOST):
             raise SpecError(f"listen={listen} is no address that a reader could call: say advertise=HOST")
+        trust.check_listen(listen)
+        if trust.insecure:
+            log.warning(
+                "insecure: whoever can reach %s can read and write this engine's caches; better set a secret",
+                listen,
+            )
         edges, timing = edges or Edges(), timing or Timing()
         self._clock = edges.clock
         self._released: deque[Released] = deque()
-        self._channel = edges.open_channel(listen, secret)
+        self._channel = edges.open_channel(listen, trust.secret)
+        self._credential = credential or edges.random_bytes(16)
+        address = _advertised(self._channel.address, advertise)
         self._offers = Offers(
             engine,
             generation=int.from_bytes(edges.random_bytes(8)) >> 2,
             key=edges.random_bytes(32),
-            address=_advertised(self._channel.address, advertise),
+            address=address,
             lease_ms=int(timing.lease * 1000),
+            host=edges.host() if trust.is_one_host or is_loopback(address) else "",
+            fleet_key=trust.ticket_key,
         )
         self._is_whole = False
         # These are the owner's alone.
@@ -91,6 +107,11 @@ class SourceEngine:
     def address(self) -> str:
         """Where ranks join and readers call."""
         return self._offers.address
+
+    @property
+    def invitation(self) -> Invitation:
+        """What a rank of this engine needs to join it. A secret of this engine and its ranks."""
+        return Invitation(self.address, self._credential)
 
     @property
     def is_whole(self) -> bool:
@@ -202,6 +223,10 @@ class SourceEngine:
 
     def _receive(self, received: Received) -> None:
         message = decode_to_authority(received.data)
+        if isinstance(message, Join) and not compare_digest(message.credential, self._credential):
+            refusal = Rejected("join", "it does not have the credential of this engine's ranks")
+            self._channel.send(received.reply_to, encode(refusal))
+            return
         self._owner.put(lambda now: self._authority.receive(now, received.reply_to, message))
 
     def _merge(self, manifests: Mapping[int, bytes]) -> None:

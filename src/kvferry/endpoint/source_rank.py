@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from kvferry.channel import Received
 from kvferry.core.manifest import Manifest
 from kvferry.endpoint.edges import Edges
+from kvferry.endpoint.invitation import Invitation
 from kvferry.endpoint.owner import Owner
 from kvferry.errors import SpecError
 from kvferry.runtime import Member, Released, Timing
@@ -17,6 +18,7 @@ from kvferry.runtime.values import Send
 from kvferry.transport.base import Transport
 from kvferry.wire import manifest_to_msgpack
 from kvferry.wire.messages import PROTOCOL, Join, decode_from_authority, encode
+from kvferry.wire.trust import Trust
 
 log = logging.getLogger("kvferry")
 
@@ -30,19 +32,19 @@ class SourceRank:
 
     def __init__(
         self,
-        authority: str,
+        invitation: Invitation,
         manifest: Manifest,
         transport: Transport,
         *,
-        secret: bytes = b"",
+        trust: Trust = Trust(),  # noqa: B008  (it is frozen)
         timing: Timing | None = None,
         edges: Edges | None = None,
     ) -> None:
-        """``edges`` are for simulations."""
+        """``invitation``: of its engine's authority. ``edges`` are for simulations."""
         (rank,) = manifest.ranks
         transport.register(rank.regions)
         edges = edges or Edges()
-        self.rank, self._transport, self._authority = rank.rank, transport, authority
+        self.rank, self._transport, self._authority = rank.rank, transport, invitation.address
         self._released: deque[Released] = deque()
         self._state, self._refusal = Membership.JOINING, ""
         join = Join(
@@ -52,10 +54,11 @@ class SourceRank:
             transport.kind,
             manifest_to_msgpack(manifest),
             transport.card(),
+            credential=invitation.credential,
         )
-        self._member = Member(authority, join, timing)  # the owner's alone
+        self._member = Member(invitation.address, join, timing)  # the owner's alone
         self._owner = Owner(f"kvferry-src-{rank.rank}", self._carry_out, self._tick, edges.clock)
-        self._channel = edges.open_channel("", secret)
+        self._channel = edges.open_channel("", trust.secret)
         edges.start_owner(self._owner)
         self._channel.start(f"kvferry-src-{rank.rank}-channel", self._receive, lambda: self._owner.is_behind)
 

@@ -7,7 +7,7 @@ from itertools import count
 
 from kvferry.core.request import BlockTable
 from kvferry.errors import SpecError
-from kvferry.wire.ticket import Ticket, is_proved, sign, tables_to_wire
+from kvferry.wire.ticket import Ticket, is_proved, seal, sign, tables_to_wire
 
 
 class Offers:
@@ -25,9 +25,19 @@ class Offers:
 
     MAX_OPEN = 100_000
 
-    def __init__(self, engine: str, generation: int, key: bytes, address: str, lease_ms: int) -> None:
+    def __init__(
+        self,
+        engine: str,
+        generation: int,
+        key: bytes,
+        address: str,
+        lease_ms: int,
+        host: str = "",
+        fleet_key: bytes = b"",
+    ) -> None:
+        """``key`` is this start's own, ``fleet_key`` that of all engines that share a secret."""
         self.engine, self.generation, self.address, self.lease_ms = engine, generation, address, lease_ms
-        self._key = key
+        self._host, self._key, self._fleet_key = host, key, fleet_key
         self._open: dict[str, int] = {}
         """The ticket of each request on offer."""
         self._numbers = count(1)
@@ -58,8 +68,9 @@ class Offers:
             tables_to_wire(tables),
             self.lease_ms,
             digest,
+            host=self._host,
         )
-        signed = sign(ticket, self._key)
+        signed = seal(sign(ticket, self._key), self._fleet_key)
         if self._open.setdefault(request_id, ticket_id) != ticket_id:
             raise SpecError(f"request {request_id!r} is offered already")
         return signed

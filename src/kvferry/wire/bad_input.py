@@ -141,6 +141,18 @@ def shown(value: object) -> str:
             return clipped(repr(value), MAX_SHOWN)
 
 
+def printable(text: str, length: int = MAX_RULE) -> str:
+    """Text of a peer's, fit for a log: one line, and not long.
+
+    >>> printable("two\\nlines"), printable("x" * 1000)[-5:]
+    ('two\\\\nlines', 'xxxx…')
+    """
+    short = clipped(text, length)
+    if short.isprintable():
+        return short
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in short)
+
+
 def clipped(text: str, length: int) -> str:
     """The text, its end left out if it is longer than ``length``."""
     return text if len(text) <= length else f"{text[:length]}…"

@@ -16,7 +16,7 @@ import msgspec
 from kvferry.errors import SpecError
 from kvferry.wire.ticket import Ticket
 
-PROTOCOL = 2
+PROTOCOL = 3
 """The version of the messages and of what they promise. Peers of another version are turned away."""
 
 MAX_MESSAGE_BYTES = 8 << 20
@@ -140,6 +140,8 @@ class Join(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     card: bytes
     previous: int = 0
     """The start of the engine that it belonged to before; 0 for a rank that belonged to none."""
+    credential: bytes = b""
+    """What the engine gave to its ranks, and to nobody else."""
 
     def again(self, previous: int) -> Join:
         """The same rank, to be joined to the next start of its engine."""

@@ -51,6 +51,11 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: bytes = b""
     """A digest of the prompt's token ids: a ticket is good for that prompt only."""
     mac: bytes = b""
+    """The proof of the source engine, by a key that only this start of it has."""
+    host: str = ""
+    """Which host, where the source serves its own only: the boot, and the network namespace; else empty."""
+    seal: bytes = b""
+    """The proof of the fleet, over the ticket's text: whoever made it knows the fleet's secret."""
 
     def block_tables(self) -> Mapping[str, BlockTable]:
         """The tables as the core wants them; raises SpecError on senseless ones."""
@@ -79,24 +84,56 @@ def is_proved(ticket: Ticket, key: bytes) -> bool:
 
 
 def _mac(ticket: Ticket, key: bytes) -> bytes:
-    body = msgspec.msgpack.encode(msgspec.structs.replace(ticket, mac=b""))
+    body = msgspec.msgpack.encode(msgspec.structs.replace(ticket, mac=b"", seal=b""))
     return hmac.digest(key, body, "sha256")
 
 
+def seal(ticket: Ticket, key: bytes) -> Ticket:
+    """The ticket with the fleet's proof; as it is, if there is no key."""
+    return msgspec.structs.replace(ticket, seal=_seal(_body(ticket), key)) if key else ticket
+
+
+def is_sealed(ticket: Ticket, key: bytes) -> bool:
+    """Whether somebody who knows the fleet's ``key`` made this ticket, exactly as it is."""
+    return hmac.compare_digest(ticket.seal, _seal(_body(ticket), key))
+
+
+def _seal(body: str, key: bytes) -> bytes:
+    return hmac.digest(key, body.encode("utf-8", "replace"), "sha256")
+
+
 def to_text(ticket: Ticket) -> str:
-    """The ticket as text that fits into JSON and URLs."""
-    return base64.urlsafe_b64encode(msgspec.msgpack.encode(ticket)).decode("ascii")
+    """The ticket as text that fits into JSON and URLs: a body, and a seal behind a dot if there is one."""
+    return f"{_body(ticket)}.{_base64(ticket.seal)}" if ticket.seal else _body(ticket)
 
 
-def from_text(text: str) -> Ticket:
-    """The ticket in a text; raises SpecError if there is none. Each ticket has one text only."""
+def _body(ticket: Ticket) -> str:
+    bare = msgspec.structs.replace(ticket, seal=b"") if ticket.seal else ticket
+    return _base64(msgspec.msgpack.encode(bare))
+
+
+def _base64(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).decode("ascii")
+
+
+def from_text(text: str, key: bytes = b"") -> Ticket:
+    """The ticket in a text; raises SpecError if there is none. Each ticket has one text only.
+
+    With the fleet's ``key``, nothing of a text without the right seal is looked at.
+    """
     if len(text) > MAX_TICKET_BYTES:
         raise SpecError(f"ticket: at most {MAX_TICKET_BYTES} characters are read, got {len(text)}")
-    try:
-        data = base64.urlsafe_b64decode(text.encode("ascii", "replace"))
-    except (binascii.Error, ValueError) as error:
-        raise SpecError(f"ticket: not base64: {error}") from None
-    ticket = decode_msgpack(data, Ticket)
+    body, _, proof = text.partition(".")
+    if key and not hmac.compare_digest(proof.encode("utf-8", "replace"), _base64(_seal(body, key)).encode()):
+        raise SpecError("ticket: whoever made it does not know this fleet's secret")
+    ticket = msgspec.structs.replace(decode_msgpack(_decoded(body), Ticket), seal=_decoded(proof))
     if to_text(ticket) != text:  # base64 has spare bits, msgpack longer forms: another text, the same ticket
         raise SpecError("ticket: not written the way that tickets are written")
     return ticket
+
+
+def _decoded(text: str) -> bytes:
+    try:
+        return base64.urlsafe_b64decode(text.encode("ascii", "replace"))
+    except (binascii.Error, ValueError) as error:
+        raise SpecError(f"ticket: not base64: {error}") from None

@@ -47,7 +47,7 @@ def _fetch(src: Sequence[Worker], dst: Sequence[Worker], request: Request, num_t
     with ExitStack() as stack:
         engine = stack.enter_context(closing(SourceEngine("src", len(src))))
         for worker in src:
-            stack.enter_context(closing(SourceRank(engine.address, worker.manifest, NixlTransport())))
+            stack.enter_context(closing(SourceRank(engine.invitation, worker.manifest, NixlTransport())))
         ticket = engine.offer("request", request.src, num_tokens)
         destinations = []
         for number, worker in enumerate(dst):

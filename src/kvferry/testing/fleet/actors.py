@@ -17,13 +17,15 @@ from kvferry.core.manifest import Manifest, Rank, Region
 from kvferry.core.request import BlockTable
 from kvferry.core.select import Slack
 from kvferry.core.span import Span, Spans
-from kvferry.endpoint import Destination, SourceEngine, SourceRank
+from kvferry.endpoint import Destination, Invitation, SourceEngine, SourceRank
 from kvferry.runtime import Released, Report, Timing
 from kvferry.testing.pattern import STALE, Checked, check_rank, fill_rank
 from kvferry.transport.base import Transport
 from kvferry.transport.cuda import Cuda
 from kvferry.transport.nixl import NixlTransport
+from kvferry.wire.secret import Secret
 from kvferry.wire.ticket import Ticket
+from kvferry.wire.trust import Trust
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,11 @@ def health() -> Health:
     num_fds = len(list(Path("/proc/self/fd").iterdir()))
     num_threads = len(list(Path("/proc/self/task").iterdir()))
     return Health(pages * os.sysconf("SC_PAGE_SIZE"), num_fds, num_threads)
+
+
+def trust_in(secret: bytes) -> Trust:
+    """Those who know a secret; without one, this host."""
+    return Trust(Secret(secret)) if secret else Trust()
 
 
 class RankMemory:
@@ -79,10 +86,10 @@ class AuthorityActor:
     """The lease authority of a source engine."""
 
     def __init__(self, engine: str, num_ranks: int, listen: str, secret: bytes, timing: Timing) -> None:
-        self._engine = SourceEngine(engine, num_ranks, listen=listen, secret=secret, timing=timing)
+        self._engine = SourceEngine(engine, num_ranks, listen=listen, trust=trust_in(secret), timing=timing)
 
-    def address(self) -> str:
-        return self._engine.address
+    def invitation(self) -> Invitation:
+        return self._engine.invitation
 
     def is_whole(self) -> bool:
         return self._engine.is_whole
@@ -109,11 +116,13 @@ class AuthorityActor:
 class SourceActor:
     """One rank of a source engine, with memory that can be filled."""
 
-    def __init__(self, manifest: Manifest, rank: int, authority: str, secret: bytes, device: str) -> None:
+    def __init__(
+        self, manifest: Manifest, rank: int, invitation: Invitation, secret: bytes, device: str
+    ) -> None:
         self._manifest, self._rank = manifest, rank
         self._memory = RankMemory(manifest.rank(rank), device)
         own = replace(manifest, ranks=(replace(manifest.rank(rank), regions=self._memory.regions),))
-        self._endpoint = SourceRank(authority, own, NixlTransport(), secret=secret)
+        self._endpoint = SourceRank(invitation, own, NixlTransport(), trust=trust_in(secret))
 
     def is_joined(self) -> bool:
         return self._endpoint.is_joined
@@ -148,7 +157,7 @@ class DestinationActor:
         self._manifest = replace(manifest, ranks=ranks)
         self._transport = self.make_transport()
         self._endpoint = Destination(
-            self._manifest, rank, self._transport, reader=reader, secret=secret, timing=timing
+            self._manifest, rank, self._transport, reader=reader, trust=trust_in(secret), timing=timing
         )
 
     def make_transport(self) -> Transport:

@@ -9,6 +9,7 @@ from typing import Any
 from kvferry.core.manifest import Manifest
 from kvferry.core.request import BlockTable
 from kvferry.core.span import Spans
+from kvferry.endpoint import Invitation
 from kvferry.errors import KVFerryError
 from kvferry.runtime import Released, Report, Timing
 from kvferry.testing.fleet.actors import AuthorityActor, DestinationActor, SourceActor
@@ -34,14 +35,15 @@ class SourceFleet:
         self.manifest = manifest
         args = (manifest.engine, len(manifest.ranks), listen, secret, timing)
         self.authority = start(f"{manifest.engine}-authority", AuthorityActor, *args, env=env)
-        self.address: str = self.authority.call("address")
+        invitation: Invitation = self.authority.call("invitation")
+        self.address = invitation.address
         self.ranks = [
             start(
                 f"{manifest.engine}-{rank.rank}",
                 SourceActor,
                 manifest,
                 rank.rank,
-                self.address,
+                invitation,
                 secret,
                 device,
                 env=env,

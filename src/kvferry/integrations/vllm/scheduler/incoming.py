@@ -8,11 +8,14 @@ from typing import Any
 
 from vllm.v1.request import Request
 
+from kvferry.endpoint.this_host import this_host
 from kvferry.errors import SpecError
 from kvferry.integrations.vllm.scheduler.outgoing import TICKET
 from kvferry.integrations.vllm.scheduler.tables import BlockIds, Groups, digest, is_identified
 from kvferry.integrations.vllm.shared.step import Load, StepMetadata
+from kvferry.runtime.admission import refusal
 from kvferry.wire.ticket import Ticket, from_text
+from kvferry.wire.trust import Trust
 
 
 @dataclass
@@ -30,9 +33,10 @@ class _Wanted:
 class Incoming:
     """The requests of a vLLM engine that come with a ticket, until they end."""
 
-    def __init__(self, groups: Groups, take_back: Callable[[Ticket], bool]) -> None:
+    def __init__(self, groups: Groups, take_back: Callable[[Ticket], bool], trust: Trust) -> None:
         """``take_back`` says whether a ticket is one of this engine's own, which then pins nothing more."""
         self._groups, self._take_back = groups, take_back
+        self._trust, self._host = trust, this_host()
         self._wanted: dict[str, _Wanted] = {}
         """Those that have no blocks yet."""
         self._live: dict[str, Ticket | None] = {}
@@ -53,7 +57,7 @@ class Incoming:
 
     def _read(self, request: Request, params: dict[str, Any]) -> _Wanted:
         most = self._groups.num_loadable(request.num_prompt_tokens)
-        ticket, refusal = _ticket(params)
+        ticket, refusal = self._ticket(params)
         if ticket is not None:
             refusal = self._refusal(request, ticket, most)
         if ticket is None or refusal:
@@ -63,6 +67,18 @@ class Incoming:
             # does not have is computed.
             return _Wanted(None, "", 0)
         return _Wanted(ticket, "", min(most, ticket.num_tokens))
+
+    def _ticket(self, params: dict[str, Any]) -> tuple[Ticket | None, str]:
+        """The ticket, or why there is none. It is proved before it is read, and before anybody is called."""
+        text = params.get(TICKET)
+        if not isinstance(text, str):
+            return None, f"kv_transfer_params carry no ticket ({TICKET}): did kvferry prefill it?"
+        try:
+            ticket = from_text(text, self._trust.ticket_key)
+        except SpecError as error:
+            return None, str(error)
+        refused = refusal(ticket, self._trust, self._host)
+        return (None, str(refused)) if refused else (ticket, "")
 
     def _refusal(self, request: Request, ticket: Ticket, most: int) -> str:
         if not is_identified(request) or ticket.digest != digest(request, ticket.num_tokens):
@@ -131,14 +147,3 @@ class Incoming:
 
 def _given_up(load: Load) -> Load:
     return replace(load, ticket=None, refusal="its request has ended")
-
-
-def _ticket(params: dict[str, Any]) -> tuple[Ticket | None, str]:
-    """The ticket, or why there is none."""
-    text = params.get(TICKET)
-    if not isinstance(text, str):
-        return None, f"kv_transfer_params carry no ticket ({TICKET}): did kvferry prefill it?"
-    try:
-        return from_text(text), ""
-    except SpecError as error:
-        return None, str(error)

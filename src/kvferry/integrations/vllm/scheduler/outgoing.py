@@ -42,7 +42,7 @@ class Outgoing:
             len(joins),
             listen=options.listen,
             advertise=options.advertise,
-            secret=options.secret,
+            trust=options.trust,
             timing=options.timing,
         )
         for join in joins:

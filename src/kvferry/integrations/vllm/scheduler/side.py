@@ -32,7 +32,7 @@ class SchedulerSide:
         self._options = options
         self.groups = Groups(vllm_config, config)
         self._outgoing = Outgoing(vllm_config, self.groups, options, engine)
-        self._incoming = Incoming(self.groups, self._outgoing.take_back)
+        self._incoming = Incoming(self.groups, self._outgoing.take_back, options.trust)
 
     def admit(self, joins: Sequence[Join]) -> None:
         """Every worker's memory is known."""

@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvferry.endpoint.secret_source import secret_from_environment, secret_from_file
 from kvferry.errors import SpecError
 from kvferry.runtime import Timing
+from kvferry.wire.secret import Secret
+from kvferry.wire.trust import Trust
 
-_TEXTS = ("listen", "advertise", "secret", "dump")
+_TEXTS = ("listen", "advertise", "secret_file", "dump")
 _SECONDS = {"lease_seconds": "lease", "meet_seconds": "meet", "read_seconds": "read"}
 
 
@@ -18,6 +21,8 @@ class Options:
     """The connector's few options, checked at start-up; unknown keys are refused by name.
 
     >>> Options.of({"lease_seconds": 10}, host="10.0.0.7").listen
+    'tcp://127.0.0.1:*'
+    >>> Options.of({"insecure": True}, host="10.0.0.7").listen
     'tcp://10.0.0.7:*'
     >>> Options.of({"leese_seconds": 10}, host="10.0.0.7")
     Traceback (most recent call last):
@@ -28,8 +33,8 @@ class Options:
     """Where the lease authority listens; ``*`` takes a free port."""
     advertise: str = ""
     """The host that readers call, where it is not the one of ``listen``."""
-    secret: bytes = field(default=b"", repr=False)
-    """Known to all engines that may talk to each other; empty: nobody is asked for one."""
+    trust: Trust = field(default_factory=Trust)
+    """Whom this engine talks to: by default, engines of this host only."""
     dump: str = ""
     """A folder for manifests: of this engine at the start, and of both sides where a peer is refused."""
     timing: Timing = field(default_factory=Timing)
@@ -37,20 +42,44 @@ class Options:
     @classmethod
     def of(cls, extra: Mapping[str, Any], *, host: str) -> Options:
         """Options from the configuration; ``host`` is where this machine can be reached."""
-        known = {*_TEXTS, *_SECONDS}
+        if "secret" in extra:
+            raise SpecError(
+                "kv_connector_extra_config: vLLM prints these options, so a secret must not be one: write it"
+                " to a file (kvferry keygen -o FILE) and say secret_file, or set KVFERRY_SECRET_FILE"
+            )
+        known = {*_TEXTS, *_SECONDS, "insecure", "authorities"}
         if unknown := sorted(set(extra) - known):
             names, all_names = ", ".join(unknown), ", ".join(sorted(known))
             raise SpecError(f"kv_connector_extra_config: unknown {names}; known are {all_names}")
         texts = {name: _text(name, extra.get(name, "")) for name in _TEXTS}
         seconds = {_SECONDS[name]: _number(name, extra[name]) for name in _SECONDS if name in extra}
-        address = f"[{host}]" if ":" in host else host
+        trust = Trust(_secret(texts["secret_file"]), _insecure(extra), _authorities(extra))
+        address = "127.0.0.1" if trust.is_one_host else f"[{host}]" if ":" in host else host
         return cls(
             listen=texts["listen"] or f"tcp://{address}:*",
             advertise=texts["advertise"],
-            secret=texts["secret"].encode(),
+            trust=trust,
             dump=texts["dump"],
             timing=Timing(**seconds),
         )
+
+
+def _secret(path: str) -> Secret | None:
+    return secret_from_file(path) if path else secret_from_environment()
+
+
+def _insecure(extra: Mapping[str, Any]) -> bool:
+    value = extra.get("insecure", False)
+    if not isinstance(value, bool):
+        raise SpecError(f"kv_connector_extra_config: insecure must be true or false, got {value!r}")
+    return value
+
+
+def _authorities(extra: Mapping[str, Any]) -> tuple[str, ...]:
+    value = extra.get("authorities", [])
+    if not isinstance(value, list) or not all(isinstance(address, str) for address in value):
+        raise SpecError(f"kv_connector_extra_config: authorities must be a list of addresses, got {value!r}")
+    return tuple(value)
 
 
 def _text(name: str, value: Any) -> str:

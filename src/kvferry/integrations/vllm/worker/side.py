@@ -69,7 +69,7 @@ class WorkerSide:
             transport,
             reader=f"{engine}#{self._vllm_config.instance_id}",
             num_ranks=tp.world_size * pp.world_size,
-            secret=self._options.secret,
+            trust=self._options.trust,
             timing=self._options.timing,
             on_refusal=lambda source, failure: self._refused(source, manifest, rank, failure),
         )

@@ -1,0 +1,45 @@
+"""``kvferry keygen``: a secret for engines that talk to each other across hosts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvferry.cli.help_text import examples
+
+HELP = "\n\n".join(
+    (
+        "Make a secret of 256 bits: engines that know it talk to each other, and to nobody else.",
+        "Give every engine the same file (KVFERRY_SECRET_FILE), readable by the engine alone. Whoever has it"
+        " can read every cache of the fleet, and write to it.",
+        examples("kvferry keygen -o /run/secrets/kvferry", "kvferry keygen"),
+        "Exit codes: 0 made; 2 bad usage, or the file exists already.",
+    )
+)
+
+
+def keygen(
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="A new file, mode 0600.", show_default="standard output"
+        ),
+    ] = None,
+) -> None:
+    """Make a secret for engines of several hosts."""
+    import os
+    import secrets
+
+    from kvferry.cli.bad_input import at
+
+    text = secrets.token_urlsafe(32)
+    if output is None:
+        print(text)
+        return
+    with at(str(output)):
+        # Never over an existing file: engines that run with it would lose each other.
+        opened = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        with open(opened, "w", encoding="ascii") as file:
+            file.write(f"{text}\n")
