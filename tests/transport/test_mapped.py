@@ -10,11 +10,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kvferry.core.way import Way
 from kvferry.errors import TransportError
 from kvferry.testing.sources import Holder, serving
 from kvferry.testing.transport_world import REGION_BYTES, WHOLE, run, scattered, stale_memory, wait
 from kvferry.transport import ReadEnd
-from kvferry.transport.base import Connected, Way
+from kvferry.transport.base import Connected
 from kvferry.transport.cards import export_in, pack_card, segment_in, unpack_card
 from kvferry.transport.cuda import Cuda, has_cuda
 from kvferry.transport.exports import Export

@@ -199,7 +199,6 @@ def test_waiting_costs_no_cpu():
 def test_it_is_a_transport():
     transport: Transport = NixlTransport()
     assert transport.kind == "nixl"
-    assert transport.cost.of(10, 1000) > 0
     transport.close()
 
 

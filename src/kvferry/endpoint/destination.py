@@ -10,10 +10,12 @@ from functools import partial
 from itertools import count
 
 from kvferry.channel import Received
+from kvferry.core.cost import NO_TRAFFIC, Traffic
 from kvferry.core.manifest import Manifest
 from kvferry.core.request import BlockTable
 from kvferry.core.select import Selection, Slack, select
 from kvferry.core.span import Spans
+from kvferry.core.way import Way
 from kvferry.endpoint.edges import Edges
 from kvferry.endpoint.meeting import MetPeer, NotMet, failure_of, meet, remote_name
 from kvferry.endpoint.metrics import FetchMetrics, account, log_line
@@ -22,8 +24,9 @@ from kvferry.endpoint.posted_reads import PostedReads
 from kvferry.errors import SpecError
 from kvferry.runtime import Failure, FailureCode, Fetch, Reader, Report, Timing
 from kvferry.runtime.admission import refusal
+from kvferry.runtime.load_costs import LoadCosts, TrafficByWay
 from kvferry.runtime.values import Build, Cancel, Drop, Effect, Peer, PostReads, Record, Select, Send
-from kvferry.transport.base import Transport, Way
+from kvferry.transport.base import Transport
 from kvferry.wire.bad_input import printable
 from kvferry.wire.messages import decode_from_authority, encode
 from kvferry.wire.ticket import Ticket
@@ -78,10 +81,12 @@ class Destination:
         self._clock = edges.clock
         self._handles = count(1)
         self._reports: deque[Report] = deque()
-        transport.register(manifest.rank(rank).regions)
+        regions = manifest.rank(rank).regions
+        transport.register(regions)
         # These are the owner's alone.
         self._reader = Reader(reader, rank, num_ranks, timing)
         self._met: dict[Peer, MetPeer] = {}
+        self._costs = LoadCosts(is_on_device=any(region.device != "cpu" for region in regions))
         self._next_tick = float("-inf")
 
         self._owner = Owner(f"kvferry-dst-{rank}", self._carry_out, self._tick, edges.clock)
@@ -181,7 +186,7 @@ class Destination:
             for peer, met in self._met.items()
             for src_rank, link in met.links.items()
         }
-        return self._reader.status() | {"ways": ways}
+        return self._reader.status() | {"ways": ways, "costs": self._costs.status()}
 
     # -- the owner's -------------------------------------------------------------------------------
 
@@ -204,6 +209,7 @@ class Destination:
                 case Report():
                     self._reports.append(effect)
                     account(effect, self._metrics)
+                    self._costs.end(effect.handle, None if effect.failure else effect.record.move_seconds)
 
     def _tick(self, now: float) -> float:
         """Look for ends, and, not too often, at every fetch; when to come again."""
@@ -226,11 +232,24 @@ class Destination:
 
     def _built(self, peer: Peer, met: MetPeer, now: float) -> list[Effect]:
         self._met[peer] = met
+        self._costs.met(peer, {link.way for link in met.links.values()})
         log.info("%s", met.summary(peer))
         return self._reader.built(now, peer, met.plan_seconds)
 
+    def _selected(
+        self, now: float, wanted: Select, selection: Selection, traffic: TrafficByWay, way: str
+    ) -> list[Effect]:
+        num_runs = sum(some.num_runs for some in traffic.values())
+        predicted = self._costs.predict(wanted.peer, traffic)
+        effects = self._reader.selected(now, wanted.handle, selection, num_runs, way, predicted)
+        if any(isinstance(effect, PostReads) for effect in effects):
+            is_waiting = wanted.fetch.after is not None
+            self._costs.begin(wanted.handle, wanted.peer, traffic, is_waiting=is_waiting)
+        return effects
+
     def _drop(self, peer: Peer) -> None:
         met = self._met.pop(peer, None)
+        self._costs.forget(peer)
         for src_rank in met.links if met else ():  # one that was not built has left nothing behind
             self._workers.submit(peer, partial(self._transport.forget, remote_name(peer, src_rank)))
 
@@ -255,20 +274,23 @@ class Destination:
         try:
             selection = select(met.route, fetch.request(), slack=fetch.slack)
             # Whoever needs the list gets it here, not in a thread that others wait for.
-            num_runs = _num_runs(selection, met.way)
+            traffic = _traffic(selection, met)
         except Exception as error:
             failure = failure_of(error, FailureCode.BAD_TABLES)
             self._owner.put(lambda now: self._reader.not_selected(now, handle, failure))
         else:
-            self._owner.put(lambda now: self._reader.selected(now, handle, selection, num_runs, met.way))
+            self._owner.put(lambda now: self._selected(now, wanted, selection, traffic, met.way))
         time.sleep(0)  # a caller may be waiting for the interpreter: let it in between two selections
 
 
-def _num_runs(selection: Selection, way: str) -> int:
-    """How many runs the transport sees. Only where it needs the list is the list made."""
-    if way == Way.MAPPED:
-        return sum(product.num_runs for product in selection.products.values())
-    return selection.num_runs
+def _traffic(selection: Selection, met: MetPeer) -> dict[Way, Traffic]:
+    """What the transport sees, by way. Only where it needs the list is the list made."""
+    traffic: dict[Way, Traffic] = {}
+    for src_rank, product in selection.products.items():
+        way = met.links[src_rank].way
+        num_runs = None if way is Way.MAPPED else len(product.runs)
+        traffic[way] = traffic.get(way, NO_TRAFFIC) + Traffic.of([product], num_runs)
+    return traffic
 
 
 def _check(ticket: Ticket) -> None:

@@ -12,6 +12,7 @@ from kvferry.runtime import Report
 log = logging.getLogger("kvferry")
 
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
+RATIOS = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2, 3, 10, 30)
 BYTES = tuple(float(4**n) for n in range(6, 19))
 
 
@@ -36,6 +37,12 @@ class FetchMetrics:
             buckets=SECONDS,
             registry=registry,
         )
+        self._ratio = Histogram(
+            "kvferry_fetch_move_ratio",
+            "Time to move, measured over predicted",
+            buckets=RATIOS,
+            registry=registry,
+        )
         self._in_flight = Gauge(
             "kvferry_reads_in_flight", "Posted reads that have not ended", registry=registry
         )
@@ -54,6 +61,8 @@ class FetchMetrics:
             self._bytes.inc(report.record.num_bytes)
             self._runs.inc(report.record.num_runs)
             self._size.observe(report.record.num_bytes)
+            if report.record.predicted_seconds:
+                self._ratio.observe(report.record.move_seconds / report.record.predicted_seconds)
         for name, value in record.items():
             if name.endswith("_seconds"):
                 self._seconds.labels(name.removesuffix("_seconds")).observe(value)
@@ -79,5 +88,7 @@ def log_line(report: Report) -> str:
     return (
         f"fetched {record.request_id} from {record.engine}: {outcome}; {record.num_bytes} bytes in"
         f" {record.num_runs} runs from {record.num_sources} ranks{f', {record.way}' if record.way else ''};"
-        f" moved in {record.move_seconds * 1e3:.1f} ms, {record.total_seconds * 1e3:.1f} ms in all"
+        f" moved in {record.move_seconds * 1e3:.1f} ms"
+        f"{f', predicted {record.predicted_seconds * 1e3:.1f}' if record.predicted_seconds else ''};"
+        f" {record.total_seconds * 1e3:.1f} ms in all"
     )

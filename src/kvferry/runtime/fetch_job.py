@@ -65,6 +65,7 @@ class FetchJob:
     num_runs: int = 0
     num_sources: int = 0
     way: str = ""
+    predicted_seconds: float = 0.0
 
     @property
     def key(self) -> tuple[Peer, int]:
@@ -120,6 +121,7 @@ class FetchJob:
             plan_seconds=self.plan_seconds,
             post_seconds=self.posted_at - self.met_at if self.has_posted else 0.0,
             move_seconds=self.ended_at - self.posted_at,
+            predicted_seconds=self.predicted_seconds,
             total_seconds=now - self.started,
             way=self.way,
             outcome=(self.failure.code if self.failure else outcome).value,

@@ -151,9 +151,18 @@ class Reader:
         return self._lose(now, [(peer, failure)])
 
     def selected(
-        self, now: float, handle: int, selection: Selection, num_runs: int | None = None, way: str = ""
+        self,
+        now: float,
+        handle: int,
+        selection: Selection,
+        num_runs: int | None = None,
+        way: str = "",
+        predicted_seconds: float = 0.0,
     ) -> list[Effect]:
-        """The runs of a fetch are known, how many they are, and how their bytes will come: post them."""
+        """The runs of a fetch are known, how many they are, and how their bytes will come: post them.
+
+        How long that is expected to take is for the record; nothing depends on it.
+        """
         job = self._jobs.get(handle)
         if job is None or job.phase is not Phase.SELECTING:
             return []
@@ -164,6 +173,7 @@ class Reader:
         products = selection.products
         job.num_bytes, job.num_sources, job.way = selection.total_bytes, len(products), way
         job.num_runs = selection.num_runs if num_runs is None else num_runs
+        job.predicted_seconds = predicted_seconds
         job.clear = next(self._numbers)
         reads = {next(self._numbers): read for read in products.items()}
         job.in_flight = {job.clear, *reads}

@@ -167,6 +167,8 @@ class Record:
     """From there to the hand-over to the transport: selecting."""
     move_seconds: float = 0.0
     """From there to the last end: zeroing slack, and reading."""
+    predicted_seconds: float = 0.0
+    """What moving was expected to take, with nothing else under way; 0 where nothing was posted."""
     total_seconds: float = 0.0
     way: str = ""
     """How its bytes came (``mapped``, ``direct`` …); several, joined by +, if not all of them came alike."""

@@ -3,7 +3,7 @@
 The transport over NIXL is ``kvferry.transport.nixl.NixlTransport``; importing this room does not load it.
 """
 
-from kvferry.transport.base import Cost, ReadEnd, Transport
+from kvferry.transport.base import ReadEnd, Transport
 from kvferry.transport.memory import Hub, MemoryTransport
 
-__all__ = ["Cost", "Hub", "MemoryTransport", "ReadEnd", "Transport"]
+__all__ = ["Hub", "MemoryTransport", "ReadEnd", "Transport"]

@@ -21,9 +21,10 @@ from uuid import uuid4
 
 from kvferry.core.manifest import Region
 from kvferry.core.product import Product
+from kvferry.core.way import Way
 from kvferry.errors import TransportError
 from kvferry.transport.agent import FabricAgent
-from kvferry.transport.base import Connected, DeviceEvent, Way
+from kvferry.transport.base import Connected, DeviceEvent
 from kvferry.transport.cards import pack_card
 from kvferry.transport.cuda import Cuda
 from kvferry.transport.descriptors import Pace, RegionTable

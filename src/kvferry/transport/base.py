@@ -11,49 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Protocol
 
 from kvferry.core.manifest import Region
 from kvferry.core.product import Product
 from kvferry.core.runs import Runs
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """What moving costs, roughly: for choosing between methods, never for deadlines.
-
-    >>> f"{Cost(seconds_per_run=2e-6, seconds_per_byte=1e-10).of(num_runs=1000, num_bytes=10**7):.3f}"
-    '0.003'
-    """
-
-    seconds_per_run: float
-    seconds_per_byte: float
-
-    def of(self, num_runs: int, num_bytes: int) -> float:
-        """Seconds for a list of runs."""
-        return num_runs * self.seconds_per_run + num_bytes * self.seconds_per_byte
-
+from kvferry.core.way import Way
 
 DeviceEvent = object
 """A mark in a stream of the device: the driver's own event, or its address as a number."""
-
-
-class Way(StrEnum):
-    """How the bytes of a remote rank come; DESIGN: the ways to move.
-
-    >>> Way("mapped") is Way.MAPPED
-    True
-    """
-
-    DIRECT = "direct"
-    """The fabric reads the remote memory, run by run."""
-    MAPPED = "mapped"
-    """Its device memory is open in this process, and a kernel of ours copies."""
-    EMULATED = "emulated"
-    """The fabric has the remote process send the bytes, a fragment at a time: slow."""
-    MEMORY = "memory"
-    """Both ranks are in this process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +73,6 @@ class Transport(Protocol):
     @property
     def kind(self) -> str:
         """What it is, for people and for the check that both sides use the same one."""
-        ...
-
-    @property
-    def cost(self) -> Cost:
-        """What a run and a byte cost."""
         ...
 
     def register(self, regions: Sequence[Region]) -> None:

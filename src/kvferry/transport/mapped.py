@@ -28,8 +28,9 @@ import numpy as np
 from kvferry.core.manifest import Region
 from kvferry.core.product import Product
 from kvferry.core.runs import Runs
+from kvferry.core.way import Way
 from kvferry.errors import TransportError
-from kvferry.transport.base import CANCELLED, Connected, DeviceEvent, Way
+from kvferry.transport.base import CANCELLED, Connected, DeviceEvent
 from kvferry.transport.cards import export_in, unpack_card
 from kvferry.transport.copy_kernel import (
     CopyKernel,

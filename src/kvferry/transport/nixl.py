@@ -24,7 +24,7 @@ from kvferry.core.runs import Runs
 from kvferry.errors import TransportError
 from kvferry.transport.agent import FabricAgent
 from kvferry.transport.agent_thread import AgentThread
-from kvferry.transport.base import Connected, Cost, DeviceEvent, ReadEnd
+from kvferry.transport.base import Connected, DeviceEvent, ReadEnd
 from kvferry.transport.cards import pack_card, unpack_card
 from kvferry.transport.cuda import Cuda
 from kvferry.transport.descriptors import RegionTable, SlicePair
@@ -48,13 +48,6 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
-
-HOST_COST = Cost(seconds_per_run=2.3e-6, seconds_per_byte=1 / 6e9)
-"""Two processes of one host, host memory (CMA), NIXL 1.5.1, two cores of a Xeon: 32,768 scattered runs of
-16 KiB in 165 ms, the same bytes in one run in 88 ms (benchmarks/transport.py)."""
-CUDA_COST = Cost(seconds_per_run=8e-6, seconds_per_byte=1 / 1.4e12)
-"""Two processes, one H200, cuda_ipc, NIXL 1.5.1: 32,768 scattered runs of 16 KiB in 226 to 284 ms, 512 MiB in
-one run at 1.4 to 1.8 TB/s (benchmarks/transport.py cuda:0)."""
 
 REFUSED = (
     f"it is dead, or no transport of UCX can read its memory without its help, and such reads are disabled"
@@ -91,11 +84,6 @@ class NixlTransport:
         self._threads: dict[AgentMode, AgentThread] = {}
         self._lock = threading.Lock()
         self._links: dict[str, Link] = {}
-
-    @property
-    def cost(self) -> Cost:
-        """What a run and a byte cost, by the memory that was registered."""
-        return CUDA_COST if self._memory and "VRAM" in self._memory.names else HOST_COST
 
     def register(self, regions: Sequence[Region]) -> None:
         """Make this rank's own memory known, once; who made it keeps it alive until ``close``."""

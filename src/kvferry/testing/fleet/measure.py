@@ -15,7 +15,7 @@ from kvferry.core.product import Product, listed
 from kvferry.core.runs import Runs, place
 from kvferry.testing.fleet.actors import DestinationActor
 from kvferry.testing.sources import Holder
-from kvferry.transport.base import Connected, Cost, DeviceEvent, ReadEnd, Transport
+from kvferry.transport.base import Connected, DeviceEvent, ReadEnd, Transport
 from kvferry.transport.cuda import Cuda
 from kvferry.transport.emulation import AgentMode
 from kvferry.transport.nixl import Agent, NixlTransport, RegionTable, SlicePair, unpack_card
@@ -56,10 +56,6 @@ class RecordingTransport:
     @property
     def kind(self) -> str:
         return self._inner.kind
-
-    @property
-    def cost(self) -> Cost:
-        return self._inner.cost
 
     def register(self, regions: Sequence[Region]) -> None:
         self._inner.register(regions)

@@ -14,7 +14,7 @@ from kvferry.endpoint.metrics import BYTES, SECONDS
 from kvferry.runtime.values import Record
 
 RECORDS = "records"
-PARTS = ("meet", "plan", "post", "move", "total")
+PARTS = ("meet", "plan", "post", "move", "predicted", "total")
 RUNS = tuple(float(4**n) for n in range(11))
 
 

@@ -1,0 +1,184 @@
+"""What moving costs: seconds for so many reads, runs and bytes, and which of these takes most of them.
+
+One formula for every way: a sum of what a read, a run and a byte cost. The measured tables ask for a sum and
+not for the larger of two (``docs/performance.md``): runs are posted, or copied, one after another.
+
+A prediction is for choosing, and for people. It never changes what is moved, and is never a deadline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from kvferry.core.product import Product, Term
+from kvferry.core.way import Way
+from kvferry.errors import SpecError
+
+WORD_BYTES = 16
+"""The widest word that a kernel copies at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What is moved, as far as it decides the time.
+
+    >>> Traffic(num_reads=1, num_runs=4, num_bytes=64) + Traffic(num_reads=1, num_runs=2, num_bytes=8)
+    Traffic(num_reads=2, num_runs=6, num_bytes=72, num_words=5)
+    """
+
+    num_reads: int
+    """One per source rank."""
+    num_runs: int
+    num_bytes: int
+    num_words: int = -1
+    """Words of 16 bytes, or of fewer where the addresses allow no more; if not said, all are of 16."""
+
+    def __post_init__(self) -> None:
+        if min(self.num_reads, self.num_runs, self.num_bytes) < 0:
+            raise SpecError(f"traffic is counted from 0 up, got {self}")
+        if self.num_words < 0:
+            object.__setattr__(self, "num_words", -(-self.num_bytes // WORD_BYTES))
+
+    @classmethod
+    def of(cls, products: Iterable[Product], num_runs: int | None = None) -> Traffic:
+        """What products move, one read each. No list is made; ``num_runs`` is known to those who have it.
+
+        >>> from kvferry.core.runs import Runs
+        >>> pattern = Runs(np.array([0, 64]), np.array([0, 64]), np.array([32, 24]))
+        >>> Traffic.of([Product((Term(pattern, np.array([[0, 1024], [4096, 0]])),))])
+        Traffic(num_reads=1, num_runs=4, num_bytes=112, num_words=10)
+        """
+        some = [product for product in products if product.num_runs]
+        counted = sum(product.num_runs for product in some)
+        return cls(
+            len(some),
+            counted if num_runs is None else num_runs,
+            sum(product.total_bytes for product in some),
+            sum(_num_words(term) for product in some for term in product.terms),
+        )
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(
+            self.num_reads + other.num_reads,
+            self.num_runs + other.num_runs,
+            self.num_bytes + other.num_bytes,
+            self.num_words + other.num_words,
+        )
+
+    @property
+    def average_run_bytes(self) -> float:
+        return self.num_bytes / self.num_runs if self.num_runs else 0.0
+
+
+NO_TRAFFIC = Traffic(0, 0, 0)
+
+
+def _num_words(term: Term) -> int:
+    """How many words the runs of a term are, each as wide as its addresses allow."""
+    pattern = term.pattern
+    steps = int(np.bitwise_or.reduce(term.steps, axis=None, initial=WORD_BYTES))
+    bits = pattern.src | pattern.dst | pattern.num_bytes | steps
+    num_pairs = term.steps.shape[1] if term.counts is None else int(term.counts.sum())
+    return int((pattern.num_bytes // (bits & -bits)).sum()) * num_pairs
+
+
+class CostTerm(StrEnum):
+    """What a part of the time is spent on."""
+
+    READS = "reads"
+    RUNS = "runs"
+    BYTES = "bytes"
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a read, a run and a byte cost.
+
+    >>> cost = Cost(seconds_per_read=1e-4, seconds_per_run=2e-6, bytes_per_second=5e9)
+    >>> print(cost.of(Traffic(num_reads=2, num_runs=32768, num_bytes=32768 * 512)))
+    69.1 ms, 95 % of it for 32,768 runs of 512 bytes
+    """
+
+    seconds_per_read: float
+    seconds_per_run: float
+    bytes_per_second: float
+    is_by_words: bool = False
+    """Whether words are moved, as our kernel does: bytes in words of half the width take twice as long."""
+
+    def __post_init__(self) -> None:
+        fixed = (self.seconds_per_read, self.seconds_per_run)
+        if not (all(0 <= value < float("inf") for value in fixed) and self.bytes_per_second > 0):
+            raise SpecError(f"a cost is in seconds of 0 or more, and at a speed, got {self}")
+
+    def of(self, traffic: Traffic) -> Estimate:
+        """The seconds that traffic takes, if nothing else is under way."""
+        num_bytes = traffic.num_words * WORD_BYTES if self.is_by_words else traffic.num_bytes
+        return Estimate(
+            traffic,
+            reads_seconds=traffic.num_reads * self.seconds_per_read,
+            runs_seconds=traffic.num_runs * self.seconds_per_run,
+            bytes_seconds=num_bytes / self.bytes_per_second,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A predicted time, and what it is made of."""
+
+    traffic: Traffic
+    reads_seconds: float
+    runs_seconds: float
+    bytes_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.reads_seconds + self.runs_seconds + self.bytes_seconds
+
+    @property
+    def parts(self) -> dict[CostTerm, float]:
+        """The seconds by what they are spent on."""
+        seconds = (self.reads_seconds, self.runs_seconds, self.bytes_seconds)
+        return dict(zip(CostTerm, seconds, strict=True))
+
+    @property
+    def mostly(self) -> CostTerm:
+        """What most of the time is spent on."""
+        return max(self.parts, key=self.parts.__getitem__)
+
+    @property
+    def share(self) -> float:
+        """The part of the time that is spent on that."""
+        return self.parts[self.mostly] / self.seconds if self.seconds else 0.0
+
+    @property
+    def reason(self) -> str:
+        """What most of the time is spent on, with its number."""
+        traffic = self.traffic
+        match self.mostly:
+            case CostTerm.READS:
+                return f"starting {traffic.num_reads:,} read{'s' * (traffic.num_reads != 1)}"
+            case CostTerm.RUNS:
+                return f"{traffic.num_runs:,} runs of {traffic.average_run_bytes:,.0f} bytes"
+            case CostTerm.BYTES:
+                return f"{traffic.num_bytes:,} bytes"
+
+    def __str__(self) -> str:
+        return f"{self.seconds * 1e3:.1f} ms, {self.share:.0%} of it for {self.reason}".replace("%", " %")
+
+
+def choose(costs: Mapping[Way, Cost], traffic: Traffic) -> Way:
+    """The cheapest of the ways that are possible; of equals, the first.
+
+    >>> direct, mapped = Cost(1e-4, 1e-5, 1.4e12), Cost(2e-4, 1.5e-10, 8e11)
+    >>> choose({Way.DIRECT: direct, Way.MAPPED: mapped}, Traffic(1, 1, 4096)).value
+    'direct'
+    >>> choose({Way.DIRECT: direct, Way.MAPPED: mapped}, Traffic(1, 32768, 1 << 29)).value
+    'mapped'
+    """
+    if not costs:
+        raise SpecError("there is no way to choose from")
+    return min(costs, key=lambda way: costs[way].of(traffic).seconds)

@@ -1,0 +1,121 @@
+"""Known links: what moving costs over each, and where the numbers come from.
+
+A link profile is a first guess for a peer of which nothing is measured yet, and what ``kvferry plan`` tells
+people before anything runs. Machines differ; ``benchmarks/cost.py`` measures another one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvferry.core.cost import Cost
+from kvferry.core.way import Way
+from kvferry.errors import SpecError
+
+
+class Origin(StrEnum):
+    """Where the numbers of a link profile come from."""
+
+    MEASURED = "measured"
+    PREDICTED = "predicted"
+    """From what others have published; nobody has measured kvferry over such a link."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkProfile:
+    """One kind of link between two ranks.
+
+    >>> link_profile("400Gb").origin.value, link_profile("same-gpu").way.value
+    ('predicted', 'mapped')
+    """
+
+    name: str
+    way: Way
+    cost: Cost
+    origin: Origin
+    source: str
+    """On what, and by which command it was measured; or what it was predicted from."""
+
+
+HOST_CMA = LinkProfile(
+    "host-cma",
+    Way.DIRECT,
+    Cost(seconds_per_read=5e-4, seconds_per_run=2.8e-6, bytes_per_second=4.7e9),
+    Origin.MEASURED,
+    "two processes, two cores of a Xeon, NIXL 1.5.1 (benchmarks/cost.py cma): 23 of 23 sizes within 22 %",
+)
+HOST_TCP = LinkProfile(
+    "host-tcp",
+    Way.EMULATED,
+    Cost(seconds_per_read=4e-4, seconds_per_run=8.5e-5, bytes_per_second=1.1e9),
+    Origin.MEASURED,
+    "two processes, two cores of a Xeon, loopback, NIXL 1.5.1, careful (benchmarks/emulated.py)",
+)
+SAME_GPU = LinkProfile(
+    "same-gpu",
+    Way.MAPPED,
+    Cost(seconds_per_read=2.5e-4, seconds_per_run=1.3e-10, bytes_per_second=8.2e11, is_by_words=True),
+    Origin.MEASURED,
+    "two processes of one H200, the copy kernel with its default limits (benchmarks/device.py)",
+)
+SAME_GPU_DIRECT = LinkProfile(
+    "same-gpu-direct",
+    Way.DIRECT,
+    Cost(seconds_per_read=7e-4, seconds_per_run=6.3e-6, bytes_per_second=1.4e12),
+    Origin.MEASURED,
+    "two processes of one H200, NIXL 1.5.1 over CUDA IPC (benchmarks/device.py)",
+)
+NVLINK = LinkProfile(
+    "nvlink",
+    Way.MAPPED,
+    Cost(seconds_per_read=2.5e-4, seconds_per_run=1.3e-10, bytes_per_second=3e11, is_by_words=True),
+    Origin.PREDICTED,
+    "the kernel's costs on one H200, at the 200 to 390 GB/s that others have published between two GPUs",
+)
+RDMA_400 = LinkProfile(
+    "400Gb",
+    Way.DIRECT,
+    Cost(seconds_per_read=1e-4, seconds_per_run=1.5e-6, bytes_per_second=4.5e10),
+    Origin.PREDICTED,
+    "nine tenths of the line rate, and as much per run as gives the 18 % of it that a published deployment"
+    " reaches with runs of 16 KiB",
+)
+ONE_PROCESS = LinkProfile(
+    "one-process",
+    Way.MEMORY,
+    Cost(seconds_per_read=1e-3, seconds_per_run=1.5e-7, bytes_per_second=1e10),
+    Origin.MEASURED,
+    "two cores of a Xeon: a call of memmove per run",
+)
+
+LINK_PROFILES = (HOST_CMA, HOST_TCP, SAME_GPU, SAME_GPU_DIRECT, NVLINK, RDMA_400)
+"""Those that two engines can have between them."""
+
+
+def link_profile(name: str) -> LinkProfile:
+    """The link profile of a name."""
+    for profile in LINK_PROFILES:
+        if profile.name == name:
+            return profile
+    known = ", ".join(profile.name for profile in LINK_PROFILES)
+    raise SpecError(f"there is no link profile {name!r}; there are {known}")
+
+
+def first_guess(way: Way, *, is_on_device: bool) -> LinkProfile:
+    """What to expect of a peer of which nothing is measured yet.
+
+    Nobody tells by which wire the fabric reads: it is taken for one of this host until loads say otherwise.
+
+    >>> first_guess(Way.DIRECT, is_on_device=True).name
+    'same-gpu-direct'
+    """
+    match way:
+        case Way.DIRECT:
+            return SAME_GPU_DIRECT if is_on_device else HOST_CMA
+        case Way.MAPPED:
+            return SAME_GPU
+        case Way.EMULATED:
+            return HOST_TCP
+        case Way.MEMORY:
+            return ONE_PROCESS

@@ -1,0 +1,97 @@
+"""What moving from one peer really costs: a first guess, corrected by the loads that ended.
+
+Each coefficient of the first guess gets a factor. The factors are those with the smallest squared relative
+errors over the last loads, held back a little towards 1, so that what the loads do not tell apart stays as it
+was guessed. All that is kept of the loads is a few sums.
+
+Relative errors are of the measured time, so a load that was held up by something else hardly counts, and a
+quick one counts much: nothing moves faster than it can.
+"""
+
+from __future__ import annotations
+
+from math import exp, log
+
+from kvferry.core.cost import Cost, Estimate, Traffic
+from kvferry.errors import SpecError
+
+MEMORY = 50.0
+"""About how many of the last loads count."""
+HOLD_BACK = 0.001
+"""How strongly the first guess holds a factor back, in loads."""
+LEAST, MOST = 0.01, 100.0
+"""Between these a factor stays, whatever is measured."""
+NUM_SWEEPS = 12
+"""Each goes on from where the one before ended, also from load to load."""
+
+
+class LearnedCost:
+    """The cost of one way to one peer, as far as it is known.
+
+    >>> learned = LearnedCost(Cost(seconds_per_read=0, seconds_per_run=1e-6, bytes_per_second=1e9))
+    >>> for num_runs in (10, 1000, 100_000) * 3:
+    ...     learned.learn(Traffic(1, num_runs, num_bytes=10**8), 0.1 + num_runs * 4e-6)
+    >>> f"{learned.cost.seconds_per_run:.1e}, {learned.cost.bytes_per_second:.1e}"
+    '4.0e-06, 1.0e+09'
+    """
+
+    def __init__(self, first: Cost, memory: float = MEMORY) -> None:
+        if not memory > 1:
+            raise SpecError(f"more than one load must count, got {memory}")
+        self.first = first
+        self.cost = first
+        """What is known now."""
+        self.num_loads = 0
+        """Loads that it was learned from."""
+        self._fading = 1 - 1 / memory
+        self._factors = [1.0, 1.0, 1.0]
+        self._products = [[0.0] * 3 for _ in range(3)]
+        self._sums = [0.0] * 3
+        self._log_error = 0.0
+
+    @property
+    def usual_error(self) -> float:
+        """By how much predictions were off, in the middle of the last loads: 0.1 is a tenth."""
+        return exp(self._log_error) - 1
+
+    def learn(self, traffic: Traffic, seconds: float, *, is_alone: bool = True) -> None:
+        """A load took so long. One that was not alone took less by itself: it counts if it was quicker still.
+
+        What moved nothing teaches nothing.
+        """
+        expected = self.cost.of(traffic).seconds
+        if seconds <= 0 or expected <= 0 or not (is_alone or seconds < expected):
+            return
+        self._note_error(abs(log(seconds / expected)))
+        self.num_loads += 1
+        guessed = self.first.of(traffic)
+        parts = [part / seconds for part in guessed.parts.values()]
+        for i, part in enumerate(parts):
+            self._sums[i] = self._fading * self._sums[i] + part
+            row = self._products[i]
+            row[:] = [self._fading * old + part * other for old, other in zip(row, parts, strict=True)]
+        self._solve()
+
+    def predict(self, traffic: Traffic) -> Estimate:
+        """What traffic will take, if nothing else is under way."""
+        return self.cost.of(traffic)
+
+    def _note_error(self, log_error: float) -> None:
+        weight = max(1 / (self.num_loads + 1), 1 - self._fading)
+        self._log_error += weight * (log_error - self._log_error)
+
+    def _solve(self) -> None:
+        """One factor after the other, the others as they are: three numbers need no more."""
+        factors = self._factors
+        for _ in range(NUM_SWEEPS):
+            for i, row in enumerate(self._products):
+                others = sum(row[j] * factors[j] for j in range(3) if j != i)
+                best = (HOLD_BACK + self._sums[i] - others) / (HOLD_BACK + row[i])
+                factors[i] = min(MOST, max(LEAST, best))
+        first = self.first
+        self.cost = Cost(
+            first.seconds_per_read * factors[0],
+            first.seconds_per_run * factors[1],
+            first.bytes_per_second / factors[2],
+            first.is_by_words,
+        )

@@ -1,0 +1,175 @@
+"""What moving costs, by the numbers that were measured."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry import Product, Runs, SpecError, Term
+from kvferry.core.cost import NO_TRAFFIC, Cost, CostTerm, Traffic, choose
+from kvferry.core.link_profile import (
+    HOST_TCP,
+    LINK_PROFILES,
+    RDMA_400,
+    SAME_GPU,
+    SAME_GPU_DIRECT,
+    Origin,
+    first_guess,
+    link_profile,
+)
+from kvferry.core.way import Way
+
+MIB = 1 << 20
+
+
+def product(num_bytes, at=0, num_pairs=4):
+    steps = np.arange(num_pairs) * 4096
+    return Product(
+        (Term(Runs(np.array([at]), np.array([0]), np.array([num_bytes])), np.stack([steps, steps])),)
+    )
+
+
+def test_traffic_of_products_needs_no_list():
+    some = [product(512), product(64), Product(())]
+    assert Traffic.of(some) == Traffic(num_reads=2, num_runs=8, num_bytes=4 * 576, num_words=4 * 36)
+    assert all("runs" not in vars(each) for each in some)
+    assert Traffic.of(some, num_runs=3).num_runs == 3
+
+
+@pytest.mark.parametrize(("num_bytes", "at", "num_words"), [(1000, 0, 125), (96, 4, 24), (33, 16, 33)])
+def test_words_are_as_wide_as_the_addresses_allow(num_bytes, at, num_words):
+    assert Traffic.of([product(num_bytes, at)]).num_words == 4 * num_words
+
+
+def test_merged_neighbours_are_counted_in_words_too():
+    runs = Runs(np.array([0]), np.array([0]), np.array([64]))
+    term = Term(runs, np.array([[0, 640], [0, 640]]), counts=np.array([3, 2]))
+    assert Traffic.of([Product((term,))]) == Traffic(1, 2, 5 * 64, 5 * 4)
+
+
+def test_traffic_adds_up():
+    assert Traffic(1, 2, 64) + Traffic(2, 3, 16) == Traffic(3, 5, 80, 5)
+    assert sum([Traffic(1, 2, 64)], NO_TRAFFIC) == Traffic(1, 2, 64)
+    assert NO_TRAFFIC.average_run_bytes == 0
+
+
+@pytest.mark.parametrize("bad", [(-1, 0, 0), (0, -1, 0), (0, 0, -1)])
+def test_less_than_nothing_is_refused(bad):
+    with pytest.raises(SpecError, match="counted from 0 up"):
+        Traffic(*bad)
+
+
+@pytest.mark.parametrize(
+    "bad", [(-1, 0, 1), (0, -1, 1), (0, float("inf"), 1), (0, 0, 0), (0, float("nan"), 1)]
+)
+def test_a_cost_that_is_none_is_refused(bad):
+    with pytest.raises(SpecError, match="a cost is in seconds"):
+        Cost(*bad)
+
+
+def test_an_estimate_says_what_takes_most_of_the_time():
+    cost = Cost(1e-3, 1e-5, 1e9)
+    few = cost.of(Traffic(2, 1, 1000))
+    assert (few.mostly, few.reason) == (CostTerm.READS, "starting 2 reads")
+    many = cost.of(Traffic(1, 32768, 32768 * 512))
+    assert str(many) == "345.5 ms, 95 % of it for 32,768 runs of 512 bytes"
+    assert cost.of(Traffic(1, 4, 10**9)).reason == "1,000,000,000 bytes"
+    nothing = cost.of(NO_TRAFFIC)
+    assert (nothing.seconds, nothing.share) == (0, 0)
+
+
+def test_narrow_words_cost_more_where_words_are_moved():
+    traffic = Traffic(1, 1, 1600, num_words=200)
+    assert Cost(0, 0, 1e9).of(traffic).seconds == pytest.approx(1600e-9)
+    assert Cost(0, 0, 1e9, is_by_words=True).of(traffic).seconds == pytest.approx(3200e-9)
+
+
+# What docs/performance.md has: traffic, seconds.
+MEASURED = {
+    SAME_GPU: [
+        (Traffic(1, 32_768, 512 * MIB), 856e-6),
+        (Traffic(1, 1_048_576, 512 * MIB), 1079e-6),
+        (Traffic(1, 2_097_152, 512 * MIB), 1136e-6),
+        (Traffic(1, 131_072, 512 * MIB), 868e-6),
+        (Traffic(1, 524_288, 524_288_000, num_words=65_536_000), 1826e-6),
+        (Traffic(1, 128, 2 * MIB), 255e-6),  # 187 to 324
+    ],
+    SAME_GPU_DIRECT: [
+        (Traffic(1, 32_768, 512 * MIB), 198e-3),
+        (Traffic(1, 131_072, 512 * MIB), 872e-3),
+        (Traffic(1, 128, 2 * MIB), 1.5e-3),
+    ],
+    HOST_TCP: [  # careful, on two cores, the middle of the range; 2,000 runs or 128 MiB
+        (Traffic(1, 2000, 2000 * 4096), 2000 * 4096 / 0.04e9),
+        (Traffic(1, 2000, 2000 * 16384), 2000 * 16384 / 0.185e9),
+        (Traffic(1, 2000, 2000 * 65536), 2000 * 65536 / 0.47e9),
+        (Traffic(1, 514, 514 * 261_120), 514 * 261_120 / 0.84e9),
+    ],
+}
+
+
+@pytest.mark.parametrize("profile", MEASURED, ids=lambda profile: profile.name)
+def test_a_measured_profile_tells_what_was_measured(profile):
+    """Within 15 %: the issue asks for 30 %."""
+    for traffic, seconds in MEASURED[profile]:
+        assert profile.cost.of(traffic).seconds == pytest.approx(seconds, rel=0.15)
+
+
+def test_the_prediction_for_rdma_is_the_published_share_of_the_line_rate():
+    runs = Traffic(1, 100_000, 100_000 * 16384)
+    assert runs.num_bytes / RDMA_400.cost.of(runs).seconds / 50e9 == pytest.approx(0.18, abs=0.01)
+
+
+def test_every_profile_says_where_its_numbers_come_from():
+    assert {each.name for each in LINK_PROFILES if each.origin is Origin.PREDICTED} == {"nvlink", "400Gb"}
+    for each in LINK_PROFILES:
+        assert ("benchmarks/" in each.source) is (each.origin is Origin.MEASURED)
+        assert each.source
+
+
+def test_an_unknown_link_is_refused_with_the_known_ones():
+    assert link_profile("same-gpu") is SAME_GPU
+    with pytest.raises(SpecError, match="no link profile 'wifi'; there are host-cma, host-tcp, same-gpu"):
+        link_profile("wifi")
+
+
+@pytest.mark.parametrize("is_on_device", [False, True])
+@pytest.mark.parametrize("way", Way)
+def test_there_is_a_first_guess_for_every_way(way, is_on_device):
+    assert first_guess(way, is_on_device=is_on_device).way is way
+
+
+# -- choosing
+
+
+def test_nothing_to_choose_from_is_refused():
+    with pytest.raises(SpecError, match="no way to choose from"):
+        choose({}, NO_TRAFFIC)
+
+
+def test_on_one_device_the_kernel_wins_unless_the_runs_are_very_long():
+    """The way is fixed at a meeting today; this is what a choice per load would say."""
+    costs = {Way.DIRECT: SAME_GPU_DIRECT.cost, Way.MAPPED: SAME_GPU.cost}
+    assert choose(costs, Traffic(1, 32_768, 512 * MIB)) is Way.MAPPED
+    assert choose(costs, Traffic(1, 1, 4096)) is Way.MAPPED
+    assert choose(costs, Traffic(1, 1, 1024 * MIB)) is Way.DIRECT
+
+
+def test_of_equals_the_first_is_taken():
+    cost = Cost(1, 1, 1)
+    assert choose({Way.MAPPED: cost, Way.DIRECT: cost}, Traffic(1, 1, 1)) is Way.MAPPED
+
+
+costs = st.builds(Cost, st.floats(0, 1e-3), st.floats(0, 1e-4), st.floats(1e8, 1e13))
+traffics = st.builds(Traffic, st.integers(0, 100), st.integers(0, 10**7), st.integers(0, 10**12))
+
+
+@given(st.dictionaries(st.sampled_from(Way), costs, min_size=1), traffics)
+def test_no_way_is_cheaper_than_the_chosen_one(ways, traffic):
+    chosen = choose(ways, traffic)
+    assert all(ways[chosen].of(traffic).seconds <= cost.of(traffic).seconds for cost in ways.values())
+
+
+@given(costs, traffics, traffics)
+def test_more_traffic_never_takes_less_time(cost, some, more):
+    assert cost.of(some + more).seconds >= cost.of(some).seconds
