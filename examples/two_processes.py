@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from kvferry import BlockTable, Manifest, need_of
+from kvferry import BlockTable, Identity, Manifest, need_of
 from kvferry.endpoint import Destination, SourceEngine, SourceRank
 from kvferry.models import Topology, describe, model_from_config
 from kvferry.transport.nixl import NixlTransport
@@ -23,6 +23,7 @@ from kvferry.transport.nixl import NixlTransport
 MODEL = model_from_config(
     {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 64}
 )
+IDENTITY = Identity.of({"weights": "random, seed 7"})  # an engine says all that shapes its numbers
 NUM_TOKENS = 100
 
 
@@ -31,7 +32,7 @@ def with_memory(manifest: Manifest) -> tuple[Manifest, dict[str, np.ndarray]]:
     (rank,) = manifest.ranks
     buffers = {region.name: np.zeros(region.num_bytes, np.uint8) for region in rank.regions}
     regions = tuple(replace(region, address=buffers[region.name].ctypes.data) for region in rank.regions)
-    return replace(manifest, ranks=(replace(rank, regions=regions),)), buffers
+    return replace(manifest, ranks=(replace(rank, regions=regions),), identity=IDENTITY), buffers
 
 
 def prefill(pipe: Connection) -> None:

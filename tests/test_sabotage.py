@@ -26,6 +26,7 @@ from kvferry import (
     Code,
     Digit,
     Group,
+    Identity,
     Manifest,
     Plan,
     Rank,
@@ -47,6 +48,7 @@ from kvferry import (
     select,
 )
 from kvferry.core.box import Box
+from kvferry.core.manifest import VERSION
 from kvferry.core.sample import Placement, sample_request
 from kvferry.models import Topology, describe
 from kvferry.testing.oracle import check
@@ -518,9 +520,19 @@ def one_state_here_is_several_there():
     proved(apart, with_state(shared, K, aliases=(V,)))
 
 
-@sabotage("Refusal", Code.STATE_DIFFERS)
-def fingerprint_differs():
-    proved(replace(engine("gqa"), fingerprint="a"), replace(engine("gqa"), fingerprint="b"))
+@sabotage("Refusal", Code.IDENTITY_DIFFERS)
+def weights_differ():
+    src, dst = (
+        replace(engine("gqa"), identity=Identity.of({"weights.content": digest})) for digest in ("1f", "2e")
+    )
+    proved(src, dst)
+
+
+@sabotage("Refusal", Code.IDENTITY_UNKNOWN)
+def weights_are_unknown_where_they_are_required():
+    src = replace(engine("gqa"), identity=Identity.of({}, {"weights": "they were made up"}))
+    required = Identity.of({"weights.content": "2e"}, is_required=True)
+    proved(src, replace(engine("gqa"), identity=required))
 
 
 @sabotage("Refusal", Code.STATE_DIFFERS)
@@ -531,7 +543,7 @@ def plan_proved_against_another_engine():
 
 @sabotage("Refusal", Code.VERSION)
 def schema_version_differs():
-    proved(replace(engine("gqa"), version=2), engine("gqa"))
+    proved(replace(engine("gqa"), version=VERSION + 1), engine("gqa"))
 
 
 @sabotage("Refusal", Code.TURNS_TOO_MANY)

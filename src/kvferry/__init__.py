@@ -8,6 +8,7 @@ Two descriptions in, a proved plan and byte runs out::
 """
 
 from kvferry.core.explain import explain
+from kvferry.core.identity import Identity
 from kvferry.core.lower import Route, lower
 from kvferry.core.manifest import Manifest, Rank, Region, compare
 from kvferry.core.plan import Piece, Plan, plan
@@ -33,6 +34,7 @@ __all__ = [
     "Digit",
     "Finding",
     "Group",
+    "Identity",
     "KVFerryError",
     "Kind",
     "Manifest",

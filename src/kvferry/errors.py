@@ -30,6 +30,10 @@ class Code(StrEnum):
 
     VERSION = "version"
     """The two manifests speak different schema versions."""
+    IDENTITY_DIFFERS = "identity-differs"
+    """The two engines do not run the same model: a part of its identity has two values."""
+    IDENTITY_UNKNOWN = "identity-unknown"
+    """A part of a model's identity is not known, and the destination requires all of them."""
     MISSING_STATE = "missing-state"
     """The destination needs a state that no rank of the source engine has."""
     STATE_DIFFERS = "state-differs"

@@ -11,6 +11,7 @@ from kvferry import (
     Code,
     Digit,
     Group,
+    Identity,
     Kind,
     Manifest,
     Rank,
@@ -21,6 +22,7 @@ from kvferry import (
     Tail,
     compare,
 )
+from kvferry.core.manifest import VERSION, merge
 
 
 def with_view(manifest, **changes):
@@ -191,14 +193,39 @@ def test_states_that_only_the_source_has_do_not_matter(engine):
 
 # R002-13
 def test_another_version_is_refused_before_anything_else(engine):
-    (found,) = compare(replace(engine(dtype="a"), version=2), engine())
-    assert (found.code, found.field, found.src, found.dst) == (Code.VERSION, "version", "2", "1")
+    (found,) = compare(replace(engine(dtype="a"), version=VERSION + 1), engine())
+    assert (found.code, found.field, found.src, found.dst) == (
+        *(Code.VERSION, "version"),
+        *map(str, (VERSION + 1, VERSION)),
+    )
 
 
-@pytest.mark.parametrize(("theirs", "ours", "differ"), [("a", "b", True), ("", "b", False), ("a", "", False)])
-def test_fingerprints_are_compared_if_both_state_one(engine, theirs, ours, differ):
-    found = compare(replace(engine(), fingerprint=theirs), replace(engine(), fingerprint=ours))
-    assert [(f.field, f.src, f.dst) for f in found] == [("fingerprint", "a", "b")] * differ
+def test_another_model_is_refused_though_every_state_is_equal(engine):
+    """RB-9: cells of equal shape are not cells of equal meaning."""
+    theirs, ours = (
+        replace(engine(), identity=Identity.of({"architecture": "llama", "weights.content": digest}))
+        for digest in ("1f", "2e")
+    )
+    (found,) = compare(theirs, ours)
+    assert (found.code, found.field) == (Code.IDENTITY_DIFFERS, "weights.content")
+    assert (found.src, found.dst) == ("1f", "2e")
+
+
+def test_an_unknown_model_is_refused_where_the_destination_requires_one(engine):
+    ours = replace(engine(), identity=Identity.of({"architecture": "llama"}))
+    assert compare(engine(), ours) == ()
+    strict = replace(ours, identity=replace(ours.identity, is_required=True))
+    (found,) = compare(engine(), strict)
+    assert (found.code, found.field) == (Code.IDENTITY_UNKNOWN, "the rest")
+    assert compare(strict, engine()) == ()  # the requirement is the destination's
+
+
+def test_ranks_of_one_engine_run_one_model(engine):
+    """RB-9: ranks on several hosts may have read several checkpoints."""
+    one, other = (replace(engine(), identity=Identity.of({"weights.content": d})) for d in ("1f", "2e"))
+    second = replace(other, ranks=(replace(other.ranks[0], rank=1),))
+    with pytest.raises(SpecError, match=r"do not run the same model.*weights\.content: source has 1f"):
+        merge([one, second])
 
 
 # R003-8

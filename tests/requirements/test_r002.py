@@ -25,6 +25,7 @@ from kvferry import (
     prove,
     select,
 )
+from kvferry.core.manifest import VERSION
 from kvferry.core.sample import Placement, sample_request
 from kvferry.models import model_from_config
 from kvferry.testing.oracle import check
@@ -316,9 +317,9 @@ def test_a_prefix_hit_and_a_window_are_cut_per_group(engine, move):
 
 def test_another_protocol_version_is_refused(engine):
     """R002-13: the version is compared before anything else, and named."""
-    src, dst = replace(engine("gqa"), version=2, fingerprint="x"), replace(engine("gqa"), fingerprint="y")
+    src, dst = replace(engine("gqa"), version=VERSION + 1), engine("mqa")
     (found,) = compare(src, dst)
-    assert (found.code, found.src, found.dst) == (Code.VERSION, "2", "1")
+    assert (found.code, found.src, found.dst) == (Code.VERSION, str(VERSION + 1), str(VERSION))
     with pytest.raises(Refused, match="version"):
         plan(src, dst, 0)
 

@@ -18,7 +18,7 @@ from kvferry.wire.bad_input import shown
 
 MAP = {"digits": [[4, 64]]}
 GOOD: dict[str, Any] = {
-    "version": 1,
+    "version": 2,
     "engine": "e",
     "states": [
         {"name": "a/k", "axes": {"head": 2, "channel": 8}, "item_bytes": 2, "dtype": "bf16"},
@@ -88,8 +88,11 @@ def refused(read, data):
 TABLE = [
     # what is put where, the path in the message, what else it must say
     (("version",), MISSING, "$: ", "missing required field version"),
-    (("version",), 2, "$.version: ", "reads version 1, the document is version 2"),
-    (("version",), 10**30, "$.version: ", "reads version 1"),
+    (("version",), 3, "$.version: ", "reads version 1 and 2, the document is version 3"),
+    (("version",), 10**30, "$.version: ", "reads version 1 and 2"),
+    (("identity",), {"known": {"a": ""}}, "$.identity: ", "1 to 512 characters are allowed, got 0"),
+    (("identity",), {"known": {"a": "1"}, "unknown": {"a": "?"}}, "$.identity: ", "a part is given twice"),
+    (("identity",), {"known": {"a": 1}}, "$.identity.known", "Expected str, got 1"),
     (("version",), "1", "$.version: ", 'Expected int, got "1"'),
     (("version",), 1.0, "$.version: ", "Expected int, got 1.0"),
     (("version",), True, "$.version: ", "Expected int, got true"),
@@ -261,7 +264,7 @@ def test_what_is_no_json_is_refused(data, says):
     ("old", "new", "path"),
     [
         (b'"engine": "e"', b'"engine": "e", "engine": "f"', "$.engine"),
-        (b'"version": 1', b'"version": 1, "version": 1', "$.version"),
+        (b'"version": 2', b'"version": 2, "version": 2', "$.version"),
         (b'"head": 2', b'"head": 2, "head": 4', "$.states[0].axes.head"),
         (b'"head": 2', b'"head": 2, "h\\u0065ad": 4', "$.states[0].axes.head"),
         (b'"name": "a/k"', b'"name": "a\\u003ak", "name": "a/k"', "$.states[0].name"),
@@ -306,7 +309,7 @@ class Twice(str):
     ("place", "value"),
     [
         (("engine",), "f"),
-        (("version",), 1),
+        (("version",), 2),
         (("states", 0, "axes", "head"), 4),
         (("states", 1, "name"), "a/v"),
         (("ranks", 0, "views", 1, "axes", "head"), {"digits": [[2, 32]]}),

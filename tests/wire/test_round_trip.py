@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -17,6 +18,7 @@ from kvferry import (
     BlockTable,
     Digit,
     Group,
+    Identity,
     Kind,
     Manifest,
     Rank,
@@ -99,7 +101,10 @@ def manifests(draw):
                 )
             )
         ranks.append(Rank(rank, (region,), tuple(views)))
-    return Manifest(draw(names), states, (group,), tuple(ranks), draw(st.text()), draw(st.text()))
+    parts = [draw(st.dictionaries(names, names, max_size=3)) for _ in "ab"]
+    unknown = {name: why for name, why in parts[1].items() if name not in parts[0]}
+    identity = Identity.of(parts[0], unknown, is_required=draw(st.booleans()))
+    return Manifest(draw(names), states, (group,), tuple(ranks), draw(st.text()), identity)
 
 
 @given(manifests(), st.sampled_from([0, 2, 4]))
@@ -159,12 +164,13 @@ def small() -> Manifest:
         Group("mamba", 10, addressing=Addressing.SLOT, pool="all"),
     )
     rank = Rank(3, (Region("kv", 40960, device="cuda:3"),), views)
-    return Manifest("decode-0", (k, conv), groups, (rank,), model="small")
+    identity = Identity.of({"architecture": "llama", "config.theta": "1e4"}, {"weights": "dummy"})
+    return Manifest("decode-0", (k, conv), groups, (rank,), model="small", identity=identity)
 
 
 GOLDEN = """\
 {
-  "version": 1,
+  "version": 2,
   "engine": "decode-0",
   "states": [
     {
@@ -207,9 +213,21 @@ GOLDEN = """\
       ]
     }
   ],
-  "model": "small"
+  "model": "small",
+  "identity": {"known": {"architecture": "llama", "config.theta": "1e4"}, "unknown": {"weights": "dummy"}}
 }
 """
+
+
+def test_version_1_is_read_as_a_manifest_that_says_nothing_about_its_model():
+    """RA-3: a fleet is upgraded engine by engine; what an older engine sends can be read."""
+    old = {**json.loads(GOLDEN), "version": 1}
+    del old["identity"]
+    for read, data in (
+        (manifest_from_json, json.dumps(old).encode()),
+        (manifest_from_msgpack, msgspec.msgpack.encode(old)),
+    ):
+        assert read(data) == replace(small(), identity=Identity())
 
 
 def test_the_golden_text():

@@ -143,10 +143,13 @@ def _listed(ranks: list[int]) -> str:
 
 def as_object(source: Manifest, destination: Manifest, bill: Bill, request: Mapping[str, object]) -> object:
     """The whole answer as plain data."""
-    head = {"src": _engine(source), "dst": _engine(destination)}
-    if bill.findings:
-        from kvferry.cli.output import finding_object
+    from kvferry.cli.output import finding_object
+    from kvferry.core.identity import compare_identity
 
+    check = compare_identity(source.identity, destination.identity)
+    same = {"num_equal": check.num_equal, "unknown": [finding_object(each) for each in check.unknown]}
+    head = {"src": _engine(source), "dst": _engine(destination), "identity": same}
+    if bill.findings:
         found = [{**finding_object(each), "dst_ranks": ranks} for each, ranks in bill.findings.items()]
         return {"verdict": "refused", **head, "findings": found, "num_more_findings": bill.num_more}
     return {
@@ -201,10 +204,13 @@ def show(
 ) -> None:
     """The whole answer for people."""
     from kvferry.cli import output as page
+    from kvferry.core.identity import compare_identity
 
     out = page.console()
     page.verdict(out, "REFUSED" if bill.findings else "PROVED", f"{_count(asked, 'destination rank')}")
-    page.labelled(out, [("src", _summary(source)), ("dst", _summary(destination))])
+    identity = compare_identity(source.identity, destination.identity).sentence
+    rows = [("src", _summary(source)), ("dst", _summary(destination)), ("model", identity)]
+    page.labelled(out, rows)
     if bill.findings:
         page.findings(out, bill.findings, asked, bill.num_more)
         return

@@ -10,11 +10,12 @@ from functools import cached_property
 from itertools import pairwise
 
 from kvferry.core.box import TOKEN, Box
+from kvferry.core.identity import Identity, compare_identity, merge_identity
 from kvferry.core.state import MAX_BYTES, Addressing, Group, Kind, State, check_range
 from kvferry.core.view import View
 from kvferry.errors import Code, Finding, Refused, SpecError
 
-VERSION = 1
+VERSION = 2
 """The version of the schema and of what its fields mean. Peers of another version are refused."""
 
 MAX_REGIONS = 1 << 15
@@ -115,9 +116,8 @@ class Manifest:
     ranks: tuple[Rank, ...]
     model: str = ""
     """For people."""
-    fingerprint: str = ""
-    """Whatever else must be equal for cells to mean the same (weights, rope scaling, …); compared if
-    both sides state it."""
+    identity: Identity = field(default_factory=Identity)
+    """Which model this is, so that cells of equal shape mean the same."""
     version: int = field(default=VERSION)
 
     def __post_init__(self) -> None:
@@ -259,14 +259,15 @@ def _check_axes(where: str, view: View, state: State, group: Group) -> None:
 
 def merge(parts: Sequence[Manifest]) -> Manifest:
     """One engine's manifest from those of its ranks, which must agree on all that they share."""
-    first = parts[0]
+    first, identity = parts[0], parts[0].identity
     states: dict[str, State] = {}
     groups: dict[str, Group] = {}
     for part in parts:
-        for name in ("engine", "model", "fingerprint", "version"):
+        for name in ("engine", "model", "version"):
             ours, theirs = getattr(first, name), getattr(part, name)
             if ours != theirs:
                 raise SpecError(f"ranks of one engine disagree: {name} is {ours!r} and {theirs!r}")
+        identity = merge_identity(identity, part.identity)
         for state in part.states:
             if states.setdefault(state.name, state) != state:
                 raise SpecError(f"ranks of one engine disagree about state {state.name}")
@@ -274,7 +275,13 @@ def merge(parts: Sequence[Manifest]) -> Manifest:
             if groups.setdefault(group.name, group) != group:
                 raise SpecError(f"ranks of one engine disagree about group {group.name}")
     ranks = sorted((rank for part in parts for rank in part.ranks), key=lambda rank: rank.rank)
-    return replace(first, states=tuple(states.values()), groups=tuple(groups.values()), ranks=tuple(ranks))
+    return replace(
+        first,
+        states=tuple(states.values()),
+        groups=tuple(groups.values()),
+        ranks=tuple(ranks),
+        identity=identity,
+    )
 
 
 def compare(src: Manifest, dst: Manifest, states: Collection[str] | None = None) -> tuple[Finding, ...]:
@@ -296,9 +303,9 @@ def compare(src: Manifest, dst: Manifest, states: Collection[str] | None = None)
     return (*_engine_differences(src, dst), *(f for state in asked for f in _differences(src, state)))
 
 
-def _engine_differences(src: Manifest, dst: Manifest) -> Iterator[Finding]:
-    if src.fingerprint and dst.fingerprint and src.fingerprint != dst.fingerprint:
-        yield Finding(Code.STATE_DIFFERS, field="fingerprint", src=src.fingerprint, dst=dst.fingerprint)
+def _engine_differences(src: Manifest, dst: Manifest) -> tuple[Finding, ...]:
+    check = compare_identity(src.identity, dst.identity)
+    return (*check.differing, *(check.unknown if dst.identity.is_required else ()))
 
 
 MEANING = ("kind", "dtype", "item_bytes", "encoding", "tokens_per_cell", "tail")

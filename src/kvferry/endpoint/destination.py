@@ -233,7 +233,8 @@ class Destination:
     def _built(self, peer: Peer, met: MetPeer, now: float) -> list[Effect]:
         self._met[peer] = met
         self._costs.met(peer, {link.way for link in met.links.values()})
-        log.info("%s", met.summary(peer))
+        # A model that may be another one is worth a second look.
+        log.log(logging.WARNING if met.identity.unknown else logging.INFO, "%s", met.summary(peer))
         return self._reader.built(now, peer, met.plan_seconds)
 
     def _selected(

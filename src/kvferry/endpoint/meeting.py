@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from kvferry.core.identity import IdentityCheck, compare_identity
 from kvferry.core.lower import Route, lower
 from kvferry.core.manifest import Manifest
 from kvferry.core.plan import plan
@@ -34,14 +35,22 @@ class MetPeer:
         """How its bytes come, in a word; several, joined by +, if its ranks are not read alike."""
         return "+".join(sorted({link.way.value for link in self.links.values()}))
 
+    @property
+    def identity(self) -> IdentityCheck:
+        """Whether both sides run the same model, as far as they know."""
+        plan = self.route.plan
+        return compare_identity(plan.src.identity, plan.dst.identity)
+
     def summary(self, peer: Peer) -> str:
         """What a person wants to know of the meeting, in a line."""
         reasons = sorted({link.reason for link in self.links.values() if link.reason})
         why = f", since {'; '.join(reasons)}" if reasons else ""
         states = f"{len(self.route.plan.states)} states in {len(self.route.lanes)} groups"
         planned = f"compared, planned and proved in {self.plan_seconds * 1e3:.0f} ms"
-        return f"met {peer.engine} at {peer.authority}: {states}, {planned}; read from rank(s)" + (
-            f" {', '.join(map(str, self.links))}, {self.way}{why}"
+        ranks = ", ".join(map(str, self.links))
+        return (
+            f"met {peer.engine} at {peer.authority}: {self.identity.sentence}; {states}, {planned};"
+            f" read from rank(s) {ranks}, {self.way}{why}"
         )
 
 

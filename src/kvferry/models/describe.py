@@ -78,6 +78,7 @@ def describe(model: Model, topology: Topology, engine: str = "engine") -> Manife
     return Manifest(
         engine=engine,
         model=model.name,
+        identity=model.identity,
         states=tuple(described.states()),
         groups=tuple(described.groups()),
         ranks=tuple(described.rank(rank) for rank in range(topology.num_ranks)),

@@ -11,7 +11,7 @@ from kvferry.errors import SpecError
 from kvferry.layout.pages import delta_net, latent, mamba1, mamba2, rows, values_then_scales
 from kvferry.layout.parts import Dim, Item, PagePart
 from kvferry.models.cache import Cache, attention, dtype_name
-from kvferry.models.config import Config
+from kvferry.models.config import TEXT_OF, Config
 from kvferry.models.model import Layer, Model
 
 
@@ -390,4 +390,5 @@ def model_from_config(values: Mapping[str, Any], name: str = "") -> Model:
         raise SpecError(f"config: no family for model_type {kind!r}: known are {', '.join(sorted(FAMILIES))}")
     layers = FAMILIES[kind](config)
     config.check_all_read(IGNORED.get(kind, ()))
-    return Model(name or kind, layers, default_block=DEFAULT_BLOCKS.get(kind, 16))
+    architecture = TEXT_OF.get(kind, kind)
+    return Model(name or kind, layers, (), DEFAULT_BLOCKS.get(kind, 16), architecture)

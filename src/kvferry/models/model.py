@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from kvferry.core.identity import Identity
 from kvferry.models.cache import Cache
+
+OFFLINE = "described offline"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +28,23 @@ class Model:
     layers: tuple[Layer, ...]
     draft: tuple[Layer, ...] = ()
     default_block: int = 16
+    architecture: str = ""
+    """The ``model_type`` of its config; empty if nobody says."""
+    draft_architecture: str = ""
 
     def with_draft(self, draft: Model) -> Model:
         """This model with another one's layers as its speculative draft."""
         layers = tuple(replace(layer, name=f"draft.{layer.name}") for layer in draft.layers)
-        return replace(self, name=f"{self.name}+{draft.name}", draft=(*self.draft, *layers))
+        return replace(
+            self,
+            name=f"{self.name}+{draft.name}",
+            draft=(*self.draft, *layers),
+            draft_architecture=draft.architecture,
+        )
+
+    @property
+    def identity(self) -> Identity:
+        """What a description made offline can say: its reader has no engine and no weights to look at."""
+        named = {"architecture": self.architecture, "draft.architecture": self.draft_architecture}
+        known = {name: kind for name, kind in named.items() if kind}
+        return Identity.of(known, {"": OFFLINE} if known else {})

@@ -12,6 +12,7 @@ from typing import cast
 
 import msgspec
 
+from kvferry.core.identity import Identity
 from kvferry.core.manifest import MAX_REGIONS, VERSION, Manifest, Rank, Region
 from kvferry.core.span import Span
 from kvferry.core.state import Addressing, Axis, Group, Kind, State, Tail
@@ -21,6 +22,8 @@ from kvferry.wire.bad_input import PlacedPart, first_wrong, key_step
 from kvferry.wire.reading import read_json, read_msgpack
 from kvferry.wire.text import write_json
 
+READABLE = range(1, VERSION + 1)
+"""A manifest of version 1 is one of version 2 that says nothing about its model."""
 MAX_DIGITS = 16
 """Digits of one axis map."""
 MAX_AXIS_MAPS = 1 << 14
@@ -108,6 +111,18 @@ class GroupDoc(_Schema, frozen=True):
     sinks: int = 0
 
 
+class IdentityDoc(_Schema, frozen=True):
+    """Which model it is: values by part, and reasons by part that is not known."""
+
+    known: dict[str, str] = {}
+    unknown: dict[str, str] = {}
+    required: bool = False
+
+
+_NOTHING = IdentityDoc()
+"""One object: a default is left out if it is the very default."""
+
+
 class ManifestDoc(_Schema, frozen=True):
     """The whole document. ``version`` is checked before anything else is read."""
 
@@ -117,17 +132,17 @@ class ManifestDoc(_Schema, frozen=True):
     groups: tuple[GroupDoc, ...]
     ranks: tuple[RankDoc, ...]
     model: str = ""
-    fingerprint: str = ""
+    identity: IdentityDoc = _NOTHING
 
 
 def manifest_from_json(data: bytes) -> Manifest:
     """Read a manifest; raises ``SpecError`` with place, rule and value."""
-    return _manifest(read_json(data, ManifestDoc, version=VERSION))
+    return _manifest(read_json(data, ManifestDoc, versions=READABLE))
 
 
 def manifest_from_msgpack(data: bytes) -> Manifest:
     """Read a manifest that a peer sent; raises ``SpecError`` with place, rule and value."""
-    return _manifest(read_msgpack(data, ManifestDoc, version=VERSION))
+    return _manifest(read_msgpack(data, ManifestDoc, versions=READABLE))
 
 
 def manifest_to_json(manifest: Manifest, *, indent: int = 2) -> bytes:
@@ -153,8 +168,7 @@ def _manifest(doc: ManifestDoc) -> Manifest:
             tuple(map(_group, doc.groups)),
             tuple(map(ranks.make, doc.ranks)),
             model=doc.model,
-            fingerprint=doc.fingerprint,
-            version=doc.version,
+            identity=_identity(doc.identity),
         )
     except SpecError as error:
         raise first_wrong(_parts(doc), error) from None
@@ -187,6 +201,10 @@ def _group(doc: GroupDoc) -> Group:
     return Group(
         doc.name, doc.num_blocks, doc.tokens_per_block, doc.addressing, doc.pool, doc.window, doc.sinks
     )
+
+
+def _identity(doc: IdentityDoc) -> Identity:
+    return Identity.of(doc.known, doc.unknown, is_required=doc.required)
 
 
 def _region(doc: RegionDoc) -> Region:
@@ -256,6 +274,7 @@ def _digit(doc: DigitDoc) -> Digit:
 def _parts(doc: ManifestDoc) -> Iterator[PlacedPart]:
     """Everything that a manifest is made of, the smallest parts first; what holds together comes last."""
     yield "", partial(_check_product, doc)
+    yield ".identity", partial(_identity, doc.identity)
     for i, state in enumerate(doc.states):
         for name, size in state.axes.items():
             yield f".states[{i}].axes{key_step(name)}", partial(Axis, name, size)
@@ -316,8 +335,13 @@ def _manifest_doc(manifest: Manifest) -> ManifestDoc:
         groups=tuple(_group_doc(group) for group in manifest.groups),
         ranks=tuple(_rank_doc(rank) for rank in manifest.ranks),
         model=manifest.model,
-        fingerprint=manifest.fingerprint,
+        identity=_identity_doc(manifest.identity),
     )
+
+
+def _identity_doc(identity: Identity) -> IdentityDoc:
+    doc = IdentityDoc(dict(identity.known), dict(identity.unknown), identity.is_required)
+    return _NOTHING if doc == _NOTHING else doc
 
 
 def _state_doc(state: State) -> StateDoc:

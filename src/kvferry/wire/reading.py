@@ -34,28 +34,28 @@ class VersionTag(msgspec.Struct):
     version: int
 
 
-def read_json(data: bytes, schema: type[Doc], *, version: int | None = None) -> Doc:
-    """Decode JSON; ``version`` names the one that its version tag must state."""
+def read_json(data: bytes, schema: type[Doc], *, versions: range | None = None) -> Doc:
+    """Decode JSON; ``versions`` are those that its version tag may state."""
     _check_length(data, MAX_JSON_BYTES)
     num_items = data.count(b",") + 1
     if num_items > MAX_JSON_ITEMS:
         raise SpecError(f"$: at most {MAX_JSON_ITEMS} items are read, got {num_items}")
-    doc = _decoded(msgspec.json.decode, data, schema, version)
+    doc = _decoded(msgspec.json.decode, data, schema, versions)
     check_json_keys(data)
     return doc
 
 
-def read_msgpack(data: bytes, schema: type[Doc], *, version: int | None = None) -> Doc:
-    """Decode msgpack; ``version`` names the one that its version tag must state."""
-    doc = decode_msgpack(data, schema, version=version)
+def read_msgpack(data: bytes, schema: type[Doc], *, versions: range | None = None) -> Doc:
+    """Decode msgpack; ``versions`` are those that its version tag may state."""
+    doc = decode_msgpack(data, schema, versions=versions)
     check_msgpack_keys(data)
     return doc
 
 
-def decode_msgpack(data: bytes, schema: type[Doc], *, version: int | None = None) -> Doc:
+def decode_msgpack(data: bytes, schema: type[Doc], *, versions: range | None = None) -> Doc:
     """Like ``read_msgpack``, for callers who find keys given twice in a cheaper way of their own."""
     _check_length(data, MAX_MSGPACK_BYTES)
-    return _decoded(msgspec.msgpack.decode, data, schema, version)
+    return _decoded(msgspec.msgpack.decode, data, schema, versions)
 
 
 def _check_length(data: bytes, limit: int) -> None:
@@ -63,11 +63,11 @@ def _check_length(data: bytes, limit: int) -> None:
         raise SpecError(f"$: at most {limit} bytes are read, got {len(data)}")
 
 
-def _decoded(decode: Decode, data: bytes, schema: type[Doc], version: int | None) -> Doc:
+def _decoded(decode: Decode, data: bytes, schema: type[Doc], versions: range | None) -> Doc:
     """The one seam at which the decoder's exceptions become ours."""
     try:
-        if version is not None:
-            _check_version(_typed(decode, data, VersionTag).version, version)
+        if versions is not None:
+            _check_version(_typed(decode, data, VersionTag).version, versions)
         return _typed(decode, data, schema)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise SpecError(f"$: not well formed: {error}") from None
@@ -75,11 +75,10 @@ def _decoded(decode: Decode, data: bytes, schema: type[Doc], version: int | None
         raise SpecError("$: not well formed: nested too deeply") from None
 
 
-def _check_version(theirs: int, ours: int) -> None:
-    if theirs != ours:
-        raise SpecError(
-            f"$.version: this kvferry reads version {ours}, the document is version {shown(theirs)}"
-        )
+def _check_version(theirs: int, ours: range) -> None:
+    if theirs not in ours:
+        rule = f"this kvferry reads version {' and '.join(map(str, ours))}"
+        raise SpecError(f"$.version: {rule}, the document is version {shown(theirs)}")
 
 
 def _typed(decode: Decode, data: bytes, schema: type[Doc]) -> Doc:

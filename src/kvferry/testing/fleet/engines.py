@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from kvferry.core.identity import STATED, Identity
 from kvferry.core.manifest import Manifest
 from kvferry.core.request import BlockTable
 from kvferry.core.span import Spans
@@ -16,6 +18,9 @@ from kvferry.testing.fleet.actors import AuthorityActor, DestinationActor, Sourc
 from kvferry.testing.fleet.worker import Worker, call_all
 from kvferry.testing.pattern import Checked
 from kvferry.wire.ticket import Ticket
+
+NUMBERED_CELLS = Identity.of({STATED: "cells numbered by kvferry.testing"})
+"""What fills the caches of these engines, whichever model they are described after."""
 
 
 class SourceFleet:
@@ -32,7 +37,7 @@ class SourceFleet:
         env: Mapping[str, str] | None = None,
         start: Callable[..., Worker] = Worker,
     ) -> None:
-        self.manifest = manifest
+        self.manifest = manifest = replace(manifest, identity=NUMBERED_CELLS)
         args = (manifest.engine, len(manifest.ranks), listen, secret, timing)
         self.authority = start(f"{manifest.engine}-authority", AuthorityActor, *args, env=env)
         invitation: Invitation = self.authority.call("invitation")
@@ -99,7 +104,7 @@ class DestinationFleet:
         start: Callable[..., Worker] = Worker,
         actor: type[DestinationActor] = DestinationActor,
     ) -> None:
-        self.manifest = manifest
+        self.manifest = manifest = replace(manifest, identity=NUMBERED_CELLS)
         self._reports: dict[tuple[int, int], Report] = {}
         self.reader = reader or f"{manifest.engine}#{time.time_ns()}"
         args = (self.reader, secret, timing, device)

@@ -1,0 +1,189 @@
+"""Which model an engine runs: named parts, each known or unknown, and what two engines' parts have in common.
+
+The name of a part is a path: ``config.rope_theta`` is below ``config``. An unknown part stands for all that
+lies below it and is not known, the empty name for everything; an identity without any part knows nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from kvferry.errors import Code, Finding, SpecError
+
+STATED = "stated"
+"""The part of an identity that a person has written: it is compared alone."""
+DRAFT = "draft"
+"""What drafts tokens; it matters to a destination that drafts."""
+MAX_PARTS = 2048
+MAX_NAME_LENGTH = 256
+MAX_VALUE_LENGTH = 512
+"""Characters of a value, or of a reason."""
+
+NOTHING_SAID = "the engine says nothing about its model"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What makes cells of equal shape mean the same: architecture, configuration, weights.
+
+    >>> theirs = Identity.of({"architecture": "llama", "config.rope_theta": "10000.0"}, {"weights": "dummy"})
+    >>> theirs.why_unknown("weights.content"), theirs.why_unknown("config.vocab_size")
+    ('dummy', '')
+    """
+
+    known: tuple[tuple[str, str], ...] = ()
+    """(name, value), in the order of the names."""
+    unknown: tuple[tuple[str, str], ...] = ()
+    """(name, why it is not known), in the order of the names."""
+    is_required: bool = field(default=False, kw_only=True)
+    """As a destination: a source of which some part cannot be compared is refused."""
+
+    def __post_init__(self) -> None:
+        parts = (*self.known, *self.unknown)
+        if len(parts) > MAX_PARTS:
+            raise SpecError(f"identity: at most {MAX_PARTS} parts are allowed, got {len(parts)}")
+        for name, text in parts:
+            _check_length(name, len(name), 0, MAX_NAME_LENGTH)
+            _check_length(name, len(text), 1, MAX_VALUE_LENGTH)
+        if len({name for name, _ in parts}) < len(parts):
+            raise SpecError("identity: a part is given twice")
+
+    @classmethod
+    def of(
+        cls, known: Mapping[str, str], unknown: Mapping[str, str] | None = None, *, is_required: bool = False
+    ) -> Identity:
+        """An identity of these parts."""
+        sides = (tuple(sorted(parts.items())) for parts in (known, unknown or {}))
+        return cls(*sides, is_required=is_required)
+
+    @cached_property
+    def value(self) -> Mapping[str, str]:
+        """The known parts by name."""
+        return dict(self.known)
+
+    @cached_property
+    def reason(self) -> Mapping[str, str]:
+        """Why a part is not known, by name."""
+        return dict(self.unknown) if self.known or self.unknown else {"": NOTHING_SAID}
+
+    def has_below(self, top: str) -> bool:
+        """Whether a value is known of this part, or of one below it."""
+        return top in {name.partition(".")[0] for name in self.value}
+
+    def why_unknown(self, name: str) -> str:
+        """Why a part is not known; empty if this engine would know it, had it such a part."""
+        return self.reason.get(self.unknown_above(name) or "", "")
+
+    def unknown_above(self, name: str) -> str | None:
+        """The part, this one or one above it, that is not known."""
+        while name not in self.reason:
+            if not name:
+                return None
+            name = name.rpartition(".")[0]
+        return name
+
+
+def _check_length(name: str, length: int, least: int, most: int) -> None:
+    if not least <= length <= most:
+        where = f"identity: {name[:40]!r}"
+        raise SpecError(f"{where}: {least} to {most} characters are allowed, got {length}")
+
+
+@dataclass(frozen=True)
+class IdentityCheck:
+    """What a comparison of two identities found."""
+
+    num_equal: int
+    """Parts that both sides know, and that are equal."""
+    differing: tuple[Finding, ...]
+    unknown: tuple[Finding, ...]
+    """Parts that one side, or both, do not know."""
+
+    @property
+    def sentence(self) -> str:
+        """The outcome in words."""
+        if self.differing:
+            return f"the models differ in {', '.join(found.field for found in self.differing)}"
+        parts = f"{self.num_equal} part{'s' * (self.num_equal != 1)} of the identity"
+        if not self.unknown:
+            return f"the same model ({parts} equal)"
+        reasons = "; ".join(_cannot_know(found) for found in self.unknown)
+        return f"cannot tell whether the models are the same ({parts} equal): {reasons}"
+
+
+def _cannot_know(found: Finding) -> str:
+    if found.src == found.dst:
+        return f"{found.field}: both have {found.src}"
+    sides = (("source", found.src), ("destination", found.dst))
+    return f"{found.field}: " + ", ".join(f"{side} has {text}" for side, text in sides if text)
+
+
+def compare_identity(src: Identity, dst: Identity) -> IdentityCheck:
+    """Which parts are equal, which differ, and which cannot be compared.
+
+    >>> src = Identity.of({"architecture": "llama", "config.rope_theta": "10000.0"}, {"weights": "dummy"})
+    >>> dst = Identity.of({"architecture": "llama", "config.rope_theta": "5.0", "weights.content": "8f3a"})
+    >>> check = compare_identity(src, dst)
+    >>> print(check.num_equal, check.differing[0])
+    1 identity-differs: config.rope_theta: source has 10000.0, destination has 5.0
+    >>> print(check.unknown[0])
+    identity-unknown: weights: source has no value (dummy)
+    """
+    if STATED in src.value or STATED in dst.value:
+        return _compare_stated(src.value.get(STATED, ""), dst.value.get(STATED, ""))
+    names = _compared({*src.value, *dst.value}, dst)
+    equal = [name for name in names if src.value.get(name) == dst.value.get(name)]
+    differing = dict.fromkeys(_differing(name, src, dst) for name in names if _is_different(name, src, dst))
+    return IdentityCheck(len(equal), tuple(differing), tuple(_unknown(src, dst)))
+
+
+def merge_identity(ours: Identity, theirs: Identity) -> Identity:
+    """What two ranks of one engine know of its model together: a part counts as known if both know it."""
+    check = compare_identity(ours, theirs)
+    if check.differing:
+        raise SpecError(f"ranks of one engine do not run the same model: {check.differing[0]}")
+    known = {name: value for name, value in ours.known if theirs.value.get(name) == value}
+    is_required = ours.is_required or theirs.is_required
+    return Identity.of(known, {**dict(ours.unknown), **dict(theirs.unknown)}, is_required=is_required)
+
+
+def _compared(names: Collection[str], dst: Identity) -> list[str]:
+    """The parts that matter to the destination."""
+    drafts = any(_is_of_draft(name) for name in (*dst.value, *dst.reason))
+    return sorted(name for name in names if drafts or not _is_of_draft(name))
+
+
+def _is_of_draft(name: str) -> bool:
+    return name.partition(".")[0] == DRAFT
+
+
+def _is_different(name: str, src: Identity, dst: Identity) -> bool:
+    """A part that a side neither has nor lists as unknown is one that its model does not have."""
+    if name in src.value and name in dst.value:
+        return src.value[name] != dst.value[name]
+    return (src if name in dst.value else dst).unknown_above(name) is None
+
+
+def _differing(name: str, src: Identity, dst: Identity) -> Finding:
+    """One finding for a part; and one for all of a draft, where a side has none."""
+    top = name.partition(".")[0]
+    if not (src.has_below(top) and dst.has_below(top)):
+        sides = ("some" if side.has_below(top) else "none" for side in (src, dst))
+        return Finding(Code.IDENTITY_DIFFERS, "", top, *sides)
+    return Finding(Code.IDENTITY_DIFFERS, "", name, *(side.value.get(name, "none") for side in (src, dst)))
+
+
+def _unknown(src: Identity, dst: Identity) -> Iterator[Finding]:
+    for name in _compared({*src.reason, *dst.reason}, dst):
+        sides = (f"no value ({side.reason[name]})" if name in side.reason else "" for side in (src, dst))
+        yield Finding(Code.IDENTITY_UNKNOWN, "", name or "the rest", *sides)
+
+
+def _compare_stated(src: str, dst: str) -> IdentityCheck:
+    if src == dst:
+        return IdentityCheck(1, (), ())
+    note = "one side states its identity as text: both sides must state the same text"
+    found = Finding(Code.IDENTITY_DIFFERS, "", "identity", src or "no text", dst or "no text", note)
+    return IdentityCheck(0, (found,), ())
