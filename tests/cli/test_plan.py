@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 
 import kvferry
+from kvferry.core.cost import Traffic
+from kvferry.core.link_profile import LINK_PROFILES, RDMA_400
 from kvferry.core.sample import Placement, sample_request
 from kvferry.models import Topology, describe, model_named
 from kvferry.wire import manifest_to_json
@@ -45,6 +47,57 @@ def test_the_bill_agrees_with_the_runs(cli, model):
         totals = {key: total + rank[key] for key, total in totals.items()}
     assert len(answer["ranks"]) == len(destination.ranks)
     assert {key: answer[key] for key in totals} == totals
+
+
+@pytest.mark.parametrize("model", PAIRS)
+def test_the_time_over_a_link_is_that_of_the_slowest_rank(cli, model):
+    src, dst = PAIRS[model]
+    answer = cli("plan", "--model", model, "--src", src, "--dst", dst, "--tokens", 1000, "--json").answer
+    assert [link["link"] for link in answer["links"]] == [profile.name for profile in LINK_PROFILES]
+    links = {link["link"]: link for link in answer["links"]}
+    cost = RDMA_400.cost
+    flows = [flow for flow in answer["flows"] if flow["num_runs"]]
+    ends: dict[str, float] = {}
+    for flow in flows:
+        here, there = f"dst {flow['dst_rank']}", f"src {flow['src_rank']}"
+        traffic = Traffic(1, flow["num_runs"], flow["total_bytes"])
+        ends[here] = ends.get(here, 0) + cost.of(traffic).seconds
+        ends[there] = ends.get(there, cost.seconds_per_read) + cost.of(traffic).bytes_seconds
+    assert links["400Gb"]["seconds"] == pytest.approx(max(ends.values()), rel=1e-3)
+    assert ends[links["400Gb"]["slowest_rank"]] == max(ends.values())
+    assert links["400Gb"]["origin"] == links["nvlink"]["origin"] == "predicted"
+    assert links["same-gpu"]["seconds"] < links["same-gpu-direct"]["seconds"]
+
+
+def test_a_source_that_serves_many_is_what_takes_longest(cli):
+    ran = cli(*LLAMA, "--src", "tp=1", "--dst", "tp=8", "--link", "nvlink", "--json")
+    (link,) = ran.answer["links"]
+    assert (link["slowest_rank"], link["mostly"]) == ("src 0", "bytes")
+    assert link["seconds"] == pytest.approx(ran.answer["total_bytes"] / 3e11, rel=0.5)
+    assert link["seconds"] > ran.answer["total_bytes"] / 3e11
+
+
+def test_short_runs_are_what_a_network_pays_for(cli):
+    ran = cli(*LLAMA, "--src", "tp=2", "--dst", "tp=2,layout=NHD", "--link", "400Gb", "--link", "host-cma")
+    assert ran.code == 0
+    (row,) = [line.split() for line in ran.out.splitlines() if line.startswith("400Gb")]
+    assert " ".join(row) == "400Gb * direct 780 ms dst 0 516,128 runs of 520.09 B, 99 %"
+    assert "* a prediction: nobody has measured this link" in ran.out
+    assert "same-gpu" not in ran.out
+    ran = cli(*LLAMA, "--src", "tp=2", "--dst", "tp=2", "--link", "host-cma")
+    assert "a prediction" not in ran.out
+
+
+def test_a_request_of_nothing_takes_no_time(cli):
+    nothing = (*LLAMA, "--src", "tp=2", "--dst", "tp=2", "--tokens", 64, "--kept", 64)
+    assert "Time to move it" not in cli(*nothing).out
+    assert {link["seconds"] for link in cli(*nothing, "--json").answer["links"]} == {0}
+
+
+def test_an_unknown_link_is_bad_usage(cli):
+    ran = cli(*LLAMA, "--src", "tp=2", "--dst", "tp=2", "--link", "wifi")
+    assert (ran.code, ran.out) == (2, "")
+    assert "there is no link profile 'wifi'; there are host-cma," in ran.err
 
 
 def test_people_get_the_same_numbers_on_80_columns(cli):

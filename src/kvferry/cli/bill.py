@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 import kvferry
-from kvferry import Code, Finding, Manifest, Refused, Request, RequestError
+from kvferry import Code, Finding, Manifest, Product, Refused, Request, RequestError
+from kvferry.core.cost import NO_TRAFFIC, Cost, Estimate, Traffic
+from kvferry.core.link_profile import LinkProfile
+from kvferry.core.way import Way
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +23,26 @@ class Flow:
     num_pieces: int
     num_runs: int
     total_bytes: int
+    products: tuple[Product, ...] = ()
+    """The same before it became a list; nothing, where this request reads nothing."""
 
     @property
     def average_run_bytes(self) -> float:
         return self.total_bytes / self.num_runs if self.num_runs else 0.0
+
+    def traffic(self, way: Way) -> Traffic:
+        """What the way has to do; a kernel takes the product, everybody else the list."""
+        return Traffic.of(self.products, None if way is Way.MAPPED else self.num_runs)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkBill:
+    """What a request takes over one kind of link: as long as the rank that takes longest."""
+
+    profile: LinkProfile
+    estimate: Estimate
+    whose: str
+    """The rank that takes longest: ``dst 0``, or ``src 0`` if it has more to send than others to read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +81,20 @@ class Bill:
     def num_runs(self) -> int:
         return sum(flow.num_runs for flow in self.flows)
 
+    def over(self, profile: LinkProfile) -> LinkBill:
+        """What the request takes over such a link: every rank has one of its own, and all read at once."""
+        received: dict[int, Traffic] = defaultdict(lambda: NO_TRAFFIC)
+        sent: dict[int, Traffic] = defaultdict(lambda: NO_TRAFFIC)
+        for flow in self.flows:
+            traffic = flow.traffic(profile.way)
+            received[flow.dst_rank] += traffic
+            sent[flow.src_rank] += traffic
+        ends = {f"dst {rank}": profile.cost.of(traffic) for rank, traffic in received.items()}
+        # Whoever reads pays for every read and run; a source sends its bytes, from the first read on.
+        ends |= {f"src {rank}": _sending(profile.cost, traffic) for rank, traffic in sent.items()}
+        whose = max(ends, key=lambda end: ends[end].seconds)
+        return LinkBill(profile, ends[whose], whose)
+
     @property
     def zeroed_bytes(self) -> int:
         return sum(rank.zeroed_bytes for rank in self.ranks)
@@ -73,6 +106,11 @@ class Bill:
     @property
     def select_ms(self) -> float:
         return sum(rank.select_ms for rank in self.ranks)
+
+
+def _sending(cost: Cost, traffic: Traffic) -> Estimate:
+    starting = cost.seconds_per_read if traffic.num_reads else 0.0
+    return replace(cost.of(traffic), reads_seconds=starting, runs_seconds=0.0)
 
 
 def bill_of(
@@ -122,6 +160,6 @@ def _flows(plan: kvferry.Plan, selection: kvferry.Selection) -> Iterator[Flow]:
     """One flow per source rank of the plan, also where this request reads nothing from it."""
     pieces = Counter(piece.src_rank for piece in plan.pieces)
     for src_rank, num_pieces in sorted(pieces.items()):
-        runs = selection.reads.get(src_rank)
-        num_runs, total_bytes = (len(runs), runs.total_bytes) if runs is not None else (0, 0)
-        yield Flow(src_rank, plan.dst_rank, num_pieces, num_runs, total_bytes)
+        product = selection.products.get(src_rank, Product(()))
+        products = (product,) if product.num_runs else ()
+        yield Flow(src_rank, plan.dst_rank, num_pieces, len(product.runs), product.total_bytes, products)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +17,9 @@ from kvferry.core.sample import Placement
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvferry.cli.bill import Bill
+    from kvferry.cli.bill import Bill, LinkBill
+    from kvferry.core.cost import Estimate
+    from kvferry.core.link_profile import LinkProfile
     from kvferry.core.manifest import Manifest
 
 MAX_TOKENS = 1 << 26
@@ -37,7 +39,7 @@ HELP = "\n\n".join(
             "kvferry plan --model llama-3.1-70b --src tp=4 --dst tp=6,block=64",
             "kvferry plan --model kimi-linear-48b --src tp=8 --dst tp=2 --json",
             "kvferry plan --config ./config.json --src pp=2,tp=2 --dst tp=4",
-            "kvferry plan src.json dst.json --tokens 32768 --kept 1024",
+            "kvferry plan src.json dst.json --tokens 32768 --kept 1024 --link 400Gb",
             "kvferry plan src.json --model qwen3-32b --dst tp=8,layout=NHD",
         ),
         "Exit codes: 0 every asked rank is proved; 1 refused; 2 bad usage or input.",
@@ -77,15 +79,25 @@ def plan(
     max_runs_per_block: Annotated[
         int, typer.Option(min=1, metavar="N", help="Refuse a state that takes more runs per block.")
     ] = MAX_RUNS_PER_BLOCK,
+    link: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="The kind of link between the ranks, such as same-gpu; may be given again.",
+            show_default="all that are known",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Can two engines talk, who sends what, and what does it cost?"""
     from kvferry.cli.bad_input import at
     from kvferry.cli.bill import bill_of
     from kvferry.cli.engines import GivenModels, src_and_dst
+    from kvferry.core.link_profile import LINK_PROFILES, link_profile
     from kvferry.core.sample import sample_request
     from kvferry.errors import SpecError
 
+    profiles = [link_profile(name) for name in dict.fromkeys(link or ())] or list(LINK_PROFILES)
     if not kept <= (tokens or DEFAULT_TOKENS) <= MAX_TOKENS:
         raise SpecError(f"--kept {kept} must not exceed --tokens {tokens}, nor that {MAX_TOKENS}")
     files = [file for file in (first, second) if file is not None]
@@ -100,9 +112,9 @@ def plan(
         bill = bill_of(source, destination, ranks, request, max_runs_per_block)
     about = {"tokens": tokens, "kept": kept, "placement": placement.value}
     if as_json:
-        print(json.dumps(as_object(source, destination, bill, about), ensure_ascii=False))
+        print(json.dumps(as_object(source, destination, bill, about, profiles), ensure_ascii=False))
     else:
-        show(source, destination, bill, about, len(ranks))
+        show(source, destination, bill, about, profiles, len(ranks))
     if bill.findings:
         raise typer.Exit(1)
 
@@ -141,7 +153,13 @@ def _listed(ranks: list[int]) -> str:
 # ------------------------------------------------------------------------------------------- JSON
 
 
-def as_object(source: Manifest, destination: Manifest, bill: Bill, request: Mapping[str, object]) -> object:
+def as_object(
+    source: Manifest,
+    destination: Manifest,
+    bill: Bill,
+    request: Mapping[str, object],
+    profiles: Sequence[LinkProfile],
+) -> object:
     """The whole answer as plain data."""
     from kvferry.cli.output import finding_object
     from kvferry.core.identity import compare_identity
@@ -161,6 +179,7 @@ def as_object(source: Manifest, destination: Manifest, bill: Bill, request: Mapp
         "zeroed_bytes": bill.zeroed_bytes,
         "plan_ms": round(bill.plan_ms, 3),
         "select_ms": round(bill.select_ms, 3),
+        "links": [_link(bill.over(profile)) for profile in profiles],
         "flows": [
             {
                 "src_rank": flow.src_rank,
@@ -187,6 +206,21 @@ def as_object(source: Manifest, destination: Manifest, bill: Bill, request: Mapp
     }
 
 
+def _link(bill: LinkBill) -> dict[str, object]:
+    estimate, profile = bill.estimate, bill.profile
+    return {
+        "link": profile.name,
+        "way": profile.way.value,
+        "seconds": float(f"{estimate.seconds:.4g}"),
+        "mostly": estimate.mostly.value,
+        "share": round(estimate.share, 3),
+        "reason": estimate.reason,
+        "slowest_rank": bill.whose,
+        "origin": profile.origin.value,
+        "source": profile.source,
+    }
+
+
 def _engine(manifest: Manifest) -> dict[str, object]:
     return {
         "engine": manifest.engine,
@@ -200,7 +234,12 @@ def _engine(manifest: Manifest) -> dict[str, object]:
 
 
 def show(
-    source: Manifest, destination: Manifest, bill: Bill, request: Mapping[str, object], asked: int
+    source: Manifest,
+    destination: Manifest,
+    bill: Bill,
+    request: Mapping[str, object],
+    profiles: Sequence[LinkProfile],
+    asked: int,
 ) -> None:
     """The whole answer for people."""
     from kvferry.cli import output as page
@@ -219,6 +258,8 @@ def show(
         page.wrapped(out, rank.lines)
     out.print()
     _show_flows(out, bill, request)
+    if bill.total_bytes:
+        _show_links(out, [bill.over(profile) for profile in profiles])
     _show_matrix(out, bill)
     ways = f"planned, proved and lowered in {page.milliseconds(bill.plan_ms)}"
     out.print(f"{ways}; runs of the request selected in {page.milliseconds(bill.select_ms)}")
@@ -250,6 +291,40 @@ def _show_flows(out: Console, bill: Bill, request: Mapping[str, object]) -> None
     bills.add_row("all", num_bytes(bill.total_bytes), f"{bill.num_runs:,}", num_bytes(average))
     bills.add_row("to zero", num_bytes(bill.zeroed_bytes), "", "")
     print_table(out, bills)
+
+
+def _show_links(out: Console, bills: Sequence[LinkBill]) -> None:
+    """How long moving takes over each kind of link, and what most of that is for."""
+    from kvferry.cli.output import milliseconds, print_table, table, wrapped
+    from kvferry.core.link_profile import Origin
+
+    out.print("Time to move it, by the link between two ranks", style="bold")
+    times = table("link", "way", "time", "rank", "mostly for", left=["link", "way", "rank", "mostly for"])
+    predicted = [bill.profile for bill in bills if bill.profile.origin is Origin.PREDICTED]
+    for bill in bills:
+        profile, estimate = bill.profile, bill.estimate
+        mostly = f"{_reason(estimate)}, {100 * estimate.share:.0f} %"
+        name = f"{profile.name} *" if profile in predicted else profile.name
+        times.add_row(name, profile.way.value, milliseconds(1e3 * estimate.seconds), bill.whose, mostly)
+    print_table(out, times)
+    if predicted:
+        wrapped(out, ["* a prediction: nobody has measured this link"])
+        out.print()
+
+
+def _reason(estimate: Estimate) -> str:
+    """What most of a time is for, in the units of this page."""
+    from kvferry.cli.output import num_bytes
+    from kvferry.core.cost import CostTerm
+
+    traffic = estimate.traffic
+    match estimate.mostly:
+        case CostTerm.BYTES:
+            return num_bytes(traffic.num_bytes)
+        case CostTerm.RUNS:
+            return f"{traffic.num_runs:,} runs of {num_bytes(traffic.average_run_bytes)}"
+        case CostTerm.READS:
+            return estimate.reason
 
 
 def _show_matrix(out: Console, bill: Bill) -> None:
