@@ -7,6 +7,7 @@ import pytest
 import wire_schemas
 
 from kvferry.core.manifest import VERSION
+from kvferry.wire.limits import Name
 from kvferry.wire.messages import PROTOCOL, Hello
 
 
@@ -26,7 +27,7 @@ def test_the_schemas_of_earlier_versions_are_kept():
     assert kept >= {f"documents-{version}" for version in range(1, VERSION + 1)}
 
 
-FIELDS = [("protocol", int), ("reader", str)]
+FIELDS = [("protocol", int), ("reader", Name)]
 
 
 def hello(fields=FIELDS, tag="Hello", **options):
@@ -44,9 +45,9 @@ def test_the_name_of_a_class_and_its_words_are_not_on_the_wire():
     [
         hello([*FIELDS, ("more", int, 0)]),
         hello(FIELDS[:1]),
-        hello([("protocol", int), ("name", str)]),
+        hello([("protocol", int), ("name", Name)]),
         hello([("protocol", int), ("reader", bytes)]),
-        hello([("protocol", int), ("reader", str, "")]),
+        hello([("protocol", int), ("reader", Name, "")]),
         hello([("protocol", int), ("reader", tuple[str, ...])]),
         hello(tag="Hi"),
         hello(array_like=True),

@@ -28,7 +28,12 @@ MAX_CALLS = 512
 1,023 sockets at most."""
 SCHEMES = ("tcp://", "ipc://")
 """What may be called: an address comes from a ticket, and ``inproc`` would reach into this process."""
-HIGH_WATER = 10_000
+HIGH_WATER = 1_000
+"""Messages that wait in one direction of a connection; more are dropped, or wait where they come from."""
+LISTENER_HIGH_WATER = 100
+"""The same for what arrives at a listener, where a stranger's messages may be as long as the longest."""
+HANDSHAKE_MS = 5_000
+"""How long a caller may take to say who it is."""
 HEARTBEAT_MS = 2_000
 SILENCE_MS = 10_000
 """After how long a connection that answers no heartbeat is given up, and what is under way on it is lost. A
@@ -71,6 +76,7 @@ class Channel:
     def _listen(self, listen: str) -> None:
         socket = self._socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.RCVHWM, LISTENER_HIGH_WATER)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # who calls again before its old connection is found dead
         if self._server_keys is not None:
             socket.curve_secretkey, socket.curve_server = self._server_keys[0], True
@@ -91,6 +97,7 @@ class Channel:
             (zmq.MAXMSGSIZE, self._max_bytes),
             (zmq.SNDHWM, HIGH_WATER),
             (zmq.RCVHWM, HIGH_WATER),
+            (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
             (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
             (zmq.HEARTBEAT_TIMEOUT, SILENCE_MS),
             (zmq.RECONNECT_IVL_MAX, 2_000),
@@ -99,10 +106,15 @@ class Channel:
             socket.setsockopt(option, value)
         return socket
 
+    @staticmethod
+    def is_answer(to: str) -> bool:
+        """Whether what is sent there goes to somebody who called."""
+        return to.startswith("@")
+
     def send(self, to: str, data: bytes) -> None:
         """Send to an address, or to a ``reply_to``; never blocks, never raises for what a peer did."""
         try:
-            if to.startswith("@"):
+            if self.is_answer(to):
                 if self._listener is not None:
                     self._listener.send_multipart([bytes.fromhex(to[1:]), data], zmq.NOBLOCK)
             elif to.startswith(SCHEMES):

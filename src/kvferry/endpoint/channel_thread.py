@@ -8,8 +8,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from kvferry.channel import Channel, Received
+from kvferry.channel import Budget, Channel, Received
 from kvferry.errors import KVFerryError
+from kvferry.wire.bad_input import printable
 
 log = logging.getLogger("kvferry")
 
@@ -27,6 +28,7 @@ class ChannelThread:
         self._channel = channel
         self._outbox: deque[tuple[str, bytes]] = deque()
         self._wake_lock = threading.Lock()
+        self._budget = Budget()
         self._is_closing = False
         self.refused: Mapping[str, int] = {}
         """Messages that could not be read, by why. Never changed, but replaced: anybody may look at it."""
@@ -48,7 +50,10 @@ class ChannelThread:
         self._thread.start()
 
     def send(self, to: str, data: bytes) -> None:
-        """Have a message sent soon; callable from any thread."""
+        """Have a message sent soon; from any thread. A caller that asks for too much has to wait."""
+        if self._channel.is_answer(to) and not self._budget.take(to, len(data), time.monotonic()):
+            self._refuse("unread")
+            return
         self._outbox.append((to, data))
         self._wake()
 
@@ -91,12 +96,13 @@ class ChannelThread:
         except KVFerryError as error:
             number = self._refuse(type(error).__name__)
             if number.bit_count() == 1:  # each 1st, 2nd, 4th, 8th …: junk must not fill the log
-                log.warning("refused message number %d: %s", number, error)
+                log.warning("refused message number %d: %s", number, printable(str(error)))
         except Exception:
             self._refuse("unexpected")
             log.exception("the control channel goes on after an unexpected error")
 
     def _refuse(self, why: str) -> int:
-        number = self.refused.get(why, 0) + 1
-        self.refused = {**self.refused, why: number}
+        with self._wake_lock:
+            number = self.refused.get(why, 0) + 1
+            self.refused = {**self.refused, why: number}
         return number

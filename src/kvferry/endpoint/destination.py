@@ -27,7 +27,6 @@ from kvferry.runtime.admission import refusal
 from kvferry.runtime.load_costs import LoadCosts, TrafficByWay
 from kvferry.runtime.values import Build, Cancel, Drop, Effect, Peer, PostReads, Record, Select, Send
 from kvferry.transport.base import Transport
-from kvferry.wire.bad_input import printable
 from kvferry.wire.messages import decode_from_authority, encode
 from kvferry.wire.ticket import Ticket
 from kvferry.wire.trust import Trust
@@ -141,8 +140,8 @@ class Destination:
     def _refuse(self, handle: int, ticket: Ticket, failure: Failure) -> int:
         """Report a ticket that is not used. The machine never hears of it: a flood of them costs little."""
         record = Record(
-            printable(ticket.request_id),
-            printable(ticket.engine),
+            ticket.request_id,
+            ticket.engine,
             outcome=failure.code.value,
             detail=failure.detail,
         )

@@ -65,7 +65,8 @@ class Workers(Protocol):
 
 def open_channel(listen: str, secret: Secret | None) -> ControlChannel:
     """A channel over ZeroMQ, driven by a thread of its own."""
-    return ChannelThread(Channel(listen=listen, secret=secret, max_bytes=MAX_MESSAGE_BYTES))
+    # A little more than is read: what is too long can then be answered by name.
+    return ChannelThread(Channel(listen=listen, secret=secret, max_bytes=MAX_MESSAGE_BYTES + (1 << 20)))
 
 
 @dataclass(frozen=True)

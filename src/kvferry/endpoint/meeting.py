@@ -17,6 +17,8 @@ from kvferry.runtime.failure import unfit
 from kvferry.runtime.values import Build, Peer
 from kvferry.transport.base import Connected, Transport
 from kvferry.wire import manifest_from_msgpack
+from kvferry.wire.bad_input import printable
+from kvferry.wire.limits import MAX_WORDS
 
 log = logging.getLogger("kvferry")
 
@@ -48,10 +50,11 @@ class MetPeer:
         states = f"{len(self.route.plan.states)} states in {len(self.route.lanes)} groups"
         planned = f"compared, planned and proved in {self.plan_seconds * 1e3:.0f} ms"
         ranks = ", ".join(map(str, self.links))
-        return (
+        line = (
             f"met {peer.engine} at {peer.authority}: {self.identity.sentence}; {states}, {planned};"
             f" read from rank(s) {ranks}, {self.way}{why}"
         )
+        return printable(line, MAX_WORDS)
 
 
 @dataclass(frozen=True, eq=False)

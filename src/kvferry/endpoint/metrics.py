@@ -8,6 +8,8 @@ from dataclasses import asdict
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from kvferry.runtime import Report
+from kvferry.wire.bad_input import printable
+from kvferry.wire.limits import MAX_WORDS
 
 log = logging.getLogger("kvferry")
 
@@ -84,9 +86,10 @@ def account(report: Report, metrics: FetchMetrics | None = None) -> None:
 
 def log_line(report: Report) -> str:
     """The account of a fetch in one readable line."""
-    record, outcome = report.record, report.failure or report.record.outcome
+    record, outcome = report.record, printable(str(report.failure or report.record.outcome), MAX_WORDS)
     return (
-        f"fetched {record.request_id} from {record.engine}: {outcome}; {record.num_bytes} bytes in"
+        f"fetched {printable(record.request_id)} from {printable(record.engine)}: {outcome};"
+        f" {record.num_bytes} bytes in"
         f" {record.num_runs} runs from {record.num_sources} ranks{f', {record.way}' if record.way else ''};"
         f" moved in {record.move_seconds * 1e3:.1f} ms"
         f"{f', predicted {record.predicted_seconds * 1e3:.1f}' if record.predicted_seconds else ''};"

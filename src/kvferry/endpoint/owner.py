@@ -25,7 +25,7 @@ Event = Callable[[float], Iterable[E]]
 
 MAX_AT_ONCE = 1000
 """Events that are taken before time is looked at again."""
-MANY = 10_000
+MANY = 1_000
 """Events in the inbox, from which on messages wait in their sockets, where a sender notices."""
 LONGEST_WAIT = 3600.0
 ANSWER_SECONDS = 10.0

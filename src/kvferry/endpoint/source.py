@@ -19,14 +19,18 @@ from kvferry.errors import KVFerryError, SpecError
 from kvferry.runtime import Authority, Offers, Released, Timing
 from kvferry.runtime.values import Merge, Send, SourceEffect
 from kvferry.wire import manifest_from_msgpack, manifest_to_msgpack
+from kvferry.wire.bad_input import printable
 from kvferry.wire.messages import (
+    TOO_LONG,
     Join,
     JoinAck,
+    Message,
     Rejected,
     ReleaseAck,
     ReleaseNotice,
     decode_to_authority,
     encode,
+    too_long,
 )
 from kvferry.wire.ticket import Ticket
 from kvferry.wire.trust import Trust, is_loopback
@@ -188,11 +192,19 @@ class SourceEngine:
                 case Send() if effect.to.startswith(HERE):
                     self._tell_ourselves(effect)
                 case Send():
-                    self._channel.send(effect.to, encode(effect.message))
+                    self._send(effect.to, effect.message)
                 case Merge():
                     self._workers.submit("merge", partial(self._merge, effect.manifests))
                 case Released():
                     self._released.append(effect)
+
+    def _send(self, to: str, message: Message) -> None:
+        """Say it, or say that it is too long to be said: a reader that hears nothing waits for nothing."""
+        data = encode(message)
+        if complaint := too_long(data):
+            log.error("%s", complaint)
+            data = encode(Rejected(TOO_LONG, complaint))
+        self._channel.send(to, data)
 
     def _tick(self, now: float) -> float:
         self._carry_out(self._authority.tick(now))
@@ -222,6 +234,9 @@ class SourceEngine:
     # -- in other threads; what they find is put into the inbox ------------------------------------
 
     def _receive(self, received: Received) -> None:
+        if complaint := too_long(received.data):
+            self._channel.send(received.reply_to, encode(Rejected(TOO_LONG, complaint)))
+            raise SpecError(complaint)
         message = decode_to_authority(received.data)
         if isinstance(message, Join) and not compare_digest(message.credential, self._credential):
             refusal = Rejected("join", "it does not have the credential of this engine's ranks")
@@ -235,7 +250,7 @@ class SourceEngine:
         except Exception as error:
             if not isinstance(error, KVFerryError):
                 log.exception("the manifests of the ranks could not be merged")
-            detail = str(error) or type(error).__name__
+            detail = printable(str(error) or type(error).__name__)
             self._owner.put(lambda now: self._authority.not_merged(now, detail))
         else:
             self._owner.put(lambda now: self._authority.merged(now, manifest))

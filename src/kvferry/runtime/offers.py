@@ -7,6 +7,7 @@ from itertools import count
 
 from kvferry.core.request import BlockTable
 from kvferry.errors import SpecError
+from kvferry.wire.limits import MAX_REQUEST_ID, check_name
 from kvferry.wire.ticket import Ticket, is_proved, seal, sign, tables_to_wire
 
 
@@ -36,6 +37,7 @@ class Offers:
         fleet_key: bytes = b"",
     ) -> None:
         """``key`` is this start's own, ``fleet_key`` that of all engines that share a secret."""
+        check_name("the name of an engine", engine)
         self.engine, self.generation, self.address, self.lease_ms = engine, generation, address, lease_ms
         self._host, self._key, self._fleet_key = host, key, fleet_key
         self._open: dict[str, int] = {}
@@ -57,6 +59,7 @@ class Offers:
         if len(self._open) >= self.MAX_OPEN:
             detail = "on offer, or released and not polled: call poll, withdraw some, or shorten the lease"
             raise SpecError(f"{self.MAX_OPEN} requests are {detail}")
+        check_name("the name of a request", request_id, MAX_REQUEST_ID)
         ticket_id = next(self._numbers)
         ticket = Ticket(
             self.engine,

@@ -24,6 +24,7 @@ from kvferry.runtime.fetch_job import FetchJob, Phase
 from kvferry.runtime.meetings import Lost, Meeting, Meetings
 from kvferry.runtime.questions import Questions, Settlements
 from kvferry.runtime.values import Cancel, Drop, Effect, Fetch, Peer, PostReads, Report, Select, Send, Timing
+from kvferry.wire.limits import check_name
 from kvferry.wire.messages import (
     MAX_BATCH,
     Acquire,
@@ -53,6 +54,7 @@ class Reader:
     def __init__(self, reader: str, rank: int, num_ranks: int, timing: Timing | None = None) -> None:
         if not reader or not 0 <= rank < num_ranks:
             raise SpecError(f"a reader has a name and a rank, got {reader!r}, rank {rank} of {num_ranks}")
+        check_name("the name of a reader", reader)
         self.reader, self.rank, self.num_ranks = reader, rank, num_ranks
         self._timing = timing or Timing()
         self._meetings = Meetings(reader, self._timing)

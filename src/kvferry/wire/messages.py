@@ -7,13 +7,15 @@ it arrives twice.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from enum import StrEnum
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import msgspec
 
 from kvferry.errors import SpecError
+from kvferry.wire.limits import Name, Words
 from kvferry.wire.ticket import Ticket
 
 PROTOCOL = 3
@@ -22,6 +24,10 @@ PROTOCOL = 3
 MAX_MESSAGE_BYTES = 8 << 20
 MAX_BATCH = 4096
 """Tickets in one renewal, requests in one notice."""
+MAX_SHORT_BYTES = 64 << 10
+"""Of a message that has no length of its own below: whoever sends it may be anybody."""
+TOO_LONG = "too-long"
+"""What is answered to a longer one."""
 
 
 class Outcome(StrEnum):
@@ -38,16 +44,16 @@ class Hello(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Reader → authority: who are you?"""
 
     protocol: int
-    reader: str
+    reader: Name
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Authority → reader: everything that a reader must know of the engine, once."""
 
     protocol: int
-    engine: str
+    engine: Name
     generation: int
-    transport: str
+    transport: Name
     manifest: bytes
     """The engine's manifest, msgpack."""
     cards: dict[int, bytes]
@@ -57,8 +63,8 @@ class Welcome(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 class Rejected(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Authority → anybody: not now, or not you."""
 
-    code: str
-    detail: str = ""
+    code: Name
+    detail: Words = ""
 
 
 class Acquire(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -66,7 +72,7 @@ class Acquire(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
     nonce: int
     ticket: Ticket
-    reader: str
+    reader: Name
     """One start of one destination engine: a restarted one has another name."""
     reader_rank: int
     reader_ranks: int
@@ -87,8 +93,8 @@ class Denial(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
     nonce: int
     ticket_id: int
-    code: str
-    detail: str = ""
+    code: Name
+    detail: Words = ""
 
 
 class Renew(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -97,7 +103,7 @@ class Renew(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     nonce: int
     generation: int
     """Whose tickets: another start of the engine numbers its own from 1 again."""
-    reader: str
+    reader: Name
     ticket_ids: tuple[int, ...]
 
 
@@ -115,7 +121,7 @@ class Settle(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
     generation: int
     ticket_id: int
-    reader: str
+    reader: Name
     reader_rank: int
     attempt: int
     outcome: Outcome
@@ -133,9 +139,9 @@ class Join(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Source rank → its authority: here I am. Repeated; the answer lists what ended meanwhile."""
 
     protocol: int
-    engine: str
+    engine: Name
     rank: int
-    transport: str
+    transport: Name
     manifest: bytes
     card: bytes
     previous: int = 0
@@ -172,13 +178,41 @@ class ReleaseAck(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
 class JoinAck(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Authority → source rank: you belong to this start of the engine."""
 
-    engine: str
+    engine: Name
     generation: int
 
 
 ToAuthority = Hello | Acquire | Renew | Settle | Join | ReleaseAck
 FromAuthority = Welcome | Rejected | Grant | Denial | Renewal | SettleAck | ReleaseNotice | JoinAck
 Message = ToAuthority | FromAuthority
+
+_MAX_BYTES: dict[str, int] = {
+    "Acquire": 4 << 20,
+    "Join": MAX_MESSAGE_BYTES,
+    "Renew": 256 << 10,
+    **dict.fromkeys((kind.__name__ for kind in get_args(FromAuthority)), MAX_MESSAGE_BYTES),
+}
+"""How long a message of each kind may be. It is looked at before the message is decoded."""
+
+_TAG = re.compile(rb"(?:[\x80-\x8f]|\xde..)\xa4type[\xa0-\xbf]([A-Za-z]+)", re.DOTALL)
+"""How a message begins: a map whose first key is its kind. Whoever writes it otherwise keeps it short."""
+
+
+def too_long(data: bytes) -> str:
+    """What is wrong with the length of a message, by name; nothing if it may be read.
+
+    >>> too_long(encode(Hello(PROTOCOL, "decode"))), too_long(encode(Hello(PROTOCOL, "x" * 70_000)))
+    ('', 'a message of the kind Hello has at most 65536 bytes, got 70034')
+    """
+    found = _TAG.match(data[:64])
+    kind = found[1].decode() if found else "unknown"
+    limit = _MAX_BYTES.get(kind, MAX_SHORT_BYTES)
+    return (
+        f"a message of the kind {kind} has at most {limit} bytes, got {len(data)}"
+        if len(data) > limit
+        else ""
+    )
+
 
 _encoder = msgspec.msgpack.Encoder()
 _to_authority = msgspec.msgpack.Decoder(ToAuthority)
@@ -206,8 +240,8 @@ Some = TypeVar("Some")
 
 
 def _decoded(decode: Callable[[bytes], Some], data: bytes) -> Some:
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise SpecError(f"message: at most {MAX_MESSAGE_BYTES} bytes are read, got {len(data)}")
+    if complaint := too_long(data):
+        raise SpecError(complaint)
     try:
         return decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

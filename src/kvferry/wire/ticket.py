@@ -11,6 +11,7 @@ import msgspec
 
 from kvferry.core.request import BlockTable, check_tables
 from kvferry.errors import SpecError
+from kvferry.wire.limits import Name, RequestId
 from kvferry.wire.reading import decode_msgpack
 
 MAX_TICKET_BYTES = 4 << 20
@@ -35,13 +36,13 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     True
     """
 
-    engine: str
+    engine: Name
     generation: int
     """Which start of the engine: a restarted engine knows none of its earlier tickets."""
     ticket_id: int
-    request_id: str
+    request_id: RequestId
     """The source's own name of the request."""
-    authority: str
+    authority: Name
     """Where the lease authority of the source engine listens."""
     num_tokens: int
     tables: dict[str, TableDoc]
@@ -52,7 +53,7 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A digest of the prompt's token ids: a ticket is good for that prompt only."""
     mac: bytes = b""
     """The proof of the source engine, by a key that only this start of it has."""
-    host: str = ""
+    host: Name = ""
     """Which host, where the source serves its own only: the boot, and the network namespace; else empty."""
     seal: bytes = b""
     """The proof of the fleet, over the ticket's text: whoever made it knows the fleet's secret."""
