@@ -29,42 +29,46 @@ class Term:
     pattern: Runs
     steps: Ints
     """How far each pair's blocks are from block 0, in bytes; a row for the source, then the destination."""
-    counts: Ints | None = None
-    """How many neighbouring pairs, from each of these on, are one run; None: one each.
+    block_bytes: int = 0
+    """The bytes of a block, where every run of the pattern is one, on both sides: then neighbouring blocks
+    are one run.
 
-    Only where the pattern's runs are whole blocks on both sides.
+    >>> runs = Runs(np.array([0]), np.array([64]), np.array([16]))
+    >>> list(Term(runs, np.array([[0, 96, 112, 128], [32, 0, 16, 32]]), 16).runs())
+    [(0, 0, 0, 96, 16), (0, 96, 0, 64, 48)]
     """
 
     @property
     def num_runs(self) -> int:
-        return len(self.pattern) * int(self.steps.shape[1])
+        """How many there are, neighbouring blocks merged."""
+        has_merged = self.block_bytes and self.num_pairs
+        return len(self.pattern) * (len(self._heads) if has_merged else self.num_pairs)
+
+    @property
+    def num_pairs(self) -> int:
+        return int(self.steps.shape[1])
 
     @property
     def total_bytes(self) -> int:
-        num_pairs = self.steps.shape[1] if self.counts is None else int(self.counts.sum())
-        return self.pattern.total_bytes * num_pairs
+        return self.pattern.total_bytes * self.num_pairs
 
     def runs(self) -> Runs:
         """Its runs, one by one, the pairs of a pattern's run together."""
-        counts = np.ones(self.steps.shape[1], np.int64) if self.counts is None else self.counts
+        steps, counts = self.steps, np.ones(self.num_pairs, np.int64)
+        if self.block_bytes and self.num_pairs:
+            counts = np.diff(self._heads, append=self.num_pairs)
+            steps = steps[:, self._heads]
         return Runs(
-            np.add.outer(self.pattern.src, self.steps[0]).ravel(),
-            np.add.outer(self.pattern.dst, self.steps[1]).ravel(),
+            np.add.outer(self.pattern.src, steps[0]).ravel(),
+            np.add.outer(self.pattern.dst, steps[1]).ravel(),
             np.multiply.outer(self.pattern.num_bytes, counts).ravel(),
         )
 
-    def each_pair(self) -> Ints:
-        """The steps of every single pair, for those to whom a long run is no better than many.
-
-        >>> runs = Runs(np.array([0]), np.array([64]), np.array([16]))
-        >>> Term(runs, np.array([[0, 96], [32, 0]]), np.array([1, 3])).each_pair().tolist()
-        [[0, 96, 112, 128], [32, 0, 16, 32]]
-        """
-        if self.counts is None:
-            return self.steps
-        first = np.repeat(np.cumsum(self.counts) - self.counts, self.counts)
-        inside = (np.arange(len(first)) - first) * int(self.pattern.num_bytes[0])
-        return np.repeat(self.steps, self.counts, axis=1) + inside
+    @cached_property
+    def _heads(self) -> Ints:
+        """The pairs that do not go on where the one before them ends."""
+        is_next = self.steps[:, 1:] - self.steps[:, :-1] == self.block_bytes
+        return np.concatenate(([0], np.flatnonzero(~(is_next[0] & is_next[1])) + 1))
 
 
 @dataclass(frozen=True, eq=False)

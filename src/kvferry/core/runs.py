@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,9 +48,15 @@ class Runs:
         dst = (self.dst >> REGION_SHIFT, self.dst & mask)
         return zip(*(column.tolist() for column in (*src, *dst, self.num_bytes)), strict=True)
 
-    @property
+    @cached_property
     def total_bytes(self) -> int:
         return int(self.num_bytes.sum())
+
+    @cached_property
+    def each_bytes(self) -> int:
+        """How long each of them is, if they are all of one length; else 0."""
+        first = int(self.num_bytes[0]) if len(self) else 0
+        return first if (self.num_bytes == first).all() else 0
 
     def where(self, which: NDArray[np.bool_]) -> Runs:
         """Those of the runs that are marked."""

@@ -92,8 +92,12 @@ class _Products(NamedTuple):
     zeros: list[Term]
 
     @property
+    def terms(self) -> list[Term]:
+        return [*(term for _, term in self.reads), *self.zeros]
+
+    @property
     def num_runs(self) -> int:
-        return sum(term.num_runs for term in (*(term for _, term in self.reads), *self.zeros))
+        return sum(term.num_runs for term in self.terms)
 
 
 def select(
@@ -122,7 +126,7 @@ def select(
     _check_number(products, max_runs)
     by_rank: dict[int, list[Term]] = defaultdict(list)
     for src_rank, term in (read for each in products for read in each.reads):
-        if term.num_runs:
+        if len(term.pattern) and term.num_pairs:
             by_rank[src_rank].append(term)
     reads = {src_rank: Product(tuple(terms)) for src_rank, terms in sorted(by_rank.items())}
     return Selection(reads, Product(tuple(term for each in products for term in each.zeros)))
@@ -130,6 +134,8 @@ def select(
 
 def _check_number(products: Sequence[_Products], max_runs: int) -> None:
     """Refuse a request that would shatter, before a list of its runs is made."""
+    if sum(len(term.pattern) * term.num_pairs for each in products for term in each.terms) <= max_runs:
+        return  # neighbours that merge would only make it fewer
     total = sum(each.num_runs for each in products)
     if total > max_runs:
         most = max(products, key=lambda each: each.num_runs)
@@ -153,7 +159,7 @@ def _products(lane: Lane, request: Request, slack: Slack) -> _Products:
     if slack is Slack.CLEAR and lane.kind is Kind.PAGED:
         free = subtract(dst.touched(need), (*need, *dst.kept(kept, need)))
         # What a ring holds beyond the need are other tokens: nothing to copy along.
-        need = need if src.is_ring else _stretched(lane, need, free, src, dst)
+        need = _stretched(lane, need, free, src, dst) if free and not src.is_ring else need
     segments = list(_segments(need, src, dst, lane.period))
     blank = list(_segments(subtract(free, need), dst, dst, lane.dst_period))
     return _Products(
@@ -170,16 +176,16 @@ def _check_tables(manifest: Manifest, tables: Mapping[str, BlockTable], side: st
         group = manifest.group_by_name.get(name)
         if group is None:
             raise RequestError(f"{side}-group-unknown", name, f"engine {manifest.engine} has none")
-        ids = table.block_ids[table.block_ids != HOLE]
-        if len(ids) and int(ids.max()) >= group.num_blocks:
-            detail = f"block {int(ids.max())} of a pool of {group.num_blocks}"
-            raise RequestError(f"{side}-block-range", name, detail)
-        pools[group.pool].append(ids)
+        if len(table.block_ids):
+            pools[group.pool].append(table.block_ids)
+            if (highest := int(table.block_ids.max())) >= group.num_blocks:
+                detail = f"block {highest} of a pool of {group.num_blocks}"
+                raise RequestError(f"{side}-block-range", name, detail)
     for pool, parts in pools.items():
-        ordered = np.sort(np.concatenate(parts))
-        if (ordered[1:] == ordered[:-1]).any():
-            twice = int(ordered[1:][ordered[1:] == ordered[:-1]][0])
-            raise RequestError(f"{side}-block-twice", pool, f"block {twice} stands twice in the tables")
+        ordered = np.sort(np.concatenate(parts) if len(parts) > 1 else parts[0])
+        twice = ordered[1:][ordered[1:] == ordered[:-1]]
+        if len(twice) and twice[-1] != HOLE:
+            raise RequestError(f"{side}-block-twice", pool, f"block {twice[-1]} stands twice in the tables")
 
 
 def _check_tokens(manifest: Manifest, request: Request) -> None:
@@ -257,30 +263,36 @@ def _segments(spans: Spans, src: Walk, dst: Walk, period: int) -> Iterator[tuple
     if not spans:
         return
     cuts = [_cuts(span, src, dst) for span in spans]
-    lengths = [np.diff(c, append=s.stop) for c, s in zip(cuts, spans, strict=True)]
-    starts, num_cells = np.concatenate(cuts), np.concatenate(lengths)
+    starts = np.concatenate(cuts) if len(cuts) > 1 else cuts[0]
+    # Where each segment ends the next one begins, but for the last of every span.
+    stops = np.empty_like(starts)
+    stops[:-1] = starts[1:]
+    at = 0
+    for span, each in zip(spans, cuts, strict=True):
+        at += len(each)
+        stops[at - 1] = span.stop
     src_ids, src_cells = src.locate(starts)
-    dst_ids, dst_cells = dst.locate(starts)
+    dst_ids, dst_cells = (src_ids, src_cells) if dst is src else dst.locate(starts)
     order = np.argsort(dst_ids, kind="stable")
-    keys = np.stack([src_cells, dst_cells, num_cells, starts % period])[:, order]
-    for shape, members in _alike(keys):
-        yield shape, src_ids[order][members], dst_ids[order][members]
+    src_ids, dst_ids = src_ids[order], dst_ids[order]
+    keys = np.stack([src_cells, dst_cells, stops - starts, starts % period])
+    for shape, members in _alike(keys, order):
+        yield shape, src_ids[members], dst_ids[members]
 
 
 def _cuts(span: Span, src: Walk, dst: Walk) -> Ints:
     """The start of a span and every block edge of either side inside it."""
-    edges, other = src.edges(span), dst.edges(span)
-    if not np.array_equal(edges, other):
-        edges = np.union1d(edges, other)
-    return np.concatenate(([span.start], edges))
+    cuts, other = src.cuts(span), dst.cuts(span)
+    return cuts if len(cuts) == len(other) and (cuts == other).all() else np.union1d(cuts, other)
 
 
-def _alike(keys: Ints) -> Iterator[tuple[Shape, Ints | slice]]:
-    """The distinct columns of ``keys``, each with where it stands."""
+def _alike(keys: Ints, order: Ints) -> Iterator[tuple[Shape, Ints | slice]]:
+    """The distinct columns of ``keys``, each with where it stands in an order of them."""
     first = keys[:, :1]
     if (keys == first).all():
         yield Shape(*first[:, 0].tolist()), slice(None)
         return
+    keys = keys[:, order]
     numbers, firsts, member_of = np.unique(_numbered(keys), return_index=True, return_inverse=True)
     for i in range(len(numbers)):
         yield Shape(*keys[:, firsts[i]].tolist()), np.flatnonzero(member_of == i)
@@ -297,13 +309,10 @@ def _numbered(keys: Ints) -> Ints:
 
 
 def _spread(bundle: Bundle, shape: Shape, src_ids: Ints, dst_ids: Ints) -> Term:
-    """A pattern over all its block pairs; whole neighbouring blocks are merged before they multiply."""
+    """A pattern over all its block pairs."""
     pattern = bundle.pattern(shape)
-    steps = np.stack([src_ids * bundle.src_stride, dst_ids * bundle.dst_stride])
-    chained = np.flatnonzero((np.diff(src_ids) != 1) | (np.diff(dst_ids) != 1)) + 1
-    if len(chained) + 1 < len(src_ids):
-        whole = (pattern.num_bytes == bundle.src_stride) & (pattern.num_bytes == bundle.dst_stride)
-        if whole.all():
-            heads = np.concatenate(([0], chained))
-            return Term(pattern, steps[:, heads], np.diff(heads, append=len(src_ids)))
-    return Term(pattern, steps)
+    steps = np.empty((2, len(src_ids)), np.int64)
+    np.multiply(src_ids, bundle.src_stride, out=steps[0])
+    np.multiply(dst_ids, bundle.dst_stride, out=steps[1])
+    is_whole = bundle.src_stride == bundle.dst_stride == pattern.each_bytes
+    return Term(pattern, steps, bundle.src_stride if is_whole else 0)

@@ -55,9 +55,11 @@ class Walk:
         """The first cell of the block that ``cell`` is in."""
         return cell - (cell - self.first) % self.num_cells
 
-    def edges(self, span: Span) -> Ints:
-        """The block edges strictly inside a span of cells."""
-        return np.arange(self.block_start(span.start) + self.num_cells, span.stop, self.num_cells)
+    def cuts(self, span: Span) -> Ints:
+        """The start of a span that is not empty, and every block edge inside it."""
+        cuts = np.arange(self.block_start(span.start), span.stop, self.num_cells)
+        cuts[0] = span.start
+        return cuts
 
     def touched(self, need: Spans) -> Spans:
         """All cells of the blocks that the need touches."""
@@ -82,6 +84,6 @@ class Walk:
         if self.is_ring:
             index = np.zeros_like(index)
         ids = self.block_ids[index]
-        if (ids == HOLE).any():
+        if ids.min() == HOLE:
             raise self._error("hole", f"cell {int(cells[ids == HOLE][0])} lies in a hole")
         return ids, inside

@@ -105,9 +105,10 @@ class Repeated:
     """As in a product's term."""
 
     def __post_init__(self) -> None:
-        low, high = self.steps.min(axis=1).tolist(), self.steps.max(axis=1).tolist()
         rooms = self.prepared.src_room, self.prepared.dst_room
-        if min(low) < 0 or high[0] > rooms[0] or high[1] > rooms[1]:
+        high = self.steps.view(np.uint64).max(axis=1).tolist()  # a step back is a very large one
+        if high[0] > rooms[0] or high[1] > rooms[1]:
+            low, high = self.steps.min(axis=1).tolist(), self.steps.max(axis=1).tolist()
             detail = f"steps from {low} to {high} bytes, with room for {list(rooms)}"
             raise TransportError("out-of-bounds", f"a run would leave its region: {detail}")
 
@@ -119,7 +120,7 @@ class Repeated:
     @property
     def word_bytes(self) -> int:
         """The longest word that every run is aligned to and made of."""
-        bits = self.prepared.bits | MAX_WORD_BYTES | int(np.bitwise_or.reduce(self.steps, axis=None))
+        bits = self.prepared.bits | MAX_WORD_BYTES | int(np.bitwise_or.reduce(self.steps.ravel()))
         return bits & -bits
 
     @property
@@ -137,8 +138,8 @@ class Work(NamedTuple):
 
 def repeated(product: Product, prepared: Callable[[Runs], Sequence[Prepared]]) -> list[Repeated]:
     """The terms of a product, checked: no run of them leaves its region."""
-    terms = [term for term in product.terms if term.num_runs]
-    return [Repeated(part, term.each_pair()) for term in terms for part in prepared(term.pattern)]
+    terms = [term for term in product.terms if len(term.pattern) and term.num_pairs]
+    return [Repeated(part, term.steps) for term in terms for part in prepared(term.pattern)]
 
 
 def table_words(terms: Sequence[Repeated]) -> int:
@@ -148,9 +149,9 @@ def table_words(terms: Sequence[Repeated]) -> int:
 
 def write_table(terms: Sequence[Repeated], table: Words, address: int) -> Work:
     """Write what the kernel reads into ``table``, for being put at ``address``."""
-    heads = table[: len(terms) * TERM_WORDS].view(TERM)
-    at, num_tiles, num_bytes = len(heads) * TERM_WORDS, 0, 0
-    for i, term in enumerate(terms):
+    heads: list[tuple[int, ...]] = []
+    at, num_tiles, num_bytes = len(terms) * TERM_WORDS, 0, 0
+    for term in terms:
         prepared, word_bytes, num_pairs = term.prepared, term.word_bytes, term.steps.shape[1]
         arrays, steps = address + 8 * at, address + 8 * (at + len(prepared.addresses))
         table[at : at + len(prepared.addresses)] = prepared.addresses
@@ -160,10 +161,12 @@ def write_table(terms: Sequence[Repeated], table: Words, address: int) -> Work:
         src, dst = (0, arrays) if prepared.is_clear else (arrays, arrays + 8 * prepared.num_runs)
         words_per_run = prepared.num_bytes // word_bytes
         num_words = words_per_run * term.num_runs
-        lengths = num_tiles, num_words, words_per_run, prepared.num_runs, word_bytes, 0
-        heads[i] = (src, dst, steps, steps + 8 * num_pairs, *lengths)
+        # Two halves of 32 bits go together, the first one low.
+        lengths = num_tiles, num_words, words_per_run | prepared.num_runs << 32, word_bytes
+        heads.append((src, dst, steps, steps + 8 * num_pairs, *lengths))
         num_tiles += -(-num_words // TILE_WORDS)
         num_bytes += prepared.num_bytes * term.num_runs
+    table[: len(terms) * TERM_WORDS] = np.array(heads, np.uint64).ravel()
     return Work(len(terms), num_tiles, num_bytes)
 
 
