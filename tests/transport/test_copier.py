@@ -91,6 +91,8 @@ class FakeCuda:
     def current(self) -> Iterator[None]:
         yield
 
+    current_for_launches = current
+
     def bind_thread(self) -> None:
         pass
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 
 log = logging.getLogger("kvferry")
 
@@ -16,11 +15,9 @@ Work = Callable[[], object]
 IDLE_SECONDS = 2.0
 """How long a thread waits for more work of its key: to start one takes as long as a short job."""
 
-
-@dataclass(eq=False, slots=True)
-class _Queue:
-    changed: threading.Condition
-    jobs: deque[Work] = field(default_factory=deque)
+_Queue = SimpleQueue[Work | None]
+"""Jobs; None says that there will be no more. No lock is held while one waits: a hand-over is what a short
+load spends its time on."""
 
 
 class WorkerThreads:
@@ -38,17 +35,16 @@ class WorkerThreads:
 
     def submit(self, key: Hashable, job: Work) -> None:
         """Have a job done after all that was submitted under the same key."""
-        with self._lock:
+        with self._lock:  # its thread leaves only while it holds this, with nothing in the queue
             if self._is_closed:
                 return
             queue = self._queues.get(key)
             if queue is None:
-                queue = self._queues[key] = _Queue(threading.Condition(self._lock))
+                queue = self._queues[key] = SimpleQueue()
                 thread = threading.Thread(target=self._serve, args=(key, queue), name=self._name, daemon=True)
                 self._threads.add(thread)
                 thread.start()
-            queue.jobs.append(job)
-            queue.changed.notify()
+            queue.put(job)
 
     def close(self, seconds: float) -> bool:
         """Start nothing more, and wait for what was started; whether all of it ended in time."""
@@ -56,7 +52,7 @@ class WorkerThreads:
         with self._lock:
             self._is_closed = True
             for queue in self._queues.values():
-                queue.changed.notify()
+                queue.put(None)
             threads = [*self._threads]
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -71,10 +67,15 @@ class WorkerThreads:
             del job  # what it holds may be large
 
     def _next(self, key: Hashable, queue: _Queue) -> Work | None:
+        try:
+            job = queue.get(timeout=IDLE_SECONDS)
+        except Empty:
+            job = None
+        if job is not None and not self._is_closed:
+            return job
         with self._lock:
-            queue.changed.wait_for(lambda: queue.jobs or self._is_closed, IDLE_SECONDS)
-            if queue.jobs and not self._is_closed:
-                return queue.jobs.popleft()
+            if not self._is_closed and not queue.empty():  # it came between the wait and the lock
+                return queue.get()
             del self._queues[key]
             self._threads.discard(threading.current_thread())
             return None

@@ -127,6 +127,10 @@ class Repeated:
     def num_runs(self) -> int:
         return self.prepared.num_runs * int(self.steps.shape[1])
 
+    @property
+    def num_bytes(self) -> int:
+        return self.prepared.num_bytes * self.num_runs
+
 
 class Work(NamedTuple):
     """A product in the form of the kernel."""
@@ -165,7 +169,7 @@ def write_table(terms: Sequence[Repeated], table: Words, address: int) -> Work:
         lengths = num_tiles, num_words, words_per_run | prepared.num_runs << 32, word_bytes
         heads.append((src, dst, steps, steps + 8 * num_pairs, *lengths))
         num_tiles += -(-num_words // TILE_WORDS)
-        num_bytes += prepared.num_bytes * term.num_runs
+        num_bytes += term.num_bytes
     table[: len(terms) * TERM_WORDS] = np.array(heads, np.uint64).ravel()
     return Work(len(terms), num_tiles, num_bytes)
 
@@ -183,6 +187,9 @@ class CopyLimits:
     """A longer copy is several launches; 0: one launch whatever its length."""
 
 
+NUM_ARGUMENTS = 4
+
+
 class CopyKernel:
     """The compiled kernel on one device."""
 
@@ -192,8 +199,8 @@ class CopyKernel:
         self._launch_bytes = limits.launch_bytes
         self._kernel = cuda.load(_compiled(cuda.architecture), "copy_runs")
 
-    def launch(self, work: Work, table_address: int, stream: Any) -> None:
-        """Queue a product whose table is, or will be by then, at an address of the device."""
+    def launch(self, work: Work, table_address: int, stream: Any, arguments: Arguments) -> None:
+        """Queue a product whose table is, or will be by then, at an address that the device can read."""
         step = work.num_tiles
         if self._launch_bytes:
             step = max(1, work.num_tiles * self._launch_bytes // work.num_bytes)
@@ -201,7 +208,7 @@ class CopyKernel:
         for first in range(0, work.num_tiles, step):
             stop = min(first + step, work.num_tiles)
             num_blocks = min(self._num_blocks, -(-(stop - first) // warps_per_block))
-            arguments = Arguments(table_address, work.num_terms, first, stop)
+            arguments.set(table_address, work.num_terms, first, stop)
             self._cuda.launch(self._kernel, num_blocks, THREADS_PER_BLOCK, stream, arguments)
 
 

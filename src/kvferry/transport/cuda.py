@@ -47,13 +47,17 @@ class Allocation(NamedTuple):
 
 
 class Arguments:
-    """What a kernel is called with: numbers of 64 bits, as the driver wants them."""
+    """What a kernel is called with: numbers of 64 bits, as the driver wants them; used again and again."""
 
-    def __init__(self, *values: int) -> None:
-        self._values = (ctypes.c_uint64 * len(values))(*values)
+    def __init__(self, number: int) -> None:
+        self._values = (ctypes.c_uint64 * number)()
         at = ctypes.addressof(self._values)
-        self._pointers = (ctypes.c_void_p * len(values))(*(at + 8 * i for i in range(len(values))))
+        self._pointers = (ctypes.c_void_p * number)(*(at + 8 * i for i in range(number)))
         self.address = ctypes.addressof(self._pointers)
+
+    def set(self, *values: int) -> None:
+        """The next call's. The driver copies them when a kernel is launched."""
+        self._values[:] = list(values)
 
 
 class Cuda:
@@ -99,6 +103,15 @@ class Cuda:
         _call(self._cu.cuCtxSetCurrent, self._context)
         relaxed = self._cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         _call(self._cu.cuThreadExchangeStreamCaptureMode, relaxed)
+
+    @contextmanager
+    def current_for_launches(self) -> Iterator[None]:
+        """Make the device current, for work in a stream only: no capture of another thread minds that."""
+        _call(self._cu.cuCtxPushCurrent, self._context)
+        try:
+            yield
+        finally:
+            _call(self._cu.cuCtxPopCurrent)
 
     @contextmanager
     def current(self) -> Iterator[None]:

@@ -33,6 +33,7 @@ from kvferry.errors import TransportError
 from kvferry.transport.base import CANCELLED, Connected, DeviceEvent
 from kvferry.transport.cards import export_in, unpack_card
 from kvferry.transport.copy_kernel import (
+    NUM_ARGUMENTS,
     CopyKernel,
     CopyLimits,
     Prepared,
@@ -44,7 +45,7 @@ from kvferry.transport.copy_kernel import (
     table_words,
     write_table,
 )
-from kvferry.transport.cuda import Cuda
+from kvferry.transport.cuda import Arguments, Cuda
 from kvferry.transport.exports import Export, Opened
 from kvferry.transport.places import Places
 from kvferry.transport.quietly import quietly
@@ -55,6 +56,8 @@ HOST = "cpu"
 NUM_LANES = 4
 TABLE_BYTES = 4 << 20
 """Room for the table of one copy, pinned and on the device; a longer one makes it grow."""
+SHORT_BYTES = 8 << 20
+"""Up to so many, the kernel reads its table from the host's memory: to upload it first would take longer."""
 SURE_BYTES_PER_SECOND = 4e12
 """No device copies faster: for so long a thread need not look whether a copy is done."""
 AFTER_NAP_SECONDS = 200e-6
@@ -290,6 +293,7 @@ class CopyLane:
     def __init__(self, cuda: Cuda, kernel: CopyKernel, on_end: Callable[[CopyLane, Copy, str], None]) -> None:
         self._cuda, self._kernel, self._on_end = cuda, kernel, on_end
         self._started: SimpleQueue[tuple[Copy, str] | None] = SimpleQueue()
+        self._arguments = Arguments(NUM_ARGUMENTS)
         with cuda.current(), ExitStack() as undo:
             self._stream = cuda.make_stream()
             undo.callback(cuda.free_stream, self._stream)
@@ -298,7 +302,7 @@ class CopyLane:
             self._table = _Table(cuda, TABLE_BYTES)
             undo.callback(self._table.free)
             # The first launch loads the kernel, and waits for all work of the device.
-            kernel.launch(Work(0, 1, 1), self._table.address, self._stream)
+            kernel.launch(Work(0, 1, 1), self._table.address, self._stream, self._arguments)
             cuda.wait_stream(self._stream)
             self._give_up = undo.pop_all()
         self._thread = threading.Thread(target=self._run, name="kvferry-copy", daemon=True)
@@ -307,7 +311,7 @@ class CopyLane:
     def start(self, copy: Copy) -> None:
         """Queue a copy on the device; in any thread, one at a time."""
         try:
-            with self._cuda.current():
+            with self._cuda.current_for_launches():
                 error = self._queue(copy)
         except TransportError as failure:
             error = str(failure)
@@ -319,14 +323,17 @@ class CopyLane:
     def _queue(self, copy: Copy) -> str:
         num_words = table_words(copy.terms)
         table = self._table.room(num_words)
-        work = write_table(copy.terms, table.words, table.address)
-        copy.num_bytes = work.num_bytes
+        copy.num_bytes = sum(term.num_bytes for term in copy.terms)
+        is_short = copy.num_bytes <= SHORT_BYTES
+        address = table.pinned if is_short else table.address
+        work = write_table(copy.terms, table.words, address)
         if not work.num_tiles:
             return ""
         if copy.after is not None:
             self._cuda.wait_in_stream(self._stream, copy.after)
-        self._cuda.upload_later(table.address, table.pinned, 8 * num_words, self._stream)
-        self._kernel.launch(work, table.address, self._stream)
+        if not is_short:
+            self._cuda.upload_later(address, table.pinned, 8 * num_words, self._stream)
+        self._kernel.launch(work, address, self._stream, self._arguments)
         return ""
 
     def _run(self) -> None:
