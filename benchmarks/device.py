@@ -38,8 +38,9 @@ MIB = 1 << 20
 REGION = 1024 * MIB
 ALL = CopyLimits(0, 0)
 TURNS = 21
-PAUSE = 0.005
-"""Between two turns: a device that has just been idle is what a load finds."""
+PAUSES = {"after a pause": 0.005, "one after the other": 0.0}
+"""Between two turns, in seconds. Idle cores are several times slower at first: a load finds an engine
+somewhere between the two."""
 
 
 # ---- reads: one transport call, from the call to its end
@@ -74,6 +75,7 @@ CASES = {
     "4 KiB pages, scattered": scattered(4 << 10, 131072),
     "1 MiB pages, scattered": scattered(MIB, 512),
     "2 MiB in 128 pages": scattered(16 << 10, 128),
+    "8,192 pages of 16 KiB, scattered": scattered(16 << 10, 8192),
     "1,000 B runs": scattered(1000, 524288),
 }
 
@@ -148,12 +150,14 @@ def reads() -> list[dict[str, Any]]:
                     turns = TURNS if how is MappedReads.REQUIRE else 2
                     if how is MappedReads.OFF and product.num_runs > 140_000:
                         continue  # a quarter of a minute and more
-                    took = []
-                    for number in range(turns + 1):
-                        took.append(read_seconds(transport, product, number))
-                        time.sleep(PAUSE)
+                    for when, pause in PAUSES.items():
+                        took = []
+                        for number in range(turns + 1):
+                            took.append(read_seconds(transport, product, number))
+                            time.sleep(pause)
+                        what = f"{way}, {when}"
+                        show(rows, name, what, product.num_runs, product.total_bytes, took[1:])
                     check(cuda, holder.regions[0], product, source.contents[0])
-                    show(rows, name, way, product.num_runs, product.total_bytes, took[1:])
     holder.free()
     return rows
 
@@ -165,7 +169,11 @@ def show(
     row |= {"best_us": min(took) * 1e6, "gb_per_s": num_bytes / median(took) / 1e9}
     rows.append(row)
     times = f"{row['us']:>9,.0f} µs (best {row['best_us']:,.0f})"
-    print(f"{name:40} {way:27} {num_runs:>9,} runs {times:26} {row['gb_per_s']:8,.1f} GB/s", flush=True)
+    per_run = f"{row['us'] / num_runs:.2f} µs per run"
+    print(
+        f"{name:40} {way:47} {num_runs:>9,} runs {times:26} {row['gb_per_s']:8,.1f} GB/s, {per_run}",
+        flush=True,
+    )
 
 
 # ---- fetches: from the call to the report, ticket held and peer met
@@ -178,6 +186,9 @@ class TimedDestination(DestinationActor):
         """Hold, wait until that is granted, then fetch: seconds to the report, and its record."""
         held = self._endpoint.hold(ticket)
         time.sleep(0.02)
+        for _ in range(20):  # awake, as an engine is: the machine that runs it is not idle
+            self._endpoint.poll()
+            time.sleep(0.0001)
         started = time.perf_counter()
         self._endpoint.fetch(ticket, tables, need, held=held)
         while not (reports := self._endpoint.poll()):

@@ -2,6 +2,9 @@
 
 import os
 import signal
+import subprocess
+import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -217,3 +220,101 @@ def test_short_runs_of_any_alignment(reader, served, holder):
     reader.read(1, "src", runs)
     assert wait(reader, 1) == [ReadEnd(1)]
     assert all((now == then).all() for now, then in zip(holder.load(), expected, strict=True))
+
+
+def test_a_stopped_source_holds_no_copy_up(reader, served, holder):
+    """A copy needs nothing of the process whose memory it reads."""
+    source = served.sources[0]
+    reader.connect("src", source.card, source.regions)
+    os.kill(served.pid, signal.SIGSTOP)
+    try:
+        reader.read(1, "src", WHOLE)
+        assert wait(reader, 1) == [ReadEnd(1)]
+    finally:
+        os.kill(served.pid, signal.SIGCONT)
+    assert (holder.load()[0] == source.contents[0]).all()
+
+
+def test_a_source_that_was_started_again_is_read_under_its_name(reader, holder):
+    for _ in range(3):
+        with serving(1, REGION_BYTES, DEVICE) as served:
+            source = served.sources[0]
+            assert reader.connect("src", source.card, source.regions).way is Way.MAPPED
+            os.kill(served.pid, signal.SIGKILL)
+        reader.read(1, "src", WHOLE)
+        assert wait(reader, 1) == [ReadEnd(1)]
+        assert (holder.load()[0] == source.contents[0]).all()
+        reader.forget("src")
+
+
+READ_FOR_EVER = """
+import sys
+import numpy as np
+from kvferry import Region
+from kvferry.testing.sources import Holder
+from kvferry.testing.transport_laws import run
+from kvferry.transport.nixl import NixlTransport
+holder, transport = Holder("cuda:0"), NixlTransport()
+num_bytes = int(sys.argv[2])
+holder.add("kv", np.zeros(num_bytes, np.uint8))
+transport.register(holder.regions)
+regions = [Region("region0", num_bytes, int(sys.argv[3]), "cuda:0")]
+print(transport.connect("src", bytes.fromhex(sys.argv[1]), regions).way.value, flush=True)
+for i in range(10**9):
+    transport.read(i, "src", run((0, 0), (0, 0), num_bytes))
+    transport.poll()
+"""
+
+
+def test_a_reader_that_is_killed_while_it_copies_hurts_no_source():
+    with serving(1, [KILL_BYTES], DEVICE) as served:
+        source = served.sources[0]
+        told = source.card.hex(), str(KILL_BYTES), str(source.regions[0].address)
+        for i in range(5):
+            command = [sys.executable, "-c", READ_FOR_EVER, *told]
+            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+                assert process.stdout is not None
+                assert process.stdout.readline() == "mapped\n"
+                time.sleep(0.02 * i)
+                process.kill()
+        holder, transport = Holder(DEVICE), NixlTransport()
+        holder.add("kv", np.zeros(KILL_BYTES, np.uint8))
+        transport.register(holder.regions)
+        transport.connect("src", source.card, source.regions)
+        transport.read(0, "src", run((0, 0), (0, 0), KILL_BYTES))
+        assert wait(transport, 1) == [ReadEnd(0)]
+        assert (holder.load()[0] == source.contents[0]).all()
+        transport.close()
+        holder.free()
+
+
+def test_a_graph_that_another_thread_captures_is_left_alone(reader, served, holder):
+    torch = pytest.importorskip("torch", reason="torch captures the graph")
+    source = served.sources[0]
+    reader.connect("src", source.card, source.regions)
+    is_over = threading.Event()
+
+    def read_on() -> int:
+        number = 0
+        while not is_over.is_set():
+            number += 2
+            reader.read(number, "src", WHOLE)
+            reader.clear(number + 1, run((1, 0), (1, 0), 4096))
+            assert [end.error for end in wait(reader, 2)] == ["", ""]
+        return number
+
+    with ThreadPoolExecutor(1) as pool:
+        reads = pool.submit(read_on)
+        for _ in range(20):
+            graph, x = torch.cuda.CUDAGraph(), torch.ones(1000, device=DEVICE)
+            with torch.cuda.graph(graph):
+                y = x
+                for _ in range(100):
+                    y = y + 1
+                time.sleep(0.005)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert (y == 101).all()
+        is_over.set()
+        assert reads.result() > 20
+    assert (holder.load()[0] == source.contents[0]).all()

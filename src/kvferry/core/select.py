@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -283,7 +284,10 @@ def _segments(spans: Spans, src: Walk, dst: Walk, period: int) -> Iterator[tuple
 def _cuts(span: Span, src: Walk, dst: Walk) -> Ints:
     """The start of a span and every block edge of either side inside it."""
     cuts, other = src.cuts(span), dst.cuts(span)
-    return cuts if len(cuts) == len(other) and (cuts == other).all() else np.union1d(cuts, other)
+    if len(cuts) == len(other) and (cuts == other).all():
+        return cuts
+    both = np.sort(np.concatenate([cuts, other]))
+    return both[np.concatenate(([True], both[1:] != both[:-1]))]
 
 
 def _alike(keys: Ints, order: Ints) -> Iterator[tuple[Shape, Ints | slice]]:
@@ -293,19 +297,11 @@ def _alike(keys: Ints, order: Ints) -> Iterator[tuple[Shape, Ints | slice]]:
         yield Shape(*first[:, 0].tolist()), slice(None)
         return
     keys = keys[:, order]
-    numbers, firsts, member_of = np.unique(_numbered(keys), return_index=True, return_inverse=True)
-    for i in range(len(numbers)):
-        yield Shape(*keys[:, firsts[i]].tolist()), np.flatnonzero(member_of == i)
-
-
-def _numbered(keys: Ints) -> Ints:
-    """A number for each column of ``keys``, the same for the same columns only."""
-    number: Ints = keys[0]
-    for row in keys[1:]:
-        # The columns so far are numbered anew: so many numbers times a row's values fit into 63 bits.
-        number = np.unique(number, return_inverse=True)[1] if number.max() >= 1 << 31 else number
-        number = number * (int(row.max()) + 1) + row
-    return number
+    by_shape = np.lexsort(keys)
+    ordered = keys[:, by_shape]
+    edges = np.flatnonzero((ordered[:, 1:] != ordered[:, :-1]).any(axis=0)) + 1
+    for start, stop in pairwise([0, *edges.tolist(), len(by_shape)]):
+        yield Shape(*ordered[:, start].tolist()), by_shape[start:stop]
 
 
 def _spread(bundle: Bundle, shape: Shape, src_ids: Ints, dst_ids: Ints) -> Term:

@@ -21,6 +21,7 @@ from uuid import uuid4
 
 from kvferry.core.manifest import Region
 from kvferry.core.product import Product
+from kvferry.core.runs import Runs
 from kvferry.core.way import Way
 from kvferry.errors import TransportError
 from kvferry.transport.agent import FabricAgent
@@ -281,7 +282,21 @@ class AgentLink:
         self, transfer: int, product: Product, report: Callable[[str], None], after: DeviceEvent | None
     ) -> None:
         """Have a read wait for its turn, and for the device before that."""
-        runs = checked(product.runs, self._rank.memory.places, self._dst.places)
+        self.submit(transfer, self.checked(product), report, after)
+
+    def checked(self, product: Product) -> Runs:
+        """What there is to read, as a list; raises TransportError if a run leaves its region."""
+        return checked(product.runs, self._rank.memory.places, self._dst.places)
+
+    @property
+    def copies_on_host(self) -> bool:
+        """Whether some of what is read is in host memory, on either side."""
+        return any("DRAM" in memory.names for memory in (self._rank.memory, self._dst))
+
+    def submit(
+        self, transfer: int, runs: Runs, report: Callable[[str], None], after: DeviceEvent | None
+    ) -> None:
+        """Have runs that were checked wait for their turn."""
         read = Read(self._rank, runs, self._dst, report, transfer)
         if after is None:
             self._thread.submit(read)

@@ -80,11 +80,8 @@ def prepare(pattern: Runs, src: Places | None, dst: Places) -> tuple[Prepared, .
         src.check(pattern.src, pattern.num_bytes)
     dst.check(pattern.dst, pattern.num_bytes)
     pattern = cut_long(pattern, MAX_RUN_BYTES)
-    same_length = (
-        pattern.where(pattern.num_bytes == num_bytes)
-        for num_bytes in np.unique(pattern.num_bytes).tolist()
-        if num_bytes
-    )
+    lengths = [pattern.each_bytes] if pattern.each_bytes else sorted({*pattern.num_bytes.tolist()} - {0})
+    same_length = (pattern.where(pattern.num_bytes == num_bytes) for num_bytes in lengths)
     return tuple(_prepared(runs, src, dst) for runs in same_length)
 
 

@@ -23,6 +23,7 @@ from kvferry.core.product import Product
 from kvferry.core.runs import Runs
 from kvferry.errors import TransportError
 from kvferry.transport.agent import FabricAgent
+from kvferry.transport.agent_team import AgentTeam
 from kvferry.transport.agent_thread import AgentThread
 from kvferry.transport.base import Connected, DeviceEvent, ReadEnd
 from kvferry.transport.cards import pack_card, unpack_card
@@ -81,7 +82,7 @@ class NixlTransport:
         """Guards what is made once, and may be slow to make: the three below."""
         self._memory: RegionTable | None = None
         self._device: RankDevice | None = None
-        self._threads: dict[AgentMode, AgentThread] = {}
+        self._teams: dict[AgentMode, AgentTeam] = {}
         self._lock = threading.Lock()
         self._links: dict[str, Link] = {}
 
@@ -95,19 +96,24 @@ class NixlTransport:
             memory = RegionTable("ours", regions)
             try:
                 self._device = _device_of(memory, self._mapped_reads)
-                args = self._cuda, self._settings.first_mode, self._settings, self._make_agent
-                thread = AgentThread(memory, *args, self._device.card_part if self._device else b"")
+                card_part = self._device.card_part if self._device else b""
+                team = self._make_team(memory, self._settings.first_mode, card_part)
             except BaseException:
                 self._close_device()
                 raise
-            self._threads[self._settings.first_mode] = thread
+            self._teams[self._settings.first_mode] = team
             self._memory = memory
+
+    def _make_team(self, memory: RegionTable, mode: AgentMode, card_part: bytes = b"") -> AgentTeam:
+        """Who reads in one mode: several agents, where none needs the source's help."""
+        make = partial(AgentThread, memory, self._cuda, mode, self._settings, self._make_agent)
+        return AgentTeam(make(card_part), self._settings.num_agents if mode is AgentMode.DIRECT else 1, make)
 
     def card(self) -> bytes:
         """Agent name and metadata. It carries the keys to the memory: whoever has it can read it all."""
         with self._gate:
             self._ours()
-            return self._threads[self._settings.first_mode].card
+            return self._teams[self._settings.first_mode].card
 
     def connect(self, peer: str, card: bytes, regions: Sequence[Region]) -> Connected:
         """Add a peer, and read a little from it, so that the first real read is as fast as the next."""
@@ -145,7 +151,7 @@ class NixlTransport:
 
     def _fabric_link(self, peer: str, card: bytes, regions: Sequence[Region], deadline: float) -> Link:
         """Whoever can read a peer over the fabric."""
-        first: Mover = self._threads[self._settings.first_mode]
+        first: Mover = self._teams[self._settings.first_mode]
         try:
             return first.connect(peer, card, regions, self._connect_timeout_s)
         except TransportError as error:
@@ -158,14 +164,13 @@ class NixlTransport:
         log.warning("%s cannot be read directly: UCX emulates its reads, and they are slow", peer)
         return link
 
-    def _careful(self) -> AgentThread:
+    def _careful(self) -> AgentTeam:
         """Who reads the peers that can only be read with their own help."""
         with self._making:
             self._gate.check_open()
-            if AgentMode.CAREFUL not in self._threads:
-                args = self._ours(), self._cuda, AgentMode.CAREFUL, self._settings, self._make_agent
-                self._threads[AgentMode.CAREFUL] = AgentThread(*args)
-            return self._threads[AgentMode.CAREFUL]
+            if AgentMode.CAREFUL not in self._teams:
+                self._teams[AgentMode.CAREFUL] = self._make_team(self._ours(), AgentMode.CAREFUL)
+            return self._teams[AgentMode.CAREFUL]
 
     def read(
         self, transfer: int, peer: str, runs: Runs | Product, *, after: DeviceEvent | None = None
@@ -240,7 +245,7 @@ class NixlTransport:
         deadline = monotonic() + self._close_timeout_s
         self._gate.shut()
         with self._making:
-            movers: list[Mover] = [*self._threads.values()]
+            movers: list[Mover] = [*self._teams.values()]
             if self._device and self._device.copier:
                 movers.append(self._device.copier)
         with self._lock:

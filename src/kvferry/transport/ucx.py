@@ -6,6 +6,7 @@ with, and lets the environment win. So both are looked at here, together, and no
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ UCX_EMULATES = "UCX_PROTO_EMULATION_ENABLE"
 UCX_SENT, UCX_RECEIVED = "UCX_TCP_TX_SEG_SIZE", "UCX_TCP_RX_SEG_SIZE"
 UCX_TRANSPORTS = "UCX_TLS"
 
+AGENTS_SETTING = "KVFERRY_READ_AGENTS"
+MOST_AGENTS = 4
+
 CUDA_ENVIRONMENT = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y"}
 """What the environment must have before an agent is made that reads or serves CUDA memory.
 
@@ -38,8 +42,8 @@ UNITS = {unit: 1 << (10 * i) for i, unit in enumerate(("", "k", "m", "g"))}
 class UcxSettings:
     """How the agents of one transport use UCX.
 
-    >>> UcxSettings.from_environment({"KVFERRY_EMULATED_READS": "refuse", "UCX_TCP_TX_SEG_SIZE": "8k"})
-    UcxSettings(emulated_reads=<EmulatedReads.REFUSE: 'refuse'>, sent_bytes=8192, received_bytes=262144)
+    >>> UcxSettings.from_environment({"UCX_TCP_TX_SEG_SIZE": "8k", "KVFERRY_READ_AGENTS": "2"})
+    UcxSettings(emulated_reads=<...careful'>, sent_bytes=8192, received_bytes=262144, num_agents=2)
     """
 
     emulated_reads: EmulatedReads = EmulatedReads.CAREFUL
@@ -47,6 +51,8 @@ class UcxSettings:
     """The longest TCP segment that our agents send."""
     received_bytes: int = SEGMENT_BYTES
     """The longest TCP segment that our agents have room for."""
+    num_agents: int = 1
+    """How many agents share a long read."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> UcxSettings:
@@ -54,7 +60,8 @@ class UcxSettings:
         sent, received = _bytes_in(environ, UCX_SENT), _bytes_in(environ, UCX_RECEIVED)
         # UCX wants no more to be sent than there is room for.
         sent = sent or min(SEGMENT_BYTES, received or SEGMENT_BYTES)
-        return cls(_emulated_reads(environ), sent, received or max(SEGMENT_BYTES, sent))
+        received = received or max(SEGMENT_BYTES, sent)
+        return cls(_emulated_reads(environ), sent, received, _num_agents(environ))
 
     @property
     def first_mode(self) -> AgentMode:
@@ -112,6 +119,16 @@ def _emulated_reads(environ: Mapping[str, str]) -> EmulatedReads:
             f" first, or set the second to {EmulatedReads.FAST.value!r}",
         )
     return chosen
+
+
+def _num_agents(environ: Mapping[str, str]) -> int:
+    """The setting; by default as many as there are cores for them, but not more than help."""
+    if AGENTS_SETTING not in environ:
+        return min(MOST_AGENTS, len(os.sched_getaffinity(0)))
+    value = environ[AGENTS_SETTING]
+    if not re.fullmatch(r"[1-9]|[1-5]\d|6[0-4]", value):
+        raise TransportError("bad-setting", f"{AGENTS_SETTING}={value!r}: a number of agents, from 1 to 64")
+    return int(value)
 
 
 def _bytes_in(environ: Mapping[str, str], name: str) -> int | None:

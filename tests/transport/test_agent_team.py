@@ -1,0 +1,131 @@
+"""Long reads that several NIXL agents share: the laws hold, and a read ends when all its shares have."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.core.product import Product
+from kvferry.core.runs import Runs
+from kvferry.errors import TransportError
+from kvferry.testing.sources import serving
+from kvferry.testing.transport_laws import REGION_BYTES, WHOLE, TransportLaws, World, stale_memory, wait
+from kvferry.transport import ReadEnd, agent_team
+from kvferry.transport.agent_team import ShareLimits, TeamLink, share_out
+from kvferry.transport.agent_thread import AgentLink
+from kvferry.transport.base import Connected, Way
+from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.ucx import UcxSettings
+
+TINY = ShareLimits(num_runs=2, host_bytes=4096)
+
+
+@given(st.lists(st.integers(1, 1 << 24), min_size=1, max_size=200), st.integers(1, 9))
+def test_shares_move_the_same_bytes_and_cost_about_the_same(lengths, number):
+    ends = np.cumsum(lengths)
+    runs = Runs(ends - lengths, ends - lengths + 7, np.array(lengths))
+    shares = list(share_out(runs, number))
+    assert len(shares) <= number
+    assert sum(share.total_bytes for share in shares) == runs.total_bytes
+    at = 0
+    for share in shares:  # in order, with nothing between and nothing twice
+        for _, src, _, dst, num_bytes in share:
+            assert (src, dst) == (at, at + 7)
+            at += num_bytes
+    costs = [share.total_bytes + agent_team.RUN_COST_BYTES * len(share) for share in shares]
+    most = -(-(runs.total_bytes + agent_team.RUN_COST_BYTES * len(runs)) // number)
+    assert max(costs) <= 2 * most + 2 * agent_team.RUN_COST_BYTES
+
+
+class FakeAgentLink:
+    """An agent that ends its share when it is told to."""
+
+    connected = Connected(Way.DIRECT)
+    copies_on_host = True
+
+    def __init__(self, error=""):
+        self.refusal, self.reports, self.cancelled = error, [], []
+
+    def checked(self, product):
+        return product.runs
+
+    def submit(self, transfer, runs, report, after):
+        if self.refusal:
+            raise TransportError("broken", self.refusal)
+        self.reports.append(report)
+
+    def cancel(self, transfer):
+        self.cancelled.append(transfer)
+
+
+def team_read(*links):
+    ends: list[str] = []
+    TeamLink(links, TINY).read(7, Product.of(WHOLE), ends.append, None)
+    return ends
+
+
+def test_a_read_ends_when_its_last_share_has():
+    links = [FakeAgentLink() for _ in range(3)]
+    ends = team_read(*links)
+    for link in links:
+        assert ends == []
+        link.reports[0]("")
+    assert ends == [""]
+
+
+def test_the_first_error_counts_and_the_rest_is_cancelled_but_waited_for():
+    first, second, third = links = [FakeAgentLink() for _ in range(3)]
+    ends = team_read(*links)
+    second.reports[0]("cable cut")
+    assert [link.cancelled for link in links] == [[7], [7], [7]]
+    first.reports[0]("cancelled")
+    assert ends == [], "what the third agent was asked for may still arrive"
+    third.reports[0]("")
+    assert ends == ["cable cut"]
+
+
+def test_an_agent_that_refuses_its_share_fails_the_read_but_the_others_are_waited_for():
+    good, bad = FakeAgentLink(), FakeAgentLink("its thread gave up")
+    ends = team_read(good, bad)
+    assert good.cancelled == [7]
+    assert ends == []
+    good.reports[0]("cancelled")
+    assert ends == ["broken: its thread gave up"]
+    with pytest.raises(TransportError):  # nothing was submitted: an error, and no end
+        team_read(bad, good)
+
+
+nixl = pytest.importorskip("nixl", exc_type=ImportError)
+
+
+class TestTeamOfAgents(TransportLaws):
+    """Every law, with reads cut into tiny shares."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def served(cls):
+        with serving(3, REGION_BYTES) as served:
+            yield served
+
+    @pytest.fixture
+    def world(self, served, monkeypatch):
+        monkeypatch.setattr(agent_team, "ShareLimits", lambda: TINY)
+        holder = stale_memory("cpu")
+        yield World(partial(NixlTransport, settings=UcxSettings(num_agents=3)), holder, served.sources, None)
+        holder.free()
+
+    def test_it_really_shares(self, world, monkeypatch):
+        asked = []
+        submit = AgentLink.submit
+
+        def noted(link, *args):
+            asked.append(link)
+            submit(link, *args)
+
+        monkeypatch.setattr(AgentLink, "submit", noted)
+        with world.reader(0) as transport:
+            transport.read(1, "0", WHOLE)
+            assert wait(transport, 1) == [ReadEnd(1)]
+        assert len(set(asked)) == 3
