@@ -43,7 +43,8 @@ def test_words_are_as_wide_as_the_addresses_allow(num_bytes, at, num_words):
 
 def test_merged_neighbours_are_counted_in_words_too():
     runs = Runs(np.array([0]), np.array([0]), np.array([64]))
-    term = Term(runs, np.array([[0, 640], [0, 640]]), counts=np.array([3, 2]))
+    steps = np.array([0, 64, 128, 640, 704])
+    term = Term(runs, np.stack([steps, steps]), block_bytes=64)
     assert Traffic.of([Product((term,))]) == Traffic(1, 2, 5 * 64, 5 * 4)
 
 

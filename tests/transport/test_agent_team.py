@@ -9,13 +9,15 @@ from hypothesis import strategies as st
 
 from kvferry.core.product import Product
 from kvferry.core.runs import Runs
+from kvferry.core.way import Way
 from kvferry.errors import TransportError
 from kvferry.testing.sources import serving
-from kvferry.testing.transport_laws import REGION_BYTES, WHOLE, TransportLaws, World, stale_memory, wait
+from kvferry.testing.transport_laws import TransportLaws
+from kvferry.testing.transport_world import REGION_BYTES, WHOLE, World, stale_memory, wait
 from kvferry.transport import ReadEnd, agent_team
 from kvferry.transport.agent_team import ShareLimits, TeamLink, share_out
 from kvferry.transport.agent_thread import AgentLink
-from kvferry.transport.base import Connected, Way
+from kvferry.transport.base import Connected
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.ucx import UcxSettings
 

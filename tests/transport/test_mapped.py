@@ -252,7 +252,7 @@ import sys
 import numpy as np
 from kvferry import Region
 from kvferry.testing.sources import Holder
-from kvferry.testing.transport_laws import run
+from kvferry.testing.transport_world import run
 from kvferry.transport.nixl import NixlTransport
 holder, transport = Holder("cuda:0"), NixlTransport()
 num_bytes = int(sys.argv[2])

@@ -78,12 +78,9 @@ NO_TRAFFIC = Traffic(0, 0, 0)
 
 
 def _num_words(term: Term) -> int:
-    """How many words the runs of a term are, each as wide as its addresses allow."""
-    pattern = term.pattern
-    steps = int(np.bitwise_or.reduce(term.steps, axis=None, initial=WORD_BYTES))
-    bits = pattern.src | pattern.dst | pattern.num_bytes | steps
-    num_pairs = term.steps.shape[1] if term.counts is None else int(term.counts.sum())
-    return int((pattern.num_bytes // (bits & -bits)).sum()) * num_pairs
+    """How many words the runs of a term are, as wide as all their addresses allow."""
+    bits = term.pattern.bits | WORD_BYTES | int(np.bitwise_or.reduce(term.steps.ravel(), initial=0))
+    return term.total_bytes // (bits & -bits)
 
 
 class CostTerm(StrEnum):

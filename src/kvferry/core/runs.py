@@ -58,6 +58,11 @@ class Runs:
         first = int(self.num_bytes[0]) if len(self) else 0
         return first if (self.num_bytes == first).all() else 0
 
+    @cached_property
+    def bits(self) -> int:
+        """Every bit that is set in some place or length: the lowest one is what all are aligned to."""
+        return int(np.bitwise_or.reduce(self.src | self.dst | self.num_bytes, initial=0))
+
     def where(self, which: NDArray[np.bool_]) -> Runs:
         """Those of the runs that are marked."""
         return self if which.all() else Runs(self.src[which], self.dst[which], self.num_bytes[which])
