@@ -93,9 +93,10 @@ def test_ranks_of_one_engine_must_name_their_start():
 class NeverConnects(MemoryTransport):
     """A peer that does not answer, and a connection attempt that knows no deadline."""
 
-    is_over = threading.Event()
+    has_begun, is_over = threading.Event(), threading.Event()
 
     def connect(self, peer, card, regions):
+        self.has_begun.set()
         self.is_over.wait(60)
 
 
@@ -104,7 +105,8 @@ def test_close_does_not_wait_for_a_silent_meeting(pair_of, monkeypatch):
     monkeypatch.setattr("kvferry.endpoint.destination.CLOSE_SECONDS", 0.5)
     pair = pair_of(transport=NeverConnects)
     pair.fetch()
-    meeting = until(lambda: [t for t in threading.enumerate() if t.name.startswith("kvferry-work")])
+    assert NeverConnects.has_begun.wait(20)
+    meeting = [t for t in threading.enumerate() if t.name.startswith("kvferry-work")]
     started = time.monotonic()
     try:
         pair.destination.close()

@@ -11,8 +11,7 @@ from kvferry.endpoint import SourceEngine
 from kvferry.models import Topology, describe
 from kvferry.runtime import Authority, FailureCode, Released, Timing
 from kvferry.testing.small import small
-from kvferry.wire import manifest_to_msgpack
-from kvferry.wire.messages import PROTOCOL, Join
+from kvferry.wire.outline import join_of as join_of_manifest
 
 
 def test_an_address_that_nobody_could_call_is_refused():
@@ -86,7 +85,7 @@ def test_a_rank_that_leaves_too_much_unheard_stops_the_offers(engine, monkeypatc
 def join_of(rank=0, **changes):
     manifest = describe(small("gqa"), Topology(tp=2, block=8, blocks=9), "prefill")
     own = replace(manifest, ranks=(manifest.rank(rank),))
-    return Join(PROTOCOL, "prefill", rank, "memory", manifest_to_msgpack(own), b"card")
+    return join_of_manifest(own, "memory", b"card")
 
 
 def test_ranks_that_are_admitted_hear_of_releases_through_poll():
@@ -107,8 +106,9 @@ def test_ranks_that_are_admitted_hear_of_releases_through_poll():
 def test_a_rank_that_does_not_fit_is_not_admitted(engine):
     with pytest.raises(SpecError, match="rank 1 cannot join: 1 ranks of prefill"):
         engine.admit(join_of(1))
-    wrong = msgspec.structs.replace(join_of(0), manifest=join_of(1).manifest)
-    with pytest.raises(SpecError, match="rank 0 cannot join: rank 0 joined with the manifest of"):
+    elsewhere = msgspec.structs.replace(join_of(0).description, memory=())
+    wrong = msgspec.structs.replace(join_of(0), description=elsewhere)
+    with pytest.raises(SpecError, match="rank 0 cannot join: rank 0: 3 regions, but the addresses of 0"):
         engine.admit(wrong)
     engine.admit(join_of(0))
     assert engine.is_whole

@@ -17,7 +17,7 @@ from kvferry.endpoint.secret_source import secret_from_environment, secret_from_
 from kvferry.endpoint.this_host import this_host
 from kvferry.errors import SpecError
 from kvferry.runtime import FailureCode
-from kvferry.wire.messages import PROTOCOL, Join, decode_from_authority, encode
+from kvferry.wire.messages import PROTOCOL, Join, RankDescription, decode_from_authority, encode
 from kvferry.wire.secret import Secret
 from kvferry.wire.trust import Trust
 
@@ -105,7 +105,7 @@ def test_nobody_takes_a_rank_s_place_before_it_joins():
     engine = SourceEngine("prefill", 1)
     try:
         stranger = Stranger(engine.address)
-        join = Join(PROTOCOL, "prefill", 0, "nixl", b"a manifest", b"a card")
+        join = Join(PROTOCOL, "prefill", 0, "nixl", b"a manifest", RankDescription(b"", (), b"a card"))
         for credential in (b"", b"guess", bytes(16)):
             answer = stranger.asks(msgspec.structs.replace(join, credential=credential))
             assert "credential" in answer.detail

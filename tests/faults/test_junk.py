@@ -9,7 +9,16 @@ import pytest
 import zmq
 
 from kvferry.testing.fleet import until
-from kvferry.wire.messages import MAX_MESSAGE_BYTES, PROTOCOL, Hello, Join, ReleaseAck, Renew, encode
+from kvferry.wire.messages import (
+    MAX_MESSAGE_BYTES,
+    PROTOCOL,
+    Hello,
+    Join,
+    RankDescription,
+    ReleaseAck,
+    Renew,
+    encode,
+)
 
 TLS_HELLO = bytes.fromhex("16030100c8010000c40303") + bytes(range(32)) + bytes(160)
 NUM_EACH = 50
@@ -140,11 +149,15 @@ def test_strangers_cannot_join_renew_or_hear(harbour, source, one):
     harbour.in_flight(one, 1)
     with Stranger(source.fleet.address) as stranger:
         for rank in (0, 2, 7, -1, 2**40):  # the first is taken, the others do not exist
-            stranger.say(encode(Join(PROTOCOL, "prefill", rank, "nixl", b"manifest", b"card")))
+            stranger.say(
+                encode(
+                    Join(PROTOCOL, "prefill", rank, "nixl", b"manifest", RankDescription(b"", (), b"card"))
+                )
+            )
             answer = stranger.hear(5)
             assert answer is not None
             assert b"Rejected" in answer
-        stranger.say(encode(Join(PROTOCOL, "another engine", 0, "nixl", b"", b"")))
+        stranger.say(encode(Join(PROTOCOL, "another engine", 0, "nixl", b"", RankDescription(b"", (), b""))))
         assert b"Rejected" in (stranger.hear(5) or b"")
         stranger.say(encode(Renew(1, before["generation"], "stranger", (ticket.ticket_id,))))
         renewal = msgspec.msgpack.decode(stranger.hear(5) or b"")

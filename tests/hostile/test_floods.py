@@ -8,23 +8,35 @@ import time
 import msgspec
 import pytest
 
-from kvferry.wire.messages import MAX_MESSAGE_BYTES, PROTOCOL, Hello, Rejected, Renew, Renewal, Welcome
+from kvferry.wire.messages import (
+    MAX_MESSAGE_BYTES,
+    PROTOCOL,
+    DescribeRanks,
+    Hello,
+    Rejected,
+    Renew,
+    Renewal,
+    Welcome,
+)
 
 HELLO = Hello(PROTOCOL, "stranger")
 
 
-def test_hellos_whose_answers_nobody_reads(victim_of, stranger_at):
-    """61 KiB of hellos, each worth a welcome of 700 KiB, once cost 1.4 GB."""
+def test_questions_whose_answers_nobody_reads(victim_of, stranger_at):
+    """61 KiB of hellos, each worth a welcome of 700 KiB with the card in it, once cost 1.4 GB."""
     victim = victim_of(card_bytes=700 << 10)
-    deaf = stranger_at(victim.address, RCVHWM=1, RCVBUF=4096)
+    deaf, friend = stranger_at(victim.address, RCVHWM=1, RCVBUF=4096), stranger_at(victim.address)
+    friend.say(HELLO)
+    question = DescribeRanks(1, friend.hear().generation, (0,))
     for _ in range(2000):
-        deaf.say(HELLO)
-    friend = stranger_at(victim.address)
+        deaf.say(question)
     friend.say(HELLO)
     assert isinstance(friend.hear(), Welcome)
+    friend.say(question)
+    assert len(friend.hear().ranks[0].card) == 700 << 10
     time.sleep(1.0)
     grown = victim.state()["peak"] - victim.before["peak"]
-    print(f"2,000 hellos ({2000 * 31 >> 10} KiB): {grown} MiB")
+    print(f"2,000 questions for a rank of 700 KiB: {grown} MiB")
     assert grown < 100
 
 

@@ -12,8 +12,7 @@ from kvferry.core.manifest import Manifest
 from kvferry.endpoint import SourceEngine
 from kvferry.models import Topology, describe, model_from_config
 from kvferry.runtime import Timing
-from kvferry.wire import manifest_to_msgpack
-from kvferry.wire.messages import PROTOCOL, Join
+from kvferry.wire.outline import join_of
 
 MODEL = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 64}
 
@@ -40,9 +39,7 @@ class Stalls:
 def main() -> None:
     manifest: Manifest = describe(model_from_config(MODEL), Topology.parse("block=16,blocks=64"), "prefill")
     engine = SourceEngine("prefill", 1, timing=Timing(lease=5, meet=5, read=5, retry=0.2))
-    engine.admit(
-        Join(PROTOCOL, "prefill", 0, "memory", manifest_to_msgpack(manifest), bytes(int(sys.argv[1])))
-    )
+    engine.admit(join_of(manifest, "memory", bytes(int(sys.argv[1]))))
     stalls = Stalls()
     print(engine.address, flush=True)
     for _ in sys.stdin:

@@ -15,11 +15,14 @@ from kvferry.wire.messages import (
     PROTOCOL,
     Acquire,
     Denial,
+    DescribeRanks,
     Grant,
     Hello,
     Join,
     JoinAck,
     Outcome,
+    RankDescription,
+    RankDescriptions,
     Rejected,
     ReleaseAck,
     ReleaseNotice,
@@ -31,6 +34,13 @@ from kvferry.wire.messages import (
 )
 
 LEASE = 30.0
+
+
+def rank_of(card):
+    return RankDescription(b"layout", ((4096, "cpu"),), card)
+
+
+RANK = rank_of(b"c")
 READ, FAILED, UNREAD = Outcome.READ, Outcome.FAILED, Outcome.UNREAD
 
 
@@ -75,10 +85,10 @@ def renew(source, reader, *tickets, now, generation=7):
 
 def join(source, rank=0, now=0.0, **changes):
     """What is answered; the manifests that are to be merged are, at once."""
-    message = msgspec.structs.replace(Join(PROTOCOL, "prefill", rank, "memory", b"m", b"c"), **changes)
+    message = msgspec.structs.replace(Join(PROTOCOL, "prefill", rank, "memory", b"m", RANK), **changes)
     effects = source.receive(now, f"rank {rank}", message)
     if [type(effect) for effect in effects] == [Merge]:
-        effects = source.merged(now, b"+".join(effects[0].manifests.values()))
+        effects = source.merged(now, b"+".join(each.manifest for each in effects[0].joins.values()))
     return [effect.message for effect in effects if effect.to == f"rank {rank}"]
 
 
@@ -365,8 +375,33 @@ def test_readers_are_welcomed_once_every_rank_has_joined():
     assert one(source.receive(0.0, "x", hello)) == Rejected("not-ready", "1 of 2 ranks have joined")
     join(source, 0, manifest=b"n")
     welcome = one(source.receive(0.0, "x", hello))
-    assert welcome == Welcome(PROTOCOL, "prefill", 7, "memory", b"m+n", {1: b"c", 0: b"c"})
+    assert welcome == Welcome(PROTOCOL, "prefill", 7, "memory", b"m+n")
     assert one(source.receive(0.0, "x", Hello(PROTOCOL + 1, "A"))).code == "protocol"
+
+
+def test_ranks_are_described_to_whoever_asks_as_many_as_fit(monkeypatch):
+    source = authority(num_ranks=3)
+    for number in range(3):
+        join(source, number, description=rank_of(b"%d" % number))
+
+    def cards(*ranks, generation=7):
+        answer = one(source.receive(0.0, "x", DescribeRanks(4, generation, ranks)))
+        assert (answer.nonce, answer.generation) == (4, 7)
+        return {number: each.card for number, each in answer.ranks.items()}
+
+    assert cards(2, 0) == {2: b"2", 0: b"0"}
+    assert cards(1, 3, -1, 1) == {1: b"1"}  # what does not exist is not described, nor anything twice
+    assert cards(0, 1, generation=6) == {}
+    monkeypatch.setattr(Authority, "MAX_DESCRIBED_BYTES", 2 * RANK.num_bytes)
+    assert cards(0, 1, 2) == {0: b"0", 1: b"1"}
+    monkeypatch.setattr(Authority, "MAX_DESCRIBED_BYTES", 1)
+    assert cards(2, 1) == {2: b"2"}, "at least one, however long"
+
+
+def test_an_engine_that_is_not_whole_describes_nothing():
+    source = authority(num_ranks=2)
+    join(source, 0)
+    assert one(source.receive(0.0, "x", DescribeRanks(4, 7, (0,)))) == RankDescriptions(4, 7, {})
 
 
 @pytest.mark.parametrize("changes", [{"rank": 1}, {"rank": -1}, {"protocol": 0}, {"engine": "another"}])
@@ -376,7 +411,9 @@ def test_who_does_not_belong_here_does_not_join(changes):
     assert (answer.code, source.is_whole) == ("join", False)
 
 
-@pytest.mark.parametrize("changes", [{"manifest": b"x"}, {"card": b"x"}, {"transport": "nixl"}])
+@pytest.mark.parametrize(
+    "changes", [{"manifest": b"x"}, {"description": rank_of(b"x")}, {"transport": "nixl"}]
+)
 def test_a_rank_does_not_change_its_memory(changes):
     source = authority()
     join(source)
@@ -387,8 +424,9 @@ def test_a_rank_does_not_change_its_memory(changes):
 def test_ranks_that_do_not_fit_together_are_turned_away():
     source = authority(num_ranks=2)
     join(source, 0)
-    last = Join(PROTOCOL, "prefill", 1, "memory", b"misfit", b"c")
-    assert source.receive(0.0, "rank 1", last) == [Merge({0: b"m", 1: b"misfit"})]
+    last = Join(PROTOCOL, "prefill", 1, "memory", b"misfit", RANK)
+    (merge,) = source.receive(0.0, "rank 1", last)
+    assert {number: each.manifest for number, each in merge.joins.items()} == {0: b"m", 1: b"misfit"}
     assert source.receive(0.5, "rank 1", last) == []  # repeated meanwhile: answered when it is known
     (answer,) = source.not_merged(1.0, "two different models")
     assert answer == Send("rank 1", Rejected("join", "two different models"))
@@ -416,13 +454,15 @@ def test_a_rank_that_another_start_knew_is_told_to_join():
 def test_a_new_rank_takes_the_place_of_one_that_is_left_over():
     """An engine starts anew while the ranks of its last start are still ending: theirs is not its memory."""
     source = authority(num_ranks=2, generation=8)
-    assert join(source, 0, card=b"old", previous=7) == [JoinAck("prefill", 8)]
-    assert join(source, 0, card=b"new") == [JoinAck("prefill", 8)]
-    assert join(source, 0, card=b"old", previous=7)[0].code == "join"
+    assert join(source, 0, description=rank_of(b"old"), previous=7) == [JoinAck("prefill", 8)]
+    assert join(source, 0, description=rank_of(b"new")) == [JoinAck("prefill", 8)]
+    assert join(source, 0, description=rank_of(b"old"), previous=7)[0].code == "join"
     join(source, 1)
     welcome = one(source.receive(0.0, "x", Hello(PROTOCOL, "A")))
-    assert welcome.cards == {0: b"new", 1: b"c"}
-    assert join(source, 0, card=b"newer")[0].code == "join"  # readers have seen the other one
+    assert welcome.outline == b"m+m"
+    described = one(source.receive(0.0, "x", DescribeRanks(3, 8, (0, 1))))
+    assert {number: each.card for number, each in described.ranks.items()} == {0: b"new", 1: b"c"}
+    assert join(source, 0, description=rank_of(b"newer"))[0].code == "join"  # readers have seen the other one
 
 
 def test_every_rank_hears_of_a_release_under_the_sources_own_name():

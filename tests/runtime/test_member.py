@@ -6,9 +6,17 @@ import pytest
 from kvferry.runtime import Member, Released, Timing
 from kvferry.runtime.member import Membership
 from kvferry.runtime.values import Send
-from kvferry.wire.messages import PROTOCOL, Join, JoinAck, Rejected, ReleaseAck, ReleaseNotice
+from kvferry.wire.messages import (
+    PROTOCOL,
+    Join,
+    JoinAck,
+    RankDescription,
+    Rejected,
+    ReleaseAck,
+    ReleaseNotice,
+)
 
-JOIN = Join(PROTOCOL, "prefill", 3, "memory", b"m", b"c")
+JOIN = Join(PROTOCOL, "prefill", 3, "memory", b"m", RankDescription(b"layout", (), b"c"))
 HERE = "authority"
 
 

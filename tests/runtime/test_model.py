@@ -38,6 +38,7 @@ from kvferry.runtime.values import (
     Cancel,
     Drop,
     Effect,
+    FindRanks,
     Merge,
     Peer,
     PostReads,
@@ -48,8 +49,10 @@ from kvferry.runtime.values import (
 from kvferry.wire.messages import (
     PROTOCOL,
     Acquire,
+    DescribeRanks,
     Join,
     Outcome,
+    RankDescription,
     ReleaseAck,
     Renew,
     Settle,
@@ -118,6 +121,9 @@ class Rank:
     engine: str
     reader: Reader
     offset: float
+    finds: list[FindRanks] = field(default_factory=list)
+    found: dict[Peer, set[int]] = field(default_factory=dict)
+    """Which source ranks the last plan for a peer reads from."""
     builds: list[Build] = field(default_factory=list)
     selects: list[Select] = field(default_factory=list)
     connected: set[Peer] = field(default_factory=set)
@@ -129,6 +135,11 @@ class Rank:
     @property
     def reply_to(self):
         return f"{self.engine}/{self.reader.rank}"
+
+    @property
+    def at_work_for(self):
+        """The peers that somebody plans for or builds right now."""
+        return [*(find.peer for find in self.finds), *(build.peer for build in self.builds)]
 
 
 @dataclass
@@ -155,6 +166,12 @@ class Packet:
     data: bytes
 
 
+class TerseAuthority(Authority):
+    """Describes one rank at a time: whoever reads from two has to ask twice."""
+
+    MAX_DESCRIBED_BYTES = 1
+
+
 class World(RuleBasedStateMachine):
     """Everything at once."""
 
@@ -170,6 +187,8 @@ class World(RuleBasedStateMachine):
         self.num_starts = 0
         self.winners: dict[tuple[int, int], set[str]] = {}
         self.restarted_at: dict[int, float] = {}
+        self.described: dict[int, dict[int, RankDescription]] = {}
+        """What the ranks of each start of the source engine are really like, once it is whole."""
 
     # -- the world's start ------------------------------------------------------------------------
 
@@ -194,7 +213,7 @@ class World(RuleBasedStateMachine):
         lease = TIMING.lease if self.generation % 2 else TIMING.lease / 2
         timing = Timing(lease, TIMING.meet, TIMING.read, TIMING.retry)
         self.book = Offers("prefill", self.generation, key, ADDRESS, int(1000 * lease))
-        self.authority = Authority(self.book, NUM_SRC_RANKS, timing)
+        self.authority = TerseAuthority(self.book, NUM_SRC_RANKS, timing)
         self.merges.clear()
         self.released: list[str] = []
 
@@ -205,7 +224,8 @@ class World(RuleBasedStateMachine):
         self.src_ranks = []
         self.num_starts += 1
         for number in range(NUM_SRC_RANKS):
-            join = Join(PROTOCOL, "prefill", number, "memory", b"manifest", b"card %d" % self.num_starts)
+            described = RankDescription(b"layout", (), b"card %d/%d" % (self.num_starts, number))
+            join = Join(PROTOCOL, "prefill", number, "memory", b"manifest", described)
             name = f"src {self.num_starts}/{number}"
             self.src_ranks.append(SourceRank(number, name, Member(ADDRESS, join, TIMING)))
         self.tick_members()
@@ -276,9 +296,11 @@ class World(RuleBasedStateMachine):
             match effect:
                 case Send():
                     self.packets.append(Packet(effect.to, rank.reply_to, encode(effect.message)))
+                case FindRanks():
+                    assert effect.peer not in rank.at_work_for, "planned for twice at a time"
+                    rank.finds.append(effect)
                 case Build():
-                    assert effect.peer not in [b.peer for b in rank.builds], "built twice at a time"
-                    rank.builds.append(effect)
+                    self.on_build(rank, effect)
                 case Select():
                     assert effect.peer in rank.connected
                     rank.selects.append(effect)
@@ -287,10 +309,17 @@ class World(RuleBasedStateMachine):
                 case Cancel():
                     rank.reads[effect.transfer].is_cancelled = True
                 case Drop():
-                    assert effect.peer not in [b.peer for b in rank.builds], "dropped while being built"
+                    assert effect.peer not in rank.at_work_for, "dropped while being built"
                     rank.connected.discard(effect.peer)
                 case Report():
                     self.on_report(rank, effect)
+
+    def on_build(self, rank, build):
+        assert build.peer not in rank.at_work_for, "built twice at a time"
+        real = self.described[build.peer.generation]
+        found = rank.found[build.peer]
+        assert build.ranks == {number: real[number] for number in found}, "not the ranks that were found"
+        rank.builds.append(build)
 
     def on_post(self, rank, post):
         handle = rank.reader._transfers[post.clear]
@@ -350,9 +379,11 @@ class World(RuleBasedStateMachine):
 
     def do_merge(self, merge, is_good=True):
         self.merges.remove(merge)
-        assert sorted(merge.manifests) == list(range(NUM_SRC_RANKS))
+        assert sorted(merge.joins) == list(range(NUM_SRC_RANKS))
         if is_good:
-            self.of_authority(self.authority.merged(self.src_now, b"manifest"))
+            joins = merge.joins.items()
+            self.described[self.generation] = {number: join.description for number, join in joins}
+            self.of_authority(self.authority.merged(self.src_now, b"outline"))
         else:
             self.authority.not_merged(self.src_now, "they do not fit together")
             self.start_members()  # a rank that is turned away stays away: an operator starts them anew
@@ -478,6 +509,25 @@ class World(RuleBasedStateMachine):
         every = [(rank, item) for rank in self.ranks for item in items(rank)]
         return every[which % len(every)] if every else (None, None)
 
+    @rule(
+        which=index,
+        ranks=st.sets(st.integers(0, NUM_SRC_RANKS - 1)),
+        is_good=st.sampled_from([True, True, True, False]),
+    )
+    def finish_find(self, which, ranks, is_good):
+        rank, find = self.pick(lambda rank: rank.finds, which)
+        if rank is not None:
+            self.do_find(rank, find, ranks, is_good)
+
+    def do_find(self, rank, find, ranks=frozenset(range(NUM_SRC_RANKS)), is_good=True):
+        rank.finds.remove(find)
+        if is_good:
+            rank.found[find.peer] = set(ranks)
+            self.of_reader(rank, rank.reader.found(self.clock(rank), find.peer, ranks))
+        else:
+            failure = Failure(FailureCode.BAD_MANIFEST, "an outline that makes no sense")
+            self.of_reader(rank, rank.reader.not_built(self.clock(rank), find.peer, failure))
+
     @rule(which=index, is_good=st.sampled_from([True, True, True, False]))
     def finish_build(self, which, is_good):
         rank, build = self.pick(lambda rank: rank.builds, which)
@@ -601,7 +651,7 @@ class World(RuleBasedStateMachine):
         self.packets.append(packet)
 
     @precondition(lambda self: self.offers)
-    @rule(which=index, kind=st.integers(0, 6), engine=index)
+    @rule(which=index, kind=st.integers(0, 8), engine=index)
     def spoof(self, which, kind, engine):
         """What nobody of this world would send."""
         ticket = self.offers[which % len(self.offers)].ticket
@@ -614,6 +664,8 @@ class World(RuleBasedStateMachine):
             Renew(1, self.generation, "", (ticket_id,)),
             ReleaseAck(self.generation - 1, 0, 1 << 40),
             Acquire(1, ticket, "", 0, 1, 1 << 40),
+            DescribeRanks(1, self.generation - 1, (0, 1)),
+            DescribeRanks(1, self.generation, (-1, 1 << 40, 0, 0)),
         )[kind]
         self.packets.append(Packet(ADDRESS, "nobody", encode(message)))
 
@@ -643,9 +695,13 @@ class World(RuleBasedStateMachine):
             self.tick()
 
     def work(self):
-        packets, self.packets = self.packets, []
-        for packet in packets:
-            self.do_deliver(packet)
+        for _ in range(1 + NUM_SRC_RANKS):  # a peer is asked for one rank after the other
+            packets, self.packets = self.packets, []
+            for packet in packets:
+                self.do_deliver(packet)
+            for rank in self.ranks:
+                for find in list(rank.finds):
+                    self.do_find(rank, find)
         for merge in list(self.merges):
             self.do_merge(merge)
         for rank in self.ranks:
@@ -726,7 +782,7 @@ class World(RuleBasedStateMachine):
                 for read in self.under_way(rank):
                     self.do_end(read)
                 self.do_poll(rank)
-            if not (self.packets or any(rank.builds or rank.selects for rank in self.ranks)):
+            if not (self.packets or any(rank.at_work_for or rank.selects for rank in self.ranks)):
                 # Ranks that have joined ask on and on whether their authority is still the same.
                 late = [rank.member for rank in self.src_ranks if rank.generation != self.generation]
                 wait = min(

@@ -8,14 +8,17 @@ from kvferry.core.select import Selection
 from kvferry.errors import SpecError
 from kvferry.runtime import Failure, FailureCode, Fetch, Reader, Report, Timing
 from kvferry.runtime.meetings import Meeting
-from kvferry.runtime.values import Build, Cancel, Drop, Peer, PostReads, Select, Send
+from kvferry.runtime.values import Build, Cancel, Drop, FindRanks, Peer, PostReads, Select, Send
 from kvferry.wire.messages import (
     PROTOCOL,
     Acquire,
     Denial,
+    DescribeRanks,
     Grant,
     Hello,
     Outcome,
+    RankDescription,
+    RankDescriptions,
     Rejected,
     Renew,
     Renewal,
@@ -90,6 +93,8 @@ class Driver:
 
     def met(self):
         self.answer(welcome())
+        self.found(self.only(FindRanks).peer, (0, 3))
+        self.answer(described(self.only(DescribeRanks)))
         return self.built(self.only(Build).peer)
 
     def reading(self, num_sources=1, handle=1, ticket_id=1):
@@ -118,10 +123,18 @@ def welcome(**changes):
         "engine": "prefill",
         "generation": 7,
         "transport": "memory",
-        "manifest": b"m",
-        "cards": {0: b"c"},
+        "outline": b"o",
     }
     return Welcome(**{**fields, **changes})
+
+
+DESCRIBED = RankDescription(b"layout", ((4096, "cpu"),), b"card")
+
+
+def described(question, ranks=None, generation=7):
+    """What is answered, for all ranks or for some."""
+    ranks = question.ranks if ranks is None else ranks
+    return RankDescriptions(question.nonce, generation, dict.fromkeys(ranks, DESCRIBED))
 
 
 def is_empty(reader):
@@ -138,8 +151,13 @@ def test_a_fetch_leases_meets_selects_reads_and_settles(it):
     assert it.only(Hello) == Hello(PROTOCOL, "A")
     it.answer(Grant(ask.nonce, 1, 30_000))
     assert it.effects == []  # the peer is not met yet
-    it.at(1.0).answer(welcome())
-    assert it.only(Build).peer == PEER
+    it.at(0.5).answer(welcome())
+    assert it.only(FindRanks) == FindRanks(PEER, b"o")
+    it.found(PEER, (3, 0))
+    question = it.only(DescribeRanks)
+    assert (question.generation, question.ranks) == (7, (0, 3))
+    it.at(1.0).answer(described(question))
+    assert it.only(Build) == Build(PEER, "memory", b"o", {0: DESCRIBED, 3: DESCRIBED})
     it.built(PEER)
     assert it.only(Select).handle == 1
     it.at(1.5).selected(1, selection(2))
@@ -439,6 +457,80 @@ def test_a_peer_that_cannot_be_met_is_forgotten_whole(it, message, code):
     it.granted()
     it.answer(message)
     assert (it.failure(), it.of(Drop), len(it.reader._meetings)) == (code, [Drop(PEER)], 0)
+
+
+def describing(it, ranks=(0, 3)):
+    """Greeted and planned for; the question that came of it."""
+    it.granted().answer(welcome())
+    return it.found(PEER, ranks).only(DescribeRanks)
+
+
+def test_ranks_come_in_several_answers_each_asked_for(it):
+    question = describing(it, (0, 1, 2))
+    it.answer(described(question, [1]))
+    rest = it.only(DescribeRanks)
+    assert (rest.nonce, rest.ranks) == (question.nonce, (0, 2))
+    assert it.answer(described(question, [1])).effects == [], "a copy asks for nothing"
+    it.answer(described(question, [0, 5]))  # nobody asked for 5
+    assert it.only(DescribeRanks).ranks == (2,)
+    it.answer(described(question, [0, 2]))
+    assert sorted(it.only(Build).ranks) == [0, 1, 2]
+    assert it.answer(described(question)).effects == [], "late: it is being built"
+
+
+def test_an_unanswered_question_for_ranks_is_repeated_until_the_deadline(it):
+    question = describing(it)
+    it.answer(described(question, [3]))
+    it.at(0.4).tick()
+    assert it.of(DescribeRanks) == []
+    it.at(0.5).tick()
+    assert it.only(DescribeRanks).ranks == (0,)
+    it.at(10.0).tick()
+    assert (it.failure(), it.of(Drop)) == ("no-answer", [Drop(PEER)])
+
+
+@pytest.mark.parametrize(("nonce", "reply_to"), [(1, "src"), (0, "another")])
+def test_only_who_was_asked_describes_what_was_asked(it, nonce, reply_to):
+    question = describing(it)
+    other = RankDescriptions(question.nonce + nonce, 7, {0: DESCRIBED, 3: DESCRIBED})
+    assert it.answer(other, reply_to).effects == []
+
+
+def test_ranks_of_another_start_are_not_taken(it):
+    """Law 7. Nor does its answer concern a meeting with the start that gives it."""
+    question = describing(it)
+    it.fetch(2, fetch_of(2, generation=8))
+    it.answer(welcome(generation=8, outline=b"new"))
+    it.answer(described(question, generation=8))
+    assert [(r.handle, r.failure.code) for r in it.of(Report)] == [(1, "restarted")]
+    assert it.of(Drop) == [Drop(PEER)]
+    assert list(it.reader._jobs) == [2]
+
+
+def test_ranks_that_are_too_long_to_be_kept_fail_the_meeting(it, monkeypatch):
+    monkeypatch.setattr("kvferry.runtime.meetings.MAX_RANKS_BYTES", 2 * DESCRIBED.num_bytes - 1)
+    it.answer(described(describing(it)))
+    assert (it.failure(), it.of(Build), it.of(Drop)) == ("bad-manifest", [], [Drop(PEER)])
+
+
+def test_a_peer_that_nothing_is_read_from_needs_no_description(it):
+    it.granted().answer(welcome())
+    assert it.found(PEER, ()).only(Build).ranks == {}
+
+
+def test_a_slow_plan_leaves_the_peer_its_time_to_answer(it):
+    it.granted().answer(welcome())
+    it.at(11.0).tick()
+    assert (it.failure(), it.of(Drop)) == ("no-answer", [])
+    it.granted(2, 2)
+    question = it.found(PEER, (0,)).only(DescribeRanks)
+    assert it.tick().of(Report) == []
+    it.answer(described(question))
+    assert it.built(PEER).only(Select).handle == 2
+
+
+def test_a_plan_for_a_peer_that_was_forgotten_is_nobodys(it):
+    assert it.found(PEER, (0,)).effects == []
 
 
 def test_a_denial_because_of_a_restart_forgets_the_peer(it):

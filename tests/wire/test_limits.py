@@ -14,6 +14,7 @@ from kvferry.wire.messages import (
     Denial,
     Hello,
     Join,
+    RankDescription,
     Rejected,
     Welcome,
     decode_from_authority,
@@ -24,19 +25,20 @@ from kvferry.wire.messages import (
 from kvferry.wire.ticket import Ticket, from_text, to_text
 
 LONG = "x" * 5000
+RANK = RankDescription(b"", (), b"")
 
 
 @pytest.mark.parametrize(
     "message",
     [
         Hello(PROTOCOL, LONG),
-        Join(PROTOCOL, LONG, 0, "memory", b"", b""),
-        Join(PROTOCOL, "prefill", 0, LONG, b"", b""),
+        Join(PROTOCOL, LONG, 0, "memory", b"", RANK),
+        Join(PROTOCOL, "prefill", 0, LONG, b"", RANK),
         Rejected(LONG),
         Rejected("join", LONG),
         Denial(1, 1, LONG),
         Denial(1, 1, "ended", LONG),
-        Welcome(PROTOCOL, LONG, 1, "memory", b"", {}),
+        Welcome(PROTOCOL, LONG, 1, "memory", b""),
     ],
     ids=lambda message: type(message).__name__,
 )

@@ -198,7 +198,7 @@ class Manifest:
         check_range(f"{where}: rank", rank.rank, 0, 1 << 20)
         _check_unique(f"{where}: region", (region.name for region in rank.regions))
         _check_unique(f"{where}: view of state", (view.state for view in rank.views))
-        _check_apart(where, rank.regions)
+        check_apart(where, rank.regions)
         if len(rank.regions) > MAX_REGIONS:
             raise SpecError(f"{where}: {len(rank.regions)} regions, at most {MAX_REGIONS} are allowed")
         primary = self._primary
@@ -224,7 +224,7 @@ def _check_unique(what: str, names: Iterable[str]) -> None:
         seen.add(name)
 
 
-def _check_apart(where: str, regions: Iterable[Region]) -> None:
+def check_apart(where: str, regions: Iterable[Region]) -> None:
     """Regions with known addresses must not overlap: overlaps are proved region by region."""
     known = sorted((r.device, r.address, r.num_bytes, r.name) for r in regions if r.address)
     for (device, address, size, name), (next_device, next_address, _, next_name) in pairwise(known):

@@ -8,7 +8,7 @@ latents), the atoms are dealt out so that the bytes spread evenly over the holde
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product
@@ -75,10 +75,18 @@ class Plan:
         return {name: state.name for name, state in found if state is not None}
 
 
-def plan(src: Manifest, dst: Manifest, dst_rank: int, *, states: Collection[str] | None = None) -> Plan:
+def plan(
+    src: Manifest,
+    dst: Manifest,
+    dst_rank: int,
+    *,
+    states: Collection[str] | None = None,
+    holders: Mapping[str, Holders] | None = None,
+) -> Plan:
     """Plan how destination rank ``dst_rank`` gets what it needs from the source engine.
 
     ``states`` narrows the need to some of the states that the rank holds; by default it needs them all.
+    ``holders`` says who holds what at the source, where ``src`` does not list all of its ranks.
     Raises ``Refused`` with every difference that stands in the way.
 
     Attention is replicated here, its state is not: one rule finds the sources of both.
@@ -98,7 +106,7 @@ def plan(src: Manifest, dst: Manifest, dst_rank: int, *, states: Collection[str]
     if unknown := asked - held.keys():
         note = f"rank {dst_rank} of {dst.engine} does not hold it"
         raise Refused(*(Finding(Code.MISSING_STATE, state=s, note=note) for s in sorted(unknown)))
-    deal = _Deal(src, dst, dst_rank)
+    deal = _Deal(src, src.holders if holders is None else holders, dst, dst_rank)
     for view in views:
         deal.add(view)
     pieces = tuple(deal.pieces())
@@ -122,8 +130,8 @@ class _Deal:
     layers stay together (which keeps runs long).
     """
 
-    def __init__(self, src: Manifest, dst: Manifest, dst_rank: int) -> None:
-        self._src, self._dst, self._dst_rank = src, dst, dst_rank
+    def __init__(self, src: Manifest, held: Mapping[str, Holders], dst: Manifest, dst_rank: int) -> None:
+        self._src, self._held, self._dst, self._dst_rank = src, held, dst, dst_rank
         self._rows: dict[object, list[tuple[str, _Atom, int]]] = defaultdict(list)
         self._order: list[str] = []
         self._atoms: dict[tuple[Box, Holders, Holders], list[_Atom]] = {}
@@ -133,7 +141,7 @@ class _Deal:
         """Cut the need of one state into atoms and put them into their rows."""
         state = self._dst.state_by_name[view.state]
         source = self._src.find(state)
-        holders = self._src.holders.get(source.name, NOBODY) if source else NOBODY
+        holders = self._held.get(source.name, NOBODY) if source else NOBODY
         key = (self._needs[view.state], holders, self._dst.holders[view.state])
         if key not in self._atoms:
             self._atoms[key] = list(_atoms(state, *key))
@@ -169,6 +177,7 @@ class _Deal:
 
 
 NOBODY = Holders(())
+NO_RANKS: frozenset[int] = frozenset()
 
 
 def _atoms(state: State, need: Box, holders: Holders, readers: Holders) -> Iterator[_Atom]:
@@ -194,14 +203,20 @@ def _by_holders(
     name: str, needed: Spans, held: Sequence[tuple[int, dict[str, Spans]]]
 ) -> dict[frozenset[int], Spans]:
     """The needed coordinates of one axis, sorted by which ranks hold them."""
-    edges = {e for span in needed for e in (span.start, span.stop)}
-    edges |= {e for _, axes in held for span in axes[name] for e in (span.start, span.stop)}
-    ordered = sorted(edges)
+    starts: dict[int, set[int]] = defaultdict(set)
+    ends: dict[int, set[int]] = defaultdict(set)
+    for rank, axes in held:
+        for span in axes[name]:
+            starts[span.start].add(rank)
+            ends[span.stop].add(rank)
+    edges = {e for span in needed for e in (span.start, span.stop)} | starts.keys() | ends.keys()
     found: dict[frozenset[int], list[Span]] = defaultdict(list)
-    for start, stop in pairwise(ordered):
+    holding: set[int] = set()
+    for start, stop in pairwise(sorted(edges)):
+        holding -= ends.get(start, NO_RANKS)
+        holding |= starts.get(start, NO_RANKS)
         if holds(needed, start):
-            ranks = frozenset(rank for rank, axes in held if holds(axes[name], start))
-            found[ranks].append(Span(start, stop))
+            found[frozenset(holding)].append(Span(start, stop))
     return {ranks: normal(spans) for ranks, spans in found.items()}
 
 

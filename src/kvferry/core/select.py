@@ -176,7 +176,9 @@ def _check_tables(manifest: Manifest, tables: Mapping[str, BlockTable], side: st
     for name, table in tables.items():
         group = manifest.group_by_name.get(name)
         if group is None:
-            raise RequestError(f"{side}-group-unknown", name, f"engine {manifest.engine} has none")
+            # By its side, not its name: engines of equal geometry share a route.
+            engine = "source" if side == "src" else "destination"
+            raise RequestError(f"{side}-group-unknown", name, f"the {engine} engine has no such group")
         if len(table.block_ids):
             pools[group.pool].append(table.block_ids)
             if (highest := int(table.block_ids.max())) >= group.num_blocks:
@@ -194,7 +196,8 @@ def _check_tokens(manifest: Manifest, request: Request) -> None:
     for what, by_group in (("need", request.need), ("kept", request.kept)):
         for name in by_group:
             if name not in manifest.group_by_name:
-                raise RequestError(f"{what}-group-unknown", name, f"engine {manifest.engine} has none")
+                detail = "the destination engine has no such group"
+                raise RequestError(f"{what}-group-unknown", name, detail)
     for name, spans in request.kept.items():
         if count(spans) and manifest.group_by_name[name].addressing is Addressing.SLOT:
             detail = (

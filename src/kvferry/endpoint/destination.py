@@ -21,11 +21,23 @@ from kvferry.endpoint.meeting import MetPeer, NotMet, failure_of, meet, remote_n
 from kvferry.endpoint.metrics import FetchMetrics, account, log_line
 from kvferry.endpoint.owner import Owner
 from kvferry.endpoint.posted_reads import PostedReads
+from kvferry.endpoint.shared_plans import SharedPlan, SharedPlans
 from kvferry.errors import SpecError
 from kvferry.runtime import Failure, FailureCode, Fetch, Reader, Report, Timing
 from kvferry.runtime.admission import refusal
 from kvferry.runtime.load_costs import LoadCosts, TrafficByWay
-from kvferry.runtime.values import Build, Cancel, Drop, Effect, Peer, PostReads, Record, Select, Send
+from kvferry.runtime.values import (
+    Build,
+    Cancel,
+    Drop,
+    Effect,
+    FindRanks,
+    Peer,
+    PostReads,
+    Record,
+    Select,
+    Send,
+)
 from kvferry.transport.base import Transport
 from kvferry.wire.messages import decode_from_authority, encode
 from kvferry.wire.ticket import Ticket
@@ -74,7 +86,7 @@ class Destination:
             raise SpecError("name this start of the engine (reader=…), the same on all of its ranks")
         self._timing, edges = timing or Timing(), edges or Edges()
         reader = reader or f"{manifest.engine}#{edges.random_bytes(8).hex()}"
-        self._manifest, self._rank, self._transport = manifest, rank, transport
+        self._transport, self._plans = transport, SharedPlans(manifest, rank)
         self._metrics, self._on_refusal = metrics, on_refusal
         self._trust, self._host, self._num_refused = trust, edges.host(), 0
         self._clock = edges.clock
@@ -84,6 +96,8 @@ class Destination:
         transport.register(regions)
         # These are the owner's alone.
         self._reader = Reader(reader, rank, num_ranks, timing)
+        self._found: dict[Peer, tuple[SharedPlan, float]] = {}
+        """The plans of peers that are being met, and how long each took."""
         self._met: dict[Peer, MetPeer] = {}
         self._costs = LoadCosts(is_on_device=any(region.device != "cpu" for region in regions))
         self._next_tick = float("-inf")
@@ -185,7 +199,8 @@ class Destination:
             for peer, met in self._met.items()
             for src_rank, link in met.links.items()
         }
-        return self._reader.status() | {"ways": ways, "costs": self._costs.status()}
+        shown = {"ways": ways, "plans": len(self._plans), "costs": self._costs.status()}
+        return self._reader.status() | shown
 
     # -- the owner's -------------------------------------------------------------------------------
 
@@ -194,8 +209,10 @@ class Destination:
             match effect:
                 case Send():
                     self._channel.send(effect.to, encode(effect.message))
+                case FindRanks():
+                    self._workers.submit(effect.peer, partial(self._find, effect))
                 case Build():
-                    self._workers.submit(effect.peer, partial(self._build, effect))
+                    self._workers.submit(effect.peer, partial(self._build, effect, *self._found[effect.peer]))
                 case Select():
                     job = partial(self._select, effect, self._met[effect.peer])
                     self._workers.submit(SELECTIONS, job)
@@ -229,7 +246,12 @@ class Destination:
             lost = (*dict(self._channel.refused).values(), *dict(self._channel.dropped).values())
             self._metrics.gauge(self._reader.num_in_flight, self._reader.num_quarantined, sum(lost))
 
+    def _ranks_found(self, peer: Peer, shared: SharedPlan, seconds: float, now: float) -> list[Effect]:
+        self._found[peer] = shared, seconds
+        return self._reader.found(now, peer, shared.ranks)
+
     def _built(self, peer: Peer, met: MetPeer, now: float) -> list[Effect]:
+        self._found.pop(peer, None)
         self._met[peer] = met
         self._costs.met(peer, {link.way for link in met.links.values()})
         # A model that may be another one is worth a second look.
@@ -248,6 +270,7 @@ class Destination:
         return effects
 
     def _drop(self, peer: Peer) -> None:
+        self._found.pop(peer, None)
         met = self._met.pop(peer, None)
         self._costs.forget(peer)
         for src_rank in met.links if met else ():  # one that was not built has left nothing behind
@@ -259,8 +282,18 @@ class Destination:
         message = decode_from_authority(received.data)
         self._owner.put(lambda now: self._reader.receive(now, received.reply_to, message))
 
-    def _build(self, build: Build) -> None:
-        result = meet(build, self._manifest, self._rank, self._transport, self._clock)
+    def _find(self, find: FindRanks) -> None:
+        peer, started = find.peer, self._clock()
+        try:
+            shared = self._plans.find(peer.engine, find.outline)
+        except Exception as error:
+            failure = failure_of(error, FailureCode.BAD_MANIFEST)
+            self._owner.put(lambda now: self._reader.not_built(now, peer, failure))
+        else:
+            self._owner.put(partial(self._ranks_found, peer, shared, self._clock() - started))
+
+    def _build(self, build: Build, shared: SharedPlan, seconds: float) -> None:
+        result = meet(build, shared, self._transport, self._clock, seconds)
         match result:
             case MetPeer():
                 self._owner.put(partial(self._built, build.peer, result))

@@ -1,4 +1,7 @@
-"""What is done once per peer, and is slow: compare, plan, prove, lower, connect."""
+"""What is done once per peer, and is slow: compare, plan, prove, lower, connect.
+
+Engines of equal geometry share all of that but the last.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvferry.core.identity import IdentityCheck, compare_identity
-from kvferry.core.lower import Route, lower
+from kvferry.core.lower import Route
 from kvferry.core.manifest import Manifest
-from kvferry.core.plan import plan
-from kvferry.core.prove import prove
+from kvferry.endpoint.shared_plans import SharedPlan
 from kvferry.errors import KVFerryError, Refused, RequestError, SpecError, TransportError
 from kvferry.runtime import Failure, FailureCode
 from kvferry.runtime.failure import unfit
 from kvferry.runtime.values import Build, Peer
 from kvferry.transport.base import Connected, Transport
-from kvferry.wire import manifest_from_msgpack
 from kvferry.wire.bad_input import printable
 from kvferry.wire.limits import MAX_WORDS
+from kvferry.wire.outline import regions_at
 
 log = logging.getLogger("kvferry")
 
@@ -27,6 +29,8 @@ log = logging.getLogger("kvferry")
 class MetPeer:
     """A peer that can be read from."""
 
+    shared: SharedPlan
+    """Kept as long as the peer: whoever comes next may be of equal geometry."""
     route: Route
     links: Mapping[int, Connected]
     """The ranks that are connected, and how each of them is read."""
@@ -67,30 +71,40 @@ class NotMet:
 
 
 def meet(
-    build: Build, ours: Manifest, rank: int, transport: Transport, clock: Callable[[], float]
+    build: Build,
+    shared: SharedPlan,
+    transport: Transport,
+    clock: Callable[[], float],
+    seconds: float = 0.0,
 ) -> MetPeer | NotMet:
-    """Build a peer whole, or not at all."""
+    """Build a peer whole, or not at all. ``seconds``: how long it took to find the plan."""
     connected: list[str] = []
-    source: Manifest | None = None
+    engine = build.peer.engine
     try:
         if build.transport != transport.kind:
             kinds = f"source has {build.transport}, destination has {transport.kind}"
             raise TransportError("kind", f"both sides must use one transport: {kinds}")
-        source = manifest_from_msgpack(build.manifest)
         started = clock()
-        route = lower(prove(plan(source, ours, rank)))
-        plan_seconds = clock() - started
+        route = shared.route(engine, build.ranks)
+        plan_seconds = seconds + clock() - started
         links = {}
-        for src_rank in sorted({piece.src_rank for piece in route.plan.pieces}):
+        for src_rank, description in sorted(build.ranks.items()):
             name = remote_name(build.peer, src_rank)
-            card, regions = build.cards[src_rank], source.rank(src_rank).regions
-            links[src_rank] = transport.connect(name, card, regions)
+            regions = regions_at(route.plan.src.rank(src_rank).regions, description.memory)
+            links[src_rank] = transport.connect(name, description.card, regions)
             connected.append(name)
-        return MetPeer(route, links, plan_seconds)
+        return MetPeer(shared, route, links, plan_seconds)
     except Exception as error:
         for name in connected:
             transport.forget(name)
-        return NotMet(failure_of(error, FailureCode.BAD_MANIFEST), source)
+        return NotMet(failure_of(error, FailureCode.BAD_MANIFEST), _source(build, shared))
+
+
+def _source(build: Build, shared: SharedPlan) -> Manifest | None:
+    try:
+        return shared.source(build.peer.engine, build.ranks)
+    except SpecError:
+        return None
 
 
 def remote_name(peer: Peer, src_rank: int) -> str:

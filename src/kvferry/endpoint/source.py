@@ -10,7 +10,7 @@ from functools import partial
 from hmac import compare_digest
 
 from kvferry.channel import Received
-from kvferry.core.manifest import merge
+from kvferry.core.outline import Outline
 from kvferry.core.request import BlockTable
 from kvferry.endpoint.edges import Edges
 from kvferry.endpoint.invitation import Invitation
@@ -18,7 +18,6 @@ from kvferry.endpoint.owner import Owner
 from kvferry.errors import KVFerryError, SpecError
 from kvferry.runtime import Authority, Offers, Released, Timing
 from kvferry.runtime.values import Merge, Send, SourceEffect
-from kvferry.wire import manifest_from_msgpack, manifest_to_msgpack
 from kvferry.wire.bad_input import printable
 from kvferry.wire.messages import (
     TOO_LONG,
@@ -32,6 +31,7 @@ from kvferry.wire.messages import (
     encode,
     too_long,
 )
+from kvferry.wire.outline import manifest_of_joins, outline_to_msgpack
 from kvferry.wire.ticket import Ticket
 from kvferry.wire.trust import Trust, is_loopback
 
@@ -42,7 +42,7 @@ EVERY_HOST = ("0.0.0.0", "*", "[::]")
 HERE = "here/"
 """Where replies go to ranks that the engine answers for itself."""
 ADMIT_SECONDS = 120.0
-"""How long ``admit`` waits; the last rank's manifest is merged with all others meanwhile."""
+"""How long ``admit`` waits; all ranks are merged meanwhile."""
 CLOSE_SECONDS = 5.0
 
 
@@ -194,7 +194,7 @@ class SourceEngine:
                 case Send():
                     self._send(effect.to, effect.message)
                 case Merge():
-                    self._workers.submit("merge", partial(self._merge, effect.manifests))
+                    self._workers.submit("merge", partial(self._merge, effect.joins))
                 case Released():
                     self._released.append(effect)
 
@@ -244,16 +244,16 @@ class SourceEngine:
             return
         self._owner.put(lambda now: self._authority.receive(now, received.reply_to, message))
 
-    def _merge(self, manifests: Mapping[int, bytes]) -> None:
+    def _merge(self, joins: Mapping[int, Join]) -> None:
         try:
-            manifest = _merged(manifests)
+            outline = outline_to_msgpack(Outline.of(manifest_of_joins(joins)))
         except Exception as error:
             if not isinstance(error, KVFerryError):
-                log.exception("the manifests of the ranks could not be merged")
+                log.exception("the descriptions of the ranks could not be merged")
             detail = printable(str(error) or type(error).__name__)
             self._owner.put(lambda now: self._authority.not_merged(now, detail))
         else:
-            self._owner.put(lambda now: self._authority.merged(now, manifest))
+            self._owner.put(lambda now: self._authority.merged(now, outline))
 
 
 def _advertised(address: str, host: str) -> str:
@@ -263,11 +263,3 @@ def _advertised(address: str, host: str) -> str:
     ('tcp://10.0.0.7:5555', 'tcp://127.0.0.1:5555')
     """
     return f"tcp://{host}:{address.rpartition(':')[2]}" if host else address
-
-
-def _merged(manifests: Mapping[int, bytes]) -> bytes:
-    parts = [manifest_from_msgpack(data) for data in manifests.values()]
-    for number, part in zip(manifests, parts, strict=True):
-        if [rank.rank for rank in part.ranks] != [number]:
-            raise SpecError(f"rank {number} joined with the manifest of {[r.rank for r in part.ranks]}")
-    return manifest_to_msgpack(merge(parts))

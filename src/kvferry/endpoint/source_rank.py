@@ -16,8 +16,8 @@ from kvferry.runtime import Member, Released, Timing
 from kvferry.runtime.member import Membership
 from kvferry.runtime.values import Send
 from kvferry.transport.base import Transport
-from kvferry.wire import manifest_to_msgpack
-from kvferry.wire.messages import PROTOCOL, Join, decode_from_authority, encode
+from kvferry.wire.messages import decode_from_authority, encode
+from kvferry.wire.outline import join_of
 from kvferry.wire.trust import Trust
 
 log = logging.getLogger("kvferry")
@@ -47,15 +47,7 @@ class SourceRank:
         self.rank, self._transport, self._authority = rank.rank, transport, invitation.address
         self._released: deque[Released] = deque()
         self._state, self._refusal = Membership.JOINING, ""
-        join = Join(
-            PROTOCOL,
-            manifest.engine,
-            rank.rank,
-            transport.kind,
-            manifest_to_msgpack(manifest),
-            transport.card(),
-            credential=invitation.credential,
-        )
+        join = join_of(manifest, transport.kind, transport.card(), invitation.credential)
         self._member = Member(invitation.address, join, timing)  # the owner's alone
         self._owner = Owner(f"kvferry-src-{rank.rank}", self._carry_out, self._tick, edges.clock)
         self._channel = edges.open_channel("", trust.secret)

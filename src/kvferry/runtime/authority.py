@@ -22,11 +22,14 @@ from kvferry.wire.messages import (
     PROTOCOL,
     Acquire,
     Denial,
+    DescribeRanks,
     Grant,
     Hello,
     Join,
     JoinAck,
     Outcome,
+    RankDescription,
+    RankDescriptions,
     Rejected,
     ReleaseAck,
     ReleaseNotice,
@@ -46,7 +49,7 @@ class Assembly(StrEnum):
     GATHERING = "gathering"
     """Not every rank has joined."""
     MERGING = "merging"
-    """All have; the engine's manifest is being made of theirs."""
+    """All have; the engine's outline is being made of what they say."""
     WHOLE = "whole"
     """Readers are welcome."""
 
@@ -96,8 +99,8 @@ class _Rank:
 
     def is_same(self, join: Join) -> bool:
         """Whether this is the rank that joined, with the memory that it had."""
-        ours, theirs = self.join, join
-        return (ours.transport, ours.manifest, ours.card) == (theirs.transport, theirs.manifest, theirs.card)
+        ours, theirs = ((each.transport, each.manifest, each.description) for each in (self.join, join))
+        return ours == theirs
 
 
 @dataclass(slots=True)
@@ -118,6 +121,8 @@ class Authority:
 
     MAX_UNHEARD = 100_000
     """Notices that one rank may leave unheard before nothing more is offered."""
+    MAX_DESCRIBED_BYTES = 512 << 10
+    """Descriptions of ranks in one answer, together; a longer one has an answer of its own."""
 
     def __init__(self, offers: Offers, num_ranks: int, timing: Timing | None = None) -> None:
         self._offers, self._num_ranks = offers, num_ranks
@@ -186,6 +191,8 @@ class Authority:
         match message:
             case Hello():
                 return [Send(reply_to, self._greet(message))]
+            case DescribeRanks():
+                return [Send(reply_to, self._describe(message))]
             case Acquire():
                 return [Send(reply_to, self._acquire(now, message))]
             case Renew():
@@ -230,6 +237,20 @@ class Authority:
         if self._welcome is None:
             return Rejected("not-ready", f"{len(self._ranks)} of {self._num_ranks} ranks have joined")
         return self._welcome
+
+    def _describe(self, ask: DescribeRanks) -> RankDescriptions:
+        """The ranks that were asked for, or the first of them: whoever wants more asks again."""
+        is_known = self.is_whole and ask.generation == self._offers.generation
+        chosen: dict[int, RankDescription] = {}
+        num_bytes = 0
+        for number in ask.ranks[:MAX_BATCH] if is_known else ():
+            if number in self._ranks:
+                description = self._ranks[number].join.description
+                num_bytes += description.num_bytes
+                if chosen and num_bytes > self.MAX_DESCRIBED_BYTES:
+                    break
+                chosen[number] = description
+        return RankDescriptions(ask.nonce, self._offers.generation, chosen)
 
     def _acquire(self, now: float, ask: Acquire) -> Grant | Denial:
         def no(code: FailureCode, detail: str) -> Denial:
@@ -325,7 +346,7 @@ class Authority:
         if self._assembly is Assembly.MERGING:
             return []
         self._assembly = Assembly.MERGING
-        return [Merge({number: rank.join.manifest for number, rank in self._ranks.items()})]
+        return [Merge({number: rank.join for number, rank in self._ranks.items()})]
 
     def _may_replace(self, known: Join, join: Join) -> bool:
         """Until readers have seen the engine, the last to join counts; but a rank that is left over from an
@@ -337,13 +358,12 @@ class Authority:
         joined = JoinAck(self._offers.engine, self._offers.generation)
         return [Send(self._ranks[rank].reply_to, joined), *self._notify(now, rank)]
 
-    def merged(self, now: float, manifest: bytes) -> list[SourceEffect]:
-        """The ranks fit together, and this is their engine's manifest."""
+    def merged(self, now: float, outline: bytes) -> list[SourceEffect]:
+        """The ranks fit together, and this is their engine's outline."""
         engine, generation = self._offers.engine, self._offers.generation
         transport = next(rank.join.transport for rank in self._ranks.values())
-        cards = {number: rank.join.card for number, rank in self._ranks.items()}
         self._assembly = Assembly.WHOLE
-        self._welcome = Welcome(PROTOCOL, engine, generation, transport, manifest, cards)
+        self._welcome = Welcome(PROTOCOL, engine, generation, transport, outline)
         return [effect for rank in self._ranks for effect in self._joined(now, rank)]
 
     def not_merged(self, now: float, detail: str) -> list[SourceEffect]:

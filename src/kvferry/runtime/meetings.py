@@ -2,22 +2,39 @@
 
 ::
 
-    GREETING ──▶ BUILDING ──▶ MET ──▶ BROKEN
-        ▲                                │
-        └────────────────────────────────┘   met anew, before the next read, once nothing needs it as it is
+    GREETING ──▶ PLANNING ──▶ DESCRIBING ──▶ BUILDING ──▶ MET ──▶ BROKEN
+        ▲                                                            │
+        └────────────────────────────────────────────────────────────┘
 
-Whoever is not met in time, or cannot be served, is forgotten whole.
+A broken one is met anew, before the next read, once nothing needs it as it is. Whoever is not met in time, or
+cannot be served, is forgotten whole.
+
+An engine's outline says which rank holds what, so that it can be planned for. Only the ranks that are read
+from have to be described.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Set
+from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import count
 
 from kvferry.runtime.failure import Failure, FailureCode, denied
-from kvferry.runtime.values import Build, Drop, Effect, Peer, Send, Timing
-from kvferry.wire.messages import PROTOCOL, Hello, Rejected, Welcome
+from kvferry.runtime.values import Build, Drop, Effect, FindRanks, Peer, Send, Timing
+from kvferry.wire.messages import (
+    MAX_BATCH,
+    PROTOCOL,
+    DescribeRanks,
+    Hello,
+    RankDescription,
+    RankDescriptions,
+    Rejected,
+    Welcome,
+)
+
+MAX_RANKS_BYTES = 64 << 20
+"""Descriptions of all ranks of one peer that are read from. A rank's own has tens of kilobytes."""
 
 
 class Meeting(StrEnum):
@@ -25,19 +42,50 @@ class Meeting(StrEnum):
 
     GREETING = "greeting"
     """The hello is repeated until it is answered."""
+    PLANNING = "planning"
+    """What is read from which of its ranks is being found out. Never dropped half done."""
+    DESCRIBING = "describing"
+    """It is asked for those ranks until all of them are described."""
     BUILDING = "building"
-    """Its plan is being made, proved and lowered, and its ranks connected. Never dropped half done."""
+    """The plan is being proved and lowered, and the ranks connected. Never dropped half done."""
     MET = "met"
     BROKEN = "broken"
     """Met; but a read from it failed."""
+
+
+AT_WORK = (Meeting.PLANNING, Meeting.BUILDING)
+"""Somebody is at work for such a peer, and will say how it went: it is not forgotten before."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What a peer has said of itself so far."""
+
+    nonce: int
+    """Of its questions: an answer to another meeting's does not count."""
+    welcome: Welcome
+    missing: set[int] = field(default_factory=set)
+    """The ranks that are not described yet."""
+    ranks: dict[int, RankDescription] = field(default_factory=dict)
+    num_bytes: int = 0
+
+    def take(self, ranks: Mapping[int, RankDescription]) -> bool:
+        """Keep what is new; whether something is."""
+        new = {number: ranks[number] for number in self.missing & ranks.keys()}
+        self.ranks |= new
+        self.missing -= new.keys()
+        self.num_bytes += sum(each.num_bytes for each in new.values())
+        return bool(new)
 
 
 @dataclass(slots=True)
 class _Known:
     peer: Peer
     since: float
-    hello_at: float
+    asked_at: float
     state: Meeting = Meeting.GREETING
+    asked: _Asked | None = None
+    """From its welcome until it is built."""
 
 
 Lost = list[tuple[Peer, Failure]]
@@ -51,6 +99,7 @@ class Meetings:
         self._reader, self._timing = reader, timing
         self._known: dict[Peer, _Known] = {}
         """The last used come last."""
+        self._nonces = count(1)
 
     def __len__(self) -> int:
         return len(self._known)
@@ -83,7 +132,7 @@ class Meetings:
         return []
 
     def _greet(self, now: float, peer: Peer) -> list[Effect]:
-        self._known[peer] = _Known(peer, since=now, hello_at=now)
+        self._known[peer] = _Known(peer, since=now, asked_at=now)
         return [self._hello(peer)]
 
     def _hello(self, peer: Peer) -> Send:
@@ -92,7 +141,7 @@ class Meetings:
     def make_room(self, busy: Set[Peer]) -> list[Effect]:
         """Forget the peer that was not used for the longest time."""
         for peer, known in self._known.items():
-            if peer not in busy and known.state is not Meeting.BUILDING:
+            if peer not in busy and known.state not in AT_WORK:
                 return self.forget(peer)
         return []
 
@@ -124,9 +173,49 @@ class Meetings:
                 detail = f"{address} is now {welcome.engine}, generation {welcome.generation}"
                 lost.append((peer, Failure(FailureCode.RESTARTED, detail)))
             else:
-                self._known[peer].state = Meeting.BUILDING
-                effects.append(Build(peer, welcome.manifest, welcome.cards, welcome.transport))
+                known = self._known[peer]
+                known.state, known.asked = Meeting.PLANNING, _Asked(next(self._nonces), welcome)
+                effects.append(FindRanks(peer, welcome.outline))
         return effects, lost
+
+    def found(self, now: float, peer: Peer, ranks: Collection[int]) -> list[Effect]:
+        """These ranks of the peer are read from."""
+        known = self._known.get(peer)
+        if known is None or known.asked is None or known.state is not Meeting.PLANNING:
+            return []
+        known.asked.missing, known.state = set(ranks), Meeting.DESCRIBING
+        known.since = now  # planning may have been slow: that is not the peer's fault
+        return self._go_on(now, known, known.asked)
+
+    def described(self, now: float, address: str, answer: RankDescriptions) -> tuple[list[Effect], Lost]:
+        """The authority at an address describes ranks."""
+        for known in self._waiting():
+            asked = known.asked
+            if asked is None or (known.peer.authority, asked.nonce) != (address, answer.nonce):
+                continue
+            if answer.generation != known.peer.generation:
+                detail = f"{address} is now generation {answer.generation} of {known.peer.engine}"
+                return [], [(known.peer, Failure(FailureCode.RESTARTED, detail))]
+            # What brings nothing is a copy: the answer to the next question is under way.
+            is_new = asked.take(answer.ranks)
+            if asked.num_bytes > MAX_RANKS_BYTES:
+                detail = f"its ranks need more than {MAX_RANKS_BYTES} bytes to be described"
+                return [], [(known.peer, Failure(FailureCode.BAD_MANIFEST, detail))]
+            return self._go_on(now, known, asked) if is_new else [], []
+        return [], []
+
+    def _go_on(self, now: float, known: _Known, asked: _Asked) -> list[Effect]:
+        """Ask for the ranks that are missing, or build the peer."""
+        known.asked_at = now
+        if asked.missing:
+            return [self._ask(known.peer, asked)]
+        known.state, known.asked = Meeting.BUILDING, None
+        return [Build(known.peer, asked.welcome.transport, asked.welcome.outline, asked.ranks)]
+
+    @staticmethod
+    def _ask(peer: Peer, asked: _Asked) -> Send:
+        missing = tuple(sorted(asked.missing)[:MAX_BATCH])
+        return Send(peer.authority, DescribeRanks(asked.nonce, peer.generation, missing))
 
     def rejected(self, address: str, message: Rejected) -> Lost:
         """The authority at an address turns us away."""
@@ -144,28 +233,31 @@ class Meetings:
     # -- time --------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> tuple[list[Effect], Lost]:
-        """Repeat hellos; give up whom was not met in time.
+        """Repeat questions; give up whom was not met in time.
 
         A build that takes too long fails the fetches that wait for it, and still serves later ones.
         """
         effects: list[Effect] = []
         lost: Lost = []
-        for known in self._greeting():
+        for known in self._waiting():
             if now >= known.since + self._timing.meet:
                 lost.append((known.peer, self.no_answer(known.peer)))
-            elif now >= known.hello_at + self._timing.retry:
-                known.hello_at = now
-                effects.append(self._hello(known.peer))
+            elif now >= known.asked_at + self._timing.retry:
+                known.asked_at = now
+                asked = known.asked
+                effects.append(self._hello(known.peer) if asked is None else self._ask(known.peer, asked))
         return effects, lost
 
     def next_deadline(self) -> float:
         """When ``tick`` has something to do at the latest."""
         meet, retry = self._timing.meet, self._timing.retry
-        deadlines = (min(known.since + meet, known.hello_at + retry) for known in self._greeting())
+        deadlines = (min(known.since + meet, known.asked_at + retry) for known in self._waiting())
         return min(deadlines, default=float("inf"))
 
-    def _greeting(self) -> list[_Known]:
-        return [known for known in self._known.values() if known.state is Meeting.GREETING]
+    def _waiting(self) -> list[_Known]:
+        """Those whose authority has to answer something."""
+        asking = (Meeting.GREETING, Meeting.DESCRIBING)
+        return [known for known in self._known.values() if known.state in asking]
 
     def no_answer(self, peer: Peer) -> Failure:
         """What is told to who waited too long for a peer."""

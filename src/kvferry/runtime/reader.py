@@ -15,13 +15,14 @@ The life of a fetch::
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Collection
 from itertools import count
 
 from kvferry.core.select import Selection
 from kvferry.errors import SpecError
 from kvferry.runtime.failure import Failure, FailureCode, denied
 from kvferry.runtime.fetch_job import FetchJob, Phase
-from kvferry.runtime.meetings import Lost, Meeting, Meetings
+from kvferry.runtime.meetings import AT_WORK, Lost, Meeting, Meetings
 from kvferry.runtime.questions import Questions, Settlements
 from kvferry.runtime.values import Cancel, Drop, Effect, Fetch, Peer, PostReads, Report, Select, Send, Timing
 from kvferry.wire.limits import check_name
@@ -32,6 +33,7 @@ from kvferry.wire.messages import (
     FromAuthority,
     Grant,
     Outcome,
+    RankDescriptions,
     Rejected,
     Renew,
     Renewal,
@@ -123,6 +125,9 @@ class Reader:
             case Welcome():
                 effects, lost = self._meetings.welcomed(reply_to, message)
                 return [*effects, *self._lose(now, lost)]
+            case RankDescriptions():
+                effects, lost = self._meetings.described(now, reply_to, message)
+                return [*effects, *self._lose(now, lost)]
             case Rejected():
                 return self._lose(now, self._meetings.rejected(reply_to, message))
             case Grant():
@@ -138,6 +143,10 @@ class Reader:
         return []
 
     # -- what the edge did -------------------------------------------------------------------------
+
+    def found(self, now: float, peer: Peer, ranks: Collection[int]) -> list[Effect]:
+        """These ranks of the peer are read from."""
+        return self._meetings.found(now, peer, ranks)
 
     def built(self, now: float, peer: Peer, plan_seconds: float = 0.0) -> list[Effect]:
         """The peer is planned, proved and lowered, which took so long; and connected."""
@@ -297,7 +306,7 @@ class Reader:
             job.is_denied = job.covered_until == float("-inf")
             effects += self._fail(now, job, failure)
             state = self._meetings.state(job.peer)
-            if failure.code is FailureCode.RESTARTED and state not in (None, Meeting.BUILDING):
+            if failure.code is FailureCode.RESTARTED and state not in (None, *AT_WORK):
                 effects += self._lose(now, [(job.peer, failure)])  # that start is gone for good
         return effects
 

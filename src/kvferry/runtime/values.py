@@ -11,7 +11,7 @@ from kvferry.core.select import Slack
 from kvferry.core.span import Spans
 from kvferry.errors import SpecError
 from kvferry.runtime.failure import Failure
-from kvferry.wire.messages import Message
+from kvferry.wire.messages import Join, Message, RankDescription
 from kvferry.wire.ticket import Ticket
 
 
@@ -72,20 +72,29 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class Build:
-    """Decode, compare, plan, prove, lower, connect; then say ``built`` or ``not_built``. May be slow."""
+class FindRanks:
+    """Find out which ranks of a peer are read from; then say ``found`` or ``not_built``. May be slow."""
 
     peer: Peer
-    manifest: bytes
-    cards: Mapping[int, bytes]
+    outline: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """Prove, lower, connect; then say ``built`` or ``not_built``. May be slow."""
+
+    peer: Peer
     transport: str
+    outline: bytes
+    ranks: Mapping[int, RankDescription]
+    """Those that were found."""
 
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Make the engine's manifest of its ranks'; then say ``merged`` or ``not_merged``. May be slow."""
+    """Make the engine's outline of its ranks; then say ``merged`` or ``not_merged``. May be slow."""
 
-    manifests: Mapping[int, bytes]
+    joins: Mapping[int, Join]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +156,7 @@ class Report:
 
 SourceEffect = Send | Merge | Released
 """What the machines of a source engine ask for."""
-Effect = Send | Build | Select | PostReads | Cancel | Drop | Report
+Effect = Send | FindRanks | Build | Select | PostReads | Cancel | Drop | Report
 
 
 @dataclass(frozen=True, slots=True)

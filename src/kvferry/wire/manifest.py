@@ -137,31 +137,32 @@ class ManifestDoc(_Schema, frozen=True):
 
 def manifest_from_json(data: bytes) -> Manifest:
     """Read a manifest; raises ``SpecError`` with place, rule and value."""
-    return _manifest(read_json(data, ManifestDoc, versions=READABLE))
+    return manifest_of_doc(read_json(data, ManifestDoc, versions=READABLE))
 
 
 def manifest_from_msgpack(data: bytes) -> Manifest:
     """Read a manifest that a peer sent; raises ``SpecError`` with place, rule and value."""
-    return _manifest(read_msgpack(data, ManifestDoc, versions=READABLE))
+    return manifest_of_doc(read_msgpack(data, ManifestDoc, versions=READABLE))
 
 
 def manifest_to_json(manifest: Manifest, *, indent: int = 2) -> bytes:
     """Write a manifest for people (or, with ``indent=0``, on one line); defaults are left out."""
-    return write_json(_manifest_doc(manifest), indent)
+    return write_json(doc_of_manifest(manifest), indent)
 
 
 def manifest_to_msgpack(manifest: Manifest) -> bytes:
     """Write a manifest for a peer; defaults are left out."""
-    return msgspec.msgpack.encode(_manifest_doc(manifest))
+    return msgspec.msgpack.encode(doc_of_manifest(manifest))
 
 
 # ------------------------------------------------------------------------------- schema -> core
 
 
-def _manifest(doc: ManifestDoc) -> Manifest:
+def manifest_of_doc(doc: ManifestDoc) -> Manifest:
+    """The manifest that a document describes; raises ``SpecError`` with place, rule and value."""
     try:
         _check_product(doc)
-        ranks = _Ranks()
+        ranks = RankBuilder()
         return Manifest(
             doc.engine,
             tuple(map(_state, doc.states)),
@@ -175,10 +176,11 @@ def _manifest(doc: ManifestDoc) -> Manifest:
 
 
 def _check_product(doc: ManifestDoc) -> None:
-    _check_count("states times ranks", len(doc.states) * len(doc.ranks), MAX_STATES_TIMES_RANKS)
+    check_count("states times ranks", len(doc.states) * len(doc.ranks), MAX_STATES_TIMES_RANKS)
 
 
-def _check_count(what: str, count: int, limit: int) -> None:
+def check_count(what: str, count: int, limit: int) -> None:
+    """Refuse more of something than is read."""
     if count > limit:
         raise SpecError(f"at most {limit} {what} are read, got {count}")
 
@@ -211,7 +213,7 @@ def _region(doc: RegionDoc) -> Region:
     return Region(doc.name, doc.num_bytes, doc.address, doc.device)
 
 
-class _Ranks:
+class RankBuilder:
     """Makes the ranks of one manifest, equal axis maps as one object.
 
     Layers and ranks repeat a few maps thousands of times, and what is computed from a map is kept by it.
@@ -249,19 +251,19 @@ class _Ranks:
         return doc in self._maps
 
     def _count(self, axis_map: AxisMap) -> None:
-        _check_count("distinct axis maps", len(self._maps) + 1, MAX_AXIS_MAPS)
+        check_count("distinct axis maps", len(self._maps) + 1, MAX_AXIS_MAPS)
         if axis_map.digits not in self._counted:
             self._counted.add(axis_map.digits)
             self._num_coordinates += axis_map.size
-        _check_count("coordinates of distinct axis maps", self._num_coordinates, MAX_COORDINATES)
+        check_count("coordinates of distinct axis maps", self._num_coordinates, MAX_COORDINATES)
 
 
 def _check_regions(doc: RankDoc) -> None:
-    _check_count("regions of a rank", len(doc.regions), MAX_REGIONS)
+    check_count("regions of a rank", len(doc.regions), MAX_REGIONS)
 
 
 def _check_digits(doc: AxisMapDoc) -> None:
-    _check_count("digits of an axis", len(doc.digits), MAX_DIGITS)
+    check_count("digits of an axis", len(doc.digits), MAX_DIGITS)
 
 
 def _digit(doc: DigitDoc) -> Digit:
@@ -281,7 +283,7 @@ def _parts(doc: ManifestDoc) -> Iterator[PlacedPart]:
         yield f".states[{i}]", partial(_state, state)
     for i, group in enumerate(doc.groups):
         yield f".groups[{i}]", partial(_group, group)
-    make = _Ranks()
+    make = RankBuilder()
     for i, rank in enumerate(doc.ranks):
         yield from _rank_parts(f".ranks[{i}]", rank, make)
     states, groups = tuple(map(_state, doc.states)), tuple(map(_group, doc.groups))
@@ -293,7 +295,7 @@ def _parts(doc: ManifestDoc) -> Iterator[PlacedPart]:
     yield ".ranks", partial(Manifest, "", states, groups, ranks)
 
 
-def _rank_parts(at: str, doc: RankDoc, make: _Ranks) -> Iterator[PlacedPart]:
+def _rank_parts(at: str, doc: RankDoc, make: RankBuilder) -> Iterator[PlacedPart]:
     """The regions of a rank; of its views each digit, each axis map, each view."""
     yield f"{at}.regions", partial(_check_regions, doc)
     for i, region in enumerate(doc.regions):
@@ -327,13 +329,14 @@ def _rank_alone(
 # ------------------------------------------------------------------------------- core -> schema
 
 
-def _manifest_doc(manifest: Manifest) -> ManifestDoc:
+def doc_of_manifest(manifest: Manifest) -> ManifestDoc:
+    """What is written of a manifest."""
     return ManifestDoc(
         version=manifest.version,
         engine=manifest.engine,
         states=tuple(_state_doc(state) for state in manifest.states),
         groups=tuple(_group_doc(group) for group in manifest.groups),
-        ranks=tuple(_rank_doc(rank) for rank in manifest.ranks),
+        ranks=tuple(doc_of_rank(rank) for rank in manifest.ranks),
         model=manifest.model,
         identity=_identity_doc(manifest.identity),
     )
@@ -370,7 +373,8 @@ def _group_doc(group: Group) -> GroupDoc:
     )
 
 
-def _rank_doc(rank: Rank) -> RankDoc:
+def doc_of_rank(rank: Rank) -> RankDoc:
+    """What is written of one rank."""
     regions = tuple(
         RegionDoc(region.name, region.num_bytes, region.address, region.device) for region in rank.regions
     )

@@ -23,7 +23,7 @@ PROTOCOL = 3
 
 MAX_MESSAGE_BYTES = 8 << 20
 MAX_BATCH = 4096
-"""Tickets in one renewal, requests in one notice."""
+"""Tickets in one renewal, requests in one notice, ranks in one question."""
 MAX_SHORT_BYTES = 64 << 10
 """Of a message that has no length of its own below: whoever sends it may be anybody."""
 TOO_LONG = "too-long"
@@ -47,17 +47,48 @@ class Hello(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     reader: Name
 
 
+class RankDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One rank of a source engine, as its readers have to know it."""
+
+    layout: bytes
+    """Its regions and views, msgpack; the same for every rank of every engine that is laid out alike."""
+    memory: tuple[tuple[int, Name], ...]
+    """Where each of its regions is: address and device."""
+    card: bytes
+    """What its transport wants its readers to have."""
+
+    @property
+    def num_bytes(self) -> int:
+        """How long it is, about."""
+        return len(self.layout) + len(self.card) + 32 * len(self.memory)
+
+
 class Welcome(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Authority → reader: everything that a reader must know of the engine, once."""
+    """Authority → reader: what is common to all ranks of the engine. Their layouts are asked for by rank."""
 
     protocol: int
     engine: Name
     generation: int
     transport: Name
-    manifest: bytes
-    """The engine's manifest, msgpack."""
-    cards: dict[int, bytes]
-    """What each rank's transport wants its readers to have."""
+    outline: bytes
+    """The engine's outline, msgpack, without the engine's name: equal for engines of equal geometry."""
+
+
+class DescribeRanks(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Reader → authority: how are these ranks laid out? Repeated for those that have not come yet."""
+
+    nonce: int
+    generation: int
+    ranks: tuple[int, ...]
+
+
+class RankDescriptions(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Authority → reader: as many of them as fit into a message of moderate length."""
+
+    nonce: int
+    generation: int
+    """Which start of the engine answers; another one than was asked describes nothing."""
+    ranks: dict[int, RankDescription]
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -143,7 +174,8 @@ class Join(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     rank: int
     transport: Name
     manifest: bytes
-    card: bytes
+    """The engine's manifest as far as this rank knows it, msgpack, without any rank."""
+    description: RankDescription
     previous: int = 0
     """The start of the engine that it belonged to before; 0 for a rank that belonged to none."""
     credential: bytes = b""
@@ -182,8 +214,10 @@ class JoinAck(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
     generation: int
 
 
-ToAuthority = Hello | Acquire | Renew | Settle | Join | ReleaseAck
-FromAuthority = Welcome | Rejected | Grant | Denial | Renewal | SettleAck | ReleaseNotice | JoinAck
+ToAuthority = Hello | DescribeRanks | Acquire | Renew | Settle | Join | ReleaseAck
+FromAuthority = (
+    Welcome | RankDescriptions | Rejected | Grant | Denial | Renewal | SettleAck | ReleaseNotice | JoinAck
+)
 Message = ToAuthority | FromAuthority
 
 _MAX_BYTES: dict[str, int] = {

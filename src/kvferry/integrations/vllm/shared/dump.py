@@ -7,16 +7,17 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvferry.core.manifest import Manifest, merge
-from kvferry.wire import manifest_from_msgpack, manifest_to_json
+from kvferry.core.manifest import Manifest
+from kvferry.wire import manifest_to_json
 from kvferry.wire.messages import Join
+from kvferry.wire.outline import manifest_of_joins
 
 log = logging.getLogger("kvferry")
 
 
 def dump_engine(folder: str, joins: Sequence[Join]) -> None:
     """Write the manifest of an engine whose workers have all described themselves."""
-    path = dump(folder, merge([manifest_from_msgpack(join.manifest) for join in joins]), "")
+    path = dump(folder, manifest_of_joins({join.rank: join for join in joins}), "")
     log.info("the engine's manifest is in %s", path)
 
 

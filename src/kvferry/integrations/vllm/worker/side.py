@@ -22,8 +22,8 @@ from kvferry.integrations.vllm.shared.step import Load, StepMetadata
 from kvferry.integrations.vllm.worker.describe import WorkerRank, describe
 from kvferry.runtime import Failure, Report
 from kvferry.transport.nixl import NixlTransport
-from kvferry.wire import manifest_to_msgpack
-from kvferry.wire.messages import PROTOCOL, Join
+from kvferry.wire.messages import Join
+from kvferry.wire.outline import join_of
 from kvferry.wire.ticket import Ticket
 
 log = logging.getLogger("kvferry")
@@ -73,9 +73,7 @@ class WorkerSide:
             timing=self._options.timing,
             on_refusal=lambda source, failure: self._refused(source, manifest, rank, failure),
         )
-        self._join = Join(
-            PROTOCOL, engine, rank, transport.kind, manifest_to_msgpack(manifest), transport.card()
-        )
+        self._join = join_of(manifest, transport.kind, transport.card())
 
     def _refused(self, source: Manifest, manifest: Manifest, rank: int, failure: Failure) -> None:
         folder = self._options.dump or str(Path(tempfile.gettempdir()) / "kvferry")
