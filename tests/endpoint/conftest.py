@@ -49,11 +49,20 @@ class Engines:
 class Pair(Engines):
     """A source engine, and a destination that fetches from it."""
 
-    def __init__(self, *, transport=MemoryTransport, hub=None, rank_timing=None, engine_trust=None, **kwargs):
+    def __init__(
+        self,
+        *,
+        transport=MemoryTransport,
+        hub=None,
+        rank_timing=None,
+        source_timing=None,
+        engine_trust=None,
+        **kwargs,
+    ):
         super().__init__()
         self.hub = hub or Hub()
         trust = engine_trust or Trust()
-        self.engine = SourceEngine("prefill", 1, trust=trust)
+        self.engine = SourceEngine("prefill", 1, trust=trust, timing=source_timing)
         self.rank = SourceRank(
             self.engine.invitation, self.src, MemoryTransport(self.hub), timing=rank_timing, trust=trust
         )

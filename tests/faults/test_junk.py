@@ -159,7 +159,7 @@ def test_strangers_cannot_join_renew_or_hear(harbour, source, one):
             assert b"Rejected" in answer
         stranger.say(encode(Join(PROTOCOL, "another engine", 0, "nixl", b"", RankDescription(b"", (), b""))))
         assert b"Rejected" in (stranger.hear(5) or b"")
-        stranger.say(encode(Renew(1, before["generation"], "stranger", (ticket.ticket_id,))))
+        stranger.say(encode(Renew(1, before["generation"], "stranger", 0, ((ticket.ticket_id, b""),))))
         renewal = msgspec.msgpack.decode(stranger.hear(5) or b"")
         assert (renewal["kept"], renewal["ended"]) == ([], [ticket.ticket_id])
         for rank in (0, 5, -3):

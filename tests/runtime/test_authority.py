@@ -9,10 +9,12 @@ import pytest
 from kvferry.core.request import BlockTable
 from kvferry.errors import SpecError
 from kvferry.runtime import Authority, Offers, Released, Timing
+from kvferry.runtime.lease import EndedReadings
 from kvferry.runtime.values import Merge, Send
 from kvferry.wire.messages import (
     MAX_BATCH,
     PROTOCOL,
+    TOKEN_BYTES,
     Acquire,
     Denial,
     DescribeRanks,
@@ -29,7 +31,6 @@ from kvferry.wire.messages import (
     Renew,
     Renewal,
     Settle,
-    SettleAck,
     Welcome,
 )
 
@@ -67,20 +68,34 @@ def one(effects):
     return effect.message
 
 
-def acquire(source, ticket, reader="A", rank=0, ranks=1, *, now=1.0, attempt=1):
-    return one(source.receive(now, "reply_to", Acquire(5, ticket, reader, rank, ranks, attempt)))
+def token_of(reader, rank):
+    """What a rank of a reader shows."""
+    return f"{reader}/{rank}".ljust(TOKEN_BYTES).encode()
 
 
-def settle(source, ticket, outcome, reader="A", rank=0, *, now=2.0, attempt=1, generation=7):
-    message = Settle(generation, ticket.ticket_id, reader, rank, attempt, outcome)
-    noted, *rest = source.receive(now, "reply_to", message)
-    assert noted == Send("reply_to", SettleAck(ticket.ticket_id, rank, attempt))
-    return [effect for effect in rest if isinstance(effect, Released)]
+def acquire(source, ticket, reader="A", rank=0, ranks=1, *, now=1.0, attempt=1, token=None):
+    token = token_of(reader, rank) if token is None else token
+    return one(source.receive(now, "reply_to", Acquire(5, ticket, reader, rank, ranks, attempt, token)))
 
 
-def renew(source, reader, *tickets, now, generation=7):
-    ids = tuple(ticket.ticket_id for ticket in tickets)
-    return one(source.receive(now, "reply_to", Renew(9, generation, reader, ids)))
+def said(source, ticket, outcome, reader="A", rank=0, *, now=2.0, attempt=1, generation=7, token=None):
+    """What is answered to a settlement, and the releases that follow."""
+    token = token_of(reader, rank) if token is None else token
+    message = Settle(generation, ticket.ticket_id, reader, rank, attempt, token, outcome)
+    ack, *rest = source.receive(now, "reply_to", message)
+    assert (ack.message.ticket_id, ack.message.reader_rank) == (ticket.ticket_id, rank)
+    assert ack.message.attempt == attempt
+    return ack.message.code, [effect for effect in rest if isinstance(effect, Released)]
+
+
+def settle(source, ticket, outcome, *args, **kwargs):
+    return said(source, ticket, outcome, *args, **kwargs)[1]
+
+
+def renew(source, reader, *tickets, now, generation=7, rank=0, token=None):
+    token = token_of(reader, rank) if token is None else token
+    named = tuple((ticket.ticket_id, token) for ticket in tickets)
+    return one(source.receive(now, "reply_to", Renew(9, generation, reader, rank, named)))
 
 
 def join(source, rank=0, now=0.0, **changes):
@@ -107,6 +122,7 @@ def test_unread_by_every_rank_frees_it_for_another_reader():
     source = authority()
     ticket = offered(source)
     acquire(source, ticket, "A", 0, 2)
+    acquire(source, ticket, "A", 1, 2)
     assert settle(source, ticket, UNREAD, "A", 0) == []
     assert acquire(source, ticket, "B").code == "taken"
     assert settle(source, ticket, UNREAD, "A", 1) == []
@@ -134,12 +150,14 @@ def test_a_late_acquire_of_an_earlier_attempt_binds_nothing():
     assert isinstance(acquire(source, ticket, "B"), Grant)
 
 
-def test_a_settle_that_overtakes_its_acquire_counts():
+def test_a_rank_that_was_granted_nothing_settles_nothing():
+    """Nobody can know whether it is that rank: its lease then ends by its deadline."""
     source = authority()
     ticket = offered(source)
     acquire(source, ticket, "A", 0, 2)
-    settle(source, ticket, UNREAD, "A", 1, attempt=3)
-    assert acquire(source, ticket, "A", 1, 2, attempt=3).code == "spent"
+    assert said(source, ticket, UNREAD, "A", 1, attempt=3) == ("lease-ended", [])
+    assert settle(source, ticket, READ, "A", 0) == []
+    assert [e.reason for e in source.tick(LEASE + 1)] == ["expired"]
 
 
 def test_a_settle_of_an_attempt_that_was_not_granted_settles_nothing():
@@ -158,7 +176,8 @@ def test_a_rank_that_read_nothing_may_try_anew_before_the_others_gave_up():
     acquire(source, ticket, "A", 0, 2, attempt=1)
     settle(source, ticket, UNREAD, "A", 0, attempt=1)
     assert isinstance(acquire(source, ticket, "A", 0, 2, attempt=2), Grant)
-    settle(source, ticket, UNREAD, "A", 1, attempt=1)
+    acquire(source, ticket, "A", 1, 2)
+    settle(source, ticket, UNREAD, "A", 1)
     assert source.num_leases == 1
     assert acquire(source, ticket, "B").code == "taken"
 
@@ -265,7 +284,7 @@ def test_leases_expire_independently_of_order():
     assert [e.request_id for e in source.tick(31.0)] == ["1"]
     assert [e.request_id for e in source.tick(100.0)] == ["2", "0"]
     assert source.tick(200.0) == []
-    assert source.next_deadline() == float("inf")
+    assert source.next_deadline() == float("inf")  # nor is anything remembered
 
 
 # -- the end --------------------------------------------------------------------------------------
@@ -278,6 +297,7 @@ def test_released_once_every_rank_is_through(outcomes, reason):
     source = authority()
     ticket = offered(source, "the source's own name")
     acquire(source, ticket, "A", 0, 2)
+    acquire(source, ticket, "A", 1, 2)
     assert settle(source, ticket, outcomes[0], "A", 0) == []
     assert settle(source, ticket, outcomes[0], "A", 0) == []  # said twice
     assert settle(source, ticket, outcomes[1], "A", 1) == [Released("the source's own name", reason)]
@@ -300,6 +320,123 @@ def test_a_settle_of_another_start_settles_nothing():
     acquire(source, ticket, "A")
     assert settle(source, ticket, READ, generation=6) == []
     assert source.num_leases == 1
+
+
+# -- capabilities, not names ----------------------------------------------------------------------
+
+WRONG = [b"", b"\0" * TOKEN_BYTES, token_of("A", 1), token_of("A", 0)[:-1], token_of("A", 0) + b" "]
+
+
+@pytest.mark.parametrize("token", WRONG)
+def test_a_settlement_without_the_token_of_its_grant_settles_nothing(token):
+    """Reader, rank, attempt, generation and ticket id can all be guessed; the token cannot."""
+    source = authority()
+    ticket = offered(source)
+    acquire(source, ticket, "A")
+    assert said(source, ticket, READ, token=token) == ("lease-ended", [])
+    assert (source.num_leases, said(source, ticket, READ)[0]) == (1, "")
+
+
+@pytest.mark.parametrize("token", WRONG)
+def test_a_renewal_without_the_token_of_its_grant_keeps_nothing(token):
+    source = authority()
+    ticket = offered(source)
+    acquire(source, ticket, "A")
+    assert renew(source, "A", ticket, now=2.0, token=token).kept == ()
+    assert renew(source, "A", ticket, now=2.0, rank=1, token=token_of("A", 0)).kept == ()
+    assert renew(source, "B", ticket, now=2.0, token=token_of("A", 0)).kept == ()
+    assert renew(source, "A", ticket, now=2.0).kept == (ticket.ticket_id,)
+
+
+def test_a_copy_of_the_ticket_does_not_take_the_place_of_a_rank_that_reads_it():
+    """Else who sees a ticket would ask for it under the reader's name, and settle it with a token of its own.
+
+    The place of a rank that has not asked yet can be taken, as can the ticket as a whole before anybody has
+    asked: that rank is told so, and reads nothing.
+    """
+    source = authority()
+    ticket = offered(source)
+    acquire(source, ticket, "A", 0, 2)
+    forged = token_of("forger", 0)
+    assert acquire(source, ticket, "A", 0, 2, attempt=1 << 40, token=forged).code == "taken"
+    assert acquire(source, ticket, "A", 0, 2, attempt=1, token=forged).code == "taken"
+    assert isinstance(acquire(source, ticket, "A", 1, 2, token=forged), Grant)
+    assert acquire(source, ticket, "A", 1, 2).code == "taken"
+
+
+@pytest.mark.parametrize("token", [b"", b"short", bytes(TOKEN_BYTES + 1)])
+def test_a_token_has_its_length(token):
+    source = authority()
+    assert acquire(source, offered(source), token=token).code == "reader"
+
+
+# -- confirmed after the last byte ----------------------------------------------------------------
+
+
+def test_a_read_that_is_settled_while_its_lease_is_held_is_confirmed_whatever_the_clock_says():
+    """The blocks are the engine's own again when the release is said, and not when a clock says so."""
+    source = authority()
+    ticket = offered(source)
+    acquire(source, ticket, now=1.0)
+    assert said(source, ticket, READ, now=1e6) == ("", [Released("r", "read")])
+
+
+def test_a_read_that_is_settled_after_its_lease_does_not_count():
+    source = authority()
+    ticket = offered(source)
+    acquire(source, ticket, now=1.0)
+    assert [e.reason for e in source.tick(31.0)] == ["expired"]
+    assert said(source, ticket, READ, now=31.0) == ("lease-ended", [])
+    assert said(source, ticket, READ, now=0.0) == ("lease-ended", [])
+
+
+def test_a_confirmation_is_remembered_for_a_lease():
+    source = authority()
+    ticket = offered(source)
+    acquire(source, ticket)
+    assert said(source, ticket, READ, now=2.0) == ("", [Released("r", "read")])
+    for now in (2.5, 31.9):
+        source.tick(now)
+        assert said(source, ticket, READ, now=now) == ("", []), "asked again: the same answer"
+    assert said(source, ticket, READ, now=3.0, token=token_of("B", 0))[0] == "lease-ended"
+    assert said(source, ticket, READ, now=3.0, attempt=2)[0] == "lease-ended"
+    assert said(source, ticket, FAILED, now=3.0)[0] == "lease-ended", "it was not what it said before"
+    assert source.next_deadline() == 2.0 + LEASE
+    source.tick(2.0 + LEASE)
+    assert said(source, ticket, READ, now=33.0)[0] == "lease-ended"
+    assert source.next_deadline() == float("inf")
+
+
+def test_each_rank_is_confirmed_for_itself():
+    """One that was in time has right bytes, also if another was late; its engine fails the load."""
+    source = authority()
+    ticket = offered(source)
+    acquire(source, ticket, "A", 0, 2)
+    acquire(source, ticket, "A", 1, 2)
+    assert said(source, ticket, READ, "A", 0) == ("", [])
+    source.tick(LEASE + 1)
+    assert said(source, ticket, READ, "A", 0)[0] == ""
+    assert said(source, ticket, READ, "A", 1)[0] == "lease-ended"
+
+
+def test_a_new_start_confirms_nothing_of_the_last_one():
+    source = authority(generation=8)
+    ticket = offered(source)
+    acquire(source, ticket)
+    assert said(source, ticket, READ, generation=7) == ("restarted", [])
+
+
+def test_what_is_remembered_is_bounded(monkeypatch):
+    monkeypatch.setattr(EndedReadings, "MAX_READINGS", 2)
+    source = authority()
+    tickets = [offered(source, str(number)) for number in range(3)]
+    for ticket in tickets:
+        acquire(source, ticket)
+        settle(source, ticket, READ)
+    assert [said(source, ticket, READ)[0] for ticket in tickets] == ["lease-ended", "", ""]
+
+
+# -- withdrawn, offered again ---------------------------------------------------------------------
 
 
 def test_withdrawn_at_once_if_nobody_reads_it():
@@ -473,7 +610,7 @@ def test_every_rank_hears_of_a_release_under_the_sources_own_name():
         join(source, rank)
     ticket = offered(source, "mine")
     acquire(source, ticket)
-    effects = source.receive(2.0, "x", Settle(7, ticket.ticket_id, "A", 0, 1, READ))
+    effects = source.receive(2.0, "x", Settle(7, ticket.ticket_id, "A", 0, 1, token_of("A", 0), READ))
     notices = [e for e in effects if isinstance(e, Send) and isinstance(e.message, ReleaseNotice)]
     assert notices == [Send(f"rank {n}", ReleaseNotice(7, 1, (("mine", "read"),))) for n in range(3)]
 

@@ -3,8 +3,8 @@
 One source engine (an authority, ranks, a pool whose released blocks are overwritten at once), up to
 two destination engines of up to three ranks, a network that delays, reorders, drops and repeats, a
 transport whose reads end well, badly, late or never, planning that is slow or fails, restarts on both
-sides, clocks that agree on nothing but durations. ``KVFERRY_MODEL_EXAMPLES`` sets how many such lives
-are lived.
+sides, forgers who know every name, clocks that agree on nothing and may stop, or run too fast.
+``KVFERRY_MODEL_EXAMPLES`` sets how many such lives are lived.
 """
 
 import os
@@ -48,6 +48,7 @@ from kvferry.runtime.values import (
 )
 from kvferry.wire.messages import (
     PROTOCOL,
+    TOKEN_BYTES,
     Acquire,
     DescribeRanks,
     Join,
@@ -82,6 +83,7 @@ FORGERIES = {
 index = st.integers(0, 63)
 seldom = st.integers(0, 5).map(lambda number: number == 5)
 """For what would end every life early if it came as often as the rest."""
+FORGED = b"forged".ljust(TOKEN_BYTES)
 
 
 @dataclass
@@ -121,6 +123,8 @@ class Rank:
     engine: str
     reader: Reader
     offset: float
+    rate: float = 1.0
+    """How fast its clock runs."""
     finds: list[FindRanks] = field(default_factory=list)
     found: dict[Peer, set[int]] = field(default_factory=dict)
     """Which source ranks the last plan for a peer reads from."""
@@ -187,6 +191,9 @@ class World(RuleBasedStateMachine):
         self.num_starts = 0
         self.winners: dict[tuple[int, int], set[str]] = {}
         self.restarted_at: dict[int, float] = {}
+        self.src_rate = 1.0
+        self.are_clocks_true = True
+        """Whether all clocks have run at one rate so far."""
         self.described: dict[int, dict[int, RankDescription]] = {}
         """What the ranks of each start of the source engine are really like, once it is whole."""
 
@@ -237,7 +244,9 @@ class World(RuleBasedStateMachine):
     def start_readers(self, size, offset):
         self.num_starts += 1
         name = f"decode-{self.num_starts}"
-        self.ranks += [Rank(name, Reader(name, r, size, TIMING), offset) for r in range(size)]
+        for number in range(size):
+            key = f"{name}/{number}".ljust(TOKEN_BYTES).encode()
+            self.ranks.append(Rank(name, Reader(name, number, size, TIMING, key=key), offset))
 
     @property
     def src_now(self):
@@ -245,6 +254,13 @@ class World(RuleBasedStateMachine):
 
     def clock(self, rank):
         return self.now + rank.offset
+
+    def wait(self, seconds):
+        """Time passes, by each clock as fast as it runs."""
+        self.now += seconds
+        self.src_offset += seconds * (self.src_rate - 1)
+        for rank in self.ranks:
+            rank.offset += seconds * (rank.rate - 1)
 
     # -- effects ----------------------------------------------------------------------------------
 
@@ -657,25 +673,61 @@ class World(RuleBasedStateMachine):
         ticket = self.offers[which % len(self.offers)].ticket
         name, ticket_id = self.engine(engine)[0].engine, ticket.ticket_id
         message = (
-            Settle(self.generation, ticket_id, name, -1, 1 << 40, Outcome.READ),
-            Settle(self.generation, ticket_id, name, 7, 1 << 40, Outcome.UNREAD),
-            Settle(self.generation, ticket_id, "", 0, 1 << 40, Outcome.READ),
-            Settle(self.generation - 1, ticket_id, name, 0, 1 << 40, Outcome.READ),
-            Renew(1, self.generation, "", (ticket_id,)),
+            Settle(self.generation, ticket_id, name, -1, 1 << 40, FORGED, Outcome.READ),
+            Settle(self.generation, ticket_id, name, 7, 1 << 40, FORGED, Outcome.UNREAD),
+            Settle(self.generation, ticket_id, "", 0, 1 << 40, FORGED, Outcome.READ),
+            Settle(self.generation - 1, ticket_id, name, 0, 1 << 40, FORGED, Outcome.READ),
+            Renew(1, self.generation, "", 0, ((ticket_id, FORGED),)),
             ReleaseAck(self.generation - 1, 0, 1 << 40),
-            Acquire(1, ticket, "", 0, 1, 1 << 40),
+            Acquire(1, ticket, "", 0, 1, 1 << 40, FORGED),
             DescribeRanks(1, self.generation - 1, (0, 1)),
             DescribeRanks(1, self.generation, (-1, 1 << 40, 0, 0)),
         )[kind]
         self.packets.append(Packet(ADDRESS, "nobody", encode(message)))
 
+    @rule(which=index, outcome=st.sampled_from(Outcome), is_delivered=st.booleans())
+    def forge(self, which, outcome, is_delivered):
+        """Somebody knows every name and number of a fetch that is under way, but not its token."""
+        rank, job = self.pick(lambda rank: list(rank.reader._jobs.values()), which)
+        if job is None:
+            return
+        who = job.ticket.ticket_id, rank.engine, rank.reader.rank
+        for attempt in (job.attempt, job.attempt + 1):
+            settle = Settle(job.ticket.generation, *who, attempt, FORGED, outcome)
+            self.packets.append(Packet(ADDRESS, "nobody", encode(settle)))
+        renew = Renew(1, job.ticket.generation, *who[1:], ((job.ticket.ticket_id, FORGED),))
+        self.packets.append(Packet(ADDRESS, "nobody", encode(renew)))
+        if is_delivered:
+            self.deliver_all(is_backwards=False)
+
+    @rule(which=index, is_real=seldom)
+    def steal(self, which, is_real):
+        """Somebody has a copy of a ticket, asks for it under its reader's name, and settles it."""
+        rank, job = self.pick(lambda rank: list(rank.reader._jobs.values()), which)
+        if job is None or not is_real:
+            return
+        who = rank.engine, rank.reader.rank
+        ask = Acquire(1, job.ticket, *who, rank.reader.num_ranks, 1 << 40, FORGED)
+        settle = Settle(job.ticket.generation, job.ticket.ticket_id, *who, 1 << 40, FORGED, Outcome.READ)
+        self.packets += [Packet(ADDRESS, "nobody", encode(message)) for message in (ask, settle)]
+
     # -- time -------------------------------------------------------------------------------------
 
     @rule(seconds=st.sampled_from([0.25, 0.5, 1.0, 3.0, 8.75, 9.0, 25.0]), has_tick=st.booleans())
     def advance(self, seconds, has_tick):
-        self.now += seconds
+        self.wait(seconds)
         if has_tick:
             self.tick()
+
+    @rule(which=index, rate=st.sampled_from([0.0, 0.5, 1.0, 2.0]), is_real=seldom)
+    def bend_a_clock(self, which, rate, is_real):
+        """A paused virtual machine, a clock that is being corrected."""
+        if is_real and rate != 1.0:
+            self.are_clocks_true = False
+            if which == 0:
+                self.src_rate = rate
+            else:
+                self.ranks[which % len(self.ranks)].rate = rate
 
     @rule()
     def tick(self):
@@ -691,7 +743,7 @@ class World(RuleBasedStateMachine):
         """For a while everything works, reads excepted: without this, little would ever succeed."""
         for _ in range(rounds):
             self.work()
-            self.now += 0.5 if is_slow else 0.0
+            self.wait(0.5 if is_slow else 0.0)
             self.tick()
 
     def work(self):
@@ -714,8 +766,8 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def fencing(self):
-        """Whatever cover a reader believes in is real: the blocks are still the ticket's."""
-        for rank in self.ranks:
+        """Whatever cover a reader believes in is real, if clocks are: the blocks are still the ticket's."""
+        for rank in self.ranks if self.are_clocks_true else ():
             for job in rank.reader._jobs.values():
                 offer, _ = rank.fetched[job.handle]
                 if job.covered_until > self.clock(rank):
@@ -730,9 +782,13 @@ class World(RuleBasedStateMachine):
                 offer, _ = rank.fetched[job.handle]
                 if offer is not None and offer.is_owned and job.covered_until > self.clock(rank):
                     lease = self.authority._leases[offer.ticket.ticket_id]
-                    assert lease.reader == rank.engine, "granted, but bound to another"
-                    assert lease.settled.get(rank.reader.rank) is None, "settled while it is wanted"
-                    assert job.covered_until - rank.offset <= lease.deadline - self.src_offset
+                    assert lease.reading is not None
+                    assert lease.reading.reader == rank.engine, "granted, but bound to another"
+                    outcome = lease.reading.grants[rank.reader.rank].outcome
+                    is_wanted = job.phase is not Phase.CONFIRMING
+                    assert outcome is None or not is_wanted, "settled while it is wanted"
+                    if self.are_clocks_true:
+                        assert job.covered_until - rank.offset <= lease.deadline - self.src_offset
 
     @invariant()
     def leases_never_shrink(self):
@@ -766,6 +822,7 @@ class World(RuleBasedStateMachine):
             assert len(rank.reader._questions) <= 40 * max(1, len(rank.fetched))
         if self.offers:
             assert self.authority.num_leases <= len(self.offers)
+            assert len(self.authority._ended) <= len(self.offers)
             assert len(self.authority._by_deadline) <= len(self.offers)
 
     # -- and in the end ---------------------------------------------------------------------------
@@ -774,7 +831,9 @@ class World(RuleBasedStateMachine):
         """Liveness: once the world behaves, everything ends, by the deadlines that the machines name."""
         if not self.ranks:
             return
+        self.src_rate = 1.0
         for rank in self.ranks:
+            rank.rate = 1.0
             self.supply_all(rank)
         for _ in range(2000):
             self.work()
@@ -792,7 +851,7 @@ class World(RuleBasedStateMachine):
                 )
                 if wait == float("inf"):
                     break
-                self.now += max(0.0, wait)
+                self.wait(max(0.0, wait))
             self.tick()
         else:
             raise AssertionError("it does not come to rest")
@@ -814,6 +873,7 @@ class World(RuleBasedStateMachine):
         assert authority.num_leases == 0
         assert not authority._by_request
         assert not authority._by_deadline
+        assert not authority._ended
         assert authority.status()["unheard"] == 0
         for offer in self.offers:
             assert len(offer.releases) == 1, "released once"

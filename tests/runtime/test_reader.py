@@ -30,6 +30,7 @@ from kvferry.wire.ticket import Ticket
 
 TIMING = Timing(lease=30.0, meet=10.0, read=120.0, retry=0.5)
 PEER = Peer("prefill", 7, "src")
+KEY = bytes(range(32))
 RUNS = Runs(*(np.array([n], np.int64) for n in (0, 0, 8)))
 
 
@@ -49,7 +50,7 @@ class Driver:
     """A reader, and what it did last."""
 
     def __init__(self):
-        self.reader = Reader("A", 0, 2, TIMING)
+        self.reader = Reader("A", 0, 2, TIMING, key=KEY)
         self.effects = []
         self.now = 0.0
 
@@ -104,6 +105,11 @@ class Driver:
             self.met()
         self.selected(handle, selection(num_sources))
         return self.posted()
+
+    def confirmed(self, code="", detail=""):
+        """The authority's answer to the settlement that was sent last."""
+        settle = self.only(Settle)
+        return self.answer(SettleAck(settle.ticket_id, settle.reader_rank, settle.attempt, code, detail))
 
     def posted(self):
         """The slack is zeroed; the transfers that follow."""
@@ -165,14 +171,14 @@ def test_a_fetch_leases_meets_selects_reads_and_settles(it):
     it.at(3.0).ended(first, "")
     assert it.effects == []
     it.at(4.0).ended(second, "")
+    assert it.effects == [Send("src", Settle(7, 1, "A", 0, ask.attempt, ask.token, Outcome.READ))]
+    it.at(4.5).confirmed()
     report = it.only(Report)
     assert report.failure is None
     record = report.record
     assert (record.meet_seconds, record.post_seconds, record.move_seconds) == (1.0, 0.5, 2.5)
-    assert record.total_seconds == 4.0
+    assert (record.confirm_seconds, record.total_seconds) == (0.5, 4.5)
     assert (record.num_sources, record.num_bytes, record.outcome) == (2, 16, "read")
-    assert it.only(Settle) == Settle(7, 1, "A", 0, ask.attempt, Outcome.READ)
-    it.answer(SettleAck(1, 0, ask.attempt))
     assert is_empty(it.reader)
 
 
@@ -187,7 +193,7 @@ def test_a_held_ticket_is_leased_and_met_before_its_blocks_are_known(it):
     it.supply(1, fetch_of())
     assert it.only(Select).handle == 1
     it.at(601.0).selected(1, selection(1))
-    it.ended(*it.posted(), "")
+    it.ended(*it.posted(), "").confirmed()
     report = it.only(Report)
     assert report.failure is None
     assert report.record.total_seconds == 11.0, "counted from the supply, not from the hold"
@@ -268,6 +274,8 @@ def test_blocks_whose_slack_is_still_being_zeroed_are_not_given_back(it, is_abor
         it.abort(1)
     assert it.of(Report) == []
     it.at(3.0).ended(post.clear, "")
+    if not is_aborted:
+        it.confirmed()
     assert (it.only(Report).failure is None) is not is_aborted
 
 
@@ -333,7 +341,9 @@ def test_one_renewal_per_peer_when_a_third_is_gone(it):
     assert it.of(Renew) == []
     it.at(10.0).tick()
     renew = it.only(Renew)
-    assert (renew.generation, renew.reader, renew.ticket_ids) == (7, "A", (1, 2))
+    assert (renew.generation, renew.reader, renew.reader_rank) == (7, "A", 0)
+    (first, _), (second, _) = renew.tickets
+    assert (first, second) == (1, 2)
 
 
 def test_what_the_source_does_not_renew_fails(it):
@@ -343,33 +353,6 @@ def test_what_the_source_does_not_renew_fails(it):
     assert it.of(Report) == []  # its read is still under way
     it.ended(transfer, "")
     assert (it.failure(), it.outcome()) == ("lease-ended", Outcome.FAILED)
-
-
-def test_covering_waits_for_the_answer_that_proves_it(it):
-    (transfer,) = it.reading()
-    it.at(29.0).tick()
-    renew = it.only(Renew)
-    it.at(30.0).ended(transfer, "")
-    assert it.effects == []  # the lease that we know of is over
-    it.at(31.0).answer(Renewal(renew.nonce, 30_000, (1,), ()))
-    assert it.only(Report).failure is None
-
-
-def test_a_renewal_counts_from_the_moment_of_asking_too(it):
-    (transfer,) = it.reading()
-    it.at(10.0).tick()
-    it.at(29.0).answer(Renewal(it.only(Renew).nonce, 30_000, (1,), ()))
-    it.at(40.0).ended(transfer, "")
-    assert it.of(Report) == []
-
-
-def test_covering_gives_up_in_the_end(it):
-    (transfer,) = it.reading()
-    it.at(30.0).ended(transfer, "")
-    it.at(59.9).tick()
-    assert it.of(Report) == []
-    it.at(60.0).tick()
-    assert it.failure() == "lease-lapsed"
 
 
 def test_nothing_is_posted_under_a_lapsed_lease(it):
@@ -429,6 +412,102 @@ def test_an_answer_to_an_earlier_use_of_a_handle_is_not_for_the_later_one(it):
     it.answer(Grant(nonce, 1, 30_000))
     it.met()
     assert it.of(Select) == []
+
+
+# -- confirmed after the last byte ----------------------------------------------------------------
+
+
+def test_nothing_counts_before_the_source_has_said_so(it):
+    (transfer,) = it.reading()
+    settle = it.ended(transfer, "").only(Settle)
+    assert it.of(Report) == []
+    assert it.reader.status()["fetches"] == {"confirming": 1}
+    it.answer(SettleAck(1, 0, settle.attempt), "another")
+    it.answer(SettleAck(1, 0, settle.attempt + 1))
+    it.answer(SettleAck(2, 0, settle.attempt))
+    it.answer(SettleAck(1, 1, settle.attempt))
+    assert it.of(Report) == []
+    it.answer(SettleAck(1, 0, settle.attempt))
+    assert it.only(Report).failure is None
+
+
+@pytest.mark.parametrize(("code", "told"), [("lease-ended", "lease-ended"), ("restarted", "restarted")])
+def test_what_the_source_does_not_confirm_does_not_count(it, code, told):
+    (transfer,) = it.reading()
+    it.ended(transfer, "").confirmed(code)
+    assert (it.failure(), it.of(Settle), is_empty(it.reader)) == (told, [], True)
+
+
+def test_a_clock_that_stopped_makes_no_late_read_count(it):
+    """The reader's clock says that no time has passed; the source, that the lease is long over."""
+    (transfer,) = it.reading()
+    it.at(0.0).ended(transfer, "")
+    assert it.of(Report) == []
+    assert it.confirmed("lease-ended").failure() == "lease-ended"
+
+
+def test_a_clock_that_runs_too_fast_makes_no_read_fail_that_the_source_confirms(it):
+    (transfer,) = it.reading()
+    it.at(100.0).ended(transfer, "").confirmed()
+    assert it.only(Report).failure is None
+
+
+def test_a_confirmation_that_does_not_come_is_asked_for_again_and_given_up_in_the_end(it):
+    (transfer,) = it.reading()
+    settle = it.at(5.0).ended(transfer, "").only(Settle)
+    assert it.at(5.5).tick().only(Settle) == settle
+    assert it.at(34.9).tick().of(Report) == []
+    assert it.at(35.0).tick().failure() == "unconfirmed"
+    assert is_empty(it.reader)
+
+
+def test_no_lease_is_renewed_for_a_read_that_is_over(it):
+    (transfer,) = it.reading()
+    it.at(5.0).ended(transfer, "")
+    assert it.at(10.0).tick().of(Renew) == []
+
+
+def test_what_was_asked_before_the_end_does_not_decide_after_it(it):
+    """The lease that is not renewed any more may have ended because the read was settled."""
+    it.fetch(1, fetch_of())
+    first = it.only(Acquire).nonce
+    it.at(0.5).tick()
+    it.answer(Grant(it.only(Acquire).nonce, 1, 30_000))
+    it.met().selected(1, selection(1))
+    (transfer,) = it.posted()
+    renew = it.at(20.0).tick().only(Renew)
+    settle = it.ended(transfer, "").only(Settle)
+    assert it.answer(Renewal(renew.nonce, 30_000, (), (1,))).effects == []
+    assert it.answer(Denial(first, 1, "spent")).effects == []
+    it.answer(SettleAck(1, 0, settle.attempt))
+    assert it.only(Report).failure is None
+
+
+def test_an_abort_while_it_is_being_confirmed_is_reported_at_once_and_settled_once(it):
+    (transfer,) = it.reading()
+    settle = it.ended(transfer, "").only(Settle)
+    assert it.abort(1).failure() == "aborted"
+    assert it.of(Settle) == []
+    assert it.at(0.5).tick().only(Settle) == settle, "the source must hear of it"
+    assert it.answer(SettleAck(1, 0, settle.attempt)).effects == []
+    assert is_empty(it.reader)
+
+
+def test_a_token_is_of_one_ticket_and_shown_to_its_authority_alone(it):
+    """A forged ticket that names another authority must not tell it what the real one is shown."""
+    same = [it.fetch(handle, fetch_of()).only(Acquire).token for handle in (1,)]
+    it.abort(1)
+    same.append(it.fetch(2, fetch_of()).only(Acquire).token)
+    others = [
+        it.fetch(3, fetch_of(2)).only(Acquire).token,
+        it.fetch(4, fetch_of(generation=8)).only(Acquire).token,
+        it.fetch(5, fetch_of(authority="elsewhere")).only(Acquire).token,
+        it.fetch(6, fetch_of(engine="another")).only(Acquire).token,
+        Reader("A", 0, 2, key=KEY[::-1])._token(PEER, 1),
+    ]
+    assert same[0] == same[1]
+    assert len({same[0], *others}) == 6
+    assert {len(token) for token in others} == {16}
 
 
 # -- meeting --------------------------------------------------------------------------------------
@@ -601,7 +680,7 @@ def test_an_idle_peer_makes_room(it, monkeypatch):
     """Else each restart of a peer would take a place for good."""
     monkeypatch.setattr(Reader, "MAX_PEERS", 1)
     (transfer,) = it.reading()
-    it.ended(transfer, "")
+    it.ended(transfer, "").confirmed()
     it.fetch(2, fetch_of(generation=8))
     assert (it.of(Drop), it.of(Report)) == ([Drop(PEER)], [])
 
@@ -622,7 +701,7 @@ def test_one_of_four_sources_fails_and_the_report_waits_for_the_other_three(it):
 def test_an_end_that_nobody_knows_is_nobodys(it):
     (transfer,) = it.reading(handle=0)
     it.ended(999, "flushed")
-    it.ended(transfer, "")
+    it.ended(transfer, "").confirmed()
     assert it.only(Report).failure is None
     assert it.ended(transfer, "").effects == []
 
@@ -755,12 +834,17 @@ def test_two_fetches_of_one_ticket_settle_each_for_itself(it):
 def test_idle_means_that_nothing_is_to_be_done(it):
     assert it.reader.next_deadline() == float("inf")
     (transfer,) = it.reading()
-    it.ended(transfer, "")
-    it.answer(SettleAck(1, 0, it.only(Settle).attempt))
+    it.ended(transfer, "").confirmed()
     assert it.reader.next_deadline() == float("inf")
 
 
 @pytest.mark.parametrize(("name", "rank", "ranks"), [("", 0, 1), ("A", 1, 1), ("A", -1, 1)])
 def test_a_reader_has_a_name_and_a_rank(name, rank, ranks):
     with pytest.raises(SpecError, match="a name and a rank"):
-        Reader(name, rank, ranks)
+        Reader(name, rank, ranks, key=KEY)
+
+
+@pytest.mark.parametrize("key", [b"", b"guess me"])
+def test_a_reader_has_a_key_that_nobody_guesses(key):
+    with pytest.raises(SpecError, match="16 bytes or more"):
+        Reader("A", 0, 1, key=key)

@@ -42,9 +42,9 @@ DESCRIBED = RankDescription(b"layout", ((4096, "cuda:0"), (0, "cpu")), b"\xff")
 TO = (
     Hello(PROTOCOL, "A"),
     DescribeRanks(4, 7, (0, 5)),
-    Acquire(1, TICKET, "A", 0, 2, 5),
-    Renew(2, 7, "A", (1, 2, 3)),
-    Settle(7, 1, "A", 0, 5, Outcome.UNREAD),
+    Acquire(1, TICKET, "A", 0, 2, 5, b"token"),
+    Renew(2, 7, "A", 0, ((1, b"a token"), (2, b""), (3, b"another"))),
+    Settle(7, 1, "A", 0, 5, b"token", Outcome.UNREAD),
     Join(PROTOCOL, "prefill", 0, "memory", b"\x00", DESCRIBED),
     ReleaseAck(7, 0, 12),
 )
@@ -56,6 +56,7 @@ FROM = (
     Denial(1, 1, "taken"),
     Renewal(2, 30_000, (1,), (2, 3)),
     SettleAck(1, 0, 5),
+    SettleAck(1, 0, 5, "lease-ended", "too late"),
     ReleaseNotice(7, 3, (("r", "read"), ("s", "expired"))),
     JoinAck("prefill", 7),
 )

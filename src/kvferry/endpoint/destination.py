@@ -95,7 +95,7 @@ class Destination:
         regions = manifest.rank(rank).regions
         transport.register(regions)
         # These are the owner's alone.
-        self._reader = Reader(reader, rank, num_ranks, timing)
+        self._reader = Reader(reader, rank, num_ranks, timing, key=edges.random_bytes(32))
         self._found: dict[Peer, tuple[SharedPlan, float]] = {}
         """The plans of peers that are being met, and how long each took."""
         self._met: dict[Peer, MetPeer] = {}

@@ -1,8 +1,9 @@
 """The lease authority: the one place of a source engine that grants leases and ends them.
 
-A lease is the promise to keep a ticket's blocks untouched until a deadline. It is granted from the moment a
-reader *asked*, so that a reader can prove by its own clock alone that a read was covered. Deadlines only move
-away, never nearer; a ticket that is being read ends when its reader is through, or when its deadline passes.
+A lease is the promise to keep a ticket's blocks untouched until a deadline. Deadlines only move away, never
+nearer; a ticket that is being read ends when its reader is through, or when its deadline passes. A reader
+says that its read is over. If the lease is still held when that arrives, the blocks were untouched all the
+while, whatever any clock says, and the reader is told so: that answer is what makes a read count.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from heapq import heappop, heappush
 from itertools import islice
 
 from kvferry.runtime.failure import FailureCode
+from kvferry.runtime.lease import EndedReadings, Lease
 from kvferry.runtime.member import NOT_JOINED
 from kvferry.runtime.offers import Offers
 from kvferry.runtime.values import Merge, Released, Send, SourceEffect, Timing
@@ -55,42 +57,6 @@ class Assembly(StrEnum):
 
 
 @dataclass(slots=True)
-class _Lease:
-    ticket: Ticket
-    deadline: float
-    reader: str = ""
-    reader_ranks: int = 0
-    attempts: dict[int, int] = field(default_factory=dict)
-    """The latest attempt that is known of each of the reader's ranks."""
-    settled: dict[int, Outcome] = field(default_factory=dict)
-    is_withdrawn: bool = False
-    left_by: str = ""
-    """The last reader that gave it up unread, and its attempts: a late copy of theirs binds nothing."""
-    left_attempts: dict[int, int] = field(default_factory=dict)
-
-    def is_stale(self, reader: str, rank: int, attempt: int) -> bool:
-        """Whether this is a late message of an attempt that the reader's rank has left behind."""
-        is_left = reader == self.left_by and attempt <= self.left_attempts.get(rank, -1)
-        return is_left or attempt < self.attempts.get(rank, attempt)
-
-    def is_spent(self, rank: int, attempt: int) -> bool:
-        """Whether a rank of the reader is through with the ticket; one that read nothing may try anew."""
-        is_retry = self.settled.get(rank) is Outcome.UNREAD and attempt > self.attempts[rank]
-        return rank in self.settled and not is_retry
-
-    def bind(self, ask: Acquire) -> None:
-        """This reader's from now on."""
-        self.reader, self.reader_ranks = ask.reader, ask.reader_ranks
-        self.attempts[ask.reader_rank] = ask.attempt
-        self.settled.pop(ask.reader_rank, None)
-
-    def leave(self) -> None:
-        """Free for another reader."""
-        self.left_by, self.left_attempts = self.reader, self.attempts
-        self.reader, self.reader_ranks, self.attempts, self.settled = "", 0, {}, {}
-
-
-@dataclass(slots=True)
 class _Rank:
     """One rank of this engine that joined."""
 
@@ -127,7 +93,8 @@ class Authority:
     def __init__(self, offers: Offers, num_ranks: int, timing: Timing | None = None) -> None:
         self._offers, self._num_ranks = offers, num_ranks
         self._timing = timing or Timing()
-        self._leases: dict[int, _Lease] = {}
+        self._leases: dict[int, Lease] = {}
+        self._ended = EndedReadings(self._timing.lease)
         self._by_request: dict[str, int] = {}
         self._by_deadline: list[tuple[float, int]] = []
         """A heap of deadlines, each no later than its lease's own: leases only move away."""
@@ -141,7 +108,7 @@ class Authority:
 
     def offer(self, now: float, ticket: Ticket) -> list[SourceEffect]:
         """Pin the blocks of a ticket that was just made."""
-        lease = self._leases[ticket.ticket_id] = _Lease(ticket, now + self._timing.lease)
+        lease = self._leases[ticket.ticket_id] = Lease(ticket, now + self._timing.lease)
         heappush(self._by_deadline, (lease.deadline, ticket.ticket_id))
         self._by_request[ticket.request_id] = ticket.ticket_id
         return []
@@ -152,7 +119,7 @@ class Authority:
         if lease is None:
             return []
         lease.is_withdrawn = True
-        return [] if lease.reader else self._end(now, lease, "withdrawn")
+        return [] if lease.reading else self._end(now, lease, "withdrawn")
 
     @property
     def num_leases(self) -> int:
@@ -174,7 +141,7 @@ class Authority:
 
     def status(self) -> dict[str, object]:
         """What a person wants to know."""
-        read = sum(1 for lease in self._leases.values() if lease.reader)
+        read = sum(1 for lease in self._leases.values() if lease.reading)
         return {
             "engine": self._offers.engine,
             "generation": self._offers.generation,
@@ -198,8 +165,8 @@ class Authority:
             case Renew():
                 return [Send(reply_to, self._renew(now, message))]
             case Settle():
-                ack = Send(reply_to, SettleAck(message.ticket_id, message.reader_rank, message.attempt))
-                return [ack, *self._settle(now, message)]
+                ack, effects = self._settle(now, message)
+                return [Send(reply_to, ack), *effects]
             case Join():
                 return self._join(now, reply_to, message)
             case ReleaseAck():
@@ -217,6 +184,7 @@ class Authority:
                 effects += self._end(now, lease, "expired")
             else:  # renewed since it was queued
                 heappush(self._by_deadline, (lease.deadline, ticket_id))
+        self._ended.tick(now)
         for rank, notices in self._notices.items():
             if notices.unheard and now >= notices.sent_at + self._timing.retry:
                 effects += self._notify(now, rank)
@@ -224,10 +192,11 @@ class Authority:
 
     def next_deadline(self) -> float:
         """When ``tick`` has something to do at the latest."""
-        deadlines = [self._by_deadline[0][0]] if self._by_deadline else []
+        deadlines = [self._ended.next_deadline()]
+        deadlines += [self._by_deadline[0][0]] if self._by_deadline else []
         pending = [self._notices[rank] for rank in self._ranks if self._notices[rank].unheard]
         deadlines += [notices.sent_at + self._timing.retry for notices in pending]
-        return min(deadlines, default=float("inf"))
+        return min(deadlines)
 
     # -- readers -----------------------------------------------------------------------------------
 
@@ -266,51 +235,50 @@ class Authority:
             return no(FailureCode.ENDED, "the ticket was read, withdrawn, or its lease is over")
         if lease.deadline <= now:
             return no(FailureCode.ENDED, "its lease is over")
-        if not ask.reader or not 0 <= ask.reader_rank < ask.reader_ranks:
-            return no(FailureCode.READER, f"rank {ask.reader_rank} of {ask.reader_ranks} of {ask.reader!r}")
-        if lease.reader not in ("", ask.reader):
-            return no(FailureCode.TAKEN, "another engine reads it")
-        if lease.reader_ranks not in (0, ask.reader_ranks):
-            return no(FailureCode.READER, f"{ask.reader_ranks} ranks, but {lease.reader_ranks} before")
-        rank, attempt = ask.reader_rank, ask.attempt
-        if lease.is_stale(ask.reader, rank, attempt) or lease.is_spent(rank, attempt):
-            return no(FailureCode.SPENT, "this rank is through with it")
+        if refusal := lease.refusal(ask):
+            return no(*refusal)
         lease.bind(ask)
         self._extend(now, lease)
         return Grant(ask.nonce, ticket.ticket_id, int(self._timing.lease * 1000))
 
     def _renew(self, now: float, ask: Renew) -> Renewal:
         kept, ended = [], []
-        for ticket_id in ask.ticket_ids[:MAX_BATCH]:
-            lease = self._read_by(ask.reader, ask.generation, ticket_id)
-            if lease is None or lease.deadline <= now:
-                ended.append(ticket_id)
-            else:
+        for ticket_id, token in ask.tickets[:MAX_BATCH]:
+            lease = self._leases.get(ticket_id) if ask.generation == self._offers.generation else None
+            reading = lease.reading if lease is not None and now < lease.deadline else None
+            if lease and reading and reading.is_held(ask.reader, ask.reader_rank, token):
                 self._extend(now, lease)
                 kept.append(ticket_id)
+            else:
+                ended.append(ticket_id)
         return Renewal(ask.nonce, int(self._timing.lease * 1000), tuple(kept), tuple(ended))
 
-    def _read_by(self, reader: str, generation: int, ticket_id: int) -> _Lease | None:
-        """The lease that a reader names, if it is that reader's: of this start, and bound to it."""
-        lease = self._leases.get(ticket_id) if generation == self._offers.generation else None
-        return lease if lease is not None and lease.reader and lease.reader == reader else None
-
-    def _extend(self, now: float, lease: _Lease) -> None:
+    def _extend(self, now: float, lease: Lease) -> None:
         lease.deadline = max(lease.deadline, now + self._timing.lease)
 
-    def _settle(self, now: float, message: Settle) -> list[SourceEffect]:
-        rank, attempt = message.reader_rank, message.attempt
-        lease = self._read_by(message.reader, message.generation, message.ticket_id)
-        if lease is None or not 0 <= rank < lease.reader_ranks:
+    def _settle(self, now: float, message: Settle) -> tuple[SettleAck, list[SourceEffect]]:
+        """A rank of a reader is through with a ticket: whether that counts, and what follows."""
+
+        def ack(code: FailureCode | None = None, detail: str = "") -> SettleAck:
+            told = "" if code is None else code.value
+            return SettleAck(message.ticket_id, message.reader_rank, message.attempt, told, detail)
+
+        engine, generation = self._offers.engine, self._offers.generation
+        if message.generation != generation:
+            return ack(FailureCode.RESTARTED, f"this is {engine}, generation {generation}"), []
+        lease = self._leases.get(message.ticket_id)
+        if lease is not None and lease.reading is not None and lease.reading.settle(message):
+            return ack(), self._settled(now, lease)
+        ended = lease.left if lease is not None else self._ended.find(message.ticket_id)
+        if ended is not None and ended.is_settled(message):
+            return ack(), []
+        return ack(FailureCode.LEASE_ENDED, "the source holds no lease for this read any more"), []
+
+    def _settled(self, now: float, lease: Lease) -> list[SourceEffect]:
+        """A rank is through with its ticket; perhaps all of them are."""
+        outcomes = lease.reading.outcomes if lease.reading else set()
+        if not outcomes:
             return []
-        is_granted = lease.attempts.get(rank, attempt) == attempt
-        if not is_granted or lease.is_stale(message.reader, rank, attempt):
-            return []  # only the attempt that was granted can settle it; another may be of a forged ticket
-        lease.attempts[rank] = attempt
-        lease.settled.setdefault(rank, message.outcome)
-        if len(lease.settled) < lease.reader_ranks:
-            return []
-        outcomes = set(lease.settled.values())
         if outcomes != {Outcome.UNREAD}:
             return self._end(now, lease, "read" if outcomes == {Outcome.READ} else "failed")
         if lease.is_withdrawn:
@@ -394,10 +362,12 @@ class Authority:
 
     # -- the end of a lease ------------------------------------------------------------------------
 
-    def _end(self, now: float, lease: _Lease, reason: str) -> list[SourceEffect]:
+    def _end(self, now: float, lease: Lease, reason: str) -> list[SourceEffect]:
         """One release: to the engine, and to every rank, read from or not."""
-        request_id = lease.ticket.request_id
-        del self._leases[lease.ticket.ticket_id]
+        request_id, ticket_id = lease.ticket.request_id, lease.ticket.ticket_id
+        del self._leases[ticket_id]
+        if lease.reading is not None:
+            self._ended.remember(now, ticket_id, lease.reading)
         del self._by_request[request_id]
         effects: list[SourceEffect] = [Released(request_id, reason)]
         for rank, notices in self._notices.items():

@@ -46,9 +46,11 @@ class FailureCode(StrEnum):
     DENIED = "denied"
     """The source said no, for a reason that this version does not know; the detail has it."""
     LEASE_ENDED = "lease-ended"
-    """The source did not renew the lease: the read did not end in time."""
+    """The source's lease ended before the read did: what was read may not be what was asked for."""
     LEASE_LAPSED = "lease-lapsed"
-    """No lease provably covered the whole read."""
+    """The lease was not renewed in time: nothing was read."""
+    UNCONFIRMED = "unconfirmed"
+    """All bytes are in, but the source did not confirm in time that the lease was held until then."""
     TRANSPORT = "transport"
     """The fabric reported an error."""
     OVERDUE = "overdue"
@@ -143,6 +145,7 @@ _FROM_AUTHORITY = frozenset(
         FailureCode.TAKEN,
         FailureCode.SPENT,
         FailureCode.READER,
+        FailureCode.LEASE_ENDED,
     }
 )
 

@@ -20,14 +20,14 @@ class Phase(StrEnum):
     """Leased and met, and not yet told where the bytes go."""
     SELECTING = "selecting"
     READING = "reading"
-    COVERING = "covering"
-    """All bytes are in; waiting for the answer that proves the lease covered them."""
+    CONFIRMING = "confirming"
+    """All bytes are in, and the authority was told so; waiting for its word that they count."""
     FAILING = "failing"
     """Failed or aborted; waiting for posted reads to end."""
     QUARANTINED = "quarantined"
 
 
-_LEASED = (Phase.MEETING, Phase.HOLDING, Phase.SELECTING, Phase.READING, Phase.COVERING)
+_LEASED = (Phase.MEETING, Phase.HOLDING, Phase.SELECTING, Phase.READING)
 """Phases in which a lease is held and wanted."""
 
 
@@ -42,13 +42,16 @@ class FetchJob:
     peer: Peer
     attempt: int
     """Which fetch of this rank: what it says late must not count for a later fetch of the same ticket."""
+    token: bytes
+    """What its authority knows this rank by."""
     started: float
     met_at: float
     posted_at: float
     ended_at: float
     phase: Phase = Phase.LEASING
     covered_until: float = float("-inf")
-    """The lease provably lasts until then."""
+    """As far as our clock can say, the lease lasts until then. Nothing is posted after that; but a read
+    counts by what its authority says after its end, and never by a clock."""
     asked_at: float = float("-inf")
     """When the last acquire or renewal was sent."""
     is_asking: bool = False
@@ -57,8 +60,8 @@ class FetchJob:
     """The number of the zeroing of its slack, once its reads are asked for."""
     in_flight: set[int] = field(default_factory=set)
     """Whatever may still write to its blocks: reads, and the zeroing."""
-    is_denied: bool = False
-    """The authority refused it and holds nothing for it: there is nothing to settle."""
+    is_settled: bool = False
+    """The authority is being told how it ended, or holds nothing for it."""
     failure: Failure | None = None
     plan_seconds: float = 0.0
     num_bytes: int = 0
@@ -104,7 +107,7 @@ class FetchJob:
                 return self.met_at + timing.meet
             case Phase.READING | Phase.FAILING:
                 return self.posted_at + timing.read
-            case Phase.COVERING:
+            case Phase.CONFIRMING:
                 return self.ended_at + self.patience(timing)
             case Phase.HOLDING | Phase.QUARANTINED:
                 return float("inf")
@@ -122,6 +125,7 @@ class FetchJob:
             post_seconds=self.posted_at - self.met_at if self.has_posted else 0.0,
             move_seconds=self.ended_at - self.posted_at,
             predicted_seconds=self.predicted_seconds,
+            confirm_seconds=now - self.ended_at if self.phase is Phase.CONFIRMING else 0.0,
             total_seconds=now - self.started,
             way=self.way,
             outcome=(self.failure.code if self.failure else outcome).value,

@@ -59,7 +59,10 @@ class Questions:
 
 
 @dataclass(slots=True)
-class _Settlement:
+class Settlement:
+    """What an authority is told of a fetch."""
+
+    handle: int
     to: str
     message: Settle
     until: float
@@ -71,7 +74,7 @@ class Settlements:
 
     def __init__(self, timing: Timing) -> None:
         self._timing = timing
-        self._by_attempt: dict[int, _Settlement] = {}
+        self._by_attempt: dict[int, Settlement] = {}
 
     def __len__(self) -> int:
         return len(self._by_attempt)
@@ -79,14 +82,18 @@ class Settlements:
     def settle(self, now: float, job: FetchJob, message: Settle) -> list[Effect]:
         """A fetch is over: tell the authority, until it says that it knows."""
         to = job.peer.authority
-        self._by_attempt[job.attempt] = _Settlement(to, message, now + job.patience(self._timing), now)
+        until = now + job.patience(self._timing)
+        self._by_attempt[job.attempt] = Settlement(job.handle, to, message, until, now)
         return [Send(to, message)]
 
-    def acknowledged(self, address: str, ack: SettleAck) -> None:
-        """The authority knows."""
+    def acknowledged(self, address: str, ack: SettleAck) -> Settlement | None:
+        """The authority knows; what it was told, if it is the one that was told it."""
         settlement = self._by_attempt.get(ack.attempt)
-        if settlement is not None and settlement.to == address:
-            del self._by_attempt[ack.attempt]
+        if settlement is None or settlement.to != address:
+            return None
+        if (settlement.message.ticket_id, settlement.message.reader_rank) != (ack.ticket_id, ack.reader_rank):
+            return None
+        return self._by_attempt.pop(ack.attempt)
 
     def tick(self, now: float) -> list[Effect]:
         """Repeat what was not acknowledged; give up what matters no more."""

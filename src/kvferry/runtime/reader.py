@@ -2,18 +2,22 @@
 
 The life of a fetch::
 
-    LEASING ──▶ MEETING ──▶ SELECTING ──▶ READING ──▶ COVERING ──▶ reported, once
+    LEASING ──▶ MEETING ──▶ SELECTING ──▶ READING ──▶ CONFIRMING ──▶ reported, once
        └──────────┴───────────┴─────────────┴────────────┴──▶ failed: reported when nothing is in flight
 
 * A lease is asked for at once, and kept alive from then on, also while the peer is still being met. A ticket
   whose blocks are not known yet can be *held* until they are: HOLDING comes before SELECTING then.
-* A read counts only if a lease provably covered it: the grant lasts from the moment of asking, by our clock.
+* A read counts only if the source's authority has said so after its end: it still held the lease then. No
+  clock has a say in that. An authority that does not answer is asked again, for as long as a lease; then the
+  fetch has failed.
+* Names can be guessed. What proves to an authority who we are is a token, another one for each ticket.
 * Nothing is reported before the transport has reported the end of every posted read. A read that does not end
   in time is *quarantined*: counted and shown, its blocks kept; never reported as done.
 """
 
 from __future__ import annotations
 
+import hmac
 from collections import Counter, defaultdict
 from collections.abc import Collection
 from itertools import count
@@ -28,6 +32,7 @@ from kvferry.runtime.values import Cancel, Drop, Effect, Fetch, Peer, PostReads,
 from kvferry.wire.limits import check_name
 from kvferry.wire.messages import (
     MAX_BATCH,
+    TOKEN_BYTES,
     Acquire,
     Denial,
     FromAuthority,
@@ -48,16 +53,21 @@ class Reader:
     """The fetches of one destination rank. Call it with events and ``now``; carry out what it returns.
 
     ``reader`` names one *start* of the destination engine, the same on all its ranks and another one after
-    a restart: what an earlier start still has under way must not count for this one.
+    a restart: what an earlier start still has under way must not count for this one. ``key``: bytes that
+    nobody else knows or can guess; tokens are made from them.
     """
 
     MAX_PEERS = 1024
 
-    def __init__(self, reader: str, rank: int, num_ranks: int, timing: Timing | None = None) -> None:
+    def __init__(
+        self, reader: str, rank: int, num_ranks: int, timing: Timing | None = None, *, key: bytes
+    ) -> None:
         if not reader or not 0 <= rank < num_ranks:
             raise SpecError(f"a reader has a name and a rank, got {reader!r}, rank {rank} of {num_ranks}")
         check_name("the name of a reader", reader)
-        self.reader, self.rank, self.num_ranks = reader, rank, num_ranks
+        if len(key) < TOKEN_BYTES:
+            raise SpecError(f"a reader's key has {TOKEN_BYTES} bytes or more, got {len(key)}")
+        self.reader, self.rank, self.num_ranks, self._key = reader, rank, num_ranks, key
         self._timing = timing or Timing()
         self._meetings = Meetings(reader, self._timing)
         self._questions = Questions(self._timing)
@@ -98,8 +108,9 @@ class Reader:
             raise SpecError(f"a fetch with the handle {handle} is under way")
         peer = Peer(ticket.engine, ticket.generation, ticket.authority)
         attempt = next(self._numbers)
+        token = self._token(peer, ticket.ticket_id)
         job = FetchJob(
-            handle, ticket, fetch, peer, attempt, started=now, met_at=now, posted_at=now, ended_at=now
+            handle, ticket, fetch, peer, attempt, token, now, met_at=now, posted_at=now, ended_at=now
         )
         self._jobs[handle] = job
         if job.key in self._by_ticket:
@@ -111,6 +122,11 @@ class Reader:
             failure = Failure(FailureCode.TOO_MANY_PEERS, f"{self.MAX_PEERS} engines are in use")
             return self._fail(now, job, failure)
         return [*room, *self._acquire(now, job), *self._meet(now, peer)]
+
+    def _token(self, peer: Peer, ticket_id: int) -> bytes:
+        """What this rank shows to the authority of a ticket: the same each time, and to nobody else."""
+        named = f"{ticket_id}\0{peer.generation}\0{peer.authority}\0{peer.engine}".encode()
+        return hmac.digest(self._key, named, "sha256")[:TOKEN_BYTES]
 
     def abort(self, now: float, handle: int) -> list[Effect]:
         """Give a fetch up. It is reported as aborted once nothing of it is in flight."""
@@ -137,7 +153,7 @@ class Reader:
             case Renewal():
                 return self._renewed(now, reply_to, message)
             case SettleAck():
-                self._settlements.acknowledged(reply_to, message)
+                return self._acknowledged(now, reply_to, message)
             case _:
                 pass  # for ranks of a source engine
         return []
@@ -283,9 +299,8 @@ class Reader:
     def _acquire(self, now: float, job: FetchJob) -> list[Effect]:
         nonce, authority = next(self._numbers), job.peer.authority
         self._questions.ask(now, nonce, authority, [job])
-        return [
-            Send(authority, Acquire(nonce, job.ticket, self.reader, self.rank, self.num_ranks, job.attempt))
-        ]
+        who = self.reader, self.rank, self.num_ranks
+        return [Send(authority, Acquire(nonce, job.ticket, *who, job.attempt, job.token))]
 
     def _answered(self, reply_to: str, nonce: int) -> tuple[float, list[FetchJob]]:
         return self._questions.answered(reply_to, nonce, lambda job: self._jobs.get(job.handle) is job)
@@ -303,7 +318,9 @@ class Reader:
         failure = denied(denial.code, denial.detail)
         effects: list[Effect] = []
         for job in self._answered(reply_to, denial.nonce)[1]:
-            job.is_denied = job.covered_until == float("-inf")
+            if job.phase is Phase.CONFIRMING:
+                continue  # a late copy of our asking; what counts is the answer to the settlement
+            job.is_settled = job.is_settled or job.covered_until == float("-inf")
             effects += self._fail(now, job, failure)
             state = self._meetings.state(job.peer)
             if failure.code is FailureCode.RESTARTED and state not in (None, *AT_WORK):
@@ -329,8 +346,8 @@ class Reader:
     def _renew(self, now: float, peer: Peer, jobs: list[FetchJob]) -> Send:
         nonce = next(self._numbers)
         self._questions.ask(now, nonce, peer.authority, jobs)
-        ticket_ids = tuple(job.ticket.ticket_id for job in jobs)
-        return Send(peer.authority, Renew(nonce, peer.generation, self.reader, ticket_ids))
+        tickets = tuple((job.ticket.ticket_id, job.token) for job in jobs)
+        return Send(peer.authority, Renew(nonce, peer.generation, self.reader, self.rank, tickets))
 
     def _renewed(self, now: float, reply_to: str, renewal: Renewal) -> list[Effect]:
         asked_at, jobs = self._answered(reply_to, renewal.nonce)
@@ -340,7 +357,7 @@ class Reader:
             if job.ticket.ticket_id in kept:
                 job.covered_until = max(job.covered_until, asked_at + renewal.lease_ms / 1000)
                 effects += self._advance(now, job)
-            else:
+            elif job.phase is not Phase.CONFIRMING:  # else it ended because we said that we are through
                 failure = Failure(FailureCode.LEASE_ENDED, "the source did not renew it")
                 effects += self._fail(now, job, failure)
         return effects
@@ -359,12 +376,22 @@ class Reader:
                 job.phase = Phase.SELECTING
                 return [Select(job.handle, job.peer, job.fetch)]
         if job.phase is Phase.READING and not job.in_flight:
-            job.phase = Phase.COVERING
-        if job.phase is Phase.COVERING and job.covered_until > job.ended_at:
-            return self._report(now, job, Outcome.READ)
+            job.phase = Phase.CONFIRMING
+            return self._settle(now, job, Outcome.READ)
         if job.phase in (Phase.FAILING, Phase.QUARANTINED) and not job.in_flight:
-            return self._report(now, job, Outcome.FAILED if job.has_posted else Outcome.UNREAD)
+            outcome = Outcome.FAILED if job.has_posted else Outcome.UNREAD
+            return [*self._settle(now, job, outcome), *self._report(now, job, outcome)]
         return []
+
+    def _acknowledged(self, now: float, reply_to: str, ack: SettleAck) -> list[Effect]:
+        """The authority knows how a fetch ended; a read that it confirms counts."""
+        told = self._settlements.acknowledged(reply_to, ack)
+        job = None if told is None else self._jobs.get(told.handle)
+        if job is None or job.attempt != ack.attempt or job.phase is not Phase.CONFIRMING:
+            return []
+        if ack.code:
+            return self._fail(now, job, denied(ack.code, ack.detail))
+        return self._report(now, job, Outcome.READ)
 
     def _fail(self, now: float, job: FetchJob, failure: Failure) -> list[Effect]:
         """Remember the first reason; report it when nothing is in flight."""
@@ -389,8 +416,10 @@ class Reader:
                 failure = self._meetings.no_answer(job.peer)
             case Phase.SELECTING:
                 failure = Failure(FailureCode.OVERDUE, "its runs were not selected in time")
-            case Phase.COVERING:
-                failure = Failure(FailureCode.LEASE_LAPSED, "no lease provably covered the read")
+            case Phase.CONFIRMING:
+                seconds = job.patience(self._timing)
+                detail = f"{job.peer.engine} did not confirm the read within {seconds:g} s"
+                failure = Failure(FailureCode.UNCONFIRMED, detail)
             case _:
                 return self._quarantine(job)
         return self._fail(now, job, failure)
@@ -403,16 +432,18 @@ class Reader:
         job.phase = Phase.QUARANTINED
         return cancels
 
+    def _settle(self, now: float, job: FetchJob, outcome: Outcome) -> list[Effect]:
+        """Tell the authority how a fetch ended, once; that is repeated until it knows."""
+        if job.is_settled or self._by_ticket.get(job.key) != job.handle:
+            return []
+        job.is_settled = True
+        who = self.reader, self.rank, job.attempt, job.token
+        settle = Settle(job.peer.generation, job.ticket.ticket_id, *who, outcome)
+        return self._settlements.settle(now, job, settle)
+
     def _report(self, now: float, job: FetchJob, outcome: Outcome) -> list[Effect]:
-        """The one report; and the authority is told, until it notes it."""
+        """The one report."""
         del self._jobs[job.handle]
-        effects: list[Effect] = []
         if self._by_ticket.get(job.key) == job.handle:
             del self._by_ticket[job.key]
-            effects += [] if job.is_denied else self._settle(now, job, outcome)
-        return [*effects, Report(job.handle, job.failure, job.record(now, outcome))]
-
-    def _settle(self, now: float, job: FetchJob, outcome: Outcome) -> list[Effect]:
-        ticket_id, generation = job.ticket.ticket_id, job.peer.generation
-        settle = Settle(generation, ticket_id, self.reader, self.rank, job.attempt, outcome)
-        return self._settlements.settle(now, job, settle)
+        return [Report(job.handle, job.failure, job.record(now, outcome))]

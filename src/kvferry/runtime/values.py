@@ -176,6 +176,8 @@ class Record:
     """From there to the hand-over to the transport: selecting."""
     move_seconds: float = 0.0
     """From there to the last end: zeroing slack, and reading."""
+    confirm_seconds: float = 0.0
+    """From there until the source's authority had confirmed that the read counts."""
     predicted_seconds: float = 0.0
     """What moving was expected to take, with nothing else under way; 0 where nothing was posted."""
     total_seconds: float = 0.0

@@ -28,13 +28,14 @@ MAX_SHORT_BYTES = 64 << 10
 """Of a message that has no length of its own below: whoever sends it may be anybody."""
 TOO_LONG = "too-long"
 """What is answered to a longer one."""
+TOKEN_BYTES = 16
 
 
 class Outcome(StrEnum):
     """What became of one destination rank's read of a ticket."""
 
     READ = "read"
-    """Every byte is in, under a lease that covered the whole read."""
+    """Every byte is in; it counts once the authority has confirmed that its lease was still held then."""
     FAILED = "failed"
     UNREAD = "unread"
     """Given up before anything was posted: the ticket may serve another reader."""
@@ -109,6 +110,11 @@ class Acquire(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
     reader_ranks: int
     attempt: int
     """Grows with each fetch of this rank: tells a late message of an earlier fetch from one of this."""
+    token: bytes
+    """What only this rank knows, for this ticket. The grant is tied to it: renewals and the settlement must
+    show it, for names can be guessed. The reader makes it, and not the authority with the grant: so who gives
+    up before the grant has come can still say so, and who asks again with a copy of the ticket gets nothing.
+    """
 
 
 class Grant(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -135,7 +141,9 @@ class Renew(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     generation: int
     """Whose tickets: another start of the engine numbers its own from 1 again."""
     reader: Name
-    ticket_ids: tuple[int, ...]
+    reader_rank: int
+    tickets: tuple[tuple[int, bytes], ...]
+    """(ticket id, the rank's token for it)."""
 
 
 class Renewal(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -148,22 +156,32 @@ class Renewal(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 
 class Settle(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Reader → authority: this rank is through with the ticket. Repeated until acknowledged."""
+    """Reader → authority: this rank is through with the ticket; nothing of it is read any more.
+
+    Repeated until acknowledged.
+    """
 
     generation: int
     ticket_id: int
     reader: Name
     reader_rank: int
     attempt: int
+    token: bytes
     outcome: Outcome
 
 
 class SettleAck(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Authority → reader: the settle message arrived."""
+    """Authority → reader: the settle message arrived; for a read this is the confirmation that it counts.
+
+    Whoever asks again within a lease gets the same answer.
+    """
 
     ticket_id: int
     reader_rank: int
     attempt: int
+    code: str = ""
+    """Why it does not count. Empty: the lease was still held when the message arrived, after the read."""
+    detail: str = ""
 
 
 class Join(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
