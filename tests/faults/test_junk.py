@@ -73,7 +73,7 @@ def wrong_shapes():
         {"type": "Hello", "protocol": "one", "reader": "x"},
         {"type": "Hello", "protocol": PROTOCOL, "reader": "x", "more": 1},
         {"type": "Acquire", "nonce": 1, "ticket": {}},
-        {"type": "Renew", "nonce": 1, "generation": 2**63, "reader": "x", "ticket_ids": "all"},
+        {"type": "Renew", "nonce": 1, "generation": 2**63, "reader": "x", "reader_rank": 0, "tickets": "all"},
         {"type": "Settle", "outcome": "splendid"},
         {"type": ["Hello"]},
         [1, 2, 3],

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from kvferry.wire.messages import (
+    MAX_BATCH,
     MAX_MESSAGE_BYTES,
     PROTOCOL,
     DescribeRanks,
@@ -43,7 +44,7 @@ def test_questions_whose_answers_nobody_reads(victim_of, stranger_at):
 def test_messages_that_are_too_long_for_what_they_are(victim_of, stranger_at):
     """40 renewals of 8 MiB once made an authority deaf for 25 s, and its process stall with it."""
     victim = victim_of()
-    huge = msgspec.msgpack.encode(Renew(1, 0, "stranger", tuple([1] * ((8 << 20) - 100))))
+    huge = msgspec.msgpack.encode(Renew(1, 0, "stranger", 0, ((1, b""),) * ((8 << 18) - 100)))
     stranger, friend = stranger_at(victim.address, SNDHWM=0), stranger_at(victim.address)
     friend.say(HELLO)
     friend.hear()
@@ -64,7 +65,7 @@ def test_messages_that_are_too_long_for_what_they_are(victim_of, stranger_at):
     answer = stranger.hear()
     assert isinstance(answer, Rejected)
     assert (answer.code, "Renew" in answer.detail) == ("too-long", True)
-    good = Renew(2, 0, "stranger", tuple(range(4096)))
+    good = Renew(2, 0, "stranger", 0, tuple((number, bytes(16)) for number in range(MAX_BATCH)))
     stranger_at(victim.address)
     friend.say(good)
     answer = friend.hear()

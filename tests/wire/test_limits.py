@@ -59,7 +59,7 @@ def test_names_of_our_own_that_nobody_would_read_are_refused_at_once():
     with pytest.raises(SpecError, match="the name of an engine has 1 to 256 characters, got 5000"):
         Offers(LONG, 7, b"key", "tcp://127.0.0.1:5555", 30_000)
     with pytest.raises(SpecError, match="the name of a reader"):
-        Reader(LONG, 0, 1)
+        Reader(LONG, 0, 1, key=bytes(16))
     offers = Offers("prefill", 7, b"key", "tcp://127.0.0.1:5555", 30_000)
     with pytest.raises(SpecError, match="the name of a request has 1 to 1024 characters"):
         offers.make(LONG, {"full": BlockTable.of([1])}, 3)

@@ -179,9 +179,9 @@ class SettleAck(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tru
     ticket_id: int
     reader_rank: int
     attempt: int
-    code: str = ""
+    code: Name = ""
     """Why it does not count. Empty: the lease was still held when the message arrived, after the read."""
-    detail: str = ""
+    detail: Words = ""
 
 
 class Join(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
