@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from vllm.config import VllmConfig
@@ -76,8 +74,7 @@ class WorkerSide:
         self._join = join_of(manifest, transport.kind, transport.card())
 
     def _refused(self, source: Manifest, manifest: Manifest, rank: int, failure: Failure) -> None:
-        folder = self._options.dump or str(Path(tempfile.gettempdir()) / "kvferry")
-        dump_refusal(folder, source, manifest, rank, str(failure))
+        dump_refusal(self._options.dump, source, manifest, rank, str(failure))
 
     @property
     def join(self) -> Join | None:
