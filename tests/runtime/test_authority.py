@@ -13,6 +13,7 @@ from kvferry.runtime.lease import EndedReadings
 from kvferry.runtime.values import Merge, Send
 from kvferry.wire.messages import (
     MAX_BATCH,
+    OLDEST_PROTOCOL,
     PROTOCOL,
     TOKEN_BYTES,
     Acquire,
@@ -513,7 +514,12 @@ def test_readers_are_welcomed_once_every_rank_has_joined():
     join(source, 0, manifest=b"n")
     welcome = one(source.receive(0.0, "x", hello))
     assert welcome == Welcome(PROTOCOL, "prefill", 7, "memory", b"m+n")
-    assert one(source.receive(0.0, "x", Hello(PROTOCOL + 1, "A"))).code == "protocol"
+    assert one(source.receive(0.0, "x", Hello(PROTOCOL + 1, "A"))) == welcome, (
+        "it speaks so that we understand"
+    )
+    for other in (OLDEST_PROTOCOL - 1, PROTOCOL + 2):
+        refusal = one(source.receive(0.0, "x", Hello(other, "A")))
+        assert refusal == Rejected("protocol", f"this engine speaks {PROTOCOL}, the reader {other}")
 
 
 def test_ranks_are_described_to_whoever_asks_as_many_as_fit(monkeypatch):

@@ -10,6 +10,7 @@ from kvferry.runtime import Failure, FailureCode, Fetch, Reader, Report, Timing
 from kvferry.runtime.meetings import Meeting
 from kvferry.runtime.values import Build, Cancel, Drop, FindRanks, Peer, PostReads, Select, Send
 from kvferry.wire.messages import (
+    OLDEST_PROTOCOL,
     PROTOCOL,
     Acquire,
     Denial,
@@ -527,7 +528,8 @@ def test_not_ready_is_tried_again_until_the_deadline(it):
     ("message", "code"),
     [
         (Rejected("protocol"), "protocol"),
-        (welcome(protocol=PROTOCOL + 1), "protocol"),
+        (welcome(protocol=PROTOCOL + 2), "protocol"),
+        (welcome(protocol=OLDEST_PROTOCOL - 1), "protocol"),
         (welcome(generation=8), "restarted"),
         (welcome(engine="another"), "restarted"),
     ],

@@ -41,6 +41,7 @@ from kvferry.wire.messages import (
     SettleAck,
     ToAuthority,
     Welcome,
+    is_spoken,
 )
 from kvferry.wire.ticket import Ticket
 
@@ -201,7 +202,7 @@ class Authority:
     # -- readers -----------------------------------------------------------------------------------
 
     def _greet(self, hello: Hello) -> Welcome | Rejected:
-        if hello.protocol != PROTOCOL:
+        if not is_spoken(hello.protocol):
             return Rejected("protocol", f"this engine speaks {PROTOCOL}, the reader {hello.protocol}")
         if self._welcome is None:
             return Rejected("not-ready", f"{len(self._ranks)} of {self._num_ranks} ranks have joined")
@@ -294,7 +295,7 @@ class Authority:
 
         engine = self._offers.engine
         is_ours = join.engine == engine and 0 <= join.rank < self._num_ranks
-        if join.protocol != PROTOCOL or not is_ours:
+        if not is_spoken(join.protocol) or not is_ours:
             return no(f"{self._num_ranks} ranks of {engine} that speak protocol {PROTOCOL} belong here")
         known = self._ranks.get(join.rank)
         if known is not None and known.is_same(join):

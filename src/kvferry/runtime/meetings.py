@@ -31,6 +31,7 @@ from kvferry.wire.messages import (
     RankDescriptions,
     Rejected,
     Welcome,
+    is_spoken,
 )
 
 MAX_RANKS_BYTES = 64 << 20
@@ -166,7 +167,7 @@ class Meetings:
         effects: list[Effect] = []
         lost: Lost = []
         for peer in self._greeted_at(address):
-            if welcome.protocol != PROTOCOL:
+            if not is_spoken(welcome.protocol):
                 detail = f"this reader speaks {PROTOCOL}, the engine {welcome.protocol}"
                 lost.append((peer, Failure(FailureCode.PROTOCOL, detail)))
             elif (welcome.engine, welcome.generation) != (peer.engine, peer.generation):

@@ -19,7 +19,25 @@ from kvferry.wire.limits import Name, Words
 from kvferry.wire.ticket import Ticket
 
 PROTOCOL = 3
-"""The version of the messages and of what they promise. Peers of another version are turned away."""
+"""The version of the messages and of what they promise."""
+OLDEST_PROTOCOL = 3
+"""The oldest version that is still spoken: the one before ours, so that engines can be upgraded one by one.
+
+Version 2 proved nothing, so 3 is the first. A version says nothing that the one before it would read wrongly:
+a new field has a default and may be ignored (fields that are not known are), a new message is sent to nobody
+who has not said that it knows it. What cannot be said that way is understood in one version and said in the
+next.
+"""
+
+
+def is_spoken(protocol: int) -> bool:
+    """Whether a peer of that version is understood. One that is newer by one speaks so that we understand it.
+
+    >>> [version for version in range(PROTOCOL + 4) if is_spoken(version)]
+    [3, 4]
+    """
+    return OLDEST_PROTOCOL <= protocol <= PROTOCOL + 1
+
 
 MAX_MESSAGE_BYTES = 8 << 20
 MAX_BATCH = 4096
@@ -41,14 +59,14 @@ class Outcome(StrEnum):
     """Given up before anything was posted: the ticket may serve another reader."""
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class Hello(msgspec.Struct, frozen=True, tag=True):
     """Reader → authority: who are you?"""
 
     protocol: int
     reader: Name
 
 
-class RankDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RankDescription(msgspec.Struct, frozen=True):
     """One rank of a source engine, as its readers have to know it."""
 
     layout: bytes
@@ -64,7 +82,7 @@ class RankDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return len(self.layout) + len(self.card) + 32 * len(self.memory)
 
 
-class Welcome(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class Welcome(msgspec.Struct, frozen=True, tag=True):
     """Authority → reader: what is common to all ranks of the engine. Their layouts are asked for by rank."""
 
     protocol: int
@@ -75,7 +93,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
     """The engine's outline, msgpack, without the engine's name: equal for engines of equal geometry."""
 
 
-class DescribeRanks(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class DescribeRanks(msgspec.Struct, frozen=True, tag=True):
     """Reader → authority: how are these ranks laid out? Repeated for those that have not come yet."""
 
     nonce: int
@@ -83,7 +101,7 @@ class DescribeRanks(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields
     ranks: tuple[int, ...]
 
 
-class RankDescriptions(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class RankDescriptions(msgspec.Struct, frozen=True, tag=True):
     """Authority → reader: as many of them as fit into a message of moderate length."""
 
     nonce: int
@@ -92,14 +110,14 @@ class RankDescriptions(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fie
     ranks: dict[int, RankDescription]
 
 
-class Rejected(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class Rejected(msgspec.Struct, frozen=True, tag=True):
     """Authority → anybody: not now, or not you."""
 
     code: Name
     detail: Words = ""
 
 
-class Acquire(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class Acquire(msgspec.Struct, frozen=True, tag=True):
     """Reader → authority: one of the reader's ranks wants to read this ticket."""
 
     nonce: int
@@ -117,7 +135,7 @@ class Acquire(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
     """
 
 
-class Grant(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class Grant(msgspec.Struct, frozen=True, tag=True):
     """Authority → reader: the blocks stay untouched for this long after the asking."""
 
     nonce: int
@@ -125,7 +143,7 @@ class Grant(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     lease_ms: int
 
 
-class Denial(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class Denial(msgspec.Struct, frozen=True, tag=True):
     """Authority → reader: no, and why."""
 
     nonce: int
@@ -134,7 +152,7 @@ class Denial(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     detail: Words = ""
 
 
-class Renew(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class Renew(msgspec.Struct, frozen=True, tag=True):
     """Reader → authority: these reads are still wanted."""
 
     nonce: int
@@ -146,7 +164,7 @@ class Renew(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """(ticket id, the rank's token for it)."""
 
 
-class Renewal(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class Renewal(msgspec.Struct, frozen=True, tag=True):
     """Authority → reader: which of them go on, from the moment of asking, and which have ended."""
 
     nonce: int
@@ -155,7 +173,7 @@ class Renewal(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
     ended: tuple[int, ...]
 
 
-class Settle(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class Settle(msgspec.Struct, frozen=True, tag=True):
     """Reader → authority: this rank is through with the ticket; nothing of it is read any more.
 
     Repeated until acknowledged.
@@ -170,7 +188,7 @@ class Settle(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     outcome: Outcome
 
 
-class SettleAck(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class SettleAck(msgspec.Struct, frozen=True, tag=True):
     """Authority → reader: the settle message arrived; for a read this is the confirmation that it counts.
 
     Whoever asks again within a lease gets the same answer.
@@ -184,7 +202,7 @@ class SettleAck(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tru
     detail: Words = ""
 
 
-class Join(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class Join(msgspec.Struct, frozen=True, tag=True):
     """Source rank → its authority: here I am. Repeated; the answer lists what ended meanwhile."""
 
     protocol: int
@@ -204,7 +222,7 @@ class Join(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(self, previous=previous)
 
 
-class ReleaseNotice(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class ReleaseNotice(msgspec.Struct, frozen=True, tag=True):
     """Authority → source rank: these requests are released, by the source's own names.
 
     Repeated until acknowledged.
@@ -217,7 +235,7 @@ class ReleaseNotice(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields
     """(request id, reason)."""
 
 
-class ReleaseAck(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class ReleaseAck(msgspec.Struct, frozen=True, tag=True):
     """Source rank → authority: notices up to this number arrived."""
 
     generation: int
@@ -225,7 +243,7 @@ class ReleaseAck(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
     number: int
 
 
-class JoinAck(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class JoinAck(msgspec.Struct, frozen=True, tag=True):
     """Authority → source rank: you belong to this start of the engine."""
 
     engine: Name

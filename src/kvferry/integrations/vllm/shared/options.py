@@ -26,7 +26,7 @@ class Options:
     'tcp://10.0.0.7:*'
     >>> Options.of({"leese_seconds": 10}, host="10.0.0.7")
     Traceback (most recent call last):
-    kvferry.errors.SpecError: kv_connector_extra_config: unknown leese_seconds; known are advertise, dump, ...
+    kvferry.errors.SpecError: kv_connector_extra_config: unknown leese_seconds; known are advertise, ...
     """
 
     listen: str
