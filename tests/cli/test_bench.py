@@ -2,11 +2,14 @@
 
 import json
 import sys
+from importlib import import_module
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvferry.cli.bench import measure
+from kvferry.cli.bench.calls import CallTimes
 from kvferry.cli.bench.checks import contents, expected_pages, expected_whole
 from kvferry.cli.bench.engine import cache_manifest
 from kvferry.cli.bench.grid import NUM_LAYERS, RUN_BYTES, BenchCase, BlockOrder, CacheShape, Medium, grid
@@ -20,7 +23,18 @@ from kvferry.core.sample import sample_request
 from kvferry.core.select import select
 from kvferry.transport.cuda import has_cuda
 
-KEYS = {"format", "verdict", "machine", "versions", "times", "not_run", "failures", "wrong", "checked_bytes"}
+KEYS = {
+    "format",
+    "verdict",
+    "machine",
+    "versions",
+    "times",
+    "calls",
+    "not_run",
+    "failures",
+    "wrong",
+    "checked_bytes",
+}
 TIME_KEYS = {
     "medium": str,
     "rival": str,
@@ -154,7 +168,19 @@ def test_ratios_are_of_medians(capsys, monkeypatch):
     show(made_up())
     out = capsys.readouterr().out
     lines = [line.split() for line in out.splitlines()]
-    assert "1,024 4 KiB scattered 8.00 ms 4.00× 0.52 GB/s 0.12× 0.50×".split() in lines
+    assert [
+        "1,024",
+        "4",
+        "KiB",
+        "scattered",
+        "8.00",
+        "ms",
+        "4.00×",
+        "0.52",
+        "GB/s",
+        "0.12×",
+        "0.50×",
+    ] in lines
     assert "not run   cuda:0: there is none" in out
     assert out.splitlines()[-1].startswith("right: 18 reads checked")
 
@@ -202,6 +228,9 @@ def test_a_quick_run(cli, tmp_path):
     assert ways["direct"] == ways["fetch"] in ("direct", "emulated")
     assert {one["rival"] for one in found["not_run"]} >= {"mapped"}
     assert found["checked_bytes"] == len(found["times"]) << 20
+    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
+    keys = [*found, *found["machine"], *found["times"][0], *CallTimes.__annotations__, *found["not_run"][0]]
+    assert [key for key in keys if f"`{key}`" not in page] == []
 
 
 SPOILED = """
@@ -224,15 +253,18 @@ SPOILS = {
 }
 
 
+def spoil_reader(monkeypatch, folder, spoil):
+    """Have the reader's process do something after each direct read: it imports this from a file."""
+    (folder / "spoiled_reader.py").write_text(SPOILED.format(spoil=spoil), encoding="utf-8")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "spoiled_reader", raising=False)
+    monkeypatch.setattr(measure, "BenchReader", import_module("spoiled_reader").Spoiled)
+
+
 @pytest.mark.parametrize("spoil", SPOILS)
 def test_a_read_that_leaves_a_cell_wrong_fails_loudly(cli, tmp_path, monkeypatch, spoil):
     pytest.importorskip("nixl", exc_type=ImportError)
-    (tmp_path / "spoiled_reader.py").write_text(SPOILED.format(spoil=SPOILS[spoil]), encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "spoiled_reader", raising=False)
-    import spoiled_reader
-
-    monkeypatch.setattr(measure, "BenchReader", spoiled_reader.Spoiled)
+    spoil_reader(monkeypatch, tmp_path, SPOILS[spoil])
     words = "--quick --memory host --runs 64 --only direct --only nixl --only copy"
     ran = cli("bench", *words.split())
     assert ran.code == 1
@@ -245,12 +277,7 @@ def test_a_read_that_leaves_a_cell_wrong_fails_loudly(cli, tmp_path, monkeypatch
 
 def test_a_rival_that_fails_is_named_and_others_go_on(cli, tmp_path, monkeypatch):
     pytest.importorskip("nixl", exc_type=ImportError)
-    raising = 'raise RuntimeError("the dog ate it")'
-    (tmp_path / "raising_reader.py").write_text(SPOILED.format(spoil=raising), encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    import raising_reader
-
-    monkeypatch.setattr(measure, "BenchReader", raising_reader.Spoiled)
+    spoil_reader(monkeypatch, tmp_path, 'raise RuntimeError("the dog ate it")')
     path = tmp_path / "bench.json"
     words = "--quick --memory host --runs 64 --only direct --only nixl"
     assert cli("bench", *words.split(), "--json", path).code == 1

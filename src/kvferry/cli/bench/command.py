@@ -109,7 +109,7 @@ def bench(
     num_steps = sum(len(some) for shapes in cases.values() for some in shapes)
     with progress(num_steps, "measuring", visible=True) as step:
         for medium in media:
-            measure(medium, cases[medium], rivals[medium], num_turns, report, step)
+            measure(medium, cases[medium], rivals[medium], num_turns, report, step, with_calls=not quick)
     show(report)
     if json_file:
         json_file.write_text(json.dumps(report.as_object(), indent=1) + "\n", encoding="utf-8")

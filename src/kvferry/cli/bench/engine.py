@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvferry.cli.bench.grid import NUM_LAYERS, TOKENS_PER_BLOCK, CacheShape
+from kvferry.core.identity import STATED, Identity
 from kvferry.core.manifest import Manifest, Region
 from kvferry.models import Layer, Model, Topology, describe
 from kvferry.models.cache import attention
 from kvferry.runtime import Timing
 
 GROUP = "full"
+NUMBERED_CELLS = Identity.of({STATED: "cells numbered by kvferry bench"})
 BENCH_TIMING = Timing(lease=300, meet=60, read=300)
 """A slow fabric may take minutes; nobody is to give up meanwhile."""
 
@@ -25,4 +27,4 @@ def cache_manifest(engine: str, shape: CacheShape, memory: Region) -> Manifest:
         replace(region, address=memory.address + i * shape.layer_bytes, device=memory.device)
         for i, region in enumerate(rank.regions)
     )
-    return replace(manifest, ranks=(replace(rank, regions=regions),))
+    return replace(manifest, ranks=(replace(rank, regions=regions),), identity=NUMBERED_CELLS)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import secrets
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any
 
-from kvferry.cli.bench.grid import BenchCase, Medium, largest
+from kvferry.cli.bench.grid import BenchCase, BlockOrder, Medium, largest
 from kvferry.cli.bench.memory import BenchSetup
 from kvferry.cli.bench.reader import BenchReader
 from kvferry.cli.bench.report import BenchReport, NotRun, RivalTimes
@@ -44,11 +43,13 @@ def measure(
     num_turns: int,
     report: BenchReport,
     step: Step,
+    *,
+    with_calls: bool,
 ) -> None:
-    """Run all cases; what was found is added to the report."""
+    """Run all cases, then time calls if asked to; what was found is added to the report."""
     env = environment(medium)
     with tempfile.TemporaryDirectory() as folder:
-        setup = BenchSetup(medium.device, largest(shapes), secrets.token_bytes(32), folder)
+        setup = BenchSetup(medium.device, largest(shapes), folder)
         with closing(Worker("bench-src", BenchSource, setup, env=env)) as source:
             card = source.call("card", timeout=CALL_SECONDS)
             with closing(Worker("bench-dst", BenchReader, setup, card, env=env)) as reader:
@@ -59,6 +60,8 @@ def measure(
                     for case in cases:
                         contest.run(case, num_turns)
                         step("")
+                if with_calls:
+                    contest.time_calls(case for cases in shapes for case in cases)
 
 
 class _Contest:
@@ -102,6 +105,14 @@ class _Contest:
             self._report.times.append(
                 RivalTimes(self._medium.name, case, rival, last.way, last.num_runs, seconds)
             )
+
+    def time_calls(self, cases: Iterable[BenchCase]) -> None:
+        """What a call costs while the largest of these reads are under way."""
+        if Rival.DIRECT in self._rivals:
+            scattered = [case for case in cases if case.order is BlockOrder.SCATTERED]
+            largest_case = max(scattered, key=lambda case: case.total_bytes)
+            found = self._ask(self._reader, "call_times", self._medium.name, largest_case)
+            self._report.calls.append(found)
 
     def _round(
         self, case: BenchCase, rivals: Sequence[Rival], *, is_checked: bool = False

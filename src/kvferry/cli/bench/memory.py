@@ -20,8 +20,6 @@ class BenchSetup:
 
     device: str
     num_bytes: int
-    secret: bytes
-    """Of kvferry's own two engines."""
     folder: str
     """For files that both may need."""
 

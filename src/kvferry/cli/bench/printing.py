@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvferry.cli.bench.report import BenchReport, BenchVerdict, RivalTimes, by_case, speed_ratio
+from kvferry.cli.bench.calls import CallTimes
+from kvferry.cli.bench.report import BenchReport, BenchVerdict, NotRun, RivalTimes, by_case, speed_ratio
 from kvferry.cli.bench.rivals import Rival
 from kvferry.cli.output import (
     console,
@@ -31,6 +32,7 @@ def show(report: BenchReport) -> None:
         present = list(dict.fromkeys(one.rival for one in times))
         for rival in [one for one in present if one.is_ours] or present:
             _show_rival(rival, times, [one for one in COLUMNS if one in present and one is not rival])
+    _show_calls(report.calls)
     _show_machine(report)
     _conclude(report)
 
@@ -67,10 +69,38 @@ def _show_machine(report: BenchReport) -> None:
         ("device", machine["device"]),
         ("load", f"{machine['load']:g} when it began"),
         ("versions", ", ".join(f"{name} {number}" for name, number in report.versions.items())),
-        *(("not run", f"{one.medium} {one.rival}".strip() + f": {one.why}") for one in report.not_run),
+        *_not_run(report.not_run),
     ]
     labelled(out, rows)
     out.print()
+
+
+def _show_calls(calls: Sequence[CallTimes]) -> None:
+    """What a read costs its caller."""
+    for one in calls:
+        p50, p99, first, second = (
+            milliseconds(1e3 * seconds)
+            for seconds in (one.call_p50_s, one.call_p99_s, one.first_read_s, one.second_read_s)
+        )
+        line = (
+            f"{one.medium}: read() returns within {p50} (p50), {p99} (p99 of {one.num_calls:,} calls) while"
+            f" large reads are under way; the first read after connecting takes {first}, the next {second};"
+            f" an idle transport takes {one.idle_cores:.3f} cores"
+        )
+        wrapped(console(), [line])
+    if calls:
+        console().print()
+
+
+def _not_run(not_run: Sequence[NotRun]) -> list[tuple[str, str]]:
+    """Who did not take part, and why; the same for several kinds of memory is said once."""
+    media: dict[tuple[str, str], list[str]] = {}
+    for one in not_run:
+        media.setdefault((one.rival, one.why), []).append(one.medium)
+    return [
+        ("not run", f"{rival} ({', '.join(names)}): {why}" if rival else f"{', '.join(names)}: {why}")
+        for (rival, why), names in media.items()
+    ]
 
 
 def _conclude(report: BenchReport) -> None:

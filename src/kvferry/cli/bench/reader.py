@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from kvferry.cli.bench.calls import CallTimes, time_calls
 from kvferry.cli.bench.checks import Stretch, contents, expected_pages, expected_whole
 from kvferry.cli.bench.grid import BenchCase, CacheShape
 from kvferry.cli.bench.memory import BenchMemory, BenchSetup
@@ -50,7 +51,7 @@ class BenchReader:
             case Rival.MAPPED:
                 return TransportReads(self._memory, self._source, MappedReads.REQUIRE)
             case Rival.FETCH:
-                return Fetches(self._memory, self._setup.secret)
+                return Fetches(self._memory)
             case Rival.NIXL:
                 return RawList(self._opened())
             case Rival.ONE_RUN:
@@ -87,6 +88,10 @@ class BenchReader:
             expected = expected_whole if contender.is_whole else expected_pages
             self._expected[key] = expected(case, self._contents)
         return self._expected[key]
+
+    def call_times(self, medium: str, case: BenchCase) -> CallTimes:
+        """What calls of a transport cost while reads of a case are under way."""
+        return time_calls(medium, self._memory.region, self._source, case)
 
     def drop(self, rival: Rival) -> None:
         """Do without a rival from now on."""

@@ -8,6 +8,7 @@ from enum import StrEnum
 from statistics import median
 from typing import Any
 
+from kvferry.cli.bench.calls import CallTimes
 from kvferry.cli.bench.grid import BenchCase
 from kvferry.cli.bench.rivals import Rival
 
@@ -89,6 +90,7 @@ class BenchReport:
     machine: Mapping[str, Any]
     versions: Mapping[str, str]
     times: list[RivalTimes] = field(default_factory=list)
+    calls: list[CallTimes] = field(default_factory=list)
     not_run: list[NotRun] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
@@ -109,6 +111,7 @@ class BenchReport:
             "machine": dict(self.machine),
             "versions": dict(self.versions),
             "times": [one.as_object() for one in self.times],
+            "calls": [one.as_object() for one in self.calls],
             "not_run": [{"medium": one.medium, "rival": one.rival, "why": one.why} for one in self.not_run],
             "failures": self.failures,
             "wrong": self.wrong,

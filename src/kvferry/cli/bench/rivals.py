@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
 from dataclasses import dataclass
@@ -121,16 +120,13 @@ class Fetches(Contender):
 
     _destination: Destination | None = None
 
-    def __init__(self, memory: BenchMemory, secret: bytes) -> None:
-        self._memory, self._secret = memory, secret
+    def __init__(self, memory: BenchMemory) -> None:
+        self._memory = memory
 
     def lay_out(self, shape: CacheShape) -> None:
         self.close()
         manifest = cache_manifest("dst", shape, self._memory.region)
-        name = f"bench#{secrets.token_hex(8)}"
-        self._destination = Destination(
-            manifest, 0, NixlTransport(), reader=name, secret=self._secret, timing=BENCH_TIMING
-        )
+        self._destination = Destination(manifest, 0, NixlTransport(), timing=BENCH_TIMING)
 
     def read(self, case: BenchCase, offer: Any) -> float:
         assert self._destination is not None

@@ -59,8 +59,8 @@ class _OfferingEngine:
 
     def __init__(self, shape: CacheShape, memory: BenchMemory, setup: BenchSetup) -> None:
         manifest = cache_manifest("src", shape, memory.region)
-        self._engine = SourceEngine("src", 1, secret=setup.secret, timing=BENCH_TIMING)
-        self._rank = SourceRank(self._engine.address, manifest, NixlTransport(), secret=setup.secret)
+        self._engine = SourceEngine("src", 1, timing=BENCH_TIMING)
+        self._rank = SourceRank(self._engine.invitation, manifest, NixlTransport())
         until(lambda: self._rank.is_joined and self._engine.is_whole, "the source rank joins its engine")
 
     def offer(self, request_id: str, case: BenchCase) -> Ticket:
