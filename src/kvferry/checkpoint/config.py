@@ -1,0 +1,112 @@
+"""A model's configuration as values of its identity: every key counts, but for a short list."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+MAX_VALUES = 1024
+"""Of one configuration; what is more becomes one digest."""
+MAX_SHOWN = 160
+"""Characters of a value; of a longer one the beginning and a digest are kept."""
+MAX_KEY = 160
+
+NAMES = frozenset(
+    {
+        *("_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "auto_map"),
+        *("tokenizer_class", "id2label", "label2id", "problem_type", "finetuning_task"),
+    }
+)
+"""What something is called, and who wrote it."""
+OUTPUTS = frozenset(
+    {
+        *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits"),
+        *(
+            "torchscript",
+            "chunk_size_feed_forward",
+            "do_sample",
+            "temperature",
+            "top_k",
+            "top_p",
+            "num_beams",
+        ),
+        *("max_length", "min_length", "max_new_tokens", "repetition_penalty"),
+        *(f"{kind}_token_id" for kind in ("bos", "cls", "decoder_start", "eos", "mask", "pad", "sep", "unk")),
+    }
+)
+"""How answers are made and returned. A request comes as token ids, so special tokens need no names."""
+TRAINING = frozenset(
+    {
+        *("initializer_range", "initializer_factor", "gradient_checkpointing", "pretraining_tp"),
+        *("router_aux_loss_coef", "router_z_loss_coef", "aux_loss_alpha", "seq_aux"),
+    }
+)
+ELSEWHERE = frozenset({"dtype", "torch_dtype", "tie_word_embeddings"})
+"""Engines override these, so an engine says of itself what it uses."""
+NOT_COUNTED = NAMES | OUTPUTS | TRAINING | ELSEWHERE
+DROPOUT = ("dropout", "_pdrop", "dropout_prob")
+"""How the names of values end that count in training only."""
+
+
+def config_values(config: Mapping[str, Any], *, without: frozenset[str] = frozenset()) -> dict[str, str]:
+    """The values of a configuration that may shape a number, nested keys joined by dots.
+
+    What is not set (null, false, empty) is left out: newer libraries add such keys to older configurations.
+
+    >>> config_values({"rope_parameters": {"rope_theta": 1e4}, "use_cache": True, "attention_bias": False})
+    {'rope_parameters.rope_theta': '10000'}
+    """
+    leaves = sorted(_leaves(config, "", NOT_COUNTED | without))
+    values = {name: _shown(text) for name, text in leaves[:MAX_VALUES]}
+    if rest := leaves[MAX_VALUES:]:
+        values["(more)"] = f"{len(rest)} values, digest {short_digest(json.dumps(rest))}"
+    return values
+
+
+def _leaves(config: Mapping[str, Any], above: str, left_out: frozenset[str]) -> Iterator[tuple[str, str]]:
+    for key, value in config.items():
+        if str(key) in left_out or str(key).endswith(DROPOUT) or _is_unset(value):
+            continue
+        name = f"{above}{str(key)[:MAX_KEY]}"
+        if isinstance(value, Mapping) and len(name) < MAX_KEY:
+            yield from _leaves(value, f"{name}.", left_out)
+        else:
+            yield name, canonical(value)
+
+
+def _is_unset(value: object) -> bool:
+    return value is None or value is False or (isinstance(value, str | list | tuple | Mapping) and not value)
+
+
+def canonical(value: object) -> str:
+    """A value as text, the same for the same meaning: 10000.0 is 10000, and the order of keys is none.
+
+    >>> canonical([1e4, {"b": 1, "a": None}])
+    '[10000, {"a": null, "b": 1}]'
+    """
+    return value if isinstance(value, str) else json.dumps(_plain(value), sort_keys=True, default=str)
+
+
+def _plain(value: object) -> object:
+    match value:
+        case float() if value.is_integer() and abs(value) < 1 << 53:
+            return int(value)
+        case Mapping():
+            return {str(key): _plain(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_plain(each) for each in value]
+        case set() | frozenset():
+            return sorted(map(canonical, value))
+        case _:
+            return value
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}… (digest {short_digest(text)})"
+
+
+def short_digest(text: str) -> str:
+    """16 hexadecimal digits that stand for a text."""
+    return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).hexdigest()
