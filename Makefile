@@ -59,12 +59,9 @@ format: $(READY) ## rewrite files the way `make lint` wants them
 	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
 
-# Where the environment with vLLM has been made, its own worker takes part.
-BENCH := $(if $(wildcard $(VLLM)/.ready),$(VLLM)/bin/python,$(BIN)/python) -m kvferry bench
-
-bench: $(READY) ## time the core, every way to move bytes side by side, and whole fetches
+bench: $(READY) ## time the core, and the transport and whole fetches against NIXL alone
 	@$(BIN)/python benchmarks/core.py
-	@$(BENCH) --json benchmarks/bench.json
+	@$(BIN)/python benchmarks/transport.py
 	@$(BIN)/python benchmarks/runtime.py
 
 law: $(READY) ## the long property run (EXAMPLES=20000)

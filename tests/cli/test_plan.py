@@ -229,3 +229,39 @@ def test_only_the_ranks_that_are_refused_are_named(cli, tmp_path):
     assert {tuple(finding["dst_ranks"]) for finding in ran.answer["findings"]} == {(1,), (2,)}
     assert cli("plan", *ends, "--dst-rank", 0).code == 0
     assert "dst ranks" in cli("plan", *ends).out
+
+
+def identified(tmp_path, name, known, unknown=None, **more):
+    """A manifest file of an engine that says which model it runs."""
+    identity = kvferry.Identity.of(known, unknown, **more)
+    path = tmp_path / f"{name}.json"
+    path.write_bytes(manifest_to_json(replace(describe(model_named("gpt2"), Topology()), identity=identity)))
+    return path
+
+
+def test_plan_says_whether_two_models_are_the_same(cli, tmp_path):
+    """RB-9: the same, other, or nobody can tell; and with `required` that is a refusal."""
+    known = {"architecture": "gpt2", "weights.content": "1f"}
+    one = identified(tmp_path, "one", known)
+    other = identified(tmp_path, "other", {**known, "weights.content": "2e"})
+    dummy = identified(tmp_path, "dummy", {"architecture": "gpt2"}, {"weights": "dummy"})
+    strict = identified(tmp_path, "strict", known, is_required=True)
+
+    same = cli("plan", one, one)
+    assert (same.code, "the same model (2 parts of the identity equal)" in same.out) == (0, True)
+    differs = cli("plan", one, other)
+    assert (differs.code, "the models differ in weights.content" in differs.out) == (1, True)
+    (found,) = cli("plan", one, other, "--json").answer["findings"]
+    assert (found["code"], found["src"], found["dst"]) == ("identity-differs", "1f", "2e")
+    nobody = cli("plan", dummy, one, "--json")
+    assert (nobody.code, nobody.answer["identity"]["num_equal"]) == (0, 1)
+    assert [each["field"] for each in nobody.answer["identity"]["unknown"]] == ["weights"]
+    (found,) = cli("plan", dummy, strict, "--json").answer["findings"]
+    assert (found["code"], found["field"]) == ("identity-unknown", "weights")
+
+
+def test_models_of_the_catalogue_know_their_architecture(cli):
+    """RB-9: equal shapes, other architectures."""
+    two = ("--src-model", "llama-3.1-8b", "--dst-model", "mixtral-8x7b", "--src", "tp=2", "--dst", "tp=2")
+    (found,) = cli("plan", *two, "--json").answer["findings"]
+    assert (found["code"], found["src"], found["dst"]) == ("identity-differs", "llama", "mixtral")

@@ -24,12 +24,24 @@ CHOSEN = (
     "test_requests.py::test_a_lease_is_kept_while_its_request_waits",
     "test_requests.py::test_the_decode_engine_preempts",
     "test_faults.py::*gemma3-fail*",
+    # The same model, or another one.
+    "test_same_model.py::test_the_same_weights*",
+    "test_same_model.py::test_other_weights*",
     # What an operator sees.
     "test_watching.py::*",
 )
 
 
+NOT_CHOSEN = (
+    # A read over TCP, caught in the middle: on two busy cores it sometimes has not begun within 30 s, and
+    # why is not known yet. `make e2e-full` runs them.
+    "test_faults.py::test_the_prefill_engine_dies_during_the_read*",
+    "test_faults.py::test_the_prefill_engine_sleeps_for_longer_than_its_lease*",
+)
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     name = item.nodeid.removeprefix("tests/e2e/")
-    if any(fnmatchcase(name, pattern) for pattern in CHOSEN):
+    is_left_out = any(fnmatchcase(name, pattern) for pattern in NOT_CHOSEN)
+    if not is_left_out and any(fnmatchcase(name, pattern) for pattern in CHOSEN):
         item.add_marker(pytest.mark.chosen)

@@ -40,6 +40,7 @@ from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import Attention as AttentionLayer
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.platforms import current_platform
@@ -542,6 +543,7 @@ class Engine:
         num_tokens: int = NUM_TOKENS,
         params: Params | None = None,
         request_id: str = "",
+        lora: LoRARequest | None = None,
         **sampling_args: Any,
     ) -> Answer:
         """Hand in a request. ``params`` go through JSON, as through a router."""
@@ -558,7 +560,7 @@ class Engine:
             sampling_params=sampling,
             pooling_params=None,
             arrival_time=time.time(),
-            lora_request=None,
+            lora_request=lora,
             cache_salt=None,
             data_parallel_rank=None,
         )

@@ -10,6 +10,7 @@ from vllm.v1.request import Request
 
 from kvferry.endpoint.this_host import this_host
 from kvferry.errors import SpecError
+from kvferry.integrations.vllm.scheduler.adapters import Adapters
 from kvferry.integrations.vllm.scheduler.outgoing import TICKET
 from kvferry.integrations.vllm.scheduler.tables import BlockIds, Groups, digest, is_identified
 from kvferry.integrations.vllm.shared.step import Load, StepMetadata
@@ -33,9 +34,11 @@ class _Wanted:
 class Incoming:
     """The requests of a vLLM engine that come with a ticket, until they end."""
 
-    def __init__(self, groups: Groups, take_back: Callable[[Ticket], bool], trust: Trust) -> None:
+    def __init__(
+        self, groups: Groups, adapters: Adapters, take_back: Callable[[Ticket], bool], trust: Trust
+    ) -> None:
         """``take_back`` says whether a ticket is one of this engine's own, which then pins nothing more."""
-        self._groups, self._take_back = groups, take_back
+        self._groups, self._adapters, self._take_back = groups, adapters, take_back
         self._trust, self._host = trust, this_host()
         self._wanted: dict[str, _Wanted] = {}
         """Those that have no blocks yet."""
@@ -81,8 +84,13 @@ class Incoming:
         return (None, str(refused)) if refused else (ticket, "")
 
     def _refusal(self, request: Request, ticket: Ticket, most: int) -> str:
-        if not is_identified(request) or ticket.digest != digest(request, ticket.num_tokens):
-            return "the ticket was made for another prompt"
+        try:
+            is_same = ticket.digest == digest(request, ticket.num_tokens, self._adapters)
+        except SpecError as error:
+            return str(error)
+        if not is_identified(request) or not is_same:
+            lora = ", or for another LoRA adapter" if request.lora_request is not None else ""
+            return f"the ticket was made for another prompt{lora}"
         if self._groups.has_state and ticket.num_tokens > most:
             return (
                 f"the recurrent state behind the ticket includes {ticket.num_tokens} tokens, but at most"

@@ -11,6 +11,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvferry.endpoint import SourceEngine
 from kvferry.errors import SpecError
+from kvferry.integrations.vllm.scheduler.adapters import Adapters
 from kvferry.integrations.vllm.scheduler.tables import BlockIds, Groups, digest, is_identified
 from kvferry.integrations.vllm.shared.options import Options
 from kvferry.wire.messages import Join
@@ -25,8 +26,10 @@ TICKET = "kvferry_ticket"
 class Outgoing:
     """The lease authority of a vLLM engine."""
 
-    def __init__(self, vllm_config: VllmConfig, groups: Groups, options: Options, engine: str) -> None:
-        self._parallel = vllm_config.parallel_config
+    def __init__(
+        self, vllm_config: VllmConfig, groups: Groups, options: Options, engine: str, adapters: Adapters
+    ) -> None:
+        self._parallel, self._adapters = vllm_config.parallel_config, adapters
         self._groups, self._options, self._engine = groups, options, engine
         self._source: SourceEngine | None = None
         self._cut: set[str] = set()
@@ -75,7 +78,7 @@ class Outgoing:
             self._check(request, block_ids, num_tokens, is_cut=is_cut)
             tables = self._groups.tables(block_ids, num_tokens)
             ticket = self._source.offer(
-                request.request_id, tables, num_tokens, digest=digest(request, num_tokens)
+                request.request_id, tables, num_tokens, digest=digest(request, num_tokens, self._adapters)
             )
         except SpecError as refusal:
             log.warning("%s is not offered: %s", request.request_id, refusal)

@@ -11,6 +11,7 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
+from kvferry.integrations.vllm.scheduler.adapters import Adapters
 from kvferry.integrations.vllm.scheduler.incoming import Incoming
 from kvferry.integrations.vllm.scheduler.outgoing import Outgoing
 from kvferry.integrations.vllm.scheduler.tables import BlockIds, Groups
@@ -31,8 +32,9 @@ class SchedulerSide:
         self._is_producer, self._is_consumer = transfer.is_kv_producer, transfer.is_kv_consumer
         self._options = options
         self.groups = Groups(vllm_config, config)
-        self._outgoing = Outgoing(vllm_config, self.groups, options, engine)
-        self._incoming = Incoming(self.groups, self._outgoing.take_back, options.trust)
+        adapters = Adapters(is_required=options.is_identity_required)
+        self._outgoing = Outgoing(vllm_config, self.groups, options, engine, adapters)
+        self._incoming = Incoming(self.groups, adapters, self._outgoing.take_back, options.trust)
 
     def admit(self, joins: Sequence[Join]) -> None:
         """Every worker's memory is known."""

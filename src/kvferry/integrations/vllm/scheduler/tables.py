@@ -13,6 +13,7 @@ from vllm.v1.request import Request
 from kvferry.core.request import HOLE, BlockTable
 from kvferry.core.span import Span, Spans
 from kvferry.core.state import Addressing
+from kvferry.integrations.vllm.scheduler.adapters import Adapters
 from kvferry.integrations.vllm.shared.groups import describe_group, needed_tokens, spec_of_group
 
 NULL_BLOCK = 0
@@ -70,7 +71,7 @@ class Groups:
         }
 
 
-def digest(request: Request, num_tokens: int) -> bytes:
+def digest(request: Request, num_tokens: int, adapters: Adapters) -> bytes:
     """What a cache of a request's first tokens depends on: the tokens, and all that is mixed into them."""
     token_ids = array("q", (request.prompt_token_ids or [])[:num_tokens])
     hasher = hashlib.blake2b(token_ids.tobytes(), digest_size=16)
@@ -78,7 +79,7 @@ def digest(request: Request, num_tokens: int) -> bytes:
         if feature.mm_position.offset < num_tokens:
             hasher.update(f"\0{feature.identifier}@{feature.mm_position.offset}".encode())
     if request.lora_request is not None:
-        hasher.update(f"\0lora {request.lora_request.lora_name}".encode())
+        hasher.update(f"\0lora {adapters.identity(request.lora_request)}".encode())
     return hasher.digest()
 
 

@@ -12,7 +12,9 @@ from kvferry.runtime import Timing
 from kvferry.wire.secret import Secret
 from kvferry.wire.trust import Trust
 
-_TEXTS = ("listen", "advertise", "secret_file", "dump")
+_TEXTS = ("listen", "advertise", "secret_file", "dump", "identity")
+REQUIRED = "required"
+"""The identity that refuses what is not known; any other text is an identity by itself."""
 _SECONDS = {"lease_seconds": "lease", "meet_seconds": "meet", "read_seconds": "read"}
 
 
@@ -37,7 +39,14 @@ class Options:
     """Whom this engine talks to: by default, engines of this host only."""
     dump: str = ""
     """A folder for manifests: of this engine at the start, and of both sides where a peer is refused."""
+    identity: str = ""
+    """``required`` refuses sources whose model is not wholly known; other text is this engine's identity."""
     timing: Timing = field(default_factory=Timing)
+
+    @property
+    def is_identity_required(self) -> bool:
+        """Whether a source, or a LoRA adapter, of which something is not known is refused."""
+        return self.identity == REQUIRED
 
     @classmethod
     def of(cls, extra: Mapping[str, Any], *, host: str) -> Options:
@@ -60,6 +69,7 @@ class Options:
             advertise=texts["advertise"],
             trust=trust,
             dump=texts["dump"],
+            identity=texts["identity"],
             timing=Timing(**seconds),
         )
 

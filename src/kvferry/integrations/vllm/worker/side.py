@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from vllm.config import VllmConfig
@@ -14,6 +15,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from kvferry.core.manifest import Manifest
 from kvferry.endpoint import Destination
 from kvferry.integrations.vllm.shared.dump import dump_refusal
+from kvferry.integrations.vllm.shared.identity import engine_identity
 from kvferry.integrations.vllm.shared.options import Options
 from kvferry.integrations.vllm.shared.stats import LoadStats
 from kvferry.integrations.vllm.shared.step import Load, StepMetadata
@@ -57,7 +59,8 @@ class WorkerSide:
         engine = self._vllm_config.kv_transfer_config.engine_id or "vllm"
         rank = pp.rank_in_group * tp.world_size + tp.rank_in_group
         place = WorkerRank(engine, rank, tp.rank_in_group, tp.world_size)
-        manifest = describe(self._vllm_config, self._config, caches, place)
+        identity = engine_identity(self._vllm_config, self._options)
+        manifest = replace(describe(self._vllm_config, self._config, caches, place), identity=identity)
         _wake_up_amx(caches)
         self._device = next((tensor.device for tensor in caches.values() if tensor.is_cuda), None)
         transport = NixlTransport()

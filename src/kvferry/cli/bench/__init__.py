@@ -1,1 +1,0 @@
-"""``kvferry bench``: every way to move the same bytes between two processes, side by side in one run."""

@@ -1,0 +1,187 @@
+"""Which model a vLLM engine runs: its configuration as vLLM uses it, and the weights that it has loaded."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from vllm.config import ModelConfig, VllmConfig
+from vllm.config.load import LoadConfig
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.transformers_utils.config import get_config
+
+from kvferry.checkpoint import config_values, weights_values
+from kvferry.core.identity import DRAFT, MAX_VALUE_LENGTH, STATED, Identity
+from kvferry.errors import SpecError
+from kvferry.integrations.vllm.shared.options import Options
+
+log = logging.getLogger("kvferry")
+
+FROM_FILES = {
+    "auto": "auto",
+    "hf": "hf",
+    "safetensors": "safetensors",
+    "fastsafetensors": "safetensors",
+    "instanttensor": "safetensors",
+    "runai_streamer": "safetensors",
+    "mistral": "mistral",
+}
+"""Load formats that read a checkpoint's own files, and the one under which vLLM finds the same files."""
+
+Values = dict[str, str]
+_UNREADABLE = (SpecError, OSError, RuntimeError, ValueError)
+"""What files that are not there, or make no sense, end in; vLLM's loader has no errors of its own."""
+
+
+def engine_identity(vllm_config: VllmConfig, options: Options) -> Identity:
+    """The identity of an engine whose model is loaded, or the text that stands for it."""
+    if options.identity and not options.is_identity_required:
+        return Identity.of({STATED: options.identity})
+    started = time.perf_counter()
+    known, unknown = _model(vllm_config.model_config, vllm_config.load_config)
+    of_draft = _draft(vllm_config)
+    known, unknown = known | of_draft[0], unknown | of_draft[1]
+    identity = Identity.of(known, unknown, is_required=options.is_identity_required)
+    said = "; ".join(f"{name} is not known ({why})" for name, why in identity.unknown)
+    log.info(
+        "identity of the model: %d values in %.0f ms%s",
+        len(known),
+        1e3 * (time.perf_counter() - started),
+        f"; {said}" if said else "",
+    )
+    return identity
+
+
+def _draft(vllm_config: VllmConfig) -> tuple[Values, Values]:
+    """The model that drafts; one whose layers are in the model's own checkpoint has no weights of its own."""
+    model, spec = vllm_config.model_config, vllm_config.speculative_config
+    draft = spec.draft_model_config if spec is not None else None
+    if spec is None or draft is None or draft is model:
+        return {}, {}
+    known, unknown = _model(draft, spec.draft_load_config or vllm_config.load_config, model)
+    return _below(DRAFT, known), _below(DRAFT, unknown)
+
+
+def _below(top: str, values: Values) -> Values:
+    return {f"{top}.{name}": text for name, text in values.items()}
+
+
+def _model(model: ModelConfig, load: LoadConfig, target: ModelConfig | None = None) -> tuple[Values, Values]:
+    """What is known of a model, and why the rest is not; a draft's files may be those of its target."""
+    known, unknown = dict(_engine_values(model)), Values()
+    has_own_weights = target is None or (model.model, model.revision) != (target.model, target.revision)
+    try:
+        folder = _folder(model, load)
+        known |= _below("config", config_values(_fresh_config(model, folder).to_dict()))
+    except _UNREADABLE as error:
+        return known, {"config": _reason(error), "weights": _reason(error)}
+    try:
+        if has_own_weights:
+            found = weights_values(_weight_files(model, load, folder))
+            known |= {"weights.embeddings": _embeddings(model), **found}
+    except _UNREADABLE as error:
+        unknown["weights"] = _reason(error)
+    return known, unknown
+
+
+def _reason(error: Exception) -> str:
+    """Our own words: peers read them, and those of others have paths of this host in them."""
+    log.debug("a part of the model's identity cannot be read", exc_info=error)
+    if isinstance(error, SpecError):
+        return str(error)[:MAX_VALUE_LENGTH]
+    return f"its files were not found ({type(error).__name__})"
+
+
+def _embeddings(model: ModelConfig) -> str:
+    """For checkpoints whose names do not tell."""
+    return "tied" if getattr(model.hf_text_config, "tie_word_embeddings", False) else "separate"
+
+
+def _engine_values(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """What shapes numbers, and is set beside the model's own configuration."""
+    text = model.hf_text_config
+    yield "architecture", str(getattr(text, "model_type", "") or type(text).__name__)
+    yield "dtype", str(model.dtype).removeprefix("torch.")
+    if model.quantization and not _is_quantised(model.hf_config):
+        # A checkpoint's own quantisation is in its configuration; vLLM may only name another kernel for it.
+        yield "quantization", str(model.quantization)
+        if model.quantization_config:
+            yield "quantization.options", str(model.quantization_config)[:MAX_VALUE_LENGTH]
+    if model.disable_sliding_window:
+        yield "sliding_window", "disabled"
+    if _has_two_ropes(text):
+        longest = getattr(text, "original_max_position_embeddings", None) or _rope(text).get(
+            "original_max_position_embeddings", 0
+        )
+        yield "longrope", "long factors" if model.max_model_len > longest else "short factors"
+    if model.multimodal_config is not None and model.multimodal_config.video_pruning_rate:
+        yield "video_pruning_rate", str(model.multimodal_config.video_pruning_rate)
+
+
+def _is_quantised(config: Any) -> bool:
+    return any(getattr(config, name, None) for name in ("quantization_config", "compression_config"))
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+
+
+def _has_two_ropes(config: Any) -> bool:
+    """Such models rotate by other factors once the longest allowed request is long."""
+    rope = _rope(config)
+    return "longrope" in (rope.get("rope_type"), rope.get("type"))
+
+
+# -- files ---------------------------------------------------------------------------------------------
+
+
+def _fresh_config(model: ModelConfig, folder: Path) -> Any:
+    """The configuration, read anew: some models write into theirs when they are built, rank by rank."""
+    overrides = model.hf_overrides
+    given = {} if callable(overrides) else overrides
+    nested = {key: value for key, value in given.items() if isinstance(value, dict)}
+    config = get_config(
+        model.hf_config_path or str(folder),
+        model.trust_remote_code,
+        model.revision,
+        model.code_revision,
+        model.config_format,
+        hf_overrides_kw={key: value for key, value in given.items() if key not in nested},
+        hf_overrides_fn=overrides if callable(overrides) else None,
+    )
+    if nested:
+        model._apply_dict_overrides(config, nested)
+    return config
+
+
+def _weight_files(model: ModelConfig, load: LoadConfig, folder: Path) -> list[Path]:
+    """The safetensors files that vLLM has loaded; raises if the weights came from elsewhere."""
+    as_files = FROM_FILES.get(str(load.load_format))
+    if as_files is None:
+        raise SpecError(f"weights of load format {load.load_format} are not read from a checkpoint's files")
+    if model.model_weights:
+        raise SpecError("the weights were streamed from object storage")
+    plain = copy.copy(load)
+    plain.load_format, plain.model_loader_extra_config = as_files, {}
+    loader = DefaultModelLoader(plain)
+    _, files, is_safetensors, *_ = loader._prepare_weights(str(folder), None, None, True, None)
+    if not is_safetensors:
+        raise SpecError("the weights are not in safetensors files")
+    return sorted(map(Path, files))
+
+
+def _folder(model: ModelConfig, load: LoadConfig) -> Path:
+    """Where the model is on this host. It was loaded a moment ago: nothing has to be downloaded."""
+    here = Path(model.model)
+    if here.is_dir():
+        return here
+    return Path(
+        snapshot_download(
+            model.model, revision=model.revision, cache_dir=load.download_dir, local_files_only=True
+        )
+    )
