@@ -59,9 +59,12 @@ format: $(READY) ## rewrite files the way `make lint` wants them
 	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
 
-bench: $(READY) ## time the core, and the transport and whole fetches against NIXL alone
+# Where the environment with vLLM has been made, its own worker takes part.
+BENCH := $(if $(wildcard $(VLLM)/.ready),$(VLLM)/bin/python,$(BIN)/python) -m kvferry bench
+
+bench: $(READY) ## time the core, every way to move bytes side by side, and whole fetches
 	@$(BIN)/python benchmarks/core.py
-	@$(BIN)/python benchmarks/transport.py
+	@$(BENCH) --json benchmarks/bench.json
 	@$(BIN)/python benchmarks/runtime.py
 
 law: $(READY) ## the long property run (EXAMPLES=20000)

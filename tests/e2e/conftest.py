@@ -32,16 +32,7 @@ CHOSEN = (
 )
 
 
-NOT_CHOSEN = (
-    # A read over TCP, caught in the middle: on two busy cores it sometimes has not begun within 30 s, and
-    # why is not known yet. `make e2e-full` runs them.
-    "test_faults.py::test_the_prefill_engine_dies_during_the_read*",
-    "test_faults.py::test_the_prefill_engine_sleeps_for_longer_than_its_lease*",
-)
-
-
 def pytest_itemcollected(item: pytest.Item) -> None:
     name = item.nodeid.removeprefix("tests/e2e/")
-    is_left_out = any(fnmatchcase(name, pattern) for pattern in NOT_CHOSEN)
-    if not is_left_out and any(fnmatchcase(name, pattern) for pattern in CHOSEN):
+    if any(fnmatchcase(name, pattern) for pattern in CHOSEN):
         item.add_marker(pytest.mark.chosen)

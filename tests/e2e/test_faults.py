@@ -31,8 +31,7 @@ from tests.e2e.needs import needs_vllm
 
 pytestmark = [pytest.mark.slow, *needs_vllm]
 
-LEASE, MEET, READ = 7.0, 4.0, 20.0
-"""In 4 seconds, two busy cores did not always come from a prefill of two ranks to its first reader."""
+LEASE, MEET, READ = 4.0, 4.0, 20.0
 FAILED = "failed"
 TICKET = "kvferry_ticket"
 _seeds = count(100)

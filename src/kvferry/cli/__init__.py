@@ -1,4 +1,4 @@
-"""The command line: ``kvferry plan``, ``describe``, ``models``, ``runs``, ``demo``, ``keygen``.
+"""The command line: ``kvferry plan``, ``describe``, ``models``, ``runs``, ``demo``, ``bench``, ``keygen``.
 
 Only this room imports Typer and Rich. Commands import what they need when they run, so that help is quick.
 """

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from kvferry.errors import TransportError
 
 INSTALL = 'install NVIDIA\'s bindings with: pip install "kvferry[cuda]" (torch 2.10 and later bring them)'
+NAME_BYTES = 128
 
 
 def has_cuda() -> bool:
@@ -26,6 +27,16 @@ def has_cuda() -> bool:
         return int(_call(_driver().cuDeviceGetCount)) > 0
     except TransportError:
         return False
+
+
+def device_names() -> list[str]:
+    """What the devices of this process are called, by index; raises TransportError without a driver."""
+    driver = _driver()
+    devices = [_call(driver.cuDeviceGet, i) for i in range(int(_call(driver.cuDeviceGetCount)))]
+    return [
+        bytes(_call(driver.cuDeviceGetName, NAME_BYTES, device)).partition(b"\0")[0].decode()
+        for device in devices
+    ]
 
 
 Event = Any
@@ -148,6 +159,14 @@ class Cuda:
         with self.current():
             _call(self._cu.cuMemcpyDtoH, data.ctypes.data, address, num_bytes)
         return data.tobytes()
+
+    def copy(self, src: int, dst: int, num_bytes: int) -> None:
+        """Copy within the device; done on return, from any thread."""
+        with self.current():
+            try:
+                _call(self._cu.cuMemcpyDtoDAsync, dst, src, num_bytes, self._stream)
+            finally:
+                self.wait_stream(self._stream)
 
     def clear(self, spans: Iterable[tuple[int, int]]) -> None:
         """Fill (address, bytes) spans of the device with zeros; done on return, from any thread."""

@@ -78,8 +78,9 @@ def demo(
 ) -> None:
     """Move real bytes over NIXL and check every cell by name."""
     from kvferry.cli.demo import pairs
-    from kvferry.cli.demo.printing import progress, show
+    from kvferry.cli.demo.printing import show
     from kvferry.cli.demo.result import DemoReport, Verdict
+    from kvferry.cli.progress import progress
 
     num_requests = requests or NUM_REQUESTS[transport]
     if transport is Carrier.NIXL:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from collections.abc import Sequence
 
 from kvferry.cli.demo.result import DemoReport, MemoryResult, NixlResult, Speed, Verdict
 from kvferry.cli.output import (
@@ -20,23 +17,6 @@ from kvferry.cli.output import (
     verdict,
     wrapped,
 )
-
-Step = Callable[[str], None]
-"""Moves the progress bar on, and says what is done next."""
-
-
-@contextmanager
-def progress(num_steps: int, doing: str, *, visible: bool) -> Iterator[Step]:
-    """A bar, on a terminal only."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    shown = visible and console().is_terminal
-    with Progress(*columns, transient=True, disable=not shown) as bar:
-        task = bar.add_task(doing, total=num_steps)
-
-        def step(then: str) -> None:
-            bar.update(task, advance=1, **({"description": then} if then else {}))  # type: ignore[arg-type]
-
-        yield step
 
 
 def show(report: DemoReport) -> None:
