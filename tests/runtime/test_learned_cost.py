@@ -7,7 +7,7 @@ from kvferry import SpecError
 from kvferry.core.cost import Cost, Traffic
 from kvferry.core.link_profile import HOST_CMA, HOST_TCP
 from kvferry.core.way import Way
-from kvferry.runtime.learned_cost import LEAST, MOST, LearnedCost
+from kvferry.runtime.learned_cost import LEAST, MOST, NUM_HELD_UP, LearnedCost
 from kvferry.runtime.load_costs import LoadCosts
 from kvferry.runtime.values import Peer
 
@@ -75,6 +75,19 @@ def test_a_load_that_was_not_alone_counts_only_if_it_was_quicker():
     assert (learned.cost, learned.num_loads) == (GUESS, 0)
     learned.learn(traffic, expected / 2, is_alone=False)
     assert learned.predict(traffic).seconds == pytest.approx(expected / 2, rel=0.02)
+
+
+def test_of_many_loads_that_were_not_alone_the_quickest_counts():
+    """Else a link that is slow, and never quiet, would never be known as slow."""
+    learned, traffic = LearnedCost(GUESS), Traffic(1, 1000, 10**7)
+    expected = GUESS.of(traffic).seconds
+    slower = [3.0, 9.0, 50.0, 4.0, 7.0] * (NUM_HELD_UP // 5)
+    for times in slower[:-1]:
+        learned.learn(traffic, times * expected, is_alone=False)
+    assert (learned.cost, learned.num_loads) == (GUESS, 0)
+    learned.learn(traffic, slower[-1] * expected, is_alone=False)
+    assert learned.num_loads == 1
+    assert learned.predict(traffic).seconds == pytest.approx(3 * expected, rel=0.05)
 
 
 def test_what_moved_nothing_teaches_nothing():

@@ -2,7 +2,7 @@
 
 Each coefficient of the first guess gets a factor. The factors are those with the smallest squared relative
 errors over the last loads, held back a little towards 1, so that what the loads do not tell apart stays as it
-was guessed. All that is kept of the loads is a few sums.
+was guessed. All that is kept of the loads that count is a few sums.
 
 Relative errors are of the measured time, so a load that was held up by something else hardly counts, and a
 quick one counts much: nothing moves faster than it can.
@@ -21,6 +21,8 @@ HOLD_BACK = 0.001
 """How strongly the first guess holds a factor back, in loads."""
 LEAST, MOST = 0.01, 100.0
 """Between these a factor stays, whatever is measured."""
+NUM_HELD_UP = 20
+"""Of so many loads that had to share or to wait, the quickest counts like one that had not."""
 NUM_SWEEPS = 12
 """Each goes on from where the one before ended, also from load to load."""
 
@@ -48,6 +50,8 @@ class LearnedCost:
         self._products = [[0.0] * 3 for _ in range(3)]
         self._sums = [0.0] * 3
         self._log_error = 0.0
+        self._held_up: list[tuple[float, Traffic, float]] = []
+        """Loads that had to share or to wait: measured over expected, what, and how long."""
 
     @property
     def usual_error(self) -> float:
@@ -55,14 +59,25 @@ class LearnedCost:
         return exp(self._log_error) - 1
 
     def learn(self, traffic: Traffic, seconds: float, *, is_alone: bool = True) -> None:
-        """A load took so long. One that was not alone took less by itself: it counts if it was quicker still.
+        """A load took so long; what moved nothing teaches nothing.
 
-        What moved nothing teaches nothing.
+        One that was not alone would have taken less by itself: it counts if it was quicker than expected all
+        the same, and of many that were not, the quickest counts.
         """
         expected = self.cost.of(traffic).seconds
-        if seconds <= 0 or expected <= 0 or not (is_alone or seconds < expected):
+        if seconds <= 0 or expected <= 0:
             return
-        self._note_error(abs(log(seconds / expected)))
+        if is_alone or seconds < expected:
+            self._count(traffic, seconds)
+            return
+        self._held_up.append((seconds / expected, traffic, seconds))
+        if len(self._held_up) == NUM_HELD_UP:
+            _, *quickest = min(self._held_up, key=lambda load: load[0])
+            self._held_up.clear()
+            self._count(*quickest)
+
+    def _count(self, traffic: Traffic, seconds: float) -> None:
+        self._note_error(abs(log(seconds / self.cost.of(traffic).seconds)))
         self.num_loads += 1
         guessed = self.first.of(traffic)
         parts = [part / seconds for part in guessed.parts.values()]
@@ -85,8 +100,8 @@ class LearnedCost:
         factors = self._factors
         for _ in range(NUM_SWEEPS):
             for i, row in enumerate(self._products):
-                others = sum(row[j] * factors[j] for j in range(3) if j != i)
-                best = (HOLD_BACK + self._sums[i] - others) / (HOLD_BACK + row[i])
+                rest = self._sums[i] - row[0] * factors[0] - row[1] * factors[1] - row[2] * factors[2]
+                best = (HOLD_BACK + rest + row[i] * factors[i]) / (HOLD_BACK + row[i])
                 factors[i] = min(MOST, max(LEAST, best))
         first = self.first
         self.cost = Cost(
