@@ -88,17 +88,21 @@ def test_narrow_words_cost_more_where_words_are_moved():
 # What docs/performance.md has: traffic, seconds.
 MEASURED = {
     SAME_GPU: [
-        (Traffic(1, 32_768, 512 * MIB), 856e-6),
-        (Traffic(1, 1_048_576, 512 * MIB), 1079e-6),
-        (Traffic(1, 2_097_152, 512 * MIB), 1136e-6),
-        (Traffic(1, 131_072, 512 * MIB), 868e-6),
-        (Traffic(1, 524_288, 524_288_000, num_words=65_536_000), 1826e-6),
-        (Traffic(1, 128, 2 * MIB), 255e-6),  # 187 to 324
+        (Traffic(1, 32_768, 512 * MIB), 801e-6),
+        (Traffic(1, 1_048_576, 512 * MIB), 954e-6),
+        (Traffic(1, 2_097_152, 512 * MIB), 1040e-6),
+        (Traffic(1, 131_072, 512 * MIB), 740e-6),
+        (Traffic(1, 512, 512 * MIB), 707e-6),
+        (Traffic(1, 8192, 128 * MIB), 221e-6),
+        (Traffic(1, 524_288, 524_288_000, num_words=65_536_000), 1769e-6),
+        (Traffic(1, 128, 2 * MIB), 105e-6),
     ],
     SAME_GPU_DIRECT: [
-        (Traffic(1, 32_768, 512 * MIB), 198e-3),
-        (Traffic(1, 131_072, 512 * MIB), 872e-3),
-        (Traffic(1, 128, 2 * MIB), 1.5e-3),
+        (Traffic(1, 32_768, 512 * MIB), 108e-3),  # 92 to 124
+        (Traffic(1, 131_072, 512 * MIB), 377e-3),
+        (Traffic(1, 512, 512 * MIB), 3.5e-3),
+        (Traffic(1, 8192, 128 * MIB), 29.6e-3),
+        (Traffic(1, 128, 2 * MIB), 1.1e-3),
     ],
     HOST_TCP: [  # careful, on two cores, the middle of the range; 2,000 runs or 128 MiB
         (Traffic(1, 2000, 2000 * 4096), 2000 * 4096 / 0.04e9),
@@ -111,9 +115,9 @@ MEASURED = {
 
 @pytest.mark.parametrize("profile", MEASURED, ids=lambda profile: profile.name)
 def test_a_measured_profile_tells_what_was_measured(profile):
-    """Within 15 %: the issue asks for 30 %."""
+    """Within a fifth; 30 % is what people may count on."""
     for traffic, seconds in MEASURED[profile]:
-        assert profile.cost.of(traffic).seconds == pytest.approx(seconds, rel=0.15)
+        assert profile.cost.of(traffic).seconds == pytest.approx(seconds, rel=0.2)
 
 
 def test_the_prediction_for_rdma_is_the_published_share_of_the_line_rate():
@@ -148,12 +152,12 @@ def test_nothing_to_choose_from_is_refused():
         choose({}, NO_TRAFFIC)
 
 
-def test_on_one_device_the_kernel_wins_unless_the_runs_are_very_long():
-    """The way is fixed at a meeting today; this is what a choice per load would say."""
+def test_on_one_device_the_kernel_always_wins():
+    """As the way is chosen today, when two ranks meet: a choice per load would say the same."""
     costs = {Way.DIRECT: SAME_GPU_DIRECT.cost, Way.MAPPED: SAME_GPU.cost}
-    assert choose(costs, Traffic(1, 32_768, 512 * MIB)) is Way.MAPPED
-    assert choose(costs, Traffic(1, 1, 4096)) is Way.MAPPED
-    assert choose(costs, Traffic(1, 1, 1024 * MIB)) is Way.DIRECT
+    for num_bytes in (4096, MIB, 1024 * MIB):
+        assert choose(costs, Traffic(1, 1, num_bytes)) is Way.MAPPED
+        assert choose(costs, Traffic(1, num_bytes // 512, num_bytes)) is Way.MAPPED
 
 
 def test_of_equals_the_first_is_taken():

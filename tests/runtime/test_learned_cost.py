@@ -44,10 +44,30 @@ def test_twenty_loads_teach_the_cost(truth, noise):
 def test_one_load_corrects_what_it_is_made_of_and_leaves_the_rest():
     learned = LearnedCost(GUESS)
     learned.learn(Traffic(1, 1, 6 * 10**9), 3.0)
-    assert learned.cost.bytes_per_second == pytest.approx(2e9, rel=0.02)
+    assert learned.cost.bytes_per_second == pytest.approx(2e9, rel=0.2)
     assert learned.cost.seconds_per_run == pytest.approx(GUESS.seconds_per_run, rel=0.01)
     assert learned.num_loads == 1
     assert learned.usual_error == pytest.approx(2.0, rel=0.01)
+
+
+def test_a_guess_that_is_wrong_by_far_is_outgrown():
+    """A network of 1 Gb/s that was taken for this host."""
+    learned, truth = LearnedCost(GUESS), Cost(1e-2, 1e-4, 1.1e8)
+    for traffic in loads(100):
+        learned.learn(traffic, truth.of(traffic).seconds)
+    off = [learned.predict(traffic).seconds / truth.of(traffic).seconds - 1 for traffic in loads(100, seed=2)]
+    assert np.percentile(np.abs(off), 95) < 0.3
+
+
+def test_one_small_load_sets_right_what_stalled_loads_said_of_small_ones():
+    """Large loads say little of what starting one costs, and noise in them may be taken for it."""
+    learned, small = LearnedCost(GUESS), Traffic(1, 16, 16 * 2304)
+    sizes = (11_520, 1184, 18_592, 912, 33_888, 5200, 2000)  # a real run, on a busy machine
+    for num_runs, times in zip(sizes, (7.5, 2.5, 1.1, 0.6, 0.9, 0.9, 0.9), strict=True):
+        traffic = Traffic(1, num_runs, num_runs * 4096)
+        learned.learn(traffic, times * GUESS.of(traffic).seconds)
+    learned.learn(small, GUESS.of(small).seconds)
+    assert learned.predict(small).seconds == pytest.approx(GUESS.of(small).seconds, rel=0.3)
 
 
 def test_a_link_that_changes_is_learned_anew():
@@ -87,7 +107,7 @@ def test_of_many_loads_that_were_not_alone_the_quickest_counts():
     assert (learned.cost, learned.num_loads) == (GUESS, 0)
     learned.learn(traffic, slower[-1] * expected, is_alone=False)
     assert learned.num_loads == 1
-    assert learned.predict(traffic).seconds == pytest.approx(3 * expected, rel=0.05)
+    assert learned.predict(traffic).seconds == pytest.approx(3 * expected, rel=0.2)
 
 
 def test_what_moved_nothing_teaches_nothing():
@@ -132,7 +152,7 @@ def test_a_peer_is_learned_for_itself_and_forgotten_whole():
     usual = costs.predict(PEER, LOAD)
     costs.begin(1, PEER, LOAD, is_waiting=False)
     costs.end(1, 3 * usual)
-    assert costs.predict(PEER, LOAD) == pytest.approx(3 * usual, rel=0.02)
+    assert costs.predict(PEER, LOAD) == pytest.approx(3 * usual, rel=0.2)
     assert costs.predict(OTHER, LOAD) == usual
     assert costs.status()["prefill#7"]["direct"]["num_loads"] == 1
     costs.forget(PEER)

@@ -50,7 +50,7 @@ class Traffic:
         >>> from kvferry.core.runs import Runs
         >>> pattern = Runs(np.array([0, 64]), np.array([0, 64]), np.array([32, 24]))
         >>> Traffic.of([Product((Term(pattern, np.array([[0, 1024], [4096, 0]])),))])
-        Traffic(num_reads=1, num_runs=4, num_bytes=112, num_words=10)
+        Traffic(num_reads=1, num_runs=4, num_bytes=112, num_words=14)
         """
         some = [product for product in products if product.num_runs]
         counted = sum(product.num_runs for product in some)

@@ -1,8 +1,8 @@
 """What moving from one peer really costs: a first guess, corrected by the loads that ended.
 
 Each coefficient of the first guess gets a factor. The factors are those with the smallest squared relative
-errors over the last loads, held back a little towards 1, so that what the loads do not tell apart stays as it
-was guessed. All that is kept of the loads that count is a few sums.
+errors over the last loads, held back a little, so that what the loads do not tell apart stays as it was
+guessed. All that is kept of the loads that count is a few sums.
 
 Relative errors are of the measured time, so a load that was held up by something else hardly counts, and a
 quick one counts much: nothing moves faster than it can.
@@ -17,9 +17,11 @@ from kvferry.errors import SpecError
 
 MEMORY = 50.0
 """About how many of the last loads count."""
-HOLD_BACK = 0.001
-"""How strongly the first guess holds a factor back, in loads."""
-LEAST, MOST = 0.01, 100.0
+HOLD_BACK = 0.02
+"""How strongly a factor is held back, in loads: as if loads were off by a fifth, guesses by twice or so."""
+NUM_BEFORE_TRUST = 10
+"""After so many loads, what was learned takes the place of the guess that holds back."""
+LEAST, MOST = 0.05, 100.0
 """Between these a factor stays, whatever is measured."""
 NUM_HELD_UP = 20
 """Of so many loads that had to share or to wait, the quickest counts like one that had not."""
@@ -31,7 +33,7 @@ class LearnedCost:
     """The cost of one way to one peer, as far as it is known.
 
     >>> learned = LearnedCost(Cost(seconds_per_read=0, seconds_per_run=1e-6, bytes_per_second=1e9))
-    >>> for num_runs in (10, 1000, 100_000) * 3:
+    >>> for num_runs in (10, 1000, 100_000) * 10:
     ...     learned.learn(Traffic(1, num_runs, num_bytes=10**8), 0.1 + num_runs * 4e-6)
     >>> f"{learned.cost.seconds_per_run:.1e}, {learned.cost.bytes_per_second:.1e}"
     '4.0e-06, 1.0e+09'
@@ -47,6 +49,7 @@ class LearnedCost:
         """Loads that it was learned from."""
         self._fading = 1 - 1 / memory
         self._factors = [1.0, 1.0, 1.0]
+        self._held_to = [1.0, 1.0, 1.0]
         self._products = [[0.0] * 3 for _ in range(3)]
         self._sums = [0.0] * 3
         self._log_error = 0.0
@@ -72,9 +75,9 @@ class LearnedCost:
             return
         self._held_up.append((seconds / expected, traffic, seconds))
         if len(self._held_up) == NUM_HELD_UP:
-            _, *quickest = min(self._held_up, key=lambda load: load[0])
+            _, what, least = min(self._held_up, key=lambda load: load[0])
             self._held_up.clear()
-            self._count(*quickest)
+            self._count(what, least)
 
     def _count(self, traffic: Traffic, seconds: float) -> None:
         self._note_error(abs(log(seconds / self.cost.of(traffic).seconds)))
@@ -101,8 +104,10 @@ class LearnedCost:
         for _ in range(NUM_SWEEPS):
             for i, row in enumerate(self._products):
                 rest = self._sums[i] - row[0] * factors[0] - row[1] * factors[1] - row[2] * factors[2]
-                best = (HOLD_BACK + rest + row[i] * factors[i]) / (HOLD_BACK + row[i])
+                best = (HOLD_BACK * self._held_to[i] + rest + row[i] * factors[i]) / (HOLD_BACK + row[i])
                 factors[i] = min(MOST, max(LEAST, best))
+        if self.num_loads % NUM_BEFORE_TRUST == 0:
+            self._held_to[:] = factors
         first = self.first
         self.cost = Cost(
             first.seconds_per_read * factors[0],
