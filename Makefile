@@ -10,6 +10,9 @@ VLLM   := .venv-vllm
 # How many examples `make law` tries per law.
 EXAMPLES ?= 20000
 
+# How long `make fuzz` fuzzes each decoder.
+SECONDS ?= 30
+
 # pip takes these for the build environment too (the first name up to pip 25.2, the second since).
 export PIP_CONSTRAINT := constraints.txt
 export PIP_BUILD_CONSTRAINT := constraints.txt
@@ -18,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env demo test lint types imports check format bench law families faults load e2e e2e-full \
+.PHONY: help env demo test lint types imports check format bench law families faults fuzz load e2e e2e-full \
         serve vllm-startup mutants clean
 
 help: ## show this list
@@ -78,6 +81,12 @@ families: $(READY) ## every model family at every pair of TP sizes, between proc
 faults: $(READY) ## kill, stop and restart processes, forge tickets, throw junk: all of it, over NIXL
 	@echo "==> faults"
 	@$(BIN)/pytest -m "" tests/faults tests/channel
+
+# Coverage-guided; the corpus that it leaves in tests/fuzz is replayed by `make test`.
+fuzz: $(READY) ## feed junk to every decoder, SECONDS=30 each, by a fuzzer that sees what it reaches
+	@$(BIN)/python -m pip install --quiet --only-binary=:all: -c constraints.txt atheris || { \
+		echo "atheris comes as a wheel for x86-64 Linux only: fuzz there." >&2; exit 1; }
+	@$(BIN)/python -m tests.fuzz.fuzz all $(SECONDS)
 
 load: $(READY) ## 2,000 requests between two engines of four ranks each: no leak, no lost request
 	@echo "==> load"

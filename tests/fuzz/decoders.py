@@ -1,0 +1,170 @@
+"""Everything that reads bytes from elsewhere, with good inputs to begin from.
+
+What holds of each: whatever comes in, it returns or raises an error of ours, soon, with little memory. And
+what it accepts, it writes and reads again as the same.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from kvferry import BlockTable, Request, Slack, Span
+from kvferry.core.outline import Outline
+from kvferry.errors import KVFerryError
+from kvferry.models import Topology, describe
+from kvferry.testing.small import small
+from kvferry.transport.cards import export_in, name_in, pack_card, segment_in, unpack_card
+from kvferry.transport.exports import Export, ExportedPiece, Extent
+from kvferry.wire import (
+    manifest_from_json,
+    manifest_from_msgpack,
+    manifest_to_json,
+    manifest_to_msgpack,
+    request_from_json,
+    request_to_json,
+)
+from kvferry.wire import messages as m
+from kvferry.wire.outline import outline_from_msgpack, outline_to_msgpack
+from kvferry.wire.secret import Secret
+from kvferry.wire.ticket import TableDoc, Ticket, from_text, to_text
+
+CORPUS = Path(__file__).parent / "corpus"
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """One way in."""
+
+    read: Callable[[bytes], object]
+    """Raises nothing but KVFerryError."""
+    write: Callable[[object], bytes] | None
+    """None: what was read cannot be written again."""
+    seeds: tuple[bytes, ...]
+
+    def check(self, data: bytes) -> bool:
+        """Whether it was accepted; raises if it was not read as it should be."""
+        try:
+            value = self.read(data)
+        except KVFerryError:
+            return False
+        if self.write is not None:
+            written = self.write(value)
+            again = self.write(self.read(written))
+            assert again == written, f"{written[:200]!r} is written as {again[:200]!r} the second time"
+        return True
+
+
+def _engines() -> list[object]:
+    cuts = {
+        "gqa": "tp=2,block=8,blocks=5",
+        "mla": "tp=1,block=4,blocks=3",
+        "kda-mla": "tp=2,block=8,blocks=5",
+    }
+    return [describe(small(name), Topology.parse(cut), "prefill") for name, cut in cuts.items()]
+
+
+ENGINES = _engines()
+TICKET = Ticket("prefill", 7, 1, "r", "tcp://x", 20, {"full": TableDoc((3, -1), 16)}, 30_000, b"d", b"m")
+DESCRIBED = m.RankDescription(b"layout", ((4096, "cuda:0"), (0, "cpu")), b"\xff")
+TO: tuple[m.Message, ...] = (
+    m.Hello(m.PROTOCOL, "A"),
+    m.DescribeRanks(4, 7, (0, 5)),
+    m.Acquire(1, TICKET, "A", 0, 2, 5, b"token"),
+    m.Renew(2, 7, "A", 0, ((1, b"a token"), (2, b""))),
+    m.Settle(7, 1, "A", 0, 5, b"token", m.Outcome.UNREAD),
+    m.Join(m.PROTOCOL, "prefill", 0, "memory", b"\x00", DESCRIBED),
+    m.ReleaseAck(7, 0, 12),
+)
+FROM: tuple[m.Message, ...] = (
+    m.Welcome(m.PROTOCOL, "prefill", 7, "memory", b"o"),
+    m.RankDescriptions(4, 7, {0: DESCRIBED}),
+    m.Rejected("not-ready", "1 of 2"),
+    m.Grant(1, 1, 30_000),
+    m.Denial(1, 1, "taken"),
+    m.Renewal(2, 30_000, (1,), (2, 3)),
+    m.SettleAck(1, 0, 5, "lease-ended", "too late"),
+    m.ReleaseNotice(7, 3, (("r", "read"),)),
+    m.JoinAck("prefill", 7),
+)
+REQUEST = Request(
+    {"full": BlockTable.of([4, 9, 7])}, {"full": BlockTable.of([2, 0], 8)}, {"full": (Span(16, 40),)}
+)
+EXPORT = Export("00" * 16, (ExportedPiece(4096, "ab" * 64),), (Extent(0, 1, 128, 1 << 40),), probe="cd" * 32)
+
+
+def _ticket(data: bytes) -> Ticket:
+    return from_text(data.decode("utf-8", "replace"))
+
+
+def _card(data: bytes) -> object:
+    agent, metadata = unpack_card(data)
+    return agent, name_in(metadata), metadata, segment_in(data), export_in(data)
+
+
+def _secret(data: bytes) -> object:
+    Secret.from_text(data.decode("utf-8", "replace"))
+    return None
+
+
+def _topology(data: bytes) -> object:
+    return Topology.parse(data.decode("utf-8", "replace"))
+
+
+def _same(write: Callable[..., bytes]) -> Callable[[object], bytes]:
+    return write
+
+
+DECODERS = {
+    "to-authority": Decoder(m.decode_to_authority, _same(m.encode), tuple(map(m.encode, TO))),
+    "from-authority": Decoder(m.decode_from_authority, _same(m.encode), tuple(map(m.encode, FROM))),
+    "ticket": Decoder(
+        _ticket,
+        lambda ticket: to_text(ticket).encode(),  # type: ignore[arg-type]
+        (to_text(TICKET).encode(), to_text(msgspec.structs.replace(TICKET, seal=b"x" * 32)).encode()),
+    ),
+    "manifest-json": Decoder(
+        manifest_from_json, _same(manifest_to_json), tuple(map(_same(manifest_to_json), ENGINES))
+    ),
+    "manifest-msgpack": Decoder(
+        manifest_from_msgpack, _same(manifest_to_msgpack), tuple(map(_same(manifest_to_msgpack), ENGINES))
+    ),
+    "outline": Decoder(
+        lambda data: outline_from_msgpack(data, "prefill"),
+        _same(outline_to_msgpack),
+        tuple(outline_to_msgpack(Outline.of(engine)) for engine in ENGINES),  # type: ignore[arg-type]
+    ),
+    "request": Decoder(request_from_json, None, (request_to_json(REQUEST, slack=Slack.LEAVE),)),
+    "card": Decoder(
+        _card, None, (pack_card("a", b"keys" * 9, 65536, EXPORT.to_bytes()), pack_card("b", b""))
+    ),
+    "export": Decoder(
+        Export.from_bytes,
+        lambda export: export.to_bytes(),  # type: ignore[attr-defined]
+        (EXPORT.to_bytes(), replace(EXPORT, refusal="no").to_bytes()),
+    ),
+    "secret": Decoder(_secret, None, (b"0123456789abcdef0123456789ABCDEF\n",)),
+    "topology": Decoder(_topology, None, (b"tp=2,pp=2,block=16,blocks=10,layout=NHD", b"tp=4,pp=3+1,cp=2")),
+}
+
+
+def corpus(name: str) -> list[bytes]:
+    """Good inputs, and those that once reached something new."""
+    return [*DECODERS[name].seeds, *kept(name)]
+
+
+def kept(name: str) -> list[bytes]:
+    """What the fuzzer found: a line of base64 for each input."""
+    path = CORPUS / f"{name}.txt"
+    return [base64.b64decode(line) for line in path.read_text().split()] if path.exists() else []
+
+
+def keep(name: str, found: Iterable[bytes]) -> None:
+    """Write what the fuzzer found, the shortest first."""
+    CORPUS.mkdir(exist_ok=True)
+    lines = [base64.b64encode(data).decode() for data in sorted(found, key=lambda data: (len(data), data))]
+    (CORPUS / f"{name}.txt").write_text("".join(f"{line}\n" for line in lines))
