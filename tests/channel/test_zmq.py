@@ -69,6 +69,24 @@ def test_any_number_of_dead_addresses_leaves_room_for_a_living_one(opened):
     assert [received.data for received in heard(listener)] == [b"hello"]
 
 
+def test_nobody_is_called_after_hanging_up(opened):
+    listener, caller = opened(listen="tcp://127.0.0.1:*"), opened()
+    caller.send(listener.address, b"hello")
+    (first,) = heard(listener)
+    caller.send(listener.address, b"good-bye")
+    caller.hang_up(listener.address)
+    caller.hang_up("tcp://127.0.0.1:1")
+    assert [received.data for received in heard(listener)] == [b"good-bye"], "what was said last is sent"
+    assert not caller._calls
+    deadline = time.monotonic() + 10
+    while not listener.dropped and time.monotonic() < deadline:
+        listener.send(first.reply_to, b"are you there?")
+        time.sleep(0.01)
+    assert listener.dropped["unsent"], "the connection is closed"
+    caller.send(listener.address, b"hello again")
+    assert [received.data for received in heard(listener)] == [b"hello again"]
+
+
 def test_an_address_that_makes_no_sense_costs_nothing(opened):
     listener, caller = opened(listen="tcp://127.0.0.1:*"), opened()
     for _ in range(300):

@@ -39,6 +39,7 @@ from kvferry.runtime.values import (
     Drop,
     Effect,
     FindRanks,
+    HangUp,
     Merge,
     Peer,
     PostReads,
@@ -327,6 +328,9 @@ class World(RuleBasedStateMachine):
                 case Drop():
                     assert effect.peer not in rank.at_work_for, "dropped while being built"
                     rank.connected.discard(effect.peer)
+                case HangUp():
+                    called = {job.peer.authority for job in rank.reader._jobs.values()}
+                    assert effect.address not in called, "hung up on somebody who is needed"
                 case Report():
                     self.on_report(rank, effect)
 

@@ -1,5 +1,6 @@
 """One rank of a destination engine, one behaviour at a time."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -8,7 +9,7 @@ from kvferry.core.select import Selection
 from kvferry.errors import SpecError
 from kvferry.runtime import Failure, FailureCode, Fetch, Reader, Report, Timing
 from kvferry.runtime.meetings import Meeting
-from kvferry.runtime.values import Build, Cancel, Drop, FindRanks, Peer, PostReads, Select, Send
+from kvferry.runtime.values import Build, Cancel, Drop, FindRanks, HangUp, Peer, PostReads, Select, Send
 from kvferry.wire.messages import (
     OLDEST_PROTOCOL,
     PROTOCOL,
@@ -850,3 +851,60 @@ def test_a_reader_has_a_name_and_a_rank(name, rank, ranks):
 def test_a_reader_has_a_key_that_nobody_guesses(key):
     with pytest.raises(SpecError, match="16 bytes or more"):
         Reader("A", 0, 1, key=key)
+
+
+# -- tickets that name engines which nobody has ever seen ------------------------------------------
+
+
+def made_up(number):
+    return msgspec.structs.replace(
+        ticket(number), engine=f"engine-{number}", authority=f"tcp://nobody:{number}"
+    )
+
+
+def test_engines_that_nobody_has_met_take_no_room_from_those_that_were(it):
+    it.granted()
+    it.met()
+    for number in range(2, 2 + Reader.MAX_UNMET):
+        assert it.hold(number, made_up(number)).of(Hello)
+    assert it.hold(1000, made_up(1000)).failure() == "too-many-peers"
+    assert it.effects == it.of(Report), "nobody is called or told anything"
+    assert it.fetch(1001, fetch_of(1001)).of(Acquire), "a peer that was met always has room"
+    it.at(10.0).tick()
+    assert len(it.of(Report)) >= Reader.MAX_UNMET
+    assert it.hold(1002, made_up(1002)).of(Hello), "there is room again"
+
+
+def test_only_so_many_fetches_wait_for_engines_that_were_not_met(it, monkeypatch):
+    monkeypatch.setattr(Reader, "MAX_WAITING", 3)
+    for number in (1, 2, 3):
+        it.hold(number, ticket(number))
+    assert it.hold(4, ticket(4)).failure() == "too-many-peers"
+    it.answer(Denial(1, 1, "taken"))
+    it.abort(2)
+    assert it.hold(5, ticket(5)).of(Acquire)
+    it.met()
+    assert it.hold(6, ticket(6)).of(Acquire)
+    assert it.hold(7, ticket(7)).of(Acquire)
+
+
+def test_who_never_answered_is_told_once_and_not_called_any_more(it):
+    """A ticket may name any port: it was called for a lease and longer, at the ticket's own wish."""
+    it.hold(1, made_up(1))
+    it.at(10.0).tick()
+    assert it.failure() == "no-answer"
+    assert it.outcome() is Outcome.UNREAD
+    assert it.only(HangUp) == HangUp("tcp://nobody:1")
+    assert it.at(60.0).tick().effects == []
+    assert is_empty(it.reader)
+
+
+def test_who_has_answered_is_called_until_it_has_heard_the_end(it):
+    it.granted()
+    it.abort(1)
+    assert it.at(5.0).tick().of(Settle)
+    assert not it.of(HangUp), "it does not know yet"
+    it.confirmed()
+    assert not it.at(9.0).tick().of(HangUp), "its meeting is under way"
+    it.at(10.0).tick()
+    assert it.only(HangUp) == HangUp("src")

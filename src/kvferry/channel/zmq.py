@@ -28,6 +28,8 @@ MAX_CALLS = 512
 1,023 sockets at most."""
 SCHEMES = ("tcp://", "ipc://")
 """What may be called: an address comes from a ticket, and ``inproc`` would reach into this process."""
+LINGER_MS = 200
+"""How long what was said last may still be sent after hanging up."""
 HIGH_WATER = 1_000
 """Messages that wait in one direction of a connection; more are dropped, or wait where they come from."""
 LISTENER_HIGH_WATER = 100
@@ -145,6 +147,13 @@ class Channel:
         self._poller.register(socket, zmq.POLLIN)
         self._calls[address] = socket
         return socket
+
+    def hang_up(self, address: str) -> None:
+        """Close the connection to an address; whoever is called there again is called anew."""
+        socket = self._calls.pop(address, None)
+        if socket is not None:
+            self._poller.unregister(socket)
+            socket.close(LINGER_MS)
 
     def wait(self, seconds: float) -> list[Received]:
         """Everything that arrived, after at most ``seconds``; at once when woken."""

@@ -26,7 +26,8 @@ class ChannelThread:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._outbox: deque[tuple[str, bytes]] = deque()
+        self._outbox: deque[tuple[str, bytes | None]] = deque()
+        """What is to be sent, and where to; None: hang up."""
         self._wake_lock = threading.Lock()
         self._budget = Budget()
         self._is_closing = False
@@ -55,6 +56,11 @@ class ChannelThread:
             self._refuse("unread")
             return
         self._outbox.append((to, data))
+        self._wake()
+
+    def hang_up(self, address: str) -> None:
+        """Keep no connection to an address, once what was handed over for it is sent; from any thread."""
+        self._outbox.append((address, None))
         self._wake()
 
     def close(self) -> None:
@@ -88,7 +94,10 @@ class ChannelThread:
     def _flush(self) -> None:
         while self._outbox:
             to, data = self._outbox.popleft()
-            self._guarded(lambda to=to, data=data: self._channel.send(to, data))  # type: ignore[misc]
+            if data is None:
+                self._guarded(lambda to=to: self._channel.hang_up(to))  # type: ignore[misc]
+            else:
+                self._guarded(lambda to=to, data=data: self._channel.send(to, data))  # type: ignore[misc]
 
     def _guarded(self, work: Callable[[], None]) -> None:
         try:

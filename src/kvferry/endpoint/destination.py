@@ -17,6 +17,7 @@ from kvferry.core.select import Selection, Slack, select
 from kvferry.core.span import Spans
 from kvferry.core.way import Way
 from kvferry.endpoint.edges import Edges
+from kvferry.endpoint.log_limit import LogLimit
 from kvferry.endpoint.meeting import MetPeer, NotMet, failure_of, meet, remote_name
 from kvferry.endpoint.metrics import FetchMetrics, account, log_line
 from kvferry.endpoint.owner import Owner
@@ -32,6 +33,7 @@ from kvferry.runtime.values import (
     Drop,
     Effect,
     FindRanks,
+    HangUp,
     Peer,
     PostReads,
     Record,
@@ -89,7 +91,7 @@ class Destination:
         self._transport, self._plans = transport, SharedPlans(manifest, rank)
         self._metrics, self._on_refusal = metrics, on_refusal
         self._trust, self._host, self._num_refused = trust, edges.host(), 0
-        self._clock = edges.clock
+        self._clock, self._log_limit = edges.clock, LogLimit()
         self._handles = count(1)
         self._reports: deque[Report] = deque()
         regions = manifest.rank(rank).regions
@@ -222,10 +224,21 @@ class Destination:
                     self._reads.cancel(effect.transfer)
                 case Drop():
                     self._drop(effect.peer)
+                case HangUp():
+                    self._channel.hang_up(effect.address)
                 case Report():
                     self._reports.append(effect)
-                    account(effect, self._metrics)
+                    self._account(effect)
                     self._costs.end(effect.handle, None if effect.failure else effect.record.move_seconds)
+
+    def _account(self, report: Report) -> None:
+        """Write a fetch's line, and count it. Lines of failures are limited: tickets of others cause them."""
+        if report.failure is None or self._log_limit.take(self._clock()):
+            account(report, self._metrics)
+            if report.failure is not None and (num := self._log_limit.pop_left_out()):
+                log.warning("%d more failed fetches have no line here", num)
+        elif self._metrics:
+            self._metrics.count(report)
 
     def _tick(self, now: float) -> float:
         """Look for ends, and, not too often, at every fetch; when to come again."""

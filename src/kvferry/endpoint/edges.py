@@ -46,6 +46,10 @@ class ControlChannel(Protocol):
         """Send to an address, or to where a message said to reply to; never blocks."""
         ...
 
+    def hang_up(self, address: str) -> None:
+        """Keep no connection to an address, once what was handed over for it is sent; never blocks."""
+        ...
+
     def close(self) -> None:
         """Send what was handed over, and stop."""
         ...

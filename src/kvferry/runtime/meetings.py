@@ -100,6 +100,8 @@ class Meetings:
         self._reader, self._timing = reader, timing
         self._known: dict[Peer, _Known] = {}
         """The last used come last."""
+        self.unmet: set[Peer] = set()
+        """Those that cannot be read from yet: whoever wrote a ticket may have made them up."""
         self._nonces = count(1)
 
     def __len__(self) -> int:
@@ -118,6 +120,11 @@ class Meetings:
         return self.state(peer) in (Meeting.MET, Meeting.BROKEN)
 
     @property
+    def addresses(self) -> set[str]:
+        """Where the peers that are known listen."""
+        return {peer.authority for peer in self._known}
+
+    @property
     def met(self) -> list[Peer]:
         """The peers that can be read from."""
         return [peer for peer in self._known if self.is_met(peer)]
@@ -134,6 +141,7 @@ class Meetings:
 
     def _greet(self, now: float, peer: Peer) -> list[Effect]:
         self._known[peer] = _Known(peer, since=now, asked_at=now)
+        self.unmet.add(peer)
         return [self._hello(peer)]
 
     def _hello(self, peer: Peer) -> Send:
@@ -149,6 +157,7 @@ class Meetings:
     def forget(self, peer: Peer) -> list[Effect]:
         """Forget a peer whole."""
         self._known.pop(peer, None)
+        self.unmet.discard(peer)
         return [Drop(peer)]
 
     def break_off(self, peer: Peer) -> None:
@@ -229,6 +238,7 @@ class Meetings:
         """The peer can be read from; whether it is still wanted."""
         if peer in self._known:
             self._known[peer].state = Meeting.MET
+            self.unmet.discard(peer)
         return peer in self._known
 
     # -- time --------------------------------------------------------------------------------------

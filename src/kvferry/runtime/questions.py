@@ -79,6 +79,11 @@ class Settlements:
     def __len__(self) -> int:
         return len(self._by_attempt)
 
+    @property
+    def addresses(self) -> set[str]:
+        """Whom something is still being told."""
+        return {settlement.to for settlement in self._by_attempt.values()}
+
     def settle(self, now: float, job: FetchJob, message: Settle) -> list[Effect]:
         """A fetch is over: tell the authority, until it says that it knows."""
         to = job.peer.authority

@@ -28,7 +28,19 @@ from kvferry.runtime.failure import Failure, FailureCode, denied
 from kvferry.runtime.fetch_job import FetchJob, Phase
 from kvferry.runtime.meetings import AT_WORK, Lost, Meeting, Meetings
 from kvferry.runtime.questions import Questions, Settlements
-from kvferry.runtime.values import Cancel, Drop, Effect, Fetch, Peer, PostReads, Report, Select, Send, Timing
+from kvferry.runtime.values import (
+    Cancel,
+    Drop,
+    Effect,
+    Fetch,
+    HangUp,
+    Peer,
+    PostReads,
+    Report,
+    Select,
+    Send,
+    Timing,
+)
 from kvferry.wire.limits import check_name
 from kvferry.wire.messages import (
     MAX_BATCH,
@@ -58,6 +70,10 @@ class Reader:
     """
 
     MAX_PEERS = 1024
+    MAX_UNMET = 128
+    """Peers that are being met at once. Tickets may name any number of engines that nobody has ever seen."""
+    MAX_WAITING = 4096
+    """Fetches that wait for such peers. Those of peers that were met are not concerned."""
 
     def __init__(
         self, reader: str, rank: int, num_ranks: int, timing: Timing | None = None, *, key: bytes
@@ -74,6 +90,9 @@ class Reader:
         self._settlements = Settlements(self._timing)
         self._jobs: dict[int, FetchJob] = {}
         self._by_ticket: dict[tuple[Peer, int], int] = {}
+        self._num_jobs: Counter[Peer] = Counter()
+        self._called: set[str] = set()
+        """Addresses that something was sent to, until nobody has anything to say there."""
         self._transfers: dict[int, int] = {}
         self._numbers = count(1)
 
@@ -113,15 +132,30 @@ class Reader:
             handle, ticket, fetch, peer, attempt, token, now, met_at=now, posted_at=now, ended_at=now
         )
         self._jobs[handle] = job
+        self._num_jobs[peer] += 1
         if job.key in self._by_ticket:
             failure = Failure(FailureCode.SPENT, "this ticket is being read already")
             return self._fail(now, job, failure)
         self._by_ticket[job.key] = handle
         room = self._make_room(peer)
-        if peer not in self._meetings and len(self._meetings) >= self.MAX_PEERS:
-            failure = Failure(FailureCode.TOO_MANY_PEERS, f"{self.MAX_PEERS} engines are in use")
-            return self._fail(now, job, failure)
+        if overload := self._overload(peer):
+            job.is_settled = True  # nobody was asked for anything
+            return [*room, *self._fail(now, job, Failure(FailureCode.TOO_MANY_PEERS, overload))]
+        self._called.add(peer.authority)
         return [*room, *self._acquire(now, job), *self._meet(now, peer)]
+
+    def _overload(self, peer: Peer) -> str:
+        """Why a fetch from a peer cannot begin now; empty if it can. A peer that was met always has room."""
+        if self._meetings.is_met(peer):
+            return ""
+        is_new, unmet = peer not in self._meetings, self._meetings.unmet
+        if is_new and len(self._meetings) >= self.MAX_PEERS:
+            return f"{self.MAX_PEERS} engines are in use"
+        if is_new and len(unmet) >= self.MAX_UNMET:
+            return f"{self.MAX_UNMET} engines are being met for the first time"
+        if sum(self._num_jobs[each] for each in unmet) >= self.MAX_WAITING:
+            return f"{self.MAX_WAITING} fetches wait for engines that were not met yet"
+        return ""
 
     def _token(self, peer: Peer, ticket_id: int) -> bytes:
         """What this rank shows to the authority of a ticket: the same each time, and to nobody else."""
@@ -238,7 +272,14 @@ class Reader:
                 effects += self._give_up(now, job)
         effects += self._settlements.tick(now)
         self._questions.tick(now)
-        return effects
+        return [*effects, *self._hang_up()]
+
+    def _hang_up(self) -> list[Effect]:
+        """Call nobody whom nobody has anything to say to: an address in a ticket may be of anything."""
+        busy = {job.peer.authority for job in self._jobs.values()} if self._called else set()
+        idle = self._called - busy - self._meetings.addresses - self._settlements.addresses
+        self._called -= idle
+        return [HangUp(address) for address in sorted(idle)]
 
     def next_deadline(self) -> float:
         """When ``tick`` has something to do at the latest."""
@@ -439,11 +480,17 @@ class Reader:
         job.is_settled = True
         who = self.reader, self.rank, job.attempt, job.token
         settle = Settle(job.peer.generation, job.ticket.ticket_id, *who, outcome)
+        is_heard = job.covered_until > float("-inf") or self._meetings.is_met(job.peer)
+        if not is_heard:
+            return [Send(job.peer.authority, settle)]  # once: perhaps nobody like that has ever been there
         return self._settlements.settle(now, job, settle)
 
     def _report(self, now: float, job: FetchJob, outcome: Outcome) -> list[Effect]:
         """The one report."""
         del self._jobs[job.handle]
+        self._num_jobs[job.peer] -= 1
+        if not self._num_jobs[job.peer]:
+            del self._num_jobs[job.peer]
         if self._by_ticket.get(job.key) == job.handle:
             del self._by_ticket[job.key]
         return [Report(job.handle, job.failure, job.record(now, outcome))]

@@ -146,6 +146,13 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
+class HangUp:
+    """Keep no connection to an address: nobody there is asked or told anything any more."""
+
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """The one outcome of a fetch."""
 
@@ -156,7 +163,7 @@ class Report:
 
 SourceEffect = Send | Merge | Released
 """What the machines of a source engine ask for."""
-Effect = Send | FindRanks | Build | Select | PostReads | Cancel | Drop | Report
+Effect = Send | FindRanks | Build | Select | PostReads | Cancel | Drop | HangUp | Report
 
 
 @dataclass(frozen=True, slots=True)
