@@ -13,6 +13,9 @@ EXAMPLES ?= 20000
 # How long `make fuzz` fuzzes each decoder.
 SECONDS ?= 30
 
+# How long `make soak` goes on.
+MINUTES ?= 10
+
 # pip takes these for the build environment too (the first name up to pip 25.2, the second since).
 export PIP_CONSTRAINT := constraints.txt
 export PIP_BUILD_CONSTRAINT := constraints.txt
@@ -21,7 +24,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env demo test lint types imports check format bench law families faults fuzz load e2e e2e-full \
+.PHONY: help env demo test lint types imports check format bench law families faults fuzz soak load e2e e2e-full \
         serve vllm-startup mutants clean
 
 help: ## show this list
@@ -87,6 +90,10 @@ fuzz: $(READY) ## feed junk to every decoder, SECONDS=30 each, by a fuzzer that 
 	@$(BIN)/python -m pip install --quiet --only-binary=:all: -c constraints.txt atheris || { \
 		echo "atheris comes as a wheel for x86-64 Linux only: fuzz there." >&2; exit 1; }
 	@$(BIN)/python -m tests.fuzz.fuzz all $(SECONDS)
+
+soak: $(READY) ## MINUTES=10 of loads while processes are killed and stopped, and a stranger forges messages
+	@echo "==> soak, $(MINUTES) minutes"
+	@KVFERRY_SOAK_MINUTES=$(MINUTES) $(BIN)/pytest -s -m "" tests/soak
 
 load: $(READY) ## 2,000 requests between two engines of four ranks each: no leak, no lost request
 	@echo "==> load"
