@@ -4,9 +4,11 @@ import random
 import time
 from collections import Counter
 from dataclasses import replace
-from itertools import permutations
+from itertools import combinations, permutations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvferry import (
     AxisMap,
@@ -23,6 +25,9 @@ from kvferry import (
     plan,
     prove,
 )
+from kvferry.core.box import Box
+from kvferry.core.prove import _pairs_not_apart
+from kvferry.core.span import normal
 
 
 def findings(made):
@@ -255,3 +260,33 @@ def bytes_of_block(view, block_id):
     (_, token), *_ = view.axes
     start = view.offset + block_id * view.block_stride
     return {start + i * token.digits[0].stride for i in range(4)}
+
+
+@given(
+    st.lists(st.tuples(*[st.lists(st.integers(0, 5), min_size=1, max_size=3)] * 2), min_size=1, max_size=8)
+)
+def test_no_two_boxes_that_overlap_are_taken_for_apart(cells):
+    """The proof does not look at every pair; it must look at every pair that overlaps, once."""
+    boxes = [
+        Box(
+            tuple(
+                (name, normal(Span(at, at + 1) for at in taken))
+                for name, taken in zip("xy", each, strict=True)
+            )
+        )
+        for each in cells
+    ]
+    looked_at = [frozenset(map(id, pair)) for pair in _pairs_not_apart(boxes, range(2))]
+    overlapping = {frozenset((id(a), id(b))) for a, b in combinations(boxes, 2) if a & b}
+    assert len(set(looked_at)) == len(looked_at)
+    assert overlapping <= set(looked_at)
+
+
+def test_a_thousand_parts_are_proved_without_half_a_million_pairs():
+    boxes = [
+        Box((("head", (Span(head, head + 1),)), ("token", (Span(turn, turn + 1),))), 128)
+        for head in range(8)
+        for turn in range(128)
+    ]
+    assert list(_pairs_not_apart(boxes, range(2))) == []
+    assert len(list(_pairs_not_apart([*boxes, boxes[3]], range(2)))) == 1

@@ -120,6 +120,7 @@ class _Atom:
     box: Box
     holders: tuple[int, ...]
     readers: tuple[int, ...]
+    num_cells: int
 
 
 class _Deal:
@@ -147,7 +148,7 @@ class _Deal:
             self._atoms[key] = list(_atoms(state, *key))
         self._order.append(view.state)
         for atom in self._atoms[key]:
-            weight = atom.box.num_cells() * state.item_bytes
+            weight = atom.num_cells * state.item_bytes
             self._rows[atom.holders, atom.readers, state.kind].append((view.state, atom, weight))
 
     def pieces(self) -> Iterator[Piece]:
@@ -196,7 +197,8 @@ def _atoms(state: State, need: Box, holders: Holders, readers: Holders) -> Itera
         if not ranks:
             raise Refused(_not_held(state, combination, held))
         wanting = tuple(sorted(rank for rank, other in readers.boxes if box & other))
-        yield _Atom(_reduced(box), tuple(sorted(ranks)), wanting)
+        reduced = _reduced(box)
+        yield _Atom(reduced, tuple(sorted(ranks)), wanting, reduced.num_cells())
 
 
 def _by_holders(
@@ -248,17 +250,20 @@ def _reduced(box: Box) -> Box:
 def _joined(parts: Sequence[tuple[int, Box]]) -> list[tuple[int, Box]]:
     """Boxes of one source that differ in one axis only, as one box each."""
     joined: list[tuple[int, Box]] = []
+    of_rank: dict[int, list[int]] = defaultdict(list)
     for src_rank, box in parts:
-        for i, (other_rank, other) in enumerate(joined):
+        for i in of_rank[src_rank]:
+            other = joined[i][1]
             differing = [
                 k for k, pair in enumerate(zip(box.axes, other.axes, strict=True)) if pair[0] != pair[1]
             ]
-            if other_rank == src_rank and other.period == box.period and len(differing) == 1:
+            if other.period == box.period and len(differing) == 1:
                 axes = list(other.axes)
                 name, spans = axes[differing[0]]
                 axes[differing[0]] = (name, normal((*spans, *box.axes[differing[0]][1])))
                 joined[i] = (src_rank, Box(tuple(axes), box.period))
                 break
         else:
+            of_rank[src_rank].append(len(joined))
             joined.append((src_rank, box))
     return joined
