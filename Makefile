@@ -68,8 +68,9 @@ format: $(READY) ## rewrite files the way `make lint` wants them
 # Where the environment with vLLM has been made, its own worker takes part.
 BENCH := $(if $(wildcard $(VLLM)/.ready),$(VLLM)/bin/python,$(BIN)/python) -m kvferry bench
 
-bench: $(READY) ## time the core, every way to move bytes side by side, and whole fetches
+bench: $(READY) ## time the core, meetings, every way to move bytes side by side, and whole fetches
 	@$(BIN)/python benchmarks/core.py
+	@$(BIN)/python benchmarks/meeting.py
 	@$(BENCH) --json benchmarks/bench.json
 	@$(BIN)/python benchmarks/runtime.py
 
