@@ -31,6 +31,7 @@ from kvferry.testing.fleet import (
     TrackedLoad,
     until,
 )
+from kvferry.testing.fleet.actors import Health
 from kvferry.testing.fleet.worker import Worker
 from kvferry.testing.small import small
 
@@ -204,7 +205,7 @@ def yards(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Yard
         yard.close()
 
 
-def health_of_the_old(yards: list[Yard]) -> dict[str, object]:
+def health_of_the_old(yards: list[Yard]) -> dict[str, Health]:
     return {worker.name: worker.call("health") for yard in yards for worker in yard.old.fleet.workers()}
 
 
@@ -217,7 +218,8 @@ def attacker(yards: list[Yard]) -> subprocess.Popen[str]:
 @pytest.mark.slow
 def test_soak(yards: list[Yard], ledger: Ledger, capsys: pytest.CaptureFixture[str]) -> None:
     started, pick = time.monotonic(), random.Random(SEED)
-    end, measured = started + 60 * MINUTES, {}
+    end = started + 60 * MINUTES
+    measured: dict[str, Health] = {}
     next_fault = {(yard.name, kind): started + 2 for yard in yards for kind in ("kill", "stop")}
     with attacker(yards) as hostile:
         while (now := time.monotonic()) < end:
@@ -234,7 +236,7 @@ def test_soak(yards: list[Yard], ledger: Ledger, capsys: pytest.CaptureFixture[s
     for yard in yards:
         yard.settle()
     after = health_of_the_old(yards)
-    growth = {name: after[name].rss_bytes / was.rss_bytes for name, was in measured.items()}  # type: ignore[attr-defined]
+    growth = {name: after[name].rss_bytes / was.rss_bytes for name, was in measured.items()}
     with capsys.disabled():
         print(f"\n{MINUTES:g} minutes, seed {SEED}: {dict(ledger.happened)}, {int(said)} hostile messages")
         print(f"ends: {dict(ledger.codes)}; the slowest took {ledger.slowest:.1f} s")
@@ -245,5 +247,5 @@ def test_soak(yards: list[Yard], ledger: Ledger, capsys: pytest.CaptureFixture[s
     assert ledger.codes["good"] > ledger.happened["loads"] / 4
     assert max(growth.values()) < 1.10
     for name, was in measured.items():
-        assert after[name].num_threads <= was.num_threads + 2  # type: ignore[attr-defined]
-        assert after[name].num_fds <= was.num_fds + 4  # type: ignore[attr-defined]
+        assert after[name].num_threads <= was.num_threads + 2
+        assert after[name].num_fds <= was.num_fds + 4
