@@ -9,6 +9,9 @@ VLLM   := .venv-vllm
 
 # How many examples `make law` tries per law.
 EXAMPLES ?= 20000
+# How many runs `make simulate` makes, and of how many requests each.
+RUNS     ?= 10000
+REQUESTS ?= 200
 
 # How long `make fuzz` fuzzes each decoder.
 SECONDS ?= 30
@@ -25,7 +28,7 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help env demo test lint types imports check format bench law families faults fuzz soak load e2e e2e-full \
-        serve vllm-startup mutants clean
+        serve vllm-startup mutants simulate clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -77,6 +80,13 @@ bench: $(READY) ## time the core, meetings, every way to move bytes side by side
 law: $(READY) ## the long property run (EXAMPLES=20000)
 	@echo "==> laws, $(EXAMPLES) examples each"
 	@KVFERRY_LAW_EXAMPLES=$(EXAMPLES) $(BIN)/pytest -s -m "" tests/test_everything.py
+
+# RUNS=1000 REQUESTS=50 is what CI runs; a failing seed says which command plays it again.
+simulate: $(READY) ## the whole runtime in virtual time: every law in RUNS seeded runs; bugs planted on purpose
+	@echo "==> simulation: planted bugs, and how many seeds it took to find each"
+	@$(BIN)/pytest -q -s -m "" -k planted tests/testing/test_simulation.py
+	@echo "==> simulation: $(RUNS) runs of $(REQUESTS) requests"
+	@$(BIN)/python -m kvferry.testing.simulation --runs $(RUNS) --requests $(REQUESTS)
 
 families: $(READY) ## every model family at every pair of TP sizes, between processes over NIXL
 	@echo "==> families"

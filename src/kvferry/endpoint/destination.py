@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -326,7 +325,6 @@ class Destination:
             self._owner.put(lambda now: self._reader.not_selected(now, handle, failure))
         else:
             self._owner.put(lambda now: self._selected(now, wanted, selection, traffic, met.way))
-        time.sleep(0)  # a caller may be waiting for the interpreter: let it in between two selections
 
 
 def _traffic(selection: Selection, met: MetPeer) -> dict[Way, Traffic]:

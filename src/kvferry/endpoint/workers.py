@@ -65,6 +65,7 @@ class WorkerThreads:
             except Exception:
                 log.exception("a worker goes on after an unexpected error")
             del job  # what it holds may be large
+            time.sleep(0)  # a caller may be waiting for the interpreter: let it in between two jobs
 
     def _next(self, key: Hashable, queue: _Queue) -> Work | None:
         try:

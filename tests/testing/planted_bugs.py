@@ -1,0 +1,178 @@
+"""Bugs to plant into the runtime: what somebody might write some day, and the simulation must find."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from kvferry.core import manifest
+from kvferry.core.identity import IdentityCheck
+from kvferry.core.runs import REGION_SHIFT, Runs
+from kvferry.core.select import Selection
+from kvferry.core.select import select as real_select
+from kvferry.endpoint import destination as endpoint
+from kvferry.endpoint.destination import Destination
+from kvferry.endpoint.posted_reads import PostedReads
+from kvferry.runtime.authority import Authority
+from kvferry.runtime.fetch_job import FetchJob
+from kvferry.runtime.lease import _RankGrant as RankGrant
+from kvferry.runtime.offers import Offers
+from kvferry.runtime.reader import Reader
+from kvferry.testing.simulation import Law
+
+
+@dataclass(frozen=True)
+class PlantedBug:
+    """How to break the runtime, and which laws that breaks."""
+
+    name: str
+    plant: Callable
+    """Called with pytest's ``monkeypatch``."""
+    laws: frozenset[Law]
+
+
+def reuse_before_quiescence(patch):
+    """A load that fails is reported at once, though reads of it are under way."""
+    real = Reader._fail
+
+    def fail(self, now, job, failure):
+        for transfer in job.in_flight:
+            self._transfers.pop(transfer, None)
+        job.in_flight = set()
+        return real(self, now, job, failure)
+
+    patch.setattr(Reader, "_fail", fail)
+
+
+def wrong_request_in_a_release(patch):
+    real = Authority._end
+
+    def end(self, now, lease, reason):
+        others = [other for other in self._leases.values() if other is not lease]
+        return real(self, now, others[0] if others else lease, reason)
+
+    patch.setattr(Authority, "_end", end)
+
+
+def shrinking_lease(patch):
+    def extend(self, now, lease):
+        lease.deadline = now + self._timing.lease / 4
+
+    patch.setattr(Authority, "_extend", extend)
+
+
+def settle_without_capability(patch):
+    """Whoever knows the names can settle."""
+    patch.setattr(RankGrant, "is_shown", lambda self, token: True)
+
+
+def effects_out_of_order(patch):
+    """Each effect is carried out by a thread of its own."""
+    real = Destination._carry_out
+
+    def carry_out(self, effects):
+        for effect in effects:
+            self._workers.submit(object(), partial(real, self, [effect]))
+
+    patch.setattr(Destination, "_carry_out", carry_out)
+
+
+def changed_selection(change):
+    """Runs that differ from what ``select`` chose."""
+
+    def plant(patch):
+
+        def select(route, request, **kwargs):
+            selection = real_select(route, request, **kwargs)
+            reads = {rank: product.runs for rank, product in selection.products.items()}
+            rank, runs = next(iter(reads.items()), (0, None))
+            if runs is None or len(runs) < 2:
+                return selection
+            return Selection.of(reads | {rank: change(runs)}, selection.blank.runs)
+
+        patch.setattr(endpoint, "select", select)
+
+    return plant
+
+
+def stale_slack(patch):
+    def clear(self, post):
+        self._put(partial(self._end, post.clear, ""))
+        return ""
+
+    patch.setattr(PostedReads, "_clear", clear)
+
+
+def failed_reads_count(patch):
+    real = Reader.ended
+    patch.setattr(Reader, "ended", lambda self, now, transfer, error: real(self, now, transfer, ""))
+
+
+def forged_tickets_count(patch):
+    """Nobody looks at what proves a ticket."""
+    patch.setattr(Offers, "is_own", lambda self, ticket: True)
+    patch.setattr(endpoint, "refusal", lambda ticket, trust, host: None)
+
+
+def waits_without_a_deadline(patch):
+    patch.setattr(FetchJob, "give_up_at", lambda self, timing: float("inf"))
+
+
+def wrong_record(patch):
+    real = Reader.selected
+
+    def selected(self, now, handle, selection, *rest):
+        effects = real(self, now, handle, selection, *rest)
+        if handle in self._jobs:
+            self._jobs[handle].num_bytes += 1
+        return effects
+
+    patch.setattr(Reader, "selected", selected)
+
+
+def two_rows_swapped(runs):
+    src = runs.src.copy()
+    src[[0, 1]] = src[[1, 0]]
+    return Runs(src, runs.dst, runs.num_bytes)
+
+
+def one_run_twice(runs):
+    return Runs(*(np.append(column, column[0]) for column in (runs.src, runs.dst, runs.num_bytes)))
+
+
+def one_run_less(runs):
+    return Runs(runs.src[1:], runs.dst[1:], runs.num_bytes[1:])
+
+
+def one_run_elsewhere(runs):
+    """The first run goes to the beginning of its region, whoever has that."""
+    dst = runs.dst.copy()
+    dst[0] = dst[0] >> REGION_SHIFT << REGION_SHIFT
+    return Runs(runs.src, dst, runs.num_bytes)
+
+
+def another_model_is_served(patch):
+    """Weights are not compared."""
+    patch.setattr(manifest, "compare_identity", lambda src, dst: IdentityCheck(1, (), ()))
+
+
+BUGS = (
+    PlantedBug("reuse before quiescence", reuse_before_quiescence, frozenset({Law.QUIESCENCE})),
+    PlantedBug("wrong request in a release", wrong_request_in_a_release, frozenset({Law.QUIESCENCE})),
+    PlantedBug("shrinking lease", shrinking_lease, frozenset({Law.FENCING})),
+    PlantedBug(
+        "settle without capability", settle_without_capability, frozenset({Law.QUIESCENCE, Law.FENCING})
+    ),
+    PlantedBug("effects out of order", effects_out_of_order, frozenset(Law)),
+    PlantedBug("a cell from another place", changed_selection(two_rows_swapped), frozenset({Law.COVERAGE})),
+    PlantedBug("a cell written twice", changed_selection(one_run_twice), frozenset({Law.TILING})),
+    PlantedBug("a run into others' blocks", changed_selection(one_run_elsewhere), frozenset({Law.OWNERSHIP})),
+    PlantedBug("another model is served", another_model_is_served, frozenset({Law.REFUSAL})),
+    PlantedBug("a run left out", changed_selection(one_run_less), frozenset({Law.COVERAGE, Law.TILING})),
+    PlantedBug("stale slack", stale_slack, frozenset({Law.TILING})),
+    PlantedBug("a failed read counts", failed_reads_count, frozenset({Law.COVERAGE})),
+    PlantedBug("a forged ticket counts", forged_tickets_count, frozenset({Law.FAIL_CLOSED})),
+    PlantedBug("a wait without a deadline", waits_without_a_deadline, frozenset({Law.LIVENESS})),
+    PlantedBug("a wrong record", wrong_record, frozenset({Law.ACCOUNT})),
+)
