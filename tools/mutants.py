@@ -48,8 +48,14 @@ TOOLS = ROOT / "tools"
 PACKAGE = ROOT / "src" / "kvferry"
 
 ROOMS = {
-    "core": ("tests/core", "tests/test_sabotage.py", "tests/requirements"),
-    "layout": ("tests/layout", "tests/test_packings.py", "tests/requirements", "tests/test_vllm_corpus.py"),
+    "core": ("tests/core", "tests/test_values.py", "tests/test_sabotage.py", "tests/requirements"),
+    "layout": (
+        "tests/layout",
+        "tests/test_values.py",
+        "tests/test_packings.py",
+        "tests/requirements",
+        "tests/test_vllm_corpus.py",
+    ),
     "wire": ("tests/wire",),
     "runtime": ("tests/runtime", "tests/endpoint"),
     "transport": ("tests/transport",),
