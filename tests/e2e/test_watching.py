@@ -45,7 +45,9 @@ def test_a_pair_can_be_watched_and_compared(nursery, tmp_path):
         if "fetched from" not in line and "] fetched" in line
     ]
     assert len(lines) == 2 * len(PROMPTS)
-    account = re.compile(r": read; \d+ bytes in \d+ runs from 1 ranks, direct; moved in [\d.]+ ms")
+    account = re.compile(
+        r": read; \d+ bytes in \d+ runs from 1 ranks, direct; moved in [\d.]+ ms, predicted [\d.]+;"
+    )
     assert all(account.search(line) for line in lines)
     (src_file,), (dst_file,) = ((tmp_path / side).iterdir() for side in ("src", "dst"))
     plan = kvferry("plan", str(src_file), str(dst_file), "--tokens", "300")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
@@ -10,7 +11,7 @@ from prometheus_client import Counter, Histogram
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvferry.endpoint.metrics import BYTES, SECONDS
+from kvferry.endpoint.metrics import BYTES, RATIOS, SECONDS
 from kvferry.runtime.values import Record
 
 RECORDS = "records"
@@ -50,6 +51,7 @@ class LoadStats(KVConnectorStats):
         good = [record for record in records if is_good(record)]
         seconds = sum(record["move_seconds"] for record in good)
         num_bytes = sum(record["num_bytes"] for record in good)
+        ratios = _ratios(good)
         return {
             "loads": len(good),
             "failed loads": len(records) - len(good),
@@ -57,12 +59,18 @@ class LoadStats(KVConnectorStats):
             "runs": sum(record["num_runs"] for record in good),
             "median ms": round(1e3 * median(r["total_seconds"] for r in good), 3) if good else 0.0,
             "GB/s": round(num_bytes / seconds / 1e9, 3) if seconds else 0.0,
+            "times predicted": round(median(ratios), 2) if ratios else 0.0,
         }
 
 
 def is_good(record: dict[str, Any]) -> bool:
     """Whether a record is of a load that ended well."""
     return bool(record["outcome"] == "read")
+
+
+def _ratios(records: Iterable[dict[str, Any]]) -> list[float]:
+    """How long moving took, over what was predicted for it."""
+    return [r["move_seconds"] / r["predicted_seconds"] for r in records if r["predicted_seconds"]]
 
 
 class LoadMetrics(KVConnectorPromMetrics):
@@ -97,6 +105,12 @@ class LoadMetrics(KVConnectorPromMetrics):
             buckets=SECONDS,
             labelnames=[*labelnames, "part"],
         )
+        self._ratio = histogram(
+            name="vllm:kvferry_load_move_ratio",
+            documentation="Time to move a load, measured over predicted",
+            buckets=RATIOS,
+            labelnames=labelnames,
+        )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
@@ -105,5 +119,7 @@ class LoadMetrics(KVConnectorPromMetrics):
             if is_good(record):
                 self._bytes.labels(*labels).observe(record["num_bytes"])
                 self._runs.labels(*labels).observe(record["num_runs"])
+                for ratio in _ratios([record]):
+                    self._ratio.labels(*labels).observe(ratio)
             for part in PARTS:
                 self._seconds.labels(*labels, part).observe(record[f"{part}_seconds"])
