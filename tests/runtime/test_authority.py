@@ -36,6 +36,7 @@ from kvferry.wire.messages import (
 )
 
 LEASE = 30.0
+TIMING = Timing(lease=LEASE, retry=0.5)
 
 
 def rank_of(card):
@@ -51,7 +52,7 @@ class Source(Authority):
 
     def __init__(self, num_ranks, generation):
         self.offers = Offers("prefill", generation, b"key", "here", int(LEASE * 1000))
-        super().__init__(self.offers, num_ranks, Timing(lease=LEASE, retry=0.5))
+        super().__init__(self.offers, num_ranks, TIMING)
 
 
 def authority(num_ranks=1, generation=7):
@@ -683,3 +684,40 @@ def test_a_rank_that_does_not_listen_stops_the_offers(monkeypatch):
     source.offers.refusal = source.overload
     with pytest.raises(SpecError, match="unheard"):
         offered(source, "3")
+
+
+# -- nothing is kept without end -------------------------------------------------------------------
+
+
+def kept_until(source, ticket, now, step=5.0):
+    """Until when a reader that never ends can renew; its blocks are released a lease later."""
+    while renew(source, "A", ticket, now=now).kept:
+        assert now < 10_000, "it is renewed without end"
+        now += step
+    return now
+
+
+def test_a_withdrawn_lease_is_not_renewed_without_end():
+    """On the old code a reader kept the blocks of a withdrawn offer for as long as it liked."""
+    source = authority()
+    ticket = offered(source)
+    assert isinstance(acquire(source, ticket), Grant)
+    assert source.withdraw(10.0, "r") == []
+    last = kept_until(source, ticket, 10.0)
+    assert TIMING.read <= last - 10.0 <= TIMING.read + 5.0, "a read of the longest kind still fits"
+    assert Released("r", "expired") in source.tick(last + TIMING.lease)
+
+
+def test_no_lease_is_renewed_without_end():
+    source = authority()
+    ticket = offered(source)
+    assert isinstance(acquire(source, ticket), Grant)
+    last = kept_until(source, ticket, 1.0)
+    assert TIMING.life <= last <= TIMING.life + 5.0
+    assert acquire(source, ticket, rank=0, now=last).code == "ended"
+    assert Released("r", "expired") in source.tick(last + TIMING.lease)
+
+
+def test_a_reader_has_only_so_many_ranks():
+    source = authority()
+    assert acquire(source, offered(source), rank=0, ranks=2**40).code == "reader"

@@ -109,17 +109,22 @@ class Authority:
 
     def offer(self, now: float, ticket: Ticket) -> list[SourceEffect]:
         """Pin the blocks of a ticket that was just made."""
-        lease = self._leases[ticket.ticket_id] = Lease(ticket, now + self._timing.lease)
+        deadline = now + self._timing.lease
+        lease = self._leases[ticket.ticket_id] = Lease(ticket, deadline, deadline + self._timing.life)
         heappush(self._by_deadline, (lease.deadline, ticket.ticket_id))
         self._by_request[ticket.request_id] = ticket.ticket_id
         return []
 
     def withdraw(self, now: float, request_id: str) -> list[SourceEffect]:
-        """Take an offer back: at once if nobody reads it, else when its reader is through."""
+        """Take an offer back: at once if nobody reads it, else when its reader is through.
+
+        A reader gets the time for one read, and no more: it may not want to end.
+        """
         lease = self._leases.get(self._by_request.get(request_id, 0))
         if lease is None:
             return []
         lease.is_withdrawn = True
+        lease.ends_by = min(lease.ends_by, now + self._timing.lease + self._timing.read)
         return [] if lease.reading else self._end(now, lease, "withdrawn")
 
     @property
@@ -234,7 +239,7 @@ class Authority:
         lease = self._leases.get(ticket.ticket_id)
         if lease is None:
             return no(FailureCode.ENDED, "the ticket was read, withdrawn, or its lease is over")
-        if lease.deadline <= now:
+        if not self._may_last(now, lease):
             return no(FailureCode.ENDED, "its lease is over")
         if refusal := lease.refusal(ask):
             return no(*refusal)
@@ -246,13 +251,17 @@ class Authority:
         kept, ended = [], []
         for ticket_id, token in ask.tickets[:MAX_BATCH]:
             lease = self._leases.get(ticket_id) if ask.generation == self._offers.generation else None
-            reading = lease.reading if lease is not None and now < lease.deadline else None
+            reading = lease.reading if lease is not None and self._may_last(now, lease) else None
             if lease and reading and reading.is_held(ask.reader, ask.reader_rank, token):
                 self._extend(now, lease)
                 kept.append(ticket_id)
             else:
                 ended.append(ticket_id)
         return Renewal(ask.nonce, int(self._timing.lease * 1000), tuple(kept), tuple(ended))
+
+    def _may_last(self, now: float, lease: Lease) -> bool:
+        """Whether it can be renewed. What was granted before stands until its deadline in any case."""
+        return now < lease.deadline and now + self._timing.lease <= lease.ends_by
 
     def _extend(self, now: float, lease: Lease) -> None:
         lease.deadline = max(lease.deadline, now + self._timing.lease)

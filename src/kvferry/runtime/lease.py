@@ -9,6 +9,9 @@ from kvferry.runtime.failure import FailureCode
 from kvferry.wire.messages import TOKEN_BYTES, Acquire, Outcome, Settle
 from kvferry.wire.ticket import Ticket
 
+MAX_READER_RANKS = 1 << 16
+"""Ranks of one destination engine: each that asks is remembered."""
+
 
 @dataclass(slots=True)
 class _RankGrant:
@@ -75,6 +78,8 @@ class Lease:
 
     ticket: Ticket
     deadline: float
+    ends_by: float
+    """It is not renewed beyond that, whoever asks."""
     reading: Reading | None = None
     left: Reading | None = None
     """The last reading that was given up before it began: a late copy of what it said binds nothing."""
@@ -82,7 +87,7 @@ class Lease:
 
     def refusal(self, ask: Acquire) -> tuple[FailureCode, str] | None:
         """Why a rank cannot have it; None if it can."""
-        if not ask.reader or not 0 <= ask.reader_rank < ask.reader_ranks:
+        if not ask.reader or not 0 <= ask.reader_rank < ask.reader_ranks <= MAX_READER_RANKS:
             detail = f"rank {ask.reader_rank} of {ask.reader_ranks} of {ask.reader!r}"
             return FailureCode.READER, detail
         if len(ask.token) != TOKEN_BYTES:

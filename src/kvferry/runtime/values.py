@@ -27,9 +27,11 @@ class Timing:
     """After how long an unfinished transfer is quarantined."""
     retry: float = 0.5
     """After how long an unanswered message is sent again."""
+    life: float = 3600.0
+    """For how long a ticket's blocks are kept in all, however often its lease is renewed."""
 
     def __post_init__(self) -> None:
-        for name in ("lease", "meet", "read", "retry"):
+        for name in ("lease", "meet", "read", "retry", "life"):
             if not 0 < getattr(self, name) < 1e6:
                 raise SpecError(f"timing: {name} must be a number of seconds, got {getattr(self, name)!r}")
 
