@@ -99,6 +99,8 @@ class Setup:
         ("meet_seconds", 8.0),
     )
     connector: bool = True
+    beside: str = ""
+    """Whether another connector stands ``before`` or ``behind`` ours in vLLM's MultiConnector."""
 
     def config(self) -> VllmConfig:
         transfer = {
@@ -108,6 +110,8 @@ class Setup:
             "kv_load_failure_policy": self.policy,
             "kv_connector_extra_config": dict(self.options),
         }
+        if self.beside:
+            transfer = self._with_another(transfer)
         args = EngineArgs(
             model=str(_model(self.family)),
             skip_tokenizer_init=True,
@@ -125,6 +129,16 @@ class Setup:
             kv_transfer_config=transfer if self.connector else None,
         )
         return args.create_engine_config()
+
+    def _with_another(self, ours: dict[str, Any]) -> dict[str, Any]:
+        path = {"kv_connector": "Offloader", "kv_connector_module_path": "tests.vllm.offloader"}
+        both = [ours, {**path, "kv_role": self.role}]
+        return {
+            "kv_connector": "MultiConnector",
+            "kv_role": self.role,
+            "kv_load_failure_policy": self.policy,
+            "kv_connector_extra_config": {"connectors": both if self.beside == "behind" else both[::-1]},
+        }
 
 
 @cache
