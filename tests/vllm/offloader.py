@@ -20,13 +20,13 @@ NUM_STEPS = 4
 
 
 @dataclass
-class Saves(KVConnectorMetadata):
+class Saves(KVConnectorMetadata):  # type: ignore[misc]
     """What is to be saved from this step on."""
 
     request_ids: list[str] = field(default_factory=list)
 
 
-class Offloader(KVConnectorBase_V1, SupportsHMA):
+class Offloader(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """The scheduler's side and a worker's in one: each process uses a part of it."""
 
     num_saved = 0
