@@ -56,7 +56,7 @@ ROOMS = {
         "tests/requirements",
         "tests/test_vllm_corpus.py",
     ),
-    "wire": ("tests/wire",),
+    "wire": ("tests/wire", "tests/test_values.py"),
     "runtime": ("tests/runtime", "tests/endpoint"),
     "transport": ("tests/transport",),
 }

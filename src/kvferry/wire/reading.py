@@ -28,7 +28,7 @@ Decode = Callable[..., Any]
 """``msgspec.json.decode`` or ``msgspec.msgpack.decode``."""
 
 
-class VersionTag(msgspec.Struct):
+class VersionTag(msgspec.Struct, frozen=True):
     """All that is read of a document before its version is known to be ours."""
 
     version: int
