@@ -127,7 +127,7 @@ def test_no_card_of_somebody_without_the_secret_reaches_the_fabric(mechanism):
         heard.append(args)
         return []
 
-    destination._reader.receive = hear  # type: ignore[method-assign]
+    destination._reader.receive = hear
     try:
         handle = destination.hold(ticket)
         deadline = time.monotonic() + 10
