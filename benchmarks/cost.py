@@ -29,7 +29,7 @@ from kvferry.core.span import Spans
 from kvferry.models import Layer, Model, Topology, describe
 from kvferry.models.cache import attention
 from kvferry.runtime import Timing
-from kvferry.runtime.learned_cost import LearnedCost
+from kvferry.runtime.learned_cost import fitted
 from kvferry.runtime.values import Record
 from kvferry.testing.fleet import DestinationFleet, SourceFleet
 from kvferry.testing.fleet.actors import DestinationActor
@@ -153,15 +153,6 @@ def show_fetches(records: list[Record]) -> None:
         )
 
 
-def fitted(cases: list[Case], first: Cost) -> Cost:
-    """The cost that tells these times best, by the same sums that the runtime learns with."""
-    learned = LearnedCost(first, memory=float("inf"))
-    for _ in range(20):  # again and again: what holds the first guess back counts less
-        for case in cases:
-            learned.learn(case.traffic, case.seconds)
-    return learned.cost
-
-
 def show(cases: list[Case], costs: dict[str, Cost]) -> None:
     names = "".join(f"{name + ' ms':>14}{'off':>7}" for name in costs)
     print(f"{'run':>9}{'runs':>8}{'bytes':>12}{'measured ms':>13}{names}")
@@ -183,7 +174,7 @@ def show_reads(over: str) -> None:
     known = HOST_TCP.cost if over == "tcp" else HOST_CMA.cost
     path = Path(__file__).with_name(f"cost-{over}.json")
     path.write_text(json.dumps([case._asdict() for case in cases], indent=1) + "\n", encoding="utf-8")
-    show(cases, {"known": known, "fitted": fitted(cases, known)})
+    show(cases, {"known": known, "fitted": fitted(known, [(case.traffic, case.seconds) for case in cases])})
 
 
 def main() -> None:

@@ -83,7 +83,8 @@ def plan(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="The kind of link between the ranks, such as same-gpu; may be given again.",
+            help="The kind of link between the ranks, such as same-gpu, or a file that `kvferry bench --json`"
+            " has written; may be given again.",
             show_default="all that are known",
         ),
     ] = None,
@@ -93,11 +94,10 @@ def plan(
     from kvferry.cli.bad_input import at
     from kvferry.cli.bill import bill_of
     from kvferry.cli.engines import GivenModels, src_and_dst
-    from kvferry.core.link_profile import LINK_PROFILES, link_profile
     from kvferry.core.sample import sample_request
     from kvferry.errors import SpecError
 
-    profiles = [link_profile(name) for name in dict.fromkeys(link or ())] or list(LINK_PROFILES)
+    profiles = asked_links(link or ())
     if not kept <= (tokens or DEFAULT_TOKENS) <= MAX_TOKENS:
         raise SpecError(f"--kept {kept} must not exceed --tokens {tokens}, nor that {MAX_TOKENS}")
     files = [file for file in (first, second) if file is not None]
@@ -132,6 +132,17 @@ def fitting_tokens(source: Manifest, destination: Manifest) -> int:
         except SpecError:
             tokens //= 2
     return tokens
+
+
+def asked_links(names: Sequence[str]) -> list[LinkProfile]:
+    """The links to bill: known ones by their names, measured ones by the files that have them."""
+    from kvferry.cli.measured_link import measured_links
+    from kvferry.core.link_profile import LINK_PROFILES, link_profile
+
+    asked: list[LinkProfile] = []
+    for name in dict.fromkeys(names):
+        asked += measured_links(Path(name)) if name.endswith(".json") else [link_profile(name)]
+    return asked or list(LINK_PROFILES)
 
 
 def asked_ranks(destination: Manifest, dst_rank: int | None) -> list[int]:

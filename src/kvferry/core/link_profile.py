@@ -43,14 +43,15 @@ HOST_CMA = LinkProfile(
     Way.DIRECT,
     Cost(seconds_per_read=5e-4, seconds_per_run=2.8e-6, bytes_per_second=4.7e9),
     Origin.MEASURED,
-    "two processes, two cores of a Xeon, NIXL 1.5.1 (benchmarks/cost.py cma): 23 of 23 sizes within 22 %",
+    "two processes, two aarch64 cores, NIXL 1.5.1, one agent (benchmarks/cost.py cma): 23 of 23 sizes within"
+    " 22 %",
 )
 HOST_TCP = LinkProfile(
     "host-tcp",
     Way.EMULATED,
     Cost(seconds_per_read=4e-4, seconds_per_run=8.5e-5, bytes_per_second=1.1e9),
     Origin.MEASURED,
-    "two processes, two cores of a Xeon, loopback, NIXL 1.5.1, careful (benchmarks/emulated.py)",
+    "two processes, two cores, loopback, NIXL 1.5.1, careful (benchmarks/emulated.py)",
 )
 SAME_GPU = LinkProfile(
     "same-gpu",

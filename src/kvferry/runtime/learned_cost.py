@@ -10,6 +10,7 @@ quick one counts much: nothing moves faster than it can.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import exp, log
 
 from kvferry.core.cost import Cost, Estimate, Traffic
@@ -25,6 +26,8 @@ LEAST, MOST = 0.05, 100.0
 """Between these a factor stays, whatever is measured."""
 NUM_HELD_UP = 20
 """Of so many loads that had to share or to wait, the quickest counts like one that had not."""
+NUM_ROUNDS = 30
+"""How often loads that are fitted at once are gone through: what holds back counts less each time."""
 NUM_SWEEPS = 12
 """Each goes on from where the one before ended, also from load to load."""
 
@@ -115,3 +118,19 @@ class LearnedCost:
             first.bytes_per_second / factors[2],
             first.is_by_words,
         )
+
+
+def fitted(first: Cost, loads: Sequence[tuple[Traffic, float]]) -> Cost:
+    """The cost that tells best what loads took, all of them counted alike.
+
+    >>> truth = Cost(seconds_per_read=1e-3, seconds_per_run=4e-6, bytes_per_second=1e9)
+    >>> sizes = [Traffic(1, num_runs, num_bytes) for num_runs in (1, 9999) for num_bytes in (10**4, 10**8)]
+    >>> cost = fitted(Cost(1e-4, 1e-6, 5e9), [(size, truth.of(size).seconds) for size in sizes])
+    >>> f"{cost.seconds_per_read:.2e} {cost.seconds_per_run:.2e} {cost.bytes_per_second:.2e}"
+    '1.00e-03 4.00e-06 1.00e+09'
+    """
+    learned = LearnedCost(first, memory=float("inf"))
+    for _ in range(NUM_ROUNDS):
+        for traffic, seconds in loads:
+            learned.learn(traffic, seconds)
+    return learned.cost

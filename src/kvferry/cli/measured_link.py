@@ -1,0 +1,68 @@
+"""Link profiles of one's own machine: fitted to what ``kvferry bench --json`` has measured there."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from kvferry.core.cost import Cost, Traffic
+from kvferry.core.link_profile import LinkProfile, Origin, first_guess
+from kvferry.core.way import Way
+from kvferry.errors import SpecError
+from kvferry.runtime.learned_cost import fitted
+
+MIN_LOADS = 3
+"""A read, a run and a byte are three unknowns."""
+CLOSE = 0.3
+"""How far a prediction may be off to count as close."""
+
+Loads = list[tuple[Traffic, float]]
+
+
+def measured_links(path: Path) -> list[LinkProfile]:
+    """One profile for each kind of memory and each way of ours that the file has times of."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        loads = _loads(document["times"])
+        machine = f"{document['machine']['processor']}, {document['machine']['num_cores']} cores"
+    except OSError as error:
+        raise SpecError(f"{path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SpecError(f"{path}: not a result of `kvferry bench --json`") from error
+    found = [
+        _profile(f"{path.stem}/{medium}", way, not medium.startswith("host"), some, machine)
+        for (medium, way), some in loads.items()
+        if len(some) >= MIN_LOADS
+    ]
+    if not found:
+        raise SpecError(f"{path}: no way of kvferry was measured with {MIN_LOADS} sizes or more")
+    return found
+
+
+def _loads(times: Sequence[dict[str, Any]]) -> dict[tuple[str, Way], Loads]:
+    """What kvferry's transport read, and the median of the turns, by kind of memory and way."""
+    loads: dict[tuple[str, Way], Loads] = defaultdict(list)
+    for time in times:
+        if time["rival"] in (Way.DIRECT, Way.MAPPED):
+            traffic = Traffic(1, int(time["num_runs"]), int(time["total_bytes"]))
+            seconds = float(time["median_s"])
+            if not 0 < seconds < float("inf"):
+                raise ValueError(f"a time of {seconds} s")
+            loads[str(time["medium"]), Way(time["way"])].append((traffic, seconds))
+    return loads
+
+
+def _profile(name: str, way: Way, is_on_device: bool, loads: Loads, machine: str) -> LinkProfile:
+    cost = fitted(first_guess(way, is_on_device=is_on_device).cost, loads)
+    return LinkProfile(name, way, cost, Origin.MEASURED, f"{machine}: {_fit(cost, loads)}")
+
+
+def _fit(cost: Cost, loads: Loads) -> str:
+    """How well a cost tells what was measured."""
+    off = [abs(cost.of(traffic).seconds / seconds - 1) for traffic, seconds in loads]
+    close = sum(each <= CLOSE for each in off)
+    return f"{close} of {len(off)} sizes within {100 * CLOSE:.0f} %, median off by {100 * median(off):.0f} %"

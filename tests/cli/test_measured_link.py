@@ -1,0 +1,89 @@
+"""Links of one's own machine, from what the benchmark has written."""
+
+import json
+
+import pytest
+
+from kvferry.cli.bench.grid import BenchCase, BlockOrder, CacheShape
+from kvferry.cli.bench.report import BenchReport, RivalTimes
+from kvferry.cli.bench.rivals import Rival
+from kvferry.cli.measured_link import measured_links
+from kvferry.core.cost import Cost, Traffic
+from kvferry.core.link_profile import Origin
+from kvferry.core.way import Way
+from kvferry.errors import SpecError
+
+TRUTH = {("host-cma", "direct"): Cost(1e-3, 5e-6, 2e9), ("cuda:0", "mapped"): Cost(2e-4, 1e-9, 1e12)}
+PLAN = ("plan", "--model", "gpt2", "--src", "tp=2", "--dst", "tp=3")
+
+
+def report(sizes=((256, 64), (256, 16384), (65536, 64), (65536, 1024))):
+    """What a machine with these very costs would have measured; NIXL alone is there, too."""
+    found = BenchReport({"processor": "abacus", "num_cores": 3}, {})
+    for (medium, way), cost in TRUTH.items():
+        for run_bytes, num_pages in sizes:
+            case = BenchCase(CacheShape(run_bytes, 4 * num_pages), num_pages, BlockOrder.SCATTERED)
+            seconds = cost.of(Traffic(1, num_pages, case.total_bytes)).seconds
+            turns = (seconds / 2, seconds, 3 * seconds)
+            found.times.append(RivalTimes(medium, case, Rival(way), way, num_pages, turns))
+            found.times.append(RivalTimes(medium, case, Rival.NIXL, "nixl", num_pages, (9.0,)))
+    return found.as_object()
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(document):
+        path = tmp_path / "mine.json"
+        path.write_text(document if isinstance(document, str) else json.dumps(document))
+        return path
+
+    return write
+
+
+def test_a_machine_is_told_by_what_was_measured_on_it(written):
+    profiles = measured_links(written(report()))
+    assert [(each.name, each.way) for each in profiles] == [
+        ("mine/host-cma", Way.DIRECT),
+        ("mine/cuda:0", Way.MAPPED),
+    ]
+    for profile, truth in zip(profiles, TRUTH.values(), strict=True):
+        for traffic in (Traffic(1, 100, 10**5), Traffic(1, 10**4, 10**7), Traffic(1, 10, 10**8)):
+            assert profile.cost.of(traffic).seconds == pytest.approx(truth.of(traffic).seconds, rel=0.1)
+        assert profile.origin is Origin.MEASURED
+        assert profile.source.startswith("abacus, 3 cores: 4 of 4 sizes within 30 %, median off by ")
+
+
+def test_plan_takes_such_a_file_for_a_link(cli, written):
+    path = written(report())
+    links = cli(*PLAN, "--link", path, "--link", "400Gb", "--json").answer["links"]
+    assert [link["link"] for link in links] == ["mine/host-cma", "mine/cuda:0", "400Gb"]
+    assert links[0]["seconds"] > links[1]["seconds"] > 0
+
+
+BROKEN = {
+    "no JSON": "{",
+    "a list": [],
+    "no times": {"machine": {"processor": "", "num_cores": 1}},
+    "no machine": {"times": []},
+    "a time that is none": report() | {"times": [report()["times"][0] | {"median_s": 0.0}]},
+    "an unknown way": report() | {"times": [report()["times"][0] | {"way": "pigeon"}]},
+    "text for times": report() | {"times": "many"},
+}
+
+
+@pytest.mark.parametrize("document", BROKEN.values(), ids=BROKEN.keys())
+def test_what_is_no_such_file_is_refused(written, document):
+    with pytest.raises(SpecError, match=r"mine.json: not a result of `kvferry bench --json`"):
+        measured_links(written(document))
+
+
+def test_too_few_sizes_are_refused(written, cli):
+    path = written(report(sizes=((256, 64), (65536, 64))))
+    ran = cli(*PLAN, "--link", path)
+    assert (ran.code, ran.out) == (2, "")
+    assert "no way of kvferry was measured with 3 sizes or more" in ran.err
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(SpecError, match=r"away.json: No such file"):
+        measured_links(tmp_path / "away.json")
