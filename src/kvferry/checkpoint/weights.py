@@ -16,8 +16,10 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import count, pairwise
+from heapq import nsmallest
+from itertools import pairwise
 from pathlib import Path
+from zlib import crc32
 
 from kvferry.checkpoint.config import short_digest
 from kvferry.errors import SpecError
@@ -30,6 +32,7 @@ NUM_THREADS = 16
 """Reads at a time: of files on a network, each waits for its answer."""
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
+NUMBERS = re.compile(r"\d+")
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 LAST_MATRIX = "lm_head.weight"
 
@@ -130,11 +133,13 @@ def _chosen(tensors: Sequence[StoredTensor]) -> list[StoredTensor]:
     if len(tensors) <= MAX_READS:
         return list(tensors)
     kinds: dict[str, list[StoredTensor]] = {}
-    for tensor in sorted(tensors, key=lambda each: short_digest(each.name)):
-        kinds.setdefault(re.sub(r"\d+", "#", tensor.name), []).append(tensor)
-    rounds = [(turn, tensor) for kind in kinds.values() for turn, tensor in zip(count(), kind, strict=False)]
-    rounds.sort(key=lambda each: (each[0], each[1].name))
-    return sorted((tensor for _, tensor in rounds[:MAX_READS]), key=lambda each: each.name)
+    for tensor in tensors:
+        kinds.setdefault(NUMBERS.sub("#", tensor.name), []).append(tensor)
+    chosen: list[StoredTensor] = []
+    for num_done, kind in enumerate(sorted(kinds.values(), key=len)):
+        share = (MAX_READS - len(chosen)) // (len(kinds) - num_done)
+        chosen += nsmallest(share, kind, key=lambda each: crc32(each.name.encode()))
+    return sorted(chosen, key=lambda each: each.name)
 
 
 def _sample(

@@ -34,8 +34,6 @@ FROM_FILES = {
 """Load formats that read a checkpoint's own files, and the one under which vLLM finds the same files."""
 
 Values = dict[str, str]
-_UNREADABLE = (SpecError, OSError, RuntimeError, ValueError)
-"""What files that are not there, or make no sense, end in; vLLM's loader has no errors of its own."""
 
 
 def engine_identity(vllm_config: VllmConfig, options: Options) -> Identity:
@@ -78,13 +76,13 @@ def _model(model: ModelConfig, load: LoadConfig, target: ModelConfig | None = No
     try:
         folder = _folder(model, load)
         known |= _below("config", config_values(_fresh_config(model, folder).to_dict()))
-    except _UNREADABLE as error:
+    except Exception as error:  # a model's own code may read it
         return known, {"config": _reason(error), "weights": _reason(error)}
     try:
         if has_own_weights:
             found = weights_values(_weight_files(model, load, folder))
             known |= {"weights.embeddings": _embeddings(model), **found}
-    except _UNREADABLE as error:
+    except Exception as error:
         unknown["weights"] = _reason(error)
     return known, unknown
 
