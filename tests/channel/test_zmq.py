@@ -1,10 +1,11 @@
 """The control channel, between two channels of this process."""
 
+import socket
 import time
 
 import pytest
 
-from kvferry.channel import Channel
+from kvferry.channel import Channel, Contact, ContactChange, Received
 from kvferry.channel.zmq import MAX_CALLS
 from kvferry.errors import ChannelError
 from kvferry.wire.secret import Secret
@@ -29,7 +30,7 @@ def heard(channel, num=1, seconds=10):
     received: list = []
     deadline = time.monotonic() + seconds
     while len(received) < num and time.monotonic() < deadline:
-        received += channel.wait(0.05)
+        received += [one for one in channel.wait(0.05) if isinstance(one, Received)]
     return received
 
 
@@ -49,9 +50,9 @@ def test_a_route_outlives_its_connection(opened):
     caller.send(listener.address, b"hello")
     (first,) = heard(listener)
     # Disconnecting and calling again is what ZeroMQ does by itself when a peer was silent for too long.
-    socket = caller._calls[listener.address]
-    socket.disconnect(listener.address)
-    socket.connect(listener.address)
+    call = caller._calls[listener.address].socket
+    call.disconnect(listener.address)
+    call.connect(listener.address)
     caller.send(listener.address, b"hello again")
     (second,) = heard(listener)
     assert second.reply_to == first.reply_to
@@ -109,7 +110,7 @@ def test_who_does_not_know_the_secret_gets_nowhere(opened):
     listener.send(received.reply_to, b"welcome")
     assert [answer.data for answer in heard(friend)] == [b"welcome"]
     assert not heard(listener, seconds=0.5)
-    assert not any(stranger.wait(0) for stranger in strangers)
+    assert not any(heard(stranger, seconds=0.1) for stranger in strangers)
 
 
 def test_a_message_that_is_too_long_is_not_taken(opened):
@@ -140,3 +141,61 @@ def test_waking_a_closed_channel_does_nothing(opened):
     channel = opened()
     channel.close()
     channel.wake()
+
+
+def news(channel, *wanted, seconds=10):
+    """What happened to connections, until the last of these did."""
+    contacts: list = []
+    deadline = time.monotonic() + seconds
+    while wanted[-1] not in contacts:
+        assert time.monotonic() < deadline, contacts
+        contacts += [one.contact for one in channel.wait(0.05) if isinstance(one, ContactChange)]
+    return contacts
+
+
+def test_a_caller_hears_who_is_there_and_who_is_not_any_more(opened):
+    listener, caller = opened(listen="tcp://127.0.0.1:*"), opened()
+    caller.send(listener.address, b"hello")
+    assert news(caller, Contact.CONNECTED) == [Contact.CALLING, Contact.CONNECTED]
+    listener.close()
+    started = time.monotonic()
+    assert news(caller, Contact.BROKEN)[0] is Contact.BROKEN
+    assert time.monotonic() - started < 1
+    again = opened(listen=listener.address)
+    assert news(caller, Contact.CONNECTED)[-1] is Contact.CONNECTED
+    again.close()
+
+
+def test_where_nobody_listens_a_connection_is_refused(opened):
+    caller = opened()
+    caller.send("tcp://127.0.0.1:9", b"anybody?")
+    assert news(caller, Contact.BROKEN) == [Contact.CALLING, Contact.BROKEN]
+
+
+def test_a_port_of_something_else_is_no_connection(opened):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        caller = opened()
+        caller.send(f"tcp://127.0.0.1:{server.getsockname()[1]}", b"anybody?")
+        stranger, _ = server.accept()
+        stranger.sendall(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
+        stranger.close()
+        assert news(caller, Contact.BROKEN) == [Contact.CALLING, Contact.BROKEN]
+
+
+def test_who_is_hung_up_on_is_called_again_when_something_is_sent(opened):
+    listener, caller = opened(listen="tcp://127.0.0.1:*"), opened()
+    caller.send(listener.address, b"hello")
+    assert len(heard(listener)) == 1
+    caller.hang_up(listener.address)
+    caller.hang_up("tcp://127.0.0.1:9")  # nobody: nothing happens
+    assert not caller._calls
+    caller.send(listener.address, b"hello again")
+    assert [received.data for received in heard(listener)] == [b"hello again"]
+
+
+def test_a_call_that_makes_room_for_another_is_told(opened, monkeypatch):
+    monkeypatch.setattr("kvferry.channel.zmq.MAX_CALLS", 1)
+    caller = opened()
+    caller.send("tcp://127.0.0.1:9", b"anybody?")
+    caller.send("tcp://127.0.0.1:10", b"anybody?")
+    assert ContactChange("tcp://127.0.0.1:9", Contact.CLOSED) in caller.wait(1.0)

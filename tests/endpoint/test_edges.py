@@ -24,11 +24,11 @@ class SimulatedChannel:
     def start(self, name, receive, is_behind):
         self.receive = receive
 
-    def hang_up(self, address):
-        pass
-
     def send(self, to, data):
         self.world.packets.append((self.address, to, data))
+
+    def hang_up(self, address):
+        pass
 
     def close(self):
         pass

@@ -178,7 +178,7 @@ def test_messages_wait_in_their_socket_while_the_owner_is_behind():
     is_behind = threading.Event()
     is_behind.set()
     listener = ChannelThread(Channel(listen="tcp://127.0.0.1:*"))
-    listener.start("listener", lambda message: received.append(message.data), is_behind.is_set)
+    listener.start("listener", received.append, is_behind.is_set)
     caller = ChannelThread(Channel())
     caller.start("caller", lambda message: None, lambda: False)
     caller.send(listener.address, b"hello")

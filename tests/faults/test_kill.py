@@ -161,7 +161,7 @@ def test_an_engine_dies_and_starts_again_at_the_same_address(harbour, one):
         assert one.wait(reading) == ["transport"]
         again = harbour.source("phoenix", tp=1, listen=source.fleet.address)
         assert again.fleet.address == source.fleet.address
-        assert one.wait(one.fetch(old)) == ["restarted"]
+        until(lambda: one.wait(one.fetch(old)) == ["restarted"], "it answers at its address again")
         forged = msgspec.structs.replace(old, generation=again.status()["generation"])
         assert one.wait(one.fetch(forged)) == ["forged"]
         harbour.serves(again, one)

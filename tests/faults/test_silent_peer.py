@@ -71,9 +71,9 @@ def test_an_authority_where_nobody_listens(harbour, source, one, nobody):
         loads = [one.fetch(ticket) for ticket in lost]
         yield
         for load in loads:
-            assert one.wait(load) == ["no-answer"]
+            assert one.wait(load) == ["source-gone"]
 
-    with harbour.level(source, one, extra_fds=2):  # the socket that calls in vain, and its attempt under way
+    with harbour.level(source, one):
         assert is_undisturbed(harbour, source, one, calls_to_nobody)
 
 
@@ -90,7 +90,7 @@ def test_an_authority_that_is_stopped(harbour, source, one, sleeper):
         loads = [one.fetch(ticket) for ticket in tickets]
         yield
         for load in loads:
-            assert one.wait(load) == ["no-answer"]
+            assert one.wait(load) == ["source-gone"]
         sleeper.fleet.authority.resume()
         until(sleeper.is_quiet, "its leases are over")
 

@@ -49,7 +49,7 @@ def test_late_bytes_of_a_stopped_source_do_not_count(harbour, source, two):
         before = two.fingerprints()
         for worker in source.fleet.workers():
             worker.resume()
-        assert {"lease-ended", "lease-lapsed", "overdue"} >= set(two.wait(load))
+        assert {"lease-ended", "lease-lapsed", "overdue", "source-gone"} >= set(two.wait(load))
         assert two.fingerprints() != before  # the bytes did come
         harbour.unchanged(two)
         assert source.reason(ticket.request_id) == "expired"

@@ -330,7 +330,8 @@ class World(RuleBasedStateMachine):
                     rank.connected.discard(effect.peer)
                 case HangUp():
                     called = {job.peer.authority for job in rank.reader._jobs.values()}
-                    assert effect.address not in called, "hung up on somebody who is needed"
+                    is_anew = any(isinstance(e, Send) and e.to == effect.address for e in effects)
+                    assert is_anew or effect.address not in called, "hung up on somebody who is needed"
                 case Report():
                     self.on_report(rank, effect)
 
@@ -715,6 +716,12 @@ class World(RuleBasedStateMachine):
         settle = Settle(job.ticket.generation, job.ticket.ticket_id, *who, 1 << 40, FORGED, Outcome.READ)
         self.packets += [Packet(ADDRESS, "nobody", encode(message)) for message in (ask, settle)]
 
+    @rule(which=index, name=st.sampled_from(["calling", "connected", "disconnected", "closed"]))
+    def contact(self, which, name):
+        """What the channel says of a rank's connection: too late, too often, or wrongly."""
+        rank = self.ranks[which % len(self.ranks)]
+        getattr(rank.reader, name)(self.clock(rank), "nowhere" if which % 8 == 0 else ADDRESS)
+
     # -- time -------------------------------------------------------------------------------------
 
     @rule(seconds=st.sampled_from([0.25, 0.5, 1.0, 3.0, 8.75, 9.0, 25.0]), has_tick=st.booleans())
@@ -872,6 +879,7 @@ class World(RuleBasedStateMachine):
             assert (set(reader._jobs), set(reader._transfers)) == (handles, set(stuck))
             assert len(reader._by_ticket) == len(handles)
             assert not reader._questions
+            assert all(one.is_up for one in reader._connections._by_address.values())
             assert not reader._settlements
         authority = self.authority
         assert authority.num_leases == 0

@@ -688,6 +688,104 @@ def test_an_idle_peer_makes_room(it, monkeypatch):
     assert (it.of(Drop), it.of(Report)) == ([Drop(PEER)], [])
 
 
+# -- a source that is gone ------------------------------------------------------------------------
+
+
+def lost(it, at=1.0):
+    """The connection breaks, and does not come back in time."""
+    it.at(at).disconnected("src")
+    return it.at(at + 0.5).tick()
+
+
+def test_who_waits_for_a_source_that_is_gone_is_told_at_once(it):
+    it.calling("src").connected("src")
+    it.granted(1, 1)
+    it.met().granted(2, 2).selected(2, selection(1))  # 1 is selecting, 2 is reading
+    it.hold(3, ticket(3))
+    it.fetch(4, fetch_of(authority="elsewhere"))
+    lost(it)
+    codes = {report.handle: report.failure.code for report in it.of(Report)}
+    assert codes == {1: "source-gone", 3: "source-gone"}
+    assert "prefill at src is gone" in it.of(Report)[0].failure.detail
+    assert sorted(it.reader._jobs) == [2, 4]
+
+
+def test_the_next_fetch_from_it_fails_at_once_and_nobody_is_called(it):
+    it.connected("src")
+    it.granted()
+    lost(it)
+    it.fetch(2, fetch_of(2))
+    assert (it.failure(), it.of(Send)) == ("source-gone", [])
+    it.hold(3, ticket(3))
+    assert (it.failure(), it.of(Send)) == ("source-gone", [])
+    assert not it.reader._jobs
+
+
+def test_it_serves_again_when_it_answers_again(it):
+    it.connected("src")
+    lost(it)
+    it.connected("src")
+    it.fetch(1, fetch_of())
+    assert (it.of(Report), len(it.of(Acquire))) == ([], 1)
+
+
+def test_reads_in_flight_end_as_the_transport_says_though_the_source_is_gone(it):
+    it.connected("src")
+    first, second = it.reading(2)
+    assert lost(it).of(Report) == []
+    it.ended(first, "")
+    assert it.of(Report) == []
+    it.ended(second, "")
+    assert it.failure() == "source-gone", "nobody is there to confirm it"
+
+
+def test_a_read_is_good_if_its_source_is_there_again_at_its_end(it):
+    it.connected("src")
+    (transfer,) = it.reading()
+    lost(it)
+    it.connected("src").ended(transfer, "").confirmed()
+    assert it.only(Report).failure is None
+
+
+def test_who_waits_for_a_confirmation_is_told_too(it):
+    it.connected("src")
+    (transfer,) = it.reading()
+    it.ended(transfer, "")
+    assert lost(it).failure() == "source-gone"
+
+
+def test_what_could_not_be_settled_is_said_when_the_source_is_there_again(it):
+    it.connected("src")
+    it.granted()
+    lost(it)
+    settle = it.only(Settle)
+    assert it.at(3.0).tick().of(Settle) == []
+    it.connected("src")
+    assert it.at(4.0).tick().of(Settle) == [settle]
+
+
+def test_where_nobody_ever_answered_nothing_is_left_behind(it):
+    it.fetch(1, fetch_of()).calling("src")
+    it.at(2.0).tick()
+    assert (it.failure(), it.of(HangUp)) == ("source-gone", [HangUp("src")])
+    assert it.of(Settle) == []
+    assert is_empty(it.reader)
+    assert len(it.reader._meetings) == 0
+
+
+def test_an_unused_peer_that_is_gone_is_forgotten_whole(it):
+    it.connected("src")
+    (transfer,) = it.reading()
+    it.ended(transfer, "").confirmed()
+    assert lost(it).of(Drop) == [Drop(PEER)]
+
+
+def test_a_peer_that_is_gone_is_kept_while_it_is_read_from(it):
+    it.connected("src")
+    it.reading()
+    assert (lost(it).of(Drop), it.reader._meetings.state(PEER)) == ([], Meeting.BROKEN)
+
+
 # -- ends -----------------------------------------------------------------------------------------
 
 
@@ -908,3 +1006,13 @@ def test_who_has_answered_is_called_until_it_has_heard_the_end(it):
     assert not it.at(9.0).tick().of(HangUp), "its meeting is under way"
     it.at(10.0).tick()
     assert it.only(HangUp) == HangUp("src")
+
+
+def test_a_ticket_of_another_start_has_its_source_called_anew(it):
+    """Its engine has started again at its address, and the channel may not have noticed yet."""
+    it.connected("src")
+    it.granted()
+    lost(it)
+    assert it.fetch(2, fetch_of(2)).failure() == "source-gone"
+    it.fetch(3, fetch_of(3, generation=8))
+    assert (it.of(HangUp), len(it.of(Acquire)), it.of(Report)) == ([HangUp("src")], 1, [])

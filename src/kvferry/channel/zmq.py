@@ -14,9 +14,12 @@ import re
 import secrets
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
+from enum import StrEnum
+from itertools import count
 
 import zmq
 from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
 
 from kvferry.errors import ChannelError
 from kvferry.wire.secret import Secret
@@ -24,8 +27,7 @@ from kvferry.wire.secret import Secret
 _MAPPED = re.compile(r"\[::ffff:([0-9.]+)\]")
 
 MAX_CALLS = 512
-"""Addresses that a channel keeps a socket for; the least recently used goes first. A context of ZeroMQ has
-1,023 sockets at most."""
+"""Addresses that a channel keeps a socket for; the least recently used goes first."""
 SCHEMES = ("tcp://", "ipc://")
 """What may be called: an address comes from a ticket, and ``inproc`` would reach into this process."""
 LINGER_MS = 200
@@ -36,10 +38,17 @@ LISTENER_HIGH_WATER = 100
 """The same for what arrives at a listener, where a stranger's messages may be as long as the longest."""
 HANDSHAKE_MS = 5_000
 """How long a caller may take to say who it is."""
-HEARTBEAT_MS = 2_000
-SILENCE_MS = 10_000
-"""After how long a connection that answers no heartbeat is given up, and what is under way on it is lost. A
-process that merely got no processor for a few seconds must not be taken for dead."""
+SILENCE_SECONDS = 2.0
+"""After how long without an answer to its heartbeats a caller gives a connection up, and tries another one.
+The peer's network thread answers them, whatever else that process does."""
+LISTENER_HEARTBEAT_MS = 500
+"""Where nobody takes messages, and enough of them wait, a caller's heartbeats are not seen either. The
+listener's own tell it that there is life."""
+LISTENER_SILENCE_MS = 10_000
+"""Nobody waits for news of a caller: one that got no processor for a few seconds keeps its connection."""
+MAX_SOCKETS = 8 * MAX_CALLS
+"""Of ZeroMQ's, in a channel: each call has one, and two that tell of its connection. A closed one counts for
+a while."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +59,69 @@ class Received:
     data: bytes
 
 
+class Contact(StrEnum):
+    """What becomes of the connection to an address that is called."""
+
+    CALLING = "calling"
+    CONNECTED = "connected"
+    """Somebody who speaks this language is there, and answers heartbeats from now on."""
+    BROKEN = "broken"
+    """It was lost, or refused, or not understood. It is tried again."""
+    CLOSED = "closed"
+    """It is not tried any more: others need the place."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContactChange:
+    """News of the connection to an address."""
+
+    address: str
+    contact: Contact
+
+
+_CONTACTS = {
+    zmq.EVENT_HANDSHAKE_SUCCEEDED: Contact.CONNECTED,
+    zmq.EVENT_DISCONNECTED: Contact.BROKEN,
+    zmq.EVENT_CLOSED: Contact.BROKEN,
+}
+"""ZeroMQ's own news. That a host accepts a connection says little: it does so for a stopped process, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    socket: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+
+    def close(self, linger_ms: int) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(linger_ms)
+
+
 class Channel:
     """Sends and receives messages; listens if told to.
 
     With a ``secret``, everything is encrypted, and only who knows the secret can talk to the listener at all.
     """
 
-    def __init__(self, *, listen: str = "", secret: Secret | None = None, max_bytes: int = 8 << 20) -> None:
+    def __init__(
+        self,
+        *,
+        listen: str = "",
+        secret: Secret | None = None,
+        max_bytes: int = 8 << 20,
+        silence_seconds: float = SILENCE_SECONDS,
+    ) -> None:
         self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+        self._silence_seconds = silence_seconds
+        self._changes: list[ContactChange] = []
+        """What happened to connections, until the next ``wait``."""
         self._server_keys = _server_keys(secret) if secret is not None else None
         self._max_bytes = max_bytes
         self._poller = zmq.Poller()
-        self._calls: OrderedDict[str, zmq.Socket[bytes]] = OrderedDict()
+        self._monitor_numbers = count(1)
+        self._calls: OrderedDict[str, _Call] = OrderedDict()
         self._listener: zmq.Socket[bytes] | None = None
         # Not a pair of sockets: one that is full a moment too long loses a call, and a message waits for it.
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -79,6 +139,8 @@ class Channel:
         socket = self._socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.RCVHWM, LISTENER_HIGH_WATER)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, LISTENER_HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, LISTENER_SILENCE_MS)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # who calls again before its old connection is found dead
         if self._server_keys is not None:
             socket.curve_secretkey, socket.curve_server = self._server_keys[0], True
@@ -100,8 +162,6 @@ class Channel:
             (zmq.SNDHWM, HIGH_WATER),
             (zmq.RCVHWM, HIGH_WATER),
             (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
-            (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
-            (zmq.HEARTBEAT_TIMEOUT, SILENCE_MS),
             (zmq.RECONNECT_IVL_MAX, 2_000),
             (zmq.IPV6, 1),
         ):
@@ -120,53 +180,89 @@ class Channel:
                 if self._listener is not None:
                     self._listener.send_multipart([bytes.fromhex(to[1:]), data], zmq.NOBLOCK)
             elif to.startswith(SCHEMES):
-                self._call(to).send(data, zmq.NOBLOCK)
+                self._call(to).socket.send(data, zmq.NOBLOCK)
             else:
                 self.dropped["address"] += 1
         except zmq.ZMQError:
             self.dropped["unsent"] += 1
 
-    def _call(self, address: str) -> zmq.Socket[bytes]:
+    def _call(self, address: str) -> _Call:
         if address in self._calls:
             self._calls.move_to_end(address)
             return self._calls[address]
         if len(self._calls) >= MAX_CALLS:
-            _, oldest = self._calls.popitem(last=False)
-            self._close(oldest)
+            oldest = next(iter(self._calls))
+            self.hang_up(oldest)
+            self._changes.append(ContactChange(oldest, Contact.CLOSED))
         socket = self._socket(zmq.DEALER)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, int(self._silence_seconds * 1000 / 3))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(self._silence_seconds * 2000 / 3))
         # A name of its own, that nobody can guess: replies find it after a lost connection, too.
         socket.setsockopt(zmq.IDENTITY, secrets.token_bytes(16).replace(b"\0", b"\1"))
         if self._server_keys is not None:
             socket.curve_serverkey = self._server_keys[1]
             socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+        monitor: zmq.Socket[bytes] | None = None
         try:
+            monitor = self._monitor(socket)
             socket.connect(address)
-        except zmq.ZMQError:
-            socket.close(0)  # an address that makes no sense would else cost a socket per message
+        except zmq.ZMQError:  # an address that makes no sense would else cost sockets per message
+            for one in (monitor, socket):
+                if one is not None:
+                    one.close(0)
             raise
-        self._poller.register(socket, zmq.POLLIN)
-        self._calls[address] = socket
-        return socket
+        call = _Call(socket, monitor)
+        self._poller.register(call.socket, zmq.POLLIN)
+        self._poller.register(call.monitor, zmq.POLLIN)
+        self._calls[address] = call
+        self._changes.append(ContactChange(address, Contact.CALLING))
+        return call
+
+    def _monitor(self, socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+        """Where ZeroMQ tells of a socket's connection. It has no bound: a full one would stop everything."""
+        name = f"inproc://monitor-{next(self._monitor_numbers)}"
+        socket.monitor(name, sum(_CONTACTS))
+        monitor = self._context.socket(zmq.PAIR)
+        try:
+            monitor.setsockopt(zmq.LINGER, 0)
+            monitor.setsockopt(zmq.RCVHWM, 0)
+            monitor.connect(name)
+        except zmq.ZMQError:
+            monitor.close(0)
+            raise
+        return monitor
 
     def hang_up(self, address: str) -> None:
-        """Close the connection to an address; whoever is called there again is called anew."""
-        socket = self._calls.pop(address, None)
-        if socket is not None:
-            self._poller.unregister(socket)
-            socket.close(LINGER_MS)
+        """Call an address no more, until something is sent there again."""
+        call = self._calls.pop(address, None)
+        if call is not None:
+            self._poller.unregister(call.socket)
+            self._poller.unregister(call.monitor)
+            call.close(LINGER_MS)
 
-    def wait(self, seconds: float) -> list[Received]:
-        """Everything that arrived, after at most ``seconds``; at once when woken."""
-        ready = dict(self._poller.poll(max(0, int(seconds * 1000))))
-        received: list[Received] = []
+    def wait(self, seconds: float) -> list[Received | ContactChange]:
+        """Everything that arrived or happened, after at most ``seconds``; at once when woken."""
+        ready = dict(self._poller.poll(0 if self._changes else max(0, int(seconds * 1000))))
+        received: list[Received | ContactChange] = list(self._changes)
+        self._changes.clear()
         if self._woken in ready:
             os.eventfd_read(self._woken)
         if self._listener in ready and self._listener is not None:
             received += self._heard(self._listener)
-        for address, socket in list(self._calls.items()):
-            if socket in ready:
-                received += self._answers(address, socket)
+        for address, call in list(self._calls.items()):
+            if call.monitor in ready:
+                received += self._news(address, call.monitor)
+            if call.socket in ready:
+                received += self._answers(address, call.socket)
         return received
+
+    def _news(self, address: str, monitor: zmq.Socket[bytes]) -> list[ContactChange]:
+        changes = []
+        with contextlib.suppress(zmq.Again):
+            for _ in range(self.MAX_AT_ONCE):
+                event = parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))["event"]
+                changes.append(ContactChange(address, _CONTACTS[zmq.Event(event)]))
+        return changes
 
     MAX_AT_ONCE = 1000
     """Messages taken from one socket before others get their turn."""
@@ -198,16 +294,12 @@ class Channel:
         if self._woken >= 0:
             os.eventfd_write(self._woken, 1)
 
-    def _close(self, socket: zmq.Socket[bytes]) -> None:
-        self._poller.unregister(socket)
-        socket.close(0)
-
     def close(self) -> None:
         """Close every socket; nothing lingers."""
-        for socket in (*self._calls.values(), self._listener):
-            if socket is not None:
-                socket.close(0)
-        self._calls.clear()
+        for address in list(self._calls):
+            self.hang_up(address)
+        if self._listener is not None:
+            self._listener.close(0)
         if self._woken >= 0:
             os.close(self._woken)
             self._woken = -1

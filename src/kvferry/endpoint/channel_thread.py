@@ -8,11 +8,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from kvferry.channel import Budget, Channel, Received
+from kvferry.channel import Budget, Channel, ContactChange, Received
 from kvferry.errors import KVFerryError
 from kvferry.wire.bad_input import printable
 
 log = logging.getLogger("kvferry")
+
+Receive = Callable[[Received | ContactChange], None]
+"""Takes what arrives, and what happens to the connections to those who are called."""
 
 WAIT_SECONDS = 1.0
 CLOSE_SECONDS = 10.0
@@ -45,7 +48,7 @@ class ChannelThread:
         """Messages that could not be sent or taken, by why."""
         return self._channel.dropped
 
-    def start(self, name: str, receive: Callable[[Received], None], is_behind: Callable[[], bool]) -> None:
+    def start(self, name: str, receive: Receive, is_behind: Callable[[], bool]) -> None:
         """Begin: ``receive`` is called in the thread, unless whoever listens ``is_behind``."""
         self._thread = threading.Thread(target=self._run, args=(receive, is_behind), name=name, daemon=True)
         self._thread.start()
@@ -79,7 +82,7 @@ class ChannelThread:
 
     # -- in the thread -----------------------------------------------------------------------------
 
-    def _run(self, receive: Callable[[Received], None], is_behind: Callable[[], bool]) -> None:
+    def _run(self, receive: Receive, is_behind: Callable[[], bool]) -> None:
         while not self._is_closing:
             if is_behind():
                 time.sleep(0.001)  # what arrives waits in its socket, which has a bound

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import count
 
-from kvferry.channel import Received
+from kvferry.channel import Contact, ContactChange, Received
 from kvferry.core.cost import NO_TRAFFIC, Traffic
 from kvferry.core.manifest import Manifest
 from kvferry.core.request import BlockTable
@@ -85,7 +85,8 @@ class Destination:
         num_ranks = num_ranks or len(manifest.ranks)
         if not reader and num_ranks > 1:
             raise SpecError("name this start of the engine (reader=…), the same on all of its ranks")
-        self._timing, edges = timing or Timing(), edges or Edges()
+        self._timing = timing or Timing()
+        edges = edges or Edges.of(self._timing)
         reader = reader or f"{manifest.engine}#{edges.random_bytes(8).hex()}"
         self._transport, self._plans = transport, SharedPlans(manifest, rank)
         self._metrics, self._on_refusal = metrics, on_refusal
@@ -281,6 +282,17 @@ class Destination:
             self._costs.begin(wanted.handle, wanted.peer, traffic, is_waiting=is_waiting)
         return effects
 
+    def _contact(self, change: ContactChange, now: float) -> list[Effect]:
+        match change.contact:
+            case Contact.CALLING:
+                return self._reader.calling(now, change.address)
+            case Contact.CONNECTED:
+                return self._reader.connected(now, change.address)
+            case Contact.BROKEN:
+                return self._reader.disconnected(now, change.address)
+            case Contact.CLOSED:
+                return self._reader.closed(now, change.address)
+
     def _drop(self, peer: Peer) -> None:
         self._found.pop(peer, None)
         met = self._met.pop(peer, None)
@@ -290,9 +302,12 @@ class Destination:
 
     # -- in other threads; what they find is put into the inbox ------------------------------------
 
-    def _receive(self, received: Received) -> None:
-        message = decode_from_authority(received.data)
-        self._owner.put(lambda now: self._reader.receive(now, received.reply_to, message))
+    def _receive(self, received: Received | ContactChange) -> None:
+        if isinstance(received, ContactChange):
+            self._owner.put(partial(self._contact, received))
+            return
+        message, reply_to = decode_from_authority(received.data), received.reply_to
+        self._owner.put(lambda now: self._reader.receive(now, reply_to, message))
 
     def _find(self, find: FindRanks) -> None:
         peer, started = find.peer, self._clock()

@@ -6,13 +6,15 @@ import secrets
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
-from kvferry.channel import Channel, Received
-from kvferry.endpoint.channel_thread import ChannelThread
+from kvferry.channel import SILENCE_SECONDS, Channel
+from kvferry.endpoint.channel_thread import ChannelThread, Receive
 from kvferry.endpoint.owner import Owner
 from kvferry.endpoint.this_host import this_host
 from kvferry.endpoint.workers import WorkerThreads
+from kvferry.runtime import Timing
 from kvferry.wire.messages import MAX_MESSAGE_BYTES
 from kvferry.wire.secret import Secret
 
@@ -35,8 +37,9 @@ class ControlChannel(Protocol):
         """Messages that could not be sent or taken, by why."""
         ...
 
-    def start(self, name: str, receive: Callable[[Received], None], is_behind: Callable[[], bool]) -> None:
-        """From now on ``receive`` is called with what arrives, unless whoever listens ``is_behind``.
+    def start(self, name: str, receive: Receive, is_behind: Callable[[], bool]) -> None:
+        """From now on ``receive`` is called with what arrives, and with what becomes of connections that were
+        made here, unless whoever listens ``is_behind``.
 
         It raises a KVFerryError for what cannot be read.
         """
@@ -67,10 +70,14 @@ class Workers(Protocol):
         ...
 
 
-def open_channel(listen: str, secret: Secret | None) -> ControlChannel:
+def open_channel(
+    listen: str, secret: Secret | None, *, silence_seconds: float = SILENCE_SECONDS
+) -> ControlChannel:
     """A channel over ZeroMQ, driven by a thread of its own."""
     # A little more than is read: what is too long can then be answered by name.
-    return ChannelThread(Channel(listen=listen, secret=secret, max_bytes=MAX_MESSAGE_BYTES + (1 << 20)))
+    max_bytes = MAX_MESSAGE_BYTES + (1 << 20)
+    channel = Channel(listen=listen, secret=secret, max_bytes=max_bytes, silence_seconds=silence_seconds)
+    return ChannelThread(channel)
 
 
 @dataclass(frozen=True)
@@ -86,3 +93,8 @@ class Edges:
     make_workers: Callable[[str], Workers] = WorkerThreads
     start_owner: Callable[[Owner[Any]], None] = Owner.start
     """Has an owner's ``step`` called; by default in a thread of its own."""
+
+    @classmethod
+    def of(cls, timing: Timing) -> Edges:
+        """The real outside, with heartbeats as an engine wants them."""
+        return cls(open_channel=partial(open_channel, silence_seconds=timing.silence))

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from functools import partial
 from hmac import compare_digest
 
-from kvferry.channel import Received
+from kvferry.channel import ContactChange, Received
 from kvferry.core.outline import Outline
 from kvferry.core.request import BlockTable
 from kvferry.endpoint.edges import Edges
@@ -233,7 +233,9 @@ class SourceEngine:
 
     # -- in other threads; what they find is put into the inbox ------------------------------------
 
-    def _receive(self, received: Received) -> None:
+    def _receive(self, received: Received | ContactChange) -> None:
+        if isinstance(received, ContactChange):
+            return  # it calls nobody
         if complaint := too_long(received.data):
             self._channel.send(received.reply_to, encode(Rejected(TOO_LONG, complaint)))
             raise SpecError(complaint)

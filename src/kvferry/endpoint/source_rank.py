@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 
-from kvferry.channel import Received
+from kvferry.channel import ContactChange, Received
 from kvferry.core.manifest import Manifest
 from kvferry.endpoint.edges import Edges
 from kvferry.endpoint.invitation import Invitation
@@ -71,9 +71,11 @@ class SourceRank:
         self._channel.close()
         self._transport.close()
 
-    def _receive(self, received: Received) -> None:
-        message = decode_from_authority(received.data)
-        self._owner.put(lambda now: self._member.receive(now, received.reply_to, message))
+    def _receive(self, received: Received | ContactChange) -> None:
+        if isinstance(received, ContactChange):
+            return  # the authority is asked now and then, wherever it went
+        message, reply_to = decode_from_authority(received.data), received.reply_to
+        self._owner.put(lambda now: self._member.receive(now, reply_to, message))
 
     # -- the owner's -------------------------------------------------------------------------------
 

@@ -21,6 +21,8 @@ class FailureCode(StrEnum):
     """The two engines cannot be served together; the detail has every finding."""
     NO_ANSWER = "no-answer"
     """The source did not answer, or granted no lease, in time."""
+    SOURCE_GONE = "source-gone"
+    """The source engine is gone: it was killed or stopped, or cannot be reached."""
     RESTARTED = "restarted"
     """The source engine has started anew since the ticket was made."""
     PROTOCOL = "protocol"

@@ -119,6 +119,10 @@ class Meetings:
         """Whether the peer can be read from."""
         return self.state(peer) in (Meeting.MET, Meeting.BROKEN)
 
+    def at(self, address: str) -> list[Peer]:
+        """The peers whose authority is at an address."""
+        return [peer for peer in self._known if peer.authority == address]
+
     @property
     def addresses(self) -> set[str]:
         """Where the peers that are known listen."""

@@ -100,14 +100,15 @@ class Settlements:
             return None
         return self._by_attempt.pop(ack.attempt)
 
-    def tick(self, now: float) -> list[Effect]:
-        """Repeat what was not acknowledged; give up what matters no more."""
+    def tick(self, now: float, is_gone: Callable[[str], object]) -> list[Effect]:
+        """Repeat what was not acknowledged, to who is there; give up what matters no more."""
         self._by_attempt = {a: s for a, s in self._by_attempt.items() if now < s.until}
         effects: list[Effect] = []
         for settlement in self._by_attempt.values():
             if now >= settlement.sent_at + self._timing.retry:
                 settlement.sent_at = now
-                effects.append(Send(settlement.to, settlement.message))
+                if not is_gone(settlement.to):
+                    effects.append(Send(settlement.to, settlement.message))
         return effects
 
     def next_deadline(self) -> float:

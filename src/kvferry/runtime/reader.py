@@ -24,6 +24,7 @@ from itertools import count
 
 from kvferry.core.select import Selection
 from kvferry.errors import SpecError
+from kvferry.runtime.connections import Connections
 from kvferry.runtime.failure import Failure, FailureCode, denied
 from kvferry.runtime.fetch_job import FetchJob, Phase
 from kvferry.runtime.meetings import AT_WORK, Lost, Meeting, Meetings
@@ -88,6 +89,7 @@ class Reader:
         self._meetings = Meetings(reader, self._timing)
         self._questions = Questions(self._timing)
         self._settlements = Settlements(self._timing)
+        self._connections = Connections(self._timing)
         self._jobs: dict[int, FetchJob] = {}
         self._by_ticket: dict[tuple[Peer, int], int] = {}
         self._num_jobs: Counter[Peer] = Counter()
@@ -137,7 +139,10 @@ class Reader:
             failure = Failure(FailureCode.SPENT, "this ticket is being read already")
             return self._fail(now, job, failure)
         self._by_ticket[job.key] = handle
-        room = self._make_room(peer)
+        if self._connections.is_gone(peer):
+            job.is_settled = True  # nobody was asked for anything
+            return self._fail(now, job, self._source_gone(peer))
+        room = [*self._call_anew(peer.authority), *self._make_room(peer)]
         if overload := self._overload(peer):
             job.is_settled = True  # nobody was asked for anything
             return [*room, *self._fail(now, job, Failure(FailureCode.TOO_MANY_PEERS, overload))]
@@ -262,15 +267,41 @@ class Reader:
 
     # -- time --------------------------------------------------------------------------------------
 
+    # -- what the channel says of its connections ---------------------------------------------------
+
+    def calling(self, now: float, address: str) -> list[Effect]:
+        """A connection to an authority is being made."""
+        self._connections.calling(now, address)
+        return []
+
+    def connected(self, now: float, address: str) -> list[Effect]:
+        """It is there, and answers heartbeats from now on; also an authority that was gone."""
+        self._connections.connected(address)
+        return []
+
+    def disconnected(self, now: float, address: str) -> list[Effect]:
+        """A connection broke, or was refused; another one is tried."""
+        self._connections.broken(now, address)
+        return []
+
+    def closed(self, now: float, address: str) -> list[Effect]:
+        """No connection is wanted any more, since nobody used it for long."""
+        self._connections.closed(address)
+        return []
+
+    # -- time ---------------------------------------------------------------------------------------
+
     def tick(self, now: float) -> list[Effect]:
-        """Time has passed: renew, repeat, give up, quarantine."""
-        effects, lost = self._meetings.tick(now)
-        effects += self._lose(now, lost)
+        """Time has passed: notice who is gone, renew, repeat, give up, quarantine."""
+        gone = self._connections.tick(now)
+        effects: list[Effect] = [effect for address in gone for effect in self._lose_sight(now, address)]
+        asked, lost = self._meetings.tick(now)
+        effects += [*asked, *self._lose(now, lost)]
         effects += self._renewals(now)
         for job in list(self._jobs.values()):
             if now >= job.give_up_at(self._timing):
                 effects += self._give_up(now, job)
-        effects += self._settlements.tick(now)
+        effects += self._settlements.tick(now, self._connections.gone)
         self._questions.tick(now)
         return [*effects, *self._hang_up()]
 
@@ -278,13 +309,16 @@ class Reader:
         """Call nobody whom nobody has anything to say to: an address in a ticket may be of anything."""
         busy = {job.peer.authority for job in self._jobs.values()} if self._called else set()
         idle = self._called - busy - self._meetings.addresses - self._settlements.addresses
+        idle = {address for address in idle if not self._connections.is_awaited(address)}
         self._called -= idle
+        for address in idle:
+            self._connections.closed(address)
         return [HangUp(address) for address in sorted(idle)]
 
     def next_deadline(self) -> float:
         """When ``tick`` has something to do at the latest."""
         timing = self._timing
-        parts = (self._meetings, self._settlements, self._questions)
+        parts = (self._connections, self._meetings, self._settlements, self._questions)
         deadlines = [part.next_deadline() for part in parts]
         deadlines += [min(job.ask_at(timing), job.give_up_at(timing)) for job in self._jobs.values()]
         return min(deadlines)
@@ -331,6 +365,33 @@ class Reader:
             for job in self._jobs_of(peer):
                 effects += [] if job.has_posted else self._fail(now, job, failure)
         return effects
+
+    def _source_gone(self, peer: Peer) -> Failure:
+        reason = self._connections.gone(peer.authority)
+        return Failure(FailureCode.SOURCE_GONE, f"{peer.engine} at {peer.authority} is gone: {reason}")
+
+    def _lose_sight(self, now: float, address: str) -> list[Effect]:
+        """Who was at an address is gone: whoever waits for it is told; reads in flight end by themselves."""
+        effects: list[Effect] = []
+        jobs = [job for job in self._jobs.values() if job.peer.authority == address]
+        self._connections.lost(address, {*self._meetings.at(address), *(job.peer for job in jobs)})
+        for job in jobs:
+            if not job.has_posted or job.phase is Phase.CONFIRMING:
+                job.is_settled = job.is_settled or not self._connections.has_answered(address)
+                effects += self._fail(now, job, self._source_gone(job.peer))
+        for peer in self._meetings.at(address):
+            if any(job.is_using_peer for job in self._jobs_of(peer)):
+                self._meetings.break_off(peer)
+            elif self._meetings.state(peer) not in AT_WORK:
+                effects += self._meetings.forget(peer)
+        return effects
+
+    def _call_anew(self, address: str) -> list[Effect]:
+        """Another start of an engine has made a ticket: somebody must be there again."""
+        if not self._connections.gone(address):
+            return []
+        self._connections.forget(address)
+        return [HangUp(address)]
 
     def _jobs_of(self, peer: Peer) -> list[FetchJob]:
         return [job for job in self._jobs.values() if job.peer == peer]
@@ -418,7 +479,9 @@ class Reader:
                 return [Select(job.handle, job.peer, job.fetch)]
         if job.phase is Phase.READING and not job.in_flight:
             job.phase = Phase.CONFIRMING
-            return self._settle(now, job, Outcome.READ)
+            told = self._settle(now, job, Outcome.READ)
+            is_gone = bool(self._connections.gone(job.peer.authority))
+            return [*told, *self._fail(now, job, self._source_gone(job.peer))] if is_gone else told
         if job.phase in (Phase.FAILING, Phase.QUARANTINED) and not job.in_flight:
             outcome = Outcome.FAILED if job.has_posted else Outcome.UNREAD
             return [*self._settle(now, job, outcome), *self._report(now, job, outcome)]

@@ -29,9 +29,14 @@ class Timing:
     """After how long an unanswered message is sent again."""
     life: float = 3600.0
     """For how long a ticket's blocks are kept in all, however often its lease is renewed."""
+    reconnect: float = 0.5
+    """How long a peer whose connection broke, or was refused, may take to answer before it counts as gone."""
+    silence: float = 2.0
+    """How long a peer may leave heartbeats unanswered before its connection counts as broken. Its network
+    thread answers them, whatever else it does."""
 
     def __post_init__(self) -> None:
-        for name in ("lease", "meet", "read", "retry", "life"):
+        for name in ("lease", "meet", "read", "retry", "life", "reconnect", "silence"):
             if not 0 < getattr(self, name) < 1e6:
                 raise SpecError(f"timing: {name} must be a number of seconds, got {getattr(self, name)!r}")
 

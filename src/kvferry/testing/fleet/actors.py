@@ -91,6 +91,10 @@ class AuthorityActor:
     def invitation(self) -> Invitation:
         return self._engine.invitation
 
+    def hold_interpreter(self, seconds: int) -> None:
+        """Let no other thread of this process run Python for so long."""
+        ctypes.PyDLL(None).sleep(seconds)
+
     def is_whole(self) -> bool:
         return self._engine.is_whole
 

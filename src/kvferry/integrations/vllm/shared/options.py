@@ -15,7 +15,13 @@ from kvferry.wire.trust import Trust
 _TEXTS = ("listen", "advertise", "secret_file", "dump", "identity")
 REQUIRED = "required"
 """The identity that refuses what is not known; any other text is an identity by itself."""
-_SECONDS = {"lease_seconds": "lease", "meet_seconds": "meet", "read_seconds": "read"}
+_SECONDS = {
+    "lease_seconds": "lease",
+    "meet_seconds": "meet",
+    "read_seconds": "read",
+    "reconnect_seconds": "reconnect",
+    "silence_seconds": "silence",
+}
 
 
 @dataclass(frozen=True)

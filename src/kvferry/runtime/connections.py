@@ -1,0 +1,132 @@
+"""Which authorities can be reached, by what the channel says of its connections.
+
+::
+
+    calling ──▶ connected ◀──▶ broken ──▶ gone ──▶ forgotten, and called anew by whoever needs it
+       └────────────────────────────────▶ ┘
+            any of them is connected again when it answers
+
+The channel's heartbeats are answered by the peer's network thread. So an engine that computes, and says
+nothing for a while, stays connected; one that was killed or stopped does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+from kvferry.runtime.values import Peer, Timing
+
+FOREVER = float("inf")
+
+
+@dataclass(slots=True)
+class _Connection:
+    since: float
+    """When it was called, or broke."""
+    is_up: bool = False
+    was_up: bool = False
+    is_broken: bool = False
+    """It was lost, or refused: the host says that nobody is there."""
+    reason: str = ""
+    """Why it counts as gone; empty while it does not."""
+    gone_until: float = FOREVER
+    peers: Set[Peer] = frozenset()
+    """Who was there, if it counts as gone: another start of an engine may be there by now."""
+
+
+class Connections:
+    """Call it with events and ``now``; ``tick`` says who is gone."""
+
+    MAX_GONE = 1024
+    """How many are remembered as gone; the first is forgotten first, and then called anew."""
+
+    def __init__(self, timing: Timing) -> None:
+        self._timing = timing
+        self._by_address: dict[str, _Connection] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_address)
+
+    def calling(self, now: float, address: str) -> None:
+        """The channel begins to call an address."""
+        known = self._by_address.get(address)
+        if known is None or not known.reason:
+            self._by_address[address] = _Connection(now)
+
+    def connected(self, address: str) -> None:
+        """Who is there has answered."""
+        self._by_address[address] = _Connection(0.0, is_up=True, was_up=True)
+
+    def broken(self, now: float, address: str) -> None:
+        """A connection was lost, or refused. The channel goes on calling."""
+        known = self._by_address.setdefault(address, _Connection(now))
+        if known.is_up:
+            known.is_up, known.since = False, now
+        known.is_broken = True
+
+    def closed(self, address: str) -> None:
+        """The channel does not call it any more."""
+        known = self._by_address.get(address)
+        if known is not None and not known.reason:
+            del self._by_address[address]
+
+    def gone(self, address: str) -> str:
+        """Why nobody is there; empty if somebody may be."""
+        known = self._by_address.get(address)
+        return "" if known is None else known.reason
+
+    def is_gone(self, peer: Peer) -> bool:
+        """Whether this very peer is gone."""
+        known = self._by_address.get(peer.authority)
+        return known is not None and peer in known.peers
+
+    def lost(self, address: str, peers: Set[Peer]) -> None:
+        """These were at an address whose connection is gone."""
+        self._by_address[address].peers = peers
+
+    def forget(self, address: str) -> None:
+        """Call it anew."""
+        self._by_address.pop(address, None)
+
+    def is_awaited(self, address: str) -> bool:
+        """Whether somebody who has answered before, and is gone, may answer again."""
+        known = self._by_address.get(address)
+        return known is not None and bool(known.reason) and known.was_up
+
+    def has_answered(self, address: str) -> bool:
+        """Whether somebody was there since it was called first."""
+        known = self._by_address.get(address)
+        return known is not None and known.was_up
+
+    def tick(self, now: float) -> list[str]:
+        """Who is gone since the last call."""
+        due = [(address, one) for address, one in self._by_address.items() if now >= self._deadline(one)]
+        gone = []
+        for address, one in due:
+            if one.reason:
+                del self._by_address[address]
+            else:
+                one.reason, one.gone_until = self._reason(one), now + self._timing.meet
+                gone.append(address)
+        lasting = [address for address, one in self._by_address.items() if one.reason]
+        for address in lasting[: max(0, len(lasting) - self.MAX_GONE)]:
+            del self._by_address[address]
+        return [address for address in gone if address in self._by_address]
+
+    def _reason(self, one: _Connection) -> str:
+        if one.is_broken:
+            seconds = f"{self._timing.reconnect:g} s"
+            return f"its connection broke or was refused, and no new one came within {seconds}. Does it run?"
+        return f"nobody has answered for {self._timing.silence:g} s. Is it stopped, or cut off?"
+
+    def _deadline(self, one: _Connection) -> float:
+        if one.is_up:
+            return FOREVER
+        if one.reason:
+            return one.gone_until
+        return one.since + (self._timing.reconnect if one.is_broken else self._timing.silence)
+
+    def next_deadline(self) -> float:
+        """When ``tick`` has something to do at the latest."""
+        return min(map(self._deadline, self._by_address.values()), default=FOREVER)
