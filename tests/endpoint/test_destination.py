@@ -75,6 +75,18 @@ def test_a_fetch_that_fails_teaches_nothing(pair_of):
     assert [ways["memory"]["num_loads"] for ways in pair.destination.status()["costs"].values()] == [0]
 
 
+def test_what_was_learned_of_a_peer_goes_with_it(pair_of, monkeypatch):
+    monkeypatch.setattr("kvferry.runtime.Reader.MAX_PEERS", 1)
+    hub = Hub()
+    pair, other = pair_of(hub=hub), pair_of(hub=hub)
+    assert fetched(pair).failure is None
+    (first,) = pair.destination.status()["costs"]
+    handle = pair.fetch(other.offer())
+    assert pair.reports()[handle].failure is None
+    (second,) = pair.destination.status()["costs"]
+    assert first != second
+
+
 def test_slack_that_cannot_be_cleared_fails_the_fetch(pair_of):
     """Stale bytes in a tail would poison attention: better no load than that one."""
     pair = pair_of(transport=NoClearing)
