@@ -25,10 +25,13 @@ NUM_CHECKED = 8
 """Tokens that are compared."""
 KVFERRY = {"kv_connector": "KVFerryConnector", "kv_connector_module_path": "kvferry.integrations.vllm"}
 OWN = {"kv_connector": "NixlConnector"}
+DIRECT = "kvferry, by NIXL"
+"""Without our kernel: NIXL against NIXL."""
 CASES = [
     ("kvferry", KVFERRY, 16, 16),
     ("kvferry", KVFERRY, 16, 64),
     ("kvferry", KVFERRY, 64, 16),
+    (DIRECT, KVFERRY, 16, 16),
     ("vLLM's own", OWN, 16, 16),
     ("vLLM's own", OWN, 16, 64),
 ]
@@ -172,6 +175,7 @@ def main() -> None:
     pairs = []
     for number, (name, connector, src_block, dst_block) in enumerate(CASES):
         engines = []
+        os.environ["KVFERRY_MAPPED_READS"] = "off" if name == DIRECT else "auto"
         for i, (role, block) in enumerate((("kv_producer", src_block), ("kv_consumer", dst_block))):
             log = str(folder / f"{number}-{role}.log")
             engines.append(Engine(str(model), connector, role, block, 5700 + 20 * number + 10 * i, log))
