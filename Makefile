@@ -10,7 +10,7 @@ VLLM   := .venv-vllm
 # How many examples `make law` tries per law.
 EXAMPLES ?= 20000
 # How many runs `make simulate` makes, and of how many requests each.
-RUNS     ?= 10000
+RUNS ?= 10000
 REQUESTS ?= 200
 
 # How long `make fuzz` fuzzes each decoder.
