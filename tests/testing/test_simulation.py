@@ -9,6 +9,7 @@ import pytest
 
 from kvferry.testing.simulation import EVERY_TROUBLE, Law, Trouble, run, smaller
 from kvferry.testing.simulation.__main__ import main
+from kvferry.testing.simulation.world import SimulatedWorld
 from tests.testing.planted_bugs import BUGS
 
 NUM_SEEDS = int(os.environ.get("KVFERRY_SIMULATED_RUNS", "25"))
@@ -36,6 +37,22 @@ def test_without_troubles_everything_is_loaded():
         assert (found.is_good, found.num_failed) == (True, 0), found.story()
         assert found.num_good >= 15
         assert found.num_cells > 0
+
+
+def test_a_clock_that_stood_still_wakes_its_processes():
+    """One that was stopped before, and went on while its clock stood still, waited for ever."""
+    world = SimulatedWorld(0, num_requests=0, troubles=frozenset())
+    source = world.sources[0]
+    world.timeline.run_until(2.0)
+    request = source.prefill(num_tokens=8)
+    assert request is not None
+    source.authority.stop()
+    source.host.clock.run_at(0.0)
+    source.authority.resume()
+    world.timeline.run_until(3.0)
+    world._resume(source.host)
+    world.timeline.run_until(20.0)
+    assert request.releases == ["expired"]
 
 
 @pytest.mark.slow

@@ -276,6 +276,7 @@ class SimulatedWorld:
         for process in self._processes_on(host):
             if process.is_stopped:
                 self._go_on(process)
+            process.wake()  # what it waits for comes at another time than it was planned for
 
     def _processes_on(self, host: SimulatedHost) -> list[SimulatedProcess]:
         return [process for engine in self._engines() if engine.host is host for process in engine.processes]
