@@ -6,8 +6,9 @@ core/manifest.py, ``CARD_MAGIC`` in transport/cards.py) and run
 
     python tools/wire_schemas.py
 
-which writes the files of versions that have none. It never changes one: peers out there speak it. A version
-that was never released may be written anew: delete its file first.
+which writes the files of versions that have none, and records a message of each kind beside them. It never
+changes one: peers out there speak it. A version that was never released may be written anew: delete its
+files.
 """
 
 from __future__ import annotations
@@ -16,19 +17,22 @@ import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
+from msgspec import inspect
 
 from kvferry.core.manifest import VERSION
 from kvferry.transport import cards
 from kvferry.wire.manifest import ManifestDoc
-from kvferry.wire.messages import PROTOCOL, FromAuthority, ToAuthority
+from kvferry.wire.messages import PROTOCOL, FromAuthority, ToAuthority, encode
 from kvferry.wire.runs import SelectionDoc
 from kvferry.wire.text import laid_out
 from kvferry.wire.ticket import Ticket
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests" / "wire" / "schemas"
+RECORDED = FOLDER.with_name("recorded")
+"""A message of each kind, as a peer of each version wrote it: the next version must read it."""
 
 
 def schema_of(types: Iterable[Any]) -> list[Any]:
@@ -61,9 +65,43 @@ def current() -> dict[str, Any]:
     }
 
 
+def sample(kind: inspect.Type) -> Any:
+    """Some value of a type that messages are made of."""
+    match kind:
+        case inspect.IntType():
+            return 1
+        case inspect.StrType():
+            return "x"
+        case inspect.BytesType():
+            return b"x"
+        case inspect.EnumType():
+            return next(iter(kind.cls))
+        case inspect.StructType():
+            return kind.cls(**{field.name: sample(field.type) for field in kind.fields})
+        case inspect.VarTupleType():
+            return (sample(kind.item_type),)
+        case inspect.TupleType():
+            return tuple(map(sample, kind.item_types))
+        case inspect.DictType():
+            return {sample(kind.key_type): sample(kind.value_type)}
+        case _:
+            raise TypeError(f"no sample of {kind}: say how one is made")
+
+
+def recorded() -> dict[str, str]:
+    """A message of each kind as it is said today, in hexadecimal."""
+    kinds = [*get_args(ToAuthority), *get_args(FromAuthority)]
+    return {kind.__name__: encode(sample(inspect.type_info(kind))).hex() for kind in kinds}
+
+
 def main() -> int:
     status = 0
     FOLDER.mkdir(exist_ok=True)
+    RECORDED.mkdir(exist_ok=True)
+    path = RECORDED / f"messages-{PROTOCOL}.json"
+    if not path.exists():
+        path.write_text(laid_out(recorded()) + "\n", encoding="utf-8")
+        print(f"written: recorded/{path.name}")
     for name, schema in current().items():
         path = FOLDER / f"{name}.json"
         if not path.exists():

@@ -140,7 +140,7 @@ def test_no_card_of_somebody_without_the_secret_reaches_the_fabric(mechanism):
         assert (heard, transport.num_connects) == ([], 0)
         assert impostor.num_calls
         (report,) = destination.poll() or [None]
-        assert report is None or report.failure.code in (FailureCode.ABORTED, FailureCode.NO_ANSWER)
+        assert report is None or report.failure is not None
     finally:
         destination.close()
         impostor.close()
