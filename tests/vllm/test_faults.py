@@ -349,8 +349,8 @@ def test_the_source_is_gone(own_pair: Pair, prompt: Prompt):
     assert_whole(own_pair.dst)
 
 
-def test_a_known_source_is_gone(own_pair: Pair, prompt: Prompt):
-    """Met before: the memory may still answer, the authority does not."""
+def test_a_known_source_is_gone(own_pair: Pair, prompt: Prompt, caplog: pytest.LogCaptureFixture):
+    """Met before: the memory may still answer, the authority does not. vLLM does not say why; our log does."""
     own_pair.ferry(prompt(LENGTH))
     words = prompt(LENGTH)
     params = own_pair.prefill(words)
@@ -359,6 +359,7 @@ def test_a_known_source_is_gone(own_pair: Pair, prompt: Prompt):
     own_pair.dst.finish(answer)
     own_pair.assert_refused(answer, words)
     assert_whole(own_pair.dst)
+    assert "cannot be loaded: source-gone: " in caplog.text
 
 
 @pytest.mark.parametrize("is_met", [False, True], ids=["new", "met"])

@@ -22,6 +22,7 @@ from kvferry.integrations.vllm.shared.step import Load, StepMetadata
 from kvferry.integrations.vllm.worker.describe import WorkerRank, describe
 from kvferry.runtime import Failure, Report
 from kvferry.transport.nixl import NixlTransport
+from kvferry.wire.bad_input import printable
 from kvferry.wire.messages import Join
 from kvferry.wire.outline import join_of
 from kvferry.wire.ticket import Ticket
@@ -154,6 +155,8 @@ class WorkerSide:
             if request_id is not None and self._is_end(request_id, report):
                 done.add(request_id)
                 if report.failure is not None:
+                    # vLLM tells a client no more than that there was an error: here is why, under its name.
+                    log.error("%s cannot be loaded: %s", request_id, printable(str(report.failure)))
                     failed.add(request_id)
         sent, self._sent = self._sent, set()
         return KVConnectorTransferResults(finished_sending=sent, finished_recving=done, failed_recving=failed)
