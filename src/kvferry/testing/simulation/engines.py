@@ -127,7 +127,7 @@ class SimulatedSource:
         """A new start of the engine: nothing that an earlier one had on offer is any more."""
         around = self._around
         for request in self.requests.values():
-            request.is_of_an_earlier_start = True
+            request.over_at = min(request.over_at, around.timeline.now)
         self.requests, self._by_id, self.pool = {}, {}, FreeBlocks(self.manifest)
         self.authority = SimulatedProcess(self.host, around.network, self.name)
         self.engine = SourceEngine(

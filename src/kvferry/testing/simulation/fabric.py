@@ -98,6 +98,7 @@ class SimulatedRead:
     is_cancelled: bool = False
     has_hung: bool = False
     has_ended: bool = False
+    ended_at: float = float("inf")
 
     @property
     def is_healthy(self) -> bool:
@@ -165,7 +166,7 @@ class SimulatedRead:
     def end(self, error: str = "") -> None:
         """From now on nothing of it arrives."""
         if not self.has_ended:
-            self.has_ended = True
+            self.has_ended, self.ended_at = True, self.reader.fabric.timeline.now
             self.reader.ended(self, error)
 
 

@@ -72,7 +72,8 @@ class SimulatedRequest:
     """The processes that it was offered by."""
     promised_until: float = float("-inf")
     """The latest deadline that its authority has granted, by the authority's clock."""
-    is_of_an_earlier_start: bool = False
+    over_at: float = float("inf")
+    """When its blocks were given away: it was released, or its source started anew."""
     releases: list[str] = field(default_factory=list)
     loads: list[SimulatedLoad] = field(default_factory=list)
     winners: set[str] = field(default_factory=set)
@@ -196,6 +197,7 @@ class Laws:
             self.broken(Law.QUIESCENCE, f"{who} releases {released.request_id!r}, which was {why}")
             return False
         request.releases.append(released.reason)
+        request.over_at = min(request.over_at, self._timeline.now)
         if released.reason == "expired":
             if now < request.promised_until - 1e-6:
                 left = request.promised_until - now
@@ -264,8 +266,8 @@ class Laws:
         num_wrong = memory.num_wrong(placed, request.content, load.need)
         if num_wrong:
             text = f"{rank_load} is reported as good with {num_wrong} wrong cells"
-            is_over = request.releases or request.is_of_an_earlier_start
-            self.broken(Law.FENCING if is_over else Law.COVERAGE, text)
+            was_over = any(request.over_at < read.ended_at for read in rank_load.reads)
+            self.broken(Law.FENCING if was_over else Law.COVERAGE, text)
         request.winners.add(load.reader)
         if len(request.winners) > 1:
             self.broken(Law.FENCING, f"{request.request_id} is loaded by {sorted(request.winners)}")

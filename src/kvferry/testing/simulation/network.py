@@ -10,10 +10,16 @@ from itertools import count
 from random import Random
 from typing import Protocol
 
-from kvferry.channel import Received
+from kvferry.channel import Contact, ContactChange, Received
 from kvferry.errors import KVFerryError
 from kvferry.testing.simulation.timeline import Action, Timeline
 from kvferry.testing.simulation.trace import Trace
+
+Receive = Callable[[Received | ContactChange], None]
+
+HEARTBEAT_SECONDS = 0.3
+SILENCE_SECONDS = 1.4
+"""After how long without an answer a connection counts as broken."""
 
 
 class Place(Protocol):
@@ -27,6 +33,11 @@ class Place(Protocol):
     @property
     def host(self) -> Host:
         """Where it runs."""
+        ...
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it answers heartbeats."""
         ...
 
     def do(self, action: Action) -> None:
@@ -53,6 +64,18 @@ class LinkQuality:
     """Whether what was sent first arrives first; a connection of ZeroMQ's does that while it lasts."""
 
 
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A connection that a channel has made, or tries to make, to an address."""
+
+    caller: SimulatedChannel
+    address: str
+    reply_to: str
+    answered_by: SimulatedChannel | None = None
+    """Who was there last; None if it is not connected."""
+    answered_at: float = 0.0
+
+
 class Network:
     """Carries messages between the channels that are open. Between two healthy hosts it does no harm."""
 
@@ -72,11 +95,38 @@ class Network:
             self._channels[listen] = channel
         return channel
 
-    def connect(self, channel: SimulatedChannel) -> str:
+    def connect(self, channel: SimulatedChannel, address: str) -> str:
         """Where answers go to that come over a new connection of a channel."""
-        reply_to = f"@{next(self._numbers)}"
-        self._channels[reply_to] = channel
-        return reply_to
+        call = _Call(channel, address, f"@{next(self._numbers)}")
+        self._channels[call.reply_to] = channel
+        self._tell(call, Contact.CALLING)
+        self._timeline.after(self._chance.uniform(0.001, 0.005), partial(self._beat, call))
+        return call.reply_to
+
+    def _beat(self, call: _Call) -> None:
+        """One heartbeat of a connection; what has become of it, if that has changed."""
+        if self._channels.get(call.reply_to) is not call.caller:
+            return  # nobody wants it any more
+        self._timeline.after(HEARTBEAT_SECONDS, partial(self._beat, call))
+        there, now = self._channels.get(call.address), self._timeline.now
+        is_another = there is not call.answered_by
+        if call.answered_by is not None and (is_another or now >= call.answered_at + SILENCE_SECONDS):
+            call.answered_by = None
+            self._tell(call, Contact.BROKEN)
+        elif there is None:
+            self._tell(call, Contact.BROKEN)  # refused
+        if there is not None and there.place.is_running and not self._is_cut(call.caller, there):
+            if call.answered_by is None:
+                self._tell(call, Contact.CONNECTED)
+            call.answered_by, call.answered_at = there, now
+
+    def _tell(self, call: _Call, contact: Contact) -> None:
+        self._trace.add(call.caller.name, "notices of", call.address, contact.value)
+        change = ContactChange(call.address, contact)
+        call.caller.place.do(partial(call.caller.take, change))
+
+    def _is_cut(self, one: SimulatedChannel, other: SimulatedChannel) -> bool:
+        return frozenset((one.place.host.name, other.place.host.name)) in self.cut
 
     def forget(self, channel: SimulatedChannel, reply_to: str) -> None:
         """Whatever comes for a channel from now on is lost, unless another one has its address."""
@@ -93,7 +143,7 @@ class Network:
         is_healthy = ends[0].is_healthy and ends[1].is_healthy
         quality = LinkQuality() if is_healthy else self.quality
         chance = self._chance
-        if frozenset((ends[0].name, ends[1].name)) in self.cut or chance.random() < quality.loss:
+        if self._is_cut(sender, receiver) or chance.random() < quality.loss:
             self._trace.message(sender.name, receiver.name, data, "lost on the way")
             return
         reply_to = sender.reply_to(to)
@@ -124,7 +174,7 @@ class SimulatedChannel:
         """By the address that is called: where answers go to."""
         self.refused: Mapping[str, int] = Counter()
         self.dropped: Mapping[str, int] = {}
-        self._receive: Callable[[Received], None] = lambda received: None
+        self._receive: Receive = lambda received: None
         self.on_send: Callable[[str, bytes], None] | None = None
         """Sees what is sent, before anybody else does."""
         self.rewrite: Callable[[str, bytes], list[tuple[str, bytes]]] | None = None
@@ -135,7 +185,7 @@ class SimulatedChannel:
         """Whose it is."""
         return self.place.name
 
-    def start(self, name: str, receive: Callable[[Received], None], is_behind: Callable[[], bool]) -> None:
+    def start(self, name: str, receive: Receive, is_behind: Callable[[], bool]) -> None:
         """From now on ``receive`` is called with what arrives."""
         self._receive = receive
 
@@ -146,7 +196,7 @@ class SimulatedChannel:
         for receiver, message in [(to, data)] if self.rewrite is None else self.rewrite(to, data):
             self._network.carry(self, receiver, message)
 
-    def take(self, received: Received) -> None:
+    def take(self, received: Received | ContactChange) -> None:
         """A message has arrived; what cannot be read is counted and dropped, as the real channel does."""
         try:
             self._receive(received)
@@ -158,7 +208,7 @@ class SimulatedChannel:
         if self.address:
             return self.address
         if address not in self._calls:
-            self._calls[address] = self._network.connect(self)
+            self._calls[address] = self._network.connect(self, address)
         return self._calls[address]
 
     def hang_up(self, address: str) -> None:

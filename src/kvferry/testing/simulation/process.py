@@ -83,6 +83,11 @@ class SimulatedProcess:
         self._owner = owner
         self.wake()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether its threads run."""
+        return self.is_alive and not self.is_stopped
+
     def do(self, action: Action) -> None:
         """Have something done in this process, and its owner look at what came of it."""
         if not self.is_alive:

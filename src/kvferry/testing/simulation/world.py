@@ -48,7 +48,7 @@ class Stranger:
     """Somebody on the network who is not of this world's engines."""
 
     def __init__(self, network: Network, host: SimulatedHost) -> None:
-        self.name, self.host = "a stranger", host
+        self.name, self.host, self.is_running = "a stranger", host, True
         self.channel: SimulatedChannel = network.open(self, "")
 
     def do(self, action: Action) -> None:
