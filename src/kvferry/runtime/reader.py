@@ -71,8 +71,9 @@ class Reader:
     """
 
     MAX_PEERS = 1024
-    MAX_UNMET = 128
-    """Peers that are being met at once. Tickets may name any number of engines that nobody has ever seen."""
+    MAX_UNMET = 256
+    """Peers that are being met at once: to a rank that has just started, every engine of a fleet is new.
+    Tickets may name any number of engines that nobody has ever seen."""
     MAX_WAITING = 4096
     """Fetches that wait for such peers. Those of peers that were met are not concerned."""
 
