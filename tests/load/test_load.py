@@ -39,7 +39,10 @@ NUM_IN_FLIGHT = 64
 SIZES = (1, 7, 29, 64, 150)
 """Tokens per request."""
 NUM_WARM = 200
-"""Requests before memory is first measured: by then every buffer has been grown once."""
+"""Requests of the heaviest kind, before all others: by then every buffer has been grown once."""
+NUM_BEFORE = 1000
+"""Requests before memory is first measured: an allocator's holes come early. From the 200th request to the
+1,250th, processes grew by up to 1.1 %; in the next 1,050 by 0.2 %, and in the last 350 of these not at all."""
 HOLD_EVERY = 8
 """One batch in so many, the first among them, is held up for longer than a lease."""
 
@@ -139,6 +142,10 @@ def driver(monkeypatch):
 
 
 def health(driver):
+    """Of every process, with nothing under way: what is remembered for a lease is forgotten by then."""
+    for account in (driver.source, driver.destination):
+        until(account.is_quiet, "nothing is left")
+    time.sleep(1.2 * TIMING.lease)
     workers = [*driver.source.fleet.workers(), *driver.destination.fleet.workers()]
     names = [worker.name for worker in workers]
     return dict(zip(names, call_all(workers, "health"), strict=True))
@@ -147,13 +154,11 @@ def health(driver):
 @pytest.mark.slow
 def test_two_thousand_requests(driver):
     # R002-15
-    driver.run(NUM_WARM)
+    driver.run(NUM_BEFORE)
     before = health(driver)
     started = time.monotonic()
-    driver.run(NUM_REQUESTS - NUM_WARM)
+    driver.run(NUM_REQUESTS - NUM_BEFORE)
     seconds = time.monotonic() - started
-    for account in (driver.source, driver.destination):
-        until(account.is_quiet, "nothing is left")
     after = health(driver)
 
     traffic = driver.traffic
@@ -174,11 +179,11 @@ def test_two_thousand_requests(driver):
 
     growth = {name: after[name].rss_bytes / before[name].rss_bytes for name in before}
     print(
-        f"{(NUM_REQUESTS - NUM_WARM) / seconds:.0f} requests/s, {len(good)} read,"
+        f"{(NUM_REQUESTS - NUM_BEFORE) / seconds:.0f} requests/s, {len(good)} read,"
         f" {traffic.num_renewed} renewed, memory x {max(growth.values()):.4f} at most"
     )
     print({name: f"{ratio:.4f}" for name, ratio in growth.items()})
-    assert max(growth.values()) <= 1.02
+    assert max(growth.values()) <= 1.01
     for name, was in before.items():
         assert after[name].num_threads <= was.num_threads
         assert after[name].num_fds <= was.num_fds
