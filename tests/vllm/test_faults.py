@@ -350,7 +350,7 @@ def test_the_source_is_gone(own_pair: Pair, prompt: Prompt):
 
 
 def test_a_known_source_is_gone(own_pair: Pair, prompt: Prompt, caplog: pytest.LogCaptureFixture):
-    """Met before: the memory may still answer, the authority does not. vLLM does not say why; our log does."""
+    """Met before: the memory may still answer, the authority does not. Our log says why."""
     own_pair.ferry(prompt(LENGTH))
     words = prompt(LENGTH)
     params = own_pair.prefill(words)
