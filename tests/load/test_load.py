@@ -42,7 +42,7 @@ NUM_WARM = 200
 """Requests of the heaviest kind, before all others: by then every buffer has been grown once."""
 NUM_BEFORE = 1000
 """Requests before memory is first measured: an allocator's holes come early. From the 200th request to the
-1,250th, processes grew by up to 1.1 %; in the next 1,050 by 0.2 %, and in the last 350 of these not at all."""
+1,250th, processes grew by up to 1.1 %; in the next 1,050 by 0.2 %, and in the last 350 not at all."""
 HOLD_EVERY = 8
 """One batch in so many, the first among them, is held up for longer than a lease."""
 
