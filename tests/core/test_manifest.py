@@ -125,6 +125,12 @@ def test_nonsense_in_a_part_is_refused_with_its_name(make, said):
         make()
 
 
+def test_an_address_has_64_bits():
+    assert Region("r", 1, address=(1 << 64) - 1).address == (1 << 64) - 1
+    with pytest.raises(SpecError, match="region r: address"):
+        Region("r", 1, address=1 << 64)
+
+
 def test_a_device_spelled_two_ways_is_one_device(engine):
     assert (
         Region("r", 64, device="cuda")
