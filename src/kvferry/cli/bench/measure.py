@@ -1,11 +1,16 @@
-"""Two processes of one kind of memory, and the rivals in them, turn by turn."""
+"""Two processes of one kind of memory, and the rivals in them, turn by turn.
+
+A rival whose threads never rest has two processes of its own, with the same contents, which are stopped while
+others read.
+"""
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -47,35 +52,71 @@ def measure(
     with_calls: bool,
 ) -> None:
     """Run all cases, then time calls if asked to; what was found is added to the report."""
-    env = environment(medium)
-    with tempfile.TemporaryDirectory() as folder:
+    apart = [rival for rival in rivals if rival.is_apart]
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         setup = BenchSetup(medium.device, largest(shapes), folder)
-        with closing(Worker("bench-src", BenchSource, setup, env=env)) as source:
-            card = source.call("card", timeout=CALL_SECONDS)
-            with closing(Worker("bench-dst", BenchReader, setup, card, env=env)) as reader:
-                contest = _Contest(medium, source, reader, report)
-                contest.enter(rivals)
-                for cases in shapes:
-                    contest.lay_out(cases)
-                    for case in cases:
-                        contest.run(case, num_turns)
-                        step("")
-                if with_calls:
-                    contest.time_calls(case for cases in shapes for case in cases)
+        shared = _Pair.start(stack, setup, environment(medium))
+        pairs = {rival: _Pair.start(stack, setup, environment(medium)) for rival in apart}
+        contest = _Contest(medium, shared, pairs, report)
+        contest.enter(rivals)
+        for cases in shapes:
+            contest.lay_out(cases)
+            for case in cases:
+                contest.run(case, num_turns)
+                step(f"{medium.name}: {shown(case)}")
+        if with_calls:
+            contest.time_calls(case for cases in shapes for case in cases)
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A source process and a reader process."""
+
+    source: Worker
+    reader: Worker
+
+    @classmethod
+    def start(cls, stack: ExitStack, setup: BenchSetup, env: Mapping[str, str]) -> _Pair:
+        """Both end with the stack."""
+        source = stack.enter_context(closing(Worker("bench-src", BenchSource, setup, env=env)))
+        card = source.call("card", timeout=CALL_SECONDS)
+        reader = stack.enter_context(closing(Worker("bench-dst", BenchReader, setup, card, env=env)))
+        reader.wait_ready(CALL_SECONDS)
+        return cls(source, reader)
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Let both run for a while; before and after it they are stopped, and take no time from others."""
+        for worker in (self.source, self.reader):
+            worker.resume()
+        try:
+            yield
+        finally:
+            for worker in (self.source, self.reader):
+                worker.stop()
 
 
 class _Contest:
     """Who still takes part, and what each has done."""
 
-    def __init__(self, medium: Medium, source: Worker, reader: Worker, report: BenchReport) -> None:
-        self._medium, self._source, self._reader, self._report = medium, source, reader, report
+    def __init__(
+        self, medium: Medium, shared: _Pair, pairs: Mapping[Rival, _Pair], report: BenchReport
+    ) -> None:
+        """``pairs``: of those who do not share the processes of the others."""
+        self._medium, self._shared, self._pairs, self._report = medium, shared, pairs, report
         self._rivals: list[Rival] = []
+
+    def _source(self, rival: Rival) -> Worker:
+        return self._pairs.get(rival, self._shared).source
+
+    def _reader(self, rival: Rival) -> Worker:
+        return self._pairs.get(rival, self._shared).reader
 
     def enter(self, rivals: Sequence[Rival]) -> None:
         """Make those ready that can take part."""
         for rival in rivals:
             self._rivals.append(rival)
-            self._try(rival, partial(self._ask, self._reader, "add", rival))
+            self._try(rival, partial(self._ask, self._reader(rival), "add", rival))
 
     def lay_out(self, cases: Sequence[BenchCase]) -> None:
         """Get everybody ready for caches of another shape; first contact is over then."""
@@ -84,8 +125,8 @@ class _Contest:
 
     def _lay_out(self, rival: Rival, case: BenchCase) -> None:
         if rival.needs_offer:
-            self._ask(self._source, "lay_out", rival, case.shape)
-        self._ask(self._reader, "lay_out", rival, case.shape)
+            self._ask(self._source(rival), "lay_out", rival, case.shape)
+        self._ask(self._reader(rival), "lay_out", rival, case.shape)
         self._turn(rival, case)
 
     def run(self, case: BenchCase, num_turns: int) -> None:
@@ -111,7 +152,7 @@ class _Contest:
         if Rival.DIRECT in self._rivals:
             scattered = [case for case in cases if case.order is BlockOrder.SCATTERED]
             largest_case = max(scattered, key=lambda case: case.total_bytes)
-            found = self._ask(self._reader, "call_times", self._medium.name, largest_case)
+            found = self._ask(self._shared.reader, "call_times", self._medium.name, largest_case)
             self._report.calls.append(found)
 
     def _round(
@@ -129,19 +170,27 @@ class _Contest:
         return done
 
     def _turn(self, rival: Rival, case: BenchCase) -> Turn:
-        offer = self._ask(self._source, "offer", rival, case) if rival.needs_offer else None
-        turn: Turn = self._ask(self._reader, "turn", rival, case, offer)
+        if rival.is_apart:  # its processes were just woken up, which is not to count
+            self._read(rival, case)
+        return self._read(rival, case)
+
+    def _read(self, rival: Rival, case: BenchCase) -> Turn:
+        offer = self._ask(self._source(rival), "offer", rival, case) if rival.needs_offer else None
+        turn: Turn = self._ask(self._reader(rival), "turn", rival, case, offer)
         return turn
 
     def _check(self, rival: Rival, case: BenchCase) -> None:
         self._report.checked_bytes += case.total_bytes
-        if wrong := self._ask(self._reader, "first_wrong", rival, case):
+        with self._awake(rival):
+            wrong = self._ask(self._reader(rival), "first_wrong", rival, case)
+        if wrong:
             self._report.wrong.append(f"{self._named(rival)}, {shown(case)}: {wrong}")
 
     def _try(self, rival: Rival, do: Callable[[], Any]) -> Any:
         """Do something of a rival's; one that fails is out, and why is told."""
         try:
-            return do()
+            with self._awake(rival):
+                return do()
         except KVFerryError:  # a process is gone, and with it everybody
             raise
         except Exception as error:
@@ -151,8 +200,13 @@ class _Contest:
                 self._report.not_run.append(NotRun(self._medium.name, rival.value, why))
             else:
                 self._report.failures.append(f"{self._named(rival)}: {why}")
-            self._ask(self._reader, "drop", rival)
+            with self._awake(rival):
+                self._ask(self._reader(rival), "drop", rival)
             return None
+
+    def _awake(self, rival: Rival) -> AbstractContextManager[None]:
+        pair = self._pairs.get(rival)
+        return pair.awake() if pair else nullcontext()
 
     def _named(self, rival: Rival) -> str:
         return f"{self._medium.name}, {rival.value}"

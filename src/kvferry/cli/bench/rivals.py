@@ -43,11 +43,16 @@ class Rival(StrEnum):
     COPY = "copy"
     """As many bytes copied in a row within the reader's process."""
     VLLM = "vllm"
-    """The worker of vLLM's own NixlConnector, on the same memory and block ids."""
+    """The worker of vLLM's own NixlConnector, on the same contents and block ids."""
 
     @property
     def is_ours(self) -> bool:
         return self in (Rival.DIRECT, Rival.MAPPED, Rival.FETCH)
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether it has processes of its own: its agent keeps a core busy, whoever's turn it is."""
+        return self is Rival.VLLM
 
     @property
     def needs_offer(self) -> bool:
