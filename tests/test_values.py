@@ -25,5 +25,5 @@ VALUES = [
 
 @pytest.mark.parametrize("cls", VALUES, ids=lambda cls: cls.__name__)
 def test_what_a_pure_room_is_made_of_is_frozen(cls):
-    params = cls.__dataclass_params__ if is_dataclass(cls) else cls.__struct_config__
-    assert params.frozen
+    name = "__dataclass_params__" if is_dataclass(cls) else "__struct_config__"
+    assert getattr(cls, name).frozen

@@ -36,7 +36,7 @@ def test_metrics_count_while_fetches_come_and_go(pair_of, caplog):
                 pair.destination.abort(handle)
             held = []
         pair.destination.status()
-    assert pair.destination.status()["refused"] == {}
+    assert not pair.destination.status()["refused"].keys() - {"behind"}  # those are said again
     assert not [record for record in caplog.records if record.exc_info]
 
 

@@ -1,9 +1,10 @@
 """The control channel over ZeroMQ: the only file that imports zmq.
 
 One channel has at most one listening socket, and one calling socket per address that it wrote to. All but
-``wake`` belong to one thread. Whatever arrives is bytes and where to reply to. Bytes
-that are too many, or a peer that does not read, cost nobody anything: queues are bounded, and what does not
-fit is dropped and counted, since every message of the protocol is repeated until it is answered.
+``wake`` belong to one thread. Whatever arrives is bytes and where to reply to. A peer that does not read
+costs nobody anything: what is sent waits in queues with bounds, and what does not fit is dropped and counted,
+since every message of the protocol is repeated until it is answered. What arrives is taken at once (see
+``NO_BOUND``).
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from enum import StrEnum
@@ -33,9 +33,12 @@ SCHEMES = ("tcp://", "ipc://")
 LINGER_MS = 200
 """How long what was said last may still be sent after hanging up."""
 HIGH_WATER = 1_000
-"""Messages that wait in one direction of a connection; more are dropped, or wait where they come from."""
-LISTENER_HIGH_WATER = 100
-"""The same for what arrives at a listener, where a stranger's messages may be as long as the longest."""
+"""Messages that wait to be sent over a connection; more are dropped."""
+NO_BOUND = 0
+"""For what arrives. A queue that is full stops ZeroMQ's reading, and a connection that breaks or falls silent
+while it is stopped ends the *process*, as of libzmq 4.3.5 (``Assertion failed: _input_stopped``, or
+``!_io_error``). So does a caller that takes over the name of another. Whoever drives a channel takes what is
+there, and drops what is too much."""
 HANDSHAKE_MS = 5_000
 """How long a caller may take to say who it is."""
 SILENCE_SECONDS = 2.0
@@ -138,10 +141,8 @@ class Channel:
     def _listen(self, listen: str) -> None:
         socket = self._socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.RCVHWM, LISTENER_HIGH_WATER)
         socket.setsockopt(zmq.HEARTBEAT_IVL, LISTENER_HEARTBEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, LISTENER_SILENCE_MS)
-        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # who calls again before its old connection is found dead
         if self._server_keys is not None:
             socket.curve_secretkey, socket.curve_server = self._server_keys[0], True
         try:
@@ -160,7 +161,7 @@ class Channel:
             (zmq.LINGER, 0),
             (zmq.MAXMSGSIZE, self._max_bytes),
             (zmq.SNDHWM, HIGH_WATER),
-            (zmq.RCVHWM, HIGH_WATER),
+            (zmq.RCVHWM, NO_BOUND),
             (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
             (zmq.RECONNECT_IVL_MAX, 2_000),
             (zmq.IPV6, 1),
@@ -197,8 +198,6 @@ class Channel:
         socket = self._socket(zmq.DEALER)
         socket.setsockopt(zmq.HEARTBEAT_IVL, int(self._silence_seconds * 1000 / 3))
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(self._silence_seconds * 2000 / 3))
-        # A name of its own, that nobody can guess: replies find it after a lost connection, too.
-        socket.setsockopt(zmq.IDENTITY, secrets.token_bytes(16).replace(b"\0", b"\1"))
         if self._server_keys is not None:
             socket.curve_serverkey = self._server_keys[1]
             socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
@@ -225,7 +224,7 @@ class Channel:
         monitor = self._context.socket(zmq.PAIR)
         try:
             monitor.setsockopt(zmq.LINGER, 0)
-            monitor.setsockopt(zmq.RCVHWM, 0)
+            monitor.setsockopt(zmq.RCVHWM, NO_BOUND)
             monitor.connect(name)
         except zmq.ZMQError:
             monitor.close(0)

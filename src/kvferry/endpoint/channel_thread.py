@@ -49,7 +49,7 @@ class ChannelThread:
         return self._channel.dropped
 
     def start(self, name: str, receive: Receive, is_behind: Callable[[], bool]) -> None:
-        """Begin: ``receive`` is called in the thread, unless whoever listens ``is_behind``."""
+        """Begin: ``receive`` is called in the thread. While it ``is_behind``, messages are dropped."""
         self._thread = threading.Thread(target=self._run, args=(receive, is_behind), name=name, daemon=True)
         self._thread.start()
 
@@ -84,10 +84,10 @@ class ChannelThread:
 
     def _run(self, receive: Receive, is_behind: Callable[[], bool]) -> None:
         while not self._is_closing:
-            if is_behind():
-                time.sleep(0.001)  # what arrives waits in its socket, which has a bound
-            else:
-                for received in self._channel.wait(0.0 if self._outbox else WAIT_SECONDS):
+            for received in self._channel.wait(0.0 if self._outbox else WAIT_SECONDS):
+                if isinstance(received, Received) and is_behind():
+                    self._refuse("behind")  # it is said again; to let it wait is not safe (see the channel)
+                else:
                     self._guarded(lambda received=received: receive(received))  # type: ignore[misc]
             self._flush()
         self._flush()
