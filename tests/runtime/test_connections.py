@@ -35,6 +35,7 @@ def test_a_connection_that_breaks_and_does_not_come_back_is_the_end(known):
     assert known.next_deadline() == 1.5
     assert known.tick(1.5) == ["a"]
     assert "broke" in known.gone("a")
+    assert "secret" not in known.gone("a"), "it has answered before"
     assert known.is_awaited("a")
     assert known.tick(1.6) == [], "said once"
 
@@ -62,6 +63,7 @@ def test_nobody_who_never_answered_is_waited_for(known):
     known.broken(0.01, "refuses")
     known.calling(0.0, "silent")
     assert known.tick(0.5) == ["refuses"]
+    assert known.gone("refuses").endswith("do both engines have the same secret?")
     assert known.tick(1.9) == []
     assert known.tick(2.0) == ["silent"]
     assert "stopped" in known.gone("silent")

@@ -117,7 +117,8 @@ class Connections:
     def _reason(self, one: _Connection) -> str:
         if one.is_broken:
             seconds = f"{self._timing.reconnect:g} s"
-            return f"its connection broke or was refused, and no new one came within {seconds}. Does it run?"
+            ask = "Does it run?" if one.was_up else "Does it run, and do both engines have the same secret?"
+            return f"its connection broke or was refused, and no new one came within {seconds}. {ask}"
         return f"nobody has answered for {self._timing.silence:g} s. Is it stopped, or cut off?"
 
     def _deadline(self, one: _Connection) -> float:
