@@ -45,7 +45,9 @@ def assert_refused(engine: Engine, src: Engine, *parts: str) -> None:
     params = prefill(src, PROMPT)
     assert engine.ask(PROMPT, params=params).finish_reason == "error", engine.tail()
     for part in parts:
-        assert said(engine, f"identity-(differs|unknown): {re.escape(part)}: (source|destination) has .*"), engine.tail()
+        assert said(engine, f"identity-(differs|unknown): {re.escape(part)}: (source|destination) has .*"), (
+            engine.tail()
+        )
     assert engine.ask(PROMPT).finish_reason == "length", "it goes on"
 
 

@@ -41,6 +41,9 @@ FABRICS = {"cma": {UCX_TRANSPORTS: "sm,tcp,self"}, "tcp": {UCX_TRANSPORTS: "tcp,
 UCX sends its own messages over TCP in both.
 """
 
+QUIET = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
+"""For a process whose report says what went wrong: loud libraries would drown it."""
+
 UNITS = {unit: 1 << (10 * i) for i, unit in enumerate(("", "k", "m", "g"))}
 
 

@@ -24,15 +24,12 @@ from kvferry.cli.output import num_bytes
 from kvferry.cli.progress import Step
 from kvferry.errors import KVFerryError
 from kvferry.testing.fleet import Worker
-from kvferry.transport.ucx import CUDA_ENVIRONMENT, FABRICS
+from kvferry.transport.ucx import CUDA_ENVIRONMENT, FABRICS, QUIET
 
 MIN_TURNS = 3
 CASE_SECONDS = 4.0
 """What the turns of one case may take; slow cases have fewer."""
 CALL_SECONDS = 300.0
-
-QUIET = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
-"""What goes wrong is in the report, and which way was taken instead; loud libraries would drown it."""
 
 
 def environment(medium: Medium) -> dict[str, str]:
