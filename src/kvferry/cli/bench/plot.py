@@ -47,7 +47,7 @@ def draw(report: BenchReport, path: Path) -> None:
 
     matplotlib.use("agg")
     # The same figures give the same file.
-    settings = {"svg.hashsalt": "kvferry", "svg.fonttype": "none", "font.size": 8}
+    settings: dict[Any, Any] = {"svg.hashsalt": "kvferry", "svg.fonttype": "none", "font.size": 8}
     with matplotlib.rc_context(settings):
         figure = _figure(report)
         metadata = {"Date": None} if path.suffix == ".svg" else {}
