@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass
+from functools import lru_cache
 
 from kvferry.errors import SpecError
 from kvferry.wire.secret import Secret
@@ -59,8 +60,11 @@ class Trust:
         return not self.authorities or authority in self.authorities or host in self.authorities
 
 
+@lru_cache(maxsize=1024)
 def is_loopback(address: str) -> bool:
     """Whether only this host can call an address. What is not TCP does not leave it.
+
+    Remembered, because every ticket asks, in the thread of its engine's steps.
 
     >>> is_loopback("tcp://127.0.0.1:*"), is_loopback("tcp://[::1]:5555"), is_loopback("ipc:///run/kvferry")
     (True, True, True)
