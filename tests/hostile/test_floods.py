@@ -14,6 +14,7 @@ from kvferry.wire.messages import (
     PROTOCOL,
     DescribeRanks,
     Hello,
+    RankDescriptions,
     Rejected,
     Renew,
     Renewal,
@@ -27,14 +28,11 @@ def test_questions_whose_answers_nobody_reads(victim_of, stranger_at):
     """61 KiB of hellos, each worth a welcome of 700 KiB with the card in it, once cost 1.4 GB."""
     victim = victim_of(card_bytes=700 << 10)
     deaf, friend = stranger_at(victim.address, RCVHWM=1, RCVBUF=4096), stranger_at(victim.address)
-    friend.say(HELLO)
-    question = DescribeRanks(1, friend.hear().generation, (0,))
+    question = DescribeRanks(1, friend.ask(HELLO, Welcome).generation, (0,))
     for _ in range(2000):
         deaf.say(question)
-    friend.say(HELLO)
-    assert isinstance(friend.hear(), Welcome)
-    friend.say(question)
-    assert len(friend.hear().ranks[0].card) == 700 << 10
+    friend.ask(HELLO, Welcome)
+    assert len(friend.ask(question, RankDescriptions).ranks[0].card) == 700 << 10
     time.sleep(1.0)
     grown = victim.state()["peak"] - victim.before["peak"]
     print(f"2,000 questions for a rank of 700 KiB: {grown} MiB")

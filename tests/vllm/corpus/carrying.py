@@ -21,12 +21,14 @@ from kvferry.core.sample import Placement, sample_request
 from kvferry.core.span import Spans
 from kvferry.endpoint import Destination, SourceEngine, SourceRank
 from kvferry.integrations.vllm.shared.groups import group_name
+from kvferry.runtime import Timing
 from kvferry.transport.nixl import NixlTransport
 from tests.vllm.corpus.allocated import NUM_BLOCKS, STALE, Worker
 from tests.vllm.corpus.families import Plane, planes
 
 SECONDS = 60
-"""No transfer takes longer, on a busy machine."""
+"""No transfer takes longer, on a busy machine, or on a virtual one that its host stops for a while."""
+TIMING = Timing(meet=SECONDS, read=SECONDS)
 
 
 def carry(src: Sequence[Worker], dst: Sequence[Worker], num_tokens: int) -> tuple[list[str], list[int]]:
@@ -52,7 +54,7 @@ def _fetch(src: Sequence[Worker], dst: Sequence[Worker], request: Request, num_t
         destinations = []
         for number, worker in enumerate(dst):
             destination = Destination(
-                worker.manifest, number, NixlTransport(), reader="dst#1", num_ranks=len(dst)
+                worker.manifest, number, NixlTransport(), reader="dst#1", num_ranks=len(dst), timing=TIMING
             )
             destinations.append(stack.enter_context(closing(destination)))
             destination.fetch(ticket, request.dst, request.need)
