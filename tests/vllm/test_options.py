@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from kvferry.errors import SpecError
-from kvferry.integrations.vllm.shared.options import Options
+from kvferry.integrations.vllm.shared.options import Options, check_transfer_config
 
 TEXT = "3q2-7wAAq83vEjRWeJCrzf7cuph2VDIQ"
 
@@ -52,6 +52,8 @@ def test_a_secret_among_the_options_is_refused_and_not_repeated():
         ({"authorities": "tcp://10.0.0.7"}, "authorities must be a list"),
         ({"authorities": ["10.0.0.7"]}, "authorities are addresses"),
         ({"secret_file": "/nowhere"}, "cannot be read"),
+        ({"backends": "UCX"}, "backends must be a list"),
+        ({"backends": ["UCX", "GDS"]}, "backends must be a list with the name of one"),
     ],
 )
 def test_senseless_options_are_refused_by_name(extra, words):
@@ -64,3 +66,32 @@ def test_an_open_door_is_said_explicitly():
     assert chosen.trust.insecure
     assert chosen.listen == "tcp://10.0.0.7:*"
     assert not chosen.trust.may_call("tcp://10.0.0.9:5555")
+
+
+def test_the_backend_is_nixls_name():
+    assert options().backend == "UCX"
+    assert options(backends=["LIBFABRIC"]).backend == "LIBFABRIC"
+
+
+def transfer(**keys):
+    from vllm.config import KVTransferConfig
+
+    return KVTransferConfig(kv_connector="KVFerryConnector", kv_role="kv_both", **keys)
+
+
+def test_what_vllm_says_if_nobody_sets_it_is_fine():
+    check_transfer_config(transfer(), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"kv_buffer_device": "cuda"}, "kv_buffer_device: 'cuda' asks for copies in other memory"),
+        ({"kv_port": 5600}, '"listen": "tcp://HOST:5600"'),
+        ({"enable_permute_local_kv": True}, "between any two layouts without it"),
+    ],
+)
+def test_what_is_for_other_connectors_is_refused_by_name(keys, words):
+    """Never ignored: whoever sets it expects something."""
+    with pytest.raises(SpecError, match=words):
+        check_transfer_config(transfer(**keys), "cpu")

@@ -33,7 +33,7 @@ from kvferry.transport.device import MappedReads, RankDevice, copy_limits
 from kvferry.transport.emulation import SETTING, AgentMode, EmulatedReads
 from kvferry.transport.gate import Gate
 from kvferry.transport.link import Link, Mover
-from kvferry.transport.nixl_agent import Agent, check_installed
+from kvferry.transport.nixl_agent import UCX, Agent, check_installed
 from kvferry.transport.places import Addresses, Places
 from kvferry.transport.transfers import Transfers
 from kvferry.transport.ucx import UCX_EMULATES, UcxSettings
@@ -60,22 +60,25 @@ REFUSED = (
 class NixlTransport:
     """Reads over NIXL. Its own calls take a lock or a queue, never the fabric."""
 
-    kind = "nixl"
-
     def __init__(
         self,
         *,
+        backend: str = UCX,
         connect_timeout_s: float = 30.0,
         close_timeout_s: float = 30.0,
         settings: UcxSettings | None = None,
         mapped_reads: MappedReads | None = None,
-        make_agent: Callable[[str, str], FabricAgent] = Agent,
+        make_agent: Callable[[str, str], FabricAgent] | None = None,
     ) -> None:
-        """Settings are those of the environment, if none are given; ``make_agent`` is for tests."""
+        """Settings are those of the environment, if none are given; ``make_agent`` is for tests.
+
+        A ``backend`` other than UCX is one of NIXL's plugins; both sides must have the same.
+        """
+        self._backend = backend
         self._connect_timeout_s, self._close_timeout_s = connect_timeout_s, close_timeout_s
         self._settings = settings or UcxSettings.from_environment(os.environ)
         self._mapped_reads = mapped_reads or MappedReads.from_environment(os.environ)
-        self._make_agent = make_agent
+        self._make_agent = make_agent or partial(Agent, backend=backend)
         self._gate = Gate()
         self._transfers: Transfers[Link | None] = Transfers()
         self._making = threading.Lock()
@@ -85,6 +88,11 @@ class NixlTransport:
         self._teams: dict[AgentMode, AgentTeam] = {}
         self._lock = threading.Lock()
         self._links: dict[str, Link] = {}
+
+    @property
+    def kind(self) -> str:
+        """What a peer must have, too."""
+        return "nixl" if self._backend == UCX else f"nixl/{self._backend}"
 
     def register(self, regions: Sequence[Region]) -> None:
         """Make this rank's own memory known, once; who made it keeps it alive until ``close``."""
@@ -155,7 +163,7 @@ class NixlTransport:
         try:
             return first.connect(peer, card, regions, self._connect_timeout_s)
         except TransportError as error:
-            if error.code != "not-direct":
+            if error.code != "not-direct" or self._backend != UCX:
                 raise
             if self._settings.emulated_reads is EmulatedReads.REFUSE:
                 raise TransportError("not-direct", f"{error.detail}; {REFUSED}") from error

@@ -22,10 +22,15 @@ PROGRESS_WAKE_US = 100_000
 keeps a core busy for ever; with events the thread costs nothing while idle and reads are as fast."""
 
 
+UCX = "UCX"
+"""The backend of NIXL's that is used unless another is asked for."""
+
+
 class Agent:
     """NIXL's agent: the calls that its thread makes, and where NIXL's errors become ours."""
 
-    def __init__(self, name: str, engine_config: str) -> None:
+    def __init__(self, name: str, engine_config: str, backend: str = UCX) -> None:
+        """``engine_config`` is for UCX; other backends are told nothing."""
         nixl = _import_nixl()
         config = nixl.nixlAgentConfig()
         config.useProgThread = True
@@ -40,7 +45,9 @@ class Agent:
         )
         with _translated("cannot make an agent"):
             self._agent = nixl.nixlAgent(name, config)
-            self._backends = [self._agent.createBackend("UCX", {"engine_config": engine_config})]
+        with _translated(f"cannot make the backend {backend} (plugins here: {_plugins(self._agent)})"):
+            settings = {"engine_config": engine_config} if backend == UCX else {}
+            self._backends = [self._agent.createBackend(backend, settings)]
 
     def register(self, kind: str, table: NDArray[np.uint64]) -> Any:
         """Make memory known; what comes back is for ``deregister``."""
@@ -122,6 +129,10 @@ class _translated:  # noqa: N801  # reads as a phrase
         if isinstance(error, self._kinds) and not isinstance(error, TransportError):
             reason = str(error) or type(error).__name__
             raise TransportError("nixl", f"{self._what}: {reason}") from error
+
+
+def _plugins(agent: Any) -> str:
+    return ", ".join(sorted(agent.getAvailPlugins()))
 
 
 def check_installed() -> None:

@@ -17,13 +17,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.utils.network_utils import get_ip
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvferry.errors import KVFerryError, SpecError
 from kvferry.integrations.vllm.scheduler.side import SchedulerSide
-from kvferry.integrations.vllm.shared.options import Options
+from kvferry.integrations.vllm.shared.options import Options, check_transfer_config
 from kvferry.integrations.vllm.shared.stats import LoadMetrics, LoadStats
 from kvferry.integrations.vllm.shared.step import StepMetadata
 from kvferry.integrations.vllm.worker.side import WorkerSide
@@ -61,8 +62,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
                 "vLLM's sleep mode frees memory that kvferry has registered for transfers: start vLLM without"
                 " sleep mode, or without this connector"
             )
-        extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
-        options = Options.of(extra, host=get_ip())
+        transfer = vllm_config.kv_transfer_config
+        check_transfer_config(transfer, current_platform.device_type)
+        options = Options.of(transfer.kv_connector_extra_config or {}, host=get_ip())
         self._side: SchedulerSide | WorkerSide
         if role is KVConnectorRole.SCHEDULER:
             self._side = SchedulerSide(vllm_config, kv_cache_config, options)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from kvferry.endpoint.secret_source import secret_from_environment, secret_from_file
 from kvferry.errors import SpecError
 from kvferry.runtime import Timing
+from kvferry.transport.nixl_agent import UCX
 from kvferry.wire.secret import Secret
 from kvferry.wire.trust import Trust
 
 _TEXTS = ("listen", "advertise", "secret_file", "dump", "identity")
+_PORT_OF_VLLM = 14579
+"""What ``kv_port`` is if nobody sets it."""
 REQUIRED = "required"
 """The identity that refuses what is not known; any other text is an identity by itself."""
 _SECONDS = {
@@ -48,6 +51,8 @@ class Options:
     identity: str = ""
     """``required`` refuses sources whose model is not wholly known; other text is this engine's identity."""
     timing: Timing = field(default_factory=Timing)
+    backend: str = UCX
+    """Which of NIXL's backends moves the bytes."""
 
     @property
     def is_identity_required(self) -> bool:
@@ -62,7 +67,7 @@ class Options:
                 "kv_connector_extra_config: vLLM prints these options, so a secret must not be one: write it"
                 " to a file (kvferry keygen -o FILE) and say secret_file, or set KVFERRY_SECRET_FILE"
             )
-        known = {*_TEXTS, *_SECONDS, "insecure", "authorities"}
+        known = {*_TEXTS, *_SECONDS, "insecure", "authorities", "backends"}
         if unknown := sorted(set(extra) - known):
             names, all_names = ", ".join(unknown), ", ".join(sorted(known))
             raise SpecError(f"kv_connector_extra_config: unknown {names}; known are {all_names}")
@@ -77,7 +82,46 @@ class Options:
             dump=texts["dump"],
             identity=texts["identity"],
             timing=Timing(**seconds),
+            backend=_backend(extra),
         )
+
+
+class TransferConfig(Protocol):
+    """The part of vLLM's own configuration that other connectors use."""
+
+    kv_buffer_device: str
+    kv_port: int
+    enable_permute_local_kv: bool
+
+
+def check_transfer_config(config: TransferConfig, device: str) -> None:
+    """Refuse by name what vLLM's own keys ask for, and this connector does not do; ``device`` is vLLM's."""
+    if config.kv_buffer_device != device:
+        raise SpecError(
+            f"kv_buffer_device: {config.kv_buffer_device!r} asks for copies in other memory, but kvferry"
+            f" moves caches from where they are to where they belong: leave it out (it is {device!r} then)"
+        )
+    if config.enable_permute_local_kv:
+        raise SpecError(
+            "enable_permute_local_kv: kvferry moves between any two layouts without it: leave it out"
+        )
+    if config.kv_port != _PORT_OF_VLLM:
+        raise SpecError(
+            f"kv_port: {config.kv_port} is for other connectors; kvferry takes a free port. If it must be"
+            f' this one, say "listen": "tcp://HOST:{config.kv_port}" in kv_connector_extra_config'
+        )
+
+
+def _backend(extra: Mapping[str, Any]) -> str:
+    """As vLLM's own connector spells it: a list, of one here."""
+    match extra.get("backends", [UCX]):
+        case [str(name)] if name:
+            return name
+        case other:
+            raise SpecError(
+                "kv_connector_extra_config: backends must be a list with the name of one of NIXL's backends,"
+                f' as in ["{UCX}"], got {other!r}'
+            )
 
 
 def _secret(path: str) -> Secret | None:

@@ -64,7 +64,7 @@ class WorkerSide:
         manifest = replace(describe(self._vllm_config, self._config, caches, place), identity=identity)
         _wake_up_amx(caches)
         self._device = next((tensor.device for tensor in caches.values() if tensor.is_cuda), None)
-        transport = NixlTransport()
+        transport = NixlTransport(backend=self._options.backend)
         self._destination = Destination(
             manifest,
             rank,
