@@ -16,9 +16,22 @@ MOST_NAMES = 40
 
 def test_the_list_is_sorted_complete_and_small() -> None:
     assert sorted(kvferry.__all__, key=lambda n: (not n.isupper(), n)) == list(kvferry.__all__)
-    public = {n for n, v in vars(kvferry).items() if not n.startswith("_") and not inspect.ismodule(v)}
+    found = {name: getattr(kvferry, name) for name in dir(kvferry) if name != "TYPE_CHECKING"}
+    public = {n for n, v in found.items() if not n.startswith("_") and not inspect.ismodule(v)}
     assert public == set(kvferry.__all__)
     assert len(kvferry.__all__) <= MOST_NAMES
+
+
+def test_what_type_checkers_see_is_what_is_loaded() -> None:
+    (block,) = (node for node in ast.parse(inspect.getsource(kvferry)).body if isinstance(node, ast.If))
+    seen = {
+        node.module: " ".join(a.name for a in node.names)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+    }
+    assert seen == kvferry._HOMES
+    with pytest.raises(AttributeError, match="no attribute 'plann'"):
+        kvferry.plann  # noqa: B018
 
 
 @pytest.mark.parametrize("name", [n for n in kvferry.__all__ if not n.isupper()])

@@ -7,20 +7,24 @@ Two descriptions in, a proved plan and byte runs out::
     selection = kvferry.select(route, request)      # block tables in, byte runs out, per request
 """
 
-from kvferry.core.explain import explain
-from kvferry.core.identity import Identity
-from kvferry.core.lower import Route, lower
-from kvferry.core.manifest import Manifest, Rank, Region, compare
-from kvferry.core.plan import Piece, Plan, plan
-from kvferry.core.product import Product, Term
-from kvferry.core.prove import Proof, prove
-from kvferry.core.request import HOLE, BlockTable, Request, need_of
-from kvferry.core.runs import Runs, coalesce
-from kvferry.core.select import Selection, Slack, select
-from kvferry.core.span import Span
-from kvferry.core.state import Addressing, Axis, Group, Kind, State, Tail
-from kvferry.core.view import AxisMap, Digit, View
-from kvferry.errors import Code, Finding, KVFerryError, Refused, RequestError, SpecError
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvferry.core.explain import explain
+    from kvferry.core.identity import Identity
+    from kvferry.core.lower import Route, lower
+    from kvferry.core.manifest import Manifest, Rank, Region, compare
+    from kvferry.core.plan import Piece, Plan, plan
+    from kvferry.core.product import Product, Term
+    from kvferry.core.prove import Proof, prove
+    from kvferry.core.request import HOLE, BlockTable, Request, need_of
+    from kvferry.core.runs import Runs, coalesce
+    from kvferry.core.select import Selection, Slack, select
+    from kvferry.core.span import Span
+    from kvferry.core.state import Addressing, Axis, Group, Kind, State, Tail
+    from kvferry.core.view import AxisMap, Digit, View
+    from kvferry.errors import Code, Finding, KVFerryError, Refused, RequestError, SpecError
 
 __version__ = "0.1.0.dev0"
 
@@ -66,3 +70,34 @@ __all__ = [
     "prove",
     "select",
 ]
+
+_HOMES = {
+    "kvferry.core.explain": "explain",
+    "kvferry.core.identity": "Identity",
+    "kvferry.core.lower": "Route lower",
+    "kvferry.core.manifest": "Manifest Rank Region compare",
+    "kvferry.core.plan": "Piece Plan plan",
+    "kvferry.core.product": "Product Term",
+    "kvferry.core.prove": "Proof prove",
+    "kvferry.core.request": "HOLE BlockTable Request need_of",
+    "kvferry.core.runs": "Runs coalesce",
+    "kvferry.core.select": "Selection Slack select",
+    "kvferry.core.span": "Span",
+    "kvferry.core.state": "Addressing Axis Group Kind State Tail",
+    "kvferry.core.view": "AxisMap Digit View",
+    "kvferry.errors": "Code Finding KVFerryError Refused RequestError SpecError",
+}
+"""Where each name comes from. It is loaded when it is first asked for: `kvferry --help` needs none."""
+
+
+def __getattr__(name: str) -> object:
+    for home, names in _HOMES.items():
+        if name in names.split():
+            found: object = getattr(_import_module(home), name)
+            globals()[name] = found
+            return found
+    raise AttributeError(f"module 'kvferry' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

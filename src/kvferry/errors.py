@@ -15,8 +15,8 @@ What a peer, a user or the fabric can cause is one of these; ``assert`` is never
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import islice
 
@@ -105,6 +105,15 @@ class Finding:
         return ": ".join(part for part in parts if part)
 
 
+def _of_all(alike: Sequence[Finding]) -> str:
+    """Findings that differ in their state only, as one line that names the first."""
+    first = alike[0]
+    others = f" and {len(alike) - 1:,} more states" if len(alike) > 2 else ""
+    if len(alike) == 2:
+        others = f" and {alike[1].state}"
+    return str(replace(first, state=f"{first.state}{others}"))
+
+
 class Refused(KVFerryError):
     """A pair of engines that kvferry will not move bytes between; nothing is left behind.
 
@@ -114,15 +123,19 @@ class Refused(KVFerryError):
     """
 
     SHOWN = 8
-    """How many findings the message spells out."""
+    """How many findings the message spells out; of those that differ in their state only, one."""
     MAX_FINDINGS = 1000
     """How many are kept in ``findings``; ``num_more`` counts the others."""
 
     def __init__(self, *findings: Finding, num_more: int = 0) -> None:
         self.findings = findings[: self.MAX_FINDINGS]
         self.num_more = num_more + len(findings) - len(self.findings)
-        lines = [str(finding) for finding in findings[: self.SHOWN]]
-        more = num_more + len(findings) - len(lines)
+        alike: dict[Finding, list[Finding]] = {}
+        for finding in findings:
+            alike.setdefault(replace(finding, state=""), []).append(finding)
+        shown = list(alike.values())[: self.SHOWN]
+        lines = [_of_all(some) for some in shown]
+        more = num_more + len(findings) - sum(map(len, shown))
         super().__init__("\n".join([*lines, f"… and {more:,} more"] if more > 0 else lines))
 
     @classmethod

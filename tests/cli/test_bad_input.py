@@ -43,6 +43,8 @@ BAD = {
     "no-tokens": (("plan", *MODEL, *ENDS, "--tokens", 0), "--tokens"),
     "far-too-many-tokens": (("plan", *MODEL, *ENDS, "--tokens", 1 << 40), "--tokens 1099511627776"),
     "kept-too-many": (("plan", *MODEL, *ENDS, "--tokens", 9, "--kept", 10), "--kept 10 must not exceed"),
+    "kept-more-than-the-default": (("plan", *MODEL, *ENDS, "--kept", 5000), "the 4096 tokens of the request"),
+    "a-key-without-its-sign": (("plan", *MODEL, "--src", "tp4", "--dst", "tp=2"), "did you mean tp=4?"),
     "kept-inside-a-block": (
         ("plan", *MODEL, "--src", "layout=opaque", "--dst", "layout=opaque", "--tokens", 99, "--kept", 50),
         "--tokens 99 --kept 50: need-kept: group full",
@@ -64,7 +66,11 @@ BAD = {
     "describe-where": (("describe", *MODEL), "Missing option '--at'"),
     "describe-rank": (
         ("describe", *MODEL, "--at", "tp=2", "--rank", 2),
-        "--rank 2: the engine has ranks 0 … 1",
+        "--rank 2: the engine has ranks 0, 1",
+    ),
+    "describe-the-only-rank": (
+        ("describe", *MODEL, "--at", "tp=1", "--rank", 1),
+        "--rank 1: the engine has rank 0 only",
     ),
     "describe-nowhere": (
         ("describe", *MODEL, "--at", "tp=2", "-o", "no/where.json"),

@@ -44,7 +44,9 @@ def test_help_imports_no_more_than_it_needs():
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     loaded = set(done.stderr.split())
     assert "typer" in loaded
-    assert loaded.isdisjoint({"rich.table", "kvferry.models", "kvferry.wire", "msgspec", "hypothesis"})
+    assert loaded.isdisjoint(
+        {"numpy", "rich.table", "kvferry.models", "kvferry.wire", "msgspec", "hypothesis"}
+    )
 
 
 def test_a_poor_terminal_gets_question_marks():

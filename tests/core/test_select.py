@@ -381,6 +381,14 @@ def test_the_runs_of_all_states_together_are_counted_before_they_are_made(engine
         lower(prove(plan(*two, 0)))
 
 
+def test_a_request_whose_blocks_shatter_says_its_code_once(engine, monkeypatch):
+    made = lower(prove(plan(engine(order="head token channel"), engine(), 0)))
+    monkeypatch.setattr(lower_module, "MAX_PATTERN", 4)
+    with pytest.raises(RequestError) as caught:
+        select(made, full(table(1), table(1), Span(0, 3)))
+    assert str(caught.value).count("too-many-runs") == 1
+
+
 @pytest.mark.parametrize("side", ["src", "dst"])
 def test_a_missing_table_is_named(engine, side):
     request = replace(full(table(1), table(1), Span(0, 4)), **{side: {}})

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,6 +39,46 @@ def test_the_held_coordinates_repeat_after_the_period(axis):
     held = (axis.offsets() != NOT_HELD).tolist()
     assert axis.size % axis.period == 0
     assert held == held[: axis.period] * (axis.size // axis.period)
+
+
+def test_a_view_of_an_array_is_where_the_array_says():
+    """Whatever was done to the array: sliced, permuted, K and V as halves of a block."""
+    pool = np.arange(5 * 2 * 3 * 4 * 8, dtype=np.int64).reshape(5, 2, 3, 4, 8)
+    base = pool.ctypes.data
+    for array, axes in (
+        (pool[:, 1], "block head token channel"),
+        (pool[:, 0].transpose(0, 2, 1, 3), "block token head channel"),
+        (pool[2:, 1].transpose(1, 0, 3, 2), "head block channel token"),
+    ):
+        offset = array.ctypes.data - base
+        view = View.of_strides(
+            "k", "g", "r", axes, array.shape, array.strides, offset=offset, start={"head": 6}
+        )
+        for at in np.ndindex(array.shape):
+            place = dict(zip(axes.split(), at, strict=True))
+            inside = sum(
+                byte_offset(axis, axis.start + place[name]) or 0 for name, axis in dict(view.axes).items()
+            )
+            byte = view.offset + place["block"] * view.block_stride + inside
+            assert pool.ravel()[byte // 8] == array[at]
+        assert view.axis("head").start == 6
+
+
+@pytest.mark.parametrize(
+    ("axes", "start", "said"),
+    [
+        ("block token", {}, "name each axis once"),
+        ("layer token head", {}, "one of them 'block'"),
+        ("block block head", {}, "one of them 'block'"),
+        ("block head head", {}, "name each axis once"),
+        ("block token head", {"channel": 1}, r"start is given for \['channel'\]"),
+        ("block token head", {"token": 1}, r"start is given for \['token'\]"),
+    ],
+)
+def test_axes_that_are_not_the_arrays_are_refused(axes, start, said):
+    array = np.zeros((2, 3, 4))
+    with pytest.raises(SpecError, match=said):
+        View.of_strides("k", "g", "r", axes, array.shape, array.strides, start=start)
 
 
 def test_offsets_are_shared_and_so_cannot_be_written():

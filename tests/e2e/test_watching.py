@@ -46,7 +46,7 @@ def test_a_pair_can_be_watched_and_compared(nursery, tmp_path):
     ]
     assert len(lines) == 2 * len(PROMPTS)
     account = re.compile(
-        r": read; \d+ bytes in \d+ runs from 1 ranks, direct; moved in [\d.]+ ms, predicted [\d.]+;"
+        r": read; \d+ bytes in \d+ runs from 1 rank, direct; moved in [\d.]+ ms, predicted [\d.]+;"
     )
     assert all(account.search(line) for line in lines)
     (src_file,), (dst_file,) = ((tmp_path / side).iterdir() for side in ("src", "dst"))

@@ -104,7 +104,7 @@ def test_ranks_that_are_admitted_hear_of_releases_through_poll():
 
 
 def test_a_rank_that_does_not_fit_is_not_admitted(engine):
-    with pytest.raises(SpecError, match="rank 1 cannot join: 1 ranks of prefill"):
+    with pytest.raises(SpecError, match="rank 1 cannot join: this engine is prefill, with 1 rank, "):
         engine.admit(join_of(1))
     elsewhere = msgspec.structs.replace(join_of(0).description, memory=())
     wrong = msgspec.structs.replace(join_of(0), description=elsewhere)

@@ -511,7 +511,7 @@ def test_readers_are_welcomed_once_every_rank_has_joined():
     source = authority(num_ranks=2)
     hello = Hello(PROTOCOL, "A")
     assert join(source, 1) == [JoinAck("prefill", 7)]
-    assert one(source.receive(0.0, "x", hello)) == Rejected("not-ready", "1 of 2 ranks have joined")
+    assert one(source.receive(0.0, "x", hello)) == Rejected("not-ready", "ranks joined: 1 of 2")
     join(source, 0, manifest=b"n")
     welcome = one(source.receive(0.0, "x", hello))
     assert welcome == Welcome(PROTOCOL, "prefill", 7, "memory", b"m+n")

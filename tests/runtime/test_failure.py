@@ -4,7 +4,11 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 import kvferry
+from kvferry.endpoint.meeting import failure_of
+from kvferry.errors import RequestError
 from kvferry.runtime import FailureCode
 
 CORE = Path(kvferry.__file__).parent / "core"
@@ -36,3 +40,9 @@ def test_every_code_that_the_core_gives_to_a_request_is_in_the_list():
     codes = set().union(*map(spelled, raised()))
     assert len(codes) > 20
     assert codes <= set(FailureCode)
+
+
+@pytest.mark.parametrize("code", ["dst-table-short", "too-many-runs", "never-heard-of"])
+def test_a_code_is_said_once(code):
+    said = str(failure_of(RequestError(code, "full", "so it is"), FailureCode.BAD_TABLES))
+    assert said.count(code) == 1

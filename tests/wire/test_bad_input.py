@@ -424,3 +424,9 @@ def test_a_message_repeats_a_little_of_a_value_and_says_that_there_is_more():
     assert shown("x" * 78) == '"' + "x" * 78 + '"'
     assert shown("x" * 79) == '"' + "x" * 79 + "…"
     assert shown({f"k{i}": 0 for i in range(9)}) == "an object with " + ", ".join(f'"k{i}"' for i in range(8))
+
+
+@pytest.mark.parametrize("read", [manifest_from_json, manifest_from_msgpack])
+def test_text_is_not_bytes(read):
+    with pytest.raises(TypeError, match=r"read from bytes, got str: encode it first \(text.encode\(\)\)"):
+        read("{}")

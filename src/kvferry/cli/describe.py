@@ -43,7 +43,7 @@ def describe(
     from dataclasses import replace
 
     from kvferry.cli.bad_input import at
-    from kvferry.cli.engines import chosen_model
+    from kvferry.cli.engines import chosen_model, listed_ranks
     from kvferry.errors import SpecError
     from kvferry.models import Topology
     from kvferry.models import describe as described
@@ -53,7 +53,7 @@ def describe(
     with at(f"--at {topology}"):
         manifest = described(chosen, Topology.parse(topology), engine or f"{chosen.name} {topology}")
         if rank is not None and rank >= len(manifest.ranks):
-            raise SpecError(f"--rank {rank}: the engine has ranks 0 … {len(manifest.ranks) - 1}")
+            raise SpecError(f"--rank {rank}: the engine has {listed_ranks(manifest)}")
     if rank is not None:
         manifest = replace(manifest, ranks=(manifest.rank(rank),))
     text = manifest_to_json(manifest)

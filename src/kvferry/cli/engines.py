@@ -84,6 +84,16 @@ def manifest_file(path: Path) -> Manifest:
         return manifest_from_json(path.read_bytes())
 
 
+def listed_ranks(manifest: Manifest) -> str:
+    """The ranks of an engine as people read them: ``rank 0 only``, ``ranks 0, 1``, ``ranks 0 to 63``."""
+    ranks = [rank.rank for rank in manifest.ranks]
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} only"
+    if len(ranks) > 8 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks))}"
+
+
 def chosen_model(name: str, config: Path | None) -> Model:
     """A model of the catalogue, or of a config.json."""
     if bool(name) == (config is not None):

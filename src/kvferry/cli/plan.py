@@ -11,8 +11,7 @@ import typer
 
 from kvferry.cli.help_text import examples, topology_help
 from kvferry.cli.options import Config, Json, Model
-from kvferry.core.lower import MAX_RUNS_PER_BLOCK
-from kvferry.core.sample import Placement
+from kvferry.core.choices import MAX_RUNS_PER_BLOCK, Placement
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -98,8 +97,8 @@ def plan(
     from kvferry.errors import SpecError
 
     profiles = asked_links(link or ())
-    if not kept <= (tokens or DEFAULT_TOKENS) <= MAX_TOKENS:
-        raise SpecError(f"--kept {kept} must not exceed --tokens {tokens}, nor that {MAX_TOKENS}")
+    if tokens is not None and tokens > MAX_TOKENS:
+        raise SpecError(f"--tokens {tokens}: at most {MAX_TOKENS} are billed")
     files = [file for file in (first, second) if file is not None]
     given = GivenModels(model, config, (src_model, dst_model))
     src_side, dst_side = src_and_dst(files, (src, dst), given)
@@ -107,6 +106,10 @@ def plan(
     source, destination = src_side.manifest(room), dst_side.manifest(room)
     ranks = asked_ranks(destination, dst_rank)
     tokens = tokens or fitting_tokens(source, destination)
+    if kept > tokens:
+        raise SpecError(
+            f"--kept {kept} must not exceed the {tokens} tokens of the request; --tokens N sets them"
+        )
     with at(f"--tokens {tokens} --kept {kept}"):
         request = sample_request(source, destination, tokens, num_kept=kept, placement=placement)
         bill = bill_of(source, destination, ranks, request, max_runs_per_block)
@@ -147,18 +150,15 @@ def asked_links(names: Sequence[str]) -> list[LinkProfile]:
 
 def asked_ranks(destination: Manifest, dst_rank: int | None) -> list[int]:
     """The destination ranks to plan for."""
+    from kvferry.cli.engines import listed_ranks
     from kvferry.errors import SpecError
 
     known = [rank.rank for rank in destination.ranks]
     if dst_rank is None:
         return known
     if dst_rank not in known:
-        raise SpecError(f"--dst-rank {dst_rank}: engine {destination.engine} has ranks {_listed(known)}")
+        raise SpecError(f"--dst-rank {dst_rank}: engine {destination.engine} has {listed_ranks(destination)}")
     return [dst_rank]
-
-
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]} … {ranks[-1]}"
 
 
 # ------------------------------------------------------------------------------------------- JSON

@@ -11,7 +11,7 @@ import typer
 
 from kvferry.cli.help_text import examples
 from kvferry.cli.options import Json
-from kvferry.core.lower import MAX_RUNS_PER_BLOCK
+from kvferry.core.choices import MAX_RUNS_PER_BLOCK
 
 if TYPE_CHECKING:
     from kvferry.core.plan import Plan

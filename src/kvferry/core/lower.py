@@ -20,6 +20,7 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 
 from kvferry.core.box import TOKEN, Box
+from kvferry.core.choices import MAX_RUNS_PER_BLOCK
 from kvferry.core.manifest import Rank
 from kvferry.core.plan import Piece, Plan
 from kvferry.core.prove import Proof
@@ -29,8 +30,6 @@ from kvferry.core.state import Group, Kind, State, Tail
 from kvferry.core.view import NOT_HELD, AxisMap, Ints, View
 from kvferry.errors import Code, Finding, Refused
 
-MAX_RUNS_PER_BLOCK = 16_384
-"""The default budget: runs of one state, per destination block and source rank."""
 MAX_PATTERN = 1 << 22
 """Runs that a pattern may have on the way, before neighbours are merged."""
 MAX_RUNS_KEPT = 1 << 22
@@ -181,6 +180,10 @@ class Route:
 
     plan: Plan
     lanes: tuple[Lane, ...]
+
+    def __repr__(self) -> str:
+        groups = (f"{lane.src_group.name} -> {lane.dst_group.name}" for lane in self.lanes)
+        return f"Route({self.plan!r}, lanes: {', '.join(groups)})"
 
 
 def lower(proof: Proof, *, max_runs_per_block: int = MAX_RUNS_PER_BLOCK) -> Route:

@@ -58,6 +58,13 @@ class Plan:
     states: tuple[str, ...]
     """The states that the destination rank needs, by its own names."""
 
+    def __repr__(self) -> str:
+        # Two whole manifests would be thousands of lines; `explain` has the pieces.
+        return (
+            f"Plan({self.src.engine} -> {self.dst.engine} rank {self.dst_rank}:"
+            f" {len(self.pieces)} pieces of {len(self.states)} states)"
+        )
+
     def views(self, piece: Piece) -> tuple[View, View]:
         """Where the piece's cells sit at the source and at the destination."""
         dst_view = self.dst.rank(piece.dst_rank).by_state[piece.state]

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import StrEnum
 from math import gcd
 
 import numpy as np
 
+from kvferry.core.choices import Placement as Placement
 from kvferry.core.manifest import Manifest
 from kvferry.core.request import BlockTable, Request, need_of
 from kvferry.core.span import Span
 from kvferry.core.state import Addressing, Group
 from kvferry.errors import SpecError
-
-
-class Placement(StrEnum):
-    """How the block ids of a request lie in the pool."""
-
-    CONSECUTIVE = "consecutive"
-    """One after another: a fresh pool."""
-    SCATTERED = "scattered"
-    """No two neighbours: a pool that has served for a while."""
 
 
 def sample_request(

@@ -83,6 +83,10 @@ class Selection:
     def total_bytes(self) -> int:
         return sum(product.total_bytes for product in self.products.values())
 
+    def __repr__(self) -> str:
+        ranks = ", ".join(map(str, self.products))
+        return f"Selection({self.total_bytes} bytes from ranks [{ranks}], {self.blank.total_bytes} to zero)"
+
 
 class _Products(NamedTuple):
     """All that a lane contributes."""
@@ -123,7 +127,10 @@ def select(
         try:
             products.append(_products(lane, request, slack))
         except Refused as error:
-            raise RequestError("too-many-runs", lane.dst_group.name, str(error)) from error
+            # Without the code of the finding, which is that of the error.
+            found = error.findings[0]
+            detail = ": ".join(part for part in (found.state, found.field, found.note) if part)
+            raise RequestError("too-many-runs", lane.dst_group.name, detail) from error
     _check_number(products, max_runs)
     by_rank: dict[int, list[Term]] = defaultdict(list)
     for src_rank, term in (read for each in products for read in each.reads):

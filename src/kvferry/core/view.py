@@ -12,7 +12,7 @@ so.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -28,6 +28,9 @@ Ints = NDArray[np.int64]
 
 MAX_PARTS = 1 << 12
 """In how many separate parts a rank may hold an axis."""
+
+BLOCK = "block"
+"""The axis of an array along which the blocks of its pool follow each other."""
 
 NOT_HELD = -1
 """In an array of byte offsets: this rank does not hold that coordinate."""
@@ -169,6 +172,46 @@ class View:
     ) -> View:
         """A view whose axes are given by name."""
         return cls(state, group, region, offset, block_stride, tuple(sorted(axes.items())))
+
+    @classmethod
+    def of_strides(
+        cls,
+        state: str,
+        group: str,
+        region: str,
+        axes: str,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        *,
+        offset: int = 0,
+        start: Mapping[str, int] | None = None,
+    ) -> View:
+        """A view of an array by its own shape and strides, in bytes (of a torch tensor: times its item size).
+
+        ``axes`` names the array's axes in their order, one of them ``block``; ``start`` says where the part
+        of an axis that this rank holds begins; ``offset`` is where the array starts in its region.
+
+        >>> cache = np.zeros((100, 2, 16, 4, 64), np.float16)  # block, K or V, token, head, channel
+        >>> k, v = cache[:, 0], cache[:, 1]
+        >>> view = View.of_strides("layers.0/v", "full", "kv", "block token head channel", v.shape, v.strides,
+        ...     offset=v.ctypes.data - cache.ctypes.data, start={"head": 4})
+        >>> print(view.box(), view.offset, view.block_stride)
+        channel [0, 64) × head [4, 8) 8192 16384
+        """
+        names, starts = axes.split(), dict(start or {})
+        if not len({*names}) == len(names) == len(shape) == len(strides) or BLOCK not in names:
+            raise SpecError(
+                f"view of {state}: axes {names} for an array of shape {list(shape)} and strides"
+                f" {list(strides)}: name each axis once, one of them {BLOCK!r}"
+            )
+        if unknown := sorted(starts.keys() - set(names) | starts.keys() & {BLOCK, TOKEN}):
+            raise SpecError(
+                f"view of {state}: start is given for {unknown}, which begin at 0 or are not there"
+            )
+        steps = dict(zip(names, zip(map(int, shape), map(int, strides), strict=True), strict=True))
+        _, block_stride = steps.pop(BLOCK)
+        maps = {name: AxisMap((Digit(*step),), starts.get(name, 0)) for name, step in steps.items()}
+        return cls.of(state, group, region, block_stride=block_stride, axes=maps, offset=offset)
 
     def axis(self, name: str) -> AxisMap:
         """The map of one axis."""

@@ -84,13 +84,18 @@ def account(report: Report, metrics: FetchMetrics | None = None) -> None:
         metrics.count(report)
 
 
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def log_line(report: Report) -> str:
     """The account of a fetch in one readable line."""
     record, outcome = report.record, printable(str(report.failure or report.record.outcome), MAX_WORDS)
     return (
         f"fetched {printable(record.request_id)} from {printable(record.engine)}: {outcome};"
         f" {record.num_bytes} bytes in"
-        f" {record.num_runs} runs from {record.num_sources} ranks{f', {record.way}' if record.way else ''};"
+        f" {_count(record.num_runs, 'run')} from {_count(record.num_sources, 'rank')}"
+        f"{f', {record.way}' if record.way else ''};"
         f" moved in {record.move_seconds * 1e3:.1f} ms"
         f"{f', predicted {record.predicted_seconds * 1e3:.1f}' if record.predicted_seconds else ''};"
         f" {record.total_seconds * 1e3:.1f} ms in all"

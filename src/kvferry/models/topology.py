@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 
 from kvferry.errors import SpecError
 from kvferry.layout.named import layout
 from kvferry.models.cache import dtype_name
 
 MAX_RANKS = 4096
+MAX_SETTING = 1 << 30
+"""The largest value of a setting that counts something: far more than any engine has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +24,7 @@ class Topology:
     8
     >>> Topology.parse("tp=4,blok=64")
     Traceback (most recent call last):
-    kvferry.errors.SpecError: unknown key 'blok' in 'tp=4,blok=64': known are ...
+    kvferry.errors.SpecError: unknown key 'blok' in 'tp=4,blok=64': did you mean block=64? ...
     """
 
     tp: int = 1
@@ -78,7 +82,7 @@ class Topology:
                 block_of[key.removeprefix("block.")] = _integer(key, value)
             elif key not in _READERS:
                 known = ", ".join([*_READERS, "block.GROUP"])
-                raise SpecError(f"unknown key {key!r} in {text!r}: known are {known}")
+                raise SpecError(f"unknown key {key!r} in {text!r}: {_hint(item)}known are {known}")
             elif key in values:
                 raise SpecError(f"{key} is given twice in {text!r}")
             else:
@@ -86,9 +90,25 @@ class Topology:
         return cls(**values, block_of=block_of)  # type: ignore[arg-type]  # each reader makes its field's type
 
 
+def _hint(item: str) -> str:
+    """What was probably meant by an item whose key is not known.
+
+    >>> _hint("tp4"), _hint("blok=64"), _hint("color=red")
+    ('did you mean tp=4? ', 'did you mean block=64? ', '')
+    """
+    if found := re.fullmatch(r"([a-z]+)[ :]?([0-9]+)", item.strip()):
+        key, value = found.groups()
+    else:
+        key, _, value = (part.strip() for part in item.partition("="))
+    close = get_close_matches(key, _READERS, n=1, cutoff=0.75)
+    return f"did you mean {close[0]}={value or '…'}? " if close else ""
+
+
 def _check_positive(name: str, value: int) -> None:
-    if not 1 <= value <= 1 << 30:
-        raise SpecError(f"{name} must be at least 1 (and sane), got {value}")
+    if value < 1:
+        raise SpecError(f"{name} must be at least 1, got {value}")
+    if value > MAX_SETTING:
+        raise SpecError(f"{name} must be at most {MAX_SETTING}, got {value}")
 
 
 def _integer(key: str, value: str) -> int:

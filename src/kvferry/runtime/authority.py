@@ -210,7 +210,7 @@ class Authority:
         if not is_spoken(hello.protocol):
             return Rejected("protocol", f"this engine speaks {PROTOCOL}, the reader {hello.protocol}")
         if self._welcome is None:
-            return Rejected("not-ready", f"{len(self._ranks)} of {self._num_ranks} ranks have joined")
+            return Rejected("not-ready", f"ranks joined: {len(self._ranks)} of {self._num_ranks}")
         return self._welcome
 
     def _describe(self, ask: DescribeRanks) -> RankDescriptions:
@@ -305,7 +305,8 @@ class Authority:
         engine = self._offers.engine
         is_ours = join.engine == engine and 0 <= join.rank < self._num_ranks
         if not is_spoken(join.protocol) or not is_ours:
-            return no(f"{self._num_ranks} ranks of {engine} that speak protocol {PROTOCOL} belong here")
+            ranks = f"{self._num_ranks} rank{'s' * (self._num_ranks != 1)}"
+            return no(f"this engine is {engine}, with {ranks}, and speaks protocol {PROTOCOL}")
         known = self._ranks.get(join.rank)
         if known is not None and known.is_same(join):
             known.reply_to = reply_to

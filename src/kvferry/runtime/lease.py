@@ -97,7 +97,10 @@ class Lease:
         if self.reading.reader != ask.reader:
             return FailureCode.TAKEN, "another engine reads it"
         if self.reading.num_ranks != ask.reader_ranks:
-            return FailureCode.READER, f"{ask.reader_ranks} ranks, but {self.reading.num_ranks} before"
+            return (
+                FailureCode.READER,
+                f"its number of ranks was {self.reading.num_ranks}, and is {ask.reader_ranks} now",
+            )
         return self._rank_refusal(self.reading, ask)
 
     def _is_left(self, ask: Acquire) -> bool:

@@ -59,6 +59,9 @@ def decode_msgpack(data: bytes, schema: type[Doc], *, versions: range | None = N
 
 
 def _check_length(data: bytes, limit: int) -> None:
+    if not isinstance(data, bytes | bytearray | memoryview):
+        mend = ": encode it first (text.encode())" if isinstance(data, str) else ""
+        raise TypeError(f"a document is read from bytes, got {type(data).__name__}{mend}")
     if len(data) > limit:
         raise SpecError(f"$: at most {limit} bytes are read, got {len(data)}")
 

@@ -49,7 +49,7 @@ def _show_over_nixl(result: NixlResult) -> None:
     raw_post = milliseconds(max(one.raw_post_ms for one in result.speeds))
     rows = [
         ("planning", f"{plan}, once for all ranks; first contact {meet}, all told"),
-        ("posting", f"{post} of the caller's time; NIXL alone takes {raw_post} of it"),
+        ("posting", f"the caller waits {post}; with NIXL alone it would wait {raw_post}"),
         ("leases", f"{result.num_leases} outstanding"),
     ]
     labelled(out, rows)

@@ -1,0 +1,17 @@
+"""What a person may choose, apart from what works with it: `kvferry --help` loads this, and no numpy."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+MAX_RUNS_PER_BLOCK = 16_384
+"""The default budget: runs of one state, per destination block and source rank."""
+
+
+class Placement(StrEnum):
+    """How the block ids of a request lie in the pool."""
+
+    CONSECUTIVE = "consecutive"
+    """One after another: a fresh pool."""
+    SCATTERED = "scattered"
+    """No two neighbours: a pool that has served for a while."""
