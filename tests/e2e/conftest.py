@@ -27,6 +27,10 @@ CHOSEN = (
     # The same model, or another one.
     "test_same_model.py::test_the_same_weights*",
     "test_same_model.py::test_other_weights*",
+    # Two hosts, by a secret and an advertised address.
+    "test_two_hosts.py::*llama-tcp*",
+    "test_two_hosts.py::*nemotron_h-cma*",
+    "test_two_hosts.py::test_without_a_secret*",
     # What an operator sees.
     "test_watching.py::*",
 )

@@ -29,6 +29,8 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, Self
 
+from tests.two_hosts import Host
+
 Params = dict[str, Any]
 """``kv_transfer_params``, as routers pass them on."""
 
@@ -83,6 +85,10 @@ SECONDS = 120.0
 """No engine takes longer for anything, on a busy machine."""
 LOOK_SECONDS = 2e-4
 """How long vLLM's processes sleep between two looks at what they wait for."""
+
+
+HOST = "KVFERRY_TEST_HOST"
+"""In an engine's ``env``: the network namespace that it lives in."""
 
 
 class EngineError(Exception):
@@ -478,9 +484,12 @@ def _be_engine(address: str, log: str, env: dict[str, str], args: dict[str, Any]
     with open(log, "ab", buffering=0) as sink:
         os.dup2(sink.fileno(), 1)
         os.dup2(sink.fileno(), 2)
+    host = env.pop(HOST, "")
     os.environ.update(env)
     code = 1
     try:
+        if host:
+            Host(host, env["VLLM_HOST_IP"]).enter()
         asyncio.run(_Inside(Client(address)).serve(args))
         code = 0
     finally:
