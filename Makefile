@@ -79,7 +79,7 @@ bench: $(READY) ## time the core, meetings, every way to move bytes side by side
 
 law: $(READY) ## the long property run (EXAMPLES=20000)
 	@echo "==> laws, $(EXAMPLES) examples each"
-	@KVFERRY_LAW_EXAMPLES=$(EXAMPLES) $(BIN)/pytest -s -m "" tests/test_everything.py
+	@KVFERRY_LAW_EXAMPLES=$(EXAMPLES) $(BIN)/pytest -s -m "" tests/test_everything.py tests/core/test_digest.py
 
 # RUNS=1000 REQUESTS=50 is what CI runs; a failing seed says which command plays it again.
 simulate: $(READY) ## the whole runtime in virtual time: every law in RUNS seeded runs; bugs planted on purpose
