@@ -28,7 +28,7 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help env demo test lint types imports check format bench law families faults fuzz soak load e2e e2e-full \
-        serve vllm-startup mutants simulate clean
+        serve vllm-startup kubernetes mutants simulate clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -95,6 +95,11 @@ families: $(READY) ## every model family at every pair of TP sizes, between proc
 faults: $(READY) ## kill, stop and restart processes, forge tickets, throw junk: all of it, over NIXL
 	@echo "==> faults"
 	@$(BIN)/pytest -m "" tests/faults tests/channel
+
+# The schemas take 110 MB: they are fetched when they are asked for.
+kubernetes: $(READY) ## check the example for Kubernetes against Kubernetes' own schemas
+	@$(BIN)/python -m pip install --quiet -c constraints.txt kubernetes-validate
+	@$(BIN)/kubernetes-validate --strict examples/kubernetes/*.yaml
 
 # Coverage-guided; the corpus that it leaves in tests/fuzz is replayed by `make test`.
 fuzz: $(READY) ## feed junk to every decoder, SECONDS=30 each, by a fuzzer that sees what it reaches

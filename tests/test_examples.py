@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.runtime import FailureCode, Timing
+from kvferry.runtime import Timing
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -27,10 +27,6 @@ def test_an_example_runs(example):
 def test_the_example_is_on_the_page():
     (shown,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     assert shown == (ROOT / "examples" / "two_processes.py").read_text(encoding="utf-8")
-
-
-def test_every_reason_to_fail_is_on_the_page():
-    assert [code for code in FailureCode if f"`{code.value}`" not in PAGE] == []
 
 
 def test_every_knob_is_on_the_page():

@@ -57,7 +57,7 @@ class Code(StrEnum):
     WRONG_SOURCE = "wrong-source"
     """A piece that reads cells which its source rank does not hold."""
     TURNS_TOO_MANY = "turns-too-many"
-    """The two sides' context-parallel turns have no common period of a sane length."""
+    """The two sides' context-parallel turns have no common period that is short enough."""
     TOO_MANY_RUNS = "too-many-runs"
     """The plan is right, but a block, or a request, would shatter into more runs than the limit allows."""
 
