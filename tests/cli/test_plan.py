@@ -78,10 +78,12 @@ def test_a_source_that_serves_many_is_what_takes_longest(cli):
 
 
 def test_short_runs_are_what_a_network_pays_for(cli):
-    ran = cli(*LLAMA, "--src", "tp=2", "--dst", "tp=2,layout=NHD", "--link", "400Gb", "--link", "host-cma")
+    ran = cli(
+        *LLAMA, "--src", "tp=2", "--dst", "tp=2,layout=NHD", "--link", "400Gb", "--link", "host-cma", "--full"
+    )
     assert ran.code == 0
     (row,) = [line.split() for line in ran.out.splitlines() if line.startswith("400Gb")]
-    assert " ".join(row) == "400Gb * direct 780 ms dst 0 516,128 runs of 520.09 B, 99 %"
+    assert " ".join(row) == "400Gb * direct 780 ms 6.07 ms dst 0 516,128 runs of 520.09 B, 99 %"
     assert "* a prediction: nobody has measured this link" in ran.out
     assert "same-gpu" not in ran.out
     ran = cli(*LLAMA, "--src", "tp=2", "--dst", "tp=2", "--link", "host-cma")
@@ -101,7 +103,7 @@ def test_an_unknown_link_is_bad_usage(cli):
 
 
 def test_people_get_the_same_numbers_on_80_columns(cli):
-    ran = cli(*LLAMA, "--src", "tp=4", "--dst", "tp=6,block=64")
+    ran = cli(*LLAMA, "--src", "tp=4", "--dst", "tp=6,block=64", "--full")
     assert (ran.code, ran.err) == (0, "")
     assert ran.out.startswith("PROVED  6 destination ranks\n")
     assert "  dst 1 <- src 0  layers.{0-31}.attn/k  channel [0, 128) × head [1, 2)\n" in ran.out
@@ -124,7 +126,18 @@ def test_a_request_in_too_many_runs_is_refused_with_their_number(cli):
 
 
 def test_many_ranks_still_fit(cli):
-    ran = cli("plan", "--model", "deepseek-v3", "--src", "tp=4", "--dst", "tp=16", "--placement", "scattered")
+    ran = cli(
+        "plan",
+        "--model",
+        "deepseek-v3",
+        "--src",
+        "tp=4",
+        "--dst",
+        "tp=16",
+        "--placement",
+        "scattered",
+        "--full",
+    )
     assert ran.code == 0
     assert max(map(len, ran.out.splitlines())) <= 80
 
@@ -192,6 +205,7 @@ def test_a_refusal_names_code_state_field_and_both_values(cli):
         "src": "bf16",
         "dst": "fp8_e4m3",
         "note": "",
+        "remedy": "Give both engines the same cache dtype (vLLM: --kv-cache-dtype).",
         "dst_ranks": [0, 1, 2, 3],
     }
     for_people = cli(*LLAMA, *ends)

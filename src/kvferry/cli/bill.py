@@ -13,6 +13,11 @@ from kvferry.core.cost import NO_TRAFFIC, Cost, Estimate, Traffic
 from kvferry.core.link_profile import LinkProfile
 from kvferry.core.way import Way
 
+SLOW = 3.0
+"""From this many times the time of long runs on, a pair is called slow."""
+NOTICED_SECONDS = 1e-3
+"""Less than this is not worth a word, whatever the ratio."""
+
 
 @dataclass(frozen=True, slots=True)
 class Flow:
@@ -43,6 +48,22 @@ class LinkBill:
     estimate: Estimate
     whose: str
     """The rank that takes longest: ``dst 0``, or ``src 0`` if it has more to send than others to read."""
+    long_run_seconds: float
+    """What the same bytes would take, one run from each source rank: no pair of engines is faster."""
+
+    @property
+    def seconds(self) -> float:
+        return self.estimate.seconds
+
+    @property
+    def slowdown(self) -> float:
+        """How many times as long it takes because its runs are short."""
+        return self.seconds / self.long_run_seconds if self.long_run_seconds else 1.0
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether short runs are what this request waits for."""
+        return self.slowdown >= SLOW and self.seconds - self.long_run_seconds >= NOTICED_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +104,10 @@ class Bill:
 
     def over(self, profile: LinkProfile) -> LinkBill:
         """What the request takes over such a link: every rank has one of its own, and all read at once."""
-        received: dict[int, Traffic] = defaultdict(lambda: NO_TRAFFIC)
-        sent: dict[int, Traffic] = defaultdict(lambda: NO_TRAFFIC)
-        for flow in self.flows:
-            traffic = flow.traffic(profile.way)
-            received[flow.dst_rank] += traffic
-            sent[flow.src_rank] += traffic
-        ends = {f"dst {rank}": profile.cost.of(traffic) for rank, traffic in received.items()}
-        # Whoever reads pays for every read and run; a source sends its bytes, from the first read on.
-        ends |= {f"src {rank}": _sending(profile.cost, traffic) for rank, traffic in sent.items()}
-        whose = max(ends, key=lambda end: ends[end].seconds)
-        return LinkBill(profile, ends[whose], whose)
+        traffics = [(flow, flow.traffic(profile.way)) for flow in self.flows]
+        whose, estimate = _longest(profile.cost, traffics)
+        _, if_long = _longest(profile.cost, [(flow, _in_long_runs(traffic)) for flow, traffic in traffics])
+        return LinkBill(profile, estimate, whose, if_long.seconds)
 
     @property
     def zeroed_bytes(self) -> int:
@@ -106,6 +120,24 @@ class Bill:
     @property
     def select_ms(self) -> float:
         return sum(rank.select_ms for rank in self.ranks)
+
+
+def _longest(cost: Cost, traffics: Sequence[tuple[Flow, Traffic]]) -> tuple[str, Estimate]:
+    """The rank that takes longest, and how long."""
+    received: dict[int, Traffic] = defaultdict(lambda: NO_TRAFFIC)
+    sent: dict[int, Traffic] = defaultdict(lambda: NO_TRAFFIC)
+    for flow, traffic in traffics:
+        received[flow.dst_rank] += traffic
+        sent[flow.src_rank] += traffic
+    ends = {f"dst {rank}": cost.of(traffic) for rank, traffic in received.items()}
+    # Whoever reads pays for every read and run; a source sends its bytes, from the first read on.
+    ends |= {f"src {rank}": _sending(cost, traffic) for rank, traffic in sent.items()}
+    whose = max(ends, key=lambda end: ends[end].seconds)
+    return whose, ends[whose]
+
+
+def _in_long_runs(traffic: Traffic) -> Traffic:
+    return Traffic(traffic.num_reads, traffic.num_reads, traffic.num_bytes)
 
 
 def _sending(cost: Cost, traffic: Traffic) -> Estimate:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 
+from kvferry.cli import serve_command
 from kvferry.cli.bad_input import at
+from kvferry.cli.serve_command import ServeCommand
 from kvferry.core.manifest import Manifest
 from kvferry.core.state import Addressing
 from kvferry.errors import SpecError
-from kvferry.models import Model, Topology, describe, model_from_config, model_named
+from kvferry.models import Model, Topology, catalogue, describe, model_from_config, model_named
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,8 @@ class Side:
     engine: str
     """``src`` or ``dst``."""
     file: Path | None = None
-    topology: str | None = None
+    text: str = ""
+    """The topology, or the command that starts the engine, as it was given."""
     model: str = ""
     config: Path | None = None
 
@@ -29,11 +34,36 @@ class Side:
         """Read or describe it; a pool whose size was left open has room for ``num_tokens``."""
         if self.file is not None:
             return manifest_file(self.file)
-        if self.topology is None:
-            raise SpecError(f"the {self.engine} side is missing: give a file or --{self.engine} tp=…")
-        model = chosen_model(self.model, self.config)
-        with at(f"--{self.engine} {self.topology}"):
+        model = self.chosen_model
+        with at(f"--{self.engine} {self.text}"):
             return described_with_room(model, self.topology, self.engine, num_tokens)
+
+    @cached_property
+    def topology(self) -> str:
+        """How the engine is set up, in the words of a topology."""
+        return self._command.topology if self._command else self.text
+
+    @cached_property
+    def chosen_model(self) -> Model:
+        """The model that is served: named for this side, or by the command that starts it."""
+        if self._command and not self.model and self.config is None:
+            with at(f"--{self.engine}"):
+                return served_model(self._command.model)
+        return chosen_model(self.model, self.config)
+
+    def with_setting(self, key: str, value: str) -> Side:
+        """The side with one setting changed."""
+        if self._command:
+            return replace(self, text=serve_command.with_setting(self.text, key, value))
+        kept = [item for item in self.text.split(",") if item and item.partition("=")[0].strip() != key]
+        return replace(self, text=",".join([*kept, f"{key}={value}"]))
+
+    @cached_property
+    def _command(self) -> ServeCommand | None:
+        if not ServeCommand.is_one(self.text):
+            return None
+        with at(f"--{self.engine} {self.text}"):
+            return ServeCommand.read(self.text)
 
 
 @dataclass(frozen=True)
@@ -65,9 +95,11 @@ def src_and_dst(
     left = iter(files)
     src, dst = (
         Side(engine, next(left))
-        if topology is None
-        else Side(engine, None, topology, own or given.model, None if own else given.config)
-        for engine, topology, own in zip(("src", "dst"), topologies, given.models, strict=True)
+        if text is None
+        else Side(engine, Path(text))
+        if text.endswith(".json")
+        else Side(engine, None, text, own or given.model, None if own else given.config)
+        for engine, text, own in zip(("src", "dst"), topologies, given.models, strict=True)
     )
     return src, dst
 
@@ -103,6 +135,22 @@ def chosen_model(name: str, config: Path | None) -> Model:
             return model_named(name)
     with at(str(config)):
         return model_from_config(_json_object(config), _name_of(config))
+
+
+def served_model(name: str) -> Model:
+    """The model that an engine was started with: a folder, a model of the hub, or one of the catalogue."""
+    config = Path(name) / "config.json"
+    if config.is_file():
+        return chosen_model("", config)
+    for known, entry in catalogue().items():
+        if name.lower() in (known, str(entry["source"]).partition(" ")[0].lower()):
+            return model_named(known)
+    alike = get_close_matches(name.rpartition("/")[2].lower(), catalogue(), n=1, cutoff=0.5)
+    mend = f"--model {alike[0]}, if its cache is the same, or " if alike else ""
+    raise SpecError(
+        f"the model {name!r} is neither a folder with a config.json nor known by that name: give"
+        f" {mend}--config FILE with its config.json"
+    )
 
 
 def _name_of(config: Path) -> str:

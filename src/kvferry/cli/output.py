@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+import shlex
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvferry.cli.remedies import remedy
 from kvferry.core.explain import name_together
 from kvferry.errors import Finding
 
@@ -60,6 +62,15 @@ def ratio(value: float) -> str:
     return f"{value:.2f}×" if value >= 0.01 else "<0.01×"
 
 
+def times(value: float) -> str:
+    """How many times as fast, as people say it.
+
+    >>> times(131.4), times(2.34)
+    ('131 times', '2.3 times')
+    """
+    return f"{value:.0f} times" if value >= 10 else f"{value:.1f} times"
+
+
 def table(*columns: str, left: Sequence[str] = ()) -> Table:
     """An empty table; columns are numbers, set right, unless ``left`` names them."""
     made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
@@ -96,29 +107,49 @@ def labelled(out: Console, rows: Sequence[tuple[str, str]], indent: str = "  ") 
     wrapped(out, (f"{label:<{width}}{value}" for label, value in rows), indent, hang=width)
 
 
+def command(out: Console, label: str, text: str) -> None:
+    """A command behind its label, cut between its words in a way that a shell understands."""
+    lines: list[str] = []
+    indent = " " * 10
+    for word in map(shlex.quote, shlex.split(text)):
+        if lines and len(indent) + len(lines[-1]) + len(word) + 3 < out.width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    for at, line in enumerate(lines):
+        begin = f"  {label:<8}" if at == 0 else indent
+        end = " \\" if at + 1 < len(lines) else ""
+        out.print(f"{begin}{line}{end}", soft_wrap=True)
+
+
+STYLES = {"PROVED": "bold green", "SLOW": "bold yellow", "NOTE": "bold yellow"}
+
+
 def verdict(out: Console, word: str, rest: str) -> None:
     """The one word that matters, and what it is about."""
-    style = "bold green" if word == "PROVED" else "bold red"
-    out.print(Text.assemble((word, style), f"  {rest}"), soft_wrap=True)
+    out.print(Text.assemble((word, STYLES.get(word, "bold red")), f"  {rest}"), soft_wrap=True)
 
 
 def findings(out: Console, found: dict[Finding, list[int]], num_ranks: int, num_more: int = 0) -> None:
-    """Every reason for a refusal; states that differ in their layer's number only are named together."""
-    alike: dict[tuple[str, ...], list[tuple[str, list[int]]]] = {}
+    """Every reason for a refusal, once for all states that have it, with its remedy."""
+    alike: dict[Finding, list[tuple[str, list[int]]]] = {}
+    other_dtype = {finding.state for finding in found if finding.field == "dtype"}
     for finding, ranks in found.items():
-        key = (finding.code.value, finding.field, finding.src, finding.dst, finding.note)
-        alike.setdefault(key, []).append((finding.state, ranks))
-    for (code, field, src, dst, note), members in alike.items():
+        # Items of another dtype are of another size, too: that need not be said.
+        if finding.field != "item_bytes" or finding.state not in other_dtype:
+            alike.setdefault(replace(finding, state=""), []).append((finding.state, ranks))
+    for finding, members in alike.items():
         states = sorted({state for state, _ in members if state}, key=_by_numbers)
         ranks = sorted({rank for _, some in members for rank in some})
-        out.print(Text(f"\n  {code}", "bold"))
+        out.print(Text(f"\n  {finding.code.value}", "bold"))
         rows = [
+            ("field", finding.field),
+            ("source", finding.src),
+            ("destination", finding.dst),
+            ("note", finding.note),
             ("state", _together(states)),
-            ("field", field),
-            ("source", src),
-            ("destination", dst),
-            ("note", note),
             ("dst ranks", "" if len(ranks) == num_ranks else ", ".join(map(str, ranks))),
+            ("remedy", remedy(finding)),
         ]
         labelled(out, rows, "    ")
     if num_more:

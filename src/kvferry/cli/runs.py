@@ -48,9 +48,9 @@ def runs(
 ) -> None:
     """The exact byte runs of one request."""
     import kvferry
+    from kvferry.cli.asked import asked_ranks
     from kvferry.cli.bad_input import at
     from kvferry.cli.engines import manifest_file
-    from kvferry.cli.plan import asked_ranks
 
     source, destination = manifest_file(src), manifest_file(dst)
     asked_ranks(destination, dst_rank)

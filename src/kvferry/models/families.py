@@ -391,4 +391,5 @@ def model_from_config(values: Mapping[str, Any], name: str = "") -> Model:
     layers = FAMILIES[kind](config)
     config.check_all_read(IGNORED.get(kind, ()))
     architecture = TEXT_OF.get(kind, kind)
-    return Model(name or kind, layers, (), DEFAULT_BLOCKS.get(kind, 16), architecture)
+    block, heads = DEFAULT_BLOCKS.get(kind, 16), config.integer("num_attention_heads", "n_head", default=0)
+    return Model(name or kind, layers, (), block, architecture, num_query_heads=heads)

@@ -31,6 +31,8 @@ class Model:
     architecture: str = ""
     """The ``model_type`` of its config; empty if nobody says."""
     draft_architecture: str = ""
+    num_query_heads: int = 0
+    """Attention heads, which engines deal out to their ranks; 0 if nobody says."""
 
     def with_draft(self, draft: Model) -> Model:
         """This model with another one's layers as its speculative draft."""

@@ -1,0 +1,147 @@
+"""The answer of ``kvferry plan`` for people: short by default, legible on 60 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from kvferry.cli import output as page
+from kvferry.cli.bill import Bill, LinkBill
+from kvferry.cli.output import milliseconds, num_bytes, print_table, table, wrapped
+from kvferry.cli.plan_answer import PlanAnswer
+from kvferry.cli.warned import Warned
+from kvferry.core.cost import CostTerm, Estimate
+from kvferry.core.link_profile import Origin
+from kvferry.core.manifest import Manifest
+
+MATRIX_COLUMNS = 6
+"""Destination ranks side by side in the traffic matrix."""
+
+
+def show(answer: PlanAnswer, *, full: bool) -> None:
+    """The answer: in short, or with everything that there is to show."""
+    out, bill, billed = page.console(), answer.bill, answer.billed
+    asked = f"{_count(len(billed.ranks), 'destination rank')}"
+    page.verdict(out, "REFUSED" if bill.findings else "PROVED", asked)
+    rows = [("src", _summary(billed.source)), ("dst", _summary(billed.destination))]
+    page.labelled(out, [*rows, ("model", answer.identity.sentence)])
+    if bill.findings:
+        page.findings(out, bill.findings, len(billed.ranks), bill.num_more)
+        _show_way(out, answer)
+    _show_warnings(out, answer.warnings)
+    if bill.findings:
+        return
+    if full:
+        out.print("\nWho sends what", style="bold")
+        for rank in bill.ranks:
+            page.wrapped(out, rank.lines)
+    out.print()
+    _show_request(out, answer, full=full)
+    if bill.total_bytes:
+        _show_links(out, answer.links, full=full)
+    if full:
+        _show_matrix(out, bill)
+        ways = f"planned, proved and lowered in {milliseconds(bill.plan_ms)}"
+        wrapped(out, [f"{ways}; runs of the request selected in {milliseconds(bill.select_ms)}"], "")
+    else:
+        wrapped(out, ["--full shows who sends what, and every pair of ranks."], "")
+
+
+def _show_way(out: Console, answer: PlanAnswer) -> None:
+    if answer.way:
+        out.print("\nThis pair would be proved:", style="bold")
+        page.command(out, "try", answer.way_command)
+
+
+def _show_warnings(out: Console, warnings: Sequence[Warned]) -> None:
+    """Each with what to do about it, and the command that shows that it helps."""
+    for each in warnings:
+        out.print()
+        page.verdict(out, "SLOW" if each.code == "short-runs" else "NOTE", each.message)
+        page.labelled(out, [("why", each.reason), ("remedy", each.remedy)])
+        page.command(out, "try", each.command)
+
+
+def _summary(manifest: Manifest) -> str:
+    blocks = sorted({group.tokens_per_block for group in manifest.groups if group.addressing == "table"})
+    size = f", blocks of {'/'.join(map(str, blocks))} tokens" if blocks else ""
+    return f"{manifest.model or manifest.engine}, {_count(len(manifest.ranks), 'rank')}{size}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def _show_request(out: Console, answer: PlanAnswer, *, full: bool) -> None:
+    """What the request moves: in all, and with ``full`` from rank to rank."""
+    bill, asked = answer.bill, answer.asked
+    kept = f", {asked.kept} of them kept" if asked.kept else ""
+    title = f"One request of {answer.billed.tokens} tokens{kept}, {asked.placement.value} blocks"
+    out.print(title, style="bold")
+    average = bill.total_bytes / bill.num_runs if bill.num_runs else 0
+    if not full:
+        moved = f"{num_bytes(bill.total_bytes)} in {_count(bill.num_runs, 'run')} of {num_bytes(average)}"
+        wrapped(out, [f"{moved} on average; {num_bytes(bill.zeroed_bytes)} to zero"])
+        out.print()
+        return
+    bills = table("src → dst", "bytes", "runs", "average run", left=["src → dst"])
+    for flow in bill.flows:
+        way = f"{flow.src_rank} → {flow.dst_rank}"
+        row = (num_bytes(flow.total_bytes), f"{flow.num_runs:,}", num_bytes(flow.average_run_bytes))
+        bills.add_row(way, *row)
+    bills.add_section()
+    bills.add_row("all", num_bytes(bill.total_bytes), f"{bill.num_runs:,}", num_bytes(average))
+    bills.add_row("to zero", num_bytes(bill.zeroed_bytes), "", "")
+    print_table(out, bills)
+
+
+def _show_links(out: Console, bills: Sequence[LinkBill], *, full: bool) -> None:
+    """How long moving takes over each kind of link; with ``full``, whom it waits for and for what."""
+    out.print("Time to move it, by the link between two ranks", style="bold")
+    more = ("rank", "mostly for") if full else ()
+    times = table("link", "way", "time", "long runs", *more, left=["link", "way", "rank", "mostly for"])
+    predicted = [bill.profile for bill in bills if bill.profile.origin is Origin.PREDICTED]
+    for bill in bills:
+        profile, estimate = bill.profile, bill.estimate
+        mostly = f"{_reason(estimate)}, {100 * estimate.share:.0f} %"
+        name = f"{profile.name} *" if profile in predicted else profile.name
+        seconds = (milliseconds(1e3 * each) for each in (bill.seconds, bill.long_run_seconds))
+        times.add_row(name, profile.way.value, *seconds, *((bill.whose, mostly) if full else ()))
+    print_table(out, times)
+    if predicted:
+        wrapped(out, ["* a prediction: nobody has measured this link"])
+        out.print()
+
+
+def _reason(estimate: Estimate) -> str:
+    """What most of a time is for, in the units of this page."""
+    traffic = estimate.traffic
+    match estimate.mostly:
+        case CostTerm.BYTES:
+            return num_bytes(traffic.num_bytes)
+        case CostTerm.RUNS:
+            return f"{traffic.num_runs:,} runs of {num_bytes(traffic.average_run_bytes)}"
+        case CostTerm.READS:
+            return estimate.reason
+
+
+def _show_matrix(out: Console, bill: Bill) -> None:
+    """Bytes by source rank (down) and destination rank (across), a few columns at a time."""
+    sent = {(flow.src_rank, flow.dst_rank): flow.total_bytes for flow in bill.flows}
+    src_ranks = sorted({src_rank for src_rank, _ in sent})
+    dst_ranks = [rank.dst_rank for rank in bill.ranks]
+    out.print("Bytes from rank to rank", style="bold")
+    for start in range(0, len(dst_ranks), MATRIX_COLUMNS):
+        some = dst_ranks[start : start + MATRIX_COLUMNS]
+        is_last = some[-1] == dst_ranks[-1]
+        matrix = table("src \\ dst", *map(str, some), *["sent"] * is_last)
+        for src_rank in src_ranks:
+            cells = [sent.get((src_rank, dst_rank), 0) for dst_rank in some]
+            total = sum(size for (rank, _), size in sent.items() if rank == src_rank)
+            row = [num_bytes(size) if size else "·" for size in cells]
+            matrix.add_row(str(src_rank), *row, *[num_bytes(total)] * is_last)
+        matrix.add_section()
+        columns = [sum(sent.get((src, dst), 0) for src in src_ranks) for dst in some]
+        matrix.add_row("received", *map(num_bytes, columns), *[num_bytes(bill.total_bytes)] * is_last)
+        print_table(out, matrix)

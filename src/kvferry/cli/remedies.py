@@ -1,0 +1,47 @@
+"""What to do about a finding: one sentence for each code, and for the fields that have a setting."""
+
+from __future__ import annotations
+
+from kvferry.errors import Code, Finding
+
+SAME_MODEL = "Serve the same model, with the same draft, on both sides."
+OWN_FAULT = "The engine's description of itself is wrong: describe it again, and report it if it stays so."
+
+BY_CODE = {
+    Code.VERSION: "Run kvferry of the same version on both sides.",
+    Code.IDENTITY_DIFFERS: SAME_MODEL,
+    Code.IDENTITY_UNKNOWN: "Let both engines say which model they run, or do not require it.",
+    Code.MISSING_STATE: SAME_MODEL,
+    Code.STATE_DIFFERS: SAME_MODEL,
+    Code.UNKNOWN_RANK: "Ask for a rank that the engine has.",
+    Code.NOT_HELD: "Give the manifests of all source ranks: a rank that holds this part is missing.",
+    Code.OUT_OF_BOUNDS: OWN_FAULT,
+    Code.CELLS_COLLIDE: OWN_FAULT,
+    Code.VIEWS_OVERLAP: OWN_FAULT,
+    Code.GAP: "Report this: kvferry has made a plan that it cannot prove.",
+    Code.WRITTEN_TWICE: "Report this: kvferry has made a plan that it cannot prove.",
+    Code.NOT_NEEDED: "Report this: kvferry has made a plan that it cannot prove.",
+    Code.WRONG_SOURCE: "Report this: kvferry has made a plan that it cannot prove.",
+    Code.TURNS_TOO_MANY: "Give both sides the same number of context parallel ranks, or turns that divide.",
+    Code.TOO_MANY_RUNS: "Give both sides the same layout, and equal block sizes.",
+}
+"""A remedy for every code."""
+
+BY_FIELD = {
+    "dtype": "Give both engines the same cache dtype (vLLM: --kv-cache-dtype).",
+    "encoding": "Run the same attention backend, and the same cache dtype, on both sides.",
+    "tail": "Run the same attention backend on both sides.",
+    "tokens_per_cell": "Give both engines the same block size: such blocks move as a whole.",
+}
+"""Where a state differs in this field."""
+
+
+def remedy(finding: Finding) -> str:
+    """What to do about a finding.
+
+    >>> remedy(Finding(Code.STATE_DIFFERS, "layers.0/k", "dtype", "bf16", "fp8_e4m3"))
+    'Give both engines the same cache dtype (vLLM: --kv-cache-dtype).'
+    """
+    if finding.code is Code.STATE_DIFFERS and finding.field in BY_FIELD:
+        return BY_FIELD[finding.field]
+    return BY_CODE[finding.code]

@@ -1,0 +1,129 @@
+"""An engine by the command that starts it: ``vllm serve MODEL --tensor-parallel-size 4 …`` as a topology."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvferry.errors import SpecError
+
+KEYS = {
+    "tensor-parallel-size": "tp",
+    "tp": "tp",
+    "pipeline-parallel-size": "pp",
+    "pp": "pp",
+    "block-size": "block",
+    "num-gpu-blocks-override": "blocks",
+    "kv-cache-dtype": "dtype",
+}
+"""Flags of vLLM, and the keys of a topology that say the same."""
+
+VARIABLES = {"VLLM_KV_CACHE_LAYOUT": "layout", "VLLM_SSM_CONV_STATE_LAYOUT": "conv"}
+"""Environment variables of vLLM, and the keys of a topology that say the same."""
+
+DECIDING = {
+    "config": "write its settings as flags",
+    "dtype": "say dtype=… in a topology (--src tp=4,dtype=fp16)",
+    "hf-overrides": "give the changed config.json with --config",
+    "speculative-config": "name model and draft with --src-model or --dst-model, as MODEL+DRAFT",
+    "decode-context-parallel-size": "dump the engine's manifest, and give the file",
+    "dcp": "dump the engine's manifest, and give the file",
+    "prefill-context-parallel-size": "dump the engine's manifest, and give the file",
+    "pcp": "dump the engine's manifest, and give the file",
+    "kv-cache-dtype-skip-layers": "dump the engine's manifest, and give the file",
+    "mamba-cache-dtype": "dump the engine's manifest, and give the file",
+    "mamba-ssm-cache-dtype": "dump the engine's manifest, and give the file",
+    "mamba-block-size": "dump the engine's manifest, and give the file",
+}
+"""Flags that change what the cache looks like, and that a topology cannot follow; and what to do instead."""
+
+HARMLESS_VALUES = {"auto", "1"}
+
+
+@dataclass(frozen=True, slots=True)
+class ServeCommand:
+    """What a command that starts vLLM says of the cache.
+
+    >>> ServeCommand.read("VLLM_KV_CACHE_LAYOUT=NHD vllm serve openai/gpt-oss-20b -tp 4 --block-size=64")
+    ServeCommand(model='openai/gpt-oss-20b', topology='layout=NHD,tp=4,block=64')
+    """
+
+    model: str
+    topology: str
+
+    @staticmethod
+    def is_one(text: str) -> bool:
+        """Whether a text is such a command."""
+        return re.search(r"(^|\s)vllm\s+serve\b", text) is not None
+
+    @classmethod
+    def read(cls, text: str) -> ServeCommand:
+        """Read a command line; what it says of the cache and nobody here understands is refused by name."""
+        try:
+            words = shlex.split(text)
+        except ValueError as error:
+            raise SpecError(f"not a command line: {error}") from None
+        at = words.index("serve")
+        settings = dict(_of_variables(words[: at - 1]))
+        flags = list(_flags(words[at + 1 :]))
+        model = "" if at + 1 >= len(words) or words[at + 1].startswith("-") else words[at + 1]
+        for flag, value in flags:
+            if flag == "model":
+                model = value
+            elif flag in DECIDING and value not in HARMLESS_VALUES:
+                raise SpecError(f"--{flag} changes the cache, and is not understood here: {DECIDING[flag]}")
+            elif flag in KEYS and value == "auto":
+                settings.pop(KEYS[flag], None)
+            elif flag in KEYS:
+                settings[KEYS[flag]] = value
+        if not model:
+            raise SpecError("name the model right behind `vllm serve`, or with --model")
+        return cls(model, ",".join(f"{key}={value}" for key, value in settings.items()))
+
+
+def with_setting(text: str, key: str, value: str) -> str:
+    """The command with one more setting, which counts before those that it has.
+
+    >>> with_setting("vllm serve M --block-size 16", "block", "64")
+    'vllm serve M --block-size 16 --block-size 64'
+    >>> with_setting("VLLM_KV_CACHE_LAYOUT=NHD vllm serve M", "layout", "HND")
+    'VLLM_KV_CACHE_LAYOUT=HND vllm serve M'
+    """
+    for name, meaning in VARIABLES.items():
+        if meaning == key:
+            bare = re.sub(rf"\b{name}=\S*\s+", "", text)
+            return re.sub(r"\bvllm(?=\s+serve\b)", f"{name}={value} vllm", bare, count=1)
+    return f"{text} {vllm_setting(key, value)}"
+
+
+def vllm_setting(key: str, value: str) -> str:
+    """What vLLM calls a setting of a topology; empty if it has no such setting.
+
+    >>> vllm_setting("block", "64"), vllm_setting("layout", "HND"), vllm_setting("alloc", "shared")
+    ('--block-size 64', 'VLLM_KV_CACHE_LAYOUT=HND', '')
+    """
+    for name, meaning in VARIABLES.items():
+        if meaning == key:
+            return f"{name}={value}"
+    for flag, meaning in KEYS.items():
+        if meaning == key:
+            return f"--{flag} {value}"
+    return ""
+
+
+def _of_variables(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for word in words:
+        name, _, value = word.partition("=")
+        if name in VARIABLES and value:
+            yield VARIABLES[name], value
+
+
+def _flags(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Each flag with the value behind it, if it has one."""
+    for at, word in enumerate(words):
+        if word.startswith("-"):
+            flag, _, value = word.lstrip("-").partition("=")
+            follows = words[at + 1] if at + 1 < len(words) and not words[at + 1].startswith("-") else ""
+            yield flag.replace("_", "-"), value or follows
