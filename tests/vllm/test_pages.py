@@ -4,6 +4,7 @@ import ast
 import inspect
 import json
 import re
+import shlex
 from dataclasses import fields
 from pathlib import Path
 
@@ -13,13 +14,19 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import nixl
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvferry.errors import SpecError
 from kvferry.integrations.vllm.shared.options import Options
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-MOVE = (DOCS / "from-nixlconnector.md").read_text(encoding="utf-8")
-PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
+ROOT = Path(__file__).resolve().parents[2]
+KUBERNETES = ROOT / "examples" / "kubernetes" / "prefill-decode.yaml"
+PAGES = {
+    path.name: path.read_text(encoding="utf-8")
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+}
+MOVE = PAGES["from-nixlconnector.md"]
 
 
 def known_options() -> list[str]:
@@ -47,6 +54,27 @@ def configurations() -> list[tuple[str, dict]]:
     """Every transfer configuration on a page that is whole JSON."""
     quoted = re.compile(r"--kv-transfer-config '(\{.*?\})'|```json\n(\{\"kv_connector\".*?)```", re.DOTALL)
     return [(page, json.loads(a or b)) for page, text in PAGES.items() for a, b in quoted.findall(text)]
+
+
+def commands() -> list[list[str]]:
+    """The arguments of every server that a page, or the example for Kubernetes, starts."""
+    yaml = pytest.importorskip("yaml")
+    typed = re.compile(r"^\$ vllm serve (MODEL.*?)(?=^\$|^```)", re.MULTILINE | re.DOTALL)
+    lines = [shlex.split(s.replace("\\\n", " ")) for text in PAGES.values() for s in typed.findall(text)]
+    found = [line for line in lines if "|" not in line]
+    for document in yaml.safe_load_all(KUBERNETES.read_text(encoding="utf-8")):
+        if document["kind"] == "StatefulSet":
+            found += [each["args"] for each in document["spec"]["template"]["spec"]["containers"]]
+    return found
+
+
+def test_every_server_on_a_page_has_arguments_that_vllm_understands():
+    parser = make_arg_parser(FlexibleArgumentParser())
+    asked = commands()
+    assert len(asked) >= 6
+    for argv in asked:
+        config = parser.parse_args(argv).kv_transfer_config
+        assert KVTransferConfig(**json.loads(config) if isinstance(config, str) else vars(config)).kv_role
 
 
 def test_every_option_is_on_the_page():
