@@ -1,4 +1,4 @@
-"""The command line: ``kvferry plan``, ``describe``, ``models``, ``runs``, ``demo``, ``bench``, ``keygen``.
+"""The command line: ``kvferry plan``, ``diff``, ``demo``, ``bench`` and more (``app.py`` has the list).
 
 Only this room imports Typer and Rich. Commands import what they need when they run, so that help is quick.
 """

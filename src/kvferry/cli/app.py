@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli import describe, keygen, models, plan, runs
+from kvferry.cli import describe, diff, keygen, models, plan, runs
 from kvferry.cli.bench import command as bench
 from kvferry.cli.demo import command as demo
 
 COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "plan": (plan.plan, plan.HELP),
+    "diff": (diff.diff, diff.HELP),
     "demo": (demo.demo, demo.HELP),
     "bench": (bench.bench, bench.HELP),
     "models": (models.models, models.HELP),

@@ -29,6 +29,8 @@ class Side:
     """The topology, or the command that starts the engine, as it was given."""
     model: str = ""
     config: Path | None = None
+    is_named: bool = False
+    """Whether the model was named for this side, and not for both."""
 
     def manifest(self, num_tokens: int = 0) -> Manifest:
         """Read or describe it; a pool whose size was left open has room for ``num_tokens``."""
@@ -45,10 +47,13 @@ class Side:
 
     @cached_property
     def chosen_model(self) -> Model:
-        """The model that is served: named for this side, or by the command that starts it."""
-        if self._command and not self.model and self.config is None:
-            with at(f"--{self.engine}"):
-                return served_model(self._command.model)
+        """The model that is served: named for this side, or by its command if that is known, or for both."""
+        is_given = bool(self.model) or self.config is not None
+        if self._command and not self.is_named:
+            if (model := served_model(self._command.model)) is not None:
+                return model
+            if not is_given:
+                raise SpecError(f"--{self.engine}: {_unknown_model(self._command.model)}")
         return chosen_model(self.model, self.config)
 
     def with_setting(self, key: str, value: str) -> Side:
@@ -98,7 +103,7 @@ def src_and_dst(
         if text is None
         else Side(engine, Path(text))
         if text.endswith(".json")
-        else Side(engine, None, text, own or given.model, None if own else given.config)
+        else Side(engine, None, text, own or given.model, None if own else given.config, bool(own))
         for engine, text, own in zip(("src", "dst"), topologies, given.models, strict=True)
     )
     return src, dst
@@ -137,7 +142,7 @@ def chosen_model(name: str, config: Path | None) -> Model:
         return model_from_config(_json_object(config), _name_of(config))
 
 
-def served_model(name: str) -> Model:
+def served_model(name: str) -> Model | None:
     """The model that an engine was started with: a folder, a model of the hub, or one of the catalogue."""
     config = Path(name) / "config.json"
     if config.is_file():
@@ -145,9 +150,13 @@ def served_model(name: str) -> Model:
     for known, entry in catalogue().items():
         if name.lower() in (known, str(entry["source"]).partition(" ")[0].lower()):
             return model_named(known)
+    return None
+
+
+def _unknown_model(name: str) -> str:
     alike = get_close_matches(name.rpartition("/")[2].lower(), catalogue(), n=1, cutoff=0.5)
     mend = f"--model {alike[0]}, if its cache is the same, or " if alike else ""
-    raise SpecError(
+    return (
         f"the model {name!r} is neither a folder with a config.json nor known by that name: give"
         f" {mend}--config FILE with its config.json"
     )

@@ -122,7 +122,7 @@ def command(out: Console, label: str, text: str) -> None:
         out.print(f"{begin}{line}{end}", soft_wrap=True)
 
 
-STYLES = {"PROVED": "bold green", "SLOW": "bold yellow", "NOTE": "bold yellow"}
+STYLES = {"PROVED": "bold green", "SAME": "bold green", "SLOW": "bold yellow", "NOTE": "bold yellow"}
 
 
 def verdict(out: Console, word: str, rest: str) -> None:
@@ -147,7 +147,7 @@ def findings(out: Console, found: dict[Finding, list[int]], num_ranks: int, num_
             ("source", finding.src),
             ("destination", finding.dst),
             ("note", finding.note),
-            ("state", _together(states)),
+            ("state", together(states)),
             ("dst ranks", "" if len(ranks) == num_ranks else ", ".join(map(str, ranks))),
             ("remedy", remedy(finding)),
         ]
@@ -161,7 +161,7 @@ def finding_object(finding: Finding) -> dict[str, object]:
     return {**asdict(finding), "code": finding.code.value}
 
 
-def _together(states: Sequence[str]) -> str:
+def together(states: Sequence[str]) -> str:
     """Names as one where they differ in their first number only, else one after another."""
     kinds: dict[str, list[str]] = {}
     for state in states:

@@ -1,0 +1,129 @@
+"""``kvferry diff``: in what two engines differ, and whether that matters to a transfer."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvferry.cli.help_text import examples
+from kvferry.cli.options import Config, Json, Model
+
+if TYPE_CHECKING:
+    from kvferry.cli.manifest_diff import Difference, Direction, ManifestDiff
+
+HELP = "\n\n".join(
+    (
+        "Say in what two engines differ, and whether that matters to a transfer between them.",
+        "A and B are manifest files (of `kvferry describe`, or dumped by an engine), topologies of a model,"
+        " or commands that start a vLLM engine, as `kvferry plan` takes them.",
+        "What differs is sorted by what it does: refused (they cannot talk), slower (a request of 4,096"
+        " tokens was planned in both directions, and moves in short runs), harmless.",
+        examples(
+            "kvferry diff src.json dst.json",
+            "kvferry diff --model llama-3.1-70b tp=4 tp=8,layout=NHD",
+            "kvferry diff --model gpt-oss-20b dumped.json tp=2",
+            "kvferry diff src.json dst.json --json",
+        ),
+        "Exit codes: 0 nothing that matters differs; 1 something does; 2 bad usage or input.",
+    )
+)
+
+SENTENCES = {
+    None: "nothing differs",
+    "harmless": "nothing that matters differs",
+    "slower": "they can talk, slowly; see `kvferry plan`",
+    "refused": "they cannot talk",
+}
+
+
+def diff(
+    first: Annotated[str, typer.Argument(metavar="A", help="A manifest file, topology or command.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
+    model: Model = "",
+    config: Config = None,
+    as_json: Json = False,
+) -> None:
+    """In what two engines differ, and whether it matters."""
+    from kvferry.cli.asked import Asked
+    from kvferry.cli.engines import GivenModels, src_and_dst
+    from kvferry.cli.manifest_diff import Effect, manifest_diff
+
+    sides = src_and_dst((), (first, second), GivenModels(model, config))
+    a, b = (side.manifest() for side in sides)
+    found = manifest_diff(a, b, Asked())
+    if as_json:
+        print(json.dumps(_as_object(found), ensure_ascii=False))
+    else:
+        _show(found, first, second)
+    if found.effect in (Effect.REFUSED, Effect.SLOWER):
+        raise typer.Exit(1)
+
+
+def _as_object(found: ManifestDiff) -> object:
+    return {
+        "verdict": found.effect.value if found.effect else "same",
+        "differences": [
+            {
+                "what": each.what,
+                "a": each.a,
+                "b": each.b,
+                "effect": each.effect.value,
+                "states": list(each.states),
+            }
+            for each in found.differences
+        ],
+        "directions": [_direction_object(each) for each in found.directions],
+    }
+
+
+def _direction_object(direction: Direction) -> dict[str, object]:
+    bill = direction.over_network
+    return {
+        "direction": direction.name,
+        "is_refused": direction.is_refused,
+        "tokens": direction.billed.tokens,
+        "link": bill.profile.name if bill else "",
+        "seconds": bill.seconds if bill else 0.0,
+        "long_run_seconds": bill.long_run_seconds if bill else 0.0,
+    }
+
+
+def _show(found: ManifestDiff, first: str, second: str) -> None:
+    from kvferry.cli import output as page
+
+    out = page.console()
+    word = {None: "SAME", "harmless": "SAME", "slower": "SLOW", "refused": "REFUSED"}[found.effect]
+    page.verdict(out, word, SENTENCES[found.effect])
+    page.labelled(out, [("a", first), ("b", second)])
+    for effect in dict.fromkeys(each.effect for each in found.differences):
+        out.print(f"\n{effect.value}", style="bold")
+        for each in found.differences:
+            if each.effect is effect:
+                _show_difference(each)
+    rows = [(each.name, _time(each)) for each in found.directions]
+    if any(time for _, time in rows):
+        tokens = min(each.billed.tokens for each in found.directions)
+        out.print(f"\none request of {tokens} tokens", style="bold")
+        page.labelled(out, rows)
+
+
+def _show_difference(each: Difference) -> None:
+    from kvferry.cli import output as page
+
+    out = page.console()
+    page.wrapped(out, [each.what])
+    page.labelled(out, [("a", each.a), ("b", each.b), ("in", page.together(each.states))], "    ")
+
+
+def _time(direction: Direction) -> str:
+    from kvferry.cli.output import milliseconds
+
+    if direction.is_refused:
+        return "refused"
+    bill = direction.over_network
+    if bill is None:
+        return ""
+    time, long = (milliseconds(1e3 * each) for each in (bill.seconds, bill.long_run_seconds))
+    return f"{time} over {bill.profile.name}; {long} in long runs"

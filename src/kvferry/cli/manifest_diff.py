@@ -1,0 +1,226 @@
+"""In what two manifests differ, and whether that matters to a transfer between their engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvferry.cli.asked import Asked, Billed
+from kvferry.cli.bill import LinkBill
+from kvferry.core.identity import compare_identity
+from kvferry.core.link_profile import RDMA_400
+from kvferry.core.manifest import Manifest, compare
+from kvferry.core.state import State
+from kvferry.core.view import BLOCK, View
+from kvferry.errors import Code
+
+
+class Effect(StrEnum):
+    """What a difference does to a transfer."""
+
+    REFUSED = "refused"
+    """The two engines cannot talk, in one direction at least."""
+    SLOWER = "slower"
+    """The bytes move in short runs."""
+    HARMLESS = "harmless"
+    """kvferry moves across it at no cost worth a word, or it is none of a transfer's business."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing that differs, for all states for which it does alike."""
+
+    what: str
+    a: str
+    b: str
+    effect: Effect
+    states: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Direction:
+    """What a request takes from one engine to the other."""
+
+    name: str
+    """``a -> b`` or ``b -> a``."""
+    billed: Billed
+
+    @property
+    def is_refused(self) -> bool:
+        return bool(self.billed.bill.findings)
+
+    @property
+    def over_network(self) -> LinkBill | None:
+        """The request over a network; None if it is refused, or moves nothing."""
+        bill = self.billed.bill
+        return bill.over(RDMA_400) if bill.total_bytes and not self.is_refused else None
+
+
+@dataclass(frozen=True)
+class ManifestDiff:
+    """All differences, and the trial of both directions that says what they do."""
+
+    differences: tuple[Difference, ...]
+    directions: tuple[Direction, ...]
+
+    @property
+    def effect(self) -> Effect | None:
+        """The worst of all effects; None if nothing differs."""
+        found = {difference.effect for difference in self.differences}
+        found |= {Effect.REFUSED for each in self.directions if each.is_refused}
+        return next((effect for effect in Effect if effect in found), None)
+
+
+def manifest_diff(a: Manifest, b: Manifest, asked: Asked) -> ManifestDiff:
+    """Compare two manifests field by field, and try a request in both directions."""
+    directions = (
+        Direction("a -> b", asked.billed_between(a, b)),
+        Direction("b -> a", asked.billed_between(b, a)),
+    )
+    bills = (each.over_network for each in directions)
+    is_slow = any(bill is not None and bill.is_slow for bill in bills)
+    places = Effect.SLOWER if is_slow else Effect.HARMLESS
+    found = (*_meaning(a, b), *_places(a, b, places), *_engines(a, b))
+    order = list(Effect)
+    return ManifestDiff(tuple(sorted(found, key=lambda each: order.index(each.effect))), directions)
+
+
+# -- what stops a transfer ---------------------------------------------------------------------------
+
+
+def _meaning(a: Manifest, b: Manifest) -> Iterator[Difference]:
+    """What ``compare`` refuses, once for both directions."""
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    other_dtype = {found.state for found in compare(a, b) if found.field == "dtype"}
+    for found in compare(a, b):
+        if found.code is Code.MISSING_STATE:
+            key = ("states", "not there", "there")
+        elif found.code is Code.IDENTITY_UNKNOWN or (
+            found.field == "item_bytes" and found.state in other_dtype
+        ):
+            continue
+        else:
+            kind = "model: " if found.code is Code.IDENTITY_DIFFERS else ""
+            key = (f"{kind}{found.field}", found.src, found.dst)
+        alike.setdefault(key, []).append(found.state)
+    for found in compare(b, a):
+        if found.code is Code.MISSING_STATE:
+            alike.setdefault(("states", "there", "not there"), []).append(found.state)
+    for (what, in_a, in_b), states in alike.items():
+        yield Difference(what, in_a, in_b, Effect.REFUSED, tuple(state for state in states if state))
+    for found in compare_identity(a.identity, b.identity).unknown:
+        if found.src != found.dst:
+            yield Difference(f"model: {found.field}", found.src, found.dst, _unknown_effect(a, b))
+
+
+def _unknown_effect(a: Manifest, b: Manifest) -> Effect:
+    is_required = a.identity.is_required or b.identity.is_required
+    return Effect.REFUSED if is_required else Effect.HARMLESS
+
+
+# -- where cells are ---------------------------------------------------------------------------------
+
+
+def _places(a: Manifest, b: Manifest, effect: Effect) -> Iterator[Difference]:
+    """Block sizes, orders inside a block, and how states are split over ranks."""
+    looks: tuple[tuple[str, Callable[[Manifest, State], str], Effect], ...] = (
+        ("tokens per block", _block_tokens, effect),
+        ("window", _window, Effect.HARMLESS),
+        ("held by", _holding, Effect.HARMLESS),
+    )
+    shared = [(other, state) for state in b.states if (other := a.find(state)) is not None]
+    for what, look, its_effect in looks:
+        pairs = ((look(a, other), look(b, state), state.name) for other, state in shared)
+        yield from _together(what, pairs, its_effect)
+    yield from _together("order in memory", _orders(a, b, shared), effect)
+
+
+def _together(what: str, pairs: Iterable[tuple[str, str, str]], effect: Effect) -> Iterator[Difference]:
+    """One difference for all states that have the same two values; none for equal values."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for in_a, in_b, state in pairs:
+        if in_a != in_b:
+            alike.setdefault((in_a, in_b), []).append(state)
+    for (in_a, in_b), states in alike.items():
+        yield Difference(what, in_a, in_b, effect, tuple(states))
+
+
+def _view(manifest: Manifest, state: State) -> View | None:
+    return next((rank.by_state[state.name] for rank in manifest.ranks if state.name in rank.by_state), None)
+
+
+def _block_tokens(manifest: Manifest, state: State) -> str:
+    view = _view(manifest, state)
+    return str(manifest.group_by_name[view.group].tokens_per_block) if view else "no rank has it"
+
+
+def _window(manifest: Manifest, state: State) -> str:
+    view = _view(manifest, state)
+    group = manifest.group_by_name[view.group] if view else None
+    return f"{group.window} tokens" if group and group.window else "none"
+
+
+def _holding(manifest: Manifest, state: State) -> str:
+    held = [str(box) for _, box in manifest.holders[state.name].boxes] if _view(manifest, state) else []
+    ranks = f"{len(held)} rank{'s' * (len(held) != 1)}"
+    parts = len(set(held))
+    return f"{ranks}, {'all of it on each' if parts == 1 else f'{parts} parts'}"
+
+
+def _orders(
+    a: Manifest, b: Manifest, shared: Iterable[tuple[State, State]]
+) -> Iterator[tuple[str, str, str]]:
+    """Orders in memory, of states of which they differ. One head, or one token, has no place in an order."""
+    for other, state in shared:
+        views = _view(a, other), _view(b, state)
+        if views[0] is not None and views[1] is not None:
+            orders = [memory_order(view, state.item_bytes) for view in views if view is not None]
+            words = [{word.strip("+"): word for word in order.split(", ")} for order in orders]
+            both = [[word for name, word in each.items() if all(name in w for w in words)] for each in words]
+            if both[0] != both[1]:
+                yield orders[0], orders[1], state.name
+
+
+def memory_order(view: View, item_bytes: int) -> str:
+    """The axes of a view from the outermost to the innermost; ``+`` where something else lies between.
+
+    >>> import numpy as np
+    >>> pool = np.zeros((9, 4, 16, 2, 8), np.int16)  # block, head, token, K or V, channel
+    >>> k = pool[:, :, :, 0]
+    >>> memory_order(View.of_strides("k", "g", "r", "block head token channel", k.shape, k.strides), 2)
+    'block, head, token+, channel'
+    """
+    steps = [
+        (digit.stride, digit.num_held, name)
+        for name, axis in view.axes
+        for digit in axis.digits
+        if digit.num_held > 1
+    ]
+    words: list[str] = []
+    extent = item_bytes
+    for stride, count, name in sorted(steps):
+        words.append(name if stride == extent else f"{name}+")
+        extent = stride * count
+    words.append(BLOCK if view.block_stride == extent else f"{BLOCK}+")
+    return ", ".join(reversed(words))
+
+
+# -- what is none of a transfer's business -----------------------------------------------------------
+
+
+def _engines(a: Manifest, b: Manifest) -> Iterator[Difference]:
+    looks: tuple[tuple[str, Callable[[Manifest], str]], ...] = (
+        ("model's name", lambda each: each.model or "none"),
+        ("ranks", lambda each: str(len(each.ranks))),
+        ("groups", lambda each: ", ".join(sorted(group.name for group in each.groups))),
+        ("blocks in the pool", lambda each: _joined({str(group.num_blocks) for group in each.groups})),
+        ("memory", lambda each: _joined({r.device.partition(":")[0] for k in each.ranks for r in k.regions})),
+    )
+    for what, look in looks:
+        if look(a) != look(b):
+            yield Difference(what, look(a), look(b), Effect.HARMLESS)
+
+
+def _joined(words: set[str]) -> str:
+    return ", ".join(sorted(words, key=lambda word: (len(word), word)))

@@ -1,0 +1,100 @@
+"""``kvferry diff``: what differs, and what that does to a transfer."""
+
+from dataclasses import replace
+
+import pytest
+
+import kvferry
+from kvferry.models import Topology, describe, model_named
+from kvferry.wire import manifest_to_json
+
+MODEL = ("--model", "llama-3.1-8b")
+
+
+def differences(answer, effect=None):
+    return {
+        each["what"]: (each["a"], each["b"])
+        for each in answer["differences"]
+        if effect is None or each["effect"] == effect
+    }
+
+
+def test_the_same_engine_twice(cli, tmp_path):
+    file = tmp_path / "a.json"
+    cli("describe", *MODEL, "--at", "tp=2", "-o", file)
+    ran = cli("diff", file, file, "--json")
+    assert (ran.code, ran.answer["verdict"], ran.answer["differences"]) == (0, "same", [])
+    assert cli("diff", file, file).out.startswith("SAME  nothing differs\n")
+
+
+def test_ranks_and_pools_are_none_of_a_transfers_business(cli):
+    ran = cli("diff", *MODEL, "tp=2,blocks=5000", "tp=4", "--json")
+    assert (ran.code, ran.answer["verdict"]) == (0, "harmless")
+    assert differences(ran.answer) == {
+        "held by": ("2 ranks, 2 parts", "4 ranks, 4 parts"),
+        "ranks": ("2", "4"),
+        "blocks in the pool": ("5000", "4096"),
+    }
+
+
+def test_another_layout_is_slower_by_its_plan(cli):
+    ran = cli("diff", *MODEL, "tp=2", "tp=2,layout=NHD,block=32", "--json")
+    assert (ran.code, ran.answer["verdict"]) == (1, "slower")
+    assert differences(ran.answer, "slower") == {
+        "tokens per block": ("16", "32"),
+        "order in memory": ("block, head, token+, channel", "block, token, head+, channel"),
+    }
+    for each in ran.answer["directions"]:
+        assert (each["is_refused"], each["link"], each["tokens"]) == (False, "400Gb", 4096)
+        assert each["seconds"] > 3 * each["long_run_seconds"]
+
+
+def test_another_layout_that_costs_nothing_is_harmless(cli):
+    """One head of each rank: whether it stands outside or inside the tokens is the same bytes."""
+    ran = cli("diff", *MODEL, "tp=8", "tp=8,layout=NHD", "--json")
+    assert (ran.code, ran.answer["verdict"], ran.answer["differences"]) == (0, "same", [])
+
+
+def test_another_dtype_is_refused_and_said_once(cli):
+    ran = cli("diff", *MODEL, "tp=2", "tp=2,dtype=fp8", "--json")
+    assert (ran.code, ran.answer["verdict"]) == (1, "refused")
+    assert differences(ran.answer, "refused") == {"dtype": ("bf16", "fp8_e4m3")}
+    (found,) = (each for each in ran.answer["differences"] if each["what"] == "dtype")
+    assert len(found["states"]) == 64
+    assert [each["is_refused"] for each in ran.answer["directions"]] == [True, True]
+    for_people = cli("diff", *MODEL, "tp=2", "tp=2,dtype=fp8").out
+    assert "in  layers.{0-31}.attn/k, layers.{0-31}.attn/v" in for_people
+
+
+def test_layers_that_one_side_lacks(cli):
+    ends = ("vllm serve meta-llama/Llama-3.1-8B", "vllm serve meta-llama/Llama-3.1-70B")
+    ran = cli("diff", *ends, "--json")
+    assert ran.code == 1
+    assert differences(ran.answer, "refused")["states"] == ("not there", "there")
+    assert [each["is_refused"] for each in ran.answer["directions"]] == [True, False]
+
+
+def test_another_model_is_refused_by_the_part_that_differs(cli, tmp_path):
+    files = []
+    for name, weights in (("a", "1f"), ("b", "2e")):
+        identity = kvferry.Identity.of({"architecture": "gpt2", "weights.content": weights})
+        manifest = replace(describe(model_named("gpt2"), Topology(), name), identity=identity)
+        files.append(tmp_path / f"{name}.json")
+        files[-1].write_bytes(manifest_to_json(manifest))
+    ran = cli("diff", *files, "--json")
+    assert differences(ran.answer) == {"model: weights.content": ("1f", "2e")}
+    assert ran.code == 1
+
+
+@pytest.mark.parametrize("ends", [("a.json",), ("none.json", "tp=2"), ("tp=2", "tp=2")])
+def test_bad_input_is_said_in_one_line(cli, ends, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ran = cli("diff", *ends)
+    assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
+
+
+def test_it_is_legible_on_60_columns(cli, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    ran = cli("diff", *MODEL, "tp=2", "tp=4,layout=NHD")
+    assert ran.code == 1
+    assert max(map(len, ran.out.splitlines())) <= 60
