@@ -126,7 +126,7 @@ port=${PORT:-$free_port}
 say "starting two servers and a proxy; their logs are in $work while they run"
 serve prefill kv_producer "$prefill_port" "${PREFILL_DEVICES:-}" "${tiny_args[@]}" "${prefill_args[@]}"
 serve decode kv_consumer "$decode_port" "${DECODE_DEVICES:-}" "${tiny_args[@]}" "${decode_args[@]}"
-start proxy "${bin}python" "$here/proxy.py" --port "$port" \
+start proxy "${bin}python" -m kvferry proxy --listen "127.0.0.1:$port" \
   --prefill "http://127.0.0.1:$prefill_port" --decode "http://127.0.0.1:$decode_port"
 await prefill "$prefill_port"
 await decode "$decode_port"

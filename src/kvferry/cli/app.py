@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli import describe, diff, keygen, models, plan, runs
+from kvferry.cli import describe, diff, keygen, models, plan, proxy, runs
 from kvferry.cli.bench import command as bench
 from kvferry.cli.demo import command as demo
 
@@ -19,6 +19,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "models": (models.models, models.HELP),
     "describe": (describe.describe, describe.HELP),
     "runs": (runs.runs, runs.HELP),
+    "proxy": (proxy.proxy, proxy.HELP),
     "keygen": (keygen.keygen, keygen.HELP),
 }
 """Each command with its help. The list of commands shows the first line of its docstring."""

@@ -1,0 +1,379 @@
+"""The proxy: what clients may ask, and what becomes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from http import HTTPStatus
+from typing import TypeVar
+
+import aiohttp
+from aiohttp import web
+
+from kvferry.proxy import bodies
+from kvferry.proxy.account import RequestAccount, RequestOutcome, log, request_name
+from kvferry.proxy.answers import (
+    NAME_HEADER,
+    ErrorAnswer,
+    EventStream,
+    check_status,
+    error_response,
+    passed_on,
+    payload_of,
+    refuse,
+)
+from kvferry.proxy.metrics import ProxyMetrics
+from kvferry.proxy.servers import CHECK_SECONDS, ModelServer, ServerFailed, ServerPool, failures_of
+from kvferry.proxy.settings import ProxySettings, Role
+
+COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
+MODELS, HEALTH, LIVE, METRICS = "/v1/models", "/health", "/live", "/metrics"
+FORWARDED_HEADERS = ("Authorization",)
+"""All that servers get of a client's headers, but for a name: vLLM takes orders from others."""
+STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+
+T = TypeVar("T")
+Headers = Mapping[str, str]
+
+
+class Proxy:
+    """Sends each request to a server that prefills, then to one that decodes."""
+
+    def __init__(self, settings: ProxySettings) -> None:
+        self.limits, self.metrics = settings.limits, ProxyMetrics()
+        self._pools = {role: ServerPool(role, settings.urls(role), self.metrics) for role in Role}
+        self._num_under_way = 0
+        self.is_stopping = False
+
+    def app(self) -> web.Application:
+        """The web application; it holds connections only while it runs."""
+        app = web.Application(
+            client_max_size=self.limits.max_body_bytes, middlewares=[web.middleware(errors_as_json)]
+        )
+        for path in COMPLETIONS:
+            app.router.add_post(path, self.complete)
+        app.router.add_get(MODELS, self.models)
+        app.router.add_get(HEALTH, self.health)
+        app.router.add_get(LIVE, self.live)
+        app.router.add_get(METRICS, self.show_metrics)
+        app.cleanup_ctx.append(self._connected)
+        return app
+
+    async def _connected(self, _: web.Application) -> AsyncIterator[None]:
+        # A connection for each request: one that is closed under a request is always that request's own, and
+        # a server that cannot be connected to has surely not seen it. No cookie of a client reaches another.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        jar = aiohttp.DummyCookieJar()
+        async with aiohttp.ClientSession(connector=connector, cookie_jar=jar) as self._session:
+            checks = asyncio.create_task(self._keep_checking())
+            yield
+            checks.cancel()
+            await asyncio.gather(checks, return_exceptions=True)
+
+    async def _keep_checking(self) -> None:
+        while True:
+            await self._check()
+            await asyncio.sleep(CHECK_SECONDS)
+
+    async def _check(self) -> None:
+        await asyncio.gather(*(pool.check(self._session) for pool in self._pools.values()))
+
+    # -- what clients ask
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        """A completion of either kind."""
+        account = RequestAccount(request.path, request_name(request.headers.get(NAME_HEADER, "")))
+        with self._accounted(account):
+            try:
+                response = await self._answer(request, account)
+            except ErrorAnswer as end:
+                account.outcome, response = end.outcome, end.response
+            account.status = response.status
+            if not response.prepared:
+                response.headers[NAME_HEADER] = account.name
+            return response
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        """What a decode server says of its models."""
+        account = RequestAccount(request.path, request_name(""))
+
+        def ask(server: ModelServer) -> Awaitable[aiohttp.ClientResponse]:
+            return self._ask(server, "GET", request.path, headers_of(request, account), None)
+
+        try:
+            async with self._served(Role.DECODE, account, ask) as (server, answer):
+                return passed_on(answer, await payload_of(answer, server))
+        except ErrorAnswer as end:
+            return end.response
+        except ServerFailed as failure:
+            return error_response(failure.status, failure.for_client())
+
+    async def health(self, _: web.Request) -> web.Response:
+        """Each server's health; the whole is healthy while one of each kind is."""
+        await self._check()
+        report = {
+            role.value: {server.url: server.is_ready for server in pool.servers}
+            for role, pool in self._pools.items()
+        }
+        is_ready = all(pool.is_ready for pool in self._pools.values()) and not self.is_stopping
+        return web.json_response(report, status=HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE)
+
+    async def live(self, _: web.Request) -> web.Response:
+        """The proxy itself is alive, whatever its servers are."""
+        return web.json_response({"alive": True})
+
+    async def show_metrics(self, _: web.Request) -> web.Response:
+        """The proxy's own metrics."""
+        return web.Response(body=self.metrics.text(), content_type="text/plain", charset="utf-8")
+
+    # -- a completion
+
+    async def _answer(self, request: web.Request, account: RequestAccount) -> web.StreamResponse:
+        if self._num_under_way > self.limits.max_requests:
+            message = f"{self.limits.max_requests} requests are under way (--max-requests): try again later"
+            busy = error_response(HTTPStatus.SERVICE_UNAVAILABLE, message, retry_after="1")
+            raise ErrorAnswer(busy, RequestOutcome.BUSY)
+        body = await self._body(request)
+        try:
+            if bodies.fits_a_ticket(body):
+                body = bodies.decode_body(body, await self._prefill(request, body, account))
+            else:
+                self.metrics.without_ticket.labels("does-not-fit").inc()
+            return await self._decode(request, body, account)
+        except ServerFailed as failure:
+            log.error("request %s: %s", account.name, failure)
+            raise self._failed(failure, account) from failure
+
+    async def _body(self, request: web.Request) -> bodies.JsonObject:
+        """What the client sent, without what is not its to send."""
+        try:
+            async with asyncio.timeout(self.limits.client_seconds):
+                raw = await request.read()
+            body = json.loads(raw)
+        except web.HTTPRequestEntityTooLarge:
+            most = self.limits.max_body_bytes
+            refuse(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body has more than {most} bytes (--max-body-mib)"
+            )
+        except TimeoutError:
+            refuse(HTTPStatus.REQUEST_TIMEOUT, f"the body took more than {self.limits.client_seconds:g} s")
+        except web.RequestPayloadError as error:
+            refuse(HTTPStatus.BAD_REQUEST, f"the body cannot be read: {error}")
+        except RecursionError:
+            refuse(HTTPStatus.BAD_REQUEST, "the body is not JSON that can be read: it is nested too deeply")
+        except ValueError as error:
+            refuse(HTTPStatus.BAD_REQUEST, f"the body is not JSON: {error}")
+        if not isinstance(body, dict):
+            refuse(HTTPStatus.BAD_REQUEST, "the body is not a JSON object")
+        kept = bodies.without_internal_fields(body)
+        if kept != body:
+            self.metrics.stripped.inc()
+        return kept
+
+    async def _prefill(
+        self, request: web.Request, body: bodies.JsonObject, account: RequestAccount
+    ) -> bodies.JsonObject:
+        """What the prefill server gives for the decode server: a ticket, as a rule."""
+        asked, headers = bodies.prefill_body(body), headers_of(request, account)
+        limit = self._timeout(total=self.limits.prefill_seconds)
+
+        async def ask(server: ModelServer) -> bodies.JsonObject:
+            answer = await self._ask(server, "POST", request.path, headers, asked, limit)
+            try:
+                return transfer_in(await payload_of(answer, server), server)
+            finally:
+                answer.close()
+
+        async with self._served(Role.PREFILL, account, ask) as (server, transfer):
+            account.prefill, account.prefilled = server.url, time.monotonic()
+        if not transfer.get("do_remote_prefill"):
+            self.metrics.without_ticket.labels("none-given").inc()
+            log.warning(
+                "request %s: no ticket from %s: the decode server computes the prompt itself;"
+                " does the prefill server run kvferry's connector as kv_producer or kv_both?",
+                account.name,
+                server,
+            )
+        return transfer
+
+    async def _decode(
+        self, request: web.Request, body: bodies.JsonObject, account: RequestAccount
+    ) -> web.StreamResponse:
+        headers, limit = headers_of(request, account), self._timeout(sock_read=self.limits.decode_seconds)
+
+        def ask(server: ModelServer) -> Awaitable[aiohttp.ClientResponse]:
+            return self._ask(server, "POST", request.path, headers, body, limit)
+
+        async with self._served(Role.DECODE, account, ask) as (server, answer):
+            account.decode, account.first_byte = server.url, time.monotonic()
+            try:
+                if answer.content_type == "text/event-stream":
+                    return await self._stream(request, EventStream(answer, server), account)
+                payload = await payload_of(answer, server)
+            finally:
+                answer.close()  # a request whose connection closes is aborted
+        account.outcome = RequestOutcome.ANSWERED
+        return passed_on(answer, payload)
+
+    async def _stream(
+        self, request: web.Request, events: EventStream, account: RequestAccount
+    ) -> web.StreamResponse:
+        """An answer that goes out as it comes. If it breaks off, the last event says so."""
+        out = web.StreamResponse(headers={**STREAM_HEADERS, NAME_HEADER: account.name})
+        try:
+            await out.prepare(request)
+            while chunk := await events.next():
+                async with asyncio.timeout(self.limits.client_seconds):
+                    await out.write(chunk)
+            await out.write_eof()
+            account.outcome = RequestOutcome.BROKE_OFF if events.failure else RequestOutcome.ANSWERED
+        except (ConnectionResetError, TimeoutError):  # the client has gone, or takes nothing
+            if request.transport is not None:
+                request.transport.abort()
+        if events.failure:
+            log.error("request %s: %s", account.name, events.failure)
+        return out
+
+    # -- what servers are asked
+
+    @asynccontextmanager
+    async def _served(
+        self, role: Role, account: RequestAccount, ask: Callable[[ModelServer], Awaitable[T]]
+    ) -> AsyncIterator[tuple[ModelServer, T]]:
+        """Ask the server whose turn it is; after a failure another one, where that is safe.
+
+        A prefill may be asked for again: its client has seen nothing of it. A decode may not, unless its
+        server could not be reached and so has never seen it: then its ticket has not been used either.
+        """
+        tried: list[ModelServer] = []
+        while (server := self._pools[role].pick(tried)) is not None:
+            tried.append(server)
+            with server.busy():
+                try:
+                    result = await ask(server)
+                except ErrorAnswer:
+                    self.metrics.asked.labels(role, server.url, "refused").inc()
+                    raise
+                except ServerFailed as failure:
+                    self._go_on_after(failure, tried, account)
+                else:
+                    self.metrics.asked.labels(role, server.url, "ok").inc()
+                    yield server, result
+                    return
+
+    def _go_on_after(self, failure: ServerFailed, tried: list[ModelServer], account: RequestAccount) -> None:
+        """Raise the failure of a server, unless another one may be asked."""
+        role, pool = failure.server.role, self._pools[failure.server.role]
+        result = "failed" if failure.was_asked else "unreachable"
+        self.metrics.asked.labels(role, failure.server.url, result).inc()
+        if not failure.was_asked:
+            pool.mark(failure.server, is_ready=False)
+        is_safe = role is Role.PREFILL or not failure.was_asked
+        if not is_safe or len(tried) > self.limits.num_retries or len(tried) == len(pool.servers):
+            raise failure
+        account.num_retries += 1
+        self.metrics.retries.labels(role).inc()
+        log.warning("request %s: %s; another server is asked", account.name, failure)
+
+    async def _ask(
+        self,
+        server: ModelServer,
+        method: str,
+        path: str,
+        headers: Headers,
+        body: bodies.JsonObject | None = None,
+        limit: aiohttp.ClientTimeout | None = None,
+    ) -> aiohttp.ClientResponse:
+        """The good answer of one server, from its first byte on; the caller closes it."""
+        with failures_of(server):
+            answer = await self._session.request(
+                method,
+                server.url + path,
+                headers=headers,
+                data=body if body is None else encoded(body),
+                timeout=limit or self._timeout(total=CHECK_SECONDS),
+                allow_redirects=False,  # a ticket goes to the servers that were named, and to no other
+            )
+        try:
+            await check_status(answer, server)
+        except BaseException:
+            answer.close()
+            raise
+        return answer
+
+    def _timeout(
+        self, *, total: float | None = None, sock_read: float | None = None
+    ) -> aiohttp.ClientTimeout:
+        return aiohttp.ClientTimeout(
+            total=total, sock_read=sock_read, sock_connect=self.limits.connect_seconds
+        )
+
+    # -- accounts
+
+    @contextmanager
+    def _accounted(self, account: RequestAccount) -> Iterator[None]:
+        self._num_under_way += 1
+        self.metrics.under_way.set(self._num_under_way)
+        try:
+            yield
+        finally:
+            self._num_under_way -= 1
+            self.metrics.under_way.set(self._num_under_way)
+            if account.outcome is RequestOutcome.CLIENT_GONE and self.is_stopping:
+                account.outcome = RequestOutcome.CUT_SHORT
+            self.metrics.count(account)
+            log.info("%s", account.line())
+
+    def _failed(self, failure: ServerFailed, account: RequestAccount) -> ErrorAnswer:
+        """A server failed, and the client has seen nothing yet."""
+        is_prefill = failure.server.role is Role.PREFILL
+        what = "the prompt was not prefilled" if is_prefill else "the answer was not decoded"
+        where = f"; its log says more, under request {account.name}" if failure.was_asked else ""
+        message = f"{what}: {failure.for_client()}{where}"
+        retry_after = "1" if failure.status == HTTPStatus.SERVICE_UNAVAILABLE else ""
+        response = error_response(failure.status, message, retry_after=retry_after)
+        return ErrorAnswer(
+            response, RequestOutcome.PREFILL_FAILED if is_prefill else RequestOutcome.DECODE_FAILED
+        )
+
+
+def headers_of(request: web.Request, account: RequestAccount) -> Headers:
+    """What a server gets of a client's headers."""
+    kept = {name: request.headers[name] for name in FORWARDED_HEADERS if name in request.headers}
+    return {**kept, NAME_HEADER: account.name, "Content-Type": "application/json"}
+
+
+def encoded(body: bodies.JsonObject) -> io.BytesIO:
+    """A body to send; not as bytes, which would go out in one piece while every other request waits."""
+    return io.BytesIO(json.dumps(body).encode())
+
+
+def transfer_in(payload: bytes, server: ModelServer) -> bodies.JsonObject:
+    """What a prefill server's answer says of the transfer; nothing if it says nothing."""
+    try:
+        transfer = json.loads(payload).get(bodies.TRANSFER) or {}
+    except (ValueError, AttributeError, RecursionError):
+        transfer = None
+    if not isinstance(transfer, dict):
+        raise ServerFailed(server, "gave an answer that is no completion", status=HTTPStatus.BAD_GATEWAY)
+    return transfer
+
+
+async def errors_as_json(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Errors that no handler knows of look like all others."""
+    try:
+        return await handler(request)
+    except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as error:
+        paths = ", ".join((*COMPLETIONS, MODELS, HEALTH, LIVE, METRICS))
+        return error_response(error.status, f"{error.reason}: kvferry proxy serves {paths}")
+    except web.HTTPException as error:
+        return error_response(error.status, error.reason)
+    except Exception:
+        log.exception("a bug, please report it")
+        return error_response(HTTPStatus.INTERNAL_SERVER_ERROR, "a bug in kvferry proxy; its log says where")

@@ -1,0 +1,109 @@
+"""What ``kvferry proxy`` is told: addresses and limits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from urllib.parse import urlsplit
+
+from kvferry.errors import SpecError
+
+
+class Role(StrEnum):
+    """What a server does for a request."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class ProxyLimits:
+    """How long, how large, how many."""
+
+    num_retries: int = 1
+    """How many more servers of a kind a request may be sent to after one failed."""
+    connect_seconds: float = 5.0
+    """How long a server may take to accept a connection."""
+    prefill_seconds: float = 600.0
+    """How long a prefill server may take to answer."""
+    decode_seconds: float = 600.0
+    """How long a decode server may send nothing: before its first byte, and between two."""
+    client_seconds: float = 60.0
+    """How long a client may take to send its request, or to take a part of the answer."""
+    drain_seconds: float = 30.0
+    """How long requests that are under way may go on after the proxy was told to stop."""
+    max_body_bytes: int = 64 * 2**20
+    """How long a request may be."""
+    max_requests: int = 4096
+    """How many requests may be under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProxySettings:
+    """All that a proxy needs to know."""
+
+    host: str
+    port: int
+    """0: any that is free."""
+    prefill: tuple[str, ...]
+    decode: tuple[str, ...]
+    limits: ProxyLimits = ProxyLimits()
+
+    def urls(self, role: Role) -> tuple[str, ...]:
+        """The servers of a kind."""
+        return self.prefill if role is Role.PREFILL else self.decode
+
+
+def server_urls(role: Role, given: Sequence[str]) -> tuple[str, ...]:
+    """The addresses of ``--prefill`` or ``--decode``, checked.
+
+    >>> server_urls(Role.PREFILL, ["http://10.0.0.7:8100/", "https://gpu-3"])
+    ('http://10.0.0.7:8100', 'https://gpu-3')
+    >>> server_urls(Role.DECODE, ["10.0.0.8:8200"])
+    Traceback (most recent call last):
+    kvferry.errors.SpecError: --decode 10.0.0.8:8200: an address starts with http:// or https://, such as
+        http://10.0.0.8:8200
+    """
+    urls = tuple(_server_url(f"--{role} {url}", url) for url in given)
+    if not urls:
+        raise SpecError(f"--{role}: no server is named; give --{role} http://HOST:PORT at least once")
+    for url in urls:
+        if urls.count(url) > 1:
+            raise SpecError(f"--{role} {url}: named twice; name each server once")
+    return urls
+
+
+def _server_url(place: str, text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        example = f"http://{text.rpartition('://')[2] or 'HOST:PORT'}"
+        raise SpecError(f"{place}: an address starts with http:// or https://, such as {example}")
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError as error:
+        raise SpecError(f"{place}: {error}") from None
+    if not parts.hostname or port == 0:
+        raise SpecError(f"{place}: an address names a host and a port, such as http://10.0.0.7:8100")
+    if parts.username is not None or parts.query or parts.fragment:
+        raise SpecError(f"{place}: an address has no user name, no '?' and no '#'")
+    if parts.path.rstrip("/").endswith("/v1"):
+        raise SpecError(f"{place}: leave out /v1; the proxy adds it")
+    return text.rstrip("/")
+
+
+def listen_address(text: str) -> tuple[str, int]:
+    """Host and port of ``--listen``.
+
+    >>> listen_address("127.0.0.1:8000"), listen_address("[::]:0")
+    (('127.0.0.1', 8000), ('::', 0))
+    >>> listen_address("8000")
+    Traceback (most recent call last):
+    kvferry.errors.SpecError: --listen 8000: a host and a port are needed, such as 127.0.0.1:8000
+    """
+    host, _, port = text.rpartition(":")
+    is_number = port.isascii() and port.isdigit() and int(port) < 1 << 16
+    is_bare_v6 = ":" in host and not (host.startswith("[") and host.endswith("]"))
+    if not host or not is_number or is_bare_v6 or "/" in host:
+        raise SpecError(f"--listen {text}: a host and a port are needed, such as 127.0.0.1:8000")
+    return host.strip("[]"), int(port)

@@ -1,0 +1,341 @@
+"""What becomes of a request when a server fails, a client goes, or the proxy is told to stop."""
+
+import asyncio
+import json
+import time
+
+import pytest
+from aiohttp import ClientPayloadError
+
+from tests.proxy.conftest import (
+    World,
+    answering,
+    complete,
+    give_ticket,
+    hang,
+    play,
+    streaming,
+)
+from tests.proxy.test_requests import until_ended
+
+
+async def break_off(request):
+    assert request.transport is not None
+    request.transport.abort()
+    return await complete(request)
+
+
+FAILING_PREFILLS = {
+    "unreachable": None,
+    "error": answering(500, {"error": {"message": "out of memory"}}),
+    "full": answering(429, {"error": {"message": "queue full"}}),
+    "breaks-off": break_off,
+    "no-completion": answering(200, ["what?"]),
+    "senseless-ticket": answering(200, {"kv_transfer_params": "what?"}),
+    "redirect": answering(307, headers={"Location": "http://127.0.0.1:9/v1/completions"}),
+}
+
+
+@pytest.mark.parametrize("name", FAILING_PREFILLS)
+def test_a_failed_prefill_is_tried_on_another_server(name):
+    """Its client has seen nothing of it."""
+
+    async def test(world: World) -> None:
+        num_asked = 0
+        while not world.sample("retries_total", role="prefill"):
+            world.server("prefill").is_ready = True  # whatever a check has found out
+            assert (await world.ask())[0] == 200
+            num_asked += 1
+        assert len(world.prefill[1].bodies) == len(world.decode[0].bodies) == num_asked
+        result = "unreachable" if name == "unreachable" else "failed"
+        asked = world.sample(
+            "server_requests_total", role="prefill", server=world.prefill[0].url, result=result
+        )
+        assert asked == world.sample("retries_total", role="prefill")
+
+    play(test, prefill=[FAILING_PREFILLS[name], give_ticket])
+
+
+def test_a_prefill_that_takes_too_long_is_tried_elsewhere_and_ended_here():
+    async def test(world: World) -> None:
+        assert (await world.ask())[0] == 200
+        await world.prefill[0].ended.wait()
+
+    play(test, prefill=[hang, give_ticket], prefill_seconds=1)
+
+
+def test_a_prompt_that_kills_servers_reaches_two_of_them():
+    """--retries bounds what one request can do."""
+
+    async def test(world: World) -> None:
+        status, body = await world.ask()
+        assert status == 502
+        assert "the prompt was not prefilled: prefill server" in body["error"]["message"]
+        assert "broke off" in body["error"]["message"]
+        assert sorted(len(server.bodies) for server in world.prefill) == [0, 0, 1, 1]
+        assert world.decode[0].bodies == []
+        assert world.sample("requests_total", path="/v1/completions", outcome="prefill-failed") == 1
+
+    play(test, prefill=[break_off] * 4)
+
+
+def test_no_retries_if_none_are_wished():
+    async def test(world: World) -> None:
+        assert (await world.ask())[0] == 502
+        assert world.prefill[1].bodies == []
+
+    play(test, prefill=[answering(500), give_ticket], num_retries=0)
+
+
+def test_a_full_server_is_told_as_503():
+    async def test(world: World) -> None:
+        async with world.post() as answer:
+            assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+
+    play(test, prefill=[answering(429)])
+
+
+def test_a_refusal_is_passed_on_and_not_tried_again():
+    async def test(world: World) -> None:
+        refusal = {"error": {"message": "The model `mouse` does not exist."}}
+        assert await world.ask() == (404, refusal)
+        assert world.prefill[1].bodies == world.decode[0].bodies == []
+
+    refused = answering(404, {"error": {"message": "The model `mouse` does not exist."}})
+    play(test, prefill=[refused, give_ticket])
+
+
+def test_a_failed_decode_is_told_with_its_cause_and_not_repeated():
+    async def test(world: World) -> None:
+        async with world.post() as answer:
+            name, body = answer.headers["X-Request-Id"], await answer.json()
+        assert (answer.status, body["error"]["code"]) == (502, 502)
+        url = world.decode[0].url
+        said = f"the answer was not decoded: decode server {url} answered 500: Internal server error; its log"
+        assert body["error"]["message"] == f"{said} says more, under request {name}"
+        assert world.decode[1].bodies == []
+        assert world.sample("requests_total", path="/v1/completions", outcome="decode-failed") == 1
+
+    play(test, decode=[answering(500, {"error": {"message": "Internal server error"}}), complete])
+
+
+def test_a_decode_server_that_breaks_off_is_not_replaced():
+    """It may have read the cache, and used the ticket."""
+
+    async def test(world: World) -> None:
+        status, body = await world.ask()
+        assert status == 502
+        assert "broke off the connection" in body["error"]["message"]
+        assert world.decode[1].bodies == []
+
+    play(test, decode=[break_off, complete])
+
+
+def test_a_decode_server_that_cannot_be_reached_is_replaced():
+    """It has never seen the request: the ticket is unused."""
+
+    async def test(world: World) -> None:
+        for _ in range(4):
+            assert (await world.ask())[0] == 200
+        assert len(world.decode[1].bodies) == 4
+        assert len(world.prefill[0].bodies) == 4, "the prompt is not prefilled again"
+
+    play(test, decode=[None, complete])
+
+
+def test_a_server_that_is_not_there_is_named():
+    async def test(world: World) -> None:
+        status, body = await world.ask()
+        assert status == 502
+        named = f"prefill server {world.prefill[0].url} cannot be reached: "
+        assert named in body["error"]["message"]
+
+    play(test, prefill=[None])
+
+
+def test_a_silent_decode_server_is_given_up():
+    async def test(world: World) -> None:
+        status, body = await world.ask()
+        assert status == 504
+        assert "did not answer in time" in body["error"]["message"]
+        await world.decode[0].ended.wait()
+
+    play(test, decode=[hang], decode_seconds=1)
+
+
+def test_a_stream_that_falls_silent_is_given_up():
+    async def test(world: World) -> None:
+        async with world.post(stream=True) as answer:
+            text = await answer.text()
+        assert "did not answer in time" in text
+        await world.decode[0].ended.wait()
+
+    play(test, decode=[streaming([b"data: {}\n\n"], then="hang")], decode_seconds=1)
+
+
+# ---------------------------------------------------------------------------------------------- clients
+
+
+@pytest.mark.parametrize("where", ["prefill", "decode", "stream"])
+def test_a_client_that_hangs_up_ends_its_request_at_the_server(where):
+    async def test(world: World) -> None:
+        server = (world.prefill if where == "prefill" else world.decode)[0]
+        asking = asyncio.create_task(read(world))
+        while not server.bodies:
+            await asyncio.sleep(0.01)
+        asking.cancel()
+        await server.ended.wait()
+        await until_ended(world)
+        assert world.sample("requests_total", path="/v1/completions", outcome="client-gone") == 1
+        assert len(world.decode[0].bodies) == (where != "prefill")
+        assert [each.num_requests for pool in world.proxy._pools.values() for each in pool.servers] == [0, 0]
+
+    stream = streaming([b"data: {}\n\n"], then="hang")
+    play(
+        test,
+        prefill=[hang if where == "prefill" else give_ticket],
+        decode=[stream if where == "stream" else hang],
+    )
+
+
+async def read(world: World) -> None:
+    async with world.post(stream=True) as answer:
+        await answer.read()
+
+
+def test_a_client_that_takes_nothing_is_cut_off():
+    """It would hold blocks of the decode server for as long as it likes."""
+    flood = (b"data: " + b"x" * 100_000 + b"\n\n" for _ in range(1000))
+
+    async def test(world: World) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(world.url.rpartition(":")[2]))
+        body = json.dumps({"prompt": "x", "stream": True}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        reader._transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(head.encode() + body)
+        while not world.sample("requests_total", path="/v1/completions", outcome="client-gone"):
+            await asyncio.sleep(0.05)
+        writer.transport.abort()
+
+    play(test, decode=[streaming(flood, then="hang")], client_seconds=1)
+
+
+def test_a_body_that_never_ends_is_refused():
+    async def test(world: World) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(world.url.rpartition(":")[2]))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\n\r\n{")
+        assert b" 408 " in await reader.readline()
+        writer.transport.abort()
+
+    play(test, client_seconds=0.5)
+
+
+def test_more_requests_than_allowed_are_told_to_come_later():
+    async def test(world: World) -> None:
+        first = asyncio.create_task(world.ask())
+        while not world.decode[0].bodies:
+            await asyncio.sleep(0.01)
+        async with world.post() as answer:
+            assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+            assert "1 requests are under way (--max-requests)" in (await answer.text())
+        assert world.sample("requests_total", path="/v1/completions", outcome="busy") == 1
+        first.cancel()
+
+    play(test, decode=[hang], max_requests=1)
+
+
+# ----------------------------------------------------------------------------------------------- health
+
+
+def test_health_is_that_of_every_server():
+    async def test(world: World) -> None:
+        status, text = await world.get("/health")
+        urls = [server.url for server in world.prefill]
+        assert (status, json.loads(text)) == (
+            200,
+            {"prefill": {urls[0]: True, urls[1]: False}, "decode": {world.decode[0].url: True}},
+        )
+        assert world.sample("server_ready", role="prefill", server=urls[1]) == 0
+        world.decode[0].health = 503
+        while (await world.get("/health"))[0] == 200:
+            await asyncio.sleep(0.05)  # an answer is good for half a second
+        assert world.sample("server_ready", role="decode", server=world.decode[0].url) == 0
+        assert await world.get("/live") == (200, '{"alive": true}')
+
+    play(test, prefill=[give_ticket, None])
+
+
+def test_a_server_that_is_not_ready_gets_no_request_while_another_is():
+    async def test(world: World) -> None:
+        world.decode[0].health = 503
+        while world.server("decode").is_ready:
+            await world.get("/health")
+        for _ in range(4):
+            await world.ask()
+        assert [len(server.bodies) for server in world.decode] == [0, 4]
+
+    play(test, decode=[complete, complete])
+
+
+def test_servers_take_turns_and_the_busy_one_waits():
+    async def test(world: World) -> None:
+        for _ in range(4):
+            await world.ask()
+        assert [len(server.bodies) for server in world.decode] == [2, 2]
+        world.decode[0].behave = hang
+        waiting = asyncio.create_task(world.ask())
+        while len(world.decode[0].bodies) < 3:
+            await asyncio.sleep(0.01)
+        for _ in range(3):
+            await world.ask()
+        assert [len(server.bodies) for server in world.decode] == [3, 5]
+        waiting.cancel()
+
+    play(test, decode=[complete, complete])
+
+
+# ------------------------------------------------------------------------------------------------ stop
+
+
+def test_what_is_under_way_may_end_when_the_proxy_stops():
+    go_on = asyncio.Event()
+
+    async def wait_then_complete(request):
+        await go_on.wait()
+        return await complete(request)
+
+    async def test(world: World) -> None:
+        under_way = asyncio.create_task(world.ask())
+        while not world.decode[0].bodies:
+            await asyncio.sleep(0.01)
+        world.proxy.is_stopping = True
+        stopping = asyncio.create_task(world.runner.cleanup())
+        while True:  # until nobody listens any more
+            try:
+                await world.get("/live")
+            except OSError:
+                break
+            await asyncio.sleep(0.01)
+        go_on.set()
+        assert (await under_way)[0] == 200
+        await stopping
+
+    play(test, decode=[wait_then_complete], drain_seconds=60)
+
+
+def test_what_takes_too_long_is_cut_when_the_proxy_stops():
+    """And is not mistaken for a whole answer."""
+
+    async def test(world: World) -> None:
+        under_way = asyncio.create_task(read(world))
+        while not world.decode[0].bodies:
+            await asyncio.sleep(0.01)
+        world.proxy.is_stopping = True
+        began = time.monotonic()
+        await world.runner.cleanup()
+        assert time.monotonic() - began >= 0.4
+        with pytest.raises(ClientPayloadError):
+            await under_way
+        assert world.sample("requests_total", path="/v1/completions", outcome="cut-short") == 1
+
+    play(test, decode=[streaming([b"data: {}\n\n"], then="hang")], drain_seconds=0.5)
