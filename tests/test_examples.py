@@ -1,27 +1,65 @@
 """The examples run; and what the page for authors of engines says is true of the code."""
 
+import os
 import re
 import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvferry.runtime import Timing
+from tests.two_hosts import Host, two_hosts
 
 ROOT = Path(__file__).parents[1]
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 PAGE = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_runs(example):
+def test_two_processes():
     pytest.importorskip("nixl", exc_type=ImportError)
+    example = ROOT / "examples" / "two_processes.py"
     ran = subprocess.run([sys.executable, example], capture_output=True, text=True, check=False, timeout=120)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert "409600 bytes in 1600 runs; 409600 in place" in ran.stdout
     assert "the blocks of request-1 are mine again (read)" in ran.stdout
+
+
+def own_cache(*words: object, **settings: Any) -> subprocess.Popen[str]:
+    argv = [sys.executable, ROOT / "examples" / "own_cache.py", *map(str, words)]
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings)
+
+
+def move_own_cache(folder: Path, source: Host | None, reader: Host | None, **environment: str) -> str:
+    """Both sides of the example, as its head tells people to start them; what the reader printed."""
+    pytest.importorskip("nixl", exc_type=ImportError)
+    env, ticket, secret = os.environ | environment, folder / "ticket.txt", folder / "kvferry.secret"
+    words: list[object] = ["--ticket", ticket]
+    listen: list[object] = []
+    if source is not None:
+        subprocess.run([sys.executable, "-m", "kvferry", "keygen", "-o", secret], check=True, timeout=60)
+        words, listen = [*words, "--secret", secret], ["--listen", f"tcp://{source.address}:*"]
+    offering = own_cache("offer", *words, *listen, env=env, preexec_fn=source and source.enter)
+    assert offering.stdout
+    assert offering.stdout.readline().startswith("offered at tcp://")
+    fetching = own_cache("fetch", *words, env=env, preexec_fn=reader and reader.enter)
+    printed, errors = fetching.communicate(timeout=120)
+    assert fetching.returncode == 0, errors
+    assert offering.communicate(timeout=60)[0] == "request-1 is released: read\n"
+    return printed
+
+
+def test_a_cache_of_ones_own_on_one_host(tmp_path):
+    assert "409600 bytes in 3200 runs" in move_own_cache(tmp_path, None, None)
+
+
+@pytest.mark.parametrize(("transports", "way"), [("sm,tcp,self", "direct"), ("tcp,self", "emulated")])
+def test_a_cache_of_ones_own_between_two_hosts(tmp_path, transports, way):
+    with two_hosts() as (source, reader):
+        printed = move_own_cache(tmp_path, source, reader, UCX_TLS=transports)
+    last = printed.splitlines()[-1]  # UCX says on the same stream that TCP cannot read by itself
+    assert last == f"loaded: 409600 bytes in 3200 runs, {way}; 0 numbers wrong"
 
 
 def test_the_example_is_on_the_page():
