@@ -73,6 +73,7 @@ def test_no_two_public_classes_have_one_name():
 MANY_LINES, MANY_ATTRIBUTES = 400, 10
 
 LONG_FILES = {
+    "kvferry.runtime.authority": "one machine: every message of readers and ranks, and what follows",
     "kvferry.runtime.reader": "one machine: every event of a destination rank, and what follows; the longest",
     "kvferry.testing.simulation.engines": "both sides of the runtime, and what each is asked to do wrong",
     "kvferry.transport.mapped": "one thread and the order of its calls to the device",
@@ -87,6 +88,7 @@ LARGE_OBJECTS = {
     "DemoResult": "one account: each attribute is a line of what the demonstration prints",
     "Destination": "an edge: one attribute for each part that it puts together, half of them its arguments",
     "FetchJob": "a record in the making: when each phase began, and what each brought",
+    "Incoming": "what the scheduler knows of requests with a ticket, until the next step tells the workers",
     "NixlTransport": "an edge: its settings, and what is made once",
     "Read": "one read on its way: what is left to post, what is posted, how it ends",
     "Reader": "one machine: its parts (meetings, questions, settlements) are machines already",
@@ -98,6 +100,7 @@ LARGE_OBJECTS = {
     "SimulatedRequest": "the account of a request, as the laws look at it",
     "SimulatedSource": "a whole engine with its faults, seed and account",
     "SimulatedWorld": "everything that a simulation has",
+    "SourceEngine": "an edge: one attribute for each part that it puts together, half of them its arguments",
     "Ticket": "a message: each field is on the wire",
     "Topology": "the options of one side of `kvferry plan`",
     "WorkerSide": "vLLM's view of a rank: requests by name and by handle, and what is to be reported",

@@ -39,14 +39,10 @@ def test_a_pair_can_be_watched_and_compared(nursery, tmp_path):
     for prompt in PROMPTS:
         ferry(src, dst, prompt)
     assert dst.num_loads() == 2 * len(PROMPTS), "one record per rank and request"
-    lines = [
-        line
-        for line in dst.log.read_text().splitlines()
-        if "fetched from" not in line and "] fetched" in line
-    ]
+    lines = [line for line in dst.log.read_text().splitlines() if "kvferry: load of " in line]
     assert len(lines) == 2 * len(PROMPTS)
     account = re.compile(
-        r": read; \d+ bytes in \d+ runs from 1 rank, direct; moved in [\d.]+ ms, predicted [\d.]+;"
+        r" at tcp://\S+: \d+ bytes in \d+ runs from 1 rank, direct, in [\d.]+ ms \(predicted [\d.]+\);"
     )
     assert all(account.search(line) for line in lines)
     (src_file,), (dst_file,) = ((tmp_path / side).iterdir() for side in ("src", "dst"))

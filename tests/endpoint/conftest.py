@@ -56,13 +56,14 @@ class Pair(Engines):
         hub=None,
         rank_timing=None,
         source_timing=None,
+        source_metrics=None,
         engine_trust=None,
         **kwargs,
     ):
         super().__init__()
         self.hub = hub or Hub()
         trust = engine_trust or Trust()
-        self.engine = SourceEngine("prefill", 1, trust=trust, timing=source_timing)
+        self.engine = SourceEngine("prefill", 1, trust=trust, timing=source_timing, metrics=source_metrics)
         self.rank = SourceRank(
             self.engine.invitation, self.src, MemoryTransport(self.hub), timing=rank_timing, trust=trust
         )

@@ -57,7 +57,7 @@ def fleet():
 
 
 def met(caplog):
-    return [(r.levelno, r.getMessage()) for r in caplog.records if r.getMessage().startswith("met ")]
+    return [(r.levelno, r.getMessage()) for r in caplog.records if r.getMessage().startswith("kvferry: met ")]
 
 
 def test_a_plan_that_engines_share_is_not_a_model_that_they_share(fleet, caplog):

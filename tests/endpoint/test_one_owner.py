@@ -7,7 +7,7 @@ import time
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvferry.endpoint.metrics import FetchMetrics
+from kvferry.endpoint.metrics import EngineMetrics
 from kvferry.errors import TransportError
 from kvferry.runtime import Timing
 from kvferry.transport.memory import MemoryTransport
@@ -25,7 +25,7 @@ def quick_turns():
 @pytest.mark.usefixtures("quick_turns")
 def test_metrics_count_while_fetches_come_and_go(pair_of, caplog):
     """They were counted over a dictionary that other threads changed."""
-    metrics = FetchMetrics(CollectorRegistry())
+    metrics = EngineMetrics(CollectorRegistry())
     pair = pair_of(metrics=metrics, timing=Timing(retry=0.004))
     deadline = time.monotonic() + 2
     held = []

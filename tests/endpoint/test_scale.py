@@ -77,7 +77,7 @@ def test_an_engine_of_1024_ranks_is_met_within_two_seconds(engine_of, destinatio
     destination = destination_of(placed(describe(model, Topology(blocks=64), "decode"), 1 << 46))
     started = time.process_time()
     destination.hold(engine.offer("request", {}, 16))
-    until(lambda: any(record.getMessage().startswith("met ") for record in caplog.records))
+    until(lambda: any(record.getMessage().startswith("kvferry: met ") for record in caplog.records))
     took = time.process_time() - started
     print(f"1,024 ranks met in {1e3 * took:.0f} ms of computing")
     assert took < 2.0

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvferry.endpoint.metrics import FetchMetrics
+from kvferry.endpoint.metrics import EngineMetrics
 from kvferry.runtime import Timing
 from kvferry.testing.faults import Faults
 from kvferry.transport.memory import Hub
@@ -97,7 +97,7 @@ def test_many_threads_at_one_endpoint(pair_of, caplog, seconds):
     faults, usual = Faults(), sys.getswitchinterval()
     registry = CollectorRegistry()
     timing = Timing(lease=30.0, meet=30.0, read=60.0, retry=0.02)
-    pair = pair_of(hub=Hub(faults), metrics=FetchMetrics(registry), timing=timing)
+    pair = pair_of(hub=Hub(faults), metrics=EngineMetrics(registry), timing=timing)
     faults.delay(3)
     crowd = Crowd(pair)
     sys.setswitchinterval(1e-5)
@@ -111,7 +111,9 @@ def test_many_threads_at_one_endpoint(pair_of, caplog, seconds):
     outcomes = Counter(report.record.outcome for report in crowd.reports)
     assert set(outcomes) == EXPECTED, outcomes
     for outcome, number in outcomes.items():
-        assert registry.get_sample_value("kvferry_fetches_total", {"outcome": outcome}) == number
+        ways = ({"outcome": outcome, "way": way} for way in ("memory", "none"))
+        counted = (registry.get_sample_value("kvferry_loads_total", labels) or 0 for labels in ways)
+        assert sum(counted) == number
     assert pair.check()[1] == 0, "wrong bytes"
     for request_id in crowd.requests:  # what was given up unread would wait for another reader
         pair.engine.withdraw(request_id)

@@ -4,12 +4,15 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
 from kvferry.integrations.vllm.shared.stats import LoadMetrics, LoadStats
+from kvferry.runtime.figures import Changes
+from kvferry.runtime.metric_table import LEASES, LEASES_ENDED, METRICS, OFFERS, QUARANTINED
 from kvferry.runtime.values import Record
 
 GOOD = Record(
@@ -21,9 +24,15 @@ GOOD = Record(
     move_seconds=0.004,
     predicted_seconds=0.002,
     total_seconds=0.006,
+    way="direct",
     outcome="read",
 )
 FAILED = replace(GOOD, outcome="lease-ended", move_seconds=9.0)
+
+
+def metrics_in(registry):
+    kinds = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    return LoadMetrics(SimpleNamespace(kv_transfer_config=None), kinds, ["engine"], {0: ["0"]})
 
 
 def test_the_periodic_line_has_what_a_person_wants_to_see():
@@ -53,8 +62,7 @@ def test_an_interval_without_a_good_load_has_no_times():
 
 def test_the_metrics_say_what_was_predicted_and_how_true_that_was():
     registry = CollectorRegistry()
-    kinds = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
-    metrics = LoadMetrics(SimpleNamespace(kv_transfer_config=None), kinds, ["engine"], {0: ["0"]})
+    metrics = metrics_in(registry)
     stats = LoadStats()
     for record in (GOOD, FAILED, replace(GOOD, predicted_seconds=0.0)):
         stats.add(record)
@@ -63,8 +71,42 @@ def test_the_metrics_say_what_was_predicted_and_how_true_that_was():
     def sample(name, **labels):
         return registry.get_sample_value(f"vllm:kvferry_{name}", {"engine": "0", **labels})
 
-    assert sample("loads_total", outcome="read") == 2
-    assert sample("loads_total", outcome="lease-ended") == 1
+    assert sample("loads_total", outcome="read", way="direct") == 2
+    assert sample("loads_total", outcome="lease-ended", way="direct") == 1
     assert sample("load_bytes_sum") == 8_000_000
     assert sample("load_seconds_sum", part="predicted") == 0.004
     assert (sample("load_move_ratio_count"), sample("load_move_ratio_sum")) == (1, 2.0)
+
+
+def test_changes_of_all_processes_add_up_and_survive_the_way_to_the_front_end():
+    """A producer's scheduler and the workers count for themselves; only changes travel."""
+    registry = CollectorRegistry()
+    metrics = metrics_in(registry)
+    scheduler, worker, changes = LoadStats(), LoadStats(), Changes()
+    ended = {(LEASES_ENDED.name, "expired"): 1, (OFFERS.name,): 5, (LEASES.name, "offered"): 4}
+    scheduler.change(changes.since(ended))
+    worker.change(Changes().since({(QUARANTINED.name,): 1}))
+    worker.aggregate(scheduler)
+    worker.aggregate(scheduler)
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(worker.to_dict()))
+    metrics.observe(sent)
+    later = LoadStats()
+    later.change(changes.since({**ended, (LEASES.name, "offered"): 1}))
+    metrics.observe(later.data)
+
+    def sample(name, **labels):
+        return registry.get_sample_value(f"vllm:kvferry_{name}", {"engine": "0", **labels})
+
+    assert sample("leases_ended_total", reason="expired") == 2
+    assert sample("offers_total") == 10
+    assert sample("leases", state="offered") == 5
+    assert sample("quarantined") == 1
+    assert LoadStats(sent).reduce() == {"offered": 10, "read": 0, "not read": 2, "denied": 0}
+    assert LoadStats().is_empty()
+
+
+def test_every_metric_of_the_table_is_there():
+    registry = CollectorRegistry()
+    metrics_in(registry)
+    names = {metric.name for metric in registry.collect()}
+    assert names == {f"vllm:{name}" for name in METRICS}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -10,9 +9,10 @@ from collections.abc import Callable, Mapping
 
 from kvferry.channel import Budget, Channel, ContactChange, Received
 from kvferry.errors import KVFerryError
+from kvferry.log import log_of
 from kvferry.wire.bad_input import printable
 
-log = logging.getLogger("kvferry")
+log = log_of(__name__)
 
 Receive = Callable[[Received | ContactChange], None]
 """Takes what arrives, and what happens to the connections to those who are called."""
@@ -108,7 +108,9 @@ class ChannelThread:
         except KVFerryError as error:
             number = self._refuse(type(error).__name__)
             if number.bit_count() == 1:  # each 1st, 2nd, 4th, 8th …: junk must not fill the log
-                log.warning("refused message number %d: %s", number, printable(str(error)))
+                log.warning(
+                    "refused message number %d on the control channel: %s", number, printable(str(error))
+                )
         except Exception:
             self._refuse("unexpected")
             log.exception("the control channel goes on after an unexpected error")

@@ -16,16 +16,19 @@ from kvferry.core.select import Selection, Slack, select
 from kvferry.core.span import Spans
 from kvferry.core.way import Way
 from kvferry.endpoint.edges import Edges
-from kvferry.endpoint.log_limit import LogLimit
+from kvferry.endpoint.load_log import LoadLog
 from kvferry.endpoint.meeting import MetPeer, NotMet, failure_of, meet, remote_name
-from kvferry.endpoint.metrics import FetchMetrics, account, log_line
+from kvferry.endpoint.metrics import EngineMetrics
 from kvferry.endpoint.owner import Owner
 from kvferry.endpoint.posted_reads import PostedReads
 from kvferry.endpoint.shared_plans import SharedPlan, SharedPlans
 from kvferry.errors import SpecError
+from kvferry.log import log_of
 from kvferry.runtime import Failure, FailureCode, Fetch, Reader, Report, Timing
 from kvferry.runtime.admission import refusal
+from kvferry.runtime.figures import Figures, by_label, refused_messages
 from kvferry.runtime.load_costs import LoadCosts, TrafficByWay
+from kvferry.runtime.metric_table import REJECTED_TICKETS, MetricSide
 from kvferry.runtime.values import (
     Build,
     Cancel,
@@ -44,7 +47,7 @@ from kvferry.wire.messages import decode_from_authority, encode
 from kvferry.wire.ticket import Ticket
 from kvferry.wire.trust import Trust
 
-log = logging.getLogger("kvferry")
+log = log_of(__name__)
 
 POLL_SECONDS = 0.001
 """How often the ends of reads are looked for, where the transport tells of none by itself."""
@@ -71,7 +74,7 @@ class Destination:
         num_ranks: int = 0,
         trust: Trust = Trust(),  # noqa: B008  (it is frozen)
         timing: Timing | None = None,
-        metrics: FetchMetrics | None = None,
+        metrics: EngineMetrics | None = None,
         on_refusal: Callable[[Manifest, Failure], None] | None = None,
         edges: Edges | None = None,
     ) -> None:
@@ -90,8 +93,9 @@ class Destination:
         reader = reader or f"{manifest.engine}#{edges.random_bytes(8).hex()}"
         self._transport, self._plans = transport, SharedPlans(manifest, rank)
         self._metrics, self._on_refusal = metrics, on_refusal
-        self._trust, self._host, self._num_refused = trust, edges.host(), 0
-        self._clock, self._log_limit = edges.clock, LogLimit()
+        self._trust, self._host, self._clock = trust, edges.host(), edges.clock
+        self._log = LoadLog()
+        self._figures: Figures = {}
         self._handles = count(1)
         self._reports: deque[Report] = deque()
         regions = manifest.rank(rank).regions
@@ -108,6 +112,8 @@ class Destination:
         self._workers = edges.make_workers(f"kvferry-work-{rank}")
         self._channel = edges.open_channel("", trust.secret)
         self._reads = PostedReads(transport, self._workers, self._owner.put, self._reader.ended)
+        if metrics:
+            metrics.watch(self, lambda: self.figures)
         edges.start_owner(self._owner)
         self._channel.start(f"kvferry-channel-{rank}", self._receive, lambda: self._owner.is_behind)
 
@@ -158,14 +164,13 @@ class Destination:
         record = Record(
             ticket.request_id,
             ticket.engine,
+            address=ticket.authority,
             outcome=failure.code.value,
             detail=failure.detail,
         )
         report = Report(handle, failure, record)
         self._reports.append(report)
-        self._num_refused += 1
-        if self._num_refused.bit_count() == 1:  # each 1st, 2nd, 4th, 8th …: they must not fill the log
-            log.warning("refused ticket number %d: %s", self._num_refused, log_line(report))
+        self._log.rejected(report)
         if self._metrics:
             self._metrics.count(report)
         return handle
@@ -177,6 +182,13 @@ class Destination:
     def poll(self) -> list[Report]:
         """The fetches that are over, each once: loaded (no failure), or failed with its reason."""
         return [self._reports.popleft() for _ in range(len(self._reports))]
+
+    @property
+    def figures(self) -> Figures:
+        """Its counters and gauges, as they stood a moment ago; waits for nobody."""
+        rejected = by_label(REJECTED_TICKETS, self._log.num_rejected)
+        messages = refused_messages(MetricSide.DESTINATION, self._channel.refused, self._channel.dropped)
+        return {**self._figures, **rejected, **messages}
 
     def status(self) -> dict[str, object]:
         """Who is connected, what is in flight, what was refused. Waits for the owner to say so."""
@@ -191,6 +203,8 @@ class Destination:
         A meeting with a peer that does not answer is waited for no longer than a few seconds.
         """
         self._owner.close()
+        if self._metrics:
+            self._metrics.forget(self)
         self._workers.close(CLOSE_SECONDS)
         self._channel.close()
         self._transport.close()
@@ -228,17 +242,10 @@ class Destination:
                     self._channel.hang_up(effect.address)
                 case Report():
                     self._reports.append(effect)
-                    self._account(effect)
+                    self._log.ended(self._clock(), effect)
+                    if self._metrics:
+                        self._metrics.count(effect)
                     self._costs.end(effect.handle, None if effect.failure else effect.record.move_seconds)
-
-    def _account(self, report: Report) -> None:
-        """Write a fetch's line, and count it. Lines of failures are limited: tickets of others cause them."""
-        if report.failure is None or self._log_limit.take(self._clock()):
-            account(report, self._metrics)
-            if report.failure is not None and (num := self._log_limit.pop_left_out()):
-                log.warning("%d more failed fetches have no line here", num)
-        elif self._metrics:
-            self._metrics.count(report)
 
     def _tick(self, now: float) -> float:
         """Look for ends, and, not too often, at every fetch; when to come again."""
@@ -247,17 +254,12 @@ class Destination:
         pause = self._timing.retry / 4
         if now >= self._next_tick:
             self._carry_out(self._reader.tick(now))
-            self._show()
+            self._figures = self._reader.figures()
             self._next_tick = max(self._reader.next_deadline(), now + pause)
         else:  # what has just happened may have set a nearer deadline
             self._next_tick = min(self._next_tick, now + pause)
         must_poll = self._reads.must_poll and self._reader.num_in_flight > 0
         return min(self._next_tick, now + POLL_SECONDS) if must_poll else self._next_tick
-
-    def _show(self) -> None:
-        if self._metrics:
-            lost = (*dict(self._channel.refused).values(), *dict(self._channel.dropped).values())
-            self._metrics.gauge(self._reader.num_in_flight, self._reader.num_quarantined, sum(lost))
 
     def _ranks_found(self, peer: Peer, shared: SharedPlan, seconds: float, now: float) -> list[Effect]:
         self._found[peer] = shared, seconds

@@ -5,7 +5,6 @@ Engines of equal geometry share all of that but the last.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from kvferry.core.lower import Route
 from kvferry.core.manifest import Manifest
 from kvferry.endpoint.shared_plans import SharedPlan
 from kvferry.errors import KVFerryError, Refused, RequestError, SpecError, TransportError
+from kvferry.log import log_of
 from kvferry.runtime import Failure, FailureCode
 from kvferry.runtime.failure import unfit
 from kvferry.runtime.values import Build, Peer
@@ -22,7 +22,7 @@ from kvferry.wire.bad_input import printable
 from kvferry.wire.limits import MAX_WORDS
 from kvferry.wire.outline import regions_at
 
-log = logging.getLogger("kvferry")
+log = log_of(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,5 +126,5 @@ def failure_of(error: Exception, senseless: FailureCode) -> Failure:
         case KVFerryError():
             return Failure(FailureCode.UNEXPECTED, str(error))
         case _:
-            log.exception("unexpected", exc_info=error)
+            log.exception("an unexpected error while a load was prepared; it fails", exc_info=error)
             return Failure(FailureCode.UNEXPECTED, f"{type(error).__name__}: {error}")

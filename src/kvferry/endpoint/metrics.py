@@ -1,102 +1,92 @@
-"""What an operator watches: counters and histograms for Prometheus, and one line per fetch in the log."""
+"""Prometheus metrics of the endpoints in a process; ``kvferry.runtime.metric_table`` has all of them."""
 
 from __future__ import annotations
 
-import logging
-from dataclasses import asdict
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import Metric as CollectorMetric
+from prometheus_client.registry import Collector
 
 from kvferry.runtime import Report
-from kvferry.wire.bad_input import printable
-from kvferry.wire.limits import MAX_WORDS
-
-log = logging.getLogger("kvferry")
-
-SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
-RATIOS = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2, 3, 10, 30)
-BYTES = tuple(float(4**n) for n in range(6, 19))
+from kvferry.runtime.figures import Changes, Figures, Sample, samples_of
+from kvferry.runtime.metric_table import METRICS, Metric, MetricKind
 
 
-class FetchMetrics:
-    """The metrics of all destination ranks in this process."""
+class Instruments:
+    """One instrument of Prometheus for each metric of the table."""
+
+    def __init__(self, make: Callable[[Metric], Any]) -> None:
+        self._by_name: Mapping[str, Any] = {metric.name: make(metric) for metric in METRICS.values()}
+
+    def add(self, samples: Iterable[Sample], label_values: Iterable[object] = ()) -> None:
+        """Count what happened; ``label_values`` come before those of each sample."""
+        first = tuple(label_values)
+        for metric, labels, number in samples:
+            instrument, values = self._by_name[metric.name], (*first, *labels)
+            instrument = instrument.labels(*values) if values else instrument
+            if metric.kind is MetricKind.HISTOGRAM:
+                instrument.observe(number)
+            else:
+                instrument.inc(number)
+
+
+class EngineMetrics:
+    """The metrics of all endpoints in this process: give one object to each of them."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         """``registry``: where the metrics appear; by default where Prometheus looks."""
-        self._fetches = Counter(
-            "kvferry_fetches", "Fetches that ended, by outcome", ["outcome"], registry=registry
-        )
-        self._ways = Counter(
-            "kvferry_fetch_ways", "Fetches that ended, by how their bytes came", ["way"], registry=registry
-        )
-        self._bytes = Counter("kvferry_fetched_bytes", "Bytes of fetches that ended well", registry=registry)
-        self._runs = Counter("kvferry_fetched_runs", "Runs of fetches that ended well", registry=registry)
-        self._size = Histogram("kvferry_fetch_bytes", "Bytes per fetch", buckets=BYTES, registry=registry)
-        self._seconds = Histogram(
-            "kvferry_fetch_seconds",
-            "Where the time of a fetch went",
-            ["part"],
-            buckets=SECONDS,
-            registry=registry,
-        )
-        self._ratio = Histogram(
-            "kvferry_fetch_move_ratio",
-            "Time to move, measured over predicted",
-            buckets=RATIOS,
-            registry=registry,
-        )
-        self._in_flight = Gauge(
-            "kvferry_reads_in_flight", "Posted reads that have not ended", registry=registry
-        )
-        self._quarantined = Gauge("kvferry_quarantined", "Fetches whose reads do not end", registry=registry)
-        self._refused = Gauge(
-            "kvferry_refused_messages", "Messages that were dropped or refused", registry=registry
-        )
+
+        def make(metric: Metric) -> Counter | Gauge | Histogram:
+            about: dict[str, Any] = {"labelnames": metric.label_names, "registry": registry}
+            match metric.kind:
+                case MetricKind.COUNTER:
+                    return Counter(metric.name, metric.help, **about)
+                case MetricKind.GAUGE:
+                    return Gauge(metric.name, metric.help, **about)
+                case MetricKind.HISTOGRAM:
+                    return Histogram(metric.name, metric.help, buckets=metric.buckets, **about)
+
+        self._lock = threading.Lock()
+        self._watched: dict[object, tuple[Callable[[], Figures], Changes]] = {}
+        # A registry asks in the order of registration: what endpoints have counted is there when it is read.
+        registry.register(_BeforeOthers(self._look))
+        self._instruments = Instruments(make)
 
     def count(self, report: Report) -> None:
-        """One fetch ended."""
-        record = asdict(report.record)
-        self._fetches.labels(report.record.outcome).inc()
-        if report.record.way:
-            self._ways.labels(report.record.way).inc()
-        if report.failure is None:
-            self._bytes.inc(report.record.num_bytes)
-            self._runs.inc(report.record.num_runs)
-            self._size.observe(report.record.num_bytes)
-            if report.record.predicted_seconds:
-                self._ratio.observe(report.record.move_seconds / report.record.predicted_seconds)
-        for name, value in record.items():
-            if name.endswith("_seconds"):
-                self._seconds.labels(name.removesuffix("_seconds")).observe(value)
+        """One load ended."""
+        self._instruments.add(samples_of(report.record))
 
-    def gauge(self, in_flight: int, quarantined: int, refused: int) -> None:
-        """How things stand now."""
-        self._in_flight.set(in_flight)
-        self._quarantined.set(quarantined)
-        self._refused.set(refused)
+    def watch(self, endpoint: object, figures: Callable[[], Figures]) -> None:
+        """Show an endpoint's figures from now on; they are asked for whenever the metrics are read."""
+        with self._lock:
+            self._watched[endpoint] = figures, Changes()
 
+    def forget(self, endpoint: object) -> None:
+        """An endpoint has ended: its gauges go back to 0, what it has counted stays."""
+        with self._lock:
+            if known := self._watched.pop(endpoint, None):
+                figures, changes = known
+                self._instruments.add(changes.since(figures()))
+                self._instruments.add(changes.since({}))
 
-def account(report: Report, metrics: FetchMetrics | None = None) -> None:
-    """One fetch ended: write its line, and count it."""
-    level = log.warning if report.failure else log.info
-    level("%s", log_line(report), extra={"kvferry": asdict(report.record)})
-    if metrics:
-        metrics.count(report)
+    def _look(self) -> None:
+        with self._lock:
+            for figures, changes in self._watched.values():
+                self._instruments.add(changes.since(figures()))
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
+class _BeforeOthers(Collector):
+    """Has nothing of its own to show, but something to do when metrics are read."""
 
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
 
-def log_line(report: Report) -> str:
-    """The account of a fetch in one readable line."""
-    record, outcome = report.record, printable(str(report.failure or report.record.outcome), MAX_WORDS)
-    return (
-        f"fetched {printable(record.request_id)} from {printable(record.engine)}: {outcome};"
-        f" {record.num_bytes} bytes in"
-        f" {_count(record.num_runs, 'run')} from {_count(record.num_sources, 'rank')}"
-        f"{f', {record.way}' if record.way else ''};"
-        f" moved in {record.move_seconds * 1e3:.1f} ms"
-        f"{f', predicted {record.predicted_seconds * 1e3:.1f}' if record.predicted_seconds else ''};"
-        f" {record.total_seconds * 1e3:.1f} ms in all"
-    )
+    def describe(self) -> Iterable[CollectorMetric]:
+        return ()
+
+    def collect(self) -> Iterable[CollectorMetric]:
+        self._act()
+        return ()

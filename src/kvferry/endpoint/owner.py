@@ -6,7 +6,6 @@ work.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -14,8 +13,9 @@ from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 from kvferry.errors import KVFerryError
+from kvferry.log import log_of
 
-log = logging.getLogger("kvferry")
+log = log_of(__name__)
 
 E = TypeVar("E")
 T = TypeVar("T")

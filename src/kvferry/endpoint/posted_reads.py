@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -11,10 +10,11 @@ from kvferry.endpoint.edges import Workers
 from kvferry.endpoint.meeting import remote_name
 from kvferry.endpoint.owner import Event
 from kvferry.errors import KVFerryError
+from kvferry.log import log_of
 from kvferry.runtime.values import Effect, PostReads
 from kvferry.transport.base import Transport
 
-log = logging.getLogger("kvferry")
+log = log_of(__name__)
 
 READS = "reads"
 """The workers' key: reads are submitted in order, by one thread."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
 
 from kvferry.errors import SpecError
+from kvferry.log import log_of
 from kvferry.wire.secret import Secret
 
-log = logging.getLogger("kvferry")
+log = log_of(__name__)
 
 SECRET = "KVFERRY_SECRET"
 SECRET_FILE = "KVFERRY_SECRET_FILE"

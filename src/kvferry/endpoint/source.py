@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
@@ -14,9 +13,15 @@ from kvferry.core.outline import Outline
 from kvferry.core.request import BlockTable
 from kvferry.endpoint.edges import Edges
 from kvferry.endpoint.invitation import Invitation
+from kvferry.endpoint.lease_log import LeaseLog
+from kvferry.endpoint.metrics import EngineMetrics
 from kvferry.endpoint.owner import Owner
 from kvferry.errors import KVFerryError, SpecError
+from kvferry.log import log_of
 from kvferry.runtime import Authority, Offers, Released, Timing
+from kvferry.runtime.figures import Figures, refused_messages
+from kvferry.runtime.lease_tally import block_bytes_of
+from kvferry.runtime.metric_table import MetricSide
 from kvferry.runtime.values import Merge, Send, SourceEffect
 from kvferry.wire.bad_input import printable
 from kvferry.wire.messages import (
@@ -35,7 +40,7 @@ from kvferry.wire.outline import manifest_of_joins, outline_to_msgpack
 from kvferry.wire.ticket import Ticket
 from kvferry.wire.trust import Trust, is_loopback
 
-log = logging.getLogger("kvferry")
+log = log_of(__name__)
 
 EVERY_HOST = ("0.0.0.0", "*", "[::]")
 
@@ -44,6 +49,8 @@ HERE = "here/"
 ADMIT_SECONDS = 120.0
 """How long ``admit`` waits; all ranks are merged meanwhile."""
 CLOSE_SECONDS = 5.0
+SHOW_SECONDS = 0.25
+"""How old the figures for people may be."""
 
 
 class SourceEngine:
@@ -63,6 +70,7 @@ class SourceEngine:
         credential: bytes = b"",
         trust: Trust = Trust(),  # noqa: B008  (it is frozen)
         timing: Timing | None = None,
+        metrics: EngineMetrics | None = None,
         edges: Edges | None = None,
     ) -> None:
         """``advertise``: the host that readers call, where it is not the one that ``listen`` names.
@@ -94,7 +102,10 @@ class SourceEngine:
             host=edges.host() if trust.is_one_host or is_loopback(address) else "",
             fleet_key=trust.ticket_key,
         )
-        self._is_whole = False
+        self._is_whole, self._log = False, LeaseLog(engine)
+        self._metrics = metrics
+        self._figures: Figures = {}
+        self._shown_at = float("-inf")
         # These are the owner's alone.
         self._authority = Authority(self._offers, num_ranks, timing)
         self._admitting: dict[str, Future[str]] = {}
@@ -102,6 +113,8 @@ class SourceEngine:
 
         self._owner = Owner(f"kvferry-{engine}", self._carry_out, self._tick, edges.clock)
         self._workers = edges.make_workers(f"kvferry-{engine}-work")
+        if metrics:
+            metrics.watch(self, lambda: self.figures)
         edges.start_owner(self._owner)
         self._channel.start(f"kvferry-{engine}-channel", self._receive, lambda: self._owner.is_behind)
 
@@ -171,6 +184,12 @@ class SourceEngine:
             self._offers.forget(one.request_id)
         return released
 
+    @property
+    def figures(self) -> Figures:
+        """Its counters and gauges, as they stood a moment ago; waits for nobody."""
+        messages = refused_messages(MetricSide.SOURCE, self._channel.refused, self._channel.dropped)
+        return {**self._figures, **messages}
+
     def status(self) -> dict[str, object]:
         """Who is here, what is pinned, what was refused. Waits for the owner to say so."""
         return self._owner.ask(self._authority.status) | {
@@ -181,6 +200,8 @@ class SourceEngine:
     def close(self) -> None:
         """Stop listening."""
         self._owner.close()
+        if self._metrics:
+            self._metrics.forget(self)
         self._workers.close(CLOSE_SECONDS)
         self._channel.close()
 
@@ -192,10 +213,12 @@ class SourceEngine:
                 case Send() if effect.to.startswith(HERE):
                     self._tell_ourselves(effect)
                 case Send():
+                    self._log.sent(self._clock(), effect.message)
                     self._send(effect.to, effect.message)
                 case Merge():
                     self._workers.submit("merge", partial(self._merge, effect.joins))
                 case Released():
+                    self._log.released(self._clock(), effect)
                     self._released.append(effect)
 
     def _send(self, to: str, message: Message) -> None:
@@ -210,7 +233,12 @@ class SourceEngine:
         self._carry_out(self._authority.tick(now))
         self._is_whole = self._authority.is_whole
         self._offers.refusal = self._authority.overload
-        return self._authority.next_deadline()
+        deadline, show_at = self._authority.next_deadline(), self._shown_at + SHOW_SECONDS
+        if now < show_at:
+            return min(deadline, show_at)
+        # Not at every message: leases are counted for it.
+        self._shown_at, self._figures = now, self._authority.figures()
+        return deadline
 
     def _admit(self, reply_to: str, join: Join, answer: Future[str], now: float) -> list[SourceEffect]:
         self._admitting[reply_to] = answer
@@ -248,14 +276,15 @@ class SourceEngine:
 
     def _merge(self, joins: Mapping[int, Join]) -> None:
         try:
-            outline = outline_to_msgpack(Outline.of(manifest_of_joins(joins)))
+            manifest = manifest_of_joins(joins)
+            outline, block_bytes = outline_to_msgpack(Outline.of(manifest)), block_bytes_of(manifest)
         except Exception as error:
             if not isinstance(error, KVFerryError):
                 log.exception("the descriptions of the ranks could not be merged")
             detail = printable(str(error) or type(error).__name__)
             self._owner.put(lambda now: self._authority.not_merged(now, detail))
         else:
-            self._owner.put(lambda now: self._authority.merged(now, outline))
+            self._owner.put(lambda now: self._authority.merged(now, outline, block_bytes))
 
 
 def _advertised(address: str, host: str) -> str:

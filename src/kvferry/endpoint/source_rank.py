@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Iterable
 
@@ -12,6 +11,7 @@ from kvferry.endpoint.edges import Edges
 from kvferry.endpoint.invitation import Invitation
 from kvferry.endpoint.owner import Owner
 from kvferry.errors import SpecError
+from kvferry.log import log_of
 from kvferry.runtime import Member, Released, Timing
 from kvferry.runtime.member import Membership
 from kvferry.runtime.values import Send
@@ -20,7 +20,7 @@ from kvferry.wire.messages import decode_from_authority, encode
 from kvferry.wire.outline import join_of
 from kvferry.wire.trust import Trust
 
-log = logging.getLogger("kvferry")
+log = log_of(__name__)
 
 
 class SourceRank:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Hashable
 from queue import Empty, SimpleQueue
 
-log = logging.getLogger("kvferry")
+from kvferry.log import log_of
+
+log = log_of(__name__)
 
 Work = Callable[[], object]
 

@@ -9,14 +9,18 @@ while, whatever any clock says, and the reader is told so: that answer is what m
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from heapq import heappop, heappush
 from itertools import islice
 
 from kvferry.runtime.failure import FailureCode
+from kvferry.runtime.figures import Figures, by_label, figure
 from kvferry.runtime.lease import EndedReadings, Lease
+from kvferry.runtime.lease_tally import LeaseTally
 from kvferry.runtime.member import NOT_JOINED
+from kvferry.runtime.metric_table import LEASES, UNHEARD_RELEASES
 from kvferry.runtime.offers import Offers
 from kvferry.runtime.values import Merge, Released, Send, SourceEffect, Timing
 from kvferry.wire.messages import (
@@ -104,6 +108,7 @@ class Authority:
         self._notices = {rank: _Notices() for rank in range(num_ranks)}
         self._assembly = Assembly.GATHERING
         self._welcome: Welcome | None = None
+        self._tally = LeaseTally()
 
     # -- the engine's own calls --------------------------------------------------------------------
 
@@ -113,6 +118,7 @@ class Authority:
         lease = self._leases[ticket.ticket_id] = Lease(ticket, deadline, deadline + self._timing.life)
         heappush(self._by_deadline, (lease.deadline, ticket.ticket_id))
         self._by_request[ticket.request_id] = ticket.ticket_id
+        self._tally.offered(ticket)
         return []
 
     def withdraw(self, now: float, request_id: str) -> list[SourceEffect]:
@@ -154,7 +160,21 @@ class Authority:
             "ranks": f"{len(self._ranks)}/{self._num_ranks}",
             "offered": len(self._leases) - read,
             "being_read": read,
-            "unheard": sum(len(notices.unheard) for notices in self._notices.values()),
+            "unheard": self._num_unheard,
+        }
+
+    @property
+    def _num_unheard(self) -> int:
+        return sum(len(notices.unheard) for notices in self._notices.values())
+
+    def figures(self) -> Figures:
+        """Its counters and gauges."""
+        read = sum(1 for lease in self._leases.values() if lease.reading)
+        leases = {"offered": len(self._leases) - read, "being-read": read}
+        return {
+            **by_label(LEASES, leases),
+            **figure(UNHEARD_RELEASES, self._num_unheard),
+            **self._tally.figures(),
         }
 
     # -- events ------------------------------------------------------------------------------------
@@ -229,6 +249,7 @@ class Authority:
 
     def _acquire(self, now: float, ask: Acquire) -> Grant | Denial:
         def no(code: FailureCode, detail: str) -> Denial:
+            self._tally.denials[code.value] += 1
             return Denial(ask.nonce, ask.ticket.ticket_id, code.value, detail)
 
         ticket, offers = ask.ticket, self._offers
@@ -243,6 +264,7 @@ class Authority:
             return no(FailureCode.ENDED, "its lease is over")
         if refusal := lease.refusal(ask):
             return no(*refusal)
+        self._tally.granted(ticket, is_first=lease.reading is None)
         lease.bind(ask)
         self._extend(now, lease)
         return Grant(ask.nonce, ticket.ticket_id, int(self._timing.lease * 1000))
@@ -257,6 +279,7 @@ class Authority:
                 kept.append(ticket_id)
             else:
                 ended.append(ticket_id)
+        self._tally.renewals.update(kept=len(kept), ended=len(ended))
         return Renewal(ask.nonce, int(self._timing.lease * 1000), tuple(kept), tuple(ended))
 
     def _may_last(self, now: float, lease: Lease) -> bool:
@@ -337,8 +360,14 @@ class Authority:
         joined = JoinAck(self._offers.engine, self._offers.generation)
         return [Send(self._ranks[rank].reply_to, joined), *self._notify(now, rank)]
 
-    def merged(self, now: float, outline: bytes) -> list[SourceEffect]:
-        """The ranks fit together, and this is their engine's outline."""
+    def merged(
+        self, now: float, outline: bytes, block_bytes: Mapping[str, int] | None = None
+    ) -> list[SourceEffect]:
+        """The ranks fit together, and this is their engine's outline.
+
+        ``block_bytes``: of a block of each group, over all ranks; for the account only.
+        """
+        self._tally.block_bytes = block_bytes or {}
         engine, generation = self._offers.engine, self._offers.generation
         transport = next(rank.join.transport for rank in self._ranks.values())
         self._assembly = Assembly.WHOLE
@@ -377,6 +406,7 @@ class Authority:
         """One release: to the engine, and to every rank, read from or not."""
         request_id, ticket_id = lease.ticket.request_id, lease.ticket.ticket_id
         del self._leases[ticket_id]
+        self._tally.ended_lease(lease.ticket, reason)
         if lease.reading is not None:
             self._ended.remember(now, ticket_id, lease.reading)
         del self._by_request[request_id]

@@ -76,6 +76,11 @@ class Connections:
         known = self._by_address.get(address)
         return "" if known is None else known.reason
 
+    @property
+    def num_gone(self) -> int:
+        """How many addresses had somebody who is gone."""
+        return sum(1 for known in self._by_address.values() if known.reason)
+
     def is_gone(self, peer: Peer) -> bool:
         """Whether this very peer is gone."""
         known = self._by_address.get(peer.authority)

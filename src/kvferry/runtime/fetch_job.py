@@ -117,6 +117,7 @@ class FetchJob:
         return Record(
             request_id=self.ticket.request_id,
             engine=self.peer.engine,
+            address=self.peer.authority,
             num_bytes=self.num_bytes,
             num_runs=self.num_runs,
             num_sources=self.num_sources,

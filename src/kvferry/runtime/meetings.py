@@ -15,6 +15,7 @@ from have to be described.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -103,6 +104,8 @@ class Meetings:
         self.unmet: set[Peer] = set()
         """Those that cannot be read from yet: whoever wrote a ticket may have made them up."""
         self._nonces = count(1)
+        self.num_repeated = 0
+        """Questions that were asked again, since no answer came."""
 
     def __len__(self) -> int:
         return len(self._known)
@@ -132,6 +135,11 @@ class Meetings:
     def met(self) -> list[Peer]:
         """The peers that can be read from."""
         return [peer for peer in self._known if self.is_met(peer)]
+
+    @property
+    def states(self) -> Counter[str]:
+        """How many peers are how far."""
+        return Counter(known.state.value for known in self._known.values())
 
     def meet(self, now: float, peer: Peer, *, is_used: bool) -> list[Effect]:
         """Somebody wants to read from a peer; ``is_used``: somebody needs it as it is."""
@@ -259,6 +267,7 @@ class Meetings:
                 lost.append((known.peer, self.no_answer(known.peer)))
             elif now >= known.asked_at + self._timing.retry:
                 known.asked_at = now
+                self.num_repeated += 1
                 asked = known.asked
                 effects.append(self._hello(known.peer) if asked is None else self._ask(known.peer, asked))
         return effects, lost

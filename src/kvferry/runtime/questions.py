@@ -24,6 +24,8 @@ class Questions:
         self._timing = timing
         self._by_nonce: dict[int, _Question] = {}
         """The oldest first."""
+        self.num_repeated = 0
+        """Questions for fetches that had asked before, and got no answer."""
 
     def __len__(self) -> int:
         return len(self._by_nonce)
@@ -31,6 +33,7 @@ class Questions:
     def ask(self, now: float, nonce: int, authority: str, jobs: Sequence[FetchJob]) -> None:
         """A question for these fetches is being sent."""
         self._by_nonce[nonce] = _Question(now, authority, tuple(jobs))
+        self.num_repeated += any(job.is_asking for job in jobs)
         for job in jobs:
             job.asked_at, job.is_asking = now, True
 
@@ -75,6 +78,7 @@ class Settlements:
     def __init__(self, timing: Timing) -> None:
         self._timing = timing
         self._by_attempt: dict[int, Settlement] = {}
+        self.num_repeated = 0
 
     def __len__(self) -> int:
         return len(self._by_attempt)
@@ -109,6 +113,7 @@ class Settlements:
                 settlement.sent_at = now
                 if not is_gone(settlement.to):
                     effects.append(Send(settlement.to, settlement.message))
+                    self.num_repeated += 1
         return effects
 
     def next_deadline(self) -> float:

@@ -27,7 +27,9 @@ from kvferry.errors import SpecError
 from kvferry.runtime.connections import Connections
 from kvferry.runtime.failure import Failure, FailureCode, denied
 from kvferry.runtime.fetch_job import FetchJob, Phase
+from kvferry.runtime.figures import Figures, by_label, figure
 from kvferry.runtime.meetings import AT_WORK, Lost, Meeting, Meetings
+from kvferry.runtime.metric_table import PEERS, PHASES, QUARANTINED, READS_IN_FLIGHT, RETRIES
 from kvferry.runtime.questions import Questions, Settlements
 from kvferry.runtime.values import (
     Cancel,
@@ -334,6 +336,24 @@ class Reader:
             "in_flight": self.num_in_flight,
             "quarantined": self.num_quarantined,
             "settling": len(self._settlements),
+        }
+
+    def figures(self) -> Figures:
+        """Its counters and gauges."""
+        phases = Counter(job.phase.value for job in self._jobs.values())
+        num_quarantined = phases.pop(Phase.QUARANTINED.value, 0)
+        gone = {"gone": num} if (num := self._connections.num_gone) else {}
+        retries = {
+            "hello": self._meetings.num_repeated,
+            "lease": self._questions.num_repeated,
+            "settle": self._settlements.num_repeated,
+        }
+        return {
+            **figure(QUARANTINED, num_quarantined),
+            **figure(READS_IN_FLIGHT, self.num_in_flight),
+            **by_label(PHASES, phases),
+            **by_label(PEERS, self._meetings.states | Counter(gone)),
+            **by_label(RETRIES, retries),
         }
 
     @property

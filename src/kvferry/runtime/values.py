@@ -201,3 +201,5 @@ class Record:
     """``read``, or the failure's code: one word of a closed list, fit for a metric's label."""
     detail: str = ""
     """What the failure says beyond its code."""
+    address: str = ""
+    """Where the source engine's authority is called."""

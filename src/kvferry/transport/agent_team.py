@@ -10,7 +10,6 @@ that have a new owner by then. Here a read has ended when every agent says so of
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,11 +22,12 @@ from kvferry.core.manifest import Region
 from kvferry.core.product import Product
 from kvferry.core.runs import Runs
 from kvferry.errors import TransportError
+from kvferry.log import log_of
 from kvferry.transport.agent_thread import AgentLink, AgentThread
 from kvferry.transport.base import Connected, DeviceEvent
 from kvferry.transport.slices import cut_long
 
-log = logging.getLogger(__name__)
+log = log_of(__name__)
 
 RUN_COST_BYTES = 16 << 10
 """A run costs about as much as so many bytes: shares are cut alike by both together."""

@@ -7,7 +7,6 @@ which something was posted are then never reported, since nobody can know any mo
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections import deque
@@ -24,6 +23,7 @@ from kvferry.core.product import Product
 from kvferry.core.runs import Runs
 from kvferry.core.way import Way
 from kvferry.errors import TransportError
+from kvferry.log import log_of
 from kvferry.transport.agent import FabricAgent
 from kvferry.transport.base import Connected, DeviceEvent
 from kvferry.transport.cards import pack_card
@@ -39,7 +39,7 @@ from kvferry.transport.ucx import UcxSettings
 
 T = TypeVar("T")
 
-log = logging.getLogger(__name__)
+log = log_of(__name__)
 
 SHORTEST_NAP, LONGEST_NAP = 20e-6, 1e-3
 """Seconds between two looks at the transfers under way; doubled while nothing happens."""

@@ -6,7 +6,6 @@ The socket has no name in the file system: it goes with its process, and is seen
 from __future__ import annotations
 
 import hmac
-import logging
 import os
 import secrets
 import socket
@@ -15,8 +14,9 @@ from collections.abc import Sequence
 from time import monotonic, sleep
 
 from kvferry.errors import TransportError
+from kvferry.log import log_of
 
-log = logging.getLogger(__name__)
+log = log_of(__name__)
 
 TOKEN_BYTES = 32
 MAX_AT_ONCE = 250

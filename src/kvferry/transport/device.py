@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from enum import Enum
 
 from kvferry.core.manifest import Region
 from kvferry.errors import TransportError
+from kvferry.log import log_of
 from kvferry.transport.copy_kernel import CopyLimits
 from kvferry.transport.cuda import Cuda
 from kvferry.transport.descriptors import RegionTable
 from kvferry.transport.exports import Exporter
 from kvferry.transport.mapped import DeviceCopier, MappedLink
 
-log = logging.getLogger(__name__)
+log = log_of(__name__)
 
 SETTING = "KVFERRY_MAPPED_READS"
 BLOCKS_SETTING = "KVFERRY_COPY_BLOCKS"

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from queue import SimpleQueue
 
 from kvferry.errors import TransportError
+from kvferry.log import log_of
 from kvferry.transport.base import DeviceEvent
 from kvferry.transport.cuda import Cuda, Event
 from kvferry.transport.quietly import quietly
 
-log = logging.getLogger(__name__)
+log = log_of(__name__)
 
 
 class EventWait:

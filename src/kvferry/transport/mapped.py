@@ -12,7 +12,6 @@ engine's device memory stays taken.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,6 +29,7 @@ from kvferry.core.product import Product
 from kvferry.core.runs import Runs
 from kvferry.core.way import Way
 from kvferry.errors import TransportError
+from kvferry.log import log_of
 from kvferry.transport.base import CANCELLED, Connected, DeviceEvent
 from kvferry.transport.cards import export_in, unpack_card
 from kvferry.transport.copy_kernel import (
@@ -50,7 +50,7 @@ from kvferry.transport.exports import Export, Opened
 from kvferry.transport.places import Places
 from kvferry.transport.quietly import quietly
 
-log = logging.getLogger(__name__)
+log = log_of(__name__)
 
 HOST = "cpu"
 NUM_LANES = 4

@@ -7,7 +7,6 @@ peer is met that the first cannot read by itself (see ``emulation``).
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from kvferry.core.manifest import Region
 from kvferry.core.product import Product
 from kvferry.core.runs import Runs
 from kvferry.errors import TransportError
+from kvferry.log import log_of
 from kvferry.transport.agent import FabricAgent
 from kvferry.transport.agent_team import AgentTeam
 from kvferry.transport.agent_thread import AgentThread
@@ -48,7 +48,7 @@ __all__ = [
     "unpack_card",
 ]
 
-log = logging.getLogger(__name__)
+log = log_of(__name__)
 
 REFUSED = (
     f"it is dead, or no transport of UCX can read its memory without its help, and such reads are disabled"

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import ParamSpec
 
 from kvferry.errors import TransportError
+from kvferry.log import log_of
 
 P = ParamSpec("P")
 
-log = logging.getLogger(__name__)
+log = log_of(__name__)
 
 
 def quietly(work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:

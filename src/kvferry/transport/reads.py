@@ -21,20 +21,20 @@ remove      nothing is under way; the agent may keep what it knew
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvferry.core.runs import Runs
 from kvferry.errors import TransportError
+from kvferry.log import log_of
 from kvferry.transport.agent import FabricAgent
 from kvferry.transport.base import CANCELLED
 from kvferry.transport.cards import segment_in, unpack_card
 from kvferry.transport.descriptors import Pace, RegionTable, SlicePair, slice_pairs
 from kvferry.transport.quietly import quietly
 
-log = logging.getLogger(__name__)
+log = log_of(__name__)
 
 
 @dataclass(eq=False, slots=True)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from kvferry.errors import TransportError
+from kvferry.log import log_of
 from kvferry.transport.base import ReadEnd
 
 T = TypeVar("T")
 
-log = logging.getLogger(__name__)
+log = log_of(__name__)
 
 
 class Transfers(Generic[T]):

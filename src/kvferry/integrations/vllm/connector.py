@@ -122,7 +122,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.results()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        return self._side.stats() if isinstance(self._side, WorkerSide) else None
+        return self._side.stats()
 
     # -- scheduler ---------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Hashable
 from functools import partial
@@ -11,11 +10,12 @@ from typing import Any
 
 from kvferry.endpoint.edges import Edges
 from kvferry.endpoint.owner import Owner
+from kvferry.log import log_of
 from kvferry.testing.simulation.network import Network, SimulatedChannel
 from kvferry.testing.simulation.timeline import Action, SimulatedClock, Timeline
 from kvferry.wire.secret import Secret
 
-log = logging.getLogger("kvferry")
+log = log_of(__name__)
 
 LOOPBACK = "simulated"
 """All hosts have one: without a secret engines talk to those of their own host only."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 from vllm.lora.request import LoRARequest
@@ -10,8 +9,9 @@ from vllm.lora.utils import get_adapter_absolute_path
 
 from kvferry.checkpoint import adapter_digest
 from kvferry.errors import SpecError
+from kvferry.log import log_of
 
-log = logging.getLogger("kvferry")
+log = log_of(__name__)
 
 MAX_ADAPTERS = 4096
 """Adapters that are remembered."""

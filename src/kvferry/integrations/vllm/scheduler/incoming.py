@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,8 +16,13 @@ from kvferry.integrations.vllm.scheduler.outgoing import TICKET
 from kvferry.integrations.vllm.scheduler.tables import BlockIds, Groups, digest, is_identified
 from kvferry.integrations.vllm.shared.step import Load, StepMetadata
 from kvferry.runtime.admission import refusal
+from kvferry.runtime.figures import Figures, by_label
+from kvferry.runtime.metric_table import REJECTED_TICKETS
 from kvferry.wire.ticket import Ticket, from_text
 from kvferry.wire.trust import Trust
+
+_Refused = tuple[str, str]
+"""Why a ticket is not used: a code to count by, and words."""
 
 
 @dataclass
@@ -47,6 +53,13 @@ class Incoming:
         self._known: list[tuple[str, Ticket]] = []
         self._loads: list[Load] = []
         self._dropped: list[str] = []
+        self._rejected: Counter[str] = Counter()
+        """Tickets that were not used, by why."""
+
+    @property
+    def figures(self) -> Figures:
+        """The counters of tickets that no worker has seen."""
+        return by_label(REJECTED_TICKETS, dict(self._rejected))
 
     def new_request(self, request: Request) -> None:
         """A request is known: hold its ticket from now on, however long it waits."""
@@ -60,43 +73,45 @@ class Incoming:
 
     def _read(self, request: Request, params: dict[str, Any]) -> _Wanted:
         most = self._groups.num_loadable(request.num_prompt_tokens)
-        ticket, refusal = self._ticket(params)
-        if ticket is not None:
-            refusal = self._refusal(request, ticket, most)
-        if ticket is None or refusal:
-            return _Wanted(None, refusal, most)
+        ticket = self._ticket(params)
+        refused = self._refusal(request, ticket, most) if isinstance(ticket, Ticket) else ticket
+        if refused is not None or not isinstance(ticket, Ticket):
+            code, detail = refused or ticket
+            self._rejected[code] += 1
+            return _Wanted(None, detail, most)
         if self._take_back(ticket) or ticket in self._live.values():
             # Our own prefill, or one that several answers to one prompt share (n > 1): what our prefix cache
             # does not have is computed.
             return _Wanted(None, "", 0)
         return _Wanted(ticket, "", min(most, ticket.num_tokens))
 
-    def _ticket(self, params: dict[str, Any]) -> tuple[Ticket | None, str]:
+    def _ticket(self, params: dict[str, Any]) -> Ticket | _Refused:
         """The ticket, or why there is none. It is proved before it is read, and before anybody is called."""
         text = params.get(TICKET)
         if not isinstance(text, str):
-            return None, f"kv_transfer_params carry no ticket ({TICKET}): did kvferry prefill it?"
+            return "no-ticket", f"kv_transfer_params carry no ticket ({TICKET}): did kvferry prefill it?"
         try:
             ticket = from_text(text, self._trust.ticket_key)
         except SpecError as error:
-            return None, str(error)
+            return "unreadable", str(error)
         refused = refusal(ticket, self._trust, self._host)
-        return (None, str(refused)) if refused else (ticket, "")
+        return (refused.code.value, str(refused)) if refused else ticket
 
-    def _refusal(self, request: Request, ticket: Ticket, most: int) -> str:
+    def _refusal(self, request: Request, ticket: Ticket, most: int) -> _Refused | None:
         try:
             is_same = ticket.digest == digest(request, ticket.num_tokens, self._adapters)
         except SpecError as error:
-            return str(error)
+            return "other-prompt", str(error)
         if not is_identified(request) or not is_same:
             lora = ", or for another LoRA adapter" if request.lora_request is not None else ""
-            return f"the ticket was made for another prompt{lora}"
+            return "other-prompt", f"the ticket was made for another prompt{lora}"
         if self._groups.has_state and ticket.num_tokens > most:
             return (
+                "state-too-long",
                 f"the recurrent state behind the ticket includes {ticket.num_tokens} tokens, but at most"
-                f" {most} tokens of this prompt may be loaded"
+                f" {most} tokens of this prompt may be loaded",
             )
-        return ""
+        return None
 
     def matched(self, request: Request, num_computed: int) -> tuple[int, bool]:
         """How many tokens a ticket brings beyond those that are here already.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,10 +13,12 @@ from kvferry.errors import SpecError
 from kvferry.integrations.vllm.scheduler.adapters import Adapters
 from kvferry.integrations.vllm.scheduler.tables import BlockIds, Groups, digest, is_identified
 from kvferry.integrations.vllm.shared.options import Options
+from kvferry.log import log_of
+from kvferry.runtime.figures import Figures
 from kvferry.wire.messages import Join
 from kvferry.wire.ticket import Ticket, to_text
 
-log = logging.getLogger("kvferry")
+log = log_of(__name__)
 
 TICKET = "kvferry_ticket"
 """The key of ``kv_transfer_params`` that carries the ticket; the others are vLLM's own."""
@@ -140,6 +141,11 @@ class Outgoing:
     def num_leases(self) -> int:
         """How many requests are pinned, whose release the engine has to notice."""
         return self._source.num_leases if self._source is not None else 0
+
+    @property
+    def figures(self) -> Figures:
+        """The counters and gauges of a producer."""
+        return self._source.figures if self._source is not None else {}
 
     def released(self) -> list[str]:
         """The requests whose blocks are the engine's own again, each once."""

@@ -17,7 +17,9 @@ from kvferry.integrations.vllm.scheduler.outgoing import Outgoing
 from kvferry.integrations.vllm.scheduler.tables import BlockIds, Groups
 from kvferry.integrations.vllm.shared.dump import dump_engine
 from kvferry.integrations.vllm.shared.options import Options
+from kvferry.integrations.vllm.shared.stats import LoadStats
 from kvferry.integrations.vllm.shared.step import StepMetadata
+from kvferry.runtime.figures import Changes
 from kvferry.wire.messages import Join
 
 IDLE_SECONDS = 0.005
@@ -30,7 +32,7 @@ class SchedulerSide:
         transfer = vllm_config.kv_transfer_config
         engine = transfer.engine_id or secrets.token_hex(8)
         self._is_producer, self._is_consumer = transfer.is_kv_producer, transfer.is_kv_consumer
-        self._options = options
+        self._options, self._changes = options, Changes()
         self.groups = Groups(vllm_config, config)
         adapters = Adapters(is_required=options.is_identity_required)
         self._outgoing = Outgoing(vllm_config, self.groups, options, engine, adapters)
@@ -69,6 +71,12 @@ class SchedulerSide:
         if is_idle and self._outgoing.num_leases and not self._incoming.has_news:
             time.sleep(IDLE_SECONDS)  # steps are made only to notice releases: no need to hurry
         return self._incoming.step(self._outgoing.released())
+
+    def stats(self) -> LoadStats | None:
+        """What has been counted since the last call."""
+        stats = LoadStats()
+        stats.change(self._changes.since({**self._outgoing.figures, **self._incoming.figures}))
+        return None if stats.is_empty() else stats
 
     def close(self) -> None:
         self._outgoing.close()

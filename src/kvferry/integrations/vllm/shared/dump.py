@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from kvferry.core.manifest import Manifest
 from kvferry.endpoint.private_files import own_folder, write_private
 from kvferry.errors import SpecError
+from kvferry.log import log_of
 from kvferry.wire import manifest_to_json
 from kvferry.wire.bad_input import printable
 from kvferry.wire.limits import MAX_WORDS
 from kvferry.wire.messages import Join
 from kvferry.wire.outline import manifest_of_joins
 
-log = logging.getLogger("kvferry")
+log = log_of(__name__)
 
 MAX_ENGINE_CHARACTERS = 80
 """Of an engine's name, in the name of its file."""

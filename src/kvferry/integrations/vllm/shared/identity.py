@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +18,9 @@ from kvferry.checkpoint import config_values, weights_values
 from kvferry.core.identity import DRAFT, MAX_VALUE_LENGTH, STATED, Identity
 from kvferry.errors import SpecError
 from kvferry.integrations.vllm.shared.options import Options
+from kvferry.log import log_of
 
-log = logging.getLogger("kvferry")
+log = log_of(__name__)
 
 FROM_FILES = {
     "auto": "auto",

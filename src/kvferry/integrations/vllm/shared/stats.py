@@ -1,57 +1,75 @@
-"""The record of each load, in the shape that vLLM's own log and metrics take."""
+"""What the connector counts, in the shape that vLLM's own log and metrics take."""
 
 from __future__ import annotations
 
+from collections import Counter as Tally
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvferry.endpoint.metrics import BYTES, RATIOS, SECONDS
+from kvferry.endpoint.metrics import Instruments
+from kvferry.runtime.figures import Sample, samples_of
+from kvferry.runtime.metric_table import DENIALS, LEASES_ENDED, METRICS, OFFERS, Metric, MetricKind
 from kvferry.runtime.values import Record
 
-RECORDS = "records"
-PARTS = ("meet", "plan", "post", "move", "predicted", "total")
-RUNS = tuple(float(4**n) for n in range(11))
+RECORDS, CHANGES = "records", "changes"
+PREFIX = "vllm:"
 
 
 @dataclass
 class LoadStats(KVConnectorStats):
-    """The records of loads, one per worker and request."""
+    """The records of loads, one per worker and request; and how much each counter and gauge has changed."""
 
-    data: dict[str, Any] = field(default_factory=lambda: {RECORDS: []})
+    data: dict[str, Any] = field(default_factory=dict)
 
     def add(self, record: Record) -> None:
         """One load ended."""
         self._records.append(asdict(record))
+
+    def change(self, samples: Iterable[Sample]) -> None:
+        """Counters and gauges of this process have changed."""
+        self._merge([metric.name, list(labels), number] for metric, labels, number in samples)
 
     @property
     def _records(self) -> list[dict[str, Any]]:
         records: list[dict[str, Any]] = self.data.setdefault(RECORDS, [])
         return records
 
+    def _merge(self, changes: Iterable[list[Any]]) -> None:
+        """Add changes; those of one metric and its labels are one."""
+        total = Tally[tuple[str, ...]]()
+        for name, labels, number in (*self.data.get(CHANGES, ()), *changes):
+            total[name, *labels] += number
+        self.data[CHANGES] = [[name, labels, number] for (name, *labels), number in total.items() if number]
+
     def reset(self) -> None:
-        self.data = {RECORDS: []}
+        self.data = {}
 
     def is_empty(self) -> bool:
-        return not self._records
+        return not self._records and not self.data.get(CHANGES)
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """The records of another worker, or of a later step, are added."""
+        """What another worker, or a later step, has counted is added."""
         self._records.extend(other.data.get(RECORDS, []))
+        self._merge(other.data.get(CHANGES, []))
         return self
 
     def reduce(self) -> dict[str, int | float]:
         """What a person wants to see of an interval, in vLLM's periodic log line."""
+        offered = self._offered()
+        return offered if offered and not self._records else {**self._loaded(), **offered}
+
+    def _loaded(self) -> dict[str, int | float]:
         records = self._records
         good = [record for record in records if is_good(record)]
         seconds = sum(record["move_seconds"] for record in good)
         num_bytes = sum(record["num_bytes"] for record in good)
-        ratios = _ratios(good)
+        ratios = [r["move_seconds"] / r["predicted_seconds"] for r in good if r["predicted_seconds"]]
         return {
             "loads": len(good),
             "failed loads": len(records) - len(good),
@@ -62,19 +80,27 @@ class LoadStats(KVConnectorStats):
             "times predicted": round(median(ratios), 2) if ratios else 0.0,
         }
 
+    def _offered(self) -> dict[str, int | float]:
+        """What a producer has to tell; nothing if it is none."""
+        total = Tally[str]()
+        for name, labels, number in self.data.get(CHANGES, ()):
+            total[f"{labels[0]}" if name == LEASES_ENDED.name else name] += number
+        shown = {
+            "offered": total[OFFERS.name],
+            "read": total["read"],
+            "not read": total["expired"] + total["failed"],
+            "denied": total[DENIALS.name],
+        }
+        return shown if any(shown.values()) else {}
+
 
 def is_good(record: dict[str, Any]) -> bool:
     """Whether a record is of a load that ended well."""
     return bool(record["outcome"] == "read")
 
 
-def _ratios(records: Iterable[dict[str, Any]]) -> list[float]:
-    """How long moving took, over what was predicted for it."""
-    return [r["move_seconds"] / r["predicted_seconds"] for r in records if r["predicted_seconds"]]
-
-
 class LoadMetrics(KVConnectorPromMetrics):
-    """The same records as Prometheus metrics, beside vLLM's own and with its labels."""
+    """The same as Prometheus metrics, beside vLLM's own and with its labels."""
 
     def __init__(
         self,
@@ -84,42 +110,26 @@ class LoadMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        counter, histogram = metric_types[Counter], metric_types[Histogram]
-        self._loads = counter(
-            name="vllm:kvferry_loads",
-            documentation="Loads that ended, per worker, by outcome",
-            labelnames=[*labelnames, "outcome"],
-        )
-        self._bytes = histogram(
-            name="vllm:kvferry_load_bytes",
-            documentation="Bytes of a load",
-            buckets=BYTES,
-            labelnames=labelnames,
-        )
-        self._runs = histogram(
-            name="vllm:kvferry_load_runs", documentation="Runs of a load", buckets=RUNS, labelnames=labelnames
-        )
-        self._seconds = histogram(
-            name="vllm:kvferry_load_seconds",
-            documentation="Where the time of a load went",
-            buckets=SECONDS,
-            labelnames=[*labelnames, "part"],
-        )
-        self._ratio = histogram(
-            name="vllm:kvferry_load_move_ratio",
-            documentation="Time to move a load, measured over predicted",
-            buckets=RATIOS,
-            labelnames=labelnames,
-        )
+
+        def make(metric: Metric) -> Any:
+            about: dict[str, Any] = {
+                "name": f"{PREFIX}{metric.name}",
+                "documentation": metric.help,
+                "labelnames": [*labelnames, *metric.label_names],
+            }
+            match metric.kind:
+                case MetricKind.COUNTER:
+                    return metric_types[Counter](**about)
+                case MetricKind.GAUGE:  # several front ends get changes of one engine: they add up
+                    return metric_types[Gauge](**about, multiprocess_mode="sum")
+                case MetricKind.HISTOGRAM:
+                    return metric_types[Histogram](**about, buckets=metric.buckets)
+
+        self._instruments = Instruments(make)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
         for record in transfer_stats_data.get(RECORDS, ()):
-            self._loads.labels(*labels, record["outcome"]).inc()
-            if is_good(record):
-                self._bytes.labels(*labels).observe(record["num_bytes"])
-                self._runs.labels(*labels).observe(record["num_runs"])
-                for ratio in _ratios([record]):
-                    self._ratio.labels(*labels).observe(ratio)
-            for part in PARTS:
-                self._seconds.labels(*labels, part).observe(record[f"{part}_seconds"])
+            self._instruments.add(samples_of(Record(**record)), labels)
+        changes = transfer_stats_data.get(CHANGES, ())
+        self._instruments.add(((METRICS[name], tuple(some), n) for name, some, n in changes), labels)

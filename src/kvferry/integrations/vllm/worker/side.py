@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -20,14 +19,16 @@ from kvferry.integrations.vllm.shared.options import Options
 from kvferry.integrations.vllm.shared.stats import LoadStats
 from kvferry.integrations.vllm.shared.step import Load, StepMetadata
 from kvferry.integrations.vllm.worker.describe import WorkerRank, describe
+from kvferry.log import log_of
 from kvferry.runtime import Failure, Report
+from kvferry.runtime.figures import Changes
 from kvferry.transport.nixl import NixlTransport
 from kvferry.wire.bad_input import printable
 from kvferry.wire.messages import Join
 from kvferry.wire.outline import join_of
 from kvferry.wire.ticket import Ticket
 
-log = logging.getLogger("kvferry")
+log = log_of(__name__)
 
 
 class WorkerSide:
@@ -47,7 +48,7 @@ class WorkerSide:
         """Tickets that could not be held; vLLM can be told once it waits for the load."""
         self._failed: set[str] = set()
         self._sent: set[str] = set()
-        self._stats = LoadStats()
+        self._stats, self._changes = LoadStats(), Changes()
         self._device: torch.device | None = None
         """Where the caches are, if that is a GPU."""
         self._mark: torch.cuda.Event | None = None
@@ -172,8 +173,10 @@ class WorkerSide:
         return False
 
     def stats(self) -> LoadStats | None:
-        """The records of the loads that ended since the last call."""
+        """What has been counted since the last call."""
         stats, self._stats = self._stats, LoadStats()
+        if self._destination is not None:
+            stats.change(self._changes.since(self._destination.figures))
         return None if stats.is_empty() else stats
 
     def status(self) -> dict[str, object]:

@@ -1,0 +1,27 @@
+"""The one door to the log: every line of ours begins with the product's name.
+
+Lines of several programs stand in one log, and not every log shows which logger wrote a line.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import MutableMapping
+from typing import Any
+
+
+class NamedLog(logging.LoggerAdapter[logging.Logger]):
+    """Writes lines that begin with ``kvferry:``."""
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        """Called for each line that is written."""
+        return f"kvferry: {msg}", kwargs
+
+
+def log_of(name: str) -> NamedLog:
+    """The log of a module; ``name`` is the module's.
+
+    >>> log_of("kvferry.endpoint.owner").process("it goes on", {})
+    ('kvferry: it goes on', {})
+    """
+    return NamedLog(logging.getLogger(name))

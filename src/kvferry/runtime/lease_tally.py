@@ -1,0 +1,76 @@
+"""What a lease authority counts, for people; nothing that it does depends on it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from math import prod
+
+from kvferry.core.manifest import Manifest
+from kvferry.core.request import HOLE
+from kvferry.runtime.figures import Figures, by_label, figure
+from kvferry.runtime.metric_table import (
+    DENIALS,
+    GRANTED_BYTES,
+    GRANTS,
+    LEASES_ENDED,
+    OFFERS,
+    PINNED_BYTES,
+    RENEWALS,
+)
+from kvferry.wire.ticket import Ticket
+
+
+class LeaseTally:
+    """The counts of one start of one source engine."""
+
+    def __init__(self) -> None:
+        self.block_bytes: Mapping[str, int] = {}
+        """Of a block of each group, over all ranks; empty until all ranks have joined."""
+        self.denials: Counter[str] = Counter()
+        self.renewals: Counter[str] = Counter()
+        self._ended: Counter[str] = Counter()
+        self._num_offers = self._num_grants = self._granted_bytes = 0
+        self._pinned: dict[int, int] = {}
+        """Bytes of each ticket that is pinned."""
+
+    def offered(self, ticket: Ticket) -> None:
+        """A ticket's blocks are pinned."""
+        self._num_offers += 1
+        self._pinned[ticket.ticket_id] = sum(
+            self.block_bytes.get(group, 0) * sum(block_id != HOLE for block_id in table.block_ids)
+            for group, table in ticket.tables.items()
+        )
+
+    def granted(self, ticket: Ticket, *, is_first: bool) -> None:
+        """A rank of a reader may read; ``is_first``: no other rank of it was there before."""
+        self._num_grants += 1
+        self._granted_bytes += self._pinned.get(ticket.ticket_id, 0) if is_first else 0
+
+    def ended_lease(self, ticket: Ticket, reason: str) -> None:
+        """A ticket's blocks are free."""
+        self._ended[reason] += 1
+        self._pinned.pop(ticket.ticket_id, None)
+
+    def figures(self) -> Figures:
+        """Its counters and gauges."""
+        return {
+            **figure(OFFERS, self._num_offers),
+            **figure(PINNED_BYTES, sum(self._pinned.values())),
+            **figure(GRANTS, self._num_grants),
+            **figure(GRANTED_BYTES, self._granted_bytes),
+            **by_label(LEASES_ENDED, dict(self._ended)),
+            **by_label(DENIALS, dict(self.denials)),
+            **by_label(RENEWALS, dict(self.renewals)),
+        }
+
+
+def block_bytes_of(manifest: Manifest) -> dict[str, int]:
+    """Bytes that a block of each group has, over all ranks of an engine."""
+    found: Counter[str] = Counter()
+    for rank in manifest.ranks:
+        for view in rank.views:
+            found[view.group] += manifest.state_by_name[view.state].item_bytes * prod(
+                count for count, _ in view.steps()
+            )
+    return dict(found)

@@ -1,0 +1,228 @@
+"""Every metric, once: name, kind, help and labels. What is exposed, documented and drawn comes from here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvferry.errors import SpecError
+
+SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
+RATIOS = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2, 3, 10, 30)
+BYTES = tuple(float(4**n) for n in range(6, 19))
+RUNS = tuple(float(4**n) for n in range(11))
+
+
+class MetricKind(StrEnum):
+    """What is done with a number."""
+
+    COUNTER = "counter"
+    """It only grows: things that happened."""
+    GAUGE = "gauge"
+    """How things stand now; summed over the ranks that share a registry."""
+    HISTOGRAM = "histogram"
+    """One number for each load."""
+
+
+class MetricSide(StrEnum):
+    """Whose metric it is."""
+
+    SOURCE = "source"
+    DESTINATION = "destination"
+    BOTH = "both"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric.
+
+    >>> LOADS.exposed, LOAD_BYTES.exposed, LEASES.labels
+    ('kvferry_loads_total', 'kvferry_load_bytes', (('state', '`offered` or `being-read`'),))
+    """
+
+    name: str
+    kind: MetricKind
+    side: MetricSide
+    help: str
+    """One line, without a full stop."""
+    labels: tuple[tuple[str, str], ...] = ()
+    """(name, what its values are)."""
+    buckets: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if (self.kind is MetricKind.HISTOGRAM) != bool(self.buckets):
+            raise SpecError(f"metric {self.name}: a histogram has buckets, and nothing else has")
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """The names of its labels, in the order of their values."""
+        return tuple(name for name, _ in self.labels)
+
+    @property
+    def exposed(self) -> str:
+        """Its name where Prometheus reads it: a counter gets an ending."""
+        return f"{self.name}_total" if self.kind is MetricKind.COUNTER else self.name
+
+
+_COUNTER, _GAUGE, _HISTOGRAM = MetricKind
+_SOURCE, _DESTINATION, _BOTH = MetricSide
+_CODE = ("code", "a failure's code")
+
+# -- a source engine --------------------------------------------------------------------------------
+
+OFFERS = Metric("kvferry_offers", _COUNTER, _SOURCE, "Requests that were offered: each has a ticket")
+LEASES = Metric(
+    "kvferry_leases",
+    _GAUGE,
+    _SOURCE,
+    "Requests whose blocks are pinned",
+    (("state", "`offered` or `being-read`"),),
+)
+PINNED_BYTES = Metric(
+    "kvferry_pinned_bytes", _GAUGE, _SOURCE, "Bytes of the blocks that are pinned, over all ranks"
+)
+LEASES_ENDED = Metric(
+    "kvferry_leases_ended",
+    _COUNTER,
+    _SOURCE,
+    "Leases that ended: the blocks are the engine's own again",
+    (("reason", "`read`, `failed`, `expired` or `withdrawn`"),),
+)
+GRANTS = Metric(
+    "kvferry_grants", _COUNTER, _SOURCE, "Leases granted, each to one rank of a destination engine"
+)
+GRANTED_BYTES = Metric(
+    "kvferry_granted_bytes",
+    _COUNTER,
+    _SOURCE,
+    "Bytes of the blocks of requests that a destination engine began to read",
+)
+DENIALS = Metric("kvferry_denials", _COUNTER, _SOURCE, "Leases that were asked for and not granted", (_CODE,))
+RENEWALS = Metric(
+    "kvferry_renewals",
+    _COUNTER,
+    _SOURCE,
+    "Leases that readers asked to renew",
+    (("answer", "`kept`, or `ended`: it was over already"),),
+)
+UNHEARD_RELEASES = Metric(
+    "kvferry_unheard_releases",
+    _GAUGE,
+    _SOURCE,
+    "Releases that a rank of the engine has not confirmed yet",
+)
+
+# -- a destination ----------------------------------------------------------------------------------
+
+LOADS = Metric(
+    "kvferry_loads",
+    _COUNTER,
+    _DESTINATION,
+    "Loads that ended, one per rank and request",
+    (
+        ("outcome", "`read`, or a failure's code"),
+        ("way", "how the bytes came: `direct`, `mapped` …; `none` if nothing was read"),
+    ),
+)
+LOADED_BYTES = Metric("kvferry_loaded_bytes", _COUNTER, _DESTINATION, "Bytes of loads that ended well")
+LOADED_RUNS = Metric("kvferry_loaded_runs", _COUNTER, _DESTINATION, "Runs of loads that ended well")
+LOAD_BYTES = Metric(
+    "kvferry_load_bytes", _HISTOGRAM, _DESTINATION, "Bytes of a load that ended well", buckets=BYTES
+)
+LOAD_RUNS = Metric(
+    "kvferry_load_runs", _HISTOGRAM, _DESTINATION, "Runs of a load that ended well", buckets=RUNS
+)
+LOAD_SECONDS = Metric(
+    "kvferry_load_seconds",
+    _HISTOGRAM,
+    _DESTINATION,
+    "Where the time of a load went",
+    (
+        (
+            "part",
+            "`meet` (of it `plan`), `post`, `move`, `confirm`, `total`; `predicted`: what `move` was expected"
+            " to take",
+        ),
+    ),
+    SECONDS,
+)
+LOAD_MOVE_RATIO = Metric(
+    "kvferry_load_move_ratio",
+    _HISTOGRAM,
+    _DESTINATION,
+    "Time to move a load, measured over predicted",
+    buckets=RATIOS,
+)
+REJECTED_TICKETS = Metric(
+    "kvferry_rejected_tickets",
+    _COUNTER,
+    _DESTINATION,
+    "Tickets that were not used: nobody was called for them",
+    (("code", "a failure's code; in vLLM also `no-ticket`, `unreadable`, `other-prompt`, `state-too-long`"),),
+)
+PHASES = Metric(
+    "kvferry_loads_under_way",
+    _GAUGE,
+    _DESTINATION,
+    "Loads that have not ended",
+    (("phase", "`leasing`, `meeting`, `holding`, `selecting`, `reading`, `confirming`, `failing`"),),
+)
+QUARANTINED = Metric(
+    "kvferry_quarantined",
+    _GAUGE,
+    _DESTINATION,
+    "Loads whose reads do not end: their blocks stay out of use",
+)
+READS_IN_FLIGHT = Metric(
+    "kvferry_reads_in_flight", _GAUGE, _DESTINATION, "Reads that the fabric has not ended"
+)
+PEERS = Metric(
+    "kvferry_peers",
+    _GAUGE,
+    _DESTINATION,
+    "Source engines that a destination rank knows",
+    (("state", "`met`, `broken`, `gone`, or a step of meeting: `greeting`, `planning` …"),),
+)
+RETRIES = Metric(
+    "kvferry_retries",
+    _COUNTER,
+    _DESTINATION,
+    "Messages to source engines that were sent again because no answer came",
+    (("message", "`hello`, `lease` or `settle`"),),
+)
+
+# -- both -------------------------------------------------------------------------------------------
+
+REFUSED_MESSAGES = Metric(
+    "kvferry_refused_messages",
+    _COUNTER,
+    _BOTH,
+    "Messages on the control channel that were dropped or refused",
+    (
+        ("side", "`source` or `destination`"),
+        ("why", "`behind`, `unread`, `unsent`, `frames`, `address`, or the kind of the error"),
+    ),
+)
+
+METRICS = {value.name: value for value in tuple(globals().values()) if isinstance(value, Metric)}
+"""All of them, by name."""
+
+
+def markdown() -> Iterator[str]:
+    """The table for people, line by line."""
+    for side in MetricSide:
+        yield f"\n## {_TITLES[side]}\n"
+        yield "| metric | kind | what it says | labels |"
+        yield "| --- | --- | --- | --- |"
+        for metric in METRICS.values():
+            if metric.side is side:
+                labels = "; ".join(f"`{name}`: {values}" for name, values in metric.labels)
+                yield f"| `{metric.exposed}` | {metric.kind.value} | {metric.help} | {labels} |"
+
+
+_TITLES = {
+    MetricSide.SOURCE: "Of a source engine (prefill)",
+    MetricSide.DESTINATION: "Of a destination engine (decode)",
+    MetricSide.BOTH: "Of both",
+}
