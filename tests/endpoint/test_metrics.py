@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from kvferry.endpoint.load_log import LoadLog, log_line
 from kvferry.endpoint.metrics import EngineMetrics
 from kvferry.runtime import Failure, FailureCode, Report, Timing
+from kvferry.runtime.figures import Figures
 from kvferry.runtime.metric_table import METRICS, MetricKind
 from kvferry.runtime.values import Record
 from kvferry.testing.faults import Faults
@@ -158,7 +159,7 @@ def test_gauges_of_several_ranks_add_up(registry):
     """The last one to speak was shown for all of them."""
     metrics = EngineMetrics(registry)
     quarantined, grants = ("kvferry_quarantined",), ("kvferry_grants",)
-    figures = {"one": {quarantined: 2, grants: 5}, "two": {quarantined: 3}}
+    figures: dict[str, Figures] = {"one": {quarantined: 2, grants: 5}, "two": {quarantined: 3}}
     metrics.watch("one", lambda: figures["one"])
     metrics.watch("two", lambda: figures["two"])
     assert registry.get_sample_value("kvferry_quarantined") == 5
@@ -213,10 +214,10 @@ def test_every_metric_of_the_table_is_alive_in_a_real_run(pair_of, registry):
 
     def do_until(act, *names):
         """Do something, again and again if the machine was too slow for it, until metrics have moved."""
-        wanted, times = {exposed(METRICS[f"kvferry_{name}"]) for name in names}, []
+        wanted, times = {exposed(METRICS[f"kvferry_{name}"]) for name in names}, [0.0]
 
         def are_seen():
-            if not times or time.monotonic() > times[-1] + 3:
+            if time.monotonic() > times[-1] + 3:
                 times.append(time.monotonic())
                 act()
             seen.update(world.alive())

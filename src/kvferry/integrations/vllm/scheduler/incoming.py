@@ -74,9 +74,10 @@ class Incoming:
     def _read(self, request: Request, params: dict[str, Any]) -> _Wanted:
         most = self._groups.num_loadable(request.num_prompt_tokens)
         ticket = self._ticket(params)
-        refused = self._refusal(request, ticket, most) if isinstance(ticket, Ticket) else ticket
-        if refused is not None or not isinstance(ticket, Ticket):
-            code, detail = refused or ticket
+        if isinstance(ticket, Ticket):
+            ticket = self._refusal(request, ticket, most) or ticket
+        if not isinstance(ticket, Ticket):
+            code, detail = ticket
             self._rejected[code] += 1
             return _Wanted(None, detail, most)
         if self._take_back(ticket) or ticket in self._live.values():

@@ -85,7 +85,7 @@ class LoadStats(KVConnectorStats):
         total = Tally[str]()
         for name, labels, number in self.data.get(CHANGES, ()):
             total[f"{labels[0]}" if name == LEASES_ENDED.name else name] += number
-        shown = {
+        shown: dict[str, int | float] = {
             "offered": total[OFFERS.name],
             "read": total["read"],
             "not read": total["expired"] + total["failed"],
