@@ -27,7 +27,7 @@ def test_two_processes():
 
 
 def own_cache(*words: object, **settings: Any) -> subprocess.Popen[str]:
-    argv = [sys.executable, ROOT / "examples" / "own_cache.py", *map(str, words)]
+    argv = [sys.executable, str(ROOT / "examples" / "own_cache.py"), *map(str, words)]
     return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings)
 
 
