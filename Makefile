@@ -28,7 +28,7 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help env demo test lint types imports check format bench law families faults fuzz soak load e2e e2e-full \
-        serve vllm-startup kubernetes mutants simulate clean
+        serve vllm-startup kubernetes mutants peers simulate clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -140,6 +140,9 @@ vllm-startup: $(VLLM)/.ready ## what the connector costs before it serves, besid
 
 serve: $(VLLM)/.ready ## two vLLM servers on a CPU, kvferry between them: are the tokens those of one server alone?
 	@BIN=$(VLLM)/bin TINY_HOME=$(abspath $(VLLM)/tiny) examples/vllm/serve.sh
+
+peers: $(READY) ## README's table of peers: what other connectors' own code makes of unequal TP (downloads 360 MB)
+	@$(BIN)/python tools/peers.py
 
 # MUTANTS="core --sample 100 --seed 7": which rooms, how many, which sample; the default: the laws, 30 of each room.
 mutants: $(VENV)/.mutants ## break the code on purpose, a sample of each room; every break must fail a test
