@@ -146,7 +146,7 @@ class _State:
 
 
 def vllm_topology(package: Package) -> Callable[..., Any]:
-    """vLLM's own description of a rank: heads, TP size, rank, and the other engine's TP size if it is known."""
+    """vLLM's own description of a rank: heads, TP size, rank; and the other engine's TP size, if known."""
     taken = package.take(f"{KV}/utils.py", ["EngineTransferInfo", "TransferTopology"])
 
     def make(heads: int, tp: int, rank: int, remote_tp: int = 0) -> Any:
