@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cli.advice import ANSWERS, FAILURES, REFUSALS, TRANSPORT
+from kvferry.cli.advice import ANSWERS, FAILURES, TRANSPORT
+from kvferry.cli.remedies import BY_CODE, BY_FIELD
 from kvferry.errors import Code
 from kvferry.runtime import FailureCode
 from kvferry.runtime.member import NOT_JOINED
@@ -49,13 +50,13 @@ def test_a_code_that_nobody_can_read_is_noticed():
 
 def test_every_code_is_explained():
     assert set(FAILURES) == set(FailureCode)
-    assert set(REFUSALS) == set(Code)
+    assert set(BY_CODE) == set(Code)
     assert set(TRANSPORT) == codes_of("TransportError")
     assert set(ANSWERS) == codes_of("Rejected")
 
 
 def sentences() -> Iterator[str]:
-    yield from REFUSALS.values()
+    yield from [*BY_CODE.values(), *BY_FIELD.values()]
     yield from (advice.cure for advice in FAILURES.values())
     for each in [*TRANSPORT.values(), *ANSWERS.values()]:
         yield each.meaning

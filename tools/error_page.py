@@ -1,7 +1,8 @@
 """Writes the tables of docs/errors.md: every error by its code, from the code.
 
 What a code means is its docstring (``kvferry.errors.Code``, ``kvferry.runtime.FailureCode``); what to do is
-in ``kvferry.cli.advice``. tests/test_error_page.py fails while a code is missing or the page is old. Then:
+in ``kvferry.cli.advice`` and ``remedies``. tests/test_error_page.py fails while a code is missing, or the
+page is old. Then:
 
     python tools/error_page.py
 """
@@ -15,7 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
 
-from kvferry.cli.advice import ANSWERS, FAILURES, FETCH_TABLES, REFUSALS, SOURCE_TABLES, TRANSPORT, Explained
+from kvferry.cli.advice import ANSWERS, FAILURES, FETCH_TABLES, SOURCE_TABLES, TRANSPORT, Explained
+from kvferry.cli.remedies import BY_CODE, BY_FIELD
 from kvferry.errors import Code
 from kvferry.runtime import FailureCode
 
@@ -60,7 +62,8 @@ def tables() -> dict[str, str]:
         for code, advice in FAILURES.items()
         if advice not in (SOURCE_TABLES, FETCH_TABLES)
     )
-    refusals = ((f"`{code}`", refused[code], cure) for code, cure in REFUSALS.items())
+    refusals = [(f"`{code}`", refused[code], cure) for code, cure in BY_CODE.items()]
+    refusals += [(f"`state-differs`, field `{name}`", "", cure) for name, cure in BY_FIELD.items()]
     return {
         "failures": table(("code", "what happened", "another try", "what to do"), failures),
         "source tables": table(("code", "what happened"), alike(SOURCE_TABLES)),

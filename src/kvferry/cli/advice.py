@@ -1,18 +1,16 @@
-"""What to do about each error code: the one table behind docs/errors.md.
+"""What to do about a load that failed, a transport that cannot, a source that says no: for docs/errors.md.
 
-What a code means is said beside it (``Code``, ``FailureCode``). Codes of ``TransportError`` and of a source
-that turns somebody away are plain words where they are raised; here they are explained as well.
+What a ``FailureCode`` means is said beside it. The other codes here are plain words where they are raised, so
+that they are explained as well. What to do about two engines that were refused is in ``remedies``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.errors import Code
 from kvferry.runtime import FailureCode
 
 BUG = "Report it, with the log's traceback and both manifests."
-MANIFEST = "Correct the manifest, or what describes the engine: the finding names the place."
 CALLER = "Correct the engine that calls kvferry: the detail names the group and the tokens."
 
 
@@ -31,33 +29,6 @@ class Explained:
 
     meaning: str
     cure: str
-
-
-REFUSALS: dict[Code, str] = {
-    Code.VERSION: "Run the same release of kvferry on both sides.",
-    Code.IDENTITY_DIFFERS: "Serve the same checkpoint with the same settings on both sides; the finding"
-    " names the part and both values.",
-    Code.IDENTITY_UNKNOWN: "Load the weights from safetensors files, or drop `identity: required`, or"
-    " give both sides the same text as `identity`.",
-    Code.MISSING_STATE: "Start both sides with the same model, draft model and layers; a destination must"
-    " not need what the source does not compute.",
-    Code.STATE_DIFFERS: "Give both sides the same value for the field that is named: the cache's dtype"
-    " (`--kv-cache-dtype`), the attention backend, the quantisation.",
-    Code.UNKNOWN_RANK: "Name a rank that the manifest has (`--dst-rank`).",
-    Code.NOT_HELD: "Some rank of the source is missing, or describes too little: look at the manifests of all"
-    " its ranks.",
-    Code.OUT_OF_BOUNDS: MANIFEST,
-    Code.CELLS_COLLIDE: MANIFEST,
-    Code.VIEWS_OVERLAP: MANIFEST,
-    Code.GAP: BUG,
-    Code.WRITTEN_TWICE: BUG,
-    Code.NOT_NEEDED: BUG,
-    Code.WRONG_SOURCE: BUG,
-    Code.TURNS_TOO_MANY: "Choose context-parallel sizes and interleaves of which one divides the other.",
-    Code.TOO_MANY_RUNS: "Give both sides the same layout or larger blocks, so that runs get longer;"
-    " `kvferry plan` counts them.",
-}
-"""What to do about a pair of engines that was refused."""
 
 
 _NEVER, _LATER, _AS_IT_IS = "never", "later", "never as it is"

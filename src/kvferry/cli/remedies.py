@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from kvferry.errors import Code, Finding
 
-SAME_MODEL = "Serve the same model, with the same draft, on both sides."
 OWN_FAULT = "The engine's description of itself is wrong: describe it again, and report it if it stays so."
 
 BY_CODE = {
     Code.VERSION: "Run kvferry of the same version on both sides.",
-    Code.IDENTITY_DIFFERS: SAME_MODEL,
-    Code.IDENTITY_UNKNOWN: "Let both engines say which model they run, or do not require it.",
-    Code.MISSING_STATE: SAME_MODEL,
-    Code.STATE_DIFFERS: SAME_MODEL,
+    Code.IDENTITY_DIFFERS: "Serve the same checkpoint, with the same settings, on both sides.",
+    Code.IDENTITY_UNKNOWN: "Load the weights from safetensors files, or do not require all of the identity.",
+    Code.MISSING_STATE: "Serve the same model, with the same draft model, on both sides.",
+    Code.STATE_DIFFERS: "Serve the same model, with the same draft model, on both sides.",
     Code.UNKNOWN_RANK: "Ask for a rank that the engine has.",
     Code.NOT_HELD: "Give the manifests of all source ranks: a rank that holds this part is missing.",
     Code.OUT_OF_BOUNDS: OWN_FAULT,
@@ -23,7 +22,7 @@ BY_CODE = {
     Code.NOT_NEEDED: "Report this: kvferry has made a plan that it cannot prove.",
     Code.WRONG_SOURCE: "Report this: kvferry has made a plan that it cannot prove.",
     Code.TURNS_TOO_MANY: "Give both sides the same number of context parallel ranks, or turns that divide.",
-    Code.TOO_MANY_RUNS: "Give both sides the same layout, and equal block sizes.",
+    Code.TOO_MANY_RUNS: "Give both sides the same layout, and equal block sizes, so that runs get longer.",
 }
 """A remedy for every code."""
 
