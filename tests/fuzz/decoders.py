@@ -73,6 +73,7 @@ TICKET = Ticket("prefill", 7, 1, "r", "tcp://x", 20, {"full": TableDoc((3, -1), 
 DESCRIBED = m.RankDescription(b"layout", ((4096, "cuda:0"), (0, "cpu")), b"\xff")
 TO: tuple[m.Message, ...] = (
     m.Hello(m.PROTOCOL, "A"),
+    m.AskStatus(m.PROTOCOL),
     m.DescribeRanks(4, 7, (0, 5)),
     m.Acquire(1, TICKET, "A", 0, 2, 5, b"token"),
     m.Renew(2, 7, "A", 0, ((1, b"a token"), (2, b""))),
@@ -90,6 +91,7 @@ FROM: tuple[m.Message, ...] = (
     m.SettleAck(1, 0, 5, "lease-ended", "too late"),
     m.ReleaseNotice(7, 3, (("r", "read"),)),
     m.JoinAck("prefill", 7),
+    m.StatusAnswer(b"{}"),
 )
 REQUEST = Request(
     {"full": BlockTable.of([4, 9, 7])}, {"full": BlockTable.of([2, 0], 8)}, {"full": (Span(16, 40),)}

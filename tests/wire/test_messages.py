@@ -12,6 +12,7 @@ from kvferry.wire.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL,
     Acquire,
+    AskStatus,
     Denial,
     DescribeRanks,
     FromAuthority,
@@ -29,6 +30,7 @@ from kvferry.wire.messages import (
     Renewal,
     Settle,
     SettleAck,
+    StatusAnswer,
     ToAuthority,
     Welcome,
     decode_from_authority,
@@ -41,6 +43,7 @@ TICKET = Ticket("prefill", 7, 1, "r", "tcp://x", 20, {"full": TableDoc((3, -1), 
 DESCRIBED = RankDescription(b"layout", ((4096, "cuda:0"), (0, "cpu")), b"\xff")
 TO = (
     Hello(PROTOCOL, "A"),
+    AskStatus(PROTOCOL),
     DescribeRanks(4, 7, (0, 5)),
     Acquire(1, TICKET, "A", 0, 2, 5, b"token"),
     Renew(2, 7, "A", 0, ((1, b"a token"), (2, b""), (3, b"another"))),
@@ -59,6 +62,7 @@ FROM = (
     SettleAck(1, 0, 5, "lease-ended", "too late"),
     ReleaseNotice(7, 3, (("r", "read"), ("s", "expired"))),
     JoinAck("prefill", 7),
+    StatusAnswer(b"{}"),
 )
 DECODERS = [decode_to_authority, decode_from_authority]
 

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli import describe, diff, keygen, models, plan, proxy, runs
+from kvferry.cli import describe, diff, keygen, models, plan, proxy, runs, status
 from kvferry.cli.bench import command as bench
 from kvferry.cli.demo import command as demo
 
-COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
+COMMANDS: dict[str, tuple[Callable[..., int | None], str]] = {
     "plan": (plan.plan, plan.HELP),
     "diff": (diff.diff, diff.HELP),
     "demo": (demo.demo, demo.HELP),
@@ -19,6 +19,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "models": (models.models, models.HELP),
     "describe": (describe.describe, describe.HELP),
     "runs": (runs.runs, runs.HELP),
+    "status": (status.status, status.HELP),
     "proxy": (proxy.proxy, proxy.HELP),
     "keygen": (keygen.keygen, keygen.HELP),
 }

@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from itertools import count
+from itertools import count, islice
 
 from kvferry.channel import Contact, ContactChange, Received
 from kvferry.core.cost import NO_TRAFFIC, Traffic
@@ -17,11 +17,12 @@ from kvferry.core.span import Spans
 from kvferry.core.way import Way
 from kvferry.endpoint.edges import Edges
 from kvferry.endpoint.load_log import LoadLog
-from kvferry.endpoint.meeting import MetPeer, NotMet, failure_of, meet, remote_name
+from kvferry.endpoint.meeting import MetPeer, NotMet, failure_of, meet, remote_name, source_shown
 from kvferry.endpoint.metrics import EngineMetrics
 from kvferry.endpoint.owner import Owner
 from kvferry.endpoint.posted_reads import PostedReads
 from kvferry.endpoint.shared_plans import SharedPlan, SharedPlans
+from kvferry.endpoint.status_report import status_report
 from kvferry.errors import SpecError
 from kvferry.log import log_of
 from kvferry.runtime import Failure, FailureCode, Fetch, Reader, Report, Timing
@@ -51,6 +52,8 @@ log = log_of(__name__)
 
 POLL_SECONDS = 0.001
 """How often the ends of reads are looked for, where the transport tells of none by itself."""
+MAX_SOURCES_SHOWN = 100
+"""Source engines that `kvferry status` shows; it says how many there are."""
 CLOSE_SECONDS = 5.0
 """How long ``close`` waits for meetings and selections that have begun."""
 SELECTIONS = "selections"
@@ -96,6 +99,7 @@ class Destination:
         self._trust, self._host, self._clock = trust, edges.host(), edges.clock
         self._log = LoadLog()
         self._figures: Figures = {}
+        self._started = self._clock()
         self._handles = count(1)
         self._reports: deque[Report] = deque()
         regions = manifest.rank(rank).regions
@@ -116,6 +120,8 @@ class Destination:
             metrics.watch(self, lambda: self.figures)
         edges.start_owner(self._owner)
         self._channel.start(f"kvferry-channel-{rank}", self._receive, lambda: self._owner.is_behind)
+        name = f"destination-{manifest.engine}-{rank}"
+        self._open_status = edges.open_status(name, lambda: self._owner.ask(self._report))
 
     # -- the engine's calls, from any thread: they only put something into the inbox ---------------
 
@@ -202,12 +208,35 @@ class Destination:
 
         A meeting with a peer that does not answer is waited for no longer than a few seconds.
         """
+        if self._open_status is not None:
+            self._open_status.close()
         self._owner.close()
         if self._metrics:
             self._metrics.forget(self)
         self._workers.close(CLOSE_SECONDS)
         self._channel.close()
         self._transport.close()
+
+    def _report(self) -> dict[str, object]:
+        """What `kvferry status` is told; the owner's."""
+        now, costs = self._clock(), self._costs.status()
+        found = self._reader.sources()
+        sources = [
+            source_shown(peer, state, why, self._met.get(peer), costs)
+            for peer, (state, why) in islice(found.items(), MAX_SOURCES_SHOWN)
+        ]
+        status = self._reader.status() | {
+            "sources": sources,
+            "num_sources": len(found),
+            "loads": self._reader.shown_loads(now),
+            "ended": dict(self._log.num_ended),
+            "plans": len(self._plans),
+            "refused": dict(self._channel.refused),
+            "dropped": dict(self._channel.dropped),
+        }
+        del status["peers"]  # the sources say more
+        self._figures = self._reader.figures()
+        return status_report(MetricSide.DESTINATION, status, self.figures, now - self._started)
 
     def _status(self) -> dict[str, object]:
         ways = {

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from kvferry.channel import SILENCE_SECONDS, Channel
 from kvferry.endpoint.channel_thread import ChannelThread, Receive
 from kvferry.endpoint.owner import Owner
+from kvferry.endpoint.status_socket import OpenStatus, StatusReport, open_status
 from kvferry.endpoint.this_host import this_host
 from kvferry.endpoint.workers import WorkerThreads
 from kvferry.runtime import Timing
@@ -91,6 +92,8 @@ class Edges:
     """Which host this is; its network namespace counts, since each has a loopback of its own."""
     open_channel: Callable[[str, Secret | None], ControlChannel] = open_channel
     make_workers: Callable[[str], Workers] = WorkerThreads
+    open_status: Callable[[str, Callable[[], StatusReport]], OpenStatus | None] = open_status
+    """Where `kvferry status` asks."""
     start_owner: Callable[[Owner[Any]], None] = Owner.start
     """Has an owner's ``step`` called; by default in a thread of its own."""
 

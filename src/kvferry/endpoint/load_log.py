@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 
@@ -26,6 +27,8 @@ class LoadLog:
 
     def __init__(self) -> None:
         self._good, self._failed = LogLimit(), LogLimit()
+        self.num_ended: Counter[str] = Counter()
+        """Loads that ended, by outcome and way."""
         self._lock = threading.Lock()
         self.num_rejected: Mapping[str, int] = {}
         """Tickets that were not used, by code. Never changed, but replaced: anybody may look at it."""
@@ -33,6 +36,7 @@ class LoadLog:
     def ended(self, now: float, report: Report) -> None:
         """A load has ended."""
         extra = {"kvferry": asdict(report.record)}
+        self.num_ended[" ".join(filter(None, (report.record.outcome, report.record.way)))] += 1
         if report.failure is None or report.failure.code is FailureCode.ABORTED:
             level = logging.INFO if self._good.take(now) else logging.DEBUG
             log.log(level, "%s", log_line(report), extra=extra)

@@ -61,6 +61,24 @@ class MetPeer:
         return printable(line, MAX_WORDS)
 
 
+def source_shown(
+    peer: Peer, state: str, why: str, met: MetPeer | None, costs: Mapping[str, object]
+) -> dict[str, object]:
+    """One source engine as a person is shown it: how it stands, how its bytes come, and why not better."""
+    links = met.links.values() if met else ()
+    reasons = sorted({link.reason for link in links if link.reason})
+    return {
+        "engine": peer.engine,
+        "generation": peer.generation,
+        "address": peer.authority,
+        "state": state,
+        "way": met.way if met else "",
+        "ranks": list(met.links) if met else [],
+        "why": why or "; ".join(reasons),
+        "costs": costs.get(f"{peer.engine}#{peer.generation}", {}),
+    }
+
+
 @dataclass(frozen=True, eq=False)
 class NotMet:
     """A peer that cannot be read from; nothing of it is left."""

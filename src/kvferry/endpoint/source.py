@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
@@ -16,6 +17,7 @@ from kvferry.endpoint.invitation import Invitation
 from kvferry.endpoint.lease_log import LeaseLog
 from kvferry.endpoint.metrics import EngineMetrics
 from kvferry.endpoint.owner import Owner
+from kvferry.endpoint.status_report import status_report
 from kvferry.errors import KVFerryError, SpecError
 from kvferry.log import log_of
 from kvferry.runtime import Authority, Offers, Released, Timing
@@ -26,12 +28,14 @@ from kvferry.runtime.values import Merge, Send, SourceEffect
 from kvferry.wire.bad_input import printable
 from kvferry.wire.messages import (
     TOO_LONG,
+    AskStatus,
     Join,
     JoinAck,
     Message,
     Rejected,
     ReleaseAck,
     ReleaseNotice,
+    StatusAnswer,
     decode_to_authority,
     encode,
     too_long,
@@ -102,7 +106,8 @@ class SourceEngine:
             host=edges.host() if trust.is_one_host or is_loopback(address) else "",
             fleet_key=trust.ticket_key,
         )
-        self._is_whole, self._log = False, LeaseLog(engine)
+        self._is_whole, self._log, self._started = False, LeaseLog(engine), self._clock()
+        self._may_tell = not trust.insecure or is_loopback(self._channel.address)
         self._metrics = metrics
         self._figures: Figures = {}
         self._shown_at = float("-inf")
@@ -117,6 +122,7 @@ class SourceEngine:
             metrics.watch(self, lambda: self.figures)
         edges.start_owner(self._owner)
         self._channel.start(f"kvferry-{engine}-channel", self._receive, lambda: self._owner.is_behind)
+        self._open_status = edges.open_status(f"source-{engine}", lambda: self._owner.ask(self._report))
 
     # -- the engine's calls, from any thread -------------------------------------------------------
 
@@ -197,8 +203,22 @@ class SourceEngine:
             "dropped": dict(self._channel.dropped),
         }
 
+    def _report(self) -> dict[str, object]:
+        """What `kvferry status` is told; the owner's."""
+        now = self._clock()
+        status = self._authority.status() | {
+            "address": self.address,
+            "leases": self._authority.shown_leases(now),
+            "refused": dict(self._channel.refused),
+            "dropped": dict(self._channel.dropped),
+        }
+        self._figures = self._authority.figures()
+        return status_report(MetricSide.SOURCE, status, self.figures, now - self._started)
+
     def close(self) -> None:
         """Stop listening."""
+        if self._open_status is not None:
+            self._open_status.close()
         self._owner.close()
         if self._metrics:
             self._metrics.forget(self)
@@ -228,6 +248,13 @@ class SourceEngine:
             log.error("%s", complaint)
             data = encode(Rejected(TOO_LONG, complaint))
         self._channel.send(to, data)
+
+    def _tell_status(self, to: str) -> list[SourceEffect]:
+        """Answer who asks how this engine is, if not everybody can ask."""
+        if self._may_tell:
+            return [Send(to, StatusAnswer(json.dumps(self._report()).encode()))]
+        detail = "an insecure engine does not tell its status to the network: run kvferry status on its host"
+        return [Send(to, Rejected("status", detail))]
 
     def _tick(self, now: float) -> float:
         self._carry_out(self._authority.tick(now))
@@ -268,6 +295,9 @@ class SourceEngine:
             self._channel.send(received.reply_to, encode(Rejected(TOO_LONG, complaint)))
             raise SpecError(complaint)
         message = decode_to_authority(received.data)
+        if isinstance(message, AskStatus):
+            self._owner.put(lambda _: self._tell_status(received.reply_to))
+            return
         if isinstance(message, Join) and not compare_digest(message.credential, self._credential):
             refusal = Rejected("join", "it does not have the credential of this engine's ranks")
             self._channel.send(received.reply_to, encode(refusal))

@@ -22,11 +22,12 @@ from kvferry.runtime.lease_tally import LeaseTally
 from kvferry.runtime.member import NOT_JOINED
 from kvferry.runtime.metric_table import LEASES, UNHEARD_RELEASES
 from kvferry.runtime.offers import Offers
-from kvferry.runtime.values import Merge, Released, Send, SourceEffect, Timing
+from kvferry.runtime.values import MAX_SHOWN, Merge, Released, Send, SourceEffect, Timing
 from kvferry.wire.messages import (
     MAX_BATCH,
     PROTOCOL,
     Acquire,
+    AskStatus,
     Denial,
     DescribeRanks,
     Grant,
@@ -167,6 +168,18 @@ class Authority:
     def _num_unheard(self) -> int:
         return sum(len(notices.unheard) for notices in self._notices.values())
 
+    def shown_leases(self, now: float) -> list[dict[str, object]]:
+        """The oldest leases, for people."""
+        return [
+            {
+                "request_id": lease.ticket.request_id,
+                "num_tokens": lease.ticket.num_tokens,
+                "reader": lease.reading.reader if lease.reading else "",
+                "seconds_left": round(lease.deadline - now, 1),
+            }
+            for lease in islice(self._leases.values(), MAX_SHOWN)
+        ]
+
     def figures(self) -> Figures:
         """Its counters and gauges."""
         read = sum(1 for lease in self._leases.values() if lease.reading)
@@ -197,6 +210,8 @@ class Authority:
                 return self._join(now, reply_to, message)
             case ReleaseAck():
                 return self._acknowledged(now, reply_to, message)
+            case AskStatus():
+                return []  # the edge answers it, which knows more
 
     def tick(self, now: float) -> list[SourceEffect]:
         """Time has passed: end what is over, repeat what was not heard."""

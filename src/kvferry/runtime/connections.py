@@ -81,6 +81,12 @@ class Connections:
         """How many addresses had somebody who is gone."""
         return sum(1 for known in self._by_address.values() if known.reason)
 
+    @property
+    def gone_peers(self) -> dict[Peer, str]:
+        """Who is gone, and why."""
+        gone = (known for known in self._by_address.values() if known.reason)
+        return {peer: known.reason for known in gone for peer in known.peers}
+
     def is_gone(self, peer: Peer) -> bool:
         """Whether this very peer is gone."""
         known = self._by_address.get(peer.authority)

@@ -137,6 +137,11 @@ class Meetings:
         return [peer for peer in self._known if self.is_met(peer)]
 
     @property
+    def known(self) -> dict[Peer, Meeting]:
+        """How far it is with each peer."""
+        return {peer: known.state for peer, known in self._known.items()}
+
+    @property
     def states(self) -> Counter[str]:
         """How many peers are how far."""
         return Counter(known.state.value for known in self._known.values())

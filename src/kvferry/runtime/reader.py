@@ -20,7 +20,7 @@ from __future__ import annotations
 import hmac
 from collections import Counter, defaultdict
 from collections.abc import Collection
-from itertools import count
+from itertools import count, islice
 
 from kvferry.core.select import Selection
 from kvferry.errors import SpecError
@@ -32,6 +32,7 @@ from kvferry.runtime.meetings import AT_WORK, Lost, Meeting, Meetings
 from kvferry.runtime.metric_table import PEERS, PHASES, QUARANTINED, READS_IN_FLIGHT, RETRIES
 from kvferry.runtime.questions import Questions, Settlements
 from kvferry.runtime.values import (
+    MAX_SHOWN,
     Cancel,
     Drop,
     Effect,
@@ -337,6 +338,25 @@ class Reader:
             "quarantined": self.num_quarantined,
             "settling": len(self._settlements),
         }
+
+    def sources(self) -> dict[Peer, tuple[str, str]]:
+        """Each source engine that is known: how it stands with it, and why it is gone if it is."""
+        known = {peer: (state.value, "") for peer, state in self._meetings.known.items()}
+        return known | {peer: ("gone", why) for peer, why in self._connections.gone_peers.items()}
+
+    def shown_loads(self, now: float) -> list[dict[str, object]]:
+        """The oldest loads that are under way, for people."""
+        return [
+            {
+                "request_id": job.ticket.request_id,
+                "engine": job.peer.engine,
+                "address": job.peer.authority,
+                "phase": job.phase.value,
+                "way": job.way,
+                "seconds": round(now - job.started, 1),
+            }
+            for job in islice(self._jobs.values(), MAX_SHOWN)
+        ]
 
     def figures(self) -> Figures:
         """Its counters and gauges."""

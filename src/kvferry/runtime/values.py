@@ -14,6 +14,9 @@ from kvferry.runtime.failure import Failure
 from kvferry.wire.messages import Join, Message, RankDescription
 from kvferry.wire.ticket import Ticket
 
+MAX_SHOWN = 20
+"""How many leases, or loads, a person is shown one by one: the oldest."""
+
 
 @dataclass(frozen=True, slots=True)
 class Timing:

@@ -250,9 +250,31 @@ class JoinAck(msgspec.Struct, frozen=True, tag=True):
     generation: int
 
 
-ToAuthority = Hello | DescribeRanks | Acquire | Renew | Settle | Join | ReleaseAck
+class AskStatus(msgspec.Struct, frozen=True, tag=True):
+    """A person's tool → authority: how are you? It changes nothing."""
+
+    protocol: int
+
+
+class StatusAnswer(msgspec.Struct, frozen=True, tag=True):
+    """Authority → a person's tool."""
+
+    report: bytes
+    """JSON, for people; bounded, and without cards, keys and tickets."""
+
+
+ToAuthority = Hello | DescribeRanks | Acquire | Renew | Settle | Join | ReleaseAck | AskStatus
 FromAuthority = (
-    Welcome | RankDescriptions | Rejected | Grant | Denial | Renewal | SettleAck | ReleaseNotice | JoinAck
+    Welcome
+    | RankDescriptions
+    | Rejected
+    | Grant
+    | Denial
+    | Renewal
+    | SettleAck
+    | ReleaseNotice
+    | JoinAck
+    | StatusAnswer
 )
 Message = ToAuthority | FromAuthority
 

@@ -72,6 +72,7 @@ class SimulatedProcess:
             host=lambda: LOOPBACK,
             open_channel=self._open_channel,
             make_workers=lambda name: SimulatedWorkers(self),
+            open_status=lambda name, report: None,
             start_owner=self._start_owner,
         )
 

@@ -1,0 +1,178 @@
+"""Where an endpoint of this host can be asked how it is: a socket in a folder of this user's alone.
+
+Whoever connects is told, and nothing that it says is read. Only this user and root may connect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from kvferry.endpoint.private_files import own_folder
+from kvferry.errors import KVFerryError, SpecError
+from kvferry.log import log_of
+
+log = log_of(__name__)
+
+MAX_FILES = 256
+MAX_NAME_CHARACTERS = 32
+MAX_PATH_BYTES = 107
+"""Of a socket's address, says Linux."""
+MAX_REPORT_BYTES = 4 << 20
+CALL_SECONDS = 2.0
+"""How long a caller may take to read what it is told."""
+ANSWER_SECONDS = 15.0
+"""How long an endpoint may take to answer; more than its owner is waited for."""
+
+StatusReport = Mapping[str, object]
+
+
+class OpenStatus(Protocol):
+    """What stays open until it is closed."""
+
+    def close(self) -> None:
+        """Nobody is told anything any more."""
+        ...
+
+
+class StatusSocket:
+    """Tells whoever may ask; in a thread of its own."""
+
+    def __init__(self, path: Path, report: Callable[[], StatusReport]) -> None:
+        self._path, self._report, self._is_closing = path, report, False
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.bind(str(path))
+            path.chmod(0o600)
+            self._socket.listen(8)
+        except OSError:
+            self._socket.close()
+            raise
+        self._thread = threading.Thread(target=self._run, name="kvferry-status", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Nobody is told anything any more."""
+        self._is_closing = True
+        self._path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends the accept
+        self._thread.join(CALL_SECONDS)
+        self._socket.close()
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            try:
+                caller, _ = self._socket.accept()
+            except OSError:
+                if self._is_closing:
+                    return
+                threading.Event().wait(1.0)  # no room for another file, perhaps: that may pass
+                continue
+            with caller, contextlib.suppress(OSError):
+                caller.settimeout(CALL_SECONDS)
+                if _user_of(caller) in (0, os.geteuid()):
+                    caller.sendall(self._text())
+
+    def _text(self) -> bytes:
+        try:
+            return json.dumps(self._report()).encode()
+        except KVFerryError as error:
+            return json.dumps({"error": str(error)}).encode()
+        except Exception:
+            log.exception("an unexpected error while somebody asked for the status")
+            return json.dumps({"error": "a bug; the engine's log says where"}).encode()
+
+
+def _user_of(caller: socket.socket) -> int:
+    form = "3i"
+    found = caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(form))
+    _, user, _ = struct.unpack(form, found)
+    return int(user)
+
+
+def status_folder() -> Path:
+    """Where this user's sockets are; made if it is not there."""
+    folder = own_folder() / "status"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def open_status(name: str, report: Callable[[], StatusReport]) -> OpenStatus | None:
+    """Let an endpoint be asked. One that cannot be asked works all the same: it says so once, in the log."""
+    try:
+        folder = status_folder()
+        if len(os.listdir(folder)) >= MAX_FILES:
+            _sweep(folder)
+        if len(os.listdir(folder)) >= MAX_FILES:
+            raise SpecError(f"{folder} has {MAX_FILES} files or more")
+        plain = re.sub(r"[^A-Za-z0-9_.-]", "_", name)[-MAX_NAME_CHARACTERS:].lstrip(".")
+        path = folder / f"{plain}-{os.getpid()}-{secrets.token_hex(2)}.sock"
+        if len(os.fsencode(path)) > MAX_PATH_BYTES:
+            raise SpecError(f"{path} is too long: a socket's address has at most {MAX_PATH_BYTES} bytes")
+        return StatusSocket(path, report)
+    except (SpecError, OSError) as error:
+        log.info("`kvferry status` cannot ask %s, which works all the same: %s", name, error)
+        return None
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the sockets of processes that were killed."""
+    for path in sorted(folder.glob("*.sock")):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+            asking.settimeout(CALL_SECONDS)
+            _remove_if_dead(asking, path)
+
+
+def _remove_if_dead(asking: socket.socket, path: Path) -> bool:
+    """Whether nobody listens; its file is gone then."""
+    try:
+        asking.connect(str(path))
+    except OSError as error:
+        if error.errno == errno.ECONNREFUSED:
+            path.unlink(missing_ok=True)
+        return error.errno in (errno.ECONNREFUSED, errno.ENOENT)
+    return False
+
+
+def read_status(path: Path) -> dict[str, Any]:
+    """What an endpoint says at its socket; raises SpecError if nobody does."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        asking.settimeout(ANSWER_SECONDS)
+        try:
+            asking.connect(str(path))
+            found = b"".join(_received(asking))
+        except OSError as error:
+            hint = ": the engine that it belonged to is gone" if error.errno == errno.ECONNREFUSED else ""
+            raise SpecError(f"{path}: {error.strerror or error}{hint}") from None
+    try:
+        answer = json.loads(found)
+    except ValueError:
+        answer = None
+    if not isinstance(answer, dict):
+        raise SpecError(f"{path}: this is no socket of an engine of kvferry's, or you are not its user")
+    return answer
+
+
+def _received(asking: socket.socket) -> Iterator[bytes]:
+    num_bytes = 0
+    while num_bytes < MAX_REPORT_BYTES and (part := asking.recv(1 << 16)):
+        num_bytes += len(part)
+        yield part
+
+
+def live_sockets() -> list[Path]:
+    """The sockets of this user's endpoints that run; those of dead ones are removed."""
+    folder = status_folder()
+    _sweep(folder)
+    return sorted(folder.glob("*.sock"))

@@ -1,0 +1,59 @@
+"""``kvferry status``."""
+
+import tempfile
+
+import pytest
+
+from kvferry.endpoint import SourceEngine, ask_status
+
+
+@pytest.fixture(autouse=True)
+def own_folder(monkeypatch, tmp_path_factory):
+    tmp_path_factory.getbasetemp()  # made now, and not below this folder, which goes
+    with tempfile.TemporaryDirectory(prefix="kvf") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        monkeypatch.delenv("KVFERRY_SECRET_FILE", raising=False)
+        monkeypatch.delenv("KVFERRY_SECRET", raising=False)
+        yield
+
+
+@pytest.fixture
+def engine():
+    engine = SourceEngine("prefill\x1b[2J", 1)
+    yield engine
+    engine.close()
+
+
+def test_every_engine_of_this_user_is_shown(cli, engine):
+    ran = cli("status")
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out.startswith("SOURCE  prefill\\x1b[2J\n")
+    assert f"at       {engine.address}\n" in ran.out
+    assert "0/1 joined" in ran.out
+    assert "0 offered, 0 being read, 0 B" in ran.out
+    assert max(map(len, ran.out.splitlines())) <= 80
+
+
+def test_one_engine_is_asked_by_its_file_or_its_address(cli, engine):
+    (report,) = cli("status", "--json").answer["engines"]
+    assert (report["side"], report["ranks"], report["address"]) == ("source", "0/1", engine.address)
+    (by_file,) = cli("status", report["socket"], "--json").answer["engines"]
+    (by_address,) = cli("status", engine.address, "--json").answer["engines"]
+    assert by_file["pid"] == by_address["pid"] == report["pid"]
+
+
+def test_where_nobody_is(cli, tmp_path):
+    ran = cli("status")
+    assert ran.code == 1
+    assert "no engine of this user runs here" in ran.out
+    assert cli("status", "--json").answer == {"engines": []}
+    ran = cli("status", tmp_path)
+    assert (ran.code, ran.out) == (2, "")
+    assert str(tmp_path) in ran.err
+
+
+def test_an_address_where_nobody_listens(cli, monkeypatch):
+    monkeypatch.setattr(ask_status.ask_status, "__defaults__", (0.3,))
+    ran = cli("status", "tcp://127.0.0.1:9")
+    assert ran.code == 2
+    assert "tcp://127.0.0.1:9 did not answer within 0.3 s: does the engine run?" in ran.err
