@@ -105,7 +105,7 @@ class Proxy:
             return self._ask(server, "GET", request.path, headers_of(request, account), None)
 
         try:
-            async with self._served(Role.DECODE, account, ask) as (server, answer):
+            async with self._served(Role.DECODE, account, ask) as (server, answer), answer:
                 return passed_on(answer, await payload_of(answer, server))
         except ErrorAnswer as end:
             return end.response
