@@ -74,7 +74,7 @@ MANY_LINES, MANY_ATTRIBUTES = 400, 10
 
 LONG_FILES = {
     "kvferry.runtime.authority": "one machine: every message of readers and ranks, and what follows",
-    "kvferry.runtime.reader": "one machine: every event of a destination rank, and what follows; the longest",
+    "kvferry.runtime.reader": "one machine: every event of a destination rank, and what it starts",
     "kvferry.testing.simulation.engines": "both sides of the runtime, and what each is asked to do wrong",
     "kvferry.transport.mapped": "one thread and the order of its calls to the device",
     "kvferry.wire.manifest": "one document: each of its structures, both ways",

@@ -302,7 +302,7 @@ class World(RuleBasedStateMachine):
         return [
             job
             for rank in self.ranks
-            for job in rank.reader._jobs.values()
+            for job in rank.reader._fetches.by_handle.values()
             if rank.fetched[job.handle][0] is offer
             and job.covered_until > self.clock(rank)
             and job.phase in (Phase.SELECTING, Phase.READING)
@@ -329,7 +329,7 @@ class World(RuleBasedStateMachine):
                     assert effect.peer not in rank.at_work_for, "dropped while being built"
                     rank.connected.discard(effect.peer)
                 case HangUp():
-                    called = {job.peer.authority for job in rank.reader._jobs.values()}
+                    called = {job.peer.authority for job in rank.reader._fetches.by_handle.values()}
                     is_anew = any(isinstance(e, Send) and e.to == effect.address for e in effects)
                     assert is_anew or effect.address not in called, "hung up on somebody who is needed"
                 case Report():
@@ -343,7 +343,7 @@ class World(RuleBasedStateMachine):
         rank.builds.append(build)
 
     def on_post(self, rank, post):
-        handle = rank.reader._transfers[post.clear]
+        handle = rank.reader._fetches.transfers[post.clear]
         offer, fetched_at = rank.fetched[handle]
         assert offer is not None, "a forged ticket led to a read"
         generation = offer.ticket.generation
@@ -509,8 +509,8 @@ class World(RuleBasedStateMachine):
     @rule(engine=index, which=index, num_ranks=st.integers(1, 3))
     def abort(self, engine, which, num_ranks):
         for rank in self.engine(engine)[:num_ranks]:
-            if rank.reader._jobs:
-                handles = list(rank.reader._jobs)
+            if rank.reader._fetches.by_handle:
+                handles = list(rank.reader._fetches.by_handle)
                 handle = handles[which % len(handles)]
                 self.of_reader(rank, rank.reader.abort(self.clock(rank), handle))
 
@@ -619,7 +619,7 @@ class World(RuleBasedStateMachine):
 
     def do_poll(self, rank, repeat=0):
         for transfer, read in list(rank.reads.items()):
-            if read.has_ended and (repeat or transfer in rank.reader._transfers):
+            if read.has_ended and (repeat or transfer in rank.reader._fetches.transfers):
                 self.of_reader(rank, rank.reader.ended(self.clock(rank), transfer, read.error))
 
     # -- the network ------------------------------------------------------------------------------
@@ -693,7 +693,7 @@ class World(RuleBasedStateMachine):
     @rule(which=index, outcome=st.sampled_from(Outcome), is_delivered=st.booleans())
     def forge(self, which, outcome, is_delivered):
         """Somebody knows every name and number of a fetch that is under way, but not its token."""
-        rank, job = self.pick(lambda rank: list(rank.reader._jobs.values()), which)
+        rank, job = self.pick(lambda rank: list(rank.reader._fetches.by_handle.values()), which)
         if job is None:
             return
         who = job.ticket.ticket_id, rank.engine, rank.reader.rank
@@ -708,7 +708,7 @@ class World(RuleBasedStateMachine):
     @rule(which=index, is_real=seldom)
     def steal(self, which, is_real):
         """Somebody has a copy of a ticket, asks for it under its reader's name, and settles it."""
-        rank, job = self.pick(lambda rank: list(rank.reader._jobs.values()), which)
+        rank, job = self.pick(lambda rank: list(rank.reader._fetches.by_handle.values()), which)
         if job is None or not is_real:
             return
         who = rank.engine, rank.reader.rank
@@ -779,7 +779,7 @@ class World(RuleBasedStateMachine):
     def fencing(self):
         """Whatever cover a reader believes in is real, if clocks are: the blocks are still the ticket's."""
         for rank in self.ranks if self.are_clocks_true else ():
-            for job in rank.reader._jobs.values():
+            for job in rank.reader._fetches.by_handle.values():
                 offer, _ = rank.fetched[job.handle]
                 if job.covered_until > self.clock(rank) and job.phase is not Phase.CONFIRMING:
                     assert offer is not None, "a forged ticket was granted"
@@ -789,7 +789,7 @@ class World(RuleBasedStateMachine):
     def leases_cover_what_readers_believe(self):
         """A granted fetch is bound to its engine, until a deadline that is no earlier than it believes."""
         for rank in self.ranks:
-            for job in rank.reader._jobs.values():
+            for job in rank.reader._fetches.by_handle.values():
                 offer, _ = rank.fetched[job.handle]
                 if offer is not None and offer.is_owned and job.covered_until > self.clock(rank):
                     lease = self.authority._leases[offer.ticket.ticket_id]
@@ -814,10 +814,10 @@ class World(RuleBasedStateMachine):
         """What is under way is known to be under way, and is not reported."""
         for rank in self.ranks:
             in_flight = {number for number, read in rank.reads.items() if not read.has_ended}
-            assert in_flight <= set(rank.reader._transfers)
+            assert in_flight <= set(rank.reader._fetches.transfers)
             assert not {read.handle for n, read in rank.reads.items() if n in in_flight} & set(rank.reports)
-            assert set(rank.fetched) == set(rank.reports) | set(rank.reader._jobs)
-            assert not set(rank.reports) & set(rank.reader._jobs)
+            assert set(rank.fetched) == set(rank.reports) | set(rank.reader._fetches.by_handle)
+            assert not set(rank.reports) & set(rank.reader._fetches.by_handle)
 
     @invariant()
     def notices_arrive_in_order(self):
@@ -828,8 +828,8 @@ class World(RuleBasedStateMachine):
     @invariant()
     def bounded(self):
         for rank in self.ranks:
-            assert len(rank.reader._settlements) <= len(rank.fetched)
-            assert len(rank.reader._transfers) <= len(rank.reads)
+            assert len(rank.reader._fetches.settlements) <= len(rank.fetched)
+            assert len(rank.reader._fetches.transfers) <= len(rank.reads)
             assert len(rank.reader._questions) <= 40 * max(1, len(rank.fetched))
         if self.offers:
             assert self.authority.num_leases <= len(self.offers)
@@ -876,11 +876,11 @@ class World(RuleBasedStateMachine):
             reader = rank.reader
             assert set(rank.reports) == set(rank.fetched) - handles, "each is reported, if its reads ended"
             assert reader.num_quarantined == len(handles)
-            assert (set(reader._jobs), set(reader._transfers)) == (handles, set(stuck))
-            assert len(reader._by_ticket) == len(handles)
+            assert (set(reader._fetches.by_handle), set(reader._fetches.transfers)) == (handles, set(stuck))
+            assert len(reader._fetches.by_ticket) == len(handles)
             assert not reader._questions
             assert all(one.is_up for one in reader._connections._by_address.values())
-            assert not reader._settlements
+            assert not reader._fetches.settlements
         authority = self.authority
         assert authority.num_leases == 0
         assert not authority._by_request
@@ -900,8 +900,8 @@ class World(RuleBasedStateMachine):
                     self.do_end(read)
             self.do_poll(rank)
             assert set(rank.reports) == set(rank.fetched)
-            assert not rank.reader._jobs
-            assert not rank.reader._transfers
+            assert not rank.reader._fetches.by_handle
+            assert not rank.reader._fetches.transfers
 
 
 World.TestCase.settings = settings(

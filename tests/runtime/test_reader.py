@@ -146,7 +146,8 @@ def described(question, ranks=None, generation=7):
 
 
 def is_empty(reader):
-    return not (reader._jobs or reader._by_ticket or reader._transfers or reader._settlements)
+    fetches = reader._fetches
+    return not (fetches.by_handle or fetches.by_ticket or fetches.transfers or fetches.settlements)
 
 
 # -- the common way -------------------------------------------------------------------------------
@@ -586,7 +587,7 @@ def test_ranks_of_another_start_are_not_taken(it):
     it.answer(described(question, generation=8))
     assert [(r.handle, r.failure.code) for r in it.of(Report)] == [(1, "restarted")]
     assert it.of(Drop) == [Drop(PEER)]
-    assert list(it.reader._jobs) == [2]
+    assert list(it.reader._fetches.by_handle) == [2]
 
 
 def test_ranks_that_are_too_long_to_be_kept_fail_the_meeting(it, monkeypatch):
@@ -620,7 +621,7 @@ def test_a_denial_because_of_a_restart_forgets_the_peer(it):
     it.fetch(2, fetch_of(2))
     it.answer(Denial(it.only(Acquire).nonce, 2, "restarted"))
     assert (it.failure(), it.of(Drop)) == ("restarted", [Drop(PEER)])
-    assert list(it.reader._jobs) == [1]  # what is under way ends by itself
+    assert list(it.reader._fetches.by_handle) == [1]  # what is under way ends by itself
 
 
 def test_a_refused_plan_fails_everybody_who_waits_and_nobody_else(it):
@@ -630,7 +631,7 @@ def test_a_refused_plan_fails_everybody_who_waits_and_nobody_else(it):
     it.at(1.0).answer(welcome())
     it.not_built(PEER, Failure(FailureCode.REFUSED, "why"))
     assert [(r.handle, r.failure.code) for r in it.of(Report)] == [(1, "refused"), (2, "refused")]
-    assert list(it.reader._jobs) == [3]
+    assert list(it.reader._fetches.by_handle) == [3]
 
 
 def test_a_slow_build_fails_its_fetch_and_serves_the_next(it):
@@ -669,7 +670,8 @@ def test_a_request_that_does_not_fit_fails_alone(it):
     it.met()
     it.granted(2, 2)
     it.not_selected(1, Failure(FailureCode.REQUEST, "too few blocks"))
-    assert (it.failure(), it.outcome(), list(it.reader._jobs)) == ("request", Outcome.UNREAD, [2])
+    assert (it.failure(), it.outcome()) == ("request", Outcome.UNREAD)
+    assert list(it.reader._fetches.by_handle) == [2]
 
 
 def test_too_many_peers_at_once(it, monkeypatch):
@@ -707,7 +709,7 @@ def test_who_waits_for_a_source_that_is_gone_is_told_at_once(it):
     codes = {report.handle: report.failure.code for report in it.of(Report)}
     assert codes == {1: "source-gone", 3: "source-gone"}
     assert "prefill at src is gone" in it.of(Report)[0].failure.detail
-    assert sorted(it.reader._jobs) == [2, 4]
+    assert sorted(it.reader._fetches.by_handle) == [2, 4]
 
 
 def test_the_next_fetch_from_it_fails_at_once_and_nobody_is_called(it):
@@ -718,7 +720,7 @@ def test_the_next_fetch_from_it_fails_at_once_and_nobody_is_called(it):
     assert (it.failure(), it.of(Send)) == ("source-gone", [])
     it.hold(3, ticket(3))
     assert (it.failure(), it.of(Send)) == ("source-gone", [])
-    assert not it.reader._jobs
+    assert not it.reader._fetches.by_handle
 
 
 def test_it_serves_again_when_it_answers_again(it):

@@ -14,6 +14,7 @@ from kvferry.core.select import select as real_select
 from kvferry.endpoint import destination as endpoint
 from kvferry.endpoint.destination import Destination
 from kvferry.endpoint.posted_reads import PostedReads
+from kvferry.runtime.active_fetches import ActiveFetches
 from kvferry.runtime.authority import Authority
 from kvferry.runtime.fetch_job import FetchJob
 from kvferry.runtime.lease import _RankGrant as RankGrant
@@ -34,15 +35,15 @@ class PlantedBug:
 
 def reuse_before_quiescence(patch):
     """A load that fails is reported at once, though reads of it are under way."""
-    real = Reader._fail
+    real = ActiveFetches.fail
 
     def fail(self, now, job, failure):
         for transfer in job.in_flight:
-            self._transfers.pop(transfer, None)
+            self.transfers.pop(transfer, None)
         job.in_flight = set()
         return real(self, now, job, failure)
 
-    patch.setattr(Reader, "_fail", fail)
+    patch.setattr(ActiveFetches, "fail", fail)
 
 
 def wrong_request_in_a_release(patch):

@@ -1,18 +1,10 @@
 """One rank of a destination engine: meets peers, leases tickets, posts reads, settles.
 
-The life of a fetch::
+Each event has a method here: the engine's calls, an authority's answers, what the edge did, and time. How a
+fetch goes on from there, and ends, is told by ``active_fetches.py``.
 
-    LEASING ──▶ MEETING ──▶ SELECTING ──▶ READING ──▶ CONFIRMING ──▶ reported, once
-       └──────────┴───────────┴─────────────┴────────────┴──▶ failed: reported when nothing is in flight
-
-* A lease is asked for at once, and kept alive from then on, also while the peer is still being met. A ticket
-  whose blocks are not known yet can be *held* until they are: HOLDING comes before SELECTING then.
-* A read counts only if the source's authority has said so after its end: it still held the lease then. No
-  clock has a say in that. An authority that does not answer is asked again, for as long as a lease; then the
-  fetch has failed.
+* A lease is asked for at once, and kept alive from then on, also while the peer is still being met.
 * Names can be guessed. What proves to an authority who we are is a token, another one for each ticket.
-* Nothing is reported before the transport has reported the end of every posted read. A read that does not end
-  in time is *quarantined*: counted and shown, its blocks kept; never reported as done.
 """
 
 from __future__ import annotations
@@ -24,27 +16,15 @@ from itertools import count, islice
 
 from kvferry.core.select import Selection
 from kvferry.errors import SpecError
+from kvferry.runtime.active_fetches import ActiveFetches
 from kvferry.runtime.connections import Connections
 from kvferry.runtime.failure import Failure, FailureCode, denied
 from kvferry.runtime.fetch_job import FetchJob, Phase
 from kvferry.runtime.figures import Figures, by_label, figure
 from kvferry.runtime.meetings import AT_WORK, Lost, Meeting, Meetings
 from kvferry.runtime.metric_table import PEERS, PHASES, QUARANTINED, READS_IN_FLIGHT, RETRIES
-from kvferry.runtime.questions import Questions, Settlements
-from kvferry.runtime.values import (
-    MAX_SHOWN,
-    Cancel,
-    Drop,
-    Effect,
-    Fetch,
-    HangUp,
-    Peer,
-    PostReads,
-    Report,
-    Select,
-    Send,
-    Timing,
-)
+from kvferry.runtime.questions import Questions
+from kvferry.runtime.values import MAX_SHOWN, Drop, Effect, Fetch, HangUp, Peer, Send, Timing
 from kvferry.wire.limits import check_name
 from kvferry.wire.messages import (
     MAX_BATCH,
@@ -53,12 +33,10 @@ from kvferry.wire.messages import (
     Denial,
     FromAuthority,
     Grant,
-    Outcome,
     RankDescriptions,
     Rejected,
     Renew,
     Renewal,
-    Settle,
     SettleAck,
     Welcome,
 )
@@ -92,15 +70,13 @@ class Reader:
         self._timing = timing or Timing()
         self._meetings = Meetings(reader, self._timing)
         self._questions = Questions(self._timing)
-        self._settlements = Settlements(self._timing)
         self._connections = Connections(self._timing)
-        self._jobs: dict[int, FetchJob] = {}
-        self._by_ticket: dict[tuple[Peer, int], int] = {}
-        self._num_jobs: Counter[Peer] = Counter()
+        self._numbers = count(1)
+        self._fetches = ActiveFetches(
+            reader, rank, self._timing, self._meetings, self._connections, self._numbers
+        )
         self._called: set[str] = set()
         """Addresses that something was sent to, until nobody has anything to say there."""
-        self._transfers: dict[int, int] = {}
-        self._numbers = count(1)
 
     # -- what the engine asks for ------------------------------------------------------------------
 
@@ -117,19 +93,19 @@ class Reader:
 
     def supply(self, now: float, handle: int, fetch: Fetch) -> list[Effect]:
         """Fetch what is held. If it failed meanwhile, its report is under way, and nothing is started."""
-        job = self._jobs.get(handle)
+        job = self._fetches.get(handle)
         if job is None or job.fetch is not None or job.phase is Phase.FAILING:
             return []
         if fetch.ticket != job.ticket:
             failure = Failure(FailureCode.TICKET, "another ticket was held under this handle")
-            return self._fail(now, job, failure)
+            return self._fetches.fail(now, job, failure)
         job.fetch, job.started, job.met_at = fetch, now, now
         if job.phase is Phase.HOLDING:
             job.phase = Phase.MEETING
-        return [*self._meet(now, job.peer), *self._advance(now, job)]
+        return [*self._meet(now, job.peer), *self._fetches.advance(now, job)]
 
     def _start(self, now: float, handle: int, ticket: Ticket, fetch: Fetch | None) -> list[Effect]:
-        if handle in self._jobs:
+        if self._fetches.get(handle) is not None:
             raise SpecError(f"a fetch with the handle {handle} is under way")
         peer = Peer(ticket.engine, ticket.generation, ticket.authority)
         attempt = next(self._numbers)
@@ -137,19 +113,16 @@ class Reader:
         job = FetchJob(
             handle, ticket, fetch, peer, attempt, token, now, met_at=now, posted_at=now, ended_at=now
         )
-        self._jobs[handle] = job
-        self._num_jobs[peer] += 1
-        if job.key in self._by_ticket:
+        if not self._fetches.begin(job):
             failure = Failure(FailureCode.SPENT, "this ticket is being read already")
-            return self._fail(now, job, failure)
-        self._by_ticket[job.key] = handle
+            return self._fetches.fail(now, job, failure)
         if self._connections.is_gone(peer):
             job.is_settled = True  # nobody was asked for anything
-            return self._fail(now, job, self._source_gone(peer))
+            return self._fetches.fail(now, job, self._fetches.source_gone(peer))
         room = [*self._call_anew(peer.authority), *self._make_room(peer)]
         if overload := self._overload(peer):
             job.is_settled = True  # nobody was asked for anything
-            return [*room, *self._fail(now, job, Failure(FailureCode.TOO_MANY_PEERS, overload))]
+            return [*room, *self._fetches.fail(now, job, Failure(FailureCode.TOO_MANY_PEERS, overload))]
         self._called.add(peer.authority)
         return [*room, *self._acquire(now, job), *self._meet(now, peer)]
 
@@ -162,7 +135,7 @@ class Reader:
             return f"{self.MAX_PEERS} engines are in use"
         if is_new and len(unmet) >= self.MAX_UNMET:
             return f"{self.MAX_UNMET} engines are being met for the first time"
-        if sum(self._num_jobs[each] for each in unmet) >= self.MAX_WAITING:
+        if sum(self._fetches.num_of(each) for each in unmet) >= self.MAX_WAITING:
             return f"{self.MAX_WAITING} fetches wait for engines that were not met yet"
         return ""
 
@@ -173,8 +146,8 @@ class Reader:
 
     def abort(self, now: float, handle: int) -> list[Effect]:
         """Give a fetch up. It is reported as aborted once nothing of it is in flight."""
-        job = self._jobs.get(handle)
-        return [] if job is None else self._fail(now, job, Failure(FailureCode.ABORTED))
+        job = self._fetches.get(handle)
+        return [] if job is None else self._fetches.fail(now, job, Failure(FailureCode.ABORTED))
 
     # -- what the authority answers ----------------------------------------------------------------
 
@@ -196,7 +169,7 @@ class Reader:
             case Renewal():
                 return self._renewed(now, reply_to, message)
             case SettleAck():
-                return self._acknowledged(now, reply_to, message)
+                return self._fetches.acknowledged(now, reply_to, message)
             case _:
                 pass  # for ranks of a source engine
         return []
@@ -211,10 +184,10 @@ class Reader:
         """The peer is planned, proved and lowered, which took so long; and connected."""
         if not self._meetings.built(peer):
             return [Drop(peer)]
-        jobs = self._jobs_of(peer)
+        jobs = self._fetches.of(peer)
         for job in jobs:
             job.plan_seconds = plan_seconds
-        return [effect for job in jobs for effect in self._advance(now, job)]
+        return [effect for job in jobs for effect in self._fetches.advance(now, job)]
 
     def not_built(self, now: float, peer: Peer, failure: Failure) -> list[Effect]:
         """The peer cannot be served: everybody who waits for it is told."""
@@ -233,43 +206,22 @@ class Reader:
 
         How long that is expected to take is for the record; nothing depends on it.
         """
-        job = self._jobs.get(handle)
+        job = self._fetches.get(handle)
         if job is None or job.phase is not Phase.SELECTING:
             return []
         if job.covered_until <= now:
             failure = Failure(FailureCode.LEASE_LAPSED, "the source did not renew it in time")
-            return self._fail(now, job, failure)
-        job.phase, job.posted_at, job.ended_at = Phase.READING, now, now
-        products = selection.products
-        job.num_bytes, job.num_sources, job.way = selection.total_bytes, len(products), way
-        job.num_runs = selection.num_runs if num_runs is None else num_runs
-        job.predicted_seconds = predicted_seconds
-        job.clear = next(self._numbers)
-        reads = {next(self._numbers): read for read in products.items()}
-        job.in_flight = {job.clear, *reads}
-        self._transfers |= dict.fromkeys(job.in_flight, handle)
-        after = job.fetch.after if job.fetch else None
-        return [PostReads(job.peer, job.clear, selection.blank, reads, after)]
+            return self._fetches.fail(now, job, failure)
+        return self._fetches.post(now, job, selection, num_runs, way, predicted_seconds)
 
     def not_selected(self, now: float, handle: int, failure: Failure) -> list[Effect]:
         """The request does not fit: it fails alone."""
-        job = self._jobs.get(handle)
-        return [] if job is None else self._fail(now, job, failure)
+        job = self._fetches.get(handle)
+        return [] if job is None else self._fetches.fail(now, job, failure)
 
     def ended(self, now: float, transfer: int, error: str) -> list[Effect]:
         """The transport reports the end of a read; or the slack of a fetch is zeroed."""
-        if transfer not in self._transfers:
-            return []
-        job = self._jobs[self._transfers.pop(transfer)]
-        job.in_flight.discard(transfer)
-        job.ended_at = now
-        if not error:
-            return self._advance(now, job)
-        if transfer != job.clear and job.failure is None:  # else it may have ended because we gave it up
-            self._meetings.break_off(job.peer)
-        return self._fail(now, job, Failure(FailureCode.TRANSPORT, error))
-
-    # -- time --------------------------------------------------------------------------------------
+        return self._fetches.ended(now, transfer, error)
 
     # -- what the channel says of its connections ---------------------------------------------------
 
@@ -302,17 +254,14 @@ class Reader:
         asked, lost = self._meetings.tick(now)
         effects += [*asked, *self._lose(now, lost)]
         effects += self._renewals(now)
-        for job in list(self._jobs.values()):
-            if now >= job.give_up_at(self._timing):
-                effects += self._give_up(now, job)
-        effects += self._settlements.tick(now, self._connections.gone)
+        effects += self._fetches.tick(now)
         self._questions.tick(now)
         return [*effects, *self._hang_up()]
 
     def _hang_up(self) -> list[Effect]:
         """Call nobody whom nobody has anything to say to: an address in a ticket may be of anything."""
-        busy = {job.peer.authority for job in self._jobs.values()} if self._called else set()
-        idle = self._called - busy - self._meetings.addresses - self._settlements.addresses
+        busy = {job.peer.authority for job in self._fetches} if self._called else set()
+        idle = self._called - busy - self._meetings.addresses - self._fetches.settlements.addresses
         idle = {address for address in idle if not self._connections.is_awaited(address)}
         self._called -= idle
         for address in idle:
@@ -322,9 +271,9 @@ class Reader:
     def next_deadline(self) -> float:
         """When ``tick`` has something to do at the latest."""
         timing = self._timing
-        parts = (self._connections, self._meetings, self._settlements, self._questions)
+        parts = (self._connections, self._meetings, self._fetches.settlements, self._questions)
         deadlines = [part.next_deadline() for part in parts]
-        deadlines += [min(job.ask_at(timing), job.give_up_at(timing)) for job in self._jobs.values()]
+        deadlines += [min(job.ask_at(timing), job.give_up_at(timing)) for job in self._fetches]
         return min(deadlines)
 
     def status(self) -> dict[str, object]:
@@ -333,10 +282,10 @@ class Reader:
             "reader": self.reader,
             "rank": self.rank,
             "peers": [f"{peer.engine}#{peer.generation}" for peer in self._meetings.met],
-            "fetches": dict(Counter(job.phase.value for job in self._jobs.values())),
+            "fetches": dict(Counter(job.phase.value for job in self._fetches)),
             "in_flight": self.num_in_flight,
             "quarantined": self.num_quarantined,
-            "settling": len(self._settlements),
+            "settling": len(self._fetches.settlements),
         }
 
     def sources(self) -> dict[Peer, tuple[str, str]]:
@@ -355,18 +304,18 @@ class Reader:
                 "way": job.way,
                 "seconds": round(now - job.started, 1),
             }
-            for job in islice(self._jobs.values(), MAX_SHOWN)
+            for job in islice(self._fetches, MAX_SHOWN)
         ]
 
     def figures(self) -> Figures:
         """Its counters and gauges."""
-        phases = Counter(job.phase.value for job in self._jobs.values())
+        phases = Counter(job.phase.value for job in self._fetches)
         num_quarantined = phases.pop(Phase.QUARANTINED.value, 0)
         gone = {"gone": num} if (num := self._connections.num_gone) else {}
         retries = {
             "hello": self._meetings.num_repeated,
             "lease": self._questions.num_repeated,
-            "settle": self._settlements.num_repeated,
+            "settle": self._fetches.settlements.num_repeated,
         }
         return {
             **figure(QUARANTINED, num_quarantined),
@@ -379,49 +328,45 @@ class Reader:
     @property
     def num_in_flight(self) -> int:
         """Posted reads whose end was not reported yet."""
-        return len(self._transfers)
+        return len(self._fetches.transfers)
 
     @property
     def num_quarantined(self) -> int:
         """Fetches whose reads did not end in time."""
-        return sum(1 for job in self._jobs.values() if job.phase is Phase.QUARANTINED)
+        return sum(1 for job in self._fetches if job.phase is Phase.QUARANTINED)
 
     # -- peers -------------------------------------------------------------------------------------
 
     def _meet(self, now: float, peer: Peer) -> list[Effect]:
         is_broken = self._meetings.state(peer) is Meeting.BROKEN
-        is_used = is_broken and any(job.is_using_peer for job in self._jobs_of(peer))
+        is_used = is_broken and any(job.is_using_peer for job in self._fetches.of(peer))
         return self._meetings.meet(now, peer, is_used=is_used)
 
     def _make_room(self, peer: Peer) -> list[Effect]:
         if peer in self._meetings or len(self._meetings) < self.MAX_PEERS:
             return []
-        return self._meetings.make_room({job.peer for job in self._jobs.values()})
+        return self._meetings.make_room({job.peer for job in self._fetches})
 
     def _lose(self, now: float, lost: Lost) -> list[Effect]:
         """Forget peers whole, and tell everybody who waited for them."""
         effects: list[Effect] = []
         for peer, failure in lost:
             effects += self._meetings.forget(peer)
-            for job in self._jobs_of(peer):
-                effects += [] if job.has_posted else self._fail(now, job, failure)
+            for job in self._fetches.of(peer):
+                effects += [] if job.has_posted else self._fetches.fail(now, job, failure)
         return effects
-
-    def _source_gone(self, peer: Peer) -> Failure:
-        reason = self._connections.gone(peer.authority)
-        return Failure(FailureCode.SOURCE_GONE, f"{peer.engine} at {peer.authority} is gone: {reason}")
 
     def _lose_sight(self, now: float, address: str) -> list[Effect]:
         """Who was at an address is gone: whoever waits for it is told; reads in flight end by themselves."""
         effects: list[Effect] = []
-        jobs = [job for job in self._jobs.values() if job.peer.authority == address]
+        jobs = [job for job in self._fetches if job.peer.authority == address]
         self._connections.lost(address, {*self._meetings.at(address), *(job.peer for job in jobs)})
         for job in jobs:
             if not job.has_posted or job.phase is Phase.CONFIRMING:
                 job.is_settled = job.is_settled or not self._connections.has_answered(address)
-                effects += self._fail(now, job, self._source_gone(job.peer))
+                effects += self._fetches.fail(now, job, self._fetches.source_gone(job.peer))
         for peer in self._meetings.at(address):
-            if any(job.is_using_peer for job in self._jobs_of(peer)):
+            if any(job.is_using_peer for job in self._fetches.of(peer)):
                 self._meetings.break_off(peer)
             elif self._meetings.state(peer) not in AT_WORK:
                 effects += self._meetings.forget(peer)
@@ -434,9 +379,6 @@ class Reader:
         self._connections.forget(address)
         return [HangUp(address)]
 
-    def _jobs_of(self, peer: Peer) -> list[FetchJob]:
-        return [job for job in self._jobs.values() if job.peer == peer]
-
     # -- leases ------------------------------------------------------------------------------------
 
     def _acquire(self, now: float, job: FetchJob) -> list[Effect]:
@@ -446,7 +388,7 @@ class Reader:
         return [Send(authority, Acquire(nonce, job.ticket, *who, job.attempt, job.token))]
 
     def _answered(self, reply_to: str, nonce: int) -> tuple[float, list[FetchJob]]:
-        return self._questions.answered(reply_to, nonce, lambda job: self._jobs.get(job.handle) is job)
+        return self._questions.answered(reply_to, nonce, lambda job: self._fetches.get(job.handle) is job)
 
     def _granted(self, now: float, reply_to: str, grant: Grant) -> list[Effect]:
         asked_at, jobs = self._answered(reply_to, grant.nonce)
@@ -454,7 +396,7 @@ class Reader:
         for job in jobs:
             if job.ticket.ticket_id == grant.ticket_id:
                 job.covered_until = max(job.covered_until, asked_at + grant.lease_ms / 1000)
-                effects += self._advance(now, job)
+                effects += self._fetches.advance(now, job)
         return effects
 
     def _denied(self, now: float, reply_to: str, denial: Denial) -> list[Effect]:
@@ -464,7 +406,7 @@ class Reader:
             if job.phase is Phase.CONFIRMING:
                 continue  # a late copy of our asking; what counts is the answer to the settlement
             job.is_settled = job.is_settled or job.covered_until == float("-inf")
-            effects += self._fail(now, job, failure)
+            effects += self._fetches.fail(now, job, failure)
             state = self._meetings.state(job.peer)
             if failure.code is FailureCode.RESTARTED and state not in (None, *AT_WORK):
                 effects += self._lose(now, [(job.peer, failure)])  # that start is gone for good
@@ -474,7 +416,7 @@ class Reader:
         """One renewal per peer for every lease that is a third gone."""
         effects: list[Effect] = []
         due: dict[Peer, list[FetchJob]] = defaultdict(list)
-        for job in self._jobs.values():
+        for job in self._fetches:
             if now < job.ask_at(self._timing):
                 continue
             if job.phase is Phase.LEASING:
@@ -499,102 +441,8 @@ class Reader:
         for job in jobs:
             if job.ticket.ticket_id in kept:
                 job.covered_until = max(job.covered_until, asked_at + renewal.lease_ms / 1000)
-                effects += self._advance(now, job)
+                effects += self._fetches.advance(now, job)
             elif job.phase is not Phase.CONFIRMING:  # else it ended because we said that we are through
                 failure = Failure(FailureCode.LEASE_ENDED, "the source did not renew it")
-                effects += self._fail(now, job, failure)
+                effects += self._fetches.fail(now, job, failure)
         return effects
-
-    # -- one step on, or the end -------------------------------------------------------------------
-
-    def _advance(self, now: float, job: FetchJob) -> list[Effect]:
-        """Take every step that is possible now."""
-        if job.phase is Phase.LEASING and job.covered_until > now:
-            job.phase = Phase.MEETING
-        if job.phase is Phase.MEETING and self._meetings.is_met(job.peer):
-            job.met_at = now
-            if job.fetch is None:
-                job.phase = Phase.HOLDING
-            else:
-                job.phase = Phase.SELECTING
-                return [Select(job.handle, job.peer, job.fetch)]
-        if job.phase is Phase.READING and not job.in_flight:
-            job.phase = Phase.CONFIRMING
-            told = self._settle(now, job, Outcome.READ)
-            is_gone = bool(self._connections.gone(job.peer.authority))
-            return [*told, *self._fail(now, job, self._source_gone(job.peer))] if is_gone else told
-        if job.phase in (Phase.FAILING, Phase.QUARANTINED) and not job.in_flight:
-            outcome = Outcome.FAILED if job.has_posted else Outcome.UNREAD
-            return [*self._settle(now, job, outcome), *self._report(now, job, outcome)]
-        return []
-
-    def _acknowledged(self, now: float, reply_to: str, ack: SettleAck) -> list[Effect]:
-        """The authority knows how a fetch ended; a read that it confirms counts."""
-        told = self._settlements.acknowledged(reply_to, ack)
-        job = None if told is None else self._jobs.get(told.handle)
-        if job is None or job.attempt != ack.attempt or job.phase is not Phase.CONFIRMING:
-            return []
-        if ack.code:
-            return self._fail(now, job, denied(ack.code, ack.detail))
-        return self._report(now, job, Outcome.READ)
-
-    def _fail(self, now: float, job: FetchJob, failure: Failure) -> list[Effect]:
-        """Remember the first reason; report it when nothing is in flight."""
-        cancels = self._cancels(job)
-        job.failure = job.failure or failure
-        if job.phase is not Phase.QUARANTINED:
-            job.phase = Phase.FAILING
-        return [*cancels, *self._advance(now, job)]
-
-    def _cancels(self, job: FetchJob) -> list[Effect]:
-        """Nobody wants the rest of its reads, if they were wanted until now."""
-        if job.failure is not None:
-            return []
-        return [Cancel(transfer) for transfer in sorted(job.in_flight) if transfer != job.clear]
-
-    def _give_up(self, now: float, job: FetchJob) -> list[Effect]:
-        """Its phase has lasted too long."""
-        match job.phase:
-            case Phase.LEASING:
-                failure = Failure(FailureCode.NO_ANSWER, "no lease was granted in time")
-            case Phase.MEETING:
-                failure = self._meetings.no_answer(job.peer)
-            case Phase.SELECTING:
-                failure = Failure(FailureCode.OVERDUE, "its runs were not selected in time")
-            case Phase.CONFIRMING:
-                seconds = job.patience(self._timing)
-                detail = f"{job.peer.engine} did not confirm the read within {seconds:g} s"
-                failure = Failure(FailureCode.UNCONFIRMED, detail)
-            case _:
-                return self._quarantine(job)
-        return self._fail(now, job, failure)
-
-    def _quarantine(self, job: FetchJob) -> list[Effect]:
-        cancels = self._cancels(job)
-        num_reads = len(job.in_flight)
-        detail = f"{num_reads} reads did not end within {self._timing.read:g} s"
-        job.failure = job.failure or Failure(FailureCode.OVERDUE, detail)
-        job.phase = Phase.QUARANTINED
-        return cancels
-
-    def _settle(self, now: float, job: FetchJob, outcome: Outcome) -> list[Effect]:
-        """Tell the authority how a fetch ended, once; that is repeated until it knows."""
-        if job.is_settled or self._by_ticket.get(job.key) != job.handle:
-            return []
-        job.is_settled = True
-        who = self.reader, self.rank, job.attempt, job.token
-        settle = Settle(job.peer.generation, job.ticket.ticket_id, *who, outcome)
-        is_heard = job.covered_until > float("-inf") or self._meetings.is_met(job.peer)
-        if not is_heard:
-            return [Send(job.peer.authority, settle)]  # once: perhaps nobody like that has ever been there
-        return self._settlements.settle(now, job, settle)
-
-    def _report(self, now: float, job: FetchJob, outcome: Outcome) -> list[Effect]:
-        """The one report."""
-        del self._jobs[job.handle]
-        self._num_jobs[job.peer] -= 1
-        if not self._num_jobs[job.peer]:
-            del self._num_jobs[job.peer]
-        if self._by_ticket.get(job.key) == job.handle:
-            del self._by_ticket[job.key]
-        return [Report(job.handle, job.failure, job.record(now, outcome))]

@@ -1,0 +1,214 @@
+"""The fetches of one destination rank that are under way: how each goes on, and how it ends.
+
+The life of a fetch::
+
+    LEASING ──▶ MEETING ──▶ SELECTING ──▶ READING ──▶ CONFIRMING ──▶ reported, once
+       └──────────┴───────────┴─────────────┴────────────┴──▶ failed: reported when nothing is in flight
+
+* A ticket whose blocks are not known yet can be *held* until they are: HOLDING comes before SELECTING then.
+* A read counts only if the source's authority has said so after its end: it still held the lease then. No
+  clock has a say in that. An authority that does not answer is asked again, for as long as a lease; then the
+  fetch has failed.
+* Nothing is reported before the transport has reported the end of every posted read. A read that does not end
+  in time is *quarantined*: counted and shown, its blocks kept; never reported as done.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from kvferry.core.select import Selection
+from kvferry.runtime.connections import Connections
+from kvferry.runtime.failure import Failure, FailureCode, denied
+from kvferry.runtime.fetch_job import FetchJob, Phase
+from kvferry.runtime.meetings import Meetings
+from kvferry.runtime.questions import Settlements
+from kvferry.runtime.values import Cancel, Effect, Peer, PostReads, Report, Select, Send, Timing
+from kvferry.wire.messages import Outcome, Settle, SettleAck
+
+
+class ActiveFetches:
+    """Every fetch, from when it begins until it is reported.
+
+    ``numbers``: the reader's own; no two transfers, attempts or questions have the same.
+    """
+
+    def __init__(
+        self,
+        reader: str,
+        rank: int,
+        timing: Timing,
+        meetings: Meetings,
+        connections: Connections,
+        numbers: Iterator[int],
+    ) -> None:
+        self._who, self._timing, self._numbers = (reader, rank), timing, numbers
+        self._meetings, self._connections = meetings, connections
+        self.settlements = Settlements(timing)
+        self.by_handle: dict[int, FetchJob] = {}
+        self.by_ticket: dict[tuple[Peer, int], int] = {}
+        self.transfers: dict[int, int] = {}
+        """Whose each transfer is that has not ended yet."""
+        self._num_of: Counter[Peer] = Counter()
+
+    def __iter__(self) -> Iterator[FetchJob]:
+        return iter(self.by_handle.values())
+
+    def get(self, handle: int) -> FetchJob | None:
+        """The fetch under a handle, if it is under way."""
+        return self.by_handle.get(handle)
+
+    def of(self, peer: Peer) -> list[FetchJob]:
+        """Those that read from a peer."""
+        return [job for job in self if job.peer == peer]
+
+    def num_of(self, peer: Peer) -> int:
+        """How many they are."""
+        return self._num_of[peer]
+
+    def begin(self, job: FetchJob) -> bool:
+        """Whether its ticket is free; if so, it is this fetch's from now on."""
+        self.by_handle[job.handle] = job
+        self._num_of[job.peer] += 1
+        return self.by_ticket.setdefault(job.key, job.handle) == job.handle
+
+    def post(
+        self,
+        now: float,
+        job: FetchJob,
+        selection: Selection,
+        num_runs: int | None,
+        way: str,
+        predicted_seconds: float,
+    ) -> list[Effect]:
+        """The runs of a fetch are known: post them."""
+        job.phase, job.posted_at, job.ended_at = Phase.READING, now, now
+        products = selection.products
+        job.num_bytes, job.num_sources, job.way = selection.total_bytes, len(products), way
+        job.num_runs = selection.num_runs if num_runs is None else num_runs
+        job.predicted_seconds = predicted_seconds
+        job.clear = next(self._numbers)
+        reads = {next(self._numbers): read for read in products.items()}
+        job.in_flight = {job.clear, *reads}
+        self.transfers |= dict.fromkeys(job.in_flight, job.handle)
+        after = job.fetch.after if job.fetch else None
+        return [PostReads(job.peer, job.clear, selection.blank, reads, after)]
+
+    def ended(self, now: float, transfer: int, error: str) -> list[Effect]:
+        """The transport reports the end of a read; or the slack of a fetch is zeroed."""
+        if transfer not in self.transfers:
+            return []
+        job = self.by_handle[self.transfers.pop(transfer)]
+        job.in_flight.discard(transfer)
+        job.ended_at = now
+        if not error:
+            return self.advance(now, job)
+        if transfer != job.clear and job.failure is None:  # else it may have ended because we gave it up
+            self._meetings.break_off(job.peer)
+        return self.fail(now, job, Failure(FailureCode.TRANSPORT, error))
+
+    def advance(self, now: float, job: FetchJob) -> list[Effect]:
+        """Take every step that is possible now."""
+        if job.phase is Phase.LEASING and job.covered_until > now:
+            job.phase = Phase.MEETING
+        if job.phase is Phase.MEETING and self._meetings.is_met(job.peer):
+            job.met_at = now
+            if job.fetch is None:
+                job.phase = Phase.HOLDING
+            else:
+                job.phase = Phase.SELECTING
+                return [Select(job.handle, job.peer, job.fetch)]
+        if job.phase is Phase.READING and not job.in_flight:
+            job.phase = Phase.CONFIRMING
+            told = self._settle(now, job, Outcome.READ)
+            is_gone = bool(self._connections.gone(job.peer.authority))
+            return [*told, *self.fail(now, job, self.source_gone(job.peer))] if is_gone else told
+        if job.phase in (Phase.FAILING, Phase.QUARANTINED) and not job.in_flight:
+            outcome = Outcome.FAILED if job.has_posted else Outcome.UNREAD
+            return [*self._settle(now, job, outcome), *self._report(now, job, outcome)]
+        return []
+
+    def source_gone(self, peer: Peer) -> Failure:
+        """What a fetch is told whose source is gone."""
+        reason = self._connections.gone(peer.authority)
+        return Failure(FailureCode.SOURCE_GONE, f"{peer.engine} at {peer.authority} is gone: {reason}")
+
+    def acknowledged(self, now: float, reply_to: str, ack: SettleAck) -> list[Effect]:
+        """The authority knows how a fetch ended; a read that it confirms counts."""
+        told = self.settlements.acknowledged(reply_to, ack)
+        job = None if told is None else self.get(told.handle)
+        if job is None or job.attempt != ack.attempt or job.phase is not Phase.CONFIRMING:
+            return []
+        if ack.code:
+            return self.fail(now, job, denied(ack.code, ack.detail))
+        return self._report(now, job, Outcome.READ)
+
+    def fail(self, now: float, job: FetchJob, failure: Failure) -> list[Effect]:
+        """Remember the first reason; report it when nothing is in flight."""
+        cancels = self._cancels(job)
+        job.failure = job.failure or failure
+        if job.phase is not Phase.QUARANTINED:
+            job.phase = Phase.FAILING
+        return [*cancels, *self.advance(now, job)]
+
+    def _cancels(self, job: FetchJob) -> list[Effect]:
+        """Nobody wants the rest of its reads, if they were wanted until now."""
+        if job.failure is not None:
+            return []
+        return [Cancel(transfer) for transfer in sorted(job.in_flight) if transfer != job.clear]
+
+    def tick(self, now: float) -> list[Effect]:
+        """Time has passed: give up, quarantine, and tell authorities again what they do not know yet."""
+        effects: list[Effect] = []
+        for job in list(self):
+            if now >= job.give_up_at(self._timing):
+                effects += self._give_up(now, job)
+        return [*effects, *self.settlements.tick(now, self._connections.gone)]
+
+    def _give_up(self, now: float, job: FetchJob) -> list[Effect]:
+        """Its phase has lasted too long."""
+        match job.phase:
+            case Phase.LEASING:
+                failure = Failure(FailureCode.NO_ANSWER, "no lease was granted in time")
+            case Phase.MEETING:
+                failure = self._meetings.no_answer(job.peer)
+            case Phase.SELECTING:
+                failure = Failure(FailureCode.OVERDUE, "its runs were not selected in time")
+            case Phase.CONFIRMING:
+                seconds = job.patience(self._timing)
+                detail = f"{job.peer.engine} did not confirm the read within {seconds:g} s"
+                failure = Failure(FailureCode.UNCONFIRMED, detail)
+            case _:
+                return self._quarantine(job)
+        return self.fail(now, job, failure)
+
+    def _quarantine(self, job: FetchJob) -> list[Effect]:
+        cancels = self._cancels(job)
+        num_reads = len(job.in_flight)
+        detail = f"{num_reads} reads did not end within {self._timing.read:g} s"
+        job.failure = job.failure or Failure(FailureCode.OVERDUE, detail)
+        job.phase = Phase.QUARANTINED
+        return cancels
+
+    def _settle(self, now: float, job: FetchJob, outcome: Outcome) -> list[Effect]:
+        """Tell the authority how a fetch ended, once; that is repeated until it knows."""
+        if job.is_settled or self.by_ticket.get(job.key) != job.handle:
+            return []
+        job.is_settled = True
+        who = *self._who, job.attempt, job.token
+        settle = Settle(job.peer.generation, job.ticket.ticket_id, *who, outcome)
+        is_heard = job.covered_until > float("-inf") or self._meetings.is_met(job.peer)
+        if not is_heard:
+            return [Send(job.peer.authority, settle)]  # once: perhaps nobody like that has ever been there
+        return self.settlements.settle(now, job, settle)
+
+    def _report(self, now: float, job: FetchJob, outcome: Outcome) -> list[Effect]:
+        """The one report."""
+        del self.by_handle[job.handle]
+        self._num_of[job.peer] -= 1
+        if not self._num_of[job.peer]:
+            del self._num_of[job.peer]
+        if self.by_ticket.get(job.key) == job.handle:
+            del self.by_ticket[job.key]
+        return [Report(job.handle, job.failure, job.record(now, outcome))]
