@@ -258,6 +258,10 @@ ANSWERS: dict[str, Explained] = {
     "protocol": Explained(
         "The two sides speak different versions of the protocol.", "Run releases that speak a common version."
     ),
+    "status": Explained(
+        "Somebody asked over the network how the engine is, and may not know.",
+        "Ask on the engine's host, or with the fleet's secret (`kvferry status --secret-file FILE ADDRESS`).",
+    ),
     "too-long": Explained(
         "A message was longer than its kind may be.",
         "A request with very many blocks, or junk at the port. If it is a request of yours, report it.",
