@@ -86,6 +86,18 @@ def test_another_model_is_refused_by_the_part_that_differs(cli, tmp_path):
     assert ran.code == 1
 
 
+def test_manifests_of_single_ranks_are_compared_and_not_tried(cli, tmp_path):
+    """As engines dump them: what no rank of the file holds is not refused, it is not there."""
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file, at in zip(files, ("tp=4", "tp=2,layout=NHD"), strict=True):
+        assert cli("describe", *MODEL, "--at", at, "--rank", 1, "-o", file).code == 0
+    ran = cli("diff", *files, "--json")
+    assert (ran.code, ran.answer["verdict"]) == (1, "not tried")
+    assert differences(ran.answer, "not tried").keys() == {"order in memory"}
+    assert {(each["is_refused"], each["lacks_ranks"]) for each in ran.answer["directions"]} == {(False, True)}
+    assert "not tried: the manifest does not list all ranks" in cli("diff", *files).out
+
+
 @pytest.mark.parametrize("ends", [("a.json",), ("none.json", "tp=2"), ("tp=2", "tp=2")])
 def test_bad_input_is_said_in_one_line(cli, ends, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

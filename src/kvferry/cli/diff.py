@@ -33,9 +33,11 @@ HELP = "\n\n".join(
 SENTENCES = {
     None: "nothing differs",
     "harmless": "nothing that matters differs",
+    "not tried": "what differs may cost time; ranks are missing, so nothing was planned",
     "slower": "they can talk, slowly; see `kvferry plan`",
     "refused": "they cannot talk",
 }
+WORDS = {None: "SAME", "harmless": "SAME", "not tried": "NOTE", "slower": "SLOW", "refused": "REFUSED"}
 
 
 def diff(
@@ -57,7 +59,7 @@ def diff(
         print(json.dumps(_as_object(found), ensure_ascii=False))
     else:
         _show(found, first, second)
-    if found.effect in (Effect.REFUSED, Effect.SLOWER):
+    if found.effect not in (None, Effect.HARMLESS):
         raise typer.Exit(1)
 
 
@@ -83,6 +85,7 @@ def _direction_object(direction: Direction) -> dict[str, object]:
     return {
         "direction": direction.name,
         "is_refused": direction.is_refused,
+        "lacks_ranks": direction.lacks_ranks,
         "tokens": direction.billed.tokens,
         "link": bill.profile.name if bill else "",
         "seconds": bill.seconds if bill else 0.0,
@@ -94,7 +97,7 @@ def _show(found: ManifestDiff, first: str, second: str) -> None:
     from kvferry.cli import output as page
 
     out = page.console()
-    word = {None: "SAME", "harmless": "SAME", "slower": "SLOW", "refused": "REFUSED"}[found.effect]
+    word = WORDS[found.effect]
     page.verdict(out, word, SENTENCES[found.effect])
     page.labelled(out, [("a", first), ("b", second)])
     for effect in dict.fromkeys(each.effect for each in found.differences):
@@ -122,6 +125,8 @@ def _time(direction: Direction) -> str:
 
     if direction.is_refused:
         return "refused"
+    if direction.lacks_ranks:
+        return "not tried: the manifest does not list all ranks"
     bill = direction.over_network
     if bill is None:
         return ""

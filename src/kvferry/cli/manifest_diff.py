@@ -23,6 +23,8 @@ class Effect(StrEnum):
     """The two engines cannot talk, in one direction at least."""
     SLOWER = "slower"
     """The bytes move in short runs."""
+    UNTRIED = "not tried"
+    """It may cost time: ranks are missing in the manifests, so that no request could be planned."""
     HARMLESS = "harmless"
     """kvferry moves across it at no cost worth a word, or it is none of a transfer's business."""
 
@@ -48,13 +50,19 @@ class Direction:
 
     @property
     def is_refused(self) -> bool:
-        return bool(self.billed.bill.findings)
+        return bool(self.billed.bill.findings) and not self.lacks_ranks
+
+    @property
+    def lacks_ranks(self) -> bool:
+        """Whether all that is in the way is that the manifest does not list all of its ranks."""
+        found = self.billed.bill.findings
+        return bool(found) and {finding.code for finding in found} == {Code.NOT_HELD}
 
     @property
     def over_network(self) -> LinkBill | None:
         """The request over a network; None if it is refused, or moves nothing."""
         bill = self.billed.bill
-        return bill.over(RDMA_400) if bill.total_bytes and not self.is_refused else None
+        return bill.over(RDMA_400) if bill.total_bytes and not bill.findings else None
 
 
 @dataclass(frozen=True)
@@ -78,9 +86,9 @@ def manifest_diff(a: Manifest, b: Manifest, asked: Asked) -> ManifestDiff:
         Direction("a -> b", asked.billed_between(a, b)),
         Direction("b -> a", asked.billed_between(b, a)),
     )
-    bills = (each.over_network for each in directions)
-    is_slow = any(bill is not None and bill.is_slow for bill in bills)
-    places = Effect.SLOWER if is_slow else Effect.HARMLESS
+    places = Effect.UNTRIED if all(each.lacks_ranks for each in directions) else Effect.HARMLESS
+    if any(bill.is_slow for each in directions if (bill := each.over_network)):
+        places = Effect.SLOWER
     found = (*_meaning(a, b), *_places(a, b, places), *_engines(a, b))
     order = list(Effect)
     return ManifestDiff(tuple(sorted(found, key=lambda each: order.index(each.effect))), directions)

@@ -118,10 +118,14 @@ def plan(
 
 def asked_links(names: Sequence[str]) -> list[LinkProfile]:
     """The links to bill: known ones by their names, measured ones by the files that have them."""
-    from kvferry.cli.measured_link import measured_links
     from kvferry.core.link_profile import LINK_PROFILES, link_profile
 
     asked: list[LinkProfile] = []
     for name in dict.fromkeys(names):
-        asked += measured_links(Path(name)) if name.endswith(".json") else [link_profile(name)]
+        if name.endswith(".json"):
+            from kvferry.cli.measured_link import measured_links  # and with it the whole runtime
+
+            asked += measured_links(Path(name))
+        else:
+            asked.append(link_profile(name))
     return asked or list(LINK_PROFILES)
