@@ -21,7 +21,12 @@ This page is written by `python tools/metrics_page.py` from `runtime/metric_tabl
   `prometheus_client`'s registry, or in the one that you give.
 
 Counters only grow. Gauges are summed over the ranks of a process, and go back to 0 when an endpoint is
-closed. A failure's code is one of a closed list ([engine.md](engine.md)).
+closed. A failure's code is one of a closed list ([errors.md](errors.md)). `kvferry status` shows counters and
+gauges of one running engine without Prometheus.
+
+[`deploy/grafana/kvferry.json`](../deploy/grafana/kvferry.json) is a dashboard for Grafana 10.4 and later
+(Dashboards, New, Import): every metric below is on it, of vLLM and of engines of your own.
+`tools/dashboard.py` writes it.
 
 What to look at first:
 
