@@ -11,8 +11,8 @@ from msgspec import Meta
 from kvferry.runtime.metric_table import METRICS, Metric, MetricKind
 
 # The part of Grafana's published schema (grafana-foundation-sdk, jsonschema/, which the file was held against
-# as of f178d5a: dashboard, timeseries, prometheus) that this one uses, said again: a field that is not in it, or
-# has another type or range, is an error.
+# as of f178d5a: dashboard, timeseries, prometheus) that this one uses, said again: a field that is not in
+# it, or has another type or range, is an error.
 
 
 class Strict(msgspec.Struct, forbid_unknown_fields=True):

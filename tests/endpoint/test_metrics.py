@@ -118,7 +118,7 @@ def test_what_was_not_read_is_a_warning_of_the_source(pair_of, caplog):
     ) in caplog.messages
     handle = pair.fetch(ticket)
     assert pair.reports()[handle].failure.code is FailureCode.ENDED
-    (denied,) = (line for line in caplog.messages if " denied " in line)
+    denied, *_ = (line for line in caplog.messages if " denied " in line)  # a slow machine asks again
     assert denied.startswith("kvferry: prefill denied a lease of its ticket 1: ended:")
     (failed,) = (line for line in caplog.messages if " failed: " in line)
     address = pair.engine.address
