@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import re
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -138,6 +142,34 @@ def _plugins(agent: Any) -> str:
 def check_installed() -> None:
     """Raise a TransportError that says how to install NIXL, if it cannot be imported."""
     _import_nixl()
+
+
+@dataclass(frozen=True, slots=True)
+class NixlBuild:
+    """Which build of NIXL this process runs, and what it brings."""
+
+    wheel: str
+    """The package that it was imported from, such as ``nixl_cu12``: chosen by the CUDA that NIXL finds."""
+    plugins: tuple[str, ...]
+    ucx_version: str
+    """Of the library in this process; empty as long as no agent was made."""
+
+
+def describe_build() -> NixlBuild:
+    """Look at NIXL in this process; raises TransportError if it cannot be imported."""
+    nixl = _import_nixl()
+    with _translated("cannot make an agent"):
+        plugins = nixl.nixlAgent("kvferry-build", nixl.nixlAgentConfig()).getAvailPlugins()
+    return NixlBuild(nixl.__name__.partition(".")[0], tuple(sorted(plugins)), _loaded_ucx())
+
+
+def _loaded_ucx() -> str:
+    found = re.search(r"/\S*/libucp\S*\.so\S*$", Path("/proc/self/maps").read_text("utf-8"), re.MULTILINE)
+    if not found:
+        return ""
+    version = ctypes.CDLL(found[0]).ucp_get_version_string
+    version.restype = ctypes.c_char_p
+    return bytes(version()).decode()
 
 
 def _import_nixl() -> Any:

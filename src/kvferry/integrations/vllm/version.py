@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import vllm
 
-SERIES = "0.32"
+from kvferry.integrations.supported import VLLM_SERIES
 
 
 def check_version(version: str = "") -> None:
@@ -16,8 +16,8 @@ def check_version(version: str = "") -> None:
     ImportError: kvferry's connector is written for vLLM 0.32, this is vLLM 0.33.0: take a kvferry ...
     """
     version = version or vllm.__version__
-    if not version.startswith(f"{SERIES}."):
+    if not version.startswith(f"{VLLM_SERIES}."):
         raise ImportError(
-            f"kvferry's connector is written for vLLM {SERIES}, this is vLLM {version}: take a kvferry"
-            f" that names it (docs/vllm.md), or a vLLM {SERIES}"
+            f"kvferry's connector is written for vLLM {VLLM_SERIES}, this is vLLM {version}: take a kvferry"
+            f" that names it (docs/vllm.md), or a vLLM {VLLM_SERIES}"
         )
