@@ -10,10 +10,12 @@ import typer
 from kvferry.cli import describe, diff, keygen, models, plan, proxy, runs, status
 from kvferry.cli.bench import command as bench
 from kvferry.cli.demo import command as demo
+from kvferry.cli.doctor import command as doctor
 
 COMMANDS: dict[str, tuple[Callable[..., int | None], str]] = {
     "plan": (plan.plan, plan.HELP),
     "diff": (diff.diff, diff.HELP),
+    "doctor": (doctor.doctor, doctor.HELP),
     "demo": (demo.demo, demo.HELP),
     "bench": (bench.bench, bench.HELP),
     "models": (models.models, models.HELP),
@@ -55,6 +57,9 @@ def root(
     \b
     Can two deployments talk, who sends what, and what does it cost?
       kvferry plan --model llama-3.1-70b --src tp=4 --dst tp=8,block=64
+    \b
+    Is this machine ready, and what is to be changed?
+      kvferry doctor
     \b
     See it move and be checked, cell by cell:
       kvferry demo

@@ -1,4 +1,4 @@
-"""Link profiles of one's own machine: fitted to what ``kvferry bench --json`` has measured there."""
+"""Link profiles of one's own machine: fitted to what ``bench --json`` or ``doctor --save`` measured there."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def measured_links(path: Path) -> list[LinkProfile]:
     except OSError as error:
         raise SpecError(f"{path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SpecError(f"{path}: not a result of `kvferry bench --json`") from error
+        raise SpecError(
+            f"{path}: not a result of `kvferry bench --json` or `kvferry doctor --save`"
+        ) from error
     found = [
         _profile(f"{path.stem}/{medium}", way, not medium.startswith("host"), some, machine)
         for (medium, way), some in loads.items()

@@ -44,6 +44,15 @@ def milliseconds(value: float) -> str:
     return f"{value / 1e3:.2f} s" if value >= 1e3 else f"{value:.2f} ms" if value < 10 else f"{value:.0f} ms"
 
 
+def microseconds(seconds: float) -> str:
+    """A short time as people read it.
+
+    >>> microseconds(2.84e-6), microseconds(1.88e-4)
+    ('2.8 µs', '188 µs')
+    """
+    return f"{seconds * 1e6:.{1 if seconds < 1e-5 else 0}f} µs"
+
+
 def gigabytes_per_second(value: float) -> str:
     """A speed as people read it.
 

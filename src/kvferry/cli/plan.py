@@ -81,8 +81,8 @@ def plan(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="The kind of link between the ranks, such as same-gpu, or a file that `kvferry bench --json`"
-            " has written; may be given again.",
+            help="The kind of link between the ranks, such as same-gpu, or a file that `kvferry doctor"
+            " --save` or `bench --json` has written; may be given again.",
             show_default="all that are known",
         ),
     ] = None,

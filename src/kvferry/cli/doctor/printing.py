@@ -1,0 +1,160 @@
+"""What a doctor tells people, and tools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
+
+from kvferry.cli.doctor.diagnosis import Diagnosis, Level
+from kvferry.cli.doctor.seen import Observed, ReadsSeen
+from kvferry.cli.output import (
+    console,
+    gigabytes_per_second,
+    labelled,
+    microseconds,
+    num_bytes,
+    print_table,
+    ratio,
+    table,
+    wrapped,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+READY, NOT_READY = "READY", "NOT READY"
+STYLES = {Level.PROBLEM: "bold red", Level.WARNING: "bold yellow", Level.NOTE: "bold"}
+
+
+def is_ready(found: Sequence[Diagnosis]) -> bool:
+    """Whether nothing was found that stops work."""
+    return all(diagnosis.level is not Level.PROBLEM for diagnosis in found)
+
+
+def report_object(
+    observed: Observed, found: Sequence[Diagnosis], machine: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Plain data, for ``--json``."""
+    return {
+        "verdict": "ready" if is_ready(found) else "not-ready",
+        "findings": [diagnosis.as_object() for diagnosis in found],
+        "machine": dict(machine),
+        "software": asdict(observed.software),
+        "gpus": asdict(observed.gpus),
+        "limits": asdict(observed.limits),
+        "settings": dict(observed.settings),
+        "secret": asdict(observed.secret),
+        "reads": [_reads_object(reads) for reads in observed.reads],
+        "profile": asdict(observed.profile) if observed.profile else None,
+        "peer": asdict(observed.peer) if observed.peer else None,
+    }
+
+
+def _reads_object(reads: ReadsSeen) -> dict[str, Any]:
+    return {
+        **asdict(reads),
+        "way": reads.way.value if reads.way else None,
+        "bytes_per_second": reads.bytes_per_second,
+        "seconds_per_run": reads.seconds_per_run,
+        "times": [{**asdict(one), "median_seconds": one.median_seconds} for one in reads.times],
+    }
+
+
+def show(observed: Observed, found: Sequence[Diagnosis], machine: Mapping[str, Any]) -> None:
+    """For people: the verdict, the machine, what reads did, and each finding with its cure."""
+    out = console()
+    _show_verdict(out, found)
+    labelled(out, _about(observed, machine))
+    out.print()
+    if observed.reads:
+        _show_reads(out, observed)
+    for diagnosis in found:
+        _show_diagnosis(out, diagnosis)
+
+
+def _show_verdict(out: Console, found: Sequence[Diagnosis]) -> None:
+    numbers = [
+        f"{number} {level.value}{'s' * (number != 1)}"
+        for level in Level
+        if (number := sum(one.level is level for one in found))
+    ]
+    word, style, rest = READY, "bold green", "nothing found that stops work"
+    if not is_ready(found):
+        word, style, rest = NOT_READY, "bold red", "something found that stops work"
+    out.print(Text.assemble((word, style), f"  {rest}"), soft_wrap=True)
+    if numbers:
+        out.print(f"  {', '.join(numbers)}")
+
+
+def _about(observed: Observed, machine: Mapping[str, Any]) -> list[tuple[str, str]]:
+    software, gpus, limits, secret = observed.software, observed.gpus, observed.limits, observed.secret
+    versions = ", ".join(f"{name} {version}" for name, version in software.versions.items())
+    ucx = f"UCX {software.ucx_version}, from {software.wheel}" if software.ucx_version else ""
+    memlock = (
+        "no limit" if limits.memlock_bytes is None or limits.may_lock_all else num_bytes(limits.memlock_bytes)
+    )
+    peer = observed.peer
+    return [
+        (
+            "machine",
+            f"{machine['processor']}, {machine['num_cores']} cores, {num_bytes(limits.memory_bytes)}, load"
+            f" {machine['load']}",
+        ),
+        ("packages", versions),
+        ("NIXL", f"{ucx}; plugins {', '.join(software.plugins)}" if ucx else ""),
+        (
+            "GPUs",
+            f"{', '.join(gpus.names) or 'none'} (driver for CUDA {gpus.driver_cuda})"
+            if gpus.driver_cuda
+            else "no CUDA driver",
+        ),
+        ("RDMA", ", ".join(limits.rdma_devices) or "no card"),
+        ("may lock", memlock),
+        ("settings", ", ".join(f"{name}={value}" for name, value in observed.settings.items())),
+        ("secret", f"{secret.origin}, fingerprint {secret.fingerprint}" if secret.fingerprint else ""),
+        ("peer", f"{peer.address}, host {peer.theirs.name}" if peer and peer.theirs else ""),
+    ]
+
+
+def _show_reads(out: Console, observed: Observed) -> None:
+    whom = f"of {observed.peer.address}" if observed.peer else "of another process"
+    out.print(f"Reads {whom}, each checked cell by cell", style="bold")
+    made = table(
+        "memory",
+        "way",
+        "carried by",
+        "speed",
+        "a plain copy",
+        "",
+        "per run",
+        left=("memory", "way", "carried by"),
+    )
+    for reads in observed.reads:
+        way = reads.way.value if reads.way else "none"
+        if not reads.times:
+            made.add_row(reads.memory, way, reads.carrier, "-", "-", "", "-")
+            continue
+        made.add_row(
+            reads.memory,
+            way,
+            reads.carrier,
+            gigabytes_per_second(reads.bytes_per_second / 1e9),
+            gigabytes_per_second(reads.copy_bytes_per_second / 1e9),
+            ratio(reads.bytes_per_second / reads.copy_bytes_per_second),
+            microseconds(reads.seconds_per_run),
+        )
+    print_table(out, made)
+    for most in {one.most_runs.num_runs: one.most_runs for one in observed.reads if one.most_runs}.values():
+        wrapped(out, [f"per run: of {most.num_runs:,} scattered runs of {num_bytes(most.run_bytes)}"])
+    out.print()
+
+
+def _show_diagnosis(out: Console, diagnosis: Diagnosis) -> None:
+    out.print(
+        Text.assemble((diagnosis.level.value, STYLES[diagnosis.level]), f"  {diagnosis.condition.value}")
+    )
+    labelled(out, [("", diagnosis.what), ("why", diagnosis.why), ("do", diagnosis.cure)])
+    out.print()

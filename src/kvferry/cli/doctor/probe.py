@@ -1,0 +1,235 @@
+"""Two processes, one of which reads the other's memory: what really happens, and how fast.
+
+Each holds memory of its own in a process of its own, so that a library that crashes does not take the doctor
+along.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from kvferry.cli.bench.checks import Bytes, Stretch, contents
+from kvferry.cli.bench.memory import BenchMemory
+from kvferry.cli.doctor.carrier import carrier_in
+from kvferry.cli.doctor.seen import HOST, ReadsSeen, TimedRead
+from kvferry.core.runs import Runs
+from kvferry.core.way import Way
+from kvferry.errors import TransportError
+from kvferry.testing.fleet.measure import RankCard
+from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.nixl_agent import NixlBuild, describe_build
+
+READ_SECONDS = 60.0
+NUM_TURNS = 5
+CASE_SECONDS = 1.5
+"""What the turns of one size may take; slow ones have fewer."""
+LONG_SECONDS = 2.0
+"""After a read that took so long, no slower one is tried."""
+COPY_KERNEL = "copy kernel"
+
+
+@dataclass(frozen=True)
+class ProbeSize:
+    """One read: so many runs of so many bytes, scattered, so that none of them touch."""
+
+    num_runs: int
+    run_bytes: int
+
+    @property
+    def room_bytes(self) -> int:
+        """How much memory it reaches over."""
+        return self._num_places * self.run_bytes
+
+    @property
+    def _num_places(self) -> int:
+        return 1 if self.num_runs == 1 else 2 * self.num_runs
+
+    @cached_property
+    def _places(self) -> tuple[np.ndarray, np.ndarray]:
+        dst = np.arange(0, self._num_places, 2, dtype=np.int64)
+        return np.random.default_rng(self.num_runs).permutation(dst), dst
+
+    def runs(self) -> Runs:
+        """Which bytes go where."""
+        src, dst = self._places
+        return Runs(src * self.run_bytes, dst * self.run_bytes, np.full(self.num_runs, self.run_bytes))
+
+    def expected(self, source: Bytes) -> Stretch:
+        """What must be there after it, with zeros where nothing was read."""
+        src, dst = self._places
+        image = np.zeros((self._num_places, self.run_bytes), np.uint8)
+        image[dst] = source[: self.room_bytes].reshape(image.shape)[src]
+        return Stretch(0, image.ravel())
+
+
+SIZES = (
+    ProbeSize(1, 4 << 10),
+    ProbeSize(64, 64 << 10),
+    ProbeSize(1, 16 << 20),
+    ProbeSize(1024, 4 << 10),
+    ProbeSize(4096, 512),
+    ProbeSize(1, 64 << 20),
+)
+"""From quick to slow: a slow link stops on the way."""
+ROOM_BYTES = max(size.room_bytes for size in SIZES)
+
+
+def device_of(memory: str) -> str:
+    """The device of a region, by the name that users have for a kind of memory."""
+    return "cpu" if memory == HOST else memory
+
+
+class ProbeSource:
+    """Memory to read from."""
+
+    def __init__(self, memory: str) -> None:
+        logging.disable(logging.WARNING)  # what there is to say, a diagnosis says
+        self._memory = BenchMemory(device_of(memory), ROOM_BYTES)
+        self._memory.write(contents(ROOM_BYTES))
+        self._transport = NixlTransport()
+        self._transport.register([self._memory.region])
+
+    def card(self) -> RankCard:
+        """What a reader must know."""
+        return RankCard(self._transport.card(), (self._memory.region,))
+
+    def close(self) -> None:
+        self._transport.close()
+        self._memory.close()
+
+
+class ProbeReader:
+    """Reads a source's memory into its own, and looks at every cell."""
+
+    def __init__(self, memory: str) -> None:
+        logging.disable(logging.WARNING)
+        self._name = memory
+        self._memory = BenchMemory(device_of(memory), ROOM_BYTES)
+        self._contents = contents(ROOM_BYTES)
+        self._ended = threading.Event()
+        self._transport = NixlTransport()
+        self._transport.register([self._memory.region])
+        self._transport.on_end(self._ended.set)
+
+    def read(self, source: RankCard, src_pid: int, log_folder: str) -> ReadsSeen:
+        """Everything about one source. ``src_pid`` is 0 if it cannot be named here."""
+        cma_error = vm_error(src_pid, source.regions[0].address) if src_pid and self._name == HOST else ""
+        try:
+            connected = self._transport.connect("src", source.card, source.regions)
+        except TransportError as error:
+            return ReadsSeen(self._name, cma_error=cma_error, error=error.detail)
+        times, wrong, failure = self._measure()
+        return ReadsSeen(
+            self._name,
+            connected.way,
+            connected.reason,
+            COPY_KERNEL if connected.way is Way.MAPPED else carrier_in(_logged(log_folder)),
+            times,
+            self._copy_speed(),
+            cma_error,
+            failure,
+            wrong,
+        )
+
+    def build(self) -> NixlBuild:
+        """Which NIXL and UCX read."""
+        return describe_build()
+
+    def _measure(self) -> tuple[tuple[TimedRead, ...], str, str]:
+        """Times by size, the first wrong cell, and the first error; none of them after that."""
+        times: list[TimedRead] = []
+        for size in SIZES:
+            expected = size.expected(self._contents)
+            self._memory.wipe([expected])
+            try:
+                warm_up = self._timed(size)
+                if wrong := self._memory.first_wrong([expected]):
+                    return tuple(times), f"{size.num_runs:,} runs of {size.run_bytes:,} bytes: {wrong}", ""
+                num_turns = min(NUM_TURNS, int(CASE_SECONDS / warm_up))
+                seconds = tuple(self._timed(size) for _ in range(num_turns)) or (warm_up,)
+            except TransportError as error:
+                return tuple(times), "", error.detail
+            times.append(TimedRead(size.num_runs, size.run_bytes, seconds))
+            if warm_up > LONG_SECONDS:
+                break
+        return tuple(times), "", ""
+
+    def _timed(self, size: ProbeSize) -> float:
+        runs = size.runs()
+        self._ended.clear()
+        started = time.perf_counter()
+        self._transport.read(1, "src", runs)
+        if not self._ended.wait(READ_SECONDS):
+            raise TransportError("late", f"a read did not end within {READ_SECONDS:g} s")
+        seconds = time.perf_counter() - started
+        (end,) = self._transport.poll()
+        if end.error:
+            raise TransportError("failed", end.error)
+        return seconds
+
+    def _copy_speed(self) -> float:
+        """A plain copy of as many bytes as the memory allows, within this process: the best of some turns."""
+        num_bytes = ROOM_BYTES // 2
+        copy = self._device_copy(num_bytes) if self._memory.cuda else self._host_copy(num_bytes)
+        copy()
+        return num_bytes / min(_seconds(copy) for _ in range(NUM_TURNS))
+
+    def _host_copy(self, num_bytes: int) -> Callable[[], None]:
+        src, dst = self._contents[:num_bytes], self._memory.host[:num_bytes]
+        return lambda: np.copyto(dst, src)
+
+    def _device_copy(self, num_bytes: int) -> Callable[[], None]:
+        cuda, start = self._memory.cuda, self._memory.region.address
+        assert cuda is not None
+        return lambda: cuda.copy(start, start + num_bytes, num_bytes)
+
+    def close(self) -> None:
+        self._transport.close()
+        self._memory.close()
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def _logged(folder: str) -> str:
+    """What UCX wrote down in this process; some of it may still wait in a buffer of the C library's."""
+    ctypes.CDLL(None).fflush(None)
+    files = sorted(Path(folder).glob(f"*{os.getpid()}*"))
+    return "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
+
+
+class _Piece(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_void_p), ("num_bytes", ctypes.c_size_t))
+
+
+def vm_error(pid: int, address: int) -> str:
+    """Why the system does not let this process read a byte of another one; empty if it does.
+
+    This is what CMA does, asked without UCX.
+
+    >>> byte = ctypes.create_string_buffer(b"x")
+    >>> vm_error(os.getpid(), ctypes.addressof(byte))
+    ''
+    """
+    room = ctypes.create_string_buffer(1)
+    ours, theirs = _Piece(ctypes.addressof(room), 1), _Piece(address, 1)
+    libc = ctypes.CDLL(None, use_errno=True)
+    read = libc.process_vm_readv
+    read.argtypes = (ctypes.c_int, *(ctypes.c_void_p, ctypes.c_ulong) * 2, ctypes.c_ulong)
+    read.restype = ctypes.c_ssize_t
+    if read(pid, ctypes.byref(ours), 1, ctypes.byref(theirs), 1, 0) == 1:
+        return ""
+    return os.strerror(ctypes.get_errno())

@@ -1,0 +1,211 @@
+"""From reads between two processes to diagnoses: which way they took, why no better one, what opens it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvferry.cli.doctor.diagnosis import Condition, Diagnosis, Level
+from kvferry.cli.doctor.seen import HOST, HostLimits, Observed, ReadsSeen
+from kvferry.cli.output import gigabytes_per_second, microseconds
+from kvferry.core.way import Way
+from kvferry.transport.emulation import SETTING as EMULATED_SETTING
+from kvferry.transport.ucx import UCX_TRANSPORTS
+
+SLOW = 1 / 16
+"""Of a plain copy's speed: a direct read of host memory that is slower than this says that something is
+wrong."""
+CMA = "cma"
+TCP = "tcp"
+
+
+def check_reads(observed: Observed) -> Iterator[Diagnosis]:
+    """Every kind of memory that was tried."""
+    for reads in observed.reads:
+        if reads.wrong:
+            yield _wrong_bytes(reads)
+        if reads.error:
+            yield _failed(reads, observed)
+        if reads.way is Way.EMULATED:
+            yield _emulated(reads, observed)
+        if _lacks_cma(reads, observed):
+            yield _no_cma(reads, observed)
+        if reads.carrier.startswith(TCP) and observed.limits.rdma_devices:
+            yield _tcp_fallback(reads, observed)
+        if (
+            reads.memory != HOST
+            and reads.way is not None
+            and reads.way is not Way.MAPPED
+            and _is_one_machine(observed)
+        ):
+            yield _no_ipc(reads)
+        if reads.memory == HOST and reads.way is Way.DIRECT and reads.times and reads.carrier.startswith(CMA):
+            yield from _slow(reads)
+
+
+def _wrong_bytes(reads: ReadsSeen) -> Diagnosis:
+    return Diagnosis(
+        Condition.WRONG_BYTES,
+        Level.PROBLEM,
+        f"A read of {reads.memory} memory by {reads.carrier or 'NIXL'} brought wrong bytes: {reads.wrong}.",
+        "Caches that are read this way are garbage.",
+        "Do not use this link. Report it, with the output of `kvferry doctor --json`.",
+    )
+
+
+def _failed(reads: ReadsSeen, observed: Observed) -> Diagnosis:
+    cure = f"Look at {UCX_TRANSPORTS} and {EMULATED_SETTING} in this environment; KVFERRY_DEBUG=1 shows more."
+    if observed.peer is not None and not observed.peer.is_one_machine:
+        cure = (
+            "The control channel works, so a firewall may stop UCX, which takes free ports of its own: open"
+            " a range and"
+            " name it on both hosts (UCX_TCP_PORT_RANGE=20000-20999); on hosts of several networks name the"
+            " card that"
+            " leads to the other (UCX_NET_DEVICES=eth0)."
+        )
+    return Diagnosis(
+        Condition.READ_FAILED,
+        Level.PROBLEM,
+        f"{reads.memory.capitalize()} memory of another process could not be read: {reads.error}.",
+        "No cache can be moved this way.",
+        cure,
+    )
+
+
+def _emulated(reads: ReadsSeen, observed: Observed) -> Diagnosis:
+    asked = observed.settings.get(UCX_TRANSPORTS, "")
+    if asked and _is_one_machine(observed):
+        cure = f"{UCX_TRANSPORTS}={asked} may leave out what reads by itself: unset it, or add sm,cma to it."
+    elif asked:
+        cure = (
+            f"{UCX_TRANSPORTS}={asked} may leave out what reads by itself: unset it, or add rc (RDMA) to it."
+        )
+    elif _is_one_machine(observed):
+        cure = f"Let the two processes read each other's memory (see {Condition.NO_CMA.value})."
+    elif observed.limits.rdma_devices:
+        cure = f"Let UCX use the RDMA card (see {Condition.TCP_FALLBACK.value})."
+    else:
+        cure = (
+            "Between hosts only RDMA reads by itself, and this one has no such card. Without one, choose"
+            " layouts with"
+            " long runs: kvferry plan names the setting."
+        )
+    speed = gigabytes_per_second(reads.bytes_per_second / 1e9)
+    return Diagnosis(
+        Condition.EMULATED_READS,
+        Level.WARNING,
+        f"UCX cannot read {reads.memory} memory of the other process by itself; it asks that process to send"
+        " it, over"
+        f" {reads.carrier or 'TCP'}: {speed}, {microseconds(reads.seconds_per_run)} for each run.",
+        "One piece of 255 KiB is under way at a time, because more of them would end the source's process if"
+        " the reader"
+        " died: short runs are tens of times slower than direct ones.",
+        cure,
+    )
+
+
+def _lacks_cma(reads: ReadsSeen, observed: Observed) -> bool:
+    """Whether two processes of one machine read host memory by something else, because they cannot by CMA."""
+    if reads.memory != HOST or reads.way is Way.DIRECT or not _is_one_machine(observed):
+        return False
+    return bool(reads.cma_error) or (observed.peer is not None and not observed.peer.shares_pids)
+
+
+def _no_cma(reads: ReadsSeen, observed: Observed) -> Diagnosis:
+    cause, cure = _cma_cause(reads, observed)
+    return Diagnosis(
+        Condition.NO_CMA,
+        Level.WARNING,
+        f"Two processes of this machine cannot read each other's memory (CMA, process_vm_readv): {cause}.",
+        "It is the only way to read host memory of another process without its help.",
+        cure,
+    )
+
+
+def _cma_cause(reads: ReadsSeen, observed: Observed) -> tuple[str, str]:
+    limits, peer = observed.limits, observed.peer
+    if peer is not None and not peer.shares_pids:
+        return (
+            "they are in different PID namespaces, as in two containers",
+            "Run both in one PID namespace: docker --pid=host, or --pid=container:NAME; Kubernetes hostPID:"
+            " true, or"
+            " shareProcessNamespace: true within a pod.",
+        )
+    if peer is not None and peer.theirs is not None and peer.theirs.user != peer.ours.user:
+        return (
+            f"{reads.cma_error}; they run as different users ({peer.ours.user} and {peer.theirs.user})",
+            "Run both as one user, or add the capability SYS_PTRACE to the reader.",
+        )
+    return f"{reads.cma_error}{_guard(limits)}", _guard_cure(limits)
+
+
+def _guard(limits: HostLimits) -> str:
+    if limits.ptrace_scope:
+        return f"; kernel.yama.ptrace_scope is {limits.ptrace_scope}"
+    return "; a seccomp filter looks at the system calls of this process" if limits.is_filtered else ""
+
+
+def _guard_cure(limits: HostLimits) -> str:
+    if limits.ptrace_scope:
+        return "sysctl kernel.yama.ptrace_scope=0, or add the capability SYS_PTRACE to the engines."
+    if limits.is_filtered:
+        return (
+            "Let the filter pass process_vm_readv: docker --cap-add=SYS_PTRACE, or --security-opt"
+            " seccomp=unconfined;"
+            " Kubernetes capabilities SYS_PTRACE, or seccompProfile Unconfined."
+        )
+    return (
+        "Run both as one user and in one container; the kernel needs CONFIG_CROSS_MEMORY_ATTACH, and"
+        " sandboxes such as"
+        " gVisor do not have it."
+    )
+
+
+def _tcp_fallback(reads: ReadsSeen, observed: Observed) -> Diagnosis:
+    asked = observed.settings.get(UCX_TRANSPORTS, "")
+    cards = ", ".join(observed.limits.rdma_devices)
+    return Diagnosis(
+        Condition.TCP_FALLBACK,
+        Level.WARNING,
+        f"{reads.memory.capitalize()} memory is read over {reads.carrier}, and the machine has {cards}.",
+        "RDMA reads by itself, and costs a tenth of TCP's time per run or less.",
+        (f"{UCX_TRANSPORTS}={asked}: unset it, or add rc to it. " if asked else "")
+        + "Check that the card's port is up (ibv_devinfo: PORT_ACTIVE), that it leads to the other host, and"
+        " that"
+        " UCX_NET_DEVICES does not leave it out.",
+    )
+
+
+def _no_ipc(reads: ReadsSeen) -> Diagnosis:
+    return Diagnosis(
+        Condition.NO_IPC,
+        Level.WARNING,
+        f"Memory of {reads.memory} in another process cannot be opened here:"
+        f" {reads.reason or 'the transport did not say why'}.",
+        "The copy kernel moves short runs hundreds of times faster than the fabric, which takes microseconds"
+        " for each.",
+        "Run both processes on one host, with the same devices visible, in one IPC and PID namespace"
+        " (docker: --ipc=host"
+        " --pid=host); MIG slices and confidential computing have no such memory; unset"
+        " KVFERRY_MAPPED_READS.",
+    )
+
+
+def _slow(reads: ReadsSeen) -> Iterator[Diagnosis]:
+    if reads.bytes_per_second >= SLOW * reads.copy_bytes_per_second:
+        return
+    ours, plain = (
+        gigabytes_per_second(speed / 1e9) for speed in (reads.bytes_per_second, reads.copy_bytes_per_second)
+    )
+    yield Diagnosis(
+        Condition.SLOW_READS,
+        Level.WARNING,
+        f"Host memory is read by {reads.carrier} at {ours}, and copied within one process at {plain}.",
+        "The kernel copies once for such a read: a third of a plain copy's speed is usual.",
+        "The machine may be busy: try again when it is idle. On machines of several sockets keep both"
+        " engines on one"
+        " (numactl --cpunodebind).",
+    )
+
+
+def _is_one_machine(observed: Observed) -> bool:
+    return observed.peer is None or observed.peer.is_one_machine

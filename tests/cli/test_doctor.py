@@ -1,0 +1,322 @@
+"""`kvferry doctor` on this very machine: as it is, with faults planted in it, and between two doctors."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.channel.zmq import Channel, Received
+from kvferry.cli.doctor.diagnosis import Condition
+from kvferry.cli.doctor.observe import secret as seen_secret
+from kvferry.cli.doctor.observe import setting_errors, settings
+from kvferry.cli.doctor.probe import SIZES, vm_error
+from kvferry.cli.measured_link import measured_links
+from kvferry.endpoint.secret_source import SECRET, SECRET_FILE, secret_from_file
+
+pytest.importorskip("nixl", exc_type=ImportError)
+
+DOCTOR = (sys.executable, "-m", "kvferry.cli", "doctor")
+WITHOUT_CMA = (sys.executable, str(Path(__file__).with_name("without_cma.py")))
+PAGE = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
+LONG = 300
+IS_ROOT = os.geteuid() == 0
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """This process's, without what would decide how reads go."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("UCX_", "NIXL_", "KVFERRY_"))
+    }
+    return {**kept, **changes}
+
+
+@dataclass(frozen=True)
+class Examined:
+    code: int
+    report: dict[str, Any]
+
+    def found(self, name: str) -> dict[str, str]:
+        assert name in list(Condition)
+        (one,) = (each for each in self.report["findings"] if each["name"] == name)
+        return dict(one)
+
+    @property
+    def names(self) -> set[str]:
+        return {each["name"] for each in self.report["findings"]}
+
+    @property
+    def host(self) -> dict[str, Any]:
+        (reads,) = (each for each in self.report["reads"] if each["memory"] == "host")
+        return dict(reads)
+
+
+def examine(*argv: object, before: tuple[str, ...] = (), **changes: str) -> Examined:
+    command = [*before, *DOCTOR, "--json", "--memory", "host", *map(str, argv)]
+    done = subprocess.run(
+        command, env=environment(**changes), capture_output=True, text=True, timeout=LONG, check=False
+    )
+    assert done.returncode in (0, 1), done.stderr
+    assert done.stderr == ""
+    return Examined(done.returncode, json.loads(done.stdout))
+
+
+@cache
+def without_memlock() -> tuple[str, ...]:
+    """A command before a command: little memory may be locked, whoever asks."""
+    lowered = ("prlimit", "--memlock=65536:65536")
+    capable = ("setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock") if IS_ROOT else ()
+    if missing := [name for name in (lowered[0], *capable[:1]) if not shutil.which(name)]:
+        pytest.skip(f"there is no {missing[0]} here")
+    return (*lowered, *capable)
+
+
+def has_cma() -> bool:
+    return not vm_error(os.getppid(), 0).startswith(("Operation not permitted", "Function not implemented"))
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """This machine as it is, and the profile that was saved of it."""
+    path = tmp_path_factory.mktemp("doctor") / "here.json"
+    return examine("--save", path), path
+
+
+def test_this_machine(here):
+    examined, profile = here
+    assert examined.code == 0
+    assert examined.report["verdict"] == "ready"
+    software = examined.report["software"]
+    assert software["wheel"].startswith("nixl_")
+    assert "UCX" in software["plugins"]
+    assert software["ucx_version"].count(".") == 2
+    assert examined.found("no-secret")["level"] == "note"
+    host = examined.host
+    assert len(host["times"]) >= 3
+    assert host["copy_bytes_per_second"] > host["bytes_per_second"] / 4 > 0
+    if has_cma():
+        assert (host["way"], host["carrier"]) == ("direct", "cma/memory")
+        assert "emulated-reads" not in examined.names
+    (link,) = measured_links(profile)
+    assert link.way == host["way"]
+
+
+def test_every_key_of_the_json_is_on_the_page(here):
+    report = here[0].report
+    keys = {
+        *report,
+        *report["findings"][0],
+        *report["software"],
+        *report["reads"][0],
+        *report["reads"][0]["times"][0],
+    }
+    keys |= {key for name in ("gpus", "limits", "secret") for key in report[name]}
+    assert [key for key in sorted(keys) if f"`{key}`" not in PAGE] == []
+
+
+def test_every_condition_is_on_the_page():
+    assert [each.value for each in Condition if f"| `{each.value}` |" not in PAGE] == []
+
+
+def test_a_wheel_for_another_cuda_is_found(tmp_path):
+    """NIXL itself is told by a torch that it runs beside CUDA 99."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch" / "version.py").write_text('cuda = "99.0"\n')
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    examined = examine(PYTHONPATH=path)
+    assert examined.code == 1
+    found = examined.found("wrong-wheel")
+    assert found["level"] == "problem"
+    assert "CUDA 99" in found["what"]
+    assert "pip install --no-deps nixl-cu99" in found["cure"]
+
+
+def test_emulated_reads_are_found():
+    examined = examine(UCX_TLS="tcp,self")
+    assert examined.code == 0
+    assert examined.host["way"] == "emulated"
+    assert examined.host["carrier"].startswith("tcp/")
+    assert "UCX_TLS=tcp,self" in examined.found("emulated-reads")["cure"]
+    assert "no-cma" not in examined.names
+
+
+def test_refused_emulation_stops_work():
+    examined = examine(UCX_TLS="tcp,self", KVFERRY_EMULATED_READS="refuse")
+    assert examined.code == 1
+    assert "KVFERRY_EMULATED_READS" in examined.found("read-failed")["what"]
+
+
+def test_missing_cma_is_found():
+    examined = examine(before=WITHOUT_CMA)
+    assert examined.code == 0
+    assert examined.host["way"] == "emulated"
+    assert examined.host["cma_error"] == "Operation not permitted"
+    found = examined.found("no-cma")
+    assert "seccomp filter" in found["what"]
+    assert "--cap-add=SYS_PTRACE" in found["cure"]
+    assert "no-cma" in examined.found("emulated-reads")["cure"]
+
+
+def test_low_memlock_and_a_stale_profile_are_found(tmp_path):
+    stale = {"medium": "host", "rival": "direct", "way": "direct"}
+    times = [
+        stale | {"num_runs": n, "total_bytes": 512 * n, "median_s": 1e-3 * n} for n in (1, 10, 100, 1000)
+    ]
+    document = {
+        "machine": {"processor": "abacus", "num_cores": 3},
+        "versions": {"nixl": "1.4.0"},
+        "times": times,
+    }
+    (tmp_path / "old.json").write_text(json.dumps(document))
+    examined = examine("--profile", tmp_path / "old.json", before=without_memlock())
+    found = examined.found("low-memlock")
+    assert "64 KiB" in found["what"]
+    assert "LimitMEMLOCK=infinity" in found["cure"]
+    found = examined.found("stale-profile")
+    assert "processor was abacus" in found["what"]
+    assert "nixl was 1.4.0" in found["what"]
+    assert "kvferry doctor --save" in found["cure"]
+
+
+def test_a_setting_that_is_refused_is_named():
+    environ = {"KVFERRY_READ_AGENTS": "many", "KVFERRY_MAPPED_READS": "maybe", "UCX_TLS": "tcp"}
+    first, second = setting_errors(environ)
+    assert "KVFERRY_READ_AGENTS='many'" in first
+    assert "KVFERRY_MAPPED_READS='maybe'" in second
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o600])
+def test_who_can_read_the_secret(caplog, secret_file, mode):
+    path = secret_file("one", mode)
+    seen, secret = seen_secret({SECRET_FILE: str(path)})
+    assert secret is not None
+    assert seen.is_open == (mode == 0o644)
+    assert len(seen.fingerprint) == 8
+    assert path.read_text().strip() not in str(seen)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("text", ["", "open sesame", "a" * 40])
+def test_a_bad_secret_is_found_and_not_shown(tmp_path, text):
+    path = tmp_path / "secret"
+    path.write_text(text)
+    seen, secret = seen_secret({SECRET_FILE: str(path)})
+    assert secret is None
+    assert "a secret is drawn at random" in seen.error
+    assert not text or text not in str(seen)
+
+
+def test_the_secret_is_no_setting():
+    assert settings({SECRET: "hush", SECRET_FILE: "/a/file", "UCX_TLS": "tcp", "HOME": "/"}) == {
+        SECRET_FILE: "/a/file",
+        "UCX_TLS": "tcp",
+    }
+
+
+@pytest.fixture
+def secret_file(tmp_path):
+    def make(name: str, mode: int = 0o600) -> Path:
+        path = tmp_path / name
+        argv = [sys.executable, "-m", "kvferry.cli", "keygen", "-o", str(path)]
+        subprocess.run(argv, check=True, timeout=LONG)
+        path.chmod(mode)
+        return path
+
+    return make
+
+
+@contextlib.contextmanager
+def listening(address: str, before: tuple[str, ...] = (), **changes: str):
+    """A doctor that listens; where, and what its first line says of its secret."""
+    process = subprocess.Popen(
+        [*before, *DOCTOR, "--memory", "host", "--listen", address],
+        env=environment(**changes),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    try:
+        first, second = process.stderr.readline(), process.stderr.readline()
+        assert "listening at " in second, first + second + process.stderr.read()
+        yield process, second.split("listening at ")[1].split(";")[0], first
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def test_two_doctors_with_one_secret_and_with_two(secret_file):
+    ours, other = secret_file("ours"), secret_file("other")
+    with listening("127.0.0.1:0", KVFERRY_SECRET_FILE=str(ours)) as (process, address, first):
+        send_junk(f"tcp://{address}", ours)
+        examined = examine("--peer", address, KVFERRY_SECRET_FILE=str(ours))
+        assert examined.code == 0
+        assert examined.report["peer"]["address"] == address
+        assert examined.host["way"] == ("direct" if has_cma() else "emulated")
+        assert examined.report["secret"]["fingerprint"] in first
+        for file in (str(other), ""):
+            stranger = examine("--peer", address, KVFERRY_SECRET_FILE=file)
+            assert stranger.code == 1
+            found = stranger.found("wrong-secret")
+            assert (stranger.report["secret"]["fingerprint"] or "we have no secret") in found["what"]
+            assert "Compare the fingerprints" in found["cure"]
+            assert stranger.report["reads"] == []
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LONG) == 0
+
+
+def send_junk(address: str, secret: Path) -> None:
+    """Somebody of the fleet who is no doctor: answered, and nothing happens."""
+    channel = Channel(secret=secret_from_file(secret))
+    try:
+        for data in (b"", b"{", b"[]", b'{"message": "kvferry doctor asks", "format": 1, "host": 7}'):
+            channel.send(address, data)
+        num_answers = 0
+        while num_answers < 4:
+            num_answers += sum(isinstance(news, Received) for news in channel.wait(1))
+    finally:
+        channel.close()
+
+
+def test_an_open_door_needs_a_secret(cli, monkeypatch):
+    for name in (SECRET, SECRET_FILE):
+        monkeypatch.delenv(name, raising=False)
+    ran = cli("doctor", "--memory", "host", "--listen", "0.0.0.0:0")
+    assert ran.code == 2
+    assert "there is no secret" in ran.err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--memory", "cuda:99"],
+        ["--peer", "somewhere"],
+        ["--listen", "127.0.0.1:0", "--peer", "127.0.0.1:1"],
+        ["--save", "profile.txt"],
+        ["--save", "/no/such/folder/profile.json"],
+    ],
+)
+def test_bad_usage_is_told_before_any_work(cli, argv):
+    ran = cli("doctor", *argv)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith("kvferry: ")
+
+
+def test_sizes_leave_nothing_to_merge():
+    for size in SIZES:
+        runs = size.runs()
+        assert len(runs) == size.num_runs
+        for places in (runs.src, runs.dst):
+            assert len(set(places.tolist())) == size.num_runs
+            assert size.num_runs == 1 or abs(places[1:] - places[:-1]).min() > size.run_bytes
