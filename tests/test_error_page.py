@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cli.advice import ANSWERS, FAILURES, TRANSPORT
+from kvferry.cli.advice import ANSWERS, FAILURES, TICKETS, TRANSPORT
 from kvferry.cli.remedies import BY_CODE, BY_FIELD
 from kvferry.errors import Code
 from kvferry.runtime import FailureCode
@@ -41,6 +41,17 @@ def codes_of(error: str) -> set[str]:
     return {code for path in files for code in codes_in(ast.parse(path.read_bytes()), error)}
 
 
+def codes_of_tickets() -> Iterator[str]:
+    """What vLLM's connector gives as the reason not to use a ticket."""
+    incoming = ROOT / "src" / "kvferry" / "integrations" / "vllm" / "scheduler" / "incoming.py"
+    for node in ast.walk(ast.parse(incoming.read_bytes())):
+        match node:
+            case ast.Return(value=ast.Tuple(elts=[ast.Constant(value=str(code)), _])):
+                yield code
+            case _:
+                pass
+
+
 def test_a_code_that_nobody_can_read_is_noticed():
     tree = ast.parse("TransportError('a' if x else 'b', 'd'); TransportError(why.code, 'd')")
     assert set(codes_in(tree, "TransportError")) == {"a", "b"}
@@ -53,12 +64,13 @@ def test_every_code_is_explained():
     assert set(BY_CODE) == set(Code)
     assert set(TRANSPORT) == codes_of("TransportError")
     assert set(ANSWERS) == codes_of("Rejected")
+    assert set(TICKETS) == set(codes_of_tickets())
 
 
 def sentences() -> Iterator[str]:
     yield from [*BY_CODE.values(), *BY_FIELD.values()]
     yield from (advice.cure for advice in FAILURES.values())
-    for each in [*TRANSPORT.values(), *ANSWERS.values()]:
+    for each in [*TRANSPORT.values(), *ANSWERS.values(), *TICKETS.values()]:
         yield each.meaning
         yield each.cure
 

@@ -16,7 +16,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
 
-from kvferry.cli.advice import ANSWERS, FAILURES, FETCH_TABLES, SOURCE_TABLES, TRANSPORT, Explained
+from kvferry.cli.advice import (
+    ANSWERS,
+    FAILURES,
+    FETCH_TABLES,
+    SOURCE_TABLES,
+    TICKETS,
+    TRANSPORT,
+    Explained,
+)
 from kvferry.cli.remedies import BY_CODE, BY_FIELD
 from kvferry.errors import Code
 from kvferry.runtime import FailureCode
@@ -71,6 +79,7 @@ def tables() -> dict[str, str]:
         "refusals": table(("code", "what was found", "what to do"), refusals),
         "transport": explained(TRANSPORT),
         "answers": explained(ANSWERS),
+        "tickets": explained(TICKETS),
     }
 
 

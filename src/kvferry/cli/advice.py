@@ -1,4 +1,4 @@
-"""What to do about a load that failed, a transport that cannot, a source that says no: for docs/errors.md.
+"""What to do about failed loads, transports, sources that say no, and tickets: for docs/errors.md.
 
 What a ``FailureCode`` means is said beside it. The other codes here are plain words where they are raised, so
 that they are explained as well. What to do about two engines that were refused is in ``remedies``.
@@ -268,3 +268,23 @@ ANSWERS: dict[str, Explained] = {
     ),
 }
 """What a source says when it turns somebody away."""
+
+TICKETS: dict[str, Explained] = {
+    "no-ticket": Explained(
+        "The request says that somebody else prefilled it, and carries no ticket.",
+        "Use kvferry on the prefill side too, and a router that passes all of `kv_transfer_params` on.",
+    ),
+    "unreadable": Explained(
+        "The ticket was not made with this engine's secret, or was changed or cut on its way.",
+        f"{_SAME_SECRET} Then look at the router.",
+    ),
+    "other-prompt": Explained(
+        "The ticket was made for another prompt, or for another LoRA adapter.",
+        "Let the router send the same body to both engines; use one tokenizer and chat template on both.",
+    ),
+    "state-too-long": Explained(
+        "The recurrent state includes more tokens than may be loaded for this prompt.",
+        "Let the router ask the prefill engine for one token: `max_tokens` and `max_completion_tokens` of 1.",
+    ),
+}
+"""Tickets that vLLM's connector does not use, as its metrics name them."""
