@@ -27,7 +27,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env demo test lint types imports check format bench law families faults fuzz soak load e2e e2e-full \
+.PHONY: help env demo test lint types imports check format bench law compatibility families faults fuzz soak load e2e e2e-full \
         serve vllm-startup kubernetes mutants peers simulate clean
 
 help: ## show this list
@@ -87,6 +87,9 @@ simulate: $(READY) ## the whole runtime in virtual time: every law in RUNS seede
 	@$(BIN)/pytest -q -s -m "" -k planted tests/testing/test_simulation.py
 	@echo "==> simulation: $(RUNS) runs of $(REQUESTS) requests"
 	@$(BIN)/python -m kvferry.testing.simulation --runs $(RUNS) --requests $(REQUESTS)
+
+compatibility: $(READY) ## write docs/compatibility.md: every model at twenty pairs, each counted twice
+	@$(BIN)/python tools/compatibility.py
 
 families: $(READY) ## every model family at every pair of TP sizes, between processes over NIXL
 	@echo "==> families"

@@ -178,7 +178,7 @@ def _problems(
         view = dst.rank(plan.dst_rank).by_state[name]
         state = dst.state_by_name[name]
         source = plan.src_name(name)
-        need, touched = _wanted(dst, view, request)
+        need, touched = wanted_cells(dst, view, request)
         if not need:
             continue
         for (_, cell, at), region, offset in cells_of(dst, view, request.dst, touched):
@@ -215,7 +215,7 @@ def _problem(
     return ""
 
 
-def _wanted(dst: Manifest, view: View, request: Request) -> tuple[set[int], Sequence[int]]:
+def wanted_cells(dst: Manifest, view: View, request: Request) -> tuple[set[int], Sequence[int]]:
     """The needed cells of a view, and all cells of the blocks that they touch."""
     state, group = dst.state_by_name[view.state], dst.group_by_name[view.group]
     if state.kind is Kind.RECURRENT:
