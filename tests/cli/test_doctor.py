@@ -18,7 +18,7 @@ from kvferry.channel.zmq import Channel, Received
 from kvferry.cli.doctor.diagnosis import Condition
 from kvferry.cli.doctor.observe import secret as seen_secret
 from kvferry.cli.doctor.observe import setting_errors, settings
-from kvferry.cli.doctor.probe import SIZES, vm_error
+from kvferry.cli.doctor.probe import DEVICE_SIZES, vm_error
 from kvferry.cli.measured_link import measured_links
 from kvferry.endpoint.secret_source import SECRET, SECRET_FILE, secret_from_file
 
@@ -136,6 +136,7 @@ def test_a_wheel_for_another_cuda_is_found(tmp_path):
     path = os.pathsep.join([str(tmp_path), *sys.path])
     examined = examine(PYTHONPATH=path)
     assert examined.code == 1
+    assert examined.report["reads"] == []
     found = examined.found("wrong-wheel")
     assert found["level"] == "problem"
     assert "CUDA 99" in found["what"]
@@ -314,7 +315,7 @@ def test_bad_usage_is_told_before_any_work(cli, argv):
 
 
 def test_sizes_leave_nothing_to_merge():
-    for size in SIZES:
+    for size in DEVICE_SIZES:
         runs = size.runs()
         assert len(runs) == size.num_runs
         for places in (runs.src, runs.dst):

@@ -71,7 +71,7 @@ CASES = {
         software(nixl_error="detected CUDA 13 but nixl-cu13 is not installed"),
         "wrong-wheel",
         "problem",
-        "pip install --no-deps nixl-cu13",
+        "pip install --no-deps nixl-cu13==1.5.1.",
     ),
     "the driver is of an older CUDA": (
         software(wheel="nixl_cu14"),

@@ -26,7 +26,7 @@ def check_nixl(observed: Observed) -> Iterator[Diagnosis]:
     """Whether NIXL can be imported at all, and whether its wheel fits the CUDA that is here."""
     software = observed.software
     if software.nixl_error:
-        yield _not_imported(software.nixl_error)
+        yield _not_imported(software.nixl_error, software.versions.get("nixl", ""))
         return
     wheel_cuda, driver = _wheel_cuda(software.wheel), observed.gpus.driver_cuda
     if wheel_cuda and driver and wheel_cuda > int(driver.partition(".")[0]):
@@ -49,7 +49,7 @@ def check_nixl(observed: Observed) -> Iterator[Diagnosis]:
         )
 
 
-def _not_imported(error: str) -> Diagnosis:
+def _not_imported(error: str, version: str) -> Diagnosis:
     wanted = re.search(r"detected CUDA (\d+) but (\S+) is not installed", error)
     if wanted:
         return Diagnosis(
@@ -57,7 +57,7 @@ def _not_imported(error: str) -> Diagnosis:
             Level.PROBLEM,
             f"NIXL found CUDA {wanted[1]} here (it asks torch first), and {wanted[2]} is not installed.",
             "NIXL does not start, so nothing can be read from another process.",
-            f"pip install --no-deps {wanted[2]}, of the same version as nixl.",
+            f"pip install --no-deps {wanted[2]}{f'=={version}' if version else ''}.",
         )
     return Diagnosis(
         Condition.NO_NIXL,

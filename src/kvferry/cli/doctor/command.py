@@ -104,9 +104,10 @@ def doctor(
         print(json.dumps(report_object(observed, found, machine), ensure_ascii=False))
     else:
         show(observed, found, machine)
-    if save:
-        document = profile_document(observed.reads, machine, observed.software.versions)
+    if save and (document := profile_document(observed.reads, machine, observed.software.versions)):
         save.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    elif save:
+        _say(f"no read came to a good end, so {save} is not written")
     if not is_ready(found):
         raise typer.Exit(1)
 

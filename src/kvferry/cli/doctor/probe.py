@@ -81,7 +81,22 @@ SIZES = (
     ProbeSize(1, 64 << 20),
 )
 """From quick to slow: a slow link stops on the way."""
-ROOM_BYTES = max(size.room_bytes for size in SIZES)
+DEVICE_SIZES = (*SIZES, ProbeSize(1, 256 << 20))
+"""64 MiB take a device less time than starting to copy them."""
+
+
+def sizes_of(memory: str) -> tuple[ProbeSize, ...]:
+    """What is read of a kind of memory."""
+    return SIZES if memory == HOST else DEVICE_SIZES
+
+
+def room_bytes_of(memory: str) -> int:
+    """How much memory both sides need for it.
+
+    >>> room_bytes_of("host") >> 20, room_bytes_of("cuda:0") >> 20
+    (64, 256)
+    """
+    return max(size.room_bytes for size in sizes_of(memory))
 
 
 def device_of(memory: str) -> str:
@@ -94,8 +109,8 @@ class ProbeSource:
 
     def __init__(self, memory: str) -> None:
         logging.disable(logging.WARNING)  # what there is to say, a diagnosis says
-        self._memory = BenchMemory(device_of(memory), ROOM_BYTES)
-        self._memory.write(contents(ROOM_BYTES))
+        self._memory = BenchMemory(device_of(memory), room_bytes_of(memory))
+        self._memory.write(contents(room_bytes_of(memory)))
         self._transport = NixlTransport()
         self._transport.register([self._memory.region])
 
@@ -114,8 +129,8 @@ class ProbeReader:
     def __init__(self, memory: str) -> None:
         logging.disable(logging.WARNING)
         self._name = memory
-        self._memory = BenchMemory(device_of(memory), ROOM_BYTES)
-        self._contents = contents(ROOM_BYTES)
+        self._memory = BenchMemory(device_of(memory), room_bytes_of(memory))
+        self._contents = contents(room_bytes_of(memory))
         self._ended = threading.Event()
         self._transport = NixlTransport()
         self._transport.register([self._memory.region])
@@ -148,7 +163,7 @@ class ProbeReader:
     def _measure(self) -> tuple[tuple[TimedRead, ...], str, str]:
         """Times by size, the first wrong cell, and the first error; none of them after that."""
         times: list[TimedRead] = []
-        for size in SIZES:
+        for size in sizes_of(self._name):
             expected = size.expected(self._contents)
             self._memory.wipe([expected])
             try:
@@ -179,7 +194,7 @@ class ProbeReader:
 
     def _copy_speed(self) -> float:
         """A plain copy of as many bytes as the memory allows, within this process: the best of some turns."""
-        num_bytes = ROOM_BYTES // 2
+        num_bytes = self._memory.region.num_bytes // 2
         copy = self._device_copy(num_bytes) if self._memory.cuda else self._host_copy(num_bytes)
         copy()
         return num_bytes / min(_seconds(copy) for _ in range(NUM_TURNS))
