@@ -73,6 +73,13 @@ def test_the_pair_gives_the_runs_on_the_page():
     assert json.loads(request_to_json(request)) == json.loads(REQUESTS[0])
 
 
+def test_the_four_lines_at_the_top_print_the_runs_on_the_page(capsys):
+    (lines,) = re.findall(r"^```python\n(from kvferry .*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    given = {"src_json": MANIFESTS["packed"], "dst_json": MANIFESTS["one-rank"], "request_json": REQUESTS[0]}
+    exec(lines, given)
+    assert capsys.readouterr().out.strip() == RUNS[0].strip()
+
+
 def test_the_loop_on_the_page_moves_the_bytes():
     made, request, slack = the_pair()
     runs_json = selection_to_json(made, select(lower(prove(made)), request, slack=slack), indent=0)
