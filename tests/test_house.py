@@ -82,6 +82,7 @@ LONG_FILES = {
 """Modules of more lines, and why they are not two."""
 
 LARGE_OBJECTS = {
+    "ActiveFetches": "one machine: fetches by three keys, and the machines that each of them waits for",
     "AgentThread": "a thread: its queue, its agent, its peers and what it has posted",
     "Authority": "one machine: leases by three keys, ranks and notices; their parts are values of their own",
     "Channel": "ZeroMQ's sockets, by address and by where they are polled, and their bounds",

@@ -121,6 +121,11 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             ),
         ),
         Panel("Source engines, by state", ((total("kvferry_peers", "state"), "{{state}}"),)),
+        Panel(
+            "Digests compared per second",
+            ((rate("kvferry_load_digests", "digest"), "{{digest}}"),),
+            about="Where digests are asked for: all should be equal.",
+        ),
     ),
     "Leases (prefill)": (
         Panel(

@@ -183,6 +183,7 @@ class Watched:
             source_timing=self.timing,
             metrics=self.metrics,
             source_metrics=self.metrics,
+            digest_every=1,
         )
         until(lambda: self.pair.engine.is_whole)
 
@@ -226,6 +227,7 @@ def test_every_metric_of_the_table_is_alive_in_a_real_run(pair_of, registry):
         until(are_seen, 60)
 
     do_until(pair.fetch, "loads", "load_bytes", "grants", "offers", "leases_ended", "peers", "load_seconds")
+    do_until(pair.fetch, "load_digests")
     num_blocks, num_granted = pair.src.groups[0].num_blocks, len(pair.request.src["full"].block_ids)
     pool_bytes = sum(region.num_bytes for region in pair.src.ranks[0].regions)
     granted = registry.get_sample_value("kvferry_granted_bytes_total")

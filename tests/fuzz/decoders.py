@@ -14,6 +14,8 @@ from pathlib import Path
 import msgspec
 
 from kvferry import BlockTable, Request, Slack, Span
+from kvferry.core.box import Box
+from kvferry.core.digest import DigestPart
 from kvferry.core.outline import Outline
 from kvferry.errors import KVFerryError
 from kvferry.models import Topology, describe
@@ -29,6 +31,7 @@ from kvferry.wire import (
     request_to_json,
 )
 from kvferry.wire import messages as m
+from kvferry.wire.digest import question_from_msgpack, question_to_msgpack
 from kvferry.wire.outline import outline_from_msgpack, outline_to_msgpack
 from kvferry.wire.secret import Secret
 from kvferry.wire.ticket import TableDoc, Ticket, from_text, to_text
@@ -78,8 +81,10 @@ TO: tuple[m.Message, ...] = (
     m.Acquire(1, TICKET, "A", 0, 2, 5, b"token"),
     m.Renew(2, 7, "A", 0, ((1, b"a token"), (2, b""))),
     m.Settle(7, 1, "A", 0, 5, b"token", m.Outcome.UNREAD),
+    m.DigestRequest(3, 7, 1, "A", 0, b"token", 1, b"question"),
     m.Join(m.PROTOCOL, "prefill", 0, "memory", b"\x00", DESCRIBED),
     m.ReleaseAck(7, 0, 12),
+    m.DigestResult(7, 1, 4, b"\x00" * 16),
 )
 FROM: tuple[m.Message, ...] = (
     m.Welcome(m.PROTOCOL, "prefill", 7, "memory", b"o"),
@@ -92,10 +97,13 @@ FROM: tuple[m.Message, ...] = (
     m.ReleaseNotice(7, 3, (("r", "read"),)),
     m.JoinAck("prefill", 7),
     m.StatusAnswer(b"{}"),
+    m.DigestAnswer(3, b"\x00" * 16, "no"),
+    m.DigestTask(7, 4, {"full": TableDoc((3, -1), 16)}, b"question"),
 )
 REQUEST = Request(
     {"full": BlockTable.of([4, 9, 7])}, {"full": BlockTable.of([2, 0], 8)}, {"full": (Span(16, 40),)}
 )
+PART = DigestPart("k", "k", Box((("head", (Span(0, 4),)), ("token", (Span(1, 2),))), 2), (Span(0, 100),))
 EXPORT = Export("00" * 16, (ExportedPiece(4096, "ab" * 64),), (Extent(0, 1, 128, 1 << 40),), probe="cd" * 32)
 
 
@@ -140,6 +148,7 @@ DECODERS = {
         _same(outline_to_msgpack),
         tuple(outline_to_msgpack(Outline.of(engine)) for engine in ENGINES),  # type: ignore[arg-type]
     ),
+    "digest-question": Decoder(question_from_msgpack, None, (question_to_msgpack(7, [PART, PART]),)),
     "request": Decoder(request_from_json, None, (request_to_json(REQUEST, slack=Slack.LEAVE),)),
     "card": Decoder(
         _card, None, (pack_card("a", b"keys" * 9, 65536, EXPORT.to_bytes()), pack_card("b", b""))

@@ -34,18 +34,21 @@ from kvferry.runtime import (
 from kvferry.runtime.fetch_job import Phase
 from kvferry.runtime.member import Membership
 from kvferry.runtime.values import (
+    AnswerDigest,
     Build,
     Cancel,
     Drop,
     Effect,
     FindRanks,
     HangUp,
+    MemberEffect,
     Merge,
     Peer,
     PostReads,
     Select,
     Send,
     SourceEffect,
+    TakeDigest,
 )
 from kvferry.wire.messages import (
     PROTOCOL,
@@ -265,13 +268,15 @@ class World(RuleBasedStateMachine):
 
     # -- effects ----------------------------------------------------------------------------------
 
-    def of_member(self, rank, effects: list[Send | Released]):
+    def of_member(self, rank, effects: list[MemberEffect]):
         for effect in effects:
             match effect:
                 case Released():
                     rank.heard.append(effect.request_id)
                 case Send():
                     self.packets.append(Packet(effect.to, rank.name, encode(effect.message)))
+                case AnswerDigest():
+                    raise AssertionError("nobody here asks for digests")
 
     def of_authority(self, effects: list[SourceEffect]):
         for effect in effects:
@@ -323,6 +328,8 @@ class World(RuleBasedStateMachine):
                     rank.selects.append(effect)
                 case PostReads():
                     self.on_post(rank, effect)
+                case TakeDigest():
+                    raise AssertionError("nobody here asks for digests")
                 case Cancel():
                     rank.reads[effect.transfer].is_cancelled = True
                 case Drop():

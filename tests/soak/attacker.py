@@ -38,6 +38,8 @@ def forged(pick: random.Random) -> bytes:
         m.Settle(generation, number, reader, 0, number, token, m.Outcome.READ),
         m.Settle(generation, number, reader, 1, number, b"", m.Outcome.UNREAD),
         m.ReleaseAck(generation, 0, number),
+        m.DigestRequest(number, generation, number, reader, 0, token, 0, token),
+        m.DigestResult(generation, 0, number, token),
         m.Join(m.PROTOCOL, "prefill", 0, "nixl", token, m.RankDescription(b"", (), b"")),
         m.Grant(number, number, 1 << 40),
         pick.randbytes(pick.choice((0, 1, 100, 5000))),

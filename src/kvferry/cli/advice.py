@@ -99,6 +99,16 @@ FAILURES: dict[FailureCode, FailureAdvice] = {
         _NEVER,
         "Prefill again. The source fell silent right after the read: see its log.",
     ),
+    FailureCode.DIGEST_DIFFERS: FailureAdvice(
+        _NEVER,
+        "Prefill again. If it happens twice, take the two hosts out of service and test their memory, network"
+        " cards and drivers: bytes change on the way. Keep the line: it names state, rank and tokens.",
+    ),
+    FailureCode.NO_DIGEST: FailureAdvice(
+        "never, until both sides can",
+        "Read the detail. Both sides digest host memory only, and a source rank must be a `SourceRank`; else"
+        " leave `digest_every` at 0.",
+    ),
     FailureCode.TRANSPORT: FailureAdvice(
         "yes, if the ticket is still good",
         "Read what the fabric says in the detail: most often the source's process died, or a link went"

@@ -145,6 +145,28 @@ class DigestSide:
         return self._readers[key][0]
 
 
+@dataclass(frozen=True, eq=False)
+class TakenDigest:
+    """What the destination rank found in its own memory, for each source rank that it read from."""
+
+    manifest: Manifest
+    """The destination's."""
+    by_rank: Mapping[int, tuple[Sequence[DigestPart], Sequence[Words]]]
+
+    def difference(self, src_rank: int, sums: bytes) -> DigestDifference | None:
+        """The first place where a source rank's sums are others than ours; None if all are equal."""
+        parts, ours = self.by_rank[src_rank]
+        theirs = np.frombuffer(sums[: len(sums) // 8 * 8], "<u8")
+        ends = np.cumsum([len(one) for one in ours])
+        split = [theirs[end - len(one) : end] for one, end in zip(ours, ends, strict=True)]
+        return next(differences(self.manifest, parts, ours, split), None)
+
+
+def sums_to_bytes(sums: Sequence[Words]) -> bytes:
+    """The sums of all parts, one after another, as they travel."""
+    return b"".join(one.astype("<u8").tobytes() for one in sums)
+
+
 def cells_of(part: DigestPart) -> Ints:
     """The cells of a part, one by one, in order."""
     ranges = [np.arange(span.start, span.stop) for span in part.cells]

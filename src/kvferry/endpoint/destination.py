@@ -16,6 +16,7 @@ from kvferry.core.select import Selection, Slack, select
 from kvferry.core.span import Spans
 from kvferry.core.way import Way
 from kvferry.endpoint.edges import Edges
+from kvferry.endpoint.load_digest import TakenDigests, check_digest_every
 from kvferry.endpoint.load_log import LoadLog
 from kvferry.endpoint.meeting import MetPeer, NotMet, failure_of, meet, remote_name, source_shown
 from kvferry.endpoint.metrics import EngineMetrics
@@ -42,6 +43,7 @@ from kvferry.runtime.values import (
     Record,
     Select,
     Send,
+    TakeDigest,
 )
 from kvferry.transport.base import Transport
 from kvferry.wire.messages import decode_from_authority, encode
@@ -79,6 +81,7 @@ class Destination:
         timing: Timing | None = None,
         metrics: EngineMetrics | None = None,
         on_refusal: Callable[[Manifest, Failure], None] | None = None,
+        digest_every: int = 0,
         edges: Edges | None = None,
     ) -> None:
         """``reader`` names this *start* of the engine, the same on all of its ranks.
@@ -86,8 +89,10 @@ class Destination:
         It must change with every start: a late message of an earlier one must not pass for one of this.
         An engine of one rank may leave it out. ``on_refusal`` is called with the manifest of a source engine
         that cannot be read from, and why, in a thread of its own. ``trust``: whose tickets are taken.
-        ``edges`` are for simulations.
+        ``digest_every``: of one in so many loads both sides digest the bytes, and compare before it counts;
+        1: of each, 0: of none. ``edges`` are for simulations.
         """
+        check_digest_every(digest_every, manifest.rank(rank))
         num_ranks = num_ranks or len(manifest.ranks)
         if not reader and num_ranks > 1:
             raise SpecError("name this start of the engine (reader=…), the same on all of its ranks")
@@ -105,7 +110,8 @@ class Destination:
         regions = manifest.rank(rank).regions
         transport.register(regions)
         # These are the owner's alone.
-        self._reader = Reader(reader, rank, num_ranks, timing, key=edges.random_bytes(32))
+        key = edges.random_bytes(32)
+        self._reader = Reader(reader, rank, num_ranks, timing, key=key, digest_every=digest_every)
         self._found: dict[Peer, tuple[SharedPlan, float]] = {}
         """The plans of peers that are being met, and how long each took."""
         self._met: dict[Peer, MetPeer] = {}
@@ -118,6 +124,8 @@ class Destination:
         self._reads = PostedReads(transport, self._workers, self._owner.put, self._reader.ended)
         if metrics:
             metrics.watch(self, lambda: self.figures)
+        steps = self._workers, self._owner.put, self._reader, edges.random_bytes
+        self._digests = TakenDigests(manifest, rank, *steps)
         edges.start_owner(self._owner)
         self._channel.start(f"kvferry-channel-{rank}", self._receive, lambda: self._owner.is_behind)
         name = f"destination-{manifest.engine}-{rank}"
@@ -210,6 +218,7 @@ class Destination:
         """
         if self._open_status is not None:
             self._open_status.close()
+        self._digests.close()
         self._owner.close()
         if self._metrics:
             self._metrics.forget(self)
@@ -263,6 +272,8 @@ class Destination:
                     self._workers.submit(SELECTIONS, job)
                 case PostReads():
                     self._reads.post(effect)
+                case TakeDigest():
+                    self._digests.take(effect, self._met.get(effect.peer))
                 case Cancel():
                     self._reads.cancel(effect.transfer)
                 case Drop():

@@ -76,7 +76,7 @@ def _moved(record: Record) -> str:
     return (
         f"{_num(record.num_bytes, 'byte')} in {_num(record.num_runs, 'run')} from"
         f" {_num(record.num_sources, 'rank')}, {record.way or 'no way'}, in {record.move_seconds * 1e3:.1f}"
-        f" ms{predicted}"
+        f" ms{predicted}{f', digest {record.digest}' if record.digest else ''}"
     )
 
 

@@ -29,6 +29,8 @@ from kvferry.wire.bad_input import printable
 from kvferry.wire.messages import (
     TOO_LONG,
     AskStatus,
+    DigestResult,
+    DigestTask,
     Join,
     JoinAck,
     Message,
@@ -283,6 +285,11 @@ class SourceEngine:
                 rank = int(send.to.removeprefix(HERE))
                 ack = ReleaseAck(generation, rank, first + len(requests) - 1)
                 self._carry_out(self._authority.receive(self._clock(), send.to, ack))
+            case DigestTask(generation, number):
+                rank = int(send.to.removeprefix(HERE))
+                why = "it was admitted, and runs no SourceRank that could take one"
+                result = DigestResult(generation, rank, number, detail=why)
+                self._carry_out(self._authority.receive(self._clock(), send.to, result))
             case _:
                 pass
 

@@ -9,14 +9,15 @@ from kvferry.channel import ContactChange, Received
 from kvferry.core.manifest import Manifest
 from kvferry.endpoint.edges import Edges
 from kvferry.endpoint.invitation import Invitation
+from kvferry.endpoint.load_digest import DigestService
 from kvferry.endpoint.owner import Owner
 from kvferry.errors import SpecError
 from kvferry.log import log_of
 from kvferry.runtime import Member, Released, Timing
 from kvferry.runtime.member import Membership
-from kvferry.runtime.values import Send
+from kvferry.runtime.values import AnswerDigest, MemberEffect, Send
 from kvferry.transport.base import Transport
-from kvferry.wire.messages import decode_from_authority, encode
+from kvferry.wire.messages import DigestResult, decode_from_authority, encode
 from kvferry.wire.outline import join_of
 from kvferry.wire.trust import Trust
 
@@ -50,6 +51,8 @@ class SourceRank:
         join = join_of(manifest, transport.kind, transport.card(), invitation.credential)
         self._member = Member(invitation.address, join, timing)  # the owner's alone
         self._owner = Owner(f"kvferry-src-{rank.rank}", self._carry_out, self._tick, edges.clock)
+        workers = edges.make_workers(f"kvferry-src-{rank.rank}-work")
+        self._digests = DigestService(manifest, rank.rank, workers, self._say)
         self._channel = edges.open_channel("", trust.secret)
         edges.start_owner(self._owner)
         self._channel.start(f"kvferry-src-{rank.rank}-channel", self._receive, lambda: self._owner.is_behind)
@@ -68,6 +71,7 @@ class SourceRank:
     def close(self) -> None:
         """Stop serving; the memory is given back by the transport."""
         self._owner.close()
+        self._digests.close()
         self._channel.close()
         self._transport.close()
 
@@ -79,13 +83,19 @@ class SourceRank:
 
     # -- the owner's -------------------------------------------------------------------------------
 
-    def _carry_out(self, effects: Iterable[Send | Released]) -> None:
+    def _carry_out(self, effects: Iterable[MemberEffect]) -> None:
         for effect in effects:
             match effect:
                 case Send():
                     self._channel.send(effect.to, encode(effect.message))
                 case Released():
                     self._released.append(effect)
+                case AnswerDigest():
+                    self._digests.take(effect.task)
+
+    def _say(self, result: DigestResult) -> None:
+        """Have a digest sent to the authority; called in a worker."""
+        self._owner.put(lambda _: [Send(self._authority, result)])
 
     def _tick(self, now: float) -> float:
         self._carry_out(self._member.tick(now))

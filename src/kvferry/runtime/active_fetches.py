@@ -3,12 +3,15 @@
 The life of a fetch::
 
     LEASING ──▶ MEETING ──▶ SELECTING ──▶ READING ──▶ CONFIRMING ──▶ reported, once
+                                              └─CHECKING─┘
        └──────────┴───────────┴─────────────┴────────────┴──▶ failed: reported when nothing is in flight
 
 * A ticket whose blocks are not known yet can be *held* until they are: HOLDING comes before SELECTING then.
 * A read counts only if the source's authority has said so after its end: it still held the lease then. No
   clock has a say in that. An authority that does not answer is asked again, for as long as a lease; then the
   fetch has failed.
+* A fetch whose digest is asked for is CHECKING in between: both sides digest the bytes in their own memory,
+  under the lease. What differs, or could not be compared, has failed.
 * Nothing is reported before the transport has reported the end of every posted read. A read that does not end
   in time is *quarantined*: counted and shown, its blocks kept; never reported as done.
 """
@@ -16,16 +19,28 @@ The life of a fetch::
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from kvferry.core.digest import TakenDigest
 from kvferry.core.select import Selection
 from kvferry.runtime.connections import Connections
+from kvferry.runtime.digest_checks import DigestChecks
 from kvferry.runtime.failure import Failure, FailureCode, denied
 from kvferry.runtime.fetch_job import FetchJob, Phase
 from kvferry.runtime.meetings import Meetings
 from kvferry.runtime.questions import Settlements
-from kvferry.runtime.values import Cancel, Effect, Peer, PostReads, Report, Select, Send, Timing
-from kvferry.wire.messages import Outcome, Settle, SettleAck
+from kvferry.runtime.values import (
+    Cancel,
+    Effect,
+    Peer,
+    PostReads,
+    Report,
+    Select,
+    Send,
+    TakeDigest,
+    Timing,
+)
+from kvferry.wire.messages import DigestAnswer, DigestRequest, Outcome, Settle, SettleAck
 
 
 class ActiveFetches:
@@ -42,10 +57,12 @@ class ActiveFetches:
         meetings: Meetings,
         connections: Connections,
         numbers: Iterator[int],
+        digest_every: int = 0,
     ) -> None:
         self._who, self._timing, self._numbers = (reader, rank), timing, numbers
         self._meetings, self._connections = meetings, connections
         self.settlements = Settlements(timing)
+        self.checks = DigestChecks(digest_every, timing)
         self.by_handle: dict[int, FetchJob] = {}
         self.by_ticket: dict[tuple[Peer, int], int] = {}
         self.transfers: dict[int, int] = {}
@@ -84,6 +101,7 @@ class ActiveFetches:
     ) -> list[Effect]:
         """The runs of a fetch are known: post them."""
         job.phase, job.posted_at, job.ended_at = Phase.READING, now, now
+        job.is_checked = bool(selection.products) and self.checks.is_due()
         products = selection.products
         job.num_bytes, job.num_sources, job.way = selection.total_bytes, len(products), way
         job.num_runs = selection.num_runs if num_runs is None else num_runs
@@ -120,14 +138,75 @@ class ActiveFetches:
                 job.phase = Phase.SELECTING
                 return [Select(job.handle, job.peer, job.fetch)]
         if job.phase is Phase.READING and not job.in_flight:
-            job.phase = Phase.CONFIRMING
-            told = self._settle(now, job, Outcome.READ)
-            is_gone = bool(self._connections.gone(job.peer.authority))
-            return [*told, *self.fail(now, job, self.source_gone(job.peer))] if is_gone else told
+            if job.is_checked and job.fetch is not None:
+                job.phase = Phase.CHECKING
+                return [TakeDigest(job.handle, job.peer, job.fetch)]
+            return self._confirm(now, job)
         if job.phase in (Phase.FAILING, Phase.QUARANTINED) and not job.in_flight:
             outcome = Outcome.FAILED if job.has_posted else Outcome.UNREAD
             return [*self._settle(now, job, outcome), *self._report(now, job, outcome)]
         return []
+
+    def _confirm(self, now: float, job: FetchJob) -> list[Effect]:
+        """All bytes are in: have the authority say that they count."""
+        job.phase = Phase.CONFIRMING
+        told = self._settle(now, job, Outcome.READ)
+        is_gone = bool(self._connections.gone(job.peer.authority))
+        return [*told, *self.fail(now, job, self.source_gone(job.peer))] if is_gone else told
+
+    # -- digests -----------------------------------------------------------------------------------
+
+    def digest_asked(self, now: float, handle: int, questions: Mapping[int, bytes]) -> list[Effect]:
+        """What each source rank of a fetch is to be asked; our own digest comes later."""
+        job = self._checking(handle)
+        if job is None:
+            return []
+        ticket, who = job.ticket, (*self._who, job.token)
+        requests = {
+            src_rank: DigestRequest(
+                next(self._numbers), ticket.generation, ticket.ticket_id, *who, src_rank, question
+            )
+            for src_rank, question in questions.items()
+        }
+        return self.checks.ask(now, job, requests)
+
+    def digest_taken(self, now: float, handle: int, ours: TakenDigest) -> list[Effect]:
+        """What a fetch has brought, digested."""
+        self.checks.taken(handle, ours)
+        return self._compare(now, self._checking(handle))
+
+    def not_digested(self, now: float, handle: int, failure: Failure) -> list[Effect]:
+        """What a fetch has brought could not be digested here."""
+        job = self._checking(handle)
+        return [] if job is None else self._not_equal(now, job, failure)
+
+    def digest_answered(self, now: float, reply_to: str, answer: DigestAnswer) -> list[Effect]:
+        """A source rank's digest, or why there is none."""
+        found = self.checks.answered(reply_to, answer)
+        if found is None:
+            return []
+        job, failure = found
+        return self._compare(now, job) if failure is None else self._not_equal(now, job, failure)
+
+    def _checking(self, handle: int) -> FetchJob | None:
+        job = self.get(handle)
+        return job if job is not None and job.phase is Phase.CHECKING else None
+
+    def _compare(self, now: float, job: FetchJob | None) -> list[Effect]:
+        """Go on once both sides' digests are there, if they are equal."""
+        if job is None or not self.checks.is_complete(job.handle):
+            return []
+        if failure := self.checks.compare(job.handle):
+            return self._not_equal(now, job, failure)
+        job.digest, job.checked_at = "equal", now
+        return self._confirm(now, job)
+
+    def _not_equal(self, now: float, job: FetchJob, failure: Failure) -> list[Effect]:
+        is_other = failure.code is FailureCode.DIGEST_DIFFERS
+        job.digest, job.checked_at = "differs" if is_other else "missing", now
+        return self.fail(now, job, failure)
+
+    # -- the end -----------------------------------------------------------------------------------
 
     def source_gone(self, peer: Peer) -> Failure:
         """What a fetch is told whose source is gone."""
@@ -164,7 +243,7 @@ class ActiveFetches:
         for job in list(self):
             if now >= job.give_up_at(self._timing):
                 effects += self._give_up(now, job)
-        return [*effects, *self.settlements.tick(now, self._connections.gone)]
+        return [*effects, *self.settlements.tick(now, self._connections.gone), *self.checks.tick(now)]
 
     def _give_up(self, now: float, job: FetchJob) -> list[Effect]:
         """Its phase has lasted too long."""
@@ -175,6 +254,8 @@ class ActiveFetches:
                 failure = self._meetings.no_answer(job.peer)
             case Phase.SELECTING:
                 failure = Failure(FailureCode.OVERDUE, "its runs were not selected in time")
+            case Phase.CHECKING:
+                return self._not_equal(now, job, self.checks.overdue(job))
             case Phase.CONFIRMING:
                 seconds = job.patience(self._timing)
                 detail = f"{job.peer.engine} did not confirm the read within {seconds:g} s"
@@ -205,6 +286,7 @@ class ActiveFetches:
 
     def _report(self, now: float, job: FetchJob, outcome: Outcome) -> list[Effect]:
         """The one report."""
+        self.checks.drop(job.handle)
         del self.by_handle[job.handle]
         self._num_of[job.peer] -= 1
         if not self._num_of[job.peer]:

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from heapq import heappop, heappush
 from itertools import islice
 
+from kvferry.runtime.assembly import Assembly, JoinedRank
+from kvferry.runtime.digest_relay import DigestRelay
 from kvferry.runtime.failure import FailureCode
 from kvferry.runtime.figures import Figures, by_label, figure
 from kvferry.runtime.lease import EndedReadings, Lease
@@ -30,6 +31,8 @@ from kvferry.wire.messages import (
     AskStatus,
     Denial,
     DescribeRanks,
+    DigestRequest,
+    DigestResult,
     Grant,
     Hello,
     Join,
@@ -49,30 +52,6 @@ from kvferry.wire.messages import (
     is_spoken,
 )
 from kvferry.wire.ticket import Ticket
-
-
-class Assembly(StrEnum):
-    """How much of this engine is there."""
-
-    GATHERING = "gathering"
-    """Not every rank has joined."""
-    MERGING = "merging"
-    """All have; the engine's outline is being made of what they say."""
-    WHOLE = "whole"
-    """Readers are welcome."""
-
-
-@dataclass(slots=True)
-class _Rank:
-    """One rank of this engine that joined."""
-
-    reply_to: str
-    join: Join
-
-    def is_same(self, join: Join) -> bool:
-        """Whether this is the rank that joined, with the memory that it had."""
-        ours, theirs = ((each.transport, each.manifest, each.description) for each in (self.join, join))
-        return ours == theirs
 
 
 @dataclass(slots=True)
@@ -104,12 +83,13 @@ class Authority:
         self._by_request: dict[str, int] = {}
         self._by_deadline: list[tuple[float, int]] = []
         """A heap of deadlines, each no later than its lease's own: leases only move away."""
-        self._ranks: dict[int, _Rank] = {}
+        self._ranks: dict[int, JoinedRank] = {}
         """Those that have joined, in that order."""
         self._notices = {rank: _Notices() for rank in range(num_ranks)}
         self._assembly = Assembly.GATHERING
         self._welcome: Welcome | None = None
         self._tally = LeaseTally()
+        self._digests = DigestRelay(offers.generation)
 
     # -- the engine's own calls --------------------------------------------------------------------
 
@@ -212,6 +192,11 @@ class Authority:
                 return self._acknowledged(now, reply_to, message)
             case AskStatus():
                 return []  # the edge answers it, which knows more
+            case DigestRequest():
+                places = {number: rank.reply_to for number, rank in self._ranks.items()}
+                return self._digests.ask(reply_to, message, self._leases.get(message.ticket_id), places)
+            case DigestResult():
+                return self._digests.answer(reply_to, message)
 
     def tick(self, now: float) -> list[SourceEffect]:
         """Time has passed: end what is over, repeat what was not heard."""
@@ -357,7 +342,7 @@ class Authority:
             if others - {join.transport}:
                 return no(f"it brings the transport {join.transport}, another rank {others.pop()}")
             self._ranks.pop(join.rank, None)  # whoever joined last comes last
-            self._ranks[join.rank] = _Rank(reply_to, join)
+            self._ranks[join.rank] = JoinedRank(reply_to, join)
         if self._assembly is Assembly.WHOLE or len(self._ranks) < self._num_ranks:
             return self._joined(now, join.rank)
         if self._assembly is Assembly.MERGING:

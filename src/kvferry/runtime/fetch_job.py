@@ -20,6 +20,8 @@ class Phase(StrEnum):
     """Leased and met, and not yet told where the bytes go."""
     SELECTING = "selecting"
     READING = "reading"
+    CHECKING = "checking"
+    """All bytes are in; their digest is being compared with the source's."""
     CONFIRMING = "confirming"
     """All bytes are in, and the authority was told so; waiting for its word that they count."""
     FAILING = "failing"
@@ -27,7 +29,7 @@ class Phase(StrEnum):
     QUARANTINED = "quarantined"
 
 
-_LEASED = (Phase.MEETING, Phase.HOLDING, Phase.SELECTING, Phase.READING)
+_LEASED = (Phase.MEETING, Phase.HOLDING, Phase.SELECTING, Phase.READING, Phase.CHECKING)
 """Phases in which a lease is held and wanted."""
 
 
@@ -60,6 +62,12 @@ class FetchJob:
     """The number of the zeroing of its slack, once its reads are asked for."""
     in_flight: set[int] = field(default_factory=set)
     """Whatever may still write to its blocks: reads, and the zeroing."""
+    is_checked: bool = False
+    """Whether a digest of it is asked for."""
+    checked_at: float = float("-inf")
+    """When its digest was compared."""
+    digest: str = ""
+    """What came of that; see ``Record``."""
     is_settled: bool = False
     """The authority is being told how it ended, or holds nothing for it."""
     failure: Failure | None = None
@@ -107,10 +115,17 @@ class FetchJob:
                 return self.met_at + timing.meet
             case Phase.READING | Phase.FAILING:
                 return self.posted_at + timing.read
+            case Phase.CHECKING:
+                return self.ended_at + timing.read
             case Phase.CONFIRMING:
-                return self.ended_at + self.patience(timing)
+                return self.confirming_from + self.patience(timing)
             case Phase.HOLDING | Phase.QUARANTINED:
                 return float("inf")
+
+    @property
+    def confirming_from(self) -> float:
+        """When the authority could first be told that its bytes are in."""
+        return max(self.ended_at, self.checked_at)
 
     def record(self, now: float, outcome: Outcome) -> Record:
         """The account of the fetch, which is over."""
@@ -126,7 +141,9 @@ class FetchJob:
             post_seconds=self.posted_at - self.met_at if self.has_posted else 0.0,
             move_seconds=self.ended_at - self.posted_at,
             predicted_seconds=self.predicted_seconds,
-            confirm_seconds=now - self.ended_at if self.phase is Phase.CONFIRMING else 0.0,
+            digest_seconds=max(0.0, self.checked_at - self.ended_at),
+            digest=self.digest,
+            confirm_seconds=now - self.confirming_from if self.phase is Phase.CONFIRMING else 0.0,
             total_seconds=now - self.started,
             way=self.way,
             outcome=(self.failure.code if self.failure else outcome).value,

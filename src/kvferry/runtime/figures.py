@@ -8,6 +8,7 @@ from dataclasses import fields
 
 from kvferry.runtime.metric_table import (
     LOAD_BYTES,
+    LOAD_DIGESTS,
     LOAD_MOVE_RATIO,
     LOAD_RUNS,
     LOAD_SECONDS,
@@ -89,6 +90,8 @@ def samples_of(record: Record) -> Iterator[Sample]:
     yield LOADS, (record.outcome, record.way or NO_WAY), 1
     for name in PARTS:
         yield LOAD_SECONDS, (name,), getattr(record, f"{name}{SUFFIX}")
+    if record.digest:
+        yield LOAD_DIGESTS, (record.digest,), 1
     if record.outcome != Outcome.READ.value:
         return
     yield LOADED_BYTES, (), record.num_bytes

@@ -10,8 +10,16 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from kvferry.runtime.values import Released, Send, Timing
-from kvferry.wire.messages import FromAuthority, Join, JoinAck, Rejected, ReleaseAck, ReleaseNotice
+from kvferry.runtime.values import AnswerDigest, MemberEffect, Released, Send, Timing
+from kvferry.wire.messages import (
+    DigestTask,
+    FromAuthority,
+    Join,
+    JoinAck,
+    Rejected,
+    ReleaseAck,
+    ReleaseNotice,
+)
 
 NOT_JOINED = "not-joined"
 """What an authority says to a rank that it does not know."""
@@ -43,7 +51,7 @@ class Member:
         """The number of the last notice that arrived."""
         self._sent_at = float("-inf")
 
-    def receive(self, now: float, reply_to: str, message: FromAuthority) -> list[Send | Released]:
+    def receive(self, now: float, reply_to: str, message: FromAuthority) -> list[MemberEffect]:
         """A message from the authority; whoever else is at ``reply_to`` has nothing to say here."""
         if reply_to != self._authority:
             return []
@@ -62,26 +70,28 @@ class Member:
                 self.state is Membership.JOINED and message.generation == self._generation
             ):
                 return [*self._hear(message), *self._say(now)]
+            case DigestTask() if self.state is Membership.JOINED and message.generation == self._generation:
+                return [AnswerDigest(message)]
             case _:
                 pass  # for readers, or too late
         return []
 
-    def _hear(self, notice: ReleaseNotice) -> list[Send | Released]:
+    def _hear(self, notice: ReleaseNotice) -> list[MemberEffect]:
         """The releases that are new here."""
-        released: list[Send | Released] = []
+        released: list[MemberEffect] = []
         for number, (request_id, reason) in enumerate(notice.requests, notice.first):
             if number > self._heard:
                 released.append(Released(request_id, reason))
                 self._heard = number
         return released
 
-    def _say(self, now: float) -> list[Send | Released]:
+    def _say(self, now: float) -> list[MemberEffect]:
         self._sent_at = now
         is_joined = self.state is Membership.JOINED
         message = ReleaseAck(self._generation, self._join.rank, self._heard) if is_joined else self._join
         return [Send(self._authority, message)]
 
-    def tick(self, now: float) -> list[Send | Released]:
+    def tick(self, now: float) -> list[MemberEffect]:
         """Ask to join, until it is answered; then make sure that the authority is still the same."""
         return self._say(now) if now >= self.next_deadline() else []
 

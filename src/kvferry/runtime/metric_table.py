@@ -141,8 +141,8 @@ LOAD_SECONDS = Metric(
     (
         (
             "part",
-            "`meet` (of it `plan`), `post`, `move`, `confirm`, `total`; `predicted`: what `move` was expected"
-            " to take",
+            "`meet` (of it `plan`), `post`, `move`, `digest`, `confirm`, `total`; `predicted`: what `move`"
+            " was expected to take",
         ),
     ),
     SECONDS,
@@ -153,6 +153,13 @@ LOAD_MOVE_RATIO = Metric(
     _DESTINATION,
     "Time to move a load, measured over predicted",
     buckets=RATIOS,
+)
+LOAD_DIGESTS = Metric(
+    "kvferry_load_digests",
+    _COUNTER,
+    _DESTINATION,
+    "Loads whose bytes were to be compared with the source's before they count",
+    (("digest", "`equal`, `differs`, or `missing`: one side could not say"),),
 )
 REJECTED_TICKETS = Metric(
     "kvferry_rejected_tickets",
@@ -166,7 +173,12 @@ PHASES = Metric(
     _GAUGE,
     _DESTINATION,
     "Loads that have not ended",
-    (("phase", "`leasing`, `meeting`, `holding`, `selecting`, `reading`, `confirming`, `failing`"),),
+    (
+        (
+            "phase",
+            "`leasing`, `meeting`, `holding`, `selecting`, `reading`, `checking`, `confirming`, `failing`",
+        ),
+    ),
 )
 QUARANTINED = Metric(
     "kvferry_quarantined",

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import hmac
 from collections import Counter, defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from itertools import count, islice
 
+from kvferry.core.digest import TakenDigest
 from kvferry.core.select import Selection
 from kvferry.errors import SpecError
 from kvferry.runtime.active_fetches import ActiveFetches
@@ -31,6 +32,7 @@ from kvferry.wire.messages import (
     TOKEN_BYTES,
     Acquire,
     Denial,
+    DigestAnswer,
     FromAuthority,
     Grant,
     RankDescriptions,
@@ -59,7 +61,14 @@ class Reader:
     """Fetches that wait for such peers. Those of peers that were met are not concerned."""
 
     def __init__(
-        self, reader: str, rank: int, num_ranks: int, timing: Timing | None = None, *, key: bytes
+        self,
+        reader: str,
+        rank: int,
+        num_ranks: int,
+        timing: Timing | None = None,
+        *,
+        key: bytes,
+        digest_every: int = 0,
     ) -> None:
         if not reader or not 0 <= rank < num_ranks:
             raise SpecError(f"a reader has a name and a rank, got {reader!r}, rank {rank} of {num_ranks}")
@@ -73,7 +82,7 @@ class Reader:
         self._connections = Connections(self._timing)
         self._numbers = count(1)
         self._fetches = ActiveFetches(
-            reader, rank, self._timing, self._meetings, self._connections, self._numbers
+            reader, rank, self._timing, self._meetings, self._connections, self._numbers, digest_every
         )
         self._called: set[str] = set()
         """Addresses that something was sent to, until nobody has anything to say there."""
@@ -170,6 +179,8 @@ class Reader:
                 return self._renewed(now, reply_to, message)
             case SettleAck():
                 return self._fetches.acknowledged(now, reply_to, message)
+            case DigestAnswer():
+                return self._fetches.digest_answered(now, reply_to, message)
             case _:
                 pass  # for ranks of a source engine
         return []
@@ -223,6 +234,18 @@ class Reader:
         """The transport reports the end of a read; or the slack of a fetch is zeroed."""
         return self._fetches.ended(now, transfer, error)
 
+    def digest_asked(self, now: float, handle: int, questions: Mapping[int, bytes]) -> list[Effect]:
+        """What each source rank of a fetch is to be asked; our own digest comes later."""
+        return self._fetches.digest_asked(now, handle, questions)
+
+    def digest_taken(self, now: float, handle: int, ours: TakenDigest) -> list[Effect]:
+        """What a fetch has brought, digested."""
+        return self._fetches.digest_taken(now, handle, ours)
+
+    def not_digested(self, now: float, handle: int, failure: Failure) -> list[Effect]:
+        """What a fetch has brought could not be digested here."""
+        return self._fetches.not_digested(now, handle, failure)
+
     # -- what the channel says of its connections ---------------------------------------------------
 
     def calling(self, now: float, address: str) -> list[Effect]:
@@ -271,7 +294,8 @@ class Reader:
     def next_deadline(self) -> float:
         """When ``tick`` has something to do at the latest."""
         timing = self._timing
-        parts = (self._connections, self._meetings, self._fetches.settlements, self._questions)
+        told = self._fetches.settlements, self._fetches.checks
+        parts = (self._connections, self._meetings, *told, self._questions)
         deadlines = [part.next_deadline() for part in parts]
         deadlines += [min(job.ask_at(timing), job.give_up_at(timing)) for job in self._fetches]
         return min(deadlines)
@@ -362,7 +386,7 @@ class Reader:
         jobs = [job for job in self._fetches if job.peer.authority == address]
         self._connections.lost(address, {*self._meetings.at(address), *(job.peer for job in jobs)})
         for job in jobs:
-            if not job.has_posted or job.phase is Phase.CONFIRMING:
+            if not job.has_posted or job.phase in (Phase.CHECKING, Phase.CONFIRMING):
                 job.is_settled = job.is_settled or not self._connections.has_answered(address)
                 effects += self._fetches.fail(now, job, self._fetches.source_gone(job.peer))
         for peer in self._meetings.at(address):

@@ -11,7 +11,7 @@ from kvferry.core.select import Slack
 from kvferry.core.span import Spans
 from kvferry.errors import SpecError
 from kvferry.runtime.failure import Failure
-from kvferry.wire.messages import Join, Message, RankDescription
+from kvferry.wire.messages import DigestTask, Join, Message, RankDescription
 from kvferry.wire.ticket import Ticket
 
 MAX_SHOWN = 20
@@ -142,6 +142,25 @@ class PostReads:
 
 
 @dataclass(frozen=True, slots=True)
+class TakeDigest:
+    """Digest what a fetch has brought; say ``digest_asked``, then ``digest_taken`` or ``not_digested``.
+
+    May be slow.
+    """
+
+    handle: int
+    peer: Peer
+    fetch: Fetch
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerDigest:
+    """Digest what was read from this rank, and send the result to its authority. May be slow."""
+
+    task: DigestTask
+
+
+@dataclass(frozen=True, slots=True)
 class Cancel:
     """Post nothing more of a transfer. It still ends as ``ended``, once what was posted has ended."""
 
@@ -173,7 +192,9 @@ class Report:
 
 SourceEffect = Send | Merge | Released
 """What the machines of a source engine ask for."""
-Effect = Send | FindRanks | Build | Select | PostReads | Cancel | Drop | HangUp | Report
+MemberEffect = Send | Released | AnswerDigest
+"""What the machine of a source rank asks for."""
+Effect = Send | FindRanks | Build | Select | PostReads | TakeDigest | Cancel | Drop | HangUp | Report
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +214,8 @@ class Record:
     """From there to the hand-over to the transport: selecting."""
     move_seconds: float = 0.0
     """From there to the last end: zeroing slack, and reading."""
+    digest_seconds: float = 0.0
+    """From there until both sides' digests were compared; 0 where none was asked for."""
     confirm_seconds: float = 0.0
     """From there until the source's authority had confirmed that the read counts."""
     predicted_seconds: float = 0.0
@@ -200,6 +223,8 @@ class Record:
     total_seconds: float = 0.0
     way: str = ""
     """How its bytes came (``mapped``, ``direct`` …); several, joined by +, if not all of them came alike."""
+    digest: str = ""
+    """``equal``, ``differs`` or ``missing``: what came of comparing digests; empty: none was asked for."""
     outcome: str = ""
     """``read``, or the failure's code: one word of a closed list, fit for a metric's label."""
     detail: str = ""

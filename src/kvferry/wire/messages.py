@@ -16,7 +16,7 @@ import msgspec
 
 from kvferry.errors import SpecError
 from kvferry.wire.limits import Name, Words
-from kvferry.wire.ticket import Ticket
+from kvferry.wire.ticket import TableDoc, Ticket
 
 PROTOCOL = 3
 """The version of the messages and of what they promise."""
@@ -202,6 +202,49 @@ class SettleAck(msgspec.Struct, frozen=True, tag=True):
     detail: Words = ""
 
 
+class DigestRequest(msgspec.Struct, frozen=True, tag=True):
+    """Reader, while it holds a ticket → authority: what does this rank find? Repeated until answered."""
+
+    nonce: int
+    generation: int
+    ticket_id: int
+    reader: Name
+    reader_rank: int
+    token: bytes
+    src_rank: int
+    question: bytes
+    """Which parts of which states, msgpack (``wire.digest``)."""
+
+
+class DigestAnswer(msgspec.Struct, frozen=True, tag=True):
+    """Authority → reader: the sums of the parts, or why there are none."""
+
+    nonce: int
+    sums: bytes = b""
+    """64-bit numbers, the lowest byte first."""
+    detail: Words = ""
+    """Why there are none; empty if they are there."""
+
+
+class DigestTask(msgspec.Struct, frozen=True, tag=True):
+    """Authority → source rank: digest this, of the blocks of a ticket that is leased."""
+
+    generation: int
+    number: int
+    tables: dict[str, TableDoc]
+    question: bytes
+
+
+class DigestResult(msgspec.Struct, frozen=True, tag=True):
+    """Source rank → authority: the sums, or why there are none."""
+
+    generation: int
+    rank: int
+    number: int
+    sums: bytes = b""
+    detail: Words = ""
+
+
 class Join(msgspec.Struct, frozen=True, tag=True):
     """Source rank → its authority: here I am. Repeated; the answer lists what ended meanwhile."""
 
@@ -263,7 +306,18 @@ class StatusAnswer(msgspec.Struct, frozen=True, tag=True):
     """JSON, for people; bounded, and without cards, keys and tickets."""
 
 
-ToAuthority = Hello | DescribeRanks | Acquire | Renew | Settle | Join | ReleaseAck | AskStatus
+ToAuthority = (
+    Hello
+    | DescribeRanks
+    | Acquire
+    | Renew
+    | Settle
+    | DigestRequest
+    | Join
+    | ReleaseAck
+    | DigestResult
+    | AskStatus
+)
 FromAuthority = (
     Welcome
     | RankDescriptions
@@ -272,14 +326,18 @@ FromAuthority = (
     | Denial
     | Renewal
     | SettleAck
+    | DigestAnswer
     | ReleaseNotice
     | JoinAck
+    | DigestTask
     | StatusAnswer
 )
 Message = ToAuthority | FromAuthority
 
 _MAX_BYTES: dict[str, int] = {
     "Acquire": 4 << 20,
+    "DigestRequest": 1 << 20,
+    "DigestResult": 4 << 20,
     "Join": MAX_MESSAGE_BYTES,
     "Renew": 256 << 10,
     **dict.fromkeys((kind.__name__ for kind in get_args(FromAuthority)), MAX_MESSAGE_BYTES),

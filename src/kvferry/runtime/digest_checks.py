@@ -1,0 +1,111 @@
+"""The digests of fetches that are being compared: what the source ranks were asked, and what they said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvferry.core.digest import TakenDigest
+from kvferry.runtime.failure import Failure, FailureCode
+from kvferry.runtime.fetch_job import FetchJob
+from kvferry.runtime.values import Effect, Send, Timing
+from kvferry.wire.messages import DigestAnswer, DigestRequest
+
+
+@dataclass(slots=True)
+class _Check:
+    job: FetchJob
+    requests: dict[int, DigestRequest]
+    """What was not answered yet, by source rank."""
+    sent_at: float
+    sums: dict[int, bytes] = field(default_factory=dict)
+    """What was answered, by source rank."""
+    ours: TakenDigest | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        return self.ours is not None and not self.requests
+
+
+class DigestChecks:
+    """Which fetches are checked, and how far each check is. A question is repeated until it is answered."""
+
+    def __init__(self, every: int, timing: Timing) -> None:
+        """``every``: one of so many fetches is checked; 0: none is."""
+        self._every, self._timing = every, timing
+        self._num_fetches = 0
+        self._checks: dict[int, _Check] = {}
+
+    def is_due(self) -> bool:
+        """Whether the next fetch is one to check."""
+        self._num_fetches += 1
+        return self._every > 0 and self._num_fetches % self._every == 0
+
+    def ask(self, now: float, job: FetchJob, requests: Mapping[int, DigestRequest]) -> list[Effect]:
+        """Ask each source rank of a fetch, through its authority."""
+        self._checks[job.handle] = _Check(job, dict(requests), now)
+        return [Send(job.peer.authority, request) for request in requests.values()]
+
+    def taken(self, handle: int, ours: TakenDigest) -> None:
+        """Our own digest of a fetch is there."""
+        if handle in self._checks:
+            self._checks[handle].ours = ours
+
+    def answered(self, address: str, answer: DigestAnswer) -> tuple[FetchJob, Failure | None] | None:
+        """Which fetch an answer is for, and why it fails if it does; only who was asked can answer."""
+        for check in self._checks.values():
+            if check.job.peer.authority != address:
+                continue
+            for src_rank, request in check.requests.items():
+                if request.nonce == answer.nonce:
+                    del check.requests[src_rank]
+                    check.sums[src_rank] = answer.sums
+                    return check.job, _missing(check.job, src_rank, answer.detail) if answer.detail else None
+        return None
+
+    def is_complete(self, handle: int) -> bool:
+        """Whether both sides' digests of a fetch are there."""
+        return handle in self._checks and self._checks[handle].is_complete
+
+    def compare(self, handle: int) -> Failure | None:
+        """Why a fetch does not count; None if both sides have the same bytes."""
+        check = self._checks.pop(handle)
+        for src_rank, sums in check.sums.items():
+            found = check.ours.difference(src_rank, sums) if check.ours else None
+            if found is not None:
+                detail = (
+                    f"{found}: the bytes here are not those of rank {src_rank} of {check.job.peer.engine};"
+                    " do not use this load; if it happens again, suspect the fabric or a kernel"
+                )
+                return Failure(FailureCode.DIGEST_DIFFERS, detail)
+        return None
+
+    def overdue(self, job: FetchJob) -> Failure:
+        """Why a check that lasts too long fails: who did not answer, or that we did not come to an end."""
+        check = self._checks.get(job.handle)
+        silent = ", ".join(str(rank) for rank in sorted(check.requests)) if check else ""
+        who = f"rank {silent} of {job.peer.engine}" if silent else "this rank"
+        return Failure(FailureCode.NO_DIGEST, f"{who} took no digest within {self._timing.read:g} s")
+
+    def drop(self, handle: int) -> None:
+        """A fetch is over."""
+        self._checks.pop(handle, None)
+
+    def tick(self, now: float) -> list[Effect]:
+        """Repeat what was not answered."""
+        effects: list[Effect] = []
+        for check in self._checks.values():
+            if check.requests and now >= check.sent_at + self._timing.retry:
+                check.sent_at = now
+                effects += [Send(check.job.peer.authority, request) for request in check.requests.values()]
+        return effects
+
+    def next_deadline(self) -> float:
+        """When ``tick`` has something to do at the latest."""
+        retry = self._timing.retry
+        unanswered = (check.sent_at + retry for check in self._checks.values() if check.requests)
+        return min(unanswered, default=float("inf"))
+
+
+def _missing(job: FetchJob, src_rank: int, why: str) -> Failure:
+    return Failure(FailureCode.NO_DIGEST, f"rank {src_rank} of {job.peer.engine} gave no digest: {why}")

@@ -1,0 +1,83 @@
+"""What a source rank is asked to digest: parts of states, by the source's names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import msgspec
+
+from kvferry.core.box import Box
+from kvferry.core.digest import DigestPart
+from kvferry.core.span import Span, Spans, count, normal
+from kvferry.core.state import check_range
+from kvferry.errors import SpecError
+from kvferry.wire.limits import Name
+from kvferry.wire.reading import read_msgpack
+
+MAX_COORDINATE = 1 << 40
+MAX_SPANS = 1 << 16
+"""Of one box, and of the cells that are asked for."""
+
+SpanDoc = tuple[int, int]
+
+
+class StatesDoc(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """States of which the same box and cells are asked for."""
+
+    states: tuple[Name, ...]
+    axes: dict[Name, tuple[SpanDoc, ...]]
+    period: int
+    cells: tuple[SpanDoc, ...]
+
+
+class QuestionDoc(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything that one source rank is asked to digest of one request."""
+
+    seed: int
+    parts: tuple[StatesDoc, ...]
+
+
+def question_to_msgpack(seed: int, parts: Sequence[DigestPart]) -> bytes:
+    """Write a question; the answer has the sums of these parts in this order.
+
+    >>> part = DigestPart("k", "k", Box((("head", (Span(0, 4),)),)), (Span(0, 100),))
+    >>> question_from_msgpack(question_to_msgpack(7, [part])) == (7, [part])
+    True
+    """
+    alike = groupby(parts, key=lambda part: (id(part.box), part.cells))
+    docs = (_states_doc(list(group)) for _, group in alike)
+    return msgspec.msgpack.encode(QuestionDoc(seed, tuple(docs)))
+
+
+def question_from_msgpack(data: bytes) -> tuple[int, list[DigestPart]]:
+    """Read a question; raises SpecError where it makes no sense. Whether a rank holds it, the rank says."""
+    doc = read_msgpack(data, QuestionDoc)
+    check_range("digest: seed", doc.seed, 0, (1 << 64) - 1)
+    return doc.seed, [part for states in doc.parts for part in _parts(states)]
+
+
+def _states_doc(parts: Sequence[DigestPart]) -> StatesDoc:
+    box = parts[0].box
+    axes = {name: _span_docs(spans) for name, spans in box.axes}
+    return StatesDoc(tuple(part.src_state for part in parts), axes, box.period, _span_docs(parts[0].cells))
+
+
+def _parts(doc: StatesDoc) -> list[DigestPart]:
+    check_range("digest: period", doc.period, 1, MAX_COORDINATE)
+    box = Box(tuple(sorted((name, _spans(spans)) for name, spans in doc.axes.items())), doc.period)
+    cells = _spans(doc.cells)
+    return [DigestPart(state, state, box, cells) for state in doc.states]
+
+
+def _span_docs(spans: Spans) -> tuple[SpanDoc, ...]:
+    return tuple((span.start, span.stop) for span in spans)
+
+
+def _spans(docs: tuple[SpanDoc, ...]) -> Spans:
+    if len(docs) > MAX_SPANS or any(stop > MAX_COORDINATE for _, stop in docs):
+        raise SpecError(f"digest: at most {MAX_SPANS} intervals, up to {MAX_COORDINATE}, are read")
+    spans = normal([Span(start, stop) for start, stop in docs])
+    if count(spans) != sum(stop - start for start, stop in docs):
+        raise SpecError("digest: intervals overlap")
+    return spans

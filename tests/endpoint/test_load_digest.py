@@ -1,0 +1,116 @@
+"""Digests of loads, between two engines of this process: asked under the lease, compared before it counts."""
+
+import ctypes
+import logging
+from dataclasses import replace
+
+import pytest
+
+from kvferry import SpecError
+from kvferry.endpoint import Destination, SourceEngine
+from kvferry.endpoint.load_digest import answer_digest
+from kvferry.runtime import FailureCode, Timing
+from kvferry.transport.memory import Hub, MemoryTransport
+from kvferry.wire.digest import question_to_msgpack
+from kvferry.wire.messages import DigestTask
+from kvferry.wire.outline import join_of
+
+
+def fetched(pair, **kwargs):
+    handle = pair.fetch(**kwargs)
+    return pair.reports()[handle]
+
+
+class FlipsBit(MemoryTransport):
+    """A fabric that spoils one bit of each read, and says nothing."""
+
+    def read(self, transfer, peer, runs, **kwargs):
+        super().read(transfer, peer, runs, **kwargs)
+        _, _, region, at, _ = next(iter(runs.runs))
+        self.where = self.regions[region].address + at
+
+    def register(self, regions):
+        self.regions = regions
+        super().register(regions)
+
+    def poll(self):
+        ends = super().poll()
+        if any(not end.error for end in ends) and getattr(self, "where", None):
+            ctypes.c_uint8.from_address(self.where).value ^= 0x10
+            self.where = None
+        return ends
+
+
+def test_equal_digests_are_told(pair_of, caplog):
+    pair = pair_of(digest_every=1)
+    with caplog.at_level(logging.INFO, "kvferry"):
+        report = fetched(pair)
+    assert (report.failure, report.record.digest) == (None, "equal")
+    assert 0 < report.record.digest_seconds < report.record.total_seconds
+    assert pair.check()[1] == 0
+    assert any(", digest equal;" in record.message for record in caplog.records)
+
+
+def test_a_silent_fault_fails_the_load_and_names_its_place(pair_of):
+    """Law 5, RB-1: the fabric said that all went well."""
+    report = fetched(pair_of(transport=FlipsBit, digest_every=1))
+    assert report.failure.code is FailureCode.DIGEST_DIFFERS
+    assert "layers.0.attn/" in report.failure.detail
+    assert "tokens [0, 20)" in report.failure.detail
+    assert "rank 0 of prefill" in report.failure.detail
+    assert (report.record.digest, report.record.outcome) == ("differs", "digest-differs")
+
+
+def test_without_a_digest_the_same_fault_is_not_seen(pair_of):
+    pair = pair_of(transport=FlipsBit)
+    report = fetched(pair)
+    assert (report.failure, report.record.digest) == (None, "")
+    assert pair.check()[1] == 1
+
+
+def test_one_of_so_many_loads_is_checked(pair_of):
+    pair = pair_of(digest_every=3)
+    assert [fetched(pair).record.digest for _ in range(6)] == ["", "", "equal", "", "", "equal"]
+
+
+def test_a_failed_check_frees_the_source_blocks(pair_of):
+    pair = pair_of(transport=FlipsBit, digest_every=1)
+    fetched(pair)
+    deadline = Timing().lease
+    assert deadline > 20  # what frees them is the settlement, not the end of the lease
+    while not (released := pair.engine.poll()):
+        pass
+    assert [(one.request_id, one.reason) for one in released] == [("request-1", "failed")]
+
+
+def test_a_rank_that_takes_no_digest_fails_the_load(engines):
+    """Whoever asked for a check does not get an unchecked load for a good one."""
+    hub = Hub()
+    transport = MemoryTransport(hub)
+    transport.register(engines.src.rank(0).regions)
+    engine = SourceEngine("prefill", 1)
+    engine.admit(join_of(engines.src, transport.kind, transport.card()))
+    destination = Destination(engines.dst, 0, MemoryTransport(hub), digest_every=1)
+    ticket = engine.offer("request", engines.request.src, 20)
+    destination.fetch(ticket, engines.request.dst, engines.request.need)
+    while not (reports := destination.poll()):
+        pass
+    assert reports[0].failure is not None
+    assert reports[0].failure.code is FailureCode.NO_DIGEST
+    assert "rank 0 of prefill gave no digest: it was admitted" in reports[0].failure.detail
+    assert reports[0].record.digest == "missing"
+    for each in (destination, engine):
+        each.close()
+
+
+def test_device_memory_is_refused_by_name(engines):
+    (rank,) = engines.dst.ranks
+    regions = tuple(replace(region, device="cuda:0") for region in rank.regions)
+    manifest = replace(engines.dst, ranks=(replace(rank, regions=regions),))
+    with pytest.raises(SpecError, match=r"only host memory can be digested, and region .* is on cuda:0"):
+        Destination(manifest, 0, MemoryTransport(Hub()), digest_every=1)
+    answer = answer_digest(manifest, 0, DigestTask(7, 3, {}, question_to_msgpack(0, [])), lambda: True)
+    assert "only host memory" in answer.detail
+    assert answer_digest(engines.dst, 0, DigestTask(7, 3, {}, b"junk"), lambda: True).detail
+    with pytest.raises(SpecError, match="digest_every must be an integer"):
+        Destination(engines.dst, 0, MemoryTransport(Hub()), digest_every=-1)
