@@ -143,8 +143,10 @@ def test_a_wheel_for_another_cuda_is_found(tmp_path):
     assert "pip install --no-deps nixl-cu99" in found["cure"]
 
 
-def test_emulated_reads_are_found():
-    examined = examine(UCX_TLS="tcp,self")
+@pytest.mark.parametrize("how", ["careful", "fast"])
+def test_emulated_reads_are_found(how):
+    """With "fast" the transport takes them for direct ones; UCX itself does not."""
+    examined = examine(UCX_TLS="tcp,self", KVFERRY_EMULATED_READS=how)
     assert examined.code == 0
     assert examined.host["way"] == "emulated"
     assert examined.host["carrier"].startswith("tcp/")

@@ -279,6 +279,13 @@ def test_an_emulated_read_of_another_host_is_not_blamed_on_cma():
     assert [one.condition for one in found] == [Condition.EMULATED_READS]
 
 
+def test_fast_emulation_is_a_danger_to_the_source():
+    (found,) = diagnose(reads(EMULATED, settings={"KVFERRY_EMULATED_READS": "fast"}))
+    assert found.condition is Condition.EMULATED_READS
+    assert "end the source's process" in found.why
+    assert "unset KVFERRY_EMULATED_READS" in found.cure
+
+
 def test_the_worst_comes_first():
     bad = replace(versions(vllm="0.33.1"), secret=SecretSeen(), reads=(EMULATED,))
     assert [one.level for one in diagnose(bad)] == [Level.PROBLEM, Level.WARNING, Level.NOTE]
@@ -296,5 +303,6 @@ def test_what_carries_reads_is_the_last_of_another_process():
         + table.format(place="inter-node", kind=read, how="software emulation | tcp/eth0")
         + table.format(place="inter-node", kind="write by ucp_put* to host", how="zero-copy | rc/mlx5_0:1")
     )
-    assert carrier_in(log) == "tcp/eth0"
-    assert carrier_in("") == ""
+    assert carrier_in(log) == ("tcp/eth0", True)
+    assert carrier_in(log[: log.index("software")]) == ("cma/memory", False)
+    assert carrier_in("") == ("", False)

@@ -9,6 +9,7 @@ from kvferry.cli.doctor.seen import HOST, HostLimits, Observed, ReadsSeen
 from kvferry.cli.output import gigabytes_per_second, microseconds
 from kvferry.core.way import Way
 from kvferry.transport.emulation import SETTING as EMULATED_SETTING
+from kvferry.transport.emulation import EmulatedReads
 from kvferry.transport.ucx import UCX_TRANSPORTS
 
 SLOW = 1 / 16
@@ -89,6 +90,9 @@ def _emulated(reads: ReadsSeen, observed: Observed) -> Diagnosis:
             " layouts with"
             " long runs: kvferry plan names the setting."
         )
+    is_fast = observed.settings.get(EMULATED_SETTING) == EmulatedReads.FAST.value
+    if is_fast:
+        cure += f" Where neither is possible, unset {EMULATED_SETTING}, unless a dead source does no harm."
     speed = gigabytes_per_second(reads.bytes_per_second / 1e9)
     return Diagnosis(
         Condition.EMULATED_READS,
@@ -96,11 +100,19 @@ def _emulated(reads: ReadsSeen, observed: Observed) -> Diagnosis:
         f"UCX cannot read {reads.memory} memory of the other process by itself; it asks that process to send"
         " it, over"
         f" {reads.carrier or 'TCP'}: {speed}, {microseconds(reads.seconds_per_run)} for each run.",
-        "One piece of 255 KiB is under way at a time, because more of them would end the source's process if"
-        " the reader"
-        " died: short runs are tens of times slower than direct ones.",
+        _FAST if is_fast else _CAREFUL,
         cure,
     )
+
+
+_CAREFUL = (
+    "One piece of 255 KiB is under way at a time, because more of them would end the source's process if the"
+    " reader died: short runs are tens of times slower than direct ones."
+)
+_FAST = (
+    f"{EMULATED_SETTING}={EmulatedReads.FAST.value} lets many pieces be under way at once: if the reader dies"
+    " meanwhile, UCX may end the source's process, too."
+)
 
 
 def _lacks_cma(reads: ReadsSeen, observed: Observed) -> bool:
