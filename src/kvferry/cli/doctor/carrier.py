@@ -8,7 +8,7 @@ from typing import NamedTuple
 _ROW = re.compile(r"\|\s*\S+\s*\|\s*(?P<how>[^|]*?)\s*\|\s*(?P<by>[^|]*?/[^|]*?)\s*\|")
 
 
-class Carrier(NamedTuple):
+class ReadCarrier(NamedTuple):
     """What UCX chose for reads of another process."""
 
     name: str = ""
@@ -17,7 +17,7 @@ class Carrier(NamedTuple):
     """Whether the other process must help."""
 
 
-def carrier_in(log: str) -> Carrier:
+def carrier_in(log: str) -> ReadCarrier:
     """What the last reads of another process are carried by.
 
     >>> carrier_in('''
@@ -28,14 +28,14 @@ def carrier_in(log: str) -> Carrier:
     ... [1.5] [vm:7:0]   +--------+-------------+-------------------------------------------+
     ... [1.5] [vm:7:0]   | 0..inf | zero-copy   | cma/memory                                |
     ... [1.5] [vm:7:0]   +--------+-------------+-------------------------------------------+''')
-    Carrier(name='cma/memory', is_emulated=False)
+    ReadCarrier(name='cma/memory', is_emulated=False)
     """
-    found, is_read, is_self = Carrier(), False, False
+    found, is_read, is_self = ReadCarrier(), False, False
     for line in log.splitlines():
         if " cfg#" in line:
             is_self, is_read = " self cfg#" in line, False
         elif " by ucp_" in line:
             is_read = "ucp_get" in line and not is_self
         elif is_read and (row := _ROW.search(line)):
-            found = Carrier(row["by"], "emulation" in row["how"])
+            found = ReadCarrier(row["by"], "emulation" in row["how"])
     return found

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvferry.cli.bench.checks import Bytes, Stretch, contents
 from kvferry.cli.bench.memory import BenchMemory
-from kvferry.cli.doctor.carrier import Carrier, carrier_in
+from kvferry.cli.doctor.carrier import ReadCarrier, carrier_in
 from kvferry.cli.doctor.seen import HOST, ReadsSeen, TimedRead
 from kvferry.core.runs import Runs
 from kvferry.core.way import Way
@@ -144,7 +144,7 @@ class ProbeReader:
         except TransportError as error:
             return ReadsSeen(self._name, cma_error=cma_error, error=error.detail)
         times, wrong, failure = self._measure()
-        carrier = Carrier(COPY_KERNEL) if connected.way is Way.MAPPED else carrier_in(_logged(log_folder))
+        carrier = ReadCarrier(COPY_KERNEL) if connected.way is Way.MAPPED else carrier_in(_logged(log_folder))
         return ReadsSeen(
             self._name,
             # Where UCX may emulate as it likes, the transport does not know whether it does.
