@@ -118,9 +118,15 @@ def labelled(out: Console, rows: Sequence[tuple[str, str]], indent: str = "  ") 
 
 def command(out: Console, label: str, text: str) -> None:
     """A command behind its label, cut between its words in a way that a shell understands."""
+    parts: list[str] = []
+    for word in map(shlex.quote, shlex.split(text)):
+        if parts and parts[-1].startswith("--") and " " not in parts[-1] and not word.startswith("--"):
+            parts[-1] += f" {word}"  # an option stays with its value
+        else:
+            parts.append(word)
     lines: list[str] = []
     indent = " " * 10
-    for word in map(shlex.quote, shlex.split(text)):
+    for word in parts:
         if lines and len(indent) + len(lines[-1]) + len(word) + 3 < out.width:
             lines[-1] += f" {word}"
         else:
