@@ -2,15 +2,21 @@
 
 import ctypes
 import logging
+import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from kvferry import SpecError
-from kvferry.endpoint import Destination, SourceEngine
+from kvferry import Span, SpecError
+from kvferry.core.sample import sample_request
+from kvferry.endpoint import Destination, SourceEngine, SourceRank
 from kvferry.endpoint.load_digest import answer_digest
-from kvferry.runtime import FailureCode, Timing
-from kvferry.transport.memory import Hub, MemoryTransport
+from kvferry.models import Topology, describe
+from kvferry.runtime import FailureCode
+from kvferry.testing.pattern import fill_rank
+from kvferry.testing.small import small
+from kvferry.transport.memory import Hub, MemoryTransport, placed
 from kvferry.wire.digest import question_to_msgpack
 from kvferry.wire.messages import DigestTask
 from kvferry.wire.outline import join_of
@@ -19,6 +25,14 @@ from kvferry.wire.outline import join_of
 def fetched(pair, **kwargs):
     handle = pair.fetch(**kwargs)
     return pair.reports()[handle]
+
+
+def waited_for(poll, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while not (found := poll()):
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    return found
 
 
 class FlipsBit(MemoryTransport):
@@ -76,11 +90,8 @@ def test_one_of_so_many_loads_is_checked(pair_of):
 def test_a_failed_check_frees_the_source_blocks(pair_of):
     pair = pair_of(transport=FlipsBit, digest_every=1)
     fetched(pair)
-    deadline = Timing().lease
-    assert deadline > 20  # what frees them is the settlement, not the end of the lease
-    while not (released := pair.engine.poll()):
-        pass
-    assert [(one.request_id, one.reason) for one in released] == [("request-1", "failed")]
+    released = waited_for(pair.engine.poll)
+    assert [(one.request_id, one.reason) for one in released] == [("request-1", "failed")]  # and not expired
 
 
 def test_a_rank_that_takes_no_digest_fails_the_load(engines):
@@ -93,8 +104,7 @@ def test_a_rank_that_takes_no_digest_fails_the_load(engines):
     destination = Destination(engines.dst, 0, MemoryTransport(hub), digest_every=1)
     ticket = engine.offer("request", engines.request.src, 20)
     destination.fetch(ticket, engines.request.dst, engines.request.need)
-    while not (reports := destination.poll()):
-        pass
+    reports = waited_for(destination.poll)
     assert reports[0].failure is not None
     assert reports[0].failure.code is FailureCode.NO_DIGEST
     assert "rank 0 of prefill gave no digest: it was admitted" in reports[0].failure.detail
@@ -114,3 +124,37 @@ def test_device_memory_is_refused_by_name(engines):
     assert answer_digest(engines.dst, 0, DigestTask(7, 3, {}, b"junk"), lambda: True).detail
     with pytest.raises(SpecError, match="digest_every must be an integer"):
         Destination(engines.dst, 0, MemoryTransport(Hub()), digest_every=-1)
+
+
+def with_memory(manifest):
+    """Memory for every rank of an engine, and its manifest with the addresses of that."""
+    memory = [{r.name: np.zeros(r.num_bytes, np.uint8) for r in rank.regions} for rank in manifest.ranks]
+    ranks = [replace(rank, regions=placed(rank, of)) for rank, of in zip(manifest.ranks, memory, strict=True)]
+    return replace(manifest, ranks=tuple(ranks)), memory
+
+
+@pytest.mark.parametrize("family", ["gqa", "kda-mla", "window", "mla-indexer"])
+@pytest.mark.parametrize("flips", [False, True])
+def test_several_source_ranks_are_asked_whatever_they_hold(family, flips):
+    """Heads over two ranks to one, MLA from either, states in slots, windows; other blocks and layouts."""
+    src, src_memory = with_memory(
+        describe(small(family), Topology.parse("tp=2,block=8,blocks=20"), "prefill")
+    )
+    dst, _ = with_memory(describe(small(family), Topology.parse("tp=1,block=12,blocks=20"), "decode"))
+    request, hub = sample_request(src, dst, 50), Hub()
+    tokens = {group.name: (Span(0, 50),) for group in src.groups}
+    for number, memory in enumerate(src_memory):
+        fill_rank(memory, src, number, request.src, tokens)
+    engine = SourceEngine("prefill", 2)
+    ranks = [
+        SourceRank(engine.invitation, replace(src, ranks=(one,)), MemoryTransport(hub)) for one in src.ranks
+    ]
+    destination = Destination(dst, 0, (FlipsBit if flips else MemoryTransport)(hub), digest_every=1)
+    destination.fetch(engine.offer("request", request.src, 50), request.dst, request.need)
+    reports = waited_for(destination.poll)
+    destination.close()
+    for rank in ranks:
+        rank.close()
+    engine.close()
+    assert reports[0].record.num_sources == 2
+    assert reports[0].record.digest == ("differs" if flips else "equal")
