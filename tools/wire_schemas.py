@@ -24,8 +24,10 @@ from msgspec import inspect
 
 from kvferry.core.manifest import VERSION
 from kvferry.transport import cards
+from kvferry.wire.gather import KINDS, FromRank, ToRank
 from kvferry.wire.manifest import ManifestDoc
 from kvferry.wire.messages import PROTOCOL, FromAuthority, ToAuthority, encode
+from kvferry.wire.permit import Permit
 from kvferry.wire.runs import SelectionDoc
 from kvferry.wire.text import laid_out
 from kvferry.wire.ticket import Ticket
@@ -59,7 +61,7 @@ def current() -> dict[str, Any]:
     """File name -> what is said today, under the version of today."""
     layout = {"seal": cards.SEAL.format, "head": cards.CARD.format}
     return {
-        f"messages-{PROTOCOL}": schema_of([ToAuthority, FromAuthority, Ticket]),
+        f"messages-{PROTOCOL}": schema_of([ToAuthority, FromAuthority, Ticket, ToRank, FromRank, Permit]),
         f"documents-{VERSION}": schema_of([ManifestDoc, SelectionDoc]),
         f"card-{cards.CARD_MAGIC.decode()}": layout,
     }
@@ -70,6 +72,8 @@ def sample(kind: inspect.Type) -> Any:
     match kind:
         case inspect.IntType():
             return 1
+        case inspect.BoolType():
+            return True
         case inspect.StrType():
             return "x"
         case inspect.BytesType():
@@ -90,7 +94,7 @@ def sample(kind: inspect.Type) -> Any:
 
 def recorded() -> dict[str, str]:
     """A message of each kind as it is said today, in hexadecimal."""
-    kinds = [*get_args(ToAuthority), *get_args(FromAuthority)]
+    kinds = [*get_args(ToAuthority), *get_args(FromAuthority), *KINDS]
     return {kind.__name__: encode(sample(inspect.type_info(kind))).hex() for kind in kinds}
 
 

@@ -32,6 +32,18 @@ from kvferry.wire import (
 )
 from kvferry.wire import messages as m
 from kvferry.wire.digest import question_from_msgpack, question_to_msgpack
+from kvferry.wire.gather import (
+    FromRank,
+    Gather,
+    Gathered,
+    GiveBack,
+    GivenBack,
+    NotGathered,
+    ToRank,
+    decode_from_rank,
+    decode_to_rank,
+    encode_rank_message,
+)
 from kvferry.wire.outline import outline_from_msgpack, outline_to_msgpack
 from kvferry.wire.secret import Secret
 from kvferry.wire.ticket import TableDoc, Ticket, from_text, to_text
@@ -129,7 +141,19 @@ def _same(write: Callable[..., bytes]) -> Callable[[object], bytes]:
     return write
 
 
+GATHER = Gather(1, b"permit", ((bytes(8), bytes([8, *bytes(7)]), bytes(16)),))
+TO_RANK: tuple[ToRank, ...] = (GATHER, GiveBack(2, 3, 4))
+FROM_RANK: tuple[FromRank, ...] = (
+    Gathered(1, 4096, 3, 4),
+    NotGathered(1, "ended", "over"),
+    GivenBack(2, is_valid=True),
+)
+
 DECODERS = {
+    "to-rank": Decoder(decode_to_rank, _same(encode_rank_message), tuple(map(encode_rank_message, TO_RANK))),
+    "from-rank": Decoder(
+        decode_from_rank, _same(encode_rank_message), tuple(map(encode_rank_message, FROM_RANK))
+    ),
     "to-authority": Decoder(m.decode_to_authority, _same(m.encode), tuple(map(m.encode, TO))),
     "from-authority": Decoder(m.decode_from_authority, _same(m.encode), tuple(map(m.encode, FROM))),
     "ticket": Decoder(

@@ -619,7 +619,7 @@ def test_every_rank_hears_of_a_release_under_the_sources_own_name():
     acquire(source, ticket)
     effects = source.receive(2.0, "x", Settle(7, ticket.ticket_id, "A", 0, 1, token_of("A", 0), READ))
     notices = [e for e in effects if isinstance(e, Send) and isinstance(e.message, ReleaseNotice)]
-    assert notices == [Send(f"rank {n}", ReleaseNotice(7, 1, (("mine", "read"),))) for n in range(3)]
+    assert notices == [Send(f"rank {n}", ReleaseNotice(7, 1, (("mine", "read"),), (1,))) for n in range(3)]
 
 
 def released(source, *names, now=0.0):
@@ -639,9 +639,9 @@ def hear(source, number, now=0.0, generation=7, reply_to="rank 0"):
 def test_notices_stop_and_wait_and_then_come_together():
     source = authority()
     join(source)
-    assert released(source, "1", "2", "3") == [ReleaseNotice(7, 1, (("1", "withdrawn"),))]
+    assert released(source, "1", "2", "3") == [ReleaseNotice(7, 1, (("1", "withdrawn"),), (1,))]
     assert source.tick(0.4) == []
-    assert hear(source, 1, now=0.4) == [ReleaseNotice(7, 2, (("2", "withdrawn"), ("3", "withdrawn")))]
+    assert hear(source, 1, now=0.4) == [ReleaseNotice(7, 2, (("2", "withdrawn"), ("3", "withdrawn")), (2, 3))]
     assert hear(source, 1, now=0.4) == []  # a copy
     assert [e.message.first for e in source.tick(0.9)] == [2]  # repeated until heard
     assert source.next_deadline() == 1.4
@@ -662,7 +662,7 @@ def test_a_rank_that_joins_late_hears_what_ended_before():
     source = authority()
     assert released(source, "early") == []
     assert source.next_deadline() == LEASE  # nothing to repeat to nobody
-    assert join(source) == [JoinAck("prefill", 7), ReleaseNotice(7, 1, (("early", "withdrawn"),))]
+    assert join(source) == [JoinAck("prefill", 7), ReleaseNotice(7, 1, (("early", "withdrawn"),), (1,))]
 
 
 def test_nobody_has_heard_what_was_not_said():

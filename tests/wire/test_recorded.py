@@ -6,6 +6,7 @@ from typing import get_args
 import pytest
 import wire_schemas
 
+from kvferry.wire.gather import FromRank, ToRank, decode_from_rank, decode_to_rank
 from kvferry.wire.messages import (
     OLDEST_PROTOCOL,
     PROTOCOL,
@@ -16,7 +17,20 @@ from kvferry.wire.messages import (
     encode,
 )
 
-TO = {kind.__name__ for kind in get_args(ToAuthority)}
+DECODERS = {
+    kind.__name__: decode
+    for kinds, decode in (
+        (ToAuthority, decode_to_authority),
+        (FromAuthority, decode_from_authority),
+        (ToRank, decode_to_rank),
+        (FromRank, decode_from_rank),
+    )
+    for kind in get_args(kinds)
+}
+
+
+def read(name, data):
+    return DECODERS[name](data)
 
 
 def said_in(version):
@@ -28,16 +42,16 @@ def said_in(version):
 @pytest.mark.parametrize("version", range(OLDEST_PROTOCOL, PROTOCOL + 1))
 def test_every_message_of_every_version_that_is_spoken_is_read(version):
     for name, data in said_in(version).items():
-        message = decode_to_authority(data) if name in TO else decode_from_authority(data)
+        message = read(name, data)
         assert type(message).__name__ == name
 
 
 def test_every_message_of_today_is_recorded_as_it_is_written():
     """Else the next version would be tried against what nobody says."""
     recorded = said_in(PROTOCOL)
-    assert recorded.keys() == TO | {kind.__name__ for kind in get_args(FromAuthority)}
+    assert recorded.keys() == {*DECODERS}
     for name, data in recorded.items():
-        message = decode_to_authority(data) if name in TO else decode_from_authority(data)
+        message = read(name, data)
         assert encode(message) == data
     assert {name: data.hex() for name, data in recorded.items()} == wire_schemas.recorded(), (
         "what peers say has changed: raise the version; one that was never released: delete its files first"

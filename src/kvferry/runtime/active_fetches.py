@@ -41,6 +41,7 @@ from kvferry.runtime.values import (
     Timing,
 )
 from kvferry.wire.messages import DigestAnswer, DigestRequest, Outcome, Settle, SettleAck
+from kvferry.wire.permit import permits_for
 
 
 class ActiveFetches:
@@ -111,7 +112,8 @@ class ActiveFetches:
         job.in_flight = {job.clear, *reads}
         self.transfers |= dict.fromkeys(job.in_flight, job.handle)
         after = job.fetch.after if job.fetch else None
-        return [PostReads(job.peer, job.clear, selection.blank, reads, after)]
+        permits = permits_for(job.ticket, job.proofs, products)
+        return [PostReads(job.peer, job.clear, selection.blank, reads, after, permits)]
 
     def ended(self, now: float, transfer: int, error: str) -> list[Effect]:
         """The transport reports the end of a read; or the slack of a fetch is zeroed."""

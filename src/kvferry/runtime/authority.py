@@ -51,6 +51,7 @@ from kvferry.wire.messages import (
     Welcome,
     is_spoken,
 )
+from kvferry.wire.permit import make_proofs
 from kvferry.wire.ticket import Ticket
 
 
@@ -58,7 +59,7 @@ from kvferry.wire.ticket import Ticket
 class _Notices:
     """What one rank of this engine must hear; collected from the start, also before it joins."""
 
-    unheard: deque[tuple[str, str]] = field(default_factory=deque)
+    unheard: deque[Released] = field(default_factory=deque)
     first: int = 1
     """The number of the first notice in ``unheard``."""
     last_sent: int = 0
@@ -267,7 +268,8 @@ class Authority:
         self._tally.granted(ticket, is_first=lease.reading is None)
         lease.bind(ask)
         self._extend(now, lease)
-        return Grant(ask.nonce, ticket.ticket_id, int(self._timing.lease * 1000))
+        proofs = make_proofs(ticket, {n: rank.join.rank_key for n, rank in self._ranks.items()})
+        return Grant(ask.nonce, ticket.ticket_id, int(self._timing.lease * 1000), proofs)
 
     def _renew(self, now: float, ask: Renew) -> Renewal:
         kept, ended = [], []
@@ -410,9 +412,10 @@ class Authority:
         if lease.reading is not None:
             self._ended.remember(now, ticket_id, lease.reading)
         del self._by_request[request_id]
-        effects: list[SourceEffect] = [Released(request_id, reason)]
+        released = Released(request_id, reason, ticket_id)
+        effects: list[SourceEffect] = [released]
         for rank, notices in self._notices.items():
-            notices.unheard.append((request_id, reason))
+            notices.unheard.append(released)
             if len(notices.unheard) == 1:  # else the next notice goes when this one was heard
                 effects += self._notify(now, rank)
         return effects
@@ -425,6 +428,7 @@ class Authority:
         batch = tuple(islice(notices.unheard, MAX_BATCH))
         notices.sent_at = now
         notices.last_sent = max(notices.last_sent, notices.first + len(batch) - 1)
-        return [
-            Send(self._ranks[rank].reply_to, ReleaseNotice(self._offers.generation, notices.first, batch))
-        ]
+        requests = tuple((each.request_id, each.reason) for each in batch)
+        ticket_ids = tuple(each.ticket_id for each in batch)
+        notice = ReleaseNotice(self._offers.generation, notices.first, requests, ticket_ids)
+        return [Send(self._ranks[rank].reply_to, notice)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -68,6 +69,8 @@ class FetchJob:
     """When its digest was compared."""
     digest: str = ""
     """What came of that; see ``Record``."""
+    proofs: Mapping[int, bytes] = field(default_factory=dict)
+    """From the grant: what ranks that gather want to see."""
     is_settled: bool = False
     """The authority is being told how it ended, or holds nothing for it."""
     failure: Failure | None = None

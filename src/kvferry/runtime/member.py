@@ -51,6 +51,11 @@ class Member:
         """The number of the last notice that arrived."""
         self._sent_at = float("-inf")
 
+    @property
+    def generation(self) -> int:
+        """Which start of the engine it belongs to; 0 before it has joined one."""
+        return self._generation
+
     def receive(self, now: float, reply_to: str, message: FromAuthority) -> list[MemberEffect]:
         """A message from the authority; whoever else is at ``reply_to`` has nothing to say here."""
         if reply_to != self._authority:
@@ -81,7 +86,9 @@ class Member:
         released: list[MemberEffect] = []
         for number, (request_id, reason) in enumerate(notice.requests, notice.first):
             if number > self._heard:
-                released.append(Released(request_id, reason))
+                at = number - notice.first
+                ticket_id = notice.ticket_ids[at] if at < len(notice.ticket_ids) else 0
+                released.append(Released(request_id, reason, ticket_id))
                 self._heard = number
         return released
 

@@ -420,6 +420,7 @@ class Reader:
         for job in jobs:
             if job.ticket.ticket_id == grant.ticket_id:
                 job.covered_until = max(job.covered_until, asked_at + grant.lease_ms / 1000)
+                job.proofs = grant.proofs
                 effects += self._fetches.advance(now, job)
         return effects
 

@@ -113,6 +113,7 @@ class Released:
 
     request_id: str
     reason: str
+    ticket_id: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,8 @@ class PostReads:
     """By transfer: the source rank, and what to read from it."""
     after: object | None = None
     """A mark of the device's: nothing is written before the device has come to it."""
+    permits: Mapping[int, bytes] = field(default_factory=dict)
+    """By source rank: what it wants to see before it gathers, if it does that for readers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,6 +141,9 @@ class Grant(msgspec.Struct, frozen=True, tag=True):
     nonce: int
     ticket_id: int
     lease_ms: int
+    proofs: dict[int, bytes] = {}
+    """What each rank of the engine that gathers for readers wants to see with this ticket (``wire.permit``).
+    Whoever has one can have that rank gather the ticket's blocks until the lease ends."""
 
 
 class Denial(msgspec.Struct, frozen=True, tag=True):
@@ -259,6 +262,9 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     """The start of the engine that it belonged to before; 0 for a rank that belonged to none."""
     credential: bytes = b""
     """What the engine gave to its ranks, and to nobody else."""
+    rank_key: bytes = b""
+    """What the proofs in grants are made with, if this rank gathers for readers. It goes no further than to
+    the rank's own authority."""
 
     def again(self, previous: int) -> Join:
         """The same rank, to be joined to the next start of its engine."""
@@ -276,6 +282,8 @@ class ReleaseNotice(msgspec.Struct, frozen=True, tag=True):
     """The number of the first of these notices; the others follow it."""
     requests: tuple[tuple[str, str], ...]
     """(request id, reason)."""
+    ticket_ids: tuple[int, ...] = ()
+    """The tickets of these requests: a rank that gathers for readers does so for none of them any more."""
 
 
 class ReleaseAck(msgspec.Struct, frozen=True, tag=True):
@@ -338,6 +346,7 @@ _MAX_BYTES: dict[str, int] = {
     "Acquire": 4 << 20,
     "DigestRequest": 1 << 20,
     "DigestResult": 4 << 20,
+    "Gather": MAX_MESSAGE_BYTES,
     "Join": MAX_MESSAGE_BYTES,
     "Renew": 256 << 10,
     **dict.fromkeys((kind.__name__ for kind in get_args(FromAuthority)), MAX_MESSAGE_BYTES),
@@ -376,20 +385,21 @@ def encode(message: Message) -> bytes:
 
 def decode_to_authority(data: bytes) -> ToAuthority:
     """A message that an authority may get; anything else raises SpecError."""
-    message: ToAuthority = _decoded(_to_authority.decode, data)
+    message: ToAuthority = decoded(_to_authority.decode, data)
     return message
 
 
 def decode_from_authority(data: bytes) -> FromAuthority:
     """A message that an authority may send; anything else raises SpecError."""
-    message: FromAuthority = _decoded(_from_authority.decode, data)
+    message: FromAuthority = decoded(_from_authority.decode, data)
     return message
 
 
 Some = TypeVar("Some")
 
 
-def _decoded(decode: Callable[[bytes], Some], data: bytes) -> Some:
+def decoded(decode: Callable[[bytes], Some], data: bytes) -> Some:
+    """What a decoder makes of a message; whatever is wrong with it is a SpecError."""
     if complaint := too_long(data):
         raise SpecError(complaint)
     try:

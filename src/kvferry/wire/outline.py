@@ -152,12 +152,23 @@ def _check_box(where: str, box: Box, state: State) -> None:
 # ------------------------------------------------------------------------------- one rank
 
 
-def join_of(manifest: Manifest, transport: str, card: bytes, credential: bytes = b"") -> Join:
+def join_of(
+    manifest: Manifest, transport: str, card: bytes, credential: bytes = b"", rank_key: bytes = b""
+) -> Join:
     """What the one rank of a manifest says to its authority."""
     (rank,) = manifest.ranks
     common = manifest_to_msgpack(replace(manifest, ranks=()))
     described = describe_rank(rank, card)
-    return Join(PROTOCOL, manifest.engine, rank.rank, transport, common, described, credential=credential)
+    return Join(
+        PROTOCOL,
+        manifest.engine,
+        rank.rank,
+        transport,
+        common,
+        described,
+        credential=credential,
+        rank_key=rank_key,
+    )
 
 
 def describe_rank(rank: Rank, card: bytes) -> RankDescription:
