@@ -7,6 +7,7 @@ runs say.
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -103,16 +104,19 @@ def check_way(track: Track) -> None:
     check()
 
 
-def between_processes(device: str, env: dict[str, str], way: Way, **options: object) -> Iterator[Track]:
-    nixl = pytest.importorskip("kvferry.transport.nixl")
+def between_processes(
+    device: str, env: dict[str, str], way: Way, kind: str = "transport.nixl:NixlTransport", **options: object
+) -> Iterator[Track]:
     pytest.importorskip("nixl", exc_type=ImportError)
+    module, name = kind.split(":")
+    make = getattr(importlib.import_module(f"kvferry.{module}"), name)
     with serving(1, [NUM_BYTES], device, env) as served, pytest.MonkeyPatch.context() as patch:
         for name, value in env.items():
             patch.setenv(name, value)
         patch.setattr(agent_team, "ShareLimits", partial(ShareLimits, num_runs=2, host_bytes=4096))
         holder, source = Holder(device), served.sources[0]
         holder.add("all", np.full(NUM_BYTES, 0xEE, np.uint8))
-        reader = nixl.NixlTransport(**options)
+        reader = make(**options)
         reader.register(holder.regions)
         assert reader.connect("src", source.card, source.regions).way is way
         yield Track(reader, source, holder)
@@ -142,6 +146,13 @@ WAYS = {
         between_processes, "cpu", {}, Way.DIRECT, settings=replace(UcxSettings(), num_agents=3)
     ),
     "emulated": partial(between_processes, "cpu", {"UCX_TLS": "tcp,self"}, Way.EMULATED),
+    "packed": partial(
+        between_processes,
+        "cpu",
+        {"KVFERRY_PACKED_READS": "require"},
+        Way.PACKED,
+        kind="testing.packed:AskingTransport",
+    ),
     "mapped": partial(between_processes, "cuda:0", {}, Way.MAPPED),
     "direct, on a device": partial(between_processes, "cuda:0", {"KVFERRY_MAPPED_READS": "off"}, Way.DIRECT),
 }

@@ -77,6 +77,7 @@ LONG_FILES = {
     "kvferry.runtime.reader": "one machine: every event of a destination rank, and what it starts",
     "kvferry.testing.simulation.engines": "both sides of the runtime, and what each is asked to do wrong",
     "kvferry.transport.mapped": "one thread and the order of its calls to the device",
+    "kvferry.wire.messages": "one protocol: each message, and how long it may be",
     "kvferry.wire.manifest": "one document: each of its structures, both ways",
 }
 """Modules of more lines, and why they are not two."""
@@ -91,6 +92,7 @@ LARGE_OBJECTS = {
     "FetchJob": "a record in the making: when each phase began, and what each brought",
     "Incoming": "what the scheduler knows of requests with a ticket, until the next step tells the workers",
     "NixlTransport": "an edge: its settings, and what is made once",
+    "PackedMover": "a thread: its inbox, its line, its ring, and whom it has asked for what",
     "Read": "one read on its way: what is left to post, what is posted, how it ends",
     "Reader": "one machine: its parts (meetings, questions, settlements) are machines already",
     "Record": "the account of a load: each field is a column",
@@ -102,6 +104,7 @@ LARGE_OBJECTS = {
     "SimulatedSource": "a whole engine with its faults, seed and account",
     "SimulatedWorld": "everything that a simulation has",
     "SourceEngine": "an edge: one attribute for each part that it puts together, half of them its arguments",
+    "SourceRank": "an edge: its machine, its channels, and what it does for readers (digests, gathering)",
     "Ticket": "a message: each field is on the wire",
     "Topology": "the options of one side of `kvferry plan`",
     "WorkerSide": "vLLM's view of a rank: requests by name and by handle, and what is to be reported",

@@ -169,7 +169,7 @@ class RaisesOnce(MemoryTransport):
 
     num_reads = 0
 
-    def read(self, transfer, peer, runs, *, after=None):
+    def read(self, transfer, peer, runs, *, after=None, permit=b""):
         self.num_reads += 1
         if self.num_reads == 1:
             raise MemoryError

@@ -177,6 +177,10 @@ TRANSPORT: dict[str, Explained] = {
         "Describe regions on `cpu` or `cuda:N`, one CUDA device for each rank.",
     ),
     "bad-probe": Explained("Memory that was mapped is not the source's.", _OTHER_WAY),
+    "bad-ring": Explained(
+        "The staging rings of the two sides do not fit together, or one is too long.",
+        "Give both transports the same `ring_size`, of 64 MiB at most.",
+    ),
     "bad-setting": Explained(
         "A variable of the environment has a value that is not understood.",
         "Correct the variable that the message names; it lists what is allowed.",
@@ -236,6 +240,12 @@ TRANSPORT: dict[str, Explained] = {
         " process does not see.",
         "Not urgent: on one host, let both processes see both devices (`CUDA_VISIBLE_DEVICES`).",
     ),
+    "not-packed": Explained(
+        "This rank reads only from ranks that gather for it (`KVFERRY_PACKED_READS=require`). The source's"
+        " rank does not.",
+        "Set `KVFERRY_PACKED_READS` to the same on both sides. vLLM's connector does not gather yet: leave it"
+        " unset there.",
+    ),
     "not-registered": Explained("A transport is used before its memory is registered.", _ORDER),
     "out-of-bounds": Explained("A read would leave its region.", BUG),
     "registered": Explained("Memory is registered a second time.", _ORDER),
@@ -247,6 +257,7 @@ TRANSPORT: dict[str, Explained] = {
         "Reads had not ended when the transport was closed: their memory must stay.",
         "Keep the memory until the process ends; look for a link that stalls.",
     ),
+    "too-much": Explained("A reader asks for more than fits into a chunk of a staging ring.", BUG),
     "under-way": Explained("A transfer's number is used again before its end was collected.", _ORDER),
     "unexpected": Explained("A bug.", BUG),
     "unknown-peer": Explained("A read names a peer that is not connected.", _ORDER),

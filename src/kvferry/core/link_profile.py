@@ -53,6 +53,13 @@ HOST_TCP = LinkProfile(
     Origin.MEASURED,
     "two processes, two cores, loopback, NIXL 1.5.1, careful (benchmarks/emulated.py)",
 )
+HOST_PACKED = LinkProfile(
+    "host-packed",
+    Way.PACKED,
+    Cost(seconds_per_read=2e-3, seconds_per_run=1e-6, bytes_per_second=6e8),
+    Origin.MEASURED,
+    "two processes, two cores that were busy with other work, NIXL 1.5.1 (benchmarks/packed.py cma)",
+)
 SAME_GPU = LinkProfile(
     "same-gpu",
     Way.MAPPED,
@@ -92,7 +99,7 @@ ONE_PROCESS = LinkProfile(
     "two cores of a Xeon: a call of memmove per run",
 )
 
-LINK_PROFILES = (HOST_CMA, HOST_TCP, SAME_GPU, SAME_GPU_DIRECT, NVLINK, RDMA_400)
+LINK_PROFILES = (HOST_CMA, HOST_PACKED, HOST_TCP, SAME_GPU, SAME_GPU_DIRECT, NVLINK, RDMA_400)
 """Those that two engines can have between them."""
 
 
@@ -118,6 +125,8 @@ def first_guess(way: Way, *, is_on_device: bool) -> LinkProfile:
             return SAME_GPU_DIRECT if is_on_device else HOST_CMA
         case Way.MAPPED:
             return SAME_GPU
+        case Way.PACKED:
+            return HOST_PACKED
         case Way.EMULATED:
             return HOST_TCP
         case Way.MEMORY:

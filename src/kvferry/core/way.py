@@ -16,6 +16,8 @@ class Way(StrEnum):
     """The fabric reads the remote memory, run by run."""
     MAPPED = "mapped"
     """Its device memory is open in this process, and a kernel of ours copies."""
+    PACKED = "packed"
+    """The remote rank gathers them into its ring, which the fabric reads chunk by chunk; we scatter them."""
     EMULATED = "emulated"
     """The fabric has the remote process send the bytes, a fragment at a time: slow."""
     MEMORY = "memory"

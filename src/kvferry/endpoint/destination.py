@@ -16,6 +16,7 @@ from kvferry.core.select import Selection, Slack, select
 from kvferry.core.span import Spans
 from kvferry.core.way import Way
 from kvferry.endpoint.edges import Edges
+from kvferry.endpoint.gather_calls import ask_to_gather
 from kvferry.endpoint.load_digest import TakenDigests, check_digest_every
 from kvferry.endpoint.load_log import LoadLog
 from kvferry.endpoint.meeting import MetPeer, NotMet, failure_of, meet, remote_name, source_shown
@@ -102,13 +103,13 @@ class Destination:
         self._transport, self._plans = transport, SharedPlans(manifest, rank)
         self._metrics, self._on_refusal = metrics, on_refusal
         self._trust, self._host, self._clock = trust, edges.host(), edges.clock
-        self._log = LoadLog()
+        self._log, self._started = LoadLog(), self._clock()
         self._figures: Figures = {}
-        self._started = self._clock()
         self._handles = count(1)
         self._reports: deque[Report] = deque()
         regions = manifest.rank(rank).regions
         transport.register(regions)
+        ask_to_gather(transport, lambda: edges.open_channel("", trust.secret))
         # These are the owner's alone.
         key = edges.random_bytes(32)
         self._reader = Reader(reader, rank, num_ranks, timing, key=key, digest_every=digest_every)

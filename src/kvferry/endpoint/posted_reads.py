@@ -80,7 +80,8 @@ class PostedReads:
         error = self._clear(post)
         for transfer, (src_rank, product) in post.reads.items():
             name = remote_name(post.peer, src_rank)
-            refusal = error or self._submit(transfer, name, product, post.after)
+            permit = post.permits.get(src_rank, b"")
+            refusal = error or self._submit(transfer, name, product, post.after, permit)
             if refusal:  # before anything moved: that is an end, too
                 self._put(partial(self._end, transfer, refusal))
 
@@ -99,12 +100,14 @@ class PostedReads:
         self._put(partial(self._end, post.clear, error))
         return error
 
-    def _submit(self, transfer: int, remote: str, product: Product, after: object | None) -> str:
+    def _submit(
+        self, transfer: int, remote: str, product: Product, after: object | None, permit: bytes
+    ) -> str:
         """Submit one read; why not, if it is refused."""
         if transfer in self._cancelled:
             return CANCELLED
         try:
-            self._transport.read(transfer, remote, product, after=after)
+            self._transport.read(transfer, remote, product, after=after, permit=permit)
         except KVFerryError as error:
             return str(error)
         except Exception:

@@ -15,6 +15,7 @@ from kvferry.core.request import BlockTable
 from kvferry.endpoint.edges import Edges
 from kvferry.endpoint.invitation import Invitation
 from kvferry.endpoint.lease_log import LeaseLog
+from kvferry.endpoint.listening import advertised, check_listen
 from kvferry.endpoint.metrics import EngineMetrics
 from kvferry.endpoint.owner import Owner
 from kvferry.endpoint.status_report import status_report
@@ -47,8 +48,6 @@ from kvferry.wire.ticket import Ticket
 from kvferry.wire.trust import Trust, is_loopback
 
 log = log_of(__name__)
-
-EVERY_HOST = ("0.0.0.0", "*", "[::]")
 
 HERE = "here/"
 """Where replies go to ranks that the engine answers for itself."""
@@ -85,9 +84,7 @@ class SourceEngine:
         Give the same to each start if ranks may outlive it. ``trust``: who may read. ``edges`` are for
         simulations.
         """
-        if not advertise and any(f"//{host}:" in listen for host in EVERY_HOST):
-            raise SpecError(f"listen={listen} is no address that a reader could call: say advertise=HOST")
-        trust.check_listen(listen)
+        check_listen(listen, advertise, trust)
         if trust.insecure:
             log.warning(
                 "insecure: whoever can reach %s can read and write this engine's caches; better set a secret",
@@ -98,7 +95,7 @@ class SourceEngine:
         self._released: deque[Released] = deque()
         self._channel = edges.open_channel(listen, trust.secret)
         self._credential = credential or edges.random_bytes(16)
-        address = _advertised(self._channel.address, advertise)
+        address = advertised(self._channel.address, advertise)
         self._offers = Offers(
             engine,
             generation=int.from_bytes(edges.random_bytes(8)) >> 2,
@@ -322,12 +319,3 @@ class SourceEngine:
             self._owner.put(lambda now: self._authority.not_merged(now, detail))
         else:
             self._owner.put(lambda now: self._authority.merged(now, outline, block_bytes))
-
-
-def _advertised(address: str, host: str) -> str:
-    """The address with another host.
-
-    >>> _advertised("tcp://0.0.0.0:5555", "10.0.0.7"), _advertised("tcp://127.0.0.1:5555", "")
-    ('tcp://10.0.0.7:5555', 'tcp://127.0.0.1:5555')
-    """
-    return f"tcp://{host}:{address.rpartition(':')[2]}" if host else address

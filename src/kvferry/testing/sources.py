@@ -21,8 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.core.manifest import Region
+from kvferry.testing.packed import gather_openly
 from kvferry.transport.cuda import Cuda
 from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.staging import PackedReads
 
 
 @dataclass(frozen=True)
@@ -121,12 +123,14 @@ def _told(stdout: IO[str]) -> Iterator[Source]:
 
 
 def _serve(device: str, num_sources: int, region_bytes: Sequence[int]) -> None:
-    holders, transports, told = [], [], []
+    holders, transports, services, told = [], [], [], []
     for i in range(num_sources):
         holder, transport = Holder(device), NixlTransport()
         for j, num_bytes in enumerate(region_bytes):
             holder.add(f"region{j}", contents(i, j, num_bytes))
         transport.register(holder.regions)
+        if transport.packed_reads is PackedReads.REQUIRE:
+            services.append(gather_openly(transport))
         names = ("name", "num_bytes", "address", "device")
         regions = [{name: getattr(region, name) for name in names} for region in holder.regions]
         told.append({"card": transport.card().hex(), "regions": regions})
@@ -135,6 +139,8 @@ def _serve(device: str, num_sources: int, region_bytes: Sequence[int]) -> None:
     sys.stdout.write(json.dumps(told) + "\n")
     sys.stdout.flush()
     sys.stdin.read()
+    for service in services:
+        service.close()
     for transport in transports:
         transport.close()
     for holder in holders:

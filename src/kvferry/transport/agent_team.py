@@ -25,6 +25,7 @@ from kvferry.errors import TransportError
 from kvferry.log import log_of
 from kvferry.transport.agent_thread import AgentLink, AgentThread
 from kvferry.transport.base import Connected, DeviceEvent
+from kvferry.transport.descriptors import RegionTable
 from kvferry.transport.slices import cut_long
 
 log = log_of(__name__)
@@ -62,6 +63,26 @@ class AgentTeam:
     @property
     def card(self) -> bytes:
         return self._agents[0].card
+
+    def connect_ring(
+        self,
+        name: str,
+        card: bytes,
+        regions: Sequence[Region],
+        ring: Region,
+        dst: RegionTable,
+        timeout_s: float,
+    ) -> AgentLink:
+        """Connect the ring of a remote rank, to be read into ``dst`` by the first agent alone.
+
+        That its regions are what it registered is tried, too.
+        """
+        first, deadline = self._agents[0], monotonic() + timeout_s
+        pool = first.connect(name, card, regions, timeout_s)
+        try:
+            return first.connect(name, card, [ring], max(0.0, deadline - monotonic()), dst)
+        finally:
+            pool.forget()
 
     def connect(self, name: str, card: bytes, regions: Sequence[Region], timeout_s: float) -> TeamLink:
         """Connect a remote rank by every agent; who cannot is left out, but for the first."""
@@ -108,7 +129,12 @@ class TeamLink:
         return self._links[0].connected
 
     def read(
-        self, transfer: int, product: Product, report: Callable[[str], None], after: DeviceEvent | None
+        self,
+        transfer: int,
+        product: Product,
+        report: Callable[[str], None],
+        after: DeviceEvent | None,
+        permit: bytes = b"",
     ) -> None:
         """Share a read out, if it is long."""
         runs = self._links[0].checked(product)

@@ -69,8 +69,11 @@ class AgentThread:
         settings: UcxSettings,
         make_agent: Callable[[str, str], FabricAgent],
         export: bytes = b"",
+        rings: RegionTable | None = None,
     ) -> None:
-        """``make_agent`` takes a name and settings for NIXL's UCX engine; ``export`` goes into the card."""
+        """``make_agent`` takes a name and settings for NIXL's UCX engine; ``export`` goes into the card.
+        ``rings`` are registered beside the memory.
+        """
         self._memory, self._cuda, self.mode = memory, cuda, mode
         self._event_wait: EventWait | None = None
         self._changed = threading.Condition()
@@ -79,7 +82,8 @@ class AgentThread:
         self._refusal: TransportError | None = None
         """Why nothing is taken in any more."""
         name, made = f"kvferry-{uuid4().hex}", Future[RegisteredAgent]()
-        make = partial(RegisteredAgent, memory, cuda, partial(make_agent, name, settings.engine_config(mode)))
+        make_one = partial(make_agent, name, settings.engine_config(mode))
+        make = partial(RegisteredAgent, memory, cuda, make_one, rings)
         self._reads: Reads
         args = make, partial(settings.pace, mode), made
         self._thread = threading.Thread(
@@ -92,8 +96,15 @@ class AgentThread:
 
     # ---- from any thread
 
-    def connect(self, name: str, card: bytes, regions: Sequence[Region], timeout_s: float) -> AgentLink:
-        """Connect a remote rank, and read a little from it.
+    def connect(
+        self,
+        name: str,
+        card: bytes,
+        regions: Sequence[Region],
+        timeout_s: float,
+        dst: RegionTable | None = None,
+    ) -> AgentLink:
+        """Connect a remote rank, and read a little from it. Its reads go to ``dst``, or to our memory.
 
         Raises TransportError, with the code ``not-direct`` if the direct way is closed or the peer is dead,
         and TimeoutError.
@@ -108,7 +119,7 @@ class AgentThread:
             added.add_done_callback(self._forget_added)
             raise
         if not error:
-            return AgentLink(self, warm_up.rank, self._memory)
+            return AgentLink(self, warm_up.rank, dst or self._memory)
         added.add_done_callback(self._forget_added)
         # UCX says the same of a peer that is dead and of one that cannot be read directly.
         is_not_direct = self.mode is AgentMode.DIRECT and warm_up.has_fabric_failed
@@ -279,7 +290,12 @@ class AgentLink:
         return Connected(Way.EMULATED if self._thread.mode is AgentMode.CAREFUL else Way.DIRECT)
 
     def read(
-        self, transfer: int, product: Product, report: Callable[[str], None], after: DeviceEvent | None
+        self,
+        transfer: int,
+        product: Product,
+        report: Callable[[str], None],
+        after: DeviceEvent | None,
+        permit: bytes = b"",
     ) -> None:
         """Have a read wait for its turn, and for the device before that."""
         self.submit(transfer, self.checked(product), report, after)

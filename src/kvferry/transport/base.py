@@ -96,13 +96,20 @@ class Transport(Protocol):
         ...
 
     def read(
-        self, transfer: int, peer: str, runs: Runs | Product, *, after: DeviceEvent | None = None
+        self,
+        transfer: int,
+        peer: str,
+        runs: Runs | Product,
+        *,
+        after: DeviceEvent | None = None,
+        permit: bytes = b"",
     ) -> None:
         """Submit the reading of runs from a peer; never blocks. ``transfer`` is the caller's own number.
 
         No byte is written before the device has come to ``after``, if that is given. Raises TransportError,
         with nothing moved and no end to come, if the peer is unknown, a run leaves its region, or the end of
-        a transfer of that number was not collected yet.
+        a transfer of that number was not collected yet. ``permit``: what the remote rank wants to see
+        where it has to help; other ways need none.
         """
         ...
 

@@ -24,12 +24,18 @@ class Link(Protocol):
         ...
 
     def read(
-        self, transfer: int, product: Product, report: Callable[[str], None], after: DeviceEvent | None
+        self,
+        transfer: int,
+        product: Product,
+        report: Callable[[str], None],
+        after: DeviceEvent | None,
+        permit: bytes = b"",
     ) -> None:
         """Check runs and submit them. ``report`` is called once, when all has ended, from whatever thread.
 
         It gets the error, or an empty text. Raises TransportError if nothing was submitted, and no report
-        comes then. No byte is written before the device has come to ``after``.
+        comes then. No byte is written before the device has come to ``after``. ``permit``: what the remote
+        rank wants to see, where it has to help.
         """
         ...
 

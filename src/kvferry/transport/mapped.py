@@ -258,7 +258,12 @@ class MappedLink:
         """By transfer, those that have not ended."""
 
     def read(
-        self, transfer: int, product: Product, report: Callable[[str], None], after: DeviceEvent | None
+        self,
+        transfer: int,
+        product: Product,
+        report: Callable[[str], None],
+        after: DeviceEvent | None,
+        permit: bytes = b"",
     ) -> None:
         """Start a copy, or have it wait for a lane."""
 

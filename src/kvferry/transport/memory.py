@@ -212,7 +212,13 @@ class MemoryTransport:
         return Connected(Way.MEMORY)
 
     def read(
-        self, transfer: int, peer: str, runs: Runs | Product, *, after: DeviceEvent | None = None
+        self,
+        transfer: int,
+        peer: str,
+        runs: Runs | Product,
+        *,
+        after: DeviceEvent | None = None,
+        permit: bytes = b"",
     ) -> None:
         """Submit the reading of runs from a peer; they move when this transport is polled."""
         with self._gate:

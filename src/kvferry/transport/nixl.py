@@ -26,15 +26,21 @@ from kvferry.transport.agent import FabricAgent
 from kvferry.transport.agent_team import AgentTeam
 from kvferry.transport.agent_thread import AgentThread
 from kvferry.transport.base import Connected, DeviceEvent, ReadEnd
-from kvferry.transport.cards import pack_card, unpack_card
+from kvferry.transport.cards import pack_card, unpack_card, with_staging
 from kvferry.transport.cuda import Cuda
 from kvferry.transport.descriptors import RegionTable, SlicePair
 from kvferry.transport.device import MappedReads, RankDevice, copy_limits
 from kvferry.transport.emulation import SETTING, AgentMode, EmulatedReads
 from kvferry.transport.gate import Gate
+from kvferry.transport.gather_line import GatherLine
 from kvferry.transport.link import Link, Mover
 from kvferry.transport.nixl_agent import UCX, Agent, check_installed
+from kvferry.transport.packed import PackedMover
+from kvferry.transport.packed_rings import PackedRings
 from kvferry.transport.places import Addresses, Places
+from kvferry.transport.staging import SETTING as PACKED_SETTING
+from kvferry.transport.staging import PackedReads
+from kvferry.transport.staging_ring import StagingRing, StagingSize
 from kvferry.transport.transfers import Transfers
 from kvferry.transport.ucx import UCX_EMULATES, UcxSettings
 
@@ -68,6 +74,8 @@ class NixlTransport:
         close_timeout_s: float = 30.0,
         settings: UcxSettings | None = None,
         mapped_reads: MappedReads | None = None,
+        packed_reads: PackedReads | None = None,
+        ring_size: StagingSize = StagingSize(),  # noqa: B008  (it is frozen)
         make_agent: Callable[[str, str], FabricAgent] | None = None,
     ) -> None:
         """Settings are those of the environment, if none are given; ``make_agent`` is for tests.
@@ -78,14 +86,17 @@ class NixlTransport:
         self._connect_timeout_s, self._close_timeout_s = connect_timeout_s, close_timeout_s
         self._settings = settings or UcxSettings.from_environment(os.environ)
         self._mapped_reads = mapped_reads or MappedReads.from_environment(os.environ)
+        self.packed_reads = packed_reads or PackedReads.from_environment(os.environ)
+        """Whether this rank gathers, and reads through rings (``packed``)."""
         self._make_agent = make_agent or partial(Agent, backend=backend)
         self._gate = Gate()
         self._transfers: Transfers[Link | None] = Transfers()
         self._making = threading.Lock()
-        """Guards what is made once, and may be slow to make: the three below."""
+        """Guards what is made once, and may be slow to make: those below."""
         self._memory: RegionTable | None = None
         self._device: RankDevice | None = None
         self._teams: dict[AgentMode, AgentTeam] = {}
+        self._rings = PackedRings(ring_size) if self.packed_reads is PackedReads.REQUIRE else None
         self._lock = threading.Lock()
         self._links: dict[str, Link] = {}
 
@@ -102,6 +113,8 @@ class NixlTransport:
             if not regions:
                 raise TransportError("no-regions", "a rank has memory")
             memory = RegionTable("ours", regions)
+            if self._rings and any(kind.name != "DRAM" for kind in memory.kinds):
+                raise TransportError("bad-device", "packed reads are of host memory, so far")
             try:
                 self._device = _device_of(memory, self._mapped_reads)
                 card_part = self._device.card_part if self._device else b""
@@ -114,14 +127,35 @@ class NixlTransport:
 
     def _make_team(self, memory: RegionTable, mode: AgentMode, card_part: bytes = b"") -> AgentTeam:
         """Who reads in one mode: several agents, where none needs the source's help."""
-        make = partial(AgentThread, memory, self._cuda, mode, self._settings, self._make_agent)
-        return AgentTeam(make(card_part), self._settings.num_agents if mode is AgentMode.DIRECT else 1, make)
+        rings = self._rings.table if self._rings else None
+        make = partial(AgentThread, memory, self._cuda, mode, self._settings, self._make_agent, rings=rings)
+        size = self._settings.num_agents if mode is AgentMode.DIRECT else 1
+        return AgentTeam(make(export=card_part), size, make)
 
     def card(self) -> bytes:
         """Agent name and metadata. It carries the keys to the memory: whoever has it can read it all."""
         with self._gate:
             self._ours()
-            return self._teams[self._settings.first_mode].card
+            card = self._teams[self._settings.first_mode].card
+            return with_staging(card, self._rings.staging) if self._rings and self._rings.staging else card
+
+    def gather_memory(self) -> tuple[Places, StagingRing]:
+        """For whoever gathers for this rank's readers: what from, and what into."""
+        with self._gate:
+            if self._rings is None:
+                raise TransportError("not-packed", f"this rank does not gather ({PACKED_SETTING})")
+            return self._ours().places, self._rings.source
+
+    def gather_at(self, address: str) -> None:
+        """From now on readers are told where this rank is asked to gather."""
+        if self._rings:
+            self._rings.advertise(address)
+
+    def ask_by(self, line: GatherLine) -> None:
+        """How other ranks are asked to gather; it is closed with this transport."""
+        with self._gate, self._making:
+            if self._rings:
+                self._rings.open_mover(self._ours().places, line)
 
     def connect(self, peer: str, card: bytes, regions: Sequence[Region]) -> Connected:
         """Add a peer, and read a little from it, so that the first real read is as fast as the next."""
@@ -146,6 +180,8 @@ class NixlTransport:
     def _link(self, peer: str, card: bytes, regions: Sequence[Region]) -> tuple[Link, str]:
         """Whoever can read a peer best, and why nobody better can."""
         deadline = monotonic() + self._connect_timeout_s
+        if self._rings:
+            return self._packed_link(self._rings, peer, card, regions, deadline), ""
         why_not = ""
         if self._device:
             try:
@@ -157,18 +193,32 @@ class NixlTransport:
                 log.warning("%s is read by the fabric, run by run, which is slow: %s", peer, why_not)
         return self._fabric_link(peer, card, regions, deadline), why_not
 
+    def _packed_link(
+        self, rings: PackedRings, peer: str, card: bytes, regions: Sequence[Region], deadline: float
+    ) -> Link:
+        """Have a peer gather, and read its ring over the fabric."""
+        mover, staging = rings.mover_for(peer, card)
+        places, ring = Places(peer, regions), partial(rings.connect, peer, card, regions, staging)
+        return mover.link(peer, staging, places, self._by_some_team(peer, ring, deadline))
+
     def _fabric_link(self, peer: str, card: bytes, regions: Sequence[Region], deadline: float) -> Link:
         """Whoever can read a peer over the fabric."""
-        first: Mover = self._teams[self._settings.first_mode]
+
+        def connect(team: Mover, timeout_s: float) -> Link:
+            return team.connect(peer, card, regions, timeout_s)
+
+        return self._by_some_team(peer, connect, deadline)
+
+    def _by_some_team(self, peer: str, connect: Callable[[AgentTeam, float], Link], deadline: float) -> Link:
+        """Whoever of our agents can read a peer."""
         try:
-            return first.connect(peer, card, regions, self._connect_timeout_s)
+            return connect(self._teams[self._settings.first_mode], self._connect_timeout_s)
         except TransportError as error:
             if error.code != "not-direct" or self._backend != UCX:
                 raise
             if self._settings.emulated_reads is EmulatedReads.REFUSE:
                 raise TransportError("not-direct", f"{error.detail}; {REFUSED}") from error
-        careful: Mover = self._careful()
-        link = careful.connect(peer, card, regions, max(0.0, deadline - monotonic()))
+        link = connect(self._careful(), max(0.0, deadline - monotonic()))
         log.warning("%s cannot be read directly: UCX emulates its reads, and they are slow", peer)
         return link
 
@@ -181,7 +231,13 @@ class NixlTransport:
             return self._teams[AgentMode.CAREFUL]
 
     def read(
-        self, transfer: int, peer: str, runs: Runs | Product, *, after: DeviceEvent | None = None
+        self,
+        transfer: int,
+        peer: str,
+        runs: Runs | Product,
+        *,
+        after: DeviceEvent | None = None,
+        permit: bytes = b"",
     ) -> None:
         """Check the runs and have them wait for the peer's turn."""
         with self._gate:
@@ -192,7 +248,7 @@ class NixlTransport:
                 raise TransportError("unknown-peer", f"{peer!r} is not connected")
             self._transfers.begin(transfer, link)
             try:
-                link.read(transfer, Product.of(runs), partial(self._transfers.end, transfer), after)
+                link.read(transfer, Product.of(runs), partial(self._transfers.end, transfer), after, permit)
             except BaseException:
                 self._transfers.drop(transfer)
                 raise
@@ -253,7 +309,9 @@ class NixlTransport:
         deadline = monotonic() + self._close_timeout_s
         self._gate.shut()
         with self._making:
-            movers: list[Mover] = [*self._teams.values()]
+            movers: list[Mover | PackedMover] = [*self._teams.values()]
+            if self._rings and self._rings.mover:
+                movers.append(self._rings.mover)
             if self._device and self._device.copier:
                 movers.append(self._device.copier)
         with self._lock:
@@ -269,6 +327,8 @@ class NixlTransport:
             )
         with self._making:
             self._close_device()
+            if self._rings:
+                self._rings.close()
 
     def _close_device(self) -> None:
         device, self._device = self._device, None

@@ -69,10 +69,16 @@ class RecordingTransport:
         return connected
 
     def read(
-        self, transfer: int, peer: str, runs: Runs | Product, *, after: DeviceEvent | None = None
+        self,
+        transfer: int,
+        peer: str,
+        runs: Runs | Product,
+        *,
+        after: DeviceEvent | None = None,
+        permit: bytes = b"",
     ) -> None:
         started = perf_counter()
-        self._inner.read(transfer, peer, runs, after=after)
+        self._inner.read(transfer, peer, runs, after=after, permit=permit)
         self.post_seconds += perf_counter() - started
         self.reads.append((peer, listed(runs)))
 

@@ -212,7 +212,13 @@ class SimulatedTransport:
         return Connected(Way.MEMORY)
 
     def read(
-        self, transfer: int, peer: str, runs: Runs | Product, *, after: DeviceEvent | None = None
+        self,
+        transfer: int,
+        peer: str,
+        runs: Runs | Product,
+        *,
+        after: DeviceEvent | None = None,
+        permit: bytes = b"",
     ) -> None:
         """Hand a read to the fabric."""
         if peer not in self._peers:

@@ -1,0 +1,88 @@
+"""What it gains that the source gathers: packed reads beside direct ones, and beside one raw run.
+
+    python benchmarks/packed.py cma        one host, host memory
+    python benchmarks/packed.py tcp        the same over loopback TCP, where reads are emulated
+
+One source process, one reader, scattered runs of one length. All ways take turns; times are medians of the
+turns, and the best. "One run": as many bytes side by side, as fast as UCX likes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from statistics import median
+
+import numpy as np
+
+from kvferry import Runs
+from kvferry.core.manifest import Region
+from kvferry.testing.packed import AskingTransport
+from kvferry.testing.sources import Holder, Source, serving
+from kvferry.transport.emulation import EmulatedReads
+from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.staging import PackedReads
+from kvferry.transport.ucx import UcxSettings
+
+POOL_BYTES = 256 << 20
+RUN_BYTES = (256, 512, 2 << 10, 16 << 10, 128 << 10, 1 << 20)
+TOTAL_BYTES = 16 << 20
+TURNS = 9
+
+
+def scattered(run_bytes: int) -> Runs:
+    """Runs in no order, no two of which touch."""
+    num_runs, step = TOTAL_BYTES // run_bytes, 2 * run_bytes
+    rng = np.random.default_rng(run_bytes)
+    src, dst = (rng.permutation(POOL_BYTES // step)[:num_runs] * step for _ in range(2))
+    return Runs(src, dst, np.full(num_runs, run_bytes))
+
+
+def timed(transport: NixlTransport, runs: Runs) -> float:
+    """Seconds of a read, from the call to its end."""
+    started = time.perf_counter()
+    transport.read(0, "src", runs)
+    while not (ends := transport.poll()):
+        time.sleep(2e-5)
+    assert not ends[0].error, ends[0].error
+    return time.perf_counter() - started
+
+
+def connected(transport: NixlTransport, regions: tuple[Region, ...], source: Source) -> NixlTransport:
+    transport.register(regions)
+    transport.connect("src", source.card, source.regions)
+    return transport
+
+
+def main(over: str) -> None:
+    env = {"KVFERRY_PACKED_READS": "require"} | ({"UCX_TLS": "tcp,self"} if over == "tcp" else {})
+    os.environ |= env
+    fast = UcxSettings(emulated_reads=EmulatedReads.FAST)
+    ways: dict[str, Callable[[], NixlTransport]] = {
+        "direct": lambda: NixlTransport(packed_reads=PackedReads.OFF),
+        "packed": lambda: AskingTransport(packed_reads=PackedReads.REQUIRE),
+        "one run": lambda: NixlTransport(packed_reads=PackedReads.OFF, settings=fast),
+    }
+    with serving(1, [POOL_BYTES], env=env) as served:
+        holder = Holder("cpu")
+        holder.add("kv", np.zeros(POOL_BYTES, np.uint8))
+        readers = {name: connected(make(), holder.regions, served.sources[0]) for name, make in ways.items()}
+        whole = Runs(np.array([0]), np.array([0]), np.array([TOTAL_BYTES]))
+        print(f"{TOTAL_BYTES >> 20} MiB over {over}: milliseconds, median (best) of {TURNS}")
+        for run_bytes in RUN_BYTES if over == "cma" else RUN_BYTES[3:]:
+            runs = scattered(run_bytes)
+            times: dict[str, list[float]] = {name: [] for name in ways}
+            for _ in range(TURNS):
+                for name, reader in readers.items():
+                    times[name].append(timed(reader, whole if name == "one run" else runs))
+            shown = [f"{name} {median(t) * 1e3:7.1f} ({min(t) * 1e3:6.1f})" for name, t in times.items()]
+            gain, share = (median(times[name]) / median(times["packed"]) for name in ("direct", "one run"))
+            print(f"{run_bytes:8,} B: {', '.join(shown)}; {gain:5.1f} x direct, {share:4.2f} x one run")
+        for reader in readers.values():
+            reader.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,74 @@
+"""How a reader asks source ranks to gather, as far as a transport knows: an endpoint brings the channel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from kvferry.core.product import Term
+from kvferry.transport.places import Places
+from kvferry.transport.staging import PackedReads
+from kvferry.transport.staging_ring import StagingRing
+
+
+class GatherLine(Protocol):
+    """How source ranks are asked to gather. Every call may come from any thread, and none blocks."""
+
+    def listen(self, answers: GatherAnswers) -> None:
+        """Begin: answers go there, from whatever thread."""
+        ...
+
+    def ask(self, to: str, nonce: int, permit: bytes, terms: Sequence[Term]) -> None:
+        """Ask the rank at an address for the source side of these terms."""
+        ...
+
+    def give_back(self, to: str, nonce: int, chunk: int, generation: int) -> None:
+        """Nothing of a chunk is read any more."""
+        ...
+
+    def hang_up(self, address: str) -> None:
+        """Keep no connection to an address."""
+        ...
+
+    def close(self) -> None:
+        """Send what was said, and stop."""
+        ...
+
+
+@runtime_checkable
+class GatheringTransport(Protocol):
+    """What an endpoint asks of a transport that has the packed way, beside all else."""
+
+    packed_reads: PackedReads
+
+    def gather_memory(self) -> tuple[Places, StagingRing]:
+        """For whoever gathers for this rank's readers: what from, and what into."""
+        ...
+
+    def gather_at(self, address: str) -> None:
+        """From now on readers are told where this rank is asked to gather."""
+        ...
+
+    def ask_by(self, line: GatherLine) -> None:
+        """How other ranks are asked to gather."""
+        ...
+
+
+class GatherAnswers(Protocol):
+    """Who wants to hear what source ranks answer."""
+
+    def gathered(self, sender: str, nonce: int, address: int, chunk: int, generation: int) -> None:
+        """The bytes are in a chunk."""
+        ...
+
+    def not_gathered(self, sender: str, nonce: int, error: str) -> None:
+        """The rank refused."""
+        ...
+
+    def given_back(self, sender: str, nonce: int, *, is_valid: bool) -> None:
+        """Whether the chunk was untouched until it was given back."""
+        ...
+
+    def lost(self, sender: str) -> None:
+        """The connection to a rank broke."""
+        ...

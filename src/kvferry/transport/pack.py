@@ -1,0 +1,169 @@
+"""Gather and scatter in host memory: runs that lie anywhere, side by side in a chunk, and back.
+
+The bytes of a chunk are those of its terms, one after another; of a term, run by run of its pattern, each
+with all its blocks. Both sides know the terms, so nothing else has to say what is where.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.core.product import Product, Term
+from kvferry.core.runs import Runs
+from kvferry.core.view import Ints
+from kvferry.errors import TransportError
+from kvferry.transport.places import Places
+from kvferry.transport.slices import cut_long
+
+LONG_BYTES = 4096
+"""From this length on a call per run costs less than its bytes."""
+FEW_ROWS = 8
+"""Fewer rows of one length are copied one by one."""
+MAX_ROWS = 1 << 16
+"""Runs of a pattern, or blocks, in one ask: its message stays short."""
+
+
+@dataclass(frozen=True, eq=False)
+class TermSide:
+    """One side of a term: where the runs of its pattern are in block 0, and how far its blocks are away."""
+
+    places: Ints
+    num_bytes: Ints
+    steps: Ints
+
+    @property
+    def total_bytes(self) -> int:
+        return int(self.num_bytes.sum()) * len(self.steps)
+
+    def addresses(self, memory: Places) -> Ints:
+        """Where each run is, a row for each run of the pattern; raises TransportError if one is outside."""
+        for step in (self.steps.min(), self.steps.max()):
+            memory.check(self.places + step, self.num_bytes)
+        return np.add.outer(memory.addresses(self.places).astype(np.int64), self.steps)
+
+
+def src_of(term: Term) -> TermSide:
+    """Where a term is read from."""
+    return TermSide(term.pattern.src, term.pattern.num_bytes, term.steps[0])
+
+
+def dst_of(term: Term) -> TermSide:
+    """Where a term is written to."""
+    return TermSide(term.pattern.dst, term.pattern.num_bytes, term.steps[1])
+
+
+def pack(memory: Places, sides: Sequence[TermSide], chunk: int, chunk_bytes: int) -> None:
+    """Copy what these name to ``chunk``, an address; raises TransportError, having copied nothing."""
+    _check_room(sides, chunk_bytes)
+    for side, addresses in [(side, side.addresses(memory)) for side in sides]:
+        _copy(_places_in_chunk(side, chunk), addresses, side.num_bytes)
+        chunk += side.total_bytes
+
+
+def unpack(memory: Places, sides: Sequence[TermSide], chunk: int) -> None:
+    """Copy the bytes from ``chunk``, an address, to where these name."""
+    for side in sides:
+        _copy(side.addresses(memory), _places_in_chunk(side, chunk), side.num_bytes)
+        chunk += side.total_bytes
+
+
+def pieces(product: Product, chunk_bytes: int) -> Iterator[tuple[Term, ...]]:
+    """A product in parts, each of which fits into a chunk and into a short message.
+
+    >>> runs = Runs(np.array([0, 64]), np.array([0, 64]), np.array([8, 8]))
+    >>> term = Term(runs, np.array([[0, 1000, 2000], [0, 5000, 6000]]))
+    >>> [[part.total_bytes for part in piece] for piece in pieces(Product((term,)), 32)]
+    [[32], [16]]
+    >>> [[part.total_bytes for part in piece] for piece in pieces(Product((term,)), 12)]
+    [[8], [8], [8], [8], [8], [8]]
+    """
+    piece: list[Term] = []
+    room = chunk_bytes
+    for term in _short_terms(product, chunk_bytes):
+        each, done = term.pattern.total_bytes, 0
+        while done < term.num_pairs:
+            fitting = min(room // each, term.num_pairs - done, MAX_ROWS)
+            if fitting:
+                piece.append(Term(term.pattern, term.steps[:, done : done + fitting]))
+                room -= fitting * each
+                done += fitting
+            if done < term.num_pairs:
+                yield tuple(piece)
+                piece, room = [], chunk_bytes
+    if piece:
+        yield tuple(piece)
+
+
+def _short_terms(product: Product, chunk_bytes: int) -> Iterator[Term]:
+    """Terms whose patterns fit into a chunk; none without bytes."""
+    for term in product.terms:
+        pattern = cut_long(term.pattern.where(term.pattern.num_bytes > 0), chunk_bytes)
+        ends, start = np.cumsum(pattern.num_bytes), 0
+        while start < len(pattern) and term.num_pairs:
+            before = int(ends[start - 1]) if start else 0
+            stop = int(np.searchsorted(ends, before + chunk_bytes, side="right"))
+            stop = min(stop, start + MAX_ROWS)
+            cut = Runs(*(getattr(pattern, name)[start:stop] for name in ("src", "dst", "num_bytes")))
+            yield Term(cut, term.steps)
+            start = stop
+
+
+def _check_room(sides: Sequence[TermSide], chunk_bytes: int) -> None:
+    if (num_bytes := sum(side.total_bytes for side in sides)) > chunk_bytes:
+        raise TransportError("too-much", f"{num_bytes} bytes are asked for, a chunk has {chunk_bytes}")
+
+
+def _places_in_chunk(side: TermSide, chunk: int) -> Ints:
+    ends = np.cumsum(side.num_bytes * len(side.steps))
+    starts = chunk + ends - side.num_bytes * len(side.steps)
+    return starts[:, None] + np.multiply.outer(side.num_bytes, np.arange(len(side.steps)))
+
+
+def _copy(dst: Ints, src: Ints, num_bytes: Ints) -> None:
+    """Copy runs between addresses; a row of addresses has one length."""
+    if (num_bytes == num_bytes[0]).all():
+        _copy_alike(dst.ravel(), src.ravel(), int(num_bytes[0]))
+        return
+    for length in np.unique(num_bytes).tolist():
+        rows = num_bytes == length
+        _copy_alike(dst[rows].ravel(), src[rows].ravel(), length)
+
+
+def _copy_alike(dst: Ints, src: Ints, num_bytes: int) -> None:
+    if num_bytes >= LONG_BYTES or len(dst) < FEW_ROWS:
+        for to, at in zip(dst.tolist(), src.tolist(), strict=True):
+            ctypes.memmove(to, at, num_bytes)
+        return
+    (to, to_rows), (at, at_rows) = (_rows(addresses, num_bytes) for addresses in (dst, src))
+    to[to_rows] = at[at_rows]
+
+
+class _Memory:
+    """Memory as numpy is told of it."""
+
+    def __init__(self, address: int, num_rows: int, num_bytes: int, step: int) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, False),
+            "shape": (num_rows,),
+            "strides": (step,),
+            "typestr": f"|V{num_bytes}",
+        }
+
+
+def _rows(addresses: Ints, num_bytes: int) -> tuple[NDArray[np.void], Ints | slice]:
+    """Memory as rows of so many bytes, and which of them are at these addresses.
+
+    Of scattered addresses, there is a row at every byte from the lowest to the highest; only those that are
+    asked for are ever touched.
+    """
+    if (np.diff(addresses) == num_bytes).all():
+        return np.asarray(_Memory(int(addresses[0]), len(addresses), num_bytes, num_bytes)), slice(None)
+    lowest = int(addresses.min())
+    num_rows = int(addresses.max()) - lowest + 1
+    return np.asarray(_Memory(lowest, num_rows, num_bytes, 1)), addresses - lowest

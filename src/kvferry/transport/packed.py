@@ -1,0 +1,397 @@
+"""The packed way: the source's rank gathers short runs into its ring, we read it in bulk, and scatter.
+
+::
+
+    this rank                                         the source's rank
+      reserves a chunk of its own ring
+      asks: gather these bytes        ────────────▶   checks the permit, gathers into a chunk of its ring
+                                      ◀────────────   they are in this chunk, of this generation
+      reads the chunk by the fabric into its own
+      gives the chunk back            ────────────▶   was it still of that generation?
+      scatters                        ◀────────────   yes: what was read counts. No: it is asked for again
+
+One thread owns all this; callers, the fabric and the channel leave events in its inbox. It never waits for
+anybody: a read whose source does not answer fails by a deadline, and others go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from queue import Empty, SimpleQueue
+from time import monotonic
+
+import numpy as np
+
+from kvferry.core.product import Product, Term
+from kvferry.core.runs import Runs
+from kvferry.core.way import Way
+from kvferry.errors import TransportError
+from kvferry.log import log_of
+from kvferry.transport.base import CANCELLED, Connected, DeviceEvent
+from kvferry.transport.gather_line import GatherLine
+from kvferry.transport.link import Link
+from kvferry.transport.pack import dst_of, pieces, unpack
+from kvferry.transport.places import Places
+from kvferry.transport.quietly import quietly
+from kvferry.transport.staging import Staging
+from kvferry.transport.staging_ring import StagingRing
+
+log = log_of(__name__)
+
+SURE_ASKED, MAX_ASKED = 4, 16
+"""Chunks that one rank may be asked for at once in any case; and while at least half of our ring is free. A
+rank that does not answer leaves chunks for others, and the first answers need not be waited for."""
+ANSWER_S = 20.0
+"""How long a rank may take to gather a chunk, or to say that what was read counts."""
+MAX_ATTEMPTS = 4
+"""How often the same bytes are asked for, if the source needs its chunk before we have read it."""
+
+
+@dataclass(eq=False, slots=True)
+class _Read:
+    """A read that has not ended."""
+
+    link: PackedLink
+    transfer: int
+    permit: bytes
+    pieces: Iterator[tuple[Term, ...]]
+    report: Callable[[str], None]
+    again: deque[_Ask] = field(default_factory=deque)
+    """What must be asked for again."""
+    asks: dict[int, _Ask] = field(default_factory=dict)
+    """By nonce: those under way."""
+    is_all_asked: bool = False
+    error: str = ""
+
+    def next_ask(self) -> _Ask | None:
+        if self.again:
+            return self.again.popleft()
+        terms = next(self.pieces, None)
+        self.is_all_asked = terms is None
+        return None if terms is None else _Ask(self, terms)
+
+    @property
+    def has_ended(self) -> bool:
+        return not self.asks and (bool(self.error) or (self.is_all_asked and not self.again))
+
+
+@dataclass(eq=False, slots=True)
+class _Ask:
+    """Bytes that fit into a chunk, from the asking until they count."""
+
+    read: _Read
+    terms: tuple[Term, ...]
+    chunk: int = -1
+    """Of our own ring, while one is reserved."""
+    is_reading: bool = False
+    """Whether the fabric writes to that chunk: nothing but its report ends that."""
+    deadline: float = 0.0
+    num_attempts: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(term.total_bytes for term in self.terms)
+
+
+class PackedLink:
+    """A remote rank that gathers for us."""
+
+    def __init__(self, mover: PackedMover, name: str, staging: Staging, src: Places, ring: Link) -> None:
+        """``ring``: who reads its ring into ours."""
+        self._mover, self.name, self.staging, self._src, self.ring = mover, name, staging, src, ring
+        # The thread's alone:
+        self.waiting: deque[_Read] = deque()
+        self.reads: dict[int, _Read] = {}
+        self.num_asked = 0
+        """Chunks of ours that are reserved for it."""
+        self.is_forgotten = False
+
+    @property
+    def connected(self) -> Connected:
+        return Connected(Way.PACKED)
+
+    def read(
+        self,
+        transfer: int,
+        product: Product,
+        report: Callable[[str], None],
+        after: DeviceEvent | None,
+        permit: bytes = b"",
+    ) -> None:
+        """Check that all runs are inside of their regions, and have them gathered."""
+        if after is not None:
+            raise TransportError("no-device", "no device to wait for: this rank's memory is the host's")
+        for term in product.terms:
+            _check(term, self._src, self._mover.memory)
+        self._mover.submit(_Read(self, transfer, permit, pieces(product, self.staging.chunk_bytes), report))
+
+    def cancel(self, transfer: int) -> None:
+        """Ask for nothing more of a read."""
+        self._mover.put(lambda: self._mover.give_up(self.reads.get(transfer), CANCELLED))
+
+    def forget(self) -> None:
+        """Ask for nothing more."""
+        self._mover.put(lambda: self._mover.forget(self))
+
+
+class PackedMover:
+    """Reads the ranks that gather for us, through a ring of our own."""
+
+    def __init__(self, memory: Places, ring: StagingRing, line: GatherLine) -> None:
+        self.memory, self._ring, self._line = memory, ring, line
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._lock = threading.Lock()
+        """Guards ``_is_closing``: what is submitted before that is ended by the thread."""
+        self._is_closing = False
+        # The thread's alone:
+        self._nonces = count(1)
+        self._free = [*range(ring.size.num_chunks)]
+        self._links: deque[PackedLink] = deque()
+        self._asks: dict[int, _Ask] = {}
+        self._thread = threading.Thread(target=self._run, name="kvferry-packed", daemon=True)
+        self._thread.start()
+        line.listen(self)
+
+    # ---- from any thread
+
+    def link(self, name: str, staging: Staging, src: Places, ring: Link) -> PackedLink:
+        """A rank that gathers, whose ring is connected."""
+        return PackedLink(self, name, staging, src, ring)
+
+    def put(self, event: Callable[[], None]) -> None:
+        """Have something done by the thread."""
+        self._inbox.put(event)
+
+    def submit(self, read: _Read) -> None:
+        """Have a read wait for its turn."""
+        with self._lock:
+            if self._is_closing:
+                raise TransportError("closed", "this transport was closed")
+            self.put(partial(self._begin, read))
+
+    def close(self, timeout_s: float) -> bool:
+        """Ask for nothing more; whether all has ended in time."""
+        with self._lock:
+            self._is_closing = True
+        self.put(self._give_all_up)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def gathered(self, sender: str, nonce: int, address: int, chunk: int, generation: int) -> None:
+        self.put(partial(self._gathered, sender, nonce, address, chunk, generation))
+
+    def not_gathered(self, sender: str, nonce: int, error: str) -> None:
+        self.put(partial(self._refused, sender, nonce, error))
+
+    def given_back(self, sender: str, nonce: int, *, is_valid: bool) -> None:
+        self.put(partial(self._given_back, sender, nonce, is_valid=is_valid))
+
+    def lost(self, sender: str) -> None:
+        self.put(partial(self._lost, sender))
+
+    # ---- in the thread
+
+    def _run(self) -> None:
+        while not (self._is_closing and not self._asks and not any(link.reads for link in self._links)):
+            try:
+                self._take_a_turn()
+            except Exception:  # this thread serves everybody
+                log.exception("unexpected; the thread of the packed way goes on")
+        quietly(self._line.close)
+
+    def _take_a_turn(self) -> None:
+        for event in self._events():
+            quietly(event)
+        now = monotonic()
+        for ask in [ask for ask in self._asks.values() if not ask.is_reading and ask.deadline <= now]:
+            detail = f"{ask.read.link.name} did not answer within {ANSWER_S:g} s"
+            self.give_up(ask.read, f"the rank that gathers is silent: {detail}")
+        self._ask_for_more(now)
+
+    def _events(self) -> Iterator[Callable[[], None]]:
+        deadlines = [ask.deadline for ask in self._asks.values() if not ask.is_reading]
+        wait = max(0.0, min(deadlines) - monotonic()) if deadlines else None
+        try:
+            yield self._inbox.get(timeout=wait)
+            while True:
+                yield self._inbox.get_nowait()
+        except Empty:
+            return
+
+    def _begin(self, read: _Read) -> None:
+        link = read.link
+        link.reads[read.transfer] = read
+        if link not in self._links:
+            self._links.append(link)
+        if link.is_forgotten:
+            self.give_up(read, f"peer {link.name!r} was forgotten")
+        else:
+            link.waiting.append(read)
+
+    def _ask_for_more(self, now: float) -> None:
+        """Every rank in turn, a chunk at a time, so that none waits for another's long read."""
+        has_asked = True
+        while has_asked and self._free:
+            has_asked = False
+            for link in [*self._links]:
+                if self._may_ask(link) and (ask := self._next_ask(link)):
+                    self._ask(ask, now)
+                    has_asked = True
+            self._links.rotate(-1)
+
+    def _may_ask(self, link: PackedLink) -> bool:
+        is_roomy = 2 * len(self._free) > self._ring.size.num_chunks
+        return bool(self._free) and link.num_asked < (MAX_ASKED if is_roomy else SURE_ASKED)
+
+    def _next_ask(self, link: PackedLink) -> _Ask | None:
+        while link.waiting:
+            read = link.waiting[0]
+            if not read.error and (ask := read.next_ask()):
+                return ask
+            link.waiting.popleft()
+            self._end_if_over(read)
+        return None
+
+    def _ask(self, ask: _Ask, now: float) -> None:
+        nonce, read = next(self._nonces), ask.read
+        ask.chunk, ask.deadline = self._free.pop(), now + ANSWER_S
+        ask.num_attempts += 1
+        read.asks[nonce] = self._asks[nonce] = ask
+        read.link.num_asked += 1
+        self._line.ask(read.link.staging.address, nonce, read.permit, ask.terms)
+
+    def _find(self, sender: str, nonce: int) -> _Ask | None:
+        ask = self._asks.get(nonce)
+        return ask if ask and ask.read.link.staging.address == sender else None
+
+    def _gathered(self, sender: str, nonce: int, address: int, chunk: int, generation: int) -> None:
+        ask = self._find(sender, nonce)
+        if ask is None or ask.chunk < 0 or ask.is_reading:
+            if ask is None:  # nobody wants it any more
+                self._line.give_back(sender, nonce, chunk, generation)
+            return
+        staging, offset = ask.read.link.staging, address - ask.read.link.staging.ring_address
+        if not 0 <= offset <= staging.ring_bytes - ask.num_bytes:
+            self.give_up(ask.read, f"{ask.read.link.name} says that bytes are outside of its ring")
+            return
+        to = ask.chunk * self._ring.size.chunk_bytes
+        run = Runs(np.array([offset]), np.array([to]), np.array([ask.num_bytes]))
+        has_read = partial(self._has_read, sender, nonce, chunk, generation)
+        ask.is_reading = True
+        try:
+            # Numbers below 0: those of callers are theirs.
+            link, report = ask.read.link.ring, lambda error: self.put(partial(has_read, error))
+            link.read(-nonce, Product.of(run), report, None)
+        except TransportError as error:
+            has_read(str(error))
+
+    def _has_read(self, sender: str, nonce: int, chunk: int, generation: int, error: str) -> None:
+        """The fabric is through with a chunk."""
+        ask = self._asks[nonce]
+        ask.is_reading, ask.deadline = False, monotonic() + ANSWER_S
+        self._line.give_back(sender, nonce, chunk, generation)
+        if not error and not ask.read.error:
+            try:
+                unpack(self.memory, [dst_of(term) for term in ask.terms], self._ring.address(ask.chunk))
+            except Exception as failure:
+                log.exception("bytes could not be scattered")
+                error = f"unexpected: {failure!r}"
+        self._free_chunk(ask)
+        if error or ask.read.error:
+            self._drop(nonce)
+            self.give_up(ask.read, error)
+
+    def _given_back(self, sender: str, nonce: int, *, is_valid: bool) -> None:
+        ask = self._find(sender, nonce)
+        if ask is None or ask.chunk >= 0:
+            return
+        self._drop(nonce)
+        read = ask.read
+        if is_valid:
+            self._end_if_over(read)
+        elif ask.num_attempts >= MAX_ATTEMPTS:
+            self.give_up(read, f"{read.link.name} took a chunk away before it was read, {MAX_ATTEMPTS} times")
+        else:
+            read.again.append(ask)
+            if read not in read.link.waiting:
+                read.link.waiting.append(read)
+
+    def _refused(self, sender: str, nonce: int, error: str) -> None:
+        if (ask := self._find(sender, nonce)) and not ask.is_reading:
+            self.give_up(ask.read, f"{ask.read.link.name} does not gather: {error}")
+
+    def _lost(self, sender: str) -> None:
+        for link in [*self._links]:
+            if link.staging.address == sender:
+                self._give_up_all_of(link, f"the connection to the rank of {link.name} that gathers is lost")
+
+    def give_up(self, read: _Read | None, error: str) -> None:
+        """Ask for nothing more of a read. It ends when the fabric writes nothing of it any more."""
+        if read is None:
+            return
+        read.error = read.error or error
+        for nonce, ask in [*read.asks.items()]:
+            if not ask.is_reading:
+                self._free_chunk(ask)
+                self._drop(nonce)
+        if read in read.link.waiting:
+            read.link.waiting.remove(read)
+        self._end_if_over(read)
+
+    def forget(self, link: PackedLink) -> None:
+        """Ask a rank for nothing more."""
+        link.is_forgotten = True
+        self._give_up_all_of(link, f"peer {link.name!r} was forgotten")
+        self._let_go(link)
+
+    def _give_all_up(self) -> None:
+        for link in [*self._links]:
+            self._give_up_all_of(link, "the transport was closed")
+
+    def _give_up_all_of(self, link: PackedLink, error: str) -> None:
+        for read in [*link.reads.values()]:
+            self.give_up(read, error)
+
+    def _free_chunk(self, ask: _Ask) -> None:
+        if ask.chunk >= 0:
+            self._free.append(ask.chunk)
+            ask.chunk = -1
+            ask.read.link.num_asked -= 1
+
+    def _drop(self, nonce: int) -> None:
+        ask = self._asks.pop(nonce)
+        del ask.read.asks[nonce]
+
+    def _end_if_over(self, read: _Read) -> None:
+        if read.has_ended and read.link.reads.get(read.transfer) is read:
+            del read.link.reads[read.transfer]
+            quietly(read.report, read.error)
+            self._let_go(read.link)
+
+    def _let_go(self, link: PackedLink) -> None:
+        """A forgotten rank, once nothing is under way with it."""
+        if not link.is_forgotten or link.reads:
+            return
+        if link in self._links:
+            self._links.remove(link)
+        link.ring.forget()
+        address = link.staging.address
+        if all(other.staging.address != address for other in self._links):
+            self._line.hang_up(address)
+
+
+def _check(term: Term, src: Places, dst: Places) -> None:
+    """Refuse a term that leaves a region on either side."""
+    if not term.num_pairs:
+        return
+    for places, memory, steps in (
+        (term.pattern.src, src, term.steps[0]),
+        (term.pattern.dst, dst, term.steps[1]),
+    ):
+        for step in (steps.min(), steps.max()):
+            memory.check(places + step, term.pattern.num_bytes)

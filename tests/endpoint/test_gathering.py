@@ -1,0 +1,184 @@
+"""Engines whose ranks gather for readers: loads are right, and what is not the reader's is refused."""
+
+import time
+from itertools import count
+
+import numpy as np
+import pytest
+
+from kvferry.core.owned import BlockBytes
+from kvferry.core.product import Term
+from kvferry.core.runs import Runs
+from kvferry.endpoint import Destination, SourceEngine, SourceRank
+from kvferry.endpoint.edges import open_channel
+from kvferry.endpoint.gather_calls import GatherCalls
+from kvferry.transport.cards import staging_in
+from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.staging import PackedReads, Staging
+from kvferry.transport.staging_ring import StagingSize
+from kvferry.wire.permit import make_proofs, permits_for
+from kvferry.wire.secret import Secret
+from kvferry.wire.trust import Trust
+
+pytest.importorskip("nixl", exc_type=ImportError)
+
+SECRETS = {"open": None, "secret": Secret(bytes(range(16)))}
+
+
+def transport():
+    ring = StagingSize(num_chunks=4, chunk_bytes=4096)
+    return NixlTransport(packed_reads=PackedReads.REQUIRE, ring_size=ring)
+
+
+class Gathering:
+    """A source engine whose rank gathers, and a destination."""
+
+    def __init__(self, engines, secret=None):
+        self.src, self.dst, self.request = engines.src, engines.dst, engines.request
+        self.dst_memory, self.check = engines.dst_memory, engines.check
+        trust = Trust(secret)
+        self.engine = SourceEngine("prefill", 1, trust=trust)
+        self.src_transport = transport()
+        self.rank = SourceRank(self.engine.invitation, self.src, self.src_transport, trust=trust)
+        self.destination = Destination(self.dst, 0, transport(), trust=trust)
+        self._names = count(1)
+
+    def offer(self):
+        return self.engine.offer(f"request-{next(self._names)}", self.request.src, 20)
+
+    def load(self):
+        self.destination.fetch(self.offer(), self.request.dst, self.request.need)
+        return soon(self.destination.poll)[0]
+
+    def close(self):
+        self.destination.close()
+        self.rank.close()
+        self.engine.close()
+
+
+def soon(look):
+    deadline = time.monotonic() + 30
+    while not (found := look()):
+        assert time.monotonic() < deadline
+        time.sleep(2e-3)
+    return found
+
+
+@pytest.fixture(params=SECRETS)
+def gathering(request, engines):
+    gathering = Gathering(engines, SECRETS[request.param])
+    yield gathering
+    gathering.close()
+
+
+def test_loads_through_rings_are_right(gathering):
+    for _ in range(3):
+        for memory in gathering.dst_memory.values():
+            memory[:] = 0xEE
+        report = gathering.load()
+        assert report.failure is None, report.failure
+        assert report.record.way == "packed"
+        num_cells, num_wrong = gathering.check()
+        assert num_cells > 0
+        assert num_wrong == 0
+    assert gathering.rank.status()["gathered"] >= 3
+    assert soon(gathering.rank.poll)[0].reason == "read"
+    assert soon(lambda: gathering.rank.status()["lent"] == 0)
+    assert gathering.rank.status()["refused"] == {}
+
+
+class Stranger:
+    """Asks a rank by itself, whatever it likes."""
+
+    def __init__(self, engines, secret=None):
+        self.calls = GatherCalls(open_channel("", secret), "stranger")
+        self.to = Staging.from_bytes(staging_in(engines.src_transport.card())).address
+        self.answers = []
+        self.calls.listen(self)
+
+    def gathered(self, sender, nonce, address, chunk, generation):
+        self.answers.append((nonce, "gathered"))
+
+    def not_gathered(self, sender, nonce, error):
+        self.answers.append((nonce, error))
+
+    def given_back(self, sender, nonce, *, is_valid):
+        self.answers.append((nonce, is_valid))
+
+    def lost(self, sender):
+        pass
+
+    def ask(self, permit, term):
+        nonce = len(self.answers) + 1
+        self.calls.ask(self.to, nonce, permit, [term])
+        return soon(lambda: len(self.answers) == nonce and self.answers[-1][1])
+
+
+@pytest.fixture
+def hostile(engines):
+    gathering = Gathering(engines)
+    stranger = Stranger(gathering)
+    yield gathering, stranger
+    stranger.calls.close()
+    gathering.close()
+
+
+def cell_of(engines, block_id, extra_bytes=0):
+    rank = engines.src.ranks[0]
+    (_, stride), cells = next(iter(BlockBytes(engines.src, rank).of_block_0.items()))
+    length = cells.stops[:1] - cells.starts[:1] + extra_bytes
+    return Term(Runs(cells.starts[:1], cells.starts[:1], length), np.array([[block_id * stride], [0]]))
+
+
+def test_a_rank_refuses_what_is_not_the_tickets_and_counts_it(hostile):
+    engines, stranger = hostile
+    soon(lambda: engines.rank.is_joined)
+    ticket = engines.offer()
+    rank_key = engines.rank._member._join.rank_key
+    permit = permits_for(ticket, make_proofs(ticket, {0: rank_key}), [0])[0]
+    (group,) = {view.group for view in engines.src.ranks[0].views}
+    mine = engines.request.src[group].block_ids.tolist()
+    other = next(block for block in range(9) if block not in mine)
+
+    assert stranger.ask(permit, cell_of(engines, mine[0])) == "gathered"
+    assert "another request" in stranger.ask(permit, cell_of(engines, other))
+    assert "leaves its block" in stranger.ask(permit, cell_of(engines, mine[0], extra_bytes=1))
+    assert "did not grant" in stranger.ask(permit[:-1] + b"?", cell_of(engines, mine[0]))
+    assert "not-granted" in stranger.ask(b"", cell_of(engines, mine[0]))
+
+    engines.engine.withdraw(ticket.request_id)
+    assert soon(engines.rank.poll)[0].reason == "withdrawn"
+    # What the engine has heard of is not gathered any more, and its chunk has come back.
+    assert engines.rank.status()["lent"] == 0
+    assert "ended" in stranger.ask(permit, cell_of(engines, mine[0]))
+    assert engines.rank.status()["refused"] == {"not-its-bytes": 2, "not-granted": 2, "ended": 1}
+    assert engines.rank.status()["gathered"] == 1
+    assert engines.load().failure is None
+
+
+def test_more_than_a_chunk_and_senseless_asks_are_refused_and_the_rank_goes_on(hostile):
+    engines, stranger = hostile
+    soon(lambda: engines.rank.is_joined)
+    ticket = engines.offer()
+    permit = permits_for(ticket, make_proofs(ticket, {0: engines.rank._member._join.rank_key}), [0])[0]
+    (group,) = {view.group for view in engines.src.ranks[0].views}
+    term = cell_of(engines, engines.request.src[group].block_ids.tolist()[0])
+    much = Term(
+        Runs(*(np.repeat(c, 4096) for c in (term.pattern.src, term.pattern.dst, term.pattern.num_bytes))),
+        term.steps,
+    )
+    assert "too-much" in stranger.ask(permit, much)
+    stranger.calls._channel.send(stranger.to, b"junk")
+    stranger.calls._channel.send(stranger.to, bytes(9 << 20))
+    assert stranger.ask(permit, term) == "gathered"
+
+
+def test_a_rank_that_does_not_gather_is_not_read_and_the_sentence_says_what_to_do(engines):
+    engine = SourceEngine("prefill", 1)
+    rank = SourceRank(engine.invitation, engines.src, NixlTransport(packed_reads=PackedReads.OFF))
+    destination = Destination(engines.dst, 0, transport())
+    destination.fetch(engine.offer("r", engines.request.src, 20), engines.request.dst, engines.request.need)
+    (report,) = soon(destination.poll)
+    assert "set KVFERRY_PACKED_READS to the same on both sides" in report.failure.detail
+    for each in (destination, rank, engine):
+        each.close()

@@ -1,0 +1,85 @@
+"""Four ranks that all gather and all read, each through rings of four chunks, with random aborts.
+
+Who waits for whom is in docs/design.md: nobody holds what another one's progress needs. Here it is tried.
+"""
+
+import random
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry.core.runs import Runs
+from kvferry.testing.packed import AskingTransport, gather_openly
+from kvferry.testing.sources import Holder, contents
+from kvferry.transport.base import CANCELLED
+from kvferry.transport.staging import PackedReads
+from kvferry.transport.staging_ring import StagingSize
+
+pytest.importorskip("nixl", exc_type=ImportError)
+
+NUM_RANKS, NUM_READS, NUM_CELLS, CELL_BYTES = 4, 40, 256, 512
+SIZE = StagingSize(num_chunks=4, chunk_bytes=16 << 10)
+
+
+class Node:
+    """One process of an engine with both roles: it serves its cells, and has room for everybody's."""
+
+    def __init__(self, number):
+        self.held = contents(number, 0, NUM_CELLS * CELL_BYTES)
+        self.room = np.zeros((NUM_READS, NUM_CELLS * CELL_BYTES), np.uint8)
+        holder = Holder("cpu")
+        holder.add("held", self.held)
+        holder.add("room", self.room.reshape(-1))
+        self.regions = holder.regions
+        self.transport = AskingTransport(packed_reads=PackedReads.REQUIRE, ring_size=SIZE)
+        self.transport.register(holder.regions)
+        self.service = gather_openly(self.transport, patience_s=0.5)
+
+    @property
+    def is_whole(self):
+        """Whether every chunk of both rings is free."""
+        mover: Any = self.transport._rings and self.transport._rings.mover
+        return not self.service.status()["lent"] and len(mover._free) == SIZE.num_chunks
+
+
+def shuffled(rng, read):
+    """All cells of a rank, in any order, to the room of one read."""
+    src = rng.permutation(NUM_CELLS) * CELL_BYTES
+    dst = (1 << 48) + read * NUM_CELLS * CELL_BYTES + src
+    return Runs(src, dst, np.full(NUM_CELLS, CELL_BYTES))
+
+
+def test_nobody_waits_for_ever_and_the_rings_are_whole_afterwards():
+    nodes, chance, rng = [Node(i) for i in range(NUM_RANKS)], random.Random(5), np.random.default_rng(5)
+    for node in nodes:
+        for i, other in enumerate(nodes):
+            if other is not node:
+                node.transport.connect(str(i), other.transport.card(), other.regions)
+    asked = {}
+    for read in range(NUM_READS):
+        for i, node in enumerate(nodes):
+            peer = chance.choice([j for j in range(NUM_RANKS) if j != i])
+            node.transport.read(read, str(peer), shuffled(rng, read))
+            asked[i, read] = peer
+            if chance.random() < 0.3:
+                node.transport.cancel(chance.randrange(read + 1))
+    ends: dict[tuple[int, int], str] = {}
+    deadline = time.monotonic() + 60
+    while len(ends) < len(asked):
+        assert time.monotonic() < deadline, f"{len(asked) - len(ends)} reads have not ended"
+        for i, node in enumerate(nodes):
+            ends |= {(i, end.transfer): end.error for end in node.transport.poll()}
+        time.sleep(1e-3)
+    assert {*ends.values()} <= {"", CANCELLED}
+    assert sum(error == "" for error in ends.values()) > len(ends) / 4
+    for (i, read), peer in asked.items():
+        if not ends[i, read]:
+            assert (nodes[i].room[read] == nodes[peer].held).all()
+    while not all(node.is_whole for node in nodes):
+        assert time.monotonic() < deadline, "a chunk did not come back"
+        time.sleep(1e-3)
+    for node in nodes:
+        node.service.close()
+        node.transport.close()
