@@ -197,6 +197,10 @@ class Engine:
         """Loads that vLLM's metrics have of kvferry, all ranks and outcomes."""
         return self.call("num_loads")
 
+    def num_offers(self) -> int:
+        """Requests that were offered, say vLLM's metrics; those of the last moments may be missing."""
+        return self.call("num_offers")
+
     def num_reads(self) -> int:
         """Reads in flight, on all ranks."""
         return sum(status["in_flight"] for status in self.call("status"))
@@ -582,6 +586,9 @@ class _Inside:
 
     async def num_loads(self) -> int:
         return _metric("vllm:kvferry_loads")
+
+    async def num_offers(self) -> int:
+        return _metric("vllm:kvferry_offers")
 
     async def kernels(self) -> list[str]:
         return [name for names in await self._engine.collective_rpc("_test_kernels") for name in names]

@@ -1,5 +1,6 @@
 """What an operator sees: metrics, a line per load, manifests for ``kvferry plan``, refusals that say why."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -45,6 +46,15 @@ def test_a_pair_can_be_watched_and_compared(nursery, tmp_path):
         r" at tcp://\S+: \d+ bytes in \d+ runs from 1 rank, direct, in [\d.]+ ms \(predicted [\d.]+\);"
     )
     assert all(account.search(line) for line in lines)
+    assert 0 < src.num_offers() <= len(PROMPTS), "what the scheduler counts comes to the front end, too"
+    (address,) = set(re.findall(r"requests can be fetched from (\S+)", src.log.read_text()))
+    told = json.loads(kvferry("status", "--json").stdout)["engines"]
+    readers = [one for one in told if address in [each["address"] for each in one.get("sources", ())]]
+    assert [reader["ended"] for reader in readers] == [{"read direct": len(PROMPTS)}] * 2
+    assert {each["state"] for reader in readers for each in reader["sources"]} == {"met"}
+    (source,) = json.loads(kvferry("status", address, "--json").stdout)["engines"]
+    ended = {each["labels"].get("reason"): each["value"] for each in source["figures"]}
+    assert (source["ranks"], ended["read"]) == ("1/1", len(PROMPTS))
     (src_file,), (dst_file,) = ((tmp_path / side).iterdir() for side in ("src", "dst"))
     plan = kvferry("plan", str(src_file), str(dst_file), "--tokens", "300")
     assert plan.returncode == 0, plan.stdout + plan.stderr
