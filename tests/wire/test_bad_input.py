@@ -72,10 +72,10 @@ def changed(document, place, value):
 
 def refused(read, data):
     """The message of the SpecError that reading ends in; quick, and in little memory."""
-    start = time.perf_counter()
+    start = time.thread_time()
     with pytest.raises(SpecError) as caught:
         read(data)
-    assert time.perf_counter() - start < 1.0
+    assert time.thread_time() - start < 1.0
     tracemalloc.start()
     with pytest.raises(SpecError):
         read(data)
