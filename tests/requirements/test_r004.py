@@ -78,6 +78,7 @@ QUESTIONS = {
     "which part of an axis does a rank hold": "core/shard.py::held",
     "how many ranks does a topology have": "models/topology.py::num_ranks",
     "where in its topology does a rank stand": "models/describe.py::rank",
+    "would an engine start with so many ranks": "models/servable.py::why_not_served",
     "how many tokens are in a block that ranks share": "models/describe.py::groups",
     "into how many shards do whole blocks divide": "models/cache.py::as_opaque",
     "how many heads does a model of vLLM's have": "integrations/vllm/worker/describe.py::_total_heads",

@@ -125,8 +125,8 @@ def wrong_record(patch):
 
     def selected(self, now, handle, selection, *rest):
         effects = real(self, now, handle, selection, *rest)
-        if handle in self._jobs:
-            self._jobs[handle].num_bytes += 1
+        if job := self._fetches.get(handle):
+            job.num_bytes += 1
         return effects
 
     patch.setattr(Reader, "selected", selected)
