@@ -82,7 +82,12 @@ def without_memlock() -> tuple[str, ...]:
 
 
 def has_cma() -> bool:
-    return not vm_error(os.getppid(), 0).startswith(("Operation not permitted", "Function not implemented"))
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        return not vm_error(child.pid, 0).startswith(("Operation not permitted", "Function not implemented"))
+    finally:
+        child.kill()
+        child.wait()
 
 
 @pytest.fixture(scope="module")

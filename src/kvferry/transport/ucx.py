@@ -25,11 +25,14 @@ from kvferry.transport.emulation import (
 UCX_EMULATES = "UCX_PROTO_EMULATION_ENABLE"
 UCX_SENT, UCX_RECEIVED = "UCX_TCP_TX_SEG_SIZE", "UCX_TCP_RX_SEG_SIZE"
 UCX_TRANSPORTS = "UCX_TLS"
+UCX_GET_ZCOPY = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
+UCX_ALL = "UCX_"
+"""What the names of all its settings begin with."""
 
 AGENTS_SETTING = "KVFERRY_READ_AGENTS"
 MOST_AGENTS = 4
 
-CUDA_ENVIRONMENT = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y"}
+CUDA_ENVIRONMENT = {UCX_GET_ZCOPY: "y"}
 """What the environment must have before an agent is made that reads or serves CUDA memory.
 
 Without it, reads of device memory on one host go through TCP: 0.5 GB/s instead of 1,300.
@@ -103,6 +106,11 @@ class UcxSettings:
                 f"it sends segments of {sent} bytes, {UCX_RECEIVED} has room for {self.received_bytes}",
             )
         return FULL_PACE
+
+
+def choices_told_in(folder: str) -> dict[str, str]:
+    """What the environment of a process says that is to write down, in a folder, what UCX reads by."""
+    return {"UCX_PROTO_INFO": "y", "UCX_LOG_FILE": f"{folder}/ucx.%p.log"}
 
 
 def prepare_for_cuda(environ: MutableMapping[str, str]) -> None:

@@ -11,6 +11,7 @@ from kvferry.cli.doctor.read_checks import check_reads
 from kvferry.cli.doctor.seen import Observed
 from kvferry.cli.output import num_bytes
 from kvferry.integrations.supported import VLLM_SERIES
+from kvferry.transport.ucx import UCX_GET_ZCOPY
 
 NIXL_MAJOR, NIXL_MINOR = 1, 5
 """From this version of NIXL on, up to the next major one (pyproject.toml says the same to pip)."""
@@ -194,7 +195,7 @@ def check_gpus(observed: Observed) -> Iterator[Diagnosis]:
 
 def check_device_settings(observed: Observed) -> Iterator[Diagnosis]:
     """Variables that make reads of device memory slow, or impossible for others."""
-    zcopy = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
+    zcopy = UCX_GET_ZCOPY
     if observed.settings.get(zcopy, "y").lower() in ("n", "no", "0", "off"):
         yield Diagnosis(
             Condition.GET_ZCOPY_OFF,

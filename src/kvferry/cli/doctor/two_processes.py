@@ -13,7 +13,7 @@ from kvferry.cli.doctor.seen import ReadsSeen
 from kvferry.testing.fleet import Worker
 from kvferry.testing.fleet.measure import RankCard
 from kvferry.transport.nixl_agent import NixlBuild
-from kvferry.transport.ucx import QUIET
+from kvferry.transport.ucx import QUIET, choices_told_in
 
 CALL_SECONDS = 180.0
 
@@ -45,7 +45,7 @@ def read_from(memory: str, source: RankCard, src_pid: int) -> tuple[ReadsSeen, N
     ``src_pid`` is 0 if the source's process cannot be named here.
     """
     with tempfile.TemporaryDirectory(prefix="kvferry-doctor-") as folder:
-        env = {**quiet_environment(), "UCX_PROTO_INFO": "y", "UCX_LOG_FILE": f"{folder}/ucx.%p.log"}
+        env = {**quiet_environment(), **choices_told_in(folder)}
         with closing(Worker("doctor-dst", ProbeReader, memory, env=env)) as worker:
             try:
                 seen = worker.call("read", source, src_pid, folder, timeout=CALL_SECONDS)
