@@ -124,3 +124,12 @@ def test_intervals_by_the_slow_way():
             for length in range(1, 10):
                 expected = bool(held[start : start + length].all())
                 assert some.contain(np.array([start]), np.array([length])) == expected
+
+
+def test_the_largest_numbers_do_not_wrap_around():
+    """2^62 bytes from place 2^62 on: their sum is negative in 64 bits, and lay inside of everything."""
+    manifest = describe(small("gqa"), Topology(block=8, blocks=20), "prefill")
+    owned = BlockBytes(manifest, manifest.ranks[0]).of_blocks({"full": BlockTable.of([0])})
+    edge = np.array([MAX_PLACE])
+    assert owned.refusal(edge, edge, np.array([0])) == "it names places that no rank has"
+    assert owned.refusal(edge - 1, edge - 1, np.array([0])) == "it leaves its block"

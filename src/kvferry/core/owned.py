@@ -65,9 +65,11 @@ class BlockBytes:
         for view in self._rank.views:
             item_bytes = self._manifest.state_by_name[view.state].item_bytes
             # Layers share their maps by the hundred; the manifest keeps them alive.
-            cells = alike.setdefault((id(view.axes), item_bytes), _cells(view, item_bytes))
+            kind = id(view.axes), item_bytes
+            if kind not in alike:
+                alike[kind] = _cells(view, item_bytes)
             at = place(self._rank.region_index[view.region], view.offset)
-            by_stride[view.group, view.block_stride].append((at, cells))
+            by_stride[view.group, view.block_stride].append((at, alike[kind]))
         return {
             key: Intervals.of(
                 np.concatenate([at + cells.starts for at, cells in some]),
@@ -93,7 +95,7 @@ class OwnedBytes:
         """Why a pattern over blocks is not all inside of these blocks; empty if it is."""
         if not len(places) or not len(steps) or (num_bytes <= 0).any():
             return "it names no bytes"
-        if min(places.min(), steps.min()) < 0 or max(places.max(), num_bytes.max(), steps.max()) > MAX_PLACE:
+        if min(places.min(), steps.min()) < 0 or max(places.max(), num_bytes.max(), steps.max()) >= MAX_PLACE:
             return "it names places that no rank has"
         has_blocks = False
         for (group, stride), cells in self.blocks.of_block_0.items():
