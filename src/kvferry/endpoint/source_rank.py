@@ -63,6 +63,8 @@ class SourceRank:
         self._released: deque[Released] = deque()
         self._state, self._refusal = Membership.JOINING, ""
         self._service: GatherService | None = None
+        self._generation = 0
+        """The start of its engine that the service knows of."""
         rank_key, credential = b"", invitation.credential
         if isinstance(transport, GatheringTransport) and transport.packed_reads is PackedReads.REQUIRE:
             check_listen(listen, advertise, trust)
@@ -119,7 +121,8 @@ class SourceRank:
                     self._channel.send(effect.to, encode(effect.message))
                 case Released() if self._service:
                     # The engine may use the blocks as soon as it hears of it: nothing is gathered then.
-                    self._service.revoke(effect.ticket_id, partial(self._released.append, effect))
+                    then = partial(self._released.append, effect)
+                    self._service.revoke(self._member.generation, effect.ticket_id, then)
                 case Released():
                     self._released.append(effect)
                 case AnswerDigest():
@@ -131,8 +134,9 @@ class SourceRank:
 
     def _tick(self, now: float) -> float:
         self._carry_out(self._member.tick(now))
-        if self._service:
-            self._service.begin(self._member.generation)
+        if self._service and self._member.generation != self._generation:
+            self._generation = self._member.generation
+            self._service.begin(self._generation)
         if self._member.state is not self._state:
             self._refusal, self._state = self._member.refusal, self._member.state
             if self._state is Membership.REFUSED:

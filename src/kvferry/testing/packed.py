@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from kvferry.core.manifest import Manifest, Rank, Region
 from kvferry.core.owned import BlockBytes
@@ -12,37 +11,23 @@ from kvferry.core.view import Ints
 from kvferry.endpoint.edges import open_channel
 from kvferry.endpoint.gather_calls import GatherCalls
 from kvferry.endpoint.gather_service import PATIENCE_S, GatherService
-from kvferry.runtime.ticket_guard import Admitted, GatherRefusal, Refusal
+from kvferry.runtime.ticket_guard import Admitted, TicketGuard
 from kvferry.transport.nixl import NixlTransport
 
 
-class OpenGuard:
-    """Lets everybody have everything. A real rank has a ``TicketGuard``."""
+class OpenGuard(TicketGuard):
+    """Lets everybody have everything."""
 
     def __init__(self) -> None:
         nothing = BlockBytes(Manifest("open", (), (), ()), Rank(0, (), ()))
-        self._admitted = Admitted(1, nothing.of_blocks({}))
-        self._refused: Counter[str] = Counter()
-
-    @property
-    def refused(self) -> Mapping[str, int]:
-        return self._refused
-
-    def begin(self, generation: int) -> None:
-        """Nothing changes."""
-
-    def end(self, ticket_id: int) -> None:
-        """Nothing changes."""
+        super().__init__(b"", nothing)
+        self._everybody = Admitted(1, nothing.of_blocks({}))
 
     def admit(self, permit: bytes) -> Admitted:
-        return self._admitted
+        return self._everybody
 
     def check(self, admitted: Admitted, terms: Sequence[tuple[Ints, Ints, Ints]]) -> None:
         return None
-
-    def refuse(self, code: GatherRefusal, detail: str) -> Refusal:
-        self._refused[code.value] += 1
-        return Refusal(code, detail)
 
 
 def gather_openly(transport: NixlTransport, patience_s: float = PATIENCE_S) -> GatherService:
