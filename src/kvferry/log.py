@@ -18,6 +18,16 @@ class NamedLog(logging.LoggerAdapter[logging.Logger]):
         return f"kvferry: {msg}", kwargs
 
 
+def is_worth_a_line(number: int) -> bool:
+    """Whether the number-th of its kind is written down: the 1st, 2nd, 4th, 8th … Others may cause them, and
+    must not fill the log.
+
+    >>> [number for number in range(1, 20) if is_worth_a_line(number)]
+    [1, 2, 4, 8, 16]
+    """
+    return number.bit_count() == 1
+
+
 def log_of(name: str) -> NamedLog:
     """The log of a module; ``name`` is the module's.
 

@@ -15,9 +15,9 @@ MODEL = ("--model", "llama-3.1-8b")
 BAD = {
     "no-command-known": (("plann",), "No such command 'plann'"),
     "no-option-known": (("plan", "--sources", "tp=2"), "No such option: --sources"),
-    "no-sides": (("plan",), "no files for 2 sides without a topology"),
-    "one-side": (("plan", *MODEL, "--src", "tp=2"), "no files for 1 side without a topology"),
-    "a-file-too-many": (("plan", "a.json", *MODEL, *ENDS), "1 file for no sides without a topology"),
+    "no-sides": (("plan",), "0 files for 2 sides without a topology"),
+    "one-side": (("plan", *MODEL, "--src", "tp=2"), "0 files for 1 side without a topology"),
+    "a-file-too-many": (("plan", "a.json", *MODEL, *ENDS), "1 file for 0 sides without a topology"),
     "three-files": (("plan", "a.json", "b.json", "c.json"), "unexpected extra argument"),
     "a-model-for-files": (("plan", "a.json", "b.json", *MODEL), "files need neither"),
     "no-model": (("plan", *ENDS), "a topology needs a model: give --model NAME"),

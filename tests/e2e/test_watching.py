@@ -43,7 +43,7 @@ def test_a_pair_can_be_watched_and_compared(nursery, tmp_path):
     lines = [line for line in dst.log.read_text().splitlines() if "kvferry: load of " in line]
     assert len(lines) == 2 * len(PROMPTS)
     account = re.compile(
-        r" at tcp://\S+: \d+ bytes in \d+ runs from 1 rank, direct, in [\d.]+ ms \(predicted [\d.]+\);"
+        r" at tcp://\S+: [\d,]+ bytes in [\d,]+ runs from 1 rank, direct, in [\d.]+ ms \(predicted [\d.]+\);"
     )
     assert all(account.search(line) for line in lines)
     assert 0 < src.num_offers() <= len(PROMPTS), "what the scheduler counts comes to the front end, too"

@@ -54,7 +54,7 @@ def until(condition, seconds=30.0):
 
 def test_the_line_of_a_good_load():
     assert log_line(Report(1, None, RECORD)) == (
-        "load of request-1 from prefill at tcp://10.0.0.7:5555: 4096 bytes in 3 runs from 2 ranks, direct,"
+        "load of request-1 from prefill at tcp://10.0.0.7:5555: 4,096 bytes in 3 runs from 2 ranks, direct,"
         " in 250.0 ms (predicted 200.0); 300.0 ms in all"
     )
 

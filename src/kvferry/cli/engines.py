@@ -14,6 +14,7 @@ from kvferry.cli.bad_input import at
 from kvferry.cli.serve_command import ServeCommand
 from kvferry.core.manifest import Manifest
 from kvferry.core.state import Addressing
+from kvferry.core.words import counted
 from kvferry.errors import SpecError
 from kvferry.models import Model, Topology, catalogue, describe, model_from_config, model_named
 
@@ -90,7 +91,7 @@ def src_and_dst(
     open_sides = topologies.count(None)
     if len(files) != open_sides:
         raise SpecError(
-            f"{_count(len(files), 'file')} for {_count(open_sides, 'side')} without a topology:"
+            f"{counted(len(files), 'file')} for {counted(open_sides, 'side')} without a topology:"
             " each side needs a manifest file or a topology (--src tp=4, --dst tp=8)"
         )
     if given.model and given.config:
@@ -107,10 +108,6 @@ def src_and_dst(
         for engine, text, own in zip(("src", "dst"), topologies, given.models, strict=True)
     )
     return src, dst
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number or 'no'} {noun}{'s' * (number != 1)}"
 
 
 def manifest_file(path: Path) -> Manifest:

@@ -13,6 +13,7 @@ from kvferry.core.link_profile import RDMA_400
 from kvferry.core.manifest import Manifest, compare
 from kvferry.core.state import State
 from kvferry.core.view import BLOCK, View
+from kvferry.core.words import counted
 from kvferry.errors import Code
 
 
@@ -171,7 +172,7 @@ def _window(manifest: Manifest, state: State) -> str:
 
 def _holding(manifest: Manifest, state: State) -> str:
     held = [str(box) for _, box in manifest.holders[state.name].boxes] if _view(manifest, state) else []
-    ranks = f"{len(held)} rank{'s' * (len(held) != 1)}"
+    ranks = counted(len(held), "rank")
     parts = len(set(held))
     return f"{ranks}, {'all of it on each' if parts == 1 else f'{parts} parts'}"
 

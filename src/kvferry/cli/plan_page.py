@@ -14,6 +14,7 @@ from kvferry.cli.warned import Warned
 from kvferry.core.cost import CostTerm, Estimate
 from kvferry.core.link_profile import Origin
 from kvferry.core.manifest import Manifest
+from kvferry.core.words import counted
 
 MATRIX_COLUMNS = 6
 """Destination ranks side by side in the traffic matrix."""
@@ -22,7 +23,7 @@ MATRIX_COLUMNS = 6
 def show(answer: PlanAnswer, *, full: bool) -> None:
     """The answer: in short, or with everything that there is to show."""
     out, bill, billed = page.console(), answer.bill, answer.billed
-    asked = f"{_count(len(billed.ranks), 'destination rank')}"
+    asked = f"{counted(len(billed.ranks), 'destination rank')}"
     page.verdict(out, "REFUSED" if bill.findings else "PROVED", asked)
     rows = [("src", _summary(billed.source)), ("dst", _summary(billed.destination))]
     page.labelled(out, [*rows, ("model", answer.identity.sentence)])
@@ -66,11 +67,7 @@ def _show_warnings(out: Console, warnings: Sequence[Warned]) -> None:
 def _summary(manifest: Manifest) -> str:
     blocks = sorted({group.tokens_per_block for group in manifest.groups if group.addressing == "table"})
     size = f", blocks of {'/'.join(map(str, blocks))} tokens" if blocks else ""
-    return f"{manifest.model or manifest.engine}, {_count(len(manifest.ranks), 'rank')}{size}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"
+    return f"{manifest.model or manifest.engine}, {counted(len(manifest.ranks), 'rank')}{size}"
 
 
 def _show_request(out: Console, answer: PlanAnswer, *, full: bool) -> None:
@@ -81,7 +78,7 @@ def _show_request(out: Console, answer: PlanAnswer, *, full: bool) -> None:
     out.print(title, style="bold")
     average = bill.total_bytes / bill.num_runs if bill.num_runs else 0
     if not full:
-        moved = f"{num_bytes(bill.total_bytes)} in {_count(bill.num_runs, 'run')} of {num_bytes(average)}"
+        moved = f"{num_bytes(bill.total_bytes)} in {counted(bill.num_runs, 'run')} of {num_bytes(average)}"
         wrapped(out, [f"{moved} on average; {num_bytes(bill.zeroed_bytes)} to zero"])
         out.print()
         return

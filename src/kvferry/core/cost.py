@@ -16,6 +16,7 @@ import numpy as np
 
 from kvferry.core.product import Product, Term
 from kvferry.core.way import Way
+from kvferry.core.words import counted
 from kvferry.errors import SpecError
 
 WORD_BYTES = 16
@@ -157,7 +158,7 @@ class Estimate:
         traffic = self.traffic
         match self.mostly:
             case CostTerm.READS:
-                return f"starting {traffic.num_reads:,} read{'s' * (traffic.num_reads != 1)}"
+                return f"starting {counted(traffic.num_reads, 'read')}"
             case CostTerm.RUNS:
                 return f"{traffic.num_runs:,} runs of {traffic.average_run_bytes:,.0f} bytes"
             case CostTerm.BYTES:

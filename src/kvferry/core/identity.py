@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from kvferry.core.words import counted
 from kvferry.errors import Code, Finding, SpecError
 
 STATED = "stated"
@@ -106,7 +107,7 @@ class IdentityCheck:
         """The outcome in words."""
         if self.differing:
             return f"the models differ in {', '.join(found.field for found in self.differing)}"
-        parts = f"{self.num_equal} part{'s' * (self.num_equal != 1)} of the identity"
+        parts = f"{counted(self.num_equal, 'part')} of the identity"
         if not self.unknown:
             return f"the same model ({parts} equal)"
         reasons = "; ".join(_cannot_know(found) for found in self.unknown)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from kvferry.channel import Budget, Channel, ContactChange, Received
 from kvferry.errors import KVFerryError
-from kvferry.log import log_of
+from kvferry.log import is_worth_a_line, log_of
 from kvferry.wire.bad_input import printable
 
 log = log_of(__name__)
@@ -107,7 +107,7 @@ class ChannelThread:
             work()
         except KVFerryError as error:
             number = self._refuse(type(error).__name__)
-            if number.bit_count() == 1:  # each 1st, 2nd, 4th, 8th …: junk must not fill the log
+            if is_worth_a_line(number):
                 log.warning(
                     "refused message number %d on the control channel: %s", number, printable(str(error))
                 )

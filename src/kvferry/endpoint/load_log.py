@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 
+from kvferry.core.words import counted
 from kvferry.endpoint.log_limit import LogLimit
-from kvferry.log import log_of
+from kvferry.log import is_worth_a_line, log_of
 from kvferry.runtime import FailureCode, Report
 from kvferry.runtime.values import Record
 from kvferry.wire.bad_input import printable
@@ -46,15 +47,12 @@ class LoadLog:
                 log.warning("%d more failed loads have no line here", num)
 
     def rejected(self, report: Report) -> None:
-        """A ticket was not used; from any thread.
-
-        The 1st, 2nd, 4th, 8th … has a line: they must not fill the log.
-        """
+        """A ticket was not used; from any thread."""
         code = report.record.outcome
         with self._lock:
             self.num_rejected = {**self.num_rejected, code: self.num_rejected.get(code, 0) + 1}
             number = sum(self.num_rejected.values())
-        if number.bit_count() == 1:
+        if is_worth_a_line(number):
             log.warning("rejected ticket number %d: %s", number, log_line(report))
 
 
@@ -73,12 +71,9 @@ def log_line(report: Report) -> str:
 
 def _moved(record: Record) -> str:
     predicted = f" (predicted {record.predicted_seconds * 1e3:.1f})" if record.predicted_seconds else ""
+    digest = f", digest {record.digest}" if record.digest else ""
     return (
-        f"{_num(record.num_bytes, 'byte')} in {_num(record.num_runs, 'run')} from"
-        f" {_num(record.num_sources, 'rank')}, {record.way or 'no way'}, in {record.move_seconds * 1e3:.1f}"
-        f" ms{predicted}{f', digest {record.digest}' if record.digest else ''}"
+        f"{counted(record.num_bytes, 'byte')} in {counted(record.num_runs, 'run')} from"
+        f" {counted(record.num_sources, 'rank')}, {record.way or 'no way'},"
+        f" in {record.move_seconds * 1e3:.1f} ms{predicted}{digest}"
     )
-
-
-def _num(count: int, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from kvferry.core.identity import IdentityCheck, compare_identity
 from kvferry.core.lower import Route
 from kvferry.core.manifest import Manifest
+from kvferry.core.words import counted
 from kvferry.endpoint.shared_plans import SharedPlan
 from kvferry.errors import KVFerryError, Refused, RequestError, SpecError, TransportError
 from kvferry.log import log_of
@@ -51,7 +52,9 @@ class MetPeer:
         """What a person wants to know of the meeting, in a line."""
         reasons = sorted({link.reason for link in self.links.values() if link.reason})
         why = f", since {'; '.join(reasons)}" if reasons else ""
-        states = f"{len(self.route.plan.states)} states in {len(self.route.lanes)} groups"
+        states = (
+            f"{counted(len(self.route.plan.states), 'state')} in {counted(len(self.route.lanes), 'group')}"
+        )
         planned = f"compared, planned and proved in {self.plan_seconds * 1e3:.0f} ms"
         ranks = ", ".join(map(str, self.links))
         line = (

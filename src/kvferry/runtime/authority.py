@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import islice
 
+from kvferry.core.words import counted
 from kvferry.runtime.assembly import Assembly, JoinedRank
 from kvferry.runtime.digest_relay import DigestRelay
 from kvferry.runtime.failure import FailureCode
@@ -330,7 +331,7 @@ class Authority:
         engine = self._offers.engine
         is_ours = join.engine == engine and 0 <= join.rank < self._num_ranks
         if not is_spoken(join.protocol) or not is_ours:
-            ranks = f"{self._num_ranks} rank{'s' * (self._num_ranks != 1)}"
+            ranks = counted(self._num_ranks, "rank")
             return no(f"this engine is {engine}, with {ranks}, and speaks protocol {PROTOCOL}")
         known = self._ranks.get(join.rank)
         if known is not None and known.is_same(join):

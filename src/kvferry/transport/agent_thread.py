@@ -23,7 +23,7 @@ from kvferry.core.product import Product
 from kvferry.core.runs import Runs
 from kvferry.core.way import Way
 from kvferry.errors import TransportError
-from kvferry.log import log_of
+from kvferry.log import is_worth_a_line, log_of
 from kvferry.transport.agent import FabricAgent
 from kvferry.transport.base import Connected, DeviceEvent
 from kvferry.transport.cards import pack_card
@@ -222,7 +222,7 @@ class AgentThread:
             except Exception:
                 has_moved = False
                 num_errors += 1
-                if num_errors.bit_count() == 1:  # the first, second, fourth, eighth … time
+                if is_worth_a_line(num_errors):
                     log.exception("unexpected (%d times by now); the thread goes on", num_errors)
                 sleep(PAUSE_S)
             if has_moved:

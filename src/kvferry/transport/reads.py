@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 from kvferry.core.runs import Runs
 from kvferry.errors import TransportError
-from kvferry.log import log_of
+from kvferry.log import is_worth_a_line, log_of
 from kvferry.transport.agent import FabricAgent
 from kvferry.transport.base import CANCELLED
 from kvferry.transport.cards import segment_in, unpack_card
@@ -282,7 +282,7 @@ class Reads:
             return True
         except Exception:
             posted.num_failed_checks += 1
-            if posted.num_failed_checks.bit_count() == 1:  # the first, second, fourth, eighth … time
+            if is_worth_a_line(posted.num_failed_checks):
                 times = posted.num_failed_checks
                 log.exception("a read is still under way, but its state is unknown (%d checks failed)", times)
             return False

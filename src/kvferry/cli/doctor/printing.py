@@ -21,6 +21,7 @@ from kvferry.cli.output import (
     table,
     wrapped,
 )
+from kvferry.core.words import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -77,7 +78,7 @@ def show(observed: Observed, found: Sequence[Diagnosis], machine: Mapping[str, A
 
 def _show_verdict(out: Console, found: Sequence[Diagnosis]) -> None:
     numbers = [
-        f"{number} {level.value}{'s' * (number != 1)}"
+        counted(number, level.value)
         for level in Level
         if (number := sum(one.level is level for one in found))
     ]
