@@ -28,7 +28,7 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help env demo test lint types imports check format bench law compatibility families faults fuzz soak load e2e e2e-full \
-        serve vllm-startup kubernetes mutants peers simulate clean
+        serve vllm-startup kubernetes mutants peers docs simulate clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -146,6 +146,15 @@ serve: $(VLLM)/.ready ## two vLLM servers on a CPU, kvferry between them: are th
 
 peers: $(READY) ## README's table of peers: what other connectors' own code makes of unequal TP (downloads 360 MB)
 	@$(BIN)/python tools/peers.py
+
+# A warning ends it: a dead link, a page that is in no menu, something that a browser would fetch from elsewhere.
+docs: $(VENV)/.docs ## build the site into build/site; open build/site/index.html
+	@echo "==> docs"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+$(VENV)/.docs: $(READY)
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,docs]"
+	@touch $@
 
 # MUTANTS="core --sample 100 --seed 7": which rooms, how many, which sample; the default: the laws, 30 of each room.
 mutants: $(VENV)/.mutants ## break the code on purpose, a sample of each room; every break must fail a test
