@@ -1,28 +1,36 @@
 """What a rank that gathers hears of its engine's starts and releases, in whatever order; and junk."""
 
 import time
+from typing import ClassVar
 
 import pytest
 
 from kvferry.channel import Received
+from kvferry.core.owned import BlockBytes
+from kvferry.endpoint.edges import ControlChannel
 from kvferry.endpoint.gather_service import GatherService
 from kvferry.errors import SpecError
-from kvferry.runtime.ticket_guard import Admitted, GatherRefusal, Refusal
+from kvferry.runtime.ticket_guard import Admitted, GatherRefusal, Refusal, TicketGuard
 from kvferry.transport.places import Places
 from kvferry.transport.staging_ring import StagingRing, StagingSize
 from kvferry.wire.gather import Gather, encode_rank_message
-from tests.runtime.test_ticket_guard import KEY, SRC, BlockBytes, TicketGuard, permit, ticket
+from tests.runtime.test_ticket_guard import KEY, SRC, permit, ticket
 
 
-class SilentChannel:
+class SilentChannel(ControlChannel):
     """Nobody calls, and nobody listens."""
 
     address = "tcp://127.0.0.1:1"
+    refused: ClassVar = {}
+    dropped: ClassVar = {}
 
     def start(self, name, receive, is_behind):
         pass
 
     def send(self, to, data):
+        pass
+
+    def hang_up(self, address):
         pass
 
     def close(self):
