@@ -49,8 +49,9 @@ TIME_KEYS = {
     "min_s": float,
     "max_s": float,
     "gb_per_s": float,
+    "predicted_s": type(None),
 }
-HOST_RIVALS = {"direct", "fetch", "nixl", "nixl-one-run", "copy"}
+HOST_RIVALS = {"direct", "packed", "fetch", "nixl", "nixl-one-run", "copy"}
 
 
 # -- the grid
@@ -121,11 +122,15 @@ def test_a_byte_between_the_blocks_is_looked_at():
         ("--run-bytes 1048576 --runs 16384", "no case fits: one may have 64 MiB at most"),
         ("--memory gpu", "--memory gpu: say host, or cuda:N for a GPU"),
         ("--memory cuda:99", "--memory cuda:99: "),
-        ("--only nobody", "--only nobody: say one of direct, mapped, fetch, nixl, nixl-one-run, copy, vllm"),
+        (
+            "--only nobody",
+            "--only nobody: say one of direct, mapped, packed, fetch, nixl, nixl-one-run,",
+        ),
         ("--over pigeon", "pigeon"),
         ("--turns 2", "--turns"),
         ("--plot plot.pdf", "--plot plot.pdf: the name must end in .svg or .png"),
         ("--plot nowhere/plot.svg", "--plot nowhere/plot.svg: there is no folder nowhere"),
+        ("--link nowhere.json", "nowhere.json: No such file or directory"),
         ("--json nowhere/it.json", "--json nowhere/it.json: there is no folder nowhere"),
     ],
 )
@@ -226,11 +231,26 @@ def test_a_quick_run(cli, tmp_path):
     ways = {one["rival"]: one["way"] for one in found["times"]}
     assert (ways["nixl"], ways["copy"]) == ("nixl", "copy")
     assert ways["direct"] == ways["fetch"] in ("direct", "emulated")
+    assert ways["packed"] == "packed"
     assert {one["rival"] for one in found["not_run"]} >= {"mapped"}
     assert found["checked_bytes"] == len(found["times"]) << 20
     page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
     keys = [*found, *found["machine"], *found["times"][0], *CallTimes.__annotations__, *found["not_run"][0]]
     assert [key for key in keys if f"`{key}`" not in page] == []
+
+
+def test_a_run_beside_what_was_predicted(cli, tmp_path):
+    """An earlier run predicts the next one; whether it is right is not the test's affair."""
+    pytest.importorskip("nixl", exc_type=ImportError)
+    words = "--quick --memory host --only direct --only packed --only copy --run-bytes 4096"
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    assert cli("bench", *words.split(), "--runs", 64, "--runs", 256, "--json", before).code == 0
+    ran = cli("bench", *words.split(), "--runs", 128, "--link", before, "--json", after)
+    assert ran.code == 0
+    assert ran.out.count("by the profile: ") == 2
+    for one in json.loads(after.read_text(encoding="utf-8"))["times"]:
+        assert (one["predicted_s"] is None) == (one["rival"] == "copy")
+        assert one["predicted_s"] is None or 0 < one["predicted_s"] < 10
 
 
 SPOILED = """

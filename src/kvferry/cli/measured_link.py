@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,10 +21,39 @@ CLOSE = 0.3
 """How far a prediction may be off to count as close."""
 
 Loads = list[tuple[Traffic, float]]
+MeasuredCosts = Mapping[tuple[str, Way], Cost]
+"""By the kind of memory, as the file names it, and by way."""
 
 
 def measured_links(path: Path) -> list[LinkProfile]:
     """One profile for each kind of memory and each way of ours that the file has times of."""
+    return list(_by_kind(path).values())
+
+
+def measured_costs(path: Path) -> MeasuredCosts:
+    """The same as costs."""
+    return {kind: profile.cost for kind, profile in _by_kind(path).items()}
+
+
+def known_cost(costs: MeasuredCosts, medium: str, way: str) -> Cost | None:
+    """What is known of a kind of memory; who measured ``host`` memory did not say what carried it.
+
+    >>> costs = {("host", Way.DIRECT): Cost(1e-4, 2e-6, 5e9)}
+    >>> known_cost(costs, "host-cma", "direct") is not None, known_cost(costs, "host-tcp", "emulated")
+    (True, None)
+    """
+    known = (cost for (name, each), cost in costs.items() if each == way and medium.startswith(name))
+    return next(known, None)
+
+
+def how_close(pairs: Sequence[tuple[float, float]]) -> str:
+    """How well predicted seconds tell what was measured."""
+    off = [abs(predicted / seconds - 1) for predicted, seconds in pairs]
+    close = sum(each <= CLOSE for each in off)
+    return f"{close} of {len(off)} sizes within {100 * CLOSE:.0f} %, median off by {100 * median(off):.0f} %"
+
+
+def _by_kind(path: Path) -> dict[tuple[str, Way], LinkProfile]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         loads = _loads(document["times"])
@@ -35,11 +64,11 @@ def measured_links(path: Path) -> list[LinkProfile]:
         raise SpecError(
             f"{path}: not a result of `kvferry bench --json` or `kvferry doctor --save`"
         ) from error
-    found = [
-        _profile(f"{path.stem}/{medium}", way, not medium.startswith("host"), some, machine)
+    found = {
+        (medium, way): _profile(f"{path.stem}/{medium}", way, not medium.startswith("host"), some, machine)
         for (medium, way), some in loads.items()
         if len(some) >= MIN_LOADS
-    ]
+    }
     if not found:
         raise SpecError(f"{path}: no way of kvferry was measured with {MIN_LOADS} sizes or more")
     return found
@@ -49,7 +78,7 @@ def _loads(times: Sequence[dict[str, Any]]) -> dict[tuple[str, Way], Loads]:
     """What kvferry's transport read, and the median of the turns, by kind of memory and way."""
     loads: dict[tuple[str, Way], Loads] = defaultdict(list)
     for time in times:
-        if time["rival"] in (Way.DIRECT, Way.MAPPED):
+        if time["rival"] in (Way.DIRECT, Way.MAPPED, Way.PACKED):
             traffic = Traffic(1, int(time["num_runs"]), int(time["total_bytes"]))
             seconds = float(time["median_s"])
             if not 0 < seconds < float("inf"):
@@ -60,11 +89,5 @@ def _loads(times: Sequence[dict[str, Any]]) -> dict[tuple[str, Way], Loads]:
 
 def _profile(name: str, way: Way, is_on_device: bool, loads: Loads, machine: str) -> LinkProfile:
     cost = fitted(first_guess(way, is_on_device=is_on_device).cost, loads)
-    return LinkProfile(name, way, cost, Origin.MEASURED, f"{machine}: {_fit(cost, loads)}")
-
-
-def _fit(cost: Cost, loads: Loads) -> str:
-    """How well a cost tells what was measured."""
-    off = [abs(cost.of(traffic).seconds / seconds - 1) for traffic, seconds in loads]
-    close = sum(each <= CLOSE for each in off)
-    return f"{close} of {len(off)} sizes within {100 * CLOSE:.0f} %, median off by {100 * median(off):.0f} %"
+    fit = how_close([(cost.of(traffic).seconds, seconds) for traffic, seconds in loads])
+    return LinkProfile(name, way, cost, Origin.MEASURED, f"{machine}: {fit}")

@@ -25,6 +25,7 @@ HELP = "\n\n".join(
                 "Rivals (--only NAME, as often as you like):",
                 "  direct        kvferry's transport over NIXL: list made, posted, ended",
                 "  mapped        kvferry's copy kernel over the source's device memory",
+                "  packed        the source gathers host memory, kvferry reads and scatters",
                 "  fetch         kvferry's whole fetch, ticket held and peer met",
                 "  nixl          NIXL alone, given the same list of runs",
                 "  nixl-one-run  NIXL alone, as many bytes in one run",
@@ -41,6 +42,7 @@ HELP = "\n\n".join(
             "kvferry bench --json bench.json --plot bench.svg",
             "kvferry bench --memory cuda:0",
             "kvferry bench --memory host --over tcp --run-bytes 16384 --only direct",
+            "kvferry doctor --save here.json && kvferry bench --link here.json",
         ),
         "Exit codes: 0 all cells right; 1 a cell is wrong (the first is named), or a read failed; 2 bad"
         " usage, with nothing run and nothing written.",
@@ -79,6 +81,10 @@ def bench(
     turns: Annotated[
         int | None, typer.Option(min=3, metavar="N", help="Turns of a case.", show_default="7; quick: 3")
     ] = None,
+    link: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.json", help="Beside each time of ours, what this profile predicts."),
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all figures to a file.")
     ] = None,
@@ -93,11 +99,12 @@ def bench(
     from kvferry.cli.bench.printing import show
     from kvferry.cli.bench.report import BenchVerdict
     from kvferry.cli.bench.taking_part import asked_media, asked_rivals, check_nixl, new_report
+    from kvferry.cli.measured_link import measured_costs
     from kvferry.cli.progress import progress
 
     check_nixl()
     _check_files(json_file, plot)
-    report = new_report()
+    report = new_report(measured_costs(link) if link else {})
     fabrics = over or ([Fabric.CMA] if quick else list(Fabric))
     media = asked_media(memory or [], [fabric.value for fabric in fabrics], report)
     rivals = {medium: asked_rivals(medium, only or [], report) for medium in media}

@@ -113,7 +113,11 @@ class _Contest:
         """Make those ready that can take part."""
         for rival in rivals:
             self._rivals.append(rival)
-            self._try(rival, partial(self._ask, self._reader(rival), "add", rival))
+            self._try(rival, partial(self._add, rival))
+
+    def _add(self, rival: Rival) -> None:
+        card = self._ask(self._source(rival), "gathering_card") if rival is Rival.PACKED else None
+        self._ask(self._reader(rival), "add", rival, card)
 
     def lay_out(self, cases: Sequence[BenchCase]) -> None:
         """Get everybody ready for caches of another shape; first contact is over then."""
@@ -140,9 +144,7 @@ class _Contest:
         for rival in self._rivals:
             last = turns[rival][-1]
             seconds = tuple(turn.seconds for turn in turns[rival])
-            self._report.times.append(
-                RivalTimes(self._medium.name, case, rival, last.way, last.num_runs, seconds)
-            )
+            self._report.add(RivalTimes(self._medium.name, case, rival, last.way, last.num_runs, seconds))
 
     def time_calls(self, cases: Iterable[BenchCase]) -> None:
         """What a call costs while the largest of these reads are under way."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from kvferry.cli.bench.calls import CallTimes
 from kvferry.cli.bench.report import BenchReport, BenchVerdict, NotRun, RivalTimes, by_case, speed_ratio
 from kvferry.cli.bench.rivals import Rival
+from kvferry.cli.measured_link import how_close
 from kvferry.cli.output import (
     console,
     gigabytes_per_second,
@@ -44,8 +45,10 @@ def _show_rival(rival: Rival, times: Sequence[RivalTimes], others: Sequence[Riva
     out = console()
     by = "" if ways == rival.value else f" ({ways})"
     out.print(f"{mine[0].medium}: {rival.value}{by}", style="bold")
+    is_predicted = any(one.predicted_seconds for one in mine)
+    times_of = ("time", "profile", "spread") if is_predicted else ("time", "spread")
     rows = table(
-        "runs", "of", "blocks", "time", "spread", "speed", *(COLUMNS[one] for one in others), left=["blocks"]
+        "runs", "of", "blocks", *times_of, "speed", *(COLUMNS[one] for one in others), left=["blocks"]
     )
     cases = by_case(times)
     for one in mine:
@@ -55,11 +58,16 @@ def _show_rival(rival: Rival, times: Sequence[RivalTimes], others: Sequence[Riva
             num_bytes(one.case.shape.run_bytes),
             SHORT.get(one.case.order.value, one.case.order.value),
             milliseconds(1e3 * one.median),
+            *([milliseconds(1e3 * (one.predicted_seconds or 0))] if is_predicted else []),
             ratio(one.spread),
             gigabytes_per_second(one.gigabytes_per_second),
             *(ratio(speed_ratio(one, beside[other])) if other in beside else "·" for other in others),
         )
     print_table(out, rows)
+    if is_predicted:
+        told = [(one.predicted_seconds, one.median) for one in mine if one.predicted_seconds]
+        wrapped(out, [f"by the profile: {how_close(told)}"])
+        out.print()
 
 
 def _show_machine(report: BenchReport) -> None:

@@ -21,7 +21,10 @@ from kvferry.cli.bench.rivals import (
     Turn,
 )
 from kvferry.testing.fleet.measure import RankCard, RawNixl
+from kvferry.testing.packed import AskingTransport
 from kvferry.transport.device import MappedReads
+from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.staging import PackedReads
 
 SCRATCH_BYTES = 64
 
@@ -39,17 +42,23 @@ class BenchReader:
         """Of the case at hand."""
         self._contenders: dict[Rival, Contender] = {}
 
-    def add(self, rival: Rival) -> None:
+    def add(self, rival: Rival, gathering: RankCard | None) -> None:
         """Have a rival take part."""
-        self._contenders[rival] = self.make(rival)
+        self._contenders[rival] = self.make(rival, gathering)
 
-    def make(self, rival: Rival) -> Contender:
+    def make(self, rival: Rival, gathering: RankCard | None) -> Contender:
         """A rival, ready to read but for the shape of the caches."""
         match rival:
             case Rival.DIRECT:
-                return TransportReads(self._memory, self._source, MappedReads.OFF)
+                transport = NixlTransport(mapped_reads=MappedReads.OFF, packed_reads=PackedReads.OFF)
+                return TransportReads(self._memory, self._source, transport)
             case Rival.MAPPED:
-                return TransportReads(self._memory, self._source, MappedReads.REQUIRE)
+                transport = NixlTransport(mapped_reads=MappedReads.REQUIRE)
+                return TransportReads(self._memory, self._source, transport)
+            case Rival.PACKED:
+                assert gathering is not None
+                asking = AskingTransport(packed_reads=PackedReads.REQUIRE)
+                return TransportReads(self._memory, gathering, asking)
             case Rival.FETCH:
                 return Fetches(self._memory)
             case Rival.NIXL:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from statistics import median
 from typing import Any
 
 from kvferry.cli.bench.calls import CallTimes
 from kvferry.cli.bench.grid import BenchCase
-from kvferry.cli.bench.rivals import Rival
+from kvferry.cli.bench.rivals import TRANSPORT_RIVALS, Rival
+from kvferry.cli.measured_link import MeasuredCosts, known_cost
+from kvferry.core.cost import Traffic
 
 FORMAT = 1
 """The version of the JSON document."""
@@ -39,6 +41,8 @@ class RivalTimes:
     num_runs: int
     """In how many runs it moved them."""
     seconds: tuple[float, ...]
+    predicted_seconds: float | None = None
+    """What a profile said of it, if there was one."""
 
     @property
     def median(self) -> float:
@@ -70,7 +74,13 @@ class RivalTimes:
             "min_s": min(self.seconds),
             "max_s": max(self.seconds),
             "gb_per_s": self.gigabytes_per_second,
+            "predicted_s": self.predicted_seconds,
         }
+
+    @property
+    def traffic(self) -> Traffic:
+        """What moving it costs is told from this."""
+        return Traffic(1, self.num_runs, self.case.total_bytes)
 
 
 @dataclass(frozen=True)
@@ -89,6 +99,8 @@ class BenchReport:
 
     machine: Mapping[str, Any]
     versions: Mapping[str, str]
+    predicted_by: MeasuredCosts = field(default_factory=dict)
+    """What a profile says of each kind of memory and way."""
     times: list[RivalTimes] = field(default_factory=list)
     calls: list[CallTimes] = field(default_factory=list)
     not_run: list[NotRun] = field(default_factory=list)
@@ -96,6 +108,13 @@ class BenchReport:
     wrong: list[str] = field(default_factory=list)
     checked_bytes: int = 0
     """Compared after a read, all reads together."""
+
+    def add(self, times: RivalTimes) -> None:
+        """One rival and case more, with what the profile says of it."""
+        cost = known_cost(self.predicted_by, times.medium, times.way)
+        if cost and times.rival in TRANSPORT_RIVALS:
+            times = replace(times, predicted_seconds=cost.of(times.traffic).seconds)
+        self.times.append(times)
 
     @property
     def verdict(self) -> BenchVerdict:

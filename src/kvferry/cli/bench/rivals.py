@@ -20,7 +20,6 @@ from kvferry.core.span import Span
 from kvferry.endpoint import Destination
 from kvferry.errors import TransportError
 from kvferry.testing.fleet.measure import RankCard, RawNixl
-from kvferry.transport.device import MappedReads
 from kvferry.transport.nixl import NixlTransport
 
 READ_SECONDS = 120.0
@@ -34,6 +33,8 @@ class Rival(StrEnum):
     """kvferry's transport over NIXL: list made, posted in slices, ended."""
     MAPPED = "mapped"
     """kvferry's copy kernel over the source's device memory."""
+    PACKED = "packed"
+    """kvferry's transport: the source gathers into its ring, which is read and scattered."""
     FETCH = "fetch"
     """kvferry's whole fetch: from the call to the report, ticket held and peer met."""
     NIXL = "nixl"
@@ -47,7 +48,7 @@ class Rival(StrEnum):
 
     @property
     def is_ours(self) -> bool:
-        return self in (Rival.DIRECT, Rival.MAPPED, Rival.FETCH)
+        return self in (*TRANSPORT_RIVALS, Rival.FETCH)
 
     @property
     def is_apart(self) -> bool:
@@ -58,6 +59,10 @@ class Rival(StrEnum):
     def needs_offer(self) -> bool:
         """Whether the source is told of every request."""
         return self in (Rival.FETCH, Rival.VLLM)
+
+
+TRANSPORT_RIVALS = (Rival.DIRECT, Rival.MAPPED, Rival.PACKED)
+"""One read of kvferry's transport: what a cost is told from."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +100,8 @@ class Contender:
 class TransportReads(Contender):
     """One ``read`` of kvferry's transport."""
 
-    def __init__(self, memory: BenchMemory, source: RankCard, how: MappedReads) -> None:
-        self._transport = NixlTransport(mapped_reads=how)
+    def __init__(self, memory: BenchMemory, source: RankCard, transport: NixlTransport) -> None:
+        self._transport = transport
         self._transport.register([memory.region])
         self._ended = threading.Event()
         self._transport.on_end(self._ended.set)

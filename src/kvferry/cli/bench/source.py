@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack, closing
 from typing import Any
 
 from kvferry.cli.bench.checks import contents
@@ -14,7 +15,9 @@ from kvferry.core.request import BlockTable
 from kvferry.endpoint import SourceEngine, SourceRank
 from kvferry.testing.fleet import until
 from kvferry.testing.fleet.measure import RankCard
+from kvferry.testing.packed import gather_openly
 from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.staging import PackedReads
 from kvferry.wire.ticket import Ticket
 
 
@@ -26,14 +29,22 @@ class BenchSource:
         self._setup = setup
         self._memory = BenchMemory(setup.device, setup.num_bytes)
         self._memory.write(contents(setup.num_bytes))
-        self._transport = NixlTransport()
+        self._transport = NixlTransport(packed_reads=PackedReads.OFF)
         self._transport.register([self._memory.region])
+        self._gathering = ExitStack()
         self._num_offers = 0
         self._offering: dict[Rival, Any] = {}
 
     def card(self) -> RankCard:
         """What the reader's transports are told."""
         return RankCard(self._transport.card(), (self._memory.region,))
+
+    def gathering_card(self) -> RankCard:
+        """The same memory, by a transport that gathers for whoever asks."""
+        transport = self._gathering.enter_context(closing(NixlTransport(packed_reads=PackedReads.REQUIRE)))
+        transport.register([self._memory.region])
+        self._gathering.enter_context(closing(gather_openly(transport)))
+        return RankCard(transport.card(), (self._memory.region,))
 
     def lay_out(self, rival: Rival, shape: CacheShape) -> None:
         """Get ready to offer requests of caches of this shape to a rival."""
@@ -50,6 +61,7 @@ class BenchSource:
     def close(self) -> None:
         for offering in self._offering.values():
             offering.close()
+        self._gathering.close()
         self._transport.close()
         self._memory.close()
 

@@ -9,6 +9,7 @@ from kvferry.cli.bench.grid import Medium
 from kvferry.cli.bench.machine import describe_machine, package_versions
 from kvferry.cli.bench.report import BenchReport, NotRun
 from kvferry.cli.bench.rivals import Rival
+from kvferry.cli.measured_link import MeasuredCosts
 from kvferry.errors import SpecError, TransportError
 from kvferry.transport.cuda import device_names
 from kvferry.transport.nixl import check_installed
@@ -26,9 +27,9 @@ def check_nixl() -> None:
         raise SpecError(error.detail) from None
 
 
-def new_report() -> BenchReport:
+def new_report(predicted_by: MeasuredCosts | None = None) -> BenchReport:
     """A report that says where it was made."""
-    return BenchReport(describe_machine(", ".join(_devices())), package_versions())
+    return BenchReport(describe_machine(", ".join(_devices())), package_versions(), predicted_by or {})
 
 
 def asked_media(asked: Sequence[str], fabrics: Sequence[str], report: BenchReport) -> list[Medium]:
@@ -78,6 +79,8 @@ def _why_not(rival: Rival, medium: Medium) -> str:
     """Why a rival cannot take part, as far as that is known before it is tried."""
     if rival is Rival.MAPPED and medium.device == "cpu":
         return "host memory is not mapped, device memory is"
+    if rival is Rival.PACKED and medium.device != "cpu":
+        return "only host memory is gathered so far"
     if rival is Rival.VLLM and find_spec("vllm") is None:
         return "vLLM is not installed in this environment"
     return ""
