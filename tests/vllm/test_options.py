@@ -95,3 +95,24 @@ def test_what_is_for_other_connectors_is_refused_by_name(keys, words):
     """Never ignored: whoever sets it expects something."""
     with pytest.raises(SpecError, match=words):
         check_transfer_config(transfer(**keys), "cpu")
+
+
+def test_everything_that_is_refused_is_said_at_once():
+    """A second start to learn of the second key costs minutes."""
+    asked = transfer(
+        kv_buffer_device="cuda",
+        kv_port=5600,
+        kv_connector_extra_config={"num_threads": 4, "leese_seconds": 9},
+    )
+    with pytest.raises(SpecError) as refused:
+        check_transfer_config(asked, "cpu")
+    for words in ("kv_buffer_device: 'cuda'", "kv_port: 5600", "KVFERRY_READ_AGENTS", "mean lease_seconds?"):
+        assert words in str(refused.value)
+
+
+def test_a_secret_among_wrong_options_is_not_repeated():
+    with pytest.raises(SpecError) as refused:
+        check_transfer_config(
+            transfer(kv_port=5600, kv_connector_extra_config={"secret": TEXT, "num_threads": 4}), "cpu"
+        )
+    assert TEXT not in str(refused.value)

@@ -89,6 +89,15 @@ def test_every_setting_of_vllms_connector_has_an_answer():
     assert [name for name in sorted(settings) if f"`{name}`" not in MOVE] == []
 
 
+def test_every_option_of_vllms_connector_is_refused_with_what_to_do_instead():
+    options = sorted(name for name in settings_of_nixl_connector() if name.islower())
+    strange = [name for name in options if name not in known_options()]
+    assert len(strange) > 5
+    with pytest.raises(SpecError) as refused:
+        Options.of(dict.fromkeys(strange, 1), host="10.0.0.7")
+    assert [name for name in strange if f"{name} (NixlConnector's; " not in str(refused.value)] == []
+
+
 def test_every_field_of_the_flag_has_an_answer():
     assert [field.name for field in fields(KVTransferConfig) if f"| `{field.name}` |" not in MOVE] == []
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any, Protocol
 
 from kvferry.endpoint.secret_source import secret_from_environment, secret_from_file
@@ -25,6 +26,18 @@ _SECONDS = {
     "reconnect_seconds": "reconnect",
     "silence_seconds": "silence",
 }
+_KNOWN = {*_TEXTS, *_SECONDS, "insecure", "authorities", "backends"}
+_INSTEAD = {
+    "num_threads": "leave it out: the variable KVFERRY_READ_AGENTS says how many threads read",
+    "kv_lease_duration": "say lease_seconds",
+    "enforce_handshake_compat": "leave it out: engines are compared part by part; identity says it for you",
+    "engine_ttl": "leave it out: engines that are gone are forgotten",
+    "kv_recompute_threshold": "leave it out: a router that wants no transfer asks for no ticket",
+    "bidirectional_kv_xfer": "leave it out: nothing goes back to the prefill engine",
+    "decoder_kv_blocks_ttl": "leave it out: nothing goes back to the prefill engine",
+    "push_registration_timeout": "leave it out: kvferry pulls",
+}
+"""Options of vLLM's NixlConnector, and what to do with them here."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +50,7 @@ class Options:
     'tcp://10.0.0.7:*'
     >>> Options.of({"leese_seconds": 10}, host="10.0.0.7")
     Traceback (most recent call last):
-    kvferry.errors.SpecError: kv_connector_extra_config: unknown leese_seconds; known are advertise, ...
+    kvferry.errors.SpecError: kv_connector_extra_config: unknown leese_seconds (did you mean ...
     """
 
     listen: str
@@ -67,10 +80,8 @@ class Options:
                 "kv_connector_extra_config: vLLM prints these options, so a secret must not be one: write it"
                 " to a file (kvferry keygen -o FILE) and say secret_file, or set KVFERRY_SECRET_FILE"
             )
-        known = {*_TEXTS, *_SECONDS, "insecure", "authorities", "backends"}
-        if unknown := sorted(set(extra) - known):
-            names, all_names = ", ".join(unknown), ", ".join(sorted(known))
-            raise SpecError(f"kv_connector_extra_config: unknown {names}; known are {all_names}")
+        if unknown := _unknown_options(extra):
+            raise SpecError(unknown)
         texts = {name: _text(name, extra.get(name, "")) for name in _TEXTS}
         seconds = {_SECONDS[name]: _number(name, extra[name]) for name in _SECONDS if name in extra}
         trust = Trust(_secret(texts["secret_file"]), _insecure(extra), _authorities(extra))
@@ -92,24 +103,50 @@ class TransferConfig(Protocol):
     kv_buffer_device: str
     kv_port: int
     enable_permute_local_kv: bool
+    kv_connector_extra_config: dict[str, Any]
 
 
 def check_transfer_config(config: TransferConfig, device: str) -> None:
-    """Refuse by name what vLLM's own keys ask for, and this connector does not do; ``device`` is vLLM's."""
+    """Refuse by name what is asked for, and this connector does not do; ``device`` is vLLM's.
+
+    All of it at once: an engine that was started for nothing costs minutes.
+    """
+    if refused := list(_refused_keys(config, device)):
+        raise SpecError("; ".join(refused))
+
+
+def _refused_keys(config: TransferConfig, device: str) -> Iterator[str]:
     if config.kv_buffer_device != device:
-        raise SpecError(
+        yield (
             f"kv_buffer_device: {config.kv_buffer_device!r} asks for copies in other memory, but kvferry"
             f" moves caches from where they are to where they belong: leave it out (it is {device!r} then)"
         )
     if config.enable_permute_local_kv:
-        raise SpecError(
-            "enable_permute_local_kv: kvferry moves between any two layouts without it: leave it out"
-        )
+        yield "enable_permute_local_kv: kvferry moves between any two layouts without it: leave it out"
     if config.kv_port != _PORT_OF_VLLM:
-        raise SpecError(
+        yield (
             f"kv_port: {config.kv_port} is for other connectors; kvferry takes a free port. If it must be"
             f' this one, say "listen": "tcp://HOST:{config.kv_port}" in kv_connector_extra_config'
         )
+    extra = config.kv_connector_extra_config or {}
+    if (unknown := _unknown_options(extra)) and "secret" not in extra:
+        yield unknown
+
+
+def _unknown_options(extra: Mapping[str, Any]) -> str:
+    """The options that nobody here knows, each with what to do instead; empty if there are none."""
+    unknown = sorted(set(extra) - _KNOWN)
+    if not unknown:
+        return ""
+    names = ", ".join(f"{name}{_advice(name)}" for name in unknown)
+    return f"kv_connector_extra_config: unknown {names}; known are {', '.join(sorted(_KNOWN))}"
+
+
+def _advice(name: str) -> str:
+    if name in _INSTEAD:
+        return f" (NixlConnector's; {_INSTEAD[name]})"
+    alike = get_close_matches(name, _KNOWN, n=1, cutoff=0.7)
+    return f" (did you mean {alike[0]}?)" if alike else ""
 
 
 def _backend(extra: Mapping[str, Any]) -> str:
