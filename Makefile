@@ -151,6 +151,7 @@ peers: $(READY) ## README's table of peers: what other connectors' own code make
 docs: $(VENV)/.docs ## build the site into build/site; open build/site/index.html
 	@echo "==> docs"
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@$(BIN)/python tools/snippets.py
 
 $(VENV)/.docs: $(READY)
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,docs]"
