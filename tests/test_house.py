@@ -96,6 +96,8 @@ LARGE_OBJECTS = {
     "Read": "one read on its way: what is left to post, what is posted, how it ends",
     "Reader": "one machine: its parts (meetings, questions, settlements) are machines already",
     "Record": "the account of a load: each field is a column",
+    "ReportedDestination": "what one rank said of itself: each field is shown",
+    "ReportedSource": "what one engine said of itself: each field is shown",
     "SimulatedDestination": "a whole engine with its faults, seed and account",
     "SimulatedLoad": "the account of a load, as the laws look at it",
     "SimulatedProcess": "a process: its clock, its network, its machines, and whether it lives",

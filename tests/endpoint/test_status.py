@@ -52,6 +52,7 @@ def test_both_sides_tell_what_they_are_doing(pair_of):
     assert (known["state"], known["way"], known["ranks"]) == ("met", "memory", [0])
     assert known["costs"]["memory"]["num_loads"] == 1
     assert destination["ended"] == {"read memory": 1}
+    assert destination["read_bytes"] == {"memory": 5760}
     (load,) = destination["loads"]
     assert (load["request_id"], load["phase"]) == (ticket.request_id, "holding")
     assert (source["address"], source["being_read"], source["ranks"]) == (pair.engine.address, 1, "1/1")

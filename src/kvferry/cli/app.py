@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli import describe, diff, keygen, models, plan, proxy, runs, status
+from kvferry.cli import describe, diff, keygen, models, plan, proxy, runs
 from kvferry.cli.bench import command as bench
 from kvferry.cli.demo import command as demo
 from kvferry.cli.doctor import command as doctor
+from kvferry.cli.status import command as status
 
 COMMANDS: dict[str, tuple[Callable[..., int | None], str]] = {
     "plan": (plan.plan, plan.HELP),

@@ -35,6 +35,17 @@ def num_bytes(count: float) -> str:
     return f"{count:.2f}".rstrip("0").rstrip(".") + f" {units[0]}"
 
 
+def duration(seconds: float) -> str:
+    """A time as people say it.
+
+    >>> duration(42.0), duration(600.0), duration(9000.0)
+    ('42 s', '10 min', '2.5 h')
+    """
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
 def milliseconds(value: float) -> str:
     """Milliseconds as people read them.
 

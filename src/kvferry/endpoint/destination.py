@@ -229,17 +229,17 @@ class Destination:
 
     def _report(self) -> dict[str, object]:
         """What `kvferry status` is told; the owner's."""
-        now, costs = self._clock(), self._costs.status()
-        found = self._reader.sources()
+        now, costs, found = self._clock(), self._costs.status(), self._reader.sources()
         sources = [
             source_shown(peer, state, why, self._met.get(peer), costs)
             for peer, (state, why) in islice(found.items(), MAX_SOURCES_SHOWN)
         ]
-        status = self._reader.status() | {
+        status = {
+            **self._reader.status(),
+            **self._log.status(),
             "sources": sources,
             "num_sources": len(found),
             "loads": self._reader.shown_loads(now),
-            "ended": dict(self._log.num_ended),
             "plans": len(self._plans),
             "refused": dict(self._channel.refused),
             "dropped": dict(self._channel.dropped),

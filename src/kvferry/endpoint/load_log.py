@@ -12,6 +12,7 @@ from kvferry.core.words import counted
 from kvferry.endpoint.log_limit import LogLimit
 from kvferry.log import is_worth_a_line, log_of
 from kvferry.runtime import FailureCode, Report
+from kvferry.runtime.figures import NO_WAY
 from kvferry.runtime.values import Record
 from kvferry.wire.bad_input import printable
 from kvferry.wire.limits import MAX_WORDS
@@ -28,8 +29,8 @@ class LoadLog:
 
     def __init__(self) -> None:
         self._good, self._failed = LogLimit(), LogLimit()
-        self.num_ended: Counter[str] = Counter()
-        """Loads that ended, by outcome and way."""
+        self._num_ended: Counter[str] = Counter()
+        self._read_bytes: Counter[str] = Counter()
         self._lock = threading.Lock()
         self.num_rejected: Mapping[str, int] = {}
         """Tickets that were not used, by code. Never changed, but replaced: anybody may look at it."""
@@ -37,7 +38,9 @@ class LoadLog:
     def ended(self, now: float, report: Report) -> None:
         """A load has ended."""
         extra = {"kvferry": asdict(report.record)}
-        self.num_ended[" ".join(filter(None, (report.record.outcome, report.record.way)))] += 1
+        self._num_ended[" ".join(filter(None, (report.record.outcome, report.record.way)))] += 1
+        if report.failure is None:
+            self._read_bytes[report.record.way or NO_WAY] += report.record.num_bytes
         if report.failure is None or report.failure.code is FailureCode.ABORTED:
             level = logging.INFO if self._good.take(now) else logging.DEBUG
             log.log(level, "%s", log_line(report), extra=extra)
@@ -45,6 +48,10 @@ class LoadLog:
             log.warning("%s", log_line(report), extra=extra)
             if num := self._failed.pop_left_out():
                 log.warning("%d more failed loads have no line here", num)
+
+    def status(self) -> dict[str, object]:
+        """Loads that ended, by outcome and way; the bytes of those that ended well, by way."""
+        return {"ended": dict(self._num_ended), "read_bytes": dict(self._read_bytes)}
 
     def rejected(self, report: Report) -> None:
         """A ticket was not used; from any thread."""

@@ -24,7 +24,7 @@ def status_report(
         "protocol": PROTOCOL,
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "up_seconds": round(up_seconds, 1),
+        "up_seconds": round(up_seconds, 3),
     }
     return {**about, **{key: _plain(value) for key, value in status.items()}, "figures": _shown(figures)}
 

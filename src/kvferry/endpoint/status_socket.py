@@ -113,7 +113,7 @@ def open_status(name: str, report: Callable[[], StatusReport]) -> OpenStatus | N
     try:
         folder = status_folder()
         if len(os.listdir(folder)) >= MAX_FILES:
-            _sweep(folder)
+            live_sockets()
         if len(os.listdir(folder)) >= MAX_FILES:
             raise SpecError(f"{folder} has {MAX_FILES} files or more")
         plain = re.sub(r"[^A-Za-z0-9_.-]", "_", name)[-MAX_NAME_CHARACTERS:].lstrip(".")
@@ -126,23 +126,17 @@ def open_status(name: str, report: Callable[[], StatusReport]) -> OpenStatus | N
         return None
 
 
-def _sweep(folder: Path) -> None:
-    """Remove the sockets of processes that were killed."""
-    for path in sorted(folder.glob("*.sock")):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
-            asking.settimeout(CALL_SECONDS)
-            _remove_if_dead(asking, path)
-
-
-def _remove_if_dead(asking: socket.socket, path: Path) -> bool:
-    """Whether nobody listens; its file is gone then."""
-    try:
-        asking.connect(str(path))
-    except OSError as error:
-        if error.errno == errno.ECONNREFUSED:
-            path.unlink(missing_ok=True)
-        return error.errno in (errno.ECONNREFUSED, errno.ENOENT)
-    return False
+def is_listening(path: Path) -> bool:
+    """Whether anybody listens at a socket. Where its process was killed, the file is removed."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        asking.settimeout(CALL_SECONDS)
+        try:
+            asking.connect(str(path))
+        except OSError as error:
+            if error.errno == errno.ECONNREFUSED:
+                path.unlink(missing_ok=True)
+            return error.errno not in (errno.ECONNREFUSED, errno.ENOENT)
+    return True
 
 
 def read_status(path: Path) -> dict[str, Any]:
@@ -171,8 +165,13 @@ def _received(asking: socket.socket) -> Iterator[bytes]:
         yield part
 
 
+def sockets() -> list[Path]:
+    """The sockets of this user's endpoints, and of those that were killed."""
+    return sorted(status_folder().glob("*.sock"))
+
+
 def live_sockets() -> list[Path]:
     """The sockets of this user's endpoints that run; those of dead ones are removed."""
-    folder = status_folder()
-    _sweep(folder)
-    return sorted(folder.glob("*.sock"))
+    for path in sockets():
+        is_listening(path)
+    return sockets()

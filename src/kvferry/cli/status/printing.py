@@ -1,89 +1,23 @@
-"""``kvferry status``: what running engines are doing now."""
+"""What one engine said, whole, for people."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
-import typer
+from rich.console import Console
+from rich.text import Text
 
-from kvferry.cli.help_text import examples
-from kvferry.cli.options import Json
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-HELP = "\n\n".join(
-    (
-        "Show what running engines are doing: source engines and how they are read, loads, leases, counts.",
-        "Without an argument: every engine of this user on this host (in a container: inside it). A file is"
-        " the socket of one of them. An address (tcp://HOST:PORT) is that of a source engine, anywhere: the"
-        " secret is taken from KVFERRY_SECRET_FILE, as engines do.",
-        "It only asks: no engine does anything else because of it, and no answer has keys or tickets in it.",
-        examples("kvferry status", "kvferry status tcp://10.0.0.7:5555", "kvferry status --json"),
-        "Exit codes: 0 shown; 1 no engine was found; 2 bad usage, or an engine that does not answer.",
-    )
-)
-
-NOT_FOUND = 1
+from kvferry.cli import output
+from kvferry.wire.bad_input import printable
 
 
-def status(
-    engine: Annotated[
-        str, typer.Argument(metavar="[FILE|ADDRESS]", help="One engine.", show_default="all of this user")
-    ] = "",
-    secret_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The fleet's secret.", show_default="KVFERRY_SECRET_FILE"),
-    ] = None,
-    as_json: Json = False,
-) -> int:
-    """What running engines are doing now."""
-    reports = _reports(engine, secret_file)
-    if as_json:
-        print(json.dumps({"engines": reports}, ensure_ascii=False))
-    else:
-        from kvferry.cli import output
-
-        out = output.console()
-        for report in reports:
-            _show(out, report)
-        if not reports:
-            out.print("no engine of this user runs here; name its socket, or a source engine's address")
-    return 0 if reports else NOT_FOUND
-
-
-def _reports(engine: str, secret_file: Path | None) -> list[dict[str, Any]]:
-    from kvferry.endpoint.ask_status import ask_status
-    from kvferry.endpoint.secret_source import secret_from_environment, secret_from_file
-    from kvferry.endpoint.status_socket import live_sockets, read_status
-    from kvferry.errors import SpecError
-
-    if "://" in engine:
-        secret = secret_from_file(secret_file) if secret_file else secret_from_environment()
-        return [ask_status(engine, secret)]
-    if engine:
-        return [{"socket": engine, **read_status(Path(engine))}]
-    found = []
-    for path in live_sockets():
-        try:
-            found.append({"socket": str(path), **read_status(path)})
-        except SpecError as error:  # it may have ended just now; the others are still worth a look
-            found.append({"socket": str(path), "error": str(error)})
-    return found
-
-
-def _show(out: Console, report: dict[str, Any]) -> None:
-    from rich.text import Text
-
-    from kvferry.cli import output
-
+def show(out: Console, report: dict[str, Any]) -> None:
+    """One engine's answer, or that there is none."""
     if error := report.get("error"):
         out.print(Text.assemble(("NO ANSWER", "bold red"), f"  {_text(error)}\n"), soft_wrap=True)
         return
     name = _text(report["engine"] if report["side"] == "source" else report["reader"])
-    place = f"{_text(report['host'])}, process {report['pid']}, up {_duration(report['up_seconds'])}"
+    place = f"{_text(report['host'])}, process {report['pid']}, up {output.duration(report['up_seconds'])}"
     version = f"kvferry {report['kvferry']}, protocol {report['protocol']}"
     is_source = report["side"] == "source"
     rows = _source_rows(report) if is_source else _destination_rows(report)
@@ -97,16 +31,12 @@ def _show(out: Console, report: dict[str, Any]) -> None:
 
 
 def _source_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
-    from kvferry.cli import output
-
     pinned = sum(each["value"] for each in report["figures"] if each["metric"] == "kvferry_pinned_bytes")
     waits = f"{report['offered']} offered, {report['being_read']} being read, {output.num_bytes(pinned)}"
     return [("at", _text(report["address"])), ("ranks", f"{report['ranks']} joined"), ("pinned", waits)]
 
 
 def _show_leases(out: Console, report: dict[str, Any]) -> None:
-    from kvferry.cli import output
-
     if report["leases"]:
         table = output.table("request", "tokens", "reader", "lease left", left=("request", "reader"))
         for lease in report["leases"]:
@@ -128,8 +58,6 @@ def _destination_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _show_loads(out: Console, report: dict[str, Any]) -> None:
-    from kvferry.cli import output
-
     for source in report["sources"]:
         way = f", {source['way']} from rank {', '.join(map(str, source['ranks']))}" if source["way"] else ""
         why = f", since {_text(source['why'])}" if source["why"] else ""
@@ -161,19 +89,6 @@ def _counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{number} {_text(what)}" for what, number in sorted(counts.items()))
 
 
-def _duration(seconds: float) -> str:
-    """A time as people say it.
-
-    >>> _duration(42.0), _duration(600.0), _duration(9000.0)
-    ('42 s', '10 min', '2.5 h')
-    """
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
 def _text(value: object) -> str:
     """What a peer may have named: on one line, without control characters."""
-    from kvferry.wire.bad_input import printable
-
     return printable(str(value))

@@ -1,0 +1,206 @@
+"""What one engine said of itself, as values: whatever else it said is left out, and nonsense is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from kvferry.errors import SpecError
+from kvferry.wire.bad_input import printable
+
+StatusJson = Mapping[str, Any]
+"""What an engine answered."""
+
+N = TypeVar("N", int, float)
+
+MAX_NAME = 64
+"""Characters of a name that are shown where many engines share a screen."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeenSource:
+    """A source engine, as a destination rank sees it."""
+
+    engine: str
+    address: str
+    state: str
+    way: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class SeenLoad:
+    """A load that has not ended."""
+
+    request_id: str
+    engine: str
+    phase: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SeenLease:
+    """A request whose blocks are pinned."""
+
+    request_id: str
+    num_tokens: int
+    reader: str
+    seconds_left: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReportedDestination:
+    """How a rank of a destination engine stands."""
+
+    name: str
+    host: str
+    pid: int
+    up_seconds: float
+    rank: int
+    phases: Mapping[str, int]
+    """Loads under way."""
+    num_reads: int
+    """In flight."""
+    num_quarantined: int
+    sources: tuple[SeenSource, ...]
+    loads: tuple[SeenLoad, ...]
+    counts: Mapping[str, float]
+    """What only grows: loads that ended, by outcome and way (``read direct``)."""
+    byte_counts: Mapping[str, float]
+    """What only grows: bytes of loads that ended well, by way."""
+
+    @property
+    def title(self) -> str:
+        """Which one it is, in a few words."""
+        return f"destination {self.name} rank {self.rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class ReportedSource:
+    """How a source engine stands."""
+
+    name: str
+    host: str
+    pid: int
+    up_seconds: float
+    address: str
+    ranks: str
+    """How many of how many have joined."""
+    num_offered: int
+    num_being_read: int
+    pinned_bytes: float
+    leases: tuple[SeenLease, ...]
+    counts: Mapping[str, float]
+    """What only grows: requests offered, and leases that ended by why (``ended: expired``)."""
+    byte_counts: Mapping[str, float]
+    """What only grows: bytes that destinations began to read."""
+
+    @property
+    def title(self) -> str:
+        """Which one it is, in a few words."""
+        return f"source {self.name}"
+
+
+ReportedEngine = ReportedDestination | ReportedSource
+
+OFFERED = "offered"
+GRANTED = "granted"
+ENDED = "ended: "
+READ = "read"
+"""How the count of loads that ended well begins; the way follows."""
+
+
+def reported(answer: StatusJson) -> ReportedEngine:
+    """An engine's answer as values; raises SpecError if it is none that this version can read."""
+    try:
+        side = answer["side"]
+        return _source(answer) if side == "source" else _destination(answer)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        what = printable(f"{type(error).__name__}: {error}", MAX_NAME)
+        version = printable(str(answer.get("kvferry", "unknown")), MAX_NAME)
+        raise SpecError(
+            f"its answer cannot be read here ({what}): it is kvferry {version}; use `kvferry status` of that"
+            " version"
+        ) from None
+
+
+def _destination(answer: StatusJson) -> ReportedDestination:
+    return ReportedDestination(
+        name=_text(answer["reader"]),
+        host=_text(answer["host"]),
+        pid=int(answer["pid"]),
+        up_seconds=float(answer["up_seconds"]),
+        rank=int(answer["rank"]),
+        phases=_numbers(answer["fetches"], int),
+        num_reads=int(answer["in_flight"]),
+        num_quarantined=int(answer["quarantined"]),
+        sources=tuple(
+            SeenSource(*(_text(each[key]) for key in ("engine", "address", "state", "way", "why")))
+            for each in answer["sources"]
+        ),
+        loads=tuple(
+            SeenLoad(
+                _text(each["request_id"]), _text(each["engine"]), _text(each["phase"]), float(each["seconds"])
+            )
+            for each in answer["loads"]
+        ),
+        counts=_numbers(answer["ended"], float),
+        byte_counts=_numbers(answer["read_bytes"], float),
+    )
+
+
+def _source(answer: StatusJson) -> ReportedSource:
+    figures = answer["figures"]
+    reasons = {
+        f"{ENDED}{reason}": number for reason, number in _figures(figures, "kvferry_leases_ended_total")
+    }
+    return ReportedSource(
+        name=_text(answer["engine"]),
+        host=_text(answer["host"]),
+        pid=int(answer["pid"]),
+        up_seconds=float(answer["up_seconds"]),
+        address=_text(answer["address"]),
+        ranks=_text(answer["ranks"]),
+        num_offered=int(answer["offered"]),
+        num_being_read=int(answer["being_read"]),
+        pinned_bytes=_total(figures, "kvferry_pinned_bytes"),
+        leases=tuple(
+            SeenLease(
+                _text(each["request_id"]),
+                int(each["num_tokens"]),
+                _text(each["reader"]),
+                _seconds(each["seconds_left"]),
+            )
+            for each in answer["leases"]
+        ),
+        counts={OFFERED: _total(figures, "kvferry_offers_total"), **reasons},
+        byte_counts={GRANTED: _total(figures, "kvferry_granted_bytes_total")},
+    )
+
+
+def _figures(figures: list[StatusJson], metric: str) -> list[tuple[str, float]]:
+    """The numbers of one metric, by the values of its labels. What is 0 is not among the figures."""
+    return [
+        (_text(" ".join(map(str, each["labels"].values()))), float(each["value"]))
+        for each in figures
+        if each["metric"] == metric
+    ]
+
+
+def _total(figures: list[StatusJson], metric: str) -> float:
+    return sum(number for _, number in _figures(figures, metric))
+
+
+def _numbers(counts: Mapping[str, Any], kind: Callable[[Any], N]) -> dict[str, N]:
+    return {_text(name): kind(number) for name, number in counts.items()}
+
+
+def _seconds(value: float | None) -> float:
+    """JSON has no infinity: an engine says nothing then."""
+    return float("inf") if value is None else float(value)
+
+
+def _text(value: object) -> str:
+    """What a peer may have named: short, on one line, without control characters."""
+    return printable(str(value), MAX_NAME)
