@@ -37,15 +37,13 @@ class LoadLog:
 
     def ended(self, now: float, report: Report) -> None:
         """A load has ended."""
-        extra = {"kvferry": asdict(report.record)}
         self._num_ended[" ".join(filter(None, (report.record.outcome, report.record.way)))] += 1
         if report.failure is None:
             self._read_bytes[report.record.way or NO_WAY] += report.record.num_bytes
         if report.failure is None or report.failure.code is FailureCode.ABORTED:
-            level = logging.INFO if self._good.take(now) else logging.DEBUG
-            log.log(level, "%s", log_line(report), extra=extra)
+            _write(logging.INFO if self._good.take(now) else logging.DEBUG, report)
         elif self._failed.take(now):
-            log.warning("%s", log_line(report), extra=extra)
+            _write(logging.WARNING, report)
             if num := self._failed.pop_left_out():
                 log.warning("%d more failed loads have no line here", num)
 
@@ -61,6 +59,12 @@ class LoadLog:
             number = sum(self.num_rejected.values())
         if is_worth_a_line(number):
             log.warning("rejected ticket number %d: %s", number, log_line(report))
+
+
+def _write(level: int, report: Report) -> None:
+    """The line of a report, and what it says as values, if anybody listens."""
+    if log.isEnabledFor(level):
+        log.log(level, "%s", log_line(report), extra={"kvferry": asdict(report.record)})
 
 
 def log_line(report: Report) -> str:

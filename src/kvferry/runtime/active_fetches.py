@@ -69,6 +69,8 @@ class ActiveFetches:
         self.transfers: dict[int, int] = {}
         """Whose each transfer is that has not ended yet."""
         self._num_of: Counter[Peer] = Counter()
+        self._by_address: dict[str, dict[int, FetchJob]] = {}
+        """By whom they read from: nobody who loses a peer looks at those of all others."""
 
     def __iter__(self) -> Iterator[FetchJob]:
         return iter(self.by_handle.values())
@@ -79,16 +81,21 @@ class ActiveFetches:
 
     def of(self, peer: Peer) -> list[FetchJob]:
         """Those that read from a peer."""
-        return [job for job in self if job.peer == peer]
+        return [job for job in self.at(peer.authority) if job.peer == peer]
+
+    def at(self, address: str) -> list[FetchJob]:
+        """Those that read from whoever is at an address."""
+        return list(self._by_address.get(address, {}).values())
 
     def num_of(self, peer: Peer) -> int:
-        """How many they are."""
+        """How many read from a peer."""
         return self._num_of[peer]
 
     def begin(self, job: FetchJob) -> bool:
         """Whether its ticket is free; if so, it is this fetch's from now on."""
         self.by_handle[job.handle] = job
         self._num_of[job.peer] += 1
+        self._by_address.setdefault(job.peer.authority, {})[job.handle] = job
         return self.by_ticket.setdefault(job.key, job.handle) == job.handle
 
     def post(
@@ -293,6 +300,10 @@ class ActiveFetches:
         self._num_of[job.peer] -= 1
         if not self._num_of[job.peer]:
             del self._num_of[job.peer]
+        there = self._by_address[job.peer.authority]
+        del there[job.handle]
+        if not there:
+            del self._by_address[job.peer.authority]
         if self.by_ticket.get(job.key) == job.handle:
             del self.by_ticket[job.key]
         return [Report(job.handle, job.failure, job.record(now, outcome))]

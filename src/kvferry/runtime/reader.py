@@ -383,7 +383,7 @@ class Reader:
     def _lose_sight(self, now: float, address: str) -> list[Effect]:
         """Who was at an address is gone: whoever waits for it is told; reads in flight end by themselves."""
         effects: list[Effect] = []
-        jobs = [job for job in self._fetches if job.peer.authority == address]
+        jobs = self._fetches.at(address)
         self._connections.lost(address, {*self._meetings.at(address), *(job.peer for job in jobs)})
         for job in jobs:
             if not job.has_posted or job.phase in (Phase.CHECKING, Phase.CONFIRMING):
