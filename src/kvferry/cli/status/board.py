@@ -211,10 +211,14 @@ def _leases(engines: Sequence[WatchedEngine]) -> BoardTable:
     columns = ("request", "tokens", "reader", "lease left")
     found = [lease for each in engines if isinstance(each.last, ReportedSource) for lease in each.last.leases]
     rows = [
-        (each.request_id, f"{each.num_tokens:,}", each.reader or "nobody yet", f"{each.seconds_left:.0f} s")
-        for each in sorted(found, key=lambda lease: lease.seconds_left)
+        (each.request_id, f"{each.num_tokens:,}", each.reader or "nobody yet", _left(each.seconds_left))
+        for each in sorted(found, key=lambda lease: (lease.seconds_left is None, lease.seconds_left or 0))
     ]
     return _table("Leases, those that end next first", columns, ("request", "reader"), rows)
+
+
+def _left(seconds: float | None) -> str:
+    return NOTHING if seconds is None else f"{seconds:.0f} s"
 
 
 def _table(title: str, columns: Cells, text_columns: Cells, rows: Iterable[Cells]) -> BoardTable:

@@ -46,7 +46,8 @@ class SeenLease:
     request_id: str
     num_tokens: int
     reader: str
-    seconds_left: float
+    seconds_left: float | None
+    """None: it has no end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +171,7 @@ def _source(answer: StatusJson) -> ReportedSource:
                 _text(each["request_id"]),
                 int(each["num_tokens"]),
                 _text(each["reader"]),
-                _seconds(each["seconds_left"]),
+                None if each["seconds_left"] is None else float(each["seconds_left"]),
             )
             for each in answer["leases"]
         ),
@@ -194,11 +195,6 @@ def _total(figures: list[StatusJson], metric: str) -> float:
 
 def _numbers(counts: Mapping[str, Any], kind: Callable[[Any], N]) -> dict[str, N]:
     return {_text(name): kind(number) for name, number in counts.items()}
-
-
-def _seconds(value: float | None) -> float:
-    """JSON has no infinity: an engine says nothing then."""
-    return float("inf") if value is None else float(value)
 
 
 def _text(value: object) -> str:
