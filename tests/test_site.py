@@ -1,7 +1,11 @@
 """The site's own text: links of the repository work on it, and what GitHub shows it shows."""
 
+import re
+
+import pytest
 import site_pages
 from site_pages import Addresses, linked_files, not_understood, with_links_of_the_site
+from site_tables import number, plain, table
 
 import kvferry
 
@@ -52,3 +56,27 @@ def test_the_reference_has_every_public_name():
     for room in site_pages.REFERENCE_ROOMS:
         names = {home.rpartition(".")[2] for home in site_pages.names_of(room)}
         assert names == set(__import__(f"kvferry.{room}", fromlist=["x"]).__all__)
+
+
+@pytest.mark.parametrize("title", ["all 368 legal pairs", "4,096 tokens of an 8B"])
+def test_the_page_of_proofs_has_the_tables_of_the_readme(title):
+    assert table("docs/why.md", title) == table("README.md", title)
+
+
+def test_a_picture_is_drawn_from_its_table():
+    pytest.importorskip("matplotlib")
+    import site_pictures
+
+    pages = "".join(path.read_text(encoding="utf-8") for path in site_pages.ROOT.glob("docs/*.md"))
+    assert sorted(re.findall("<!-- picture: (.*) -->", pages)) == sorted(site_pictures.PICTURES)
+    drawn = site_pictures.picture("peers")
+    _, *rows = table("README.md", "all 368 legal pairs")
+    for name, right, refused, wrong in rows:
+        assert f"{name}: right {right}, refused {refused}, silently wrong {wrong}" in drawn
+        assert f">{right}</text>" in drawn
+    assert site_pictures.INK not in drawn
+
+
+def test_a_cell_is_read_without_its_marks():
+    assert plain("kvferry ([how](docs/performance.md))") == "kvferry"
+    assert [number(cell) for cell in ("3.1 ms", "1,024", "refused")] == [3.1, 1024, None]

@@ -8,6 +8,7 @@ to other sites are listed, not called.
 
 from __future__ import annotations
 
+import re
 from logging import getLogger
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from site_pages import (
     reference,
     with_links_of_the_site,
 )
+from site_pictures import picture
 
 LOG = getLogger("mkdocs.kvferry")
 
@@ -48,11 +50,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return markdown if page.file.generated_by else with_links_of_the_site(markdown, "docs")
 
 
-def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> None:
-    """Warn of Markdown that GitHub understands and this site does not."""
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Warn of Markdown that GitHub understands and this site does not; draw the pictures."""
     if not page.file.src_uri.startswith(("files/", "reference")):
         for problem in not_understood(page.markdown or "", html):
             LOG.warning("%s: %s", page.file.src_uri, problem)
+    return re.sub(r"<!-- picture: (\w+) -->", lambda wanted: picture(wanted[1]), html)
 
 
 def on_post_build(config: MkDocsConfig) -> None:
