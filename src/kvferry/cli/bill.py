@@ -74,6 +74,8 @@ class RankBill:
     lines: tuple[str, ...]
     """Who sends what, as ``explain`` says it."""
     flows: tuple[Flow, ...]
+    route: kvferry.Route
+    """What was proved, in bytes: a picture asks it for more than a bill says."""
     zeroed_bytes: int
     plan_ms: float
     """To plan, prove and lower."""
@@ -182,6 +184,7 @@ def _rank_bill(
         dst_rank,
         tuple(kvferry.explain(plan).splitlines()),
         tuple(_flows(plan, selection)),
+        route,
         selection.zeros.total_bytes,
         1e3 * (planned - started),
         1e3 * (selected - planned),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 
 from rich import box
@@ -158,6 +158,17 @@ def verdict(out: Console, word: str, rest: str) -> None:
 
 def findings(out: Console, found: dict[Finding, list[int]], num_ranks: int, num_more: int = 0) -> None:
     """Every reason for a refusal, once for all states that have it, with its remedy."""
+    for code, rows in finding_rows(found, num_ranks):
+        out.print(Text(f"\n  {code}", "bold"))
+        labelled(out, rows, "    ")
+    if num_more:
+        out.print(f"\n  … and {num_more:,} more")
+
+
+def finding_rows(
+    found: dict[Finding, list[int]], num_ranks: int
+) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Each reason for a refusal: its code, and what is to be said of it behind labels."""
     alike: dict[Finding, list[tuple[str, list[int]]]] = {}
     other_dtype = {finding.state for finding in found if finding.field == "dtype"}
     for finding, ranks in found.items():
@@ -167,7 +178,6 @@ def findings(out: Console, found: dict[Finding, list[int]], num_ranks: int, num_
     for finding, members in alike.items():
         states = sorted({state for state, _ in members if state}, key=_by_numbers)
         ranks = sorted({rank for _, some in members for rank in some})
-        out.print(Text(f"\n  {finding.code.value}", "bold"))
         rows = [
             ("field", finding.field),
             ("source", finding.src),
@@ -177,9 +187,7 @@ def findings(out: Console, found: dict[Finding, list[int]], num_ranks: int, num_
             ("dst ranks", "" if len(ranks) == num_ranks else ", ".join(map(str, ranks))),
             ("remedy", remedy(finding)),
         ]
-        labelled(out, rows, "    ")
-    if num_more:
-        out.print(f"\n  … and {num_more:,} more")
+        yield finding.code.value, [(label, value) for label, value in rows if value]
 
 
 def finding_object(finding: Finding) -> dict[str, object]:

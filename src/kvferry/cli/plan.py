@@ -34,6 +34,7 @@ HELP = "\n\n".join(
             "kvferry plan --config ./config.json --src pp=2,tp=2 --dst tp=4",
             "kvferry plan src.json dst.json --tokens 32768 --kept 1024 --link 400Gb",
             "kvferry plan src.json --model qwen3-32b --dst tp=8,layout=NHD",
+            "kvferry plan --model llama-3.1-70b --src tp=8 --dst tp=6 --html plan.html",
             'kvferry plan --src "vllm serve Qwen/Qwen3-32B -tp 4" --dst dst.json',
         ),
         "Exit codes: 0 every asked rank is proved; 1 refused; 2 bad usage or input.",
@@ -89,14 +90,19 @@ def plan(
     full: Annotated[
         bool, typer.Option("--full", help="Show who sends what, and every pair of ranks, as well.")
     ] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Draw it as a page, too (needs Jinja).")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Can two engines talk, who sends what, and what does it cost?"""
     from kvferry.cli.asked import Asked
     from kvferry.cli.engines import GivenModels, src_and_dst
+    from kvferry.cli.picture.files import check_pictures, draw_plan
     from kvferry.cli.plan_answer import answer
     from kvferry.errors import SpecError
 
+    check_pictures({"--html": html})
     profiles = asked_links(link or ())
     if tokens is not None and tokens > MAX_TOKENS:
         raise SpecError(f"--tokens {tokens}: at most {MAX_TOKENS} are billed")
@@ -104,6 +110,7 @@ def plan(
     sides = src_and_dst(files, (src, dst), GivenModels(model, config, (src_model, dst_model)))
     asked = Asked(tokens, kept, placement, dst_rank, max_runs_per_block, tuple(link or ()))
     found = answer(asked, *sides, profiles)
+    draw_plan(found, html)
     if as_json:
         from kvferry.cli.plan_json import as_object
 

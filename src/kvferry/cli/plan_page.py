@@ -25,7 +25,7 @@ def show(answer: PlanAnswer, *, full: bool) -> None:
     out, bill, billed = page.console(), answer.bill, answer.billed
     asked = f"{counted(len(billed.ranks), 'destination rank')}"
     page.verdict(out, "REFUSED" if bill.findings else "PROVED", asked)
-    rows = [("src", _summary(billed.source)), ("dst", _summary(billed.destination))]
+    rows = [("src", summary(billed.source)), ("dst", summary(billed.destination))]
     page.labelled(out, [*rows, ("model", answer.identity.sentence)])
     if bill.findings:
         page.findings(out, bill.findings, len(billed.ranks), bill.num_more)
@@ -64,7 +64,8 @@ def _show_warnings(out: Console, warnings: Sequence[Warned]) -> None:
         page.command(out, "try", each.command)
 
 
-def _summary(manifest: Manifest) -> str:
+def summary(manifest: Manifest) -> str:
+    """An engine in a few words."""
     blocks = sorted({group.tokens_per_block for group in manifest.groups if group.addressing == "table"})
     size = f", blocks of {'/'.join(map(str, blocks))} tokens" if blocks else ""
     return f"{manifest.model or manifest.engine}, {counted(len(manifest.ranks), 'rank')}{size}"

@@ -1,0 +1,231 @@
+"""Who sends what to whom: states as rows, ranks as columns, a band for each pair of ranks."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from kvferry.cli.asked import Asked, Billed
+from kvferry.cli.output import together
+from kvferry.core.box import TOKEN, Box
+from kvferry.core.lower import Lane, Route
+from kvferry.core.manifest import Manifest
+from kvferry.core.plan import Piece
+from kvferry.core.request import Request
+from kvferry.core.sample import sample_request
+from kvferry.core.select import select
+from kvferry.core.state import Group, Kind, State
+from kvferry.core.words import counted
+
+
+@dataclass(frozen=True, slots=True)
+class BandPart:
+    """The same part of some states, on the same way."""
+
+    states: str
+    """Their names as one, the destination's."""
+    num_states: int
+    box: str
+    """Which part of each of them."""
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """What one source rank sends to one destination rank, of the states of one row."""
+
+    src_rank: int
+    dst_rank: int
+    parts: tuple[BandPart, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldShare:
+    """What one rank holds of a state, as parts of the axis by which the state is split."""
+
+    rank: int
+    parts: tuple[tuple[float, float], ...]
+    """From and to, of 1; nothing where the rank holds nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """How the ranks of one engine hold the states of one row."""
+
+    sentence: str
+    is_replicated: bool
+    """Whether some part of it is on more ranks than one."""
+    shares: tuple[HeldShare, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StateRow:
+    """States that are alike: of one kind, held alike on both sides."""
+
+    label: str
+    names: tuple[str, ...]
+    cell: str
+    """What one cell of such a state is."""
+    tokens: str
+    """How much of it the request moves."""
+    src: Holding
+    dst: Holding
+    bands: tuple[Band, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(band.num_bytes for band in self.bands)
+
+
+def state_rows(asked: Asked, billed: Billed) -> tuple[StateRow, ...]:
+    """The rows of a proved pair; their bytes are those of its bill, to the last one."""
+    src, dst = billed.source, billed.destination
+    request = sample_request(src, dst, billed.tokens, num_kept=asked.kept, placement=asked.placement)
+    moved: dict[str, list[tuple[Piece, int]]] = defaultdict(list)
+    for rank in billed.bill.ranks:
+        for piece, num_bytes in piece_bytes(rank.route, request):
+            moved[piece.state].append((piece, num_bytes))
+    alike: dict[object, list[State]] = defaultdict(list)
+    for state in dst.states:
+        if state.name in moved:
+            alike[_likeness(state, src, dst)].append(state)
+    return tuple(_row(states, billed, moved) for states in alike.values())
+
+
+def piece_bytes(route: Route, request: Request) -> Iterator[tuple[Piece, int]]:
+    """Each piece of a plan with the bytes that a request moves of it, slack that is copied along included."""
+    pieces: dict[object, list[Piece]] = defaultdict(list)
+    for piece in route.plan.pieces:
+        pieces[_lane_of(route, piece), piece.src_rank].append(piece)
+    for lane in route.lanes:
+        products = select(replace(route, lanes=(lane,)), request).products
+        key = (lane.src_group.name, lane.dst_group.name, lane.kind, lane.tokens_per_cell, lane.tail)
+        for src_rank, product in products.items():
+            mine = pieces[key, src_rank]
+            yield from zip(mine, _shared_out(product.total_bytes, mine, lane, route), strict=True)
+
+
+def _lane_of(route: Route, piece: Piece) -> object:
+    src_view, dst_view = route.plan.views(piece)
+    state = route.plan.dst.state_by_name[piece.state]
+    return (src_view.group, dst_view.group, state.kind, state.tokens_per_cell, state.tail)
+
+
+def _shared_out(total: int, pieces: Sequence[Piece], lane: Lane, route: Route) -> Iterator[int]:
+    """A lane moves the same tokens of all its pieces: each has its share, and the shares are the total."""
+    states = route.plan.dst.state_by_name
+    weights = [p.box.over(lane.period).num_cells() * states[p.state].item_bytes for p in pieces]
+    whole, passed = sum(weights), 0
+    for weight in weights:
+        before, passed = total * passed // whole, passed + weight
+        yield total * passed // whole - before
+
+
+def _likeness(state: State, src: Manifest, dst: Manifest) -> object:
+    """Equal for states that belong into one row."""
+    kind = re.sub(r"\d+", "#", state.name, count=1)
+    source = src.find(state)
+    held = id(src.holders[source.name]) if source else 0
+    what = (state.axes, state.dtype, state.item_bytes, state.kind, state.tokens_per_cell)
+    return (kind, what, _group(dst, state).window, held, id(dst.holders[state.name]))
+
+
+def _group(manifest: Manifest, state: State) -> Group:
+    view = next(rank.by_state[state.name] for rank in manifest.ranks if state.name in rank.by_state)
+    return manifest.group_by_name[view.group]
+
+
+def _row(states: Sequence[State], billed: Billed, moved: dict[str, list[tuple[Piece, int]]]) -> StateRow:
+    src, dst, first = billed.source, billed.destination, states[0]
+    names = tuple(state.name for state in states)
+    source = src.find(first)
+    return StateRow(
+        together(names),
+        names,
+        cell_words(first),
+        _token_words(first, _group(dst, first), billed.tokens),
+        _holding(src, source or first),
+        _holding(dst, first),
+        tuple(_bands([each for name in names for each in moved[name]])),
+    )
+
+
+def _bands(moved: Sequence[tuple[Piece, int]]) -> Iterator[Band]:
+    pairs: dict[tuple[int, int], dict[str, list[tuple[str, int]]]] = defaultdict(lambda: defaultdict(list))
+    for piece, num_bytes in moved:
+        pairs[piece.src_rank, piece.dst_rank][str(piece.box)].append((piece.state, num_bytes))
+    for (src_rank, dst_rank), boxes in sorted(pairs.items()):
+        parts = (
+            BandPart(together([name for name, _ in some]), len(some), box, sum(size for _, size in some))
+            for box, some in boxes.items()
+        )
+        yield Band(src_rank, dst_rank, tuple(parts))
+
+
+def cell_words(state: State) -> str:
+    """What one cell of a state is, in words.
+
+    >>> from kvferry import Axis
+    >>> cell_words(State("k", (Axis("head", 8), Axis("channel", 128)), item_bytes=2, dtype="bf16"))
+    '8 heads × 128 channels of bf16'
+    """
+    axes = " × ".join(counted(axis.size, axis.name) for axis in state.axes)
+    what = f"{state.item_bytes:,} opaque bytes" if state.dtype == "opaque" else state.dtype
+    return f"{axes} of {what}" if axes else what
+
+
+def _token_words(state: State, group: Group, num_tokens: int) -> str:
+    if state.kind is Kind.RECURRENT:
+        return "one value per request"
+    cell = f", one cell per {state.tokens_per_cell} tokens" if state.tokens_per_cell > 1 else ""
+    if group.window and group.window < num_tokens:
+        return f"the last {counted(group.window, 'token')}{cell}"
+    return f"one cell per token{cell}" if not cell else cell.removeprefix(", ")
+
+
+# -- who holds what ----------------------------------------------------------------------------------
+
+
+def _holding(manifest: Manifest, state: State) -> Holding:
+    boxes = dict(manifest.holders[state.name].boxes)
+    axis = _split_axis(list(boxes.values()))
+    sizes = {each.name: each.size for each in state.axes}
+    shares = []
+    for rank in (each.rank for each in manifest.ranks):
+        box = boxes.get(rank)
+        shares.append(HeldShare(rank, _parts(box, axis, sizes.get(axis, 1)) if box else ()))
+    distinct = len(set(boxes.values()))
+    return Holding(_sentence(len(boxes), distinct, axis), distinct < len(boxes), tuple(shares))
+
+
+def _sentence(num_ranks: int, num_parts: int, axis: str) -> str:
+    if num_ranks == 1:
+        return "whole, on one rank"
+    if num_parts == 1:
+        return f"whole on each of {num_ranks} ranks"
+    if num_parts == num_ranks:
+        return f"split by {axis} over {num_ranks} ranks"
+    return f"{num_parts} parts by {axis}, repeated over {num_ranks} ranks"
+
+
+def _split_axis(boxes: Sequence[Box]) -> str:
+    """The axis in which the ranks' boxes differ most; empty if they are all the same."""
+    different: dict[str, set[object]] = defaultdict(set)
+    for box in boxes:
+        for name, spans in box.axes:
+            different[name].add((spans, box.period))
+    most = max(different, key=lambda name: len(different[name]), default="")
+    return most if most and len(different[most]) > 1 else ""
+
+
+def _parts(box: Box, axis: str, size: int) -> tuple[tuple[float, float], ...]:
+    if not axis:
+        return ((0.0, 1.0),)
+    whole = box.period if axis == TOKEN else size
+    return tuple((span.start / whole, span.stop / whole) for span in dict(box.axes)[axis])

@@ -1,0 +1,126 @@
+"""All that the picture of a plan shows, as values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvferry.cli.output import finding_rows, milliseconds, num_bytes
+from kvferry.cli.picture.bands import state_rows
+from kvferry.cli.picture.bill_chart import BillChart, bill_chart
+from kvferry.cli.picture.shapes import Strip, strips
+from kvferry.cli.plan_answer import PlanAnswer
+from kvferry.cli.plan_page import summary
+from kvferry.core.words import counted
+
+PROVED = "is written exactly once, from the byte that means the same."
+REFUSED = "These two engines cannot talk, and nothing would be moved. The reasons, and what to do:"
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A reason for a refusal, or a warning: what is the matter, and what to do."""
+
+    word: str
+    title: str
+    rows: tuple[tuple[str, str], ...]
+    command: str = ""
+    """What shows that it helps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A number that matters, with what it counts."""
+
+    value: str
+    words: str
+
+
+@dataclass(frozen=True)
+class PlanPicture:
+    """The answer of ``kvferry plan``, ready to be drawn."""
+
+    answer: PlanAnswer
+    advice: tuple[Advice, ...]
+    strips: tuple[Strip, ...]
+    chart: BillChart
+
+    @property
+    def is_proved(self) -> bool:
+        return not self.answer.bill.findings
+
+    @property
+    def word(self) -> str:
+        return "proved" if self.is_proved else "refused"
+
+    @property
+    def sentence(self) -> str:
+        ranks = counted(len(self.answer.billed.ranks), "destination rank")
+        return (
+            f"Every byte that the {ranks} need{'s' * (ranks.startswith('1 '))} {PROVED}"
+            if self.is_proved
+            else REFUSED
+        )
+
+    @property
+    def title(self) -> str:
+        source, destination = self.answer.billed.source, self.answer.billed.destination
+        names = dict.fromkeys((source.model or source.engine, destination.model or destination.engine))
+        ranks = f"{counted(len(source.ranks), 'rank')} to {counted(len(destination.ranks), 'rank')}"
+        return f"{' and '.join(names)}: {ranks}"
+
+    @property
+    def sides(self) -> tuple[tuple[str, str], ...]:
+        """Both engines and their models in a few words, behind labels."""
+        billed = self.answer.billed
+        return (
+            ("source", summary(billed.source)),
+            ("destination", summary(billed.destination)),
+            ("model", self.answer.identity.sentence),
+        )
+
+    @property
+    def request(self) -> str:
+        asked = self.answer.asked
+        kept = f", {asked.kept:,} of them kept" if asked.kept else ""
+        return f"one request of {self.answer.billed.tokens:,} tokens{kept}, {asked.placement.value} blocks"
+
+    @property
+    def figures(self) -> tuple[Figure, ...]:
+        """What the request moves, in a few numbers."""
+        bill, first = self.answer.bill, self.chart.first
+        if not bill.num_runs:
+            return ()
+        average = num_bytes(bill.total_bytes / bill.num_runs)
+        zeroed = (Figure(num_bytes(bill.zeroed_bytes), "to zero"),) if bill.zeroed_bytes else ()
+        time = (
+            (Figure(milliseconds(1e3 * first.bill.seconds), f"over {first.bill.profile.name}"),)
+            if first
+            else ()
+        )
+        moved = (Figure(num_bytes(bill.total_bytes), "moved"),)
+        return (*moved, Figure(f"{bill.num_runs:,}", f"runs of {average} on average"), *time, *zeroed)
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """The ways of all links, each once."""
+        return tuple(dict.fromkeys(link.bill.profile.way.value for link in self.chart.links))
+
+
+def plan_picture(answer: PlanAnswer) -> PlanPicture:
+    """Everything that there is to draw of an answer."""
+    rows = () if answer.bill.findings else state_rows(answer.asked, answer.billed)
+    drawn = strips(rows, answer.billed.ranks)
+    return PlanPicture(answer, tuple(_advice(answer)), drawn, bill_chart(answer.links))
+
+
+def _advice(answer: PlanAnswer) -> Iterator[Advice]:
+    for code, rows in finding_rows(answer.bill.findings, len(answer.billed.ranks)):
+        yield Advice("refused", code, tuple(rows))
+    if answer.bill.num_more:
+        yield Advice("refused", f"… and {answer.bill.num_more:,} more", ())
+    if answer.way:
+        yield Advice("try", "This pair would be proved:", (), answer.way_command)
+    for each in answer.warnings:
+        word = "slow" if each.code == "short-runs" else "note"
+        yield Advice(word, each.message, (("why", each.reason), ("remedy", each.remedy)), each.command)
