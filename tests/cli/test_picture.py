@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,9 @@ from kvferry.cli.asked import Asked
 from kvferry.cli.engines import described_with_room
 from kvferry.cli.output import num_bytes
 from kvferry.cli.picture.bands import piece_bytes, state_rows
+from kvferry.cli.picture.blocks import drawn_cells, engine_blocks
 from kvferry.cli.picture.shapes import LogScale, strips
+from kvferry.core.view import NOT_HELD
 from kvferry.models import Topology, describe, model_named
 from kvferry.testing.strategies import cases, engines, requests
 from kvferry.wire.manifest import manifest_to_json
@@ -145,6 +148,81 @@ def test_only_the_rank_that_was_asked_for():
         assert {shape.band.dst_rank for shape in strip.bands} == {1}
 
 
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "llama-3.1-8b tp=2",
+        "llama-3.1-8b tp=2,layout=NHD,block=64",
+        "llama-3.1-8b tp=1,kernel=4,cp=2",
+        "llama-3.1-8b layout=cpu-vec",
+        "gpt-oss-20b tp=2,layout=cross-layer",
+        "kimi-linear-48b tp=4,block=128",
+        "deepseek-v4 tp=2",
+        "nemotron-h-8b tp=2,conv=DS",
+    ],
+)
+def test_a_drawn_cell_is_where_its_words_say(engine):
+    """Every held byte is drawn, and by a cell that names its token and its head."""
+    model, topology = engine.split()
+    manifest = describe(model_named(model), Topology.parse(topology))
+    looks = {view.axes: view for view in manifest.ranks[-1].views}
+    for view in looks.values():
+        state = manifest.state_by_name[view.state]
+        cells = list(drawn_cells(view, state.item_bytes, state.tokens_per_cell, 40, 0))
+        assert len(cells) <= 40
+        starts = np.zeros(1, np.int64)
+        tokens = heads = np.zeros(1, np.int64)
+        for name, axis in view.axes:
+            offsets = axis.offsets()
+            held = np.flatnonzero(offsets != NOT_HELD)
+            tokens, heads = (
+                np.add.outer(of, (held + axis.start) * (name == wanted)).ravel()
+                for of, wanted in ((tokens, "token"), (heads, "head"))
+            )
+            starts = np.add.outer(starts, offsets[held]).ravel()
+        drawn = np.zeros(len(starts), int)
+        for cell in cells:
+            inside = (starts >= cell.offset) & (starts < cell.offset + cell.num_bytes)
+            for name, of, scale in (("token", tokens, state.tokens_per_cell), ("head", heads, 1)):
+                if said := re.search(rf"{name}s? (\d+)(?: to (\d+))?", cell.words):
+                    low, high = int(said[1]), int(said[2] or said[1])
+                    mine = (of * scale >= low) & (of * scale + scale - 1 <= high)
+                    assert not cell.is_whole or mine[inside].all(), cell
+                    inside &= mine
+            drawn += inside
+        assert (drawn == 1).all()
+
+
+def test_groups_that_share_a_tensor_are_drawn_on_the_same_bytes():
+    (picture,) = engine_blocks(
+        "source", describe(model_named("kimi-linear-48b"), Topology.parse("tp=4"))
+    ).pictures
+    states, full = picture.parts
+    assert states.groups == ("state.0", "state.1", "state.2")
+    assert [track.label.rpartition("/")[2] for track in states.tracks] == [
+        "conv.q",
+        "conv.k",
+        "conv.v",
+        "ssm",
+    ]
+    assert full.groups == ("full",)
+    assert full.used_bytes < full.block_bytes == states.block_bytes == picture.num_bytes
+    assert states.lens is not None
+    assert {cell.offset for track in states.lens.tracks for cell in track.cells} >= {0, 2048, 4096}
+
+
+def test_every_kind_of_view_is_drawn_once():
+    blocks = engine_blocks("source", describe(model_named("deepseek-v4"), Topology.parse("tp=2")))
+    labels = [track.label for p in blocks.pictures for part in p.parts for track in part.tracks]
+    assert {label.rpartition("}.")[2] for label in labels} >= {
+        "window/values",
+        "attn/scales",
+        "indexer/values",
+    }
+    assert blocks.num_more > 0
+    assert sum(len(t.cells) for p in blocks.pictures for part in p.parts for t in part.tracks) <= 1000
+
+
 def test_equal_times_still_have_an_axis():
     assert LogScale.of([0.01, 0.01]).ticks == (0.01, 0.1)
     assert LogScale.of([0.0]).ticks == (1.0, 10.0)
@@ -185,7 +263,7 @@ def test_every_band_has_words_and_every_picture_a_table(drawn):
     assert [attrs["tabindex"] for attrs in bands] == ["0", "-1", "-1", "-1"] * 2
     for landmark in ("header", "nav", "main", "footer", "h1"):
         assert [tag for tag, _ in tags].count(landmark) >= 1, landmark
-    assert sum(tag == "table" for tag, _ in tags) == 2 + 2
+    assert sum(tag == "table" for tag, _ in tags) == 2 + 3
 
 
 HOSTILE = '<script>alert(1)</script>"\' onload=alert(2) x="{{ 7*7 }}'

@@ -176,7 +176,7 @@ def finding_rows(
         if finding.field != "item_bytes" or finding.state not in other_dtype:
             alike.setdefault(replace(finding, state=""), []).append((finding.state, ranks))
     for finding, members in alike.items():
-        states = sorted({state for state, _ in members if state}, key=_by_numbers)
+        states = sorted({state for state, _ in members if state}, key=by_numbers)
         ranks = sorted({rank for _, some in members for rank in some})
         rows = [
             ("field", finding.field),
@@ -203,5 +203,6 @@ def together(states: Sequence[str]) -> str:
     return ", ".join(name_together(names) for names in kinds.values())
 
 
-def _by_numbers(name: str) -> list[tuple[int, str]]:
+def by_numbers(name: str) -> list[tuple[int, str]]:
+    """An order of names in which 10 comes after 9."""
     return [(int(part) if part.isdigit() else -1, part) for part in re.split(r"(\d+)", name)]

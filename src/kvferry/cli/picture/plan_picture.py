@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvferry.cli.output import finding_rows, milliseconds, num_bytes
 from kvferry.cli.picture.bands import state_rows
 from kvferry.cli.picture.bill_chart import BillChart, bill_chart
+from kvferry.cli.picture.blocks import EngineBlocks, engine_blocks
 from kvferry.cli.picture.shapes import Strip, strips
 from kvferry.cli.plan_answer import PlanAnswer
 from kvferry.cli.plan_page import summary
@@ -43,6 +44,7 @@ class PlanPicture:
     answer: PlanAnswer
     advice: tuple[Advice, ...]
     strips: tuple[Strip, ...]
+    blocks: tuple[EngineBlocks, ...]
     chart: BillChart
 
     @property
@@ -111,7 +113,9 @@ def plan_picture(answer: PlanAnswer) -> PlanPicture:
     """Everything that there is to draw of an answer."""
     rows = () if answer.bill.findings else state_rows(answer.asked, answer.billed)
     drawn = strips(rows, answer.billed.ranks)
-    return PlanPicture(answer, tuple(_advice(answer)), drawn, bill_chart(answer.links))
+    sides = (("source", answer.billed.source), ("destination", answer.billed.destination))
+    blocks = tuple(engine_blocks(name, manifest) for name, manifest in sides if manifest.ranks)
+    return PlanPicture(answer, tuple(_advice(answer)), drawn, blocks, bill_chart(answer.links))
 
 
 def _advice(answer: PlanAnswer) -> Iterator[Advice]:

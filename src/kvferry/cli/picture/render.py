@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,10 +50,30 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {"bytes": num_bytes, "seconds": _seconds, "number": number}
+    made.filters |= {
+        "bytes": num_bytes,
+        "seconds": _seconds,
+        "number": number,
+        "width": _width,
+        "name_parts": _name_parts,
+    }
     made.globals |= {"counted": counted, "W": WIDTH, "H": STRIP_HEIGHT, "BAR": BAR_HEIGHT}
     return made
 
 
 def _seconds(value: float) -> str:
     return milliseconds(1e3 * value)
+
+
+def _name_parts(text: str) -> list[str]:
+    """Where a long name may be cut.
+
+    >>> _name_parts("layers.{0-2,4}.attn/k")
+    ['layers.', '{0-', '2,', '4}.', 'attn/', 'k']
+    """
+    return re.findall(r".[^-,./+]*[-,./+]*", text)
+
+
+def _width(value: float) -> str:
+    """A width that can be seen, however few bytes it is, with a gap to the next where there is room."""
+    return number(value - 0.6 if value > 4 else max(0.6, value))

@@ -1,0 +1,322 @@
+"""A block to scale: where the cells of each view lie in the bytes of one block of a tensor."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+
+from kvferry.cli.output import by_numbers, together
+from kvferry.core.box import TOKEN
+from kvferry.core.manifest import Manifest, Rank
+from kvferry.core.span import Span
+from kvferry.core.state import Addressing, Group
+from kvferry.core.view import AxisMap, View
+from kvferry.core.words import counted
+
+MAX_CELLS = 96
+"""Cells that are drawn one by one, of each view; more of them are drawn together."""
+MAX_CELLS_OF_ENGINE = 900
+"""Cells that are drawn of all views of an engine together: a page stays small."""
+
+SMALL = 12
+"""Views that take less than this part of a block are drawn enlarged, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnCells:
+    """Cells that are drawn as one: the bytes from the first to the last of them, and which they are."""
+
+    offset: int
+    """Bytes from the start of the block."""
+    num_bytes: int
+    words: str
+    is_whole: bool
+    """Whether all these bytes are theirs; otherwise other cells lie between them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """One view, or the equal views of several layers, along the bytes of a block."""
+
+    label: str
+    stride_words: str
+    """How far one step along each axis goes."""
+    cells: tuple[DrawnCells, ...]
+
+    @property
+    def extent_bytes(self) -> int:
+        """From its first byte to its last."""
+        return max(c.offset + c.num_bytes for c in self.cells) - min(c.offset for c in self.cells)
+
+
+@dataclass(frozen=True, slots=True)
+class Lens:
+    """A part of a block that is too small to be seen on the scale of the whole, drawn once more."""
+
+    first_byte: int
+    num_bytes: int
+    tracks: tuple[Track, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPart:
+    """The views of one group in a tensor, or of several groups if they are equal."""
+
+    groups: tuple[str, ...]
+    holds: str
+    """What one block holds."""
+    block_bytes: int
+    used_bytes: int
+    tracks: tuple[Track, ...]
+    lens: Lens | None
+
+    @property
+    def used_percent(self) -> float:
+        return 100 * self.used_bytes / self.block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPicture:
+    """A block of one kind of tensor, with the views of every group that lies in it."""
+
+    tensors: str
+    """The names of the tensors as one."""
+    num_tensors: int
+    num_bytes: int
+    """How many bytes are drawn: the longest stride of its parts."""
+    parts: tuple[BlockPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBlocks:
+    """The blocks of one engine, as one of its ranks has them."""
+
+    engine: str
+    """What it is to this page: the source, the destination, A or B."""
+    rank: int
+    sentence: str
+    """For how many ranks the picture stands."""
+    pictures: tuple[BlockPicture, ...]
+    num_more: int
+    """Tensors that are not drawn: they hold the same views, in another mix."""
+
+
+def engine_blocks(engine: str, manifest: Manifest) -> EngineBlocks:
+    """Blocks of the first rank: as many tensors as it takes to show every kind of view once."""
+    rank = manifest.ranks[0]
+    looks = [_look(each) for each in manifest.ranks]
+    alike = looks.count(looks[0])
+    sentence = (
+        "all ranks are laid out alike" if alike == len(looks) else f"{alike} of {len(looks)} ranks like this"
+    )
+    views: dict[str, list[View]] = defaultdict(list)
+    for view in rank.views:
+        views[view.region].append(view)
+    kinds: dict[object, list[str]] = defaultdict(list)
+    for region, mine in views.items():
+        kinds[frozenset((_view_look(view), view.group) for view in mine)].append(region)
+    shown, seen = [], set[object]()
+    for regions in kinds.values():
+        some = {_view_look(view) for view in views[regions[0]]}
+        if not some <= seen:
+            seen |= some
+            shown.append(regions)
+    num_tracks = sum(len({_kind(view.state) for view in views[regions[0]]}) for regions in shown)
+    limit = max(8, min(MAX_CELLS, MAX_CELLS_OF_ENGINE // num_tracks)) if num_tracks else MAX_CELLS
+    drawn = tuple(_picture(manifest, regions, views, limit) for regions in shown)
+    return EngineBlocks(engine, rank.rank, sentence, drawn, len(views) - sum(map(len, shown)))
+
+
+def _look(rank: Rank) -> object:
+    """Equal for ranks whose memory is laid out alike, whichever heads they hold."""
+    return tuple((view.region, view.group, _view_look(view)) for view in rank.views)
+
+
+def _view_look(view: View) -> object:
+    """Equal for views that are drawn alike: of one kind, at one place of the block."""
+    digits = tuple((name, tuple((d.num_held, d.stride) for d in axis.digits)) for name, axis in view.axes)
+    return (_kind(view.state), view.offset, view.block_stride, digits)
+
+
+def _kind(state: str) -> str:
+    return re.sub(r"\d+", "#", state, count=1)
+
+
+def _picture(
+    manifest: Manifest, regions: Sequence[str], views: Mapping[str, Sequence[View]], limit: int
+) -> BlockPicture:
+    by_group: dict[str, list[View]] = defaultdict(list)
+    for view in views[regions[0]]:
+        by_group[view.group].append(view)
+    alike: dict[object, list[str]] = defaultdict(list)
+    for name, mine in by_group.items():
+        group = manifest.group_by_name[name]
+        look = frozenset(map(_view_look, mine))
+        alike[look, group.tokens_per_block, group.addressing, group.window].append(name)
+    everywhere = [view for region in regions for view in views[region]]
+    parts = tuple(
+        _part(manifest, names, by_group[names[0]], [v for v in everywhere if v.group in names], limit)
+        for names in alike.values()
+    )
+    longest = max(part.block_bytes for part in parts)
+    return BlockPicture(together(regions), len(regions), longest, parts)
+
+
+def _part(
+    manifest: Manifest, names: Sequence[str], views: Sequence[View], alike: Sequence[View], limit: int
+) -> BlockPart:
+    """The views of one group; ``alike`` are those of equal groups and tensors, which are named with them."""
+    group = manifest.group_by_name[names[0]]
+    kinds: dict[str, list[View]] = defaultdict(list)
+    for view in views:
+        kinds[_kind(view.state)].append(view)
+    cells = sum(_held_bytes(manifest, view) for view in views)
+    states: dict[str, list[str]] = defaultdict(list)
+    for view in alike:
+        states[_kind(view.state)].append(view.state)
+    tracks = tuple(
+        Track(
+            together(sorted(states[kind], key=by_numbers)),
+            _strides(some[0]),
+            tuple(_cells(manifest, some, limit)),
+        )
+        for kind, some in kinds.items()
+    )
+    stride = views[0].block_stride
+    return BlockPart(tuple(names), _holds(group), stride, cells, tracks, _lens(tracks, stride))
+
+
+def _lens(tracks: Sequence[Track], block_bytes: int) -> Lens | None:
+    """The views that would be a smear on the scale of the block; None if each can be seen."""
+    small = [track for track in tracks if SMALL * track.extent_bytes < block_bytes]
+    if not small:
+        return None
+    first = min(cell.offset for track in small for cell in track.cells)
+    end = max(cell.offset + cell.num_bytes for track in small for cell in track.cells)
+    return Lens(first, end - first, tuple(small)) if SMALL * (end - first) < block_bytes else None
+
+
+def _holds(group: Group) -> str:
+    if group.addressing is Addressing.SLOT:
+        return "the state of one request"
+    window = f"; the last {group.window:,} of a request are kept" if group.window else ""
+    return f"{counted(group.tokens_per_block, 'token')}{window}"
+
+
+def _held_bytes(manifest: Manifest, view: View) -> int:
+    return manifest.state_by_name[view.state].item_bytes * prod(count for count, _ in view.steps())
+
+
+def _cells(manifest: Manifest, views: Sequence[View], limit: int) -> Iterator[DrawnCells]:
+    each = max(1, limit // len(views))
+    for view in views[:limit]:
+        state = manifest.state_by_name[view.state]
+        name = f"{view.state}: " if len(views) > 1 else ""
+        for cell in drawn_cells(
+            view, state.item_bytes, state.tokens_per_cell, each, view.offset % view.block_stride
+        ):
+            yield replace(cell, words=f"{name}{cell.words}")
+
+
+def _strides(view: View) -> str:
+    steps = [(digit.stride, name) for name, axis in view.axes for digit in axis.digits if digit.num_held > 1]
+    return ", ".join(f"{name} {stride:,} B" for stride, name in sorted(steps, reverse=True))
+
+
+# -- the cells of a view -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A digit of which a rank holds several values."""
+
+    axis: str
+    stride: int
+    held: Span
+
+
+def drawn_cells(
+    view: View, item_bytes: int, tokens_per_cell: int, limit: int, offset: int
+) -> Iterator[DrawnCells]:
+    """The cells of one block: the outermost steps one by one, as many as the limit allows.
+
+    >>> import numpy as np
+    >>> pool = np.zeros((9, 2, 4, 2, 8), np.int16)  # block, head, token, K or V, channel
+    >>> v = pool[:, :, :, 1]
+    >>> view = View.of_strides("v", "g", "r", "block head token channel", v.shape, v.strides, offset=16)
+    >>> [(c.offset, c.num_bytes, c.words) for c in drawn_cells(view, 2, 1, 8, 16)][:2]
+    [(16, 16, 'head 0, token 0'), (48, 16, 'head 0, token 1')]
+    >>> [(c.offset, c.num_bytes, c.words, c.is_whole) for c in drawn_cells(view, 2, 1, 2, 16)]
+    [(16, 112, 'head 0, tokens 0 to 3', False), (144, 112, 'head 1, tokens 0 to 3', False)]
+    """
+    steps = sorted(_steps(view), key=lambda step: -step.stride)
+    # From the innermost out: steps that fill what they go over need not be drawn one by one.
+    shown = list(steps)
+    extent = filled = item_bytes
+    while shown and shown[-1].stride == extent and shown[-1].axis not in (TOKEN, "head"):
+        extent = filled = extent * len(shown.pop().held)
+    number, kept = 1, 0
+    while kept < len(shown) and number * len(shown[kept].held) <= limit:
+        number *= len(shown[kept].held)
+        kept += 1
+    for step in reversed(shown[kept + 1 :]):
+        extent, filled = extent + (len(step.held) - 1) * step.stride, filled * len(step.held)
+    # The first step that is too long is cut into parts of equal length.
+    drawn = shown[: kept + 1]
+    parts = [
+        _cut(len(step.held), len(step.held) if i < kept else limit // number) for i, step in enumerate(drawn)
+    ]
+    for spans in product(*parts):
+        at, size, full = offset, extent, filled
+        for step, span in zip(drawn, spans, strict=True):
+            at, size, full = (
+                at + span.start * step.stride,
+                size + (len(span) - 1) * step.stride,
+                full * len(span),
+            )
+        chosen = {(step.axis, step.stride): span for step, span in zip(drawn, spans, strict=True)}
+        yield DrawnCells(at, size, _words(view, chosen, tokens_per_cell), full == size)
+
+
+def _cut(length: int, number: int) -> list[Span]:
+    """So many equal parts of a length, or fewer."""
+    each = -(-length // max(1, number))
+    return [Span(at, min(at + each, length)) for at in range(0, length, each)]
+
+
+def _steps(view: View) -> Iterator[_Step]:
+    for name, axis in view.axes:
+        for digit in axis.digits:
+            if digit.num_held > 1:
+                yield _Step(name, digit.stride, digit.held or Span(0, digit.size))
+
+
+def _words(view: View, chosen: Mapping[tuple[str, int], Span], tokens_per_cell: int) -> str:
+    """Which tokens, heads and so on these cells are of; other axes that are there whole are not named."""
+    parts = []
+    for name, axis in sorted(view.axes, key=lambda each: (each[0] != "head", each[0] != TOKEN, each[0])):
+        if name in (TOKEN, "head") or any(axis_name == name for axis_name, _ in chosen):
+            mine = {stride: span for (axis_name, stride), span in chosen.items() if axis_name == name}
+            parts.append(_coordinates(name, axis, mine, tokens_per_cell if name == TOKEN else 1))
+    return ", ".join(parts) or "all of it"
+
+
+def _coordinates(name: str, axis: AxisMap, chosen: Mapping[int, Span], scale: int) -> str:
+    """The coordinates of an axis that remain when of some digits only some values are meant."""
+    low = high = axis.start
+    weight, is_in_turns = axis.size, False
+    for digit in axis.digits:
+        weight //= digit.size
+        held = digit.held or Span(0, digit.size)
+        span = chosen.get(digit.stride, Span(0, len(held))) if digit.num_held > 1 else Span(0, 1)
+        low += weight * (held.start + span.start)
+        high += weight * (held.start + span.stop - 1)
+        is_in_turns |= digit.num_held < digit.size and high - low >= weight
+    low, high = low * scale, high * scale + scale - 1
+    if low == high:
+        return f"{name} {low}"
+    return f"{name}s {low} to {high}" + (" in turns" if is_in_turns else "")
