@@ -42,7 +42,7 @@ def peers() -> tuple[Figure, str]:
 
 def engines() -> tuple[Figure, str]:
     """What a request takes between two vLLM engines, by the pair of block sizes."""
-    (_, *pairs), *rows = table("README.md", "4,096 tokens of an 8B")
+    (_, *pairs), *rows = table("docs/why.md", "4,096 tokens of an 8B")
     pairs[1:] = [f"blocks {pair}" for pair in pairs[1:]]
     figure = Figure(figsize=(7, 2.4), layout="constrained")
     panel = figure.subplots()
