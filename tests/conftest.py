@@ -1,4 +1,4 @@
-"""How Hypothesis runs here.
+"""How Hypothesis runs here, and what becomes of a test while whose time the machine stood still.
 
 ``default``  fresh examples each run, kept in ``.hypothesis`` when they fail
 ``ci``       the same examples each run, so that a red run is a red commit
@@ -10,8 +10,13 @@ No profile has a deadline: a slow machine is not a broken law.
 """
 
 import os
+import time
 
+import pytest
+from _pytest.runner import runtestprotocol
 from hypothesis import HealthCheck, settings
+
+from tests.stalls import StallWatch
 
 law_examples = os.environ.get("KVFERRY_LAW_EXAMPLES")
 
@@ -26,3 +31,44 @@ settings.register_profile(
 
 profile = "law" if law_examples else "ci" if os.environ.get("CI") else "default"
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or profile)
+
+NUM_AGAIN = 2
+WATCH = pytest.StashKey[StallWatch]()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[WATCH] = StallWatch()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    session.config.stash[WATCH].close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """Run a test; again, if it failed while the machine stood still."""
+    if not isinstance(item, pytest.Function):
+        return None
+    place = {"nodeid": item.nodeid, "location": item.location}
+    item.ihook.pytest_runtest_logstart(**place)
+    for report in reports_of(item, nextitem, NUM_AGAIN):
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(**place)
+    return True
+
+
+def reports_of(
+    item: pytest.Function, nextitem: pytest.Item | None, num_again: int
+) -> list[pytest.TestReport]:
+    """Of the last time that it was run."""
+    began = time.monotonic()
+    reports = runtestprotocol(item, log=False, nextitem=nextitem)
+    if not num_again or not any(report.failed for report in reports):
+        return reports
+    stall = item.config.stash[WATCH].longest_since(began)
+    if not stall:
+        return reports
+    told = f"{item.nodeid} failed while this machine stood still for {stall:.1f} s: once more"
+    item.config.get_terminal_writer().line(f"\n{told}")
+    item._initrequest()
+    return reports_of(item, nextitem, num_again - 1)

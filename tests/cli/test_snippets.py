@@ -57,7 +57,8 @@ def test_the_snippets_of_a_page_work(page, cli, tmp_path, monkeypatch):
         elif snippet.language == "pycon":
             test = doctest.DocTestParser().get_doctest(snippet.text, namespace, page, page, snippet.line)
             said: list[str] = []
-            doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS).run(test, said.append, False)
+            runner = doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS)
+            runner.run(test, out=said.append, clear_globs=False)
             assert "".join(said) == ""
             namespace |= test.globs
         else:

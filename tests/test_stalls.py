@@ -1,0 +1,64 @@
+"""A test that fails while the machine stands still is run again; one that fails on one that runs is not."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+TESTS = """
+import os, signal, time
+from pathlib import Path
+import pytest
+from tests.conftest import WATCH
+
+runs = Path(__file__).with_suffix(".runs")
+
+def count():
+    runs.write_text(runs.read_text() + "." if runs.exists() else ".")
+    return len(runs.read_text())
+
+@pytest.fixture
+def fresh():
+    return []
+
+def test_it(request, fresh):
+    assert fresh == []
+    fresh.append(1)
+    number = count()
+    watch = request.config.stash[WATCH].process.pid
+    if {is_stalled} and number == 1:
+        os.kill(watch, signal.SIGSTOP)
+        time.sleep(2.5)
+        os.kill(watch, signal.SIGCONT)
+    assert number > {num_failures}
+"""
+
+
+@pytest.mark.parametrize(
+    ("is_stalled", "num_failures", "expected", "num_runs"),
+    [(True, 1, 0, 2), (False, 1, 1, 1), (True, 9, 1, 2), (True, 0, 0, 1)],
+    ids=["a stall", "no stall", "fails without a stall, too", "a stall and no failure"],
+)
+def test_which_tests_are_run_again(tmp_path, is_stalled, num_failures, expected, num_runs):
+    folder = tmp_path / "tests"
+    folder.mkdir()
+    file = folder / "test_made.py"
+    file.write_text(TESTS.format(is_stalled=is_stalled, num_failures=num_failures), encoding="utf-8")
+    for name in ("conftest.py", "stalls.py"):
+        (folder / name).write_text((ROOT / "tests" / name).read_text(encoding="utf-8"), encoding="utf-8")
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", "tests"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ran.returncode == expected, ran.stdout + ran.stderr
+    assert len(file.with_suffix(".runs").read_text()) == num_runs, ran.stdout
+    assert ("stood still for" in ran.stdout) == (num_runs > 1)
