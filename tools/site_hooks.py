@@ -30,6 +30,10 @@ from site_pictures import picture
 
 LOG = getLogger("mkdocs.kvferry")
 
+SEARCHED_FIRST = {"errors.md": 4, "troubleshooting.md": 2}
+SEARCHED_LAST = {"reference.md": 0.02, "requirements.md": 0.02, "changelog.md": 0.02}
+"""What somebody with a question is looking for, and what not."""
+
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
     """Add the pages that do not stand in docs/."""
@@ -46,7 +50,9 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links out of docs/ lead to pages of the site."""
+    """Let links out of docs/ lead to pages of the site, and searches to the pages that answer."""
+    boost = (SEARCHED_FIRST | SEARCHED_LAST).get(page.file.src_uri, 1)
+    page.meta["search"] = {"boost": boost}
     return markdown if page.file.generated_by else with_links_of_the_site(markdown, "docs")
 
 
@@ -59,8 +65,10 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """List links to other sites; warn of what would be fetched from there."""
+    """List links to other sites; warn of what would be fetched from there. Let files be searched, too."""
     site = Path(config.site_dir)
+    index = (site / "search" / "search_index.json").read_text(encoding="utf-8")
+    (site / "search" / "search_index.js").write_text(f"var __index = {index}", encoding="utf-8")
     outside: dict[str, set[str]] = {}
     for path in sorted(site.rglob("*.html")):
         found = Addresses(path.read_text(encoding="utf-8"))
