@@ -7,7 +7,8 @@
     ├── Refused          two descriptions that cannot be served together, or not provably so
     ├── RequestError     one request that does not fit its plan; the plan and other requests live on
     ├── TransportError   something asked of a transport that it cannot do, or did not manage in time
-    └── ChannelError     a control channel that cannot be opened
+    ├── ChannelError     a control channel that cannot be opened
+    └── MissingPackage   a part of kvferry that needs a package which is not installed (also an ImportError)
 
 What a peer, a user or the fabric can cause is one of these; ``assert`` is never used for it, so that
 ``python -O`` changes nothing.
@@ -19,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import islice
+from typing import ClassVar
 
 
 class Code(StrEnum):
@@ -180,3 +182,37 @@ class TransportError(KVFerryError):
 
 class ChannelError(KVFerryError):
     """A control channel that cannot be opened: the address is taken, malformed, or not this host's."""
+
+
+class MissingPackage(KVFerryError, ImportError):
+    """A part of kvferry needs a package that is not installed: the extra that brings it is named.
+
+    >>> str(MissingPackage.named(ModuleNotFoundError(name="zmq.utils")))
+    'pyzmq is needed for this, and is not installed: pip install "kvferry[engine]"'
+    """
+
+    EXTRAS: ClassVar[dict[str, tuple[str, str]]] = {
+        "aiohttp": ("aiohttp", "proxy"),
+        "hypothesis": ("hypothesis", "testing"),
+        "jinja2": ("jinja2", "html"),
+        "matplotlib": ("matplotlib", "plot"),
+        "prometheus_client": ("prometheus_client", "metrics"),
+        "rich": ("rich", "cli"),
+        "typer": ("typer", "cli"),
+        "zmq": ("pyzmq", "engine"),
+    }
+    """By what is imported: the package, and the extra of kvferry that brings it."""
+
+    @classmethod
+    def is_of_ours(cls, error: ModuleNotFoundError) -> bool:
+        """Whether what could not be imported is in one of the extras."""
+        return (error.name or "").partition(".")[0] in cls.EXTRAS
+
+    @classmethod
+    def named(cls, error: ModuleNotFoundError) -> MissingPackage:
+        """The same, by the name of the extra."""
+        package, extra = cls.EXTRAS[(error.name or "").partition(".")[0]]
+        return cls(
+            f'{package} is needed for this, and is not installed: pip install "kvferry[{extra}]"',
+            name=error.name,
+        )

@@ -41,5 +41,5 @@ def test_without_aiohttp_it_says_what_to_install():
         [sys.executable, "-c", probe, "proxy", *SERVERS], capture_output=True, text=True, check=False
     )
     assert (ran.returncode, ran.stdout) == (2, "")
-    said = 'kvferry: kvferry proxy needs aiohttp, which is not installed: pip install "kvferry[proxy]"\n'
+    said = 'kvferry: aiohttp is needed for this, and is not installed: pip install "kvferry[proxy]"\n'
     assert ran.stderr == said

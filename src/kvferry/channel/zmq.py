@@ -17,12 +17,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import count
 
-import zmq
-from zmq.utils import z85
-from zmq.utils.monitor import parse_monitor_message
-
-from kvferry.errors import ChannelError
+from kvferry.errors import ChannelError, MissingPackage
 from kvferry.wire.secret import Secret
+
+try:
+    import zmq
+    from zmq.utils import z85
+    from zmq.utils.monitor import parse_monitor_message
+except ModuleNotFoundError as error:
+    raise MissingPackage.named(error) from None
 
 _MAPPED = re.compile(r"\[::ffff:([0-9.]+)\]")
 

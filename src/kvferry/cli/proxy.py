@@ -79,7 +79,6 @@ def proxy(
     ] = 4096,
 ) -> None:
     """Serve one address in front of prefill and decode servers."""
-    from kvferry.errors import SpecError
     from kvferry.proxy.settings import ProxyLimits, ProxySettings, Role, listen_address, server_urls
 
     host, port = listen_address(listen)
@@ -99,12 +98,6 @@ def proxy(
             max_requests=max_requests,
         ),
     )
-    try:
-        from kvferry.proxy.serve import run_proxy
-    except ModuleNotFoundError as error:
-        if error.name != "aiohttp":
-            raise
-        raise SpecError(
-            'kvferry proxy needs aiohttp, which is not installed: pip install "kvferry[proxy]"'
-        ) from None
+    from kvferry.proxy.serve import run_proxy
+
     run_proxy(settings)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
 
-from kvferry.errors import KVFerryError, Refused
+from kvferry.errors import KVFerryError, MissingPackage, Refused
 
 GOOD, REFUSED, BAD_INPUT, BUG, INTERRUPTED, CUT_OFF = 0, 1, 2, 3, 130, 141
 
@@ -20,11 +20,11 @@ DEBUG = "KVFERRY_DEBUG"
 
 def run_command(argv: Sequence[str]) -> int:
     """Run the command line ``argv``; whatever happens becomes an exit code and a message."""
-    from kvferry.cli.app import app
-
     as_json = "--json" in argv
     _never_choke()
     try:
+        from kvferry.cli.app import app
+
         code = app(list(argv), prog_name="kvferry", standalone_mode=False)
         sys.stdout.flush()
         return code or GOOD
@@ -32,6 +32,10 @@ def run_command(argv: Sequence[str]) -> int:
         return _refuse(refused, as_json=as_json)
     except KVFerryError as error:
         return _say(str(error), as_json=as_json)
+    except ModuleNotFoundError as error:
+        if not MissingPackage.is_of_ours(error):
+            return _bug(error, as_json=as_json)
+        return _say(str(MissingPackage.named(error)), as_json=as_json)
     except (BrokenPipeError, SystemExit):  # Typer makes the latter of the former, and of nothing else
         return _quiet()
     except KeyboardInterrupt:
@@ -39,11 +43,15 @@ def run_command(argv: Sequence[str]) -> int:
     except Exception as error:
         if usage := getattr(error, "format_message", None):
             return _say(_with_hint(usage(), argv), as_json=as_json)
-        if os.environ.get(DEBUG):
-            raise
-        what = f"{type(error).__name__}: {error}".rstrip(": ")
-        message = f"a bug, please report it ({DEBUG}=1 shows where): {what}"
-        return _say(message, as_json=as_json, code=BUG)
+        return _bug(error, as_json=as_json)
+
+
+def _bug(error: Exception, *, as_json: bool) -> int:
+    if os.environ.get(DEBUG):
+        raise error
+    what = f"{type(error).__name__}: {error}".rstrip(": ")
+    message = f"a bug, please report it ({DEBUG}=1 shows where): {what}"
+    return _say(message, as_json=as_json, code=BUG)
 
 
 def _never_choke() -> None:

@@ -16,11 +16,11 @@ from kvferry.core.select import Selection, Slack, select
 from kvferry.core.span import Spans
 from kvferry.core.way import Way
 from kvferry.endpoint.edges import Edges
+from kvferry.endpoint.endpoint_metrics import EndpointMetrics
 from kvferry.endpoint.gather_calls import ask_to_gather
 from kvferry.endpoint.load_digest import TakenDigests, check_digest_every
 from kvferry.endpoint.load_log import LoadLog
 from kvferry.endpoint.meeting import MetPeer, NotMet, failure_of, meet, remote_name, source_shown
-from kvferry.endpoint.metrics import EngineMetrics
 from kvferry.endpoint.owner import Owner
 from kvferry.endpoint.posted_reads import PostedReads
 from kvferry.endpoint.shared_plans import SharedPlan, SharedPlans
@@ -80,7 +80,7 @@ class Destination:
         num_ranks: int = 0,
         trust: Trust = Trust(),  # noqa: B008  (it is frozen)
         timing: Timing | None = None,
-        metrics: EngineMetrics | None = None,
+        metrics: EndpointMetrics | None = None,
         on_refusal: Callable[[Manifest, Failure], None] | None = None,
         digest_every: int = 0,
         edges: Edges | None = None,

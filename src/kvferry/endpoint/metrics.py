@@ -6,13 +6,17 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client import Metric as CollectorMetric
-from prometheus_client.registry import Collector
-
+from kvferry.errors import MissingPackage
 from kvferry.runtime import Report
 from kvferry.runtime.figures import Changes, Figures, Sample, samples_of
 from kvferry.runtime.metric_table import METRICS, Metric, MetricKind
+
+try:
+    from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+    from prometheus_client import Metric as CollectorMetric
+    from prometheus_client.registry import Collector
+except ModuleNotFoundError as error:
+    raise MissingPackage.named(error) from None
 
 
 class Instruments:

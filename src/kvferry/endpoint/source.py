@@ -13,10 +13,10 @@ from kvferry.channel import ContactChange, Received
 from kvferry.core.outline import Outline
 from kvferry.core.request import BlockTable
 from kvferry.endpoint.edges import Edges
+from kvferry.endpoint.endpoint_metrics import EndpointMetrics
 from kvferry.endpoint.invitation import Invitation
 from kvferry.endpoint.lease_log import LeaseLog
 from kvferry.endpoint.listening import advertised, check_listen
-from kvferry.endpoint.metrics import EngineMetrics
 from kvferry.endpoint.owner import Owner
 from kvferry.endpoint.status_report import status_report
 from kvferry.errors import KVFerryError, SpecError
@@ -75,7 +75,7 @@ class SourceEngine:
         credential: bytes = b"",
         trust: Trust = Trust(),  # noqa: B008  (it is frozen)
         timing: Timing | None = None,
-        metrics: EngineMetrics | None = None,
+        metrics: EndpointMetrics | None = None,
         edges: Edges | None = None,
     ) -> None:
         """``advertise``: the host that readers call, where it is not the one that ``listen`` names.

@@ -1,0 +1,88 @@
+"""What is installed with what: a bare kvferry says which extra brings what is missing."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from kvferry.errors import MissingPackage
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+
+HIDE = """
+import sys
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in HIDDEN:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Hide())
+"""
+
+
+def bare(code: str, *argv: str) -> subprocess.CompletedProcess[str]:
+    """Python in which only what kvferry itself requires can be imported."""
+    text = f"HIDDEN = {sorted(MissingPackage.EXTRAS)}\n{HIDE}\n{code}"
+    return subprocess.run([sys.executable, "-c", text, *argv], capture_output=True, text=True, check=False)
+
+
+def test_bare_it_needs_numpy_and_msgspec_alone():
+    assert sorted(line.partition(">")[0] for line in PROJECT["dependencies"]) == ["msgspec", "numpy"]
+
+
+def test_every_extra_that_is_named_exists_and_brings_the_package():
+    for package, extra in MissingPackage.EXTRAS.values():
+        assert any(line.startswith(package) for line in EXTRAS[extra]), extra
+
+
+def test_all_is_all_that_users_need():
+    named = set(EXTRAS["all"][0].partition("[")[2].rstrip("]").split(","))
+    own = {"all", "dev", "docs", "mutants", "package", "vllm", "nixl-cu12", "nixl-cu13"}
+    assert named == EXTRAS.keys() - own
+
+
+def test_bare_it_plans_and_proves():
+    ran = bare(
+        "import kvferry\n"
+        "from kvferry.models import Topology, describe, model_named\n"
+        "from kvferry.wire.manifest import manifest_to_json\n"
+        "src, dst = (describe(model_named('gpt2'), Topology(tp=tp), 'e') for tp in (2, 3))\n"
+        "print(kvferry.lower(kvferry.prove(kvferry.plan(src, dst, 0))))"
+    )
+    assert ran.stderr == ""
+    assert ran.stdout.startswith("Route(")
+
+
+@pytest.mark.parametrize(
+    ("module", "extra"),
+    [
+        ("kvferry.endpoint", "engine"),
+        ("kvferry.channel", "engine"),
+        ("kvferry.endpoint.metrics", "engine"),
+    ],
+)
+def test_a_room_that_needs_more_says_which_extra(module, extra):
+    ran = bare(f"import {module}")
+    last = ran.stderr.splitlines()[-1]
+    assert last.startswith("kvferry.errors.MissingPackage: ")
+    assert last.endswith(f' is needed for this, and is not installed: pip install "kvferry[{extra}]"')
+
+
+def test_engines_need_no_package_for_metrics():
+    probe = "HIDDEN = ['prometheus_client']\n" + HIDE + "import kvferry.endpoint"
+    assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
+    ran = subprocess.run(
+        [sys.executable, "-c", probe + ".metrics"], capture_output=True, text=True, check=False
+    )
+    assert 'pip install "kvferry[metrics]"' in ran.stderr
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["plan"], ["--version"]])
+def test_the_command_says_it_too(argv):
+    ran = bare("import kvferry.cli; sys.exit(kvferry.cli.main())", *argv)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    said = 'kvferry: typer is needed for this, and is not installed: pip install "kvferry[cli]"\n'
+    assert ran.stderr == said
