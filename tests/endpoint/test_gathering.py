@@ -105,6 +105,9 @@ class Stranger:
     def given_back(self, sender, nonce, *, is_valid):
         self.answers.append((nonce, is_valid))
 
+    def stream_offered(self, sender, nonce, offer):
+        self.answers.append((nonce, offer))
+
     def lost(self, sender):
         pass
 

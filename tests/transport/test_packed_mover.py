@@ -2,6 +2,7 @@
 
 import threading
 import time
+from itertools import count
 
 import numpy as np
 import pytest
@@ -59,14 +60,14 @@ class Rank:
 
     def __init__(self, memory):
         self.memory, self.ring = memory, StagingRing(SIZE)
-        self.asked, self.given_back, self.is_closed = [], [], False
+        self.asked, self.given_back = [], []
         self.answer = self.gather
         self.is_valid = lambda: True
 
     def listen(self, answers):
         self.answers = answers
 
-    def ask(self, to, nonce, permit, terms):
+    def ask(self, to, nonce, permit, terms, stream_id=b""):
         self.asked.append((nonce, permit))
         self.answer(nonce, terms)
 
@@ -79,11 +80,14 @@ class Rank:
         self.given_back.append(nonce)
         self.answers.given_back(RANK, nonce, is_valid=self.is_valid())
 
+    def open_stream(self, to, nonce, regions):
+        raise AssertionError("its ring is read")
+
     def hang_up(self, address):
         pass
 
     def close(self):
-        self.is_closed = True
+        pass
 
 
 class World:
@@ -94,7 +98,8 @@ class World:
             Places(n, [Region("kv", 64_000, a.ctypes.data)]) for n, a in (("s", self.src), ("d", self.dst))
         )
         self.rank, self.ring = Rank(src), StagingRing(SIZE)
-        self.mover = PackedMover(dst, self.ring, self.rank)
+        self.mover = PackedMover(dst, self.ring, self.rank, count(1))
+        self.rank.listen(self.mover)
         self.fabric = Fabric(self.rank.ring, self.ring)
         staging = Staging(RANK, self.rank.ring.region.address, SIZE.num_bytes, SIZE.chunk_bytes)
         self.link = self.mover.link("src", staging, src, self.fabric)
@@ -130,7 +135,6 @@ def world():
     world = World()
     yield world
     assert world.mover.close(20)
-    assert world.rank.is_closed
     assert sorted(world.mover._free) == [*range(SIZE.num_chunks)]  # the ring is whole again
 
 

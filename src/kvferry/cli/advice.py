@@ -176,6 +176,10 @@ TRANSPORT: dict[str, Explained] = {
         "A region lies on something other than the host or one CUDA device.",
         "Describe regions on `cpu` or `cuda:N`, one CUDA device for each rank.",
     ),
+    "bad-frame": Explained(
+        "What came over a stream is not what its source was asked for, or was changed on its way.",
+        "If it comes again: somebody or something changes bytes between the two hosts.",
+    ),
     "bad-probe": Explained("Memory that was mapped is not the source's.", _OTHER_WAY),
     "bad-ring": Explained(
         "The staging rings of the two sides do not fit together, or one is too long.",

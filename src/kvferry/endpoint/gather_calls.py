@@ -7,18 +7,22 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvferry.channel import Contact, ContactChange, Received
+from kvferry.core.manifest import Region
 from kvferry.core.product import Term
 from kvferry.core.view import Ints
 from kvferry.endpoint.edges import ControlChannel
 from kvferry.transport.base import Transport
 from kvferry.transport.gather_line import GatherAnswers, GatheringTransport
 from kvferry.transport.staging import PackedReads
+from kvferry.transport.stream_frames import StreamOffer
 from kvferry.wire.gather import (
     Gather,
     Gathered,
     GiveBack,
     GivenBack,
     NotGathered,
+    OpenStream,
+    StreamOffered,
     decode_from_rank,
     encode_rank_message,
 )
@@ -36,9 +40,15 @@ class GatherCalls:
         self._answers = answers
         self._channel.start(self._name, self._receive, lambda: False)
 
-    def ask(self, to: str, nonce: int, permit: bytes, terms: Sequence[Term]) -> None:
+    def ask(self, to: str, nonce: int, permit: bytes, terms: Sequence[Term], stream_id: bytes = b"") -> None:
         """Ask for the source side of these terms."""
-        self._channel.send(to, encode_rank_message(Gather(nonce, permit, tuple(map(_columns, terms)))))
+        ask = Gather(nonce, permit, tuple(map(_columns, terms)), stream_id)
+        self._channel.send(to, encode_rank_message(ask))
+
+    def open_stream(self, to: str, nonce: int, regions: Sequence[Region]) -> None:
+        """Ask for a stream."""
+        known = tuple((region.address, region.num_bytes) for region in regions)
+        self._channel.send(to, encode_rank_message(OpenStream(nonce, known)))
 
     def give_back(self, to: str, nonce: int, chunk: int, generation: int) -> None:
         """Nothing of a chunk is read any more."""
@@ -68,6 +78,8 @@ class GatherCalls:
                 answers.not_gathered(sender, nonce, f"{code}: {detail}")
             case GivenBack(nonce, is_valid):
                 answers.given_back(sender, nonce, is_valid=is_valid)
+            case StreamOffered(nonce, address, stream_id, key):
+                answers.stream_offered(sender, nonce, StreamOffer(address, stream_id, key))
 
 
 def ask_to_gather(transport: Transport, open_channel: Callable[[], ControlChannel]) -> None:

@@ -15,13 +15,16 @@ import numpy as np
 
 from kvferry.channel import ContactChange, Received
 from kvferry.endpoint.edges import ControlChannel
+from kvferry.endpoint.listening import advertised
 from kvferry.endpoint.owner import Owner
 from kvferry.errors import SpecError, TransportError
 from kvferry.log import is_worth_a_line, log_of
 from kvferry.runtime.ticket_guard import Admitted, GatherRefusal, Refusal, TicketGuard
-from kvferry.transport.pack import TermSide, pack
+from kvferry.transport.pack import TermSide, check_room, pack
 from kvferry.transport.places import Places
 from kvferry.transport.staging_ring import LentChunks, StagingRing
+from kvferry.transport.stream_frames import StreamOffer
+from kvferry.transport.stream_sender import StreamSender
 from kvferry.wire.bad_input import printable
 from kvferry.wire.gather import (
     Gather,
@@ -29,6 +32,8 @@ from kvferry.wire.gather import (
     GiveBack,
     GivenBack,
     NotGathered,
+    OpenStream,
+    StreamOffered,
     decode_to_rank,
     encode_rank_message,
 )
@@ -37,6 +42,7 @@ log = log_of(__name__)
 
 MAX_WAITING = 64
 """Asks of one ticket that wait for a chunk."""
+LOOPBACK = "127.0.0.1"
 PATIENCE_S = 2.0
 """How long a reader may keep a chunk that others wait for."""
 
@@ -50,7 +56,7 @@ class _Waiting(NamedTuple):
 
 class _Answer(NamedTuple):
     to: str
-    message: Gathered | NotGathered | GivenBack
+    message: Gathered | NotGathered | GivenBack | StreamOffered
 
 
 class GatherService:
@@ -64,8 +70,15 @@ class GatherService:
         channel: ControlChannel,
         clock: Callable[[], float],
         patience_s: float = PATIENCE_S,
+        *,
+        advertise: str = "",
+        are_streams_proved: bool = False,
     ) -> None:
+        """``advertise``: the host that readers call, if it is another one than we listen at."""
         self._memory, self._ring, self._channel = memory, ring, channel
+        host = channel.address.removeprefix("tcp://").rpartition(":")[0].strip("[]") or LOOPBACK
+        self._streams = StreamSender(memory, ring.size.chunk_bytes, host, is_proved=are_streams_proved)
+        self._stream_address = advertised(f"tcp://{host}:{self._streams.port}", advertise)
         # The owner's alone:
         self._guard = guard
         self._chunks = LentChunks(ring.size.num_chunks, patience_s)
@@ -107,6 +120,7 @@ class GatherService:
         """Gather nothing more."""
         self._channel.close()
         self._owner.close()
+        self._streams.close()
 
     def _receive(self, received: Received | ContactChange) -> None:
         if isinstance(received, ContactChange):
@@ -118,6 +132,8 @@ class GatherService:
                 self._owner.put(lambda _: self._ask(to, ask, sides))
             case GiveBack(nonce, chunk, generation):
                 self._owner.put(lambda _: self._given_back(to, nonce, chunk, generation))
+            case OpenStream() as question:
+                self._owner.put(lambda _: self._open_stream(to, question))
 
     # -- the owner's -------------------------------------------------------------------------------
 
@@ -144,7 +160,7 @@ class GatherService:
         self._guard.begin(generation)  # first: a new start forgets what has ended
         self._guard.end(ticket_id)
         self._chunks.take_all_from(ticket_id)
-        then()
+        self._streams.revoke(ticket_id, then)
         return []
 
     def _given_back(self, to: str, nonce: int, chunk: int, generation: int) -> list[_Answer]:
@@ -154,6 +170,8 @@ class GatherService:
         admitted = self._guard.admit(ask.permit)
         if isinstance(admitted, Refusal):
             return [self._refuse(to, ask.nonce, admitted)]
+        if ask.stream_id:
+            return self._send(to, ask, admitted, sides)
         asks = next((each for number, each in self._waiting if number == admitted.ticket_id), None)
         if asks is None:
             asks = deque()
@@ -164,18 +182,53 @@ class GatherService:
         asks.append(_Waiting(to, ask.nonce, admitted, sides))
         return []
 
-    def _gather(self, ask: _Waiting, chunk: int, generation: int) -> _Answer:
-        address = self._ring.address(chunk)
-        refusal = self._guard.check(ask.admitted, [(s.places, s.num_bytes, s.steps) for s in ask.sides])
+    def _open_stream(self, to: str, question: OpenStream) -> list[_Answer]:
+        nonce, ours = question.nonce, tuple((each.address, each.num_bytes) for each in self._memory.regions)
+        if question.regions != ours:
+            detail = "its regions are not those that the reader was told of"
+            return [self._refuse(to, nonce, self._guard.refuse(GatherRefusal.NOT_ITS_BYTES, detail))]
+
+        def offered(offer: StreamOffer | None) -> list[_Answer]:
+            if offer:
+                return [_Answer(to, StreamOffered(nonce, offer.address, offer.stream_id, offer.key))]
+            return [self._refuse(to, nonce, self._guard.refuse(GatherRefusal.TOO_MUCH, "too many streams"))]
+
+        self._streams.open(self._stream_address, lambda offer: self._owner.put(lambda _: offered(offer)))
+        return []
+
+    def _send(self, to: str, ask: Gather, admitted: Admitted, sides: list[TermSide]) -> list[_Answer]:
+        """Have bytes sent over a stream; whatever of it was revoked meanwhile is not."""
+        refusal = self._refusal(admitted, sides)
+        if refusal is not None:
+            return [self._refuse(to, ask.nonce, refusal)]
+        self._num_gathered += 1
+
+        def refuse(why: str) -> None:
+            self._owner.put(lambda _: [_Answer(to, NotGathered(ask.nonce, GatherRefusal.ENDED.value, why))])
+
+        self._streams.send(ask.stream_id, admitted.ticket_id, ask.nonce, sides, refuse)
+        return []
+
+    def _refusal(self, admitted: Admitted, sides: list[TermSide]) -> Refusal | None:
+        """Why bytes are not handed out."""
+        refusal = self._guard.check(admitted, [(s.places, s.num_bytes, s.steps) for s in sides])
         if refusal is None:
             try:
-                pack(self._memory, ask.sides, address, self._ring.size.chunk_bytes)
+                check_room(sides, self._ring.size.chunk_bytes)
+                for side in sides:
+                    side.check(self._memory)
             except TransportError as error:
                 code = GatherRefusal.TOO_MUCH if error.code == "too-much" else GatherRefusal.NOT_ITS_BYTES
                 refusal = self._guard.refuse(code, str(error))
+        return refusal
+
+    def _gather(self, ask: _Waiting, chunk: int, generation: int) -> _Answer:
+        address = self._ring.address(chunk)
+        refusal = self._refusal(ask.admitted, ask.sides)
         if refusal is not None:
             self._chunks.give_back(chunk, generation)
             return self._refuse(ask.to, ask.nonce, refusal)
+        pack(self._memory, ask.sides, address, self._ring.size.chunk_bytes)
         self._num_gathered += 1
         return _Answer(ask.to, Gathered(ask.nonce, address, chunk, generation))
 

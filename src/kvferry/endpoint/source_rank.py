@@ -71,7 +71,14 @@ class SourceRank:
             rank_key = edges.random_bytes(RANK_KEY_BYTES)
             guard = TicketGuard(rank_key, BlockBytes(manifest, rank))
             channel = edges.open_channel(listen, trust.secret)
-            self._service = GatherService(*transport.gather_memory(), guard, channel, edges.clock)
+            self._service = GatherService(
+                *transport.gather_memory(),
+                guard,
+                channel,
+                edges.clock,
+                advertise=advertise,
+                are_streams_proved=trust.secret is not None,
+            )
             transport.gather_at(advertised(channel.address, advertise))
         join = join_of(manifest, transport.kind, transport.card(), credential, rank_key)
         self._member = Member(invitation.address, join, timing)  # the owner's alone

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+from kvferry.core.manifest import Region
 from kvferry.core.product import Term
 from kvferry.transport.places import Places
 from kvferry.transport.staging import PackedReads
 from kvferry.transport.staging_ring import StagingRing
+from kvferry.transport.stream_frames import StreamOffer
 
 
 class GatherLine(Protocol):
@@ -18,8 +20,12 @@ class GatherLine(Protocol):
         """Begin: answers go there, from whatever thread."""
         ...
 
-    def ask(self, to: str, nonce: int, permit: bytes, terms: Sequence[Term]) -> None:
-        """Ask the rank at an address for the source side of these terms."""
+    def ask(self, to: str, nonce: int, permit: bytes, terms: Sequence[Term], stream_id: bytes = b"") -> None:
+        """Ask the rank at an address for the source side of these terms: in its ring, or over a stream."""
+        ...
+
+    def open_stream(self, to: str, nonce: int, regions: Sequence[Region]) -> None:
+        """Ask the rank at an address for a stream; these are its regions, as far as we know."""
         ...
 
     def give_back(self, to: str, nonce: int, chunk: int, generation: int) -> None:
@@ -67,6 +73,10 @@ class GatherAnswers(Protocol):
 
     def given_back(self, sender: str, nonce: int, *, is_valid: bool) -> None:
         """Whether the chunk was untouched until it was given back."""
+        ...
+
+    def stream_offered(self, sender: str, nonce: int, offer: StreamOffer) -> None:
+        """The rank can be called there."""
         ...
 
     def lost(self, sender: str) -> None:

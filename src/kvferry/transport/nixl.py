@@ -41,6 +41,7 @@ from kvferry.transport.places import Addresses, Places
 from kvferry.transport.staging import SETTING as PACKED_SETTING
 from kvferry.transport.staging import PackedReads
 from kvferry.transport.staging_ring import StagingRing, StagingSize
+from kvferry.transport.stream_reader import StreamMover
 from kvferry.transport.transfers import Transfers
 from kvferry.transport.ucx import UCX_EMULATES, UcxSettings
 
@@ -196,10 +197,22 @@ class NixlTransport:
     def _packed_link(
         self, rings: PackedRings, peer: str, card: bytes, regions: Sequence[Region], deadline: float
     ) -> Link:
-        """Have a peer gather, and read its ring over the fabric."""
-        mover, staging = rings.mover_for(peer, card)
-        places, ring = Places(peer, regions), partial(rings.connect, peer, card, regions, staging)
-        return mover.link(peer, staging, places, self._by_some_team(peer, ring, deadline))
+        """Have a peer gather, and read its ring over the fabric; or have it sent, where that cannot read."""
+        mover, streams, staging = rings.movers_for(peer, card)
+        places, first = Places(peer, regions), self._teams[self._settings.first_mode]
+        try:
+            ring = rings.connect(peer, card, regions, staging, first, self._connect_timeout_s)
+            return mover.link(peer, staging, places, ring)
+        except TransportError as error:
+            if error.code != "not-direct" or self._backend != UCX:
+                raise
+        stream = streams.link(peer, staging, places)
+        try:
+            stream.open(max(0.0, deadline - monotonic()))
+        except BaseException:
+            stream.forget()
+            raise
+        return stream
 
     def _fabric_link(self, peer: str, card: bytes, regions: Sequence[Region], deadline: float) -> Link:
         """Whoever can read a peer over the fabric."""
@@ -309,9 +322,9 @@ class NixlTransport:
         deadline = monotonic() + self._close_timeout_s
         self._gate.shut()
         with self._making:
-            movers: list[Mover | PackedMover] = [*self._teams.values()]
-            if self._rings and self._rings.mover:
-                movers.append(self._rings.mover)
+            movers: list[Mover | PackedMover | StreamMover] = [*self._teams.values()]
+            if self._rings and self._rings.mover and self._rings.streams:
+                movers += [self._rings.mover, self._rings.streams]
             if self._device and self._device.copier:
                 movers.append(self._device.copier)
         with self._lock:

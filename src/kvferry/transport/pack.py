@@ -40,10 +40,14 @@ class TermSide:
     def total_bytes(self) -> int:
         return int(self.num_bytes.sum()) * len(self.steps)
 
-    def addresses(self, memory: Places) -> Ints:
-        """Where each run is, a row for each run of the pattern; raises TransportError if one is outside."""
+    def check(self, memory: Places) -> None:
+        """Raise TransportError if a run is outside of the memory."""
         for step in (self.steps.min(), self.steps.max()):
             memory.check(self.places + step, self.num_bytes)
+
+    def addresses(self, memory: Places) -> Ints:
+        """Where each run is, a row for each run of the pattern; raises TransportError if one is outside."""
+        self.check(memory)
         return np.add.outer(memory.addresses(self.places).astype(np.int64), self.steps)
 
 
@@ -59,7 +63,7 @@ def dst_of(term: Term) -> TermSide:
 
 def pack(memory: Places, sides: Sequence[TermSide], chunk: int, chunk_bytes: int) -> None:
     """Copy what these name to ``chunk``, an address; raises TransportError, having copied nothing."""
-    _check_room(sides, chunk_bytes)
+    check_room(sides, chunk_bytes)
     for side, addresses in [(side, side.addresses(memory)) for side in sides]:
         _copy(_places_in_chunk(side, chunk), addresses, side.num_bytes)
         chunk += side.total_bytes
@@ -113,7 +117,20 @@ def _short_terms(product: Product, chunk_bytes: int) -> Iterator[Term]:
             start = stop
 
 
-def _check_room(sides: Sequence[TermSide], chunk_bytes: int) -> None:
+def check_term(term: Term, src: Places, dst: Places) -> None:
+    """Refuse a term that leaves a region on either side."""
+    if not term.num_pairs:
+        return
+    for places, memory, steps in (
+        (term.pattern.src, src, term.steps[0]),
+        (term.pattern.dst, dst, term.steps[1]),
+    ):
+        for step in (steps.min(), steps.max()):
+            memory.check(places + step, term.pattern.num_bytes)
+
+
+def check_room(sides: Sequence[TermSide], chunk_bytes: int) -> None:
+    """Refuse what does not fit into a chunk."""
     if (num_bytes := sum(side.total_bytes for side in sides)) > chunk_bytes:
         raise TransportError("too-much", f"{num_bytes} bytes are asked for, a chunk has {chunk_bytes}")
 

@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 from queue import Empty, SimpleQueue
 from time import monotonic
 
@@ -35,7 +34,7 @@ from kvferry.log import log_of
 from kvferry.transport.base import CANCELLED, Connected, DeviceEvent
 from kvferry.transport.gather_line import GatherLine
 from kvferry.transport.link import Link
-from kvferry.transport.pack import dst_of, pieces, unpack
+from kvferry.transport.pack import check_term, dst_of, pieces, unpack
 from kvferry.transport.places import Places
 from kvferry.transport.quietly import quietly
 from kvferry.transport.staging import Staging
@@ -127,7 +126,7 @@ class PackedLink:
         if after is not None:
             raise TransportError("no-device", "no device to wait for: this rank's memory is the host's")
         for term in product.terms:
-            _check(term, self._src, self._mover.memory)
+            check_term(term, self._src, self._mover.memory)
         self._mover.submit(_Read(self, transfer, permit, pieces(product, self.staging.chunk_bytes), report))
 
     def cancel(self, transfer: int) -> None:
@@ -142,20 +141,18 @@ class PackedLink:
 class PackedMover:
     """Reads the ranks that gather for us, through a ring of our own."""
 
-    def __init__(self, memory: Places, ring: StagingRing, line: GatherLine) -> None:
-        self.memory, self._ring, self._line = memory, ring, line
+    def __init__(self, memory: Places, ring: StagingRing, line: GatherLine, nonces: Iterator[int]) -> None:
+        self.memory, self._ring, self._line, self._nonces = memory, ring, line, nonces
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._lock = threading.Lock()
         """Guards ``_is_closing``: what is submitted before that is ended by the thread."""
         self._is_closing = False
         # The thread's alone:
-        self._nonces = count(1)
         self._free = [*range(ring.size.num_chunks)]
         self._links: deque[PackedLink] = deque()
         self._asks: dict[int, _Ask] = {}
         self._thread = threading.Thread(target=self._run, name="kvferry-packed", daemon=True)
         self._thread.start()
-        line.listen(self)
 
     # ---- from any thread
 
@@ -202,7 +199,6 @@ class PackedMover:
                 self._take_a_turn()
             except Exception:  # this thread serves everybody
                 log.exception("unexpected; the thread of the packed way goes on")
-        quietly(self._line.close)
 
     def _take_a_turn(self) -> None:
         for event in self._events():
@@ -383,15 +379,3 @@ class PackedMover:
         address = link.staging.address
         if all(other.staging.address != address for other in self._links):
             self._line.hang_up(address)
-
-
-def _check(term: Term, src: Places, dst: Places) -> None:
-    """Refuse a term that leaves a region on either side."""
-    if not term.num_pairs:
-        return
-    for places, memory, steps in (
-        (term.pattern.src, src, term.steps[0]),
-        (term.pattern.dst, dst, term.steps[1]),
-    ):
-        for step in (steps.min(), steps.max()):
-            memory.check(places + step, term.pattern.num_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 
 from kvferry.core.manifest import Region
 from kvferry.errors import TransportError
@@ -15,6 +16,7 @@ from kvferry.transport.packed import PackedMover
 from kvferry.transport.places import Places
 from kvferry.transport.staging import SETTING, Staging
 from kvferry.transport.staging_ring import StagingRing, StagingSize
+from kvferry.transport.stream_reader import StreamMover
 
 
 class PackedRings:
@@ -27,6 +29,8 @@ class PackedRings:
         self.staging = b""
         """What readers must know; empty while nobody gathers here."""
         self.mover: PackedMover | None = None
+        self.streams: StreamMover | None = None
+        self._line: GatherLine | None = None
 
     def advertise(self, address: str) -> None:
         """This rank is asked to gather there."""
@@ -38,23 +42,26 @@ class PackedRings:
         """Source ranks are asked by this line from now on."""
         if self.mover:
             raise TransportError("registered", "there is one line to the ranks that gather")
-        self.mover = PackedMover(memory, self._reader, line)
+        self._line, nonces = line, count(1)
+        self.mover = PackedMover(memory, self._reader, line, nonces)
+        self.streams = StreamMover(memory, line, nonces)
+        line.listen(_Answers(self.mover, self.streams))
 
-    def mover_for(self, peer: str, card: bytes) -> tuple[PackedMover, Staging]:
+    def movers_for(self, peer: str, card: bytes) -> tuple[PackedMover, StreamMover, Staging]:
         """Who reads a peer, and what it must know; raises TransportError if the peer does not gather."""
         unpack_card(card)
         told = staging_in(card)
         if not told:
             detail = f"{peer}: its rank does not gather, and this one is to read nobody else"
             raise TransportError("not-packed", f"{detail}; set {SETTING} to the same on both sides")
-        if self.mover is None:
+        if self.mover is None or self.streams is None:
             raise TransportError("not-packed", f"{peer}: this rank has no line to ask others to gather")
         staging = Staging.from_bytes(told)
         if staging.chunk_bytes > self._reader.size.chunk_bytes:
             theirs, ours = staging.chunk_bytes, self._reader.size.chunk_bytes
             detail = f"its chunks have {theirs} bytes, ours {ours}: set the same on both sides"
             raise TransportError("bad-ring", f"{peer}: {detail}")
-        return self.mover, staging
+        return self.mover, self.streams, staging
 
     def connect(
         self,
@@ -70,5 +77,25 @@ class PackedRings:
 
     def close(self) -> None:
         """Give the memory back; nothing may be under way."""
+        if self._line:
+            self._line.close()
+            self._line = None
         self.source.close()
         self._reader.close()
+
+
+class _Answers:
+    """What ranks answer goes to who asked: numbers of asks are never the same."""
+
+    def __init__(self, rings: PackedMover, streams: StreamMover) -> None:
+        self._rings, self._streams = rings, streams
+        self.gathered, self.given_back = rings.gathered, rings.given_back
+        self.stream_offered = streams.stream_offered
+
+    def not_gathered(self, sender: str, nonce: int, error: str) -> None:
+        self._rings.not_gathered(sender, nonce, error)
+        self._streams.not_gathered(sender, nonce, error)
+
+    def lost(self, sender: str) -> None:
+        self._rings.lost(sender)
+        self._streams.lost(sender)

@@ -1,4 +1,4 @@
-"""What a reader and a source rank say to each other: gather these bytes into your ring, I have read them.
+"""What a reader and a source rank say to each other: gather these bytes, I have read them.
 
 A rank's own socket takes these messages and no others. Each ask carries its permit, so nothing has to be
 remembered between two of them. Nothing is repeated: a lost message fails its read, by a deadline.
@@ -18,7 +18,7 @@ Column = bytes
 
 
 class Gather(msgspec.Struct, frozen=True, tag=True):
-    """Reader → source rank: put these bytes side by side into a chunk of your ring."""
+    """Reader → source rank: put these bytes side by side into a chunk of your ring; or send them."""
 
     nonce: int
     """The reader's own number of this ask."""
@@ -27,6 +27,16 @@ class Gather(msgspec.Struct, frozen=True, tag=True):
     terms: tuple[tuple[Column, Column, Column], ...]
     """Patterns over blocks: places in block 0; lengths, or one that is the length of all; how far each block
     is from block 0. Run by run of the pattern, the bytes of all blocks follow each other."""
+    stream_id: bytes = b""
+    """The stream to send them over; empty: they are read from the ring."""
+
+
+class OpenStream(msgspec.Struct, frozen=True, tag=True):
+    """Reader → source rank: what you gather for me, send me over a connection of its own."""
+
+    nonce: int
+    regions: tuple[tuple[int, int], ...]
+    """Address and bytes of each region, as the reader knows them from the rank's manifest."""
 
 
 class Gathered(msgspec.Struct, frozen=True, tag=True):
@@ -38,6 +48,16 @@ class Gathered(msgspec.Struct, frozen=True, tag=True):
     chunk: int
     generation: int
     """How often the chunk was used: another one means other bytes."""
+
+
+class StreamOffered(msgspec.Struct, frozen=True, tag=True):
+    """Source rank → reader: call there, and say this name."""
+
+    nonce: int
+    address: Name
+    stream_id: bytes
+    key: bytes
+    """What its frames are proved with; empty: with nothing."""
 
 
 class NotGathered(msgspec.Struct, frozen=True, tag=True):
@@ -63,8 +83,8 @@ class GivenBack(msgspec.Struct, frozen=True, tag=True):
     is_valid: bool
 
 
-ToRank = Gather | GiveBack
-FromRank = Gathered | NotGathered | GivenBack
+ToRank = Gather | GiveBack | OpenStream
+FromRank = Gathered | NotGathered | GivenBack | StreamOffered
 
 _encoder = msgspec.msgpack.Encoder()
 _to_rank = msgspec.msgpack.Decoder(ToRank)

@@ -1,0 +1,117 @@
+"""The frames of one stream as they come: each byte goes to where it belongs, or to a scratch first."""
+
+from __future__ import annotations
+
+import hmac
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.errors import TransportError
+from kvferry.transport.pack import TermSide, unpack
+from kvferry.transport.stream_frames import HEAD, OPENED, TAIL, Cursor, MemoryViews, are_long, proof
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivedFrame:
+    """A frame of which all bytes are in place."""
+
+    nonce: int
+    is_good: bool
+    """Whether the source says that its bytes count."""
+
+
+@dataclass(eq=False, slots=True)
+class _Frame:
+    head: bytes
+    sides: Sequence[TermSide]
+    """Where its bytes belong; none if nobody wants them."""
+    data: list[memoryview]
+    is_direct: bool
+    """Whether its bytes are written straight to where they belong."""
+    tail: bytearray = field(default_factory=lambda: bytearray(TAIL.size))
+
+
+class FrameReceiver:
+    """For one thread. It writes to memory in ``receive``, and at no other time."""
+
+    def __init__(
+        self,
+        memory: MemoryViews,
+        chunk_bytes: int,
+        key: bytes,
+        sides_of: Callable[[int, int], Sequence[TermSide]],
+    ) -> None:
+        """``sides_of``: where the bytes of a frame belong, by its number and length."""
+        self._memory, self._chunk_bytes, self._key, self._sides_of = memory, chunk_bytes, key, sides_of
+        self._head = bytearray(HEAD.size)
+        self._cursor = Cursor([memoryview(self._head)])
+        self._frame: _Frame | None = None
+        self._scratch: NDArray[np.uint8] | None = None
+        """Where short runs wait to be scattered, and where what nobody wants goes."""
+
+    @property
+    def nonce(self) -> int:
+        """The number of the frame that is being received; 0 if there is none."""
+        return int(HEAD.unpack(self._frame.head)[0]) if self._frame else 0
+
+    def receive(self, stream: socket.socket) -> ArrivedFrame | None:
+        """Take what is there, by one call; a frame, if that was its end.
+
+        Raises OSError if the stream is lost, TransportError if what has come is no frame of ours.
+        """
+        num_bytes = stream.recvmsg_into(self._cursor.next_views())[0]
+        if not num_bytes:
+            raise ConnectionError("it was closed")
+        self._cursor.advance(num_bytes)
+        if self._cursor.num_left:
+            return None
+        if self._frame is None:
+            self._begin()
+            return None
+        frame, self._frame = self._frame, None
+        self._cursor = Cursor([memoryview(self._head)])
+        return self._end(frame)
+
+    def ignore(self) -> None:
+        """The rest of the frame that is being received goes where it harms nobody."""
+        if frame := self._frame:
+            frame.sides = ()
+            if frame.is_direct and self._cursor.num_left > TAIL.size:
+                rest = self._chunk[: self._cursor.num_left - TAIL.size]
+                self._cursor = Cursor([rest, memoryview(frame.tail)])
+
+    def _begin(self) -> None:
+        head = bytes(self._head)
+        nonce, num_bytes = HEAD.unpack(head)
+        if num_bytes > self._chunk_bytes:
+            raise TransportError("bad-frame", f"a frame of {num_bytes} bytes: at most {self._chunk_bytes}")
+        sides = self._sides_of(nonce, num_bytes)
+        is_direct = are_long(sides)
+        data = self._memory.of(sides) if is_direct else [self._chunk[:num_bytes]]
+        self._frame = _Frame(head, sides, data, is_direct)
+        self._cursor = Cursor([*data, memoryview(self._frame.tail)])
+
+    def _end(self, frame: _Frame) -> ArrivedFrame:
+        nonce, _ = HEAD.unpack(frame.head)
+        is_good, told = TAIL.unpack(frame.tail)
+        if self._key and is_good and (frame.sides or nonce == OPENED):
+            expected = proof(self._key, frame.head, frame.data)
+            if not hmac.compare_digest(told, expected):
+                raise TransportError("bad-frame", "its proof is wrong: it was changed on its way")
+        if is_good and not frame.is_direct and frame.sides:
+            unpack(self._memory.memory, frame.sides, self._scratch_array.ctypes.data)
+        return ArrivedFrame(nonce, bool(is_good))
+
+    @property
+    def _scratch_array(self) -> NDArray[np.uint8]:
+        if self._scratch is None:
+            self._scratch = np.empty(self._chunk_bytes, np.uint8)
+        return self._scratch
+
+    @property
+    def _chunk(self) -> memoryview:
+        return self._scratch_array.data

@@ -1,0 +1,141 @@
+"""What travels on a stream: the name of the stream, and after that frames of gathered bytes.
+
+::
+
+    reader ─▶ source   HELLO
+    source ─▶ reader   HEAD, bytes, TAIL     once for each ask; the first frame has no bytes
+
+The bytes of a frame are those of a chunk (``pack``). Asks and refusals travel on the control channel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hmac
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from struct import Struct
+
+import numpy as np
+
+from kvferry.transport.pack import TermSide
+from kvferry.transport.places import Places
+
+MAGIC = b"kvfstrm1"
+STREAM_ID_BYTES = 16
+"""Nobody guesses it: whoever names a stream was told of it."""
+KEY_BYTES = 32
+HELLO = Struct(f">8s{STREAM_ID_BYTES}s")
+HEAD = Struct(">QI")
+"""The reader's number of the ask; how many bytes follow."""
+TAIL = Struct(">B32s")
+"""Whether the bytes count; and, if the stream has a key, the proof of head and bytes."""
+OPENED = 0
+"""The number of the first frame."""
+LONG_BYTES = 8 << 10
+"""Runs that are as long on average are not copied to a chunk before they are sent, nor after they were
+received: the kernel takes them from where they are, and puts them to where they belong."""
+MAX_VIEWS = 512
+"""Pieces of memory in one call; the kernel takes 1,024."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOffer:
+    """Where a rank sends what it gathered for one reader.
+
+    >>> StreamOffer("tcp://127.0.0.1:5", bytes(16)).host_and_port
+    ('127.0.0.1', 5)
+    """
+
+    address: str
+    stream_id: bytes
+    key: bytes = b""
+    """What its frames are proved with; empty: with nothing."""
+
+    @property
+    def host_and_port(self) -> tuple[str, int]:
+        host, _, port = self.address.removeprefix("tcp://").rpartition(":")
+        return host.strip("[]"), int(port)
+
+
+def proof(key: bytes, head: bytes, data: Iterable[memoryview]) -> bytes:
+    """That head and bytes come from who knows the key; zeros without one."""
+    if not key:
+        return bytes(32)
+    made = hmac.new(key, head, "sha256")
+    for view in data:
+        made.update(view)
+    return made.digest()
+
+
+class MemoryViews:
+    """Memory of a rank as Python's buffers, made once for each region."""
+
+    def __init__(self, memory: Places) -> None:
+        self.memory = memory
+        self._regions = [
+            memoryview((ctypes.c_ubyte * region.num_bytes).from_address(region.address)).cast("B")
+            for region in memory.regions
+        ]
+
+    def of(self, sides: Sequence[TermSide]) -> list[memoryview]:
+        """The bytes that these name, in their order in a chunk; all of them were checked."""
+        views = []
+        for side in sides:
+            places = np.add.outer(side.places, side.steps)
+            index, offset = Places.split(places.ravel())
+            lengths = np.repeat(side.num_bytes, len(side.steps))
+            for i, at, num_bytes in zip(index.tolist(), offset.tolist(), lengths.tolist(), strict=True):
+                views.append(self._regions[i][at : at + num_bytes])
+        return views
+
+
+def are_long(sides: Sequence[TermSide]) -> bool:
+    """Whether runs are so long that no chunk is needed."""
+    num_runs = sum(len(side.places) * len(side.steps) for side in sides)
+    return num_runs > 0 and sum(side.total_bytes for side in sides) >= LONG_BYTES * num_runs
+
+
+class Cursor:
+    """Pieces of memory that are sent, or received, one after another.
+
+    >>> cursor = Cursor([memoryview(b"abc"), memoryview(b"de")])
+    >>> cursor.advance(4)
+    >>> [bytes(view) for view in cursor.next_views()], cursor.num_left
+    ([b'e'], 1)
+    """
+
+    def __init__(self, views: list[memoryview]) -> None:
+        self._views, self._at = views, 0
+        self.num_left = sum(map(len, views))
+
+    def next_views(self) -> list[memoryview]:
+        """What comes next, as much as one call takes."""
+        return self._views[self._at : self._at + MAX_VIEWS]
+
+    def make_worthless(self) -> None:
+        """Touch the bytes of a frame no more: zeros take their place, and its tail says that it is no good.
+
+        >>> parts = HEAD.pack(1, 8), b"8 bytes!", TAIL.pack(1, b"")
+        >>> frame = Cursor([*map(memoryview, parts)])
+        >>> frame.advance(HEAD.size + 2)
+        >>> frame.make_worthless()
+        >>> [(len(view), any(view)) for view in frame.next_views()]
+        [(6, False), (33, False)]
+        """
+        if self.num_left <= TAIL.size:
+            return  # all its bytes are on their way
+        head = [] if self._at else self._views[:1]
+        num_zeros = self.num_left - TAIL.size - sum(map(len, head))
+        self._views, self._at = [*head, memoryview(bytes(num_zeros)), memoryview(TAIL.pack(False, b""))], 0
+
+    def advance(self, num_bytes: int) -> None:
+        """So many bytes have gone."""
+        self.num_left -= num_bytes
+        while num_bytes:
+            view = self._views[self._at]
+            if num_bytes < len(view):
+                self._views[self._at] = view[num_bytes:]
+                return
+            num_bytes -= len(view)
+            self._at += 1

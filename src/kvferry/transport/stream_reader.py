@@ -1,0 +1,398 @@
+"""The packed way over TCP: the source's rank sends what it gathers over a stream, and we scatter it.
+
+We ask for a stream, connect, and name it. After that each ask is answered by a frame of bytes on it, or by a
+refusal on the control channel (docs/design.md has the picture).
+
+Nothing of either process is open to the other, and no fabric is involved: a death is a closed connection. One
+thread owns all this, and waits for nobody: a source from which nothing comes fails its reads by a deadline.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from time import monotonic
+
+from kvferry.core.product import Product, Term
+from kvferry.core.way import Way
+from kvferry.errors import TransportError
+from kvferry.log import log_of
+from kvferry.transport.base import CANCELLED, Connected, DeviceEvent
+from kvferry.transport.frame_receiver import ArrivedFrame, FrameReceiver
+from kvferry.transport.gather_line import GatherLine
+from kvferry.transport.pack import TermSide, check_term, dst_of, pieces
+from kvferry.transport.places import Places
+from kvferry.transport.quietly import quietly
+from kvferry.transport.socket_loop import SocketLoop
+from kvferry.transport.staging import Staging
+from kvferry.transport.stream_call import end_call, start_call
+from kvferry.transport.stream_frames import OPENED, MemoryViews, StreamOffer
+
+log = log_of(__name__)
+
+MAX_ASKED = 8
+"""Frames that one rank is asked for at once."""
+ANSWER_S = 20.0
+"""How long nothing may come from a rank that was asked."""
+ENOUGH_AT_ONCE = 8
+"""Calls to one socket before others get their turn."""
+
+
+@dataclass(eq=False, slots=True)
+class _Read:
+    """A read that has not ended."""
+
+    link: StreamLink
+    transfer: int
+    permit: bytes
+    pieces: Iterator[tuple[Term, ...]]
+    report: Callable[[str], None]
+    asks: dict[int, _Ask] = field(default_factory=dict)
+    """By nonce: those under way."""
+    is_all_asked: bool = False
+    error: str = ""
+
+
+@dataclass(eq=False, slots=True)
+class _Ask:
+    read: _Read
+    terms: tuple[Term, ...]
+    asked_at: float
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(term.total_bytes for term in self.terms)
+
+
+class StreamLink:
+    """A remote rank that sends what it gathers."""
+
+    def __init__(self, mover: StreamMover, name: str, staging: Staging, src: Places) -> None:
+        self._mover, self.name, self.staging, self.src = mover, name, staging, src
+        # The thread's alone:
+        self.waiting: deque[_Read] = deque()
+        self.reads: dict[int, _Read] = {}
+        self.stream: _Stream | None = None
+        self.is_forgotten = False
+        self.openers: list[Callable[[str], None]] = []
+        """Who waits for it to be open; they get the error, or an empty text."""
+
+    @property
+    def connected(self) -> Connected:
+        return Connected(Way.PACKED)
+
+    def open(self, timeout_s: float) -> None:
+        """Wait for the stream; raises TransportError, or TimeoutError if the rank does not answer."""
+        opened: Future[str] = Future()
+        self._mover.put(partial(self._mover.open, self, opened.set_result))
+        if error := opened.result(timeout_s):
+            raise TransportError("no-connection", f"{self.name}: {error}")
+
+    def read(
+        self,
+        transfer: int,
+        product: Product,
+        report: Callable[[str], None],
+        after: DeviceEvent | None,
+        permit: bytes = b"",
+    ) -> None:
+        """Check that all runs are inside of their regions, and have them sent."""
+        if after is not None:
+            raise TransportError("no-device", "no device to wait for: this rank's memory is the host's")
+        for term in product.terms:
+            check_term(term, self.src, self._mover.memory)
+        parts = pieces(product, self.staging.chunk_bytes)
+        self._mover.submit(_Read(self, transfer, permit, parts, report))
+
+    def cancel(self, transfer: int) -> None:
+        """Ask for nothing more of a read; nothing of it is written any more when it ends."""
+        self._mover.put(lambda: self._mover.give_up(self.reads.get(transfer), CANCELLED))
+
+    def forget(self) -> None:
+        """Ask for nothing more."""
+        self._mover.put(lambda: self._mover.forget(self))
+
+
+@dataclass(eq=False, slots=True)
+class _Stream:
+    """The connection to a rank, from the first question on."""
+
+    link: StreamLink
+    nonce: int
+    """Of the question for it."""
+    since: float
+    """When something came last, or was asked for."""
+    offer: StreamOffer | None = None
+    socket: socket.socket | None = None
+    is_open: bool = False
+    frames: FrameReceiver | None = None
+
+
+class StreamMover:
+    """Reads the ranks that send what they gather."""
+
+    def __init__(self, memory: Places, line: GatherLine, nonces: Iterator[int]) -> None:
+        self.memory, self._line, self._nonces = memory, line, nonces
+        self._views = MemoryViews(memory)
+        self._lock = threading.Lock()
+        """Guards ``_is_closing``: what is submitted before that is ended by the thread."""
+        self._is_closing = False
+        # The thread's alone:
+        self._links: deque[StreamLink] = deque()
+        self._asks: dict[int, _Ask] = {}
+        self._loop = SocketLoop("kvferry-stream-reads", self._turn)
+        self._loop.start()
+
+    # ---- from any thread
+
+    def link(self, name: str, staging: Staging, src: Places) -> StreamLink:
+        """A rank that gathers; its stream is not open yet."""
+        return StreamLink(self, name, staging, src)
+
+    def put(self, event: Callable[[], None]) -> None:
+        """Have something done by the thread."""
+        self._loop.put(event)
+
+    def submit(self, read: _Read) -> None:
+        """Have a read wait for its turn."""
+        with self._lock:
+            if self._is_closing:
+                raise TransportError("closed", "this transport was closed")
+            self.put(partial(self._begin, read))
+
+    def close(self, timeout_s: float) -> bool:
+        """Ask for nothing more; whether all has ended in time."""
+        with self._lock:
+            is_first, self._is_closing = not self._is_closing, True
+        if is_first:
+            self.put(self._close)
+        return self._loop.join(timeout_s)
+
+    def stream_offered(self, sender: str, nonce: int, offer: StreamOffer) -> None:
+        self.put(partial(self._connect, sender, nonce, offer))
+
+    def not_gathered(self, sender: str, nonce: int, error: str) -> None:
+        self.put(partial(self._refused, sender, nonce, error))
+
+    def lost(self, sender: str) -> None:
+        """What was asked for may not have been heard."""
+        self.put(partial(self._lost, sender))
+
+    # ---- in the thread: reads
+
+    def _turn(self, now: float) -> float:
+        deadlines = []
+        for link in [*self._links]:
+            if (stream := link.stream) and (stream.nonce or link.reads):
+                started = max([stream.since, *(ask.asked_at for ask in self._asks_of(link))])
+                if (deadline := started + ANSWER_S) <= now:
+                    self._lose(link, f"{link.name} sent nothing within {ANSWER_S:g} s")
+                else:
+                    deadlines.append(deadline)
+        self._ask_for_more(now)
+        return min(deadlines, default=float("inf"))
+
+    def _asks_of(self, link: StreamLink) -> Iterator[_Ask]:
+        return (ask for read in link.reads.values() for ask in read.asks.values())
+
+    def _begin(self, read: _Read) -> None:
+        link = read.link
+        link.reads[read.transfer] = read
+        if link.is_forgotten:
+            self.give_up(read, f"peer {link.name!r} was forgotten")
+            return
+        link.waiting.append(read)
+        if link.stream is None:
+            self._call(link)
+
+    def _ask_for_more(self, now: float) -> None:
+        """Every rank as much as it may be asked for at once."""
+        for link in [*self._links]:
+            while link.stream and link.stream.is_open and sum(1 for _ in self._asks_of(link)) < MAX_ASKED:
+                if not self._ask_one(link, link.stream, now):
+                    break
+
+    def _ask_one(self, link: StreamLink, stream: _Stream, now: float) -> bool:
+        while link.waiting:
+            read = link.waiting[0]
+            terms = next(read.pieces, None)
+            if terms is not None and stream.offer:
+                nonce = next(self._nonces)
+                read.asks[nonce] = self._asks[nonce] = _Ask(read, terms, now)
+                self._line.ask(link.staging.address, nonce, read.permit, terms, stream.offer.stream_id)
+                return True
+            read.is_all_asked = True
+            link.waiting.popleft()
+            self._end_if_over(read)
+        return False
+
+    def give_up(self, read: _Read | None, error: str) -> None:
+        """Ask for nothing more of a read, and write nothing more of it."""
+        if read is None:
+            return
+        read.error = read.error or error
+        frames = read.link.stream.frames if read.link.stream else None
+        if frames and frames.nonce in read.asks:
+            frames.ignore()
+        for nonce in [*read.asks]:
+            self._drop(nonce)
+        if read in read.link.waiting:
+            read.link.waiting.remove(read)
+        self._end_if_over(read)
+
+    def _drop(self, nonce: int) -> None:
+        if ask := self._asks.pop(nonce, None):
+            del ask.read.asks[nonce]
+
+    def _end_if_over(self, read: _Read) -> None:
+        link = read.link
+        is_over = not read.asks and (bool(read.error) or read.is_all_asked)
+        if is_over and link.reads.get(read.transfer) is read:
+            del link.reads[read.transfer]
+            quietly(read.report, read.error)
+            self._let_go(link)
+
+    def _refused(self, sender: str, nonce: int, error: str) -> None:
+        ask = self._asks.get(nonce)
+        if ask and ask.read.link.staging.address == sender:
+            self.give_up(ask.read, f"{ask.read.link.name} does not gather: {error}")
+        for link in [*self._links]:
+            if link.stream and link.stream.nonce == nonce and link.staging.address == sender:
+                self._lose(link, f"{link.name} offers no stream: {error}")
+
+    def forget(self, link: StreamLink) -> None:
+        """Ask a rank for nothing more."""
+        link.is_forgotten = True
+        self._lose(link, f"peer {link.name!r} was forgotten")
+        self._let_go(link)
+
+    def _let_go(self, link: StreamLink) -> None:
+        """A forgotten rank, once nothing is under way with it."""
+        if link.is_forgotten and not link.reads and link in self._links:
+            self._links.remove(link)
+            if all(other.staging.address != link.staging.address for other in self._links):
+                self._line.hang_up(link.staging.address)
+
+    def _close(self) -> None:
+        for link in [*self._links]:
+            self._lose(link, "the transport was closed")
+        self._loop.stop()
+
+    # ---- in the thread: streams
+
+    def open(self, link: StreamLink, is_open: Callable[[str], None]) -> None:
+        """Say when the stream of a rank is open, or why it is not."""
+        if self._is_closing:
+            is_open("the transport was closed")
+        elif link.stream and link.stream.is_open:
+            is_open("")
+        else:
+            link.openers.append(is_open)
+            if link.stream is None:
+                self._call(link)
+
+    def _call(self, link: StreamLink) -> None:
+        """Ask a rank for a stream."""
+        nonce = next(self._nonces)
+        if link not in self._links:
+            self._links.append(link)
+        link.stream = _Stream(link, nonce, monotonic())
+        self._line.open_stream(link.staging.address, nonce, link.src.regions)
+
+    def _connect(self, sender: str, nonce: int, offer: StreamOffer) -> None:
+        for link in [*self._links]:
+            stream = link.stream
+            if not stream or stream.nonce != nonce or stream.socket or link.staging.address != sender:
+                continue
+            stream.offer = offer
+            try:
+                stream.socket = start_call(offer)
+            except (OSError, ValueError) as error:
+                self._lose(link, f"the stream of {link.name} at {offer.address} cannot be called: {error}")
+                return
+            self._loop.watch(stream.socket, partial(self._say_hello, stream, offer), for_room=True)
+
+    def _say_hello(self, stream: _Stream, offer: StreamOffer) -> None:
+        """The connection is there, or refused."""
+        link = stream.link
+        if stream.socket is None:
+            return
+        try:
+            end_call(stream.socket, offer)
+        except OSError as error:
+            self._lose(link, f"the stream of {link.name} at {offer.address} cannot be called: {error}")
+            return
+        chunk_bytes, sides_of = link.staging.chunk_bytes, partial(self._sides_of, link)
+        stream.frames = FrameReceiver(self._views, chunk_bytes, offer.key, sides_of)
+        self._loop.watch(stream.socket, partial(self._receive, stream))
+
+    def _receive(self, stream: _Stream) -> None:
+        """Take what has come."""
+        link = stream.link
+        for _ in range(ENOUGH_AT_ONCE):
+            if stream.socket is None or stream.frames is None:
+                return
+            try:
+                arrived = stream.frames.receive(stream.socket)
+            except BlockingIOError:
+                return
+            except Exception as error:
+                if not isinstance(error, OSError | TransportError):
+                    log.exception("bytes could not be scattered")
+                self._lose(link, f"the stream of {link.name} is lost: {error}")
+                return
+            stream.since = monotonic()
+            if arrived:
+                self._take(stream, arrived)
+
+    def _sides_of(self, link: StreamLink, nonce: int, num_bytes: int) -> list[TermSide]:
+        """Where the bytes of a frame belong; nowhere if nobody wants them any more."""
+        ask = self._asks.get(nonce)
+        if ask is None:
+            return []
+        if ask.read.link is not link or ask.num_bytes != num_bytes:
+            raise TransportError("bad-frame", f"{num_bytes} bytes for an ask of {ask.num_bytes}")
+        return [dst_of(term) for term in ask.terms]
+
+    def _take(self, stream: _Stream, arrived: ArrivedFrame) -> None:
+        """All of a frame is there."""
+        if arrived.nonce == OPENED:
+            self._opened(stream)
+        elif ask := self._asks.get(arrived.nonce):
+            if arrived.is_good:
+                self._drop(arrived.nonce)
+                self._end_if_over(ask.read)
+            else:
+                self.give_up(ask.read, f"{stream.link.name} does not gather: its lease is over")
+
+    def _opened(self, stream: _Stream) -> None:
+        stream.is_open, stream.nonce = True, 0
+        _tell(stream.link, "")
+
+    def _lost(self, sender: str) -> None:
+        for link in [*self._links]:
+            if link.staging.address == sender:
+                self._lose(link, f"the connection to the rank of {link.name} that gathers is lost")
+
+    def _lose(self, link: StreamLink, error: str) -> None:
+        """A stream is over, and with it all reads that wait for its bytes. The next read asks for another."""
+        stream, link.stream = link.stream, None
+        if stream and stream.socket:
+            self._loop.ignore(stream.socket)
+            stream.socket.close()
+            stream.socket = stream.frames = None
+        for read in [*link.reads.values()]:
+            self.give_up(read, error)
+        _tell(link, error)
+
+
+def _tell(link: StreamLink, error: str) -> None:
+    """Who waits for a stream hears of it."""
+    openers, link.openers = link.openers, []
+    for is_open in openers:
+        is_open(error)

@@ -1,0 +1,282 @@
+"""The source's side of streams: a rank sends what it gathers over plain TCP connections of its own.
+
+One thread owns the sockets. Each reader has one stream, with one chunk of memory of its own: a reader that
+receives nothing holds up nobody else, and what it was to get waits in its own queue. A reader's death is a
+closed connection. Who may have which bytes is decided before they are handed over (``GatherService``).
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from time import monotonic
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.errors import TransportError
+from kvferry.log import log_of
+from kvferry.transport.pack import TermSide, pack
+from kvferry.transport.places import Places
+from kvferry.transport.socket_loop import SocketLoop
+from kvferry.transport.stream_frames import (
+    HEAD,
+    HELLO,
+    KEY_BYTES,
+    MAGIC,
+    OPENED,
+    STREAM_ID_BYTES,
+    TAIL,
+    Cursor,
+    MemoryViews,
+    StreamOffer,
+    are_long,
+    proof,
+)
+
+log = log_of(__name__)
+
+HELLO_S = 10.0
+"""How long a caller may take to name its stream, and a stream that was offered waits to be named."""
+MAX_STREAMS = 256
+"""Streams that are open or offered; each costs a chunk once it is used."""
+MAX_CALLERS = 64
+"""Connections that have not named a stream yet."""
+MAX_QUEUED = 256
+"""Frames of one stream that wait."""
+
+
+@dataclass(eq=False, slots=True)
+class _Frame:
+    ticket_id: int
+    nonce: int
+    sides: Sequence[TermSide]
+    refuse: Callable[[str], None]
+
+
+@dataclass(eq=False, slots=True)
+class _Stream:
+    """What is sent to one reader."""
+
+    offer: StreamOffer
+    deadline: float
+    """Until when it must be named."""
+    socket: socket.socket | None = None
+    frames: deque[_Frame] = field(default_factory=deque)
+    chunk: NDArray[np.uint8] | None = None
+    """Where short runs are gathered."""
+    current: _Frame | None = None
+    """Of which bytes are sent straight from memory: nobody may write there meanwhile."""
+    cursor: Cursor | None = None
+    """What is being sent."""
+    is_full: bool = False
+    """Whether the kernel has no room for more."""
+
+    @property
+    def can_send(self) -> bool:
+        return self.socket is not None and not self.is_full and bool(self.cursor or self.frames)
+
+
+class StreamSender:
+    """Sends frames to the readers that it offered a stream to."""
+
+    def __init__(self, memory: Places, chunk_bytes: int, host: str, *, is_proved: bool) -> None:
+        """``host``: where to listen. ``is_proved``: whether each frame carries a proof."""
+        self._views, self._chunk_bytes, self._is_proved = MemoryViews(memory), chunk_bytes, is_proved
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._listener = socket.create_server((host, 0), family=family, backlog=MAX_CALLERS)
+        except OSError as error:
+            raise TransportError("no-connection", f"cannot listen at {host}: {error}") from error
+        self._listener.setblocking(False)
+        self.port = int(self._listener.getsockname()[1])
+        # The thread's alone:
+        self._streams: dict[bytes, _Stream] = {}
+        self._callers: dict[socket.socket, float] = {}
+        """Who has not named a stream yet, and until when it may."""
+        self.num_sent = 0
+        self._loop = SocketLoop("kvferry-streams", self._turn)
+        self._loop.watch(self._listener, self._accept)
+        self._loop.start()
+
+    # ---- from any thread
+
+    def open(self, address: str, then: Callable[[StreamOffer | None], None]) -> None:
+        """Offer a stream, to be called at ``address``; ``then`` gets None if there are too many."""
+        self._loop.put(partial(self._open, address, then))
+
+    def send(
+        self,
+        stream_id: bytes,
+        ticket_id: int,
+        nonce: int,
+        sides: Sequence[TermSide],
+        refuse: Callable[[str], None],
+    ) -> None:
+        """Send bytes that were checked; ``refuse`` is told why, if they are not sent."""
+        self._loop.put(partial(self._queue, stream_id, _Frame(ticket_id, nonce, sides, refuse)))
+
+    def revoke(self, ticket_id: int, then: Callable[[], None]) -> None:
+        """Touch no byte of a ticket any more; ``then`` is called when that is so. It waits for no reader."""
+        self._loop.put(partial(self._revoke, ticket_id, then))
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._loop.put(self._close)
+        self._loop.join()
+
+    # ---- in the thread
+
+    def _turn(self, now: float) -> float:
+        for caller in [caller for caller, until in self._callers.items() if until <= now]:
+            self._hang_up(caller)
+        for stream in [stream for stream in self._streams.values() if stream.can_send]:
+            self._send_some(stream)
+        if any(stream.can_send for stream in self._streams.values()):
+            return now
+        return min(self._callers.values(), default=float("inf"))
+
+    def _open(self, address: str, then: Callable[[StreamOffer | None], None]) -> None:
+        now = monotonic()
+        for stream in [*self._streams.values()]:
+            if stream.socket is None and stream.deadline <= now:
+                self._drop(stream)
+        if len(self._streams) >= MAX_STREAMS:
+            then(None)
+            return
+        key = secrets.token_bytes(KEY_BYTES) if self._is_proved else b""
+        offer = StreamOffer(address, secrets.token_bytes(STREAM_ID_BYTES), key)
+        self._streams[offer.stream_id] = _Stream(offer, now + HELLO_S)
+        then(offer)
+
+    def _accept(self) -> None:
+        caller, _ = self._listener.accept()
+        if len(self._callers) >= MAX_CALLERS:
+            caller.close()
+            return
+        caller.setblocking(False)
+        caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._callers[caller] = monotonic() + HELLO_S
+        self._loop.watch(caller, partial(self._hear, caller))
+
+    def _hear(self, caller: socket.socket) -> None:
+        """The name of a stream. It comes in one piece: it is far shorter than a packet."""
+        try:
+            said = caller.recv(HELLO.size + 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            said = b""
+        stream = self._streams.get(said[-STREAM_ID_BYTES:]) if len(said) == HELLO.size else None
+        if stream is None or stream.socket is not None or HELLO.unpack(said)[0] != MAGIC:
+            self._hang_up(caller)
+            return
+        del self._callers[caller]
+        stream.socket = caller
+        self._loop.watch(caller, partial(self._hear_of, stream))
+        stream.cursor = self._cursor(stream, OPENED, [])
+
+    def _hang_up(self, caller: socket.socket) -> None:
+        self._callers.pop(caller, None)
+        self._loop.ignore(caller)
+        caller.close()
+
+    def _hear_of(self, stream: _Stream) -> None:
+        """A reader says nothing more on its stream: there is room, or it is gone."""
+        stream.is_full = False
+        if stream.socket is not None:
+            self._loop.watch(stream.socket, partial(self._hear_of, stream))
+            try:
+                if not stream.socket.recv(64):
+                    self._drop(stream)
+            except BlockingIOError:
+                pass
+            except OSError:
+                self._drop(stream)
+
+    def _queue(self, stream_id: bytes, frame: _Frame) -> None:
+        stream = self._streams.get(stream_id)
+        if stream is None:
+            frame.refuse("the stream for its bytes is closed")
+        elif len(stream.frames) >= MAX_QUEUED:
+            frame.refuse(f"{MAX_QUEUED} frames of its stream wait already")
+        else:
+            stream.frames.append(frame)
+
+    def _send_some(self, stream: _Stream) -> None:
+        """One call for each reader in turn."""
+        if stream.cursor is None:
+            self._begin(stream, stream.frames.popleft())
+        if stream.cursor is None or stream.socket is None:
+            return
+        try:
+            sent = stream.socket.sendmsg(stream.cursor.next_views(), (), socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            stream.is_full = True
+            self._loop.watch(stream.socket, partial(self._hear_of, stream), for_room=True)
+            return
+        except OSError:
+            self._drop(stream)
+            return
+        stream.cursor.advance(sent)
+        if not stream.cursor.num_left:
+            self.num_sent += stream.current is not None
+            stream.cursor = stream.current = None
+
+    def _begin(self, stream: _Stream, frame: _Frame) -> None:
+        stream.current = frame
+        try:
+            if are_long(frame.sides):
+                data = self._views.of(frame.sides)
+            else:
+                data = [self._gathered(stream, frame.sides)]
+        except TransportError as error:
+            stream.current = None
+            frame.refuse(str(error))
+            return
+        stream.cursor = self._cursor(stream, frame.nonce, data)
+
+    def _gathered(self, stream: _Stream, sides: Sequence[TermSide]) -> memoryview:
+        """The bytes as a copy in the stream's own chunk."""
+        if stream.chunk is None:
+            stream.chunk = np.empty(self._chunk_bytes, np.uint8)
+        pack(self._views.memory, sides, stream.chunk.ctypes.data, self._chunk_bytes)
+        return stream.chunk.data[: sum(side.total_bytes for side in sides)]
+
+    @staticmethod
+    def _cursor(stream: _Stream, nonce: int, data: list[memoryview]) -> Cursor:
+        head = HEAD.pack(nonce, sum(map(len, data)))
+        tail = TAIL.pack(True, proof(stream.offer.key, head, data))
+        return Cursor([memoryview(head), *data, memoryview(tail)])
+
+    def _revoke(self, ticket_id: int, then: Callable[[], None]) -> None:
+        for stream in self._streams.values():
+            for frame in [frame for frame in stream.frames if frame.ticket_id == ticket_id]:
+                stream.frames.remove(frame)
+                frame.refuse("its lease is over")
+            if stream.current and stream.cursor and stream.current.ticket_id == ticket_id:
+                stream.cursor.make_worthless()
+        then()
+
+    def _drop(self, stream: _Stream) -> None:
+        """A reader is gone."""
+        del self._streams[stream.offer.stream_id]
+        if stream.socket is not None:
+            self._loop.ignore(stream.socket)
+            stream.socket.close()
+            stream.socket = None
+        stream.cursor = stream.current = None
+        stream.frames.clear()
+
+    def _close(self) -> None:
+        for stream in [*self._streams.values()]:
+            self._drop(stream)
+        for caller in [*self._callers]:
+            self._hang_up(caller)
+        self._loop.ignore(self._listener)
+        self._listener.close()
+        self._loop.stop()

@@ -1,0 +1,162 @@
+"""Readers that are killed (SIGKILL) in the middle of a stream, at any moment; and a source that is.
+
+The real source process, and readers that are processes, too. The quick suite kills a few of them; all of
+docs/performance.md's: ``KILLS=60 pytest -m "" -s tests/transport/test_stream_kills.py``.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from itertools import count
+
+import numpy as np
+import pytest
+
+from kvferry.core.manifest import Region
+from kvferry.core.product import Product
+from kvferry.core.runs import Runs
+from kvferry.endpoint.edges import open_channel
+from kvferry.endpoint.gather_calls import GatherCalls
+from kvferry.testing.sources import serving
+from kvferry.transport.cards import staging_in
+from kvferry.transport.places import Places
+from kvferry.transport.staging import Staging
+from kvferry.transport.stream_reader import StreamMover
+
+POOL_BYTES = 32 << 20
+ENV = {"KVFERRY_PACKED_READS": "require", "UCX_TLS": "tcp,self"}
+KILLS = int(os.environ.get("KILLS", "3"))
+PATIENCE_S = 60.0
+
+
+class Reader:
+    """Reads a rank over a stream, without NIXL."""
+
+    def __init__(self, card, regions):
+        self.pool = np.zeros(POOL_BYTES, np.uint8)
+        places = Places("ours", [Region("kv", POOL_BYTES, self.pool.ctypes.data)])
+        self.calls = GatherCalls(open_channel("", None), "reader")
+        self.mover = StreamMover(places, self.calls, count(1))
+        self.calls.listen(_Quiet(self.mover))
+        self.link = self.mover.link("src", Staging.from_bytes(staging_in(card)), Places("src", regions))
+        self.link.open(PATIENCE_S)
+
+    def read(self, run_bytes=64 << 10):
+        """The error of reading the whole pool, in runs of this length."""
+        ends: list[str] = []
+        at = np.arange(0, POOL_BYTES, run_bytes)
+        runs = Runs(at, np.flip(at).copy(), np.full(len(at), run_bytes))
+        self.link.read(1, Product.of(runs), ends.append, None)
+        deadline = time.monotonic() + PATIENCE_S
+        while not ends:
+            assert time.monotonic() < deadline
+            time.sleep(1e-3)
+        return ends[0]
+
+    def close(self):
+        assert self.mover.close(PATIENCE_S)
+        self.calls.close()
+
+
+class _Quiet:
+    def __init__(self, mover):
+        self.stream_offered, self.not_gathered, self.lost = (
+            mover.stream_offered,
+            mover.not_gathered,
+            mover.lost,
+        )
+
+    def gathered(self, sender, nonce, address, chunk, generation):
+        raise AssertionError("its ring is not read")
+
+    def given_back(self, sender, nonce, *, is_valid):
+        raise AssertionError("nothing was lent")
+
+
+@pytest.fixture(scope="module")
+def served():
+    pytest.importorskip("nixl", exc_type=ImportError)
+    with serving(1, [POOL_BYTES], env=ENV) as served:
+        yield served
+
+
+def victim(source):
+    """A process that reads for ever, and has begun."""
+    regions = [(region.name, region.num_bytes, region.address) for region in source.regions]
+    told = json.dumps({"card": source.card.hex(), "regions": regions})
+    process = subprocess.Popen([sys.executable, __file__, told], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"reading\n"
+    return process
+
+
+def end(process):
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def is_alive(pid):
+    """Whether a child runs: a dead one that nobody waited for counts as dead."""
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0] not in "ZX"
+
+
+def test_a_source_outlives_readers_that_are_killed_at_any_moment(served):
+    source, chance = served.sources[0], random.Random()
+    witness = Reader(source.card, source.regions)
+    for _ in range(KILLS):
+        process = victim(source)
+        time.sleep(chance.uniform(0, 0.1))
+        end(process)
+        assert is_alive(served.pid)
+        assert witness.read(random.choice([512, 64 << 10])) == ""
+    expected = source.contents[0].reshape(-1, 64 << 10)[::-1]
+    assert witness.read() == ""
+    assert (witness.pool.reshape(expected.shape) == expected).all()
+    witness.close()
+
+
+def test_a_source_outlives_readers_that_are_killed_while_it_is_stopped(served):
+    source = served.sources[0]
+    witness = Reader(source.card, source.regions)
+    for _ in range(max(2, KILLS // 3)):
+        process = victim(source)
+        os.kill(served.pid, signal.SIGSTOP)
+        time.sleep(0.01)
+        end(process)
+        os.kill(served.pid, signal.SIGCONT)
+        assert is_alive(served.pid)
+        assert witness.read() == ""
+    witness.close()
+
+
+def test_a_reader_outlives_a_source_that_is_killed_and_its_read_fails():
+    pytest.importorskip("nixl", exc_type=ImportError)
+    for _ in range(max(1, KILLS // 6)):
+        with serving(1, [POOL_BYTES], env=ENV) as served:
+            reader = Reader(served.sources[0].card, served.sources[0].regions)
+            assert reader.read() == ""
+            os.kill(served.pid, signal.SIGSTOP)
+            ends: list[str] = []
+            runs = Runs(np.array([0]), np.array([0]), np.array([POOL_BYTES]))
+            reader.link.read(2, Product.of(runs), ends.append, None)
+            os.kill(served.pid, signal.SIGKILL)
+            deadline = time.monotonic() + PATIENCE_S
+            while not ends:
+                assert time.monotonic() < deadline
+                time.sleep(1e-3)
+            assert "is lost" in ends[0]
+            reader.close()
+
+
+if __name__ == "__main__":
+    known = json.loads(sys.argv[1])
+    forever = Reader(bytes.fromhex(known["card"]), [Region(*region) for region in known["regions"]])
+    print("reading", flush=True)
+    while True:
+        forever.read()

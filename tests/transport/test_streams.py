@@ -1,0 +1,365 @@
+"""Both sides of a stream over real sockets; the questions and answers between them go by the test's hand."""
+
+import contextlib
+import socket
+import threading
+import time
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry.core.manifest import Region
+from kvferry.core.product import Product
+from kvferry.core.runs import Runs
+from kvferry.errors import TransportError
+from kvferry.transport import stream_reader
+from kvferry.transport.base import CANCELLED
+from kvferry.transport.pack import src_of
+from kvferry.transport.places import Places
+from kvferry.transport.staging import Staging
+from kvferry.transport.stream_frames import HEAD, HELLO, MAGIC, TAIL, StreamOffer, proof
+from kvferry.transport.stream_reader import StreamMover
+from kvferry.transport.stream_sender import StreamSender
+
+RANK = "tcp://127.0.0.1:5"
+CHUNK_BYTES = 1 << 20
+POOL_BYTES = 24 << 20
+HELD = np.random.default_rng(1).integers(1, 255, POOL_BYTES, np.uint8)
+PATIENCE_S = 60.0
+TICKET = 7
+
+
+def soon(look):
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := look()):
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+    return found
+
+
+def exactly(reader, num_bytes):
+    """So many bytes: a socket with a timeout gives what is there."""
+    data = b""
+    while len(data) < num_bytes:
+        data += reader.recv(num_bytes - len(data))
+    return data
+
+
+class Line:
+    """Hands questions to the sender, as the rank would."""
+
+    def __init__(self, sender):
+        self.sender = sender
+        self.answers: Any = None
+        self.address = f"tcp://127.0.0.1:{sender.port}"
+        self.asked = []
+
+    def open_stream(self, to, nonce, regions):
+        self.sender.open(self.address, lambda offer: self.answers.stream_offered(to, nonce, offer))
+
+    def ask(self, to, nonce, permit, terms, stream_id=b""):
+        self.asked.append(nonce)
+        sides = [src_of(term) for term in terms]
+        refuse = lambda why: self.answers.not_gathered(to, nonce, why)  # noqa: E731
+        self.sender.send(stream_id, TICKET, nonce, sides, refuse)
+
+    def listen(self, answers):
+        self.answers = answers
+
+    def give_back(self, to, nonce, chunk, generation):
+        raise AssertionError("nothing was lent")
+
+    def hang_up(self, address):
+        pass
+
+    def close(self):
+        pass
+
+
+class World:
+    def __init__(self, *, is_proved=False):
+        self.src = HELD.copy()
+        self.dst = np.zeros(POOL_BYTES, np.uint8)
+        self.src_places, self.dst_places = (
+            Places(n, [Region("kv", POOL_BYTES, a.ctypes.data)])
+            for n, a in (("s", self.src), ("d", self.dst))
+        )
+        self.sender = StreamSender(self.src_places, CHUNK_BYTES, "127.0.0.1", is_proved=is_proved)
+        self.line = Line(self.sender)
+        self.mover = StreamMover(self.dst_places, self.line, count(1))
+        self.line.listen(self.mover)
+        self.link = self.mover.link("src", Staging(RANK, 1, 1 << 20, CHUNK_BYTES), self.src_places)
+        self.ends: dict[int, str] = {}
+
+    def read(self, transfer, runs):
+        def report(error):
+            assert transfer not in self.ends
+            self.ends[transfer] = error
+
+        self.link.read(transfer, Product.of(runs), report, None)
+
+    def wait(self, transfer):
+        return soon(lambda: transfer in self.ends and (self.ends[transfer] or "good"))
+
+    def has_all(self, runs):
+        return all((self.dst[d : d + n] == self.src[s : s + n]).all() for _, s, _, d, n in runs)
+
+    def raw_reader(self):
+        """A reader that the test drives: it named its stream, and was let in."""
+        offers: list[Any] = []
+        self.sender.open(self.line.address, offers.append)
+        (offer,) = soon(lambda: offers)
+        reader = socket.create_connection(("127.0.0.1", self.sender.port), timeout=PATIENCE_S)
+        reader.sendall(HELLO.pack(MAGIC, offer.stream_id))
+        assert exactly(reader, HEAD.size) == HEAD.pack(0, 0)
+        exactly(reader, TAIL.size)
+        return offer, reader
+
+    def send(self, offer, nonce, runs, refuse=lambda why: None):
+        sides = [src_of(term) for term in Product.of(runs).terms]
+        self.sender.send(offer.stream_id, TICKET, nonce, sides, refuse)
+
+    def close(self):
+        assert self.mover.close(PATIENCE_S)
+        self.sender.close()
+
+
+@pytest.fixture(params=[False, True], ids=["bare", "proved"])
+def world(request):
+    world = World(is_proved=request.param)
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def bare():
+    world = World()
+    yield world
+    world.close()
+
+
+def some(num_runs, run_bytes, step=None, seed=1):
+    rng, step = np.random.default_rng(seed), step or 2 * run_bytes
+    src, dst = (rng.permutation(POOL_BYTES // step)[:num_runs] * step for _ in range(2))
+    return Runs(src, dst, np.full(num_runs, run_bytes))
+
+
+def mixed(num_runs, longest, seed=1):
+    runs = some(num_runs, longest, 2 * longest, seed)
+    return Runs(runs.src, runs.dst, np.random.default_rng(seed).integers(1, longest, num_runs))
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [some(5000, 512), some(500, 16 << 10), some(3, 5 << 20, 5 << 20), mixed(3000, 4096), mixed(50, 200_000)],
+    ids=["short", "long", "longer than a frame", "mixed short", "mixed long"],
+)
+def test_bytes_arrive_exactly_where_they_should(world, runs):
+    world.read(1, runs)
+    assert world.wait(1) == "good"
+    assert world.has_all(runs)
+    assert np.count_nonzero(world.dst) == runs.total_bytes
+
+
+def test_no_runs_end_too_and_what_leaves_a_region_is_refused(bare):
+    bare.read(1, some(0, 512))
+    assert bare.wait(1) == "good"
+    with pytest.raises(TransportError, match="out-of-bounds"):
+        bare.read(2, Runs(np.array([POOL_BYTES - 1]), np.array([0]), np.array([2])))
+
+
+def test_a_reader_that_dies_or_receives_nothing_delays_nobody(bare):
+    much = some(20, 1 << 20, 1 << 20)
+    (stuck, idle), (dead, reader) = bare.raw_reader(), bare.raw_reader()
+    for nonce in range(1, 21):
+        one = Runs(*(column[nonce - 1 : nonce] for column in (much.src, much.dst, much.num_bytes)))
+        bare.send(stuck, nonce, one)
+        bare.send(dead, nonce, one)
+    reader.close()
+    runs = some(5000, 512)
+    bare.read(1, runs)
+    assert bare.wait(1) == "good"
+    assert bare.has_all(runs)
+    assert soon(lambda: len(bare.sender._streams) == 2)  # the dead one's is gone
+    idle.close()
+
+
+@pytest.mark.parametrize("run_bytes", [1 << 20, 512], ids=["straight from memory", "gathered"])
+def test_a_ticket_is_revoked_at_once_though_its_reader_receives_nothing(bare, run_bytes):
+    """Law 6: the engine may write to the blocks as soon as it hears so, and nothing of that is sent."""
+    offer, reader = bare.raw_reader()
+    refused: list[str] = []
+    for nonce in range(1, 21):
+        bare.send(offer, nonce, some(CHUNK_BYTES // run_bytes, run_bytes, seed=nonce), refused.append)
+    soon(lambda: bare.sender._streams[offer.stream_id].is_full)
+    held, revoked = bare.src.copy(), threading.Event()
+    bare.sender.revoke(TICKET, revoked.set)
+    assert revoked.wait(PATIENCE_S)
+    bare.src[:] = 0  # another request's
+    frames = 0
+    while len(refused) + frames < 20:
+        nonce, num_bytes = HEAD.unpack(exactly(reader, HEAD.size))
+        data = exactly(reader, num_bytes)
+        is_good, _ = TAIL.unpack(exactly(reader, TAIL.size))
+        frames += 1
+        runs = some(CHUNK_BYTES // run_bytes, run_bytes, seed=nonce)
+        want = b"".join(held[at : at + run_bytes].tobytes() for at in runs.src.tolist())
+        assert (data == want) == bool(is_good)
+    assert {*refused} == {"its lease is over"}
+    reader.close()
+
+
+def test_a_read_of_a_revoked_ticket_fails(bare, monkeypatch):
+    monkeypatch.setattr(stream_reader, "ENOUGH_AT_ONCE", 1)
+    bare.read(1, some(20, 1 << 20, 1 << 20))
+    soon(lambda: len(bare.line.asked) > 2)
+    done = threading.Event()
+    bare.sender.revoke(TICKET, done.set)
+    assert done.wait(PATIENCE_S)
+    assert bare.wait(1) in ("good", "src does not gather: its lease is over")
+
+
+def test_nothing_of_a_cancelled_read_is_written_after_its_end(bare):
+    for transfer in range(8):
+        bare.read(transfer, some(20, 1 << 20, 1 << 20, seed=transfer))
+        time.sleep(2e-3 * transfer)
+        bare.link.cancel(transfer)
+        assert bare.wait(transfer) in ("good", CANCELLED)
+        quiet = bare.dst.copy()
+        time.sleep(5e-3)
+        assert (bare.dst == quiet).all()
+        bare.dst[:] = 0
+    runs = some(10, 1 << 20)
+    bare.read(99, runs)
+    assert bare.wait(99) == "good"
+    assert bare.has_all(runs)
+
+
+def test_a_lost_stream_fails_what_waits_and_the_next_read_opens_another(bare):
+    bare.read(1, some(10, 512))
+    assert bare.wait(1) == "good"
+    bare.line.ask = lambda *_: None
+    bare.read(2, some(10, 512))
+    soon(lambda: 2 in bare.link.reads)
+    bare.mover.put(lambda: bare.link.stream.socket.shutdown(socket.SHUT_RDWR))
+    assert bare.wait(2) == "the stream of src is lost: it was closed"
+    del bare.line.ask
+    runs = some(10, 512, seed=3)
+    bare.read(3, runs)
+    assert bare.wait(3) == "good"
+    assert bare.has_all(runs)
+
+
+def test_a_silent_source_fails_the_read_by_a_deadline(bare, monkeypatch):
+    bare.link.open(PATIENCE_S)
+    monkeypatch.setattr(stream_reader, "ANSWER_S", 0.2)
+    bare.line.ask = lambda *_: None
+    bare.read(1, some(10, 512))
+    assert bare.wait(1) == "src sent nothing within 0.2 s"
+
+
+def test_a_source_that_offers_no_stream_is_not_connected(bare):
+    bare.line.open_stream = lambda to, nonce, _: bare.mover.not_gathered(to, nonce, "too many")
+    with pytest.raises(TransportError, match="no-connection: src: src offers no stream: too many"):
+        bare.link.open(PATIENCE_S)
+    bare.line.open_stream = lambda *_: None
+    with pytest.raises(TimeoutError):
+        bare.link.open(0.05)
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", HELLO.pack(MAGIC, bytes(16)), bytes(999)])
+def test_who_names_no_stream_is_cut_off(bare, said):
+    with socket.create_connection(("127.0.0.1", bare.sender.port), timeout=PATIENCE_S) as stranger:
+        stranger.sendall(said)
+        if not said:
+            stranger.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+    soon(lambda: not bare.sender._callers)
+
+
+def test_a_stream_has_one_reader(bare):
+    offer, reader = bare.raw_reader()
+    with socket.create_connection(("127.0.0.1", bare.sender.port), timeout=PATIENCE_S) as second:
+        second.sendall(HELLO.pack(MAGIC, offer.stream_id))
+        assert second.recv(1) == b""
+    bare.send(offer, 5, some(1, 512))
+    assert HEAD.unpack(exactly(reader, HEAD.size)) == (5, 512)
+    reader.close()
+
+
+class Between:
+    """Somebody on the way, who changes one byte in a million."""
+
+    def __init__(self, world):
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.to, world.line.address = world.sender.port, f"tcp://127.0.0.1:{self.listener.getsockname()[1]}"
+        threading.Thread(target=self.run, daemon=True).start()
+
+    def run(self):
+        reader, _ = self.listener.accept()
+        source = socket.create_connection(("127.0.0.1", self.to))
+        source.sendall(reader.recv(HELLO.size, socket.MSG_WAITALL))
+        reader.sendall(source.recv(HEAD.size + TAIL.size, socket.MSG_WAITALL))
+        data = bytearray(source.recv(1000, socket.MSG_WAITALL))
+        data[500] ^= 1
+        reader.sendall(data)
+        while more := source.recv(1 << 20):
+            try:
+                reader.sendall(more)
+            except OSError:
+                break
+        source.close()
+        reader.close()
+
+
+@pytest.mark.parametrize("run_bytes", [512, 64 << 10])
+def test_what_was_changed_on_its_way_does_not_count(run_bytes):
+    world = World(is_proved=True)
+    between = Between(world)
+    world.read(1, some(8, run_bytes))
+    assert world.wait(1).endswith("its proof is wrong: it was changed on its way")
+    between.listener.close()
+    world.close()
+
+
+def test_who_does_not_know_the_key_is_no_source(bare):
+    def offered(to, nonce, _):
+        offer = lambda told: bare.mover.stream_offered(  # noqa: E731
+            to, nonce, StreamOffer(told.address, told.stream_id, b"k" * 32)
+        )
+        bare.sender.open(bare.line.address, offer)
+
+    bare.line.open_stream = offered
+    with pytest.raises(TransportError, match="its proof is wrong"):
+        bare.link.open(PATIENCE_S)
+
+
+def test_a_source_that_sends_what_was_not_asked_for_is_left(bare):
+    listener = socket.create_server(("127.0.0.1", 0))
+    bare.line.address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+    callers: list[socket.socket] = []
+
+    def ask(to, nonce, *_):
+        callers[0].sendall(HEAD.pack(nonce, 9) + bytes(9) + TAIL.pack(1, b""))
+
+    bare.line.ask = ask
+    bare.read(1, some(1, 512))
+    source, _ = listener.accept()
+    callers.append(source)
+    head = HEAD.pack(0, 0)
+    source.sendall(head + TAIL.pack(1, proof(b"", head, [])))
+    assert bare.wait(1).endswith("bad-frame: 9 bytes for an ask of 512")
+    source.close()
+    listener.close()
+
+
+def test_closing_ends_what_waits(bare):
+    bare.line.ask = lambda *_: None
+    bare.read(1, some(1, 512))
+    assert bare.mover.close(PATIENCE_S)
+    assert bare.wait(1) == "the transport was closed"
+    with pytest.raises(TransportError, match="closed"):
+        bare.read(2, some(1, 512))
