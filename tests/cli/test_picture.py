@@ -5,6 +5,7 @@ import re
 import sys
 from dataclasses import replace
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -269,18 +270,72 @@ def test_every_band_has_words_and_every_picture_a_table(drawn):
 HOSTILE = '<script>alert(1)</script>"\' onload=alert(2) x="{{ 7*7 }}'
 
 
-def test_names_of_strangers_are_text(drawn, tmp_path):
+def hostile_manifest(more: str = "") -> str:
     manifest = describe(model_named("gpt2"), Topology(tp=2), HOSTILE)
-    states = tuple(replace(state, aliases=()) for state in manifest.states)
-    spoiled = replace(manifest, model=HOSTILE, states=states)
-    as_text = manifest_to_json(spoiled).decode().replace("layers.", json.dumps(HOSTILE)[1:-1])
-    (tmp_path / "it.json").write_text(as_text)
-    text, _ = drawn("plan", tmp_path / "it.json", tmp_path / "it.json")
+    text = manifest_to_json(replace(manifest, model=HOSTILE + more)).decode()
+    return text.replace("layers.", json.dumps(HOSTILE + more)[1:-1])
+
+
+@pytest.mark.parametrize("command", ["plan", "diff"])
+def test_names_of_strangers_are_text(drawn, tmp_path, command):
+    (tmp_path / "it.json").write_text(hostile_manifest())
+    text, _ = drawn(command, tmp_path / "it.json", tmp_path / "it.json")
     page = Page(text)
     assert sum(tag == "script" for tag, _ in page.tags) == 1
     assert not any("onload" in attrs for _, attrs in page.tags)
     assert HOSTILE in "".join(page.words)
     assert "{{ 7*7 }}" in text
+
+
+def test_a_sheet_for_documents_has_every_band(cli, tmp_path):
+    pytest.importorskip("jinja2")
+    path = tmp_path / "it.svg"
+    assert cli("plan", "--model", "gpt2", "--src", "tp=2", "--dst", "tp=3", "--svg", path).code == 0
+    text = path.read_text(encoding="utf-8")
+    root = ElementTree.fromstring(text)
+    tag = "{http://www.w3.org/2000/svg}"
+    titles = [each.findtext(f"{tag}title") for each in root.iter(f"{tag}path") if each.get("class") == "band"]
+    assert len(titles) == 2 * 4
+    assert "source rank 1 sends destination rank 2" in str(titles[-1])
+    assert "layers.{0-11}.attn/k" in str(root.findtext(f"{tag}desc"))
+    assert "url(" not in text
+    assert text.replace('xmlns="http://www.w3.org/2000/svg"', "").count("://") == 0
+
+
+def test_names_of_strangers_do_not_break_a_sheet(cli, tmp_path):
+    pytest.importorskip("jinja2")
+    (tmp_path / "it.json").write_text(hostile_manifest("\x1b[31m\x00 ]]> &"))
+    ran = cli("plan", tmp_path / "it.json", tmp_path / "it.json", "--svg", tmp_path / "it.svg")
+    assert ran.code == 0
+    root = ElementTree.parse(tmp_path / "it.svg").getroot()
+    assert not [each for each in root.iter() if str(each.tag).endswith("script")]
+    assert HOSTILE in "".join(root.itertext())
+
+
+def test_two_manifests_side_by_side(drawn):
+    text, out = drawn("diff", "--model", "qwen3-32b", "tp=8,block=16", "tp=4,block=64,layout=NHD", "--json")
+    page = Page(text)
+    for each in json.loads(out)["differences"]:
+        assert f"{each['what']} {each['a']} {each['b']}" in page.text
+    assert page.text.index("slow") < page.text.index("What differs") < page.text.index("States, side by side")
+    # Of each state what differs is marked, and nothing else.
+    marked = re.findall(
+        r'rowheader" scope="row">([^<]+)</th>\s*<td role="cell"><mark>', text.partition('id="states"')[2]
+    )
+    assert sorted(set(marked)) == ["held by", "order in memory", "tokens per block"]
+
+
+def test_equal_manifests_have_no_marks(drawn):
+    text, _ = drawn("diff", "--model", "gpt2", "tp=2", "tp=2")
+    assert "Nothing differs." in Page(text).text
+    assert "<mark>" not in text
+
+
+def test_states_that_one_side_lacks_are_marked(drawn, tmp_path):
+    for name in ("gpt2", "mamba2-2.7b"):
+        (tmp_path / f"{name}.json").write_bytes(manifest_to_json(describe(model_named(name), Topology())))
+    text, _ = drawn("diff", tmp_path / "gpt2.json", tmp_path / "mamba2-2.7b.json")
+    assert "<mark>not there</mark>" in text
 
 
 def test_a_refusal_says_what_to_do_first(drawn):

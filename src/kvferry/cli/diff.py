@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -25,19 +26,11 @@ HELP = "\n\n".join(
             "kvferry diff --model llama-3.1-70b tp=4 tp=8,layout=NHD",
             "kvferry diff --model gpt-oss-20b dumped.json tp=2",
             "kvferry diff src.json dst.json --json",
+            "kvferry diff src.json dst.json --html diff.html",
         ),
         "Exit codes: 0 nothing that matters differs; 1 something does; 2 bad usage or input.",
     )
 )
-
-SENTENCES = {
-    None: "nothing differs",
-    "harmless": "nothing that matters differs",
-    "not tried": "what differs may cost time; ranks are missing, so nothing was planned",
-    "slower": "they can talk, slowly; see `kvferry plan`",
-    "refused": "they cannot talk",
-}
-WORDS = {None: "SAME", "harmless": "SAME", "not tried": "NOTE", "slower": "SLOW", "refused": "REFUSED"}
 
 
 def diff(
@@ -45,16 +38,22 @@ def diff(
     second: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
     model: Model = "",
     config: Config = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Draw both side by side, too (needs Jinja).")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """In what two engines differ, and whether it matters."""
     from kvferry.cli.asked import Asked
     from kvferry.cli.engines import GivenModels, src_and_dst
     from kvferry.cli.manifest_diff import Effect, manifest_diff
+    from kvferry.cli.picture.files import check_pictures, draw_diff
 
+    check_pictures({"--html": html})
     sides = src_and_dst((), (first, second), GivenModels(model, config))
     a, b = (side.manifest() for side in sides)
     found = manifest_diff(a, b, Asked())
+    draw_diff(found, a, b, (first, second), html)
     if as_json:
         print(json.dumps(_as_object(found), ensure_ascii=False))
     else:
@@ -95,6 +94,7 @@ def _direction_object(direction: Direction) -> dict[str, object]:
 
 def _show(found: ManifestDiff, first: str, second: str) -> None:
     from kvferry.cli import output as page
+    from kvferry.cli.diff_words import SENTENCES, WORDS, direction_time
 
     out = page.console()
     word = WORDS[found.effect]
@@ -105,7 +105,7 @@ def _show(found: ManifestDiff, first: str, second: str) -> None:
         for each in found.differences:
             if each.effect is effect:
                 _show_difference(each)
-    rows = [(each.name, _time(each)) for each in found.directions]
+    rows = [(each.name, direction_time(each)) for each in found.directions]
     if any(time for _, time in rows):
         tokens = min(each.billed.tokens for each in found.directions)
         out.print(f"\none request of {tokens} tokens", style="bold")
@@ -118,17 +118,3 @@ def _show_difference(each: Difference) -> None:
     out = page.console()
     page.wrapped(out, [each.what])
     page.labelled(out, [("a", each.a), ("b", each.b), ("in", page.together(each.states))], "    ")
-
-
-def _time(direction: Direction) -> str:
-    from kvferry.cli.output import milliseconds
-
-    if direction.is_refused:
-        return "refused"
-    if direction.lacks_ranks:
-        return "not tried: the manifest does not list all ranks"
-    bill = direction.over_network
-    if bill is None:
-        return ""
-    time, long = (milliseconds(1e3 * each) for each in (bill.seconds, bill.long_run_seconds))
-    return f"{time} over {bill.profile.name}; {long} in long runs"

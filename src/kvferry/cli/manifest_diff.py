@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
 from kvferry.cli.asked import Asked, Billed
 from kvferry.cli.bill import LinkBill
+from kvferry.cli.output import cell_words
 from kvferry.core.identity import compare_identity
 from kvferry.core.link_profile import RDMA_400
 from kvferry.core.manifest import Manifest, compare
@@ -213,6 +215,49 @@ def memory_order(view: View, item_bytes: int) -> str:
         extent = stride * count
     words.append(BLOCK if view.block_stride == extent else f"{BLOCK}+")
     return ", ".join(reversed(words))
+
+
+@dataclass(frozen=True, slots=True)
+class StateFact:
+    """One thing that can be said of states, on both sides; empty where a side does not have them."""
+
+    what: str
+    a: str
+    b: str
+
+
+@dataclass(frozen=True, slots=True)
+class StateFacts:
+    """States of one kind of which the same can be said, and what that is."""
+
+    names: tuple[str, ...]
+    facts: tuple[StateFact, ...]
+
+
+def state_facts(a: Manifest, b: Manifest) -> tuple[StateFacts, ...]:
+    """All that is compared of each state, side by side."""
+    names = dict.fromkeys(state.name for manifest in (a, b) for state in manifest.states)
+    found: dict[tuple[str, tuple[StateFact, ...]], list[str]] = {}
+    for name in names:
+        sides = [(each, each.state_by_name.get(name)) for each in (a, b)]
+        said = [_state_words(manifest, state) if state else {} for manifest, state in sides]
+        facts = tuple(
+            StateFact(what, said[0].get(what, ""), said[1].get(what, "")) for what in said[0] | said[1]
+        )
+        found.setdefault((re.sub(r"\d+", "#", name, count=1), facts), []).append(name)
+    return tuple(StateFacts(tuple(some), facts) for (_, facts), some in found.items())
+
+
+def _state_words(manifest: Manifest, state: State) -> dict[str, str]:
+    view = _view(manifest, state)
+    return {
+        "cell": cell_words(state),
+        "encoding": state.encoding,
+        "tokens per block": _block_tokens(manifest, state),
+        "window": _window(manifest, state),
+        "held by": _holding(manifest, state),
+        "order in memory": memory_order(view, state.item_bytes) if view else "no rank has it",
+    }
 
 
 # -- what is none of a transfer's business -----------------------------------------------------------

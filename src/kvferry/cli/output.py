@@ -15,6 +15,8 @@ from rich.text import Text
 
 from kvferry.cli.remedies import remedy
 from kvferry.core.explain import name_together
+from kvferry.core.state import State
+from kvferry.core.words import counted
 from kvferry.errors import Finding
 
 
@@ -206,3 +208,15 @@ def together(states: Sequence[str]) -> str:
 def by_numbers(name: str) -> list[tuple[int, str]]:
     """An order of names in which 10 comes after 9."""
     return [(int(part) if part.isdigit() else -1, part) for part in re.split(r"(\d+)", name)]
+
+
+def cell_words(state: State) -> str:
+    """What one cell of a state is, in words.
+
+    >>> from kvferry import Axis
+    >>> cell_words(State("k", (Axis("head", 8), Axis("channel", 128)), item_bytes=2, dtype="bf16"))
+    '8 heads × 128 channels of bf16'
+    """
+    axes = " × ".join(counted(axis.size, axis.name) for axis in state.axes)
+    what = f"{state.item_bytes:,} opaque bytes" if state.dtype == "opaque" else state.dtype
+    return f"{axes} of {what}" if axes else what

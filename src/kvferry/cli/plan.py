@@ -93,6 +93,9 @@ def plan(
     html: Annotated[
         Path | None, typer.Option(metavar="FILE.html", help="Draw it as a page, too (needs Jinja).")
     ] = None,
+    svg: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="Draw who sends what, for a document.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Can two engines talk, who sends what, and what does it cost?"""
@@ -102,7 +105,7 @@ def plan(
     from kvferry.cli.plan_answer import answer
     from kvferry.errors import SpecError
 
-    check_pictures({"--html": html})
+    check_pictures({"--html": html, "--svg": svg})
     profiles = asked_links(link or ())
     if tokens is not None and tokens > MAX_TOKENS:
         raise SpecError(f"--tokens {tokens}: at most {MAX_TOKENS} are billed")
@@ -110,7 +113,7 @@ def plan(
     sides = src_and_dst(files, (src, dst), GivenModels(model, config, (src_model, dst_model)))
     asked = Asked(tokens, kept, placement, dst_rank, max_runs_per_block, tuple(link or ()))
     found = answer(asked, *sides, profiles)
-    draw_plan(found, html)
+    draw_plan(found, html, svg)
     if as_json:
         from kvferry.cli.plan_json import as_object
 

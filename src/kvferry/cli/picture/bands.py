@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvferry.cli.asked import Asked, Billed
-from kvferry.cli.output import together
+from kvferry.cli.output import cell_words, together
 from kvferry.core.box import TOKEN, Box
 from kvferry.core.lower import Lane, Route
 from kvferry.core.manifest import Manifest
@@ -166,18 +166,6 @@ def _bands(moved: Sequence[tuple[Piece, int]]) -> Iterator[Band]:
             for box, some in boxes.items()
         )
         yield Band(src_rank, dst_rank, tuple(parts))
-
-
-def cell_words(state: State) -> str:
-    """What one cell of a state is, in words.
-
-    >>> from kvferry import Axis
-    >>> cell_words(State("k", (Axis("head", 8), Axis("channel", 128)), item_bytes=2, dtype="bf16"))
-    '8 heads × 128 channels of bf16'
-    """
-    axes = " × ".join(counted(axis.size, axis.name) for axis in state.axes)
-    what = f"{state.item_bytes:,} opaque bytes" if state.dtype == "opaque" else state.dtype
-    return f"{axes} of {what}" if axes else what
 
 
 def _token_words(state: State, group: Group, num_tokens: int) -> str:

@@ -11,7 +11,9 @@ from kvferry.cli.bad_input import at
 from kvferry.errors import SpecError
 
 if TYPE_CHECKING:
+    from kvferry.cli.manifest_diff import ManifestDiff
     from kvferry.cli.plan_answer import PlanAnswer
+    from kvferry.core.manifest import Manifest
 
 
 def check_pictures(asked: Mapping[str, Path | None]) -> None:
@@ -32,14 +34,31 @@ def check_pictures(asked: Mapping[str, Path | None]) -> None:
         check_installed(option)
 
 
-def draw_plan(answer: PlanAnswer, html: Path | None) -> None:
+def draw_plan(answer: PlanAnswer, html: Path | None, svg: Path | None) -> None:
     """Write the pictures that were asked for."""
-    if html is None:
+    if html is None and svg is None:
         return
     from kvferry.cli.picture.plan_picture import plan_picture
     from kvferry.cli.picture.render import render
+    from kvferry.cli.picture.sheet import sheet
 
-    _write(html, render("plan.html.j2", page=plan_picture(answer)))
+    picture = plan_picture(answer)
+    if html is not None:
+        _write(html, render("plan.html.j2", page=picture))
+    if svg is not None:
+        _write(svg, render("plan.svg.j2", page=picture, sheet=sheet(picture)))
+
+
+def draw_diff(
+    found: ManifestDiff, a: Manifest, b: Manifest, given: tuple[str, str], html: Path | None
+) -> None:
+    """Write the page that was asked for; ``given`` is what the two were called."""
+    if html is None:
+        return
+    from kvferry.cli.picture.diff_picture import diff_picture
+    from kvferry.cli.picture.render import render
+
+    _write(html, render("diff.html.j2", page=diff_picture(found, a, b, given)))
 
 
 def _write(path: Path, text: str) -> None:

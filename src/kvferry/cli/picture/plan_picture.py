@@ -104,9 +104,9 @@ class PlanPicture:
         return (*moved, Figure(f"{bill.num_runs:,}", f"runs of {average} on average"), *time, *zeroed)
 
     @property
-    def ways(self) -> tuple[str, ...]:
-        """The ways of all links, each once."""
-        return tuple(dict.fromkeys(link.bill.profile.way.value for link in self.chart.links))
+    def way(self) -> str:
+        """The way of the link that is shown first; empty if none is."""
+        return self.chart.first.bill.profile.way.value if self.chart.first else ""
 
 
 def plan_picture(answer: PlanAnswer) -> PlanPicture:

@@ -47,6 +47,7 @@ def _environment() -> Environment:
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
+        finalize=_printable,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -59,6 +60,15 @@ def _environment() -> Environment:
     }
     made.globals |= {"counted": counted, "W": WIDTH, "H": STRIP_HEIGHT, "BAR": BAR_HEIGHT}
     return made
+
+
+def _printable(value: object) -> object:
+    """Without what no XML may contain: a name of a stranger must not make a file that nobody can open."""
+    return (
+        re.sub(r"[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff\ufffe\uffff]", "\ufffd", value)
+        if type(value) is str
+        else value
+    )
 
 
 def _seconds(value: float) -> str:
