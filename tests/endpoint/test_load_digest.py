@@ -1,6 +1,5 @@
 """Digests of loads, between two engines of this process: asked under the lease, compared before it counts."""
 
-import ctypes
 import logging
 import time
 from dataclasses import replace
@@ -14,6 +13,7 @@ from kvferry.endpoint import Destination, SourceEngine, SourceRank
 from kvferry.endpoint.load_digest import answer_digest
 from kvferry.models import Topology, describe
 from kvferry.runtime import FailureCode
+from kvferry.testing.faults import Faults
 from kvferry.testing.pattern import fill_rank
 from kvferry.testing.small import small
 from kvferry.transport.memory import Hub, MemoryTransport, placed
@@ -35,24 +35,11 @@ def waited_for(poll, seconds=60.0):
     return found
 
 
-class FlipsBit(MemoryTransport):
-    """A fabric that spoils one bit of each read, and says nothing."""
-
-    def read(self, transfer, peer, runs, **kwargs):
-        super().read(transfer, peer, runs, **kwargs)
-        _, _, region, at, _ = next(iter(runs.runs))
-        self.where = self.regions[region].address + at
-
-    def register(self, regions):
-        self.regions = regions
-        super().register(regions)
-
-    def poll(self):
-        ends = super().poll()
-        if any(not end.error for end in ends) and getattr(self, "where", None):
-            ctypes.c_uint8.from_address(self.where).value ^= 0x10
-            self.where = None
-        return ends
+def spoiling_hub():
+    """A fabric that spoils one bit of each run, and says nothing."""
+    faults = Faults()
+    faults.spoil()
+    return Hub(faults)
 
 
 def test_equal_digests_are_told(pair_of, caplog):
@@ -67,7 +54,7 @@ def test_equal_digests_are_told(pair_of, caplog):
 
 def test_a_silent_fault_fails_the_load_and_names_its_place(pair_of):
     """Law 5, RB-1: the fabric said that all went well."""
-    report = fetched(pair_of(transport=FlipsBit, digest_every=1))
+    report = fetched(pair_of(hub=spoiling_hub(), digest_every=1))
     assert report.failure.code is FailureCode.DIGEST_DIFFERS
     assert "layers.0.attn/" in report.failure.detail
     assert "tokens [0, 20)" in report.failure.detail
@@ -76,10 +63,10 @@ def test_a_silent_fault_fails_the_load_and_names_its_place(pair_of):
 
 
 def test_without_a_digest_the_same_fault_is_not_seen(pair_of):
-    pair = pair_of(transport=FlipsBit)
+    pair = pair_of(hub=spoiling_hub())
     report = fetched(pair)
     assert (report.failure, report.record.digest) == (None, "")
-    assert pair.check()[1] == 1
+    assert pair.check()[1] > 0
 
 
 def test_one_of_so_many_loads_is_checked(pair_of):
@@ -88,7 +75,7 @@ def test_one_of_so_many_loads_is_checked(pair_of):
 
 
 def test_a_failed_check_frees_the_source_blocks(pair_of):
-    pair = pair_of(transport=FlipsBit, digest_every=1)
+    pair = pair_of(hub=spoiling_hub(), digest_every=1)
     fetched(pair)
     released = waited_for(pair.engine.poll)
     assert [(one.request_id, one.reason) for one in released] == [("request-1", "failed")]  # and not expired
@@ -134,14 +121,14 @@ def with_memory(manifest):
 
 
 @pytest.mark.parametrize("family", ["gqa", "kda-mla", "window", "mla-indexer"])
-@pytest.mark.parametrize("flips", [False, True])
-def test_several_source_ranks_are_asked_whatever_they_hold(family, flips):
+@pytest.mark.parametrize("spoils", [False, True])
+def test_several_source_ranks_are_asked_whatever_they_hold(family, spoils):
     """Heads over two ranks to one, MLA from either, states in slots, windows; other blocks and layouts."""
     src, src_memory = with_memory(
         describe(small(family), Topology.parse("tp=2,block=8,blocks=20"), "prefill")
     )
     dst, _ = with_memory(describe(small(family), Topology.parse("tp=1,block=12,blocks=20"), "decode"))
-    request, hub = sample_request(src, dst, 50), Hub()
+    request, hub = sample_request(src, dst, 50), spoiling_hub() if spoils else Hub()
     tokens = {group.name: (Span(0, 50),) for group in src.groups}
     for number, memory in enumerate(src_memory):
         fill_rank(memory, src, number, request.src, tokens)
@@ -149,7 +136,7 @@ def test_several_source_ranks_are_asked_whatever_they_hold(family, flips):
     ranks = [
         SourceRank(engine.invitation, replace(src, ranks=(one,)), MemoryTransport(hub)) for one in src.ranks
     ]
-    destination = Destination(dst, 0, (FlipsBit if flips else MemoryTransport)(hub), digest_every=1)
+    destination = Destination(dst, 0, MemoryTransport(hub), digest_every=1)
     destination.fetch(engine.offer("request", request.src, 50), request.dst, request.need)
     reports = waited_for(destination.poll)
     destination.close()
@@ -157,4 +144,4 @@ def test_several_source_ranks_are_asked_whatever_they_hold(family, flips):
         rank.close()
     engine.close()
     assert reports[0].record.num_sources == 2
-    assert reports[0].record.digest == ("differs" if flips else "equal")
+    assert reports[0].record.digest == ("differs" if spoils else "equal")

@@ -53,6 +53,10 @@ def test_a_secret_among_the_options_is_refused_and_not_repeated():
         ({"authorities": ["10.0.0.7"]}, "authorities are addresses"),
         ({"secret_file": "/nowhere"}, "cannot be read"),
         ({"backends": "UCX"}, "backends must be a list"),
+        ({"digest": "some"}, 'digest must be "off", "full", or a whole number N'),
+        ({"digest": 0}, "digest must be"),
+        ({"digest": True}, "digest must be"),
+        ({"digest": 1.5}, "digest must be"),
         ({"backends": ["UCX", "GDS"]}, "backends must be a list with the name of one"),
     ],
 )
@@ -71,6 +75,11 @@ def test_an_open_door_is_said_explicitly():
 def test_the_backend_is_nixls_name():
     assert options().backend == "UCX"
     assert options(backends=["LIBFABRIC"]).backend == "LIBFABRIC"
+
+
+def test_a_digest_is_off_full_or_of_one_in_so_many():
+    chosen = [options(), options(digest="off"), options(digest="full"), options(digest=100)]
+    assert [each.digest_every for each in chosen] == [0, 0, 1, 100]
 
 
 def transfer(**keys):

@@ -114,6 +114,8 @@ class SourceEngine:
         self._authority = Authority(self._offers, num_ranks, timing)
         self._admitting: dict[str, Future[str]] = {}
         """Who waits for the answer to a join, by where the answer goes."""
+        self._expected: set[str] = set()
+        """Ranks that were admitted, and will join by themselves."""
 
         self._owner = Owner(f"kvferry-{engine}", self._carry_out, self._tick, edges.clock)
         self._workers = edges.make_workers(f"kvferry-{engine}-work")
@@ -145,12 +147,15 @@ class SourceEngine:
         """How many requests are pinned, or were released without ``poll`` having said so yet."""
         return len(self._offers)
 
-    def admit(self, join: Join) -> None:
+    def admit(self, join: Join, *, joins_later: bool = False) -> None:
         """Take in a rank whose memory was described elsewhere: it hears of releases through ``poll``.
 
-        Waits until it is known whether the rank fits the others.
+        Waits until it is known whether the rank fits the others. ``joins_later``: it will join by itself, too
+        (``MemberThread``), and can be asked for digests then.
         """
         reply_to, answer = f"{HERE}{join.rank}", Future[str]()
+        if joins_later:
+            self._expected.add(reply_to)
         self._owner.put(partial(self._admit, reply_to, join, answer))
         try:
             refusal = answer.result(ADMIT_SECONDS)
@@ -282,6 +287,8 @@ class SourceEngine:
                 rank = int(send.to.removeprefix(HERE))
                 ack = ReleaseAck(generation, rank, first + len(requests) - 1)
                 self._carry_out(self._authority.receive(self._clock(), send.to, ack))
+            case DigestTask() if send.to in self._expected:
+                pass  # its reader asks again until the rank has joined
             case DigestTask(generation, number):
                 rank = int(send.to.removeprefix(HERE))
                 why = "it was admitted, and runs no SourceRank that could take one"

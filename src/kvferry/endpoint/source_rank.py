@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from functools import partial
 
-from kvferry.channel import ContactChange, Received
 from kvferry.core.manifest import Manifest
 from kvferry.core.owned import BlockBytes
 from kvferry.endpoint.edges import Edges
 from kvferry.endpoint.gather_service import GatherService
 from kvferry.endpoint.invitation import Invitation
 from kvferry.endpoint.listening import advertised, check_listen
-from kvferry.endpoint.load_digest import DigestService
-from kvferry.endpoint.owner import Owner
-from kvferry.errors import SpecError
-from kvferry.log import log_of
-from kvferry.runtime import Member, Released, Timing
-from kvferry.runtime.member import Membership
+from kvferry.endpoint.member_thread import MemberThread
+from kvferry.runtime import Released, Timing
 from kvferry.runtime.ticket_guard import TicketGuard
-from kvferry.runtime.values import AnswerDigest, MemberEffect, Send
 from kvferry.transport.base import Transport
 from kvferry.transport.gather_line import GatheringTransport
 from kvferry.transport.staging import PackedReads
-from kvferry.wire.messages import DigestResult, decode_from_authority, encode
 from kvferry.wire.outline import join_of
 from kvferry.wire.permit import RANK_KEY_BYTES
 from kvferry.wire.trust import Trust
-
-log = log_of(__name__)
 
 
 class SourceRank:
@@ -59,12 +49,9 @@ class SourceRank:
         (rank,) = manifest.ranks
         transport.register(rank.regions)
         edges = edges or Edges()
-        self.rank, self._transport, self._authority = rank.rank, transport, invitation.address
+        self.rank, self._transport = rank.rank, transport
         self._released: deque[Released] = deque()
-        self._state, self._refusal = Membership.JOINING, ""
         self._service: GatherService | None = None
-        self._generation = 0
-        """The start of its engine that the service knows of."""
         rank_key, credential = b"", invitation.credential
         if isinstance(transport, GatheringTransport) and transport.packed_reads is PackedReads.REQUIRE:
             check_listen(listen, advertise, trust)
@@ -81,20 +68,21 @@ class SourceRank:
             )
             transport.gather_at(advertised(channel.address, advertise))
         join = join_of(manifest, transport.kind, transport.card(), credential, rank_key)
-        self._member = Member(invitation.address, join, timing)  # the owner's alone
-        self._owner = Owner(f"kvferry-src-{rank.rank}", self._carry_out, self._tick, edges.clock)
-        workers = edges.make_workers(f"kvferry-src-{rank.rank}-work")
-        self._digests = DigestService(manifest, rank.rank, workers, self._say)
-        self._channel = edges.open_channel("", trust.secret)
-        edges.start_owner(self._owner)
-        self._channel.start(f"kvferry-src-{rank.rank}-channel", self._receive, lambda: self._owner.is_behind)
+        self._member = MemberThread(
+            invitation.address,
+            manifest,
+            join,
+            released=self._release,
+            began=self._begin,
+            trust=trust,
+            timing=timing,
+            edges=edges,
+        )
 
     @property
     def is_joined(self) -> bool:
         """Whether the authority knows this rank. Raises SpecError if it turned the rank away."""
-        if self._state is Membership.REFUSED:
-            raise SpecError(f"rank {self.rank} was turned away by {self._authority}: {self._refusal}")
-        return self._state is Membership.JOINED
+        return self._member.is_joined
 
     def poll(self) -> list[Released]:
         """The requests that were released, by the source's own names, each once."""
@@ -102,52 +90,25 @@ class SourceRank:
 
     def status(self) -> dict[str, object]:
         """Whether it has joined; and, if it gathers for readers, what it gathered and refused."""
-        return {"state": self._state.value} | (self._service.status() if self._service else {})
+        return {"state": self._member.state.value} | (self._service.status() if self._service else {})
 
     def close(self) -> None:
         """Stop serving; the memory is given back by the transport."""
-        self._owner.close()
-        self._digests.close()
-        self._channel.close()
+        self._member.close()
         if self._service:
             self._service.close()
         self._transport.close()
 
-    def _receive(self, received: Received | ContactChange) -> None:
-        if isinstance(received, ContactChange):
-            return  # the authority is asked now and then, wherever it went
-        message, reply_to = decode_from_authority(received.data), received.reply_to
-        self._owner.put(lambda now: self._member.receive(now, reply_to, message))
+    # -- in the member's thread --------------------------------------------------------------------
 
-    # -- the owner's -------------------------------------------------------------------------------
+    def _release(self, generation: int, released: Released) -> None:
+        """The engine may use the blocks as soon as it hears of it: nothing is gathered then."""
+        then = partial(self._released.append, released)
+        if self._service:
+            self._service.revoke(generation, released.ticket_id, then)
+        else:
+            then()
 
-    def _carry_out(self, effects: Iterable[MemberEffect]) -> None:
-        for effect in effects:
-            match effect:
-                case Send():
-                    self._channel.send(effect.to, encode(effect.message))
-                case Released() if self._service:
-                    # The engine may use the blocks as soon as it hears of it: nothing is gathered then.
-                    then = partial(self._released.append, effect)
-                    self._service.revoke(self._member.generation, effect.ticket_id, then)
-                case Released():
-                    self._released.append(effect)
-                case AnswerDigest():
-                    self._digests.take(effect.task)
-
-    def _say(self, result: DigestResult) -> None:
-        """Have a digest sent to the authority; called in a worker."""
-        self._owner.put(lambda _: [Send(self._authority, result)])
-
-    def _tick(self, now: float) -> float:
-        self._carry_out(self._member.tick(now))
-        if self._service and self._member.generation != self._generation:
-            self._generation = self._member.generation
-            self._service.begin(self._generation)
-        if self._member.state is not self._state:
-            self._refusal, self._state = self._member.refusal, self._member.state
-            if self._state is Membership.REFUSED:
-                log.error("rank %d was turned away by %s: %s", self.rank, self._authority, self._refusal)
-            else:
-                log.info("rank %d of %s: %s", self.rank, self._authority, self._state.value)
-        return self._member.next_deadline()
+    def _begin(self, generation: int) -> None:
+        if self._service:
+            self._service.begin(generation)

@@ -1,4 +1,4 @@
-"""Bad weather for the embedded transport: reads that are late, stuck, cut short or refused.
+"""Bad weather for the embedded transport: reads that are late, stuck, cut short, refused or wrong.
 
 Delays are counted in polls of the reader, never in seconds, so that no test sleeps.
 """
@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import TypeVar
 
-from kvferry.transport.memory import Fail, Hang, Move, Step
+from kvferry.transport.memory import Fail, Hang, Move, Spoil, Step
 
 EVERYONE = ""
 
@@ -28,10 +28,12 @@ class Faults:
     >>> faults.stall("prefill")        # nothing of this peer arrives or ends …
     >>> faults.resume("prefill")       # … until now: the late bytes do arrive
     >>> faults.fail("cable cut", num_runs=3)   # whoever has three runs gets no more, and ends with an error
+    >>> faults.spoil()                 # one bit of each run is wrong, and nobody is told
     """
 
     def __init__(self) -> None:
         self._stalled: set[str] = set()
+        self._spoiled: set[str] = set()
         self._delays: dict[str, int] = {}
         self._trickles: dict[str, int] = {}
         self._failures: dict[str, tuple[str, int]] = {}
@@ -58,9 +60,13 @@ class Faults:
         """Reads end with an error once so many of their runs have arrived."""
         self._failures[peer] = (error, num_runs)
 
+    def spoil(self, peer: str = EVERYONE) -> None:
+        """Reads end well, and one bit of each run is wrong."""
+        self._spoiled.add(peer)
+
     def calm(self) -> None:
         """All knobs back: whatever is under way arrives."""
-        for knob in (self._stalled, self._delays, self._trickles, self._failures):
+        for knob in (self._stalled, self._spoiled, self._delays, self._trickles, self._failures):
             knob.clear()
 
     def step(self, peer: str, transfer: int) -> Step:
@@ -71,6 +77,9 @@ class Faults:
             return Hang()
         if self._polls[read] <= _knob(self._delays, peer, 0):
             return Move(0)
+        if self._spoiled & {peer, EVERYONE}:
+            self._drop(read)
+            return Spoil()
         trickle = _knob(self._trickles, peer, None)
         failure = _knob(self._failures, peer, None)
         if failure is not None:

@@ -51,7 +51,12 @@ class Hang:
     """All that is left is under way, and neither arrives nor ends: not even a cancelled read ends now."""
 
 
-Step = Move | Fail | Hang
+@dataclass(frozen=True, slots=True)
+class Spoil:
+    """All that is left arrives, one bit of each run wrong, and nobody is told."""
+
+
+Step = Move | Fail | Hang | Spoil
 
 
 class Weather(Protocol):
@@ -147,6 +152,11 @@ class _Read:
             i = self.num_done
             ctypes.memmove(self.dst[i], self.src[i], self.num_bytes[i])
             self.num_done += 1
+
+    def spoil(self) -> None:
+        """Flip a bit in the middle of each run: their ends may be slack."""
+        for address, num_bytes in zip(self.dst, self.num_bytes, strict=True):
+            ctypes.c_uint8.from_address(address + num_bytes // 2).value ^= 0x10
 
 
 class MemoryTransport:
@@ -297,6 +307,10 @@ class MemoryTransport:
                 read.move(num_runs)
                 if read.num_done < len(read.src):
                     return None
+                return CANCELLED if read.is_cancelled else ""
+            case Spoil():
+                read.move(None)
+                read.spoil()
                 return CANCELLED if read.is_cancelled else ""
             case Fail(error):
                 return error

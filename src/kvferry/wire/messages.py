@@ -270,6 +270,10 @@ class Join(msgspec.Struct, frozen=True, tag=True):
         """The same rank, to be joined to the next start of its engine."""
         return msgspec.structs.replace(self, previous=previous)
 
+    def with_credential(self, credential: bytes) -> Join:
+        """The same rank, once it has been invited."""
+        return msgspec.structs.replace(self, credential=credential)
+
 
 class ReleaseNotice(msgspec.Struct, frozen=True, tag=True):
     """Authority → source rank: these requests are released, by the source's own names.

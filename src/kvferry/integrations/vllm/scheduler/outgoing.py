@@ -9,6 +9,7 @@ from vllm.config import VllmConfig
 from vllm.v1.request import Request, RequestStatus
 
 from kvferry.endpoint import SourceEngine
+from kvferry.endpoint.invitation import Invitation
 from kvferry.errors import SpecError
 from kvferry.integrations.vllm.scheduler.adapters import Adapters
 from kvferry.integrations.vllm.scheduler.tables import BlockIds, Groups, digest, is_identified
@@ -35,6 +36,8 @@ class Outgoing:
         self._source: SourceEngine | None = None
         self._cut: set[str] = set()
         """Requests whose prompts were cut."""
+        self._invitation: Invitation | None = None
+        """What the workers have not been told yet."""
 
     def admit(self, joins: Sequence[Join]) -> None:
         """Every worker's memory is known: readers may come."""
@@ -50,7 +53,8 @@ class Outgoing:
             timing=options.timing,
         )
         for join in joins:
-            self._source.admit(join)
+            self._source.admit(join, joins_later=True)
+        self._invitation = self._source.invitation
         log.info("%s: requests can be fetched from %s", self._engine, self._source.address)
 
     def new_request(self, request: Request) -> None:
@@ -150,6 +154,11 @@ class Outgoing:
     def released(self) -> list[str]:
         """The requests whose blocks are the engine's own again, each once."""
         return [released.request_id for released in self._source.poll()] if self._source else []
+
+    def take_invitation(self) -> Invitation | None:
+        """Where the workers join, once. They are part of the engine without it, but take no digests."""
+        invitation, self._invitation = self._invitation, None
+        return invitation
 
     def close(self) -> None:
         """Stop listening."""

@@ -70,7 +70,9 @@ class SchedulerSide:
         """What happened since the last step."""
         if is_idle and self._outgoing.num_leases and not self._incoming.has_news:
             time.sleep(IDLE_SECONDS)  # steps are made only to notice releases: no need to hurry
-        return self._incoming.step(self._outgoing.released())
+        step = self._incoming.step(self._outgoing.released())
+        step.invitation = self._outgoing.take_invitation()
+        return step
 
     def stats(self) -> LoadStats | None:
         """What has been counted since the last call."""

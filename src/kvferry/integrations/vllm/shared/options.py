@@ -26,7 +26,7 @@ _SECONDS = {
     "reconnect_seconds": "reconnect",
     "silence_seconds": "silence",
 }
-_KNOWN = {*_TEXTS, *_SECONDS, "insecure", "authorities", "backends"}
+_KNOWN = {*_TEXTS, *_SECONDS, "insecure", "authorities", "backends", "digest"}
 _INSTEAD = {
     "num_threads": "leave it out: the variable KVFERRY_READ_AGENTS says how many threads read",
     "kv_lease_duration": "say lease_seconds",
@@ -66,6 +66,8 @@ class Options:
     timing: Timing = field(default_factory=Timing)
     backend: str = UCX
     """Which of NIXL's backends moves the bytes."""
+    digest_every: int = 0
+    """Of one in so many loads both engines compare a digest of the bytes; 0: of none."""
 
     @property
     def is_identity_required(self) -> bool:
@@ -94,6 +96,7 @@ class Options:
             identity=texts["identity"],
             timing=Timing(**seconds),
             backend=_backend(extra),
+            digest_every=_digest_every(extra),
         )
 
 
@@ -158,6 +161,21 @@ def _backend(extra: Mapping[str, Any]) -> str:
             raise SpecError(
                 "kv_connector_extra_config: backends must be a list with the name of one of NIXL's backends,"
                 f' as in ["{UCX}"], got {other!r}'
+            )
+
+
+def _digest_every(extra: Mapping[str, Any]) -> int:
+    match extra.get("digest", "off"):
+        case "off":
+            return 0
+        case "full":
+            return 1
+        case int(every) if not isinstance(every, bool) and every > 0:
+            return every
+        case other:
+            raise SpecError(
+                'kv_connector_extra_config: digest must be "off", "full", or a whole number N, which checks'
+                f" one in N loads; got {other!r}"
             )
 
 

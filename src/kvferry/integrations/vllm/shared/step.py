@@ -8,6 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from kvferry.core.request import BlockTable
 from kvferry.core.span import Spans
+from kvferry.endpoint.invitation import Invitation
 from kvferry.wire.ticket import Ticket
 
 
@@ -41,3 +42,5 @@ class StepMetadata(KVConnectorMetadata):
     known: list[tuple[str, Ticket]] = field(default_factory=list)
     """Requests that wait for blocks: their tickets are held meanwhile."""
     loads: list[Load] = field(default_factory=list)
+    invitation: Invitation | None = None
+    """In the first step of a producer: where its workers join."""

@@ -13,6 +13,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvferry.core.manifest import Manifest
 from kvferry.endpoint import Destination
+from kvferry.endpoint.invitation import Invitation
+from kvferry.endpoint.member_thread import MemberThread
 from kvferry.integrations.vllm.shared.dump import dump_refusal
 from kvferry.integrations.vllm.shared.identity import engine_identity
 from kvferry.integrations.vllm.shared.options import Options
@@ -37,7 +39,10 @@ class WorkerSide:
     def __init__(self, vllm_config: VllmConfig, config: KVCacheConfig, options: Options) -> None:
         self._vllm_config, self._config, self._options = vllm_config, config, options
         self._destination: Destination | None = None
+        self._manifest: Manifest | None = None
         self._join: Join | None = None
+        self._member: MemberThread | None = None
+        """What takes the digests that readers ask for."""
         self._handles: dict[str, int] = {}
         """Of requests that are held or loading."""
         self._requests: dict[int, str] = {}
@@ -75,7 +80,9 @@ class WorkerSide:
             trust=self._options.trust,
             timing=self._options.timing,
             on_refusal=lambda source, failure: self._refused(source, manifest, rank, failure),
+            digest_every=self._options.digest_every,
         )
+        self._manifest = manifest
         self._join = join_of(manifest, transport.kind, transport.card())
 
     def _refused(self, source: Manifest, manifest: Manifest, rank: int, failure: Failure) -> None:
@@ -99,6 +106,8 @@ class WorkerSide:
 
     def start(self, step: StepMetadata) -> None:
         """Take in what the scheduler says."""
+        if step.invitation is not None:
+            self._join_authority(step.invitation)
         self._sent.update(step.released)
         for request_id in step.dropped:
             self._drop(request_id)
@@ -106,6 +115,15 @@ class WorkerSide:
             self._hold(request_id, ticket)
         for load in step.loads:
             self._load(load)
+
+    def _join_authority(self, invitation: Invitation) -> None:
+        """Be there for digests. Releases come with vLLM's steps, and do not wait for the end of a digest: one
+        that is taken too late counts for nobody.
+        """
+        if self._join is not None and self._manifest is not None and self._member is None:
+            join = self._join.with_credential(invitation.credential)
+            trust, timing = self._options.trust, self._options.timing
+            self._member = MemberThread(invitation.address, self._manifest, join, trust=trust, timing=timing)
 
     def _hold(self, request_id: str, ticket: Ticket) -> None:
         if self._destination is not None:
@@ -185,6 +203,8 @@ class WorkerSide:
 
     def close(self) -> None:
         """Give the memory back."""
+        if self._member is not None:
+            self._member.close()
         if self._destination is not None:
             self._destination.close()
 
