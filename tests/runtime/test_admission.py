@@ -5,7 +5,7 @@ import pytest
 
 from kvferry.errors import SpecError
 from kvferry.runtime import FailureCode
-from kvferry.runtime.admission import refusal
+from kvferry.runtime.admission import refusal, text_refusal
 from kvferry.wire.secret import Secret
 from kvferry.wire.ticket import TableDoc, Ticket, from_text, is_sealed, seal, sign, to_text
 from kvferry.wire.trust import Trust
@@ -86,3 +86,17 @@ def test_nothing_of_a_text_is_read_before_its_seal():
     for junk in (body, f"{body}.", f"{proof}", "", ".", "{}", f"{body}.{proof}.", f"!.{proof}"):
         with pytest.raises(SpecError, match="does not know this fleet's secret"):
             from_text(junk, key)
+
+
+def test_a_text_of_another_secret_is_forged_not_unreadable():
+    text = to_text(made(trust=FLEET))
+    assert text_refusal(text, FLEET) is None
+    assert text_refusal("junk", Trust()) is None
+    for wrong, words in (
+        (to_text(made(trust=OTHERS)), "does not know"),
+        (text.partition(".")[0], "no proof"),
+    ):
+        found = text_refusal(wrong, FLEET)
+        assert found is not None
+        assert found.code is FailureCode.FORGED
+        assert words in found.detail

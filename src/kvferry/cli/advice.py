@@ -300,8 +300,8 @@ TICKETS: dict[str, Explained] = {
         "Use kvferry on the prefill side too, and a router that passes all of `kv_transfer_params` on.",
     ),
     "unreadable": Explained(
-        "The ticket was not made with this engine's secret, or was changed or cut on its way.",
-        f"{_SAME_SECRET} Then look at the router.",
+        "The text is no ticket, or was changed or cut on its way.",
+        "Use kvferry on the prefill side too; then look at what the router does to `kv_transfer_params`.",
     ),
     "other-prompt": Explained(
         "The ticket was made for another prompt, or for another LoRA adapter.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.runtime.failure import Failure, FailureCode
-from kvferry.wire.ticket import Ticket, is_sealed
+from kvferry.wire.ticket import Ticket, is_sealed, is_text_sealed
 from kvferry.wire.trust import SET_A_SECRET, Trust, is_loopback
 
 
@@ -29,6 +29,13 @@ def refusal(ticket: Ticket, trust: Trust, host: str) -> Failure | None:
             FailureCode.NOT_ALLOWED, "the source's address is not in this engine's list of authorities"
         )
     return None
+
+
+def text_refusal(text: str, trust: Trust) -> Failure | None:
+    """Why a reader does not even read the text of a ticket; None if it may."""
+    if trust.secret is None or is_text_sealed(text, trust.ticket_key):
+        return None
+    return Failure(FailureCode.FORGED, _WRONG_SEAL if "." in text else _UNSEALED)
 
 
 _UNSEALED = f"the ticket carries no proof of a secret, and this engine has one: {SET_A_SECRET}"

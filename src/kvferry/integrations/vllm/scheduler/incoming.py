@@ -15,7 +15,7 @@ from kvferry.integrations.vllm.scheduler.adapters import Adapters
 from kvferry.integrations.vllm.scheduler.outgoing import TICKET
 from kvferry.integrations.vllm.scheduler.tables import BlockIds, Groups, digest, is_identified
 from kvferry.integrations.vllm.shared.step import Load, StepMetadata
-from kvferry.runtime.admission import refusal
+from kvferry.runtime.admission import refusal, text_refusal
 from kvferry.runtime.figures import Figures, by_label
 from kvferry.runtime.metric_table import REJECTED_TICKETS
 from kvferry.wire.ticket import Ticket, from_text
@@ -91,6 +91,8 @@ class Incoming:
         text = params.get(TICKET)
         if not isinstance(text, str):
             return "no-ticket", f"kv_transfer_params carry no ticket ({TICKET}): did kvferry prefill it?"
+        if refused := text_refusal(text, self._trust):
+            return refused.code.value, str(refused)
         try:
             ticket = from_text(text, self._trust.ticket_key)
         except SpecError as error:
