@@ -13,9 +13,11 @@ from kvferry.core.select import Selection
 from kvferry.core.select import select as real_select
 from kvferry.endpoint import destination as endpoint
 from kvferry.endpoint.destination import Destination
+from kvferry.endpoint.load_digest import LoadDigest
 from kvferry.endpoint.posted_reads import PostedReads
 from kvferry.runtime.active_fetches import ActiveFetches
 from kvferry.runtime.authority import Authority
+from kvferry.runtime.digest_checks import DigestChecks
 from kvferry.runtime.fetch_job import FetchJob
 from kvferry.runtime.lease import _RankGrant as RankGrant
 from kvferry.runtime.offers import Offers
@@ -158,6 +160,25 @@ def another_model_is_served(patch):
     patch.setattr(manifest, "compare_identity", lambda src, dst: IdentityCheck(1, (), ()))
 
 
+def digest_that_nobody_compares(patch):
+    """Bytes that changed on their way count."""
+
+    def compare(self, handle):
+        self._checks.pop(handle)
+
+    patch.setattr(DigestChecks, "compare", compare)
+
+
+def digest_of_the_wrong_cells(patch):
+    """A false alarm: the destination takes its own digest with other keys than it has asked for."""
+    real = LoadDigest.sums
+
+    def sums(self, tables, parts, seed):
+        return real(self, tables, parts, seed + (self._side == "dst"))
+
+    patch.setattr(LoadDigest, "sums", sums)
+
+
 BUGS = (
     PlantedBug("reuse before quiescence", reuse_before_quiescence, frozenset({Law.QUIESCENCE})),
     PlantedBug("wrong request in a release", wrong_request_in_a_release, frozenset({Law.QUIESCENCE})),
@@ -175,5 +196,9 @@ BUGS = (
     PlantedBug("a failed read counts", failed_reads_count, frozenset({Law.COVERAGE})),
     PlantedBug("a forged ticket counts", forged_tickets_count, frozenset({Law.FAIL_CLOSED})),
     PlantedBug("a wait without a deadline", waits_without_a_deadline, frozenset({Law.LIVENESS})),
+    PlantedBug(
+        "a digest that nobody compares", digest_that_nobody_compares, frozenset({Law.COVERAGE, Law.FENCING})
+    ),
+    PlantedBug("a digest of the wrong cells", digest_of_the_wrong_cells, frozenset({Law.LIVENESS})),
     PlantedBug("a wrong record", wrong_record, frozenset({Law.ACCOUNT})),
 )

@@ -272,10 +272,17 @@ class SimulatedDestination:
     """A destination engine: ranks that load requests into blocks of their pool, and hand them back."""
 
     def __init__(
-        self, around: Surroundings, host: SimulatedHost, shape: str, topology: str, *, max_peers: int = 0
+        self,
+        around: Surroundings,
+        host: SimulatedHost,
+        shape: str,
+        topology: str,
+        *,
+        max_peers: int = 0,
+        digest_every: int = 0,
     ) -> None:
         self._around, self.host, self._shape, self._topology = around, host, shape, topology
-        self.name, self._max_peers = host.name, max_peers
+        self.name, self._max_peers, self._digest_every = host.name, max_peers, digest_every
         self.manifest = described(shape, topology)
         self._num_starts = 0
         self.loads: list[SimulatedLoad] = []
@@ -310,6 +317,7 @@ class SimulatedDestination:
                 num_ranks=len(self.manifest.ranks),
                 trust=around.trust,
                 timing=around.timing,
+                digest_every=self._digest_every,
                 edges=process.edges,
             )
             if self._max_peers:

@@ -13,6 +13,8 @@ from itertools import count
 from random import Random
 from typing import Protocol
 
+import numpy as np
+
 from kvferry.core.manifest import Region
 from kvferry.core.product import Product, listed
 from kvferry.core.runs import Runs
@@ -37,6 +39,8 @@ class ReadQuality:
     hangs: float = 0.0
     slow: float = 0.0
     """How many take seconds."""
+    wrong: float = 0.0
+    """How many end well with a bit of one word changed."""
     hangs_from_the_dead: float = 0.3
     """How many of those whose source has died are never heard of, instead of failing."""
 
@@ -97,6 +101,8 @@ class SimulatedRead:
     is_posted: bool = False
     is_cancelled: bool = False
     has_hung: bool = False
+    is_wrong: bool = False
+    """Whether a bit of it changes on its way."""
     has_ended: bool = False
     ended_at: float = float("inf")
 
@@ -118,6 +124,8 @@ class SimulatedRead:
         quality = ReadQuality() if self.is_healthy else fabric.quality
         seconds = chance.uniform(0.5, 15.0) if chance.random() < quality.slow else chance.uniform(0.0, 0.2)
         num_words, fate = len(self.dst_words), chance.random()
+        if quality.wrong and self.source is not None:
+            self.is_wrong = chance.random() < quality.wrong
         part = chance.randint(0, num_words) if chance.random() < 0.3 else num_words
         if part < num_words or fate < quality.errors + quality.hangs:
             fabric.timeline.after(seconds / 2, partial(self.move_part, part))
@@ -161,6 +169,8 @@ class SimulatedRead:
                 self.end("the peer is gone")
             return
         self.move_part(stop)
+        if self.is_wrong and self.reader.process.is_alive and len(self.dst_words):
+            self.reader.memory.words[self.reader.fabric.chance.choice(self.dst_words)] ^= np.uint32(1 << 20)
         self.end(CANCELLED if self.is_cancelled else "")
 
     def end(self, error: str = "") -> None:

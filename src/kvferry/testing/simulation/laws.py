@@ -234,9 +234,17 @@ class Laws:
         load = rank_load.load
         if load.must_succeed:
             self.broken(Law.LIVENESS, f"{rank_load} fails between two healthy engines: {failure}")
+        if failure.code is FailureCode.DIGEST_DIFFERS and self._is_whole(rank_load):
+            self.broken(Law.LIVENESS, f"{rank_load} fails by a false alarm: {failure}")
         is_ours = any(text in failure.detail for text in OUT_OF_ORDER)
         if is_ours and not load.is_forged and load.request.is_served:
             self.broken(Law.LIVENESS, f"{rank_load} fails, though its source is there: {failure}")
+
+    def _is_whole(self, rank_load: RankLoad) -> bool:
+        """Whether it has the bytes that its source still holds."""
+        request = rank_load.load.request
+        is_held = request.is_trusted and request.over_at > self._timeline.now
+        return is_held and not any(read.is_wrong for read in rank_load.reads)
 
     def _check_record(self, rank_load: RankLoad, report: Report) -> None:
         record, failure = report.record, report.failure

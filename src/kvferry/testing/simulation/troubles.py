@@ -62,15 +62,28 @@ class Trouble(StrEnum):
     """A source engine runs another model."""
     LIMITS = "limits"
     """Room for few peers and few offers."""
+    WRONG_BYTES = "wrong-bytes"
+    """Bytes change on their way, and the fabric says that all went well. Every load is digested."""
 
 
 EVERY_TROUBLE = frozenset(Trouble)
 
 
-def drawn(chance: Random) -> frozenset[Trouble]:
-    """Some troubles: few at a time tell more than all at once."""
+def drawn(chance: Random, digests_chance: Random) -> frozenset[Trouble]:
+    """Some troubles: few at a time tell more than all at once.
+
+    Digests cost time, so that few worlds have them; those by a chance of their own.
+    """
     share = chance.choice([0.1, 0.25, 0.5])
-    return frozenset(trouble for trouble in Trouble if chance.random() < share)
+    others = (trouble for trouble in Trouble if trouble is not Trouble.WRONG_BYTES)
+    some = {trouble for trouble in others if chance.random() < share}
+    return frozenset(some | ({Trouble.WRONG_BYTES} if digests_chance.random() < 0.06 else set()))
+
+
+def digest_every(troubles: frozenset[Trouble], digests_chance: Random) -> int:
+    """Of how many loads one is digested; 0: none is."""
+    by_chance = digests_chance.choice([0] * 14 + [3])
+    return 1 if Trouble.WRONG_BYTES in troubles else by_chance
 
 
 def link_quality(troubles: frozenset[Trouble]) -> LinkQuality:
@@ -89,6 +102,7 @@ def read_quality(troubles: frozenset[Trouble]) -> ReadQuality:
         errors=0.1 if Trouble.READ_ERRORS in troubles else 0.0,
         hangs=0.05 if Trouble.HUNG_READS in troubles else 0.0,
         slow=0.2 if Trouble.SLOW_READS in troubles else 0.0,
+        wrong=0.3 if Trouble.WRONG_BYTES in troubles else 0.0,
     )
 
 

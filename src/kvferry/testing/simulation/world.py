@@ -17,6 +17,7 @@ from kvferry.testing.simulation.trace import SentMessage, Trace
 from kvferry.testing.simulation.troubles import (
     Liar,
     Trouble,
+    digest_every,
     drawn,
     forged,
     forgery,
@@ -64,9 +65,11 @@ class SimulatedWorld:
     def __init__(self, seed: int, num_requests: int, troubles: frozenset[Trouble] | None = None) -> None:
         self._chance = chance = Random(f"{seed}/troubles")
         self._requests_chance = Random(f"{seed}/requests")
-        by_chance = drawn(chance)  # drawn in any case, so that what follows is the same
+        digests_chance = Random(f"{seed}/digests")
+        by_chance = drawn(chance, digests_chance)  # drawn in any case, so that what follows is the same
         self.troubles = by_chance if troubles is None else troubles
         self._num_requests = num_requests
+        self._digest_every = digest_every(self.troubles, digests_chance)
         self.timeline = Timeline()
         self.trace = Trace(self.timeline)
         self.laws = Laws(self.timeline, self.trace)
@@ -117,7 +120,14 @@ class SimulatedWorld:
             host = self._host(f"decode-{i}", is_healthy=not i)
             topology = chance.choice(TOPOLOGIES)
             self.destinations.append(
-                SimulatedDestination(self._around, host, self._shape, topology, max_peers=max_peers)
+                SimulatedDestination(
+                    self._around,
+                    host,
+                    self._shape,
+                    topology,
+                    max_peers=max_peers,
+                    digest_every=self._digest_every,
+                )
             )
         for host in self._unhealthy_hosts():
             host.is_slow = self.has(Trouble.SLOW_WORK)
