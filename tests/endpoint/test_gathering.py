@@ -1,5 +1,6 @@
 """Engines whose ranks gather for readers: loads are right, and what is not the reader's is refused."""
 
+import threading
 import time
 from itertools import count
 
@@ -9,11 +10,12 @@ import pytest
 from kvferry.core.owned import BlockBytes
 from kvferry.core.product import Term
 from kvferry.core.runs import Runs
-from kvferry.endpoint import Destination, SourceEngine, SourceRank
+from kvferry.endpoint import Destination, SourceEngine, SourceRank, gather_service
 from kvferry.endpoint.edges import open_channel
 from kvferry.endpoint.gather_calls import GatherCalls
 from kvferry.transport.cards import staging_in
 from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.pack import pack
 from kvferry.transport.staging import PackedReads, Staging
 from kvferry.transport.staging_ring import StagingSize
 from kvferry.wire.permit import make_proofs, permits_for
@@ -190,3 +192,27 @@ def test_a_rank_that_does_not_gather_is_not_read_and_the_sentence_says_what_to_d
     assert "set KVFERRY_PACKED_READS to the same on both sides" in report.failure.detail
     for each in (destination, rank, engine):
         each.close()
+
+
+def test_the_engine_hears_of_no_release_while_its_rank_gathers(engines, monkeypatch):
+    """Law 6: neither by the rank's ``poll`` nor by the authority's."""
+    gathers, may_end = threading.Event(), threading.Event()
+
+    def slow_pack(*args):
+        gathers.set()
+        assert may_end.wait(60)
+        return pack(*args)
+
+    monkeypatch.setattr(gather_service, "pack", slow_pack)
+    gathering = Gathering(engines)
+    ticket = gathering.offer()
+    handle = gathering.destination.fetch(ticket, gathering.request.dst, gathering.request.need)
+    assert gathers.wait(60)
+    gathering.destination.abort(handle)
+    soon(lambda: gathering.engine.status()["unheard"])  # its lease has ended, and the rank is told
+    assert gathering.engine.poll() == gathering.rank.poll() == []
+    assert gathering.engine.num_leases == 1
+    may_end.set()
+    assert [released.request_id for released in soon(gathering.engine.poll)] == [ticket.request_id]
+    assert [released.request_id for released in soon(gathering.rank.poll)] == [ticket.request_id]
+    gathering.close()

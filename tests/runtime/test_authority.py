@@ -721,3 +721,38 @@ def test_no_lease_is_renewed_without_end():
 def test_a_reader_has_only_so_many_ranks():
     source = authority()
     assert acquire(source, offered(source), rank=0, ranks=2**40).code == "reader"
+
+
+# -- ranks that gather for readers ------------------------------------------------------------------
+
+
+def heard(source, rank, number, now=3.0):
+    effects = source.receive(now, f"rank {rank}", ReleaseAck(7, rank, number))
+    return [effect.request_id for effect in effects if isinstance(effect, Released)]
+
+
+def test_the_engine_hears_of_a_release_after_every_rank_that_gathers():
+    """Its blocks could be another request's while a rank still gathers them for the old one's reader."""
+    source = authority(num_ranks=3)
+    for rank, key in enumerate((b"key", b"key", b"")):
+        join(source, rank, rank_key=key)
+    first, second = offered(source, "first"), offered(source, "second")
+    for ticket in (first, second):
+        acquire(source, ticket)
+        assert settle(source, ticket, READ) == []
+    assert heard(source, 0, 1) == []
+    assert heard(source, 1, 1) == ["first"]
+    assert heard(source, 1, 2) == []
+    assert heard(source, 0, 2) == ["second"]
+
+
+def test_a_rank_that_says_nothing_holds_a_release_up_for_a_lease():
+    source = authority()
+    join(source, rank_key=b"key")
+    ticket = offered(source)
+    acquire(source, ticket)
+    assert settle(source, ticket, READ, now=2.0) == []
+    assert source.next_deadline() <= 2.0 + LEASE
+    assert not [effect for effect in source.tick(1.9 + LEASE) if isinstance(effect, Released)]
+    told = [effect for effect in source.tick(2.0 + LEASE) if isinstance(effect, Released)]
+    assert [released.request_id for released in told] == ["r"]

@@ -107,6 +107,10 @@ class GatherService:
         """
         self._owner.put(lambda _: self._revoke(generation, ticket_id, then))
 
+    def when_revoked(self, then: Callable[[], None]) -> None:
+        """Call ``then`` once nothing is gathered of what was revoked so far."""
+        self._owner.put(lambda _: self._called(then))
+
     def status(self) -> dict[str, object]:
         """What a person wants to know."""
         return {
@@ -161,6 +165,11 @@ class GatherService:
         self._guard.end(ticket_id)
         self._chunks.take_all_from(ticket_id)
         self._streams.revoke(ticket_id, then)
+        return []
+
+    @staticmethod
+    def _called(then: Callable[[], None]) -> list[_Answer]:
+        then()
         return []
 
     def _given_back(self, to: str, nonce: int, chunk: int, generation: int) -> list[_Answer]:

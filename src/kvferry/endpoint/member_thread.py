@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from kvferry.channel import ContactChange, Received
 from kvferry.core.manifest import Manifest
@@ -14,18 +15,28 @@ from kvferry.log import log_of
 from kvferry.runtime import Member, Released, Timing
 from kvferry.runtime.member import Membership
 from kvferry.runtime.values import AnswerDigest, MemberEffect, Send
-from kvferry.wire.messages import DigestResult, Join, decode_from_authority, encode
+from kvferry.wire.messages import DigestResult, Join, ReleaseAck, decode_from_authority, encode
 from kvferry.wire.trust import Trust
 
 log = log_of(__name__)
 
 
-class MemberThread:
-    """Owns the membership of one rank (``kvferry.runtime.Member``).
+class RankDuties:
+    """What a rank does with what it hears; by default nothing. Called in the member's thread."""
 
-    ``released`` is called with each release and the start of the engine that it is of, ``began`` with each
-    start that is joined; both in the owner's thread.
-    """
+    def began(self, generation: int) -> None:
+        """It has joined a start of its engine."""
+
+    def released(self, generation: int, released: Released) -> None:
+        """A request of that start is released."""
+
+    def when_stopped(self, then: Callable[[], None]) -> None:
+        """Call ``then`` once nothing is done for what was released so far."""
+        then()
+
+
+class MemberThread:
+    """Owns the membership of one rank (``kvferry.runtime.Member``)."""
 
     def __init__(
         self,
@@ -33,8 +44,7 @@ class MemberThread:
         manifest: Manifest,
         join: Join,
         *,
-        released: Callable[[int, Released], None] = lambda _, __: None,
-        began: Callable[[int], None] = lambda _: None,
+        duties: RankDuties | None = None,
         trust: Trust = Trust(),  # noqa: B008  (it is frozen)
         timing: Timing | None = None,
         edges: Edges | None = None,
@@ -42,10 +52,10 @@ class MemberThread:
         """``manifest``: of this rank's memory, which digests are taken of. ``edges`` are for simulations."""
         edges, rank = edges or Edges(), join.rank
         self._rank, self._authority = rank, authority
-        self._released, self._began = released, began
+        self._duties = duties or RankDuties()
         self._state = Membership.JOINING
         self._generation = 0
-        """The start of its engine that ``began`` was told of."""
+        """The start of its engine that its duties were told of."""
         self._member = Member(authority, join, timing)  # the owner's alone
         self._owner = Owner(f"kvferry-src-{rank}", self._carry_out, self._tick, edges.clock)
         workers = edges.make_workers(f"kvferry-src-{rank}-work")
@@ -87,10 +97,13 @@ class MemberThread:
     def _carry_out(self, effects: Iterable[MemberEffect]) -> None:
         for effect in effects:
             match effect:
+                case Send(to, ReleaseAck() as ack):
+                    # The engine may use the blocks as soon as its authority has it.
+                    self._duties.when_stopped(partial(self._channel.send, to, encode(ack)))
                 case Send():
                     self._channel.send(effect.to, encode(effect.message))
                 case Released():
-                    self._released(self._member.generation, effect)
+                    self._duties.released(self._member.generation, effect)
                 case AnswerDigest():
                     self._digests.take(effect.task)
 
@@ -98,7 +111,7 @@ class MemberThread:
         self._carry_out(self._member.tick(now))
         if self._member.generation != self._generation:
             self._generation = self._member.generation
-            self._began(self._generation)
+            self._duties.began(self._generation)
         if self._member.state is not self._state:
             self._state, refusal = self._member.state, self._member.refusal
             if self._state is Membership.REFUSED:

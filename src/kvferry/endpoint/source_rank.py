@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 
 from kvferry.core.manifest import Manifest
@@ -11,7 +12,7 @@ from kvferry.endpoint.edges import Edges
 from kvferry.endpoint.gather_service import GatherService
 from kvferry.endpoint.invitation import Invitation
 from kvferry.endpoint.listening import advertised, check_listen
-from kvferry.endpoint.member_thread import MemberThread
+from kvferry.endpoint.member_thread import MemberThread, RankDuties
 from kvferry.runtime import Released, Timing
 from kvferry.runtime.ticket_guard import TicketGuard
 from kvferry.transport.base import Transport
@@ -72,8 +73,7 @@ class SourceRank:
             invitation.address,
             manifest,
             join,
-            released=self._release,
-            began=self._begin,
+            duties=_Duties(self._released, self._service),
             trust=trust,
             timing=timing,
             edges=edges,
@@ -99,16 +99,26 @@ class SourceRank:
             self._service.close()
         self._transport.close()
 
-    # -- in the member's thread --------------------------------------------------------------------
 
-    def _release(self, generation: int, released: Released) -> None:
-        """The engine may use the blocks as soon as it hears of it: nothing is gathered then."""
-        then = partial(self._released.append, released)
+class _Duties(RankDuties):
+    """Has releases polled, and nothing gathered for them any more."""
+
+    def __init__(self, polled: deque[Released], service: GatherService | None) -> None:
+        self._polled, self._service = polled, service
+
+    def began(self, generation: int) -> None:
+        if self._service:
+            self._service.begin(generation)
+
+    def released(self, generation: int, released: Released) -> None:
+        then = partial(self._polled.append, released)
         if self._service:
             self._service.revoke(generation, released.ticket_id, then)
         else:
             then()
 
-    def _begin(self, generation: int) -> None:
+    def when_stopped(self, then: Callable[[], None]) -> None:
         if self._service:
-            self._service.begin(generation)
+            self._service.when_revoked(then)
+        else:
+            then()

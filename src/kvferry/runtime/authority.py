@@ -19,6 +19,7 @@ from kvferry.runtime.assembly import Assembly, JoinedRank
 from kvferry.runtime.digest_relay import DigestRelay
 from kvferry.runtime.failure import FailureCode
 from kvferry.runtime.figures import Figures, by_label, figure
+from kvferry.runtime.held_releases import HeldReleases
 from kvferry.runtime.lease import EndedReadings, Lease
 from kvferry.runtime.lease_tally import LeaseTally
 from kvferry.runtime.member import NOT_JOINED
@@ -92,6 +93,7 @@ class Authority:
         self._welcome: Welcome | None = None
         self._tally = LeaseTally()
         self._digests = DigestRelay(offers.generation)
+        self._held = HeldReleases(self._timing.lease)
 
     # -- the engine's own calls --------------------------------------------------------------------
 
@@ -213,6 +215,7 @@ class Authority:
             else:  # renewed since it was queued
                 heappush(self._by_deadline, (lease.deadline, ticket_id))
         self._ended.tick(now)
+        effects += self._tell(now)
         for rank, notices in self._notices.items():
             if notices.unheard and now >= notices.sent_at + self._timing.retry:
                 effects += self._notify(now, rank)
@@ -220,7 +223,7 @@ class Authority:
 
     def next_deadline(self) -> float:
         """When ``tick`` has something to do at the latest."""
-        deadlines = [self._ended.next_deadline()]
+        deadlines = [self._ended.next_deadline(), self._held.next_deadline()]
         deadlines += [self._by_deadline[0][0]] if self._by_deadline else []
         pending = [self._notices[rank] for rank in self._ranks if self._notices[rank].unheard]
         deadlines += [notices.sent_at + self._timing.retry for notices in pending]
@@ -401,7 +404,7 @@ class Authority:
         while notices.first <= number:
             notices.unheard.popleft()
             notices.first += 1
-        return self._notify(now, ack.rank)
+        return [*self._tell(now), *self._notify(now, ack.rank)]
 
     # -- the end of a lease ------------------------------------------------------------------------
 
@@ -414,12 +417,19 @@ class Authority:
             self._ended.remember(now, ticket_id, lease.reading)
         del self._by_request[request_id]
         released = Released(request_id, reason, ticket_id)
-        effects: list[SourceEffect] = [released]
+        self._held.add(now, released)
+        effects = self._tell(now)
         for rank, notices in self._notices.items():
             notices.unheard.append(released)
             if len(notices.unheard) == 1:  # else the next notice goes when this one was heard
                 effects += self._notify(now, rank)
         return effects
+
+    def _tell(self, now: float) -> list[SourceEffect]:
+        """What the engine may know: every rank that gathers for readers has stopped doing so."""
+        gathering = (number for number, rank in self._ranks.items() if rank.join.rank_key)
+        num_heard = min((self._notices[rank].first - 1 for rank in gathering), default=float("inf"))
+        return [*self._held.pop(now, num_heard)]
 
     def _notify(self, now: float, rank: int) -> list[SourceEffect]:
         """Everything that a rank has not yet heard, in one message; once it has joined."""
