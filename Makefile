@@ -114,7 +114,7 @@ soak: $(READY) ## MINUTES=10 of loads while processes are killed and stopped, an
 	@echo "==> soak, $(MINUTES) minutes"
 	@KVFERRY_SOAK_MINUTES=$(MINUTES) $(BIN)/pytest -s -m "" tests/soak
 
-load: $(READY) ## 2,000 requests between two engines of four ranks each: no leak, no lost request
+load: $(READY) ## 2,000 requests at a time, every kind of cache, by each way of a host: no leak, no lost request
 	@echo "==> load"
 	@$(BIN)/pytest -s -m "" tests/load
 

@@ -1,38 +1,30 @@
-"""R002-15 without a GPU: DeepSeek-V4-like caches under load, between two engines that prefill and decode.
+"""R002-15 without a GPU: every kind of cache under load, by each way that a host has, digests compared.
 
-Blocks of 256 tokens, a cell for every 4 or 128 tokens, fp8 rows with scales, an indexer of its own size (fp8
-or fp4), windows and compressor states in blocks of theirs; prompts shorter than a block among longer ones.
+DeepSeek-V4-like caches among them: blocks of 256 tokens, a cell for every 4 or 128 tokens, fp8 rows with
+scales, an indexer of its own size (fp8 or fp4), windows and compressor states in blocks of theirs; prompts
+shorter than a block among longer ones.
 """
 
-import random
+import gc
+import os
+import threading
 import time
-from collections import Counter
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 
-import numpy as np
 import pytest
 
-from kvferry import BlockTable, Manifest, Span, compare
-from kvferry.core.request import need_of
-from kvferry.endpoint import Destination, SourceEngine, SourceRank
+from kvferry import compare
 from kvferry.layout.pages import values_then_scales
 from kvferry.models import Model, Topology, describe
-from kvferry.runtime import Timing
-from kvferry.testing.fleet.pool import BlockPool
-from kvferry.testing.pattern import check_rank, fill_rank
 from kvferry.testing.small import small
-from kvferry.transport.memory import placed
+from kvferry.transport.memory import Hub, MemoryTransport
 from kvferry.transport.nixl import NixlTransport
-from kvferry.wire.ticket import Ticket
+from kvferry.transport.staging import PackedReads
+from kvferry.transport.staging_ring import StagingSize
+from tests.load.both_roles import Engine, drive
 
 pytest.importorskip("nixl", exc_type=ImportError)
-
-BLOCK = 256
-SIZES = (1, 5, 100, 255, 256, 300, 700)
-"""Tokens of a prompt."""
-NUM_IN_FLIGHT = 12
-TIMING = Timing(lease=20, meet=60, read=60, retry=0.2)
 
 
 def fp4_indexer(model: Model) -> Model:
@@ -48,144 +40,89 @@ def fp4_indexer(model: Model) -> Model:
     return replace(model, layers=tuple(layers))
 
 
-MODELS = {"fp8 indexer": small("compressed"), "fp4 indexer": fp4_indexer(small("compressed"))}
+@dataclass(frozen=True)
+class Caches:
+    """A model, and how two engines that serve it are set up."""
+
+    model: Model
+    topologies: tuple[str, str]
+    sizes: tuple[int, ...] = (1, 7, 29, 64, 150)
+    """Tokens of a prompt."""
 
 
-@dataclass
-class Loading:
-    """A request on its way in."""
-
-    tables: dict[str, BlockTable]
-    num_tokens: int
-    waiting: set[int]
-    codes: list[str] = field(default_factory=list)
-
-
-class Engine:
-    """Both roles over one memory and one pool of blocks, as vLLM's ``kv_both`` has them."""
-
-    def __init__(self, manifest: Manifest, stack: ExitStack) -> None:
-        self.memory = {
-            rank.rank: {region.name: np.full(region.num_bytes, 0xA5, np.uint8) for region in rank.regions}
-            for rank in manifest.ranks
-        }
-        ranks = (replace(rank, regions=placed(rank, self.memory[rank.rank])) for rank in manifest.ranks)
-        self.manifest = replace(manifest, ranks=tuple(ranks))
-        self.pool = BlockPool(manifest, seed=1)
-        self.outcomes: Counter[str] = Counter()
-        self.num_wrong = self.num_checked = 0
-        num_ranks = len(manifest.ranks)
-        self.source = stack.enter_context(closing(SourceEngine(manifest.engine, num_ranks, timing=TIMING)))
-        self.destinations = {}
-        for rank in self.manifest.ranks:
-            own = replace(self.manifest, ranks=(rank,))
-            stack.enter_context(closing(SourceRank(self.source.invitation, own, NixlTransport())))
-            destination = Destination(
-                self.manifest,
-                rank.rank,
-                NixlTransport(),
-                reader=f"{manifest.engine}#1",
-                num_ranks=num_ranks,
-                timing=TIMING,
-            )
-            self.destinations[rank.rank] = stack.enter_context(closing(destination))
-        self._offered: dict[str, dict[str, BlockTable]] = {}
-        self._loading: dict[str, Loading] = {}
-
-    def prefill(self, request_id: str, num_tokens: int) -> Ticket | None:
-        """Compute a prompt, and offer it; None while there is no room."""
-        tables = self.pool.take(num_tokens)
-        if tables is None:
-            return None
-        tokens = {group.name: (Span(0, num_tokens),) for group in self.manifest.groups}
-        for rank, memory in self.memory.items():
-            fill_rank(memory, self.manifest, rank, tables, tokens, salt=request_id)
-        self._offered[request_id] = tables
-        return self.source.offer(request_id, tables, num_tokens)
-
-    def decode(self, ticket: Ticket) -> bool:
-        """Start to load a prompt; false while there is no room."""
-        tables = self.pool.take(ticket.num_tokens)
-        if tables is None:
-            return False
-        self._loading[ticket.request_id] = Loading(tables, ticket.num_tokens, set(self.destinations))
-        for destination in self.destinations.values():
-            destination.fetch(ticket, tables, self._need(ticket.num_tokens))
-        return True
-
-    def _need(self, num_tokens: int):
-        return {group.name: need_of(group, num_tokens) for group in self.manifest.groups}
-
-    def poll(self) -> None:
-        """Take in what ended on either side."""
-        for released in self.source.poll():
-            self.outcomes[f"source: {released.reason}"] += 1
-            self.pool.give_back(self._offered.pop(released.request_id))
-        for rank, destination in self.destinations.items():
-            for report in destination.poll():
-                load = self._loading[report.record.request_id]
-                load.waiting.remove(rank)
-                load.codes.append(str(report.failure or "read"))
-                if not load.waiting:
-                    self._check(report.record.request_id, self._loading.pop(report.record.request_id))
-
-    def _check(self, request_id: str, load: Loading) -> None:
-        self.outcomes.update(load.codes)
-        names = {state.name: state.name for state in self.manifest.states}
-        for rank, memory in self.memory.items():
-            need = self._need(load.num_tokens)
-            seen = check_rank(memory, self.manifest, rank, load.tables, need, names, salt=request_id)
-            self.num_wrong += seen.num_wrong
-            self.num_checked += seen.num_cells
-        self.pool.give_back(load.tables)
-
-    @property
-    def num_open(self) -> int:
-        return len(self._loading) + len(self._offered)
+SMALL_BLOCKS = ("tp=2,block=8,blocks=2500", "tp=1,block=12,blocks=1700,layout=NHD")
+BIG_BLOCKS = ("tp=2,dtype=fp8,block=256,blocks=600", "tp=1,dtype=fp8,block=256,blocks=600")
+SHORT_AND_LONG = (1, 5, 100, 255, 256, 300, 700)
+CACHES = {
+    "gqa": Caches(small("gqa"), SMALL_BLOCKS),
+    "window": Caches(small("window"), SMALL_BLOCKS),
+    "state": Caches(small("mamba2-gqa"), SMALL_BLOCKS),
+    "fp8 indexer": Caches(small("compressed"), BIG_BLOCKS, SHORT_AND_LONG),
+    "fp4 indexer": Caches(fp4_indexer(small("compressed")), BIG_BLOCKS, SHORT_AND_LONG),
+}
+RING = StagingSize(num_chunks=8, chunk_bytes=1 << 18)
 
 
-def drive(engines: tuple[Engine, Engine], num_requests: int) -> None:
-    """Prompts go both ways at once, some of each engine's in flight all the time."""
-    chance = random.Random(3)
-    waiting: list[tuple[Engine, Ticket]] = []
-    num_started = 0
-    deadline = time.monotonic() + 60 + num_requests / 4
-    while num_started < num_requests or waiting or any(engine.num_open for engine in engines):
-        assert time.monotonic() < deadline, [(engine.num_open, engine.outcomes) for engine in engines]
-        here, there = engines if num_started % 2 else engines[::-1]
-        if num_started < num_requests and here.num_open < NUM_IN_FLIGHT:
-            ticket = here.prefill(f"req-{num_started}", chance.choice(SIZES))
-            if ticket is not None:
-                num_started += 1
-                waiting.append((there, ticket))
-        waiting = [(engine, ticket) for engine, ticket in waiting if not engine.decode(ticket)]
-        for engine in engines:
-            engine.poll()
-        time.sleep(0.001)
+def transports(way):
+    """Makes the transports of one world."""
+    if way == "memory":
+        hub = Hub()
+        return lambda: MemoryTransport(hub)
+    packed_reads = PackedReads.REQUIRE if way == "packed" else PackedReads.OFF
+    return lambda: NixlTransport(packed_reads=packed_reads, ring_size=RING)
 
 
-@pytest.mark.parametrize("num_requests", [40, pytest.param(1000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", MODELS)
-def test_compressed_caches_both_ways(name, num_requests):
-    """R002-15, RA-6: every load ends well, every cell is the right one, every block comes back, both ways."""
+def loaded(caches, way, num_requests, num_in_flight):
+    """Two engines of both roles serve so many requests; everything about them is right in the end."""
     with ExitStack() as stack:
+        make = transports(way)
         one, other = (
-            Engine(describe(MODELS[name], Topology.parse(f"block={BLOCK},blocks=600,{cut}"), cut), stack)
-            for cut in ("tp=2,dtype=fp8", "tp=1,dtype=fp8")
+            Engine(describe(caches.model, Topology.parse(text), f"engine-{i}"), stack, make)
+            for i, text in enumerate(caches.topologies)
         )
-        drive((one, other), num_requests)
+        most = drive((one, other), num_requests, num_in_flight, caches.sizes)
         for engine, num_ranks in ((one, 2), (other, 1)):
-            assert engine.outcomes == {
-                "read": num_requests // 2 * num_ranks,
-                "source: read": num_requests // 2,
-            }
+            num_loads = num_requests // 2 * num_ranks
+            assert engine.outcomes == {"read": num_loads, "source: read": num_requests // 2}
+            assert engine.digests == {"equal": num_loads}
+            assert engine.ways == {way}
             assert engine.num_wrong == 0
             assert engine.num_checked > num_requests
-            assert engine.pool.num_missing == 0
+    assert most >= min(num_in_flight, num_requests)
+
+
+def left_behind():
+    """What a process keeps: threads, and open files."""
+    gc.collect()
+    return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "num_in_flight"),
+    [(16, 8), pytest.param(2000, 64, marks=pytest.mark.slow)],
+    ids=["short", "long"],
+)
+@pytest.mark.parametrize("way", ["direct", "packed", "memory"])
+@pytest.mark.parametrize("name", CACHES)
+def test_caches_both_ways(name, way, num_requests, num_in_flight):
+    """R002-15, RA-6: every load ends well, both sides have the same digest, every cell is the right one.
+
+    Every lease, chunk and block comes back. Closed, two engines leave no thread and no file.
+    """
+    loaded(CACHES[name], way, 4, 4)  # what a process makes once is there then
+    before = left_behind()
+    started = time.monotonic()
+    loaded(CACHES[name], way, num_requests, num_in_flight)
+    print(f"{name}, {way}: {num_requests} requests in {time.monotonic() - started:.1f} s")
+    after = left_behind()
+    assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
 
 
 def test_the_two_indexers_do_not_understand_each_other():
     """R002-15: fp8 and fp4 are named as what differs."""
-    src, dst = (describe(model, Topology.parse("block=256,blocks=8"), name) for name, model in MODELS.items())
+    src, dst = (
+        describe(CACHES[name].model, Topology.parse("block=256,blocks=8"), name)
+        for name in ("fp8 indexer", "fp4 indexer")
+    )
     assert {finding.field for finding in compare(src, dst)} >= {"encoding", "item_bytes"}
     assert {finding.state.rpartition("/")[0] for finding in compare(src, dst)} == {"layers.1.indexer"}
