@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from kvferry.cli.serve_command import ServeCommand
+from kvferry.cli.serve_command import ServeCommand, with_setting
+from kvferry.cli.served_model import served_model
 from kvferry.errors import SpecError
 
 SRC = "vllm serve Qwen/Qwen3-32B --tensor-parallel-size 8 --block-size 16 --port 8100 --enforce-eager"
@@ -61,12 +62,104 @@ def test_a_folder_is_a_model(cli, tmp_path):
     assert (answer["verdict"], answer["src"]["model"]) == ("proved", tmp_path.name)
 
 
-def test_a_model_that_nobody_knows_is_asked_for(cli):
-    serve = "vllm serve meta-llama/Llama-3.1-8B-Instruct"
+LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+
+
+def test_a_model_that_nobody_knows_is_asked_for(cli, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    serve = "vllm serve meta-llama/Llama-3.1-8B-Tiny"
     ran = cli("plan", "--src", serve, "--dst", serve)
     assert ran.code == 2
-    assert "--model llama-3.1-8b, if its cache is the same" in ran.err
+    assert "(--config FILE), or --model with one whose cache is the same (llama-3.1-8b?)" in ran.err
     assert cli("plan", "--model", "llama-3.1-8b", "--src", serve, "--dst", serve).code == 0
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B-Instruct", "google/gemma-3-27b-pt", "gpt2"])
+def test_how_a_model_was_trained_does_not_matter(name):
+    assert served_model(name) is not None
+
+
+def test_a_downloaded_model_is_found(monkeypatch, tmp_path):
+    folder = tmp_path / "hub" / "models--acme--Own-1B"
+    (folder / "snapshots" / "abc").mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("abc")
+    (folder / "snapshots" / "abc" / "config.json").write_text(json.dumps(LLAMA))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    found = served_model("acme/Own-1B")
+    assert found is not None
+    assert found.model.name == "Own-1B"
+    assert served_model("acme/Own-2B") is None
+    assert served_model("../hub/models--acme--Own-1B") is None
+
+
+def test_a_topology_is_of_the_model_that_the_other_side_serves(cli):
+    answer = cli("plan", "--src", "vllm serve Qwen/Qwen3-32B -tp 4", "--dst", "tp=2", "--json").answer
+    assert answer["dst"]["model"] == "qwen3-32b"
+
+
+def test_a_setting_that_is_changed_replaces_the_old_one():
+    text = "vllm serve m --kv_cache_dtype=fp8 --kv-cache-dtype-skip-layers auto"
+    assert with_setting(text, "dtype", "bf16") == (
+        "vllm serve m --kv-cache-dtype bf16 --kv-cache-dtype-skip-layers auto"
+    )
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def made(name, **more):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({**LLAMA, **more}))
+        return f"vllm serve {tmp_path / name}"
+
+    return made
+
+
+def test_another_configuration_is_noted_although_the_caches_fit(cli, folder):
+    """Running engines compare it, and refuse each other: PROVED alone would be the wrong answer."""
+    sides = (folder("a", rope_theta=10000.0), folder("b", rope_theta=500000.0))
+    (warned,) = cli("plan", "--src", sides[0], "--dst", sides[1], "--json").answer["warnings"]
+    assert warned["code"] == "other-model"
+    assert warned["reason"] == "rope_theta: source has 10000, destination has 500000"
+    ran = cli("diff", *sides, "--json")
+    assert (ran.code, ran.answer["verdict"]) == (1, "doubtful")
+
+
+def test_a_flag_that_makes_another_model_is_noted(cli, folder):
+    serve = folder("a")
+    (warned,) = cli("plan", "--src", serve, "--dst", f"{serve} -q fp8", "--json").answer["warnings"]
+    assert warned["reason"] == "--quantization: source has nothing, destination has fp8"
+
+
+def test_equal_configurations_are_not_noted(cli, folder):
+    sides = (folder("a", rope_theta=1e4, _name_or_path="x"), folder("b", rope_theta=10000))
+    assert cli("plan", "--src", sides[0], "--dst", sides[1], "--json").answer["warnings"] == []
+    assert (
+        cli("plan", "--model", "gpt2", "--src", "tp=1", "--dst", "vllm serve gpt2", "--json").answer[
+            "warnings"
+        ]
+        == []
+    )
+
+
+def test_another_window_is_noted_in_files_too(cli, tmp_path):
+    mistral = {**LLAMA, "model_type": "mistral", "num_key_value_heads": 4}
+    for name, window in (("a", 64), ("b", 128)):
+        config = tmp_path / f"{name}-config.json"
+        config.write_text(json.dumps({**mistral, "sliding_window": window}))
+        cli("describe", "--config", str(config), "--at", "tp=1", "-o", str(tmp_path / f"{name}.json"))
+    files = [str(tmp_path / f"{name}.json") for name in "ab"]
+    answer = cli("plan", *files, "--json").answer
+    assert answer["request"]["tokens"] == 64  # more of it is not there
+    (warned,) = answer["warnings"]
+    assert warned["reason"] == "window: source has 64 tokens, destination has 128 tokens"
+    (doubt,) = (
+        each for each in cli("diff", *files, "--json").answer["differences"] if each["a"] == "64 tokens"
+    )
+    assert (doubt["what"], doubt["effect"]) == ("window", "doubtful")
+    ran = cli("plan", *files, "--tokens", "65")
+    assert (ran.code, "the source keeps 64 tokens of some layers" in ran.err) == (2, True)
 
 
 def test_a_wrong_flag_is_said_with_its_side(cli):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kvferry.cli.bad_input import at
 from kvferry.cli.bill import Bill, bill_of
 from kvferry.cli.engines import Side, listed_ranks
+from kvferry.cli.model_doubts import short_window
 from kvferry.core.choices import MAX_RUNS_PER_BLOCK, Placement
 from kvferry.core.manifest import Manifest
 from kvferry.core.sample import sample_request
@@ -54,6 +55,12 @@ class Asked:
             raise SpecError(
                 f"--kept {self.kept} must not exceed the {tokens} tokens of the request; --tokens N sets them"
             )
+        window = short_window(source, destination)
+        if window and tokens - self.kept > window:
+            raise SpecError(
+                f"--tokens {tokens}: the source keeps {window} tokens of some layers, the destination looks"
+                f" further back: no longer request can be moved. --tokens {window} shows the rest"
+            )
         with at(f"--tokens {tokens} --kept {self.kept}"):
             request = sample_request(
                 source, destination, tokens, num_kept=self.kept, placement=self.placement
@@ -93,8 +100,8 @@ def _sides(src: Side, dst: Side) -> list[str]:
 
 
 def fitting_tokens(source: Manifest, destination: Manifest) -> int:
-    """The default number of tokens, halved until both pools have room for them."""
-    tokens = DEFAULT_TOKENS
+    """The default number of tokens, or what the source keeps, halved until both pools have room for them."""
+    tokens = min(DEFAULT_TOKENS, short_window(source, destination) or DEFAULT_TOKENS)
     while tokens > 1:
         try:
             sample_request(source, destination, tokens)

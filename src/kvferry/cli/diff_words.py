@@ -10,9 +10,17 @@ SENTENCES = {
     "harmless": "nothing that matters differs",
     "not tried": "what differs may cost time; ranks are missing, so nothing was planned",
     "slower": "they can talk, slowly; see `kvferry plan`",
+    "doubtful": "they do not look like one model: running engines would refuse each other",
     "refused": "they cannot talk",
 }
-WORDS = {None: "SAME", "harmless": "SAME", "not tried": "NOTE", "slower": "SLOW", "refused": "REFUSED"}
+WORDS = {
+    None: "SAME",
+    "harmless": "SAME",
+    "not tried": "NOTE",
+    "slower": "SLOW",
+    "doubtful": "NOTE",
+    "refused": "REFUSED",
+}
 
 
 def direction_time(direction: Direction) -> str:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 
 from kvferry.cli import serve_command
 from kvferry.cli.bad_input import at
 from kvferry.cli.serve_command import ServeCommand
+from kvferry.cli.served_model import (
+    ServedModel,
+    catalogued_model,
+    model_of_file,
+    served_model,
+    unknown_model,
+)
 from kvferry.core.manifest import Manifest
 from kvferry.core.state import Addressing
 from kvferry.core.words import counted
 from kvferry.errors import SpecError
-from kvferry.models import Model, Topology, catalogue, describe, model_from_config, model_named
+from kvferry.models import Model, Topology, describe, model_named
 
 
 @dataclass(frozen=True)
@@ -44,28 +49,39 @@ class Side:
     @cached_property
     def topology(self) -> str:
         """How the engine is set up, in the words of a topology."""
-        return self._command.topology if self._command else self.text
+        return self.command.topology if self.command else self.text
 
     @cached_property
     def chosen_model(self) -> Model:
         """The model that is served: named for this side, or by its command if that is known, or for both."""
-        is_given = bool(self.model) or self.config is not None
-        if self._command and not self.is_named:
-            if (model := served_model(self._command.model)) is not None:
-                return model
-            if not is_given:
-                raise SpecError(f"--{self.engine}: {_unknown_model(self._command.model)}")
+        if self._of_command is not None:
+            return self._of_command.model
+        if self.command and not (self.model or self.config):
+            raise SpecError(f"--{self.engine}: {unknown_model(self.command.model)}")
         return chosen_model(self.model, self.config)
+
+    @cached_property
+    def served(self) -> ServedModel | None:
+        """The model's configuration, where there is one: files have none, nor has a model with a draft."""
+        if self.file is not None or self._of_command is not None:
+            return self._of_command
+        return model_of_file(self.config) if self.config else catalogued_model(self.model)
+
+    @cached_property
+    def _of_command(self) -> ServedModel | None:
+        """The model that the command names, unless another one was named for this side."""
+        return served_model(self.command.model) if self.command and not self.is_named else None
 
     def with_setting(self, key: str, value: str) -> Side:
         """The side with one setting changed."""
-        if self._command:
+        if self.command:
             return replace(self, text=serve_command.with_setting(self.text, key, value))
         kept = [item for item in self.text.split(",") if item and item.partition("=")[0].strip() != key]
         return replace(self, text=",".join([*kept, f"{key}={value}"]))
 
     @cached_property
-    def _command(self) -> ServeCommand | None:
+    def command(self) -> ServeCommand | None:
+        """The command that starts it, if the side was given so."""
         if not ServeCommand.is_one(self.text):
             return None
         with at(f"--{self.engine} {self.text}"):
@@ -107,7 +123,16 @@ def src_and_dst(
         else Side(engine, None, text, own or given.model, None if own else given.config, bool(own))
         for engine, text, own in zip(("src", "dst"), topologies, given.models, strict=True)
     )
-    return src, dst
+    return _with_model_of(src, dst), _with_model_of(dst, src)
+
+
+def _with_model_of(side: Side, other: Side) -> Side:
+    """A topology for which no model was named is one of the model that the other side's command serves."""
+    if side.file or side.command or side.model or side.config or other.command is None:
+        return side
+    if (known := other.served) is None:
+        return side
+    return replace(side, config=known.file) if known.file else replace(side, model=known.name)
 
 
 def manifest_file(path: Path) -> Manifest:
@@ -132,46 +157,10 @@ def chosen_model(name: str, config: Path | None) -> Model:
     """A model of the catalogue, or of a config.json."""
     if bool(name) == (config is not None):
         raise SpecError("a topology needs a model: give --model NAME (see `kvferry models`) or --config FILE")
-    if config is None:
-        with at("--model"):
-            return model_named(name)
-    with at(str(config)):
-        return model_from_config(_json_object(config), _name_of(config))
-
-
-def served_model(name: str) -> Model | None:
-    """The model that an engine was started with: a folder, a model of the hub, or one of the catalogue."""
-    config = Path(name) / "config.json"
-    if config.is_file():
-        return chosen_model("", config)
-    for known, entry in catalogue().items():
-        if name.lower() in (known, str(entry["source"]).partition(" ")[0].lower()):
-            return model_named(known)
-    return None
-
-
-def _unknown_model(name: str) -> str:
-    alike = get_close_matches(name.rpartition("/")[2].lower(), catalogue(), n=1, cutoff=0.5)
-    mend = f"--model {alike[0]}, if its cache is the same, or " if alike else ""
-    return (
-        f"the model {name!r} is neither a folder with a config.json nor known by that name: give"
-        f" {mend}--config FILE with its config.json"
-    )
-
-
-def _name_of(config: Path) -> str:
-    """A config.json is called after its folder, any other file after itself."""
-    return config.resolve().parent.name if config.stem == "config" else config.stem
-
-
-def _json_object(path: Path) -> dict[str, object]:
-    try:
-        values = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise SpecError(f"not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise SpecError("a JSON object is expected, as in a model's config.json")
-    return values
+    if config is not None:
+        return model_of_file(config).model
+    with at("--model"):
+        return model_named(name)
 
 
 def described_with_room(model: Model, text: str, engine: str, num_tokens: int) -> Manifest:

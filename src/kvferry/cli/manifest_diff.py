@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from kvferry.cli.asked import Asked, Billed
 from kvferry.cli.bill import LinkBill
+from kvferry.cli.model_doubts import WINDOW, Doubt
 from kvferry.cli.output import cell_words
 from kvferry.core.identity import compare_identity
 from kvferry.core.link_profile import RDMA_400
@@ -24,6 +25,8 @@ class Effect(StrEnum):
 
     REFUSED = "refused"
     """The two engines cannot talk, in one direction at least."""
+    DOUBTFUL = "doubtful"
+    """The bytes could be moved, but running engines compare more, and would not take them for one model."""
     SLOWER = "slower"
     """The bytes move in short runs."""
     UNTRIED = "not tried"
@@ -83,8 +86,11 @@ class ManifestDiff:
         return next((effect for effect in Effect if effect in found), None)
 
 
-def manifest_diff(a: Manifest, b: Manifest, asked: Asked) -> ManifestDiff:
-    """Compare two manifests field by field, and try a request in both directions."""
+def manifest_diff(a: Manifest, b: Manifest, asked: Asked, doubts: Sequence[Doubt] = ()) -> ManifestDiff:
+    """Compare two manifests field by field, and try a request in both directions.
+
+    ``doubts`` are what makes their models look different beyond that.
+    """
     directions = (
         Direction("a -> b", asked.billed_between(a, b)),
         Direction("b -> a", asked.billed_between(b, a)),
@@ -92,7 +98,13 @@ def manifest_diff(a: Manifest, b: Manifest, asked: Asked) -> ManifestDiff:
     places = Effect.UNTRIED if all(each.lacks_ranks for each in directions) else Effect.HARMLESS
     if any(bill.is_slow for each in directions if (bill := each.over_network)):
         places = Effect.SLOWER
-    found = (*_meaning(a, b), *_places(a, b, places), *_engines(a, b))
+    windows = Effect.DOUBTFUL if doubts else Effect.HARMLESS
+    told = (
+        Difference(f"model: {each.what}", each.src, each.dst, Effect.DOUBTFUL)
+        for each in doubts
+        if each.what != WINDOW  # which is told with its states
+    )
+    found = (*_meaning(a, b), *told, *_places(a, b, places, windows), *_engines(a, b))
     order = list(Effect)
     return ManifestDiff(tuple(sorted(found, key=lambda each: order.index(each.effect))), directions)
 
@@ -133,11 +145,11 @@ def _unknown_effect(a: Manifest, b: Manifest) -> Effect:
 # -- where cells are ---------------------------------------------------------------------------------
 
 
-def _places(a: Manifest, b: Manifest, effect: Effect) -> Iterator[Difference]:
+def _places(a: Manifest, b: Manifest, effect: Effect, windows: Effect) -> Iterator[Difference]:
     """Block sizes, orders inside a block, and how states are split over ranks."""
     looks: tuple[tuple[str, Callable[[Manifest, State], str], Effect], ...] = (
         ("tokens per block", _block_tokens, effect),
-        ("window", _window, Effect.HARMLESS),
+        (WINDOW, _window, windows),
         ("held by", _holding, Effect.HARMLESS),
     )
     shared = [(other, state) for state in b.states if (other := a.find(state)) is not None]

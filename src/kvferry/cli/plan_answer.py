@@ -12,6 +12,7 @@ from kvferry.cli.engines import Side
 from kvferry.cli.warned import Warned, not_served, warnings_of
 from kvferry.core.identity import IdentityCheck, compare_identity
 from kvferry.core.link_profile import LinkProfile
+from kvferry.models.model import is_offline
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,14 @@ class PlanAnswer:
     @property
     def identity(self) -> IdentityCheck:
         return compare_identity(self.billed.source.identity, self.billed.destination.identity)
+
+    @property
+    def model_sentence(self) -> str:
+        """Whether it is the same model, as far as the two sides tell."""
+        check, sides = self.identity, (self.billed.source, self.billed.destination)
+        if check.num_equal and not check.differing and all(is_offline(side.identity) for side in sides):
+            return "the same architecture; engines compare weights and settings when they meet"
+        return check.sentence
 
     @property
     def way_command(self) -> str:

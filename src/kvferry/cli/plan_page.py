@@ -26,7 +26,7 @@ def show(answer: PlanAnswer, *, full: bool) -> None:
     asked = f"{counted(len(billed.ranks), 'destination rank')}"
     page.verdict(out, "REFUSED" if bill.findings else "PROVED", asked)
     rows = [("src", summary(billed.source)), ("dst", summary(billed.destination))]
-    page.labelled(out, [*rows, ("model", answer.identity.sentence)])
+    page.labelled(out, [*rows, ("model", answer.model_sentence)])
     if bill.findings:
         page.findings(out, bill.findings, len(billed.ranks), bill.num_more)
         _show_way(out, answer)

@@ -39,6 +39,13 @@ DECIDING = {
 }
 """Flags that change what the cache looks like, and that a topology cannot follow; and what to do instead."""
 
+OF_MODEL = {
+    "disable-sliding-window": "disable-sliding-window",
+    "quantization": "quantization",
+    "q": "quantization",
+}
+"""Flags that change a model's numbers, and not where they are. Engines that differ in them are refused."""
+
 HARMLESS_VALUES = {"auto", "1"}
 
 
@@ -47,11 +54,13 @@ class ServeCommand:
     """What a command that starts vLLM says of the cache.
 
     >>> ServeCommand.read("VLLM_KV_CACHE_LAYOUT=NHD vllm serve openai/gpt-oss-20b -tp 4 --block-size=64")
-    ServeCommand(model='openai/gpt-oss-20b', topology='layout=NHD,tp=4,block=64')
+    ServeCommand(model='openai/gpt-oss-20b', topology='layout=NHD,tp=4,block=64', model_flags=())
     """
 
     model: str
     topology: str
+    model_flags: tuple[tuple[str, str], ...] = ()
+    """Flags that make another model of it, with their values."""
 
     @staticmethod
     def is_one(text: str) -> bool:
@@ -80,14 +89,18 @@ class ServeCommand:
                 settings[KEYS[flag]] = value
         if not model:
             raise SpecError("name the model right behind `vllm serve`, or with --model")
-        return cls(model, ",".join(f"{key}={value}" for key, value in settings.items()))
+        of_model = {OF_MODEL[flag]: value or "set" for flag, value in flags if flag in OF_MODEL}
+        topology = ",".join(f"{key}={value}" for key, value in settings.items())
+        return cls(model, topology, tuple(of_model.items()))
 
 
 def with_setting(text: str, key: str, value: str) -> str:
-    """The command with one more setting, which counts before those that it has.
+    """The command with one setting changed, or one more.
 
-    >>> with_setting("vllm serve M --block-size 16", "block", "64")
-    'vllm serve M --block-size 16 --block-size 64'
+    >>> with_setting("vllm serve M -tp 2", "block", "64")
+    'vllm serve M -tp 2 --block-size 64'
+    >>> with_setting("vllm serve M --block_size=16 -tp 2", "block", "64")
+    'vllm serve M --block-size 64 -tp 2'
     >>> with_setting("VLLM_KV_CACHE_LAYOUT=NHD vllm serve M", "layout", "HND")
     'VLLM_KV_CACHE_LAYOUT=HND vllm serve M'
     """
@@ -95,7 +108,10 @@ def with_setting(text: str, key: str, value: str) -> str:
         if meaning == key:
             bare = re.sub(rf"\b{name}=\S*\s+", "", text)
             return re.sub(r"\bvllm(?=\s+serve\b)", f"{name}={value} vllm", bare, count=1)
-    return f"{text} {vllm_setting(key, value)}"
+    flags = "|".join(flag.replace("-", "[-_]") for flag, meaning in KEYS.items() if meaning == key)
+    old = re.compile(rf"(?<!\S)--?(?:{flags})(?:=|\s+)\S+")
+    new = vllm_setting(key, value)
+    return old.sub(new, text) if old.search(text) else f"{text} {new}"
 
 
 def vllm_setting(key: str, value: str) -> str:

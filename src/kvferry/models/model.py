@@ -10,6 +10,11 @@ from kvferry.models.cache import Cache
 OFFLINE = "described offline"
 
 
+def is_offline(identity: Identity) -> bool:
+    """Whether it is that of a description made offline."""
+    return ("", OFFLINE) in identity.unknown
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """One layer and its caches (none, for a layer that remembers nothing)."""

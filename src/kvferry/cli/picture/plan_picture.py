@@ -78,7 +78,7 @@ class PlanPicture:
         return (
             ("source", summary(billed.source)),
             ("destination", summary(billed.destination)),
-            ("model", self.answer.identity.sentence),
+            ("model", self.answer.model_sentence),
         )
 
     @property

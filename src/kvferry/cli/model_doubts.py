@@ -1,0 +1,87 @@
+"""What makes two engines look like two models, although their caches fit: running engines compare more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvferry.checkpoint import config_values
+from kvferry.cli.engines import Side
+from kvferry.core.manifest import Manifest
+from kvferry.models.model import is_offline
+
+NOT_SET = "nothing"
+WINDOW = "window"
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """One setting that shapes a model's numbers, and its two values."""
+
+    what: str
+    src: str
+    dst: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: source has {self.src}, destination has {self.dst}"
+
+
+def model_doubts(src: Side, dst: Side, source: Manifest, destination: Manifest) -> tuple[Doubt, ...]:
+    """In what the two models differ as far as configurations, commands and descriptions tell."""
+    if found := (*_configs(src, dst), *_flags(src, dst)):
+        return found
+    # A running engine has told more of its model than windows, and may keep more than a window of it.
+    told_little = all(is_offline(each.identity) for each in (source, destination))
+    return tuple(dict.fromkeys(_windows(source, destination))) if told_little else ()
+
+
+def _configs(src: Side, dst: Side) -> Iterator[Doubt]:
+    """Values of the two configurations. An excerpt lacks keys, and that says nothing."""
+    ours, theirs = src.served, dst.served
+    if ours is None or theirs is None:
+        return
+    values = [config_values(each.config) for each in (ours, theirs)]
+    is_whole = ours.file is not None and theirs.file is not None
+    names = values[0].keys() | values[1].keys() if is_whole else values[0].keys() & values[1].keys()
+    for name in sorted(names):
+        in_src, in_dst = (each.get(name, NOT_SET) for each in values)
+        if in_src != in_dst:
+            yield Doubt(name, in_src, in_dst)
+
+
+def _flags(src: Side, dst: Side) -> Iterator[Doubt]:
+    """Flags of the two commands."""
+    if src.command is None or dst.command is None:
+        return
+    ours, theirs = dict(src.command.model_flags), dict(dst.command.model_flags)
+    for flag in sorted(ours.keys() | theirs.keys()):
+        in_src, in_dst = ours.get(flag, NOT_SET), theirs.get(flag, NOT_SET)
+        if in_src != in_dst:
+            yield Doubt(f"--{flag}", in_src, in_dst)
+
+
+def short_window(source: Manifest, destination: Manifest) -> int:
+    """How many tokens the source keeps where the destination looks further back; 0 if it does nowhere."""
+    pairs = _window_pairs(source, destination)
+    return min((ours for ours, theirs in pairs if ours and (ours < theirs or not theirs)), default=0)
+
+
+def _windows(source: Manifest, destination: Manifest) -> Iterator[Doubt]:
+    """How far back layers look."""
+    for ours, theirs in _window_pairs(source, destination):
+        if ours != theirs:
+            yield Doubt(WINDOW, *(f"{each} tokens" if each else NOT_SET for each in (ours, theirs)))
+
+
+def _window_pairs(source: Manifest, destination: Manifest) -> Iterator[tuple[int, int]]:
+    """The windows of each state that both have; 0 is all tokens."""
+    ours, theirs = _window_of(source), _window_of(destination)
+    for state in destination.states:
+        other = source.find(state)
+        if other is not None and other.name in ours and state.name in theirs:
+            yield ours[other.name], theirs[state.name]
+
+
+def _window_of(manifest: Manifest) -> dict[str, int]:
+    groups = manifest.group_by_name
+    return {view.state: groups[view.group].window for rank in manifest.ranks for view in rank.views}
