@@ -28,7 +28,7 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help env demo test lint types imports check format bench law compatibility families faults fuzz soak load e2e e2e-full \
-        serve vllm-startup kubernetes mutants peers docs simulate clean
+        gpu serve vllm-startup kubernetes mutants peers docs simulate clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -137,6 +137,17 @@ e2e-full: $(VLLM)/.ready ## all of it: most of an hour
 	@echo "==> e2e, all"
 	@$(MAKE) e2e
 	@$(VLLM)/bin/python -m pytest -m "not chosen" -p no:cacheprovider tests/e2e
+
+# Needs a Python that has vLLM already: nothing is installed. DEVICE=cpu tries the same on a CPU; ONLY="pair/llama fault"
+# takes a part; BUDGET=900 ends after so many seconds, and the same command goes on. docs/gpu.md has the rest.
+DEVICE ?= cuda
+BUDGET ?= 0
+GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(VLLM)/bin/python),$(PYTHON)),$(PYTHON))
+
+gpu: ## real vLLM engines on this machine's GPU: pairs, faults, times, manifests (PYTHON, BUDGET, ONLY, DEVICE)
+	@PYTHONPATH="$(CURDIR)/src:$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(GPU_PYTHON) -m tests.gpu run --device $(DEVICE) \
+		--budget $(BUDGET) $(foreach name,$(ONLY),--only '$(name)') $(if $(RESULTS),--results $(RESULTS)) \
+		$(if $(JOBS),--jobs $(JOBS)) $(if $(AGAIN),--again-failed)
 
 vllm-startup: $(VLLM)/.ready ## what the connector costs before it serves, beside vLLM's own
 	@$(VLLM)/bin/python benchmarks/vllm_startup.py

@@ -1,4 +1,4 @@
-"""Real vLLM engines on a CPU, a router between them, and what a test needs to see and to break.
+"""Real vLLM engines, a router between them, and what a test needs to see and to break.
 
     with Nursery(logs) as nursery:
         src = nursery.start(model, connector)
@@ -7,7 +7,7 @@
 
 Importing vLLM takes longer than starting an engine. So one process, the *nursery*, imports it once, and
 each engine is a fork of it: this file, run as a script. An engine is a process group: the frontend, the
-engine core, the workers.
+engine core, the workers. They run on a CPU unless the nursery is told of another device.
 """
 
 import asyncio
@@ -29,30 +29,12 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, Self
 
-from tests.two_hosts import Host
+from tests.e2e import inside
+from tests.e2e.devices import CPU, Device, device_named
 
 Params = dict[str, Any]
 """``kv_transfer_params``, as routers pass them on."""
 
-ENV = {
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "TORCH_COMPILE_DISABLE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_LOGGING_LEVEL": "INFO",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-ARGS = {
-    "dtype": "float32",
-    "enable_prefix_caching": False,
-    "enforce_eager": True,
-    "max_model_len": 1024,
-    "max_num_seqs": 8,
-    "num_gpu_blocks_override": 512,
-}
-"""Engine arguments unless a test says otherwise: exact, and small."""
 MLA_ARGS = {"attention_backend": "CPU_MLA", "compilation_config": {"custom_ops": ["none"]}}
 """Without them MLA in fp32 is wrong on a CPU, connector or not."""
 
@@ -83,9 +65,6 @@ NUM_TOKENS = 12
 """Of each answer."""
 SECONDS = 120.0
 """No engine takes longer for anything, on a busy machine."""
-LOOK_SECONDS = 2e-4
-"""How long vLLM's processes sleep between two looks at what they wait for."""
-
 
 HOST = "KVFERRY_TEST_HOST"
 """In an engine's ``env``: the network namespace that it lives in."""
@@ -171,11 +150,11 @@ class Engine:
 
     def num_free_blocks(self) -> int:
         """Of the pool that all groups share."""
-        return self.call("num_free_blocks")
+        return self.core("num_free_blocks")
 
     def groups(self) -> list[Group]:
         """Which block sizes really resulted."""
-        return [Group(*values) for values in self.call("groups")]
+        return [Group(*values) for values in self.core("groups")]
 
     def sources(self) -> Sources:
         """Of all requests so far."""
@@ -191,7 +170,7 @@ class Engine:
 
     def kernels(self) -> set[str]:
         """The attention backends of all ranks, and the instruction set that CPU attention runs on."""
-        return set(self.call("kernels"))
+        return {name for names in self.workers("kernels") for name in names}
 
     def num_loads(self) -> int:
         """Loads that vLLM's metrics have of kvferry, all ranks and outcomes."""
@@ -203,11 +182,11 @@ class Engine:
 
     def num_reads(self) -> int:
         """Reads in flight, on all ranks."""
-        return sum(status["in_flight"] for status in self.call("status"))
+        return sum(status["in_flight"] for status in self.workers("status"))
 
     def register_seconds(self) -> float:
         """How long the connector took to be made and to register the cache, on the slowest rank."""
-        return max(self.call("register_seconds"))
+        return max(self.workers("register_seconds"))
 
     def pids(self) -> list[int]:
         """Frontend, engine core and workers; parents first."""
@@ -222,7 +201,8 @@ class Engine:
 
     def spoil(self, layers: str = "") -> None:
         """Overwrite the cache with zeros, on every rank: of layers whose names have this in them."""
-        self.call("spoil", layers)
+        if not sum(self.workers("spoil", layers)):
+            raise ValueError(f"no layer of {self.name} has {layers!r} in its name")
 
     def stop(self) -> None:
         """Every process of it sleeps, until ``resume``."""
@@ -259,6 +239,14 @@ class Engine:
 
     def call(self, verb: str, *values: Any, seconds: float = SECONDS) -> Any:
         return self.submit(verb, *values).result(seconds)
+
+    def core(self, question: str, *values: Any) -> Any:
+        """What the engine core answers; ``tests.e2e.inside`` has the questions."""
+        return self.call("core", question, *values)
+
+    def workers(self, question: str, *values: Any) -> list[Any]:
+        """What each worker answers."""
+        return self.call("workers", question, *values)
 
     def submit(
         self, verb: str, *values: Any, read: Callable[[Any], Any] = lambda value: value
@@ -306,8 +294,8 @@ def _read_answer(values: tuple) -> Answer:
 class Nursery:
     """Starts engines, and ends them all."""
 
-    def __init__(self, logs: Path) -> None:
-        self._logs = logs
+    def __init__(self, logs: Path, device: Device = CPU) -> None:
+        self._logs, self._device = logs, device
         self._names = count()
         self._engines: list[Engine] = []
         self._directory = tempfile.TemporaryDirectory(prefix="nursery-")
@@ -315,8 +303,8 @@ class Nursery:
         with Listener(address, "AF_UNIX") as listener:
             with open(logs / "nursery.log", "ab") as log:
                 self._process = subprocess.Popen(
-                    [sys.executable, __file__, address],
-                    env=os.environ | ENV | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                    [sys.executable, __file__, address, device.name],
+                    env=os.environ | device.env | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -359,7 +347,7 @@ class Nursery:
         """An engine that will be ready; so that two may start at a time."""
         name = f"{model.name}-{next(self._names)}"
         log = self._logs / f"{name}.log"
-        args = {**ARGS, "model": str(model), "served_model_name": name, **args}
+        args = {**self._device.args, "model": str(model), "served_model_name": name, **args}
         if connector is not None:
             args["kv_transfer_config"] = dict(connector)
         ports = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
@@ -441,13 +429,17 @@ def _descendants(pid: int) -> Iterator[int]:
 # ---------------------------------------------------------------------------------- the engine's side
 
 
-def _nurse(address: str) -> None:
-    """Import what is slow, then fork an engine for each order."""
+def _nurse(address: str, device: Device) -> None:
+    """Import what is slow, then fork an engine for each order.
+
+    Forks are safe as long as nobody here calls the GPU: importing vLLM and its workers does not, and whatever
+    would (making a model, serving) happens in a fork.
+    """
     pids = []
     with Client(address) as boss, contextlib.suppress(EOFError):
-        import vllm.v1.engine.async_llm
-        import vllm.v1.worker.cpu_worker  # noqa: F401
+        import vllm.v1.engine.async_llm  # noqa: F401
 
+        device.worker_class()
         boss.send("ready")
         while True:
             match boss.recv():
@@ -457,7 +449,7 @@ def _nurse(address: str) -> None:
                     pid = os.fork()
                     if not pid:
                         boss.close()
-                        _be_engine(*order)
+                        _be_engine(device, *order)
                     pids.append(pid)
                 case other:
                     raise ValueError(f"what is {other!r}?")
@@ -483,7 +475,7 @@ def _make(family: str, directory: str) -> int:
         os._exit(code)
 
 
-def _be_engine(address: str, log: str, env: dict[str, str], args: dict[str, Any]) -> None:
+def _be_engine(device: Device, address: str, log: str, env: dict[str, str], args: dict[str, Any]) -> None:
     os.setpgid(0, 0)
     with open(log, "ab", buffering=0) as sink:
         os.dup2(sink.fileno(), 1)
@@ -493,18 +485,20 @@ def _be_engine(address: str, log: str, env: dict[str, str], args: dict[str, Any]
     code = 1
     try:
         if host:
+            from tests.two_hosts import Host  # needs pytest, which not every machine has
+
             Host(host, env["VLLM_HOST_IP"]).enter()
-        asyncio.run(_Inside(Client(address)).serve(args))
+        asyncio.run(_Frontend(Client(address), device).serve(args))
         code = 0
     finally:
         os._exit(code)
 
 
-class _Inside:
+class _Frontend:
     """The frontend process of an engine: answers each call in a task of its own, with plain values."""
 
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
+    def __init__(self, pipe: Connection, device: Device) -> None:
+        self._pipe, self._device = pipe, device
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self, args: dict[str, Any]) -> None:
@@ -527,9 +521,10 @@ class _Inside:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        _open_up()
+        inside.open_up(self._device)
         config = AsyncEngineArgs(**args).create_engine_config()
-        # vLLM asks for "spawn" on a CPU, which imports everything once more in each process.
+        # vLLM asks for "spawn" on a CPU, which imports everything once more in each process. With a GPU its
+        # default is "fork"; it spawns where this process has called the GPU, and ``inside`` copes with that.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         self._engine = AsyncLLM.from_vllm_config(config)
 
@@ -547,6 +542,15 @@ class _Inside:
     async def generate(
         self, request_id: str, prompt: list[int], num_tokens: int, params: Params | None
     ) -> tuple:
+        before = await self.sources()
+        answer: tuple = [], None, None
+        async for output in self._stream(request_id, prompt, num_tokens, params):
+            done = output.outputs[0]
+            answer = list(done.token_ids), done.finish_reason, output.kv_transfer_params
+        sources = [now - then for now, then in zip(await self.sources(), before, strict=True)]
+        return *answer, sources
+
+    def _stream(self, request_id: str, prompt: list[int], num_tokens: int, params: Params | None) -> Any:
         from vllm import SamplingParams
 
         sampling = SamplingParams(
@@ -556,13 +560,7 @@ class _Inside:
             detokenize=False,
             extra_args={"kv_transfer_params": params} if params else None,
         )
-        before = await self.sources()
-        answer: tuple = [], None, None
-        async for output in self._engine.generate({"prompt_token_ids": prompt}, sampling, request_id):
-            done = output.outputs[0]
-            answer = list(done.token_ids), done.finish_reason, output.kv_transfer_params
-        sources = [now - then for now, then in zip(await self.sources(), before, strict=True)]
-        return *answer, sources
+        return self._engine.generate({"prompt_token_ids": prompt}, sampling, request_id)
 
     async def abort(self, request_id: str) -> None:
         await self._engine.abort(request_id)
@@ -590,24 +588,27 @@ class _Inside:
     async def num_offers(self) -> int:
         return _metric("vllm:kvferry_offers")
 
-    async def kernels(self) -> list[str]:
-        return [name for names in await self._engine.collective_rpc("_test_kernels") for name in names]
+    async def core(self, question: str, *values: Any) -> Any:
+        """What ``inside`` answers in the engine core."""
+        return await self._engine.engine_core.call_utility_async(f"_test_{question}", *values)
 
-    async def num_free_blocks(self) -> int:
-        return await self._engine.engine_core.call_utility_async("_test_num_free_blocks")
+    async def workers(self, question: str, *values: Any) -> list[Any]:
+        """What ``inside`` answers in each worker."""
+        return await self._engine.collective_rpc(f"_test_{question}", args=values)
 
-    async def groups(self) -> list[list[Any]]:
-        return await self._engine.engine_core.call_utility_async("_test_groups")
-
-    async def status(self) -> list[dict[str, Any]]:
-        return await self._engine.collective_rpc("_test_status")
-
-    async def register_seconds(self) -> list[float]:
-        return await self._engine.collective_rpc("_test_register_seconds")
-
-    async def spoil(self, layers: str) -> None:
-        if not sum(await self._engine.collective_rpc("_test_spoil", args=(layers,))):
-            raise ValueError(f"no layer has {layers!r} in its name")
+    async def timed(
+        self, request_id: str, prompt: list[int], num_tokens: int, params: Params | None
+    ) -> tuple:
+        """The seconds after which each token came, by this process's clock; and what else is known."""
+        started = time.perf_counter()
+        seconds: list[float] = []
+        answer: tuple = None, None
+        async for output in self._stream(request_id, prompt, num_tokens, params):
+            came = time.perf_counter() - started
+            done = output.outputs[0]
+            seconds += [came] * (len(done.token_ids) - len(seconds))
+            answer = done.finish_reason, output.kv_transfer_params
+        return seconds, *answer
 
     async def shutdown(self) -> None:
         self._engine.shutdown()
@@ -625,102 +626,5 @@ def _metric(name: str) -> int:
     )
 
 
-def _open_up() -> None:
-    """Teach the engine core and the workers, forks of this process, to answer a test's questions."""
-    from vllm.v1.engine.core import EngineCore
-    from vllm.v1.worker.cpu_worker import CPUWorker
-
-    def num_free_blocks(core: Any) -> int:
-        return core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-
-    def groups(core: Any) -> list[list[Any]]:
-        return [
-            [
-                type(group.kv_cache_spec).__name__,
-                group.kv_cache_spec.block_size,
-                group.kv_cache_spec.page_size_bytes,
-                len(group.layer_names),
-            ]
-            for group in core.scheduler.kv_cache_config.kv_cache_groups
-        ]
-
-    def spoil(worker: Any, layers: str) -> int:
-        context = worker.vllm_config.compilation_config.static_forward_context
-        caches = [
-            layer.kv_cache
-            for name, layer in context.items()
-            if layers in name and getattr(layer, "kv_cache", None) is not None
-        ]
-        for cache in caches:
-            for tensor in cache if isinstance(cache, list | tuple) else [cache]:
-                tensor.zero_()
-        return len(caches)
-
-    def status(worker: Any) -> dict[str, Any]:
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        return get_kv_transfer_group()._worker.status()
-
-    def register_seconds(worker: Any) -> float:
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        return get_kv_transfer_group()._test_register_seconds
-
-    def kernels(worker: Any) -> list[str]:
-        layers = worker.vllm_config.compilation_config.static_forward_context.values()
-        found = {
-            f"{layer.get_attn_backend().get_name()} {getattr(layer, 'isa', '')}".strip()
-            for layer in layers
-            if hasattr(layer, "get_attn_backend")  # experts are listed, too
-        }
-        return sorted(found)
-
-    _sleep_between_looks()
-    _time_registering()
-    CPUWorker._test_kernels = kernels
-    CPUWorker._test_status = status
-    CPUWorker._test_register_seconds = register_seconds
-    EngineCore._test_num_free_blocks = num_free_blocks
-    EngineCore._test_groups = groups
-    CPUWorker._test_spoil = spoil
-
-
-def _sleep_between_looks() -> None:
-    """Where vLLM's processes wait for each other, they look at shared memory again and again, and only yield
-    in between: for a second after each step, and an engine with a ticket out makes steps until its lease
-    ends. With more engines than processors that starves whoever else wants to run. Measured on two: a router
-    that is ready to run gets no processor for as long as a lease, whatever its length, and its ticket is
-    over before a reader has heard of it.
-    """
-    from vllm.distributed.device_communicators import shm_broadcast
-
-    if not hasattr(shm_broadcast, "sched_yield"):
-        raise EngineError("this vLLM waits in another way: does it still need to be changed here?")
-    shm_broadcast.sched_yield = lambda: time.sleep(LOOK_SECONDS)
-
-
-def _time_registering() -> None:
-    """Of whatever connector."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    create = KVConnectorFactory.create_connector
-
-    def create_timed(*args: Any, **kwargs: Any) -> Any:
-        made = time.perf_counter()
-        connector = create(*args, **kwargs)
-        making = time.perf_counter() - made
-        register = connector.register_kv_caches
-
-        def register_timed(caches: Any) -> None:
-            started = time.perf_counter()
-            register(caches)
-            connector._test_register_seconds = making + time.perf_counter() - started
-
-        connector.register_kv_caches = register_timed
-        return connector
-
-    KVConnectorFactory.create_connector = create_timed
-
-
 if __name__ == "__main__":
-    _nurse(sys.argv[1])
+    _nurse(sys.argv[1], device_named(sys.argv[2]))

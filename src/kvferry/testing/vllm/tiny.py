@@ -5,6 +5,7 @@ Here the matrices are wide (standard deviation 0.08) and the embeddings wider (1
 is a wrong token.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,27 @@ _MAMBA = {
 }
 
 _LLAMA = {"model_type": "llama", "num_hidden_layers": 4, **_ATTENTION}
+
+_DEEPSEEK_V3 = {  # MLA: one latent per token for all heads
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "num_mtp_layers": 0,
+    "num_nextn_predict_layers": 0,
+}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
@@ -62,26 +84,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
     },
-    "deepseek_v3": {  # MLA: one latent per token for all heads
-        "model_type": "deepseek_v3",
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "q_lora_rank": 64,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 32,
-        "first_k_dense_replace": 1,
-        "moe_intermediate_size": 64,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "topk_method": "noaux_tc",
-        "num_mtp_layers": 0,
-        "num_nextn_predict_layers": 0,
-    },
+    "deepseek_v3": _DEEPSEEK_V3,
     "nemotron_h": {  # Mamba2 and attention in layers of their own
         "model_type": "nemotron_h",
         **_ATTENTION,
@@ -125,8 +128,81 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 64,
         "shared_expert_intermediate_size": 128,
     },
+    # What follows has no kernels on a CPU, or has not been tried there.
+    "gemma4": {  # full layers have other heads than windows: fewer and wider, keys that are values, too
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 6,
+        **_ATTENTION,
+        "global_head_dim": 128,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "sliding_window": 96,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "tie_word_embeddings": True,
+    },
+    "deepseek_v32": {  # MLA that looks at the 64 tokens that an indexer chooses
+        **_DEEPSEEK_V3,
+        "model_type": "deepseek_v32",
+        "index_n_heads": 4,
+        "index_head_dim": 128,
+        "index_topk": 64,
+    },
+    "jamba": {  # Mamba-1 and attention in layers of their own, experts
+        "model_type": "jamba",
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "attn_layer_period": 4,
+        "attn_layer_offset": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "mamba2": {  # Mamba-2 and nothing else
+        "model_type": "mamba2",
+        "num_hidden_layers": 4,
+        "num_heads": 8,
+        "head_dim": 64,
+        "state_size": 32,
+        "n_groups": 2,
+        "chunk_size": 64,
+    },
+    "kimi_linear": {  # Kimi delta attention and MLA, experts
+        "model_type": "kimi_linear",
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "linear_num_heads": 4,
+        "linear_head_dim": 128,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        "mlp_layer_types": ["sparse"] * 4,
+        "moe_intermediate_size": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
 }
 """Family -> what its configuration says beyond the common part."""
+IN_VLLM: dict[str, dict[str, Any]] = {
+    "kimi_linear": {
+        "linear_attn_config": {
+            "kda_layers": [1, 2, 4],
+            "full_attn_layers": [3],
+            "num_heads": 4,
+            "head_dim": 128,
+            "short_conv_kernel_size": 4,
+        },
+        "max_position_embeddings": NUM_TOKENS,
+        "first_k_dense_replace": 0,
+        "mla_use_nope": True,
+    },
+}
+"""What vLLM reads in a family's configuration that transformers does not write."""
 EAGLE = {"llama-eagle"}
 """Families that are no models of their own: EAGLE's layers, which read what a model's last layer gives."""
 
@@ -162,6 +238,9 @@ def make(family: str, directory: Path) -> Path:
     std = TIED_EMBEDDING_STD if config.tie_word_embeddings else EMBEDDING_STD
     model.get_input_embeddings().weight.data.normal_(0, std / scale)
     model.save_pretrained(home, state_dict=_eagle(model) if family in EAGLE else None)
+    if more := IN_VLLM.get(family):
+        path = home / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | more, indent=2))
     _byte_tokenizer().save_pretrained(home)
     return home
 

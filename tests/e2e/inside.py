@@ -1,0 +1,292 @@
+"""What a test asks of an engine core and of its workers, from inside their processes.
+
+The frontend calls ``open_up`` before vLLM forks them. Where vLLM spawns them instead, because the frontend
+has called a GPU, they begin without it: on a GPU each worker therefore names ``OpenedUp`` as its extension,
+and importing this module opens up once more. One rank runs in the process of the engine core, so that this
+reaches both.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from tests.e2e.devices import Device, device_named
+
+LOOK_SECONDS = 2e-4
+"""How long vLLM's processes sleep between two looks at what they wait for."""
+OPENED = "KVFERRY_TEST_DEVICE"
+"""The device of an engine that was opened up, for its children."""
+
+
+class OpenedUp:
+    """An extension of vLLM's worker that adds nothing: it is there to have this module imported."""
+
+
+def open_up(device: Device) -> None:
+    """Teach the engine core and the workers, children of this process, to answer a test's questions."""
+    os.environ[OPENED] = device.name
+    if device.name == "cpu":
+        _sleep_between_looks()
+    _time_registering()
+    _watch_loads()
+    _add(_engine_core_class(), num_free_blocks, groups, step_lengths)
+    _add(
+        device.worker_class(),
+        spoil,
+        status,
+        register_seconds,
+        kernels,
+        manifest,
+        snapshot,
+        watch,
+        last_load,
+        sums,
+        device_bytes_free,
+    )
+
+
+def _engine_core_class() -> Any:
+    from vllm.v1.engine.core import EngineCore
+
+    return EngineCore
+
+
+def _add(cls: Any, *functions: Any) -> None:
+    for function in functions:
+        setattr(cls, f"_test_{function.__name__}", function)
+
+
+# -- of the engine core ------------------------------------------------------------------------------------
+
+
+def num_free_blocks(core: Any) -> int:
+    """Of the pool that all groups share."""
+    return int(core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+
+def groups(core: Any) -> list[list[Any]]:
+    """Each group: kind, block size, bytes of a page, number of layers."""
+    return [
+        [
+            type(group.kv_cache_spec).__name__,
+            group.kv_cache_spec.block_size,
+            group.kv_cache_spec.page_size_bytes,
+            len(group.layer_names),
+        ]
+        for group in core.scheduler.kv_cache_config.kv_cache_groups
+    ]
+
+
+def step_lengths(core: Any, num_tokens: int) -> None:
+    """Compute at most so many tokens of a prompt in one step; 0: as many as vLLM likes."""
+    core.scheduler.scheduler_config.long_prefill_token_threshold = num_tokens
+
+
+# -- of a worker -------------------------------------------------------------------------------------------
+
+
+def spoil(worker: Any, layers: str) -> int:
+    """Overwrite with zeros the caches of layers whose names have this in them; return how many."""
+    found = [tensors for name, tensors in _caches(worker) if layers in name]
+    for tensors in found:
+        for tensor in tensors:
+            tensor.zero_()
+    return len(found)
+
+
+def status(worker: Any) -> dict[str, Any]:
+    """The connector's own."""
+    return dict(_side().status())
+
+
+def register_seconds(worker: Any) -> float:
+    """How long the connector took to be made and to register the cache."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return float(get_kv_transfer_group()._test_register_seconds)
+
+
+def kernels(worker: Any) -> list[str]:
+    """The attention backends, and the instruction set that CPU attention runs on."""
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    found = {
+        f"{layer.get_attn_backend().get_name()} {getattr(layer, 'isa', '')}".strip()
+        for layer in layers
+        if hasattr(layer, "get_attn_backend")  # experts are listed, too
+    }
+    return sorted(found)
+
+
+def device_bytes_free(worker: Any) -> int:
+    """Of the GPU; -1 on a CPU."""
+    import torch
+
+    return int(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else -1
+
+
+def manifest(worker: Any) -> bytes:
+    """What the connector says of this rank, as JSON."""
+    from kvferry.wire import manifest_to_json
+
+    return manifest_to_json(_manifest())
+
+
+# -- what was moved: digests of both sides' memory, each at the moment that counts --------------------------
+
+_is_watching = False
+_kept: dict[str, Any] = {}
+"""``src``: the bytes when a test asked; ``dst``: those when the last load was over; ``load``: that load."""
+
+
+def snapshot(worker: Any) -> None:
+    """Keep the bytes of the cache, as a source's: before anybody may read, and change, them."""
+    _kept["src"] = _memory(worker)
+
+
+def watch(worker: Any, is_watching: bool) -> None:
+    """Keep the bytes of the cache, as a destination's, whenever a load is over, before vLLM hears of it.
+
+    Later would be too late: the first step changes the states of recurrent layers.
+    """
+    global _is_watching  # noqa: PLW0603  (a process is one worker)
+    _is_watching = is_watching
+    _kept["worker"] = worker
+
+
+def last_load(worker: Any) -> bytes:
+    """The request of the last load that was watched, as JSON: both sides' tables, and what was needed."""
+    from kvferry.core.request import Request
+    from kvferry.wire import request_to_json
+
+    load = _kept["load"]
+    return request_to_json(Request(load.ticket.block_tables(), load.tables, load.need, load.kept))
+
+
+def sums(worker: Any, side: str, request: bytes, question: bytes, states: list[str]) -> list[bytes]:
+    """The digest of each part of a request, in the bytes that this side has kept.
+
+    A question names states as the source does; ``states`` are the destination's names of them.
+    """
+    from kvferry.core.digest import DigestSide, sums_to_bytes
+    from kvferry.wire import request_from_json
+    from kvferry.wire.digest import question_from_msgpack
+
+    seed, asked = question_from_msgpack(question)
+    parts = [replace(part, state=state) for part, state in zip(asked, states, strict=True)]
+    tables, ours = getattr(request_from_json(request)[0], side), _manifest()
+    found = DigestSide(ours, ours.ranks[0], tables, _kept[side], side).sums(parts, seed=seed)
+    return [sums_to_bytes([one]) for one in found]
+
+
+def _watch_loads() -> None:
+    """Of kvferry's connector."""
+    from kvferry.integrations.vllm.worker import side as module
+
+    worker_side: Any = module.WorkerSide
+    if hasattr(worker_side, "_test_loads"):
+        return
+    worker_side._test_loads = {}
+    load_before, results_before = worker_side._load, worker_side.results
+
+    def load(side: Any, order: Any) -> None:
+        side._test_loads[order.request_id] = order
+        load_before(side, order)
+
+    def results(side: Any) -> Any:
+        found = results_before(side)
+        for request_id in found.finished_recving:
+            order = side._test_loads.pop(request_id, None)
+            if _is_watching and order is not None and request_id not in found.failed_recving:
+                _kept["load"], _kept["dst"] = order, _memory(_kept["worker"])
+        return found
+
+    worker_side._load, worker_side.results = load, results
+
+
+def _memory(worker: Any) -> dict[str, Any]:
+    """The bytes of each region of the manifest, copied to the host."""
+    import torch
+
+    storages = {}
+    for _, tensors in _caches(worker):
+        for tensor in tensors:
+            storages[tensor.untyped_storage().data_ptr()] = tensor
+    found = {}
+    for region in _manifest().ranks[0].regions:
+        for start, tensor in storages.items():
+            storage = tensor.untyped_storage()
+            if start <= region.address < start + storage.nbytes():
+                whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+                at = region.address - start
+                found[region.name] = whole[at : at + region.num_bytes].cpu().numpy().copy()
+    return found
+
+
+def _caches(worker: Any) -> Iterator[tuple[str, list[Any]]]:
+    """The tensors of each layer that has a cache, by the layer's name."""
+    for name, layer in worker.vllm_config.compilation_config.static_forward_context.items():
+        cache = getattr(layer, "kv_cache", None)
+        if cache is not None:
+            yield name, list(cache) if isinstance(cache, list | tuple) else [cache]
+
+
+def _manifest() -> Any:
+    from kvferry.wire.outline import manifest_of_joins
+
+    join = _side().join
+    return manifest_of_joins({join.rank: join})
+
+
+def _side() -> Any:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group()._worker
+
+
+# -- what is changed in vLLM -------------------------------------------------------------------------------
+
+
+def _sleep_between_looks() -> None:
+    """Where vLLM's processes wait for each other, they look at shared memory again and again, and only yield
+    in between: for a second after each step, and an engine with a ticket out makes steps until its lease
+    ends. With more engines than processors that starves whoever else wants to run. Measured on two: a router
+    that is ready to run gets no processor for as long as a lease, whatever its length, and its ticket is
+    over before a reader has heard of it.
+    """
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    if not hasattr(shm_broadcast, "sched_yield"):
+        raise RuntimeError("this vLLM waits in another way: does it still need to be changed here?")
+    shm_broadcast.sched_yield = lambda: time.sleep(LOOK_SECONDS)
+
+
+def _time_registering() -> None:
+    """Of whatever connector."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    create = KVConnectorFactory.create_connector
+    if hasattr(create, "_test_is_timed"):
+        return
+
+    def create_timed(*args: Any, **kwargs: Any) -> Any:
+        made = time.perf_counter()
+        connector = create(*args, **kwargs)
+        making = time.perf_counter() - made
+        register = connector.register_kv_caches
+
+        def register_timed(caches: Any) -> None:
+            started = time.perf_counter()
+            register(caches)
+            connector._test_register_seconds = making + time.perf_counter() - started
+
+        connector.register_kv_caches = register_timed
+        return connector
+
+    create_timed._test_is_timed = True  # type: ignore[attr-defined]
+    KVConnectorFactory.create_connector = create_timed
+
+
+if OPENED in os.environ:  # in a child that was spawned; in a fork this module is there already
+    open_up(device_named(os.environ[OPENED]))

@@ -1,0 +1,299 @@
+"""What is tried, as values: each case has a name under which its result is kept.
+
+A case says what a GPU is asked for; ``Setting.on`` says what that becomes on a device, or why it cannot run
+there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from tests.e2e.devices import Device
+
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+"""CUDA graphs of decoding steps. ``FULL`` with this mode does not repeat its own tokens, connector or not."""
+CPU_BLOCK_TOKENS = 32
+"""vLLM's attention on a CPU wants blocks of a multiple of this."""
+
+
+class NotHere(Exception):
+    """A case cannot run on this machine, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How one of a case's engines is started."""
+
+    block: int | None = None
+    """Tokens per block; None is vLLM's choice."""
+    layout: str = ""
+    """vLLM's name of the order of heads and tokens; empty is the connector's wish."""
+    backend: str = ""
+    """vLLM's name of the attention backend; empty is vLLM's choice."""
+    dtype: str = "bfloat16"
+    cache_dtype: str = ""
+    """``fp8``, or empty: as the model's."""
+    has_graphs: bool = False
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Further engine arguments."""
+    draft: str = ""
+    """The family of a model that drafts, and by which of vLLM's methods: ``METHOD:FAMILY``."""
+
+    def args(self) -> dict[str, Any]:
+        """vLLM's engine arguments, but for the drafting model."""
+        args: dict[str, Any] = {"dtype": self.dtype, **self.more}
+        if self.block is not None:
+            args["block_size"] = self.block
+        if self.backend:
+            args["attention_backend"] = self.backend
+        if self.cache_dtype:
+            args["kv_cache_dtype"] = self.cache_dtype
+        if self.has_graphs:
+            args |= {"enforce_eager": False, "compilation_config": GRAPHS}
+        return args
+
+    def env(self) -> dict[str, str]:
+        return {"VLLM_KV_CACHE_LAYOUT": self.layout} if self.layout else {}
+
+    def on(self, device: Device, family: str) -> Setting:
+        """What this becomes on a device; raises NotHere."""
+        return _on_cpu(self, family) if device.name == "cpu" else self
+
+    def __str__(self) -> str:
+        words = [f"b{self.block}" if self.block else "", self.layout, self.backend, SHORT[self.dtype]]
+        words += [self.cache_dtype, "graphs" if self.has_graphs else "", self.draft.replace(":", "-")]
+        return "-".join(word for word in words if word).lower()
+
+
+SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+NOT_ON_CPU = {
+    "kimi_linear": "vLLM has no kernels for KDA on a CPU",
+    "jamba": "vLLM has no kernels for Mamba-1 on a CPU",
+    "deepseek_v32": "vLLM has no sparse MLA on a CPU",
+}
+BF16_ON_CPU = {"qwen3_next"}
+"""Families that a CPU computes in bf16 only. All others run there in fp32, where equal means equal."""
+MLA = {"deepseek_v3"}
+CPU_MLA = {"attention_backend": "CPU_MLA", "compilation_config": {"custom_ops": ["none"]}}
+"""Without them MLA in fp32 is wrong on a CPU, connector or not."""
+
+
+def _on_cpu(setting: Setting, family: str) -> Setting:
+    """The same with what a CPU has: one backend, one layout, no graphs, blocks of 32 tokens at least."""
+    if family in NOT_ON_CPU:
+        raise NotHere(NOT_ON_CPU[family])
+    if setting.backend:
+        raise NotHere(f"the backend {setting.backend} is a GPU's")
+    if setting.layout:
+        raise NotHere("vLLM has one layout on a CPU")
+    if setting.has_graphs:
+        raise NotHere("a CPU has no CUDA graphs")
+    if setting.dtype == "float16":
+        raise NotHere("on a CPU the same case runs in fp32, which the case in bf16 does already")
+    is_fp32 = family not in BF16_ON_CPU and not setting.cache_dtype
+    block = setting.block and max(setting.block, CPU_BLOCK_TOKENS)
+    if family in MLA and is_fp32:
+        block = None
+    return replace(
+        setting,
+        block=block,
+        dtype="float32" if is_fp32 else "bfloat16",
+        more=CPU_MLA if family in MLA and is_fp32 else {},
+    )
+
+
+# -- kinds of cases ----------------------------------------------------------------------------------------
+
+
+class Kind(StrEnum):
+    """What is asked of a case."""
+
+    DESCRIBE = "describe"
+    PAIR = "pair"
+    FAULT = "fault"
+    TIME = "time"
+
+
+@dataclass(frozen=True, slots=True)
+class DescribeCase:
+    """One engine, asked to describe its cache."""
+
+    family: str
+    setting: Setting
+
+    @property
+    def name(self) -> str:
+        return f"{Kind.DESCRIBE}/{self.family}/{self.setting}"
+
+
+@dataclass(frozen=True, slots=True)
+class PairCase:
+    """Two engines of one model: the decode engine's tokens, and every cell that was moved."""
+
+    family: str
+    src: Setting
+    dst: Setting
+
+    @property
+    def name(self) -> str:
+        return f"{Kind.PAIR}/{self.family}/{self.src}/{self.dst}"
+
+
+class Fault(StrEnum):
+    """What is done to the prefill engine, or to its ticket."""
+
+    KILLED_BEFORE = "killed-before"
+    KILLED_DURING = "killed-during"
+    KILLED_AFTER = "killed-after"
+    STOPPED = "stopped"
+    RESTARTED = "restarted"
+    USED_TWICE = "used-twice"
+    EXPIRED = "expired-and-reused"
+
+
+@dataclass(frozen=True, slots=True)
+class FaultCase:
+    """Something goes wrong; the decode engine lives and never says a wrong token."""
+
+    family: str
+    setting: Setting
+    fault: Fault
+
+    @property
+    def name(self) -> str:
+        return f"{Kind.FAULT}/{self.family}/{self.setting}/{self.fault}"
+
+
+@dataclass(frozen=True, slots=True)
+class TimeCase:
+    """How long a load takes, beside vLLM's own connector in turns."""
+
+    model: str
+    """One of ``tests.gpu.models``: true caches, made-up weights."""
+    src: Setting
+    dst: Setting
+    lengths: tuple[int, ...]
+    """Tokens of the prompts."""
+
+    @property
+    def name(self) -> str:
+        return f"{Kind.TIME}/{self.model}/{self.src}/{self.dst}/{'-'.join(map(str, self.lengths))}"
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyCase:
+    """The time between two tokens of running decodes, while loads arrive."""
+
+    model: str
+    setting: Setting
+    num_decodes: int = 32
+    num_tokens: int = 4096
+    """Of each load."""
+    loads_per_second: float = 20.0
+
+    @property
+    def name(self) -> str:
+        loads = f"{self.num_tokens}-tokens-{self.loads_per_second:g}-per-second"
+        return f"{Kind.TIME}/{self.model}/{self.setting}/latency-of-{self.num_decodes}/{loads}"
+
+
+Case = DescribeCase | PairCase | FaultCase | TimeCase | LatencyCase
+
+# -- the table ---------------------------------------------------------------------------------------------
+
+ONE, WIDER, NARROWER = (16, 16), (16, 64), (64, 16)
+BLOCKS = (ONE, WIDER, NARROWER)
+PLAIN = Setting()
+FP8 = Setting(cache_dtype="fp8")
+NHD, HND = "NHD", "HND"
+TRITON_GDN = {"gdn_prefill_backend": "triton"}
+"""The one that needs no further package."""
+STATES = ("nemotron_h", "granite", "falcon_h1", "jamba", "mamba2", "kimi_linear")
+"""Families whose blocks vLLM chooses: pages of states and of attention must have one size."""
+
+
+def _pair(family: str, setting: Setting, blocks: tuple[int, int] = ONE) -> PairCase:
+    src, dst = blocks
+    return PairCase(family, replace(setting, block=src), replace(setting, block=dst))
+
+
+def _pairs() -> Iterator[PairCase]:
+    # Vanilla attention: every block, layout, backend, dtype and way to launch.
+    for blocks in BLOCKS:
+        for setting in (PLAIN, Setting(has_graphs=True), Setting(dtype="float16"), FP8):
+            yield _pair("llama", setting, blocks)
+        for backend in ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"):
+            yield _pair("llama", Setting(backend=backend), blocks)
+        for backend in ("FLASH_ATTN", "TRITON_ATTN"):
+            src, dst = (
+                Setting(block, layout, backend) for block, layout in zip(blocks, (NHD, HND), strict=True)
+            )
+            yield PairCase("llama", src, dst)
+    yield PairCase("llama", Setting(16, HND, "FLASH_ATTN"), Setting(16, NHD, "FLASH_ATTN"))
+    yield PairCase("llama", Setting(16, "BLHNC", "FLASH_ATTN"), Setting(64, NHD, "FLASH_ATTN"))
+    yield PairCase("llama", Setting(16, backend="FLASH_ATTN"), Setting(64, backend="TRITON_ATTN"))
+    yield _pair("llama", Setting(backend="FLEX_ATTENTION"))
+    # Windows, sinks, shared caches, unequal heads.
+    for family in ("gemma3", "gpt_oss", "gemma3n", "gemma4"):
+        for blocks in BLOCKS:
+            yield _pair(family, PLAIN, blocks)
+    yield _pair("gemma3", Setting(has_graphs=True), WIDER)
+    yield PairCase("gemma3", Setting(16, NHD, "FLASH_ATTN"), Setting(64, HND, "FLASH_ATTN"))
+    # MLA.
+    for backend, blocks in (("TRITON_MLA", ONE), ("TRITON_MLA", WIDER), ("TRITON_MLA", NARROWER)):
+        yield _pair("deepseek_v3", Setting(backend=backend), blocks)
+    for backend in ("FLASHMLA", "FLASH_ATTN_MLA"):  # blocks of 64 only, and of 16 too
+        yield _pair("deepseek_v3", Setting(backend=backend), (64, 64))
+    yield _pair("deepseek_v3", PLAIN)
+    yield _pair("deepseek_v3", Setting(has_graphs=True, backend="TRITON_MLA"))
+    yield _pair("deepseek_v32", Setting(), (64, 64))
+    # States.
+    for family in STATES:
+        yield PairCase(family, PLAIN, PLAIN)
+    yield PairCase("qwen3_next", Setting(more=TRITON_GDN), Setting(more=TRITON_GDN))
+    yield PairCase("nemotron_h", Setting(has_graphs=True), Setting(has_graphs=True))
+    yield PairCase("nemotron_h", Setting(dtype="float16"), Setting(dtype="float16"))
+    # Drafts: of the same kind, and of another (mixed regions).
+    yield _pair("llama", Setting(draft="eagle:llama-eagle"), WIDER)
+    yield _pair("llama", Setting(draft="draft_model:llama-draft"))
+    yield _pair("deepseek_v3", Setting(draft="draft_model:llama-draft"))
+    yield _pair("llama", Setting(draft="draft_model:deepseek_v3"))
+
+
+def _describes() -> Iterator[DescribeCase]:
+    for family in ("llama", "gemma3", "gpt_oss", "gemma3n", "gemma4"):
+        for block in (16, 64):
+            yield DescribeCase(family, Setting(block))
+    for backend in ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"):
+        for layout in (HND, NHD):
+            yield DescribeCase("llama", Setting(16, layout, backend))
+    yield DescribeCase("llama", Setting(16, cache_dtype="fp8"))
+    for backend in ("TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA"):
+        yield DescribeCase("deepseek_v3", Setting(64, backend=backend))
+    yield DescribeCase("deepseek_v3", PLAIN)
+    yield DescribeCase("deepseek_v32", Setting(64))
+    for family in STATES:
+        yield DescribeCase(family, PLAIN)
+    yield DescribeCase("qwen3_next", Setting(more=TRITON_GDN))
+
+
+def _times() -> Iterator[TimeCase | LatencyCase]:
+    lengths = (128, 1024, 4096, 16384)
+    for src, dst in BLOCKS:
+        yield TimeCase("8b", Setting(src), Setting(dst), lengths)
+    for src, dst in BLOCKS:
+        yield TimeCase("8b", Setting(src, NHD), Setting(dst, HND), lengths)
+    yield LatencyCase("8b", Setting(16))
+    for model in ("70b-tp8-shard", "deepseek-v3", "hybrid"):
+        yield TimeCase(model, PLAIN, PLAIN, (4096, 16384))
+    yield TimeCase("70b-tp8-shard", Setting(16), Setting(64), (4096, 16384))
+
+
+def all_cases() -> tuple[Case, ...]:
+    """The whole table, in the order in which it is worth the most if time runs out."""
+    faults = [FaultCase(family, PLAIN, fault) for family in ("llama", "nemotron_h") for fault in Fault]
+    times = list(_times())
+    return (*_pairs(), *times[:3], *faults, *_describes(), *times[3:])

@@ -1,0 +1,58 @@
+"""What a live engine says of its cache: a manifest for the corpus that CI replays without a GPU."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import kvferry
+from kvferry.core.manifest import Manifest
+from kvferry.core.sample import Placement, sample_request
+from kvferry.wire import manifest_from_json, manifest_to_json
+from tests.gpu.cases import DescribeCase, Kind
+from tests.gpu.engines import Engines
+from tests.gpu.results import Results
+
+NUM_TOKENS = 300
+
+
+def run_describe(engines: Engines, case: DescribeCase) -> dict[str, Any]:
+    """The manifest without addresses, which mean nothing elsewhere; that it can be planned; its runs."""
+    with engines.started(case.family, {"one": case.setting}) as started:
+        engine = started["one"]
+        manifest = replace(
+            portable(manifest_from_json(engine.workers("manifest")[0])), model=case.family, engine="engine"
+        )
+        kernels = sorted(engine.kernels())
+    proved = kvferry.prove(kvferry.plan(manifest, manifest, 0))
+    request = sample_request(manifest, manifest, NUM_TOKENS, placement=Placement.SCATTERED)
+    selection = kvferry.select(kvferry.lower(proved), request)
+    return {
+        "manifest": json.loads(manifest_to_json(manifest)),
+        "kernels": kernels,
+        "states": len(manifest.states),
+        "runs_to_itself": sum(len(runs.src) for runs in selection.reads.values()),
+    }
+
+
+def portable(manifest: Manifest) -> Manifest:
+    """Without the addresses of one process."""
+    ranks = tuple(
+        replace(rank, regions=tuple(replace(region, address=0) for region in rank.regions))
+        for rank in manifest.ranks
+    )
+    return replace(manifest, ranks=ranks)
+
+
+def save_manifests(results: Results, folder: Path) -> list[Path]:
+    """Each manifest as a file of its own, under the name of its case."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, result in sorted(results.by_case.items()):
+        if manifest := result.found.get("manifest"):
+            stem = name.removeprefix(f"{Kind.DESCRIBE}/").replace("/", "-")
+            paths.append(folder / f"{stem}.json")
+            paths[-1].write_bytes(manifest_to_json(manifest_from_json(json.dumps(manifest).encode())))
+    return paths

@@ -1,0 +1,120 @@
+"""Engines for the cases of one run: started as a case says, and a sentence for whatever does not start."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.devices import Device
+from tests.e2e.harness import KVFERRY, Engine, EngineError, Nursery
+from tests.gpu.cases import NotHere, Setting
+from tests.gpu.models import ARGS, SMALL, make_config
+
+_ERROR = re.compile(r"\b([A-Za-z_.]*(?:Error|Exception|Refused|NotHere)): (\S.*)")
+_OF_ANOTHER = ("Engine core initialization failed", "WorkerProc initialization failed")
+"""What vLLM says besides the cause."""
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Starts engines; several cases may ask at a time."""
+
+    nursery: Nursery
+    device: Device
+    folder: Path
+    """For configurations."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextmanager
+    def pair(
+        self, family: str, src: Setting, dst: Setting, connector: Mapping[str, Any] = KVFERRY
+    ) -> Iterator[tuple[Engine, Engine]]:
+        """Two engines that are ready; they end with the case."""
+        with self.started(family, {"src": src, "dst": dst}, connector) as engines:
+            yield engines["src"], engines["dst"]
+
+    @contextmanager
+    def started(
+        self, family: str, settings: Mapping[str, Setting], connector: Mapping[str, Any] = KVFERRY
+    ) -> Iterator[dict[str, Engine]]:
+        """Engines of one tiny model, by the names of their settings; raises NotHere where vLLM refuses."""
+        fitted = {name: setting.on(self.device, family) for name, setting in settings.items()}
+        model = self.tiny(family)
+        engines: dict[str, Engine] = {}
+        try:
+            for name, setting in fitted.items():
+                engines[name] = self.begin(model, setting, connector)
+            for name, engine in engines.items():
+                self.wait(engine, partial(self.begin, model, fitted[name], None))
+            yield engines
+        finally:
+            for engine in engines.values():
+                engine.close()
+
+    def tiny(self, family: str) -> Path:
+        """The directory of a tiny model; raises NotHere where no such model can be made."""
+        with self._lock:
+            try:
+                return self.nursery.make(family)
+            except EngineError:
+                raise NotHere(f"this transformers makes no tiny model of the family {family}") from None
+
+    def sized(self, model: str, max_tokens: int) -> Path:
+        """The directory of a model with a true cache; on a CPU, of a small one."""
+        if self.device.name == "cpu" and model != SMALL:
+            raise NotHere(f"on a CPU nothing is measured: there the model {SMALL} shows that it runs")
+        return make_config(model, self.folder, max_tokens=max_tokens, is_tiny=self.device.name == "cpu")
+
+    def begin(
+        self, model: Path, setting: Setting, connector: Mapping[str, Any] | None, **more: Any
+    ) -> Engine:
+        """An engine that will be ready."""
+        args = {**setting.args(), **self._draft(setting), **more}
+        with self._lock:
+            return self.nursery.begin(model, connector, env=setting.env(), **args)
+
+    def begin_sized(
+        self, model: Path, setting: Setting, connector: Mapping[str, Any] | None, **more: Any
+    ) -> Engine:
+        """The same, of a model with a true cache."""
+        return self.begin(model, setting, connector, **{**ARGS, **more})
+
+    def wait(self, engine: Engine, begin_bare: Callable[[], Engine]) -> None:
+        """Until it is ready. Whether what failed is vLLM's own, the same engine without a connector says."""
+        try:
+            engine.wait_ready()
+        except EngineError:
+            why, bare = cause(engine.log.read_text(errors="replace")), begin_bare()
+            try:
+                bare.wait_ready()
+            except EngineError:
+                own = cause(bare.log.read_text(errors="replace"))
+                raise NotHere(
+                    f"vLLM does not start such an engine, without a connector either: {own}"
+                ) from None
+            finally:
+                bare.close()
+            raise EngineError(f"an engine with the connector did not start, one without did: {why}") from None
+
+    def _draft(self, setting: Setting) -> dict[str, Any]:
+        if not setting.draft:
+            return {}
+        method, family = setting.draft.split(":")
+        model = str(self.tiny(family))
+        return {"speculative_config": {"method": method, "model": model, "num_speculative_tokens": 2}}
+
+
+def cause(log: str) -> str:
+    """The error that ended an engine, from its log: the last one that is no echo of another."""
+    found = [
+        f"{match[1]}: {match[2]}"
+        for match in map(_ERROR.search, log.splitlines())
+        if match and not match[2].startswith(_OF_ANOTHER)
+    ]
+    return found[-1][:300] if found else log.strip()[-300:]

@@ -1,0 +1,226 @@
+"""Whatever happens to the prefill engine: the decode engine lives, and never says a wrong token."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from tests.e2e.harness import (
+    KVFERRY,
+    NUM_TOKENS,
+    Engine,
+    EngineError,
+    Params,
+    ferry,
+    free_port,
+    prefill,
+    until,
+)
+from tests.gpu.cases import Fault, FaultCase, Setting
+from tests.gpu.engines import Engines
+from tests.gpu.pairs import Wrong
+
+LEASE, MEET, READ = 4.0, 4.0, 20.0
+FAILED = "failed"
+NUM_AT_ONCE = 6
+"""Loads under way when the prefill engine is killed."""
+NUM_LONG = 200
+"""Tokens of an answer that goes on after the prefill engine is gone."""
+PATIENCE = 120.0
+"""For what comes back after a lease, on a busy machine."""
+ROUNDING_BYTES = 64 << 20
+"""Of the device's memory: what others may take meanwhile."""
+
+
+def _connector(port: int) -> dict[str, Any]:
+    seconds = {"lease_seconds": LEASE, "meet_seconds": MEET, "read_seconds": READ}
+    listen = {"listen": f"tcp://127.0.0.1:{port}"} if port else {}
+    return {**KVFERRY, "kv_load_failure_policy": "fail", "kv_connector_extra_config": {**seconds, **listen}}
+
+
+@dataclass
+class Yard:
+    """A prefill engine that things are done to, and a decode engine that must not mind."""
+
+    start_src: Callable[[], Engine]
+    src: Engine
+    dst: Engine
+    dst_free: int
+    """Blocks."""
+    device_free: int
+    """Bytes of the GPU before the prefill engine came; -1 on a CPU."""
+    found: dict[str, Any] = field(default_factory=dict)
+    _random: random.Random = field(default_factory=lambda: random.Random(7))
+
+    def fresh(self, length: int = 140) -> list[int]:
+        """A prompt that was not there before."""
+        return [self._random.randrange(256) for _ in range(length)]
+
+    def decode(self, prompt: list[int], params: Params, num_tokens: int = NUM_TOKENS) -> list[int] | str:
+        return self.outcome(lambda: self.dst.ask(prompt, num_tokens, params))
+
+    def outcome(self, ask: Callable[[], Any]) -> list[int] | str:
+        """The tokens, or that it failed; an engine that is gone is neither."""
+        try:
+            answer = ask()
+        except EngineError as error:
+            if not self.dst.is_alive:
+                raise Wrong(f"the decode engine is gone: {error}") from None
+            return FAILED
+        return FAILED if answer.finish_reason == "error" else list(answer.tokens)
+
+    def must_fail(self, prompt: list[int], params: Params) -> None:
+        if (outcome := self.decode(prompt, params)) != FAILED:
+            raise Wrong(f"a load that cannot be good was answered with {outcome}")
+
+    def must_be(self, prompt: list[int], params: Params, right: list[int]) -> None:
+        if (outcome := self.decode(prompt, params)) != right:
+            raise Wrong(f"{outcome} was answered, and {right} is right")
+
+    def right(self, prompt: list[int], num_tokens: int = NUM_TOKENS) -> list[int]:
+        """What the pair says when nothing is wrong: the reference that rounds in the same way."""
+        return ferry(self.src, self.dst, prompt, num_tokens).tokens
+
+    def all_back(self) -> None:
+        """The decode engine's blocks; and with the prefill engine gone, the device's memory."""
+        until(lambda: self.dst.num_free_blocks() == self.dst_free, "all blocks are free again", PATIENCE)
+        if not self.src.is_alive and self.device_free >= 0:
+            until(
+                lambda: self._device_free() >= self.device_free - ROUNDING_BYTES, "memory is back", PATIENCE
+            )
+            self.found["device_bytes_missing"] = self.device_free - self._device_free()
+
+    def serves(self) -> None:
+        """A request between the two goes well."""
+        if not self.src.is_alive:
+            self.src = self.start_src()
+        prompt = self.fresh()
+        self.must_be(prompt, prefill(self.src, prompt), self.right(prompt))
+
+    def _device_free(self) -> int:
+        return int(self.dst.workers("device_bytes_free")[0])
+
+
+def run_fault(engines: Engines, case: FaultCase) -> dict[str, Any]:
+    """What was found; raises Wrong, NotHere, or whatever the engines do."""
+    with _yard(engines, case.family, case.setting) as yard:
+        _FAULTS[case.fault](yard)
+        yard.all_back()
+        yard.serves()
+        yard.all_back()
+        return yard.found
+
+
+@contextmanager
+def _yard(engines: Engines, family: str, setting: Setting) -> Iterator[Yard]:
+    port, later = free_port(), list[Engine]()
+    with engines.started(family, {"dst": setting}, _connector(0)) as started:
+        dst, fitted, model = started["dst"], setting.on(engines.device, family), engines.tiny(family)
+        device_free = int(dst.workers("device_bytes_free")[0])
+
+        def start_src() -> Engine:
+            later.append(engines.begin(model, fitted, _connector(port)))
+            later[-1].wait_ready()
+            return later[-1]
+
+        try:
+            yield Yard(start_src, start_src(), dst, dst.num_free_blocks(), device_free)
+        finally:
+            for engine in later:
+                engine.close()
+
+
+def _killed_before(yard: Yard) -> None:
+    prompt = yard.fresh()
+    yard.right(prompt)  # they have met
+    params = prefill(yard.src, prompt)
+    yard.src.kill()
+    yard.must_fail(prompt, params)
+
+
+def _killed_during(yard: Yard) -> None:
+    """Some loads are over, some under way, some have not begun: each is right or an error."""
+    prompts = [yard.fresh(400) for _ in range(NUM_AT_ONCE)]
+    right = [yard.right(prompt, 1) for prompt in prompts]
+    tickets = [prefill(yard.src, prompt) for prompt in prompts]
+    begun = [
+        yard.dst.begin(yard.dst.new_id(), prompt, 1, params)
+        for prompt, params in zip(prompts, tickets, strict=True)
+    ]
+    with suppress(TimeoutError):
+        until(lambda: yard.dst.num_reads() > 0 or any(one.done() for one in begun), "a load has begun", 5)
+    yard.src.kill()
+    outcomes = [yard.outcome(partial(one.result, PATIENCE)) for one in begun]
+    wrong = [outcome for outcome, good in zip(outcomes, right, strict=True) if outcome not in (FAILED, good)]
+    if wrong:
+        raise Wrong(f"{len(wrong)} of {NUM_AT_ONCE} loads were neither right nor an error: {wrong}")
+    yard.found["right"] = sum(outcome != FAILED for outcome in outcomes)
+    yard.found["failed"] = sum(outcome == FAILED for outcome in outcomes)
+
+
+def _killed_after(yard: Yard) -> None:
+    """The answer is not finished yet: nothing of the prefill engine is needed any more."""
+    prompt = yard.fresh()
+    right = yard.right(prompt, NUM_LONG)
+    num_loads = yard.dst.sources().external
+    begun = yard.dst.begin(yard.dst.new_id(), prompt, NUM_LONG, prefill(yard.src, prompt))
+    until(lambda: begun.done() or yard.dst.sources().external > num_loads, "the load is over", PATIENCE)
+    yard.src.kill()
+    if (outcome := yard.outcome(partial(begun.result, PATIENCE))) != right:
+        raise Wrong(f"{outcome} was answered, and {right} is right")
+
+
+def _stopped(yard: Yard) -> None:
+    prompt, other = yard.fresh(), yard.fresh()
+    alone = yard.dst.ask(other).tokens
+    params = prefill(yard.src, prompt)
+    yard.src.stop()
+    begun, started = yard.dst.begin(yard.dst.new_id(), prompt, NUM_TOKENS, params), time.monotonic()
+    if yard.dst.ask(other).tokens != alone:
+        raise Wrong("another request of the decode engine was answered otherwise meanwhile")
+    yard.found["seconds_of_another"] = time.monotonic() - started
+    outcome = yard.outcome(partial(begun.result, PATIENCE))
+    yard.src.resume()
+    if outcome != FAILED:
+        raise Wrong(f"nobody was there to read from, and {outcome} was answered")
+
+
+def _restarted(yard: Yard) -> None:
+    prompt = yard.fresh()
+    right, params = yard.right(prompt), prefill(yard.src, prompt)
+    yard.src.kill()
+    yard.src = yard.start_src()
+    yard.must_fail(prompt, params)
+    yard.must_be(prompt, prefill(yard.src, prompt), right)
+
+
+def _used_twice(yard: Yard) -> None:
+    prompt = yard.fresh()
+    right, params = yard.right(prompt), prefill(yard.src, prompt)
+    yard.must_be(prompt, dict(params), right)
+    yard.must_fail(prompt, dict(params))
+
+
+def _expired(yard: Yard) -> None:
+    free, prompt = yard.src.num_free_blocks(), yard.fresh()
+    params = prefill(yard.src, prompt)
+    until(lambda: yard.src.num_free_blocks() == free, "the lease is over", PATIENCE)
+    for _ in range(3):
+        yard.src.ask(yard.fresh(400))
+    yard.must_fail(prompt, params)
+
+
+_FAULTS: dict[Fault, Callable[[Yard], None]] = {
+    Fault.KILLED_BEFORE: _killed_before,
+    Fault.KILLED_DURING: _killed_during,
+    Fault.KILLED_AFTER: _killed_after,
+    Fault.STOPPED: _stopped,
+    Fault.RESTARTED: _restarted,
+    Fault.USED_TWICE: _used_twice,
+    Fault.EXPIRED: _expired,
+}

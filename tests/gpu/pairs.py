@@ -1,0 +1,169 @@
+"""A pair of engines: the decode engine says what it says alone, and every cell was moved as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.core.manifest import Manifest
+from tests.e2e.harness import NUM_TOKENS, PROMPTS, Answer, Engine, prefill, until
+from tests.gpu.cases import PairCase
+from tests.gpu.engines import Engines
+from tests.gpu.moved import Moved, Watched
+
+MAX_COMPUTED = 2
+"""Prompt tokens that a decode engine may compute itself: the last one, and one before it for a draft."""
+
+
+class Wrong(Exception):
+    """A case did not end as it must; says how."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One prompt: what was said after a load, and what engines say without any connector."""
+
+    num_prompt: int
+    num_external: int
+    """Prompt tokens that came by the load."""
+    ferried: Sequence[int]
+    alone: Sequence[int]
+    """The decode engine by itself, its last prompt token in a step of its own, as after a load."""
+    alone_at_once: Sequence[int]
+    """The decode engine by itself, the whole prompt in one step."""
+    alone_at_src: Sequence[int]
+    """The prefill engine by itself, its last prompt token in a step of its own."""
+    moved: Moved
+
+    @property
+    def is_equal(self) -> bool:
+        return self.ferried in (self.alone, self.alone_at_once)
+
+    @property
+    def num_equal(self) -> int:
+        """Tokens until the first that differs."""
+        return num_common(self.ferried, self.alone)
+
+    @property
+    def num_equal_without(self) -> int:
+        """How far two engines agree without a connector, or one with itself if it cuts prompts otherwise."""
+        return min(num_common(self.alone_at_src, self.alone), num_common(self.alone_at_once, self.alone))
+
+    def check(self) -> None:
+        """Raise Wrong unless this is what must be."""
+        of = f"{self.num_prompt} tokens of prompt"
+        if self.num_external < self.num_prompt - MAX_COMPUTED:
+            raise Wrong(f"{of}: {self.num_external} came by the load, the rest was computed again")
+        if self.moved.differing:
+            raise Wrong(f"{of}: other bytes than the source's in {', '.join(self.moved.differing)}")
+        if not self.is_equal and self.num_equal < self.num_equal_without:
+            raise Wrong(
+                f"{of}: the first {self.num_equal} tokens are right, and engines without a connector agree on"
+                f" {self.num_equal_without}"
+            )
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.num_prompt,
+            "external_tokens": self.num_external,
+            "is_equal": self.is_equal,
+            "num_tokens": len(self.ferried),
+            "num_equal": self.num_equal,
+            "num_equal_without_connector": self.num_equal_without,
+            "states": self.moved.num_states,
+            "cells": self.moved.num_cells,
+        }
+
+
+def num_common(these: Sequence[int], those: Sequence[int]) -> int:
+    """How many tokens are the same from the beginning.
+
+    >>> num_common([1, 2, 3], [1, 2, 4])
+    2
+    """
+    pairs = zip(these, those, strict=False)
+    return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(these), len(those)))
+
+
+def run_pair(engines: Engines, case: PairCase) -> dict[str, Any]:
+    """What was found; raises Wrong, NotHere, or whatever the engines do."""
+    with engines.pair(case.family, case.src, case.dst) as (src, dst):
+        for engine in (src, dst):
+            engine.ask(PROMPTS[1])  # bf16 on a CPU wants a long first step
+        watched = Watched(src, dst)
+        free = src.num_free_blocks(), dst.num_free_blocks()
+        found: dict[str, Any] = {
+            **_cut("src", src, watched.manifests[0]),
+            **_cut("dst", dst, watched.manifests[1]),
+        }
+        rows = [_row(watched, prompt) for prompt in PROMPTS]
+        found["prompts"] = [row.summary() for row in rows]
+        for row in rows:
+            row.check()
+        found["control"] = _control(watched, rows[-1])
+        until(
+            lambda: (src.num_free_blocks(), dst.num_free_blocks()) == free,
+            f"both pools have {free} free blocks again",
+            seconds=120,
+        )
+        found["blocks_back"] = True
+        return found
+
+
+def _row(watched: Watched, prompt: Sequence[int]) -> Row:
+    src, dst = watched.src, watched.dst
+    params = prefill(src, prompt)
+    watched.keep()
+    answer = dst.ask(prompt, NUM_TOKENS, params)
+    _check_good(answer, dst)
+    return Row(
+        num_prompt=len(prompt),
+        num_external=answer.sources.external,
+        ferried=answer.tokens,
+        moved=watched.moved(),
+        alone=in_two_steps(dst, prompt),
+        alone_at_once=dst.ask(prompt).tokens,
+        alone_at_src=in_two_steps(src, prompt),
+    )
+
+
+def in_two_steps(engine: Engine, prompt: Sequence[int]) -> list[int]:
+    """What an engine says alone if all but the last token of the prompt are computed before that one."""
+    engine.core("step_lengths", len(prompt) - 1)
+    try:
+        return engine.ask(prompt).tokens
+    finally:
+        engine.core("step_lengths", 0)
+
+
+def _control(watched: Watched, row: Row) -> dict[str, Any]:
+    """A cache that is zeroed before it is read gives other cells and tokens, or the checks are blind."""
+    prompt = PROMPTS[-1]
+    params = prefill(watched.src, prompt)
+    watched.keep()
+    watched.src.spoil()
+    answer = watched.dst.ask(prompt, NUM_TOKENS, params)
+    _check_good(answer, watched.dst)
+    moved = watched.moved()
+    if len(moved.differing) != moved.num_states:
+        raise Wrong(
+            f"control: of {moved.num_states} zeroed states, {len(moved.differing)} were seen to differ"
+        )
+    if answer.tokens in (row.ferried, row.alone, row.alone_at_once):
+        raise Wrong("control: a cache of zeros gives the same tokens; they prove nothing")
+    return {"states_seen": len(moved.differing), "num_equal": num_common(answer.tokens, row.alone)}
+
+
+def _check_good(answer: Answer, dst: Engine) -> None:
+    if answer.finish_reason != "length":
+        raise Wrong(f"the load failed ({answer.finish_reason}); the log ends with\n{dst.tail(5)}")
+
+
+def _cut(name: str, engine: Engine, manifest: Manifest) -> dict[str, Any]:
+    """What vLLM made of the settings."""
+    return {
+        f"{name}_blocks": sorted({group.block_size for group in engine.groups()}),
+        f"{name}_kernels": sorted(engine.kernels()),
+        f"{name}_states": len(manifest.states),
+    }

@@ -1,0 +1,197 @@
+"""What a load costs, and what it costs others: kvferry beside vLLM's own connector, in turns in one run.
+
+Nothing here passes or fails by a time: a number is kept with what it was measured on, and the report sets it
+beside the goal. A case fails if a load does.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count, pairwise
+from statistics import median
+from typing import Any
+
+from tests.e2e.harness import KVFERRY, STOCK, Engine, EngineError, prefill
+from tests.gpu.cases import LatencyCase, Setting, TimeCase
+from tests.gpu.engines import Engines, cause
+from tests.gpu.pairs import Wrong
+
+TURNS, WARM_UPS = 9, 3
+OURS, OWN = "kvferry", "vllm"
+CONNECTORS: Mapping[str, Mapping[str, Any]] = {OURS: KVFERRY, OWN: STOCK}
+CACHE_BYTES = 8 << 30
+"""Of each engine: a few requests of 16,384 tokens of 128 KiB."""
+CPU_LENGTHS = (64, 256)
+"""What becomes of the lengths where nobody measures."""
+NUM_STEPS = 600
+"""Tokens of each decode whose times are taken."""
+SECONDS = 120.0
+_salts = count()
+
+
+def prompt_of(length: int) -> list[int]:
+    """A prompt that was not there before."""
+    salt = next(_salts)
+    return [(7 * i + 13 * salt + i * i % 11 + salt * salt % 97) % 500 + 3 for i in range(length)]
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One answer: after how many seconds each of its tokens came."""
+
+    seconds: list[float]
+    finish_reason: str | None
+
+
+def timed(engine: Engine, prompt: Sequence[int], num_tokens: int, params: Any = None) -> Future[Timed]:
+    """Ask, and time in the engine's own process."""
+    return engine.submit(
+        "timed", engine.new_id(), list(prompt), num_tokens, params, read=lambda values: Timed(*values[:2])
+    )
+
+
+@contextmanager
+def _pairs(
+    engines: Engines, model: str, src: Setting, dst: Setting, max_tokens: int, max_num_seqs: int
+) -> Iterator[tuple[dict[str, tuple[Engine, Engine]], dict[str, str]]]:
+    """A pair per connector, all at once; and why one of them has none. Ours must start."""
+    folder, is_cpu = engines.sized(model, max_tokens), engines.device.name == "cpu"
+    more: dict[str, Any] = {"max_model_len": max_tokens, "max_num_seqs": max_num_seqs}
+    if not is_cpu:
+        more |= {"max_num_batched_tokens": max_tokens, "kv_cache_memory_bytes": CACHE_BYTES}
+    # What a source has prefilled once it offers again without computing it: turns are short.
+    keeps = {"enable_prefix_caching": model != "hybrid"}
+    settings = {"src": (src, keeps), "dst": (dst, {})}
+    pairs: dict[str, tuple[Engine, Engine]] = {}
+    refused: dict[str, str] = {}
+    with ExitStack() as ends:
+        begun = {}
+        for name, connector in CONNECTORS.items():
+            started = [
+                engines.begin_sized(folder, setting.on(engines.device, model), connector, **more, **extra)
+                for setting, extra in settings.values()
+            ]
+            for engine in started:
+                ends.callback(engine.close)
+            begun[name] = started[0], started[1]
+        for name, both in begun.items():
+            try:
+                for engine, (setting, _) in zip(both, settings.values(), strict=True):
+                    fitted = setting.on(engines.device, model)
+                    engines.wait(engine, partial(engines.begin_sized, folder, fitted, None, **more))
+                for _ in range(WARM_UPS):
+                    load(*both, prompt_of(64))
+                pairs[name] = both
+            except (EngineError, Wrong):
+                refused[name] = cause("".join(engine.log.read_text(errors="replace") for engine in both))
+                if name == OURS:
+                    raise
+        yield pairs, refused
+
+
+def load(src: Engine, dst: Engine, prompt: Sequence[int]) -> float:
+    """One request: prefilled there, one token decoded here; the seconds of the second."""
+    answer = timed(dst, prompt, 1, prefill(src, prompt)).result(SECONDS)
+    if answer.finish_reason != "length" or not answer.seconds:
+        raise Wrong(f"a load of {len(prompt)} tokens failed ({answer.finish_reason}): {dst.tail(3)}")
+    return answer.seconds[0]
+
+
+def run_time(engines: Engines, case: TimeCase) -> dict[str, Any]:
+    """Milliseconds by connector and length, as measured and without what a two-token request takes."""
+    lengths = case.lengths if engines.device.name != "cpu" else CPU_LENGTHS
+    with _pairs(engines, case.model, case.src, case.dst, max(lengths) + 64, 8) as (pairs, refused):
+        took: dict[str, dict[int, list[float]]] = {name: {n: [] for n in (2, *lengths)} for name in pairs}
+        before = {name: dst.sources().external for name, (_, dst) in pairs.items()}
+        for length in (2, *lengths):
+            for turn in range(TURNS):
+                for name in sorted(pairs, reverse=bool(turn % 2)):
+                    took[name][length].append(load(*pairs[name], prompt_of(length)))
+        external = {name: dst.sources().external - before[name] for name, (_, dst) in pairs.items()}
+    for name, num_tokens in external.items():
+        if num_tokens < TURNS * (sum(lengths) - 2 * len(lengths)):
+            raise Wrong(f"{name}: {num_tokens} tokens came by loads; the rest was computed")
+    return {"refused": refused, "load_ms": {name: _milliseconds(each) for name, each in took.items()}}
+
+
+def _milliseconds(took: Mapping[int, Sequence[float]]) -> dict[str, dict[str, Any]]:
+    least = median(took[2])
+    return {
+        str(length): {
+            "median_ms": 1e3 * median(seconds),
+            "less_two_tokens_ms": 1e3 * (median(seconds) - least),
+            "all_ms": [round(1e3 * one, 3) for one in seconds],
+        }
+        for length, seconds in took.items()
+    }
+
+
+# -- what others notice ------------------------------------------------------------------------------------
+
+
+def run_latency(engines: Engines, case: LatencyCase) -> dict[str, Any]:
+    """The time between two tokens of running decodes: alone, while a source offers, while loads arrive."""
+    is_cpu = engines.device.name == "cpu"
+    if is_cpu:
+        case = replace(case, num_decodes=2, num_tokens=CPU_LENGTHS[-1], loads_per_second=2.0)
+    num_steps = 20 if is_cpu else NUM_STEPS
+    found: dict[str, Any] = {}
+    room = case.num_decodes + 16
+    max_tokens = max(case.num_tokens, num_steps + 128) + 64
+    with _pairs(engines, case.model, case.setting, case.setting, max_tokens, room) as (pairs, refused):
+        for name, (src, dst) in pairs.items():
+            prompts = [prompt_of(case.num_tokens) for _ in range(4)]
+            for prompt in prompts:
+                load(src, dst, prompt)
+            busy: dict[str, Callable[[Sequence[int]], Any]] = {
+                "alone": len,
+                "offers": partial(prefill, src),
+                "loads": partial(load, src, dst),
+            }
+            found[name] = {
+                window: _window(dst, case, num_steps, work, prompts) for window, work in busy.items()
+            }
+    return {"refused": refused, "latency": found}
+
+
+def _window(
+    dst: Engine,
+    case: LatencyCase,
+    num_steps: int,
+    work: Callable[[Sequence[int]], Any],
+    prompts: Sequence[Sequence[int]],
+) -> dict[str, float]:
+    """Percentiles of the time between two tokens, all decodes together, while something is done at a rate."""
+    decodes = [timed(dst, prompt_of(128), num_steps) for _ in range(case.num_decodes)]
+    threads: list[threading.Thread] = []
+    problems: list[Exception] = []
+
+    def try_work(prompt: Sequence[int]) -> None:
+        try:
+            work(prompt)
+        except Exception as problem:
+            problems.append(problem)
+
+    next_at, number = time.monotonic(), 0
+    while not all(one.done() for one in decodes):
+        threads.append(threading.Thread(target=try_work, args=(prompts[number % len(prompts)],), daemon=True))
+        threads[-1].start()
+        number, next_at = number + 1, next_at + 1 / case.loads_per_second
+        time.sleep(max(0.0, next_at - time.monotonic()))
+    for thread in threads:
+        thread.join(SECONDS)
+    if problems:
+        raise Wrong(f"{len(problems)} of {number} failed, the first: {problems[0]!r}")
+    gaps = sorted(
+        1e3 * (later - earlier)
+        for one in decodes
+        for earlier, later in pairwise(one.result().seconds[num_steps // 10 :])
+    )
+    at = {"p50_ms": 0.5, "p90_ms": 0.9, "p99_ms": 0.99}
+    return {"events": number, "gaps": len(gaps), **{k: gaps[int(q * (len(gaps) - 1))] for k, q in at.items()}}
