@@ -6,6 +6,7 @@ there.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -93,6 +94,8 @@ def _on_cpu(setting: Setting, family: str) -> Setting:
         raise NotHere("a CPU has no CUDA graphs")
     if setting.dtype == "float16":
         raise NotHere("on a CPU the same case runs in fp32, which the case in bf16 does already")
+    if setting.cache_dtype and platform.machine() == "aarch64":
+        raise NotHere("vLLM keeps caches in fp8 on CPUs of the kind x86-64 only")
     is_fp32 = family not in BF16_ON_CPU and not setting.cache_dtype
     block = setting.block and max(setting.block, CPU_BLOCK_TOKENS)
     if family in MLA and is_fp32:

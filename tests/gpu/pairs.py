@@ -8,7 +8,7 @@ from typing import Any
 
 from kvferry.core.manifest import Manifest
 from tests.e2e.harness import NUM_TOKENS, PROMPTS, Answer, Engine, prefill, until
-from tests.gpu.cases import PairCase
+from tests.gpu.cases import SHORT, PairCase
 from tests.gpu.engines import Engines
 from tests.gpu.moved import Moved, Watched
 
@@ -97,6 +97,7 @@ def run_pair(engines: Engines, case: PairCase) -> dict[str, Any]:
             **_cut("src", src, watched.manifests[0]),
             **_cut("dst", dst, watched.manifests[1]),
         }
+        found["dtype"] = SHORT[case.dst.on(engines.device, case.family).dtype]
         rows = [_row(watched, prompt) for prompt in PROMPTS]
         found["prompts"] = [row.summary() for row in rows]
         for row in rows:

@@ -73,7 +73,8 @@ def _pairs(results: Results) -> Iterator[str]:
                 "equal" if without == tokens else f"{without} of {tokens}",
                 f"{prompts[-1]['states']} states, {sum(p['cells'] for p in prompts):,} cells",
                 f"{result.found['control']['states_seen']} states",
-                f"{_numbers(result.found['src_blocks'])} -> {_numbers(result.found['dst_blocks'])}",
+                f"{_numbers(result.found['src_blocks'])} -> {_numbers(result.found['dst_blocks'])}"
+                f" {result.found['dtype']}",
             )
         )
     title = (

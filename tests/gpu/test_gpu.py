@@ -96,7 +96,14 @@ def test_a_setting_on_a_cpu():
     on_cpu = Setting(16).on(CPU, "llama")
     assert (on_cpu.block, on_cpu.dtype) == (32, "float32")
     assert Setting(64).on(CPU, "qwen3_next").dtype == "bfloat16"
+
+
+def test_fp8_on_a_cpu(monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
     assert Setting(16, cache_dtype="fp8").on(CPU, "llama").dtype == "bfloat16"
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    with pytest.raises(NotHere, match="x86-64 only"):
+        Setting(16, cache_dtype="fp8").on(CPU, "llama")
 
 
 @pytest.mark.parametrize(
@@ -288,7 +295,13 @@ def passed(case: Case, found: dict) -> Result:
 
 def full() -> Results:
     prompt = {**ROW.summary(), "is_equal": False, "num_equal": 3, "num_equal_without_connector": 2}
-    pair = {"prompts": [prompt], "control": {"states_seen": 3}, "src_blocks": [16], "dst_blocks": [64, 256]}
+    pair = {
+        "prompts": [prompt],
+        "control": {"states_seen": 3},
+        "src_blocks": [16],
+        "dst_blocks": [64, 256],
+        "dtype": "bf16",
+    }
     timing = next(case for case in CASES if isinstance(case, TimeCase))
     latency = next(case for case in CASES if isinstance(case, LatencyCase))
     times = {str(n): {"median_ms": 20.0 + n, "less_two_tokens_ms": float(n)} for n in (2, 128, 4096)}
@@ -314,7 +327,7 @@ def test_a_report_has_all_of_it():
         "c0ffee",
         "3 of 4",
         "2 of 4",
-        "16 -> 64+256",
+        "16 -> 64+256 bf16",
         "100 tokens of prompt: wrong",
         "no such kernel",
         "4096.0 ms",
