@@ -70,7 +70,7 @@ CUDA = Device(
         "kv_cache_memory_bytes": 256 << 20,
         "max_model_len": 1024,
         "max_num_seqs": 8,
-        "worker_extension_cls": "tests.e2e.inside.OpenedUp",
+        "worker_extension_cls": "tests.e2e.taught.Taught",
     },
     worker="vllm.v1.worker.gpu_worker:Worker",
 )

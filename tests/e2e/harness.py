@@ -432,14 +432,16 @@ def _descendants(pid: int) -> Iterator[int]:
 def _nurse(address: str, device: Device) -> None:
     """Import what is slow, then fork an engine for each order.
 
-    Forks are safe as long as nobody here calls the GPU: importing vLLM and its workers does not, and whatever
-    would (making a model, serving) happens in a fork.
+    Processes that have called a GPU must not be forked. vLLM's frontend takes care that it does not: vLLM,
+    too, forks its engine cores unless told otherwise. Its worker's modules promise nothing: on a GPU they are
+    left to the engine core.
     """
     pids = []
     with Client(address) as boss, contextlib.suppress(EOFError):
         import vllm.v1.engine.async_llm  # noqa: F401
 
-        device.worker_class()
+        if device.name == "cpu":
+            device.worker_class()
         boss.send("ready")
         while True:
             match boss.recv():
@@ -521,10 +523,13 @@ class _Frontend:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        inside.open_up(self._device)
+        if self._device.name == "cpu":
+            inside.teach(self._device)
+        else:
+            os.environ[inside.TEACH] = self._device.name
         config = AsyncEngineArgs(**args).create_engine_config()
         # vLLM asks for "spawn" on a CPU, which imports everything once more in each process. With a GPU its
-        # default is "fork"; it spawns where this process has called the GPU, and ``inside`` copes with that.
+        # default is "fork"; it spawns where this process has called the GPU, and that is fine, too.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         self._engine = AsyncLLM.from_vllm_config(config)
 

@@ -1,32 +1,29 @@
 """What a test asks of an engine core and of its workers, from inside their processes.
 
-The frontend calls ``open_up`` before vLLM forks them. Where vLLM spawns them instead, because the frontend
-has called a GPU, they begin without it: on a GPU each worker therefore names ``OpenedUp`` as its extension,
-and importing this module opens up once more. One rank runs in the process of the engine core, so that this
-reaches both.
+On a CPU the frontend teaches them to answer, before vLLM forks them. With a GPU that would be too early: the
+frontend would import vLLM's worker, and whoever calls the GPU, if only to count devices, must not be forked
+any more; and where vLLM spawns processes, because somebody has, they would know nothing of it. There a worker
+teaches itself: it names ``tests.e2e.taught.Taught`` as its extension. One rank runs in the process of the
+engine core, so that this reaches both.
 """
 
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from tests.e2e.devices import Device, device_named
+from tests.e2e.devices import Device
 
 LOOK_SECONDS = 2e-4
 """How long vLLM's processes sleep between two looks at what they wait for."""
-OPENED = "KVFERRY_TEST_DEVICE"
-"""The device of an engine that was opened up, for its children."""
 
 
-class OpenedUp:
-    """An extension of vLLM's worker that adds nothing: it is there to have this module imported."""
+TEACH = "KVFERRY_TEST_TEACH"
+"""In the environment of an engine whose workers teach themselves: the device."""
 
 
-def open_up(device: Device) -> None:
-    """Teach the engine core and the workers, children of this process, to answer a test's questions."""
-    os.environ[OPENED] = device.name
+def teach(device: Device) -> None:
+    """Teach the engine core and the workers, this process or its children, to answer a test's questions."""
     if device.name == "cpu":
         _sleep_between_looks()
     _time_registering()
@@ -185,8 +182,6 @@ def _watch_loads() -> None:
     from kvferry.integrations.vllm.worker import side as module
 
     worker_side: Any = module.WorkerSide
-    if hasattr(worker_side, "_test_loads"):
-        return
     worker_side._test_loads = {}
     load_before, results_before = worker_side._load, worker_side.results
 
@@ -267,8 +262,6 @@ def _time_registering() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     create = KVConnectorFactory.create_connector
-    if hasattr(create, "_test_is_timed"):
-        return
 
     def create_timed(*args: Any, **kwargs: Any) -> Any:
         made = time.perf_counter()
@@ -284,9 +277,4 @@ def _time_registering() -> None:
         connector.register_kv_caches = register_timed
         return connector
 
-    create_timed._test_is_timed = True  # type: ignore[attr-defined]
     KVConnectorFactory.create_connector = create_timed
-
-
-if OPENED in os.environ:  # in a child that was spawned; in a fork this module is there already
-    open_up(device_named(os.environ[OPENED]))

@@ -80,4 +80,6 @@ def test_an_option_that_is_not_known_is_refused_by_name(nursery):
     )
     with pytest.raises(Exception, match="did not start"):
         engine.wait_ready()
-    assert "unknown leese_seconds; known are advertise" in engine.log.read_text()
+    assert (
+        "unknown leese_seconds (did you mean lease_seconds?); known are advertise" in engine.log.read_text()
+    )

@@ -1,5 +1,6 @@
 """``make gpu`` without a GPU and without vLLM: its table, results and report, and what counts as right."""
 
+import importlib
 import json
 from collections import Counter
 from dataclasses import replace
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.devices import CPU, CUDA
+from tests.e2e.devices import CPU, CUDA, Device
 from tests.gpu.__main__ import main
 from tests.gpu.cases import (
     Case,
@@ -367,3 +368,16 @@ def test_without_vllm_it_says_so_in_a_sentence(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(NoMachine, match=r"has no torch\. Name a Python"):
         look("cuda", "python3")
+
+
+def test_a_worker_on_a_gpu_teaches_itself(monkeypatch):
+    """vLLM adds an empty class to it; importing that is all there is to it."""
+    from tests.e2e import inside, taught
+
+    assert CUDA.args["worker_extension_cls"] == f"{taught.__name__}.{taught.Taught.__name__}"
+    assert [name for name in vars(taught.Taught) if not name.startswith("__")] == []
+    monkeypatch.setenv(inside.TEACH, "cuda")
+    seen: list[Device] = []
+    monkeypatch.setattr(inside, "teach", seen.append)
+    importlib.reload(taught)
+    assert seen == [CUDA]
