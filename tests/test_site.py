@@ -17,6 +17,9 @@ def test_links_lead_to_pages_of_the_site():
     assert with_links_of_the_site(page, "") == (
         "[a](cli.md#kvferry-plan) [b](contributing.md) [c](files/examples/own_cache.py.md) [d](https://x.org/y)"
     )
+    assert (
+        with_links_of_the_site("[errors.md](errors.md#x)", "docs") == "[Every error by its code](errors.md#x)"
+    )
     page = "[a](errors.md) [b](../README.md#x) [c](#here)\n```\n[d](../README.md)\n```\n"
     assert with_links_of_the_site(page, "docs") == (
         "[a](errors.md) [b](readme.md#x) [c](#here)\n```\n[d](../README.md)\n```\n"

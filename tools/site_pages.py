@@ -25,7 +25,7 @@ LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".json": "json", "
 """How a file that is shown is coloured."""
 
 FENCED = re.compile(r"^( *)(```+).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
+LINK = re.compile(r"\[([^]]*)\]\(([^)\s#]+)((?:#[^)\s]*)?)\)")
 NOT_RENDERED = re.compile(r"\s*(\* |- |\d+\. |\||```|~~~)")
 HALF_INDENTED = re.compile(r"^\n {1,3}(?:[^\s|].*)$", re.MULTILINE)
 
@@ -52,13 +52,25 @@ def place_of(path: str) -> str:
 
 
 def with_links_of_the_site(markdown: str, folder: str) -> str:
-    """The text of a page that lies in a folder of the repository, with links that work on the site."""
+    """The text of a page that lies in a folder of the repository, with links that work on the site.
+
+    A link that shows the name of a page's file shows the page's title: files are the repository's affair.
+    """
 
     def moved(link: re.Match[str]) -> str:
         path = within(link[2], folder)
-        return link[0] if path is None else f"{link[1]}{place_of(path)}{link[3]}"
+        if path is None:
+            return link[0]
+        words = title_of(path) if link[1] == posixpath.basename(path) and path.endswith(".md") else link[1]
+        return f"[{words}]({place_of(path)}{link[3]})"
 
     return outside_code(markdown, lambda text: LINK.sub(moved, text))
+
+
+def title_of(path: str) -> str:
+    """The first heading of a page."""
+    found = re.search(r"^# (.+)$", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
+    return found[1] if found else path
 
 
 def linked_files(markdown: str, folder: str) -> set[str]:
