@@ -1,9 +1,11 @@
 """The site's own text: links of the repository work on it, and what GitHub shows it shows."""
 
 import re
+from pathlib import Path
 
 import pytest
 import site_pages
+import site_plans
 from site_pages import Addresses, linked_files, not_understood, with_links_of_the_site
 from site_tables import number, plain, table
 
@@ -89,3 +91,21 @@ def test_a_picture_is_drawn_from_its_table():
 def test_a_cell_is_read_without_its_marks():
     assert plain("kvferry ([how](docs/performance.md))") == "kvferry"
     assert [number(cell) for cell in ("3.1 ms", "1,024", "refused")] == [3.1, 1024, None]
+
+
+def words_of(drawing: Path) -> str:
+    """What a drawing of a plan says to whoever does not see it: title, verdict, who holds what."""
+    (words,) = re.findall("<title.*</desc>", drawing.read_text(encoding="utf-8"), re.DOTALL)
+    return str(words)
+
+
+def test_the_picture_of_the_readme_is_what_its_command_draws(tmp_path):
+    pytest.importorskip("jinja2")
+    site_plans.draw(site_plans.FRONT_PLAN, tmp_path / "plan.svg")
+    drawn, kept = words_of(tmp_path / "plan.svg"), words_of(site_pages.ROOT / "docs" / "plan.svg")
+    assert drawn == kept, "run python tools/site_plans.py, and commit docs/plan.svg"
+
+
+def test_every_plan_is_on_a_page_once():
+    pages = "".join(path.read_text(encoding="utf-8") for path in site_pages.ROOT.glob("docs/*.md"))
+    assert sorted(re.findall("<!-- plan: (.*) -->", pages)) == sorted(site_plans.PLANS)

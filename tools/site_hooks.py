@@ -27,6 +27,7 @@ from site_pages import (
     with_links_of_the_site,
 )
 from site_pictures import picture
+from site_plans import draw_all, shown
 
 LOG = getLogger("mkdocs.kvferry")
 
@@ -61,12 +62,14 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     if not page.file.src_uri.startswith(("files/", "reference")):
         for problem in not_understood(page.markdown or "", html):
             LOG.warning("%s: %s", page.file.src_uri, problem)
-    return re.sub(r"<!-- picture: (\w+) -->", lambda wanted: picture(wanted[1]), html)
+    html = re.sub(r"<!-- picture: (\w+) -->", lambda wanted: picture(wanted[1]), html)
+    return re.sub(r"<!-- plan: (\w+) -->", lambda wanted: shown(wanted[1]), html)
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """List links to other sites; warn of what would be fetched from there. Let files be searched, too."""
+    """Draw plans; let files be searched, too; list links to other sites, warn of what comes from there."""
     site = Path(config.site_dir)
+    draw_all(site / "pictures")
     index = (site / "search" / "search_index.json").read_text(encoding="utf-8")
     (site / "search" / "search_index.js").write_text(f"var __index = {index}", encoding="utf-8")
     outside: dict[str, set[str]] = {}
