@@ -28,7 +28,7 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help env demo test lint types imports check format bench law compatibility families faults fuzz soak load e2e e2e-full \
-        gpu serve vllm-startup kubernetes mutants peers docs simulate clean
+        gpu serve vllm-startup kubernetes browser mutants peers docs simulate clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -103,6 +103,12 @@ faults: $(READY) ## kill, stop and restart processes, forge tickets, throw junk:
 kubernetes: $(READY) ## check the example for Kubernetes against Kubernetes' own schemas
 	@$(BIN)/python -m pip install --quiet -c constraints.txt kubernetes-validate
 	@$(BIN)/kubernetes-validate --strict examples/kubernetes/*.yaml
+
+# SCREENSHOTS=folder keeps a picture of each page, at two widths, light and dark.
+browser: $(READY) ## drive the pages of --html in a real Chromium: keyboard, touch, text, axe
+	@$(BIN)/python tests/browser/chromium.py
+	@$(BIN)/python -m pip install --quiet -c constraints.txt playwright axe-playwright-python
+	@KVFERRY_SCREENSHOTS=$(SCREENSHOTS) $(BIN)/pytest -m "" tests/browser
 
 # Coverage-guided; the corpus that it leaves in tests/fuzz is replayed by `make test`.
 fuzz: $(READY) ## feed junk to every decoder, SECONDS=30 each, by a fuzzer that sees what it reaches

@@ -5,7 +5,9 @@
   const tip = document.getElementById("tip");
   const said = (element) => element.closest("[data-walk] [aria-label]");
 
+  let shown = null;
   function show(element) {
+    shown = element;
     tip.textContent = element.getAttribute("aria-label");
     tip.hidden = false;
     const at = element.getBoundingClientRect();
@@ -13,7 +15,10 @@
     const above = at.top - tip.offsetHeight - 10;
     tip.style.transform = "translate(" + left + "px," + (above > 8 ? above : at.bottom + 10) + "px)";
   }
-  const hide = () => { tip.hidden = true; };
+  function hide() {
+    shown = null;
+    tip.hidden = true;
+  }
 
   for (const picture of document.querySelectorAll("[data-walk]")) {
     const parts = [...picture.querySelectorAll("[aria-label]")];
@@ -36,7 +41,8 @@
     picture.addEventListener("focusout", hide);
     picture.addEventListener("click", (event) => { const part = said(event.target); if (part) go(parts.indexOf(part)); });
   }
-  addEventListener("scroll", hide, { passive: true });
+  // What has the focus may itself make the page scroll: its tip goes along.
+  addEventListener("scroll", () => (shown && shown === document.activeElement ? show(shown) : hide()), { passive: true });
 
   for (const button of document.querySelectorAll("[data-copy]")) {
     if (!navigator.clipboard) continue;
