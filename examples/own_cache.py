@@ -8,6 +8,9 @@ On the host that has the cache (10.0.0.7), then on the other one:
 
 The ticket is a line of text; here it travels as a file, in real life with the request. On one host leave
 --listen and --secret out. The two sides keep the same numbers in arrays of different shape: a view says how.
+The engine that fetches may have several ranks, each with some of the heads and a process of its own:
+
+    python examples/own_cache.py fetch --rank 0 --num-ranks 2 & python examples/own_cache.py fetch --rank 1 …
 """
 
 from __future__ import annotations
@@ -48,19 +51,35 @@ def views_of_source(cache: np.ndarray) -> Iterator[View]:
         yield View.of_strides(state.name, "all", "cache", axes, part.shape, part.strides, offset=offset)
 
 
-def views_of_reader(cache: np.ndarray) -> Iterator[View]:
-    """The same, in another order: [layer, K or V, block, head, token, channel], 32 tokens per block."""
+def views_of_reader(cache: np.ndarray, first_head: int) -> Iterator[View]:
+    """The same, in another order: [layer, K or V, block, head, token, channel], 32 tokens per block.
+
+    A rank has some of the heads, from ``first_head`` on.
+    """
     for i, state in enumerate(STATES):
         part = cache[i // 2, i % 2]
         offset = part.ctypes.data - cache.ctypes.data
-        axes = "block head token channel"
-        yield View.of_strides(state.name, "all", "cache", axes, part.shape, part.strides, offset=offset)
+        yield View.of_strides(
+            state.name,
+            "all",
+            "cache",
+            "block head token channel",
+            part.shape,
+            part.strides,
+            offset=offset,
+            start={"head": first_head},
+        )
 
 
-def manifest(engine: str, cache: np.ndarray, views: Iterator[View], group: Group) -> Manifest:
-    """An engine of one rank, whose memory is one array."""
-    region = Region("cache", cache.nbytes, address=cache.ctypes.data)
-    return Manifest(engine, tuple(STATES), (group,), (Rank(0, (region,), tuple(views)),), identity=IDENTITY)
+def rank(number: int, cache: np.ndarray, views: Iterator[View], *, is_mine: bool = True) -> Rank:
+    """A rank whose memory is one array. Where the memory of others is, nobody has to know."""
+    region = Region("cache", cache.nbytes, address=cache.ctypes.data if is_mine else 0)
+    return Rank(number, (region,), tuple(views))
+
+
+def manifest(engine: str, ranks: list[Rank], group: Group) -> Manifest:
+    """The engine, with all of its ranks."""
+    return Manifest(engine, tuple(STATES), (group,), tuple(ranks), identity=IDENTITY)
 
 
 def numbers() -> np.ndarray:
@@ -76,28 +95,35 @@ def offer(args: argparse.Namespace, trust: Trust) -> None:
     for token in range(TOKENS):
         cache[blocks[token // 16], :, :, token % 16] = numbers()[:, :, token]
 
-    ours = manifest(
-        "prefill", cache, views_of_source(cache), Group("all", num_blocks=64, tokens_per_block=16)
-    )
+    group = Group("all", num_blocks=64, tokens_per_block=16)
+    ours = manifest("prefill", [rank(0, cache, views_of_source(cache))], group)
     engine = SourceEngine("prefill", num_ranks=1, listen=args.listen, trust=trust)
-    rank = SourceRank(engine.invitation, ours, NixlTransport(), trust=trust)
+    readable = SourceRank(engine.invitation, ours, NixlTransport(), trust=trust)
     ticket = engine.offer("request-1", {"all": BlockTable.of(blocks)}, TOKENS)
     args.ticket.write_text(to_text(ticket))
     print(f"offered at {engine.address}: {args.ticket}", flush=True)
     while not (released := engine.poll()):
         time.sleep(0.01)
     print(f"{released[0].request_id} is released: {released[0].reason}")
-    rank.close()
+    readable.close()
     engine.close()
 
 
 def fetch(args: argparse.Namespace, trust: Trust) -> None:
-    """The engine that goes on with it."""
+    """The engine that goes on with it, or one rank of it."""
     blocks = [7, 1, 30, 12]
-    cache = np.zeros((LAYERS, 2, 32, HEADS, 32, CHANNELS), np.float16)
+    num_heads = HEADS // args.num_ranks
+    mine = slice(args.rank * num_heads, (args.rank + 1) * num_heads)
+    cache = np.zeros((LAYERS, 2, 32, num_heads, 32, CHANNELS), np.float16)
     group = Group("all", num_blocks=32, tokens_per_block=32)
-    ours = manifest("decode", cache, views_of_reader(cache), group)
-    destination = Destination(ours, 0, NixlTransport(), trust=trust)
+    ranks = [
+        rank(each, cache, views_of_reader(cache, each * num_heads), is_mine=each == args.rank)
+        for each in range(args.num_ranks)
+    ]
+    # The manifest has all ranks; the reader's name is the same on all, and another one at the next start.
+    destination = Destination(
+        manifest("decode", ranks, group), args.rank, NixlTransport(), reader=args.reader, trust=trust
+    )
     ticket = from_text(args.ticket.read_text(), trust.ticket_key)
     destination.fetch(ticket, {"all": BlockTable.of(blocks)}, {"all": need_of(group, TOKENS)})
     while not (reports := destination.poll()):
@@ -107,7 +133,7 @@ def fetch(args: argparse.Namespace, trust: Trust) -> None:
     if report.failure is not None:
         raise SystemExit(f"not loaded: {report.failure}")
     wrong = sum(
-        int(np.count_nonzero(cache[:, :, blocks[token // 32], :, token % 32] != numbers()[:, :, token]))
+        int(np.count_nonzero(cache[:, :, blocks[token // 32], :, token % 32] != numbers()[:, :, token, mine]))
         for token in range(TOKENS)
     )
     record = report.record
@@ -124,6 +150,11 @@ def main() -> None:
     )
     parser.add_argument("--secret", type=Path, help="the file that both hosts have")
     parser.add_argument("--ticket", type=Path, default=Path("ticket.txt"))
+    parser.add_argument("--rank", type=int, default=0, help="which rank fetches")
+    parser.add_argument(
+        "--num-ranks", type=int, default=1, choices=[1, 2, 4, 8], help="of the engine that fetches"
+    )
+    parser.add_argument("--reader", default="decode, first start", help="the same for all of its ranks")
     args = parser.parse_args()
     trust = Trust(secret_from_file(args.secret)) if args.secret else Trust()
     {"offer": offer, "fetch": fetch}[args.what](args, trust)

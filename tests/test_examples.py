@@ -54,6 +54,21 @@ def test_a_cache_of_ones_own_on_one_host(tmp_path):
     assert "409600 bytes in 3200 runs" in move_own_cache(tmp_path, None, None)
 
 
+def test_a_cache_of_ones_own_into_two_ranks(tmp_path):
+    pytest.importorskip("nixl", exc_type=ImportError)
+    words = ("--ticket", tmp_path / "ticket.txt")
+    offering = own_cache("offer", *words)
+    assert offering.stdout
+    assert offering.stdout.readline().startswith("offered at tcp://")
+    ranks = [own_cache("fetch", *words, "--rank", rank, "--num-ranks", 2) for rank in range(2)]
+    for fetching in ranks:
+        printed, errors = fetching.communicate(timeout=120)
+        assert fetching.returncode == 0, errors
+        assert "loaded: 204800 bytes in 1600 runs" in printed
+        assert "; 0 numbers wrong" in printed
+    assert offering.communicate(timeout=60)[0] == "request-1 is released: read\n"
+
+
 @pytest.mark.parametrize(("transports", "way"), [("sm,tcp,self", "direct"), ("tcp,self", "emulated")])
 def test_a_cache_of_ones_own_between_two_hosts(tmp_path, transports, way):
     with two_hosts() as (source, reader):

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -100,6 +101,13 @@ def test_ranks_of_one_engine_must_name_their_start():
     manifest = describe(small("gqa"), Topology(tp=2, block=8, blocks=9), "decode")
     with pytest.raises(SpecError, match="reader"):
         Destination(manifest, 0, MemoryTransport(Hub()))
+
+
+def test_a_rank_that_its_own_manifest_does_not_count_is_told_what_to_give():
+    manifest = describe(small("gqa"), Topology(tp=2, block=8, blocks=9), "decode")
+    alone = replace(manifest, ranks=manifest.ranks[1:])
+    with pytest.raises(SpecError, match="rank 1 of 1: give the manifest of the whole engine"):
+        Destination(alone, 1, MemoryTransport(Hub()), reader="decode")
 
 
 class NeverConnects(MemoryTransport):

@@ -88,13 +88,19 @@ class Destination:
         """``reader`` names this *start* of the engine, the same on all of its ranks.
 
         It must change with every start: a late message of an earlier one must not pass for one of this.
-        An engine of one rank may leave it out. ``on_refusal`` is called with the manifest of a source engine
+        An engine of one rank may leave it out. ``num_ranks``: of the engine, where the manifest does not
+        have all of them. ``on_refusal`` is called with the manifest of a source engine
         that cannot be read from, and why, in a thread of its own. ``trust``: whose tickets are taken.
         ``digest_every``: of one in so many loads both sides digest the bytes, and compare before it counts;
         1: of each, 0: of none. ``edges`` are for simulations.
         """
         check_digest_every(digest_every, manifest.rank(rank))
         num_ranks = num_ranks or len(manifest.ranks)
+        if rank >= num_ranks:
+            raise SpecError(
+                f"rank {rank} of {num_ranks}: give the manifest of the whole engine (other ranks need no"
+                " addresses), or say num_ranks=…"
+            )
         if not reader and num_ranks > 1:
             raise SpecError("name this start of the engine (reader=…), the same on all of its ranks")
         self._timing = timing or Timing()
