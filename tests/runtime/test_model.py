@@ -16,9 +16,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvferry.core.digest import DigestDifference
 from kvferry.core.request import BlockTable
 from kvferry.core.runs import NO_RUNS, Runs
 from kvferry.core.select import Selection
+from kvferry.core.span import Span
 from kvferry.runtime import (
     Authority,
     Failure,
@@ -55,6 +57,7 @@ from kvferry.wire.messages import (
     TOKEN_BYTES,
     Acquire,
     DescribeRanks,
+    DigestResult,
     Join,
     Outcome,
     RankDescription,
@@ -70,6 +73,7 @@ from kvferry.wire.ticket import Ticket
 TIMING = Timing(lease=9.0, meet=4.0, read=20.0, retry=0.5)
 ADDRESS = "source"
 NUM_SRC_RANKS = 2
+RIGHT_SUMS = b"sums"
 ONE_RUN = Runs(*(np.array([n], np.int64) for n in (0, 0, 8)))
 """Times, a third of a lease included, are multiples of 1/4, and offsets are whole: floats are exact here."""
 FORGERIES = {
@@ -118,6 +122,21 @@ class Read:
     """For real; the reader hears of it later."""
     error: str = ""
     was_owned: bool = False
+    src_rank: int = -1
+    is_wrong: bool = False
+    """Whether other bytes arrived than the source holds; nobody is told."""
+
+
+@dataclass(frozen=True)
+class OurDigest:
+    """What a destination rank finds in its memory."""
+
+    wrong_ranks: frozenset[int]
+    """The source ranks of which other bytes are there."""
+
+    def difference(self, src_rank, sums):
+        is_equal = sums == RIGHT_SUMS and src_rank not in self.wrong_ranks
+        return None if is_equal else DigestDifference("a state", Span(0, 1))
 
 
 @dataclass(eq=False)
@@ -134,6 +153,7 @@ class Rank:
     """Which source ranks the last plan for a peer reads from."""
     builds: list[Build] = field(default_factory=list)
     selects: list[Select] = field(default_factory=list)
+    digests: list[TakeDigest] = field(default_factory=list)
     connected: set[Peer] = field(default_factory=set)
     reads: dict[int, Read] = field(default_factory=dict)
     fetched: dict[int, tuple[Offer | None, float]] = field(default_factory=dict)
@@ -250,7 +270,9 @@ class World(RuleBasedStateMachine):
         name = f"decode-{self.num_starts}"
         for number in range(size):
             key = f"{name}/{number}".ljust(TOKEN_BYTES).encode()
-            self.ranks.append(Rank(name, Reader(name, number, size, TIMING, key=key), offset))
+            every = self.num_starts % 3  # none, each, or one of two is digested
+            reader = Reader(name, number, size, TIMING, key=key, digest_every=every)
+            self.ranks.append(Rank(name, reader, offset))
 
     @property
     def src_now(self):
@@ -275,8 +297,9 @@ class World(RuleBasedStateMachine):
                     rank.heard.append(effect.request_id)
                 case Send():
                     self.packets.append(Packet(effect.to, rank.name, encode(effect.message)))
-                case AnswerDigest():
-                    raise AssertionError("nobody here asks for digests")
+                case AnswerDigest(task):
+                    result = DigestResult(task.generation, rank.number, task.number, RIGHT_SUMS)
+                    self.packets.append(Packet(ADDRESS, rank.name, encode(result)))
 
     def of_authority(self, effects: list[SourceEffect]):
         for effect in effects:
@@ -310,7 +333,7 @@ class World(RuleBasedStateMachine):
             for job in rank.reader._fetches.by_handle.values()
             if rank.fetched[job.handle][0] is offer
             and job.covered_until > self.clock(rank)
-            and job.phase in (Phase.SELECTING, Phase.READING)
+            and job.phase in (Phase.SELECTING, Phase.READING, Phase.CHECKING)
         ]
 
     def of_reader(self, rank, effects: list[Effect]):
@@ -329,7 +352,9 @@ class World(RuleBasedStateMachine):
                 case PostReads():
                     self.on_post(rank, effect)
                 case TakeDigest():
-                    raise AssertionError("nobody here asks for digests")
+                    reads = [read for read in rank.reads.values() if read.handle == effect.handle]
+                    assert all(read.has_ended and not read.error for read in reads), "digested too early"
+                    rank.digests.append(effect)
                 case Cancel():
                     rank.reads[effect.transfer].is_cancelled = True
                 case Drop():
@@ -359,7 +384,8 @@ class World(RuleBasedStateMachine):
         assert post.peer in rank.connected
         assert not {post.clear, *post.reads} & set(rank.reads)
         clear = rank.reads[post.clear] = Read(handle, offer)
-        rank.reads |= {transfer: Read(handle, offer, after=clear) for transfer in post.reads}
+        for transfer, (src_rank, _) in post.reads.items():
+            rank.reads[transfer] = Read(handle, offer, after=clear, src_rank=src_rank)
 
     def on_report(self, rank, report):
         """Quiescence, fencing, fail closed."""
@@ -370,9 +396,15 @@ class World(RuleBasedStateMachine):
         assert all(read.has_ended for read in reads), "reported while a read was under way"
         assert min(report.record.meet_seconds, report.record.move_seconds) >= 0
         assert report.record.meet_seconds + report.record.move_seconds <= report.record.total_seconds
+        is_wrong = any(read.is_wrong for read in reads)
         if report.failure is not None:
             assert report.failure.code
+            assert is_wrong or report.failure.code is not FailureCode.DIGEST_DIFFERS, "a false alarm"
             return
+        assert not (is_wrong and report.record.digest), "wrong bytes were reported as good"
+        every = rank.reader._fetches.checks._every
+        has_read = any(read.src_rank >= 0 for read in reads)
+        assert every != 1 or not has_read or report.record.digest == "equal", "it was not checked"
         offer = rank.fetched[handle][0]
         assert offer is not None, "a forged ticket was read"
         assert all(not read.error for read in reads), "a failed read was reported as good"
@@ -486,6 +518,18 @@ class World(RuleBasedStateMachine):
         self.fetch(0, engine, is_latest=True)
         self.calm(rounds, is_slow=False)
 
+    @rule(engine=index, is_wrong=st.booleans())
+    def serve_to_the_end(self, engine, is_wrong):
+        """Perhaps with bytes that changed on their way."""
+        self.serve(engine, rounds=3)
+        for _ in range(2):  # what is zeroed first, then what is read
+            for rank in self.engine(engine):
+                for read in self.under_way(rank):
+                    self.do_end(read)
+                    read.is_wrong = is_wrong and read.src_rank >= 0
+                self.do_poll(rank)
+        self.calm(rounds=3, is_slow=False)
+
     @rule(engine=index, which=index, is_backwards=st.booleans())
     def fetch_give_up_and_fetch_again(self, engine, which, is_backwards):
         """Messages of both attempts are under way together."""
@@ -586,16 +630,37 @@ class World(RuleBasedStateMachine):
             failure = Failure(FailureCode.REQUEST, "too few blocks")
             self.of_reader(rank, rank.reader.not_selected(self.clock(rank), select.handle, failure))
 
+    @rule(which=index, is_good=st.sampled_from([True, True, True, False]))
+    def finish_digest(self, which, is_good):
+        rank, wanted = self.pick(lambda rank: rank.digests, which)
+        if rank is not None:
+            self.do_digest(rank, wanted, is_good)
+
+    def do_digest(self, rank, wanted, is_good=True):
+        """Source ranks that are not there are asked for, too, and the authority says so."""
+        rank.digests.remove(wanted)
+        handle, now = wanted.handle, self.clock(rank)
+        reads = [read for read in rank.reads.values() if read.handle == handle and read.src_rank >= 0]
+        questions = {read.src_rank: b"question" for read in reads}
+        self.of_reader(rank, rank.reader.digest_asked(now, handle, questions))
+        if is_good:
+            ours = OurDigest(frozenset(read.src_rank for read in reads if read.is_wrong))
+            self.of_reader(rank, rank.reader.digest_taken(now, handle, ours))
+        else:
+            failure = Failure(FailureCode.NO_DIGEST, "memory that cannot be digested")
+            self.of_reader(rank, rank.reader.not_digested(now, handle, failure))
+
     def under_way(self, rank):
         reads = [read for read in rank.reads.values() if not (read.has_ended or read.is_stuck)]
         return [read for read in reads if read.after is None or read.after.has_ended]
 
-    @rule(which=index, error=st.sampled_from(["", "", "", "", "flushed"]))
-    def end_read(self, which, error):
+    @rule(which=index, error=st.sampled_from(["", "", "", "", "flushed"]), is_wrong=seldom)
+    def end_read(self, which, error, is_wrong):
         """For real: from now on nothing of it arrives."""
         rank, read = self.pick(self.under_way, which)
         if rank is not None:
             self.do_end(read, error)
+            read.is_wrong = is_wrong and read.src_rank >= 0
 
     def do_end(self, read, error=""):
         is_gone = read.offer.ticket.generation != self.generation
@@ -779,6 +844,8 @@ class World(RuleBasedStateMachine):
                 self.do_build(rank, build)
             for number, select in enumerate(list(rank.selects)):
                 self.do_select(rank, select, 1 + number % 3)
+            for wanted in list(rank.digests):
+                self.do_digest(rank, wanted)
 
     # -- laws that hold at every moment -----------------------------------------------------------
 
@@ -837,6 +904,7 @@ class World(RuleBasedStateMachine):
         for rank in self.ranks:
             assert len(rank.reader._fetches.settlements) <= len(rank.fetched)
             assert len(rank.reader._fetches.transfers) <= len(rank.reads)
+            assert len(rank.reader._fetches.checks._checks) <= len(rank.reader._fetches.by_handle)
             assert len(rank.reader._questions) <= 40 * max(1, len(rank.fetched))
         if self.offers:
             assert self.authority.num_leases <= len(self.offers)
