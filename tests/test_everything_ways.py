@@ -2,7 +2,7 @@
 
 ``test_everything`` shows that the runs of any case are right. Here the same cases travel between two
 processes, as products, by every way there is; afterwards every byte of the destination's memory is what the
-runs say.
+runs say, and both sides' digests are equal.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvferry import Product, Runs, Term, lower, plan, prove, select
+from kvferry.core.digest import Bytes, DigestSide, differences, digest_parts
 from kvferry.core.manifest import Rank
 from kvferry.core.runs import REGION_SHIFT
 from kvferry.core.way import Way
@@ -48,8 +49,8 @@ class Track:
     holder: Holder
     number: int = 0
 
-    def check(self, reads: Product, blank: Product) -> None:
-        """Move, clear, and look at every byte."""
+    def check(self, reads: Product, blank: Product) -> Bytes:
+        """Move, clear, and look at every byte; what is there then."""
         expected = self.holder.load()[0]
         for _, src, _, dst, num_bytes in reads.runs:
             expected[dst : dst + num_bytes] = self.source.contents[0][src : src + num_bytes]
@@ -60,6 +61,7 @@ class Track:
         self.reader.clear(self.number + 1, blank)
         assert [end.error for end in wait(self.reader, 2)] == ["", ""]
         assert np.array_equal(self.holder.load()[0], expected)
+        return expected
 
 
 def starts(rank: Rank) -> NDArray[np.int64]:
@@ -83,6 +85,14 @@ def moved(product: Product, src: Rank, dst: Rank) -> Product:
     return Product(tuple(Term(pattern(term.pattern), term.steps, term.block_bytes) for term in product.terms))
 
 
+def memory_of(rank: Rank, whole: Bytes) -> dict[str, Bytes]:
+    """The regions of a rank, out of the one that holds them all."""
+    return {
+        region.name: whole[start : start + region.num_bytes]
+        for region, start in zip(rank.regions, starts(rank).tolist(), strict=False)
+    }
+
+
 def check_way(track: Track) -> None:
     @settings(
         max_examples=NUM_EXAMPLES,
@@ -94,12 +104,20 @@ def check_way(track: Track) -> None:
         case = data.draw(cases())
         src, dst = engines(case)
         request = data.draw(requests(src, dst, case.num_tokens, case.num_kept))
-        route = lower(prove(plan(src, dst, case.dst_rank)), max_runs_per_block=1 << 20)
-        selection = select(route, request, slack=case.slack)
+        planned = plan(src, dst, case.dst_rank)
+        route = lower(prove(planned), max_runs_per_block=1 << 20)
+        selection, parts = select(route, request, slack=case.slack), digest_parts(planned, request)
         ours = dst.rank(case.dst_rank)
         blank = moved(selection.blank, ours, ours)
         for src_rank, product in selection.products.items():
-            track.check(moved(product, src.rank(src_rank), ours), blank)
+            theirs = src.rank(src_rank)
+            arrived = track.check(moved(product, theirs, ours), blank)
+            sides = (
+                DigestSide(src, theirs, request.src, memory_of(theirs, track.source.contents[0]), "src"),
+                DigestSide(dst, ours, request.dst, memory_of(ours, arrived), "dst"),
+            )
+            wanted, held = (side.sums(parts[src_rank], seed=case.num_tokens) for side in sides)
+            assert list(differences(dst, parts[src_rank], held, wanted)) == [], "a false alarm"
 
     check()
 
