@@ -28,7 +28,7 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help env demo test lint types imports check format bench law compatibility families faults fuzz soak load e2e e2e-full \
-        gpu serve vllm-startup kubernetes browser mutants peers docs simulate clean
+        gpu serve vllm-startup kubernetes browser mutants package peers docs simulate clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -172,6 +172,14 @@ docs: $(VENV)/.docs ## build the site into build/site; open build/site/index.htm
 
 $(VENV)/.docs: $(READY)
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,docs]"
+	@touch $@
+
+# PACKAGE="--only-build" builds and tries nothing; "--no-nixl" leaves NIXL's large wheel out.
+package: $(VENV)/.package ## build the package twice, equal to the byte; check it; try it in fresh environments
+	@$(BIN)/python tools/package.py $(PACKAGE)
+
+$(VENV)/.package: $(READY)
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,package]"
 	@touch $@
 
 # MUTANTS="core --sample 100 --seed 7": which rooms, how many, which sample; the default: the laws, 30 of each room.

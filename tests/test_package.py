@@ -1,5 +1,6 @@
 """What is installed with what: a bare kvferry says which extra brings what is missing."""
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import kvferry
 from kvferry.errors import MissingPackage
 
 ROOT = Path(__file__).parents[1]
@@ -86,3 +88,42 @@ def test_the_command_says_it_too(argv):
     assert (ran.returncode, ran.stdout) == (2, "")
     said = 'kvferry: typer is needed for this, and is not installed: pip install "kvferry[cli]"\n'
     assert ran.stderr == said
+
+
+def test_the_version_is_the_same_everywhere():
+    assert PROJECT["version"] == kvferry.__version__
+
+
+COMPLETE = {
+    "bash": {"COMP_WORDS": "kvferry sta", "COMP_CWORD": "1"},
+    "zsh": {"_TYPER_COMPLETE_ARGS": "kvferry sta"},
+}
+
+
+@pytest.mark.parametrize("shell", COMPLETE)
+def test_a_shell_completes_commands(shell):
+    argv = [sys.executable, "-c", "import sys, kvferry.cli; sys.exit(kvferry.cli.main())"]
+    env = {**os.environ, **COMPLETE[shell], "_KVFERRY_COMPLETE": f"complete_{shell}"}
+    ran = subprocess.run(argv, capture_output=True, text=True, check=False, env=env)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "status" in ran.stdout
+    assert "plan" not in ran.stdout
+    script = subprocess.run(
+        argv, capture_output=True, text=True, check=True, env={**env, "_KVFERRY_COMPLETE": f"source_{shell}"}
+    )
+    assert "_kvferry_completion" in script.stdout
+
+
+def test_readme_has_whole_links_on_a_package_index():
+    """hatchling runs the hook where it builds; here its pattern is enough."""
+    text = (ROOT / "hatch_build.py").read_text(encoding="utf-8").replace("from hatchling", "# from hatchling")
+    hook: dict = {"MetadataHookInterface": object}
+    exec(compile(text, "hatch_build.py", "exec"), hook)
+    page = "[a](docs/a.md#b), ![c](docs/c.svg), [d](https://e.org/d), [f](#f)"
+    assert hook["with_whole_links"](page, "") == "a, c, [d](https://e.org/d), [f](#f)"
+    whole = hook["with_whole_links"](page, "https://h.org/k")
+    assert whole.startswith(
+        "[a](https://h.org/k/blob/main/docs/a.md#b), ![c](https://h.org/k/raw/main/docs/c.svg)"
+    )
+    for target in hook["PAGES"].values():
+        assert (ROOT / target).exists()

@@ -29,7 +29,6 @@ COMMANDS: dict[str, tuple[Callable[..., int | None], str]] = {
 """Each command with its help. The list of commands shows the first line of its docstring."""
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

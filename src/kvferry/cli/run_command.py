@@ -36,8 +36,10 @@ def run_command(argv: Sequence[str]) -> int:
         if not MissingPackage.is_of_ours(error):
             return _bug(error, as_json=as_json)
         return _say(str(MissingPackage.named(error)), as_json=as_json)
-    except (BrokenPipeError, SystemExit):  # Typer makes the latter of the former, and of nothing else
+    except BrokenPipeError:
         return _quiet()
+    except SystemExit as ended:  # Typer makes 1 of a broken pipe, and ends so when it has completed a word
+        return _quiet() if ended.code else GOOD
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:
