@@ -7,6 +7,7 @@ import re
 import shlex
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import nixl
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 
 from kvferry.errors import SpecError
 from kvferry.integrations.vllm.shared.options import Options
@@ -96,6 +98,14 @@ def test_every_option_of_vllms_connector_is_refused_with_what_to_do_instead():
     with pytest.raises(SpecError) as refused:
         Options.of(dict.fromkeys(strange, 1), host="10.0.0.7")
     assert [name for name in strange if f"{name} (NixlConnector's; " not in str(refused.value)] == []
+
+
+def test_a_layout_that_is_set_wins_over_what_the_connector_asks_for(monkeypatch):
+    """As the page says; and vLLM does not even ask."""
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "NHD")
+    nobody = SimpleNamespace(cache_config=SimpleNamespace(kv_cache_layout=None))
+    assert resolve_kv_cache_layout(nobody, [["LBHNC", "LBNHC"]]).name == "LBNHC"
+    assert "A value that is set wins" in MOVE
 
 
 def test_every_field_of_the_flag_has_an_answer():
