@@ -18,6 +18,7 @@ from kvferry.cli.engines import described_with_room
 from kvferry.cli.output import num_bytes
 from kvferry.cli.picture.bands import piece_bytes, state_rows
 from kvferry.cli.picture.blocks import drawn_cells, engine_blocks
+from kvferry.cli.picture.plan_picture import PlanPicture
 from kvferry.cli.picture.shapes import LogScale, strips
 from kvferry.core.view import NOT_HELD
 from kvferry.models import Topology, describe, model_named
@@ -210,6 +211,38 @@ def test_groups_that_share_a_tensor_are_drawn_on_the_same_bytes():
     assert full.used_bytes < full.block_bytes == states.block_bytes == picture.num_bytes
     assert states.lens is not None
     assert {cell.offset for track in states.lens.tracks for cell in track.cells} >= {0, 2048, 4096}
+
+
+def test_blocks_that_lie_apart_in_a_tensor_are_drawn_apart():
+    """All blocks of K, then all of V: neither is drawn into the other's bytes."""
+    manifest = describe(model_named("gpt2"), Topology.parse("layout=NHD-apart,blocks=10"))
+    (picture,) = engine_blocks("source", manifest).pictures
+    assert [part.tracks[0].label for part in picture.parts] == [
+        "layers.{0-11}.attn/k",
+        "layers.{0-11}.attn/v",
+    ]
+    assert [part.first_byte for part in picture.parts] == [0, 10 * picture.num_bytes]
+    assert all(part.used_bytes == part.block_bytes for part in picture.parts)
+
+
+def test_two_strides_in_one_tensor_are_drawn_on_one_scale():
+    manifest = describe(model_named("kimi-linear-48b"), Topology.parse("tp=4"))
+    rank = manifest.ranks[0]
+    views = tuple(
+        replace(view, block_stride=view.block_stride // 4) if view.group == "full" else view
+        for view in rank.views
+    )
+    other = replace(manifest, ranks=(replace(rank, views=views),))
+    picture = engine_blocks("source", other).pictures[0]
+    assert sorted(picture.num_bytes // part.block_bytes for part in picture.parts) == [1, 4]
+
+
+def test_a_page_of_very_many_bands_says_where_the_rest_is(drawn, monkeypatch):
+    monkeypatch.setattr(PlanPicture, "MOST_LINES", 40)
+    text, _ = drawn("plan", "--model", "gpt2", "--src", "tp=64", "--dst", "tp=48")
+    assert len(text.encode()) < 500_000
+    for number in (96 - 20, 96 - 40):
+        assert f"… and {number} more, which kvferry plan --json lists." in Page(text).text
 
 
 def test_every_kind_of_view_is_drawn_once():

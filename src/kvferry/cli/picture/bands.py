@@ -82,6 +82,11 @@ class StateRow:
     def num_bytes(self) -> int:
         return sum(band.num_bytes for band in self.bands)
 
+    @property
+    def parts(self) -> tuple[tuple[Band, BandPart], ...]:
+        """Each part of each band, as a table lists them."""
+        return tuple((band, part) for band in self.bands for part in band.parts)
+
 
 def state_rows(asked: Asked, billed: Billed) -> tuple[StateRow, ...]:
     """The rows of a proved pair; their bytes are those of its bill, to the last one."""
@@ -148,7 +153,7 @@ def _row(states: Sequence[State], billed: Billed, moved: dict[str, list[tuple[Pi
     return StateRow(
         together(names),
         names,
-        cell_words(first),
+        cell_words(first) + (f", shared by {1 + len(first.aliases)} layers" if first.aliases else ""),
         _token_words(first, _group(dst, first), billed.tokens),
         _holding(src, source or first),
         _holding(dst, first),
@@ -174,7 +179,7 @@ def _token_words(state: State, group: Group, num_tokens: int) -> str:
     cell = f", one cell per {state.tokens_per_cell} tokens" if state.tokens_per_cell > 1 else ""
     if group.window and group.window < num_tokens:
         return f"the last {counted(group.window, 'token')}{cell}"
-    return f"one cell per token{cell}" if not cell else cell.removeprefix(", ")
+    return cell.removeprefix(", ") or "one cell per token"
 
 
 # -- who holds what ----------------------------------------------------------------------------------

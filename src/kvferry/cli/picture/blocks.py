@@ -69,6 +69,8 @@ class BlockPart:
     groups: tuple[str, ...]
     holds: str
     """What one block holds."""
+    first_byte: int
+    """Where its first block begins in the tensor."""
     block_bytes: int
     used_bytes: int
     tracks: tuple[Track, ...]
@@ -139,7 +141,15 @@ def _look(rank: Rank) -> object:
 def _view_look(view: View) -> object:
     """Equal for views that are drawn alike: of one kind, at one place of the block."""
     digits = tuple((name, tuple((d.num_held, d.stride) for d in axis.digits)) for name, axis in view.axes)
-    return (_kind(view.state), view.offset, view.block_stride, digits)
+    return (_kind(view.state), view.offset % view.block_stride, view.block_stride, digits)
+
+
+def _pool(view: View) -> tuple[str, int, int]:
+    """Equal for views that share their blocks: of one group, and in one run of blocks of the tensor.
+
+    A tensor may hold all blocks of K and then all of V, or those of one layer after the other's.
+    """
+    return (view.group, view.block_stride, view.offset // view.block_stride)
 
 
 def _kind(state: str) -> str:
@@ -149,28 +159,33 @@ def _kind(state: str) -> str:
 def _picture(
     manifest: Manifest, regions: Sequence[str], views: Mapping[str, Sequence[View]], limit: int
 ) -> BlockPicture:
-    by_group: dict[str, list[View]] = defaultdict(list)
+    pools: dict[tuple[str, int, int], list[View]] = defaultdict(list)
     for view in views[regions[0]]:
-        by_group[view.group].append(view)
-    alike: dict[object, list[str]] = defaultdict(list)
-    for name, mine in by_group.items():
-        group = manifest.group_by_name[name]
+        pools[_pool(view)].append(view)
+    alike: dict[object, list[tuple[str, int, int]]] = defaultdict(list)
+    for pool, mine in pools.items():
+        group = manifest.group_by_name[pool[0]]
         look = frozenset(map(_view_look, mine))
-        alike[look, group.tokens_per_block, group.addressing, group.window].append(name)
+        alike[look, group.tokens_per_block, group.addressing, group.window].append(pool)
     everywhere = [view for region in regions for view in views[region]]
     parts = tuple(
-        _part(manifest, names, by_group[names[0]], [v for v in everywhere if v.group in names], limit)
-        for names in alike.values()
+        _part(manifest, some, pools[some[0]], [view for view in everywhere if _pool(view) in some], limit)
+        for some in alike.values()
     )
     longest = max(part.block_bytes for part in parts)
     return BlockPicture(together(regions), len(regions), longest, parts)
 
 
 def _part(
-    manifest: Manifest, names: Sequence[str], views: Sequence[View], alike: Sequence[View], limit: int
+    manifest: Manifest,
+    pools: Sequence[tuple[str, int, int]],
+    views: Sequence[View],
+    alike: Sequence[View],
+    limit: int,
 ) -> BlockPart:
-    """The views of one group; ``alike`` are those of equal groups and tensors, which are named with them."""
-    group = manifest.group_by_name[names[0]]
+    """The views of one pool; ``alike`` are those of equal pools and tensors, which are named with them."""
+    groups = tuple(dict.fromkeys(name for name, _, _ in pools))
+    _, stride, index = pools[0]
     kinds: dict[str, list[View]] = defaultdict(list)
     for view in views:
         kinds[_kind(view.state)].append(view)
@@ -186,8 +201,8 @@ def _part(
         )
         for kind, some in kinds.items()
     )
-    stride = views[0].block_stride
-    return BlockPart(tuple(names), _holds(group), stride, cells, tracks, _lens(tracks, stride))
+    holds = _holds(manifest.group_by_name[groups[0]])
+    return BlockPart(groups, holds, index * stride, stride, cells, tracks, _lens(tracks, stride))
 
 
 def _lens(tracks: Sequence[Track], block_bytes: int) -> Lens | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kvferry.cli.output import finding_rows, milliseconds, num_bytes
 from kvferry.cli.picture.bands import state_rows
@@ -40,6 +41,9 @@ class Figure:
 @dataclass(frozen=True)
 class PlanPicture:
     """The answer of ``kvferry plan``, ready to be drawn."""
+
+    MOST_LINES: ClassVar[int] = 800
+    """Lines of all tables of bands together: a page of hundreds of ranks stays one that a browser opens."""
 
     answer: PlanAnswer
     advice: tuple[Advice, ...]
@@ -102,6 +106,11 @@ class PlanPicture:
         )
         moved = (Figure(num_bytes(bill.total_bytes), "moved"),)
         return (*moved, Figure(f"{bill.num_runs:,}", f"runs of {average} on average"), *time, *zeroed)
+
+    @property
+    def lines_of_a_table(self) -> int:
+        """At most, for each row."""
+        return max(16, self.MOST_LINES // max(1, len(self.strips)))
 
     @property
     def way(self) -> str:
