@@ -11,6 +11,7 @@ from kvferry import Span, SpecError
 from kvferry.core.sample import sample_request
 from kvferry.endpoint import Destination, SourceEngine, SourceRank
 from kvferry.endpoint.load_digest import answer_digest
+from kvferry.endpoint.load_log import LoadLog
 from kvferry.models import Topology, describe
 from kvferry.runtime import FailureCode
 from kvferry.testing.faults import Faults
@@ -145,3 +146,16 @@ def test_several_source_ranks_are_asked_whatever_they_hold(family, spoils):
     engine.close()
     assert reports[0].record.num_sources == 2
     assert reports[0].record.digest == ("differs" if spoils else "equal")
+
+
+def test_a_load_is_logged_before_its_blocks_can_be_used_again(pair_of, monkeypatch):
+    pair, polled = pair_of(hub=spoiling_hub(), digest_every=1), []
+    ended = LoadLog.ended
+
+    def logged(log, now, report):
+        polled.extend(pair.destination.poll())
+        ended(log, now, report)
+
+    monkeypatch.setattr(LoadLog, "ended", logged)
+    assert fetched(pair).failure is not None
+    assert polled == []

@@ -9,12 +9,10 @@ from functools import partial
 from itertools import count, islice
 
 from kvferry.channel import Contact, ContactChange, Received
-from kvferry.core.cost import NO_TRAFFIC, Traffic
 from kvferry.core.manifest import Manifest
 from kvferry.core.request import BlockTable
 from kvferry.core.select import Selection, Slack, select
 from kvferry.core.span import Spans
-from kvferry.core.way import Way
 from kvferry.endpoint.edges import Edges
 from kvferry.endpoint.endpoint_metrics import EndpointMetrics
 from kvferry.endpoint.gather_calls import ask_to_gather
@@ -288,8 +286,8 @@ class Destination:
                 case HangUp():
                     self._channel.hang_up(effect.address)
                 case Report():
+                    self._log.ended(self._clock(), effect)  # before anybody can use the blocks again
                     self._reports.append(effect)
-                    self._log.ended(self._clock(), effect)
                     if self._metrics:
                         self._metrics.count(effect)
                     self._costs.end(effect.handle, None if effect.failure else effect.record.move_seconds)
@@ -383,22 +381,12 @@ class Destination:
         try:
             selection = select(met.route, fetch.request(), slack=fetch.slack)
             # Whoever needs the list gets it here, not in a thread that others wait for.
-            traffic = _traffic(selection, met)
+            traffic = met.traffic(selection)
         except Exception as error:
             failure = failure_of(error, FailureCode.BAD_TABLES)
             self._owner.put(lambda now: self._reader.not_selected(now, handle, failure))
         else:
             self._owner.put(lambda now: self._selected(now, wanted, selection, traffic, met.way))
-
-
-def _traffic(selection: Selection, met: MetPeer) -> dict[Way, Traffic]:
-    """What the transport sees, by way. Only where it needs the list is the list made."""
-    traffic: dict[Way, Traffic] = {}
-    for src_rank, product in selection.products.items():
-        way = met.links[src_rank].way
-        num_runs = None if way is Way.MAPPED else len(product.runs)
-        traffic[way] = traffic.get(way, NO_TRAFFIC) + Traffic.of([product], num_runs)
-    return traffic
 
 
 def _check(ticket: Ticket) -> None:

@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from kvferry.core.cost import NO_TRAFFIC, Traffic
 from kvferry.core.identity import IdentityCheck, compare_identity
 from kvferry.core.lower import Route
 from kvferry.core.manifest import Manifest
+from kvferry.core.select import Selection
+from kvferry.core.way import Way
 from kvferry.core.words import counted
 from kvferry.endpoint.shared_plans import SharedPlan
 from kvferry.errors import KVFerryError, Refused, RequestError, SpecError, TransportError
@@ -47,6 +50,15 @@ class MetPeer:
         """Whether both sides run the same model, as far as they know."""
         plan = self.route.plan
         return compare_identity(plan.src.identity, plan.dst.identity)
+
+    def traffic(self, selection: Selection) -> dict[Way, Traffic]:
+        """What the transport sees of a load, by way. Only where it needs the list is the list made."""
+        traffic: dict[Way, Traffic] = {}
+        for src_rank, product in selection.products.items():
+            way = self.links[src_rank].way
+            num_runs = None if way is Way.MAPPED else len(product.runs)
+            traffic[way] = traffic.get(way, NO_TRAFFIC) + Traffic.of([product], num_runs)
+        return traffic
 
     def summary(self, peer: Peer) -> str:
         """What a person wants to know of the meeting, in a line."""
