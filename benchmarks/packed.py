@@ -61,12 +61,12 @@ def ways_over(over: str) -> dict[str, Callable[[], NixlTransport]]:
     """How the runs are read, by the name of the column."""
     fast = UcxSettings(emulated_reads=EmulatedReads.FAST)
     ways: dict[str, Callable[[], NixlTransport]] = {
-        "direct": lambda: NixlTransport(packed_reads=PackedReads.OFF),
+        "direct": lambda: NixlTransport(packed_reads=PackedReads.NEVER),
         "packed": lambda: AskingTransport(packed_reads=PackedReads.REQUIRE),
-        "one run": lambda: NixlTransport(packed_reads=PackedReads.OFF, settings=fast),
+        "one run": lambda: NixlTransport(packed_reads=PackedReads.NEVER, settings=fast),
     }
     if over == "tcp":
-        ways |= {"fast": lambda: NixlTransport(packed_reads=PackedReads.OFF, settings=fast)}
+        ways |= {"fast": lambda: NixlTransport(packed_reads=PackedReads.NEVER, settings=fast)}
     return ways
 
 

@@ -185,7 +185,7 @@ def test_more_than_a_chunk_and_senseless_asks_are_refused_and_the_rank_goes_on(h
 
 def test_a_rank_that_does_not_gather_is_not_read_and_the_sentence_says_what_to_do(engines):
     engine = SourceEngine("prefill", 1)
-    rank = SourceRank(engine.invitation, engines.src, NixlTransport(packed_reads=PackedReads.OFF))
+    rank = SourceRank(engine.invitation, engines.src, NixlTransport(packed_reads=PackedReads.NEVER))
     destination = Destination(engines.dst, 0, transport())
     destination.fetch(engine.offer("r", engines.request.src, 20), engines.request.dst, engines.request.need)
     (report,) = soon(destination.poll)

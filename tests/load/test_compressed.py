@@ -68,7 +68,7 @@ def transports(way):
     if way == "memory":
         hub = Hub()
         return lambda: MemoryTransport(hub)
-    packed_reads = PackedReads.REQUIRE if way == "packed" else PackedReads.OFF
+    packed_reads = PackedReads.REQUIRE if way == "packed" else PackedReads.NEVER
     return lambda: NixlTransport(packed_reads=packed_reads, ring_size=RING)
 
 

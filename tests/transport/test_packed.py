@@ -1,17 +1,25 @@
 """The packed way between two processes: the laws of transports, and what only this way has."""
 
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
 
+from kvferry.core.way import Way
+from kvferry.errors import TransportError
 from kvferry.testing.packed import AskingTransport
 from kvferry.testing.sources import serving
 from kvferry.testing.transport_laws import TransportLaws
-from kvferry.testing.transport_world import REGION_BYTES, World, stale_memory
+from kvferry.testing.transport_world import REGION_BYTES, WHOLE, World, stale_memory, wait
+from kvferry.transport.base import ReadEnd
+from kvferry.transport.cards import pack_card, segment_in, staging_in, unpack_card, with_staging
+from kvferry.transport.staging import PackedReads, Staging
 
 pytest.importorskip("nixl", exc_type=ImportError)
 
 PACKED = {"KVFERRY_PACKED_READS": "require"}
+AUTO = {"KVFERRY_PACKED_READS": "auto"}
+TCP = {"UCX_TLS": "tcp,self"}
 
 
 class PackedLaws(TransportLaws):
@@ -35,4 +43,71 @@ class TestPacked(PackedLaws):
 
 
 class TestPackedOverTcp(PackedLaws):
-    env: ClassVar[dict[str, str]] = PACKED | {"UCX_TLS": "tcp,self"}
+    env: ClassVar[dict[str, str]] = PACKED | TCP
+
+
+@pytest.fixture(scope="module")
+def far():
+    """A source that only its own help can read, and that gathers."""
+    with serving(1, REGION_BYTES, env=AUTO | TCP) as served:
+        yield served.sources[0]
+
+
+@pytest.fixture
+def holder():
+    return stale_memory()
+
+
+@pytest.fixture
+def transport(holder):
+    transport = AskingTransport(packed_reads=PackedReads.AUTO)
+    transport.register(holder.regions)
+    yield transport
+    transport.close()
+
+
+def reads_all_of(transport, name, source, holder):
+    transport.read(1, name, WHOLE)
+    assert wait(transport, 1) == [ReadEnd(1)]
+    return (holder.load()[0] == source.contents[0]).all()
+
+
+def test_by_itself_a_rank_is_asked_to_gather_only_where_the_fabric_cannot_read(far, holder, transport):
+    with serving(1, REGION_BYTES, env=AUTO) as near:
+        (source,) = near.sources
+        assert transport.connect("near", source.card, source.regions).way is Way.DIRECT
+        assert reads_all_of(transport, "near", source, holder)
+    connected = transport.connect("far", far.card, far.regions)
+    assert str(connected) == "packed (the fabric cannot read its memory by itself)"
+    assert reads_all_of(transport, "far", far, holder)
+
+
+def test_where_no_stream_can_be_had_reads_are_emulated_and_the_reason_is_named(far, holder, transport):
+    agent, metadata = unpack_card(far.card)
+    alone = pack_card(agent, metadata, segment_in(far.card))
+    connected = transport.connect("alone", alone, far.regions)
+    assert connected.way is Way.EMULATED
+    assert "its rank does not gather; set KVFERRY_PACKED_READS" in connected.reason
+    assert reads_all_of(transport, "alone", far, holder)
+    transport.forget("alone")
+
+    nobody = replace(Staging.from_bytes(staging_in(far.card)), address="tcp://127.0.0.1:1")
+    connected = transport.connect("lost", with_staging(alone, nobody.to_bytes()), far.regions)
+    assert connected.way is Way.EMULATED
+    assert "nor is there a stream" in connected.reason
+    assert reads_all_of(transport, "lost", far, holder)
+
+
+def test_a_stream_is_no_emulated_read(far, holder, monkeypatch):
+    monkeypatch.setenv("KVFERRY_EMULATED_READS", "refuse")
+    transport = AskingTransport(packed_reads=PackedReads.AUTO)
+    transport.register(holder.regions)
+    assert transport.connect("far", far.card, far.regions).way is Way.PACKED
+    assert reads_all_of(transport, "far", far, holder)
+    transport.close()
+
+
+def test_the_setting_is_checked(monkeypatch):
+    monkeypatch.setenv("KVFERRY_PACKED_READS", "off")
+    with pytest.raises(TransportError, match="'off': one of never, auto, require"):
+        AskingTransport()

@@ -247,8 +247,8 @@ TRANSPORT: dict[str, Explained] = {
     "not-packed": Explained(
         "This rank reads only from ranks that gather for it (`KVFERRY_PACKED_READS=require`). The source's"
         " rank does not.",
-        "Set `KVFERRY_PACKED_READS` to the same on both sides. vLLM's connector does not gather yet: leave it"
-        " unset there.",
+        "Set `KVFERRY_PACKED_READS` to the same on both sides, or to `auto` here. vLLM's connector does not"
+        " gather yet: leave it unset there.",
     ),
     "not-registered": Explained("A transport is used before its memory is registered.", _ORDER),
     "out-of-bounds": Explained("A read would leave its region.", BUG),

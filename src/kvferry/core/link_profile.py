@@ -53,6 +53,13 @@ HOST_TCP = LinkProfile(
     Origin.MEASURED,
     "two processes, two cores, loopback, NIXL 1.5.1, careful (benchmarks/emulated.py)",
 )
+TCP_STREAM = LinkProfile(
+    "tcp-stream",
+    Way.PACKED,
+    Cost(seconds_per_read=1e-3, seconds_per_run=9e-7, bytes_per_second=1.1e9),
+    Origin.MEASURED,
+    "two processes, two cores that were busy with other work, loopback (benchmarks/packed.py tcp)",
+)
 HOST_PACKED = LinkProfile(
     "host-packed",
     Way.PACKED,
@@ -99,7 +106,7 @@ ONE_PROCESS = LinkProfile(
     "two cores of a Xeon: a call of memmove per run",
 )
 
-LINK_PROFILES = (HOST_CMA, HOST_PACKED, HOST_TCP, SAME_GPU, SAME_GPU_DIRECT, NVLINK, RDMA_400)
+LINK_PROFILES = (HOST_CMA, HOST_PACKED, HOST_TCP, TCP_STREAM, SAME_GPU, SAME_GPU_DIRECT, NVLINK, RDMA_400)
 """Those that two engines can have between them."""
 
 

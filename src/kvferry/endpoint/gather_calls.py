@@ -13,7 +13,6 @@ from kvferry.core.view import Ints
 from kvferry.endpoint.edges import ControlChannel
 from kvferry.transport.base import Transport
 from kvferry.transport.gather_line import GatherAnswers, GatheringTransport
-from kvferry.transport.staging import PackedReads
 from kvferry.transport.stream_frames import StreamOffer
 from kvferry.wire.gather import (
     Gather,
@@ -84,7 +83,7 @@ class GatherCalls:
 
 def ask_to_gather(transport: Transport, open_channel: Callable[[], ControlChannel]) -> None:
     """Have a transport that is registered ask source ranks to gather, if that is its way."""
-    if isinstance(transport, GatheringTransport) and transport.packed_reads is PackedReads.REQUIRE:
+    if isinstance(transport, GatheringTransport) and transport.is_gathering:
         transport.ask_by(GatherCalls(open_channel(), "kvferry-gather-calls"))
 
 

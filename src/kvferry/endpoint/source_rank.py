@@ -17,7 +17,6 @@ from kvferry.runtime import Released, Timing
 from kvferry.runtime.ticket_guard import TicketGuard
 from kvferry.transport.base import Transport
 from kvferry.transport.gather_line import GatheringTransport
-from kvferry.transport.staging import PackedReads
 from kvferry.wire.outline import join_of
 from kvferry.wire.permit import RANK_KEY_BYTES
 from kvferry.wire.trust import Trust
@@ -54,7 +53,7 @@ class SourceRank:
         self._released: deque[Released] = deque()
         self._service: GatherService | None = None
         rank_key, credential = b"", invitation.credential
-        if isinstance(transport, GatheringTransport) and transport.packed_reads is PackedReads.REQUIRE:
+        if isinstance(transport, GatheringTransport) and transport.is_gathering:
             check_listen(listen, advertise, trust)
             rank_key = edges.random_bytes(RANK_KEY_BYTES)
             guard = TicketGuard(rank_key, BlockBytes(manifest, rank))

@@ -24,7 +24,6 @@ from kvferry.core.manifest import Region
 from kvferry.testing.packed import gather_openly
 from kvferry.transport.cuda import Cuda
 from kvferry.transport.nixl import NixlTransport
-from kvferry.transport.staging import PackedReads
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ def _serve(device: str, num_sources: int, region_bytes: Sequence[int]) -> None:
         for j, num_bytes in enumerate(region_bytes):
             holder.add(f"region{j}", contents(i, j, num_bytes))
         transport.register(holder.regions)
-        if transport.packed_reads is PackedReads.REQUIRE:
+        if transport.is_gathering:
             services.append(gather_openly(transport))
         names = ("name", "num_bytes", "address", "device")
         regions = [{name: getattr(region, name) for name in names} for region in holder.regions]

@@ -8,7 +8,6 @@ from typing import Protocol, runtime_checkable
 from kvferry.core.manifest import Region
 from kvferry.core.product import Term
 from kvferry.transport.places import Places
-from kvferry.transport.staging import PackedReads
 from kvferry.transport.staging_ring import StagingRing
 from kvferry.transport.stream_frames import StreamOffer
 
@@ -45,7 +44,10 @@ class GatherLine(Protocol):
 class GatheringTransport(Protocol):
     """What an endpoint asks of a transport that has the packed way, beside all else."""
 
-    packed_reads: PackedReads
+    @property
+    def is_gathering(self) -> bool:
+        """Whether the packed way is open: it is not for device memory, or if the setting says so."""
+        ...
 
     def gather_memory(self) -> tuple[Places, StagingRing]:
         """For whoever gathers for this rank's readers: what from, and what into."""

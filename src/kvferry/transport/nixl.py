@@ -57,6 +57,7 @@ __all__ = [
 
 log = log_of(__name__)
 
+NOT_DIRECT = "the fabric cannot read its memory by itself"
 REFUSED = (
     f"it is dead, or no transport of UCX can read its memory without its help, and such reads are disabled"
     f" ({SETTING}, {UCX_EMULATES}). Let UCX use RDMA, CUDA IPC or, within one host and PID namespace, CMA"
@@ -87,8 +88,7 @@ class NixlTransport:
         self._connect_timeout_s, self._close_timeout_s = connect_timeout_s, close_timeout_s
         self._settings = settings or UcxSettings.from_environment(os.environ)
         self._mapped_reads = mapped_reads or MappedReads.from_environment(os.environ)
-        self.packed_reads = packed_reads or PackedReads.from_environment(os.environ)
-        """Whether this rank gathers, and reads through rings (``packed``)."""
+        self._packed_reads = packed_reads or PackedReads.from_environment(os.environ)
         self._make_agent = make_agent or partial(Agent, backend=backend)
         self._gate = Gate()
         self._transfers: Transfers[Link | None] = Transfers()
@@ -97,7 +97,7 @@ class NixlTransport:
         self._memory: RegionTable | None = None
         self._device: RankDevice | None = None
         self._teams: dict[AgentMode, AgentTeam] = {}
-        self._rings = PackedRings(ring_size) if self.packed_reads is PackedReads.REQUIRE else None
+        self._rings = PackedRings(ring_size) if self._packed_reads is not PackedReads.NEVER else None
         self._lock = threading.Lock()
         self._links: dict[str, Link] = {}
 
@@ -115,7 +115,10 @@ class NixlTransport:
                 raise TransportError("no-regions", "a rank has memory")
             memory = RegionTable("ours", regions)
             if self._rings and any(kind.name != "DRAM" for kind in memory.kinds):
-                raise TransportError("bad-device", "packed reads are of host memory, so far")
+                if self._packed_reads is PackedReads.REQUIRE:
+                    raise TransportError("bad-device", "packed reads are of host memory, so far")
+                self._rings.close()
+                self._rings = None
             try:
                 self._device = _device_of(memory, self._mapped_reads)
                 card_part = self._device.card_part if self._device else b""
@@ -139,6 +142,11 @@ class NixlTransport:
             self._ours()
             card = self._teams[self._settings.first_mode].card
             return with_staging(card, self._rings.staging) if self._rings and self._rings.staging else card
+
+    @property
+    def is_gathering(self) -> bool:
+        """Whether this rank gathers for readers, and may ask others to; known once it is registered."""
+        return self._rings is not None
 
     def gather_memory(self) -> tuple[Places, StagingRing]:
         """For whoever gathers for this rank's readers: what from, and what into."""
@@ -181,7 +189,7 @@ class NixlTransport:
     def _link(self, peer: str, card: bytes, regions: Sequence[Region]) -> tuple[Link, str]:
         """Whoever can read a peer best, and why nobody better can."""
         deadline = monotonic() + self._connect_timeout_s
-        if self._rings:
+        if self._rings and self._packed_reads is PackedReads.REQUIRE:
             return self._packed_link(self._rings, peer, card, regions, deadline), ""
         why_not = ""
         if self._device:
@@ -192,48 +200,46 @@ class NixlTransport:
                     raise
                 why_not = f"its device memory cannot be opened here: {error}"
                 log.warning("%s is read by the fabric, run by run, which is slow: %s", peer, why_not)
-        return self._fabric_link(peer, card, regions, deadline), why_not
+        link, reason = self._fabric_link(peer, card, regions, deadline)
+        return link, why_not or reason
 
     def _packed_link(
         self, rings: PackedRings, peer: str, card: bytes, regions: Sequence[Region], deadline: float
     ) -> Link:
         """Have a peer gather, and read its ring over the fabric; or have it sent, where that cannot read."""
-        mover, streams, staging = rings.movers_for(peer, card)
-        places, first = Places(peer, regions), self._teams[self._settings.first_mode]
+        mover, _, staging = rings.movers_for(peer, card)
+        first = self._teams[self._settings.first_mode]
         try:
             ring = rings.connect(peer, card, regions, staging, first, self._connect_timeout_s)
-            return mover.link(peer, staging, places, ring)
+            return mover.link(peer, staging, Places(peer, regions), ring)
         except TransportError as error:
             if error.code != "not-direct" or self._backend != UCX:
                 raise
-        stream = streams.link(peer, staging, places)
+        return rings.open_stream(peer, card, regions, deadline - monotonic())
+
+    def _fabric_link(
+        self, peer: str, card: bytes, regions: Sequence[Region], deadline: float
+    ) -> tuple[Link, str]:
+        """Whoever can read a peer: the fabric by itself, its rank, or both; and why nobody better."""
+        first = self._teams[self._settings.first_mode]
         try:
-            stream.open(max(0.0, deadline - monotonic()))
-        except BaseException:
-            stream.forget()
-            raise
-        return stream
-
-    def _fabric_link(self, peer: str, card: bytes, regions: Sequence[Region], deadline: float) -> Link:
-        """Whoever can read a peer over the fabric."""
-
-        def connect(team: Mover, timeout_s: float) -> Link:
-            return team.connect(peer, card, regions, timeout_s)
-
-        return self._by_some_team(peer, connect, deadline)
-
-    def _by_some_team(self, peer: str, connect: Callable[[AgentTeam, float], Link], deadline: float) -> Link:
-        """Whoever of our agents can read a peer."""
-        try:
-            return connect(self._teams[self._settings.first_mode], self._connect_timeout_s)
+            return first.connect(peer, card, regions, self._connect_timeout_s), ""
         except TransportError as error:
             if error.code != "not-direct" or self._backend != UCX:
                 raise
-            if self._settings.emulated_reads is EmulatedReads.REFUSE:
-                raise TransportError("not-direct", f"{error.detail}; {REFUSED}") from error
-        link = connect(self._careful(), max(0.0, deadline - monotonic()))
+            not_direct = error
+        reason = ""
+        if self._rings:
+            try:  # at most half of the time: there is another way
+                seconds = (deadline - monotonic()) / 2
+                return self._rings.open_stream(peer, card, regions, seconds), NOT_DIRECT
+            except (TransportError, TimeoutError) as error:
+                reason = f"{NOT_DIRECT}, nor is there a stream: {str(error) or 'no answer'}"
+        if self._settings.emulated_reads is EmulatedReads.REFUSE:
+            raise TransportError("not-direct", f"{not_direct.detail}; {REFUSED}") from not_direct
+        link = self._careful().connect(peer, card, regions, max(0.0, deadline - monotonic()))
         log.warning("%s cannot be read directly: UCX emulates its reads, and they are slow", peer)
-        return link
+        return link, reason
 
     def _careful(self) -> AgentTeam:
         """Who reads the peers that can only be read with their own help."""

@@ -42,7 +42,7 @@ class TermSide:
 
     def check(self, memory: Places) -> None:
         """Raise TransportError if a run is outside of the memory."""
-        for step in (self.steps.min(), self.steps.max()):
+        for step in {int(self.steps.min()), int(self.steps.max())}:
             memory.check(self.places + step, self.num_bytes)
 
     def addresses(self, memory: Places) -> Ints:
@@ -156,8 +156,23 @@ def _copy_alike(dst: Ints, src: Ints, num_bytes: int) -> None:
         for to, at in zip(dst.tolist(), src.tolist(), strict=True):
             ctypes.memmove(to, at, num_bytes)
         return
-    (to, to_rows), (at, at_rows) = (_rows(addresses, num_bytes) for addresses in (dst, src))
+    to, to_rows = _rows(dst, num_bytes)
+    if isinstance(to_rows, slice) and _gather_alike(to, src, num_bytes):
+        return
+    at, at_rows = _rows(src, num_bytes)
     to[to_rows] = at[at_rows]
+
+
+def _gather_alike(to: NDArray[np.void], src: Ints, num_bytes: int) -> bool:
+    """Copy rows that are whole multiples of their length apart, as numpy does it best; whether they are."""
+    lowest = int(src.min())
+    rows, rest = np.divmod(src - lowest, num_bytes)
+    if rest.any():
+        return False
+    at = np.asarray(_Memory(lowest, int(rows.max()) + 1, num_bytes, num_bytes))
+    # "clip": else numpy gathers into a buffer of its own first.
+    np.take(at, rows, out=to, mode="clip")
+    return True
 
 
 class _Memory:

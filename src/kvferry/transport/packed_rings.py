@@ -52,8 +52,8 @@ class PackedRings:
         unpack_card(card)
         told = staging_in(card)
         if not told:
-            detail = f"{peer}: its rank does not gather, and this one is to read nobody else"
-            raise TransportError("not-packed", f"{detail}; set {SETTING} to the same on both sides")
+            detail = f"{peer}: its rank does not gather; set {SETTING} to the same on both sides"
+            raise TransportError("not-packed", detail)
         if self.mover is None or self.streams is None:
             raise TransportError("not-packed", f"{peer}: this rank has no line to ask others to gather")
         staging = Staging.from_bytes(told)
@@ -74,6 +74,17 @@ class PackedRings:
     ) -> Link:
         """Connect a peer's ring, to be read into ours."""
         return team.connect_ring(peer, card, regions, staging.region, self._reader_table, timeout_s)
+
+    def open_stream(self, peer: str, card: bytes, regions: Sequence[Region], timeout_s: float) -> Link:
+        """Have a peer send what it gathers; raises TransportError, or TimeoutError if it does not answer."""
+        _, streams, staging = self.movers_for(peer, card)
+        stream = streams.link(peer, staging, Places(peer, regions))
+        try:
+            stream.open(max(0.0, timeout_s))
+        except BaseException:
+            stream.forget()
+            raise
+        return stream
 
     def close(self) -> None:
         """Give the memory back; nothing may be under way."""

@@ -17,15 +17,18 @@ NUMBERS = struct.Struct(">QQI")
 class PackedReads(Enum):
     """Whether source ranks gather for their readers: the setting, as users write it."""
 
-    OFF = "off"
+    NEVER = "never"
     """Nobody gathers, and nobody is asked to."""
+    AUTO = "auto"
+    """This rank gathers for its readers. It has others gather for it where the fabric cannot read them by
+    itself; where it can, it is faster, but for the shortest of runs."""
     REQUIRE = "require"
     """This rank gathers for its readers, and reads nobody who does not gather for it."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> PackedReads:
         """The setting; raises TransportError if it is none."""
-        value = environ.get(SETTING, cls.OFF.value)
+        value = environ.get(SETTING, cls.NEVER.value)
         try:
             return cls(value)
         except ValueError:

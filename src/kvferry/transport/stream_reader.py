@@ -35,8 +35,8 @@ from kvferry.transport.stream_frames import OPENED, MemoryViews, StreamOffer
 
 log = log_of(__name__)
 
-MAX_ASKED = 8
-"""Frames that one rank is asked for at once."""
+MAX_ASKED = 32
+"""Frames that one rank is asked for at once. They cost no memory: asks wait at the source."""
 ANSWER_S = 20.0
 """How long nothing may come from a rank that was asked."""
 ENOUGH_AT_ONCE = 8

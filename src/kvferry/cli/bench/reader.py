@@ -50,7 +50,7 @@ class BenchReader:
         """A rival, ready to read but for the shape of the caches."""
         match rival:
             case Rival.DIRECT:
-                transport = NixlTransport(mapped_reads=MappedReads.OFF, packed_reads=PackedReads.OFF)
+                transport = NixlTransport(mapped_reads=MappedReads.OFF, packed_reads=PackedReads.NEVER)
                 return TransportReads(self._memory, self._source, transport)
             case Rival.MAPPED:
                 transport = NixlTransport(mapped_reads=MappedReads.REQUIRE)

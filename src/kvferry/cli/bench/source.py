@@ -29,7 +29,7 @@ class BenchSource:
         self._setup = setup
         self._memory = BenchMemory(setup.device, setup.num_bytes)
         self._memory.write(contents(setup.num_bytes))
-        self._transport = NixlTransport(packed_reads=PackedReads.OFF)
+        self._transport = NixlTransport(packed_reads=PackedReads.NEVER)
         self._transport.register([self._memory.region])
         self._gathering = ExitStack()
         self._num_offers = 0
