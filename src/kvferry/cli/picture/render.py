@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import kvferry
 from kvferry.cli.output import milliseconds, num_bytes
+from kvferry.cli.picture.colours import DARK, LIGHT
 from kvferry.cli.picture.shapes import BAR_HEIGHT, STRIP_HEIGHT, WIDTH, number
 from kvferry.core.words import counted
 from kvferry.errors import SpecError
@@ -58,7 +59,14 @@ def _environment() -> Environment:
         "width": _width,
         "name_parts": _name_parts,
     }
-    made.globals |= {"counted": counted, "W": WIDTH, "H": STRIP_HEIGHT, "BAR": BAR_HEIGHT}
+    made.globals |= {
+        "LIGHT": LIGHT,
+        "DARK": DARK,
+        "counted": counted,
+        "W": WIDTH,
+        "H": STRIP_HEIGHT,
+        "BAR": BAR_HEIGHT,
+    }
     return made
 
 
