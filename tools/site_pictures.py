@@ -75,7 +75,7 @@ def ways() -> tuple[Figure, str]:
     figure = Figure(figsize=(7, 0.3 * len(rows) + 1.0), layout="constrained")
     panel = figure.subplots()
     for head, (name, colour, mark) in WAYS.items():
-        times = [number(row[heads.index(head)]) for row in rows]
+        times = [number(row[heads.index(head)]) or float("nan") for row in rows]
         panel.plot(times, range(len(rows)), mark, color=colour, label=name, markersize=6)
     panel.set_yticks(range(len(rows)), [f"{row[0]} × {row[1]}" for row in rows])
     panel.invert_yaxis()
