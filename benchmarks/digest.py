@@ -12,10 +12,8 @@ import time
 import numpy as np
 
 from kvferry import plan
-from kvferry.core.digest import DigestPart, DigestSide, cells_of, digest_parts
-from kvferry.core.manifest import Manifest
+from kvferry.core.digest import DigestSide, digest_parts, num_bytes
 from kvferry.core.sample import Placement, sample_request
-from kvferry.core.span import count
 from kvferry.models import Topology, describe, model_named
 
 ENGINES = (
@@ -27,14 +25,6 @@ ENGINES = (
     ("qwen3-next-80b", "blocks=300"),
 )
 TURNS = 3
-
-
-def num_bytes(manifest: Manifest, part: DigestPart) -> int:
-    """Of all cells of a part."""
-    items = len(cells_of(part))
-    for name, spans in part.box.axes:
-        items *= count(spans) if name != "token" else 1
-    return items * manifest.state_by_name[part.state].item_bytes
 
 
 def main() -> None:

@@ -7,10 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvferry import Span, SpecError
+from kvferry import Span, SpecError, plan
+from kvferry.core.digest import digest_parts
 from kvferry.core.sample import sample_request
-from kvferry.endpoint import Destination, SourceEngine, SourceRank
-from kvferry.endpoint.load_digest import answer_digest
+from kvferry.endpoint import Destination, SourceEngine, SourceRank, load_digest
+from kvferry.endpoint.load_digest import LoadDigest, NotWanted, answer_digest
 from kvferry.endpoint.load_log import LoadLog
 from kvferry.models import Topology, describe
 from kvferry.runtime import FailureCode
@@ -159,3 +160,16 @@ def test_a_load_is_logged_before_its_blocks_can_be_used_again(pair_of, monkeypat
     monkeypatch.setattr(LoadLog, "ended", logged)
     assert fetched(pair).failure is not None
     assert polled == []
+
+
+def test_several_threads_find_what_one_finds(engines, monkeypatch):
+    parts = digest_parts(plan(engines.src, engines.dst, 0), engines.request)[0]
+    taken = LoadDigest(engines.src, 0, "src", lambda: True)
+    alone = taken.sums(engines.request.src, parts, 7)
+    monkeypatch.setattr(load_digest, "PARALLEL_BYTES", 1)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    assert taken._num_threads(parts) == load_digest.MAX_THREADS
+    together = taken.sums(engines.request.src, parts, 7)
+    assert [sums.tolist() for sums in together] == [sums.tolist() for sums in alone]
+    with pytest.raises(NotWanted):
+        LoadDigest(engines.src, 0, "src", lambda: False).sums(engines.request.src, parts, 7)

@@ -167,6 +167,12 @@ def sums_to_bytes(sums: Sequence[Words]) -> bytes:
     return b"".join(one.astype("<u8").tobytes() for one in sums)
 
 
+def num_bytes(manifest: Manifest, part: DigestPart) -> int:
+    """Of all cells of a part; ``manifest`` is the destination's."""
+    num_items = len(cells_of(part)) * prod(count(spans) for name, spans in part.box.axes if name != TOKEN)
+    return num_items * manifest.state_by_name[part.state].item_bytes
+
+
 def cells_of(part: DigestPart) -> Ints:
     """The cells of a part, one by one, in order."""
     ranges = [np.arange(span.start, span.stop) for span in part.cells]

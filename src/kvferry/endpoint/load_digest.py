@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -15,6 +17,7 @@ from kvferry.core.digest import (
     TakenDigest,
     Words,
     digest_parts,
+    num_bytes,
     sums_to_bytes,
 )
 from kvferry.core.manifest import Manifest, Rank
@@ -36,6 +39,10 @@ log = log_of(__name__)
 
 DIGESTS = "digests"
 """The workers' key: one digest at a time, since each is all that a core can do."""
+MAX_THREADS = 4
+"""That take one digest together, if there are twice as many processors: the engine needs some, too."""
+PARALLEL_BYTES = 16 << 20
+"""From so many on: a few milliseconds of one processor are not worth threads."""
 CLOSE_SECONDS = 5.0
 """How long ``close`` waits for a part of a digest that has begun."""
 
@@ -71,12 +78,26 @@ class LoadDigest:
     def sums(self, tables: Mapping[str, BlockTable], parts: Sequence[DigestPart], seed: int) -> list[Words]:
         """The sums of each part."""
         side = DigestSide(self._manifest, self._rank, tables, self._memory, self._side)
-        found: list[Words] = []
-        for part in parts:
+
+        def of_part(part: DigestPart) -> Words:
             if not self._is_wanted():
                 raise NotWanted("this end is closing")
-            found += side.sums([part], seed=seed)
-        return found
+            return side.sums([part], seed=seed)[0]
+
+        num_threads = self._num_threads(parts)
+        if num_threads < 2:
+            return [of_part(part) for part in parts]
+        with ThreadPoolExecutor(num_threads, "kvferry-digest") as pool:
+            return list(pool.map(of_part, parts))
+
+    def _num_threads(self, parts: Sequence[DigestPart]) -> int:
+        num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2, len(parts))
+        if num_threads < 2:
+            return 1
+        states = self._manifest.state_by_name
+        known = (part for part in parts if part.state in states)  # what is not known is refused later
+        is_much = sum(num_bytes(self._manifest, part) for part in known) >= PARALLEL_BYTES
+        return num_threads if is_much else 1
 
     def taken(
         self, tables: Mapping[str, BlockTable], parts: Mapping[int, Sequence[DigestPart]], seed: int
