@@ -31,7 +31,7 @@ class Advice:
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class KeyNumber:
     """A number that matters, with what it counts."""
 
     value: str
@@ -92,20 +92,20 @@ class PlanPicture:
         return f"one request of {self.answer.billed.tokens:,} tokens{kept}, {asked.placement.value} blocks"
 
     @property
-    def figures(self) -> tuple[Figure, ...]:
+    def key_numbers(self) -> tuple[KeyNumber, ...]:
         """What the request moves, in a few numbers."""
         bill, first = self.answer.bill, self.chart.first
         if not bill.num_runs:
             return ()
         average = num_bytes(bill.total_bytes / bill.num_runs)
-        zeroed = (Figure(num_bytes(bill.zeroed_bytes), "to zero"),) if bill.zeroed_bytes else ()
+        zeroed = (KeyNumber(num_bytes(bill.zeroed_bytes), "to zero"),) if bill.zeroed_bytes else ()
         time = (
-            (Figure(milliseconds(1e3 * first.bill.seconds), f"over {first.bill.profile.name}"),)
+            (KeyNumber(milliseconds(1e3 * first.bill.seconds), f"over {first.bill.profile.name}"),)
             if first
             else ()
         )
-        moved = (Figure(num_bytes(bill.total_bytes), "moved"),)
-        return (*moved, Figure(f"{bill.num_runs:,}", f"runs of {average} on average"), *time, *zeroed)
+        moved = (KeyNumber(num_bytes(bill.total_bytes), "moved"),)
+        return (*moved, KeyNumber(f"{bill.num_runs:,}", f"runs of {average} on average"), *time, *zeroed)
 
     @property
     def lines_of_a_table(self) -> int:
