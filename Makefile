@@ -174,7 +174,7 @@ $(VENV)/.docs: $(READY)
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,docs]"
 	@touch $@
 
-# PACKAGE="--only-build" builds and tries nothing; "--no-nixl" leaves NIXL's large wheel out.
+# PACKAGE="--only-build" builds and tries nothing; "--no-nixl" leaves NIXL out; "--all" resolves [all], GBs.
 package: $(VENV)/.package ## build the package twice, equal to the byte; check it; try it in fresh environments
 	@$(BIN)/python tools/package.py $(PACKAGE)
 

@@ -198,6 +198,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--outdir", type=Path, default=ROOT / "dist", help="where the package is put")
     parser.add_argument("--only-build", action="store_true", help="build and check, try nothing")
+    parser.add_argument("--all", action="store_true", help="also resolve [all], which downloads GBs")
     parser.add_argument("--no-nixl", action="store_true", help="leave NIXL out (its wheel is large)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kvferry-package-") as text:
@@ -215,7 +216,8 @@ def main() -> int:
                 print(f"==> Python {version}")
                 try_bare(python, folder / f"bare-{version}", wheel)
                 try_command(python, folder / f"cli-{version}", wheel, nixl=not arguments.no_nixl)
-                try_all(python, folder / f"all-{version}", wheel)
+                if arguments.all:
+                    try_all(python, folder / f"all-{version}", wheel)
             arguments.outdir.mkdir(exist_ok=True)
             for path in one.values():
                 shutil.copy(path, arguments.outdir / path.name)

@@ -25,7 +25,7 @@ from kvferry.cli.status.reported import (
     reported,
 )
 from kvferry.cli.status.watch import draw
-from kvferry.cli.status.watched import FORGET_SECONDS, WINDOW_SECONDS, Look, Watched
+from kvferry.cli.status.watched import FORGET_SECONDS, LATE_SECONDS, WINDOW_SECONDS, Look, Watched
 from kvferry.endpoint import SourceEngine
 from kvferry.endpoint.status_socket import open_status, read_status, sockets
 from kvferry.errors import SpecError
@@ -142,6 +142,15 @@ def test_one_that_does_not_answer_is_not_gone_and_counts_on_when_it_does():
     (engine,) = known.engines.values()
     assert engine.per_second["read direct"] == 1.0
     assert board(known, 101.0, 10).warnings == ()
+
+
+def test_an_answer_that_is_a_little_late_is_no_news():
+    late = {"a": Look(error="it was asked, and has not answered yet", is_late=True)}
+    known = watched({"a": Look(DESTINATION)}, {"a": Look(later(DESTINATION, 1.0))}, late)
+    (engine,) = known.engines.values()
+    assert (engine.error, engine.last.up_seconds) == ("", 51.0)
+    (engine,) = known.then(LATE_SECONDS + 1, late).engines.values()
+    assert "has not answered yet" in engine.error
 
 
 def test_somebody_who_never_answered_is_named():

@@ -10,6 +10,8 @@ from kvferry.cli.status.reported import ReportedEngine
 WINDOW_SECONDS = 10.0
 """Rates are those of so long, or of the time since the engine was first seen: short enough to follow, long
 enough not to flicker."""
+LATE_SECONDS = 4.0
+"""How long an answer may take before that is worth a word."""
 FORGET_SECONDS = 60.0
 """How long an engine that is gone stays on the screen."""
 
@@ -22,6 +24,8 @@ class Look:
     error: str = ""
     is_gone: bool = False
     """Nobody is there any more, as opposed to somebody who does not answer."""
+    is_late: bool = False
+    """It has been asked, and may still answer."""
 
 
 ENDED = Look(error="it has ended", is_gone=True)
@@ -67,6 +71,8 @@ class WatchedEngine:
 
     def then(self, now: float, look: Look) -> WatchedEngine:
         """The same, asked once more."""
+        if look.is_late and now - self.answered_at < LATE_SECONDS:
+            return self  # a busy machine is no news
         if look.engine is None:
             return replace(self, error=look.error, is_gone=look.is_gone)
         if _is_another_life(self.last, look.engine):
