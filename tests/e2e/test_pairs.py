@@ -157,7 +157,7 @@ class Docks:
         return [ferry(src, dst, prompt).tokens for prompt in PROMPTS]
 
     def _begin(self, family: str, side: Side, role: str, connector: Mapping[str, Any]) -> Engine:
-        key = (family, side, role, *sorted(connector.items()))
+        key = (family, side, role, repr(sorted(connector.items())))
         engine = self._engines.pop(key, None)
         if engine is None or not engine.is_alive:
             while len(self._engines) >= MAX_ENGINES:
@@ -283,6 +283,31 @@ def test_stages(docks, family, src, dst):
 @pytest.mark.parametrize(("family", "src", "dst"), SHARED_AND_DRAFT, ids=map(name, SHARED_AND_DRAFT))
 def test_shared_caches_and_draft_layers(docks, family, src, dst):
     agree(docks, family, src, dst)
+
+
+DIGESTED: list[Case] = [
+    ("llama", Side(1, 64), Side(1, 32)),
+    ("llama", TWO, ONE),
+    ("llama-1kv", ONE, TWO),
+    ("gemma3", Side(1, 64), Side(1, 96)),
+    ("deepseek_v3", ONE, TWO),
+    ("nemotron_h", Side(1, 192), Side(2, 256)),
+    ("granite", ONE, ONE),
+    ("llama", Side(stages=(1, 3)), Side(stages=(3, 1))),
+    ("gemma3n", TWO, ONE),
+]
+"""Every load is compared on both sides, whatever they are."""
+DIGESTING = {**KVFERRY, "kv_connector_extra_config": {"digest": "full"}}
+
+
+@pytest.mark.parametrize(("family", "src", "dst"), DIGESTED, ids=map(name, DIGESTED))
+def test_digests_of_every_load(docks, family, src, dst):
+    """RB-1: no alarm is false, and no load is left out."""
+    engines = docks.pair(family, src, dst, DIGESTING)
+    compare(docks, family, dst, *engines)
+    lines = [line for line in engines[1].log.read_text().splitlines() if "kvferry: load of " in line]
+    assert len(lines) == len(PROMPTS) * dst.tp * max(1, len(dst.stages))
+    assert all(", digest equal;" in line for line in lines)
 
 
 def test_a_draft_goes_on_from_the_cache_that_was_moved(docks):
