@@ -147,7 +147,7 @@ def drive(
     chance = random.Random(3)
     waiting: list[tuple[Engine, Ticket]] = []
     num_started = most = 0
-    deadline = time.monotonic() + HANG_SECONDS
+    deadline = time.monotonic() + HANG_SECONDS + num_requests
     while num_started < num_requests or waiting or any(engine.num_open for engine in engines):
         assert time.monotonic() < deadline, [(engine.num_open, engine.outcomes) for engine in engines]
         num_open = sum(len(engine._offered) for engine in engines)
