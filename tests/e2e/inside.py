@@ -28,7 +28,7 @@ def teach(device: Device) -> None:
         _sleep_between_looks()
     _time_registering()
     _watch_loads()
-    _add(_engine_core_class(), num_free_blocks, groups, step_lengths)
+    _add(_engine_core_class(), num_free_blocks, groups, forget, step_lengths)
     _add(
         device.worker_class(),
         spoil,
@@ -74,6 +74,11 @@ def groups(core: Any) -> list[list[Any]]:
         ]
         for group in core.scheduler.kv_cache_config.kv_cache_groups
     ]
+
+
+def forget(core: Any) -> bool:
+    """Find no prefix of what was there before; False if blocks are in use: then nothing is forgotten."""
+    return bool(core.scheduler.reset_prefix_cache())
 
 
 def step_lengths(core: Any, num_tokens: int) -> None:

@@ -40,12 +40,16 @@ class Setting:
     has_graphs: bool = False
     more: Mapping[str, Any] = field(default_factory=dict)
     """Further engine arguments."""
+    features: tuple[str, ...] = ()
+    """What else of vLLM is switched on or off: keys of ``FEATURES``."""
     draft: str = ""
     """The family of a model that drafts, and by which of vLLM's methods: ``METHOD:FAMILY``."""
 
     def args(self) -> dict[str, Any]:
         """vLLM's engine arguments, but for the drafting model."""
         args: dict[str, Any] = {"dtype": self.dtype, **self.more}
+        for name in self.features:
+            args |= FEATURES[name].args
         if self.block is not None:
             args["block_size"] = self.block
         if self.backend:
@@ -57,7 +61,10 @@ class Setting:
         return args
 
     def env(self) -> dict[str, str]:
-        return {"VLLM_KV_CACHE_LAYOUT": self.layout} if self.layout else {}
+        env = {"VLLM_KV_CACHE_LAYOUT": self.layout} if self.layout else {}
+        for name in self.features:
+            env |= FEATURES[name].env
+        return env
 
     def on(self, device: Device, family: str) -> Setting:
         """What this becomes on a device; raises NotHere."""
@@ -65,10 +72,31 @@ class Setting:
 
     def __str__(self) -> str:
         words = [f"b{self.block}" if self.block else "", self.layout, self.backend, SHORT[self.dtype]]
-        words += [self.cache_dtype, "graphs" if self.has_graphs else "", self.draft.replace(":", "-")]
+        words += [self.cache_dtype, "graphs" if self.has_graphs else "", *self.features]
+        words += [self.draft.replace(":", "-")]
         return "-".join(word for word in words if word).lower()
 
 
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """How vLLM is told of something that changes when, and where, a cache is written."""
+
+    args: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    is_a_gpus: bool = True
+
+
+PREFIX = "prefix"
+FEATURES = {
+    PREFIX: Feature({"enable_prefix_caching": True}, is_a_gpus=False),
+    "async": Feature({"async_scheduling": True}),
+    "sync": Feature({"async_scheduling": False}),
+    "runner1": Feature(env={"VLLM_USE_V2_MODEL_RUNNER": "0"}),
+    "runner2": Feature(env={"VLLM_USE_V2_MODEL_RUNNER": "1"}),
+    "conv-ds": Feature(env={"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}, is_a_gpus=False),
+}
+"""Prefix caching; a step that is scheduled while the last one runs; vLLM's two model runners; and the order
+of dimensions and steps in the state of a convolution."""
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 NOT_ON_CPU = {
     "kimi_linear": "vLLM has no kernels for KDA on a CPU",
@@ -92,6 +120,8 @@ def _on_cpu(setting: Setting, family: str) -> Setting:
         raise NotHere("vLLM has one layout on a CPU")
     if setting.has_graphs:
         raise NotHere("a CPU has no CUDA graphs")
+    if of_gpus := [name for name in setting.features if FEATURES[name].is_a_gpus]:
+        raise NotHere(f"{' and '.join(of_gpus)}: vLLM's worker for a CPU has no such choice")
     if setting.dtype == "float16":
         raise NotHere("on a CPU the same case runs in fp32, which the case in bf16 does already")
     if setting.cache_dtype and platform.machine() == "aarch64":
@@ -259,6 +289,12 @@ def _pairs() -> Iterator[PairCase]:
     yield PairCase("qwen3_next", Setting(more=TRITON_GDN), Setting(more=TRITON_GDN))
     yield PairCase("nemotron_h", Setting(has_graphs=True), Setting(has_graphs=True))
     yield PairCase("nemotron_h", Setting(dtype="float16"), Setting(dtype="float16"))
+    yield PairCase("nemotron_h", Setting(features=("conv-ds",)), PLAIN)
+    # What changes when a cache is written: both schedulers and runners, prefix caching on both sides.
+    for feature in ("async", "sync", "runner1", "runner2", PREFIX):
+        yield _pair("llama", Setting(features=(feature,)), WIDER)
+    yield _pair("gemma3", Setting(features=(PREFIX, "async")))
+    yield PairCase("nemotron_h", Setting(features=("async",)), Setting(features=("async",)))
     # Drafts: of the same kind, and of another (mixed regions).
     yield _pair("llama", Setting(draft="eagle:llama-eagle"), WIDER)
     yield _pair("llama", Setting(draft="draft_model:llama-draft"))

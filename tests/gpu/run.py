@@ -14,7 +14,7 @@ from typing import Any, assert_never
 
 from tests.e2e.devices import Device
 from tests.e2e.harness import Nursery
-from tests.gpu.cases import Case, DescribeCase, FaultCase, LatencyCase, NotHere, PairCase, TimeCase
+from tests.gpu.cases import Case, DescribeCase, Fault, FaultCase, LatencyCase, NotHere, PairCase, TimeCase
 from tests.gpu.describe import run_describe
 from tests.gpu.engines import Engines
 from tests.gpu.faults import run_fault
@@ -28,7 +28,9 @@ Runner = Callable[[Case], dict[str, Any]]
 
 
 def is_alone(case: Case) -> bool:
-    """Whether nothing else may run meanwhile: what is timed."""
+    """Whether nothing else may run meanwhile: what is timed, and what looks at how much memory is free."""
+    if isinstance(case, FaultCase):
+        return case.fault in (Fault.KILLED_BEFORE, Fault.KILLED_DURING, Fault.KILLED_AFTER)
     return isinstance(case, TimeCase | LatencyCase)
 
 
@@ -93,7 +95,7 @@ class Run:
         self.say(f"{result.outcome:9} {result.seconds:6.1f} s  {result.case}{f': {first}' if first else ''}")
 
     def run_all(self, cases: Sequence[Case], run: Runner, *, jobs: int, deadline: float) -> list[Case]:
-        """Side by side, but what is timed alone; return what was not begun, or not finished, in time."""
+        """Side by side, but for what must be alone; return what was not begun, or not finished, in time."""
         shared = [case for case in cases if not is_alone(case)]
         alone = [case for case in cases if is_alone(case)]
         left = self._run_some(shared, run, jobs, deadline)

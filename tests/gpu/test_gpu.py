@@ -11,6 +11,7 @@ import pytest
 from tests.e2e.devices import CPU, CUDA, Device
 from tests.gpu.__main__ import main
 from tests.gpu.cases import (
+    FEATURES,
     Case,
     DescribeCase,
     Fault,
@@ -59,6 +60,7 @@ def test_the_pairs_that_issue_asks_for():
     assert {(case.src.layout, case.dst.layout) for case in PAIRS} >= {("NHD", "HND"), ("HND", "NHD")}
     assert {case.src.dtype for case in PAIRS} == {"bfloat16", "float16"}
     assert any(case.src.has_graphs for case in PAIRS)
+    assert {name for case in PAIRS for name in case.src.features} == set(FEATURES)
     assert any(case.src.cache_dtype == "fp8" for case in PAIRS)
     drafts = {(case.family, case.src.draft) for case in PAIRS}
     assert {("deepseek_v3", "draft_model:llama-draft"), ("llama", "draft_model:deepseek_v3")} <= drafts
@@ -114,6 +116,7 @@ def test_fp8_on_a_cpu(monkeypatch):
         (Setting(backend="FLASH_ATTN"), "llama", "FLASH_ATTN is a GPU's"),
         (Setting(has_graphs=True), "llama", "CUDA graphs"),
         (Setting(dtype="float16"), "llama", "fp32"),
+        (Setting(features=("prefix", "async")), "llama", "async: vLLM's worker for a CPU"),
         (Setting(), "jamba", "Mamba-1"),
     ],
 )
