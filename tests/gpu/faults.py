@@ -34,8 +34,8 @@ NUM_LONG = 200
 PATIENCE = 120.0
 """For what comes back after a lease, on a busy machine."""
 NEW_BYTES = 128 << 20
-"""Of the device's memory: what the decode engine itself may take meanwhile. The cache of a prefill engine that is
-gone, which must not stay mapped, is twice as much."""
+"""Of the device's memory: what the decode engine itself may take meanwhile. The cache of a prefill engine
+that is gone, which must not stay mapped, is twice as much."""
 
 
 def _connector(port: int) -> dict[str, Any]:

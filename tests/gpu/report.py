@@ -15,6 +15,7 @@ GOAL_MS = 10.0
 GOAL_LATENCY = 1.10
 """p99 between two tokens while loads arrive, in parts of the same without loads."""
 OURS, OWN = "kvferry", "vllm"
+ON_CPU = "Times of this machine say only that the cases run: small models and few tokens, on a CPU."
 
 
 def text(results: Results, cases: Iterable[Case]) -> str:
@@ -24,6 +25,8 @@ def text(results: Results, cases: Iterable[Case]) -> str:
     lines += [f"  {key:8} {value}" for key, value in results.machine.items()]
     commits = sorted({result.commit for result in results.by_case.values() if result.commit})
     lines += [f"  commits  {', '.join(commits)}"] if commits else []
+    if results.machine.get("device") == "cpu":
+        lines += ["", ON_CPU]
     lines += ["", *_counts(names, results), "", *_pairs(results), *_faults(results)]
     lines += [*_describes(results), *_times(results), *_latency(results), *_not_passed(results)]
     return "\n".join(lines).rstrip() + "\n"
@@ -74,7 +77,7 @@ def _pairs(results: Results) -> Iterator[str]:
                 f"{prompts[-1]['states']} states, {sum(p['cells'] for p in prompts):,} cells",
                 f"{result.found['control']['states_seen']} states",
                 f"{_numbers(result.found['src_blocks'])} -> {_numbers(result.found['dst_blocks'])}"
-                f" {result.found['dtype']}",
+                f" {result.found.get('dtype', '')}",
             )
         )
     title = (

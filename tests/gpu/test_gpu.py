@@ -344,6 +344,11 @@ def test_a_report_has_all_of_it():
     assert f"{len(PAIRS)}       1       1         1 {len(PAIRS) - 3:8}" in report
 
 
+def test_times_of_a_cpu_are_no_measurements():
+    assert "say only that the cases run" in text(Results({"device": "cpu"}), CASES)
+    assert "say only that the cases run" not in text(full(), CASES)
+
+
 def test_a_report_of_nothing_yet():
     assert f"{len(PAIRS):8}\n" in text(Results(MACHINE), CASES)
 
