@@ -22,8 +22,8 @@ from tests.e2e.harness import (
     until,
 )
 from tests.gpu.cases import Fault, FaultCase, Setting
-from tests.gpu.engines import Engines
-from tests.gpu.pairs import WARM_UP_SECONDS, Wrong
+from tests.gpu.engines import Engines, warm_up
+from tests.gpu.pairs import Wrong
 
 LEASE, MEET, READ = 4.0, 4.0, 20.0
 FAILED = "failed"
@@ -120,12 +120,11 @@ def _yard(engines: Engines, family: str, setting: Setting) -> Iterator[Yard]:
     port, later = free_port(), list[Engine]()
     with engines.started(family, {"dst": setting}, _connector(0)) as started:
         dst, fitted, model = started["dst"], setting.on(engines.device, family), engines.tiny(family)
-        dst.begin(dst.new_id(), [255] * 400).result(WARM_UP_SECONDS)
         device_free = int(dst.workers("device_bytes_free")[0])
 
         def start_src() -> Engine:
             later.append(engines.begin(model, fitted, _connector(port)))
-            later[-1].wait_ready()
+            warm_up(later[-1])
             return later[-1]
 
         try:

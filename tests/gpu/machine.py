@@ -55,7 +55,10 @@ def _gpu(python: str) -> str:
     found = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, check=False)
     name = found.stdout.strip()
     if not name:
-        raise NoMachine("torch finds no CUDA GPU here. To try the same cases on a CPU: DEVICE=cpu make gpu")
+        raise NoMachine(
+            f"the torch of {python} finds no CUDA GPU. Name another Python (PYTHON=/path/to/python make gpu),"
+            " or try the same cases on a CPU: DEVICE=cpu make gpu"
+        )
     return name
 
 

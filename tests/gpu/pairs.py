@@ -12,7 +12,6 @@ from tests.gpu.cases import SHORT, PairCase
 from tests.gpu.engines import Engines
 from tests.gpu.moved import Moved, Watched
 
-WARM_UP, WARM_UP_SECONDS = [255] * 64, 400.0
 MAX_COMPUTED = 2
 """Prompt tokens that a decode engine may compute itself: the last one, and one before it for a draft."""
 
@@ -90,9 +89,6 @@ def num_common(these: Sequence[int], those: Sequence[int]) -> int:
 def run_pair(engines: Engines, case: PairCase) -> dict[str, Any]:
     """What was found; raises Wrong, NotHere, or whatever the engines do."""
     with engines.pair(case.family, case.src, case.dst) as (src, dst):
-        for engine in (src, dst):
-            # bf16 on a CPU wants a long first step; on a GPU kernels are compiled meanwhile.
-            engine.begin(engine.new_id(), WARM_UP).result(WARM_UP_SECONDS)
         watched = Watched(src, dst)
         free = src.num_free_blocks(), dst.num_free_blocks()
         found: dict[str, Any] = {

@@ -167,8 +167,10 @@ def test_the_cause_of_an_engines_end():
     log = (
         "INFO all is well\n(EngineCore) ERROR ValueError: block_size 7 is odd\n"
         "RuntimeError: Engine core initialization failed. See above.\n"
+        "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See above.\n"
     )
     assert cause(log) == "ValueError: block_size 7 is odd"
+    assert cause("x\nvllm.v1.a.OddError: odd\n") == "vllm.v1.a.OddError: odd"
     assert cause("killed") == "killed"
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from tests.e2e.harness import KVFERRY, STOCK, Engine, EngineError, prefill
 from tests.gpu.cases import LatencyCase, Setting, TimeCase
-from tests.gpu.engines import Engines, cause
+from tests.gpu.engines import WARM_UP, Engines, cause
 from tests.gpu.pairs import Wrong
 
 TURNS, WARM_UPS = 9, 3
@@ -61,6 +61,7 @@ def _pairs(
     engines: Engines, model: str, src: Setting, dst: Setting, max_tokens: int, max_num_seqs: int
 ) -> Iterator[tuple[dict[str, tuple[Engine, Engine]], dict[str, str]]]:
     """A pair per connector, all at once; and why one of them has none. Ours must start."""
+    max_tokens = max(max_tokens, 2 * len(WARM_UP))
     folder, is_cpu = engines.sized(model, max_tokens), engines.device.name == "cpu"
     more: dict[str, Any] = {"max_model_len": max_tokens, "max_num_seqs": max_num_seqs}
     if not is_cpu:
