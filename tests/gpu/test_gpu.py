@@ -30,7 +30,7 @@ from tests.gpu.moved import Moved
 from tests.gpu.pairs import Row, Wrong
 from tests.gpu.report import plot, text
 from tests.gpu.results import Outcome, Result, Results, ResultsError, merge, read, write
-from tests.gpu.run import Run, to_do
+from tests.gpu.run import Run, is_alone, to_do
 
 CASES = all_cases()
 PAIRS = [case for case in CASES if isinstance(case, PairCase)]
@@ -391,3 +391,8 @@ def test_a_worker_on_a_gpu_teaches_itself(monkeypatch):
     monkeypatch.setattr(inside, "teach", seen.append)
     importlib.reload(taught)
     assert seen == [CUDA]
+
+
+def test_whoever_looks_at_free_memory_is_alone():
+    alone = {case.fault for case in CASES if isinstance(case, FaultCase) and is_alone(case)}
+    assert alone == {Fault.KILLED_BEFORE, Fault.KILLED_DURING, Fault.KILLED_AFTER}
