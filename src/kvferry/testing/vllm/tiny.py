@@ -128,7 +128,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 64,
         "shared_expert_intermediate_size": 128,
     },
-    # What follows has no kernels on a CPU, or has not been tried there.
     "gemma4": {  # full layers have other heads than windows: fewer and wider, keys that are values, too
         "model_type": "gemma4_text",
         "num_hidden_layers": 6,
@@ -142,6 +141,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": VOCABULARY,
         "tie_word_embeddings": True,
     },
+    "mamba2": {  # Mamba-2 and nothing else
+        "model_type": "mamba2",
+        "num_hidden_layers": 4,
+        "num_heads": 8,
+        "head_dim": 64,
+        "state_size": 32,
+        "n_groups": 2,
+        "chunk_size": 64,
+    },
+    # What follows has no kernels on a CPU.
     "deepseek_v32": {  # MLA that looks at the 64 tokens that an indexer chooses
         **_DEEPSEEK_V3,
         "model_type": "deepseek_v32",
@@ -158,15 +167,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attn_layer_offset": 2,
         "num_experts": 4,
         "num_experts_per_tok": 2,
-    },
-    "mamba2": {  # Mamba-2 and nothing else
-        "model_type": "mamba2",
-        "num_hidden_layers": 4,
-        "num_heads": 8,
-        "head_dim": 64,
-        "state_size": 32,
-        "n_groups": 2,
-        "chunk_size": 64,
     },
     "kimi_linear": {  # Kimi delta attention and MLA, experts
         "model_type": "kimi_linear",
