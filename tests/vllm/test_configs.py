@@ -97,3 +97,21 @@ def test_the_ssm_state_of_nemotron_h_has_vllms_dtype() -> None:
     model = model_from_config(NEMOTRON_H_8B)
     assert cache.mamba_ssm_cache_dtype == "float32"
     assert model.layers[0].caches[0].page.parts[-1].item.dtype == "fp32"
+
+
+@pytest.mark.parametrize(("width", "num_heads"), [(64, 2), (128, 1)])
+def test_heads_of_layers_that_differ_are_told_by_their_width(width: int, num_heads: int) -> None:
+    """transformers refuses to tell a head count of the whole model; the connector did not start."""
+    from types import SimpleNamespace
+
+    from transformers import AutoConfig
+
+    from kvferry.integrations.vllm.worker.describe import _total_heads
+    from kvferry.testing.vllm.tiny import FAMILIES
+
+    config = AutoConfig.for_model(**FAMILIES["gemma4"])
+    model = SimpleNamespace(hf_text_config=config, get_total_num_kv_heads=lambda: config.num_key_value_heads)
+    vllm_config = SimpleNamespace(model_config=model, speculative_config=None)
+    for tp_size in (1, 2):
+        spec = SimpleNamespace(head_size=width, num_kv_heads=max(1, num_heads // tp_size))
+        assert _total_heads(vllm_config, spec, tp_size) == num_heads

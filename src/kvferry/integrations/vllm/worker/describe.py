@@ -141,17 +141,31 @@ def _total_heads(vllm_config: VllmConfig, spec: KVCacheSpec, tp_size: int) -> in
     models: tuple[Any, ...] = (vllm_config.model_config, draft)
     for model in models:
         if (config := getattr(model, "hf_text_config", None)) is not None:
-            if _has_global_heads(config, spec):
-                return int(config.num_global_key_value_heads)
+            kinds = _counts_by_width(config.to_dict())
+            of_this_width = kinds.get(getattr(spec, "head_size", None), set())
+            if len(kinds) > 1 and len(of_this_width) == 1:
+                return min(of_this_width)
             counts |= {int(model.get_total_num_kv_heads()), *_head_counts(config)}
     return max((count for count in counts if share == max(1, count // tp_size)), default=share * tp_size)
 
 
-def _has_global_heads(config: Any, spec: KVCacheSpec) -> bool:
-    """Gemma-4's full layers have heads of another width, and their own count of them."""
-    width = getattr(config, "global_head_dim", None)
-    is_wide = width not in (None, getattr(config, "head_dim", None)) and spec.head_size == width
-    return bool(is_wide and getattr(config, "attention_k_eq_v", False) and config.num_global_key_value_heads)
+def _counts_by_width(config: Mapping[str, Any]) -> dict[int | None, set[int]]:
+    """How many KV heads layers have, by the heads' width. Gemma-4's full layers have wider ones, and fewer:
+    its configuration says so layer by layer, or, before transformers 5.19, in words of its own.
+
+    >>> few = {"head_dim": 128, "num_key_value_heads": 1}
+    >>> _counts_by_width({"head_dim": 64, "num_key_value_heads": 2, "per_layer_config": {"5": few}})
+    {64: {2}, 128: {1}}
+    """
+    layers = [config, *({**config, **layer} for layer in (config.get("per_layer_config") or {}).values())]
+    kinds = [(layer.get("head_dim"), layer.get("num_key_value_heads")) for layer in layers]
+    if config.get("attention_k_eq_v"):
+        kinds.append((config.get("global_head_dim"), config.get("num_global_key_value_heads")))
+    found: dict[int | None, set[int]] = {}
+    for width, num_heads in kinds:
+        if width and num_heads:
+            found.setdefault(width, set()).add(num_heads)
+    return found
 
 
 def _head_counts(config: Any) -> Iterator[int]:
