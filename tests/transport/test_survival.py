@@ -284,11 +284,11 @@ def test_if_the_thread_must_end_everybody_hears_it(spoilt, holder, far, monkeypa
 
 def test_an_agent_that_takes_too_long_to_connect_holds_nobody_up_for_ever(spoilt, holder, near):
     transport = transport_of(spoilt, holder, near, connect_timeout_s=0.3)
-    spoilt.delays["add"] = 1.0
+    spoilt.delays["add"] = 3.0
     started = time.monotonic()
     with pytest.raises(TransportError, match=r"no-connection: other: no answer within 0\.3 s"):
         connect(transport, "other", near.sources[1])
-    assert time.monotonic() - started < 0.9
+    assert time.monotonic() - started < 2.5
     deadline = time.monotonic() + 10
     while "remove" not in spoilt.calls and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -258,9 +258,9 @@ def test_many_equal_maps_become_one_object_quickly(write, read):
     data = write(many())
     seconds = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.process_time()
         read(data)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
     views = [view for rank in read(data).ranks for view in rank.views]
     assert len(views) == 64 * 2 * 8
     assert len({id(axis_map) for view in views for _, axis_map in view.axes}) == 8 + 2
