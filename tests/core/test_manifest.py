@@ -1,6 +1,7 @@
 """What a manifest refuses by itself, and what ``compare`` finds between two."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,11 @@ from kvferry import (
     compare,
 )
 from kvferry.core.manifest import VERSION, merge
+
+
+def text(name: str) -> Any:
+    """What a type checker would not let through."""
+    return name
 
 
 def with_view(manifest, **changes):
@@ -111,6 +117,18 @@ def test_numbers_are_integers_in_range(wrong):
         (lambda: State("", (), 1, "u8"), "needs a name"),
         (lambda: State("k", (Axis("a", 1), Axis("a", 2)), 1, "u8"), "two axes of one name"),
         (lambda: State("k", (), 1, "u8", kind=Kind.RECURRENT, tokens_per_cell=2), "no tokens_per_cell"),
+        (
+            lambda: State("k", (), 1, "u8", kind=text("static")),
+            "k: kind must be one of paged, recurrent, got 'st",
+        ),
+        (
+            lambda: State("k", (), 1, "u8", tail=text("none")),
+            "tail must be one of complete, partial, got 'none'",
+        ),
+        (
+            lambda: Group("g", 4, addressing=text("map")),
+            "addressing must be one of table, slot, ring, got 'map'",
+        ),
         (lambda: Group("g", 1, 2, Addressing.SLOT), "a slot holds one value"),
         (lambda: Region("r", 0), "region r: num_bytes"),
         (lambda: Region("r", 1, device="cuda:x"), "region r: device must be 'cpu', or .* got 'cuda:x'"),
@@ -254,3 +272,11 @@ def test_an_unknown_rank_is_refused_by_number(engine):
 
 def test_an_engine_without_ranks_is_a_legal_description():
     assert Manifest("e", (), (), (Rank(0, (), ()),)).rank(0).views == ()
+
+
+def test_choices_may_be_given_by_their_names():
+    """As a manifest in JSON says them. Once they were taken, and then refused for what they are."""
+    by_name = State("s", (), 1, "u8", kind=text("recurrent"), tail=text("partial"))
+    assert by_name == State("s", (), 1, "u8", kind=Kind.RECURRENT, tail=Tail.PARTIAL)
+    assert by_name.kind is Kind.RECURRENT
+    assert Group("g", 4, addressing=text("slot")).addressing is Addressing.SLOT

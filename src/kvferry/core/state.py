@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
+from typing import TypeVar
 
 from kvferry.core.box import TOKEN
 from kvferry.errors import SpecError
@@ -88,6 +89,8 @@ class State:
         if not self.name:
             raise SpecError("a state needs a name")
         where = f"state {self.name}"
+        object.__setattr__(self, "kind", one_of(f"{where}: kind", Kind, self.kind))
+        object.__setattr__(self, "tail", one_of(f"{where}: tail", Tail, self.tail))
         check_range(f"{where}: item_bytes", self.item_bytes, 1, MAX_BYTES)
         check_range(f"{where}: tokens_per_cell", self.tokens_per_cell, 1, MAX_AXIS)
         names = [axis.name for axis in self.axes]
@@ -140,6 +143,7 @@ class Group:
         if not self.name:
             raise SpecError("a group needs a name")
         where = f"group {self.name}"
+        object.__setattr__(self, "addressing", one_of(f"{where}: addressing", Addressing, self.addressing))
         check_range(f"{where}: num_blocks", self.num_blocks, 1, 1 << 40)
         check_range(f"{where}: tokens_per_block", self.tokens_per_block, 1, MAX_AXIS)
         check_range(f"{where}: window", self.window, 0, 1 << 40)
@@ -148,6 +152,21 @@ class Group:
             raise SpecError(f"{where}: a slot holds one value, not {self.tokens_per_block} tokens")
         if not self.pool:
             object.__setattr__(self, "pool", self.name)
+
+
+E = TypeVar("E", bound=StrEnum)
+
+
+def one_of(what: str, choices: type[E], value: str) -> E:
+    """A choice, also if it is given by its name alone; raises if it is none.
+
+    >>> one_of("kind", Kind, "recurrent") is Kind.RECURRENT
+    True
+    """
+    try:
+        return choices(value)
+    except ValueError:
+        raise SpecError(f"{what} must be one of {', '.join(choices)}, got {value!r}") from None
 
 
 def check_range(what: str, value: int, low: int, high: int) -> None:
