@@ -119,15 +119,15 @@ def test_numbers_are_integers_in_range(wrong):
         (lambda: State("k", (), 1, "u8", kind=Kind.RECURRENT, tokens_per_cell=2), "no tokens_per_cell"),
         (
             lambda: State("k", (), 1, "u8", kind=text("static")),
-            "k: kind must be one of paged, recurrent, got 'st",
+            "must be one of paged, recurrent, got 'st",
         ),
         (
             lambda: State("k", (), 1, "u8", tail=text("none")),
-            "tail must be one of complete, partial, got 'none'",
+            "must be one of complete, partial, got 'no",
         ),
         (
             lambda: Group("g", 4, addressing=text("map")),
-            "addressing must be one of table, slot, ring, got 'map'",
+            "must be one of table, slot, ring, got 'map'",
         ),
         (lambda: Group("g", 1, 2, Addressing.SLOT), "a slot holds one value"),
         (lambda: Region("r", 0), "region r: num_bytes"),
