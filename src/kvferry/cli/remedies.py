@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from kvferry.errors import Code, Finding
 
-OWN_FAULT = "The engine's description of itself is wrong: describe it again, and report it if it stays so."
+OWN_FAULT = (
+    "The engine's description of itself is wrong. A manifest of your own: correct what is named here;"
+    " strides and offsets are in bytes. One that kvferry made (vLLM, `kvferry describe`): report it."
+)
 
 BY_CODE = {
     Code.VERSION: "Run kvferry of the same version on both sides.",

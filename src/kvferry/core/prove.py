@@ -21,7 +21,8 @@ from kvferry.core.manifest import Manifest, Rank, compare
 from kvferry.core.overlap import Blocks, Comb, Tangled, overlaps, overlaps_apart
 from kvferry.core.plan import Piece, Plan
 from kvferry.core.span import Spans, count, normal, show, subtract
-from kvferry.core.view import View
+from kvferry.core.view import BLOCK, View
+from kvferry.core.words import counted
 from kvferry.errors import Code, Finding, Refused
 
 
@@ -166,10 +167,24 @@ def _look(manifest: Manifest, view: View) -> _Look:
     page = Comb.of(0, view.steps(), state.item_bytes)
     pages = Comb.of(0, (*view.steps(), (group.num_blocks, view.block_stride)), state.item_bytes)
     try:
-        folds = "two cells sit on one byte: a stride is shorter than what it steps over" * pages.folds()
+        folds = _short_stride(view, group.num_blocks, state.item_bytes) if pages.folds() else ""
     except Tangled:
         folds = _TANGLED
     return _Look(group.name, group.pool, pages, page, view.block_stride, group.num_blocks, folds)
+
+
+def _short_stride(view: View, num_blocks: int, item_bytes: int) -> str:
+    """Which step of a view that folds brings two cells onto one byte: the shortest that does, by name."""
+    named = [(d.stride, d.num_held, name) for name, axis in view.axes for d in axis.digits]
+    taken = sorted(step for step in (*named, (view.block_stride, num_blocks, BLOCK)) if step[1] > 1)
+    within = Comb(0, (), item_bytes)
+    for stride, num_steps, name in taken:
+        comb = replace(within, steps=((stride, num_steps), *within.steps))
+        if comb.folds():
+            must = f"but one step must pass over {counted(within.stop, 'byte')}"
+            return f"two cells sit on one byte: the stride of {name} is {counted(stride, 'byte')}, {must}"
+        within = comb
+    raise AssertionError("no step folds a view that does")
 
 
 _TANGLED = "the strides are too tangled for a proof"
