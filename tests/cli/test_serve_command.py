@@ -116,34 +116,77 @@ def folder(tmp_path):
     return made
 
 
-def test_another_configuration_is_noted_although_the_caches_fit(cli, folder):
-    """Running engines compare it, and refuse each other: PROVED alone would be the wrong answer."""
+def values(finding):
+    return tuple(finding[key] for key in ("code", "field", "src", "dst"))
+
+
+def test_another_configuration_is_refused_although_the_caches_fit(cli, folder):
+    """Running engines compare it, and refuse each other: PROVED would be the wrong answer."""
     sides = (folder("a", rope_theta=10000.0), folder("b", rope_theta=500000.0))
-    (warned,) = cli("plan", "--src", sides[0], "--dst", sides[1], "--json").answer["warnings"]
-    assert warned["code"] == "other-model"
-    assert warned["reason"] == "rope_theta: source has 10000, destination has 500000"
+    ran = cli("plan", "--src", sides[0], "--dst", sides[1], "--json")
+    assert (ran.code, ran.answer["verdict"]) == (1, "refused")
+    (found,) = ran.answer["findings"]
+    assert values(found) == ("identity-differs", "rope_theta", "10000", "500000")
+    assert found["dst_ranks"] == [0]
+    assert ran.answer["command"] == ""
+    assert ran.answer["total_bytes"] > 0  # the bytes would fit: their bill is there all the same
     ran = cli("diff", *sides, "--json")
     assert (ran.code, ran.answer["verdict"]) == (1, "doubtful")
 
 
-def test_a_flag_that_makes_another_model_is_noted(cli, folder):
+def test_a_flag_that_makes_another_model_is_refused(cli, folder):
     serve = folder("a")
-    (warned,) = cli("plan", "--src", serve, "--dst", f"{serve} -q fp8", "--json").answer["warnings"]
-    assert warned["reason"] == "--quantization: source has nothing, destination has fp8"
+    (found,) = cli("plan", "--src", serve, "--dst", f"{serve} -q fp8", "--json").answer["findings"]
+    assert values(found) == ("identity-differs", "--quantization", "nothing", "fp8")
 
 
-def test_equal_configurations_are_not_noted(cli, folder):
+def test_people_read_that_the_models_differ_and_that_the_bytes_would_fit(cli, folder):
+    serve = folder("a")
+    ran = cli("plan", "--src", serve, "--dst", f"{serve} -q fp8")
+    assert ran.code == 1
+    assert ran.out.startswith("REFUSED  1 destination rank\n")
+    assert "PROVED" not in ran.out
+    assert "--quantization" in ran.out
+    assert "The bytes would fit." in ran.out
+    assert "One request of 4096 tokens" in ran.out
+
+
+def test_no_way_is_shown_that_running_engines_would_refuse(cli, folder):
+    """Another cache dtype alone has a cure; beside another configuration it cures nothing."""
+    same, other = folder("a", rope_theta=1e4), folder("b", rope_theta=5e5)
+    ran = cli("plan", "--src", same, "--dst", f"{same} --kv-cache-dtype fp8", "--json")
+    assert ran.answer["command"] != ""
+    ran = cli("plan", "--src", same, "--dst", f"{other} --kv-cache-dtype fp8", "--json")
+    fields = {found["field"] for found in ran.answer["findings"]}
+    assert (ran.code, ran.answer["command"], {"dtype", "rope_theta"} <= fields) == (1, "", True)
+
+
+def test_of_many_differences_the_first_are_listed_and_the_rest_counted(cli, folder):
+    sides = (folder("a"), folder("b", **{f"rope_{i}": i for i in range(7)}))
+    answer = cli("plan", "--src", sides[0], "--dst", sides[1], "--json").answer
+    assert (len(answer["findings"]), answer["num_more_findings"]) == (4, 3)
+
+
+def test_pictures_say_that_engines_would_refuse_each_other(cli, folder, tmp_path):
+    serve = folder("a")
+    html, svg = tmp_path / "it.html", tmp_path / "it.svg"
+    ran = cli("plan", "--src", serve, "--dst", f"{serve} -q fp8", "--html", html, "--svg", svg)
+    assert ran.code == 1
+    assert 'class="hero refused"' in html.read_text()
+    assert "The bytes would fit" in html.read_text()
+    assert ">REFUSED</text>" in svg.read_text()
+    for drawn in (html, svg):
+        assert 'class="band"' in drawn.read_text()
+
+
+def test_equal_configurations_are_proved(cli, folder):
     sides = (folder("a", rope_theta=1e4, _name_or_path="x"), folder("b", rope_theta=10000))
-    assert cli("plan", "--src", sides[0], "--dst", sides[1], "--json").answer["warnings"] == []
-    assert (
-        cli("plan", "--model", "gpt2", "--src", "tp=1", "--dst", "vllm serve gpt2", "--json").answer[
-            "warnings"
-        ]
-        == []
-    )
+    assert cli("plan", "--src", sides[0], "--dst", sides[1], "--json").answer["verdict"] == "proved"
+    ends = ("--src", "tp=1", "--dst", "vllm serve gpt2")
+    assert cli("plan", "--model", "gpt2", *ends, "--json").answer["verdict"] == "proved"
 
 
-def test_another_window_is_noted_in_files_too(cli, tmp_path):
+def test_another_window_is_refused_in_files_too(cli, tmp_path):
     mistral = {**LLAMA, "model_type": "mistral", "num_key_value_heads": 4}
     for name, window in (("a", 64), ("b", 128)):
         config = tmp_path / f"{name}-config.json"
@@ -152,8 +195,8 @@ def test_another_window_is_noted_in_files_too(cli, tmp_path):
     files = [str(tmp_path / f"{name}.json") for name in "ab"]
     answer = cli("plan", *files, "--json").answer
     assert answer["request"]["tokens"] == 64  # more of it is not there
-    (warned,) = answer["warnings"]
-    assert warned["reason"] == "window: source has 64 tokens, destination has 128 tokens"
+    (found,) = answer["findings"]
+    assert values(found) == ("identity-differs", "window", "64 tokens", "128 tokens")
     (doubt,) = (
         each for each in cli("diff", *files, "--json").answer["differences"] if each["a"] == "64 tokens"
     )

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from kvferry.cli.asked import Asked, Billed
 from kvferry.cli.bill import LinkBill
-from kvferry.cli.model_doubts import WINDOW, Doubt
+from kvferry.cli.model_doubts import WINDOW
 from kvferry.cli.output import cell_words
 from kvferry.core.identity import compare_identity
 from kvferry.core.link_profile import RDMA_400
@@ -17,7 +17,7 @@ from kvferry.core.manifest import Manifest, compare
 from kvferry.core.state import State
 from kvferry.core.view import BLOCK, View
 from kvferry.core.words import counted
-from kvferry.errors import Code
+from kvferry.errors import Code, Finding
 
 
 class Effect(StrEnum):
@@ -86,7 +86,7 @@ class ManifestDiff:
         return next((effect for effect in Effect if effect in found), None)
 
 
-def manifest_diff(a: Manifest, b: Manifest, asked: Asked, doubts: Sequence[Doubt] = ()) -> ManifestDiff:
+def manifest_diff(a: Manifest, b: Manifest, asked: Asked, doubts: Sequence[Finding] = ()) -> ManifestDiff:
     """Compare two manifests field by field, and try a request in both directions.
 
     ``doubts`` are what makes their models look different beyond that.
@@ -100,9 +100,9 @@ def manifest_diff(a: Manifest, b: Manifest, asked: Asked, doubts: Sequence[Doubt
         places = Effect.SLOWER
     windows = Effect.DOUBTFUL if doubts else Effect.HARMLESS
     told = (
-        Difference(f"model: {each.what}", each.src, each.dst, Effect.DOUBTFUL)
+        Difference(f"model: {each.field}", each.src, each.dst, Effect.DOUBTFUL)
         for each in doubts
-        if each.what != WINDOW  # which is told with its states
+        if each.field != WINDOW  # which is told with its states
     )
     found = (*_meaning(a, b), *told, *_places(a, b, places, windows), *_engines(a, b))
     order = list(Effect)

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from kvferry.checkpoint import config_values
 from kvferry.cli.engines import Side
 from kvferry.core.manifest import Manifest
+from kvferry.errors import Code, Finding
 from kvferry.models.model import is_offline
 
 NOT_SET = "nothing"
 WINDOW = "window"
 
 
-@dataclass(frozen=True, slots=True)
-class Doubt:
-    """One setting that shapes a model's numbers, and its two values."""
-
-    what: str
-    src: str
-    dst: str
-
-    def __str__(self) -> str:
-        return f"{self.what}: source has {self.src}, destination has {self.dst}"
-
-
-def model_doubts(src: Side, dst: Side, source: Manifest, destination: Manifest) -> tuple[Doubt, ...]:
+def model_doubts(src: Side, dst: Side, source: Manifest, destination: Manifest) -> tuple[Finding, ...]:
     """In what the two models differ as far as configurations, commands and descriptions tell."""
     if found := (*_configs(src, dst), *_flags(src, dst)):
         return found
@@ -35,7 +23,7 @@ def model_doubts(src: Side, dst: Side, source: Manifest, destination: Manifest) 
     return tuple(dict.fromkeys(_windows(source, destination))) if told_little else ()
 
 
-def _configs(src: Side, dst: Side) -> Iterator[Doubt]:
+def _configs(src: Side, dst: Side) -> Iterator[Finding]:
     """Values of the two configurations. An excerpt lacks keys, and that says nothing."""
     ours, theirs = src.served, dst.served
     if ours is None or theirs is None:
@@ -46,10 +34,10 @@ def _configs(src: Side, dst: Side) -> Iterator[Doubt]:
     for name in sorted(names):
         in_src, in_dst = (each.get(name, NOT_SET) for each in values)
         if in_src != in_dst:
-            yield Doubt(name, in_src, in_dst)
+            yield _doubt(name, in_src, in_dst)
 
 
-def _flags(src: Side, dst: Side) -> Iterator[Doubt]:
+def _flags(src: Side, dst: Side) -> Iterator[Finding]:
     """Flags of the two commands."""
     if src.command is None or dst.command is None:
         return
@@ -57,7 +45,11 @@ def _flags(src: Side, dst: Side) -> Iterator[Doubt]:
     for flag in sorted(ours.keys() | theirs.keys()):
         in_src, in_dst = ours.get(flag, NOT_SET), theirs.get(flag, NOT_SET)
         if in_src != in_dst:
-            yield Doubt(f"--{flag}", in_src, in_dst)
+            yield _doubt(f"--{flag}", in_src, in_dst)
+
+
+def _doubt(what: str, in_src: str, in_dst: str) -> Finding:
+    return Finding(Code.IDENTITY_DIFFERS, field=what, src=in_src, dst=in_dst)
 
 
 def short_window(source: Manifest, destination: Manifest) -> int:
@@ -66,11 +58,11 @@ def short_window(source: Manifest, destination: Manifest) -> int:
     return min((ours for ours, theirs in pairs if ours and (ours < theirs or not theirs)), default=0)
 
 
-def _windows(source: Manifest, destination: Manifest) -> Iterator[Doubt]:
+def _windows(source: Manifest, destination: Manifest) -> Iterator[Finding]:
     """How far back layers look."""
     for ours, theirs in _window_pairs(source, destination):
         if ours != theirs:
-            yield Doubt(WINDOW, *(f"{each} tokens" if each else NOT_SET for each in (ours, theirs)))
+            yield _doubt(WINDOW, *(f"{each} tokens" if each else NOT_SET for each in (ours, theirs)))
 
 
 def _window_pairs(source: Manifest, destination: Manifest) -> Iterator[tuple[int, int]]:

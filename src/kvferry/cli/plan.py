@@ -37,7 +37,8 @@ HELP = "\n\n".join(
             "kvferry plan --model llama-3.1-70b --src tp=8 --dst tp=6 --html plan.html",
             'kvferry plan --src "vllm serve Qwen/Qwen3-32B -tp 4" --dst dst.json',
         ),
-        "Exit codes: 0 every asked rank is proved; 1 refused; 2 bad usage or input.",
+        "Exit codes: 0 every asked rank is proved; 1 refused, by this proof or by engines that would not"
+        " take each other for the same model; 2 bad usage or input.",
     )
 )
 
@@ -122,7 +123,7 @@ def plan(
         from kvferry.cli.plan_page import show
 
         show(found, full=full)
-    if found.bill.findings:
+    if found.findings:
         raise typer.Exit(1)
 
 

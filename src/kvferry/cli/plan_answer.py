@@ -9,10 +9,15 @@ from kvferry.cli.asked import Asked, Billed
 from kvferry.cli.bill import Bill, LinkBill
 from kvferry.cli.cures import Cure, find_way
 from kvferry.cli.engines import Side
+from kvferry.cli.model_doubts import model_doubts
 from kvferry.cli.warned import Warned, not_served, warnings_of
 from kvferry.core.identity import IdentityCheck, compare_identity
 from kvferry.core.link_profile import LinkProfile
+from kvferry.errors import Finding
 from kvferry.models.model import is_offline
+
+MAX_DOUBTS = 4
+"""So many differences between two models whose caches fit are named."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +31,27 @@ class PlanAnswer:
     warnings: tuple[Warned, ...]
     way: Cure | None
     """Settings with which a refused pair is proved."""
+    doubts: tuple[Finding, ...] = ()
+    """Why running engines would refuse each other, whatever their bytes."""
 
     @property
     def bill(self) -> Bill:
         return self.billed.bill
+
+    @property
+    def findings(self) -> dict[Finding, list[int]]:
+        """Each reason for a refusal, with the destination ranks that it concerns; nothing if it is proved."""
+        ranks = list(self.billed.ranks)
+        return {**self.bill.findings, **dict.fromkeys(self.doubts[:MAX_DOUBTS], ranks)}
+
+    @property
+    def num_more_findings(self) -> int:
+        return self.bill.num_more + len(self.doubts[MAX_DOUBTS:])
+
+    @property
+    def bytes_fit(self) -> bool:
+        """Whether the bytes could be moved; two models' bytes may fit, and mean something else."""
+        return not self.bill.findings
 
     @property
     def identity(self) -> IdentityCheck:
@@ -38,6 +60,10 @@ class PlanAnswer:
     @property
     def model_sentence(self) -> str:
         """Whether it is the same model, as far as the two sides tell."""
+        if self.doubts:
+            return "not the same: running engines would refuse each other" + (
+                ", although the bytes would fit" if self.bytes_fit else ""
+            )
         check, sides = self.identity, (self.billed.source, self.billed.destination)
         if check.num_equal and not check.differing and all(is_offline(side.identity) for side in sides):
             return "the same architecture; engines compare weights and settings when they meet"
@@ -52,7 +78,11 @@ class PlanAnswer:
 def answer(asked: Asked, src: Side, dst: Side, profiles: Sequence[LinkProfile]) -> PlanAnswer:
     """Bill the request, and look for what to warn of, or for a way out of a refusal."""
     billed = asked.billed(src, dst)
+    doubts = model_doubts(src, dst, billed.source, billed.destination)
     if billed.bill.findings:
-        return PlanAnswer(asked, billed, (), tuple(not_served(src, dst)), find_way(asked, src, dst))
+        way, served = find_way(asked, src, dst), tuple(not_served(src, dst))
+        if way and doubts:  # which engines would refuse all the same: no way, and one more reason
+            return PlanAnswer(asked, billed, (), served, None, doubts)
+        return PlanAnswer(asked, billed, (), served, way)
     links = tuple(billed.bill.over(profile) for profile in profiles)
-    return PlanAnswer(asked, billed, links, tuple(warnings_of(asked, src, dst, billed, links)), None)
+    return PlanAnswer(asked, billed, links, tuple(warnings_of(asked, src, dst, billed, links)), None, doubts)

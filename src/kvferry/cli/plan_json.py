@@ -22,18 +22,22 @@ def as_object(answer: PlanAnswer) -> object:
         "identity": same,
         "warnings": warned,
     }
-    if bill.findings:
+    refusal: dict[str, object] = {}
+    if answer.findings:
         found = [
             {**finding_object(each), "remedy": remedy(each), "dst_ranks": ranks}
-            for each, ranks in bill.findings.items()
+            for each, ranks in answer.findings.items()
         ]
-        more = {"num_more_findings": bill.num_more, "command": answer.way_command}
-        return {"verdict": "refused", **head, "findings": found, **more}
+        more = {"num_more_findings": answer.num_more_findings, "command": answer.way_command}
+        refusal = {"findings": found, **more}
+        if not answer.bytes_fit:
+            return {"verdict": "refused", **head, **refusal}
     asked = answer.asked
     request = {"tokens": billed.tokens, "kept": asked.kept, "placement": asked.placement.value}
     return {
-        "verdict": "proved",
+        "verdict": "refused" if refusal else "proved",
         **head,
+        **refusal,
         "request": request,
         "total_bytes": bill.total_bytes,
         "num_runs": bill.num_runs,

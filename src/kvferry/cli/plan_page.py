@@ -19,19 +19,24 @@ from kvferry.core.words import counted
 MATRIX_COLUMNS = 6
 """Destination ranks side by side in the traffic matrix."""
 
+FITS = "The bytes would fit. What moving them takes, once both sides serve the same model:"
+
 
 def show(answer: PlanAnswer, *, full: bool) -> None:
     """The answer: in short, or with everything that there is to show."""
     out, bill, billed = page.console(), answer.bill, answer.billed
     asked = f"{counted(len(billed.ranks), 'destination rank')}"
-    page.verdict(out, "REFUSED" if bill.findings else "PROVED", asked)
+    page.verdict(out, "REFUSED" if answer.findings else "PROVED", asked)
     rows = [("src", summary(billed.source)), ("dst", summary(billed.destination))]
     page.labelled(out, [*rows, ("model", answer.model_sentence)])
-    if bill.findings:
-        page.findings(out, bill.findings, len(billed.ranks), bill.num_more)
+    if answer.findings:
+        page.findings(out, answer.findings, len(billed.ranks), answer.num_more_findings)
         _show_way(out, answer)
+        if answer.bytes_fit:
+            out.print()
+            wrapped(out, [FITS], "", hang=0)
     _show_warnings(out, answer.warnings)
-    if bill.findings:
+    if not answer.bytes_fit:
         return
     if full:
         out.print("\nWho sends what", style="bold")

@@ -9,14 +9,10 @@ from kvferry.cli.asked import Asked, Billed
 from kvferry.cli.bill import LinkBill
 from kvferry.cli.cures import Cure, find_cure
 from kvferry.cli.engines import Side
-from kvferry.cli.model_doubts import model_doubts
 from kvferry.cli.output import milliseconds, num_bytes, times
 from kvferry.core.link_profile import RDMA_400
 from kvferry.models import Topology
 from kvferry.models.servable import why_not_served
-
-MAX_DOUBTS = 4
-"""So many differences between two models are named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +20,7 @@ class Warned:
     """One warning, for people and for programs."""
 
     code: str
-    """``short-runs``, ``not-served`` or ``other-model``."""
+    """``short-runs`` or ``not-served``."""
     message: str
     """What is the matter, in short."""
     reason: str
@@ -42,9 +38,8 @@ class Warned:
 def warnings_of(
     asked: Asked, src: Side, dst: Side, billed: Billed, links: Sequence[LinkBill]
 ) -> Iterator[Warned]:
-    """Everything that a person should know of a proved pair."""
+    """Everything that a person should know of a pair whose bytes can be moved."""
     yield from not_served(src, dst)
-    yield from _other_model(src, dst, billed)
     if slow := [bill for bill in links if bill.is_slow]:
         # One link stands for all: a network, if it is among them.
         worst = next((bill for bill in slow if bill.profile is RDMA_400), slow[0])
@@ -59,18 +54,6 @@ def not_served(src: Side, dst: Side) -> Iterator[Warned]:
             if reasons:
                 message = f"vLLM would not start as --{side.engine} says"
                 yield Warned("not-served", message, "; ".join(reasons), "choose a tp by which they divide")
-
-
-def _other_model(src: Side, dst: Side, billed: Billed) -> Iterator[Warned]:
-    """Caches that fit, of models that do not seem to be the same."""
-    if doubts := model_doubts(src, dst, billed.source, billed.destination):
-        more = f"; and {len(doubts) - MAX_DOUBTS} more" if len(doubts) > MAX_DOUBTS else ""
-        yield Warned(
-            "other-model",
-            "running engines would refuse each other: not the same model",
-            "; ".join(map(str, doubts[:MAX_DOUBTS])) + more,
-            "serve the same checkpoint, with the same settings, on both sides",
-        )
 
 
 def _short_runs(asked: Asked, src: Side, dst: Side, billed: Billed, slow: LinkBill) -> Warned:

@@ -17,6 +17,10 @@ from kvferry.core.words import counted
 
 PROVED = "is written exactly once, from the byte that means the same."
 REFUSED = "These two engines cannot talk, and nothing would be moved. The reasons, and what to do:"
+OTHER_MODEL = (
+    "Running engines would refuse each other: they do not serve the same model. The bytes would fit, and are"
+    " drawn below."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,7 @@ class PlanPicture:
 
     @property
     def is_proved(self) -> bool:
-        return not self.answer.bill.findings
+        return not self.answer.findings
 
     @property
     def word(self) -> str:
@@ -65,8 +69,15 @@ class PlanPicture:
         return (
             f"Every byte that the {ranks} need{'s' * (ranks.startswith('1 '))} {PROVED}"
             if self.is_proved
+            else OTHER_MODEL
+            if self.answer.bytes_fit
             else REFUSED
         )
+
+    @property
+    def reasons(self) -> tuple[Advice, ...]:
+        """Why it is refused, and what to do, without what is said of its speed."""
+        return () if self.is_proved else tuple(each for each in self.advice if each.word != "slow")
 
     @property
     def title(self) -> str:
@@ -120,7 +131,7 @@ class PlanPicture:
 
 def plan_picture(answer: PlanAnswer) -> PlanPicture:
     """Everything that there is to draw of an answer."""
-    rows = () if answer.bill.findings else state_rows(answer.asked, answer.billed)
+    rows = state_rows(answer.asked, answer.billed) if answer.bytes_fit else ()
     drawn = strips(rows, answer.billed.ranks)
     sides = (("source", answer.billed.source), ("destination", answer.billed.destination))
     blocks = tuple(engine_blocks(name, manifest) for name, manifest in sides if manifest.ranks)
@@ -128,10 +139,10 @@ def plan_picture(answer: PlanAnswer) -> PlanPicture:
 
 
 def _advice(answer: PlanAnswer) -> Iterator[Advice]:
-    for code, rows in finding_rows(answer.bill.findings, len(answer.billed.ranks)):
+    for code, rows in finding_rows(answer.findings, len(answer.billed.ranks)):
         yield Advice("refused", code, tuple(rows))
-    if answer.bill.num_more:
-        yield Advice("refused", f"… and {answer.bill.num_more:,} more", ())
+    if answer.num_more_findings:
+        yield Advice("refused", f"… and {answer.num_more_findings:,} more", ())
     if answer.way:
         yield Advice("try", "This pair would be proved:", (), answer.way_command)
     for each in answer.warnings:

@@ -51,12 +51,12 @@ class Sheet:
 
 def sheet(picture: PlanPicture) -> Sheet:
     """All rows, one below the other."""
+    top = TOP + ADVICE_HEIGHT * len(picture.reasons)
     rows = tuple(
-        SheetRow(TOP + ROW_HEIGHT * i, tuple(_label(strip.row.label)), strip)
+        SheetRow(top + ROW_HEIGHT * i, tuple(_label(strip.row.label)), strip)
         for i, strip in enumerate(picture.strips)
     )
-    advice = 0 if picture.is_proved else ADVICE_HEIGHT * len(picture.advice)
-    return Sheet(TOP + ROW_HEIGHT * len(rows) + advice + BOTTOM, rows)
+    return Sheet(top + ROW_HEIGHT * len(rows) + BOTTOM, rows)
 
 
 def _label(name: str) -> list[str]:
