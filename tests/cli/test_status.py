@@ -1,10 +1,16 @@
 """``kvferry status``."""
 
 import tempfile
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from kvferry.endpoint import SourceEngine, ask_status
+from kvferry.cli.status import printing
+from kvferry.endpoint import Destination, SourceEngine, ask_status
+from kvferry.models import Topology, describe
+from kvferry.testing.small import small
+from kvferry.transport.memory import Hub, MemoryTransport, placed
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +38,32 @@ def test_every_engine_of_this_user_is_shown(cli, engine):
     assert "0/1 joined" in ran.out
     assert "0 offered, 0 being read, 0 B" in ran.out
     assert max(map(len, ran.out.splitlines())) <= 80
+
+
+def test_sources_come_first_and_a_destination_that_never_loaded_says_so(cli):
+    """An engine that only prefills has both, and is known by what it does."""
+    engine = SourceEngine("prefill", 1)
+    manifest = describe(small("gqa"), Topology(blocks=2), "decode")
+    (rank,) = manifest.ranks
+    memory = {region.name: np.zeros(region.num_bytes, np.uint8) for region in rank.regions}
+    manifest = replace(manifest, ranks=(replace(rank, regions=placed(rank, memory)),))
+    destination = Destination(manifest, 0, MemoryTransport(Hub()), reader="a reader, first by name")
+    try:
+        ran = cli("status")
+    finally:
+        destination.close()
+        engine.close()
+    assert ran.out.index("SOURCE  prefill") < ran.out.index("DESTINATION  a reader")
+    shown = ran.out.partition("DESTINATION")[2]
+    assert "loads    nothing so far\n" in shown
+    assert "in flight" not in shown
+    assert "sources" not in shown
+
+
+def test_one_load_is_no_loads():
+    cost = {"seconds_per_run": 1e-6, "bytes_per_second": 1e9, "num_loads": 1}
+    (line,) = printing._costs({"direct": cost})
+    assert line.endswith("learned from 1 load")
 
 
 def test_one_engine_is_asked_by_its_file_or_its_address(cli, engine):

@@ -32,7 +32,7 @@ def secret_for(engine: str, secret_file: Path | None) -> Secret | None:
 
 
 def answers_of(engine: str, secret: Secret | None) -> list[dict[str, Any]]:
-    """What the engines say, one after the other; of those that were not named one by one, also why not."""
+    """What the engines say, sources first; of those that were not named one by one, also why not."""
     if engine:
         return [_ask(engine, secret)]
     found = []
@@ -41,7 +41,7 @@ def answers_of(engine: str, secret: Secret | None) -> list[dict[str, Any]]:
             found.append(_ask(str(path), None))
         except SpecError as error:  # it may have ended just now; the others are still worth a look
             found.append({"socket": str(path), "error": str(error)})
-    return found
+    return sorted(found, key=lambda answer: answer.get("side") != "source")
 
 
 def _ask(place: str, secret: Secret | None) -> dict[str, Any]:

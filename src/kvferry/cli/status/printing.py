@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvferry.cli import output
+from kvferry.core.words import counted
 from kvferry.wire.bad_input import printable
 
 
@@ -47,9 +48,11 @@ def _show_leases(out: Console, report: dict[str, Any]) -> None:
 
 
 def _destination_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
-    under_way = _counts(report["fetches"]) or "none"
+    under_way, rank = _counts(report["fetches"]) or "none", ("rank", str(report["rank"]))
+    if not (report["fetches"] or report["ended"] or report["num_sources"]):
+        return [rank, ("loads", "nothing so far")]  # as the workers of an engine that only prefills
     return [
-        ("rank", str(report["rank"])),
+        rank,
         ("loads", f"{under_way} under way, {report['in_flight']} reads in flight"),
         ("ended", _counts(report["ended"])),
         ("quarantined", str(report["quarantined"]) if report["quarantined"] else ""),
@@ -75,7 +78,7 @@ def _costs(costs: dict[str, Any]) -> list[str]:
     """What was learned of a link, in a line for each way."""
     return [
         f"  {way}: {cost['seconds_per_run'] * 1e6:.1f} µs per run, {cost['bytes_per_second'] / 1e9:.1f} GB/s,"
-        f" learned from {cost['num_loads']} loads"
+        f" learned from {counted(cost['num_loads'], 'load')}"
         for way, cost in costs.items()
     ]
 
