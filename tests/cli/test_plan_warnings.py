@@ -135,6 +135,23 @@ def test_opaque_blocks_of_two_sizes_find_their_way(cli):
     assert cli(*shlex.split(ran.answer["command"])[1:], "--json").answer["verdict"] == "proved"
 
 
+OPAQUE = ("--model", "gpt2", "--src", "tp=2,layout=opaque,block=32", "--dst")
+
+
+@pytest.mark.parametrize(
+    ("dst", "first"),
+    [
+        ("tp=4,layout=opaque,block=32", "Give both sides the same TP, block size"),
+        ("tp=2,layout=opaque,block=64", "Give both engines the same block size"),
+    ],
+)
+def test_whoever_serves_the_same_model_in_opaque_blocks_is_not_told_to(cli, dst, first):
+    """The first remedy is the right one, and no finding asks for the same model: it is the same."""
+    found = cli("plan", *OPAQUE, dst, "--json").answer["findings"]
+    assert found[0]["remedy"].startswith(first)
+    assert [each["field"] for each in found if "same model" in each["remedy"]] == []
+
+
 def test_every_code_has_a_remedy():
     assert BY_CODE.keys() == set(Code)
-    assert BY_FIELD.keys() <= set(MEANING)
+    assert BY_FIELD.keys() <= {*MEANING, "axis shard"}

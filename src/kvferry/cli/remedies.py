@@ -29,11 +29,18 @@ BY_CODE = {
 }
 """A remedy for every code."""
 
+WHOLE = (
+    "Give both sides the same TP, block size, cache dtype and attention backend: such blocks move whole, as"
+    " the backend wrote them."
+)
+
 BY_FIELD = {
     "dtype": "Give both engines the same cache dtype (vLLM: --kv-cache-dtype).",
     "encoding": "Run the same attention backend, and the same cache dtype, on both sides.",
     "tail": "Run the same attention backend on both sides.",
     "tokens_per_cell": "Give both engines the same block size: such blocks move as a whole.",
+    "item_bytes": WHOLE,
+    "axis shard": WHOLE,
 }
 """Where a state differs in this field."""
 

@@ -308,8 +308,8 @@ def _engine_differences(src: Manifest, dst: Manifest) -> tuple[Finding, ...]:
     return (*check.differing, *(check.unknown if dst.identity.is_required else ()))
 
 
-MEANING = ("kind", "dtype", "item_bytes", "encoding", "tokens_per_cell", "tail")
-"""The fields of a state that, besides its axes, say what a cell is."""
+MEANING = ("kind", "dtype", "tokens_per_cell", "encoding", "tail", "item_bytes")
+"""The fields of a state that, besides its axes, say what a cell is; causes before what follows from them."""
 
 
 def _differences(src: Manifest, ours: State) -> Iterator[Finding]:
