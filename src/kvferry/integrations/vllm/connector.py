@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +24,13 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvferry.errors import KVFerryError, SpecError
+from kvferry.integrations.unread_settings import unread_settings
 from kvferry.integrations.vllm.scheduler.side import SchedulerSide
 from kvferry.integrations.vllm.shared.options import Options, check_transfer_config
 from kvferry.integrations.vllm.shared.stats import LoadMetrics, LoadStats
 from kvferry.integrations.vllm.shared.step import StepMetadata
 from kvferry.integrations.vllm.worker.side import WorkerSide
+from kvferry.log import log_of
 from kvferry.wire.messages import Join, decode_to_authority, encode
 
 if TYPE_CHECKING:
@@ -40,6 +43,8 @@ if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.request import Request
+
+log = log_of(__name__)
 
 
 @dataclass
@@ -67,6 +72,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         options = Options.of(transfer.kv_connector_extra_config or {}, host=get_ip())
         self._side: SchedulerSide | WorkerSide
         if role is KVConnectorRole.SCHEDULER:
+            if unread := unread_settings(os.environ):
+                log.warning("%s", unread)
             self._side = SchedulerSide(vllm_config, kv_cache_config, options)
         else:
             self._side = WorkerSide(vllm_config, kv_cache_config, options)
