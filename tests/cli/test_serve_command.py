@@ -32,6 +32,12 @@ def test_the_cure_is_a_command_too(cli):
         ("vllm serve m -tp 2 -pp 2 --kv-cache-dtype fp8", "tp=2,pp=2,dtype=fp8"),
         ("vllm serve m --kv-cache-dtype auto --dtype auto -dcp 1", ""),
         ("VLLM_SSM_CONV_STATE_LAYOUT=DS vllm serve m --block-size 16 --block-size 32", "conv=DS,block=32"),
+        ('vllm serve m --speculative-config \'{"method": "ngram", "num_speculative_tokens": 3}\'', ""),
+        ('vllm serve m --speculative-config \'{"model": "[ngram]"}\' -tp 2', "tp=2"),
+        ("A=1 python3 -m vllm.entrypoints.openai.api_server --model m -tp 2", "tp=2"),
+        ("VLLM_KV_CACHE_LAYOUT=NHD python -m vllm.entrypoints.cli.main serve m -tp 2", "layout=NHD,tp=2"),
+        ("/opt/venv/bin/python3.12 -m vllm.entrypoints.cli.main serve m", ""),
+        ("/opt/venv/bin/vllm serve m -pp 2", "pp=2"),
         ('vllm serve m --kv-transfer-config \'{"kv_role": "kv_both"}\' -tp 2', "tp=2"),
     ],
 )
@@ -45,13 +51,58 @@ def test_what_is_read(text, topology):
     [
         ("vllm serve -tp 2", "name the model right behind `vllm serve`"),
         ("vllm serve m 'x", "not a command line"),
-        ("vllm serve m --speculative-config '{}'", "--speculative-config changes the cache"),
+        ("vllm serve m --speculative-config '{}'", "--speculative-config may change the cache"),
+        ('vllm serve m --speculative-config \'{"method": "eagle3"}\'', "as MODEL[+]DRAFT"),
+        ("vllm serve m --speculative-config.method eagle3", "--speculative-config.method may change"),
+        ("vllm serve m --hf-overrides '{}'", "--hf-overrides may change the cache, and is not understood"),
+        ("vllm serve m --dtype fp4", "--dtype fp4: vLLM has auto, half"),
         ("vllm serve m -dcp 2", "dump the engine's manifest"),
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(text, said):
     with pytest.raises(SpecError, match=said):
         ServeCommand.read(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("half", "fp16"),
+        ("float16", "fp16"),
+        ("bfloat16", "bf16"),
+        ("float", "fp32"),
+        ("float32", "fp32"),
+        ("auto", "bf16"),
+    ],
+)
+def test_the_cache_has_the_dtype_of_the_model(cli, name, dtype):
+    """Its attention and its recurrent states."""
+    serve = f"vllm serve openai-community/gpt2 --dtype {name}"
+    ran = cli("plan", "--src", serve, "--dst", "vllm serve openai-community/gpt2 --dtype=bfloat16", "--json")
+    assert ran.code == (dtype != "bf16")
+    if ran.code:
+        found = ran.answer["findings"]
+        assert {each["src"] for each in found if each["field"] in ("dtype", "--dtype")} == {dtype}
+        assert ran.answer["command"] == ""  # another cache dtype would not make it the same model
+
+
+def test_a_cache_that_is_told_its_dtype_has_it(cli, folder):
+    serve = folder("a")
+    ends = (f"{serve} --dtype half --kv-cache-dtype fp8", f"{serve} --kv-cache-dtype fp8 --dtype float16")
+    assert cli("plan", "--src", ends[0], "--dst", ends[1], "--json").answer["verdict"] == "proved"
+
+
+def test_recurrent_states_follow_the_dtype_of_the_model(cli):
+    ends = ("vllm serve state-spaces/mamba2-2.7b", "vllm serve state-spaces/mamba2-2.7b --dtype float32")
+    ran = cli("plan", "--model", "mamba2-2.7b", "--src", ends[0], "--dst", ends[1], "--json")
+    assert (ran.code, ran.answer["verdict"]) == (1, "refused")
+
+
+def test_the_cure_of_a_module_is_a_command_too(cli):
+    module = "python3 -m vllm.entrypoints.openai.api_server --model Qwen/Qwen3-32B -tp 4 --block-size 64"
+    dst = f"VLLM_KV_CACHE_LAYOUT=NHD {module}"
+    (warned,) = cli("plan", "--src", SRC, "--dst", dst, "--json").answer["warnings"]
+    assert "VLLM_KV_CACHE_LAYOUT=HND vllm serve --model Qwen/Qwen3-32B -tp 4" in warned["command"]
 
 
 def test_a_folder_is_a_model(cli, tmp_path):

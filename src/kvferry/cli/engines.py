@@ -23,6 +23,8 @@ from kvferry.core.words import counted
 from kvferry.errors import SpecError
 from kvferry.models import Model, Topology, describe, model_named
 
+DTYPE_INSTEAD = "say dtype=… in a topology (--src tp=4,dtype=fp16)"
+
 
 @dataclass(frozen=True)
 class Side:
@@ -54,6 +56,10 @@ class Side:
     @cached_property
     def chosen_model(self) -> Model:
         """The model that is served: named for this side, or by its command if that is known, or for both."""
+        if self.command and self.command.dtype:
+            if self.served is None:
+                raise SpecError(f"--{self.engine}: --dtype of a model with a draft: {DTYPE_INSTEAD}")
+            return self.served.in_dtype(self.command.dtype).model
         if self._of_command is not None:
             return self._of_command.model
         if self.command and not (self.model or self.config):
@@ -66,6 +72,12 @@ class Side:
         if self.file is not None or self._of_command is not None:
             return self._of_command
         return model_of_file(self.config) if self.config else catalogued_model(self.model)
+
+    @property
+    def model_dtype(self) -> str:
+        """What the model computes in; empty if nobody knows."""
+        named = self.command.dtype if self.command else ""
+        return named or (self.served.dtype if self.served else "")
 
     @cached_property
     def _of_command(self) -> ServedModel | None:

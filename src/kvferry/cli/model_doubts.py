@@ -41,6 +41,9 @@ def _flags(src: Side, dst: Side) -> Iterator[Finding]:
     """Flags of the two commands."""
     if src.command is None or dst.command is None:
         return
+    dtypes = (src.model_dtype, dst.model_dtype)
+    if (src.command.dtype or dst.command.dtype) and dtypes[0] != dtypes[1]:
+        yield _doubt("--dtype", *(dtype or NOT_SET for dtype in dtypes))
     ours, theirs = dict(src.command.model_flags), dict(dst.command.model_flags)
     for flag in sorted(ours.keys() | theirs.keys()):
         in_src, in_dst = ours.get(flag, NOT_SET), theirs.get(flag, NOT_SET)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -25,8 +26,7 @@ VARIABLES = {"VLLM_KV_CACHE_LAYOUT": "layout", "VLLM_SSM_CONV_STATE_LAYOUT": "co
 
 DECIDING = {
     "config": "write its settings as flags",
-    "dtype": "say dtype=… in a topology (--src tp=4,dtype=fp16)",
-    "hf-overrides": "give the changed config.json with --config",
+    "hf-overrides": "drop the flag, and name a folder with the changed config.json as the model",
     "speculative-config": "name model and draft with --src-model or --dst-model, as MODEL+DRAFT",
     "decode-context-parallel-size": "dump the engine's manifest, and give the file",
     "dcp": "dump the engine's manifest, and give the file",
@@ -37,7 +37,7 @@ DECIDING = {
     "mamba-ssm-cache-dtype": "dump the engine's manifest, and give the file",
     "mamba-block-size": "dump the engine's manifest, and give the file",
 }
-"""Flags that change what the cache looks like, and that a topology cannot follow; and what to do instead."""
+"""Flags that can change what the cache looks like, and that nobody here follows; and what to do instead."""
 
 OF_MODEL = {
     "disable-sliding-window": "disable-sliding-window",
@@ -48,41 +48,62 @@ OF_MODEL = {
 
 HARMLESS_VALUES = {"auto", "1"}
 
+DTYPES = {"half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float": "fp32", "float32": "fp32"}
+"""What vLLM calls the dtypes of a model, and what we call them."""
+
+WITHOUT_A_CACHE = {"ngram", "[ngram]", "ngram_gpu"}
+"""Ways to draft tokens without a model, so that nothing is added to the cache."""
+
+STARTERS = re.compile(
+    r"(?<!\S)(?:\S*/)?(?:vllm\s+serve"
+    r"|python[\d.]*\s+-m\s+vllm\.entrypoints\.(?:openai\.api_server|cli\.main\s+serve))(?!\S)"
+)
+"""The words that start an engine, in all their spellings."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServeCommand:
     """What a command that starts vLLM says of the cache.
 
     >>> ServeCommand.read("VLLM_KV_CACHE_LAYOUT=NHD vllm serve openai/gpt-oss-20b -tp 4 --block-size=64")
-    ServeCommand(model='openai/gpt-oss-20b', topology='layout=NHD,tp=4,block=64', model_flags=())
+    ServeCommand(model='openai/gpt-oss-20b', topology='layout=NHD,tp=4,block=64', model_flags=(), dtype='')
     """
 
     model: str
     topology: str
     model_flags: tuple[tuple[str, str], ...] = ()
     """Flags that make another model of it, with their values."""
+    dtype: str = ""
+    """The model's dtype, where the command names one; the cache has it, too, unless it is told otherwise."""
 
     @staticmethod
     def is_one(text: str) -> bool:
-        """Whether a text is such a command."""
-        return re.search(r"(^|\s)vllm\s+serve\b", text) is not None
+        """Whether a text is such a command.
+
+        >>> ServeCommand.is_one("python3 -m vllm.entrypoints.openai.api_server --model m")
+        True
+        """
+        return STARTERS.search(text) is not None
 
     @classmethod
     def read(cls, text: str) -> ServeCommand:
         """Read a command line; what it says of the cache and nobody here understands is refused by name."""
         try:
-            words = shlex.split(text)
+            words = shlex.split(_as_serve(text))
         except ValueError as error:
             raise SpecError(f"not a command line: {error}") from None
         at = words.index("serve")
         settings = dict(_of_variables(words[: at - 1]))
         flags = list(_flags(words[at + 1 :]))
         model = "" if at + 1 >= len(words) or words[at + 1].startswith("-") else words[at + 1]
+        dtype = ""
         for flag, value in flags:
             if flag == "model":
                 model = value
-            elif flag in DECIDING and value not in HARMLESS_VALUES:
-                raise SpecError(f"--{flag} changes the cache, and is not understood here: {DECIDING[flag]}")
+            elif flag == "dtype":
+                dtype = _model_dtype(value)
+            elif (instead := DECIDING.get(flag.partition(".")[0])) and not _is_harmless(flag, value):
+                raise SpecError(f"--{flag} may change the cache, and is not understood here: {instead}")
             elif flag in KEYS and value == "auto":
                 settings.pop(KEYS[flag], None)
             elif flag in KEYS:
@@ -91,7 +112,7 @@ class ServeCommand:
             raise SpecError("name the model right behind `vllm serve`, or with --model")
         of_model = {OF_MODEL[flag]: value or "set" for flag, value in flags if flag in OF_MODEL}
         topology = ",".join(f"{key}={value}" for key, value in settings.items())
-        return cls(model, topology, tuple(of_model.items()))
+        return cls(model, topology, tuple(of_model.items()), dtype)
 
 
 def with_setting(text: str, key: str, value: str) -> str:
@@ -104,6 +125,7 @@ def with_setting(text: str, key: str, value: str) -> str:
     >>> with_setting("VLLM_KV_CACHE_LAYOUT=NHD vllm serve M", "layout", "HND")
     'VLLM_KV_CACHE_LAYOUT=HND vllm serve M'
     """
+    text = _as_serve(text)
     for name, meaning in VARIABLES.items():
         if meaning == key:
             bare = re.sub(rf"\b{name}=\S*\s+", "", text)
@@ -127,6 +149,32 @@ def vllm_setting(key: str, value: str) -> str:
         if meaning == key:
             return f"--{flag} {value}"
     return ""
+
+
+def _as_serve(text: str) -> str:
+    """The command as ``vllm serve …``.
+
+    >>> _as_serve("A=1 python3 -m vllm.entrypoints.openai.api_server --model m")
+    'A=1 vllm serve --model m'
+    """
+    return STARTERS.sub("vllm serve", text, count=1)
+
+
+def _model_dtype(name: str) -> str:
+    if name not in DTYPES and name != "auto":
+        raise SpecError(f"--dtype {name}: vLLM has auto, {', '.join(DTYPES)}")
+    return DTYPES.get(name, "")
+
+
+def _is_harmless(flag: str, value: str) -> bool:
+    """Whether the cache is the same with this value of a flag as without the flag."""
+    if flag != "speculative-config":
+        return value in HARMLESS_VALUES
+    try:
+        draft = json.loads(value)
+    except ValueError:
+        return False
+    return isinstance(draft, dict) and (draft.get("method") or draft.get("model")) in WITHOUT_A_CACHE
 
 
 def _of_variables(words: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from kvferry.cli.bad_input import at
 from kvferry.errors import SpecError
 from kvferry.models import Model, catalogue, model_from_config
+from kvferry.models.config import Config
 
 VARIANTS = ("-instruct", "-base", "-chat", "-it", "-pt", "-thinking")
 """How the names of models end that were trained further, and keep the same cache."""
@@ -33,6 +34,19 @@ class ServedModel:
         """Its caches."""
         with at(str(self.file or self.name)):
             return model_from_config(self.config, self.name)
+
+    @property
+    def dtype(self) -> str:
+        """What the model computes in, and keeps in its caches unless it is told otherwise."""
+        with at(str(self.file or self.name)):
+            return Config(self.config).dtype
+
+    def in_dtype(self, dtype: str) -> ServedModel:
+        """The same model computing in another dtype; what its checkpoint quantises stays quantised."""
+        text = self.config.get("text_config")
+        own = {"torch_dtype": dtype}
+        more = {"text_config": {**text, **own}} if isinstance(text, Mapping) else own
+        return replace(self, config={**self.config, **more})
 
 
 def served_model(name: str) -> ServedModel | None:
