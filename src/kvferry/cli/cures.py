@@ -57,7 +57,7 @@ class Cure:
 
 
 def find_cure(asked: Asked, src: Side, dst: Side, slow: LinkBill) -> Cure | None:
-    """The fewest settings that make the request quick over that link; None if none that are known do."""
+    """The fastest settings over that link, fewer tried first until it is quick; None if none are worth it."""
     # One rank of the destination tells as much as all: the one that takes longest, or any that reads from it.
     rank = int(slow.whose.split()[1]) if slow.whose.startswith("dst") else asked.dst_rank
     trial_of = replace(asked, dst_rank=rank)

@@ -26,7 +26,8 @@ HELP = "\n\n".join(
         " source first.",
         "Every destination rank's plan is proved: each needed byte is written exactly once, from the byte"
         " that means the same. What cannot be proved is refused, by name. What is proved and slow is said to"
-        " be slow: settings that could cure it are tried, and the best is shown with its command.",
+        " be slow: settings that could cure it are tried, fewer first, until one is fast enough, and the"
+        " fastest is shown with its command.",
         topology_help(),
         examples(
             "kvferry plan --model llama-3.1-70b --src tp=4 --dst tp=6,block=64",
