@@ -98,6 +98,46 @@ def test_of_two_manifests_an_equal_pair_is_billed(cli, tmp_path):
     assert named["warnings"] == [warned]
 
 
+# -------------------------------------------------------------------------------------- assumptions
+
+
+def words(ran):
+    return " ".join(ran.out.split())
+
+
+@pytest.mark.parametrize(
+    ("model", "src", "dst", "said"),
+    [
+        ("gpt2", "tp=1", "tp=2", "HND is assumed for src and dst:"),
+        ("gpt2", "tp=1,layout=NHD", "tp=2", "HND is assumed for dst:"),
+        ("gpt2", "tp=1,layout=NHD", "tp=2,layout=NHD", ""),
+        ("mamba2-2.7b", "tp=1", "tp=2", ""),
+    ],
+)
+def test_a_layout_that_nobody_named_is_said_to_be_assumed(cli, model, src, dst, said):
+    page = words(cli("plan", "--model", model, "--src", src, "--dst", dst))
+    assert ("is assumed for" in page) == bool(said)
+    assert said in page
+
+
+def test_files_assume_nothing(cli, tmp_path):
+    file = tmp_path / "it.json"
+    assert cli("describe", "--model", "gpt2", "--at", "tp=2", "-o", file).code == 0
+    assert "assumed" not in cli("plan", file, file).out
+
+
+def test_slow_says_by_which_link(cli):
+    judged = "It is judged by 400Gb; --link names yours"
+    assert judged in words(cli("plan", *README_PAIR))
+    assert judged not in words(cli("plan", *README_PAIR, "--link", "400Gb"))
+
+
+def test_consecutive_blocks_are_called_the_best_case(cli):
+    ends = ("--model", "gpt2", "--src", "tp=1", "--dst", "tp=2")
+    assert "--placement scattered shows that" in words(cli("plan", *ends))
+    assert "best case" not in cli("plan", *ends, "--placement", "scattered").out
+
+
 # ------------------------------------------------------------------------------------------ engines
 
 

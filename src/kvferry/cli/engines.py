@@ -74,6 +74,14 @@ class Side:
         return model_of_file(self.config) if self.config else catalogued_model(self.model)
 
     @property
+    def assumed_layout(self) -> str:
+        """The layout that its attention is taken to have because nobody named one; empty if there is none."""
+        if self.file is not None or "layout" in _keys(self.topology):
+            return ""
+        caches = (cache for layer in self.chosen_model.layers for cache in layer.caches)
+        return Topology().layout if any(not cache.is_recurrent for cache in caches) else ""
+
+    @property
     def model_dtype(self) -> str:
         """What the model computes in; empty if nobody knows."""
         named = self.command.dtype if self.command else ""

@@ -14,6 +14,7 @@ from kvferry.cli.warned import Warned, not_served, warnings_of
 from kvferry.core.identity import IdentityCheck, compare_identity
 from kvferry.core.link_profile import LinkProfile
 from kvferry.errors import Finding
+from kvferry.models import Topology
 from kvferry.models.model import is_offline
 
 MAX_DOUBTS = 4
@@ -33,6 +34,8 @@ class PlanAnswer:
     """Settings with which a refused pair is proved."""
     doubts: tuple[Finding, ...] = ()
     """Why running engines would refuse each other, whatever their bytes."""
+    assumed: str = ""
+    """What nobody has said of these engines, and was taken to be so."""
 
     @property
     def bill(self) -> Bill:
@@ -85,4 +88,17 @@ def answer(asked: Asked, src: Side, dst: Side, profiles: Sequence[LinkProfile]) 
             return PlanAnswer(asked, billed, (), served, None, doubts)
         return PlanAnswer(asked, billed, (), served, way)
     links = tuple(billed.bill.over(profile) for profile in profiles)
-    return PlanAnswer(asked, billed, links, tuple(warnings_of(asked, src, dst, billed, links)), None, doubts)
+    warned = tuple(warnings_of(asked, src, dst, billed, links))
+    return PlanAnswer(asked, billed, links, warned, None, doubts, _assumed(src, dst))
+
+
+def _assumed(src: Side, dst: Side) -> str:
+    """Of which sides the layout is an assumption, and where it holds."""
+    sides = [side.engine for side in (src, dst) if side.assumed_layout]
+    if not sides:
+        return ""
+    layout = Topology().layout
+    return (
+        f"{layout} is assumed for {' and '.join(sides)}: what kvferry asks vLLM for on a GPU; on a CPU, and"
+        " with some attention backends, it is another (layout=…)"
+    )

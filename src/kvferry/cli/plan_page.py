@@ -11,6 +11,7 @@ from kvferry.cli.bill import Bill, LinkBill
 from kvferry.cli.output import milliseconds, num_bytes, print_table, table, wrapped
 from kvferry.cli.plan_answer import PlanAnswer
 from kvferry.cli.warned import Warned
+from kvferry.core.choices import Placement
 from kvferry.core.cost import CostTerm, Estimate
 from kvferry.core.link_profile import Origin
 from kvferry.core.manifest import Manifest
@@ -19,6 +20,10 @@ from kvferry.core.words import counted
 MATRIX_COLUMNS = 6
 """Destination ranks side by side in the traffic matrix."""
 
+BEST_CASE = (
+    "the best case: an engine that has served for a while has scattered blocks; --placement scattered shows"
+    " that"
+)
 FITS = "The bytes would fit. What moving them takes, once both sides serve the same model:"
 
 
@@ -28,7 +33,7 @@ def show(answer: PlanAnswer, *, full: bool) -> None:
     asked = f"{counted(len(billed.ranks), 'destination rank')}"
     page.verdict(out, "REFUSED" if answer.findings else "PROVED", asked)
     rows = [("src", summary(billed.source)), ("dst", summary(billed.destination))]
-    page.labelled(out, [*rows, ("model", answer.model_sentence)])
+    page.labelled(out, [*rows, ("model", answer.model_sentence), ("layout", answer.assumed)])
     if answer.findings:
         page.findings(out, answer.findings, len(billed.ranks), answer.num_more_findings)
         _show_way(out, answer)
@@ -82,6 +87,8 @@ def _show_request(out: Console, answer: PlanAnswer, *, full: bool) -> None:
     kept = f", {asked.kept} of them kept" if asked.kept else ""
     title = f"One request of {answer.billed.tokens} tokens{kept}, {asked.placement.value} blocks"
     out.print(title, style="bold")
+    if asked.placement is Placement.CONSECUTIVE:
+        wrapped(out, [BEST_CASE], hang=0)
     average = bill.total_bytes / bill.num_runs if bill.num_runs else 0
     if not full:
         moved = f"{num_bytes(bill.total_bytes)} in {counted(bill.num_runs, 'run')} of {num_bytes(average)}"

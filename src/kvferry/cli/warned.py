@@ -64,6 +64,8 @@ def _short_runs(asked: Asked, src: Side, dst: Side, billed: Billed, slow: LinkBi
         f"{bill.num_runs:,} runs of {average}; the same bytes in long runs would take"
         f" {milliseconds(1e3 * slow.long_run_seconds)}, {times(slow.slowdown)} as fast"
     )
+    if not asked.links:
+        reason += f". It is judged by {link}; --link names yours"
     cure = find_cure(asked, src, dst, slow)
     if cure is None:
         remedy = _without_a_cure(asked, src, dst, billed, slow)
