@@ -14,8 +14,8 @@ import time
 STALL_SECONDS = 1.5
 """A process that wants to run waits for less, however busy a machine is."""
 LOOK = f"""
-import time
-while True:
+import os, sys, time
+while os.getppid() == int(sys.argv[1]):
     looked = time.monotonic()
     time.sleep(0.1)
     late = time.monotonic() - looked - 0.1
@@ -29,7 +29,9 @@ class StallWatch:
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-S", "-c", LOOK], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL
+            [sys.executable, "-S", "-c", LOOK, str(os.getpid())],
+            stdout=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
         )
         assert self.process.stdout is not None
         self._pipe = self.process.stdout

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,19 @@ def test_which_tests_are_run_again(tmp_path, is_stalled, num_failures, expected,
     assert ran.returncode == expected, ran.stdout + ran.stderr
     assert len(file.with_suffix(".runs").read_text()) == num_runs, ran.stdout
     assert ("stood still for" in ran.stdout) == (num_runs > 1)
+
+
+def test_the_watch_ends_with_the_tests_however_these_end():
+    made = "import os; from tests.stalls import StallWatch; print(StallWatch().process.pid, flush=True)"
+    told = subprocess.run(
+        [sys.executable, "-c", f"{made}; os._exit(1)"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    ).stdout
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{int(told)}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
