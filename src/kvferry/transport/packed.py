@@ -28,13 +28,12 @@ import numpy as np
 
 from kvferry.core.product import Product, Term
 from kvferry.core.runs import Runs
-from kvferry.core.way import Way
 from kvferry.errors import TransportError
 from kvferry.log import log_of
-from kvferry.transport.base import CANCELLED, Connected, DeviceEvent
 from kvferry.transport.gather_line import GatherLine
+from kvferry.transport.gathered_reads import ANSWER_S, GatheredLink, GatheredRead, GatherMover
 from kvferry.transport.link import Link
-from kvferry.transport.pack import check_term, dst_of, pieces, unpack
+from kvferry.transport.pack import dst_of, unpack
 from kvferry.transport.places import Places
 from kvferry.transport.quietly import quietly
 from kvferry.transport.staging import Staging
@@ -45,27 +44,14 @@ log = log_of(__name__)
 SURE_ASKED, MAX_ASKED = 4, 16
 """Chunks that one rank may be asked for at once in any case; and while at least half of our ring is free. A
 rank that does not answer leaves chunks for others, and the first answers need not be waited for."""
-ANSWER_S = 20.0
-"""How long a rank may take to gather a chunk, or to say that what was read counts."""
 MAX_ATTEMPTS = 4
 """How often the same bytes are asked for, if the source needs its chunk before we have read it."""
 
 
 @dataclass(eq=False, slots=True)
-class _Read:
-    """A read that has not ended."""
-
-    link: PackedLink
-    transfer: int
-    permit: bytes
-    pieces: Iterator[tuple[Term, ...]]
-    report: Callable[[str], None]
+class _Read(GatheredRead["PackedLink", "_Ask"]):
     again: deque[_Ask] = field(default_factory=deque)
     """What must be asked for again."""
-    asks: dict[int, _Ask] = field(default_factory=dict)
-    """By nonce: those under way."""
-    is_all_asked: bool = False
-    error: str = ""
 
     def next_ask(self) -> _Ask | None:
         if self.again:
@@ -97,59 +83,28 @@ class _Ask:
         return sum(term.total_bytes for term in self.terms)
 
 
-class PackedLink:
-    """A remote rank that gathers for us."""
+class PackedLink(GatheredLink[_Read]):
+    """A rank whose ring is read by the fabric."""
 
     def __init__(self, mover: PackedMover, name: str, staging: Staging, src: Places, ring: Link) -> None:
         """``ring``: who reads its ring into ours."""
-        self._mover, self.name, self.staging, self._src, self.ring = mover, name, staging, src, ring
-        # The thread's alone:
-        self.waiting: deque[_Read] = deque()
-        self.reads: dict[int, _Read] = {}
+        super().__init__(mover, name, staging, src)
+        self.ring = ring
         self.num_asked = 0
-        """Chunks of ours that are reserved for it."""
-        self.is_forgotten = False
-
-    @property
-    def connected(self) -> Connected:
-        return Connected(Way.PACKED)
-
-    def read(
-        self,
-        transfer: int,
-        product: Product,
-        report: Callable[[str], None],
-        after: DeviceEvent | None,
-        permit: bytes = b"",
-    ) -> None:
-        """Check that all runs are inside of their regions, and have them gathered."""
-        if after is not None:
-            raise TransportError("no-device", "no device to wait for: this rank's memory is the host's")
-        for term in product.terms:
-            check_term(term, self._src, self._mover.memory)
-        self._mover.submit(_Read(self, transfer, permit, pieces(product, self.staging.chunk_bytes), report))
-
-    def cancel(self, transfer: int) -> None:
-        """Ask for nothing more of a read."""
-        self._mover.put(lambda: self._mover.give_up(self.reads.get(transfer), CANCELLED))
-
-    def forget(self) -> None:
-        """Ask for nothing more."""
-        self._mover.put(lambda: self._mover.forget(self))
+        """Chunks of ours that are reserved for it; the mover's thread's alone."""
 
 
-class PackedMover:
+class PackedMover(GatherMover[PackedLink, _Read]):
     """Reads the ranks that gather for us, through a ring of our own."""
 
+    new_read = _Read
+
     def __init__(self, memory: Places, ring: StagingRing, line: GatherLine, nonces: Iterator[int]) -> None:
-        self.memory, self._ring, self._line, self._nonces = memory, ring, line, nonces
+        super().__init__(memory, line, nonces)
+        self._ring = ring
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._lock = threading.Lock()
-        """Guards ``_is_closing``: what is submitted before that is ended by the thread."""
-        self._is_closing = False
         # The thread's alone:
         self._free = [*range(ring.size.num_chunks)]
-        self._links: deque[PackedLink] = deque()
         self._asks: dict[int, _Ask] = {}
         self._thread = threading.Thread(target=self._run, name="kvferry-packed", daemon=True)
         self._thread.start()
@@ -163,13 +118,6 @@ class PackedMover:
     def put(self, event: Callable[[], None]) -> None:
         """Have something done by the thread."""
         self._inbox.put(event)
-
-    def submit(self, read: _Read) -> None:
-        """Have a read wait for its turn."""
-        with self._lock:
-            if self._is_closing:
-                raise TransportError("closed", "this transport was closed")
-            self.put(partial(self._begin, read))
 
     def close(self, timeout_s: float) -> bool:
         """Ask for nothing more; whether all has ended in time."""
@@ -218,16 +166,6 @@ class PackedMover:
                 yield self._inbox.get_nowait()
         except Empty:
             return
-
-    def _begin(self, read: _Read) -> None:
-        link = read.link
-        link.reads[read.transfer] = read
-        if link not in self._links:
-            self._links.append(link)
-        if link.is_forgotten:
-            self.give_up(read, f"peer {link.name!r} was forgotten")
-        else:
-            link.waiting.append(read)
 
     def _ask_for_more(self, now: float) -> None:
         """Every rank in turn, a chunk at a time, so that none waits for another's long read."""
@@ -321,37 +259,15 @@ class PackedMover:
         if (ask := self._find(sender, nonce)) and not ask.is_reading:
             self.give_up(ask.read, f"{ask.read.link.name} does not gather: {error}")
 
-    def _lost(self, sender: str) -> None:
-        for link in [*self._links]:
-            if link.staging.address == sender:
-                self._give_up_all_of(link, f"the connection to the rank of {link.name} that gathers is lost")
-
-    def give_up(self, read: _Read | None, error: str) -> None:
-        """Ask for nothing more of a read. It ends when the fabric writes nothing of it any more."""
-        if read is None:
-            return
-        read.error = read.error or error
+    def _stop_asks_of(self, read: _Read) -> None:
         for nonce, ask in [*read.asks.items()]:
             if not ask.is_reading:
                 self._free_chunk(ask)
                 self._drop(nonce)
-        if read in read.link.waiting:
-            read.link.waiting.remove(read)
-        self._end_if_over(read)
-
-    def forget(self, link: PackedLink) -> None:
-        """Ask a rank for nothing more."""
-        link.is_forgotten = True
-        self._give_up_all_of(link, f"peer {link.name!r} was forgotten")
-        self._let_go(link)
 
     def _give_all_up(self) -> None:
         for link in [*self._links]:
-            self._give_up_all_of(link, "the transport was closed")
-
-    def _give_up_all_of(self, link: PackedLink, error: str) -> None:
-        for read in [*link.reads.values()]:
-            self.give_up(read, error)
+            self.give_up_all_of(link, "the transport was closed")
 
     def _free_chunk(self, ask: _Ask) -> None:
         if ask.chunk >= 0:
@@ -363,19 +279,5 @@ class PackedMover:
         ask = self._asks.pop(nonce)
         del ask.read.asks[nonce]
 
-    def _end_if_over(self, read: _Read) -> None:
-        if read.has_ended and read.link.reads.get(read.transfer) is read:
-            del read.link.reads[read.transfer]
-            quietly(read.report, read.error)
-            self._let_go(read.link)
-
-    def _let_go(self, link: PackedLink) -> None:
-        """A forgotten rank, once nothing is under way with it."""
-        if not link.is_forgotten or link.reads:
-            return
-        if link in self._links:
-            self._links.remove(link)
+    def _has_let_go(self, link: PackedLink) -> None:
         link.ring.forget()
-        address = link.staging.address
-        if all(other.staging.address != address for other in self._links):
-            self._line.hang_up(address)

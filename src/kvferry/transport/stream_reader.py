@@ -10,24 +10,20 @@ thread owns all this, and waits for nobody: a source from which nothing comes fa
 from __future__ import annotations
 
 import socket
-import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 
-from kvferry.core.product import Product, Term
-from kvferry.core.way import Way
+from kvferry.core.product import Term
 from kvferry.errors import TransportError
 from kvferry.log import log_of
-from kvferry.transport.base import CANCELLED, Connected, DeviceEvent
 from kvferry.transport.frame_receiver import ArrivedFrame, FrameReceiver
 from kvferry.transport.gather_line import GatherLine
-from kvferry.transport.pack import TermSide, check_term, dst_of, pieces
+from kvferry.transport.gathered_reads import ANSWER_S, GatheredLink, GatheredRead, GatherMover
+from kvferry.transport.pack import TermSide, dst_of
 from kvferry.transport.places import Places
-from kvferry.transport.quietly import quietly
 from kvferry.transport.socket_loop import SocketLoop
 from kvferry.transport.staging import Staging
 from kvferry.transport.stream_call import end_call, start_call
@@ -37,25 +33,12 @@ log = log_of(__name__)
 
 MAX_ASKED = 32
 """Frames that one rank is asked for at once. They cost no memory: asks wait at the source."""
-ANSWER_S = 20.0
-"""How long nothing may come from a rank that was asked."""
 ENOUGH_AT_ONCE = 8
 """Calls to one socket before others get their turn."""
 
 
-@dataclass(eq=False, slots=True)
-class _Read:
-    """A read that has not ended."""
-
-    link: StreamLink
-    transfer: int
-    permit: bytes
-    pieces: Iterator[tuple[Term, ...]]
-    report: Callable[[str], None]
-    asks: dict[int, _Ask] = field(default_factory=dict)
-    """By nonce: those under way."""
-    is_all_asked: bool = False
-    error: str = ""
+class _Read(GatheredRead["StreamLink", "_Ask"]):
+    """Of a rank with a stream."""
 
 
 @dataclass(eq=False, slots=True)
@@ -69,22 +52,17 @@ class _Ask:
         return sum(term.total_bytes for term in self.terms)
 
 
-class StreamLink:
-    """A remote rank that sends what it gathers."""
+class StreamLink(GatheredLink[_Read]):
+    """A rank that sends what it gathers."""
+
+    _mover: StreamMover
 
     def __init__(self, mover: StreamMover, name: str, staging: Staging, src: Places) -> None:
-        self._mover, self.name, self.staging, self.src = mover, name, staging, src
-        # The thread's alone:
-        self.waiting: deque[_Read] = deque()
-        self.reads: dict[int, _Read] = {}
+        super().__init__(mover, name, staging, src)
+        # The mover's thread's alone:
         self.stream: _Stream | None = None
-        self.is_forgotten = False
         self.openers: list[Callable[[str], None]] = []
         """Who waits for it to be open; they get the error, or an empty text."""
-
-    @property
-    def connected(self) -> Connected:
-        return Connected(Way.PACKED)
 
     def open(self, timeout_s: float) -> None:
         """Wait for the stream; raises TransportError, or TimeoutError if the rank does not answer."""
@@ -92,30 +70,6 @@ class StreamLink:
         self._mover.put(partial(self._mover.open, self, opened.set_result))
         if error := opened.result(timeout_s):
             raise TransportError("no-connection", f"{self.name}: {error}")
-
-    def read(
-        self,
-        transfer: int,
-        product: Product,
-        report: Callable[[str], None],
-        after: DeviceEvent | None,
-        permit: bytes = b"",
-    ) -> None:
-        """Check that all runs are inside of their regions, and have them sent."""
-        if after is not None:
-            raise TransportError("no-device", "no device to wait for: this rank's memory is the host's")
-        for term in product.terms:
-            check_term(term, self.src, self._mover.memory)
-        parts = pieces(product, self.staging.chunk_bytes)
-        self._mover.submit(_Read(self, transfer, permit, parts, report))
-
-    def cancel(self, transfer: int) -> None:
-        """Ask for nothing more of a read; nothing of it is written any more when it ends."""
-        self._mover.put(lambda: self._mover.give_up(self.reads.get(transfer), CANCELLED))
-
-    def forget(self) -> None:
-        """Ask for nothing more."""
-        self._mover.put(lambda: self._mover.forget(self))
 
 
 @dataclass(eq=False, slots=True)
@@ -133,17 +87,15 @@ class _Stream:
     frames: FrameReceiver | None = None
 
 
-class StreamMover:
+class StreamMover(GatherMover[StreamLink, _Read]):
     """Reads the ranks that send what they gather."""
 
+    new_read = _Read
+
     def __init__(self, memory: Places, line: GatherLine, nonces: Iterator[int]) -> None:
-        self.memory, self._line, self._nonces = memory, line, nonces
+        super().__init__(memory, line, nonces)
         self._views = MemoryViews(memory)
-        self._lock = threading.Lock()
-        """Guards ``_is_closing``: what is submitted before that is ended by the thread."""
-        self._is_closing = False
         # The thread's alone:
-        self._links: deque[StreamLink] = deque()
         self._asks: dict[int, _Ask] = {}
         self._loop = SocketLoop("kvferry-stream-reads", self._turn)
         self._loop.start()
@@ -157,13 +109,6 @@ class StreamMover:
     def put(self, event: Callable[[], None]) -> None:
         """Have something done by the thread."""
         self._loop.put(event)
-
-    def submit(self, read: _Read) -> None:
-        """Have a read wait for its turn."""
-        with self._lock:
-            if self._is_closing:
-                raise TransportError("closed", "this transport was closed")
-            self.put(partial(self._begin, read))
 
     def close(self, timeout_s: float) -> bool:
         """Ask for nothing more; whether all has ended in time."""
@@ -201,14 +146,9 @@ class StreamMover:
         return (ask for read in link.reads.values() for ask in read.asks.values())
 
     def _begin(self, read: _Read) -> None:
-        link = read.link
-        link.reads[read.transfer] = read
-        if link.is_forgotten:
-            self.give_up(read, f"peer {link.name!r} was forgotten")
-            return
-        link.waiting.append(read)
-        if link.stream is None:
-            self._call(link)
+        super()._begin(read)
+        if read.link.waiting and read.link.stream is None:
+            self._call(read.link)
 
     def _ask_for_more(self, now: float) -> None:
         """Every rank as much as it may be asked for at once."""
@@ -231,31 +171,16 @@ class StreamMover:
             self._end_if_over(read)
         return False
 
-    def give_up(self, read: _Read | None, error: str) -> None:
-        """Ask for nothing more of a read, and write nothing more of it."""
-        if read is None:
-            return
-        read.error = read.error or error
+    def _stop_asks_of(self, read: _Read) -> None:
         frames = read.link.stream.frames if read.link.stream else None
         if frames and frames.nonce in read.asks:
             frames.ignore()
         for nonce in [*read.asks]:
             self._drop(nonce)
-        if read in read.link.waiting:
-            read.link.waiting.remove(read)
-        self._end_if_over(read)
 
     def _drop(self, nonce: int) -> None:
         if ask := self._asks.pop(nonce, None):
             del ask.read.asks[nonce]
-
-    def _end_if_over(self, read: _Read) -> None:
-        link = read.link
-        is_over = not read.asks and (bool(read.error) or read.is_all_asked)
-        if is_over and link.reads.get(read.transfer) is read:
-            del link.reads[read.transfer]
-            quietly(read.report, read.error)
-            self._let_go(link)
 
     def _refused(self, sender: str, nonce: int, error: str) -> None:
         ask = self._asks.get(nonce)
@@ -264,19 +189,6 @@ class StreamMover:
         for link in [*self._links]:
             if link.stream and link.stream.nonce == nonce and link.staging.address == sender:
                 self._lose(link, f"{link.name} offers no stream: {error}")
-
-    def forget(self, link: StreamLink) -> None:
-        """Ask a rank for nothing more."""
-        link.is_forgotten = True
-        self._lose(link, f"peer {link.name!r} was forgotten")
-        self._let_go(link)
-
-    def _let_go(self, link: StreamLink) -> None:
-        """A forgotten rank, once nothing is under way with it."""
-        if link.is_forgotten and not link.reads and link in self._links:
-            self._links.remove(link)
-            if all(other.staging.address != link.staging.address for other in self._links):
-                self._line.hang_up(link.staging.address)
 
     def _close(self) -> None:
         for link in [*self._links]:
@@ -374,11 +286,6 @@ class StreamMover:
         stream.is_open, stream.nonce = True, 0
         _tell(stream.link, "")
 
-    def _lost(self, sender: str) -> None:
-        for link in [*self._links]:
-            if link.staging.address == sender:
-                self._lose(link, f"the connection to the rank of {link.name} that gathers is lost")
-
     def _lose(self, link: StreamLink, error: str) -> None:
         """A stream is over, and with it all reads that wait for its bytes. The next read asks for another."""
         stream, link.stream = link.stream, None
@@ -386,8 +293,7 @@ class StreamMover:
             self._loop.ignore(stream.socket)
             stream.socket.close()
             stream.socket = stream.frames = None
-        for read in [*link.reads.values()]:
-            self.give_up(read, error)
+        self.give_up_all_of(link, error)
         _tell(link, error)
 
 
