@@ -237,6 +237,33 @@ def test_nothing_of_a_cancelled_read_is_written_after_its_end(bare):
     assert bare.has_all(runs)
 
 
+@pytest.mark.parametrize("run_bytes", [64 << 10, 512], ids=["straight to memory", "scattered"])
+def test_the_rest_of_a_frame_that_was_cancelled_harms_nobody(bare, run_bytes):
+    """Law 6: whoever is told of an end may use the blocks. The source, played by the test, sends on."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    bare.line.address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+    bare.line.ask = lambda to, nonce, *_: bare.line.asked.append(nonce)
+    cancelled, next_one = (some(4, run_bytes, seed=seed) for seed in (1, 2))
+    num_bytes, good = cancelled.total_bytes, TAIL.pack(1, b"")
+    bare.read(1, cancelled)
+    source, _ = listener.accept()
+    source.sendall(HEAD.pack(0, 0) + good)
+    (first,) = soon(lambda: bare.line.asked)
+    source.sendall(HEAD.pack(first, num_bytes) + b"1" * (num_bytes // 2))
+    soon(lambda: bare.link.stream.frames.nonce == first)
+    bare.link.cancel(1)
+    assert bare.wait(1) == CANCELLED
+    bare.dst[:] = 0  # another request's by now
+    source.sendall(b"1" * (num_bytes - num_bytes // 2) + good)
+    bare.read(2, next_one)
+    _, second = soon(lambda: len(bare.line.asked) == 2 and bare.line.asked)
+    source.sendall(HEAD.pack(second, num_bytes) + b"2" * num_bytes + good)
+    assert bare.wait(2) == "good"
+    assert {*np.unique(bare.dst)} == {0, ord("2")}
+    source.close()
+    listener.close()
+
+
 def test_a_lost_stream_fails_what_waits_and_the_next_read_opens_another(bare):
     bare.read(1, some(10, 512))
     assert bare.wait(1) == "good"
