@@ -19,15 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.errors import TransportError
-from kvferry.log import log_of
 from kvferry.transport.pack import TermSide, pack
 from kvferry.transport.places import Places
 from kvferry.transport.socket_loop import SocketLoop
+from kvferry.transport.stream_callers import HELLO_S, StreamCallers, listen_at
 from kvferry.transport.stream_frames import (
     HEAD,
-    HELLO,
     KEY_BYTES,
-    MAGIC,
     OPENED,
     STREAM_ID_BYTES,
     TAIL,
@@ -38,14 +36,8 @@ from kvferry.transport.stream_frames import (
     proof,
 )
 
-log = log_of(__name__)
-
-HELLO_S = 10.0
-"""How long a caller may take to name its stream, and a stream that was offered waits to be named."""
 MAX_STREAMS = 256
 """Streams that are open or offered; each costs a chunk once it is used."""
-MAX_CALLERS = 64
-"""Connections that have not named a stream yet."""
 MAX_QUEUED = 256
 """Frames of one stream that wait."""
 
@@ -87,20 +79,13 @@ class StreamSender:
     def __init__(self, memory: Places, chunk_bytes: int, host: str, *, is_proved: bool) -> None:
         """``host``: where to listen. ``is_proved``: whether each frame carries a proof."""
         self._views, self._chunk_bytes, self._is_proved = MemoryViews(memory), chunk_bytes, is_proved
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            self._listener = socket.create_server((host, 0), family=family, backlog=MAX_CALLERS)
-        except OSError as error:
-            raise TransportError("no-connection", f"cannot listen at {host}: {error}") from error
-        self._listener.setblocking(False)
-        self.port = int(self._listener.getsockname()[1])
+        listener = listen_at(host)
+        self.port = int(listener.getsockname()[1])
         # The thread's alone:
         self._streams: dict[bytes, _Stream] = {}
-        self._callers: dict[socket.socket, float] = {}
-        """Who has not named a stream yet, and until when it may."""
         self.num_sent = 0
         self._loop = SocketLoop("kvferry-streams", self._turn)
-        self._loop.watch(self._listener, self._accept)
+        self._callers = StreamCallers(listener, self._loop, self._let_in)
         self._loop.start()
 
     # ---- from any thread
@@ -132,13 +117,12 @@ class StreamSender:
     # ---- in the thread
 
     def _turn(self, now: float) -> float:
-        for caller in [caller for caller, until in self._callers.items() if until <= now]:
-            self._hang_up(caller)
+        come_again = self._callers.turn(now)
         for stream in [stream for stream in self._streams.values() if stream.can_send]:
             self._send_some(stream)
         if any(stream.can_send for stream in self._streams.values()):
             return now
-        return min(self._callers.values(), default=float("inf"))
+        return come_again
 
     def _open(self, address: str, then: Callable[[StreamOffer | None], None]) -> None:
         now = monotonic()
@@ -153,37 +137,15 @@ class StreamSender:
         self._streams[offer.stream_id] = _Stream(offer, now + HELLO_S)
         then(offer)
 
-    def _accept(self) -> None:
-        caller, _ = self._listener.accept()
-        if len(self._callers) >= MAX_CALLERS:
-            caller.close()
-            return
-        caller.setblocking(False)
-        caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._callers[caller] = monotonic() + HELLO_S
-        self._loop.watch(caller, partial(self._hear, caller))
-
-    def _hear(self, caller: socket.socket) -> None:
-        """The name of a stream. It comes in one piece: it is far shorter than a packet."""
-        try:
-            said = caller.recv(HELLO.size + 1)
-        except BlockingIOError:
-            return
-        except OSError:
-            said = b""
-        stream = self._streams.get(said[-STREAM_ID_BYTES:]) if len(said) == HELLO.size else None
-        if stream is None or stream.socket is not None or HELLO.unpack(said)[0] != MAGIC:
-            self._hang_up(caller)
-            return
-        del self._callers[caller]
-        stream.socket = caller
-        self._loop.watch(caller, partial(self._hear_of, stream))
+    def _let_in(self, stream_id: bytes, reader: socket.socket) -> bool:
+        """Whether somebody who named a stream gets it."""
+        stream = self._streams.get(stream_id)
+        if stream is None or stream.socket is not None:
+            return False
+        stream.socket = reader
+        self._loop.watch(reader, partial(self._hear_of, stream))
         stream.cursor = self._cursor(stream, OPENED, [])
-
-    def _hang_up(self, caller: socket.socket) -> None:
-        self._callers.pop(caller, None)
-        self._loop.ignore(caller)
-        caller.close()
+        return True
 
     def _hear_of(self, stream: _Stream) -> None:
         """A reader says nothing more on its stream: there is room, or it is gone."""
@@ -275,8 +237,5 @@ class StreamSender:
     def _close(self) -> None:
         for stream in [*self._streams.values()]:
             self._drop(stream)
-        for caller in [*self._callers]:
-            self._hang_up(caller)
-        self._loop.ignore(self._listener)
-        self._listener.close()
+        self._callers.close()
         self._loop.stop()
