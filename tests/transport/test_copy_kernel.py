@@ -140,6 +140,37 @@ def test_long_runs_are_split_over_tiles(on_cpu: ctypes.CDLL, num_bytes: int, shi
     assert all((now == then).all() for now, then in zip(memory.dst, after, strict=True))
 
 
+@pytest.mark.parametrize("is_clear", [False, True])
+@pytest.mark.parametrize("word_bytes", [1, 2, 4, 8, 16])
+def test_tiles_inside_of_one_run_find_pattern_and_pair(
+    on_cpu: ctypes.CDLL, word_bytes: int, is_clear: bool
+) -> None:
+    """Tiles of long runs look their addresses up once: each run of two, for each of three pairs of blocks."""
+    memory = Memory()
+    num_bytes = (2 * TILE_WORDS + 3) * word_bytes  # wherever it begins, a whole tile is in it
+    src = np.array([place(1, word_bytes), place(0, num_bytes)])
+    dst = np.array([place(0, num_bytes), place(0, 0)])
+    steps = np.array([[2, 0, 1], [0, 4, 2]]) * num_bytes
+    product = Product((Term(Runs(src, dst, np.array([num_bytes] * 2)), steps),))
+    after = memory.expected(product.runs, is_clear)
+    terms = terms_of(product, None if is_clear else memory.src_places, memory.dst_places)
+    assert [term.word_bytes for term in terms] == [word_bytes]
+    run_on_cpu(on_cpu, terms, num_warps=3, num_launches=2)
+    assert all((now == then).all() for now, then in zip(memory.dst, after, strict=True))
+
+
+@given(st.integers(0, 5000), st.integers(1, 1 << 40), st.integers(0, 200), st.integers(0, 1 << 36))
+def test_launches_take_every_tile_once_by_blocks_that_fit(
+    num_tiles: int, num_bytes: int, num_blocks: int, launch_bytes: int
+) -> None:
+    limits = copy_kernel.CopyLimits(num_blocks, launch_bytes)
+    launches = [*limits.launches(num_tiles, num_bytes, num_multiprocessors=132)]
+    assert [tile for first, stop, _ in launches for tile in range(first, stop)] == [*range(num_tiles)]
+    for first, stop, blocks in launches:
+        assert 1 <= blocks <= min(132, num_blocks or 132, stop - first)
+        assert not launch_bytes or stop - first == 1 or (stop - first) * num_bytes <= launch_bytes * num_tiles
+
+
 def test_words_are_as_long_as_both_sides_allow() -> None:
     memory = Memory()
 

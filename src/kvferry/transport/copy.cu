@@ -5,8 +5,9 @@
 // long. So a million runs are a few thousand numbers, and every thread finds its own word by division.
 //
 // A term's words, run after run, are cut into tiles; a warp copies a tile at a time. A tile takes all its loads before
-// its first store, which keeps enough of them in flight. Tiles are numbered over all terms, and a launch takes
-// those from `first_tile` up to `stop_tile`: long copies are several launches, so that other work gets in between.
+// its first store, which keeps enough of them in flight. A tile inside of one run, as nearly all are of long ones, looks
+// its addresses up once. Tiles are numbered over all terms, and a launch takes those from `first_tile` up to
+// `stop_tile`: long copies are several launches, so that other work gets in between.
 //
 // Host and device agree on `Term` and on the tile (copy_kernel.py). The same text compiles for a CPU, where tests run it.
 
@@ -55,34 +56,41 @@ template <class Word> static void store(Word* at, Word v) { *at = v; }
 
 KVFERRY_DEVICE u64 at(u64 array, u64 index) { return reinterpret_cast<const u64*>(array)[index]; }
 
-// One lane's words of one tile. All arithmetic but two divisions per tile is of 32 bits.
-template <class Word> KVFERRY_DEVICE void copy_tile(const Term& term, u64 tile, u32 lane) {
-  const u64 first_word = tile * TILE_WORDS;
-  const u64 first_run = first_word / term.words_per_run;
-  const u32 first_inside = (u32)(first_word - first_run * term.words_per_run);
-  const u64 first_pair = first_run / term.pattern_runs;
-  const u32 first_pattern = (u32)(first_run - first_pair * term.pattern_runs);
+// One lane's words of a tile that lies inside of one run: its addresses are looked up once, and every word is there.
+template <class Word>
+KVFERRY_DEVICE void copy_one_run(const Term& term, u32 pattern, u64 pair, u32 inside, u32 lane) {
+  const u64 first = (u64)(inside + lane) * sizeof(Word);
+  Word* to = reinterpret_cast<Word*>(at(term.dst, pattern) + at(term.dst_steps, pair) + first);
+  Word words[WORDS_PER_LANE] = {};
+  if (term.src) {
+    const Word* from = reinterpret_cast<const Word*>(at(term.src, pattern) + at(term.src_steps, pair) + first);
+#pragma unroll
+    for (u32 k = 0; k < WORDS_PER_LANE; ++k) words[k] = load(from + k * WARP_SIZE);
+  }
+#pragma unroll
+  for (u32 k = 0; k < WORDS_PER_LANE; ++k) store(to + k * WARP_SIZE, words[k]);
+}
 
+// One lane's words of a tile over several runs, or over the end of the last one: each word's addresses are looked up.
+template <class Word>
+KVFERRY_DEVICE void copy_several_runs(const Term& term, u64 num_words, u32 first_pattern, u64 first_pair,
+                                      u32 first_inside, u32 lane) {
   Word words[WORDS_PER_LANE];
   Word* to[WORDS_PER_LANE];
   const bool is_clear = term.src == 0;
-  const bool is_one_run = first_inside + TILE_WORDS <= term.words_per_run;
 #pragma unroll
   for (u32 k = 0; k < WORDS_PER_LANE; ++k) {
     const u32 word = lane + k * WARP_SIZE;
     to[k] = 0;
     words[k] = Word{};
-    if (first_word + word >= term.num_words) continue;
-    u32 inside = first_inside + word, pattern = first_pattern;
-    u64 pair = first_pair;
-    if (!is_one_run) {
-      const u32 run = inside / term.words_per_run;
-      inside -= run * term.words_per_run;
-      pattern += run;
-      const u32 pairs = pattern / term.pattern_runs;
-      pattern -= pairs * term.pattern_runs;
-      pair += pairs;
-    }
+    if (word >= num_words) continue;
+    u32 inside = first_inside + word;
+    const u32 run = inside / term.words_per_run;
+    inside -= run * term.words_per_run;
+    u32 pattern = first_pattern + run;
+    const u32 pairs = pattern / term.pattern_runs;
+    pattern -= pairs * term.pattern_runs;
+    const u64 pair = first_pair + pairs;
     to[k] = reinterpret_cast<Word*>(at(term.dst, pattern) + at(term.dst_steps, pair)) + inside;
     if (!is_clear)
       words[k] = load(reinterpret_cast<const Word*>(at(term.src, pattern) + at(term.src_steps, pair)) + inside);
@@ -90,6 +98,19 @@ template <class Word> KVFERRY_DEVICE void copy_tile(const Term& term, u64 tile, 
 #pragma unroll
   for (u32 k = 0; k < WORDS_PER_LANE; ++k)
     if (to[k]) store(to[k], words[k]);
+}
+
+// One lane's words of one tile. All arithmetic but two divisions per tile is of 32 bits.
+template <class Word> KVFERRY_DEVICE void copy_tile(const Term& term, u64 tile, u32 lane) {
+  const u64 first_word = tile * TILE_WORDS;
+  const u64 run = first_word / term.words_per_run;
+  const u32 inside = (u32)(first_word - run * term.words_per_run);
+  const u64 pair = run / term.pattern_runs;
+  const u32 pattern = (u32)(run - pair * term.pattern_runs);
+  if (inside + TILE_WORDS <= term.words_per_run)
+    copy_one_run<Word>(term, pattern, pair, inside, lane);
+  else
+    copy_several_runs<Word>(term, term.num_words - first_word, pattern, pair, inside, lane);
 }
 
 KVFERRY_DEVICE void copy_tiles(const Term* terms, u32 num_terms, u64 tile, u64 stop_tile, u64 step, u32 lane) {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -29,6 +29,8 @@ WARP_SIZE, WORDS_PER_LANE = 32, 8
 TILE_WORDS = WARP_SIZE * WORDS_PER_LANE
 """What a warp copies at a time; ``copy.cu`` has the same numbers."""
 THREADS_PER_BLOCK = 512
+TILES_PER_BLOCK = THREADS_PER_BLOCK // WARP_SIZE
+"""At a time, one by each warp."""
 MAX_WORD_BYTES = 16
 MAX_RUN_BYTES = 1 << 30
 """The kernel counts the words of a run in 32 bits: longer runs are cut."""
@@ -171,6 +173,14 @@ def write_table(terms: Sequence[Repeated], table: Words, address: int) -> Work:
     return Work(len(terms), num_tiles, num_bytes)
 
 
+class Launch(NamedTuple):
+    """The tiles that one launch of a kernel takes, and by how many blocks."""
+
+    first_tile: int
+    stop_tile: int
+    num_blocks: int
+
+
 @dataclass(frozen=True, slots=True)
 class CopyLimits:
     """How much of the device one copy may take, so that the engine's own work gets its turn.
@@ -179,9 +189,27 @@ class CopyLimits:
     """
 
     num_blocks: int = 32
-    """Blocks of 512 threads, at most one on each multiprocessor; 0: as many as the device holds."""
+    """Blocks of 512 threads, at most one on each multiprocessor; 0: one on each."""
     launch_bytes: int = 64 << 20
     """A longer copy is several launches; 0: one launch whatever its length."""
+
+    def launches(self, num_tiles: int, num_bytes: int, num_multiprocessors: int) -> Iterator[Launch]:
+        """A kernel's work in launches, one after another.
+
+        A second block does not fit on a multiprocessor beside the first, for its registers: it would wait
+        until the first has ended, and then do its share alone.
+
+        >>> [*CopyLimits(num_blocks=2, launch_bytes=4096).launches(36, 8192, num_multiprocessors=132)]
+        [Launch(first_tile=0, stop_tile=18, num_blocks=2), Launch(first_tile=18, stop_tile=36, num_blocks=2)]
+        >>> [*CopyLimits(num_blocks=0, launch_bytes=0).launches(1 << 20, 1 << 32, num_multiprocessors=132)]
+        [Launch(first_tile=0, stop_tile=1048576, num_blocks=132)]
+        """
+        most = min(self.num_blocks or num_multiprocessors, num_multiprocessors)
+        share = num_tiles * self.launch_bytes // max(1, num_bytes) if self.launch_bytes else num_tiles
+        step = max(1, share)
+        for first in range(0, num_tiles, step):
+            stop = min(first + step, num_tiles)
+            yield Launch(first, stop, min(most, -(-(stop - first) // TILES_PER_BLOCK)))
 
 
 NUM_ARGUMENTS = 4
@@ -191,20 +219,14 @@ class CopyKernel:
     """The compiled kernel on one device."""
 
     def __init__(self, cuda: Cuda, limits: CopyLimits) -> None:
-        self._cuda = cuda
-        self._num_blocks = limits.num_blocks or 2 * cuda.num_multiprocessors
-        self._launch_bytes = limits.launch_bytes
+        self._cuda, self._limits = cuda, limits
+        self._num_multiprocessors = cuda.num_multiprocessors
         self._kernel = cuda.load(_compiled(cuda.architecture), "copy_runs")
 
     def launch(self, work: Work, table_address: int, stream: Any, arguments: Arguments) -> None:
         """Queue a product whose table is, or will be by then, at an address that the device can read."""
-        step = work.num_tiles
-        if self._launch_bytes:
-            step = max(1, work.num_tiles * self._launch_bytes // work.num_bytes)
-        warps_per_block = THREADS_PER_BLOCK // WARP_SIZE
-        for first in range(0, work.num_tiles, step):
-            stop = min(first + step, work.num_tiles)
-            num_blocks = min(self._num_blocks, -(-(stop - first) // warps_per_block))
+        launches = self._limits.launches(work.num_tiles, work.num_bytes, self._num_multiprocessors)
+        for first, stop, num_blocks in launches:
             arguments.set(table_address, work.num_terms, first, stop)
             self._cuda.launch(self._kernel, num_blocks, THREADS_PER_BLOCK, stream, arguments)
 
