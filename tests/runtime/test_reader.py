@@ -401,6 +401,21 @@ def test_a_ticket_is_fetched_once_at_a_time(it):
     assert it.of(Report) == []
 
 
+def test_a_forged_ticket_with_the_number_of_a_good_one_takes_no_place_of_it(it):
+    """Whoever reads a number can write it down; what comes of the forged one is its own affair."""
+    forged = msgspec.structs.replace(ticket(), mac=b"none")
+    tokens = [it.fetch(1, Fetch(forged, {}, {})).only(Acquire).token]
+    it.fetch(2, fetch_of())
+    assert it.of(Report) == []
+    good = it.only(Acquire)
+    assert good.token not in tokens
+    it.answer(Grant(good.nonce, 1, 30_000))
+    it.abort(1)
+    assert {settle.token for settle in it.of(Settle)} == set(tokens), "the good one's lease is not given back"
+    it.met()
+    assert it.only(Select).handle == 2
+
+
 def test_a_handle_is_used_once_at_a_time(it):
     it.fetch(1, fetch_of())
     with pytest.raises(SpecError, match="handle 1"):
@@ -506,7 +521,7 @@ def test_a_token_is_of_one_ticket_and_shown_to_its_authority_alone(it):
         it.fetch(4, fetch_of(generation=8)).only(Acquire).token,
         it.fetch(5, fetch_of(authority="elsewhere")).only(Acquire).token,
         it.fetch(6, fetch_of(engine="another")).only(Acquire).token,
-        Reader("A", 0, 2, key=KEY[::-1])._token(PEER, 1),
+        Reader("A", 0, 2, key=KEY[::-1])._token(PEER, ticket().fingerprint),
     ]
     assert same[0] == same[1]
     assert len({same[0], *others}) == 6

@@ -65,7 +65,7 @@ class ActiveFetches:
         self.settlements = Settlements(timing)
         self.checks = DigestChecks(digest_every, timing)
         self.by_handle: dict[int, FetchJob] = {}
-        self.by_ticket: dict[tuple[Peer, int], int] = {}
+        self.by_ticket: dict[tuple[Peer, bytes], int] = {}
         self.transfers: dict[int, int] = {}
         """Whose each transfer is that has not ended yet."""
         self._num_of: Counter[Peer] = Counter()

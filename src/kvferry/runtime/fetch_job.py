@@ -45,6 +45,8 @@ class FetchJob:
     peer: Peer
     attempt: int
     """Which fetch of this rank: what it says late must not count for a later fetch of the same ticket."""
+    fingerprint: bytes
+    """Of its ticket."""
     token: bytes
     """What its authority knows this rank by."""
     started: float
@@ -82,9 +84,9 @@ class FetchJob:
     predicted_seconds: float = 0.0
 
     @property
-    def key(self) -> tuple[Peer, int]:
-        """Whose ticket, and which."""
-        return self.peer, self.ticket.ticket_id
+    def key(self) -> tuple[Peer, bytes]:
+        """Whose ticket, and which. Not by its number alone: a forged one may have a good one's."""
+        return self.peer, self.fingerprint
 
     @property
     def has_posted(self) -> bool:
@@ -101,9 +103,7 @@ class FetchJob:
         return min(self.ticket.lease_ms / 1000, timing.read)
 
     def ask_at(self, timing: Timing) -> float:
-        """When the authority is to be asked again: soon, if it has not answered; a message may be lost."""
-        if self.phase is Phase.LEASING:
-            return self.asked_at + timing.retry
+        """When the lease is to be renewed: soon, if a renewal was not answered; a message may be lost."""
         if self.phase not in _LEASED:
             return float("inf")
         third = self.ticket.lease_ms / 3000

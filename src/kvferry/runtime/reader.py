@@ -17,6 +17,7 @@ from itertools import count, islice
 from kvferry.core.digest import TakenDigest
 from kvferry.core.select import Selection
 from kvferry.errors import SpecError
+from kvferry.runtime.acquire_queue import AcquireQueue
 from kvferry.runtime.active_fetches import ActiveFetches
 from kvferry.runtime.connections import Connections
 from kvferry.runtime.failure import Failure, FailureCode, denied
@@ -79,6 +80,7 @@ class Reader:
         self._timing = timing or Timing()
         self._meetings = Meetings(reader, self._timing)
         self._questions = Questions(self._timing)
+        self._acquires = AcquireQueue(self._timing)
         self._connections = Connections(self._timing)
         self._numbers = count(1)
         self._fetches = ActiveFetches(
@@ -117,10 +119,10 @@ class Reader:
         if self._fetches.get(handle) is not None:
             raise SpecError(f"a fetch with the handle {handle} is under way")
         peer = Peer(ticket.engine, ticket.generation, ticket.authority)
-        attempt = next(self._numbers)
-        token = self._token(peer, ticket.ticket_id)
+        attempt, fingerprint = next(self._numbers), ticket.fingerprint
+        known_by = fingerprint, self._token(peer, fingerprint)
         job = FetchJob(
-            handle, ticket, fetch, peer, attempt, token, now, met_at=now, posted_at=now, ended_at=now
+            handle, ticket, fetch, peer, attempt, *known_by, now, met_at=now, posted_at=now, ended_at=now
         )
         if not self._fetches.begin(job):
             failure = Failure(FailureCode.SPENT, "this ticket is being read already")
@@ -133,7 +135,8 @@ class Reader:
             job.is_settled = True  # nobody was asked for anything
             return [*room, *self._fetches.fail(now, job, Failure(FailureCode.TOO_MANY_PEERS, overload))]
         self._called.add(peer.authority)
-        return [*room, *self._acquire(now, job), *self._meet(now, peer)]
+        self._acquires.add(job)
+        return [*room, *self._acquire(now, self._acquires.due(now, peer.authority)), *self._meet(now, peer)]
 
     def _overload(self, peer: Peer) -> str:
         """Why a fetch from a peer cannot begin now; empty if it can. A peer that was met always has room."""
@@ -148,10 +151,10 @@ class Reader:
             return f"{self.MAX_WAITING} fetches wait for engines that were not met yet"
         return ""
 
-    def _token(self, peer: Peer, ticket_id: int) -> bytes:
+    def _token(self, peer: Peer, fingerprint: bytes) -> bytes:
         """What this rank shows to the authority of a ticket: the same each time, and to nobody else."""
-        named = f"{ticket_id}\0{peer.generation}\0{peer.authority}\0{peer.engine}".encode()
-        return hmac.digest(self._key, named, "sha256")[:TOKEN_BYTES]
+        named = f"\0{peer.generation}\0{peer.authority}\0{peer.engine}".encode()
+        return hmac.digest(self._key, fingerprint + named, "sha256")[:TOKEN_BYTES]
 
     def abort(self, now: float, handle: int) -> list[Effect]:
         """Give a fetch up. It is reported as aborted once nothing of it is in flight."""
@@ -278,6 +281,7 @@ class Reader:
         effects += [*asked, *self._lose(now, lost)]
         effects += self._renewals(now)
         effects += self._fetches.tick(now)
+        effects += self._acquire(now, self._acquires.tick(now))  # those given up made room
         self._questions.tick(now)
         return [*effects, *self._hang_up()]
 
@@ -295,7 +299,7 @@ class Reader:
         """When ``tick`` has something to do at the latest."""
         timing = self._timing
         told = self._fetches.settlements, self._fetches.checks
-        parts = (self._connections, self._meetings, *told, self._questions)
+        parts = (self._connections, self._meetings, *told, self._questions, self._acquires)
         deadlines = [part.next_deadline() for part in parts]
         deadlines += [min(job.ask_at(timing), job.give_up_at(timing)) for job in self._fetches]
         return min(deadlines)
@@ -405,11 +409,14 @@ class Reader:
 
     # -- leases ------------------------------------------------------------------------------------
 
-    def _acquire(self, now: float, job: FetchJob) -> list[Effect]:
-        nonce, authority = next(self._numbers), job.peer.authority
-        self._questions.ask(now, nonce, authority, [job])
-        who = self.reader, self.rank, self.num_ranks
-        return [Send(authority, Acquire(nonce, job.ticket, *who, job.attempt, job.token))]
+    def _acquire(self, now: float, jobs: list[FetchJob]) -> list[Effect]:
+        effects: list[Effect] = []
+        for job in jobs:
+            nonce, authority = next(self._numbers), job.peer.authority
+            self._questions.ask(now, nonce, authority, [job])
+            who = self.reader, self.rank, self.num_ranks
+            effects.append(Send(authority, Acquire(nonce, job.ticket, *who, job.attempt, job.token)))
+        return effects
 
     def _answered(self, reply_to: str, nonce: int) -> tuple[float, list[FetchJob]]:
         return self._questions.answered(reply_to, nonce, lambda job: self._fetches.get(job.handle) is job)
@@ -422,7 +429,7 @@ class Reader:
                 job.covered_until = max(job.covered_until, asked_at + grant.lease_ms / 1000)
                 job.proofs = grant.proofs
                 effects += self._fetches.advance(now, job)
-        return effects
+        return [*effects, *self._acquire(now, self._acquires.due(now, reply_to))]
 
     def _denied(self, now: float, reply_to: str, denial: Denial) -> list[Effect]:
         failure = denied(denial.code, denial.detail)
@@ -435,23 +442,19 @@ class Reader:
             state = self._meetings.state(job.peer)
             if failure.code is FailureCode.RESTARTED and state not in (None, *AT_WORK):
                 effects += self._lose(now, [(job.peer, failure)])  # that start is gone for good
-        return effects
+        return [*effects, *self._acquire(now, self._acquires.due(now, reply_to))]
 
     def _renewals(self, now: float) -> list[Effect]:
         """One renewal per peer for every lease that is a third gone."""
-        effects: list[Effect] = []
         due: dict[Peer, list[FetchJob]] = defaultdict(list)
         for job in self._fetches:
-            if now < job.ask_at(self._timing):
-                continue
-            if job.phase is Phase.LEASING:
-                effects += self._acquire(now, job)
-            else:
+            if now >= job.ask_at(self._timing):
                 due[job.peer].append(job)
-        for peer, jobs in due.items():
-            for at in range(0, len(jobs), MAX_BATCH):
-                effects.append(self._renew(now, peer, jobs[at : at + MAX_BATCH]))
-        return effects
+        return [
+            self._renew(now, peer, jobs[at : at + MAX_BATCH])
+            for peer, jobs in due.items()
+            for at in range(0, len(jobs), MAX_BATCH)
+        ]
 
     def _renew(self, now: float, peer: Peer, jobs: list[FetchJob]) -> Send:
         nonce = next(self._numbers)

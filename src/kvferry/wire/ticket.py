@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import hmac
 from collections.abc import Mapping
 
@@ -57,6 +58,11 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which host, where the source serves its own only: the boot, and the network namespace; else empty."""
     seal: bytes = b""
     """The proof of the fleet, over the ticket's text: whoever made it knows the fleet's secret."""
+
+    @property
+    def fingerprint(self) -> bytes:
+        """What it is known by: all that it says, its proof too. Anybody can write down a number."""
+        return hashlib.sha256(msgspec.msgpack.encode(msgspec.structs.replace(self, seal=b""))).digest()
 
     def block_tables(self) -> Mapping[str, BlockTable]:
         """The tables as the core wants them; raises SpecError on senseless ones."""
