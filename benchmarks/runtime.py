@@ -4,7 +4,8 @@
     python benchmarks/runtime.py cuda:0          device memory
 
 64 layers × 512 blocks of 16 KiB (512 MiB), scattered (32,768 runs) and consecutive (64 runs, and one raw run
-beside them); then the caller's time in ``fetch`` while such a read is in flight.
+beside them); then the caller's time in ``fetch`` while such a read is in flight, and how long one block takes
+from the call to its report when nothing else happens: that is what threads take to wake each other.
 """
 
 from __future__ import annotations
@@ -68,6 +69,19 @@ class TimedDestination(MeasuredDestination):
             raw._agent.release(handle)
         return 1e3 * took
 
+    def alone(self, small: list[Any], tables: Any, need: Any) -> list[float]:
+        """Microseconds from the call to the report of small requests, one after the other."""
+        took: list[float] = []
+        for ticket in small:
+            started = time.perf_counter()
+            self._endpoint.fetch(ticket, tables, need)
+            while not (reports := self._endpoint.poll()):
+                time.sleep(1e-5)
+            took.append(1e6 * (time.perf_counter() - started))
+            if reports[0].failure is not None:
+                raise RuntimeError(str(reports[0].failure))
+        return took
+
     def busy(self, big: list[Any], small: list[Any], tables: Any, need: Any) -> list[float]:
         """Microseconds in ``fetch`` of small requests while big ones are in flight."""
         took: list[float] = []
@@ -129,12 +143,26 @@ def measure(source: SourceFleet, destination: DestinationFleet, name: str) -> di
     }
 
 
+ONE_BLOCK, FEW_TOKENS = {"full": BlockTable.of([POOL - 1])}, {"full": (Span(0, 8),)}
+
+
+def small_offers(source: SourceFleet, name: str) -> list[Any]:
+    return [source.offer(f"{name}-{i}", ONE_BLOCK, 8) for i in range(400)]
+
+
+def measure_alone(source: SourceFleet, destination: DestinationFleet) -> dict[str, Any]:
+    small = small_offers(source, "alone")
+    return percentiles(destination.ranks[0].call("alone", small, ONE_BLOCK, FEW_TOKENS))
+
+
 def measure_busy(source: SourceFleet, destination: DestinationFleet) -> dict[str, Any]:
     need = {"full": (Span(0, NUM_BLOCKS * BLOCK),)}
     big = [(source.offer(f"big-{i}", tables(i), NUM_BLOCKS * BLOCK), tables(i + 50), need) for i in range(4)]
-    one, few = {"full": BlockTable.of([POOL - 1])}, {"full": (Span(0, 8),)}
-    small = [source.offer(f"small-{i}", one, 8) for i in range(400)]
-    took = destination.ranks[0].call("busy", big, small, one, few)
+    small = small_offers(source, "small")
+    return percentiles(destination.ranks[0].call("busy", big, small, ONE_BLOCK, FEW_TOKENS))
+
+
+def percentiles(took: list[float]) -> dict[str, Any]:
     return {
         "calls": len(took),
         "p50_us": float(np.percentile(took, 50)),
@@ -162,10 +190,14 @@ def show(result: dict[str, Any]) -> None:
             f"{row['raw_prepare_ms']:.1f} ms",
         )
     console.print(table)
-    busy = result["busy"]
+    busy, alone = result["busy"], result["alone"]
     console.print(
         f"fetch() while 2 GiB are in flight, near 1,000 calls a second: p50 {busy['p50_us']:.0f} µs,"
         f" p99 {busy['p99_us']:.0f} µs of {busy['calls']} calls"
+    )
+    console.print(
+        f"one block, alone, from the call to its report: p50 {alone['p50_us']:.0f} µs,"
+        f" p99 {alone['p99_us']:.0f} µs"
     )
 
 
@@ -178,7 +210,8 @@ def main() -> None:
         source.wait_whole()
         destination.wait_ready()
         fetches = [measure(source, destination, name) for name in ("scattered", "consecutive")]
-        result = {"fetches": fetches, "busy": measure_busy(source, destination)}
+        alone = measure_alone(source, destination)
+        result = {"fetches": fetches, "alone": alone, "busy": measure_busy(source, destination)}
     finally:
         destination.close()
         source.close()
