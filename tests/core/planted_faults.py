@@ -9,7 +9,8 @@ from functools import cached_property
 import numpy as np
 
 from kvferry import Manifest, Plan, Request, Selection, lower, plan, prove, select
-from kvferry.core.digest import DigestSide, Words, differences, digest_parts
+from kvferry.core.digest import DigestSide, differences, digest_parts
+from kvferry.core.digest_keys import Words
 from kvferry.core.sample import Placement, sample_request
 from kvferry.core.select import needed_cells
 from kvferry.models import Topology, describe

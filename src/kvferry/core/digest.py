@@ -17,34 +17,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from hashlib import blake2b
-from math import gcd, prod
+from functools import partial
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvferry.core.box import TOKEN, Box
+from kvferry.core.digest_cells import Bytes, CellBlocks, CellPattern, CellSums, is_inside, sums_by_numpy
+from kvferry.core.digest_keys import Words, keys_of
 from kvferry.core.manifest import Manifest, Rank
 from kvferry.core.plan import Plan
 from kvferry.core.request import BlockTable, Request
 from kvferry.core.select import needed_cells
-from kvferry.core.span import Span, Spans, count, show
+from kvferry.core.span import Span, Spans, count
 from kvferry.core.state import State
-from kvferry.core.view import NOT_HELD, AxisMap, Ints, View
+from kvferry.core.view import NOT_HELD, Ints, View
 from kvferry.core.walk import Walk
 from kvferry.errors import SpecError
 
-Words = NDArray[np.uint64]
-Bytes = NDArray[np.uint8]
-
 CHUNK_TOKENS = 1024
 """Every so many tokens of a part have a sum of their own: so near is a difference told."""
-WORD_BYTES = 4
-"""Half as long as a key: a changed bit at the top of a word still changes half of a sum's bits."""
-GATHER_BYTES = 1 << 19
-"""Of the blocks that are looked at together: they stay in the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +92,30 @@ class DigestDifference:
         return f"{self.state}, tokens {self.tokens}"
 
 
+class _Located(NamedTuple):
+    """Where the cells of a part are; parts of many layers share it."""
+
+    cells: Ints
+    block_ids: Ints
+    """Each once, in order."""
+    block_index: Ints
+    """Of each cell, among these."""
+    inside: Ints
+    """Where in its block each cell is."""
+    keys: Words
+    chunk_starts: Ints
+
+
+class _Asked(NamedTuple):
+    """A part, as somebody sums it up and we read the sums."""
+
+    part: DigestPart
+    located: _Located
+    blocks: CellBlocks
+    places: Ints
+    """Of each cell, among those of its block that this rank holds."""
+
+
 @dataclass(frozen=True, eq=False)
 class DigestSide:
     """One rank's memory of one request."""
@@ -107,42 +124,73 @@ class DigestSide:
     rank: Rank
     tables: Mapping[str, BlockTable]
     memory: Mapping[str, Bytes]
-    """The bytes of each region."""
+    """The bytes of each region; none where ``cell_sums`` reaches them by itself."""
     side: str
     """``src`` or ``dst``: for messages."""
-    _readers: dict[tuple[object, ...], tuple[_CellReader, Box]] = field(default_factory=dict, repr=False)
+    cell_sums: CellSums | None = None
+    """Who sums up; None: numpy."""
+    _patterns: dict[tuple[object, ...], tuple[CellPattern, Box]] = field(default_factory=dict, repr=False)
     """Each with its box, which lives as long: it is known by where it is."""
+    _known: dict[tuple[object, ...], _Located] = field(default_factory=dict, repr=False)
 
     def sums(self, parts: Sequence[DigestPart], *, seed: int = 0) -> list[Words]:
         """The sums of each part, one for each chunk of its tokens.
 
         Raises ``SpecError`` for what this rank does not hold, ``RequestError`` for what is not the request's.
         """
-        return [self._sums(part, seed) for part in parts]
+        asked = [self._asked(part, seed) for part in parts]
+        some = [each for each in asked if each]
+        per_cell = iter((self.cell_sums or partial(sums_by_numpy, self.memory))([e.blocks for e in some]))
+        return [_folded(each, next(per_cell), seed) if each else np.zeros(0, np.uint64) for each in asked]
 
-    def _sums(self, part: DigestPart, seed: int) -> Words:
+    def _asked(self, part: DigestPart, seed: int) -> _Asked | None:
         name = part.src_state if self.side == "src" else part.state
         view, state = self.rank.by_state.get(name), self.manifest.state_by_name.get(name)
         if view is None or state is None:
             raise SpecError(f"digest: rank {self.rank.rank} does not hold state {name!r:.80}")
+        located = self._located(part, state, view, seed)
+        if located is None:
+            return None
+        pattern = self._pattern(state, view, part.box, seed)
+        places = pattern.held[located.inside]
+        if (places == NOT_HELD).any():
+            raise SpecError(f"digest: {view.state}: this rank does not hold all of these cells")
+        offset = view.offset + pattern.offset
+        blocks = CellBlocks(name, view.region, pattern, offset, view.block_stride, located.block_ids)
+        return _Asked(part, located, blocks, places)
+
+    def _located(self, part: DigestPart, state: State, view: View, seed: int) -> _Located | None:
+        key = (view.group, state.tokens_per_cell, part.cells, dict(part.box.axes).get(TOKEN), part.box.period)
+        if found := self._known.get((*key, seed)):
+            return found
         walk = Walk(self.manifest.group_by_name[view.group], self.tables, state.tokens_per_cell, self.side)
         if part.cells:
             walk.check(part.cells, 1)
         cells = cells_of(part)
         if not len(cells):
-            return np.zeros(0, np.uint64)
-        reader = self._reader(state, view, part.box, seed)
-        per_cell = reader.per_cell(self.memory[view.region], view, *walk.locate(cells))
-        per_cell *= _keys(seed, TOKEN, cells)
-        per_cell *= _keys(seed, f"state {part.src_state}", np.zeros(1, np.int64))
-        return np.add.reduceat(per_cell, _chunk_starts(cells, state))
+            return None
+        ids, inside = walk.locate(cells)
+        block_ids, block_index = np.unique(ids, return_inverse=True)
+        keys = keys_of(seed, TOKEN, cells)
+        located = _Located(cells, block_ids, block_index, inside, keys, _chunk_starts(cells, state))
+        self._known[*key, seed] = located
+        return located
 
-    def _reader(self, state: State, view: View, box: Box, seed: int) -> _CellReader:
+    def _pattern(self, state: State, view: View, box: Box, seed: int) -> CellPattern:
         """Layers share their axes and boxes: what is the same object is looked at once."""
         key = (id(view.axes), id(box), state.axes, state.item_bytes, seed)
-        if key not in self._readers:
-            self._readers[key] = _CellReader.of(state, view, box, seed), box
-        return self._readers[key][0]
+        if key not in self._patterns:
+            self._patterns[key] = CellPattern.of(state, view, box, seed), box
+        return self._patterns[key][0]
+
+
+def _folded(asked: _Asked, per_block: Words, seed: int) -> Words:
+    """The sums of a part's chunks, of the sums of its blocks' cells."""
+    per_cell = per_block[asked.located.block_index, asked.places]
+    per_cell *= asked.located.keys
+    sums = np.add.reduceat(per_cell, asked.located.chunk_starts)
+    sums *= keys_of(seed, f"state {asked.part.src_state}", np.zeros(1, np.int64))
+    return sums
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +228,7 @@ def cells_of(part: DigestPart) -> Ints:
     residues = dict(part.box.axes).get(TOKEN)
     if residues is None or part.box.period == 1:
         return cells
-    return cells[_inside(residues, cells % part.box.period)]
+    return cells[is_inside(residues, cells % part.box.period)]
 
 
 def differences(
@@ -206,178 +254,3 @@ def _chunk_starts(cells: Ints, state: State) -> Ints:
     """Where each chunk begins among the cells. Chunks are counted from token 0: blocks have no say."""
     chunks = cells // max(1, CHUNK_TOKENS // state.tokens_per_cell)
     return np.flatnonzero(np.concatenate(([True], chunks[1:] != chunks[:-1])))
-
-
-class _Dimension(NamedTuple):
-    """One digit of an axis, as a dimension of the memory of a block."""
-
-    num_values: int
-    stride: int
-    is_token: bool
-
-
-class _Word(NamedTuple):
-    """What is read at once."""
-
-    num_bytes: int
-    num_items: int
-    """Neighbouring items that one word holds."""
-    num_words: int
-    """Words that one item has."""
-    axis: str
-    """The axis on which short items share a key; empty if items are long."""
-
-
-class _CellAxis(NamedTuple):
-    """One axis of a box, as dimensions of a block's memory."""
-
-    steps: list[tuple[int, int]]
-    """(number of values, bytes from one to the next) of each digit."""
-    keys: Words
-    """One dimension for each digit."""
-    offset: int = 0
-    """Bytes to the first coordinate that is read."""
-
-    @classmethod
-    def of(cls, state: State, name: str, axis: AxisMap, spans: Spans, word: _Word, seed: int) -> _CellAxis:
-        offsets = axis.offsets()
-        held = np.flatnonzero(offsets != NOT_HELD)
-        is_in_box = _inside(spans, held + axis.start)
-        if int(is_in_box.sum()) != count(spans):
-            raise SpecError(f"digest: {state.name}: this rank does not hold {name} {show(spans)}")
-        if name == word.axis:
-            keys = _shifted_keys(seed, name, (held + axis.start) * state.item_bytes)
-        else:
-            keys = _keys(seed, name, held + axis.start)
-        shape, strides = [digit.num_held for digit in axis.digits], [digit.stride for digit in axis.digits]
-        offset = 0
-        if len(shape) == len(spans) == 1:  # the rest of the axis is not even read
-            keys, shape = keys[is_in_box], [len(spans[0])]
-            offset = int(offsets[held[is_in_box][0]])
-        else:
-            keys = np.where(is_in_box, keys, np.uint64(0))
-        if name == word.axis:
-            keys = keys[:: word.num_items]
-            shape[-1], strides[-1] = shape[-1] // word.num_items, strides[-1] * word.num_items
-        return cls(list(zip(shape, strides, strict=True)), keys.reshape(shape), offset)
-
-
-@dataclass(frozen=True, eq=False)
-class _CellReader:
-    """How the cells of one kind of view are read and summed up, but for the keys of state and cell."""
-
-    dtype: str
-    dimensions: tuple[_Dimension, ...]
-    """In the order of the axes and their digits; those of a cell first, then those of the token axis."""
-    keys: Words
-    """One dimension for each that is not the token axis's."""
-    offset: int
-    """Bytes from the view's own offset to the first item of the box."""
-    held: Ints
-    """For each cell of a block: where it stands among those that this rank holds, or ``NOT_HELD``."""
-
-    @classmethod
-    def of(cls, state: State, view: View, box: Box, seed: int) -> _CellReader:
-        spans, maps = dict(box.axes), dict(view.axes)
-        if sorted(spans) != sorted(maps):
-            raise SpecError(f"digest: {view.state} has the axes {sorted(maps)}, the box has {sorted(spans)}")
-        word = _word(state, view, spans)
-        axes = [
-            _CellAxis.of(state, name, axis, spans[name], word, seed)
-            for name, axis in view.axes
-            if name != TOKEN
-        ]
-        if word.num_words > 1:
-            at = np.arange(word.num_words) * word.num_bytes
-            axes.append(_CellAxis([(word.num_words, word.num_bytes)], _shifted_keys(seed, "byte", at)))
-        keys: Words = np.ones((), np.uint64)
-        for axis in axes:
-            keys = np.multiply.outer(keys, axis.keys)
-        dimensions = [_Dimension(*each, False) for axis in axes for each in axis.steps]
-        held_cells = np.zeros(1, np.int64)
-        if TOKEN in maps:
-            is_held = maps[TOKEN].offsets() != NOT_HELD
-            held_cells = np.where(is_held, np.cumsum(is_held) - 1, NOT_HELD)
-            dimensions += [_Dimension(digit.num_held, digit.stride, True) for digit in maps[TOKEN].digits]
-        offset = sum(axis.offset for axis in axes)
-        return cls(f"<u{word.num_bytes}", tuple(dimensions), keys, offset, held_cells)
-
-    def per_cell(self, memory: Bytes, view: View, ids: Ints, inside: Ints) -> Words:
-        """The sum of each cell, of a block and a place in it."""
-        places = self.held[inside]
-        if (places == NOT_HELD).any():
-            raise SpecError(f"digest: {view.state}: this rank does not hold all of these cells")
-        block_ids, at = np.unique(ids, return_inverse=True)
-        per_block = self._per_block(memory, view, block_ids)
-        return per_block[at, places]
-
-    def _per_block(self, memory: Bytes, view: View, block_ids: Ints) -> Words:
-        """The sums of all cells of these blocks, also those that nobody asked for."""
-        order = sorted(range(len(self.dimensions)), key=lambda i: -self.dimensions[i].stride)
-        dimensions = [self.dimensions[i] for i in order]
-        blocks: NDArray[np.unsignedinteger] = np.ndarray(
-            (int(block_ids[-1]) + 1, *(d.num_values for d in dimensions)),
-            self.dtype,
-            memory.data,
-            view.offset + self.offset,
-            (view.block_stride, *(d.stride for d in dimensions)),
-        )
-        cell_axes = [i + 1 for i, d in enumerate(self.dimensions) if not d.is_token]
-        token_axes = [i + 1 for i, d in enumerate(self.dimensions) if d.is_token]
-        num_cells = prod(d.num_values for d in self.dimensions if d.is_token)
-        sums = np.empty((len(block_ids), num_cells), np.uint64)
-        block_bytes = prod(blocks.shape[1:]) * blocks.itemsize
-        step = max(1, GATHER_BYTES // max(1, block_bytes))
-        for start in range(0, len(block_ids), step):
-            some = blocks[block_ids[start : start + step]]
-            summed = np.einsum(some, [0, *(i + 1 for i in order)], self.keys, cell_axes, [0, *token_axes])
-            sums[start : start + step] = summed.reshape(len(some), num_cells)
-        return sums
-
-
-def _word(state: State, view: View, spans: Mapping[str, Spans]) -> _Word:
-    item_bytes = state.item_bytes
-    if item_bytes not in (1, 2) or not state.axes:
-        num_bytes = gcd(item_bytes, WORD_BYTES)
-        return _Word(num_bytes, 1, item_bytes // num_bytes, "")
-    longest = max(state.axes, key=lambda axis: (axis.size, axis.name)).name
-    axis, digit = view.axis(longest), view.axis(longest).digits[-1]
-    num_items = WORD_BYTES // item_bytes
-    edges = [edge for span in spans[longest] for edge in (span.start, span.stop)]
-    is_in_order = digit.stride == item_bytes and digit.num_held == digit.size
-    if is_in_order and not any(edge % num_items for edge in (digit.size, axis.start, *edges)):
-        return _Word(WORD_BYTES, num_items, 1, longest)
-    return _Word(item_bytes, 1, 1, longest)
-
-
-def _shifted_keys(seed: int, name: str, at: Ints) -> Words:
-    """Keys of the bytes that begin words, and of those inside words: shifted to where they stand."""
-    words, inside = np.divmod(at, WORD_BYTES)
-    return _keys(seed, name, words) << (8 * inside).astype(np.uint64)
-
-
-def _inside(spans: Spans, values: Ints) -> NDArray[np.bool_]:
-    """Which of the values lie in sorted spans."""
-    starts, stops = np.array([(s.start, s.stop) for s in spans], np.int64).reshape(-1, 2).T
-    at = np.searchsorted(starts, values, side="right") - 1
-    return np.asarray((at >= 0) & (values < stops[at]) if len(starts) else np.zeros(len(values), bool))
-
-
-_STEP = np.uint64(0x9E3779B97F4A7C15)
-
-
-@lru_cache(maxsize=4096)
-def _salt(seed: int, name: str) -> np.uint64:
-    return np.uint64(int.from_bytes(blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest(), "little"))
-
-
-def _keys(seed: int, name: str, coordinates: Ints) -> Words:
-    """An odd number for each coordinate of an axis; numbers of neighbours have nothing in common."""
-    keys = coordinates.astype(np.uint64)
-    keys *= _STEP
-    keys += _salt(seed, name)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        keys ^= keys >> np.uint64(shift)
-        keys *= np.uint64(factor)
-    keys ^= keys >> np.uint64(31)
-    return keys | np.uint64(1)

@@ -11,15 +11,15 @@ from functools import partial
 import numpy as np
 
 from kvferry.core.digest import (
-    Bytes,
     DigestPart,
     DigestSide,
     TakenDigest,
-    Words,
     digest_parts,
     num_bytes,
     sums_to_bytes,
 )
+from kvferry.core.digest_cells import Bytes
+from kvferry.core.digest_keys import Words
 from kvferry.core.manifest import Manifest, Rank
 from kvferry.core.request import BlockTable
 from kvferry.core.state import check_range

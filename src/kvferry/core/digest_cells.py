@@ -1,0 +1,271 @@
+"""What a digest reads, as a product: how the words of a cell lie in a block, and the blocks.
+
+A ``CellPattern`` is made once for all layers that lie alike, ``CellBlocks`` for each state of a request.
+Whoever can reach the memory sums it up, to the same numbers: numpy here, compiled code where there is some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import gcd, prod
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.core.box import TOKEN, Box
+from kvferry.core.digest_keys import WORD_BYTES, Words, keys_of, shifted_keys
+from kvferry.core.span import Spans, count, show
+from kvferry.core.state import State
+from kvferry.core.view import NOT_HELD, AxisMap, Ints, View
+from kvferry.errors import SpecError
+
+Bytes = NDArray[np.uint8]
+
+GATHER_BYTES = 1 << 19
+"""Of the blocks that numpy looks at together: they stay in the processor's cache."""
+
+
+class Dimension(NamedTuple):
+    """One digit of an axis, as a dimension of the memory of a block; or several that follow each other."""
+
+    num_values: int
+    stride: int
+    is_token: bool
+
+
+class CellRows(NamedTuple):
+    """A pattern as lists: word (c, r, i) of a block is at ``cells[c] + rows[r] + i`` words."""
+
+    cells: Ints
+    """Bytes from a block's first item to each cell that this rank holds."""
+    rows: Ints
+    """Bytes from a cell's first item to each row of it."""
+    keys: Words
+    """Of each word of each row."""
+
+    @property
+    def num_bytes_spanned(self) -> int:
+        """From the first item of a block to the last row's start."""
+        return int(self.cells.max() + self.rows.max())
+
+
+@dataclass(frozen=True, eq=False)
+class CellPattern:
+    """How the cells of one kind of view are read and summed up, but for the keys of state and cell."""
+
+    word_bytes: int
+    dimensions: tuple[Dimension, ...]
+    """Those of a cell and those of the token axis, the longest stride first."""
+    token_digits: tuple[int, ...]
+    """Which dimensions are the token axis's, the most significant first."""
+    keys: Words
+    """One dimension for each that is not the token axis's, in their order."""
+    offset: int
+    """Bytes from the view's own offset to the first item of the box."""
+    held: Ints
+    """For each cell of a block: where it stands among those that this rank holds, or ``NOT_HELD``."""
+
+    @classmethod
+    def of(cls, state: State, view: View, box: Box, seed: int) -> CellPattern:
+        spans, maps = dict(box.axes), dict(view.axes)
+        if sorted(spans) != sorted(maps):
+            raise SpecError(f"digest: {view.state} has the axes {sorted(maps)}, the box has {sorted(spans)}")
+        word = _word(state, view, spans)
+        axes = [
+            _CellAxis.of(state, name, axis, spans[name], word, seed)
+            for name, axis in view.axes
+            if name != TOKEN
+        ]
+        if word.num_words > 1:
+            at = np.arange(word.num_words) * word.num_bytes
+            axes.append(_CellAxis([(word.num_words, word.num_bytes)], shifted_keys(seed, "byte", at)))
+        keys: Words = np.ones((), np.uint64)
+        for axis in axes:
+            keys = np.multiply.outer(keys, axis.keys)
+        cell_dimensions = [Dimension(*each, False) for axis in axes for each in axis.steps]
+        token_dimensions, held_cells = [], np.zeros(1, np.int64)
+        if TOKEN in maps:
+            is_held = maps[TOKEN].offsets() != NOT_HELD
+            held_cells = np.where(is_held, np.cumsum(is_held) - 1, NOT_HELD)
+            token_dimensions = [Dimension(d.num_held, d.stride, True) for d in maps[TOKEN].digits]
+        in_order = _in_order_of_memory(cell_dimensions, token_dimensions, keys)
+        return cls(word.num_bytes, *in_order, sum(axis.offset for axis in axes), held_cells)
+
+    @property
+    def num_cells(self) -> int:
+        """Of a block, as far as this rank holds them."""
+        return prod(d.num_values for d in self.dimensions if d.is_token)
+
+    @property
+    def block_bytes(self) -> int:
+        """That are read of a block."""
+        return self.num_cells * self.keys.size * self.word_bytes
+
+    @cached_property
+    def rows(self) -> CellRows:
+        """The same, as lists of distances."""
+        cells = _distances([self.dimensions[i] for i in self.token_digits])
+        in_cell = [d for d in self.dimensions if not d.is_token]
+        row_words = 1
+        if in_cell and in_cell[-1].stride == self.word_bytes:
+            row_words = in_cell.pop().num_values
+        return CellRows(cells, _distances(in_cell), self.keys.reshape(-1, row_words))
+
+
+@dataclass(frozen=True, eq=False)
+class CellBlocks:
+    """The blocks of one state of a request."""
+
+    state: str
+    region: str
+    pattern: CellPattern
+    offset: int
+    """Bytes from the start of the region to the first item of block 0."""
+    block_stride: int
+    block_ids: Ints
+    """Each once, in order."""
+
+    def check_inside(self, region_bytes: int) -> None:
+        """Raise SpecError if a word of these blocks is not in its region: compiled code does not look."""
+        rows = self.pattern.rows
+        start = self.offset + int(self.block_ids[0]) * self.block_stride
+        stop = self.offset + int(self.block_ids[-1]) * self.block_stride + rows.num_bytes_spanned
+        stop += rows.keys.shape[1] * self.pattern.word_bytes
+        if start < 0 or stop > region_bytes:
+            raise SpecError(
+                f"digest: {self.state}: bytes [{start}, {stop}) are not all in region {self.region}"
+                f" of {region_bytes} bytes"
+            )
+
+
+CellSums = Callable[[Sequence[CellBlocks]], list[Words]]
+"""The sum of each cell of each block, also of those that nobody asked for: blocks × cells, for each state."""
+
+
+def sums_by_numpy(memory: Mapping[str, Bytes], wanted: Sequence[CellBlocks]) -> list[Words]:
+    """``CellSums`` of host memory, by region."""
+    return [_sums_of_blocks(memory[each.region], each) for each in wanted]
+
+
+def _sums_of_blocks(memory: Bytes, wanted: CellBlocks) -> Words:
+    pattern, block_ids = wanted.pattern, wanted.block_ids
+    blocks: NDArray[np.unsignedinteger] = np.ndarray(
+        (int(block_ids[-1]) + 1, *(d.num_values for d in pattern.dimensions)),
+        f"<u{pattern.word_bytes}",
+        memory.data,
+        wanted.offset,
+        (wanted.block_stride, *(d.stride for d in pattern.dimensions)),
+    )
+    cell_axes = [i + 1 for i, d in enumerate(pattern.dimensions) if not d.is_token]
+    token_axes = [i + 1 for i in pattern.token_digits]
+    sums = np.empty((len(block_ids), pattern.num_cells), np.uint64)
+    step = max(1, GATHER_BYTES // max(1, pattern.block_bytes))
+    for start in range(0, len(block_ids), step):
+        some = blocks[block_ids[start : start + step]]
+        summed = np.einsum(some, list(range(some.ndim)), pattern.keys, cell_axes, [0, *token_axes])
+        sums[start : start + step] = summed.reshape(len(some), pattern.num_cells)
+    return sums
+
+
+def _in_order_of_memory(
+    cell: Sequence[Dimension], token: Sequence[Dimension], keys: Words
+) -> tuple[tuple[Dimension, ...], tuple[int, ...], Words]:
+    """Dimensions as they lie in memory; those of a cell that follow each other become one: so they are
+    read in long strokes, and the keys beside them.
+    """
+    both = [*cell, *token]
+    order = sorted(range(len(both)), key=lambda i: -both[i].stride)
+    keys = np.ascontiguousarray(keys.transpose([i for i in order if i < len(cell)]))
+    merged: list[Dimension] = []
+    digits = dict.fromkeys(range(len(token)), 0)
+    for i in order:
+        dimension = both[i]
+        if i >= len(cell):
+            digits[i - len(cell)] = len(merged)
+        elif merged and not merged[-1].is_token and merged[-1].stride == _span(dimension):
+            dimension = Dimension(merged.pop().num_values * dimension.num_values, dimension.stride, False)
+        merged.append(dimension)
+    shape = [dimension.num_values for dimension in merged if not dimension.is_token]
+    return tuple(merged), tuple(digits.values()), keys.reshape(shape)
+
+
+def _span(dimension: Dimension) -> int:
+    return dimension.num_values * dimension.stride
+
+
+def _distances(dimensions: Sequence[Dimension]) -> Ints:
+    total = np.zeros(1, np.int64)
+    for dimension in dimensions:
+        total = np.add.outer(total, np.arange(dimension.num_values) * dimension.stride).ravel()
+    return total
+
+
+class _Word(NamedTuple):
+    """What is read at once."""
+
+    num_bytes: int
+    num_items: int
+    """Neighbouring items that one word holds."""
+    num_words: int
+    """Words that one item has."""
+    axis: str
+    """The axis on which short items share a key; empty if items are long."""
+
+
+class _CellAxis(NamedTuple):
+    """One axis of a box, as dimensions of a block's memory."""
+
+    steps: list[tuple[int, int]]
+    """(number of values, bytes from one to the next) of each digit."""
+    keys: Words
+    """One dimension for each digit."""
+    offset: int = 0
+    """Bytes to the first coordinate that is read."""
+
+    @classmethod
+    def of(cls, state: State, name: str, axis: AxisMap, spans: Spans, word: _Word, seed: int) -> _CellAxis:
+        offsets = axis.offsets()
+        held = np.flatnonzero(offsets != NOT_HELD)
+        is_in_box = is_inside(spans, held + axis.start)
+        if int(is_in_box.sum()) != count(spans):
+            raise SpecError(f"digest: {state.name}: this rank does not hold {name} {show(spans)}")
+        if name == word.axis:
+            keys = shifted_keys(seed, name, (held + axis.start) * state.item_bytes)
+        else:
+            keys = keys_of(seed, name, held + axis.start)
+        shape, strides = [digit.num_held for digit in axis.digits], [digit.stride for digit in axis.digits]
+        offset = 0
+        if len(shape) == len(spans) == 1:  # the rest of the axis is not even read
+            keys, shape = keys[is_in_box], [len(spans[0])]
+            offset = int(offsets[held[is_in_box][0]])
+        else:
+            keys = np.where(is_in_box, keys, np.uint64(0))
+        if name == word.axis:
+            keys = keys[:: word.num_items]
+            shape[-1], strides[-1] = shape[-1] // word.num_items, strides[-1] * word.num_items
+        return cls(list(zip(shape, strides, strict=True)), keys.reshape(shape), offset)
+
+
+def _word(state: State, view: View, spans: Mapping[str, Spans]) -> _Word:
+    item_bytes = state.item_bytes
+    if item_bytes not in (1, 2) or not state.axes:
+        num_bytes = gcd(item_bytes, WORD_BYTES)
+        return _Word(num_bytes, 1, item_bytes // num_bytes, "")
+    longest = max(state.axes, key=lambda axis: (axis.size, axis.name)).name
+    axis, digit = view.axis(longest), view.axis(longest).digits[-1]
+    num_items = WORD_BYTES // item_bytes
+    edges = [edge for span in spans[longest] for edge in (span.start, span.stop)]
+    is_in_order = digit.stride == item_bytes and digit.num_held == digit.size
+    if is_in_order and not any(edge % num_items for edge in (digit.size, axis.start, *edges)):
+        return _Word(WORD_BYTES, num_items, 1, longest)
+    return _Word(item_bytes, 1, 1, longest)
+
+
+def is_inside(spans: Spans, values: Ints) -> NDArray[np.bool_]:
+    """Which of the values lie in sorted spans."""
+    starts, stops = np.array([(s.start, s.stop) for s in spans], np.int64).reshape(-1, 2).T
+    at = np.searchsorted(starts, values, side="right") - 1
+    return np.asarray((at >= 0) & (values < stops[at]) if len(starts) else np.zeros(len(values), bool))

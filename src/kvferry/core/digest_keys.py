@@ -1,0 +1,41 @@
+"""The numbers that a digest multiplies items with: what an item *is* decides them, never where it lies."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.core.view import Ints
+
+Words = NDArray[np.uint64]
+
+WORD_BYTES = 4
+"""Half as long as a key: a changed bit at the top of a word still changes half of a sum's bits."""
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+def keys_of(seed: int, name: str, coordinates: Ints) -> Words:
+    """An odd number for each coordinate of an axis; numbers of neighbours have nothing in common."""
+    keys = coordinates.astype(np.uint64)
+    keys *= _STEP
+    keys += _salt(seed, name)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        keys ^= keys >> np.uint64(shift)
+        keys *= np.uint64(factor)
+    keys ^= keys >> np.uint64(31)
+    return keys | np.uint64(1)
+
+
+def shifted_keys(seed: int, name: str, at: Ints) -> Words:
+    """Keys of the bytes that begin words, and of those inside words: shifted to where they stand."""
+    words, inside = np.divmod(at, WORD_BYTES)
+    return keys_of(seed, name, words) << (8 * inside).astype(np.uint64)
+
+
+@lru_cache(maxsize=4096)
+def _salt(seed: int, name: str) -> np.uint64:
+    return np.uint64(int.from_bytes(blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest(), "little"))
