@@ -1,4 +1,4 @@
-"""How Hypothesis runs here, and what becomes of a test while whose time the machine stood still.
+"""How Hypothesis runs here, and what becomes of a test during which the machine stood still.
 
 ``default``  fresh examples each run, kept in ``.hypothesis`` when they fail
 ``ci``       the same examples each run, so that a red run is a red commit
@@ -16,7 +16,7 @@ import pytest
 from _pytest.runner import runtestprotocol
 from hypothesis import HealthCheck, settings
 
-from tests.stalls import StallWatch
+from tests.stalls import STALL_SECONDS, StallWatch
 
 law_examples = os.environ.get("KVFERRY_LAW_EXAMPLES")
 
@@ -32,7 +32,7 @@ settings.register_profile(
 profile = "law" if law_examples else "ci" if os.environ.get("CI") else "default"
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or profile)
 
-NUM_AGAIN = 2
+NUM_AGAIN = 4
 WATCH = pytest.StashKey[StallWatch]()
 
 
@@ -65,10 +65,11 @@ def reports_of(
     reports = runtestprotocol(item, log=False, nextitem=nextitem)
     if not num_again or not any(report.failed for report in reports):
         return reports
-    stall = item.config.stash[WATCH].longest_since(began)
-    if not stall:
+    watch = item.config.stash[WATCH]
+    lost = watch.lost_since(began)
+    if lost < STALL_SECONDS:
         return reports
-    told = f"{item.nodeid} failed while this machine stood still for {stall:.1f} s: once more"
-    item.config.get_terminal_writer().line(f"\n{told}")
+    told = f"{item.nodeid} failed while this machine stood still for {lost:.1f} s: once more"
+    item.config.get_terminal_writer().line(f"\n{told}, after {watch.wait_for_calm():.0f} s")
     item._initrequest()
     return reports_of(item, nextitem, num_again - 1)

@@ -2,7 +2,7 @@
 
 Hosts of virtual machines stop them for seconds at times, and give that time to nobody. A test in which a
 process must answer within ten seconds cannot tell a program that failed from a machine that stood still. Such
-a test is run again, and says so; a test that fails on a machine that runs has failed.
+a test is run again once the machine runs, and says so; a test that fails on a machine that runs has failed.
 """
 
 import contextlib
@@ -11,15 +11,21 @@ import subprocess
 import sys
 import time
 
+SHORTEST = 0.5
+"""Seconds. A process that wants to run waits for less, however busy a machine is."""
 STALL_SECONDS = 1.5
-"""A process that wants to run waits for less, however busy a machine is."""
+"""A machine that stood still for so long during a test, at once or in parts, may have failed it."""
+CALM_SECONDS = 15.0
+"""A machine that has not stood still for so long runs."""
+PATIENCE = 600.0
+"""For how long machines are waited for, in all."""
 LOOK = f"""
 import os, sys, time
 while os.getppid() == int(sys.argv[1]):
     looked = time.monotonic()
     time.sleep(0.1)
     late = time.monotonic() - looked - 0.1
-    if late > {STALL_SECONDS}:
+    if late > {SHORTEST}:
         print(looked + late, late, flush=True)
 """
 
@@ -37,14 +43,27 @@ class StallWatch:
         self._pipe = self.process.stdout
         os.set_blocking(self._pipe.fileno(), False)
         self._text = b""
+        self._patience = PATIENCE
 
-    def longest_since(self, moment: float) -> float:
-        """For how many seconds it did at most, since a moment of the monotonic clock; 0 if it did not."""
+    def lost_since(self, moment: float) -> float:
+        """For how many seconds it stood still, in all, since a moment of the monotonic clock."""
         time.sleep(0.2)  # the watch, too, has to wake up
         with contextlib.suppress(BlockingIOError):
             self._text += self._pipe.read() or b""
         stalls = [tuple(map(float, line.split())) for line in self._text.splitlines()]
-        return max((seconds for ended, seconds in stalls if ended > moment), default=0.0)
+        return sum(seconds for ended, seconds in stalls if ended > moment)
+
+    def wait_for_calm(self) -> float:
+        """Until the machine runs, or patience is at its end; how many seconds that took."""
+        began = time.monotonic()
+        while time.monotonic() < began + self._patience:
+            looked = time.monotonic()
+            time.sleep(min(CALM_SECONDS, began + self._patience - looked))
+            if not self.lost_since(looked):
+                break
+        took = time.monotonic() - began
+        self._patience -= took
+        return took
 
     def close(self) -> None:
         """Look no more."""

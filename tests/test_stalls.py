@@ -8,12 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from tests import stalls
+from tests.stalls import StallWatch
+
 ROOT = Path(__file__).parents[1]
 
 TESTS = """
 import os, signal, time
 from pathlib import Path
 import pytest
+
+from tests import stalls
+from tests.stalls import StallWatch
 from tests.conftest import WATCH
 
 runs = Path(__file__).with_suffix(".runs")
@@ -50,7 +56,9 @@ def test_which_tests_are_run_again(tmp_path, is_stalled, num_failures, expected,
     file = folder / "test_made.py"
     file.write_text(TESTS.format(is_stalled=is_stalled, num_failures=num_failures), encoding="utf-8")
     for name in ("conftest.py", "stalls.py"):
-        (folder / name).write_text((ROOT / "tests" / name).read_text(encoding="utf-8"), encoding="utf-8")
+        text = (ROOT / "tests" / name).read_text(encoding="utf-8")
+        text = text.replace(f"CALM_SECONDS = {stalls.CALM_SECONDS}", "CALM_SECONDS = 1.0")
+        (folder / name).write_text(text, encoding="utf-8")
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", "tests"],
         cwd=tmp_path,
@@ -79,3 +87,19 @@ def test_the_watch_ends_with_the_tests_however_these_end():
     while Path(f"/proc/{int(told)}").exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_machine_is_waited_for_until_it_runs_and_not_for_ever(monkeypatch):
+    monkeypatch.setattr(stalls, "CALM_SECONDS", 0.5)
+    monkeypatch.setattr(stalls, "PATIENCE", 3.0)
+    watch = StallWatch()
+    try:
+        assert watch.wait_for_calm() < 3.0
+        lost = iter([1.0, 2.0])
+        monkeypatch.setattr(watch, "lost_since", lambda _: next(lost, 0.0))
+        assert watch.wait_for_calm() >= 1.5, "two stalls, then none"
+        monkeypatch.setattr(watch, "lost_since", lambda _: 1.0)
+        watch.wait_for_calm()
+        assert watch.wait_for_calm() < 0.5, "patience is at its end"
+    finally:
+        watch.close()
