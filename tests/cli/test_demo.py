@@ -30,6 +30,11 @@ def test_the_demo_as_it_comes(cli):
     assert max(map(len, ran.out.splitlines())) <= 80
 
 
+def test_one_request_is_one_request(cli):
+    ran = cli("demo", "--transport", "memory", "--model", "gpt2", "--layers", 1, "--requests", 1)
+    assert ran.out.splitlines()[-1].endswith(" cells of 1 request, 0 wrong")
+
+
 @pytest.mark.parametrize(
     ("model", "src", "dst"),
     [

@@ -153,7 +153,7 @@ def test_a_topology_is_of_the_model_that_the_other_side_serves(cli):
 def test_a_setting_that_is_changed_replaces_the_old_one():
     text = "vllm serve m --kv_cache_dtype=fp8 --kv-cache-dtype-skip-layers auto"
     assert with_setting(text, "dtype", "bf16") == (
-        "vllm serve m --kv-cache-dtype bf16 --kv-cache-dtype-skip-layers auto"
+        "vllm serve m --kv-cache-dtype bfloat16 --kv-cache-dtype-skip-layers auto"
     )
 
 
@@ -182,7 +182,10 @@ def test_another_configuration_is_refused_although_the_caches_fit(cli, folder):
     assert ran.answer["command"] == ""
     assert ran.answer["total_bytes"] > 0  # the bytes would fit: their bill is there all the same
     ran = cli("diff", *sides, "--json")
-    assert (ran.code, ran.answer["verdict"]) == (1, "doubtful")
+    assert (ran.code, ran.answer["verdict"]) == (1, "refused")  # one word for both
+    (told,) = (each for each in ran.answer["differences"] if each["effect"] == "refused")
+    assert (told["what"], told["a"], told["b"]) == ("model: rope_theta", "10000", "500000")
+    assert cli("diff", *sides).out.startswith("REFUSED  not the same model: running engines would refuse")
 
 
 def test_a_flag_that_makes_another_model_is_refused(cli, folder):
@@ -210,6 +213,29 @@ def test_no_way_is_shown_that_running_engines_would_refuse(cli, folder):
     ran = cli("plan", "--src", same, "--dst", f"{other} --kv-cache-dtype fp8", "--json")
     fields = {found["field"] for found in ran.answer["findings"]}
     assert (ran.code, ran.answer["command"], {"dtype", "rope_theta"} <= fields) == (1, "", True)
+
+
+@pytest.mark.parametrize("flags", ["", " --dtype float16"])
+def test_a_cure_says_a_dtype_in_vllms_words(cli, folder, flags):
+    """vLLM 0.32 has no `bf16`: `--kv-cache-dtype` takes auto, float16, bfloat16, fp8, …"""
+    serve = f"{folder('a')}{flags}"
+    ran = cli("plan", "--src", serve, "--dst", f"{serve} --kv-cache-dtype fp8", "--json")
+    command = ran.answer["command"]
+    assert "--kv-cache-dtype auto" in command
+    assert "bf16" not in command
+    assert "fp16" not in command
+
+
+def test_flags_that_are_not_read_are_named(cli, folder):
+    serve = folder("a")
+    sides = (f"{serve} -tp 1 --port 8000", f"{serve} --foo=3 --port 80")
+    ran = cli("plan", "--src", sides[0], "--dst", sides[1])
+    assert "  ignored  --port, --foo\n" in ran.out
+    answer = cli("plan", "--src", sides[0], "--dst", sides[1], "--json").answer
+    assert answer["ignored"] == {"src": ["--port"], "dst": ["--foo", "--port"]}
+    assert "ignored" not in cli("plan", "--src", f"{serve} -tp 1", "--dst", serve).out
+    refused = cli("plan", "--src", sides[0], "--dst", f"{sides[1]} --kv-cache-dtype fp8")
+    assert "  ignored  --port, --foo\n" in refused.out
 
 
 def test_of_many_differences_the_first_are_listed_and_the_rest_counted(cli, folder):
@@ -248,10 +274,10 @@ def test_another_window_is_refused_in_files_too(cli, tmp_path):
     assert answer["request"]["tokens"] == 64  # more of it is not there
     (found,) = answer["findings"]
     assert values(found) == ("identity-differs", "window", "64 tokens", "128 tokens")
-    (doubt,) = (
+    (told,) = (
         each for each in cli("diff", *files, "--json").answer["differences"] if each["a"] == "64 tokens"
     )
-    assert (doubt["what"], doubt["effect"]) == ("window", "doubtful")
+    assert (told["what"], told["effect"]) == ("window", "refused")
     ran = cli("plan", *files, "--tokens", "65")
     assert (ran.code, "the source keeps 64 tokens of some layers" in ran.err) == (2, True)
 

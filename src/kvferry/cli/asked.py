@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvferry.cli.bad_input import at
 from kvferry.cli.bill import Bill, bill_of
 from kvferry.cli.engines import Side, listed_ranks
-from kvferry.cli.model_doubts import short_window
+from kvferry.cli.model_differences import short_window
 from kvferry.core.choices import MAX_RUNS_PER_BLOCK, Placement
 from kvferry.core.manifest import Manifest
 from kvferry.core.sample import sample_request

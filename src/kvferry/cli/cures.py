@@ -12,7 +12,7 @@ from kvferry.cli.engines import Side
 from kvferry.cli.serve_command import vllm_setting
 from kvferry.core.link_profile import LinkProfile
 from kvferry.errors import KVFerryError, SpecError
-from kvferry.models import Model, Topology
+from kvferry.models import Topology
 
 HEAD_MAJOR = "HND"
 """The layout in which a rank's heads are long runs, whatever the other side's ranks hold."""
@@ -143,11 +143,5 @@ def _settings(side: Side) -> dict[str, str]:
         "layout": topology.layout,
         "block": str(topology.block or model.default_block),
         "conv": topology.conv,
-        "dtype": topology.dtype or _dtype(model),
+        "dtype": topology.dtype or side.own_dtype,
     }
-
-
-def _dtype(model: Model) -> str:
-    """What the model keeps its attention in, unless it is told otherwise."""
-    caches = (cache for layer in model.layers for cache in layer.caches if cache.is_attention)
-    return next((part.item.dtype for cache in caches for part in cache.page.parts), "")

@@ -19,8 +19,8 @@ HELP = "\n\n".join(
         "Say in what two engines differ, and whether that matters to a transfer between them.",
         "A and B are manifest files (of `kvferry describe`, or dumped by an engine), topologies of a model,"
         " or commands that start a vLLM engine, as `kvferry plan` takes them.",
-        "What differs is sorted by what it does: refused (they cannot talk), doubtful (not the same model, as"
-        " far as can be told offline), slower (a request of 4,096 tokens was planned in both directions, and"
+        "What differs is sorted by what it does: refused (they cannot talk, or would refuse to, as they"
+        " do not serve the same model), slower (a request of 4,096 tokens was planned in both directions, and"
         " moves in short runs), harmless.",
         examples(
             "kvferry diff src.json dst.json",
@@ -48,13 +48,13 @@ def diff(
     from kvferry.cli.asked import Asked
     from kvferry.cli.engines import GivenModels, src_and_dst
     from kvferry.cli.manifest_diff import Effect, manifest_diff
-    from kvferry.cli.model_doubts import model_doubts
+    from kvferry.cli.model_differences import model_differences
     from kvferry.cli.picture.files import check_pictures, draw_diff
 
     check_pictures({"--html": html})
     sides = src_and_dst((), (first, second), GivenModels(model, config))
     a, b = (side.manifest() for side in sides)
-    found = manifest_diff(a, b, Asked(), model_doubts(*sides, a, b))
+    found = manifest_diff(a, b, Asked(), model_differences(*sides, a, b))
     draw_diff(found, a, b, (first, second), html)
     if as_json:
         print(json.dumps(_as_object(found), ensure_ascii=False))
@@ -96,11 +96,11 @@ def _direction_object(direction: Direction) -> dict[str, object]:
 
 def _show(found: ManifestDiff, first: str, second: str) -> None:
     from kvferry.cli import output as page
-    from kvferry.cli.diff_words import SENTENCES, WORDS, direction_time
+    from kvferry.cli.diff_words import WORDS, direction_time, sentence
 
     out = page.console()
     word = WORDS[found.effect]
-    page.verdict(out, word, SENTENCES[found.effect])
+    page.verdict(out, word, sentence(found))
     page.labelled(out, [("a", first), ("b", second)])
     for effect in dict.fromkeys(each.effect for each in found.differences):
         out.print(f"\n{effect.value}", style="bold")

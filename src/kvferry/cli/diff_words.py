@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.cli.manifest_diff import Direction
+from kvferry.cli.manifest_diff import Direction, Effect, ManifestDiff
 from kvferry.cli.output import milliseconds
 
 SENTENCES = {
@@ -10,7 +10,6 @@ SENTENCES = {
     "harmless": "nothing that matters differs",
     "not tried": "what differs may cost time; ranks are missing, so nothing was planned",
     "slower": "they can talk, slowly; see `kvferry plan`",
-    "doubtful": "they do not look like one model: running engines would refuse each other",
     "refused": "they cannot talk",
 }
 WORDS = {
@@ -18,9 +17,16 @@ WORDS = {
     "harmless": "SAME",
     "not tried": "NOTE",
     "slower": "SLOW",
-    "doubtful": "NOTE",
     "refused": "REFUSED",
 }
+
+
+OTHER_MODEL = "not the same model: running engines would refuse each other, although the bytes would fit"
+
+
+def sentence(found: ManifestDiff) -> str:
+    """What came out, in a few words."""
+    return OTHER_MODEL if found.effect is Effect.REFUSED and found.bytes_fit else SENTENCES[found.effect]
 
 
 def direction_time(direction: Direction) -> str:

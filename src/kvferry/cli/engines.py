@@ -87,6 +87,17 @@ class Side:
         named = self.command.dtype if self.command else ""
         return named or (self.served.dtype if self.served else "")
 
+    @property
+    def own_dtype(self) -> str:
+        """What the model keeps its attention in, unless it is told otherwise."""
+        caches = (cache for layer in self.chosen_model.layers for cache in layer.caches if cache.is_attention)
+        return next((part.item.dtype for cache in caches for part in cache.page.parts), "")
+
+    @property
+    def ignored_flags(self) -> tuple[str, ...]:
+        """Flags of its command that were not read."""
+        return self.command.ignored if self.command else ()
+
     @cached_property
     def _of_command(self) -> ServedModel | None:
         """The model that the command names, unless another one was named for this side."""
@@ -95,7 +106,9 @@ class Side:
     def with_setting(self, key: str, value: str) -> Side:
         """The side with one setting changed."""
         if self.command:
-            return replace(self, text=serve_command.with_setting(self.text, key, value))
+            # vLLM's CPU build knows the model's own dtype by this name alone.
+            word = "auto" if key == "dtype" and value == self.own_dtype else value
+            return replace(self, text=serve_command.with_setting(self.text, key, word))
         kept = [item for item in self.text.split(",") if item and item.partition("=")[0].strip() != key]
         return replace(self, text=",".join([*kept, f"{key}={value}"]))
 

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from kvferry.cli.asked import Asked, Billed
 from kvferry.cli.bill import LinkBill
-from kvferry.cli.model_doubts import WINDOW
+from kvferry.cli.model_differences import WINDOW
 from kvferry.cli.output import cell_words
 from kvferry.core.identity import compare_identity
 from kvferry.core.link_profile import RDMA_400
@@ -24,9 +24,8 @@ class Effect(StrEnum):
     """What a difference does to a transfer."""
 
     REFUSED = "refused"
-    """The two engines cannot talk, in one direction at least."""
-    DOUBTFUL = "doubtful"
-    """The bytes could be moved, but running engines compare more, and would not take them for one model."""
+    """The two engines cannot talk, in one direction at least: their bytes do not fit, or they do not serve
+    the same model, which running engines compare."""
     SLOWER = "slower"
     """The bytes move in short runs."""
     UNTRIED = "not tried"
@@ -79,6 +78,11 @@ class ManifestDiff:
     directions: tuple[Direction, ...]
 
     @property
+    def bytes_fit(self) -> bool:
+        """Whether nothing but the models is in the way of a transfer."""
+        return not any(each.billed.bill.findings for each in self.directions)
+
+    @property
     def effect(self) -> Effect | None:
         """The worst of all effects; None if nothing differs."""
         found = {difference.effect for difference in self.differences}
@@ -86,10 +90,10 @@ class ManifestDiff:
         return next((effect for effect in Effect if effect in found), None)
 
 
-def manifest_diff(a: Manifest, b: Manifest, asked: Asked, doubts: Sequence[Finding] = ()) -> ManifestDiff:
+def manifest_diff(a: Manifest, b: Manifest, asked: Asked, of_models: Sequence[Finding] = ()) -> ManifestDiff:
     """Compare two manifests field by field, and try a request in both directions.
 
-    ``doubts`` are what makes their models look different beyond that.
+    ``of_models``: in what their models differ beyond that.
     """
     directions = (
         Direction("a -> b", asked.billed_between(a, b)),
@@ -98,10 +102,10 @@ def manifest_diff(a: Manifest, b: Manifest, asked: Asked, doubts: Sequence[Findi
     places = Effect.UNTRIED if all(each.lacks_ranks for each in directions) else Effect.HARMLESS
     if any(bill.is_slow for each in directions if (bill := each.over_network)):
         places = Effect.SLOWER
-    windows = Effect.DOUBTFUL if doubts else Effect.HARMLESS
+    windows = Effect.REFUSED if of_models else Effect.HARMLESS
     told = (
-        Difference(f"model: {each.field}", each.src, each.dst, Effect.DOUBTFUL)
-        for each in doubts
+        Difference(f"model: {each.field}", each.src, each.dst, Effect.REFUSED)
+        for each in of_models
         if each.field != WINDOW  # which is told with its states
     )
     found = (*_meaning(a, b), *told, *_places(a, b, places, windows), *_engines(a, b))

@@ -9,7 +9,7 @@ from kvferry.cli.asked import Asked, Billed
 from kvferry.cli.bill import Bill, LinkBill
 from kvferry.cli.cures import Cure, find_way
 from kvferry.cli.engines import Side
-from kvferry.cli.model_doubts import model_doubts
+from kvferry.cli.model_differences import model_differences
 from kvferry.cli.warned import Warned, not_served, warnings_of
 from kvferry.core.identity import IdentityCheck, compare_identity
 from kvferry.core.link_profile import LinkProfile
@@ -17,8 +17,25 @@ from kvferry.errors import Finding
 from kvferry.models import Topology
 from kvferry.models.model import is_offline
 
-MAX_DOUBTS = 4
+MAX_MODEL_DIFFERENCES = 4
 """So many differences between two models whose caches fit are named."""
+
+
+@dataclass(frozen=True, slots=True)
+class IgnoredFlags:
+    """Flags of the commands that were given, which say nothing of the cache and were not read."""
+
+    src: tuple[str, ...] = ()
+    dst: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """All of them, each once; empty if there are none.
+
+        >>> IgnoredFlags(("--port", "--seed"), ("--port",)).words
+        '--port, --seed'
+        """
+        return ", ".join(dict.fromkeys((*self.src, *self.dst)))
 
 
 @dataclass(frozen=True)
@@ -32,10 +49,11 @@ class PlanAnswer:
     warnings: tuple[Warned, ...]
     way: Cure | None
     """Settings with which a refused pair is proved."""
-    doubts: tuple[Finding, ...] = ()
+    model_differences: tuple[Finding, ...] = ()
     """Why running engines would refuse each other, whatever their bytes."""
     assumed: str = ""
     """What nobody has said of these engines, and was taken to be so."""
+    ignored: IgnoredFlags = IgnoredFlags()
 
     @property
     def bill(self) -> Bill:
@@ -45,11 +63,11 @@ class PlanAnswer:
     def findings(self) -> dict[Finding, list[int]]:
         """Each reason for a refusal, with the destination ranks that it concerns; nothing if it is proved."""
         ranks = list(self.billed.ranks)
-        return {**self.bill.findings, **dict.fromkeys(self.doubts[:MAX_DOUBTS], ranks)}
+        return {**self.bill.findings, **dict.fromkeys(self.model_differences[:MAX_MODEL_DIFFERENCES], ranks)}
 
     @property
     def num_more_findings(self) -> int:
-        return self.bill.num_more + len(self.doubts[MAX_DOUBTS:])
+        return self.bill.num_more + len(self.model_differences[MAX_MODEL_DIFFERENCES:])
 
     @property
     def bytes_fit(self) -> bool:
@@ -63,7 +81,7 @@ class PlanAnswer:
     @property
     def model_sentence(self) -> str:
         """Whether it is the same model, as far as the two sides tell."""
-        if self.doubts:
+        if self.model_differences:
             return "not the same: running engines would refuse each other" + (
                 ", although the bytes would fit" if self.bytes_fit else ""
             )
@@ -81,15 +99,16 @@ class PlanAnswer:
 def answer(asked: Asked, src: Side, dst: Side, profiles: Sequence[LinkProfile]) -> PlanAnswer:
     """Bill the request, and look for what to warn of, or for a way out of a refusal."""
     billed = asked.billed(src, dst)
-    doubts = model_doubts(src, dst, billed.source, billed.destination)
+    differences = model_differences(src, dst, billed.source, billed.destination)
+    ignored = IgnoredFlags(src.ignored_flags, dst.ignored_flags)
     if billed.bill.findings:
         way, served = find_way(asked, src, dst), tuple(not_served(src, dst))
-        if way and doubts:  # which engines would refuse all the same: no way, and one more reason
-            return PlanAnswer(asked, billed, (), served, None, doubts)
-        return PlanAnswer(asked, billed, (), served, way)
+        if way and differences:  # engines would refuse each other all the same: no way, and one more reason
+            return PlanAnswer(asked, billed, (), served, None, differences, ignored=ignored)
+        return PlanAnswer(asked, billed, (), served, way, ignored=ignored)
     links = tuple(billed.bill.over(profile) for profile in profiles)
     warned = tuple(warnings_of(asked, src, dst, billed, links))
-    return PlanAnswer(asked, billed, links, warned, None, doubts, _assumed(src, dst))
+    return PlanAnswer(asked, billed, links, warned, None, differences, _assumed(src, dst), ignored)
 
 
 def _assumed(src: Side, dst: Side) -> str:

@@ -20,6 +20,7 @@ def as_object(answer: PlanAnswer) -> object:
         "src": _engine(billed.source),
         "dst": _engine(billed.destination),
         "identity": same,
+        "ignored": {"src": list(answer.ignored.src), "dst": list(answer.ignored.dst)},
         "warnings": warned,
     }
     refusal: dict[str, object] = {}

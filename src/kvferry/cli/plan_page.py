@@ -33,7 +33,8 @@ def show(answer: PlanAnswer, *, full: bool) -> None:
     asked = f"{counted(len(billed.ranks), 'destination rank')}"
     page.verdict(out, "REFUSED" if answer.findings else "PROVED", asked)
     rows = [("src", summary(billed.source)), ("dst", summary(billed.destination))]
-    page.labelled(out, [*rows, ("model", answer.model_sentence), ("layout", answer.assumed)])
+    rows += [("model", answer.model_sentence), ("layout", answer.assumed), ("ignored", answer.ignored.words)]
+    page.labelled(out, rows)
     if answer.findings:
         page.findings(out, answer.findings, len(billed.ranks), answer.num_more_findings)
         _show_way(out, answer)

@@ -46,10 +46,16 @@ OF_MODEL = {
 }
 """Flags that change a model's numbers, and not where they are. Engines that differ in them are refused."""
 
+READ = {"model", "dtype", *KEYS, *DECIDING, *OF_MODEL, "kv-transfer-config"}
+"""Flags that are looked at, and the one that names the connector; the others are ignored, and named."""
+
 HARMLESS_VALUES = {"auto", "1"}
 
 DTYPES = {"half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float": "fp32", "float32": "fp32"}
 """What vLLM calls the dtypes of a model, and what we call them."""
+
+CACHE_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "auto"}
+"""Our names of dtypes, and what vLLM's --kv-cache-dtype calls them: it has no float32 but a model's own."""
 
 WITHOUT_A_CACHE = {"ngram", "[ngram]", "ngram_gpu"}
 """Ways to draft tokens without a model, so that nothing is added to the cache."""
@@ -65,8 +71,8 @@ STARTERS = re.compile(
 class ServeCommand:
     """What a command that starts vLLM says of the cache.
 
-    >>> ServeCommand.read("VLLM_KV_CACHE_LAYOUT=NHD vllm serve openai/gpt-oss-20b -tp 4 --block-size=64")
-    ServeCommand(model='openai/gpt-oss-20b', topology='layout=NHD,tp=4,block=64', model_flags=(), dtype='')
+    >>> ServeCommand.read("VLLM_KV_CACHE_LAYOUT=NHD vllm serve gpt2 -tp 4 --port=80")
+    ServeCommand(model='gpt2', topology='layout=NHD,tp=4', model_flags=(), dtype='', ignored=('--port',))
     """
 
     model: str
@@ -75,6 +81,8 @@ class ServeCommand:
     """Flags that make another model of it, with their values."""
     dtype: str = ""
     """The model's dtype, where the command names one; the cache has it, too, unless it is told otherwise."""
+    ignored: tuple[str, ...] = ()
+    """Flags that say nothing of the cache, as far as is known here."""
 
     @staticmethod
     def is_one(text: str) -> bool:
@@ -112,7 +120,7 @@ class ServeCommand:
             raise SpecError("name the model right behind `vllm serve`, or with --model")
         of_model = {OF_MODEL[flag]: value or "set" for flag, value in flags if flag in OF_MODEL}
         topology = ",".join(f"{key}={value}" for key, value in settings.items())
-        return cls(model, topology, tuple(of_model.items()), dtype)
+        return cls(model, topology, tuple(of_model.items()), dtype, _ignored(words[at + 1 :]))
 
 
 def with_setting(text: str, key: str, value: str) -> str:
@@ -141,13 +149,15 @@ def vllm_setting(key: str, value: str) -> str:
 
     >>> vllm_setting("block", "64"), vllm_setting("layout", "HND"), vllm_setting("alloc", "shared")
     ('--block-size 64', 'VLLM_KV_CACHE_LAYOUT=HND', '')
+    >>> vllm_setting("dtype", "bf16")
+    '--kv-cache-dtype bfloat16'
     """
     for name, meaning in VARIABLES.items():
         if meaning == key:
             return f"{name}={value}"
     for flag, meaning in KEYS.items():
         if meaning == key:
-            return f"--{flag} {value}"
+            return f"--{flag} {CACHE_DTYPES.get(value, value) if key == 'dtype' else value}"
     return ""
 
 
@@ -184,10 +194,25 @@ def _of_variables(words: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield VARIABLES[name], value
 
 
+def _ignored(words: Sequence[str]) -> tuple[str, ...]:
+    """The flags that nobody here reads, as they were written.
+
+    >>> _ignored(["-tp", "2", "--port=80", "-O3", "--seed", "-1", "--kv_cache_dtype", "fp8"])
+    ('--port', '-O3', '--seed')
+    """
+    written = (word.partition("=")[0] for word in words if re.match("--?[A-Za-z]", word))
+    unread = (flag for flag in written if _plain(flag).partition(".")[0] not in READ)
+    return tuple(dict.fromkeys(unread))
+
+
+def _plain(flag: str) -> str:
+    return flag.lstrip("-").replace("_", "-")
+
+
 def _flags(words: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Each flag with the value behind it, if it has one."""
     for at, word in enumerate(words):
         if word.startswith("-"):
-            flag, _, value = word.lstrip("-").partition("=")
+            flag, _, value = word.partition("=")
             follows = words[at + 1] if at + 1 < len(words) and not words[at + 1].startswith("-") else ""
-            yield flag.replace("_", "-"), value or follows
+            yield _plain(flag), value or follows

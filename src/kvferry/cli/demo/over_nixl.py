@@ -20,6 +20,7 @@ from kvferry.cli.demo.pairs import MAX_MEMORY, Pair, check_memory, memory_bytes
 from kvferry.cli.demo.result import NixlResult, Speed
 from kvferry.cli.demo.samples import Sample, some_samples
 from kvferry.core.manifest import Manifest
+from kvferry.core.words import counted
 from kvferry.errors import KVFerryError, SpecError, TransportError
 from kvferry.runtime import Report, Timing
 from kvferry.testing.fleet import (
@@ -113,10 +114,8 @@ def _check_machine(device: str) -> dict[str, str]:
 def _check_room(manifest: Manifest, num_requests: int, num_tokens: int) -> None:
     pool = BlockPool(manifest)
     if not all(pool.take(num_tokens) for _ in range(num_requests)):
-        raise SpecError(
-            f"--{manifest.engine}: the pool has no room for {num_requests} requests of {num_tokens} tokens:"
-            " blocks=N makes it larger"
-        )
+        wanted = f"{counted(num_requests, 'request')} of {num_tokens} tokens"
+        raise SpecError(f"--{manifest.engine}: the pool has no room for {wanted}: blocks=N makes it larger")
 
 
 def _planned(result: NixlResult, src: Manifest, dst: Manifest) -> dict[str, str]:

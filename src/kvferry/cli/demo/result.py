@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 
 from kvferry.cli.demo.samples import Sample
+from kvferry.core.words import counted
 from kvferry.testing.pattern import Checked
 
 
@@ -124,7 +125,7 @@ class DemoReport:
     def summary(self) -> str:
         """What was looked at, in words."""
         cells = sum(pair.num_cells for pair in self.pairs)
-        return f"{cells:,} cells of {self.num_requests} requests, {self.num_wrong} wrong"
+        return f"{cells:,} cells of {counted(self.num_requests, 'request')}, {self.num_wrong} wrong"
 
     @property
     def num_requests(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.cli.diff_words import SENTENCES, WORDS, direction_time
+from kvferry.cli.diff_words import WORDS, direction_time, sentence
 from kvferry.cli.manifest_diff import Difference, Effect, ManifestDiff, StateFacts, state_facts
 from kvferry.cli.output import together
 from kvferry.cli.picture.blocks import EngineBlocks, engine_blocks
@@ -36,7 +36,7 @@ class DiffPicture:
 
     @property
     def sentence(self) -> str:
-        words = SENTENCES[self.found.effect].replace("`", "")
+        words = sentence(self.found).replace("`", "")
         return f"{words[:1].upper()}{words[1:]}."
 
     @property

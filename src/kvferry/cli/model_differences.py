@@ -14,7 +14,7 @@ NOT_SET = "nothing"
 WINDOW = "window"
 
 
-def model_doubts(src: Side, dst: Side, source: Manifest, destination: Manifest) -> tuple[Finding, ...]:
+def model_differences(src: Side, dst: Side, source: Manifest, destination: Manifest) -> tuple[Finding, ...]:
     """In what the two models differ as far as configurations, commands and descriptions tell."""
     if found := (*_configs(src, dst), *_flags(src, dst)):
         return found
@@ -34,7 +34,7 @@ def _configs(src: Side, dst: Side) -> Iterator[Finding]:
     for name in sorted(names):
         in_src, in_dst = (each.get(name, NOT_SET) for each in values)
         if in_src != in_dst:
-            yield _doubt(name, in_src, in_dst)
+            yield _difference(name, in_src, in_dst)
 
 
 def _flags(src: Side, dst: Side) -> Iterator[Finding]:
@@ -43,15 +43,15 @@ def _flags(src: Side, dst: Side) -> Iterator[Finding]:
         return
     dtypes = (src.model_dtype, dst.model_dtype)
     if (src.command.dtype or dst.command.dtype) and dtypes[0] != dtypes[1]:
-        yield _doubt("--dtype", *(dtype or NOT_SET for dtype in dtypes))
+        yield _difference("--dtype", *(dtype or NOT_SET for dtype in dtypes))
     ours, theirs = dict(src.command.model_flags), dict(dst.command.model_flags)
     for flag in sorted(ours.keys() | theirs.keys()):
         in_src, in_dst = ours.get(flag, NOT_SET), theirs.get(flag, NOT_SET)
         if in_src != in_dst:
-            yield _doubt(f"--{flag}", in_src, in_dst)
+            yield _difference(f"--{flag}", in_src, in_dst)
 
 
-def _doubt(what: str, in_src: str, in_dst: str) -> Finding:
+def _difference(what: str, in_src: str, in_dst: str) -> Finding:
     return Finding(Code.IDENTITY_DIFFERS, field=what, src=in_src, dst=in_dst)
 
 
@@ -65,7 +65,7 @@ def _windows(source: Manifest, destination: Manifest) -> Iterator[Finding]:
     """How far back layers look."""
     for ours, theirs in _window_pairs(source, destination):
         if ours != theirs:
-            yield _doubt(WINDOW, *(f"{each} tokens" if each else NOT_SET for each in (ours, theirs)))
+            yield _difference(WINDOW, *(f"{each} tokens" if each else NOT_SET for each in (ours, theirs)))
 
 
 def _window_pairs(source: Manifest, destination: Manifest) -> Iterator[tuple[int, int]]:
