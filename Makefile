@@ -150,7 +150,7 @@ DEVICE ?= cuda
 BUDGET ?= 0
 GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(VLLM)/bin/python),$(PYTHON)),$(PYTHON))
 
-gpu: ## real vLLM engines on this machine's GPU: pairs, faults, times, manifests (PYTHON, BUDGET, ONLY, DEVICE)
+gpu: ## real vLLM engines on this machine's GPU: pairs, faults, times, servers, manifests (PYTHON, BUDGET, ONLY, DEVICE)
 	@PYTHONPATH="$(CURDIR)/src:$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(GPU_PYTHON) -m tests.gpu run --device $(DEVICE) \
 		--budget $(BUDGET) $(foreach name,$(ONLY),--only '$(name)') $(if $(RESULTS),--results $(RESULTS)) \
 		$(if $(JOBS),--jobs $(JOBS)) $(if $(AGAIN),--again-failed)

@@ -13,6 +13,7 @@ engine core, the workers. They run on a CPU unless the nursery is told of anothe
 import asyncio
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -410,6 +411,19 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def lasting_port() -> int:
+    """A port for an engine that is to come back there: below those that the kernel gives to whoever asks.
+
+    One of ``free_port`` may be somebody else's by then: another case's engine, or a client's end of a call.
+    """
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in random.sample(range(first_given // 2, first_given), 100):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"none of 100 ports from {first_given // 2} to {first_given} is free")
 
 
 def _name(pid: int) -> str:

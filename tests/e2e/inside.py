@@ -28,7 +28,7 @@ def teach(device: Device) -> None:
         _sleep_between_looks()
     _time_registering()
     _watch_loads()
-    _add(_engine_core_class(), num_free_blocks, groups, forget, step_lengths)
+    _add(_engine_core_class(), num_free_blocks, groups, forget, cuts_prompts, step_lengths, longest_step)
     _add(
         device.worker_class(),
         spoil,
@@ -81,9 +81,39 @@ def forget(core: Any) -> bool:
     return bool(core.scheduler.reset_prefix_cache())
 
 
+def cuts_prompts(core: Any) -> bool:
+    """Whether vLLM computes a prompt in several steps at all: for MLA, most CPUs have no kernel for that."""
+    return bool(core.scheduler.scheduler_config.enable_chunked_prefill)
+
+
 def step_lengths(core: Any, num_tokens: int) -> None:
-    """Compute at most so many tokens of a prompt in one step; 0: as many as vLLM likes."""
-    core.scheduler.scheduler_config.long_prefill_token_threshold = num_tokens
+    """Compute at most so many tokens in one step; 0: as many as vLLM likes. Counts ``longest_step`` anew.
+
+    By the budget of a step: vLLM ignores ``long_prefill_token_threshold`` for a request that is alone.
+    """
+    scheduler = core.scheduler
+    if not hasattr(scheduler, "_test_longest_step"):
+        scheduler._test_budget = scheduler.max_num_scheduled_tokens
+        _note_steps(scheduler)
+    scheduler.max_num_scheduled_tokens = min(num_tokens or scheduler._test_budget, scheduler._test_budget)
+    scheduler._test_longest_step = 0
+
+
+def longest_step(core: Any) -> int:
+    """The most tokens of one request that a step computed, since ``step_lengths`` was last called."""
+    return int(core.scheduler._test_longest_step)
+
+
+def _note_steps(scheduler: Any) -> None:
+    schedule = scheduler.schedule
+
+    def schedule_noted(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        longest = max(output.num_scheduled_tokens.values(), default=0)
+        scheduler._test_longest_step = max(scheduler._test_longest_step, longest)
+        return output
+
+    scheduler.schedule = schedule_noted
 
 
 # -- of a worker -------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 
 from tests.e2e.devices import CPU
 from tests.e2e.needs import needs_vllm
-from tests.gpu.cases import PairCase, Setting
+from tests.gpu.cases import PairCase, ServeCase, Setting
 from tests.gpu.results import Outcome, Results, read
 from tests.gpu.run import Run, run_on
 
@@ -25,4 +25,17 @@ def test_a_pair_and_one_that_no_cpu_can_run(tmp_path: Path):
     assert all(prompt["is_equal"] for prompt in good.found["prompts"])
     assert good.found["control"]["states_seen"] == good.found["prompts"][0]["states"] == 8
     assert (good.found["src_blocks"], good.found["dst_blocks"]) == ([32], [64])
+    assert good.found["src_cuts_prompts"]
+    assert good.found["dst_cuts_prompts"]
     assert (unfit.outcome, unfit.why) == (Outcome.NOT_HERE, "vLLM has one layout on a CPU")
+
+
+def test_servers_behind_the_proxy(tmp_path: Path):
+    """Both connectors in turns; few clients and a small model, since this is a CPU."""
+    case = ServeCase("8b", Setting(16), Setting(64))
+    run = Run(tmp_path / "cpu.json", Results({"device": "cpu"}))
+    assert run_on(CPU, run, [case], jobs=1, deadline=float("inf"), logs=tmp_path / "logs") == []
+    result = read(tmp_path / "cpu.json").by_case[case.name]
+    assert (result.outcome, result.why, result.found["refused"]) == (Outcome.PASSED, "", {})
+    for row in result.found["serve"].values():
+        assert (row["failed"], row["equal"], row["equal_under_load"]) == (0, row["sample"], row["sample"])

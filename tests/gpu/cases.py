@@ -103,9 +103,11 @@ NOT_ON_CPU = {
     "jamba": "vLLM has no kernels for Mamba-1 on a CPU",
     "deepseek_v32": "vLLM has no sparse MLA on a CPU",
 }
+OTHER_ON_GPU = {"deepseek_v3": "deepseek_v3-wide"}
+"""Families whose tiny model has heads that no kernel of a GPU is made for, and what stands in for them."""
 BF16_ON_CPU = {"qwen3_next"}
 """Families that a CPU computes in bf16 only. All others run there in fp32, where equal means equal."""
-MLA = {"deepseek_v3"}
+MLA = {"deepseek_v3", "deepseek_v3-wide"}
 CPU_MLA = {"attention_backend": "CPU_MLA", "compilation_config": {"custom_ops": ["none"]}}
 """Without them MLA in fp32 is wrong on a CPU, connector or not."""
 
@@ -148,6 +150,7 @@ class Kind(StrEnum):
     PAIR = "pair"
     FAULT = "fault"
     TIME = "time"
+    SERVE = "serve"
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +236,24 @@ class LatencyCase:
         return f"{Kind.TIME}/{self.model}/{self.setting}/latency-of-{self.num_decodes}/{loads}"
 
 
-Case = DescribeCase | PairCase | FaultCase | TimeCase | LatencyCase
+@dataclass(frozen=True, slots=True)
+class ServeCase:
+    """``vllm serve`` twice behind the proxy, many clients at a time, beside vLLM's own connector in turns."""
+
+    model: str
+    src: Setting
+    dst: Setting
+    num_clients: int = 64
+    num_requests: int = 384
+    num_tokens: int = 96
+    """Of each answer."""
+
+    @property
+    def name(self) -> str:
+        return f"{Kind.SERVE}/{self.model}/{self.src}/{self.dst}/{self.num_clients}-clients"
+
+
+Case = DescribeCase | PairCase | FaultCase | TimeCase | LatencyCase | ServeCase
 
 # -- the table ---------------------------------------------------------------------------------------------
 
@@ -334,8 +354,14 @@ def _times() -> Iterator[TimeCase | LatencyCase]:
     yield TimeCase("70b-tp8-shard", Setting(16), Setting(64), (4096, 16384))
 
 
+def _serves() -> Iterator[ServeCase]:
+    yield ServeCase("8b", Setting(16), Setting(16))
+    yield ServeCase("8b", Setting(16), Setting(64))
+    yield ServeCase("8b", Setting(16, has_graphs=True), Setting(16, has_graphs=True))
+
+
 def all_cases() -> tuple[Case, ...]:
     """The whole table, in the order in which it is worth the most if time runs out."""
     faults = [FaultCase(family, PLAIN, fault) for family in ("llama", "nemotron_h") for fault in Fault]
-    times = list(_times())
-    return (*_pairs(), *times[:3], *faults, *_describes(), *times[3:])
+    times, serves = list(_times()), list(_serves())
+    return (*_pairs(), *times[:3], *serves[:1], *faults, *_describes(), *times[3:], *serves[1:])

@@ -18,23 +18,19 @@ from tests.gpu.results import Results
 NUM_TOKENS = 300
 
 
-def run_describe(engines: Engines, case: DescribeCase) -> dict[str, Any]:
+def run_describe(engines: Engines, case: DescribeCase, found: dict[str, Any]) -> None:
     """The manifest without addresses, which mean nothing elsewhere; that it can be planned; its runs."""
     with engines.started(case.family, {"one": case.setting}) as started:
         engine = started["one"]
         manifest = replace(
             portable(manifest_from_json(engine.workers("manifest")[0])), model=case.family, engine="engine"
         )
-        kernels = sorted(engine.kernels())
+        found["kernels"] = sorted(engine.kernels())
+    found |= {"manifest": json.loads(manifest_to_json(manifest)), "states": len(manifest.states)}
     proved = kvferry.prove(kvferry.plan(manifest, manifest, 0))
     request = sample_request(manifest, manifest, NUM_TOKENS, placement=Placement.SCATTERED)
     selection = kvferry.select(kvferry.lower(proved), request)
-    return {
-        "manifest": json.loads(manifest_to_json(manifest)),
-        "kernels": kernels,
-        "states": len(manifest.states),
-        "runs_to_itself": sum(len(runs.src) for runs in selection.reads.values()),
-    }
+    found["runs_to_itself"] = sum(len(runs.src) for runs in selection.reads.values())
 
 
 def portable(manifest: Manifest) -> Manifest:

@@ -13,8 +13,9 @@ from typing import Any
 
 from tests.e2e.devices import Device
 from tests.e2e.harness import KVFERRY, Engine, EngineError, Nursery
-from tests.gpu.cases import NotHere, Setting
+from tests.gpu.cases import OTHER_ON_GPU, NotHere, Setting
 from tests.gpu.models import ARGS, SMALL, make_config
+from tests.gpu.servers import Servers
 
 WARM_UP, WARM_UP_SECONDS = [255] * 400, 400.0
 _ERROR = re.compile(r"\b([\w.]*(?:Error|Exception|Refused|NotHere)): (\S.*)")
@@ -34,6 +35,7 @@ class Engines:
     device: Device
     folder: Path
     """For configurations."""
+    servers: Servers
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @contextmanager
@@ -64,6 +66,8 @@ class Engines:
 
     def tiny(self, family: str) -> Path:
         """The directory of a tiny model; raises NotHere where no such model can be made."""
+        if self.device.name != "cpu":
+            family = OTHER_ON_GPU.get(family, family)
         with self._lock:
             try:
                 return self.nursery.make(family)

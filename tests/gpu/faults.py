@@ -17,7 +17,7 @@ from tests.e2e.harness import (
     EngineError,
     Params,
     ferry,
-    free_port,
+    lasting_port,
     prefill,
     until,
 )
@@ -33,6 +33,8 @@ NUM_LONG = 200
 """Tokens of an answer that goes on after the prefill engine is gone."""
 PATIENCE = 120.0
 """For what comes back after a lease, on a busy machine."""
+AGAIN_SECONDS, TRY_SECONDS = 30.0, 0.2
+"""Within which loads from an engine that was stopped and goes on are good again; and between two tries."""
 NEW_BYTES = 128 << 20
 """Of the device's memory: what the decode engine itself may take meanwhile. The cache of a prefill engine
 that is gone, which must not stay mapped, is twice as much."""
@@ -55,7 +57,7 @@ class Yard:
     """Blocks."""
     device_free: int
     """Bytes of the GPU before the prefill engine came; -1 on a CPU."""
-    found: dict[str, Any] = field(default_factory=dict)
+    found: dict[str, Any]
     _random: random.Random = field(default_factory=lambda: random.Random(7))
 
     def fresh(self, length: int = 140) -> list[int]:
@@ -85,7 +87,10 @@ class Yard:
 
     def right(self, prompt: list[int], num_tokens: int = NUM_TOKENS) -> list[int]:
         """What the pair says when nothing is wrong: the reference that rounds in the same way."""
-        return ferry(self.src, self.dst, prompt, num_tokens).tokens
+        answer = ferry(self.src, self.dst, prompt, num_tokens)
+        if answer.finish_reason != "length":
+            raise Wrong(f"with nothing wrong a load failed ({answer.finish_reason}): {self.dst.tail(5)}")
+        return answer.tokens
 
     def all_back(self) -> None:
         """The decode engine's blocks; and with the prefill engine gone, the device's memory."""
@@ -105,19 +110,18 @@ class Yard:
         return int(self.dst.workers("device_bytes_free")[0])
 
 
-def run_fault(engines: Engines, case: FaultCase) -> dict[str, Any]:
-    """What was found; raises Wrong, NotHere, or whatever the engines do."""
-    with _yard(engines, case.family, case.setting) as yard:
+def run_fault(engines: Engines, case: FaultCase, found: dict[str, Any]) -> None:
+    """Writes down what it finds; raises Wrong, NotHere, or whatever the engines do."""
+    with _yard(engines, case.family, case.setting, found) as yard:
         _FAULTS[case.fault](yard)
         yard.all_back()
         yard.serves()
         yard.all_back()
-        return yard.found
 
 
 @contextmanager
-def _yard(engines: Engines, family: str, setting: Setting) -> Iterator[Yard]:
-    port, later = free_port(), list[Engine]()
+def _yard(engines: Engines, family: str, setting: Setting, found: dict[str, Any]) -> Iterator[Yard]:
+    port, later = lasting_port(), list[Engine]()
     with engines.started(family, {"dst": setting}, _connector(0)) as started:
         dst, fitted, model = started["dst"], setting.on(engines.device, family), engines.tiny(family)
         device_free = int(dst.workers("device_bytes_free")[0])
@@ -128,7 +132,7 @@ def _yard(engines: Engines, family: str, setting: Setting) -> Iterator[Yard]:
             return later[-1]
 
         try:
-            yield Yard(start_src, start_src(), dst, dst.num_free_blocks(), device_free)
+            yield Yard(start_src, start_src(), dst, dst.num_free_blocks(), device_free, found)
         finally:
             for engine in later:
                 engine.close()
@@ -176,7 +180,7 @@ def _killed_after(yard: Yard) -> None:
 
 def _stopped(yard: Yard) -> None:
     prompt, other = yard.fresh(), yard.fresh()
-    alone = yard.dst.ask(other).tokens
+    alone, right = yard.dst.ask(other).tokens, yard.right(prompt)
     params = prefill(yard.src, prompt)
     yard.src.stop()
     begun, started = yard.dst.begin(yard.dst.new_id(), prompt, NUM_TOKENS, params), time.monotonic()
@@ -187,6 +191,21 @@ def _stopped(yard: Yard) -> None:
     yard.src.resume()
     if outcome != FAILED:
         raise Wrong(f"nobody was there to read from, and {outcome} was answered")
+    goes_well_again(yard, prompt, right)
+
+
+def goes_well_again(yard: Yard, prompt: list[int], right: list[int]) -> None:
+    """An engine that was thought dead and goes on is refused for some seconds yet; nothing wrong is said."""
+    started, num_refused = time.monotonic(), 0
+    while (outcome := yard.decode(prompt, prefill(yard.src, prompt))) == FAILED:
+        num_refused += 1
+        yard.found["refused_after"] = num_refused
+        if time.monotonic() - started > AGAIN_SECONDS:
+            raise Wrong(f"loads still fail {AGAIN_SECONDS:g} s after the prefill engine went on")
+        time.sleep(TRY_SECONDS)
+    if outcome != right:
+        raise Wrong(f"{outcome} was answered, and {right} is right")
+    yard.found |= {"refused_after": num_refused, "seconds_until_good": time.monotonic() - started}
 
 
 def _restarted(yard: Yard) -> None:
@@ -195,7 +214,10 @@ def _restarted(yard: Yard) -> None:
     yard.src.kill()
     yard.src = yard.start_src()
     yard.must_fail(prompt, params)
-    yard.must_be(prompt, prefill(yard.src, prompt), right)
+    renewed = prefill(yard.src, prompt)
+    if renewed["remote_port"] != params["remote_port"]:
+        raise Wrong("the new engine listens at another port: this says nothing of one that comes back")
+    yard.must_be(prompt, renewed, right)
 
 
 def _used_twice(yard: Yard) -> None:

@@ -83,6 +83,11 @@ TINY = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 256, "v
 """What becomes of the 8B where nobody measures: on a CPU, to see that it runs."""
 
 
+def vocabulary_of(home: Path) -> int:
+    """How many tokens the model of a directory knows."""
+    return int(json.loads((home / "config.json").read_text(encoding="utf-8"))["vocab_size"])
+
+
 def make_config(model: str, folder: Path, *, max_tokens: int, is_tiny: bool = False) -> Path:
     """Write the configuration into a directory of the model's name; return it."""
     home = folder / model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,7 +23,8 @@ class Moved:
 
     num_states: int
     num_cells: int
-    differing: tuple[str, ...]
+    differing: Mapping[str, tuple[str, str]]
+    """Of each such state the first digests that differ: the source's and the destination's."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,12 @@ class Watched:
             engine.workers("sums", side, text, question, states)[0]
             for engine, side in ((self.src, "src"), (self.dst, "dst"))
         )
-        found = {state for state, mine, other in zip(states, ours, theirs, strict=True) if mine != other}
+        found: dict[str, tuple[str, str]] = {}
+        for state, mine, other in zip(states, ours, theirs, strict=True):
+            if mine != other:
+                found.setdefault(state, (other.hex(), mine.hex()))
         num_cells = sum(len(cells_of(part)) for part in parts)
-        return Moved(len(set(states)), num_cells, tuple(sorted(found)))
+        return Moved(len(set(states)), num_cells, found)
 
     @cached_property
     def manifests(self) -> tuple[Manifest, Manifest]:

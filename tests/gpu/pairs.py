@@ -16,6 +16,10 @@ MAX_COMPUTED = 2
 """Prompt tokens that a decode engine may compute itself: the last one, and one before it for a draft."""
 
 
+AT_ONCE = 0
+"""Tokens of a step: the whole prompt."""
+
+
 class Wrong(Exception):
     """A case did not end as it must; says how."""
 
@@ -64,7 +68,7 @@ class Row:
             )
 
     def summary(self) -> dict[str, Any]:
-        return {
+        summary = {
             "prompt_tokens": self.num_prompt,
             "external_tokens": self.num_external,
             "is_equal": self.is_equal,
@@ -73,6 +77,20 @@ class Row:
             "num_equal_without_connector": self.num_equal_without,
             "states": self.moved.num_states,
             "cells": self.moved.num_cells,
+        }
+        return summary if self.is_equal and not self.moved.differing else summary | self.evidence()
+
+    def evidence(self) -> dict[str, Any]:
+        """What somebody needs to find the cause, without another run."""
+        answers = {
+            "ferried": self.ferried,
+            "alone": self.alone,
+            "alone_at_once": self.alone_at_once,
+            "alone_at_src": self.alone_at_src,
+        }
+        return {
+            "answers": {name: list(tokens) for name, tokens in answers.items()},
+            "differing": {state: list(digests) for state, digests in self.moved.differing.items()},
         }
 
 
@@ -86,28 +104,27 @@ def num_common(these: Sequence[int], those: Sequence[int]) -> int:
     return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(these), len(those)))
 
 
-def run_pair(engines: Engines, case: PairCase) -> dict[str, Any]:
-    """What was found; raises Wrong, NotHere, or whatever the engines do."""
+def run_pair(engines: Engines, case: PairCase, found: dict[str, Any]) -> None:
+    """Writes down what it finds; raises Wrong, NotHere, or whatever the engines do."""
     with engines.pair(case.family, case.src, case.dst) as (src, dst):
         watched = Watched(src, dst)
         free = src.num_free_blocks(), dst.num_free_blocks()
-        found: dict[str, Any] = {
-            **_cut("src", src, watched.manifests[0]),
-            **_cut("dst", dst, watched.manifests[1]),
-        }
+        found |= _made("src", src, watched.manifests[0]) | _made("dst", dst, watched.manifests[1])
         found["dtype"] = SHORT[case.dst.on(engines.device, case.family).dtype]
-        rows = [_row(watched, prompt) for prompt in PROMPTS]
-        found["prompts"] = [row.summary() for row in rows]
+        found["prompts"], rows = [], []
+        for prompt in PROMPTS:
+            rows.append(_row(watched, prompt))
+            found["prompts"].append(rows[-1].summary())
         for row in rows:
             row.check()
-        found["control"] = _control(watched, rows[-1])
+        found["control"] = {}
+        _control(watched, rows[-1], found["control"])
         until(
             lambda: (src.num_free_blocks(), dst.num_free_blocks()) == free,
             f"both pools have {free} free blocks again",
             seconds=120,
         )
         found["blocks_back"] = True
-        return found
 
 
 def _row(watched: Watched, prompt: Sequence[int]) -> Row:
@@ -122,22 +139,38 @@ def _row(watched: Watched, prompt: Sequence[int]) -> Row:
         ferried=answer.tokens,
         moved=watched.moved(),
         alone=in_steps(dst, prompt, len(prompt) - 1),
-        alone_at_once=in_steps(dst, prompt, 0),
+        alone_at_once=in_steps(dst, prompt, AT_ONCE),
         alone_at_src=in_steps(src, prompt, len(prompt) - 1),
     )
 
 
 def in_steps(engine: Engine, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """What an engine says alone if it computes so many tokens of a prompt at a time; 0: all of them."""
-    engine.core("forget")
+    """What an engine says alone if it computes so many tokens of a prompt at a time; 0: all of them.
+
+    Where vLLM cuts no prompts, in one step; the result says so (``cuts_prompts``).
+    """
+    if not engine.core("cuts_prompts"):
+        num_tokens = AT_ONCE
+    until(lambda: engine.core("forget"), f"{engine.name} has forgotten its prefixes", seconds=120)
     engine.core("step_lengths", num_tokens)
     try:
-        return engine.ask(prompt).tokens
+        tokens = engine.ask(prompt).tokens
+        check_steps(len(prompt), num_tokens, engine.core("longest_step"))
     finally:
-        engine.core("step_lengths", 0)
+        engine.core("step_lengths", AT_ONCE)
+    return tokens
 
 
-def _control(watched: Watched, row: Row) -> dict[str, Any]:
+def check_steps(num_prompt: int, num_tokens: int, longest: int) -> None:
+    """Raise Wrong unless the prompt was cut as asked: a reference that is cut otherwise rounds otherwise."""
+    if longest != (num_tokens or num_prompt):
+        raise Wrong(
+            f"{num_prompt} tokens of prompt: the reference should compute"
+            f" {num_tokens or num_prompt} tokens in its longest step, and computed {longest}"
+        )
+
+
+def _control(watched: Watched, row: Row, found: dict[str, Any]) -> None:
     """A cache that is zeroed before it is read gives other cells and tokens, or the checks are blind."""
     prompt = PROMPTS[-1]
     watched.dst.core("forget")
@@ -147,13 +180,13 @@ def _control(watched: Watched, row: Row) -> dict[str, Any]:
     answer = watched.dst.ask(prompt, NUM_TOKENS, params)
     _check_good(answer, watched.dst)
     moved = watched.moved()
+    found |= {"states_seen": len(moved.differing), "num_equal": num_common(answer.tokens, row.alone)}
     if len(moved.differing) != moved.num_states:
         raise Wrong(
             f"control: of {moved.num_states} zeroed states, {len(moved.differing)} were seen to differ"
         )
     if answer.tokens in (row.ferried, row.alone, row.alone_at_once):
         raise Wrong("control: a cache of zeros gives the same tokens; they prove nothing")
-    return {"states_seen": len(moved.differing), "num_equal": num_common(answer.tokens, row.alone)}
 
 
 def _check_good(answer: Answer, dst: Engine) -> None:
@@ -161,10 +194,11 @@ def _check_good(answer: Answer, dst: Engine) -> None:
         raise Wrong(f"the load failed ({answer.finish_reason}); the log ends with\n{dst.tail(5)}")
 
 
-def _cut(name: str, engine: Engine, manifest: Manifest) -> dict[str, Any]:
+def _made(name: str, engine: Engine, manifest: Manifest) -> dict[str, Any]:
     """What vLLM made of the settings."""
     return {
         f"{name}_blocks": sorted({group.block_size for group in engine.groups()}),
         f"{name}_kernels": sorted(engine.kernels()),
         f"{name}_states": len(manifest.states),
+        f"{name}_cuts_prompts": engine.core("cuts_prompts"),
     }

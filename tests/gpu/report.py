@@ -28,7 +28,8 @@ def text(results: Results, cases: Iterable[Case]) -> str:
     if results.machine.get("device") == "cpu":
         lines += ["", ON_CPU]
     lines += ["", *_counts(names, results), "", *_pairs(results), *_faults(results)]
-    lines += [*_describes(results), *_times(results), *_latency(results), *_not_passed(results)]
+    lines += [*_describes(results), *_times(results), *_latency(results), *_serves(results)]
+    lines += [*_not_passed(results)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -163,6 +164,39 @@ def _latency(results: Results) -> Iterator[str]:
             ]
     title = f"Between two tokens of running decodes. Goal for p99 with loads: {GOAL_LATENCY:.2f} of alone."
     yield from _table(title, ("case", "connector", "meanwhile", "p50", "p99", "p99 of alone"), rows)
+
+
+def _serves(results: Results) -> Iterator[str]:
+    rows = []
+    for result in _of(results, Kind.SERVE):
+        name = result.case.removeprefix(f"{Kind.SERVE}/")
+        rows += [
+            (
+                name,
+                connector,
+                f"{row['requests']}, {row['failed']}",
+                f"{row['equal']} of {row['sample']} ({row['equal_tokens']} of {row['sample_tokens']})",
+                f"{row['equal_under_load']} of {row['sample']}",
+                _two(row, "first_token"),
+                _two(row, "per_token"),
+                f"{row['requests_per_second']:.1f}",
+            )
+            for connector, row in result.found["serve"].items()
+        ]
+        rows += [
+            (name, connector, f"refused: {why[:60]}", *[""] * 5)
+            for connector, why in result.found["refused"].items()
+        ]
+    title = (
+        "vllm serve twice behind the proxy, streaming clients; the two connectors in turns. Equal: answers\n"
+        "(tokens) of a sample, one request at a time, that are the decode server's own; and under load."
+    )
+    head = ("servers", "connector", "requests, failed", "equal", "under load")
+    yield from _table(title, (*head, "first token p50, p99", "per token p50, p99", "per second"), rows)
+
+
+def _two(row: Mapping[str, Any], name: str) -> str:
+    return f"{row[f'{name}_p50_ms']:.1f}, {row[f'{name}_p99_ms']:.1f} ms"
 
 
 def _not_passed(results: Results) -> Iterator[str]:

@@ -9,44 +9,60 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, assert_never
 
 from tests.e2e.devices import Device
 from tests.e2e.harness import Nursery
-from tests.gpu.cases import Case, DescribeCase, Fault, FaultCase, LatencyCase, NotHere, PairCase, TimeCase
+from tests.gpu.cases import (
+    Case,
+    DescribeCase,
+    Fault,
+    FaultCase,
+    LatencyCase,
+    NotHere,
+    PairCase,
+    ServeCase,
+    TimeCase,
+)
 from tests.gpu.describe import run_describe
 from tests.gpu.engines import Engines
 from tests.gpu.faults import run_fault
 from tests.gpu.pairs import Wrong, run_pair
 from tests.gpu.results import Outcome, Result, Results, write
+from tests.gpu.servers import Servers
+from tests.gpu.serves import run_serve
 from tests.gpu.times import run_latency, run_time
 
 LOOK_SECONDS = 60.0
 """No wait is longer: a deadline may be far away, or none."""
-Runner = Callable[[Case], dict[str, Any]]
+Runner = Callable[[Case, dict[str, Any]], None]
+"""Runs a case and writes down what it finds, as it finds it: what is there is kept if the case fails."""
 
 
 def is_alone(case: Case) -> bool:
     """Whether nothing else may run meanwhile: what is timed, and what looks at how much memory is free."""
     if isinstance(case, FaultCase):
         return case.fault in (Fault.KILLED_BEFORE, Fault.KILLED_DURING, Fault.KILLED_AFTER)
-    return isinstance(case, TimeCase | LatencyCase)
+    return isinstance(case, TimeCase | LatencyCase | ServeCase)
 
 
-def run_case(engines: Engines, case: Case) -> dict[str, Any]:
-    """What was found of a case; raises Wrong, NotHere, or whatever the engines do."""
+def run_case(engines: Engines, case: Case, found: dict[str, Any]) -> None:
+    """A case of whatever kind; raises Wrong, NotHere, or whatever the engines do."""
     match case:
         case DescribeCase():
-            return run_describe(engines, case)
+            run_describe(engines, case, found)
         case PairCase():
-            return run_pair(engines, case)
+            run_pair(engines, case, found)
         case FaultCase():
-            return run_fault(engines, case)
+            run_fault(engines, case, found)
         case TimeCase():
-            return run_time(engines, case)
+            run_time(engines, case, found)
         case LatencyCase():
-            return run_latency(engines, case)
+            run_latency(engines, case, found)
+        case ServeCase():
+            run_serve(engines, case, found)
         case _:
             assert_never(case)
 
@@ -77,7 +93,7 @@ class Run:
         started = self.clock()
         outcome, why, found = Outcome.PASSED, "", dict[str, Any]()
         try:
-            found = run(case)
+            run(case, found)
         except NotHere as reason:
             outcome, why = Outcome.NOT_HERE, str(reason)
         except Wrong as wrong:
@@ -126,9 +142,10 @@ def run_on(
     with ExitStack() as ends:
         folder = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-gpu-")))
         nursery = ends.enter_context(Nursery(logs, device))
-        engines = Engines(nursery, device, folder)
+        servers = ends.enter_context(Servers(logs))
+        engines = Engines(nursery, device, folder, servers)
         try:
-            return run.run_all(cases, lambda case: run_case(engines, case), jobs=jobs, deadline=deadline)
+            return run.run_all(cases, partial(run_case, engines), jobs=jobs, deadline=deadline)
         except KeyboardInterrupt:
             print("stopped; what is done is kept", file=sys.stderr)
             return []

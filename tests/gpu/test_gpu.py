@@ -3,15 +3,22 @@
 import importlib
 import json
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from tests.e2e import inside
 from tests.e2e.devices import CPU, CUDA, Device
+from tests.e2e.harness import lasting_port
+from tests.gpu import faults
 from tests.gpu.__main__ import main
 from tests.gpu.cases import (
     FEATURES,
+    OTHER_ON_GPU,
     Case,
     DescribeCase,
     Fault,
@@ -19,18 +26,21 @@ from tests.gpu.cases import (
     LatencyCase,
     NotHere,
     PairCase,
+    ServeCase,
     Setting,
     TimeCase,
     all_cases,
 )
-from tests.gpu.engines import cause
+from tests.gpu.engines import Engines, cause
+from tests.gpu.faults import FAILED
 from tests.gpu.machine import NoMachine, look
 from tests.gpu.models import CONFIGS, make_config
 from tests.gpu.moved import Moved
-from tests.gpu.pairs import Row, Wrong
+from tests.gpu.pairs import AT_ONCE, Row, Wrong, check_steps
 from tests.gpu.report import plot, text
 from tests.gpu.results import Outcome, Result, Results, ResultsError, merge, read, write
 from tests.gpu.run import Run, is_alone, to_do
+from tests.gpu.servers import Servers
 
 CASES = all_cases()
 PAIRS = [case for case in CASES if isinstance(case, PairCase)]
@@ -71,8 +81,9 @@ def test_every_family_can_be_made():
 
     drafting = {case.src.draft.split(":")[-1] for case in PAIRS if case.src.draft}
     tiny = {case.family for case in CASES if isinstance(case, PairCase | FaultCase | DescribeCase)}
-    assert tiny | drafting <= set(FAMILIES)
-    assert {case.model for case in CASES if isinstance(case, TimeCase | LatencyCase)} == set(CONFIGS)
+    assert tiny | drafting | set(OTHER_ON_GPU.values()) <= set(FAMILIES)
+    sized = {case.model for case in CASES if isinstance(case, TimeCase | LatencyCase | ServeCase)}
+    assert sized == set(CONFIGS)
 
 
 def test_all_faults_and_the_lengths():
@@ -135,7 +146,7 @@ def test_a_configuration_is_json(tmp_path, model):
 # -- what counts as right ----------------------------------------------------------------------------------
 
 RIGHT = [1, 2, 3, 4]
-ROW = Row(100, 99, RIGHT, RIGHT, RIGHT, RIGHT, Moved(3, 300, ()))
+ROW = Row(100, 99, RIGHT, RIGHT, RIGHT, RIGHT, Moved(3, 300, {}))
 
 
 def test_equal_tokens_are_right():
@@ -148,7 +159,10 @@ def test_equal_tokens_are_right():
     [
         (replace(ROW, ferried=[1, 2, 9, 4]), "first 2 tokens are right"),
         (replace(ROW, ferried=[1, 9, 3, 4], alone_at_src=[1, 2, 9, 9]), "agree on 2"),
-        (replace(ROW, moved=Moved(3, 300, ("layers.0/k",))), "other bytes than the source's in layers.0/k"),
+        (
+            replace(ROW, moved=Moved(3, 300, {"layers.0/k": ("ab", "cd")})),
+            "other bytes than the source's in layers.0/k",
+        ),
         (replace(ROW, num_external=0), "0 came by the load"),
     ],
 )
@@ -161,6 +175,82 @@ def test_other_tokens_pass_only_where_engines_disagree_without_a_connector():
     row = replace(ROW, ferried=[1, 2, 9, 9], alone_at_src=[1, 2, 8, 8])
     row.check()
     assert (row.is_equal, row.num_equal, row.num_equal_without) == (False, 2, 2)
+
+
+def test_what_differs_is_kept_with_what_it_differs_from():
+    assert "answers" not in ROW.summary()
+    found = replace(ROW, ferried=[1, 2, 9, 9], moved=Moved(3, 300, {"layers.0/k": ("ab", "cd")})).summary()
+    assert found["num_equal"] == 2
+    assert (found["answers"]["ferried"], found["answers"]["alone"]) == ([1, 2, 9, 9], RIGHT)
+    assert found["differing"] == {"layers.0/k": ["ab", "cd"]}
+
+
+def test_a_reference_that_is_cut_otherwise_is_no_reference():
+    check_steps(100, 99, 99)
+    check_steps(100, AT_ONCE, 100)
+    with pytest.raises(Wrong, match=r"should compute 99 tokens in its longest step, and computed 100"):
+        check_steps(100, 99, 100)
+    with pytest.raises(Wrong, match="computed 37"):
+        check_steps(100, AT_ONCE, 37)
+
+
+class Scheduler:
+    """As vLLM's has it: a step has a budget, and a lone request takes all of it."""
+
+    def __init__(self) -> None:
+        self.max_num_scheduled_tokens = 50
+
+    def schedule(self, num_waiting: int) -> SimpleNamespace:
+        tokens = min(num_waiting, self.max_num_scheduled_tokens)
+        return SimpleNamespace(num_scheduled_tokens={"a": tokens} if tokens else {})
+
+
+def test_steps_are_cut_by_their_budget_and_noted():
+    core = SimpleNamespace(scheduler=Scheduler())
+    for asked, longest in ((30, 30), (0, 40), (30, 30), (99, 40)):
+        inside.step_lengths(core, asked)
+        assert inside.longest_step(core) == 0
+        for num_waiting in (0, 40, 3):
+            core.scheduler.schedule(num_waiting)
+        assert inside.longest_step(core) == longest
+
+
+def test_on_a_gpu_another_model_has_the_widths_of_its_kernels(tmp_path):
+    from kvferry.testing.vllm.tiny import FAMILIES
+
+    made: Any = SimpleNamespace(make=lambda family: tmp_path / family)
+    for device, name in ((CPU, "deepseek_v3"), (CUDA, "deepseek_v3-wide")):
+        engines = Engines(made, device, tmp_path, Servers(tmp_path))
+        assert (engines.tiny("deepseek_v3").name, engines.tiny("llama").name) == (name, "llama")
+    widths = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    for family in ("deepseek_v3-wide", "deepseek_v32", "kimi_linear"):
+        assert [FAMILIES[family][key] for key in widths] == [512, 64, 128, 128]
+
+
+def test_a_lasting_port_is_none_that_the_kernel_gives_away():
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert {lasting_port() < first_given for _ in range(50)} == {True}
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "why"),
+    [
+        ([RIGHT], ""),
+        ([FAILED, FAILED, RIGHT], ""),
+        ([FAILED, [9]], "9.* was answered"),
+        ([FAILED] * 999, "still fail 1 s after"),
+    ],
+)
+def test_an_engine_that_goes_on_may_be_refused_for_a_while_and_says_nothing_wrong(monkeypatch, outcomes, why):
+    monkeypatch.setattr(faults, "prefill", lambda src, prompt: {})
+    monkeypatch.setattr(faults, "AGAIN_SECONDS", 1.0)
+    monkeypatch.setattr(faults, "TRY_SECONDS", 0.01 if len(outcomes) < 9 else 0.1)
+    coming = iter(outcomes)
+    yard: Any = SimpleNamespace(src=None, found={}, decode=lambda prompt, params: next(coming))
+    with pytest.raises(Wrong, match=why) if why else nullcontext():
+        faults.goes_well_again(yard, [1], RIGHT)
+    if not why:
+        assert yard.found["refused_after"] == len(outcomes) - 1
 
 
 def test_the_cause_of_an_engines_end():
@@ -224,11 +314,11 @@ def test_a_run_goes_on_where_it_ended(tmp_path):
     path, cases = tmp_path / "r.json", list(PAIRS[:6])
     seen: list[str] = []
 
-    def good(case: Case) -> dict:
+    def good(case: Case, found: dict) -> None:
         seen.append(case.name)
+        found["n"] = len(seen)
         if case.name == cases[4].name:
             raise KeyError("a bug")
-        return {"n": len(seen)}
 
     run_of(path).run_all(cases[:2], good, jobs=2, deadline=FOREVER)
     due = to_do(cases, read(path), again=False, again_failed=False)
@@ -238,6 +328,7 @@ def test_a_run_goes_on_where_it_ended(tmp_path):
     results = read(path)
     assert results.by_case[cases[4].name].outcome is Outcome.FAILED
     assert "a bug" in results.by_case[cases[4].name].why
+    assert results.by_case[cases[4].name].found["n"] > 0, "what was found before it failed is kept"
     assert {one.commit for one in results.by_case.values()} == {"c0ffee"}
     assert to_do(cases, results, again=False, again_failed=True) == [cases[4]]
     assert to_do(cases, results, again=True, again_failed=False) == cases
@@ -247,13 +338,12 @@ def test_each_result_is_kept_at_once(tmp_path):
     """A case that fails, or cannot run here, stops none of the others."""
     path, kept = tmp_path / "r.json", []
 
-    def look_back(case: Case) -> dict:
+    def look_back(case: Case, found: dict) -> None:
         kept.append(len(read(path).by_case) if path.exists() else 0)
         if len(kept) == 1:
             raise Wrong("no")
         if len(kept) == 2:
             raise NotHere("never")
-        return {}
 
     run_of(path).run_all(PAIRS[:4], look_back, jobs=1, deadline=FOREVER)
     assert kept == [0, 1, 2, 3]
@@ -269,7 +359,7 @@ def test_nothing_begins_after_the_deadline(tmp_path):
         now[0] += 10
 
     run = Run(tmp_path / "r.json", Results(MACHINE), say=tell, clock=lambda: now[0])
-    left = run.run_all(PAIRS[:5], lambda case: {}, jobs=1, deadline=25)
+    left = run.run_all(PAIRS[:5], lambda case, found: None, jobs=1, deadline=25)
     assert left == list(PAIRS[3:5])
     assert len(read(tmp_path / "r.json").by_case) == 3
 
@@ -278,9 +368,8 @@ def test_what_is_timed_runs_alone(tmp_path):
     times = [case for case in CASES if isinstance(case, TimeCase)][:2]
     order: list[str] = []
 
-    def note(case: Case) -> dict:
+    def note(case: Case, found: dict) -> None:
         order.append(case.name)
-        return {}
 
     run_of(tmp_path / "r.json").run_all(
         [times[0], PAIRS[0], times[1], PAIRS[1]],
@@ -382,7 +471,7 @@ def test_without_vllm_it_says_so_in_a_sentence(monkeypatch):
 
 def test_a_worker_on_a_gpu_teaches_itself(monkeypatch):
     """vLLM adds an empty class to it; importing that is all there is to it."""
-    from tests.e2e import inside, taught
+    from tests.e2e import taught
 
     assert CUDA.args["worker_extension_cls"] == f"{taught.__name__}.{taught.Taught.__name__}"
     assert [name for name in vars(taught.Taught) if not name.startswith("__")] == []

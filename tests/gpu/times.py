@@ -104,7 +104,7 @@ def load(src: Engine, dst: Engine, prompt: Sequence[int]) -> float:
     return answer.seconds[0]
 
 
-def run_time(engines: Engines, case: TimeCase) -> dict[str, Any]:
+def run_time(engines: Engines, case: TimeCase, found: dict[str, Any]) -> None:
     """Milliseconds by connector and length, as measured and without what a two-token request takes."""
     lengths = case.lengths if engines.device.name != "cpu" else CPU_LENGTHS
     with _pairs(engines, case.model, case.src, case.dst, max(lengths) + 64, 8) as (pairs, refused):
@@ -120,10 +120,10 @@ def run_time(engines: Engines, case: TimeCase) -> dict[str, Any]:
                 for name in sorted(pairs, reverse=bool(turn % 2)):
                     took[name][length].append(load(*pairs[name], prompts[length]))
         external = {name: dst.sources().external - before[name] for name, (_, dst) in pairs.items()}
+    found |= {"refused": refused, "load_ms": {name: _milliseconds(each) for name, each in took.items()}}
     for name, num_tokens in external.items():
         if num_tokens < TURNS * (sum(lengths) - 2 * len(lengths)):
             raise Wrong(f"{name}: {num_tokens} tokens came by loads; the rest was computed")
-    return {"refused": refused, "load_ms": {name: _milliseconds(each) for name, each in took.items()}}
 
 
 def _milliseconds(took: Mapping[int, Sequence[float]]) -> dict[str, dict[str, Any]]:
@@ -141,16 +141,16 @@ def _milliseconds(took: Mapping[int, Sequence[float]]) -> dict[str, dict[str, An
 # -- what others notice ------------------------------------------------------------------------------------
 
 
-def run_latency(engines: Engines, case: LatencyCase) -> dict[str, Any]:
+def run_latency(engines: Engines, case: LatencyCase, found: dict[str, Any]) -> None:
     """The time between two tokens of running decodes: alone, while a source offers, while loads arrive."""
     is_cpu = engines.device.name == "cpu"
     if is_cpu:
         case = replace(case, num_decodes=2, num_tokens=CPU_LENGTHS[-1], loads_per_second=2.0)
     num_steps = 20 if is_cpu else NUM_STEPS
-    found: dict[str, Any] = {}
     room = case.num_decodes + 16
     max_tokens = max(case.num_tokens, num_steps + 128) + 64
     with _pairs(engines, case.model, case.setting, case.setting, max_tokens, room) as (pairs, refused):
+        found |= {"refused": refused, "latency": {}}
         for name, (src, dst) in pairs.items():
             prompts = [prompt_of(case.num_tokens) for _ in range(4)]
             for prompt in prompts:
@@ -160,10 +160,9 @@ def run_latency(engines: Engines, case: LatencyCase) -> dict[str, Any]:
                 "offers": partial(prefill, src),
                 "loads": partial(load, src, dst),
             }
-            found[name] = {
-                window: _window(dst, case, num_steps, work, prompts) for window, work in busy.items()
-            }
-    return {"refused": refused, "latency": found}
+            windows = found["latency"][name] = {}
+            for window, work in busy.items():
+                windows[window] = _window(dst, case, num_steps, work, prompts)
 
 
 def _window(

@@ -50,6 +50,14 @@ _DEEPSEEK_V3 = {  # MLA: one latent per token for all heads
     "num_nextn_predict_layers": 0,
 }
 
+_DEEPSEEK_V3_WIDE = {  # a GPU's kernels for MLA are made for these widths, and no others
+    **_DEEPSEEK_V3,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
     "llama-1kv": {**_LLAMA, "num_key_value_heads": 1},
@@ -85,6 +93,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
     },
     "deepseek_v3": _DEEPSEEK_V3,
+    "deepseek_v3-wide": _DEEPSEEK_V3_WIDE,
     "nemotron_h": {  # Mamba2 and attention in layers of their own
         "model_type": "nemotron_h",
         **_ATTENTION,
@@ -152,7 +161,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     # What follows has no kernels on a CPU.
     "deepseek_v32": {  # MLA that looks at the 64 tokens that an indexer chooses
-        **_DEEPSEEK_V3,
+        **_DEEPSEEK_V3_WIDE,
         "model_type": "deepseek_v32",
         "index_n_heads": 4,
         "index_head_dim": 128,
@@ -241,7 +250,7 @@ def make(family: str, directory: Path) -> Path:
     if more := IN_VLLM.get(family):
         path = home / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | more, indent=2))
-    _byte_tokenizer().save_pretrained(home)
+    byte_tokenizer().save_pretrained(home)
     return home
 
 
@@ -259,15 +268,19 @@ def _eagle(model: Any) -> dict[str, Any]:
     return {**weights, "fc.weight": torch.empty(hidden, 2 * hidden).normal_(0, WEIGHT_STD)}
 
 
-def _byte_tokenizer() -> Any:
-    """Token ids are the bytes of the text, in the order of their printable stand-ins."""
+def byte_tokenizer(num_tokens: int = 256) -> Any:
+    """Token ids are the bytes of the text, in the order of their printable stand-ins.
+
+    Of a model that knows more tokens the special ones come next, then words that nobody writes: so that
+    whatever such a model says can be read.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
+    special = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
+    names = (letters + [*special.values()] + [f"<{token}>" for token in range(num_tokens)])[:num_tokens]
+    words = Tokenizer(models.BPE({name: index for index, name in enumerate(names)}, []))
     words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     words.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=words, **special)
