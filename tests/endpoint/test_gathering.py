@@ -14,6 +14,7 @@ from kvferry.endpoint import Destination, SourceEngine, SourceRank, gather_servi
 from kvferry.endpoint.edges import open_channel
 from kvferry.endpoint.gather_calls import GatherCalls
 from kvferry.transport.cards import staging_in
+from kvferry.transport.expose import Expose
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.pack import pack
 from kvferry.transport.staging import PackedReads, Staging
@@ -27,22 +28,22 @@ pytest.importorskip("nixl", exc_type=ImportError)
 SECRETS = {"open": None, "secret": Secret(bytes(range(16)))}
 
 
-def transport():
+def transport(expose=Expose.POOL):
     ring = StagingSize(num_chunks=4, chunk_bytes=4096)
-    return NixlTransport(packed_reads=PackedReads.REQUIRE, ring_size=ring)
+    return NixlTransport(packed_reads=PackedReads.REQUIRE, expose=expose, ring_size=ring)
 
 
 class Gathering:
     """A source engine whose rank gathers, and a destination."""
 
-    def __init__(self, engines, secret=None):
+    def __init__(self, engines, secret=None, expose=Expose.POOL):
         self.src, self.dst, self.request = engines.src, engines.dst, engines.request
         self.dst_memory, self.check = engines.dst_memory, engines.check
         trust = Trust(secret)
         self.engine = SourceEngine("prefill", 1, trust=trust)
-        self.src_transport = transport()
+        self.src_transport = transport(expose)
         self.rank = SourceRank(self.engine.invitation, self.src, self.src_transport, trust=trust)
-        self.destination = Destination(self.dst, 0, transport(), trust=trust)
+        self.destination = Destination(self.dst, 0, transport(expose), trust=trust)
         self._names = count(1)
 
     def offer(self):
@@ -66,14 +67,20 @@ def soon(look):
     return found
 
 
+@pytest.fixture(params=Expose, ids=lambda expose: expose.value)
+def expose(request):
+    """What both sides open to the fabric."""
+    return request.param
+
+
 @pytest.fixture(params=SECRETS)
-def gathering(request, engines):
-    gathering = Gathering(engines, SECRETS[request.param])
+def gathering(request, engines, expose):
+    gathering = Gathering(engines, SECRETS[request.param], expose)
     yield gathering
     gathering.close()
 
 
-def test_loads_through_rings_are_right(gathering):
+def test_loads_that_ranks_gather_are_right(gathering):
     for _ in range(3):
         for memory in gathering.dst_memory.values():
             memory[:] = 0xEE
@@ -120,8 +127,8 @@ class Stranger:
 
 
 @pytest.fixture
-def hostile(engines):
-    gathering = Gathering(engines)
+def hostile(engines, expose):
+    gathering = Gathering(engines, expose=expose)
     stranger = Stranger(gathering)
     yield gathering, stranger
     stranger.calls.close()
@@ -190,6 +197,22 @@ def test_a_rank_that_does_not_gather_is_not_read_and_the_sentence_says_what_to_d
     destination.fetch(engine.offer("r", engines.request.src, 20), engines.request.dst, engines.request.need)
     (report,) = soon(destination.poll)
     assert "set KVFERRY_PACKED_READS to the same on both sides" in report.failure.detail
+    for each in (destination, rank, engine):
+        each.close()
+
+
+@pytest.mark.parametrize("hidden", [Expose.STAGING, Expose.NOTHING])
+def test_a_reader_that_has_nobody_gather_is_refused_by_a_source_that_hides_its_pool(engines, hidden):
+    engine = SourceEngine("prefill", 1)
+    rank = SourceRank(engine.invitation, engines.src, transport(hidden))
+    destination = Destination(engines.dst, 0, NixlTransport(packed_reads=PackedReads.NEVER))
+    destination.fetch(engine.offer("r", engines.request.src, 20), engines.request.dst, engines.request.need)
+    (report,) = soon(destination.poll)
+    assert (
+        f"its pool is not open to the fabric (KVFERRY_EXPOSE={hidden.value} there)" in report.failure.detail
+    )
+    assert "set KVFERRY_PACKED_READS=auto here" in report.failure.detail
+    assert report.failure.code.value == "not-connected"
     for each in (destination, rank, engine):
         each.close()
 

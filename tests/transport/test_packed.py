@@ -46,6 +46,14 @@ class TestPackedOverTcp(PackedLaws):
     env: ClassVar[dict[str, str]] = PACKED | TCP
 
 
+class TestHiddenPool(PackedLaws):
+    env: ClassVar[dict[str, str]] = {"KVFERRY_EXPOSE": "staging"}
+
+
+class TestHiddenPoolWithoutFabric(PackedLaws):
+    env: ClassVar[dict[str, str]] = {"KVFERRY_EXPOSE": "nothing"}
+
+
 @pytest.fixture(scope="module")
 def far():
     """A source that only its own help can read, and that gathers."""

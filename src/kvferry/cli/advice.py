@@ -186,8 +186,8 @@ TRANSPORT: dict[str, Explained] = {
         "Give both transports the same `ring_size`, of 64 MiB at most.",
     ),
     "bad-setting": Explained(
-        "A variable of the environment has a value that is not understood.",
-        "Correct the variable that the message names; it lists what is allowed.",
+        "A variable of the environment has a value that is not understood, or not built yet for this rank.",
+        "Correct the variable that the message names; it says what is allowed.",
     ),
     "broken": Explained(
         "The thread that calls NIXL has stopped after repeated errors.",
@@ -199,6 +199,12 @@ TRANSPORT: dict[str, Explained] = {
         "Not urgent where two engines of one host meet. Else read the detail: it is CUDA's own word.",
     ),
     "failed": Explained("A read of a benchmark failed.", "Read the detail: it is the fabric's own word."),
+    "hidden-pool": Explained(
+        "The source opens nothing of its cache to the fabric (`KVFERRY_EXPOSE` there): its ranks gather for"
+        " their readers. This rank has nobody gather for it.",
+        "Set `KVFERRY_PACKED_READS=auto` on this side. Where its memory is a device's, or it is vLLM's: set"
+        " `KVFERRY_EXPOSE=pool` at the source.",
+    ),
     "kind": Explained(
         "The two sides use different transports.", "Use one: `nixl` on both sides (`memory` is for tests)."
     ),
@@ -245,8 +251,8 @@ TRANSPORT: dict[str, Explained] = {
         "Not urgent: on one host, let both processes see both devices (`CUDA_VISIBLE_DEVICES`).",
     ),
     "not-packed": Explained(
-        "This rank reads only from ranks that gather for it (`KVFERRY_PACKED_READS=require`). The source's"
-        " rank does not.",
+        "This rank reads only from ranks that gather for it (`KVFERRY_PACKED_READS=require`, or it hides its"
+        " pool: `KVFERRY_EXPOSE`). The source's rank does not.",
         "Set `KVFERRY_PACKED_READS` to the same on both sides, or to `auto` here. vLLM's connector does not"
         " gather yet: leave it unset there.",
     ),

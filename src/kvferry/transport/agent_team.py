@@ -68,21 +68,12 @@ class AgentTeam:
         self,
         name: str,
         card: bytes,
-        regions: Sequence[Region],
         ring: Region,
         dst: RegionTable,
         timeout_s: float,
     ) -> AgentLink:
-        """Connect the ring of a remote rank, to be read into ``dst`` by the first agent alone.
-
-        That its regions are what it registered is tried, too.
-        """
-        first, deadline = self._agents[0], monotonic() + timeout_s
-        pool = first.connect(name, card, regions, timeout_s)
-        try:
-            return first.connect(name, card, [ring], max(0.0, deadline - monotonic()), dst)
-        finally:
-            pool.forget()
+        """Connect the ring of a remote rank, to be read into ``dst`` by the first agent alone."""
+        return self._agents[0].connect(name, card, [ring], timeout_s, dst)
 
     def connect(self, name: str, card: bytes, regions: Sequence[Region], timeout_s: float) -> TeamLink:
         """Connect a remote rank by every agent; who cannot is left out, but for the first."""

@@ -31,12 +31,14 @@ from kvferry.transport.cuda import Cuda
 from kvferry.transport.descriptors import RegionTable, SlicePair
 from kvferry.transport.device import MappedReads, RankDevice, copy_limits
 from kvferry.transport.emulation import SETTING, AgentMode, EmulatedReads
+from kvferry.transport.expose import SETTING as EXPOSE_SETTING
+from kvferry.transport.expose import Expose, check_built
 from kvferry.transport.gate import Gate
 from kvferry.transport.gather_line import GatherLine
 from kvferry.transport.link import Link, Mover
 from kvferry.transport.nixl_agent import UCX, Agent, check_installed
 from kvferry.transport.packed import PackedMover
-from kvferry.transport.packed_rings import PackedRings
+from kvferry.transport.packed_rings import HAVE_GATHERED, PackedRings, staging_of, why_hidden
 from kvferry.transport.places import Addresses, Places
 from kvferry.transport.staging import SETTING as PACKED_SETTING
 from kvferry.transport.staging import PackedReads
@@ -77,6 +79,7 @@ class NixlTransport:
         settings: UcxSettings | None = None,
         mapped_reads: MappedReads | None = None,
         packed_reads: PackedReads | None = None,
+        expose: Expose | None = None,
         ring_size: StagingSize = StagingSize(),  # noqa: B008  (it is frozen)
         make_agent: Callable[[str, str], FabricAgent] | None = None,
     ) -> None:
@@ -88,7 +91,9 @@ class NixlTransport:
         self._connect_timeout_s, self._close_timeout_s = connect_timeout_s, close_timeout_s
         self._settings = settings or UcxSettings.from_environment(os.environ)
         self._mapped_reads = mapped_reads or MappedReads.from_environment(os.environ)
-        self._packed_reads = packed_reads or PackedReads.from_environment(os.environ)
+        self._expose = expose or Expose.from_environment(os.environ)
+        self._packed_reads = packed_reads or PackedReads.from_environment(os.environ, self._expose)
+        self._packed_reads.check(self._expose)
         self._make_agent = make_agent or partial(Agent, backend=backend)
         self._gate = Gate()
         self._transfers: Transfers[Link | None] = Transfers()
@@ -97,7 +102,8 @@ class NixlTransport:
         self._memory: RegionTable | None = None
         self._device: RankDevice | None = None
         self._teams: dict[AgentMode, AgentTeam] = {}
-        self._rings = PackedRings(ring_size) if self._packed_reads is not PackedReads.NEVER else None
+        is_packing = self._packed_reads is not PackedReads.NEVER
+        self._rings = PackedRings(ring_size, self._expose) if is_packing else None
         self._lock = threading.Lock()
         self._links: dict[str, Link] = {}
 
@@ -115,6 +121,7 @@ class NixlTransport:
                 raise TransportError("no-regions", "a rank has memory")
             memory = RegionTable("ours", regions)
             if self._rings and any(kind.name != "DRAM" for kind in memory.kinds):
+                check_built(self._expose, "device memory")
                 if self._packed_reads is PackedReads.REQUIRE:
                     raise TransportError("bad-device", "packed reads are of host memory, so far")
                 self._rings.close()
@@ -122,26 +129,34 @@ class NixlTransport:
             try:
                 self._device = _device_of(memory, self._mapped_reads)
                 card_part = self._device.card_part if self._device else b""
-                team = self._make_team(memory, self._settings.first_mode, card_part)
+                if self._expose is not Expose.NOTHING:
+                    first_mode = self._settings.first_mode
+                    self._teams[first_mode] = self._make_team(memory, first_mode, card_part)
             except BaseException:
                 self._close_device()
                 raise
-            self._teams[self._settings.first_mode] = team
             self._memory = memory
 
     def _make_team(self, memory: RegionTable, mode: AgentMode, card_part: bytes = b"") -> AgentTeam:
         """Who reads in one mode: several agents, where none needs the source's help."""
         rings = self._rings.table if self._rings else None
+        if rings and self._expose.hides_pool:
+            memory, rings = rings, None
         make = partial(AgentThread, memory, self._cuda, mode, self._settings, self._make_agent, rings=rings)
         size = self._settings.num_agents if mode is AgentMode.DIRECT else 1
         return AgentTeam(make(export=card_part), size, make)
 
     def card(self) -> bytes:
-        """Agent name and metadata. It carries the keys to the memory: whoever has it can read it all."""
+        """Agent name and metadata. It carries the keys to what is exposed: whoever has it can read it all."""
         with self._gate:
             self._ours()
-            card = self._teams[self._settings.first_mode].card
-            return with_staging(card, self._rings.staging) if self._rings and self._rings.staging else card
+            team = self._teams.get(self._settings.first_mode)
+            card = team.card if team else pack_card("", b"")
+            staging = self._rings.staging if self._rings else b""
+            if self._expose.hides_pool and not staging:
+                why = f"it hides its pool ({EXPOSE_SETTING}), and nobody gathers for it"
+                raise TransportError("not-packed", f"this rank cannot be read: {why}")
+            return with_staging(card, staging) if staging else card
 
     @property
     def is_gathering(self) -> bool:
@@ -158,7 +173,7 @@ class NixlTransport:
     def gather_at(self, address: str) -> None:
         """From now on readers are told where this rank is asked to gather."""
         if self._rings:
-            self._rings.advertise(address)
+            self._rings.advertise(address, self._ours().places)
 
     def ask_by(self, line: GatherLine) -> None:
         """How other ranks are asked to gather; it is closed with this transport."""
@@ -189,9 +204,12 @@ class NixlTransport:
     def _link(self, peer: str, card: bytes, regions: Sequence[Region]) -> tuple[Link, str]:
         """Whoever can read a peer best, and why nobody better can."""
         deadline = monotonic() + self._connect_timeout_s
-        if self._rings and self._packed_reads is PackedReads.REQUIRE:
-            return self._packed_link(self._rings, peer, card, regions, deadline), ""
-        why_not = ""
+        why_not = why_hidden(staging_of(card), self._expose)
+        if why_not and not self._rings:
+            raise TransportError("hidden-pool", f"{peer}: {why_not}; {HAVE_GATHERED}")
+        if self._rings and (why_not or self._packed_reads is PackedReads.REQUIRE):
+            team = self._teams.get(self._settings.first_mode)
+            return self._rings.link(peer, card, regions, team, deadline), why_not
         if self._device:
             try:
                 return self._device.connect(peer, card, regions, self._connect_timeout_s), ""
@@ -202,20 +220,6 @@ class NixlTransport:
                 log.warning("%s is read by the fabric, run by run, which is slow: %s", peer, why_not)
         link, reason = self._fabric_link(peer, card, regions, deadline)
         return link, why_not or reason
-
-    def _packed_link(
-        self, rings: PackedRings, peer: str, card: bytes, regions: Sequence[Region], deadline: float
-    ) -> Link:
-        """Have a peer gather, and read its ring over the fabric; or have it sent, where that cannot read."""
-        mover, _, staging = rings.movers_for(peer, card)
-        first = self._teams[self._settings.first_mode]
-        try:
-            ring = rings.connect(peer, card, regions, staging, first, self._connect_timeout_s)
-            return mover.link(peer, staging, Places(peer, regions), ring)
-        except TransportError as error:
-            if error.code != "not-direct" or self._backend != UCX:
-                raise
-        return rings.open_stream(peer, card, regions, deadline - monotonic())
 
     def _fabric_link(
         self, peer: str, card: bytes, regions: Sequence[Region], deadline: float

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from kvferry.core.manifest import Region
 from kvferry.errors import TransportError
+from kvferry.transport.expose import SETTING as EXPOSE_SETTING
+from kvferry.transport.expose import Expose
 
 SETTING = "KVFERRY_PACKED_READS"
-NUMBERS = struct.Struct(">QQI")
+DIGEST_BYTES = 16
+FIELDS = struct.Struct(f">BQQI{DIGEST_BYTES}s")
+EXPOSED = tuple(Expose)
+"""By the number that stands for each in a card."""
 
 
 class PackedReads(Enum):
@@ -26,14 +32,27 @@ class PackedReads(Enum):
     """This rank gathers for its readers, and reads nobody who does not gather for it."""
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str]) -> PackedReads:
-        """The setting; raises TransportError if it is none."""
-        value = environ.get(SETTING, cls.NEVER.value)
+    def from_environment(cls, environ: Mapping[str, str], expose: Expose = Expose.POOL) -> PackedReads:
+        """The setting; raises TransportError if it is none. A rank that hides its pool has to gather."""
+        default = cls.REQUIRE if expose.hides_pool else cls.NEVER
+        value = environ.get(SETTING, default.value)
         try:
             return cls(value)
         except ValueError:
             choices = ", ".join(choice.value for choice in cls)
             raise TransportError("bad-setting", f"{SETTING}={value!r}: one of {choices}") from None
+
+    def check(self, expose: Expose) -> None:
+        """Refuse a rank that nobody could read from.
+
+        >>> PackedReads.NEVER.check(Expose.STAGING)
+        Traceback (most recent call last):
+        kvferry.errors.TransportError: bad-setting: KVFERRY_EXPOSE='staging' needs ranks that gather...
+        """
+        if expose.hides_pool and self is PackedReads.NEVER:
+            others = " or ".join(f"{SETTING}={choice.value}" for choice in (self.AUTO, self.REQUIRE))
+            detail = f"{EXPOSE_SETTING}={expose.value!r} needs ranks that gather"
+            raise TransportError("bad-setting", f"{detail}: set {others}, or leave it unset")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +69,17 @@ class Staging:
 
     address: str
     ring_address: int
+    """0 where there is no ring to be read."""
     ring_bytes: int
     chunk_bytes: int
+    expose: Expose = Expose.POOL
+    regions_digest: bytes = bytes(DIGEST_BYTES)
+    """Of the rank's regions: a pool that is hidden cannot be tried."""
+
+    @property
+    def hides_pool(self) -> bool:
+        """Whether nothing but what the rank gathers can be read."""
+        return self.expose.hides_pool
 
     @property
     def region(self) -> Region:
@@ -60,14 +88,23 @@ class Staging:
 
     def to_bytes(self) -> bytes:
         """For a card."""
-        return NUMBERS.pack(self.ring_address, self.ring_bytes, self.chunk_bytes) + self.address.encode()
+        numbers = EXPOSED.index(self.expose), self.ring_address, self.ring_bytes, self.chunk_bytes
+        return FIELDS.pack(*numbers, self.regions_digest) + self.address.encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Staging:
         """From a card; raises TransportError if it makes no sense."""
-        if len(data) > NUMBERS.size:
-            numbers = NUMBERS.unpack_from(data)
-            ring_address, ring_bytes, chunk_bytes = numbers
-            if 0 < chunk_bytes <= ring_bytes <= 1 << 40 and ring_address:
-                return cls(data[NUMBERS.size :].decode(errors="replace"), *numbers)
+        if len(data) > FIELDS.size:
+            number, ring_address, ring_bytes, chunk_bytes, digest = FIELDS.unpack_from(data)
+            expose = EXPOSED[number] if number < len(EXPOSED) else None
+            has_ring = expose is Expose.NOTHING or ring_address
+            if expose and has_ring and 0 < chunk_bytes <= ring_bytes <= 1 << 40:
+                address = data[FIELDS.size :].decode(errors="replace")
+                return cls(address, ring_address, ring_bytes, chunk_bytes, expose, digest)
         raise TransportError("bad-card", "it does not say where its rank gathers")
+
+
+def digest_of(regions: Sequence[Region]) -> bytes:
+    """By which a reader knows the regions that it was told of."""
+    numbers = [number for region in regions for number in (region.address, region.num_bytes)]
+    return hashlib.sha256(struct.pack(f">{len(numbers)}Q", *numbers)).digest()[:DIGEST_BYTES]

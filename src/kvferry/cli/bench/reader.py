@@ -23,6 +23,7 @@ from kvferry.cli.bench.rivals import (
 from kvferry.testing.fleet.measure import RankCard, RawNixl
 from kvferry.testing.packed import AskingTransport
 from kvferry.transport.device import MappedReads
+from kvferry.transport.expose import Expose
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.staging import PackedReads
 
@@ -50,14 +51,16 @@ class BenchReader:
         """A rival, ready to read but for the shape of the caches."""
         match rival:
             case Rival.DIRECT:
-                transport = NixlTransport(mapped_reads=MappedReads.OFF, packed_reads=PackedReads.NEVER)
+                transport = NixlTransport(
+                    mapped_reads=MappedReads.OFF, packed_reads=PackedReads.NEVER, expose=Expose.POOL
+                )
                 return TransportReads(self._memory, self._source, transport)
             case Rival.MAPPED:
-                transport = NixlTransport(mapped_reads=MappedReads.REQUIRE)
+                transport = NixlTransport(mapped_reads=MappedReads.REQUIRE, expose=Expose.POOL)
                 return TransportReads(self._memory, self._source, transport)
             case Rival.PACKED:
                 assert gathering is not None
-                asking = AskingTransport(packed_reads=PackedReads.REQUIRE)
+                asking = AskingTransport(packed_reads=PackedReads.REQUIRE, expose=Expose.POOL)
                 return TransportReads(self._memory, gathering, asking)
             case Rival.FETCH:
                 return Fetches(self._memory)

@@ -26,6 +26,7 @@ from kvferry.core.runs import Runs
 from kvferry.core.way import Way
 from kvferry.errors import TransportError
 from kvferry.testing.fleet.measure import RankCard
+from kvferry.transport.expose import Expose
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.nixl_agent import NixlBuild, describe_build
 
@@ -111,7 +112,7 @@ class ProbeSource:
         logging.disable(logging.WARNING)  # what there is to say, a diagnosis says
         self._memory = BenchMemory(device_of(memory), room_bytes_of(memory))
         self._memory.write(contents(room_bytes_of(memory)))
-        self._transport = NixlTransport()
+        self._transport = NixlTransport(expose=Expose.POOL)
         self._transport.register([self._memory.region])
 
     def card(self) -> RankCard:
@@ -132,7 +133,7 @@ class ProbeReader:
         self._memory = BenchMemory(device_of(memory), room_bytes_of(memory))
         self._contents = contents(room_bytes_of(memory))
         self._ended = threading.Event()
-        self._transport = NixlTransport()
+        self._transport = NixlTransport(expose=Expose.POOL)
         self._transport.register([self._memory.region])
         self._transport.on_end(self._ended.set)
 

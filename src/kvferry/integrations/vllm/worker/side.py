@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -24,6 +25,7 @@ from kvferry.integrations.vllm.worker.describe import WorkerRank, describe
 from kvferry.log import log_of
 from kvferry.runtime import Failure, Report
 from kvferry.runtime.figures import Changes
+from kvferry.transport.expose import Expose, check_built
 from kvferry.transport.nixl import NixlTransport
 from kvferry.wire.bad_input import printable
 from kvferry.wire.messages import Join
@@ -62,6 +64,7 @@ class WorkerSide:
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         """Describe the caches, and make their memory known to the transport."""
+        check_built(Expose.from_environment(os.environ), "vLLM's workers")
         tp, pp = get_tp_group(), get_pp_group()
         engine = self._vllm_config.kv_transfer_config.engine_id or "vllm"
         rank = pp.rank_in_group * tp.world_size + tp.rank_in_group
