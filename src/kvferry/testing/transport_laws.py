@@ -280,9 +280,10 @@ class TransportLaws:
                 assert wait(reader, 1) == [ReadEnd(1)]
 
         use()
-        before, deadline = threads_and_files(), time.monotonic() + 2
+        before = threads_and_files()
         for _ in range(3):
             use()
+        deadline = time.monotonic() + 30
         # A thread that was joined may still be on its way out of the kernel, then and now.
         while grew(before, threads_and_files()) and time.monotonic() < deadline:
             time.sleep(5e-3)
