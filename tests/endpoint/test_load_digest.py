@@ -168,7 +168,7 @@ def test_several_threads_find_what_one_finds(engines, monkeypatch):
     alone = taken.sums(engines.request.src, parts, 7)
     monkeypatch.setattr(load_digest, "PARALLEL_BYTES", 1)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
-    assert taken._num_threads(parts) == load_digest.MAX_THREADS
+    assert taken._num_threads(parts, 1) == load_digest.MAX_THREADS
     together = taken.sums(engines.request.src, parts, 7)
     assert [sums.tolist() for sums in together] == [sums.tolist() for sums in alone]
     with pytest.raises(NotWanted):

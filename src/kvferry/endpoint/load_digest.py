@@ -23,6 +23,7 @@ from kvferry.core.digest_keys import Words
 from kvferry.core.manifest import Manifest, Rank
 from kvferry.core.request import BlockTable
 from kvferry.core.state import check_range
+from kvferry.endpoint.compiled_digest import host_sums
 from kvferry.endpoint.edges import Workers
 from kvferry.endpoint.meeting import MetPeer, failure_of
 from kvferry.endpoint.owner import Event
@@ -77,27 +78,29 @@ class LoadDigest:
 
     def sums(self, tables: Mapping[str, BlockTable], parts: Sequence[DigestPart], seed: int) -> list[Words]:
         """The sums of each part."""
-        side = DigestSide(self._manifest, self._rank, tables, self._memory, self._side)
+        total_bytes = self._total_bytes(parts)
+        cell_sums = host_sums().of(self._memory, total_bytes)
+        side = DigestSide(self._manifest, self._rank, tables, self._memory, self._side, cell_sums)
 
         def of_part(part: DigestPart) -> Words:
             if not self._is_wanted():
                 raise NotWanted("this end is closing")
             return side.sums([part], seed=seed)[0]
 
-        num_threads = self._num_threads(parts)
+        num_threads = self._num_threads(parts, total_bytes)
         if num_threads < 2:
             return [of_part(part) for part in parts]
         with ThreadPoolExecutor(num_threads, "kvferry-digest") as pool:
             return list(pool.map(of_part, parts))
 
-    def _num_threads(self, parts: Sequence[DigestPart]) -> int:
+    def _num_threads(self, parts: Sequence[DigestPart], total_bytes: int) -> int:
         num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2, len(parts))
-        if num_threads < 2:
-            return 1
+        return num_threads if num_threads > 1 and total_bytes >= PARALLEL_BYTES else 1
+
+    def _total_bytes(self, parts: Sequence[DigestPart]) -> int:
         states = self._manifest.state_by_name
         known = (part for part in parts if part.state in states)  # what is not known is refused later
-        is_much = sum(num_bytes(self._manifest, part) for part in known) >= PARALLEL_BYTES
-        return num_threads if is_much else 1
+        return sum(num_bytes(self._manifest, part) for part in known)
 
     def taken(
         self, tables: Mapping[str, BlockTable], parts: Mapping[int, Sequence[DigestPart]], seed: int

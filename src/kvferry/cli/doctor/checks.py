@@ -219,6 +219,18 @@ def check_device_settings(observed: Observed) -> Iterator[Diagnosis]:
             )
 
 
+def check_compiler(observed: Observed) -> Iterator[Diagnosis]:
+    """Whether digests can be taken at the pace of memory."""
+    if observed.no_compiler:
+        yield Diagnosis(
+            Condition.SLOW_DIGESTS,
+            Level.NOTE,
+            f"Digests of host memory are taken by numpy: {observed.no_compiler}.",
+            "A load that is digested takes longer than it needs to. Loads that are not digested pay nothing.",
+            "Where digests are switched on: install a C++ compiler, or name one in KVFERRY_DIGEST_COMPILER.",
+        )
+
+
 def check_secret(observed: Observed) -> Iterator[Diagnosis]:
     """Whether there is a secret, whether it is good, and who else can read it."""
     secret = observed.secret
@@ -274,6 +286,7 @@ CHECKS: tuple[Callable[[Observed], Iterator[Diagnosis]], ...] = (
     check_device_settings,
     check_rdma,
     check_memlock,
+    check_compiler,
     check_secret,
     check_profile,
 )

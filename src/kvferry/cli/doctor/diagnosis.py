@@ -56,6 +56,8 @@ class Condition(StrEnum):
     """UCX was told not to read device memory by itself."""
     VIRTUAL_MEMORY = "virtual-memory"
     """torch was told to put device memory together from pieces, which few can open in another process."""
+    SLOW_DIGESTS = "slow-digests"
+    """There is no compiler here, so that digests of host memory are taken by numpy."""
     NO_SECRET = "no-secret"
     """No secret is set: engines of other hosts are not talked to."""
     BAD_SECRET = "bad-secret"

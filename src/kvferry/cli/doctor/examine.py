@@ -91,6 +91,7 @@ def examine(memories: Sequence[str], peer: str, profile: Path | None, progress: 
         secret=seen,
         settings=observe.settings(os.environ),
         setting_errors=errors,
+        no_compiler=observe.no_compiler(os.environ),
         reads=measured.reads,
         peer=measured.peer,
     )

@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kvferry.cli.doctor.seen import Gpus, HostLimits, HostPlace, SecretSeen
+from kvferry.endpoint.compiled_digest import NotCompiled, find_compiler
 from kvferry.endpoint.secret_source import SECRET, SECRET_FILE, secret_from_environment
 from kvferry.endpoint.this_host import BOOT_ID
 from kvferry.errors import SpecError, TransportError
@@ -152,6 +153,15 @@ def setting_errors(environ: Mapping[str, str]) -> tuple[str, ...]:
         except (TransportError, SpecError) as error:
             found.append(getattr(error, "detail", str(error)))
     return tuple(found)
+
+
+def no_compiler(environ: Mapping[str, str]) -> str:
+    """Why digests of host memory cannot be taken by compiled code; empty if there is a compiler."""
+    try:
+        find_compiler(environ)
+    except NotCompiled as error:
+        return str(error)
+    return ""
 
 
 def secret(environ: Mapping[str, str]) -> tuple[SecretSeen, Secret | None]:
