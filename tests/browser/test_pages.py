@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.cli.output import num_bytes
+from tests.browser.axe import broken_rules
 from tests.browser.conftest import COMMANDS
 
 pytestmark = pytest.mark.slow
@@ -131,13 +132,6 @@ def test_without_scripts_all_is_there(opened):
     row.locator("summary").click()
     assert "layers.{3,7,11}.attn/latent" in row.locator("table").inner_text()
     assert page.locator("[data-copy]").count() == page.locator("[data-copy]:not(:visible)").count()
-
-
-def broken_rules(page):
-    """What axe finds: each rule, how bad, and the first place."""
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="make browser installs axe")
-    found = axe.Axe().run(page).response["violations"]
-    return [(each["id"], each["impact"], each["nodes"][0]["html"][:200]) for each in found]
 
 
 def test_axe_would_find_something(opened):
