@@ -4,6 +4,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,7 +74,8 @@ def server():
 @pytest.fixture
 def opened(browser, server):
     """Open the page. What it asks another server for, or says on the console, is wrong."""
-    contexts, wrong = [], []
+    contexts: list[Any] = []
+    wrong: list[str] = []
     ours = {server.url, f"{server.url}board.json"}
 
     def open_page(width=1280, scheme="light"):
