@@ -27,6 +27,7 @@ MUST_HAVE = (
     "kvferry/models/catalogue.json",
     "kvferry/endpoint/digest.cpp",
     "kvferry/transport/copy.cu",
+    "kvferry/transport/digest.cu",
     "kvferry/cli/status/page.html",
     "kvferry/cli/picture/templates/plan.html.j2",
 )

@@ -10,9 +10,10 @@ import pytest
 from kvferry import Span, SpecError, plan
 from kvferry.core.digest import digest_parts
 from kvferry.core.sample import sample_request
-from kvferry.endpoint import Destination, SourceEngine, SourceRank, load_digest
-from kvferry.endpoint.load_digest import LoadDigest, NotWanted, answer_digest
+from kvferry.endpoint import Destination, SourceEngine, SourceRank, digest_memory, load_digest
+from kvferry.endpoint.load_digest import LoadDigest, NotWanted, answer_digest, check_digest_every
 from kvferry.endpoint.load_log import LoadLog
+from kvferry.errors import TransportError
 from kvferry.models import Topology, describe
 from kvferry.runtime import FailureCode
 from kvferry.testing.faults import Faults
@@ -102,14 +103,21 @@ def test_a_rank_that_takes_no_digest_fails_the_load(engines):
         each.close()
 
 
-def test_device_memory_is_refused_by_name(engines):
+def test_memory_that_nobody_here_reaches_is_refused_by_name(engines, monkeypatch):
+    def no_device(index):
+        raise TransportError("no-cuda", "none here")
+
     (rank,) = engines.dst.ranks
     regions = tuple(replace(region, device="cuda:0") for region in rank.regions)
     manifest = replace(engines.dst, ranks=(replace(rank, regions=regions),))
-    with pytest.raises(SpecError, match=r"only host memory can be digested, and region .* is on cuda:0"):
+    monkeypatch.setattr(digest_memory, "digest_kernel", no_device)
+    with pytest.raises(SpecError, match=r"region .* on cuda:0 cannot be digested: no-cuda: none here"):
         Destination(manifest, 0, MemoryTransport(Hub()), digest_every=1)
     answer = answer_digest(manifest, 0, DigestTask(7, 3, {}, question_to_msgpack(0, [])), lambda: True)
-    assert "only host memory" in answer.detail
+    assert "on cuda:0 cannot be digested" in answer.detail
+    other = replace(manifest.ranks[0], regions=tuple(replace(r, device="hpu:0") for r in regions))
+    with pytest.raises(SpecError, match=r"memory on hpu:0 .* cannot be digested"):
+        check_digest_every(1, other)
     assert answer_digest(engines.dst, 0, DigestTask(7, 3, {}, b"junk"), lambda: True).detail
     with pytest.raises(SpecError, match="digest_every must be an integer"):
         Destination(engines.dst, 0, MemoryTransport(Hub()), digest_every=-1)

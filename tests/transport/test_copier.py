@@ -290,7 +290,7 @@ def cells(first: int, number: int = 1) -> Runs:
 
 @pytest.fixture(autouse=True)
 def _without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy_kernel, "_compiled", lambda architecture: b"")
+    monkeypatch.setattr(copy_kernel, "compiled_kernel", lambda *_: b"")
     monkeypatch.setattr(exports, "visible_devices", lambda: frozenset({UUID}))
 
 

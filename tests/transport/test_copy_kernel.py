@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,22 +25,14 @@ from kvferry.transport.copy_kernel import (
     write_table,
 )
 from kvferry.transport.places import Places
+from tests.transport.kernel_on_cpu import kernel_on_cpu
 
 REGION_BYTES = 1 << 16
 
 
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("no C++ compiler here: the kernel's text is tested where there is one")
-    folder: Path = tmp_path_factory.mktemp("kernel")
-    text, library = folder / "copy.cpp", folder / "copy.so"
-    text.write_text(copy_kernel.source())
-    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-fsanitize=undefined", "-fno-sanitize-recover", "-w"]
-    names = ["-DKVFERRY_CPU", f"-DKVFERRY_CPU_LANES={WARP_SIZE}"]
-    subprocess.run([compiler, *flags, *names, "-o", library, text], check=True)
-    return ctypes.CDLL(str(library))
+    return kernel_on_cpu(copy_kernel.source(), tmp_path_factory.mktemp("kernel"))
 
 
 class Memory:

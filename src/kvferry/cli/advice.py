@@ -106,8 +106,9 @@ FAILURES: dict[FailureCode, FailureAdvice] = {
     ),
     FailureCode.NO_DIGEST: FailureAdvice(
         "never, until both sides can",
-        "Read the detail. Both sides digest host memory only, and a source rank must be a `SourceRank` or a"
-        " worker of vLLM's; else leave `digest_every` at 0, or vLLM's option `digest` at `off`.",
+        "Read the detail. Both sides digest host memory and CUDA's, and a source rank must be a"
+        " `SourceRank` or a worker of vLLM's; else leave `digest_every` at 0, or vLLM's option `digest` at"
+        " `off`.",
     ),
     FailureCode.TRANSPORT: FailureAdvice(
         "yes, if the ticket is still good",

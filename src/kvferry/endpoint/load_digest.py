@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-
-import numpy as np
 
 from kvferry.core.digest import (
     DigestPart,
@@ -18,12 +15,11 @@ from kvferry.core.digest import (
     num_bytes,
     sums_to_bytes,
 )
-from kvferry.core.digest_cells import Bytes
 from kvferry.core.digest_keys import Words
 from kvferry.core.manifest import Manifest, Rank
 from kvferry.core.request import BlockTable
 from kvferry.core.state import check_range
-from kvferry.endpoint.compiled_digest import host_sums
+from kvferry.endpoint.digest_memory import DigestMemory
 from kvferry.endpoint.edges import Workers
 from kvferry.endpoint.meeting import MetPeer, failure_of
 from kvferry.endpoint.owner import Event
@@ -52,20 +48,6 @@ class NotWanted(KVFerryError):
     """Whoever asked for a digest does not wait for it any more."""
 
 
-def host_memory(rank: Rank) -> Mapping[str, Bytes]:
-    """The bytes of a rank's regions; raises SpecError where they are not in host memory."""
-    for region in rank.regions:
-        if region.device != "cpu" or not region.address:
-            raise SpecError(
-                f"only host memory can be digested, and region {region.name} is on {region.device}"
-            )
-    return {region.name: _bytes_at(region.address, region.num_bytes) for region in rank.regions}
-
-
-def _bytes_at(address: int, num_bytes: int) -> Bytes:
-    return np.frombuffer(memoryview((ctypes.c_uint8 * num_bytes).from_address(address)), np.uint8)
-
-
 class LoadDigest:
     """Takes digests of one rank's memory.
 
@@ -74,17 +56,19 @@ class LoadDigest:
 
     def __init__(self, manifest: Manifest, rank: int, side: str, is_wanted: Callable[[], bool]) -> None:
         self._manifest, self._rank, self._side = manifest, manifest.rank(rank), side
-        self._memory, self._is_wanted = host_memory(self._rank), is_wanted
+        self._memory, self._is_wanted = DigestMemory(self._rank), is_wanted
 
     def sums(self, tables: Mapping[str, BlockTable], parts: Sequence[DigestPart], seed: int) -> list[Words]:
         """The sums of each part."""
         total_bytes = self._total_bytes(parts)
-        cell_sums = host_sums().of(self._memory, total_bytes)
-        side = DigestSide(self._manifest, self._rank, tables, self._memory, self._side, cell_sums)
+        cell_sums = self._memory.cell_sums(total_bytes)
+        side = DigestSide(self._manifest, self._rank, tables, self._memory.host, self._side, cell_sums)
+        if not self._memory.is_of_host:  # a device takes all parts at once
+            self._check_wanted()
+            return side.sums(parts, seed=seed)
 
         def of_part(part: DigestPart) -> Words:
-            if not self._is_wanted():
-                raise NotWanted("this end is closing")
+            self._check_wanted()
             return side.sums([part], seed=seed)[0]
 
         num_threads = self._num_threads(parts, total_bytes)
@@ -92,6 +76,10 @@ class LoadDigest:
             return [of_part(part) for part in parts]
         with ThreadPoolExecutor(num_threads, "kvferry-digest") as pool:
             return list(pool.map(of_part, parts))
+
+    def _check_wanted(self) -> None:
+        if not self._is_wanted():
+            raise NotWanted("this end is closing")
 
     def _num_threads(self, parts: Sequence[DigestPart], total_bytes: int) -> int:
         num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2, len(parts))
@@ -201,7 +189,7 @@ def check_digest_every(every: int, rank: Rank) -> None:
     """Raise SpecError unless one in so many loads of this rank can be digested."""
     check_range("digest_every", every, 0, 1 << 30)
     if every:
-        host_memory(rank)
+        DigestMemory(rank)
 
 
 def _tables(docs: Mapping[str, TableDoc]) -> dict[str, BlockTable]:

@@ -221,7 +221,7 @@ class CopyKernel:
     def __init__(self, cuda: Cuda, limits: CopyLimits) -> None:
         self._cuda, self._limits = cuda, limits
         self._num_multiprocessors = cuda.num_multiprocessors
-        self._kernel = cuda.load(_compiled(cuda.architecture), "copy_runs")
+        self._kernel = cuda.load(compiled_kernel("copy", source(), cuda.architecture), "copy_runs")
 
     def launch(self, work: Work, table_address: int, stream: Any, arguments: Arguments) -> None:
         """Queue a product whose table is, or will be by then, at an address that the device can read."""
@@ -236,11 +236,10 @@ def source() -> str:
     return files(__package__).joinpath("copy.cu").read_text(encoding="utf-8")
 
 
-def _compiled(architecture: str) -> bytes:
-    """The kernel for an architecture: compiled once, and kept in the user's cache folder."""
-    text = source()
+def compiled_kernel(name: str, text: str, architecture: str) -> bytes:
+    """A kernel for an architecture: compiled once, and kept in the user's cache folder."""
     mark = hashlib.sha256(f"{text}\0{architecture}\0{compiler_version()}".encode()).hexdigest()[:32]
-    path = _cache_folder() / f"copy-{architecture}-{mark}.cubin"
+    path = _cache_folder() / f"{name}-{architecture}-{mark}.cubin"
     try:
         if path.stat().st_uid == os.getuid():
             return path.read_bytes()

@@ -83,10 +83,7 @@ class Cuda:
 
     @property
     def uuid(self) -> str:
-        """The name of the device that is the same in every process.
-
-        Indexes are not: ``CUDA_VISIBLE_DEVICES`` may differ.
-        """
+        """The device's name in every process; its index is another where ``CUDA_VISIBLE_DEVICES`` is."""
         return _uuid(self._cu, self._device)
 
     @property
@@ -312,6 +309,10 @@ class Cuda:
         """Copy from pinned host memory, in a stream."""
         _call(self._cu.cuMemcpyHtoDAsync, address, pinned, num_bytes, stream)
 
+    def download_later(self, pinned: int, address: int, num_bytes: int, stream: Any) -> None:
+        """Copy to pinned host memory, in a stream."""
+        _call(self._cu.cuMemcpyDtoHAsync, pinned, address, num_bytes, stream)
+
     # -- kernels -----------------------------------------------------------------------------------
 
     def load(self, binary: bytes, name: str) -> Any:
@@ -328,10 +329,9 @@ class Cuda:
         _call(self._cu.cuLaunchKernel, kernel, *grid, stream, arguments.address, 0)
 
     def close(self) -> None:
-        """Give the stream back.
+        """Give the stream back; the context is kept.
 
-        The context is kept: UCX remembers its mappings of other processes' memory for the life of this one,
-        and if the last holder of the context let go, they would dangle.
+        UCX remembers its mappings of other memory as long as this process lives: they must not dangle.
         """
         self.free_stream(self._stream)
 
