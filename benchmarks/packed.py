@@ -2,6 +2,7 @@
 
     python benchmarks/packed.py cma        one host, host memory
     python benchmarks/packed.py tcp        the same over loopback TCP, where reads are emulated
+    python benchmarks/packed.py hosts      the same over a cable between two network namespaces; needs root
 
 One source process, one reader, scattered runs of one length. All ways take turns; times are medians of the
 turns, and the best. "One run": as many bytes side by side, as fast as UCX likes. Over TCP, "direct" is
@@ -14,14 +15,16 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 
 from kvferry import Runs
 from kvferry.core.manifest import Region
 from kvferry.testing.packed import AskingTransport
-from kvferry.testing.sources import Holder, Source, serving
+from kvferry.testing.sources import LISTEN, Holder, Source, serving
 from kvferry.transport.emulation import EmulatedReads
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.staging import PackedReads
@@ -65,15 +68,35 @@ def ways_over(over: str) -> dict[str, Callable[[], NixlTransport]]:
         "packed": lambda: AskingTransport(packed_reads=PackedReads.REQUIRE),
         "one run": lambda: NixlTransport(packed_reads=PackedReads.NEVER, settings=fast),
     }
-    if over == "tcp":
+    if over != "cma":
         ways |= {"fast": lambda: NixlTransport(packed_reads=PackedReads.NEVER, settings=fast)}
     return ways
 
 
 def main(over: str) -> None:
-    env = {"KVFERRY_PACKED_READS": "require"} | ({"UCX_TLS": "tcp,self"} if over == "tcp" else {})
+    if over != "hosts":
+        compare(over)
+        return
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from tests.two_hosts import two_hosts  # needs pytest
+
+    with two_hosts() as (source_host, reader_host):
+        if not (reader := os.fork()):
+            reader_host.enter()
+            compare(over, source_host)
+            sys.stdout.flush()
+            os._exit(0)
+        _, status = os.waitpid(reader, 0)
+    sys.exit(os.waitstatus_to_exitcode(status))
+
+
+def compare(over: str, host: Any = None) -> None:
+    """Every way at every length; ``host``: where the source is, if that is another one."""
+    env = {"KVFERRY_PACKED_READS": "require"} | ({} if over == "cma" else {"UCX_TLS": "tcp,self"})
     os.environ |= env
-    with serving(1, [POOL_BYTES], env=env) as served:
+    if host:
+        env |= {LISTEN: f"tcp://{host.address}:*"}
+    with serving(1, [POOL_BYTES], env=env, enter=host and host.enter) as served:
         holder = Holder("cpu")
         holder.add("kv", np.zeros(POOL_BYTES, np.uint8))
         source, ways = served.sources[0], ways_over(over)

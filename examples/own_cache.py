@@ -98,7 +98,8 @@ def offer(args: argparse.Namespace, trust: Trust) -> None:
     group = Group("all", num_blocks=64, tokens_per_block=16)
     ours = manifest("prefill", [rank(0, cache, views_of_source(cache))], group)
     engine = SourceEngine("prefill", num_ranks=1, listen=args.listen, trust=trust)
-    readable = SourceRank(engine.invitation, ours, NixlTransport(), trust=trust)
+    any_port = args.listen.rpartition(":")[0] + ":*"  # where it is asked to gather, if it does
+    readable = SourceRank(engine.invitation, ours, NixlTransport(), listen=any_port, trust=trust)
     ticket = engine.offer("request-1", {"all": BlockTable.of(blocks)}, TOKENS)
     args.ticket.write_text(to_text(ticket))
     print(f"offered at {engine.address}: {args.ticket}", flush=True)

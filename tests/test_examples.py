@@ -69,10 +69,19 @@ def test_a_cache_of_ones_own_into_two_ranks(tmp_path):
     assert offering.communicate(timeout=60)[0] == "request-1 is released: read\n"
 
 
-@pytest.mark.parametrize(("transports", "way"), [("sm,tcp,self", "direct"), ("tcp,self", "emulated")])
-def test_a_cache_of_ones_own_between_two_hosts(tmp_path, transports, way):
+BETWEEN_HOSTS = {
+    "direct": ({"UCX_TLS": "sm,tcp,self"}, "direct"),
+    "emulated": ({"UCX_TLS": "tcp,self"}, "emulated"),
+    "stream": ({"UCX_TLS": "tcp,self", "KVFERRY_PACKED_READS": "require"}, "packed"),
+    "stream, hidden pool": ({"UCX_TLS": "tcp,self", "KVFERRY_EXPOSE": "staging"}, "packed"),
+    "stream, no fabric": ({"KVFERRY_EXPOSE": "nothing"}, "packed"),
+}
+
+
+@pytest.mark.parametrize(("settings", "way"), BETWEEN_HOSTS.values(), ids=BETWEEN_HOSTS.keys())
+def test_a_cache_of_ones_own_between_two_hosts(tmp_path, settings, way):
     with two_hosts() as (source, reader):
-        printed = move_own_cache(tmp_path, source, reader, UCX_TLS=transports)
+        printed = move_own_cache(tmp_path, source, reader, **settings)
     last = printed.splitlines()[-1]  # UCX says on the same stream that TCP cannot read by itself
     assert last == f"loaded: 409600 bytes in 3200 runs, {way}; 0 numbers wrong"
 

@@ -30,9 +30,11 @@ class OpenGuard(TicketGuard):
         return None
 
 
-def gather_openly(transport: NixlTransport, patience_s: float = PATIENCE_S) -> GatherService:
+def gather_openly(
+    transport: NixlTransport, patience_s: float = PATIENCE_S, listen: str = "tcp://127.0.0.1:*"
+) -> GatherService:
     """Have a transport that is registered gather for everybody."""
-    channel = open_channel("tcp://127.0.0.1:*", None)
+    channel = open_channel(listen, None)
     memory = transport.gather_memory()
     service = GatherService(*memory, OpenGuard(), channel, time.monotonic, patience_s)
     transport.gather_at(service.address)

@@ -12,7 +12,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO
@@ -24,6 +24,8 @@ from kvferry.core.manifest import Region
 from kvferry.testing.packed import gather_openly
 from kvferry.transport.cuda import Cuda
 from kvferry.transport.nixl import NixlTransport
+
+LISTEN = "SOURCES_LISTEN"
 
 
 @dataclass(frozen=True)
@@ -89,9 +91,18 @@ class Holder:
 
 @contextmanager
 def serving(
-    num_sources: int, region_bytes: Sequence[int], device: str = "cpu", env: Mapping[str, str] | None = None
+    num_sources: int,
+    region_bytes: Sequence[int],
+    device: str = "cpu",
+    env: Mapping[str, str] | None = None,
+    *,
+    enter: Callable[[], None] | None = None,
 ) -> Iterator[Sources]:
-    """A process that serves ranks over NIXL, until the end of the block."""
+    """A process that serves ranks over NIXL, until the end of the block.
+
+    ``enter`` is called in it before anything else: it may move it to another network namespace. Where its
+    ranks are asked to gather then is said by the variable ``SOURCES_LISTEN``.
+    """
     command = [sys.executable, "-m", "kvferry.testing.sources", device, str(num_sources)]
     process = subprocess.Popen(
         [*command, *map(str, region_bytes)],
@@ -99,6 +110,7 @@ def serving(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        preexec_fn=enter,  # noqa: PLW1509  (UCX must find the network that it enters)
     )
     try:
         assert process.stdin is not None
@@ -129,7 +141,7 @@ def _serve(device: str, num_sources: int, region_bytes: Sequence[int]) -> None:
             holder.add(f"region{j}", contents(i, j, num_bytes))
         transport.register(holder.regions)
         if transport.is_gathering:
-            services.append(gather_openly(transport))
+            services.append(gather_openly(transport, listen=os.environ.get(LISTEN, "tcp://127.0.0.1:*")))
         names = ("name", "num_bytes", "address", "device")
         regions = [{name: getattr(region, name) for name in names} for region in holder.regions]
         told.append({"card": transport.card().hex(), "regions": regions})
