@@ -3,6 +3,7 @@
     python benchmarks/packed.py cma        one host, host memory
     python benchmarks/packed.py tcp        the same over loopback TCP, where reads are emulated
     python benchmarks/packed.py hosts      the same over a cable between two network namespaces; needs root
+    python benchmarks/packed.py cuda:0     one host, memory of a GPU; "direct" is NIXL, run by run
 
 One source process, one reader, scattered runs of one length. All ways take turns; times are medians of the
 turns, and the best. "One run": as many bytes side by side, as fast as UCX likes. Over TCP, "direct" is
@@ -92,12 +93,17 @@ def main(over: str) -> None:
 
 def compare(over: str, host: Any = None) -> None:
     """Every way at every length; ``host``: where the source is, if that is another one."""
-    env = {"KVFERRY_PACKED_READS": "require"} | ({} if over == "cma" else {"UCX_TLS": "tcp,self"})
+    device = over if over.startswith("cuda") else "cpu"
+    env = {"KVFERRY_PACKED_READS": "require"}
+    if over in ("tcp", "hosts"):
+        env["UCX_TLS"] = "tcp,self"
+    if device != "cpu":
+        env["KVFERRY_MAPPED_READS"] = "off"
     os.environ |= env
     if host:
         env |= {LISTEN: f"tcp://{host.address}:*"}
-    with serving(1, [POOL_BYTES], env=env, enter=host and host.enter) as served:
-        holder = Holder("cpu")
+    with serving(1, [POOL_BYTES], device, env, enter=host and host.enter) as served:
+        holder = Holder(device)
         holder.add("kv", np.zeros(POOL_BYTES, np.uint8))
         source, ways = served.sources[0], ways_over(over)
         readers = {name: connected(make(), holder.regions, source) for name, make in ways.items()}
@@ -105,7 +111,11 @@ def compare(over: str, host: Any = None) -> None:
         print(f"{TOTAL_BYTES >> 20} MiB over {over}: milliseconds, median (best) of {TURNS}")
         for run_bytes in RUN_BYTES:
             runs = scattered(run_bytes)
-            names = [name for name in ways if over == "cma" or run_bytes >= 16 << 10 or name != "direct"]
+            names = [
+                name
+                for name in ways
+                if over not in ("tcp", "hosts") or run_bytes >= 16 << 10 or name != "direct"
+            ]
             times: dict[str, list[float]] = {name: [] for name in names}
             for _ in range(TURNS):
                 for name in names:
@@ -119,6 +129,7 @@ def compare(over: str, host: Any = None) -> None:
             print(f"{run_bytes:9,} B: {', '.join(shown)}; packed: {', '.join(gains)}")
         for reader in readers.values():
             reader.close()
+        holder.free()
 
 
 if __name__ == "__main__":

@@ -76,7 +76,6 @@ LONG_FILES = {
     "kvferry.runtime.authority": "one machine: every message of readers and ranks, and what follows",
     "kvferry.runtime.reader": "one machine: every event of a destination rank, and what it starts",
     "kvferry.testing.simulation.engines": "both sides of the runtime, and what each is asked to do wrong",
-    "kvferry.transport.mapped": "one thread and the order of its calls to the device",
     "kvferry.wire.messages": "one protocol: each message, and how long it may be",
     "kvferry.wire.manifest": "one document: each of its structures, both ways",
 }

@@ -3,17 +3,21 @@
 import time
 from typing import ClassVar
 
+import numpy as np
 import pytest
 
 from kvferry.channel import Received
+from kvferry.core.manifest import Region
 from kvferry.core.owned import BlockBytes
 from kvferry.endpoint.edges import ControlChannel
 from kvferry.endpoint.gather_service import GatherService
-from kvferry.errors import SpecError
+from kvferry.errors import SpecError, TransportError
 from kvferry.runtime.ticket_guard import Admitted, GatherRefusal, Refusal, TicketGuard
+from kvferry.testing.packed import OpenGuard
+from kvferry.transport.chunk_copier import HostChunkCopier
 from kvferry.transport.places import Places
 from kvferry.transport.staging_ring import StagingRing, StagingSize
-from kvferry.wire.gather import Gather, encode_rank_message
+from kvferry.wire.gather import Gather, OpenStream, decode_from_rank, encode_rank_message
 from tests.runtime.test_ticket_guard import KEY, SRC, permit, ticket
 
 
@@ -25,10 +29,10 @@ class SilentChannel(ControlChannel):
     dropped: ClassVar = {}
 
     def start(self, name, receive, is_behind):
-        pass
+        self.sent = []
 
     def send(self, to, data):
-        pass
+        self.sent.append(decode_from_rank(data))
 
     def hang_up(self, address):
         pass
@@ -45,7 +49,9 @@ def guard():
 @pytest.fixture
 def service(guard):
     ring = StagingRing(StagingSize(4, 4096))
-    service = GatherService(Places("ours", ()), ring, guard, SilentChannel(), time.monotonic)
+    service = GatherService(
+        HostChunkCopier(Places("ours", ()), 4096), ring, guard, SilentChannel(), time.monotonic
+    )
     yield service
     service.close()
     ring.close()
@@ -71,3 +77,41 @@ def test_an_ask_that_makes_no_sense_is_refused_where_junk_is_counted(service, co
     """It once got a line of the log each time."""
     with pytest.raises(SpecError, match="gather: "):
         service._receive(Received("@00", encode_rank_message(Gather(1, b"", (columns,)))))
+
+
+class BrokenDevice(HostChunkCopier):
+    """A device that copies nothing any more."""
+
+    is_on_host = False
+
+    def gather(self, sides, chunk):
+        raise TransportError("cuda", "the device is lost")
+
+
+def test_a_rank_whose_device_fails_says_so_and_keeps_its_chunks(guard):
+    """And it has no streams: these are sent by the host, from the host's memory."""
+    memory, ring, channel = np.zeros(4096, np.uint8), StagingRing(StagingSize(4, 4096)), SilentChannel()
+    region = Region("kv", 4096, memory.ctypes.data, "cuda:0")
+    copier = BrokenDevice(Places("ours", [region]), 4096)
+    service = GatherService(copier, ring, OpenGuard(), channel, time.monotonic)
+    zero, length = (np.array([n], "<i8").tobytes() for n in (0, 64))
+    columns = (zero, length, zero)
+    for message in (
+        Gather(1, b"", (columns,)),
+        Gather(2, b"", (columns,), b"s" * 16),
+        OpenStream(3, ((region.address, region.num_bytes),)),
+    ):
+        service._receive(Received("@00", encode_rank_message(message)))
+    released = []
+    service.revoke(7, 1, lambda: released.append(1))
+    deadline = time.monotonic() + 60
+    while len(channel.sent) < 3 and time.monotonic() < deadline:
+        time.sleep(1e-3)
+    told = {answer.nonce: (answer.code, answer.detail) for answer in channel.sent}
+    assert {nonce: code for nonce, (code, _) in told.items()} == {1: "cannot", 2: "cannot", 3: "cannot"}
+    assert "the device is lost" in told[1][1]
+    assert "streams are for host memory" in told[2][1]
+    assert service.status()["lent"] == 0
+    service.close()
+    assert released == [1]
+    ring.close()

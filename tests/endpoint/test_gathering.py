@@ -10,9 +10,10 @@ import pytest
 from kvferry.core.owned import BlockBytes
 from kvferry.core.product import Term
 from kvferry.core.runs import Runs
-from kvferry.endpoint import Destination, SourceEngine, SourceRank, gather_service
+from kvferry.endpoint import Destination, SourceEngine, SourceRank
 from kvferry.endpoint.edges import open_channel
 from kvferry.endpoint.gather_calls import GatherCalls
+from kvferry.transport import chunk_copier
 from kvferry.transport.cards import staging_in
 from kvferry.transport.expose import Expose
 from kvferry.transport.nixl import NixlTransport
@@ -226,7 +227,7 @@ def test_the_engine_hears_of_no_release_while_its_rank_gathers(engines, monkeypa
         assert may_end.wait(60)
         return pack(*args)
 
-    monkeypatch.setattr(gather_service, "pack", slow_pack)
+    monkeypatch.setattr(chunk_copier, "pack", slow_pack)
     gathering = Gathering(engines)
     ticket = gathering.offer()
     handle = gathering.destination.fetch(ticket, gathering.request.dst, gathering.request.need)

@@ -14,6 +14,7 @@ from kvferry.core.way import Way
 from kvferry.errors import TransportError
 from kvferry.transport import packed
 from kvferry.transport.base import CANCELLED, Connected
+from kvferry.transport.chunk_copier import HostChunkCopier
 from kvferry.transport.pack import pack, src_of
 from kvferry.transport.packed import PackedMover
 from kvferry.transport.places import Places
@@ -98,7 +99,7 @@ class World:
             Places(n, [Region("kv", 64_000, a.ctypes.data)]) for n, a in (("s", self.src), ("d", self.dst))
         )
         self.rank, self.ring = Rank(src), StagingRing(SIZE)
-        self.mover = PackedMover(dst, self.ring, self.rank, count(1))
+        self.mover = PackedMover(HostChunkCopier(dst, SIZE.chunk_bytes), self.ring, self.rank, count(1))
         self.rank.listen(self.mover)
         self.fabric = Fabric(self.rank.ring, self.ring)
         staging = Staging(RANK, self.rank.ring.region.address, SIZE.num_bytes, SIZE.chunk_bytes)

@@ -253,7 +253,8 @@ TRANSPORT: dict[str, Explained] = {
     ),
     "not-packed": Explained(
         "This rank reads only from ranks that gather for it (`KVFERRY_PACKED_READS=require`, or it hides its"
-        " pool: `KVFERRY_EXPOSE`). The source's rank does not.",
+        " pool: `KVFERRY_EXPOSE`). The source's rank does not, or one side's memory is the host's and the"
+        " other's a device's.",
         "Set `KVFERRY_PACKED_READS` to the same on both sides, or to `auto` here. vLLM's connector does not"
         " gather yet: leave it unset there.",
     ),

@@ -20,8 +20,8 @@ from kvferry.endpoint.owner import Owner
 from kvferry.errors import SpecError, TransportError
 from kvferry.log import is_worth_a_line, log_of
 from kvferry.runtime.ticket_guard import Admitted, GatherRefusal, Refusal, TicketGuard
-from kvferry.transport.pack import TermSide, check_room, pack
-from kvferry.transport.places import Places
+from kvferry.transport.chunk_copier import ChunkCopier
+from kvferry.transport.pack import TermSide, check_room
 from kvferry.transport.staging_ring import LentChunks, StagingRing
 from kvferry.transport.stream_frames import StreamOffer
 from kvferry.transport.stream_sender import StreamSender
@@ -43,6 +43,7 @@ log = log_of(__name__)
 MAX_WAITING = 64
 """Asks of one ticket that wait for a chunk."""
 LOOPBACK = "127.0.0.1"
+NO_STREAMS = "its memory is a device's, and streams are for host memory"
 PATIENCE_S = 2.0
 """How long a reader may keep a chunk that others wait for."""
 
@@ -64,7 +65,7 @@ class GatherService:
 
     def __init__(
         self,
-        memory: Places,
+        copier: ChunkCopier,
         ring: StagingRing,
         guard: TicketGuard,
         channel: ControlChannel,
@@ -75,10 +76,14 @@ class GatherService:
         are_streams_proved: bool = False,
     ) -> None:
         """``advertise``: the host that readers call, if it is another one than we listen at."""
-        self._memory, self._ring, self._channel = memory, ring, channel
+        self._copier, self._ring, self._channel = copier, ring, channel
         host = channel.address.removeprefix("tcp://").rpartition(":")[0].strip("[]") or LOOPBACK
-        self._streams = StreamSender(memory, ring.size.chunk_bytes, host, is_proved=are_streams_proved)
-        self._stream_address = advertised(f"tcp://{host}:{self._streams.port}", advertise)
+        self._streams: StreamSender | None = None
+        self._stream_address = ""
+        if copier.is_on_host:
+            chunk_bytes = ring.size.chunk_bytes
+            self._streams = StreamSender(copier.memory, chunk_bytes, host, is_proved=are_streams_proved)
+            self._stream_address = advertised(f"tcp://{host}:{self._streams.port}", advertise)
         # The owner's alone:
         self._guard = guard
         self._chunks = LentChunks(ring.size.num_chunks, patience_s)
@@ -124,7 +129,8 @@ class GatherService:
         """Gather nothing more."""
         self._channel.close()
         self._owner.close()
-        self._streams.close()
+        if self._streams:
+            self._streams.close()
 
     def _receive(self, received: Received | ContactChange) -> None:
         if isinstance(received, ContactChange):
@@ -164,6 +170,8 @@ class GatherService:
         self._guard.begin(generation)  # first: a new start forgets what has ended
         self._guard.end(ticket_id)
         self._chunks.take_all_from(ticket_id)
+        if self._streams is None:  # what is gathered into the ring is gathered by this thread
+            return self._called(then)
         self._streams.revoke(ticket_id, then)
         return []
 
@@ -192,10 +200,13 @@ class GatherService:
         return []
 
     def _open_stream(self, to: str, question: OpenStream) -> list[_Answer]:
-        nonce, ours = question.nonce, tuple((each.address, each.num_bytes) for each in self._memory.regions)
+        nonce, regions = question.nonce, self._copier.memory.regions
+        ours = tuple((each.address, each.num_bytes) for each in regions)
         if question.regions != ours:
             detail = "its regions are not those that the reader was told of"
             return [self._refuse(to, nonce, self._guard.refuse(GatherRefusal.NOT_ITS_BYTES, detail))]
+        if self._streams is None:
+            return [self._refuse(to, nonce, self._guard.refuse(GatherRefusal.CANNOT, NO_STREAMS))]
 
         def offered(offer: StreamOffer | None) -> list[_Answer]:
             if offer:
@@ -207,6 +218,8 @@ class GatherService:
 
     def _send(self, to: str, ask: Gather, admitted: Admitted, sides: list[TermSide]) -> list[_Answer]:
         """Have bytes sent over a stream; whatever of it was revoked meanwhile is not."""
+        if self._streams is None:
+            return [self._refuse(to, ask.nonce, self._guard.refuse(GatherRefusal.CANNOT, NO_STREAMS))]
         refusal = self._refusal(admitted, sides)
         if refusal is not None:
             return [self._refuse(to, ask.nonce, refusal)]
@@ -225,7 +238,7 @@ class GatherService:
             try:
                 check_room(sides, self._ring.size.chunk_bytes)
                 for side in sides:
-                    side.check(self._memory)
+                    side.check(self._copier.memory)
             except TransportError as error:
                 code = GatherRefusal.TOO_MUCH if error.code == "too-much" else GatherRefusal.NOT_ITS_BYTES
                 refusal = self._guard.refuse(code, str(error))
@@ -234,10 +247,14 @@ class GatherService:
     def _gather(self, ask: _Waiting, chunk: int, generation: int) -> _Answer:
         address = self._ring.address(chunk)
         refusal = self._refusal(ask.admitted, ask.sides)
+        if refusal is None:
+            try:
+                self._copier.gather(ask.sides, address)
+            except TransportError as error:  # of the device
+                refusal = self._guard.refuse(GatherRefusal.CANNOT, str(error))
         if refusal is not None:
             self._chunks.give_back(chunk, generation)
             return self._refuse(ask.to, ask.nonce, refusal)
-        pack(self._memory, ask.sides, address, self._ring.size.chunk_bytes)
         self._num_gathered += 1
         return _Answer(ask.to, Gathered(ask.nonce, address, chunk, generation))
 

@@ -24,6 +24,8 @@ class GatherRefusal(StrEnum):
     """Bytes of other blocks than the ticket's, or beyond a block."""
     TOO_MUCH = "too-much"
     """More than fits into a chunk, or more asks than one ticket may have waiting."""
+    CANNOT = "cannot"
+    """The rank's device failed, or a stream was asked for of memory that has none."""
 
 
 @dataclass(frozen=True, slots=True)

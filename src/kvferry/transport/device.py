@@ -70,7 +70,7 @@ class RankDevice:
     def __init__(
         self, index: int, memory: RegionTable, mapped_reads: MappedReads, limits: CopyLimits | None = None
     ) -> None:
-        self.cuda = Cuda(index)
+        self.cuda, self.limits = Cuda(index), limits or CopyLimits()
         self.is_mixed = "DRAM" in memory.names
         """Whether some of the rank's memory is the host's, which a kernel does not copy."""
         self.copier: DeviceCopier | None = None
@@ -82,7 +82,7 @@ class RankDevice:
             self._why_not = "some of this rank's memory is the host's"
         else:
             try:
-                self._make_copier(memory, limits)
+                self._make_copier(memory)
                 self._exporter = Exporter(self.cuda, memory.places.regions)
             except BaseException:
                 self.close()
@@ -90,9 +90,9 @@ class RankDevice:
             if refusal := self._exporter.export.refusal:
                 log.warning("readers on this host cannot open this rank's memory: %s", refusal)
 
-    def _make_copier(self, memory: RegionTable, limits: CopyLimits | None) -> None:
+    def _make_copier(self, memory: RegionTable) -> None:
         try:
-            self.copier = DeviceCopier(self.cuda, memory.places, limits)
+            self.copier = DeviceCopier(self.cuda, memory.places, self.limits)
         except TransportError as error:
             self._why_not = f"the copy kernel cannot be made: {error}"
             log.warning("%s", self._why_not)

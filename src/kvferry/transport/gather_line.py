@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from kvferry.core.manifest import Region
 from kvferry.core.product import Term
-from kvferry.transport.places import Places
+from kvferry.transport.chunk_copier import ChunkCopier
 from kvferry.transport.staging_ring import StagingRing
 from kvferry.transport.stream_frames import StreamOffer
 
@@ -46,11 +46,11 @@ class GatheringTransport(Protocol):
 
     @property
     def is_gathering(self) -> bool:
-        """Whether the packed way is open: it is not for device memory, or if the setting says so."""
+        """Whether the packed way is open, as the setting says; known once memory is registered."""
         ...
 
-    def gather_memory(self) -> tuple[Places, StagingRing]:
-        """For whoever gathers for this rank's readers: what from, and what into."""
+    def gather_memory(self) -> tuple[ChunkCopier, StagingRing]:
+        """For whoever gathers for this rank's readers: who copies, and what into."""
         ...
 
     def gather_at(self, address: str) -> None:

@@ -16,6 +16,7 @@ from kvferry.core.product import Product, Term
 from kvferry.core.way import Way
 from kvferry.errors import TransportError
 from kvferry.transport.base import CANCELLED, Connected, DeviceEvent
+from kvferry.transport.event_wait import EventWait
 from kvferry.transport.gather_line import GatherLine
 from kvferry.transport.pack import check_term, pieces
 from kvferry.transport.places import Places
@@ -40,6 +41,8 @@ class GatheredRead(Generic[L, A]):
     report: Callable[[str], None]
     asks: dict[int, A] = field(default_factory=dict)
     """By nonce: those under way."""
+    is_held: bool = False
+    """Whether it waits for the device: nothing may be written before."""
     is_all_asked: bool = False
     error: str = ""
 
@@ -73,13 +76,11 @@ class GatheredLink(Generic[R]):
         after: DeviceEvent | None,
         permit: bytes = b"",
     ) -> None:
-        """Check that all runs are inside of their regions, and have them gathered."""
-        if after is not None:
-            raise TransportError("no-device", "no device to wait for: this rank's memory is the host's")
+        """Check that all runs are inside of their regions, and have them gathered, after the event."""
         for term in product.terms:
             check_term(term, self.src, self._mover.memory)
         parts = pieces(product, self.staging.chunk_bytes)
-        self._mover.submit(self._mover.new_read(self, transfer, permit, parts, report))
+        self._mover.submit(self._mover.new_read(self, transfer, permit, parts, report), after)
 
     def cancel(self, transfer: int) -> None:
         """Ask for nothing more of a read; nothing of it is written any more when it ends."""
@@ -95,8 +96,11 @@ class GatherMover(Generic[L, R]):
 
     new_read: Callable[..., R]
 
-    def __init__(self, memory: Places, line: GatherLine, nonces: Iterator[int]) -> None:
-        self.memory, self._line, self._nonces = memory, line, nonces
+    def __init__(
+        self, memory: Places, line: GatherLine, nonces: Iterator[int], events: EventWait | None = None
+    ) -> None:
+        """``events``: who waits for the device that the memory is on; None if it is the host's."""
+        self.memory, self._line, self._nonces, self._event_wait = memory, line, nonces, events
         self._lock = threading.Lock()
         """Guards ``_is_closing``: what is submitted before that is ended by the thread."""
         self._is_closing = False
@@ -109,12 +113,20 @@ class GatherMover(Generic[L, R]):
         """Have something done by the thread."""
         raise NotImplementedError
 
-    def submit(self, read: R) -> None:
-        """Have a read wait for its turn."""
+    def submit(self, read: R, after: DeviceEvent | None) -> None:
+        """Have a read wait for its turn, and for the device before that."""
         with self._lock:
             if self._is_closing:
                 raise TransportError("closed", "this transport was closed")
+            if after is None:
+                self.put(partial(self._begin, read))
+                return
+            if self._event_wait is None:
+                raise TransportError("no-device", "no device to wait for: this rank's memory is the host's")
+            mark = self._event_wait.follow(after)
+            read.is_held = True
             self.put(partial(self._begin, read))
+            self._event_wait.submit(mark, lambda error: self.put(partial(self._let_begin, read, error)))
 
     # ---- in the thread
 
@@ -125,8 +137,16 @@ class GatherMover(Generic[L, R]):
             self._links.append(link)
         if link.is_forgotten:
             self.give_up(read, f"peer {link.name!r} was forgotten")
-        else:
+        elif not read.is_held:
             link.waiting.append(read)
+
+    def _let_begin(self, read: R, error: str) -> None:
+        """The device has come to the event that a read waits for; or it failed."""
+        read.is_held = False
+        if error:
+            self.give_up(read, error)
+        elif not read.error:
+            read.link.waiting.append(read)
 
     def give_up(self, read: R | None, error: str) -> None:
         """Ask for nothing more of a read. It ends when nothing of it is written any more."""

@@ -15,14 +15,11 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 from time import sleep
 from weakref import WeakKeyDictionary
-
-import numpy as np
 
 from kvferry.core.manifest import Region
 from kvferry.core.product import Product
@@ -33,19 +30,15 @@ from kvferry.log import log_of
 from kvferry.transport.base import CANCELLED, Connected, DeviceEvent
 from kvferry.transport.cards import export_in, unpack_card
 from kvferry.transport.copy_kernel import (
-    NUM_ARGUMENTS,
     CopyKernel,
     CopyLimits,
     Prepared,
     Repeated,
-    Words,
-    Work,
     prepare,
     repeated,
-    table_words,
-    write_table,
 )
-from kvferry.transport.cuda import Arguments, Cuda
+from kvferry.transport.copy_queue import CopyQueue
+from kvferry.transport.cuda import Cuda
 from kvferry.transport.exports import Export, Opened
 from kvferry.transport.places import Places
 from kvferry.transport.quietly import quietly
@@ -54,10 +47,6 @@ log = log_of(__name__)
 
 HOST = "cpu"
 NUM_LANES = 4
-TABLE_BYTES = 4 << 20
-"""Room for the table of one copy, pinned and on the device; a longer one makes it grow."""
-SHORT_BYTES = 8 << 20
-"""Up to so many, the kernel reads its table from the host's memory: to upload it first would take longer."""
 SURE_BYTES_PER_SECOND = 4e12
 """No device copies faster: for so long a thread need not look whether a copy is done."""
 AFTER_NAP_SECONDS = 200e-6
@@ -289,35 +278,26 @@ class MappedLink:
 
 
 class CopyLane:
-    """A stream, a table, and a thread that waits for the device: one copy at a time.
+    """A queue for one copy at a time, and a thread that waits for the device.
 
     Whoever starts a copy queues it on the device; the thread only waits for its end. That saves the time in
     which a second thread wakes up, in which the device copies a hundred megabytes.
     """
 
     def __init__(self, cuda: Cuda, kernel: CopyKernel, on_end: Callable[[CopyLane, Copy, str], None]) -> None:
-        self._cuda, self._kernel, self._on_end = cuda, kernel, on_end
+        self._cuda, self._on_end = cuda, on_end
         self._started: SimpleQueue[tuple[Copy, str] | None] = SimpleQueue()
-        self._arguments = Arguments(NUM_ARGUMENTS)
-        with cuda.current(), ExitStack() as undo:
-            self._stream = cuda.make_stream()
-            undo.callback(cuda.free_stream, self._stream)
-            self._mark = cuda.make_event()
-            undo.callback(cuda.free_event, self._mark)
-            self._table = _Table(cuda, TABLE_BYTES)
-            undo.callback(self._table.free)
-            # The first launch loads the kernel, and waits for all work of the device.
-            kernel.launch(Work(0, 1, 1), self._table.address, self._stream, self._arguments)
-            cuda.wait_stream(self._stream)
-            self._give_up = undo.pop_all()
+        self._queue = CopyQueue(cuda, kernel)
         self._thread = threading.Thread(target=self._run, name="kvferry-copy", daemon=True)
         self._thread.start()
 
     def start(self, copy: Copy) -> None:
         """Queue a copy on the device; in any thread, one at a time."""
+        error = ""
         try:
+            copy.num_bytes = sum(term.num_bytes for term in copy.terms)
             with self._cuda.current_for_launches():
-                error = self._queue(copy)
+                self._queue.put(copy.terms, copy.num_bytes, copy.after)
         except TransportError as failure:
             error = str(failure)
         except Exception as failure:
@@ -325,29 +305,13 @@ class CopyLane:
             error = f"unexpected: {failure!r}"
         self._started.put((copy, error))
 
-    def _queue(self, copy: Copy) -> str:
-        num_words = table_words(copy.terms)
-        table = self._table.room(num_words)
-        copy.num_bytes = sum(term.num_bytes for term in copy.terms)
-        is_short = copy.num_bytes <= SHORT_BYTES
-        address = table.pinned if is_short else table.address
-        work = write_table(copy.terms, table.words, address)
-        if not work.num_tiles:
-            return ""
-        if copy.after is not None:
-            self._cuda.wait_in_stream(self._stream, copy.after)
-        if not is_short:
-            self._cuda.upload_later(address, table.pinned, 8 * num_words, self._stream)
-        self._kernel.launch(work, address, self._stream, self._arguments)
-        return ""
-
     def _run(self) -> None:
         self._cuda.bind_thread()
         while started := self._started.get():
             copy, error = started
             try:
                 # Also after an error: some of the copy may have been queued.
-                self._wait(copy)
+                self._queue.wait(partial(self._sleep, copy))
             except TransportError as failure:
                 error = error or str(failure)
             except Exception as failure:  # this thread serves everybody: no copy may end it
@@ -357,57 +321,18 @@ class CopyLane:
                 self._on_end(self, copy, error)
             except Exception:
                 log.exception("the end of a copy could not be reported")
-        quietly(self._give_up.close)
+        quietly(self._queue.close)
 
-    def _wait(self, copy: Copy) -> None:
-        """Sleep while the copy surely still runs, then wait for its end, whatever goes wrong before."""
-        wait = partial(self._cuda.wait_stream, self._stream)
-        try:
-            self._cuda.record(self._mark, self._stream)
-            wait = partial(self._cuda.wait_event, self._mark)
-            while copy.after is not None and not self._cuda.has_come_to(copy.after):
-                sleep(AFTER_NAP_SECONDS)
-            nap = copy.num_bytes / SURE_BYTES_PER_SECOND - NAP_SECONDS
-            if nap > 0:
-                sleep(nap)
-        finally:
-            wait()
+    def _sleep(self, copy: Copy) -> None:
+        """Sleep while the copy surely still runs."""
+        while copy.after is not None and not self._cuda.has_come_to(copy.after):
+            sleep(AFTER_NAP_SECONDS)
+        nap = copy.num_bytes / SURE_BYTES_PER_SECOND - NAP_SECONDS
+        if nap > 0:
+            sleep(nap)
 
     def close(self) -> None:
         """End the thread. Nothing may be under way."""
         if self._thread.is_alive():
             self._started.put(None)
             self._thread.join()
-
-
-class _Table:
-    """Pinned memory that tables are written in, and the device memory that they are uploaded to."""
-
-    def __init__(self, cuda: Cuda, num_bytes: int) -> None:
-        self._cuda = cuda
-        self._allocate(num_bytes)
-
-    def _allocate(self, num_bytes: int) -> None:
-        pinned = self._cuda.allocate_pinned(num_bytes)
-        try:
-            address = self._cuda.allocate(num_bytes)
-        except BaseException:
-            self._cuda.free_pinned(pinned)
-            raise
-        self.pinned, self.address = pinned, address
-        self.words: Words = self._cuda.pinned_array(self.pinned, num_bytes).view(np.uint64)
-
-    def room(self, num_words: int) -> _Table:
-        """Itself, with room for so many words. Nothing of an earlier copy may be under way."""
-        if num_words > len(self.words):
-            pinned, address = self.pinned, self.address
-            self._allocate(8 << (num_words - 1).bit_length())  # may fail: the table stays as it is then
-            self._free(pinned, address)
-        return self
-
-    def free(self) -> None:
-        self._free(self.pinned, self.address)
-
-    def _free(self, pinned: int, address: int) -> None:
-        self._cuda.free_pinned(pinned)
-        self._cuda.free(address)

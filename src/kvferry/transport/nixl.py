@@ -27,6 +27,7 @@ from kvferry.transport.agent_team import AgentTeam
 from kvferry.transport.agent_thread import AgentThread
 from kvferry.transport.base import Connected, DeviceEvent, ReadEnd
 from kvferry.transport.cards import pack_card, unpack_card, with_staging
+from kvferry.transport.chunk_copier import ChunkCopier
 from kvferry.transport.cuda import Cuda
 from kvferry.transport.descriptors import RegionTable, SlicePair
 from kvferry.transport.device import MappedReads, RankDevice, copy_limits
@@ -40,6 +41,7 @@ from kvferry.transport.nixl_agent import UCX, Agent, check_installed
 from kvferry.transport.packed import PackedMover
 from kvferry.transport.packed_rings import HAVE_GATHERED, PackedRings, staging_of, why_hidden
 from kvferry.transport.places import Addresses, Places
+from kvferry.transport.ring_pair import rings_for
 from kvferry.transport.staging import SETTING as PACKED_SETTING
 from kvferry.transport.staging import PackedReads
 from kvferry.transport.staging_ring import StagingRing, StagingSize
@@ -80,7 +82,7 @@ class NixlTransport:
         mapped_reads: MappedReads | None = None,
         packed_reads: PackedReads | None = None,
         expose: Expose | None = None,
-        ring_size: StagingSize = StagingSize(),  # noqa: B008  (it is frozen)
+        ring_size: StagingSize | None = None,
         make_agent: Callable[[str, str], FabricAgent] | None = None,
     ) -> None:
         """Settings are those of the environment, if none are given; ``make_agent`` is for tests.
@@ -102,8 +104,8 @@ class NixlTransport:
         self._memory: RegionTable | None = None
         self._device: RankDevice | None = None
         self._teams: dict[AgentMode, AgentTeam] = {}
-        is_packing = self._packed_reads is not PackedReads.NEVER
-        self._rings = PackedRings(ring_size, self._expose) if is_packing else None
+        self._ring_size = ring_size
+        self._rings: PackedRings | None = None
         self._lock = threading.Lock()
         self._links: dict[str, Link] = {}
 
@@ -120,20 +122,18 @@ class NixlTransport:
             if not regions:
                 raise TransportError("no-regions", "a rank has memory")
             memory = RegionTable("ours", regions)
-            if self._rings and any(kind.name != "DRAM" for kind in memory.kinds):
+            if any(kind.name != "DRAM" for kind in memory.kinds):
                 check_built(self._expose, "device memory")
-                if self._packed_reads is PackedReads.REQUIRE:
-                    raise TransportError("bad-device", "packed reads are of host memory, so far")
-                self._rings.close()
-                self._rings = None
             try:
                 self._device = _device_of(memory, self._mapped_reads)
+                pair = rings_for(memory, self._device, self._packed_reads, self._ring_size)
+                self._rings = PackedRings(pair, self._expose) if pair else None
                 card_part = self._device.card_part if self._device else b""
                 if self._expose is not Expose.NOTHING:
                     first_mode = self._settings.first_mode
                     self._teams[first_mode] = self._make_team(memory, first_mode, card_part)
             except BaseException:
-                self._close_device()
+                self._give_memory_up()
                 raise
             self._memory = memory
 
@@ -163,23 +163,25 @@ class NixlTransport:
         """Whether this rank gathers for readers, and may ask others to; known once it is registered."""
         return self._rings is not None
 
-    def gather_memory(self) -> tuple[Places, StagingRing]:
-        """For whoever gathers for this rank's readers: what from, and what into."""
+    def gather_memory(self) -> tuple[ChunkCopier, StagingRing]:
+        """For whoever gathers for this rank's readers: who copies, and what into."""
         with self._gate:
+            self._ours()
             if self._rings is None:
                 raise TransportError("not-packed", f"this rank does not gather ({PACKED_SETTING})")
-            return self._ours().places, self._rings.source
+            return self._rings.source.copier, self._rings.source.ring
 
     def gather_at(self, address: str) -> None:
         """From now on readers are told where this rank is asked to gather."""
         if self._rings:
-            self._rings.advertise(address, self._ours().places)
+            self._rings.advertise(address)
 
     def ask_by(self, line: GatherLine) -> None:
         """How other ranks are asked to gather; it is closed with this transport."""
         with self._gate, self._making:
+            self._ours()
             if self._rings:
-                self._rings.open_mover(self._ours().places, line)
+                self._rings.open_mover(line)
 
     def connect(self, peer: str, card: bytes, regions: Sequence[Region]) -> Connected:
         """Add a peer, and read a little from it, so that the first real read is as fast as the next."""
@@ -333,8 +335,8 @@ class NixlTransport:
         self._gate.shut()
         with self._making:
             movers: list[Mover | PackedMover | StreamMover] = [*self._teams.values()]
-            if self._rings and self._rings.mover and self._rings.streams:
-                movers += [self._rings.mover, self._rings.streams]
+            if self._rings:
+                movers += self._rings.movers
             if self._device and self._device.copier:
                 movers.append(self._device.copier)
         with self._lock:
@@ -349,11 +351,12 @@ class NixlTransport:
                 f"reads did not end within {self._close_timeout_s:g} s: their memory must stay",
             )
         with self._making:
-            self._close_device()
-            if self._rings:
-                self._rings.close()
+            self._give_memory_up()
 
-    def _close_device(self) -> None:
+    def _give_memory_up(self) -> None:
+        rings, self._rings = self._rings, None
+        if rings:
+            rings.close()
         device, self._device = self._device, None
         if device:
             device.close()

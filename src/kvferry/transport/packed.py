@@ -30,10 +30,12 @@ from kvferry.core.product import Product, Term
 from kvferry.core.runs import Runs
 from kvferry.errors import TransportError
 from kvferry.log import log_of
+from kvferry.transport.chunk_copier import ChunkCopier
+from kvferry.transport.event_wait import EventWait
 from kvferry.transport.gather_line import GatherLine
 from kvferry.transport.gathered_reads import ANSWER_S, GatheredLink, GatheredRead, GatherMover
 from kvferry.transport.link import Link
-from kvferry.transport.pack import dst_of, unpack
+from kvferry.transport.pack import dst_of
 from kvferry.transport.places import Places
 from kvferry.transport.quietly import quietly
 from kvferry.transport.staging import Staging
@@ -99,9 +101,16 @@ class PackedMover(GatherMover[PackedLink, _Read]):
 
     new_read = _Read
 
-    def __init__(self, memory: Places, ring: StagingRing, line: GatherLine, nonces: Iterator[int]) -> None:
-        super().__init__(memory, line, nonces)
-        self._ring = ring
+    def __init__(
+        self,
+        copier: ChunkCopier,
+        ring: StagingRing,
+        line: GatherLine,
+        nonces: Iterator[int],
+        events: EventWait | None = None,
+    ) -> None:
+        super().__init__(copier.memory, line, nonces, events)
+        self._copier, self._ring = copier, ring
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         # The thread's alone:
         self._free = [*range(ring.size.num_chunks)]
@@ -231,7 +240,7 @@ class PackedMover(GatherMover[PackedLink, _Read]):
         self._line.give_back(sender, nonce, chunk, generation)
         if not error and not ask.read.error:
             try:
-                unpack(self.memory, [dst_of(term) for term in ask.terms], self._ring.address(ask.chunk))
+                self._copier.scatter([dst_of(term) for term in ask.terms], self._ring.address(ask.chunk))
             except Exception as failure:
                 log.exception("bytes could not be scattered")
                 error = f"unexpected: {failure!r}"

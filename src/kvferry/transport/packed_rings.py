@@ -17,23 +17,25 @@ from kvferry.transport.gather_line import GatherLine
 from kvferry.transport.link import Link
 from kvferry.transport.packed import PackedMover
 from kvferry.transport.places import Places
+from kvferry.transport.ring_pair import RingPair
 from kvferry.transport.staging import SETTING, PackedReads, Staging, digest_of
-from kvferry.transport.staging_ring import StagingRing, StagingSize
+from kvferry.transport.stream_frames import StreamOffer
 from kvferry.transport.stream_reader import StreamMover
 
 HAVE_GATHERED = (
     f"this rank has nobody gather for it: set {SETTING}={PackedReads.AUTO.value} here, too (for host memory,"
     " so far)"
 )
+NO_STREAM = "the fabric cannot read its ring by itself, and streams are for host memory"
 
 
 class PackedRings:
-    """A ring that this rank gathers into, and one that it reads into."""
+    """A ring that this rank gathers into, one that it reads into, and who asks others to gather."""
 
-    def __init__(self, size: StagingSize, expose: Expose = Expose.POOL) -> None:
-        self._expose = expose
-        self.source, self._reader = StagingRing(size), StagingRing(size)
-        self.table = RegionTable("rings", [self.source.region, self._reader.region])
+    def __init__(self, pair: RingPair, expose: Expose = Expose.POOL) -> None:
+        self._pair, self._expose = pair, expose
+        self.source, self._reader = pair.source, pair.reader.ring
+        self.table = RegionTable("rings", [self.source.ring.region, self._reader.region])
         self._reader_table = RegionTable("our ring", [self._reader.region])
         self.staging = b""
         """What readers must know; empty while nobody gathers here."""
@@ -41,51 +43,64 @@ class PackedRings:
         self.streams: StreamMover | None = None
         self._line: GatherLine | None = None
 
-    def advertise(self, address: str, memory: Places) -> None:
-        """This rank is asked there to gather from that memory."""
-        size, digest = self.source.size, digest_of(memory.regions)
-        ring_address = 0 if self._expose is Expose.NOTHING else self.source.region.address
-        told = Staging(address, ring_address, size.num_bytes, size.chunk_bytes, self._expose, digest)
+    def advertise(self, address: str) -> None:
+        """This rank is asked there to gather."""
+        ring, digest = self.source.ring, digest_of(self.source.copier.memory.regions)
+        ring_address = 0 if self._expose is Expose.NOTHING else ring.region.address
+        sizes = ring.size.num_bytes, ring.size.chunk_bytes
+        told = Staging(address, ring_address, *sizes, self._expose, digest)
         self.staging = told.to_bytes()
 
-    def open_mover(self, memory: Places, line: GatherLine) -> None:
+    def open_mover(self, line: GatherLine) -> None:
         """Source ranks are asked by this line from now on."""
         if self.mover:
             raise TransportError("registered", "there is one line to the ranks that gather")
-        self._line, nonces = line, count(1)
-        self.mover = PackedMover(memory, self._reader, line, nonces)
-        self.streams = StreamMover(memory, line, nonces)
+        self._line, nonces, copier = line, count(1), self._pair.reader.copier
+        self.mover = PackedMover(copier, self._reader, line, nonces, self._pair.events)
+        if copier.is_on_host:
+            self.streams = StreamMover(copier.memory, line, nonces)
         line.listen(_Answers(self.mover, self.streams))
 
-    def _movers_for(
-        self, peer: str, card: bytes, regions: Sequence[Region]
-    ) -> tuple[PackedMover, StreamMover, Staging]:
+    @property
+    def movers(self) -> list[PackedMover | StreamMover]:
+        """Those that are open."""
+        return [mover for mover in (self.mover, self.streams) if mover]
+
+    def _mover_for(self, peer: str, card: bytes, regions: Sequence[Region]) -> tuple[PackedMover, Staging]:
         """Who reads a peer, and what it must know; raises TransportError if the peer does not gather."""
         staging = staging_of(card)
         if staging is None:
             detail = f"{peer}: its rank does not gather; set {SETTING} to the same on both sides"
             raise TransportError("not-packed", detail)
-        if self.mover is None or self.streams is None:
+        if self.mover is None:
             raise TransportError("not-packed", f"{peer}: this rank has no line to ask others to gather")
         if staging.regions_digest != digest_of(regions):
             detail = "its regions are not those that this rank was told of"
             raise TransportError("no-connection", f"{peer}: {detail}")
+        self._check_kind(peer, regions)
         if staging.chunk_bytes > self._reader.size.chunk_bytes:
             theirs, ours = staging.chunk_bytes, self._reader.size.chunk_bytes
             detail = f"its chunks have {theirs} bytes, ours {ours}: set the same on both sides"
             raise TransportError("bad-ring", f"{peer}: {detail}")
-        return self.mover, self.streams, staging
+        return self.mover, staging
+
+    def _check_kind(self, peer: str, regions: Sequence[Region]) -> None:
+        kinds, ours = {_kind(region) for region in regions}, _kind(self._reader.region)
+        if kinds != {ours}:
+            detail = f"its memory is {' and '.join(sorted(kinds))} memory, ours {ours} memory"
+            raise TransportError("not-packed", f"{peer}: {detail}; a ring is read into one of its own kind")
 
     def link(
         self, peer: str, card: bytes, regions: Sequence[Region], team: AgentTeam | None, deadline: float
     ) -> Link:
         """Have a peer gather, and ``team`` read its ring; or have it sent, where nobody can read that."""
-        mover, _, staging = self._movers_for(peer, card, regions)
+        mover, staging = self._mover_for(peer, card, regions)
         if team and staging.expose is not Expose.NOTHING:
             try:
                 seconds = max(0.0, deadline - monotonic())
-                ring = team.connect_ring(peer, card, staging.region, self._reader_table, seconds)
-                return mover.link(peer, staging, Places(peer, regions), ring)
+                ring = staging.ring_on(regions[0].device)
+                link = team.connect_ring(peer, card, ring, self._reader_table, seconds)
+                return mover.link(peer, staging, Places(peer, regions), link)
             except TransportError as error:
                 if error.code != "not-direct":
                     raise
@@ -93,8 +108,10 @@ class PackedRings:
 
     def open_stream(self, peer: str, card: bytes, regions: Sequence[Region], timeout_s: float) -> Link:
         """Have a peer send what it gathers; raises TransportError, or TimeoutError if it does not answer."""
-        _, streams, staging = self._movers_for(peer, card, regions)
-        stream = streams.link(peer, staging, Places(peer, regions))
+        _, staging = self._mover_for(peer, card, regions)
+        if self.streams is None:
+            raise TransportError("not-packed", f"{peer}: {NO_STREAM}")
+        stream = self.streams.link(peer, staging, Places(peer, regions))
         try:
             stream.open(max(0.0, timeout_s))
         except BaseException:
@@ -107,8 +124,7 @@ class PackedRings:
         if self._line:
             self._line.close()
             self._line = None
-        self.source.close()
-        self._reader.close()
+        self._pair.close()
 
 
 def staging_of(card: bytes) -> Staging | None:
@@ -130,15 +146,23 @@ def why_hidden(staging: Staging | None, ours: Expose) -> str:
 class _Answers:
     """What ranks answer goes to who asked: numbers of asks are never the same."""
 
-    def __init__(self, rings: PackedMover, streams: StreamMover) -> None:
-        self._rings, self._streams = rings, streams
+    def __init__(self, rings: PackedMover, streams: StreamMover | None) -> None:
+        self._streams = streams
+        self._movers: list[PackedMover | StreamMover] = [rings, *([streams] if streams else [])]
         self.gathered, self.given_back = rings.gathered, rings.given_back
-        self.stream_offered = streams.stream_offered
+
+    def stream_offered(self, sender: str, nonce: int, offer: StreamOffer) -> None:
+        if self._streams:  # else nobody asked for one
+            self._streams.stream_offered(sender, nonce, offer)
 
     def not_gathered(self, sender: str, nonce: int, error: str) -> None:
-        self._rings.not_gathered(sender, nonce, error)
-        self._streams.not_gathered(sender, nonce, error)
+        for mover in self._movers:
+            mover.not_gathered(sender, nonce, error)
 
     def lost(self, sender: str) -> None:
-        self._rings.lost(sender)
-        self._streams.lost(sender)
+        for mover in self._movers:
+            mover.lost(sender)
+
+
+def _kind(region: Region) -> str:
+    return "host" if region.device == "cpu" else "device"

@@ -27,7 +27,8 @@ class PackedReads(Enum):
     """Nobody gathers, and nobody is asked to."""
     AUTO = "auto"
     """This rank gathers for its readers. It has others gather for it where the fabric cannot read them by
-    itself; where it can, it is faster, but for the shortest of runs."""
+    itself; where it can, it is faster, but for the shortest of runs. Device memory is left alone: there the
+    fabric, or our own kernel, reads by itself or not at all."""
     REQUIRE = "require"
     """This rank gathers for its readers, and reads nobody who does not gather for it."""
 
@@ -81,10 +82,9 @@ class Staging:
         """Whether nothing but what the rank gathers can be read."""
         return self.expose.hides_pool
 
-    @property
-    def region(self) -> Region:
-        """The ring, to be read."""
-        return Region("ring", self.ring_bytes, self.ring_address)
+    def ring_on(self, device: str) -> Region:
+        """The ring, to be read: it is where its rank's memory is."""
+        return Region("ring", self.ring_bytes, self.ring_address, device)
 
     def to_bytes(self) -> bytes:
         """For a card."""
