@@ -18,6 +18,7 @@ CHOSEN = (
     "test_pairs.py::test_stages?llama-tp1pp1+3-tp1pp3+1?",
     "test_pairs.py::test_shared_caches_and_draft_layers?gemma3n-tp1b64-tp1b32?",
     "test_pairs.py::test_digests_of_every_load?llama-tp1b64-tp1b32?",
+    "test_pairs.py::test_workers_gather_for_their_readers?llama-tp1b64-tp1b32?",
     "test_pairs.py::test_a_draft_goes_on_from_the_cache_that_was_moved",
     "test_pairs.py::test_tokens_depend_on_what_was_moved?gemma3?",
     # The lives of requests, and the fault table, on a model of several groups.

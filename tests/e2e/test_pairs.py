@@ -305,9 +305,34 @@ def test_digests_of_every_load(docks, family, src, dst):
     """RB-1: no alarm is false, and no load is left out."""
     engines = docks.pair(family, src, dst, DIGESTING)
     compare(docks, family, dst, *engines)
-    lines = [line for line in engines[1].log.read_text().splitlines() if "kvferry: load of " in line]
-    assert len(lines) == len(PROMPTS) * dst.tp * max(1, len(dst.stages))
+    lines = load_lines(engines[1], dst)
     assert all(", digest equal;" in line for line in lines)
+
+
+PACKED: list[Case] = [
+    ("llama", Side(1, 64), Side(1, 32)),
+    ("gemma3", TWO, Side(1, 64)),
+    ("deepseek_v3", ONE, TWO),
+    ("nemotron_h", TWO, ONE),
+]
+"""Every worker gathers, and is read in no other way."""
+PACKING = {**KVFERRY, "kv_connector_extra_config": {"packed_reads": "require", "digest": "full"}}
+
+
+@pytest.mark.parametrize(("family", "src", "dst"), PACKED, ids=map(name, PACKED))
+def test_workers_gather_for_their_readers(docks, family, src, dst):
+    engines = docks.pair(family, src, dst, PACKING)
+    compare(docks, family, dst, *engines)
+    lines = load_lines(engines[1], dst)
+    assert all(", packed, in " in line and ", digest equal;" in line for line in lines)
+    assert engines[0].log.read_text().count("gathers for its readers (packed_reads: require)") == src.tp
+
+
+def load_lines(engine: Engine, side: Side) -> list[str]:
+    """The line of each load in an engine's log: each rank has one for each prompt."""
+    lines = [line for line in engine.log.read_text().splitlines() if "kvferry: load of " in line]
+    assert len(lines) == len(PROMPTS) * side.tp * max(1, len(side.stages))
+    return lines
 
 
 def test_a_draft_goes_on_from_the_cache_that_was_moved(docks):

@@ -4,8 +4,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kvferry.errors import SpecError
+from kvferry.errors import SpecError, TransportError
 from kvferry.integrations.vllm.shared.options import Options, check_transfer_config
+from kvferry.transport.staging import PackedReads
 
 TEXT = "3q2-7wAAq83vEjRWeJCrzf7cuph2VDIQ"
 
@@ -58,6 +59,9 @@ def test_a_secret_among_the_options_is_refused_and_not_repeated():
         ({"digest": True}, "digest must be"),
         ({"digest": 1.5}, "digest must be"),
         ({"backends": ["UCX", "GDS"]}, "backends must be a list with the name of one"),
+        ({"packed_reads": "off"}, "packed_reads must be one of never, auto, require, got 'off'"),
+        ({"packed_reads": True}, "packed_reads must be one of"),
+        ({"packed_reads": ["auto"]}, "packed_reads must be one of"),
     ],
 )
 def test_senseless_options_are_refused_by_name(extra, words):
@@ -80,6 +84,38 @@ def test_the_backend_is_nixls_name():
 def test_a_digest_is_off_full_or_of_one_in_so_many():
     chosen = [options(), options(digest="off"), options(digest="full"), options(digest=100)]
     assert [each.digest_every for each in chosen] == [0, 0, 1, 100]
+
+
+def test_packed_reads_are_an_option_or_a_variable_and_the_option_counts(monkeypatch):
+    monkeypatch.delenv("KVFERRY_PACKED_READS", raising=False)
+    assert options().packed_reads is PackedReads.NEVER
+    monkeypatch.setenv("KVFERRY_PACKED_READS", "require")
+    assert options().packed_reads is PackedReads.REQUIRE
+    assert options(packed_reads="auto").packed_reads is PackedReads.AUTO
+    monkeypatch.setenv("KVFERRY_PACKED_READS", "yes")
+    with pytest.raises(TransportError, match="KVFERRY_PACKED_READS='yes': one of never, auto, require"):
+        options()
+
+
+def test_packed_reads_of_device_memory_are_refused_by_name_where_they_are_required():
+    """vLLM's default for ``kv_buffer_device`` is where the caches are."""
+    asked = {"kv_buffer_device": "cuda", "kv_connector_extra_config": {"packed_reads": "require"}}
+    with pytest.raises(SpecError, match="packed_reads: workers gather from host memory only"):
+        check_transfer_config(transfer(**asked), "cuda")
+    asked["kv_connector_extra_config"] = {"packed_reads": "auto"}
+    check_transfer_config(transfer(**asked), "cuda")
+
+
+@pytest.mark.parametrize(
+    ("listen", "ranks"),
+    [
+        ("", "tcp://127.0.0.1:*"),
+        ("tcp://127.0.0.1:5600", "tcp://127.0.0.1:*"),
+        ("tcp://[::1]:5600", "tcp://[::1]:*"),
+    ],
+)
+def test_ranks_listen_beside_their_authority(listen, ranks):
+    assert options(listen=listen).rank_listen == ranks
 
 
 def transfer(**keys):

@@ -255,8 +255,8 @@ TRANSPORT: dict[str, Explained] = {
         "This rank reads only from ranks that gather for it (`KVFERRY_PACKED_READS=require`, or it hides its"
         " pool: `KVFERRY_EXPOSE`). The source's rank does not, or one side's memory is the host's and the"
         " other's a device's.",
-        "Set `KVFERRY_PACKED_READS` to the same on both sides, or to `auto` here. vLLM's connector does not"
-        " gather yet: leave it unset there.",
+        "Set `KVFERRY_PACKED_READS` (in vLLM also the option `packed_reads`) to the same on both sides, or to"
+        " `auto` here.",
     ),
     "not-registered": Explained("A transport is used before its memory is registered.", _ORDER),
     "out-of-bounds": Explained("A read would leave its region.", BUG),

@@ -138,6 +138,11 @@ class SourceEngine:
         return Invitation(self.address, self._credential)
 
     @property
+    def generation(self) -> int:
+        """Which start of the engine this is."""
+        return self._offers.generation
+
+    @property
     def is_whole(self) -> bool:
         """Whether every rank has joined."""
         return self._is_whole

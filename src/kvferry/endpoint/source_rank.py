@@ -7,18 +7,14 @@ from collections.abc import Callable
 from functools import partial
 
 from kvferry.core.manifest import Manifest
-from kvferry.core.owned import BlockBytes
 from kvferry.endpoint.edges import Edges
 from kvferry.endpoint.gather_service import GatherService
 from kvferry.endpoint.invitation import Invitation
-from kvferry.endpoint.listening import advertised, check_listen
 from kvferry.endpoint.member_thread import MemberThread, RankDuties
+from kvferry.endpoint.rank_gathering import open_gathering
 from kvferry.runtime import Released, Timing
-from kvferry.runtime.ticket_guard import TicketGuard
 from kvferry.transport.base import Transport
-from kvferry.transport.gather_line import GatheringTransport
 from kvferry.wire.outline import join_of
-from kvferry.wire.permit import RANK_KEY_BYTES
 from kvferry.wire.trust import Trust
 
 
@@ -51,23 +47,12 @@ class SourceRank:
         edges = edges or Edges()
         self.rank, self._transport = rank.rank, transport
         self._released: deque[Released] = deque()
-        self._service: GatherService | None = None
-        rank_key, credential = b"", invitation.credential
-        if isinstance(transport, GatheringTransport) and transport.is_gathering:
-            check_listen(listen, advertise, trust)
-            rank_key = edges.random_bytes(RANK_KEY_BYTES)
-            guard = TicketGuard(rank_key, BlockBytes(manifest, rank))
-            channel = edges.open_channel(listen, trust.secret)
-            self._service = GatherService(
-                *transport.gather_memory(),
-                guard,
-                channel,
-                edges.clock,
-                advertise=advertise,
-                are_streams_proved=trust.secret is not None,
-            )
-            transport.gather_at(advertised(channel.address, advertise))
-        join = join_of(manifest, transport.kind, transport.card(), credential, rank_key)
+        gathering = open_gathering(
+            manifest, transport, listen=listen, advertise=advertise, trust=trust, edges=edges
+        )
+        self._service = gathering.service if gathering else None
+        rank_key = gathering.rank_key if gathering else b""
+        join = join_of(manifest, transport.kind, transport.card(), invitation.credential, rank_key)
         self._member = MemberThread(
             invitation.address,
             manifest,

@@ -270,9 +270,13 @@ class Join(msgspec.Struct, frozen=True, tag=True):
         """The same rank, to be joined to the next start of its engine."""
         return msgspec.structs.replace(self, previous=previous)
 
-    def with_credential(self, credential: bytes) -> Join:
-        """The same rank, once it has been invited."""
-        return msgspec.structs.replace(self, credential=credential)
+    def invited(self, credential: bytes) -> Join:
+        """The same rank, to be joined by itself once it is admitted: its key is known by then."""
+        return msgspec.structs.replace(self, credential=credential, rank_key=b"")
+
+    def __repr__(self) -> str:
+        """Without card, credential and key: it may come into a log."""
+        return f"Join(engine={self.engine!r}, rank={self.rank}, transport={self.transport!r})"
 
 
 class ReleaseNotice(msgspec.Struct, frozen=True, tag=True):

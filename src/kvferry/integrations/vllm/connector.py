@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     )
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 log = log_of(__name__)
@@ -49,9 +50,9 @@ log = log_of(__name__)
 
 @dataclass
 class Handshake(KVConnectorHandshakeMetadata):
-    """What a worker tells its scheduler: a join message."""
+    """What a worker tells its scheduler: a join message. It has the worker's secrets: it is never printed."""
 
-    join: bytes
+    join: bytes = field(repr=False)
 
 
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
@@ -161,6 +162,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return self._scheduler.step(is_idle=not scheduler_output.total_num_scheduled_tokens)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._scheduler.freed(connector_output.finished_sending or ())
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.finished(request, (block_ids,))

@@ -15,6 +15,7 @@ from kvferry.integrations.vllm.scheduler.adapters import Adapters
 from kvferry.integrations.vllm.scheduler.outgoing import TICKET
 from kvferry.integrations.vllm.scheduler.tables import BlockIds, Groups, digest, is_identified
 from kvferry.integrations.vllm.shared.step import Load, StepMetadata
+from kvferry.runtime import Released
 from kvferry.runtime.admission import refusal, text_refusal
 from kvferry.runtime.figures import Figures, by_label
 from kvferry.runtime.metric_table import REJECTED_TICKETS
@@ -159,7 +160,7 @@ class Incoming:
         # vLLM waits for the end of a load, also of one that need not begin any more.
         self._loads = [_given_up(load) if load.request_id == request_id else load for load in self._loads]
 
-    def step(self, released: list[str]) -> StepMetadata:
+    def step(self, released: list[Released]) -> StepMetadata:
         """What the workers must do."""
         step = StepMetadata(released, self._dropped, self._known, self._loads)
         self._known, self._loads, self._dropped = [], [], []

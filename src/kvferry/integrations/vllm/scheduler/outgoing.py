@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -15,6 +15,7 @@ from kvferry.integrations.vllm.scheduler.adapters import Adapters
 from kvferry.integrations.vllm.scheduler.tables import BlockIds, Groups, digest, is_identified
 from kvferry.integrations.vllm.shared.options import Options
 from kvferry.log import log_of
+from kvferry.runtime import Released
 from kvferry.runtime.figures import Figures
 from kvferry.wire.messages import Join
 from kvferry.wire.ticket import Ticket, to_text
@@ -38,6 +39,8 @@ class Outgoing:
         """Requests whose prompts were cut."""
         self._invitation: Invitation | None = None
         """What the workers have not been told yet."""
+        self._ending: set[str] = set()
+        """Requests whose release was told to the workers, and not yet by all of them to vLLM."""
 
     def admit(self, joins: Sequence[Join]) -> None:
         """Every worker's memory is known: readers may come."""
@@ -147,13 +150,29 @@ class Outgoing:
         return self._source.num_leases if self._source is not None else 0
 
     @property
+    def has_pinned(self) -> bool:
+        """Whether blocks are not the engine's own yet: it has to make steps until they are."""
+        return self.num_leases > 0 or bool(self._ending)
+
+    @property
+    def generation(self) -> int:
+        """Which start of the lease authority this is; 0 if there is none."""
+        return self._source.generation if self._source is not None else 0
+
+    @property
     def figures(self) -> Figures:
         """The counters and gauges of a producer."""
         return self._source.figures if self._source is not None else {}
 
-    def released(self) -> list[str]:
-        """The requests whose blocks are the engine's own again, each once."""
-        return [released.request_id for released in self._source.poll()] if self._source else []
+    def released(self) -> list[Released]:
+        """The requests that are read, or whose lease is over, each once, for the workers."""
+        released = self._source.poll() if self._source is not None else []
+        self._ending.update(each.request_id for each in released)
+        return released
+
+    def freed(self, request_ids: Iterable[str]) -> None:
+        """Every worker is through with these requests: vLLM has their blocks back."""
+        self._ending.difference_update(request_ids)
 
     def take_invitation(self) -> Invitation | None:
         """Where the workers join, once. They are part of the engine without it, but take no digests."""

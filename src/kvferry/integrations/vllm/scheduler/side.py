@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -64,15 +64,19 @@ class SchedulerSide:
     @property
     def must_step(self) -> bool:
         """Whether blocks are pinned, whose release the engine has to notice."""
-        return self._outgoing.num_leases > 0 or self._incoming.has_news
+        return self._outgoing.has_pinned or self._incoming.has_news
 
     def step(self, *, is_idle: bool) -> StepMetadata:
         """What happened since the last step."""
-        if is_idle and self._outgoing.num_leases and not self._incoming.has_news:
+        if is_idle and self._outgoing.has_pinned and not self._incoming.has_news:
             time.sleep(IDLE_SECONDS)  # steps are made only to notice releases: no need to hurry
         step = self._incoming.step(self._outgoing.released())
-        step.invitation = self._outgoing.take_invitation()
+        step.invitation, step.generation = self._outgoing.take_invitation(), self._outgoing.generation
         return step
+
+    def freed(self, request_ids: Iterable[str]) -> None:
+        """Requests that all workers have sent."""
+        self._outgoing.freed(request_ids)
 
     def stats(self) -> LoadStats | None:
         """What has been counted since the last call."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -11,6 +12,7 @@ from kvferry.endpoint.secret_source import secret_from_environment, secret_from_
 from kvferry.errors import SpecError
 from kvferry.runtime import Timing
 from kvferry.transport.nixl_agent import UCX
+from kvferry.transport.staging import PackedReads
 from kvferry.wire.secret import Secret
 from kvferry.wire.trust import Trust
 
@@ -26,7 +28,7 @@ _SECONDS = {
     "reconnect_seconds": "reconnect",
     "silence_seconds": "silence",
 }
-_KNOWN = {*_TEXTS, *_SECONDS, "insecure", "authorities", "backends", "digest"}
+_KNOWN = {*_TEXTS, *_SECONDS, "insecure", "authorities", "backends", "digest", "packed_reads"}
 _INSTEAD = {
     "num_threads": "leave it out: the variable KVFERRY_READ_AGENTS says how many threads read",
     "kv_lease_duration": "say lease_seconds",
@@ -68,6 +70,13 @@ class Options:
     """Which of NIXL's backends moves the bytes."""
     digest_every: int = 0
     """Of one in so many loads both engines compare a digest of the bytes; 0: of none."""
+    packed_reads: PackedReads = PackedReads.NEVER
+    """Whether workers gather for their readers, and ask others to."""
+
+    @property
+    def rank_listen(self) -> str:
+        """Where a worker that gathers is asked to: at the same host, by a port of its own."""
+        return f"{self.listen.rpartition(':')[0]}:*"
 
     @property
     def is_identity_required(self) -> bool:
@@ -97,6 +106,7 @@ class Options:
             timing=Timing(**seconds),
             backend=_backend(extra),
             digest_every=_digest_every(extra),
+            packed_reads=_packed_reads(extra),
         )
 
 
@@ -132,6 +142,11 @@ def _refused_keys(config: TransferConfig, device: str) -> Iterator[str]:
             f' this one, say "listen": "tcp://HOST:{config.kv_port}" in kv_connector_extra_config'
         )
     extra = config.kv_connector_extra_config or {}
+    if device != "cpu" and extra.get("packed_reads") == PackedReads.REQUIRE.value:
+        yield (
+            f"packed_reads: workers gather from host memory only, so far, and these caches are on {device!r}:"
+            f" say {PackedReads.AUTO.value!r}, or leave it out"
+        )
     if (unknown := _unknown_options(extra)) and "secret" not in extra:
         yield unknown
 
@@ -177,6 +192,19 @@ def _digest_every(extra: Mapping[str, Any]) -> int:
                 'kv_connector_extra_config: digest must be "off", "full", or a whole number N, which checks'
                 f" one in N loads; got {other!r}"
             )
+
+
+def _packed_reads(extra: Mapping[str, Any]) -> PackedReads:
+    """The option; where there is none, the environment's setting."""
+    if "packed_reads" not in extra:
+        return PackedReads.from_environment(os.environ)
+    for choice in PackedReads:
+        if choice.value == extra["packed_reads"]:
+            return choice
+    choices = ", ".join(choice.value for choice in PackedReads)
+    raise SpecError(
+        f"kv_connector_extra_config: packed_reads must be one of {choices}, got {extra['packed_reads']!r}"
+    )
 
 
 def _secret(path: str) -> Secret | None:

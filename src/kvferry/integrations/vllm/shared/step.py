@@ -9,6 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from kvferry.core.request import BlockTable
 from kvferry.core.span import Spans
 from kvferry.endpoint.invitation import Invitation
+from kvferry.runtime import Released
 from kvferry.wire.ticket import Ticket
 
 
@@ -34,8 +35,8 @@ class Load:
 class StepMetadata(KVConnectorMetadata):
     """What happened since the last step. A worker takes it in this order."""
 
-    released: list[str] = field(default_factory=list)
-    """Our requests that are read, or whose lease is over: their blocks are free."""
+    released: list[Released] = field(default_factory=list)
+    """Our requests that are read, or whose lease is over: nobody is to be given their bytes any more."""
     dropped: list[str] = field(default_factory=list)
     """Requests that ended: whatever is held or under way for them is given up. Before what is new: its
     ticket, or its name, may come again."""
@@ -44,3 +45,5 @@ class StepMetadata(KVConnectorMetadata):
     loads: list[Load] = field(default_factory=list)
     invitation: Invitation | None = None
     """In the first step of a producer: where its workers join."""
+    generation: int = 0
+    """The start of the lease authority whose requests are released; 0 if there is none."""

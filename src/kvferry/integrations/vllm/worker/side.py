@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from vllm.config import VllmConfig
@@ -16,6 +18,7 @@ from kvferry.core.manifest import Manifest
 from kvferry.endpoint import Destination
 from kvferry.endpoint.invitation import Invitation
 from kvferry.endpoint.member_thread import MemberThread
+from kvferry.endpoint.rank_gathering import RankGathering, open_gathering
 from kvferry.integrations.vllm.shared.dump import dump_refusal
 from kvferry.integrations.vllm.shared.identity import engine_identity
 from kvferry.integrations.vllm.shared.options import Options
@@ -23,10 +26,12 @@ from kvferry.integrations.vllm.shared.stats import LoadStats
 from kvferry.integrations.vllm.shared.step import Load, StepMetadata
 from kvferry.integrations.vllm.worker.describe import WorkerRank, describe
 from kvferry.log import log_of
-from kvferry.runtime import Failure, Report
+from kvferry.runtime import Failure, Released, Report
 from kvferry.runtime.figures import Changes
+from kvferry.transport.base import Transport
 from kvferry.transport.expose import Expose, check_built
 from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.staging import PackedReads
 from kvferry.wire.bad_input import printable
 from kvferry.wire.messages import Join
 from kvferry.wire.outline import join_of
@@ -45,6 +50,7 @@ class WorkerSide:
         self._join: Join | None = None
         self._member: MemberThread | None = None
         """What takes the digests that readers ask for."""
+        self._gathering: RankGathering | None = None
         self._handles: dict[str, int] = {}
         """Of requests that are held or loading."""
         self._requests: dict[int, str] = {}
@@ -54,7 +60,8 @@ class WorkerSide:
         self._lost: dict[str, Failure] = {}
         """Tickets that could not be held; vLLM can be told once it waits for the load."""
         self._failed: set[str] = set()
-        self._sent: set[str] = set()
+        self._sent: deque[str] = deque()
+        """Requests of which nothing is given to readers any more; other threads add to it."""
         self._stats, self._changes = LoadStats(), Changes()
         self._device: torch.device | None = None
         """Where the caches are, if that is a GPU."""
@@ -73,7 +80,7 @@ class WorkerSide:
         manifest = replace(describe(self._vllm_config, self._config, caches, place), identity=identity)
         _wake_up_amx(caches)
         self._device = next((tensor.device for tensor in caches.values() if tensor.is_cuda), None)
-        transport = NixlTransport(backend=self._options.backend)
+        transport = NixlTransport(backend=self._options.backend, packed_reads=self._options.packed_reads)
         self._destination = Destination(
             manifest,
             rank,
@@ -86,7 +93,24 @@ class WorkerSide:
             digest_every=self._options.digest_every,
         )
         self._manifest = manifest
-        self._join = join_of(manifest, transport.kind, transport.card())
+        if self._vllm_config.kv_transfer_config.is_kv_producer:
+            self._gathering = self._open_gathering(manifest, transport)
+        rank_key = self._gathering.rank_key if self._gathering else b""
+        self._join = join_of(manifest, transport.kind, transport.card(), rank_key=rank_key)
+
+    def _open_gathering(self, manifest: Manifest, transport: Transport) -> RankGathering | None:
+        """Gather for readers, if that is asked for and can be."""
+        options, rank = self._options, manifest.ranks[0].rank
+        listen, advertise, trust = options.rank_listen, options.advertise, options.trust
+        gathering = open_gathering(manifest, transport, listen=listen, advertise=advertise, trust=trust)
+        if gathering is not None:
+            said = options.packed_reads.value
+            log.info(
+                "rank %d gathers for its readers (packed_reads: %s) at %s", rank, said, gathering.address
+            )
+        elif options.packed_reads is not PackedReads.NEVER:
+            log.warning("rank %d does not gather for its readers: its caches are not in host memory", rank)
+        return gathering
 
     def _refused(self, source: Manifest, manifest: Manifest, rank: int, failure: Failure) -> None:
         dump_refusal(self._options.dump, source, manifest, rank, str(failure))
@@ -111,7 +135,8 @@ class WorkerSide:
         """Take in what the scheduler says."""
         if step.invitation is not None:
             self._join_authority(step.invitation)
-        self._sent.update(step.released)
+        for released in step.released:
+            self._end(released, step.generation)
         for request_id in step.dropped:
             self._drop(request_id)
         for request_id, ticket in step.known:
@@ -119,12 +144,23 @@ class WorkerSide:
         for load in step.loads:
             self._load(load)
 
+    def _end(self, released: Released, generation: int) -> None:
+        """Give nothing of a request to readers any more; vLLM frees its blocks when that has been reported.
+
+        What is being gathered at this moment still ends first, so it may be reported in a later step.
+        """
+        then = partial(self._sent.append, released.request_id)
+        if self._gathering is not None:
+            self._gathering.service.revoke(generation, released.ticket_id, then)
+        else:
+            then()
+
     def _join_authority(self, invitation: Invitation) -> None:
         """Be there for digests. Releases come with vLLM's steps, and do not wait for the end of a digest: one
         that is taken too late counts for nobody.
         """
         if self._join is not None and self._manifest is not None and self._member is None:
-            join = self._join.with_credential(invitation.credential)
+            join = self._join.invited(invitation.credential)
             trust, timing = self._options.trust, self._options.timing
             self._member = MemberThread(invitation.address, self._manifest, join, trust=trust, timing=timing)
 
@@ -180,7 +216,7 @@ class WorkerSide:
                     # vLLM tells a client no more than that there was an error: here is why, under its name.
                     log.error("%s cannot be loaded: %s", request_id, printable(str(report.failure)))
                     failed.add(request_id)
-        sent, self._sent = self._sent, set()
+        sent = {self._sent.popleft() for _ in range(len(self._sent))}
         return KVConnectorTransferResults(finished_sending=sent, finished_recving=done, failed_recving=failed)
 
     def _is_end(self, request_id: str, report: Report) -> bool:
@@ -201,13 +237,16 @@ class WorkerSide:
         return None if stats.is_empty() else stats
 
     def status(self) -> dict[str, object]:
-        """Who is connected, and what is held or in flight."""
-        return self._destination.status() if self._destination else {}
+        """Who is connected, what is held or in flight, and what was gathered for readers, if anything is."""
+        gathered = {"gathering": self._gathering.service.status()} if self._gathering else {}
+        return (self._destination.status() if self._destination else {}) | gathered
 
     def close(self) -> None:
         """Give the memory back."""
         if self._member is not None:
             self._member.close()
+        if self._gathering is not None:
+            self._gathering.service.close()  # before the memory that it gathers from
         if self._destination is not None:
             self._destination.close()
 
