@@ -41,9 +41,11 @@ def test_every_extra_that_is_named_exists_and_brings_the_package():
 
 
 def test_all_is_all_that_users_need():
-    named = set(EXTRAS["all"][0].partition("[")[2].rstrip("]").split(","))
+    extras, bindings = EXTRAS["all"]
+    named = set(extras.partition("[")[2].rstrip("]").split(","))
     own = {"all", "dev", "docs", "mutants", "package", "vllm", "nixl-cu12", "nixl-cu13"}
-    assert named == EXTRAS.keys() - own
+    assert named | {"cuda"} == EXTRAS.keys() - own
+    assert [bindings] == [line.replace("[all]", "") for line in EXTRAS["cuda"]], "torch brings the compiler"
 
 
 def test_bare_it_plans_and_proves():
