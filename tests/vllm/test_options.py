@@ -97,13 +97,17 @@ def test_packed_reads_are_an_option_or_a_variable_and_the_option_counts(monkeypa
         options()
 
 
-def test_packed_reads_of_device_memory_are_refused_by_name_where_they_are_required():
+def test_packed_reads_of_device_memory_are_refused_by_name_where_they_are_required(monkeypatch):
     """vLLM's default for ``kv_buffer_device`` is where the caches are."""
     asked = {"kv_buffer_device": "cuda", "kv_connector_extra_config": {"packed_reads": "require"}}
     with pytest.raises(SpecError, match="packed_reads: workers gather from host memory only"):
         check_transfer_config(transfer(**asked), "cuda")
     asked["kv_connector_extra_config"] = {"packed_reads": "auto"}
     check_transfer_config(transfer(**asked), "cuda")
+    asked["kv_connector_extra_config"] = {}
+    monkeypatch.setenv("KVFERRY_PACKED_READS", "require")
+    with pytest.raises(SpecError, match="packed_reads: workers gather from host memory only"):
+        check_transfer_config(transfer(**asked), "cuda")
 
 
 @pytest.mark.parametrize(

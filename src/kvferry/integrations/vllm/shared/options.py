@@ -12,6 +12,7 @@ from kvferry.endpoint.secret_source import secret_from_environment, secret_from_
 from kvferry.errors import SpecError
 from kvferry.runtime import Timing
 from kvferry.transport.nixl_agent import UCX
+from kvferry.transport.staging import SETTING as PACKED_SETTING
 from kvferry.transport.staging import PackedReads
 from kvferry.wire.secret import Secret
 from kvferry.wire.trust import Trust
@@ -142,7 +143,8 @@ def _refused_keys(config: TransferConfig, device: str) -> Iterator[str]:
             f' this one, say "listen": "tcp://HOST:{config.kv_port}" in kv_connector_extra_config'
         )
     extra = config.kv_connector_extra_config or {}
-    if device != "cpu" and extra.get("packed_reads") == PackedReads.REQUIRE.value:
+    packed_reads = extra.get("packed_reads", os.environ.get(PACKED_SETTING))
+    if device != "cpu" and packed_reads == PackedReads.REQUIRE.value:
         yield (
             f"packed_reads: workers gather from host memory only, so far, and these caches are on {device!r}:"
             f" say {PackedReads.AUTO.value!r}, or leave it out"
