@@ -24,7 +24,7 @@ from tests.e2e.harness import (
     ferry,
     until,
 )
-from tests.e2e.needs import needs_cpu, needs_vllm
+from tests.e2e.needs import HAS_AMX, needs_cpu, needs_vllm
 
 pytestmark = [pytest.mark.slow, *needs_vllm]
 
@@ -45,8 +45,6 @@ DRAFTS = {
 }
 """What drafts for Llama: vLLM's method, and the family."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-HAS_AMX = "amx_bf16" in Path("/proc/cpuinfo").read_text()
-"""Then CPU attention packs bf16 in tiles."""
 HEAD_SIZE, LATENT = 64, 576
 """Of all families; the width of MLA's one row per token."""
 
@@ -119,7 +117,7 @@ class Docks:
         """Two engines that are ready, and are cut as they were asked to be."""
         sides = {"src": src, "dst": dst}
         for side in sides.values():
-            needs_cpu(side.dtype, has_fp8_cache=side.has_fp8_cache)
+            needs_cpu(side.dtype, has_fp8_cache=side.has_fp8_cache, is_mla=family == "deepseek_v3")
         both = [self._begin(family, side, role, connector) for role, side in sides.items()]
         for engine, side in zip(both, sides.values(), strict=True):
             engine.wait_ready()
@@ -183,7 +181,7 @@ def check_cut(engine: Engine, family: str, side: Side) -> None:
         assert group.page_bytes == group.block_size * side.token_bytes(family)
     if family == "deepseek_v3":
         assert engine.kernels() == {"CPU_MLA" if side.dtype == "float32" else "AMX_MLA"}
-    elif family in ("llama", "gemma3") and HAS_AMX:
+    elif family in ("llama", "gemma3") and HAS_AMX:  # then CPU attention packs bf16 in tiles
         assert engine.kernels() == {f"CPU_ATTN {'vec' if side.dtype == 'float32' else 'amx'}"}
     if family in LAYERS:  # with stages, the scheduler knows the groups of the first
         num_drafting = {"": 0, "itself": LAYERS[family]}.get(side.draft, 1)
