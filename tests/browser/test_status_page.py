@@ -9,56 +9,27 @@ from typing import Any
 import pytest
 
 from kvferry.cli.status.page import StatusServer, served
-from kvferry.cli.status.reported import (
-    ENDED,
-    ReportedDestination,
-    ReportedSource,
-    SeenLease,
-    SeenLoad,
-    SeenSource,
-)
+from kvferry.cli.status.reported import ENDED, SeenSource
 from kvferry.cli.status.watched import Look, Watched
 from tests.browser.axe import broken_rules
+from tests.cli.reported_engines import DESTINATION, SOURCE
 
 pytestmark = pytest.mark.slow
 
 SCREENS = [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")]
-SOURCE = ReportedSource(
-    name="prefill-with-a-rather-long-name",
-    host="gpu-17",
-    pid=7,
-    up_seconds=100.0,
-    address="tcp://10.0.0.7:34683",
-    ranks="4/4",
-    num_offered=3,
-    num_being_read=1,
-    pinned_bytes=12.3 * 2**30,
-    leases=(SeenLease("cmpl-0123456789abcdef-0", 32768, "decode#cae5fac399751f5c", 29.3),),
-    counts={"offered": 100.0},
-    byte_counts={"granted": 2.0**40},
-)
-DESTINATION = ReportedDestination(
-    name="decode#cae5fac399751f5c",
-    host="gpu-18",
-    pid=8,
-    up_seconds=50.0,
-    rank=0,
-    phases={"reading": 2, "holding": 1},
-    num_reads=8,
+TOLD = replace(
+    DESTINATION,
     num_quarantined=1,
     sources=(
         SeenSource(SOURCE.name, SOURCE.address, "met", "direct", "packed reads are off: no secret"),
         SeenSource("another", "tcp://10.0.0.8:5", "lost", "", "it does not answer"),
     ),
-    loads=(SeenLoad("cmpl-0123456789abcdef-0", SOURCE.name, "reading", 0.4),),
-    counts={"read direct": 10.0, "read packed": 5.0},
-    byte_counts={"direct": 1000.0, "packed": 50.0},
 )
 EXPIRED = replace(SOURCE, up_seconds=101.0, counts={"offered": 100.0, f"{ENDED}expired": 2.0})
-BUSY = replace(DESTINATION, up_seconds=51.0, counts={"read direct": 99.0, "read packed": 7.0})
+BUSY = replace(TOLD, up_seconds=51.0, counts={"read direct": 99.0, "read packed": 7.0})
 KNOWN = (
     Watched()
-    .then(0.0, {"s": Look(SOURCE), "d": Look(DESTINATION)})
+    .then(0.0, {"s": Look(SOURCE), "d": Look(TOLD)})
     .then(1.0, {"s": Look(EXPIRED), "d": Look(BUSY), "silent": Look(error="it does not answer")})
 )
 

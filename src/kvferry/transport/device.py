@@ -13,6 +13,7 @@ from kvferry.transport.cuda import Cuda
 from kvferry.transport.descriptors import RegionTable
 from kvferry.transport.exports import Exporter
 from kvferry.transport.mapped import DeviceCopier, MappedLink
+from kvferry.transport.setting import chosen
 
 log = log_of(__name__)
 
@@ -38,12 +39,7 @@ class MappedReads(Enum):
         >>> MappedReads.from_environment({"KVFERRY_MAPPED_READS": "off"})
         <MappedReads.OFF: 'off'>
         """
-        value = environment.get(SETTING, cls.AUTO.value)
-        try:
-            return cls(value)
-        except ValueError:
-            choices = ", ".join(choice.value for choice in cls)
-            raise TransportError("bad-setting", f"{SETTING}={value!r}: one of {choices}") from None
+        return chosen(SETTING, environment, cls.AUTO)
 
 
 def copy_limits(environment: Mapping[str, str]) -> CopyLimits:

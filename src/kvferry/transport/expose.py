@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from enum import Enum
 
 from kvferry.errors import TransportError
+from kvferry.transport.setting import chosen
 
 SETTING = "KVFERRY_EXPOSE"
 
@@ -32,12 +33,7 @@ class Expose(Enum):
         >>> Expose.from_environment({}), Expose.from_environment({"KVFERRY_EXPOSE": "staging"}).hides_pool
         (<Expose.POOL: 'pool'>, True)
         """
-        value = environ.get(SETTING, cls.POOL.value)
-        try:
-            return cls(value)
-        except ValueError:
-            choices = ", ".join(choice.value for choice in cls)
-            raise TransportError("bad-setting", f"{SETTING}={value!r}: one of {choices}") from None
+        return chosen(SETTING, environ, cls.POOL)
 
 
 def check_built(expose: Expose, what: str) -> None:

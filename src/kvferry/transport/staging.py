@@ -12,6 +12,7 @@ from kvferry.core.manifest import Region
 from kvferry.errors import TransportError
 from kvferry.transport.expose import SETTING as EXPOSE_SETTING
 from kvferry.transport.expose import Expose
+from kvferry.transport.setting import chosen
 
 SETTING = "KVFERRY_PACKED_READS"
 DIGEST_BYTES = 16
@@ -35,13 +36,7 @@ class PackedReads(Enum):
     @classmethod
     def from_environment(cls, environ: Mapping[str, str], expose: Expose = Expose.POOL) -> PackedReads:
         """The setting; raises TransportError if it is none. A rank that hides its pool has to gather."""
-        default = cls.REQUIRE if expose.hides_pool else cls.NEVER
-        value = environ.get(SETTING, default.value)
-        try:
-            return cls(value)
-        except ValueError:
-            choices = ", ".join(choice.value for choice in cls)
-            raise TransportError("bad-setting", f"{SETTING}={value!r}: one of {choices}") from None
+        return chosen(SETTING, environ, cls.REQUIRE if expose.hides_pool else cls.NEVER)
 
     def check(self, expose: Expose) -> None:
         """Refuse a rank that nobody could read from.

@@ -21,6 +21,7 @@ from kvferry.transport.emulation import (
     EmulatedReads,
     fragment_bytes,
 )
+from kvferry.transport.setting import chosen
 
 UCX_EMULATES = "UCX_PROTO_EMULATION_ENABLE"
 UCX_SENT, UCX_RECEIVED = "UCX_TCP_TX_SEG_SIZE", "UCX_TCP_RX_SEG_SIZE"
@@ -121,21 +122,16 @@ def prepare_for_cuda(environ: MutableMapping[str, str]) -> None:
 
 def _emulated_reads(environ: Mapping[str, str]) -> EmulatedReads:
     """The setting, checked beside UCX's own, which NIXL lets win over what an agent is made with."""
-    value, ucx = environ.get(SETTING, EmulatedReads.CAREFUL.value), environ.get(UCX_EMULATES, "")
-    try:
-        chosen = EmulatedReads(value)
-    except ValueError:
-        choices = ", ".join(choice.value for choice in EmulatedReads)
-        raise TransportError("bad-setting", f"{SETTING}={value!r}: one of {choices}") from None
+    wanted, ucx = chosen(SETTING, environ, EmulatedReads.CAREFUL), environ.get(UCX_EMULATES, "")
     if ucx.lower() in ("n", "no", "0", "off"):
         return EmulatedReads.REFUSE
-    if ucx and chosen is not EmulatedReads.FAST:
+    if ucx and wanted is not EmulatedReads.FAST:
         raise TransportError(
             "bad-setting",
-            f"{UCX_EMULATES}={ucx!r} has UCX emulate reads unasked, and {SETTING} is {value!r}: unset the"
-            f" first, or set the second to {EmulatedReads.FAST.value!r}",
+            f"{UCX_EMULATES}={ucx!r} has UCX emulate reads unasked, and {SETTING} is {wanted.value!r}: unset"
+            f" the first, or set the second to {EmulatedReads.FAST.value!r}",
         )
-    return chosen
+    return wanted
 
 
 def _num_agents(environ: Mapping[str, str]) -> int:
