@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvferry import SpecError, plan
 from kvferry.core.digest import DigestSide, digest_parts
-from kvferry.core.digest_cells import CellBlocks, CellPattern, Dimension
+from kvferry.core.digest_cells import CellBlocks, CellPattern, Dimension, folded_sums
 from kvferry.endpoint import compiled_digest
 from kvferry.endpoint.compiled_digest import (
     OFF,
@@ -53,8 +53,8 @@ def test_compiled_code_finds_the_numbers_of_numpy(compiled: CompiledSums, data: 
         }
         memory = {name: values[shift : len(values) - 4 + shift] for name, values in whole.items()}
         sides = (
-            DigestSide(src, src.rank(src_rank), request.src, memory, "src", cell_sums)
-            for cell_sums in (None, partial(compiled, memory))
+            DigestSide(src, src.rank(src_rank), request.src, memory, "src", chunk_sums)
+            for chunk_sums in (None, partial(folded_sums, partial(compiled, memory)))
         )
         ours, theirs = (side.sums(some, seed=seed) for side in sides)
         assert [sums.tolist() for sums in ours] == [sums.tolist() for sums in theirs]
@@ -67,9 +67,8 @@ def test_compiled_code_finds_what_arrived(compiled: CompiledSums, pair: tuple[st
     planned, request = loaded.planned, loaded.request
     rank, (part, *_) = next(iter(digest_parts(planned, request).items()))
     memory = {name: values.copy() for name, values in loaded.memory.items()}
-    ours = DigestSide(
-        planned.dst, planned.dst.rank(planned.dst_rank), request.dst, memory, "dst", partial(compiled, memory)
-    )
+    chunk_sums = partial(folded_sums, partial(compiled, memory))
+    ours = DigestSide(planned.dst, planned.dst.rank(planned.dst_rank), request.dst, memory, "dst", chunk_sums)
     assert ours.sums([part])[0].tolist() == loaded.theirs[rank][0].tolist()
     region, where = loaded.sites[part.state]
     memory[region][where.offsets.ravel()[0]] ^= 1

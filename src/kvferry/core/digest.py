@@ -24,8 +24,18 @@ from typing import NamedTuple
 import numpy as np
 
 from kvferry.core.box import TOKEN, Box
-from kvferry.core.digest_cells import Bytes, CellBlocks, CellPattern, CellSums, is_inside, sums_by_numpy
-from kvferry.core.digest_keys import Words, keys_of
+from kvferry.core.digest_cells import (
+    Bytes,
+    CellBlocks,
+    CellChunks,
+    CellPattern,
+    ChunkedCells,
+    ChunkSums,
+    folded_sums,
+    is_inside,
+    sums_by_numpy,
+)
+from kvferry.core.digest_keys import Words, keys_of, keys_of_names
 from kvferry.core.manifest import Manifest, Rank
 from kvferry.core.plan import Plan
 from kvferry.core.request import BlockTable, Request
@@ -106,14 +116,12 @@ class _Located(NamedTuple):
     chunk_starts: Ints
 
 
-class _Asked(NamedTuple):
-    """A part, as somebody sums it up and we read the sums."""
+class _Alike(NamedTuple):
+    """What is the same of the parts of many layers, but for where their memory begins."""
 
-    part: DigestPart
-    located: _Located
-    blocks: CellBlocks
-    places: Ints
-    """Of each cell, among those of its block that this rank holds."""
+    pattern: CellPattern
+    block_ids: Ints
+    chunks: CellChunks
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,14 +132,19 @@ class DigestSide:
     rank: Rank
     tables: Mapping[str, BlockTable]
     memory: Mapping[str, Bytes]
-    """The bytes of each region; none where ``cell_sums`` reaches them by itself."""
+    """The bytes of each region; none where ``chunk_sums`` reaches them by itself."""
     side: str
     """``src`` or ``dst``: for messages."""
-    cell_sums: CellSums | None = None
+    chunk_sums: ChunkSums | None = None
     """Who sums up; None: numpy."""
-    _patterns: dict[tuple[object, ...], tuple[CellPattern, Box]] = field(default_factory=dict, repr=False)
-    """Each with its box, which lives as long: it is known by where it is."""
+    _patterns: dict[tuple[object, ...], CellPattern] = field(default_factory=dict, repr=False)
     _known: dict[tuple[object, ...], _Located] = field(default_factory=dict, repr=False)
+    _chunks: dict[tuple[int, CellPattern], CellChunks] = field(default_factory=dict, repr=False)
+    """By where what is known lies, which lives as long."""
+    _alike: dict[tuple[object, ...], tuple[_Alike | None, DigestPart]] = field(
+        default_factory=dict, repr=False
+    )
+    """Each with a part, whose box and cells are known by where they are."""
 
     def sums(self, parts: Sequence[DigestPart], *, seed: int = 0) -> list[Words]:
         """The sums of each part, one for each chunk of its tokens.
@@ -140,24 +153,42 @@ class DigestSide:
         """
         asked = [self._asked(part, seed) for part in parts]
         some = [each for each in asked if each]
-        per_cell = iter((self.cell_sums or partial(sums_by_numpy, self.memory))([e.blocks for e in some]))
-        return [_folded(each, next(per_cell), seed) if each else np.zeros(0, np.uint64) for each in asked]
+        sums_of = self.chunk_sums or partial(folded_sums, partial(sums_by_numpy, self.memory))
+        found = iter(sums_of(some))
+        keys = keys_of_names(seed, [f"state {part.src_state}" for part in parts])
+        none = np.zeros(0, np.uint64)
+        return [key * next(found) if each else none for each, key in zip(asked, keys, strict=True)]
 
-    def _asked(self, part: DigestPart, seed: int) -> _Asked | None:
+    def _asked(self, part: DigestPart, seed: int) -> ChunkedCells | None:
         name = part.src_state if self.side == "src" else part.state
         view, state = self.rank.by_state.get(name), self.manifest.state_by_name.get(name)
         if view is None or state is None:
             raise SpecError(f"digest: rank {self.rank.rank} does not hold state {name!r:.80}")
+        place = id(view.axes), id(part.box), id(part.cells)
+        key = (*place, view.group, self.manifest.shapes[state.name], state.item_bytes, seed)
+        if key not in self._alike:
+            self._alike[key] = self._alike_of(part, state, view, seed), part
+        alike = self._alike[key][0]
+        if alike is None:
+            return None
+        pattern, block_ids, chunks = alike
+        offset = view.offset + pattern.offset
+        return ChunkedCells(
+            CellBlocks(name, view.region, pattern, offset, view.block_stride, block_ids), chunks
+        )
+
+    def _alike_of(self, part: DigestPart, state: State, view: View, seed: int) -> _Alike | None:
         located = self._located(part, state, view, seed)
         if located is None:
             return None
         pattern = self._pattern(state, view, part.box, seed)
-        places = pattern.held[located.inside]
-        if (places == NOT_HELD).any():
-            raise SpecError(f"digest: {view.state}: this rank does not hold all of these cells")
-        offset = view.offset + pattern.offset
-        blocks = CellBlocks(name, view.region, pattern, offset, view.block_stride, located.block_ids)
-        return _Asked(part, located, blocks, places)
+        if (id(located), pattern) not in self._chunks:
+            places = pattern.held[located.inside]
+            if (places == NOT_HELD).any():
+                raise SpecError(f"digest: {view.state}: this rank does not hold all of these cells")
+            chunks = CellChunks(located.block_index, places, located.keys, located.chunk_starts)
+            self._chunks[id(located), pattern] = chunks
+        return _Alike(pattern, located.block_ids, self._chunks[id(located), pattern])
 
     def _located(self, part: DigestPart, state: State, view: View, seed: int) -> _Located | None:
         key = (view.group, state.tokens_per_cell, part.cells, dict(part.box.axes).get(TOKEN), part.box.period)
@@ -177,20 +208,11 @@ class DigestSide:
         return located
 
     def _pattern(self, state: State, view: View, box: Box, seed: int) -> CellPattern:
-        """Layers share their axes and boxes: what is the same object is looked at once."""
-        key = (id(view.axes), id(box), state.axes, state.item_bytes, seed)
+        """K and V often lie alike, too."""
+        key = (view.axes, box, state.axes, state.item_bytes, seed)
         if key not in self._patterns:
-            self._patterns[key] = CellPattern.of(state, view, box, seed), box
-        return self._patterns[key][0]
-
-
-def _folded(asked: _Asked, per_block: Words, seed: int) -> Words:
-    """The sums of a part's chunks, of the sums of its blocks' cells."""
-    per_cell = per_block[asked.located.block_index, asked.places]
-    per_cell *= asked.located.keys
-    sums = np.add.reduceat(per_cell, asked.located.chunk_starts)
-    sums *= keys_of(seed, f"state {asked.part.src_state}", np.zeros(1, np.int64))
-    return sums
+            self._patterns[key] = CellPattern.of(state, view, box, seed)
+        return self._patterns[key]
 
 
 @dataclass(frozen=True, eq=False)

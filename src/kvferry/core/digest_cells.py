@@ -46,11 +46,6 @@ class CellRows(NamedTuple):
     keys: Words
     """Of each word of each row."""
 
-    @property
-    def num_bytes_spanned(self) -> int:
-        """From the first item of a block to the last row's start."""
-        return int(self.cells.max() + self.rows.max())
-
 
 @dataclass(frozen=True, eq=False)
 class CellPattern:
@@ -114,6 +109,12 @@ class CellPattern:
             row_words = in_cell.pop().num_values
         return CellRows(cells, _distances(in_cell), self.keys.reshape(-1, row_words))
 
+    @cached_property
+    def span_bytes(self) -> int:
+        """From the first item of a block to the end of its last row."""
+        cells, rows, keys = self.rows
+        return int(cells.max()) + int(rows.max()) + int(keys.shape[1]) * self.word_bytes
+
 
 @dataclass(frozen=True, eq=False)
 class CellBlocks:
@@ -130,10 +131,8 @@ class CellBlocks:
 
     def check_inside(self, region_bytes: int) -> None:
         """Raise SpecError if a word of these blocks is not in its region: compiled code does not look."""
-        rows = self.pattern.rows
         start = self.offset + int(self.block_ids[0]) * self.block_stride
-        stop = self.offset + int(self.block_ids[-1]) * self.block_stride + rows.num_bytes_spanned
-        stop += rows.keys.shape[1] * self.pattern.word_bytes
+        stop = self.offset + int(self.block_ids[-1]) * self.block_stride + self.pattern.span_bytes
         if start < 0 or stop > region_bytes:
             raise SpecError(
                 f"digest: {self.state}: bytes [{start}, {stop}) are not all in region {self.region}"
@@ -143,6 +142,52 @@ class CellBlocks:
 
 CellSums = Callable[[Sequence[CellBlocks]], list[Words]]
 """The sum of each cell of each block, also of those that nobody asked for: blocks × cells, for each state."""
+
+
+@dataclass(frozen=True, eq=False)
+class CellChunks:
+    """The needed cells of some blocks, one by one, and how their sums become one for each chunk of tokens.
+
+    Layers whose blocks and cells are the same share it.
+    """
+
+    block_index: Ints
+    """Of each cell, among the blocks."""
+    places: Ints
+    """Of each cell, among those of its block that this rank holds."""
+    keys: Words
+    """Of each cell."""
+    chunk_starts: Ints
+    """Where each chunk begins among the cells."""
+
+    def folded(self, per_block: Words) -> Words:
+        """The sum of each chunk, of the sums of all cells of the blocks."""
+        per_cell = per_block[self.block_index, self.places]
+        per_cell *= self.keys
+        return np.asarray(np.add.reduceat(per_cell, self.chunk_starts), np.uint64)
+
+
+class ChunkedCells(NamedTuple):
+    """The needed cells of one state of a request."""
+
+    blocks: CellBlocks
+    chunks: CellChunks
+
+    @property
+    def distances(self) -> Ints:
+        """Bytes from the first item of block 0 to each cell."""
+        starts = self.blocks.block_ids * self.blocks.block_stride
+        return starts[self.chunks.block_index] + self.blocks.pattern.rows.cells[self.chunks.places]
+
+
+ChunkSums = Callable[[Sequence[ChunkedCells]], list[Words]]
+"""The sum of each chunk, for each state."""
+
+
+def folded_sums(cell_sums: CellSums, wanted: Sequence[ChunkedCells]) -> list[Words]:
+    """``ChunkSums`` of the sums of cells."""
+    per_cell = cell_sums([each.blocks for each in wanted])
+    return [each.chunks.folded(sums) for each, sums in zip(wanted, per_cell, strict=True)]
 
 
 def sums_by_numpy(memory: Mapping[str, Bytes], wanted: Sequence[CellBlocks]) -> list[Words]:

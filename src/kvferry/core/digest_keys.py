@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
 
@@ -23,6 +24,15 @@ def keys_of(seed: int, name: str, coordinates: Ints) -> Words:
     keys = coordinates.astype(np.uint64)
     keys *= _STEP
     keys += _salt(seed, name)
+    return _mixed(keys)
+
+
+def keys_of_names(seed: int, names: Sequence[str]) -> Words:
+    """The key of coordinate 0 of each of some axes."""
+    return _mixed(np.array([_salt(seed, name) for name in names], np.uint64))
+
+
+def _mixed(keys: Words) -> Words:
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         keys ^= keys >> np.uint64(shift)
         keys *= np.uint64(factor)

@@ -178,7 +178,7 @@ class Manifest:
         }
 
     @cached_property
-    def _shapes(self) -> dict[str, int]:
+    def shapes(self) -> dict[str, int]:
         """A number for each state by name: the same for states of the same shape."""
         numbers: dict[object, int] = {}
         return {
@@ -210,7 +210,7 @@ class Manifest:
                     raise SpecError(f"{where}: view of {view.state}: unknown {what} {name!r}")
             state = primary[view.state]
             # By identity, since hashing the maps is what costs; this manifest keeps them alive.
-            key = (id(view.axes), self._shapes[view.state], view.group)
+            key = (id(view.axes), self.shapes[view.state], view.group)
             if key not in fitting:
                 _check_axes(f"{where}: view of {view.state}", view, state, self.group_by_name[view.group])
                 fitting.add(key)

@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from kvferry.core.digest_cells import Bytes, CellBlocks, CellSums
+from kvferry.core.digest_cells import Bytes, ChunkedCells, ChunkSums, folded_sums
 from kvferry.core.digest_keys import Words
 from kvferry.core.manifest import Rank, Region
 from kvferry.endpoint.compiled_digest import host_sums
@@ -32,21 +32,25 @@ class DigestMemory:
             for region in rank.regions
             if region.device == HOST
         }
-        on_devices = [region for region in rank.regions if region.device != HOST]
-        self._kernels = {region.device: _kernel_of(region) for region in on_devices}
+        on_devices = {region.device: region for region in rank.regions if region.device != HOST}
+        self._kernels = {device: _kernel_of(region) for device, region in on_devices.items()}
 
     @property
     def is_of_host(self) -> bool:
         """Whether all of it is the host's: then several threads may share a digest."""
         return not self._kernels
 
-    def cell_sums(self, total_bytes: int) -> CellSums:
+    def chunk_sums(self, total_bytes: int) -> ChunkSums:
         """Who sums up a digest of so many bytes."""
-        host = host_sums().of(self.host, total_bytes)
+        host_bytes = total_bytes if self.host else 0
+        host = partial(folded_sums, host_sums().of(self.host, host_bytes))
         return host if self.is_of_host else partial(self._each_by_its_own, host)
 
-    def _each_by_its_own(self, host: CellSums, wanted: Sequence[CellBlocks]) -> list[Words]:
-        devices = [self._regions[each.region].device for each in wanted]
+    def _each_by_its_own(self, host: ChunkSums, wanted: Sequence[ChunkedCells]) -> list[Words]:
+        if not self.host and len(self._kernels) == 1:
+            (kernel,) = self._kernels.values()
+            return kernel.sums(self._regions, wanted)
+        devices = [self._regions[each.blocks.region].device for each in wanted]
         found: dict[int, Words] = {}
         for device in sorted({*devices}):
             at = [i for i, other in enumerate(devices) if other == device]

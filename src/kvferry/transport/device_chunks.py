@@ -86,10 +86,10 @@ def terms_to_chunk(sides: Sequence[TermSide], at: int) -> Iterator[Term]:
     for side in sides:
         num_pairs, lowest = len(side.steps), int(side.steps.min())
         starts = at + num_pairs * (np.cumsum(side.num_bytes) - side.num_bytes)
-        for length in np.unique(side.num_bytes).tolist():
-            rows = side.num_bytes == length
-            runs = Runs(side.places[rows] + lowest, starts[rows], side.num_bytes[rows])
-            yield Term(runs, np.stack([side.steps - lowest, length * np.arange(num_pairs)]))
+        runs = Runs(side.places + lowest, starts, side.num_bytes)
+        for length in [runs.each_bytes] if runs.each_bytes else np.unique(side.num_bytes).tolist():
+            alike = runs.where(side.num_bytes == length)
+            yield Term(alike, np.stack([side.steps - lowest, length * np.arange(num_pairs)]))
         at += side.total_bytes
 
 

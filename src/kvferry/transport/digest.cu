@@ -1,13 +1,16 @@
-// Sums up the cells of blocks in device memory, to the numbers that numpy finds (core/digest_cells.py): a cell's sum is
-// that of its words times their keys, modulo 2^64. Word (r, i) of cell c of block b is at
-// first + blocks[b] + cells[c] + rows[r] + i words.
+// Sums up cells in device memory, to the numbers that numpy finds (core/digest_cells.py): a cell's sum is that of its
+// words times their keys, a term's sum that of its cells' sums times their weights, all modulo 2^64.
+// Word (r, i) of cell c is at first + cells[c] + rows[r] + i words.
 //
-// A term is one state of a request. Its cells are cut into tiles of at most TILE_WORDS words, and a warp takes a tile at
-// a time: so a recurrent state, which is one cell of a million words, is the work of many. Tiles are numbered over all
-// terms, and a launch takes those from `first_tile` up to `stop_tile`. What the tiles of a cell find is added up in
-// `sums`, which begin as zeros.
+// A term is one chunk of tokens of one state: its cells lie alike. A warp takes a tile at a time. Where there are many
+// cells, a tile is one segment (as many words as the lanes of a cell hold keys of) of many cells: the keys stay in
+// registers. Where there are few, as of a recurrent state, which is one cell of a million words, it is many segments.
+// Short cells share a warp. Loads of several steps are under way at a time, each of 16 bytes where all lies so.
 //
-// Host and device agree on `Term` and on the tile (digest_kernel.py). The same text compiles for a CPU, where tests run it.
+// Tiles are numbered over all terms, and a launch takes those from `first_tile` up to `stop_tile`. What the tiles of a
+// term find is added up in its sum, which begins as zero.
+//
+// Host and device agree on `Term` and on the tile (digest_table.py). The same text compiles for a CPU, where tests run it.
 
 typedef unsigned long long u64;
 typedef unsigned int u32;
@@ -17,68 +20,140 @@ typedef unsigned int u32;
 #define KVFERRY_DEVICE __device__ __forceinline__
 #else
 #define WARP_SIZE KVFERRY_CPU_LANES
-#define KVFERRY_DEVICE static
+#define KVFERRY_DEVICE
 #endif
-#define TILE_WORDS 1024
+#define TILE_STEPS 16
+#define STEPS_AT_ONCE 4
+#define LANE_WORDS 4
 
 struct Term {
   u64 first;         // address of the first item of block 0
-  u64 blocks;        // address of the distance of each block
-  u64 cells;         // address of the distances of C cells
-  u64 rows;          // address of the distances of R rows
-  u64 keys;          // address of R x row_words keys
-  u64 sums;          // address of a sum for each cell of each block
+  u64 cells;         // address of the distance of each cell
+  u64 weights;       // address of the key of each cell
+  u64 rows;          // address of the distances of the rows of a cell
+  u64 keys;          // address of a key for each word of a cell
+  u64 sum;           // address of the sum
   u64 first_tile;    // tiles of all terms before this one
-  u32 tiles_per_cell;
-  u32 num_cells;     // C
+  u32 num_cells;
   u32 row_words;
-  u32 cell_words;    // R x row_words
+  u32 cell_words;
+  u32 cell_lanes;    // lanes that share a cell: 1, 2, 4 ... 32
+  u32 cell_tiles;    // tiles side by side over the cells; as many again for the next segments
+  u32 is_long;       // whether a tile is many segments of few cells
   u32 word_bytes;    // 1, 2 or 4
-  u32 unit_bytes;    // 1, 2 or 4: what all words are aligned to, as far as they are long
+  u32 unit_bytes;    // 1, 2 or 4: what all words are aligned to, as far as they are long; 16: four words are
 };
 
-KVFERRY_DEVICE u64 at(u64 array, u64 index) { return reinterpret_cast<const u64*>(array)[index]; }
+struct alignas(16) Four { u32 words[LANE_WORDS]; };
 
 #ifndef KVFERRY_CPU
+KVFERRY_DEVICE u64 at(u64 array, u64 index) { return __ldg(reinterpret_cast<const u64*>(array) + index); }
 template <class Unit> __device__ __forceinline__ u64 load_unit(u64 address) {
   return __ldcs(reinterpret_cast<const Unit*>(address));
 }
-KVFERRY_DEVICE void add_up(u64 sums, u64 cell, u64 sum, u32 lane) {
+KVFERRY_DEVICE Four load_four(u64 address) {
+  const uint4 four = __ldcs(reinterpret_cast<const uint4*>(address));
+  return {{four.x, four.y, four.z, four.w}};
+}
+KVFERRY_DEVICE void add_up(u64 place, u64 sum, u32 lane) {
   for (u32 half = WARP_SIZE / 2; half; half /= 2) sum += __shfl_down_sync(0xffffffffu, sum, half);
-  if (lane == 0) atomicAdd(reinterpret_cast<u64*>(sums) + cell, sum);
+  if (lane == 0) atomicAdd(reinterpret_cast<u64*>(place), sum);
 }
 #else
+static u64 at(u64 array, u64 index) { return reinterpret_cast<const u64*>(array)[index]; }
 template <class Unit> static u64 load_unit(u64 address) { return *reinterpret_cast<const Unit*>(address); }
-static void add_up(u64 sums, u64 cell, u64 sum, u32) { reinterpret_cast<u64*>(sums)[cell] += sum; }
+static Four load_four(u64 address) { return *reinterpret_cast<const Four*>(address); }
+static void add_up(u64 place, u64 sum, u32) { *reinterpret_cast<u64*>(place) += sum; }
 #endif
 
-// A word, whatever it is aligned to: put together from units.
-template <u32 WORD_BYTES, class Unit> KVFERRY_DEVICE u64 load(u64 address) {
-  u64 word = 0;
-#pragma unroll
-  for (u32 i = 0; i < WORD_BYTES; i += sizeof(Unit)) word |= load_unit<Unit>(address + i) << 8 * i;
-  return word;
+// Bytes from the start of a cell to a word of it.
+KVFERRY_DEVICE u64 distance(const Term& term, u32 word) {
+  const u32 row = word / term.row_words;
+  return at(term.rows, row) + (u64)(word - row * term.row_words) * term.word_bytes;
 }
 
-// One lane's words of one tile.
-template <u32 WORD_BYTES, class Unit> KVFERRY_DEVICE u64 lane_sum(const Term& term, u64 cell, u32 first_word, u32 lane) {
-  const u64 block = cell / term.num_cells;
-  const u64 base = term.first + at(term.blocks, block) + at(term.cells, cell - block * term.num_cells);
-  const u32 left = term.cell_words - first_word, stop = first_word + (left < TILE_WORDS ? left : TILE_WORDS);
-  u32 word = first_word + lane;
-  u32 row = word / term.row_words, inside = word - row * term.row_words;
+// One lane's words of one segment, read one by one, whatever they are aligned to: put together from units.
+// Words past the end of the cell have the key 0, and the first word stands for them.
+template <u32 WORD_BYTES, class Unit> struct OneByOne {
+  u64 keys[LANE_WORDS], distances[LANE_WORDS];
+
+  KVFERRY_DEVICE OneByOne(const Term& term, u32 segment, u32 lane) {
+#pragma unroll
+    for (u32 i = 0; i < LANE_WORDS; ++i) {
+      const u64 word = ((u64)segment * LANE_WORDS + i) * term.cell_lanes + lane;
+      const bool is_inside = word < term.cell_words;
+      distances[i] = distance(term, is_inside ? (u32)word : 0);
+      keys[i] = is_inside ? at(term.keys, word) : 0;
+    }
+  }
+  KVFERRY_DEVICE u64 sum(u64 cell) const {
+    u64 sum = 0;
+#pragma unroll
+    for (u32 i = 0; i < LANE_WORDS; ++i) {
+      u64 word = 0;
+#pragma unroll
+      for (u32 j = 0; j < WORD_BYTES; j += sizeof(Unit)) word |= load_unit<Unit>(cell + distances[i] + j) << 8 * j;
+      sum += keys[i] * word;
+    }
+    return sum;
+  }
+};
+
+// The same, for words of four bytes that lie side by side in fours: a row is some fours.
+struct FourAtOnce {
+  u64 keys[LANE_WORDS], start;
+
+  KVFERRY_DEVICE FourAtOnce(const Term& term, u32 segment, u32 lane) {
+    const u64 word = ((u64)segment * term.cell_lanes + lane) * LANE_WORDS;
+    const bool is_inside = word < term.cell_words;
+    start = distance(term, is_inside ? (u32)word : 0);
+#pragma unroll
+    for (u32 i = 0; i < LANE_WORDS; ++i) keys[i] = is_inside ? at(term.keys, word + i) : 0;
+  }
+  KVFERRY_DEVICE u64 sum(u64 cell) const {
+    const Four four = load_four(cell + start);
+    u64 sum = 0;
+#pragma unroll
+    for (u32 i = 0; i < LANE_WORDS; ++i) sum += keys[i] * four.words[i];
+    return sum;
+  }
+};
+
+// One segment of many cells. Cells past the last have the weight 0, and the first cell stands for them.
+template <class Words> KVFERRY_DEVICE u64 sum_of_cells(const Term& term, u32 segment, u64 cell, u32 lane, u32 step) {
+  const Words words(term, segment, lane);
   u64 sum = 0;
-#pragma unroll 4
-  for (; word < stop; word += WARP_SIZE) {
-    sum += at(term.keys, word) * load<WORD_BYTES, Unit>(base + at(term.rows, row) + (u64)inside * WORD_BYTES);
-    inside += WARP_SIZE;
-    if (inside >= term.row_words) {
-      const u32 rows = inside / term.row_words;
-      row += rows;
-      inside -= rows * term.row_words;
+  for (u32 i = 0; i < TILE_STEPS && cell < term.num_cells; i += STEPS_AT_ONCE) {
+#pragma unroll
+    for (u32 j = 0; j < STEPS_AT_ONCE; ++j, cell += step) {
+      const bool is_there = cell < term.num_cells;
+      const u64 index = is_there ? cell : 0;
+      sum += (is_there ? at(term.weights, index) : 0) * words.sum(term.first + at(term.cells, index));
     }
   }
   return sum;
+}
+
+// Many segments of one cell, which has all lanes of its warp: so there is one for each tile.
+template <class Words> KVFERRY_DEVICE u64 sum_of_segments(const Term& term, u32 segment, u64 cell, u32 lane) {
+  const u64 base = term.first + at(term.cells, cell);
+  const u32 segments = (term.cell_words - 1) / (term.cell_lanes * LANE_WORDS) + 1;
+  u64 sum = 0;
+  for (u32 i = 0; i < TILE_STEPS && segment < segments; i += STEPS_AT_ONCE) {
+#pragma unroll
+    for (u32 j = 0; j < STEPS_AT_ONCE; ++j, ++segment) sum += Words(term, segment, lane).sum(base);
+  }
+  return sum * at(term.weights, cell);
+}
+
+// What one lane finds in a tile of a term.
+template <class Words> KVFERRY_DEVICE u64 lane_sum(const Term& term, u64 tile, u32 lane) {
+  const u64 down = tile / term.cell_tiles, across = tile - down * term.cell_tiles;
+  const u32 step = WARP_SIZE / term.cell_lanes;
+  const u32 own_cell = lane / term.cell_lanes, own_lane = lane - own_cell * term.cell_lanes;
+  if (term.is_long)
+    return sum_of_segments<Words>(term, (u32)down * TILE_STEPS, across * step + own_cell, own_lane);
+  return sum_of_cells<Words>(term, (u32)down, across * step * TILE_STEPS + own_cell, own_lane, step);
 }
 
 KVFERRY_DEVICE void sum_tiles(const Term* terms, u32 num_terms, u64 tile, u64 stop_tile, u64 step, u32 lane) {
@@ -91,18 +166,17 @@ KVFERRY_DEVICE void sum_tiles(const Term* terms, u32 num_terms, u64 tile, u64 st
     while (low + 1 < num_terms && terms[low + 1].first_tile <= tile) ++low;
     const Term term = terms[low];
     const u64 inside = tile - term.first_tile;
-    const u64 cell = inside / term.tiles_per_cell;
-    const u32 first_word = (u32)(inside - cell * term.tiles_per_cell) * TILE_WORDS;
     u64 sum;
-    switch (term.word_bytes * 8 + term.unit_bytes) {
-      case 4 * 8 + 4: sum = lane_sum<4, u32>(term, cell, first_word, lane); break;
-      case 4 * 8 + 2: sum = lane_sum<4, unsigned short>(term, cell, first_word, lane); break;
-      case 4 * 8 + 1: sum = lane_sum<4, unsigned char>(term, cell, first_word, lane); break;
-      case 2 * 8 + 2: sum = lane_sum<2, unsigned short>(term, cell, first_word, lane); break;
-      case 2 * 8 + 1: sum = lane_sum<2, unsigned char>(term, cell, first_word, lane); break;
-      default: sum = lane_sum<1, unsigned char>(term, cell, first_word, lane); break;
+    switch (term.word_bytes * 32 + term.unit_bytes) {
+      case 4 * 32 + 16: sum = lane_sum<FourAtOnce>(term, inside, lane); break;
+      case 4 * 32 + 4: sum = lane_sum<OneByOne<4, u32>>(term, inside, lane); break;
+      case 4 * 32 + 2: sum = lane_sum<OneByOne<4, unsigned short>>(term, inside, lane); break;
+      case 4 * 32 + 1: sum = lane_sum<OneByOne<4, unsigned char>>(term, inside, lane); break;
+      case 2 * 32 + 2: sum = lane_sum<OneByOne<2, unsigned short>>(term, inside, lane); break;
+      case 2 * 32 + 1: sum = lane_sum<OneByOne<2, unsigned char>>(term, inside, lane); break;
+      default: sum = lane_sum<OneByOne<1, unsigned char>>(term, inside, lane); break;
     }
-    add_up(term.sums, cell, sum, lane);
+    add_up(term.sum, sum, lane);
   }
 }
 

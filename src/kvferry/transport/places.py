@@ -40,11 +40,11 @@ class Places:
     def check(self, places: Ints, num_bytes: Ints) -> None:
         """Refuse runs that do not stay inside a region of this rank."""
         index, offset = self.split(places)
+        if self._are_inside(index, offset, num_bytes):
+            return
         outside = (index < 0) | (index >= len(self.regions)) | (num_bytes < 0)
         inside = ~outside
         outside[inside] = offset[inside] > self._lengths[index[inside]] - num_bytes[inside]
-        if not outside.any():
-            return
         first = int(np.flatnonzero(outside)[0])
         i, run = int(index[first]), f"a run of {int(num_bytes[first])} bytes from {int(offset[first])}"
         if not 0 <= i < len(self.regions):
@@ -53,6 +53,14 @@ class Places:
         region = self.regions[i]
         detail = f"{run} leaves {region.name!r} of {region.num_bytes} bytes"
         raise TransportError("out-of-bounds", f"{self.whose}: {detail}")
+
+    def _are_inside(self, index: Ints, offset: Ints, num_bytes: Ints) -> bool:
+        """Whether all is well, in few steps over arrays that may be long; nothing overflows."""
+        if not len(index):
+            return True
+        if int(index.min()) < 0 or int(num_bytes.min()) < 0 or int(index.max()) >= len(self.regions):
+            return False
+        return bool((offset <= self._lengths[index] - num_bytes).all())
 
     def room(self, places: Ints, num_bytes: Ints) -> int:
         """How far these runs can be moved up before one leaves its region; refused if one is outside."""

@@ -54,7 +54,9 @@ def question_from_msgpack(data: bytes) -> tuple[int, list[DigestPart]]:
     """Read a question; raises SpecError where it makes no sense. Whether a rank holds it, the rank says."""
     doc = read_msgpack(data, QuestionDoc)
     check_range("digest: seed", doc.seed, 0, (1 << 64) - 1)
-    return doc.seed, [part for states in doc.parts for part in _parts(states)]
+    boxes: dict[Box, Box] = {}
+    cells: dict[Spans, Spans] = {}
+    return doc.seed, [part for states in doc.parts for part in _parts(states, boxes, cells)]
 
 
 def _states_doc(parts: Sequence[DigestPart]) -> StatesDoc:
@@ -63,10 +65,12 @@ def _states_doc(parts: Sequence[DigestPart]) -> StatesDoc:
     return StatesDoc(tuple(part.src_state for part in parts), axes, box.period, _span_docs(parts[0].cells))
 
 
-def _parts(doc: StatesDoc) -> list[DigestPart]:
+def _parts(doc: StatesDoc, boxes: dict[Box, Box], known: dict[Spans, Spans]) -> list[DigestPart]:
+    """What is equal becomes one object: a digest looks at each but once."""
     check_range("digest: period", doc.period, 1, MAX_COORDINATE)
     box = Box(tuple(sorted((name, _spans(spans)) for name, spans in doc.axes.items())), doc.period)
     cells = _spans(doc.cells)
+    box, cells = boxes.setdefault(box, box), known.setdefault(cells, cells)
     return [DigestPart(state, state, box, cells) for state in doc.states]
 
 

@@ -1,0 +1,32 @@
+"""Which runs stay inside of a rank's regions: every one is looked at, by plain numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvferry.core.manifest import Region
+from kvferry.core.runs import place
+from kvferry.errors import TransportError
+from kvferry.transport.places import Places
+
+LENGTHS = (64, 16)
+RUN = st.tuples(st.integers(-1, 2), st.integers(0, 70), st.integers(-2, 70))
+INSIDE = st.sampled_from([(0, 0, 64), (0, 60, 4), (0, 64, 0), (1, 0, 16), (1, 12, 4)])
+
+
+@given(st.lists(INSIDE | RUN, max_size=4))
+@example([(0, 0, (1 << 63) - 1)])
+@example([(0, 0, 8), (0, 0, -1)])
+@example([(1, 0, 16), (1, 1, 16)])
+def test_a_run_outside_of_its_region_is_refused(runs: list[tuple[int, int, int]]) -> None:
+    places = Places("ours", [Region(f"r{i}", n, address=4096 * (i + 1)) for i, n in enumerate(LENGTHS)])
+    starts = np.array([place(index, 0) + offset for index, offset, _ in runs], np.int64)
+    num_bytes = np.array([length for _, _, length in runs], np.int64)
+    if all(0 <= i < 2 and n >= 0 and at + n <= LENGTHS[i] for i, at, n in runs):
+        places.check(starts, num_bytes)
+        return
+    with pytest.raises(TransportError, match="a run of"):
+        places.check(starts, num_bytes)
