@@ -35,6 +35,7 @@ from kvferry.testing.fleet import DestinationFleet, SourceFleet
 from kvferry.testing.fleet.actors import DestinationActor
 from kvferry.testing.sources import Holder, serving
 from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.ucx import FABRICS
 from kvferry.wire.ticket import Ticket
 
 POOL_BYTES = 512 << 20
@@ -180,7 +181,7 @@ def show_reads(over: str) -> None:
 def main() -> None:
     over = sys.argv[1] if len(sys.argv) > 1 else "cma"
     if over == "tcp":
-        os.environ["UCX_TLS"] = "tcp,self"
+        os.environ |= FABRICS["tcp"]
     match over:
         case "cma" | "tcp":
             show_reads(over)

@@ -19,6 +19,7 @@ import numpy as np
 from kvferry.core.runs import Runs
 from kvferry.testing.sources import Holder, serving
 from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.ucx import FABRICS
 
 POOL_BYTES = 128 << 20
 LENGTHS = (4 << 10, 16 << 10, 64 << 10, 255 << 10, POOL_BYTES)
@@ -55,7 +56,7 @@ def timed(transport: NixlTransport, runs: Runs) -> float:
 def main() -> None:
     print(f"{'GB/s':10}" + "".join(f"{f'{length >> 10} KiB':>12}" for length in LENGTHS))
     for setting in ("careful", "fast"):
-        env = os.environ | {"UCX_TLS": "tcp,self", "KVFERRY_EMULATED_READS": setting}
+        env = os.environ | FABRICS["tcp"] | {"KVFERRY_EMULATED_READS": setting}
         child = subprocess.run(
             [sys.executable, __file__, "measure"], env=env, check=True, capture_output=True, text=True
         )

@@ -29,7 +29,7 @@ from kvferry.testing.sources import LISTEN, Holder, Source, serving
 from kvferry.transport.emulation import EmulatedReads
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.staging import PackedReads
-from kvferry.transport.ucx import UcxSettings
+from kvferry.transport.ucx import FABRICS, UcxSettings
 
 POOL_BYTES = 256 << 20
 RUN_BYTES = (256, 512, 2 << 10, 16 << 10, 128 << 10, 1 << 20)
@@ -96,7 +96,7 @@ def compare(over: str, host: Any = None) -> None:
     device = over if over.startswith("cuda") else "cpu"
     env = {"KVFERRY_PACKED_READS": "require"}
     if over in ("tcp", "hosts"):
-        env["UCX_TLS"] = "tcp,self"
+        env |= FABRICS["tcp"]
     if device != "cpu":
         env["KVFERRY_MAPPED_READS"] = "off"
     os.environ |= env

@@ -33,7 +33,7 @@ from kvferry.transport import Transport, agent_team
 from kvferry.transport.agent_team import ShareLimits
 from kvferry.transport.cuda import has_cuda
 from kvferry.transport.memory import Hub, MemoryTransport
-from kvferry.transport.ucx import UcxSettings
+from kvferry.transport.ucx import FABRICS, UcxSettings
 
 NUM_EXAMPLES = int(os.environ.get("KVFERRY_LAW_EXAMPLES", "2000")) // 20
 NUM_BYTES = 8 << 20
@@ -164,7 +164,7 @@ WAYS = {
     "direct, by a team": partial(
         between_processes, "cpu", {}, Way.DIRECT, settings=replace(UcxSettings(), num_agents=3)
     ),
-    "emulated": partial(between_processes, "cpu", {"UCX_TLS": "tcp,self"}, Way.EMULATED),
+    "emulated": partial(between_processes, "cpu", FABRICS["tcp"], Way.EMULATED),
     "packed": partial(
         between_processes,
         "cpu",

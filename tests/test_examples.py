@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvferry.runtime import Timing
+from kvferry.transport.ucx import FABRICS
 from tests.two_hosts import Host, two_hosts
 
 ROOT = Path(__file__).parents[1]
@@ -70,10 +71,10 @@ def test_a_cache_of_ones_own_into_two_ranks(tmp_path):
 
 
 BETWEEN_HOSTS = {
-    "direct": ({"UCX_TLS": "sm,tcp,self"}, "direct"),
-    "emulated": ({"UCX_TLS": "tcp,self"}, "emulated"),
-    "stream": ({"UCX_TLS": "tcp,self", "KVFERRY_PACKED_READS": "require"}, "packed"),
-    "stream, hidden pool": ({"UCX_TLS": "tcp,self", "KVFERRY_EXPOSE": "staging"}, "packed"),
+    "direct": (FABRICS["cma"], "direct"),
+    "emulated": (FABRICS["tcp"], "emulated"),
+    "stream": ({**FABRICS["tcp"], "KVFERRY_PACKED_READS": "require"}, "packed"),
+    "stream, hidden pool": ({**FABRICS["tcp"], "KVFERRY_EXPOSE": "staging"}, "packed"),
     "stream, no fabric": ({"KVFERRY_EXPOSE": "nothing"}, "packed"),
 }
 

@@ -21,6 +21,7 @@ from kvferry.cli.doctor.observe import setting_errors, settings
 from kvferry.cli.doctor.probe import DEVICE_SIZES, vm_error
 from kvferry.cli.measured_link import measured_links
 from kvferry.endpoint.secret_source import SECRET, SECRET_FILE, secret_from_file
+from kvferry.transport.ucx import FABRICS
 
 pytest.importorskip("nixl", exc_type=ImportError)
 
@@ -148,19 +149,22 @@ def test_a_wheel_for_another_cuda_is_found(tmp_path):
     assert "pip install --no-deps nixl-cu99" in found["cure"]
 
 
+TCP = FABRICS["tcp"]["UCX_TLS"]
+
+
 @pytest.mark.parametrize("how", ["careful", "fast"])
 def test_emulated_reads_are_found(how):
     """With "fast" the transport takes them for direct ones; UCX itself does not."""
-    examined = examine(UCX_TLS="tcp,self", KVFERRY_EMULATED_READS=how)
+    examined = examine(UCX_TLS=TCP, KVFERRY_EMULATED_READS=how)
     assert examined.code == 0
     assert examined.host["way"] == "emulated"
     assert examined.host["carrier"].startswith("tcp/")
-    assert "UCX_TLS=tcp,self" in examined.found("emulated-reads")["cure"]
+    assert f"UCX_TLS={TCP}" in examined.found("emulated-reads")["cure"]
     assert "no-cma" not in examined.names
 
 
 def test_refused_emulation_stops_work():
-    examined = examine(UCX_TLS="tcp,self", KVFERRY_EMULATED_READS="refuse")
+    examined = examine(UCX_TLS=TCP, KVFERRY_EMULATED_READS="refuse")
     assert examined.code == 1
     assert "KVFERRY_EMULATED_READS" in examined.found("read-failed")["what"]
 

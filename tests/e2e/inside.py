@@ -7,6 +7,7 @@ teaches itself: it names ``tests.e2e.taught.Taught`` as its extension. One rank 
 engine core, so that this reaches both.
 """
 
+import random
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,7 +29,8 @@ def teach(device: Device) -> None:
         _sleep_between_looks()
     _time_registering()
     _watch_loads()
-    _add(_engine_core_class(), num_free_blocks, groups, forget, cuts_prompts, step_lengths, longest_step)
+    _add(_engine_core_class(), num_free_blocks, groups, forget, mix_free_blocks)
+    _add(_engine_core_class(), cuts_prompts, step_lengths, longest_step)
     _add(
         device.worker_class(),
         spoil,
@@ -79,6 +81,14 @@ def groups(core: Any) -> list[list[Any]]:
 def forget(core: Any) -> bool:
     """Find no prefix of what was there before; False if blocks are in use: then nothing is forgotten."""
     return bool(core.scheduler.reset_prefix_cache())
+
+
+def mix_free_blocks(core: Any) -> None:
+    """The next request gets other blocks than the last: vLLM grants first what was freed last."""
+    queue = core.scheduler.kv_cache_manager.block_pool.free_block_queue
+    blocks = queue.popleft_n(queue.num_free_blocks)
+    random.Random(len(blocks)).shuffle(blocks)
+    queue.append_n(blocks)
 
 
 def cuts_prompts(core: Any) -> bool:

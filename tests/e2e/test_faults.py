@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import zmq
 
+from kvferry.transport.ucx import FABRICS
 from kvferry.wire.ticket import from_text, to_text
 from tests.e2e.harness import (
     KVFERRY,
@@ -321,7 +322,7 @@ def test_the_prefill_engine_dies_after_the_read(yard):
     yard.serves()
 
 
-TCP = {"UCX_TLS": "tcp,self"}
+TCP = FABRICS["tcp"]
 """On one host's shared memory a read is over when it is posted: over TCP it can be caught in the middle."""
 
 

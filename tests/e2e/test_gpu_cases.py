@@ -25,6 +25,7 @@ def test_a_pair_and_one_that_no_cpu_can_run(tmp_path: Path):
     assert all(prompt["is_equal"] for prompt in good.found["prompts"])
     assert good.found["control"]["states_seen"] == good.found["prompts"][0]["states"] == 8
     assert (good.found["src_blocks"], good.found["dst_blocks"]) == ([32], [64])
+    assert all(prompt["num_repeated"] == prompt["num_tokens"] for prompt in good.found["prompts"])
     assert good.found["src_cuts_prompts"]
     assert good.found["dst_cuts_prompts"]
     assert (unfit.outcome, unfit.why) == (Outcome.NOT_HERE, "vLLM has one layout on a CPU")

@@ -57,13 +57,16 @@ class Pair(Engines):
         rank_timing=None,
         source_timing=None,
         source_metrics=None,
+        source_edges=None,
         engine_trust=None,
         **kwargs,
     ):
         super().__init__()
         self.hub = hub or Hub()
         trust = engine_trust or Trust()
-        self.engine = SourceEngine("prefill", 1, trust=trust, timing=source_timing, metrics=source_metrics)
+        self.engine = SourceEngine(
+            "prefill", 1, trust=trust, timing=source_timing, metrics=source_metrics, edges=source_edges
+        )
         self.rank = SourceRank(
             self.engine.invitation, self.src, MemoryTransport(self.hub), timing=rank_timing, trust=trust
         )

@@ -16,10 +16,11 @@ from kvferry.testing.fleet import (
     SourceFleet,
     until,
 )
+from kvferry.transport.ucx import FABRICS
 
 pytest.importorskip("nixl", exc_type=ImportError)
 
-TCP = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}
+TCP = {**FABRICS["tcp"], "UCX_NET_DEVICES": "lo"}
 TIMING = Timing(lease=2.5, meet=4, read=6, retry=0.2)
 """Short, for tests that wait for an end; long enough for a machine that is busy with something else."""
 MODEL = model_from_config(

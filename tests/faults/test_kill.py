@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from kvferry.testing.fleet import until
+from kvferry.transport.ucx import FABRICS
 
 BIG = 2048
 """Tokens: 32 MiB, a read of some 50 ms."""
-TCP = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}
+TCP = {**FABRICS["tcp"], "UCX_NET_DEVICES": "lo"}
 
 
 def part_way(harbour, source, destination):

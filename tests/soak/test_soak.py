@@ -34,6 +34,7 @@ from kvferry.testing.fleet import (
 from kvferry.testing.fleet.actors import Health
 from kvferry.testing.fleet.worker import Worker
 from kvferry.testing.small import small
+from kvferry.transport.ucx import FABRICS
 
 pytest.importorskip("nixl", exc_type=ImportError)
 
@@ -48,7 +49,7 @@ SIZES = (1, 9, 40, 150)
 KILL_EVERY, STOP_EVERY = 20.0, 3.0
 """Seconds, on the average, in each yard."""
 HEAP = {"PYTHONMALLOC": "malloc", "MALLOC_ARENA_MAX": "1"}
-YARDS = {"cma": {}, "tcp": {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}}
+YARDS = {"cma": {}, "tcp": {**FABRICS["tcp"], "UCX_NET_DEVICES": "lo"}}
 
 _ids = count(1)
 

@@ -18,11 +18,11 @@ from kvferry.transport.cards import pack_card, segment_in, unpack_card
 from kvferry.transport.descriptors import FULL_PACE, Pace
 from kvferry.transport.emulation import SEGMENT_BYTES, SETTING, AgentMode, EmulatedReads
 from kvferry.transport.nixl import Agent, NixlTransport
-from kvferry.transport.ucx import UCX_EMULATES, UCX_RECEIVED, UCX_SENT, UcxSettings, prepare_for_cuda
+from kvferry.transport.ucx import FABRICS, UCX_EMULATES, UCX_RECEIVED, UCX_SENT, UcxSettings, prepare_for_cuda
 
 pytest.importorskip("nixl", exc_type=ImportError)
 
-TCP = {"UCX_TLS": "tcp,self"}
+TCP = FABRICS["tcp"]
 
 
 @pytest.fixture

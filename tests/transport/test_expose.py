@@ -23,12 +23,12 @@ from kvferry.transport.expose import Expose
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.nixl_agent import Agent
 from kvferry.transport.staging import PackedReads, Staging
-from kvferry.transport.ucx import UcxSettings
+from kvferry.transport.ucx import FABRICS, UcxSettings
 
 pytest.importorskip("nixl", exc_type=ImportError)
 
 GATHERING = {"KVFERRY_PACKED_READS": "auto"}
-TCP = {"UCX_TLS": "tcp,self"}
+TCP = FABRICS["tcp"]
 NUM_BYTES = 64 << 10
 """What is read raw: one fragment, so that whatever happens ends no source."""
 PATIENCE_S = 60.0

@@ -23,8 +23,9 @@ from kvferry.testing.transport_world import REGION_BYTES, WHOLE, World, run, sca
 from kvferry.transport import ReadEnd, Transport
 from kvferry.transport.cuda import has_cuda
 from kvferry.transport.nixl import NixlTransport, pack_card, unpack_card
+from kvferry.transport.ucx import FABRICS
 
-TCP = {"UCX_TLS": "tcp,self"}
+TCP = FABRICS["tcp"]
 """Posts return at once here, and a stopped source stops the bytes."""
 
 pytest.importorskip("nixl", exc_type=ImportError)

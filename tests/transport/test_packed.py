@@ -14,12 +14,13 @@ from kvferry.testing.transport_world import REGION_BYTES, WHOLE, World, stale_me
 from kvferry.transport.base import ReadEnd
 from kvferry.transport.cards import pack_card, segment_in, staging_in, unpack_card, with_staging
 from kvferry.transport.staging import PackedReads, Staging
+from kvferry.transport.ucx import FABRICS
 
 pytest.importorskip("nixl", exc_type=ImportError)
 
 PACKED = {"KVFERRY_PACKED_READS": "require"}
 AUTO = {"KVFERRY_PACKED_READS": "auto"}
-TCP = {"UCX_TLS": "tcp,self"}
+TCP = FABRICS["tcp"]
 
 
 class PackedLaws(TransportLaws):

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from kvferry.transport.ucx import FABRICS
+
 pytest.importorskip("nixl", exc_type=ImportError)
 
 NUM_NODES = int(os.environ.get("NODES", "8"))
@@ -61,7 +63,7 @@ class Child:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("env", [{}, {"UCX_TLS": "tcp,self"}], ids=["rings", "streams"])
+@pytest.mark.parametrize("env", [{}, FABRICS["tcp"]], ids=["rings", "streams"])
 def test_no_deadlock_no_wrong_cell_and_the_rings_are_whole_at_the_end(env):
     chance, numbers = random.Random(), iter(range(1_000_000))
     nodes = [Child(next(numbers), env) for _ in range(NUM_NODES)]

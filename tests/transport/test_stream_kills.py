@@ -26,9 +26,10 @@ from kvferry.transport.cards import staging_in
 from kvferry.transport.places import Places
 from kvferry.transport.staging import Staging
 from kvferry.transport.stream_reader import StreamMover
+from kvferry.transport.ucx import FABRICS
 
 POOL_BYTES = 32 << 20
-ENV = {"KVFERRY_PACKED_READS": "require", "UCX_TLS": "tcp,self"}
+ENV = {"KVFERRY_PACKED_READS": "require", **FABRICS["tcp"]}
 KILLS = int(os.environ.get("KILLS", "3"))
 PATIENCE_S = 60.0
 

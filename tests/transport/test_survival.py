@@ -13,6 +13,7 @@ from kvferry.testing.transport_world import REGION_BYTES, STALE, WHOLE, run, sta
 from kvferry.transport import ReadEnd
 from kvferry.transport.agent_thread import AgentThread
 from kvferry.transport.nixl import Agent, NixlTransport
+from kvferry.transport.ucx import FABRICS
 
 pytest.importorskip("nixl", exc_type=ImportError)
 
@@ -79,7 +80,7 @@ def near():
 @pytest.fixture
 def far(monkeypatch):
     """Over TCP, where a stopped source stops the bytes, at full pace."""
-    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    monkeypatch.setenv("UCX_TLS", FABRICS["tcp"]["UCX_TLS"])
     monkeypatch.setenv("KVFERRY_EMULATED_READS", "fast")
     with serving(1, REGION_BYTES) as served:
         yield served

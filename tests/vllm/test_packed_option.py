@@ -29,6 +29,7 @@ from kvferry.transport.cards import staging_in
 from kvferry.transport.pack import pack
 from kvferry.transport.staging import Staging
 from kvferry.transport.stream_frames import StreamOffer
+from kvferry.transport.ucx import FABRICS
 from kvferry.wire.messages import Join, decode_to_authority
 from kvferry.wire.permit import make_proofs, permits_for
 from kvferry.wire.ticket import from_text
@@ -129,7 +130,7 @@ def test_streams_where_the_fabric_cannot_read(
     docks: Docks, prompt: Prompt, ways: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``auto`` over TCP: the workers send, and UCX has no part in it."""
-    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    monkeypatch.setenv("UCX_TLS", FABRICS["tcp"]["UCX_TLS"])
     setup = packed(replace(FAMILIES["gemma3"], tp=2), how="auto")
     pair = Pair(docks.own(setup), docks.own(replace(setup, tp=1)))
     words = prompt(LENGTH)

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvferry.errors import TransportError
 from kvferry.transport.descriptors import FULL_PACE, Pace
@@ -31,7 +32,8 @@ UCX_ALL = "UCX_"
 """What the names of all its settings begin with."""
 
 AGENTS_SETTING = "KVFERRY_READ_AGENTS"
-MOST_AGENTS = 4
+FEW_AGENTS, MOST_AGENTS = 4, 8
+"""Up to so many all cores are used, from then on half of them (``docs/performance.md``)."""
 
 CUDA_ENVIRONMENT = {UCX_GET_ZCOPY: "y"}
 """What the environment must have before an agent is made that reads or serves CUDA memory.
@@ -39,11 +41,25 @@ CUDA_ENVIRONMENT = {UCX_GET_ZCOPY: "y"}
 Without it, reads of device memory on one host go through TCP: 0.5 GB/s instead of 1,300.
 """
 
-FABRICS = {"cma": {UCX_TRANSPORTS: "sm,tcp,self"}, "tcp": {UCX_TRANSPORTS: "tcp,self"}}
-"""What the environment of processes says that are to read each other's host memory by CMA, or over TCP.
+GPU_DRIVER = Path("/dev/nvidiactl")
+"""A file of NVIDIA's driver. The driver itself is not called: a process that has must not fork any more."""
 
-UCX sends its own messages over TCP in both.
-"""
+
+def fabrics(*, has_gpu: bool) -> dict[str, dict[str, str]]:
+    """What the environment of processes says that are to read each other's host memory by CMA, or over TCP.
+
+    UCX sends its own messages over TCP in both. Where a GPU is, NIXL makes no agent without ``cuda_copy``;
+    where none is, UCX warns of it.
+
+    >>> fabrics(has_gpu=True)["tcp"]
+    {'UCX_TLS': 'tcp,self,cuda_copy'}
+    """
+    more = ",cuda_copy" if has_gpu else ""
+    return {name: {UCX_TRANSPORTS: f"{by},self{more}"} for name, by in (("cma", "sm,tcp"), ("tcp", "tcp"))}
+
+
+FABRICS = fabrics(has_gpu=GPU_DRIVER.exists())
+"""Those of this machine."""
 
 QUIET = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
 """For a process whose report says what went wrong: loud libraries would drown it."""
@@ -134,10 +150,19 @@ def _emulated_reads(environ: Mapping[str, str]) -> EmulatedReads:
     return wanted
 
 
+def default_agents(num_cores: int) -> int:
+    """How many agents share a long read.
+
+    >>> [default_agents(num_cores) for num_cores in (1, 2, 4, 8, 12, 16, 128)]
+    [1, 2, 4, 4, 6, 8, 8]
+    """
+    return min(MOST_AGENTS, max(min(FEW_AGENTS, num_cores), num_cores // 2))
+
+
 def _num_agents(environ: Mapping[str, str]) -> int:
     """The setting; by default as many as there are cores for them, but not more than help."""
     if AGENTS_SETTING not in environ:
-        return min(MOST_AGENTS, len(os.sched_getaffinity(0)))
+        return default_agents(len(os.sched_getaffinity(0)))
     value = environ[AGENTS_SETTING]
     if not re.fullmatch(r"[1-9]|[1-5]\d|6[0-4]", value):
         raise TransportError("bad-setting", f"{AGENTS_SETTING}={value!r}: a number of agents, from 1 to 64")
