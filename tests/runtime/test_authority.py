@@ -10,7 +10,7 @@ from kvferry.core.request import BlockTable
 from kvferry.errors import SpecError
 from kvferry.runtime import Authority, Offers, Released, Timing
 from kvferry.runtime.lease import EndedReadings
-from kvferry.runtime.values import Merge, Send
+from kvferry.runtime.values import Merge, Send, Show, Strike
 from kvferry.wire.messages import (
     MAX_BATCH,
     OLDEST_PROTOCOL,
@@ -50,9 +50,9 @@ READ, FAILED, UNREAD = Outcome.READ, Outcome.FAILED, Outcome.UNREAD
 class Source(Authority):
     """An authority, and where its tickets are made."""
 
-    def __init__(self, num_ranks, generation):
+    def __init__(self, num_ranks, generation, board=""):
         self.offers = Offers("prefill", generation, b"key", "here", int(LEASE * 1000))
-        super().__init__(self.offers, num_ranks, TIMING)
+        super().__init__(self.offers, num_ranks, TIMING, board)
 
 
 def authority(num_ranks=1, generation=7):
@@ -115,9 +115,34 @@ def join(source, rank=0, now=0.0, **changes):
 def test_a_ticket_binds_to_its_first_reader():
     source = authority()
     ticket = offered(source)
-    assert acquire(source, ticket, "A") == Grant(5, ticket.ticket_id, 30_000)
+    assert acquire(source, ticket, "A") == Grant(5, ticket.ticket_id, 30_000, is_whole=False)
     assert acquire(source, ticket, "B").code == "taken"
     assert acquire(source, ticket, "A").ticket_id == ticket.ticket_id  # asked twice: the same answer
+
+
+def test_a_lease_stands_on_the_board_until_it_ends():
+    """It is shown before its grant is sent, and struck before anybody hears of its end."""
+    source = Source(1, 7, board="the board")
+    ticket = offered(source)
+    ask = Acquire(5, ticket, "A", 0, 1, 1, token_of("A", 0))
+    mark = source.offers.mark(ticket.ticket_id)
+    assert mark != source.offers.mark(ticket.ticket_id + 1)
+    shown, *sent = source.receive(1.0, "reply_to", ask)
+    assert shown == Show(ticket.ticket_id, mark)
+    assert (one(sent).board, one(sent).mark) == ("the board", mark)
+    expired = source.tick(1.0 + LEASE)
+    assert expired[0] == Strike(ticket.ticket_id)
+    assert [type(effect) for effect in expired[1:]] == [Released]
+
+
+def test_leases_that_end_together_are_all_struck_before_one_is_released():
+    """What a rank that gathers says to the first notice releases the others at once."""
+    source = Source(1, 7, board="the board")
+    join(source, rank_key=b"key")
+    tickets = [offered(source, f"request-{i}") for i in range(3)]
+    effects = source.tick(LEASE)
+    assert [effect for effect in effects if isinstance(effect, Strike)] == effects[:3]
+    assert effects[:3] == [Strike(ticket.ticket_id) for ticket in tickets]
 
 
 def test_unread_by_every_rank_frees_it_for_another_reader():

@@ -43,13 +43,16 @@ from kvferry.runtime.values import (
     Effect,
     FindRanks,
     HangUp,
+    LookUp,
     MemberEffect,
     Merge,
     Peer,
     PostReads,
     Select,
     Send,
+    Show,
     SourceEffect,
+    Strike,
     TakeDigest,
 )
 from kvferry.wire.messages import (
@@ -227,8 +230,10 @@ class World(RuleBasedStateMachine):
         sizes=st.lists(st.integers(1, 3), min_size=1, max_size=2),
         offsets=st.lists(st.integers(-1000, 1000), min_size=3, max_size=3),
         is_late=seldom,
+        has_boards=st.booleans(),
     )
-    def begin(self, sizes, offsets, is_late):
+    def begin(self, sizes, offsets, is_late, has_boards=False):
+        self.has_boards = has_boards
         self.src_offset = float(offsets[0])
         self.start_source()
         self.start_members()
@@ -244,7 +249,9 @@ class World(RuleBasedStateMachine):
         lease = TIMING.lease if self.generation % 2 else TIMING.lease / 2
         timing = Timing(lease, TIMING.meet, TIMING.read, TIMING.retry)
         self.book = Offers("prefill", self.generation, key, ADDRESS, int(1000 * lease))
-        self.authority = TerseAuthority(self.book, NUM_SRC_RANKS, timing)
+        self.board: dict[int, bytes] = {}
+        place = f"board {self.generation}" if self.has_boards else ""
+        self.authority = TerseAuthority(self.book, NUM_SRC_RANKS, timing, place)
         self.merges.clear()
         self.released: list[str] = []
 
@@ -309,6 +316,10 @@ class World(RuleBasedStateMachine):
                     self.merges.append(effect)
                 case Released():
                     self.on_released(effect)
+                case Show():
+                    self.board[effect.ticket_id] = effect.mark
+                case Strike():
+                    self.board.pop(effect.ticket_id, None)
                 case Send():
                     self.packets.append(Packet(effect.to, ADDRESS, encode(effect.message)))
 
@@ -355,6 +366,10 @@ class World(RuleBasedStateMachine):
                     reads = [read for read in rank.reads.values() if read.handle == effect.handle]
                     assert all(read.has_ended and not read.error for read in reads), "digested too early"
                     rank.digests.append(effect)
+                case LookUp():
+                    is_live = effect.board == f"board {self.generation}"
+                    if is_live and self.board.get(effect.ticket_id) == effect.mark:
+                        self.of_reader(rank, rank.reader.stood(self.clock(rank), effect.handle))
                 case Cancel():
                     rank.reads[effect.transfer].is_cancelled = True
                 case Drop():

@@ -9,7 +9,18 @@ from kvferry.core.select import Selection
 from kvferry.errors import SpecError
 from kvferry.runtime import Failure, FailureCode, Fetch, Reader, Report, Timing
 from kvferry.runtime.meetings import Meeting
-from kvferry.runtime.values import Build, Cancel, Drop, FindRanks, HangUp, Peer, PostReads, Select, Send
+from kvferry.runtime.values import (
+    Build,
+    Cancel,
+    Drop,
+    FindRanks,
+    HangUp,
+    LookUp,
+    Peer,
+    PostReads,
+    Select,
+    Send,
+)
 from kvferry.wire.messages import (
     OLDEST_PROTOCOL,
     PROTOCOL,
@@ -183,6 +194,51 @@ def test_a_fetch_leases_meets_selects_reads_and_settles(it):
     assert (record.confirm_seconds, record.total_seconds) == (0.5, 4.5)
     assert (record.num_sources, record.num_bytes, record.outcome) == (2, 16, "read")
     assert is_empty(it.reader)
+
+
+def test_a_lease_that_was_seen_to_stand_needs_no_answer(it):
+    """The board is looked at before the authority hears that it may end the lease."""
+    it.fetch(1, fetch_of())
+    ask = it.only(Acquire)
+    it.answer(Grant(ask.nonce, 1, 30_000, board="its board", mark=b"mark"))
+    it.met()
+    it.only(Select)
+    it.selected(1, selection(1))
+    it.ended(*it.posted(), "")
+    settle = Send("src", Settle(7, 1, "A", 0, ask.attempt, ask.token, Outcome.READ))
+    assert it.effects == [LookUp(1, 1, "its board", b"mark"), settle]
+    it.stood(1)
+    assert it.only(Report).failure is None
+    it.stood(1)
+    assert it.effects == [], "reported once"
+    it.at(0.6).tick()
+    assert settle in it.effects, "said again until it is heard"
+    it.answer(SettleAck(1, 0, ask.attempt))
+    assert is_empty(it.reader)
+
+
+def test_a_grant_of_an_engine_that_was_not_whole_is_asked_for_again(it):
+    """Ranks that joined later make proofs, too; without them they gather nothing."""
+    it.fetch(1, fetch_of())
+    ask = it.only(Acquire)
+    it.answer(Grant(ask.nonce, 1, 30_000, is_whole=False))
+    it.met()
+    again = it.only(Acquire)
+    assert (again.attempt, again.token) == (ask.attempt, ask.token)
+    it.answer(Grant(again.nonce, 1, 30_000, {0: b"proof"}))
+    assert it.only(Select).handle == 1
+
+
+def test_an_early_grant_is_not_used_before_the_next_one_has_come(it):
+    """Also if blocks are supplied meanwhile."""
+    it.hold(1, ticket())
+    it.answer(Grant(it.only(Acquire).nonce, 1, 30_000, is_whole=False))
+    it.met()
+    again = it.only(Acquire)
+    it.supply(1, fetch_of())
+    assert it.of(Select) == []
+    it.answer(Grant(again.nonce, 1, 30_000, {0: b"proof"}, is_whole=False))
+    assert it.only(Select).handle == 1, "whoever was met is whole"
 
 
 def test_a_held_ticket_is_leased_and_met_before_its_blocks_are_known(it):

@@ -12,6 +12,7 @@ from kvferry.core.runs import REGION_SHIFT, Runs
 from kvferry.core.select import Selection
 from kvferry.core.select import select as real_select
 from kvferry.endpoint import destination as endpoint
+from kvferry.endpoint import selecting
 from kvferry.endpoint.destination import Destination
 from kvferry.endpoint.load_digest import LoadDigest
 from kvferry.endpoint.posted_reads import PostedReads
@@ -22,7 +23,8 @@ from kvferry.runtime.fetch_job import FetchJob
 from kvferry.runtime.lease import _RankGrant as RankGrant
 from kvferry.runtime.offers import Offers
 from kvferry.runtime.reader import Reader
-from kvferry.testing.simulation import Law
+from kvferry.testing.simulation import Law, Trouble
+from kvferry.testing.simulation.boards import SimulatedBoard, SimulatedBoards
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class PlantedBug:
     plant: Callable
     """Called with pytest's ``monkeypatch``."""
     laws: frozenset[Law]
+    troubles: frozenset[Trouble] | None = None
+    """What has to go wrong for it to do harm; None: whatever a seed draws."""
 
 
 def reuse_before_quiescence(patch):
@@ -94,7 +98,7 @@ def changed_selection(change):
                 return selection
             return Selection.of(reads | {rank: change(runs)}, selection.blank.runs)
 
-        patch.setattr(endpoint, "select", select)
+        patch.setattr(selecting, "select", select)
 
     return plant
 
@@ -179,7 +183,33 @@ def digest_of_the_wrong_cells(patch):
     patch.setattr(LoadDigest, "sums", sums)
 
 
+def lease_never_struck(patch):
+    """A lease that is over still stands on the board."""
+    patch.setattr(SimulatedBoard, "strike", lambda self, number: None)
+
+
+def board_of_the_dead(patch):
+    """The board of an authority that is gone is still believed."""
+
+    def is_shown(self, place, number, mark):
+        return place in self._boards and self._boards[place].marks.get(number) == mark
+
+    patch.setattr(SimulatedBoards, "is_shown", is_shown)
+
+
 BUGS = (
+    PlantedBug(
+        "a lease never struck",
+        lease_never_struck,
+        frozenset({Law.FENCING}),
+        frozenset({Trouble.STOPS, Trouble.SLOW_READS, Trouble.CLOCK_RATES}),
+    ),
+    PlantedBug(
+        "the board of the dead",
+        board_of_the_dead,
+        frozenset({Law.FENCING}),
+        frozenset({Trouble.AUTHORITY_DEATHS}),
+    ),
     PlantedBug("reuse before quiescence", reuse_before_quiescence, frozenset({Law.QUIESCENCE})),
     PlantedBug("wrong request in a release", wrong_request_in_a_release, frozenset({Law.QUIESCENCE})),
     PlantedBug("shrinking lease", shrinking_lease, frozenset({Law.FENCING})),

@@ -11,7 +11,7 @@ from itertools import count, islice
 from kvferry.channel import Contact, ContactChange, Received
 from kvferry.core.manifest import Manifest
 from kvferry.core.request import BlockTable
-from kvferry.core.select import Selection, Slack, select
+from kvferry.core.select import Selection, Slack
 from kvferry.core.span import Spans
 from kvferry.endpoint.edges import Edges
 from kvferry.endpoint.endpoint_metrics import EndpointMetrics
@@ -21,6 +21,7 @@ from kvferry.endpoint.load_log import LoadLog
 from kvferry.endpoint.meeting import MetPeer, NotMet, failure_of, meet, remote_name, source_shown
 from kvferry.endpoint.owner import Owner
 from kvferry.endpoint.posted_reads import PostedReads
+from kvferry.endpoint.selecting import Selecting
 from kvferry.endpoint.shared_plans import SharedPlan, SharedPlans
 from kvferry.endpoint.status_report import status_report
 from kvferry.errors import SpecError
@@ -37,6 +38,7 @@ from kvferry.runtime.values import (
     Effect,
     FindRanks,
     HangUp,
+    LookUp,
     Peer,
     PostReads,
     Record,
@@ -57,8 +59,6 @@ MAX_SOURCES_SHOWN = 100
 """Source engines that `kvferry status` shows; it says how many there are."""
 CLOSE_SECONDS = 5.0
 """How long ``close`` waits for meetings and selections that have begun."""
-SELECTIONS = "selections"
-"""The workers' key: selecting computes, and more threads would not make it faster."""
 
 
 class Destination:
@@ -107,7 +107,7 @@ class Destination:
         self._transport, self._plans = transport, SharedPlans(manifest, rank)
         self._metrics, self._on_refusal = metrics, on_refusal
         self._trust, self._host, self._clock = trust, edges.host(), edges.clock
-        self._log, self._started = LoadLog(), self._clock()
+        self._log, self._started, self._is_shown = LoadLog(), self._clock(), edges.is_shown
         self._figures: Figures = {}
         self._handles = count(1)
         self._reports: deque[Report] = deque()
@@ -127,6 +127,7 @@ class Destination:
         self._workers = edges.make_workers(f"kvferry-work-{rank}")
         self._channel = edges.open_channel("", trust.secret)
         self._reads = PostedReads(transport, self._workers, self._owner.put, self._reader.ended)
+        self._selecting = Selecting(self._workers, self._owner.put, self._reader, self._selected)
         if metrics:
             metrics.watch(self, lambda: self.figures)
         steps = self._workers, self._owner.put, self._reader, edges.random_bytes
@@ -273,12 +274,14 @@ class Destination:
                 case Build():
                     self._workers.submit(effect.peer, partial(self._build, effect, *self._found[effect.peer]))
                 case Select():
-                    job = partial(self._select, effect, self._met[effect.peer])
-                    self._workers.submit(SELECTIONS, job)
+                    self._selecting.start(effect, self._met[effect.peer])
                 case PostReads():
-                    self._reads.post(effect)
+                    self._reads.post(effect, is_quick=self._met[effect.peer].is_quick)
                 case TakeDigest():
                     self._digests.take(effect, self._met.get(effect.peer))
+                case LookUp():
+                    if self._is_shown(effect.board, effect.ticket_id, effect.mark):
+                        self._carry_out(self._reader.stood(self._clock(), effect.handle))
                 case Cancel():
                     self._reads.cancel(effect.transfer)
                 case Drop():
@@ -294,6 +297,7 @@ class Destination:
 
     def _tick(self, now: float) -> float:
         """Look for ends, and, not too often, at every fetch; when to come again."""
+        self._selecting.step()
         if self._reads.must_poll and self._reader.num_in_flight:
             self._carry_out(self._reads.collect(now))
         pause = self._timing.retry / 4
@@ -375,18 +379,6 @@ class Destination:
                 self._owner.put(lambda now: self._reader.not_built(now, build.peer, result.failure))
                 if self._on_refusal is not None and result.source is not None:
                     self._on_refusal(result.source, result.failure)
-
-    def _select(self, wanted: Select, met: MetPeer) -> None:
-        handle, fetch = wanted.handle, wanted.fetch
-        try:
-            selection = select(met.route, fetch.request(), slack=fetch.slack)
-            # Whoever needs the list gets it here, not in a thread that others wait for.
-            traffic = met.traffic(selection)
-        except Exception as error:
-            failure = failure_of(error, FailureCode.BAD_TABLES)
-            self._owner.put(lambda now: self._reader.not_selected(now, handle, failure))
-        else:
-            self._owner.put(lambda now: self._selected(now, wanted, selection, traffic, met.way))
 
 
 def _check(ticket: Ticket) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from kvferry.channel import SILENCE_SECONDS, Channel
 from kvferry.endpoint.channel_thread import ChannelThread, Receive
+from kvferry.endpoint.lease_board import is_shown, make_board
 from kvferry.endpoint.owner import Owner
 from kvferry.endpoint.status_socket import OpenStatus, StatusReport, open_status
 from kvferry.endpoint.this_host import this_host
@@ -71,6 +72,24 @@ class Workers(Protocol):
         ...
 
 
+class AuthorityBoard(Protocol):
+    """Where an authority shows which leases stand."""
+
+    place: str
+
+    def show(self, number: int, mark: bytes) -> None:
+        """A lease stands."""
+        ...
+
+    def strike(self, number: int) -> None:
+        """It stands no more."""
+        ...
+
+    def close(self) -> None:
+        """None stands any more."""
+        ...
+
+
 def open_channel(
     listen: str, secret: Secret | None, *, silence_seconds: float = SILENCE_SECONDS
 ) -> ControlChannel:
@@ -94,6 +113,10 @@ class Edges:
     make_workers: Callable[[str], Workers] = WorkerThreads
     open_status: Callable[[str, Callable[[], StatusReport]], OpenStatus | None] = open_status
     """Where `kvferry status` asks."""
+    make_board: Callable[[], AuthorityBoard | None] = make_board
+    """Where an authority shows which leases stand; None: nowhere."""
+    is_shown: Callable[[str, int, bytes], bool] = is_shown
+    """Whether a board, by its place, shows the mark of a lease."""
     start_owner: Callable[[Owner[Any]], None] = Owner.start
     """Has an owner's ``step`` called; by default in a thread of its own."""
 

@@ -46,6 +46,13 @@ class MetPeer:
         return "+".join(sorted({link.way.value for link in self.links.values()}))
 
     @property
+    def is_quick(self) -> bool:
+        """Whether its loads are selected and submitted sooner than handed to another thread: no list of runs
+        is made for the kernel, and the device does the rest.
+        """
+        return all(link.way is Way.MAPPED for link in self.links.values())
+
+    @property
     def identity(self) -> IdentityCheck:
         """Whether both sides run the same model, as far as they know."""
         plan = self.route.plan

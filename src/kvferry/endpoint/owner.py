@@ -59,6 +59,11 @@ class Owner(Generic[E]):
         self._inbox.put(event)
 
     @property
+    def has_more(self) -> bool:
+        """Whether something is in the inbox."""
+        return not self._inbox.empty()
+
+    @property
     def is_behind(self) -> bool:
         """Whether messages had better wait where they are."""
         return self._inbox.qsize() > MANY

@@ -43,9 +43,12 @@ class PostedReads:
         """Whether nobody has ever told us of an end: then reads may advance in ``poll`` only."""
         transport.on_end(self._look)
 
-    def post(self, post: PostReads) -> None:
-        """Have slack zeroed and reads submitted; the owner's to call."""
-        self._workers.submit(READS, partial(self._post, post))
+    def post(self, post: PostReads, *, is_quick: bool = False) -> None:
+        """Have slack zeroed and reads submitted, at once where that is quick; the owner's to call."""
+        if is_quick:
+            self._post(post)
+        else:
+            self._workers.submit(READS, partial(self._post, post))
 
     def cancel(self, transfer: int) -> None:
         """Have no more of a transfer posted; the owner's to call.
@@ -68,7 +71,7 @@ class PostedReads:
         self._cancelled.discard(transfer)
         return self._ended(now, transfer, error)
 
-    # -- in a worker, or a thread of the transport -------------------------------------------------
+    # -- in a worker, in the owner where that is quick, or in a thread of the transport -------------
 
     def _look(self) -> None:
         self.must_poll = False

@@ -25,7 +25,7 @@ from kvferry.runtime import Authority, Offers, Released, Timing
 from kvferry.runtime.figures import Figures, refused_messages
 from kvferry.runtime.lease_tally import block_bytes_of
 from kvferry.runtime.metric_table import MetricSide
-from kvferry.runtime.values import Merge, Send, SourceEffect
+from kvferry.runtime.values import Merge, Send, Show, SourceEffect, Strike
 from kvferry.wire.bad_input import printable
 from kvferry.wire.messages import (
     TOO_LONG,
@@ -111,7 +111,8 @@ class SourceEngine:
         self._figures: Figures = {}
         self._shown_at = float("-inf")
         # These are the owner's alone.
-        self._authority = Authority(self._offers, num_ranks, timing)
+        self._board = edges.make_board()
+        self._authority = Authority(self._offers, num_ranks, timing, self._board.place if self._board else "")
         self._admitting: dict[str, Future[str]] = {}
         """Who waits for the answer to a join, by where the answer goes."""
         self._expected: set[str] = set()
@@ -228,7 +229,11 @@ class SourceEngine:
         """Stop listening."""
         if self._open_status is not None:
             self._open_status.close()
-        self._owner.close()
+        try:
+            self._owner.close()
+        finally:  # nobody says any more that a lease stands
+            if self._board is not None:
+                self._board.close()
         if self._metrics:
             self._metrics.forget(self)
         self._workers.close(CLOSE_SECONDS)
@@ -244,6 +249,12 @@ class SourceEngine:
                 case Send():
                     self._log.sent(self._clock(), effect.message)
                     self._send(effect.to, effect.message)
+                case Show():
+                    if self._board is not None:
+                        self._board.show(effect.ticket_id, effect.mark)
+                case Strike():
+                    if self._board is not None:
+                        self._board.strike(effect.ticket_id)
                 case Merge():
                     self._workers.submit("merge", partial(self._merge, effect.joins))
                 case Released():

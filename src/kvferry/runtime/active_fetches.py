@@ -7,9 +7,9 @@ The life of a fetch::
        └──────────┴───────────┴─────────────┴────────────┴──▶ failed: reported when nothing is in flight
 
 * A ticket whose blocks are not known yet can be *held* until they are: HOLDING comes before SELECTING then.
-* A read counts only if the source's authority has said so after its end: it still held the lease then. No
-  clock has a say in that. An authority that does not answer is asked again, for as long as a lease; then the
-  fetch has failed.
+* A read counts only if the source's authority held the lease after its end: it says so when it is told of the
+  end, or, on one host, its board shows it. No clock has a say in that. An authority that does not answer is
+  told again, for as long as a lease; then the fetch has failed.
 * A fetch whose digest is asked for is CHECKING in between: both sides digest the bytes in their own memory,
   under the lease. What differs, or could not be compared, has failed.
 * Nothing is reported before the transport has reported the end of every posted read. A read that does not end
@@ -32,6 +32,7 @@ from kvferry.runtime.questions import Settlements
 from kvferry.runtime.values import (
     Cancel,
     Effect,
+    LookUp,
     Peer,
     PostReads,
     Report,
@@ -137,9 +138,10 @@ class ActiveFetches:
 
     def advance(self, now: float, job: FetchJob) -> list[Effect]:
         """Take every step that is possible now."""
-        if job.phase is Phase.LEASING and job.covered_until > now:
+        is_met = self._meetings.is_met(job.peer)
+        if job.phase is Phase.LEASING and job.covered_until > now and not (job.is_early and is_met):
             job.phase = Phase.MEETING
-        if job.phase is Phase.MEETING and self._meetings.is_met(job.peer):
+        if job.phase is Phase.MEETING and is_met:
             job.met_at = now
             if job.fetch is None:
                 job.phase = Phase.HOLDING
@@ -157,11 +159,21 @@ class ActiveFetches:
         return []
 
     def _confirm(self, now: float, job: FetchJob) -> list[Effect]:
-        """All bytes are in: have the authority say that they count."""
+        """All bytes are in: have the authority say that they count, or see that it stands by its lease."""
         job.phase = Phase.CONFIRMING
         told = self._settle(now, job, Outcome.READ)
-        is_gone = bool(self._connections.gone(job.peer.authority))
-        return [*told, *self.fail(now, job, self.source_gone(job.peer))] if is_gone else told
+        if self._connections.gone(job.peer.authority):
+            return [*told, *self.fail(now, job, self.source_gone(job.peer))]
+        # First look: once the authority has heard that the read is over, its lease ends.
+        look = [LookUp(job.handle, job.ticket.ticket_id, job.board, job.mark)] if job.board else []
+        return [*look, *told]
+
+    def stood(self, now: float, handle: int) -> list[Effect]:
+        """The lease of a fetch was seen to stand, after its last byte."""
+        job = self.get(handle)
+        if job is None or job.phase is not Phase.CONFIRMING:
+            return []
+        return self._report(now, job, Outcome.READ)
 
     # -- digests -----------------------------------------------------------------------------------
 

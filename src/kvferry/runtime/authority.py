@@ -25,7 +25,7 @@ from kvferry.runtime.lease_tally import LeaseTally
 from kvferry.runtime.member import NOT_JOINED
 from kvferry.runtime.metric_table import LEASES, UNHEARD_RELEASES
 from kvferry.runtime.offers import Offers
-from kvferry.runtime.values import MAX_SHOWN, Merge, Released, Send, SourceEffect, Timing
+from kvferry.runtime.values import MAX_SHOWN, Merge, Released, Send, Show, SourceEffect, Strike, Timing
 from kvferry.wire.messages import (
     MAX_BATCH,
     PROTOCOL,
@@ -78,8 +78,9 @@ class Authority:
     MAX_DESCRIBED_BYTES = 512 << 10
     """Descriptions of ranks in one answer, together; a longer one has an answer of its own."""
 
-    def __init__(self, offers: Offers, num_ranks: int, timing: Timing | None = None) -> None:
-        self._offers, self._num_ranks = offers, num_ranks
+    def __init__(self, offers: Offers, num_ranks: int, timing: Timing | None = None, board: str = "") -> None:
+        """``board``: where readers of this host can see which leases stand; empty: nowhere."""
+        self._offers, self._num_ranks, self._board = offers, num_ranks, board
         self._timing = timing or Timing()
         self._leases: dict[int, Lease] = {}
         self._ended = EndedReadings(self._timing.lease)
@@ -184,7 +185,8 @@ class Authority:
             case DescribeRanks():
                 return [Send(reply_to, self._describe(message))]
             case Acquire():
-                return [Send(reply_to, self._acquire(now, message))]
+                answer = self._acquire(now, message)
+                return [*self._shown(answer), Send(reply_to, answer)]
             case Renew():
                 return [Send(reply_to, self._renew(now, message))]
             case Settle():
@@ -214,6 +216,8 @@ class Authority:
                 effects += self._end(now, lease, "expired")
             else:  # renewed since it was queued
                 heappush(self._by_deadline, (lease.deadline, ticket_id))
+        # What is told of one lease may lead to the release of the next: all of them are struck before.
+        effects.sort(key=lambda effect: not isinstance(effect, Strike))
         self._ended.tick(now)
         effects += self._tell(now)
         for rank, notices in self._notices.items():
@@ -273,7 +277,14 @@ class Authority:
         lease.bind(ask)
         self._extend(now, lease)
         proofs = make_proofs(ticket, {n: rank.join.rank_key for n, rank in self._ranks.items()})
-        return Grant(ask.nonce, ticket.ticket_id, int(self._timing.lease * 1000), proofs)
+        seen = (self._board, offers.mark(ticket.ticket_id)) if self._board else ()
+        lease_ms = int(self._timing.lease * 1000)
+        return Grant(ask.nonce, ticket.ticket_id, lease_ms, proofs, self.is_whole, *seen)
+
+    def _shown(self, answer: Grant | Denial) -> list[SourceEffect]:
+        if isinstance(answer, Grant) and answer.board:
+            return [Show(answer.ticket_id, answer.mark)]
+        return []
 
     def _renew(self, now: float, ask: Renew) -> Renewal:
         kept, ended = [], []
@@ -418,7 +429,8 @@ class Authority:
         del self._by_request[request_id]
         released = Released(request_id, reason, ticket_id)
         self._held.add(now, released)
-        effects = self._tell(now)
+        struck = [Strike(ticket_id)] if self._board else []
+        effects = [*struck, *self._tell(now)]
         for rank, notices in self._notices.items():
             notices.unheard.append(released)
             if len(notices.unheard) == 1:  # else the next notice goes when this one was heard

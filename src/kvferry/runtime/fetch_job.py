@@ -73,6 +73,12 @@ class FetchJob:
     """What came of that; see ``Record``."""
     proofs: Mapping[int, bytes] = field(default_factory=dict)
     """From the grant: what ranks that gather want to see."""
+    is_early: bool = False
+    """Whether it was granted before the source was whole: then some proofs are missing."""
+    board: str = ""
+    """From the grant: where it can be seen that the lease stands, if anywhere."""
+    mark: bytes = b""
+    """What is seen there."""
     is_settled: bool = False
     """The authority is being told how it ended, or holds nothing for it."""
     failure: Failure | None = None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Mapping
 from itertools import count
 
 from kvferry.core.request import BlockTable
 from kvferry.errors import SpecError
 from kvferry.wire.limits import MAX_REQUEST_ID, check_name
+from kvferry.wire.messages import MARK_BYTES
 from kvferry.wire.ticket import Ticket, is_proved, seal, sign, tables_to_wire
 
 
@@ -81,6 +83,10 @@ class Offers:
     def forget(self, request_id: str) -> None:
         """The engine has heard that the request is released: its name may come again."""
         self._open.pop(request_id, None)
+
+    def mark(self, ticket_id: int) -> bytes:
+        """What shows that the lease of a ticket stands: another one for each, that nobody can guess."""
+        return hmac.digest(self._key, b"board\0%d" % ticket_id, "sha256")[:MARK_BYTES]
 
     def is_own(self, ticket: Ticket) -> bool:
         """Whether this start of this engine made a ticket, as it is."""

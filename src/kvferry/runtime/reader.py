@@ -201,7 +201,12 @@ class Reader:
         jobs = self._fetches.of(peer)
         for job in jobs:
             job.plan_seconds = plan_seconds
-        return [effect for job in jobs for effect in self._fetches.advance(now, job)]
+            if job.is_early and job.phase is Phase.MEETING:  # whoever could be met is whole
+                job.phase = Phase.LEASING
+                self._acquires.add(job)
+        asked = self._acquire(now, self._acquires.due(now, peer.authority))
+        leased = [job for job in jobs if job.phase is not Phase.LEASING]
+        return [*asked, *(effect for job in leased for effect in self._fetches.advance(now, job))]
 
     def not_built(self, now: float, peer: Peer, failure: Failure) -> list[Effect]:
         """The peer cannot be served: everybody who waits for it is told."""
@@ -236,6 +241,10 @@ class Reader:
     def ended(self, now: float, transfer: int, error: str) -> list[Effect]:
         """The transport reports the end of a read; or the slack of a fetch is zeroed."""
         return self._fetches.ended(now, transfer, error)
+
+    def stood(self, now: float, handle: int) -> list[Effect]:
+        """After its last byte, the lease of a fetch was seen to stand: it counts."""
+        return self._fetches.stood(now, handle)
 
     def digest_asked(self, now: float, handle: int, questions: Mapping[int, bytes]) -> list[Effect]:
         """What each source rank of a fetch is to be asked; our own digest comes later."""
@@ -427,7 +436,9 @@ class Reader:
         for job in jobs:
             if job.ticket.ticket_id == grant.ticket_id:
                 job.covered_until = max(job.covered_until, asked_at + grant.lease_ms / 1000)
-                job.proofs = grant.proofs
+                job.proofs, job.board, job.mark = grant.proofs, grant.board, grant.mark
+                # Whoever was met is whole: from then on a grant has every proof.
+                job.is_early = not grant.is_whole and not self._meetings.is_met(job.peer)
                 effects += self._fetches.advance(now, job)
         return [*effects, *self._acquire(now, self._acquires.due(now, reply_to))]
 

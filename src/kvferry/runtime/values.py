@@ -56,6 +56,11 @@ class Fetch:
     after: object | None = None
     """A mark of the device's, for the transport: no byte is written before the device has come to it."""
 
+    @property
+    def num_blocks(self) -> int:
+        """Of all groups, here."""
+        return sum(len(table.block_ids) for table in self.dst.values())
+
     def request(self) -> Request:
         """The request as ``select`` wants it."""
         return Request(self.ticket.block_tables(), self.dst, self.need, self.kept)
@@ -117,6 +122,21 @@ class Released:
 
 
 @dataclass(frozen=True, slots=True)
+class Show:
+    """Show on the board that a lease stands, before its grant is sent."""
+
+    ticket_id: int
+    mark: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """Strike a lease from the board, before anybody hears that it is over."""
+
+    ticket_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Select:
     """Turn a fetch into runs with the peer's route; then say ``selected`` or ``not_selected``."""
 
@@ -164,6 +184,16 @@ class AnswerDigest:
 
 
 @dataclass(frozen=True, slots=True)
+class LookUp:
+    """See whether a lease stands on its authority's board, at once; if so, say ``stood``."""
+
+    handle: int
+    ticket_id: int
+    board: str
+    mark: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Cancel:
     """Post nothing more of a transfer. It still ends as ``ended``, once what was posted has ended."""
 
@@ -193,11 +223,11 @@ class Report:
     record: Record
 
 
-SourceEffect = Send | Merge | Released
+SourceEffect = Send | Merge | Released | Show | Strike
 """What the machines of a source engine ask for."""
 MemberEffect = Send | Released | AnswerDigest
 """What the machine of a source rank asks for."""
-Effect = Send | FindRanks | Build | Select | PostReads | TakeDigest | Cancel | Drop | HangUp | Report
+Effect = Send | FindRanks | Build | Select | PostReads | TakeDigest | LookUp | Cancel | Drop | HangUp | Report
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ MAX_SHORT_BYTES = 64 << 10
 TOO_LONG = "too-long"
 """What is answered to a longer one."""
 TOKEN_BYTES = 16
+MARK_BYTES = 16
 
 
 class Outcome(StrEnum):
@@ -144,6 +145,12 @@ class Grant(msgspec.Struct, frozen=True, tag=True):
     proofs: dict[int, bytes] = {}
     """What each rank of the engine that gathers for readers wants to see with this ticket (``wire.permit``).
     Whoever has one can have that rank gather the ticket's blocks until the lease ends."""
+    is_whole: bool = True
+    """Whether every rank had joined. If not, some proofs are missing, and come if it is asked for again."""
+    board: Name = ""
+    """Where a reader on the authority's host can see by itself whether the lease stands; empty: nowhere."""
+    mark: bytes = b""
+    """What is there while it does."""
 
 
 class Denial(msgspec.Struct, frozen=True, tag=True):

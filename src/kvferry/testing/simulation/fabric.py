@@ -61,9 +61,16 @@ class SimulatedFabric:
     """Moves the bytes of all transports, and knows who is there."""
 
     def __init__(
-        self, timeline: Timeline, chance: Random, watcher: FabricWatcher, quality: ReadQuality
+        self,
+        timeline: Timeline,
+        chance: Random,
+        watcher: FabricWatcher,
+        quality: ReadQuality,
+        way: Way = Way.MEMORY,
     ) -> None:
+        """``way``: how its reads are called."""
         self.timeline, self.chance, self.watcher, self.quality = timeline, chance, watcher, quality
+        self.way = way
         self._transports: dict[bytes, SimulatedTransport] = {}
         self._numbers = count(1)
         self.hung: list[SimulatedRead] = []
@@ -219,7 +226,7 @@ class SimulatedTransport:
         if [(r.address, r.num_bytes) for r in regions] != [(r.address, r.num_bytes) for r in theirs]:
             raise TransportError("no-connection", f"{peer}: it did not register these regions")
         self._peers[peer] = (source, Places(peer, regions))
-        return Connected(Way.MEMORY)
+        return Connected(self.fabric.way)
 
     def read(
         self,

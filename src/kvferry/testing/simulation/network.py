@@ -12,6 +12,7 @@ from typing import Protocol
 
 from kvferry.channel import Contact, ContactChange, Received
 from kvferry.errors import KVFerryError
+from kvferry.testing.simulation.boards import SimulatedBoards
 from kvferry.testing.simulation.timeline import Action, Timeline
 from kvferry.testing.simulation.trace import Trace
 
@@ -79,9 +80,11 @@ class _Call:
 class Network:
     """Carries messages between the channels that are open. Between two healthy hosts it does no harm."""
 
-    def __init__(self, timeline: Timeline, chance: Random, trace: Trace, quality: LinkQuality) -> None:
+    def __init__(
+        self, timeline: Timeline, chance: Random, trace: Trace, quality: LinkQuality, boards: SimulatedBoards
+    ) -> None:
         self._timeline, self._chance, self._trace = timeline, chance, trace
-        self.quality = quality
+        self.quality, self.boards = quality, boards
         self.cut: set[frozenset[str]] = set()
         """Pairs of hosts that cannot reach each other now."""
         self._channels: dict[str, SimulatedChannel] = {}

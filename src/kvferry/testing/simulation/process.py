@@ -73,6 +73,8 @@ class SimulatedProcess:
             open_channel=self._open_channel,
             make_workers=lambda name: SimulatedWorkers(self),
             open_status=lambda name, report: None,
+            make_board=lambda: self._network.boards.make(self),
+            is_shown=self._network.boards.is_shown,
             start_owner=self._start_owner,
         )
 
@@ -144,6 +146,8 @@ class SimulatedProcess:
         events, _ = self._owner.take(0)
         until = self._owner.step(events, self.host.clock.read())
         self.after_step()
+        if self._owner.has_more:  # it told itself something
+            self.wake()
         self._step_by(max(self.host.clock.time_of(until), self._timeline.now + SHORTEST_STEP))
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from functools import partial
 from random import Random
 
+from kvferry.core.way import Way
 from kvferry.runtime import Timing
+from kvferry.testing.simulation.boards import SimulatedBoards
 from kvferry.testing.simulation.cells import MAX_TOKENS, MISFIT, WEIGHTS
 from kvferry.testing.simulation.engines import SimulatedDestination, SimulatedSource, Surroundings
 from kvferry.testing.simulation.fabric import SimulatedFabric
@@ -73,8 +75,11 @@ class SimulatedWorld:
         self.timeline = Timeline()
         self.trace = Trace(self.timeline)
         self.laws = Laws(self.timeline, self.trace)
-        self._network = Network(self.timeline, chance, self.trace, link_quality(self.troubles))
-        self._fabric = SimulatedFabric(self.timeline, chance, self.laws, read_quality(self.troubles))
+        # On one host readers see boards, and read mapped memory: the short ways through the endpoint.
+        is_one_host = Random(f"{seed}/hosts").random() < 0.5
+        boards, way = SimulatedBoards(are_seen=is_one_host), Way.MAPPED if is_one_host else Way.MEMORY
+        self._network = Network(self.timeline, chance, self.trace, link_quality(self.troubles), boards)
+        self._fabric = SimulatedFabric(self.timeline, chance, self.laws, read_quality(self.troubles), way)
         secret = Secret(chance.randbytes(32))
         trust = Trust(secret) if chance.random() < 0.5 else Trust()
         self._around = Surroundings(
