@@ -190,6 +190,10 @@ class Fault(StrEnum):
     EXPIRED = "expired-and-reused"
 
 
+LOOK_AT_MEMORY = frozenset({Fault.KILLED_BEFORE, Fault.KILLED_DURING, Fault.KILLED_AFTER})
+"""After which the GPU's memory must be back: whoever looks at it must be alone."""
+
+
 @dataclass(frozen=True, slots=True)
 class FaultCase:
     """Something goes wrong; the decode engine lives and never says a wrong token."""
@@ -348,6 +352,7 @@ def _times() -> Iterator[TimeCase | LatencyCase]:
         yield TimeCase("8b", Setting(src), Setting(dst), lengths)
     for src, dst in BLOCKS:
         yield TimeCase("8b", Setting(src, NHD), Setting(dst, HND), lengths)
+    yield TimeCase("8b", Setting(16, HND), Setting(16, NHD), lengths)
     yield LatencyCase("8b", Setting(16))
     for model in ("70b-tp8-shard", "deepseek-v3", "hybrid"):
         yield TimeCase(model, PLAIN, PLAIN, (4096, 16384))

@@ -11,6 +11,7 @@ import kvferry
 from kvferry.core.manifest import Manifest
 from kvferry.core.sample import Placement, sample_request
 from kvferry.wire import manifest_from_json, manifest_to_json
+from tests.e2e.harness import Engine
 from tests.gpu.cases import DescribeCase, Kind
 from tests.gpu.engines import Engines
 from tests.gpu.results import Results
@@ -20,7 +21,8 @@ NUM_TOKENS = 300
 
 def run_describe(engines: Engines, case: DescribeCase, found: dict[str, Any]) -> None:
     """The manifest without addresses, which mean nothing elsewhere; that it can be planned; its runs."""
-    with engines.started(case.family, {"one": case.setting}) as started:
+    # No answer is asked for: on a GPU a first one may wait minutes for kernels that are compiled.
+    with engines.started(case.family, {"one": case.setting}, until=Engine.wait_ready) as started:
         engine = started["one"]
         manifest = replace(
             portable(manifest_from_json(engine.workers("manifest")[0])), model=case.family, engine="engine"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from tests.gpu.servers import Servers
 
 WARM_UP, WARM_UP_SECONDS = [255] * 400, 400.0
 _ERROR = re.compile(r"\b([\w.]*(?:Error|Exception|Refused|NotHere)): (\S.*)")
+_BARE = re.compile(r"\b(\w+(?:Error|Exception))\s*$")
 _OF_ANOTHER = (
     "Engine core initialization failed",
     "EngineCore encountered an issue",
@@ -48,9 +51,17 @@ class Engines:
 
     @contextmanager
     def started(
-        self, family: str, settings: Mapping[str, Setting], connector: Mapping[str, Any] = KVFERRY
+        self,
+        family: str,
+        settings: Mapping[str, Setting],
+        connector: Mapping[str, Any] = KVFERRY,
+        *,
+        until: Callable[[Engine], None] | None = None,
     ) -> Iterator[dict[str, Engine]]:
-        """Engines of one tiny model, by the names of their settings; raises NotHere where vLLM refuses."""
+        """Engines of one tiny model, by the names of their settings; raises NotHere where vLLM refuses.
+
+        ``until`` waits for as much as a case needs of them; if not said, for a first answer.
+        """
         fitted = {name: setting.on(self.device, family) for name, setting in settings.items()}
         model = self.tiny(family)
         engines: dict[str, Engine] = {}
@@ -58,11 +69,10 @@ class Engines:
             for name, setting in fitted.items():
                 engines[name] = self.begin(model, setting, connector)
             for name, engine in engines.items():
-                self.wait(engine, partial(self.begin, model, fitted[name], None))
+                self.wait(engine, partial(self.begin, model, fitted[name], None), until or warm_up)
             yield engines
         finally:
-            for engine in engines.values():
-                engine.close()
+            close_all(engines.values())
 
     def tiny(self, family: str) -> Path:
         """The directory of a tiny model; raises NotHere where no such model can be made."""
@@ -94,14 +104,14 @@ class Engines:
         """The same, of a model with a true cache."""
         return self.begin(model, setting, connector, **{**ARGS, **more})
 
-    def wait(self, engine: Engine, begin_bare: Callable[[], Engine]) -> None:
+    def wait(self, engine: Engine, begin_bare: Callable[[], Engine], until: Callable[[Engine], None]) -> None:
         """Until it serves. Whether what failed is vLLM's own, the same engine without a connector says."""
         try:
-            warm_up(engine)
+            until(engine)
         except EngineError:
             why, bare = cause(engine.log.read_text(errors="replace")), begin_bare()
             try:
-                warm_up(bare)
+                until(bare)
             except EngineError:
                 own = cause(bare.log.read_text(errors="replace"))
                 raise NotHere(f"such an engine does not serve without a connector either: {own}") from None
@@ -119,6 +129,12 @@ class Engines:
         return {"speculative_config": {"method": method, "model": model, "num_speculative_tokens": 2}}
 
 
+def close_all(engines: Iterable[Engine]) -> None:
+    """Together: each may take seconds."""
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(Engine.close, engines))
+
+
 def warm_up(engine: Engine) -> None:
     """A first answer: in bf16 a CPU wants a long first step; on a GPU kernels are compiled meanwhile."""
     engine.wait_ready()
@@ -132,4 +148,10 @@ def cause(log: str) -> str:
         for match in map(_ERROR.search, log.splitlines())
         if match and not match[2].startswith(_OF_ANOTHER)
     ]
+    if not found:  # an assertion without words is told by the line that made it
+        found = [
+            f"{match[1]}: {before.strip()}"
+            for before, match in ((one, _BARE.search(next_)) for one, next_ in pairwise(log.splitlines()))
+            if match
+        ]
     return found[-1][:300] if found else log.strip()[-300:]

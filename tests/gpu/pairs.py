@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvferry.core.manifest import Manifest
@@ -36,13 +37,15 @@ class Row:
     """The decode engine by itself, its last prompt token in a step of its own, as after a load."""
     alone_at_once: Sequence[int]
     """The decode engine by itself, the whole prompt in one step."""
+    alone_again: Sequence[int]
+    """As ``alone``, once more, in other blocks."""
     alone_at_src: Sequence[int]
     """The prefill engine by itself, its last prompt token in a step of its own."""
     moved: Moved
 
     @property
     def is_equal(self) -> bool:
-        return self.ferried in (self.alone, self.alone_at_once)
+        return self.ferried in (self.alone, self.alone_again, self.alone_at_once)
 
     @property
     def num_equal(self) -> int:
@@ -51,21 +54,17 @@ class Row:
 
     @property
     def num_equal_without(self) -> int:
-        """How far two engines agree without a connector, or one with itself if it cuts prompts otherwise."""
-        return min(num_common(self.alone_at_src, self.alone), num_common(self.alone_at_once, self.alone))
+        """How far engines agree without a connector: two, or one asked twice, or cut otherwise."""
+        others = (self.alone_at_src, self.alone_at_once, self.alone_again)
+        return min(num_common(other, self.alone) for other in others)
 
-    def check(self) -> None:
-        """Raise Wrong unless this is what must be."""
+    def check_moved(self) -> None:
+        """Raise Wrong unless all of the prompt came by the load, and every cell is the source's."""
         of = f"{self.num_prompt} tokens of prompt"
         if self.num_external < self.num_prompt - MAX_COMPUTED:
             raise Wrong(f"{of}: {self.num_external} came by the load, the rest was computed again")
         if self.moved.differing:
             raise Wrong(f"{of}: other bytes than the source's in {', '.join(self.moved.differing)}")
-        if not self.is_equal and self.num_equal < self.num_equal_without:
-            raise Wrong(
-                f"{of}: the first {self.num_equal} tokens are right, and engines without a connector agree on"
-                f" {self.num_equal_without}"
-            )
 
     def summary(self) -> dict[str, Any]:
         summary = {
@@ -75,6 +74,7 @@ class Row:
             "num_tokens": len(self.ferried),
             "num_equal": self.num_equal,
             "num_equal_without_connector": self.num_equal_without,
+            "num_repeated": num_common(self.alone_again, self.alone),
             "states": self.moved.num_states,
             "cells": self.moved.num_cells,
         }
@@ -85,6 +85,7 @@ class Row:
         answers = {
             "ferried": self.ferried,
             "alone": self.alone,
+            "alone_again": self.alone_again,
             "alone_at_once": self.alone_at_once,
             "alone_at_src": self.alone_at_src,
         }
@@ -92,6 +93,29 @@ class Row:
             "answers": {name: list(tokens) for name, tokens in answers.items()},
             "differing": {state: list(digests) for state, digests in self.moved.differing.items()},
         }
+
+
+def check_pair(rows: Sequence[Row], control: Callable[[], None]) -> None:
+    """Raise Wrong unless cells, control and tokens are right, in this order: tokens say least."""
+    for row in rows:
+        row.check_moved()
+    control()
+    check_tokens(rows)
+
+
+def check_tokens(rows: Sequence[Row]) -> None:
+    """Raise Wrong unless the tokens of a pair are right; of rows whose cells are all the source's.
+
+    A moved cache was rounded by one engine and is read by another: no engine alone has it. So other tokens
+    are no proof of a fault, if engines without a connector disagree on some prompt of the pair as well.
+    Where they all agree, a token that differs has another cause than rounding.
+    """
+    parted = [row for row in rows if not row.is_equal]
+    if parted and all(row.num_equal_without == len(row.alone) for row in rows):
+        raise Wrong(
+            f"{parted[0].num_prompt} tokens of prompt: the first {parted[0].num_equal} tokens are right, and"
+            " engines without a connector agree on all tokens of all prompts"
+        )
 
 
 def num_common(these: Sequence[int], those: Sequence[int]) -> int:
@@ -115,10 +139,8 @@ def run_pair(engines: Engines, case: PairCase, found: dict[str, Any]) -> None:
         for prompt in PROMPTS:
             rows.append(_row(watched, prompt))
             found["prompts"].append(rows[-1].summary())
-        for row in rows:
-            row.check()
         found["control"] = {}
-        _control(watched, rows[-1], found["control"])
+        check_pair(rows, partial(_control, watched, rows[-1], found["control"]))
         until(
             lambda: (src.num_free_blocks(), dst.num_free_blocks()) == free,
             f"both pools have {free} free blocks again",
@@ -133,13 +155,17 @@ def _row(watched: Watched, prompt: Sequence[int]) -> Row:
     watched.keep()
     answer = dst.ask(prompt, NUM_TOKENS, params)
     _check_good(answer, dst)
+    moved = watched.moved()
+    alone, at_once = (in_steps(dst, prompt, num_tokens) for num_tokens in (len(prompt) - 1, AT_ONCE))
+    dst.core("mix_free_blocks")
     return Row(
         num_prompt=len(prompt),
         num_external=answer.sources.external,
         ferried=answer.tokens,
-        moved=watched.moved(),
-        alone=in_steps(dst, prompt, len(prompt) - 1),
-        alone_at_once=in_steps(dst, prompt, AT_ONCE),
+        moved=moved,
+        alone=alone,
+        alone_at_once=at_once,
+        alone_again=in_steps(dst, prompt, len(prompt) - 1),
         alone_at_src=in_steps(src, prompt, len(prompt) - 1),
     )
 

@@ -70,11 +70,13 @@ def _pairs(results: Results) -> Iterator[str]:
         equal, tokens = sum(p["num_equal"] for p in prompts), sum(p["num_tokens"] for p in prompts)
         said = "equal" if all(p["is_equal"] for p in prompts) else f"{equal} of {tokens}"
         without = sum(p["num_equal_without_connector"] for p in prompts)
+        repeated = sum(p.get("num_repeated", p["num_tokens"]) for p in prompts)
         rows.append(
             (
                 result.case.removeprefix(f"{Kind.PAIR}/"),
                 said,
-                "equal" if without == tokens else f"{without} of {tokens}",
+                ("equal" if without == tokens else f"{without} of {tokens}")
+                + ("" if repeated == tokens else f" (one asked twice: {repeated})"),
                 f"{prompts[-1]['states']} states, {sum(p['cells'] for p in prompts):,} cells",
                 f"{result.found['control']['states_seen']} states",
                 f"{_numbers(result.found['src_blocks'])} -> {_numbers(result.found['dst_blocks'])}"

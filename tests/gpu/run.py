@@ -16,9 +16,9 @@ from typing import Any, assert_never
 from tests.e2e.devices import Device
 from tests.e2e.harness import Nursery
 from tests.gpu.cases import (
+    LOOK_AT_MEMORY,
     Case,
     DescribeCase,
-    Fault,
     FaultCase,
     LatencyCase,
     NotHere,
@@ -44,7 +44,7 @@ Runner = Callable[[Case, dict[str, Any]], None]
 def is_alone(case: Case) -> bool:
     """Whether nothing else may run meanwhile: what is timed, and what looks at how much memory is free."""
     if isinstance(case, FaultCase):
-        return case.fault in (Fault.KILLED_BEFORE, Fault.KILLED_DURING, Fault.KILLED_AFTER)
+        return case.fault in LOOK_AT_MEMORY
     return isinstance(case, TimeCase | LatencyCase | ServeCase)
 
 

@@ -14,7 +14,6 @@ import pytest
 from tests.e2e import inside
 from tests.e2e.devices import CPU, CUDA, Device
 from tests.e2e.harness import lasting_port
-from tests.gpu import faults
 from tests.gpu.__main__ import main
 from tests.gpu.cases import (
     FEATURES,
@@ -32,14 +31,13 @@ from tests.gpu.cases import (
     all_cases,
 )
 from tests.gpu.engines import Engines, cause
-from tests.gpu.faults import FAILED
 from tests.gpu.machine import NoMachine, look
 from tests.gpu.models import CONFIGS, make_config
 from tests.gpu.moved import Moved
-from tests.gpu.pairs import AT_ONCE, Row, Wrong, check_steps
+from tests.gpu.pairs import AT_ONCE, Row, Wrong, check_pair, check_steps, check_tokens
 from tests.gpu.report import plot, text
 from tests.gpu.results import Outcome, Result, Results, ResultsError, merge, read, write
-from tests.gpu.run import Run, is_alone, to_do
+from tests.gpu.run import Run, to_do
 from tests.gpu.servers import Servers
 
 CASES = all_cases()
@@ -146,19 +144,19 @@ def test_a_configuration_is_json(tmp_path, model):
 # -- what counts as right ----------------------------------------------------------------------------------
 
 RIGHT = [1, 2, 3, 4]
-ROW = Row(100, 99, RIGHT, RIGHT, RIGHT, RIGHT, Moved(3, 300, {}))
+ROW = Row(100, 99, RIGHT, RIGHT, RIGHT, RIGHT, RIGHT, Moved(3, 300, {}))
+OTHER = replace(ROW, ferried=[1, 2, 9, 4])
 
 
 def test_equal_tokens_are_right():
-    ROW.check()
-    replace(ROW, ferried=[1, 2, 3, 9], alone_at_once=[1, 2, 3, 9]).check()
+    said = OTHER.ferried
+    check_tokens([ROW, replace(OTHER, alone_again=said)])
+    check_tokens([ROW, replace(OTHER, alone_at_once=said)])
 
 
 @pytest.mark.parametrize(
     ("row", "why"),
     [
-        (replace(ROW, ferried=[1, 2, 9, 4]), "first 2 tokens are right"),
-        (replace(ROW, ferried=[1, 9, 3, 4], alone_at_src=[1, 2, 9, 9]), "agree on 2"),
         (
             replace(ROW, moved=Moved(3, 300, {"layers.0/k": ("ab", "cd")})),
             "other bytes than the source's in layers.0/k",
@@ -167,14 +165,46 @@ def test_equal_tokens_are_right():
     ],
 )
 def test_what_is_wrong_says_how(row, why):
+    ROW.check_moved()
     with pytest.raises(Wrong, match=why):
-        row.check()
+        row.check_moved()
 
 
-def test_other_tokens_pass_only_where_engines_disagree_without_a_connector():
-    row = replace(ROW, ferried=[1, 2, 9, 9], alone_at_src=[1, 2, 8, 8])
-    row.check()
-    assert (row.is_equal, row.num_equal, row.num_equal_without) == (False, 2, 2)
+def test_where_engines_agree_without_a_connector_every_token_must_be_equal():
+    with pytest.raises(Wrong, match="the first 2 tokens are right, and engines without a connector agree"):
+        check_tokens([ROW, OTHER, ROW])
+
+
+@pytest.mark.parametrize(
+    "disagreeing",
+    [
+        replace(ROW, alone_at_src=[1, 7, 7, 7]),
+        replace(ROW, alone_at_once=[1, 7, 7, 7]),
+        replace(ROW, alone_again=[1, 7, 7, 7]),
+    ],
+)
+def test_other_tokens_pass_only_where_engines_disagree_on_some_prompt_of_the_pair(disagreeing):
+    """The prompt that rounds otherwise without a connector need not be the one that does with one."""
+    check_tokens([disagreeing, OTHER])
+    assert (OTHER.num_equal, OTHER.num_equal_without, disagreeing.num_equal_without) == (2, 4, 1)
+
+
+@pytest.mark.parametrize("spoilt", [True, False])
+def test_a_cell_that_differs_fails_a_pair_whatever_its_tokens(spoilt):
+    """Also where engines disagree by themselves: what was moved does not round."""
+    rows = [ROW, replace(ROW, alone_again=[7, 7, 7, 7], ferried=[7, 7, 7, 7])]
+    if spoilt:
+        rows[1] = replace(rows[1], moved=Moved(3, 300, {"layers.0/k": ("ab", "cd")}))
+    with pytest.raises(Wrong, match="other bytes") if spoilt else nullcontext():
+        check_pair(rows, lambda: None)
+
+
+def test_a_pair_whose_control_stays_green_fails():
+    def blind() -> None:
+        raise Wrong("control: nothing was seen")
+
+    with pytest.raises(Wrong, match="nothing was seen"):
+        check_pair([ROW], blind)
 
 
 def test_what_differs_is_kept_with_what_it_differs_from():
@@ -215,6 +245,29 @@ def test_steps_are_cut_by_their_budget_and_noted():
         assert inside.longest_step(core) == longest
 
 
+class FreeBlocks(list):
+    """As vLLM's queue has it."""
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self)
+
+    def popleft_n(self, number: int) -> list:
+        taken, self[:] = self[:number], self[number:]
+        return taken
+
+    append_n = list.extend
+
+
+def test_an_engine_that_is_asked_twice_gets_other_blocks():
+    """vLLM grants first what was freed last: without a mix it gets the same, and repeats what it said."""
+    pool = SimpleNamespace(free_block_queue=FreeBlocks(range(100)))
+    manager = SimpleNamespace(block_pool=pool)
+    inside.mix_free_blocks(SimpleNamespace(scheduler=SimpleNamespace(kv_cache_manager=manager)))
+    assert set(pool.free_block_queue[:10]) != set(range(10))
+    assert sorted(pool.free_block_queue) == list(range(100))
+
+
 def test_on_a_gpu_another_model_has_the_widths_of_its_kernels(tmp_path):
     from kvferry.testing.vllm.tiny import FAMILIES
 
@@ -232,27 +285,6 @@ def test_a_lasting_port_is_none_that_the_kernel_gives_away():
     assert {lasting_port() < first_given for _ in range(50)} == {True}
 
 
-@pytest.mark.parametrize(
-    ("outcomes", "why"),
-    [
-        ([RIGHT], ""),
-        ([FAILED, FAILED, RIGHT], ""),
-        ([FAILED, [9]], "9.* was answered"),
-        ([FAILED] * 999, "still fail 1 s after"),
-    ],
-)
-def test_an_engine_that_goes_on_may_be_refused_for_a_while_and_says_nothing_wrong(monkeypatch, outcomes, why):
-    monkeypatch.setattr(faults, "prefill", lambda src, prompt: {})
-    monkeypatch.setattr(faults, "AGAIN_SECONDS", 1.0)
-    monkeypatch.setattr(faults, "TRY_SECONDS", 0.01 if len(outcomes) < 9 else 0.1)
-    coming = iter(outcomes)
-    yard: Any = SimpleNamespace(src=None, found={}, decode=lambda prompt, params: next(coming))
-    with pytest.raises(Wrong, match=why) if why else nullcontext():
-        faults.goes_well_again(yard, [1], RIGHT)
-    if not why:
-        assert yard.found["refused_after"] == len(outcomes) - 1
-
-
 def test_the_cause_of_an_engines_end():
     log = (
         "INFO all is well\n(EngineCore) ERROR ValueError: block_size 7 is odd\n"
@@ -262,6 +294,9 @@ def test_the_cause_of_an_engines_end():
     assert cause(log) == "ValueError: block_size 7 is odd"
     assert cause("x\nvllm.v1.a.OddError: odd\n") == "vllm.v1.a.OddError: odd"
     assert cause("killed") == "killed"
+    assert (
+        cause("a\n    assert page % 2 == 0\nAssertionError\nended") == "AssertionError: assert page % 2 == 0"
+    )
 
 
 # -- results -----------------------------------------------------------------------------------------------
@@ -480,8 +515,3 @@ def test_a_worker_on_a_gpu_teaches_itself(monkeypatch):
     monkeypatch.setattr(inside, "teach", seen.append)
     importlib.reload(taught)
     assert seen == [CUDA]
-
-
-def test_whoever_looks_at_free_memory_is_alone():
-    alone = {case.fault for case in CASES if isinstance(case, FaultCase) and is_alone(case)}
-    assert alone == {Fault.KILLED_BEFORE, Fault.KILLED_DURING, Fault.KILLED_AFTER}

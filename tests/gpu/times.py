@@ -19,7 +19,7 @@ from typing import Any
 
 from tests.e2e.harness import KVFERRY, STOCK, Engine, EngineError, prefill
 from tests.gpu.cases import LatencyCase, Setting, TimeCase
-from tests.gpu.engines import WARM_UP, Engines, cause
+from tests.gpu.engines import WARM_UP, Engines, cause, close_all, warm_up
 from tests.gpu.pairs import Wrong
 
 TURNS, WARM_UPS = 9, 3
@@ -29,9 +29,11 @@ CACHE_BYTES = 8 << 30
 """Of each engine: a few requests of 16,384 tokens of 128 KiB."""
 CPU_LENGTHS = (64, 256)
 """What becomes of the lengths where nobody measures."""
-NUM_STEPS = 600
+NUM_STEPS = 400
 """Tokens of each decode whose times are taken."""
 SECONDS = 120.0
+FIRST_SECONDS = 30.0
+"""For a first load by vLLM's own connector: where it refuses a pair it may as well never answer."""
 _salts = count()
 
 
@@ -72,33 +74,38 @@ def _pairs(
     pairs: dict[str, tuple[Engine, Engine]] = {}
     refused: dict[str, str] = {}
     with ExitStack() as ends:
-        begun = {}
+        begun, all_engines = {}, list[Engine]()
+        ends.callback(close_all, all_engines)
         for name, connector in CONNECTORS.items():
             started = [
                 engines.begin_sized(folder, setting.on(engines.device, model), connector, **more, **extra)
                 for setting, extra in settings.values()
             ]
-            for engine in started:
-                ends.callback(engine.close)
+            all_engines.extend(started)
             begun[name] = started[0], started[1]
         for name, both in begun.items():
+            seconds = SECONDS if name == OURS else FIRST_SECONDS
             try:
                 for engine, (setting, _) in zip(both, settings.values(), strict=True):
                     fitted = setting.on(engines.device, model)
-                    engines.wait(engine, partial(engines.begin_sized, folder, fitted, None, **more))
+                    engines.wait(engine, partial(engines.begin_sized, folder, fitted, None, **more), warm_up)
                 for _ in range(WARM_UPS):
-                    load(*both, prompt_of(64))
+                    load(*both, prompt_of(64), seconds)
                 pairs[name] = both
-            except (EngineError, Wrong):
-                refused[name] = cause("".join(engine.log.read_text(errors="replace") for engine in both))
+            except (EngineError, Wrong, TimeoutError) as problem:
                 if name == OURS:
                     raise
+                why = cause("".join(engine.log.read_text(errors="replace") for engine in both))
+                is_late = isinstance(problem, TimeoutError)
+                refused[name] = f"no answer within {seconds:g} s: {why}" if is_late else why
+                for engine in both:
+                    engine.kill()  # nobody is to compute beside what is measured
         yield pairs, refused
 
 
-def load(src: Engine, dst: Engine, prompt: Sequence[int]) -> float:
+def load(src: Engine, dst: Engine, prompt: Sequence[int], seconds: float = SECONDS) -> float:
     """One request: prefilled there, one token decoded here; the seconds of the second."""
-    answer = timed(dst, prompt, 1, prefill(src, prompt)).result(SECONDS)
+    answer = timed(dst, prompt, 1, prefill(src, prompt)).result(seconds)
     if answer.finish_reason != "length" or not answer.seconds:
         raise Wrong(f"a load of {len(prompt)} tokens failed ({answer.finish_reason}): {dst.tail(3)}")
     return answer.seconds[0]
@@ -115,12 +122,14 @@ def run_time(engines: Engines, case: TimeCase, found: dict[str, Any]) -> None:
             for src, dst in pairs.values():
                 load(src, dst, prompt)
         before = {name: dst.sources().external for name, (_, dst) in pairs.items()}
+        found["refused"] = refused
         for length in (2, *lengths):
             for turn in range(TURNS):
                 for name in sorted(pairs, reverse=bool(turn % 2)):
                     took[name][length].append(load(*pairs[name], prompts[length]))
+            # As far as it has come: what is measured stays if a longer load fails.
+            found["load_ms"] = {name: _milliseconds(each) for name, each in took.items()}
         external = {name: dst.sources().external - before[name] for name, (_, dst) in pairs.items()}
-    found |= {"refused": refused, "load_ms": {name: _milliseconds(each) for name, each in took.items()}}
     for name, num_tokens in external.items():
         if num_tokens < TURNS * (sum(lengths) - 2 * len(lengths)):
             raise Wrong(f"{name}: {num_tokens} tokens came by loads; the rest was computed")
@@ -135,6 +144,7 @@ def _milliseconds(took: Mapping[int, Sequence[float]]) -> dict[str, dict[str, An
             "all_ms": [round(1e3 * one, 3) for one in seconds],
         }
         for length, seconds in took.items()
+        if seconds
     }
 
 
@@ -160,6 +170,8 @@ def run_latency(engines: Engines, case: LatencyCase, found: dict[str, Any]) -> N
                 "offers": partial(prefill, src),
                 "loads": partial(load, src, dst),
             }
+            if name != OURS:  # what it costs that a source computes beside it is the GPU's, whoever loads
+                del busy["offers"]
             windows = found["latency"][name] = {}
             for window, work in busy.items():
                 windows[window] = _window(dst, case, num_steps, work, prompts)
