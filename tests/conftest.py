@@ -1,4 +1,4 @@
-"""How Hypothesis runs here, and what becomes of a test during which the machine stood still.
+"""How Hypothesis runs here, and what becomes of a test that may have failed because of the machine.
 
 ``default``  fresh examples each run, kept in ``.hypothesis`` when they fail
 ``ci``       the same examples each run, so that a red run is a red commit
@@ -33,6 +33,8 @@ profile = "law" if law_examples else "ci" if os.environ.get("CI") else "default"
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or profile)
 
 NUM_AGAIN = 4
+NUM_TIMED = 3
+"""Tries of a test marked ``timed``: a limit in seconds says what the code can do, and once is enough."""
 WATCH = pytest.StashKey[StallWatch]()
 
 
@@ -46,7 +48,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """Run a test; again, if it failed while the machine stood still."""
+    """Run a test; again, if it failed while the machine stood still, or for lack of time."""
     if not isinstance(item, pytest.Function):
         return None
     place = {"nodeid": item.nodeid, "location": item.location}
@@ -65,11 +67,21 @@ def reports_of(
     reports = runtestprotocol(item, log=False, nextitem=nextitem)
     if not num_again or not any(report.failed for report in reports):
         return reports
-    watch = item.config.stash[WATCH]
-    lost = watch.lost_since(began)
-    if lost < STALL_SECONDS:
+    why = why_again(item, began, num_again)
+    if not why:
         return reports
-    told = f"{item.nodeid} failed while this machine stood still for {lost:.1f} s: once more"
-    item.config.get_terminal_writer().line(f"\n{told}, after {watch.wait_for_calm():.0f} s")
+    told = f"{item.nodeid} failed {why}: once more"
+    waited = item.config.stash[WATCH].wait_for_calm()
+    item.config.get_terminal_writer().line(f"\n{told}, after {waited:.0f} s")
     item._initrequest()
     return reports_of(item, nextitem, num_again - 1)
+
+
+def why_again(item: pytest.Function, began: float, num_again: int) -> str:
+    """What the machine may have had to do with a failure; empty, if nothing."""
+    lost = item.config.stash[WATCH].lost_since(began)
+    if lost >= STALL_SECONDS:
+        return f"while this machine stood still for {lost:.1f} s"
+    if item.get_closest_marker("timed") and num_again > NUM_AGAIN + 1 - NUM_TIMED:
+        return "and has a limit of time"
+    return ""

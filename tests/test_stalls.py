@@ -1,4 +1,4 @@
-"""A test that fails while the machine stands still is run again; one that fails on one that runs is not."""
+"""Run again is a test that fails while the machine stands still, or that has a limit of time; no other."""
 
 import os
 import subprocess
@@ -32,6 +32,7 @@ def count():
 def fresh():
     return []
 
+{marked}
 def test_it(request, fresh):
     assert fresh == []
     fresh.append(1)
@@ -46,15 +47,31 @@ def test_it(request, fresh):
 
 
 @pytest.mark.parametrize(
-    ("is_stalled", "num_failures", "expected", "num_runs"),
-    [(True, 1, 0, 2), (False, 1, 1, 1), (True, 9, 1, 2), (True, 0, 0, 1)],
-    ids=["a stall", "no stall", "fails without a stall, too", "a stall and no failure"],
+    ("is_stalled", "marked", "num_failures", "expected", "num_runs"),
+    [
+        (True, "", 1, 0, 2),
+        (False, "", 1, 1, 1),
+        (True, "", 9, 1, 2),
+        (True, "", 0, 0, 1),
+        (False, "@pytest.mark.timed", 2, 0, 3),
+        (False, "@pytest.mark.timed", 9, 1, 3),
+    ],
+    ids=[
+        "a stall",
+        "no stall",
+        "fails without a stall, too",
+        "a stall and no failure",
+        "in time at last",
+        "never in time",
+    ],
 )
-def test_which_tests_are_run_again(tmp_path, is_stalled, num_failures, expected, num_runs):
+def test_which_tests_are_run_again(tmp_path, is_stalled, marked, num_failures, expected, num_runs):
     folder = tmp_path / "tests"
     folder.mkdir()
     file = folder / "test_made.py"
-    file.write_text(TESTS.format(is_stalled=is_stalled, num_failures=num_failures), encoding="utf-8")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = timed: has a limit\n", encoding="utf-8")
+    made = TESTS.format(is_stalled=is_stalled, marked=marked, num_failures=num_failures)
+    file.write_text(made, encoding="utf-8")
     for name in ("conftest.py", "stalls.py"):
         text = (ROOT / "tests" / name).read_text(encoding="utf-8")
         text = text.replace(f"CALM_SECONDS = {stalls.CALM_SECONDS}", "CALM_SECONDS = 1.0")
@@ -70,7 +87,8 @@ def test_which_tests_are_run_again(tmp_path, is_stalled, num_failures, expected,
     )
     assert ran.returncode == expected, ran.stdout + ran.stderr
     assert len(file.with_suffix(".runs").read_text()) == num_runs, ran.stdout
-    assert ("stood still for" in ran.stdout) == (num_runs > 1)
+    assert ("stood still for" in ran.stdout) == (is_stalled and num_runs > 1)
+    assert ran.stdout.count("has a limit of time: once more") == (num_runs - 1 if marked else 0)
 
 
 def test_the_watch_ends_with_the_tests_however_these_end():

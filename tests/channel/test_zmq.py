@@ -129,6 +129,7 @@ def test_an_address_that_is_taken_is_an_error(opened):
         opened(listen=listener.address)
 
 
+@pytest.mark.timed
 def test_no_call_to_wake_up_is_lost(opened):
     """A message that waits for one that is lost waits for a whole second."""
     channel, started = opened(), time.monotonic()
@@ -155,6 +156,7 @@ def news(channel, *wanted, seconds=10):
     return contacts
 
 
+@pytest.mark.timed
 def test_a_caller_hears_who_is_there_and_who_is_not_any_more(opened):
     listener, caller = opened(listen="tcp://127.0.0.1:*"), opened(silence_seconds=30)
     caller.send(listener.address, b"hello")

@@ -141,6 +141,7 @@ def test_of_very_many_tensors_each_kind_is_read(tmp_path):
     assert sum("q_proj" in name for name in chosen) == sum("norm" in name for name in chosen) == 61
 
 
+@pytest.mark.timed
 def test_a_checkpoint_of_16_gb_takes_well_under_a_second(tmp_path):
     """RB-9: 4 files, 300 tensors, sparse on disk: what counts is how often and how much is read."""
     big = 16 * (1 << 30) // 300 // 4 // 1024 * 1024 * 4

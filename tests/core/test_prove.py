@@ -179,6 +179,7 @@ def test_two_states_side_by_side_or_interleaved_are_sound():
 NUM_STATES = 2000
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(
     ("pool_of", "shift", "found"),
     [

@@ -40,6 +40,7 @@ def foreign():
     server.close()
 
 
+@pytest.mark.timed
 def test_a_foreign_port_is_not_called_after_its_fetch_has_failed(pair_of, foreign):
     """On the old code it was called for as long as the ticket's lease, here two minutes, and longer."""
     pair = pair_of(timing=Timing(meet=1.0, retry=0.1))

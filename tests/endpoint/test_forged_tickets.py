@@ -76,6 +76,7 @@ class Flood:
         self._thread.join()
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("forge", [another_engine, one_engine, of_the_source])
 @pytest.mark.parametrize(
     ("trust", "per_second"), [(FLEET, 10_000), (Trust(), 1_000)], ids=["secret", "one host"]

@@ -68,6 +68,7 @@ def destination_of(hub):
         destination.close()
 
 
+@pytest.mark.timed
 def test_an_engine_of_1024_ranks_is_met_within_two_seconds(engine_of, destination_of, caplog):
     """Once its manifest had 10 MB, more than a message may have. Of the two seconds those count in which this
     process computes, both sides of it: other tests may share the machine."""

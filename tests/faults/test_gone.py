@@ -33,6 +33,7 @@ def seconds_until(destination, load, codes):
     return time.monotonic() - started
 
 
+@pytest.mark.timed
 def test_a_killed_source_is_known_within_a_second_and_at_once_to_the_next(harbour, pair):
     source, destination = pair
     tickets = [harbour.offer(source) for _ in range(4)]
@@ -45,6 +46,7 @@ def test_a_killed_source_is_known_within_a_second_and_at_once_to_the_next(harbou
     assert destination.statuses()[0]["fetches"] == {}
 
 
+@pytest.mark.timed
 def test_a_stranger_to_a_killed_source_knows_it_within_a_second(harbour, pair):
     source, _ = pair
     stranger = harbour.destination("stranger", tp=1, timing=TIMING)
@@ -55,6 +57,7 @@ def test_a_stranger_to_a_killed_source_knows_it_within_a_second(harbour, pair):
     assert took < 1.0 + SLACK
 
 
+@pytest.mark.timed
 def test_a_stopped_source_is_known_within_three_seconds_and_serves_when_it_goes_on(harbour, pair):
     source, destination = pair
     tickets = [harbour.offer(source) for _ in range(2)]
@@ -72,6 +75,7 @@ def _serves(harbour, source, destination):
     return destination.wait(destination.fetch(harbour.offer(source))) == [""]
 
 
+@pytest.mark.timed
 def test_a_source_that_holds_the_interpreter_for_ten_seconds_is_not_gone(harbour, pair):
     """Its network thread answers heartbeats; and what was asked meanwhile is answered in the end."""
     source, destination = pair
@@ -88,6 +92,7 @@ def test_a_source_that_holds_the_interpreter_for_ten_seconds_is_not_gone(harbour
     holding.join()
 
 
+@pytest.mark.timed
 def test_a_read_in_flight_from_a_killed_engine_ends_by_the_transport(harbour, pair):
     source, destination = pair
     source.fleet.ranks[0].stop()

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from tests.fuzz.decoders import DECODERS, corpus
 
+pytestmark = pytest.mark.timed
+
 NUM_EXAMPLES = 300
 MOST_SECONDS = 2.0
 MOST_MEMORY = 16 << 20

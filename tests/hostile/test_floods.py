@@ -39,6 +39,7 @@ def test_questions_whose_answers_nobody_reads(victim_of, stranger_at):
     assert grown < 100
 
 
+@pytest.mark.timed
 def test_messages_that_are_too_long_for_what_they_are(victim_of, stranger_at):
     """40 renewals of 8 MiB once made an authority deaf for 25 s, and its process stall with it."""
     victim = victim_of()

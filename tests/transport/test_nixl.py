@@ -167,6 +167,7 @@ def test_a_killed_source_gives_an_error(tcp, holder):
     transport.close()
 
 
+@pytest.mark.timed
 def test_no_connection_is_an_error_in_time(tcp, holder):
     transport = NixlTransport(connect_timeout_s=0.2, close_timeout_s=0.2)
     transport.register(holder.regions)
@@ -186,6 +187,7 @@ def test_no_connection_is_an_error_in_time(tcp, holder):
     pytest.fail("the warm-up never ended")
 
 
+@pytest.mark.timed
 def test_waiting_costs_no_cpu():
     memory = np.zeros(4096, np.uint8)
     transport = NixlTransport()

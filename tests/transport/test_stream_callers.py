@@ -103,6 +103,7 @@ def seconds_of(thread):
     return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
 
+@pytest.mark.timed
 def test_without_a_free_descriptor_it_waits_and_then_lets_in(world, caplog):
     with socket.socket() as caller:
         with no_free_descriptor():

@@ -283,6 +283,7 @@ def test_if_the_thread_must_end_everybody_hears_it(spoilt, holder, far, monkeypa
     os.kill(far.pid, signal.SIGCONT)
 
 
+@pytest.mark.timed
 def test_an_agent_that_takes_too_long_to_connect_holds_nobody_up_for_ever(spoilt, holder, near):
     transport = transport_of(spoilt, holder, near, connect_timeout_s=0.3)
     spoilt.delays["add"] = 3.0

@@ -251,6 +251,7 @@ def many(num_layers: int = 64, num_ranks: int = 8) -> Manifest:
     return Manifest("many", tuple(states), (Group("full", 100, 16),), tuple(ranks))
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(
     ("write", "read"), [(manifest_to_json, manifest_from_json), (manifest_to_msgpack, manifest_from_msgpack)]
 )
