@@ -28,7 +28,7 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help env demo test lint types imports check format bench law compatibility families faults fuzz soak load e2e e2e-full \
-        gpu serve vllm-startup kubernetes browser mutants package peers docs simulate clean
+        gpu serve vllm-startup kubernetes browser mutants package package-serve peers docs simulate clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -174,9 +174,13 @@ $(VENV)/.docs: $(READY)
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,docs]"
 	@touch $@
 
-# PACKAGE="--only-build" builds and tries nothing; "--no-nixl" leaves NIXL out; "--all" resolves [all], GBs.
+# PACKAGE="--only-build" builds and tries nothing; "--python 3.12" tries one; "--no-nixl" leaves NIXL out; "--all" also
+# installs [all], GBs.
 package: $(VENV)/.package ## build the package twice, equal to the byte; check it; try it in fresh environments
 	@$(BIN)/python tools/package.py $(PACKAGE)
+
+package-serve: $(VENV)/.package ## install the built package beside a fresh vLLM on a CPU, serve with it, uninstall it
+	@$(BIN)/python tools/package.py --serve
 
 $(VENV)/.package: $(READY)
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,package]"

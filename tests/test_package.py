@@ -6,10 +6,12 @@ import sys
 import tomllib
 from pathlib import Path
 
+import package
 import pytest
 
 import kvferry
 from kvferry.errors import MissingPackage
+from kvferry.integrations import vllm_plugin
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -36,8 +38,8 @@ def test_bare_it_needs_numpy_and_msgspec_alone():
 
 
 def test_every_extra_that_is_named_exists_and_brings_the_package():
-    for package, extra in MissingPackage.EXTRAS.values():
-        assert any(line.startswith(package) for line in EXTRAS[extra]), extra
+    for needed, extra in MissingPackage.EXTRAS.values():
+        assert any(line.startswith(needed) for line in EXTRAS[extra]), extra
 
 
 def test_all_is_all_that_users_need():
@@ -129,3 +131,58 @@ def test_readme_has_whole_links_on_a_package_index():
     )
     for target in hook["PAGES"].values():
         assert (ROOT / target).exists()
+
+
+# -- what `make package-serve` fails for
+
+
+def test_serving_takes_the_name_that_vllm_is_told():
+    """No module path, in the example as in README: the plugin's name is enough."""
+    script = (ROOT / "examples" / "vllm" / "serve.sh").read_text(encoding="utf-8")
+    assert f'"kv_connector": "{vllm_plugin.NAME}"' in script
+    assert "module_path" not in script
+    assert "../src" not in script, "it serves where there is no checkout"
+    (function,) = PROJECT["entry-points"]["vllm.general_plugins"].values()
+    assert function == f"{vllm_plugin.__name__}:{vllm_plugin.register.__name__}"
+
+
+@pytest.mark.parametrize("last", ["==> DIFFERENT: a token", "==> NOT MOVED: equal, but", "==> all ended"])
+def test_only_equal_tokens_are_a_success(last):
+    assert package.verdict_of("==> all ended\n==> EQUAL: all 32 tokens\n") == "EQUAL: all 32 tokens"
+    with pytest.raises(package.Failed, match=r"serve\.sh ends with"):
+        package.verdict_of(f"EQUAL: was said before\n{last}\n")
+
+
+def test_a_kvferry_of_the_checkout_is_none_that_was_installed(tmp_path):
+    inside = tmp_path / "environment" / "lib" / "kvferry" / "__init__.py"
+    package.check_place(inside, tmp_path / "environment")
+    for module in (Path(kvferry.__file__), tmp_path / "elsewhere" / "kvferry" / "__init__.py"):
+        with pytest.raises(package.Failed, match="kvferry is imported from"):
+            package.check_place(module, tmp_path / "environment")
+    with pytest.raises(package.Failed, match="kvferry is imported from"):
+        package.check_place(ROOT / "src" / "kvferry" / "__init__.py", ROOT)
+
+
+def test_whoever_has_a_vllm_keeps_it():
+    before = {"torch": "2.13.0+cpu", "vllm": "0.32.0", "numpy": "2.3.5"}
+    package.check_replaced(before, {**before, "nixl": "1.5.1"})
+    with pytest.raises(package.Failed, match=r"replaces torch 2\.13\.0\+cpu by 2\.13\.0, vllm .* by nothing"):
+        package.check_replaced(before, {"torch": "2.13.0", "numpy": "2.3.5"})
+
+
+def test_what_an_uninstall_leaves_is_named(tmp_path, monkeypatch):
+    environment = package.Environment(tmp_path / "kvferry-package-1")
+    (environment.folder / "lib" / "__pycache__").mkdir(parents=True)
+    (environment.folder / "lib" / "__pycache__" / "kvferry.pyc").touch()
+    monkeypatch.setattr(environment, "pip", lambda *words: "")
+    package.check_uninstall(environment)
+    (environment.folder / "lib" / "kvferry.pth").touch()
+    with pytest.raises(package.Failed, match=r"leaves lib/kvferry\.pth$"):
+        package.check_uninstall(environment)
+
+
+def test_nothing_of_a_developer_is_handed_on(monkeypatch):
+    for name in package.NOT_FOR_USERS:
+        monkeypatch.setenv(name, "mine")
+    assert "mine" not in package.users_environment(HOME="theirs").values()
+    assert package.users_environment(HOME="theirs")["HOME"] == "theirs"

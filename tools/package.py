@@ -1,8 +1,11 @@
-"""Build the package as a release would, and try it: ``make package``.
+"""Build the package as a release would, and try it: ``make package``, ``make package-serve``.
 
 It is built twice, in two places, with the time of the last commit: both must be equal, byte for byte. What is
 inside is checked, and what a package index would say. Then each Python that is found (3.11 to 3.13) gets
 fresh environments: bare, with the command line, with NIXL. In the end nothing may be left.
+
+``make package-serve`` tries it beside vLLM instead: two servers find the connector by its name alone, move a
+cache, and must answer as one server does. Nothing of this checkout takes part but the example's two files.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import tarfile
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -34,6 +37,9 @@ MUST_HAVE = (
 BARE = {"kvferry", "msgspec", "numpy", "pip", "setuptools"}
 PLAN = ("plan", "--model", "llama-3.1-70b", "--src", "tp=4", "--dst", "tp=8,block=64")
 MEMORY_DEMO = ("demo", "--transport", "memory", "--model", "gpt2", "--src", "tp=2", "--dst", "tp=3")
+EXAMPLE = ("serve.sh", "ask.py")
+NOT_FOR_USERS = ("PYTHONPATH", "PYTHONHOME", "PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT")
+"""Set by developers and by ``make``: our sources on a path, our versions of everything."""
 NIXL_DEMO = ("demo", "--model", "gpt2", "--src", "tp=1", "--dst", "tp=2", "--layers", "2", "--requests", "2")
 
 
@@ -43,6 +49,11 @@ class Failed(Exception):
 
 def say(text: str) -> None:
     print(f"    {text}", flush=True)
+
+
+def users_environment(**more: str) -> dict[str, str]:
+    """The environment variables of somebody who has the package and no checkout."""
+    return {name: value for name, value in os.environ.items() if name not in NOT_FOR_USERS} | more
 
 
 def ran(*words: object, ok: Sequence[int] = (0,), **kwargs: object) -> subprocess.CompletedProcess[str]:
@@ -108,10 +119,10 @@ def check_contents(wheel: Path, sdist: Path) -> None:
 # -- trying -----------------------------------------------------------------------------------------
 
 
-def pythons() -> Iterator[tuple[str, str]]:
+def pythons(versions: Collection[str]) -> Iterator[tuple[str, str]]:
     """Each version that is tried, and where it is."""
     pyenv = Path.home() / ".pyenv" / "versions"
-    for version in PYTHONS:
+    for version in versions:
         known = [str(path / "bin" / "python") for path in sorted(pyenv.glob(f"{version}.*"))]
         for python in filter(None, (shutil.which(f"python{version}"), *known)):
             asked = "import sys, ensurepip, venv; print('%d.%d' % sys.version_info[:2])"
@@ -124,42 +135,67 @@ def pythons() -> Iterator[tuple[str, str]]:
 
 
 class Environment:
-    """A fresh virtual environment."""
+    """A virtual environment, used as somebody without a checkout would use it."""
 
-    def __init__(self, python: str, folder: Path) -> None:
-        ran(python, "-m", "venv", folder)
-        self._bin, self.folder = folder / "bin", folder
+    def __init__(self, folder: Path) -> None:
+        self.bin, self.folder = folder / "bin", folder
+
+    def ran(self, command: str, *words: object, **kwargs: object) -> subprocess.CompletedProcess[str]:
+        return ran(self.bin / command, *words, **{"cwd": self.folder, "env": users_environment(), **kwargs})  # type: ignore[arg-type]
 
     def pip(self, *words: object) -> str:
-        return ran(self._bin / "python", "-m", "pip", "--disable-pip-version-check", *words).stdout
+        return self.ran("python", "-m", "pip", "--disable-pip-version-check", *words).stdout
 
     def install(self, *words: object) -> None:
+        """At our versions."""
         self.pip("install", "--quiet", "-c", ROOT / "constraints.txt", *words)
 
+    def install_newest(self, *words: object) -> float:
+        """At whatever versions pip chooses, as for a user; how many seconds it took."""
+        started = time.perf_counter()
+        self.pip("install", "--quiet", *words)
+        return time.perf_counter() - started
+
     def python(self, code: str) -> str:
-        return ran(self._bin / "python", "-c", code, cwd=self.folder).stdout.strip()
+        return self.ran("python", "-c", code).stdout.strip()
 
     def kvferry(self, *words: str, ok: Sequence[int] = (0,), **env: str) -> subprocess.CompletedProcess[str]:
-        return ran(self._bin / "kvferry", *words, ok=ok, cwd=self.folder, env={**os.environ, **env})
+        return self.ran("kvferry", *words, ok=ok, env=users_environment(**env))
 
-    def packages(self) -> set[str]:
+    def packages(self) -> dict[str, str]:
+        """What is installed, with its versions."""
         lines = self.pip("list", "--format", "freeze").splitlines()
-        return {line.partition("==")[0].partition(" @")[0].lower() for line in lines}
+        pairs = (line.replace(" @ ", "==").partition("==") for line in lines)
+        return {name.lower(): version for name, _, version in pairs}
 
-    def files(self) -> set[str]:
-        return {str(path) for path in self.folder.rglob("*") if "__pycache__" not in str(path)}
+    def files(self, name: str = "*") -> list[Path]:
+        found = (path.relative_to(self.folder) for path in self.folder.rglob(name))
+        return sorted(path for path in found if "__pycache__" not in path.parts)
 
     def megabytes(self, *names: str) -> float:
+        """Of packages by name, or of all that is there."""
         (site,) = self.folder.glob("lib/python*/site-packages")
-        files = (file for name in names for file in site.glob(f"{name}*/**/*") if file.is_file())
-        return sum(file.stat().st_size for file in files) / 1e6
+        patterns = [(site, f"{name}*/**/*") for name in names] or [(self.folder, "**/*")]
+        files = (file for where, pattern in patterns for file in where.glob(pattern))
+        return sum(file.stat().st_size for file in files if file.is_file() and not file.is_symlink()) / 1e6
+
+
+def fresh_environment(python: str, folder: Path) -> Environment:
+    ran(python, "-m", "venv", folder)
+    return Environment(folder)
+
+
+def check_uninstall(environment: Environment) -> None:
+    environment.pip("uninstall", "--yes", "--quiet", "kvferry")
+    if left := environment.files("*kvferry*"):
+        raise Failed(f"uninstalling leaves {', '.join(map(str, left))}")
+    say("uninstalled: nothing of it is left")
 
 
 def try_bare(python: str, folder: Path, wheel: Path) -> None:
-    fresh = Environment(python, folder)
-    before = fresh.files()
+    fresh = fresh_environment(python, folder)
     fresh.install(wheel)
-    if strange := fresh.packages() - BARE:
+    if strange := fresh.packages().keys() - BARE:
         raise Failed(f"a bare install brings {sorted(strange)}")
     started = time.perf_counter()
     fresh.python("import kvferry; kvferry.plan")
@@ -169,17 +205,18 @@ def try_bare(python: str, folder: Path, wheel: Path) -> None:
         raise Failed(f"a bare `kvferry --help` says {said!r}")
     ours, all_three = fresh.megabytes("kvferry"), fresh.megabytes("kvferry", "numpy", "msgspec")
     say(f"bare: {ours:.1f} MB, {all_three:.0f} with numpy and msgspec; first import {seconds * 1e3:.0f} ms")
-    fresh.pip("uninstall", "--yes", "--quiet", "kvferry", "numpy", "msgspec")
-    if left := {name for name in fresh.files() - before if "kvferry" in name}:
-        raise Failed(f"uninstalling leaves {sorted(left)}")
-    say("uninstalled: nothing of it is left")
+    check_uninstall(fresh)
+
+
+def check_plan(environment: Environment, *options: str) -> None:
+    if "PROVED" not in environment.kvferry(*PLAN, *options).stdout:
+        raise Failed("kvferry plan proved nothing")
 
 
 def try_command(python: str, folder: Path, wheel: Path, *, nixl: bool) -> None:
-    fresh = Environment(python, folder)
+    fresh = fresh_environment(python, folder)
     fresh.install(f"{wheel}[cli]")
-    if "PROVED" not in fresh.kvferry(*PLAN).stdout:
-        raise Failed("kvferry plan proved nothing")
+    check_plan(fresh)
     fresh.kvferry(*MEMORY_DEMO)
     if "_KVFERRY_COMPLETE" not in fresh.kvferry(_KVFERRY_COMPLETE="source_bash").stdout:
         raise Failed("there is no completion for bash")
@@ -191,42 +228,142 @@ def try_command(python: str, folder: Path, wheel: Path, *, nixl: bool) -> None:
 
 
 def try_all(python: str, folder: Path, wheel: Path) -> None:
-    fresh = Environment(python, folder)
-    report = fresh.pip("install", "--dry-run", "--quiet", "--report", "-", f"{wheel}[all]")
-    say(f"[all] can be resolved: {report.count('is_direct')} packages (not installed: torch is among them)")
+    """Gigabytes: torch is among them, because NIXL's wheels declare it."""
+    fresh = fresh_environment(python, folder)
+    seconds = fresh.install_newest(f"{wheel}[all]")
+    packages = fresh.packages()
+    say(f"[all]: {len(packages)} packages, {fresh.megabytes() / 1e3:.1f} GB, installed in {seconds:.0f} s")
+    say(", ".join(f"{name} {packages[name]}" for name in ("torch", "nixl", "numpy") if name in packages))
+    fresh.python("import kvferry; kvferry.plan")
+    fresh.kvferry("--help")
+    check_plan(fresh, "--html", "plan.html")
+    fresh.kvferry(*NIXL_DEMO)
+    say("[all]: plan proves and draws, demo between processes over NIXL verifies")
+    check_uninstall(fresh)
+    shutil.rmtree(folder)  # the next one needs the room
+
+
+# -- beside vLLM ------------------------------------------------------------------------------------
+
+
+def environment_with_vllm(folder: Path) -> Environment:
+    """The CPU build of vLLM, as for ``make serve``, without kvferry and NIXL: the package brings them."""
+    ran(ROOT / "tools" / "vllm_env.sh", sys.executable, folder)
+    made = Environment(folder)
+    made.pip("uninstall", "--yes", "--quiet", *(name for name in made.packages() if is_brought(name)))
+    return made
+
+
+def is_brought(package: str) -> bool:
+    return package.startswith(("kvferry", "nixl"))
+
+
+def check_replaced(before: dict[str, str], after: dict[str, str]) -> None:
+    """Whoever has a vLLM keeps it, and the torch that it was built for."""
+    if replaced := sorted(name for name in before if after.get(name) != before[name]):
+        changes = (f"{name} {before[name]} by {after.get(name, 'nothing')}" for name in replaced)
+        raise Failed(f"[vllm] replaces {', '.join(changes)}")
+
+
+def check_place(module: Path, environment: Path) -> None:
+    """That kvferry is the installed one."""
+    if module.resolve().is_relative_to(ROOT) or not module.resolve().is_relative_to(environment.resolve()):
+        raise Failed(f"kvferry is imported from {module}, not from the environment {environment}")
+
+
+def verdict_of(output: str) -> str:
+    """The last line of ``serve.sh``; fails unless it says that the tokens are equal."""
+    last = output.strip().rpartition("\n")[2].removeprefix("==> ")
+    if not last.startswith("EQUAL: "):
+        raise Failed(f"serve.sh ends with {last!r}")
+    return last
+
+
+def try_serve(folder: Path, wheel: Path) -> None:
+    started = time.perf_counter()
+    vllm = environment_with_vllm(folder / "vllm")
+    before = vllm.packages()
+    say(f"vLLM {before['vllm']} with torch {before['torch']}: made in {time.perf_counter() - started:.0f} s")
+    seconds = vllm.install_newest(f"{wheel}[vllm]")
+    check_replaced(before, vllm.packages())
+    brought = sorted(vllm.packages().keys() - before.keys())
+    say(f"[vllm]: brings {', '.join(brought)} in {seconds:.0f} s, replaces nothing")
+    place = Path(vllm.python("import kvferry; print(kvferry.__file__)"))
+    check_place(place, vllm.folder)
+    say(f"kvferry is {place.relative_to(vllm.folder)} of that environment")
+    serve(vllm, folder / "elsewhere")
+    check_uninstall(vllm)
+
+
+def serve(vllm: Environment, folder: Path) -> None:
+    """Two servers and a proxy, in a folder that has nothing but the example, and a home that was empty."""
+    home = folder / "home"
+    home.mkdir(parents=True)
+    for name in EXAMPLE:
+        shutil.copy(ROOT / "examples" / "vllm" / name, folder / name)
+    say("two servers, the connector by its name alone: a minute or two")
+    started = time.perf_counter()
+    env = users_environment(BIN=str(vllm.bin), HOME=str(home), MODEL="", PORT="")
+    said = verdict_of(ran(folder / "serve.sh", cwd=folder, env=env).stdout)
+    say(f"{said} ({time.perf_counter() - started:.0f} s)")
+    if left := [str(path.relative_to(folder)) for path in folder.rglob("*kvferry*")]:
+        raise Failed(f"serving leaves {left}")
+
+
+# -- all of it --------------------------------------------------------------------------------------
+
+
+def built_and_checked(folder: Path) -> dict[str, Path]:
+    print("==> build, twice", flush=True)
+    one = built(folder / "one")
+    check_equal(one, built(folder / "other"))
+    (wheel,) = (path for name, path in one.items() if name.endswith(".whl"))
+    (sdist,) = (path for name, path in one.items() if name.endswith(".tar.gz"))
+    check_contents(wheel, sdist)
+    ran(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist)
+    say("twine: nothing to say against it")
+    return one
+
+
+def try_each_python(arguments: argparse.Namespace, folder: Path, wheel: Path) -> None:
+    for version, python in pythons(arguments.python or PYTHONS):
+        print(f"==> Python {version}", flush=True)
+        try_bare(python, folder / f"bare-{version}", wheel)
+        try_command(python, folder / f"cli-{version}", wheel, nixl=not arguments.no_nixl)
+        if arguments.all:
+            try_all(python, folder / f"all-{version}", wheel)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--outdir", type=Path, default=ROOT / "dist", help="where the package is put")
     parser.add_argument("--only-build", action="store_true", help="build and check, try nothing")
-    parser.add_argument("--all", action="store_true", help="also resolve [all], which downloads GBs")
+    parser.add_argument(
+        "--python", action="append", choices=PYTHONS, help="try this one, not all; repeatable"
+    )
+    parser.add_argument("--all", action="store_true", help="also install [all], GBs, and try it")
     parser.add_argument("--no-nixl", action="store_true", help="leave NIXL out (its wheel is large)")
+    parser.add_argument("--serve", action="store_true", help="try it beside vLLM, and nothing else")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kvferry-package-") as text:
         folder = Path(text)
         try:
-            print("==> build, twice")
-            one = built(folder / "one")
-            check_equal(one, built(folder / "other"))
-            (wheel,) = (path for name, path in one.items() if name.endswith(".whl"))
-            (sdist,) = (path for name, path in one.items() if name.endswith(".tar.gz"))
-            check_contents(wheel, sdist)
-            ran(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist)
-            say("twine: nothing to say against it")
-            for version, python in () if arguments.only_build else pythons():
-                print(f"==> Python {version}")
-                try_bare(python, folder / f"bare-{version}", wheel)
-                try_command(python, folder / f"cli-{version}", wheel, nixl=not arguments.no_nixl)
-                if arguments.all:
-                    try_all(python, folder / f"all-{version}", wheel)
+            files = built_and_checked(folder)
+            (wheel,) = (path for name, path in files.items() if name.endswith(".whl"))
+            if arguments.serve:
+                print("==> beside vLLM", flush=True)
+                try_serve(folder, wheel)
+            elif not arguments.only_build:
+                try_each_python(arguments, folder, wheel)
             arguments.outdir.mkdir(exist_ok=True)
-            for path in one.values():
+            for path in files.values():
                 shutil.copy(path, arguments.outdir / path.name)
         except Failed as failed:
             print(f"package: {failed}", file=sys.stderr)
             return 1
-    print(f"==> in {arguments.outdir}: {', '.join(one)}")
+    print(f"==> in {arguments.outdir}: {', '.join(files)}")
     return 0
 
 

@@ -36,8 +36,7 @@ start() {
 
 # serve NAME ROLE PORT DEVICES ARGUMENTS...
 serve() {
-  local transfer='{"kv_connector": "KVFerryConnector", "kv_connector_module_path": "kvferry.integrations.vllm",
-    "kv_role": "'$2'"}'
+  local transfer='{"kv_connector": "KVFerryConnector", "kv_role": "'$2'"}'
   start "$1" env ${4:+"CUDA_VISIBLE_DEVICES=$4"} "${bin}vllm" serve "$MODEL" --host 127.0.0.1 --port "$3" \
     --kv-transfer-config "$transfer" "${@:5}"
 }
@@ -59,8 +58,9 @@ await() {
 
 # make_tiny_model: a random one, in TINY_HOME unless it is there already. Its name changes with the code that makes it.
 make_tiny_model() {
-  local home=${TINY_HOME:-$work} code=$here/../../src/kvferry/testing/vllm/tiny.py made
-  MODEL=$home/llama-$(cksum < "$code" | cut -d ' ' -f 1)
+  local home=${TINY_HOME:-$work} kvferry made
+  kvferry=$("${bin}python" -c 'import kvferry, os; print(os.path.dirname(kvferry.__file__))')
+  MODEL=$home/llama-$(cksum < "$kvferry/testing/vllm/tiny.py" | cut -d ' ' -f 1)
   [[ ! -d $MODEL ]] || return 0
   say "making a tiny model"
   mkdir -p "$home"
