@@ -146,11 +146,19 @@ def test_serving_takes_the_name_that_vllm_is_told():
     assert function == f"{vllm_plugin.__name__}:{vllm_plugin.register.__name__}"
 
 
-@pytest.mark.parametrize("last", ["==> DIFFERENT: a token", "==> NOT MOVED: equal, but", "==> all ended"])
+@pytest.mark.parametrize("last", ["==> DIFFERENT: a token", "==> NOT MOVED: equal, but", "==> all ended", ""])
 def test_only_equal_tokens_are_a_success(last):
-    assert package.verdict_of("==> all ended\n==> EQUAL: all 32 tokens\n") == "EQUAL: all 32 tokens"
+    package.check_verdict(["==> all ended", "==> EQUAL: all 32 tokens"])
     with pytest.raises(package.Failed, match=r"serve\.sh ends with"):
-        package.verdict_of(f"EQUAL: was said before\n{last}\n")
+        package.check_verdict(["==> EQUAL: was said before", last])
+
+
+def test_what_takes_minutes_is_shown_as_it_comes(capsys):
+    say = [sys.executable, "-c", "import sys; print('one'); print('two'); sys.exit(int(sys.argv[1]))"]
+    assert package.ran_aloud(*say, 0) == ["one", "two"]
+    with pytest.raises(package.Failed, match="exit code 3"):
+        package.ran_aloud(*say, 3)
+    assert capsys.readouterr().out == "    one\n    two\n" * 2
 
 
 def test_a_kvferry_of_the_checkout_is_none_that_was_installed(tmp_path):

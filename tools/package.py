@@ -64,6 +64,21 @@ def ran(*words: object, ok: Sequence[int] = (0,), **kwargs: object) -> subproces
     return done  # type: ignore[no-any-return]
 
 
+def ran_aloud(*words: object, **kwargs: object) -> list[str]:
+    """The lines that it printed, also shown as they come: for what takes minutes."""
+    argv = [str(word) for word in words]
+    with subprocess.Popen(
+        argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **kwargs
+    ) as going:  # type: ignore[call-overload]
+        lines = []
+        for line in going.stdout:
+            say(line.rstrip())
+            lines.append(line.rstrip())
+    if going.returncode:
+        raise Failed(f"{' '.join(argv)}: exit code {going.returncode}; what it said stands above")
+    return lines
+
+
 # -- building ---------------------------------------------------------------------------------------
 
 
@@ -248,7 +263,7 @@ def try_all(python: str, folder: Path, wheel: Path) -> None:
 
 def environment_with_vllm(folder: Path) -> Environment:
     """The CPU build of vLLM, as for ``make serve``, without kvferry and NIXL: the package brings them."""
-    ran(ROOT / "tools" / "vllm_env.sh", sys.executable, folder)
+    ran_aloud(ROOT / "tools" / "vllm_env.sh", sys.executable, folder)
     made = Environment(folder)
     made.pip("uninstall", "--yes", "--quiet", *(name for name in made.packages() if is_brought(name)))
     return made
@@ -271,12 +286,11 @@ def check_place(module: Path, environment: Path) -> None:
         raise Failed(f"kvferry is imported from {module}, not from the environment {environment}")
 
 
-def verdict_of(output: str) -> str:
-    """The last line of ``serve.sh``; fails unless it says that the tokens are equal."""
-    last = output.strip().rpartition("\n")[2].removeprefix("==> ")
-    if not last.startswith("EQUAL: "):
+def check_verdict(lines: Sequence[str]) -> None:
+    """The last line of ``serve.sh`` must say that the tokens are equal."""
+    last = lines[-1] if lines else ""
+    if not last.startswith("==> EQUAL: "):
         raise Failed(f"serve.sh ends with {last!r}")
-    return last
 
 
 def try_serve(folder: Path, wheel: Path) -> None:
@@ -304,8 +318,8 @@ def serve(vllm: Environment, folder: Path) -> None:
     say("two servers, the connector by its name alone: a minute or two")
     started = time.perf_counter()
     env = users_environment(BIN=str(vllm.bin), HOME=str(home), MODEL="", PORT="")
-    said = verdict_of(ran(folder / "serve.sh", cwd=folder, env=env).stdout)
-    say(f"{said} ({time.perf_counter() - started:.0f} s)")
+    check_verdict(ran_aloud(folder / "serve.sh", cwd=folder, env=env))
+    say(f"served in {time.perf_counter() - started:.0f} s")
     if left := [str(path.relative_to(folder)) for path in folder.rglob("*kvferry*")]:
         raise Failed(f"serving leaves {left}")
 
