@@ -91,6 +91,17 @@ def test_a_cell_of_a_block_says_its_tokens_and_heads(opened):
     assert tip(page).startswith("tokens 2 to 3: bytes ")
 
 
+def test_a_scroll_hides_a_tip_only_when_the_pointer_has_left_its_cell(opened):
+    """Browsers tell of a scroll late, when the pointer may have reached a cell already."""
+    page = opened("kimi")
+    cell = page.locator("#blocks svg[aria-label*='linear/ssm']").first.locator("[role=img]").nth(3)
+    cell.hover()
+    page.evaluate("dispatchEvent(new Event('scroll'))")
+    assert tip(page) == cell.get_attribute("aria-label")
+    page.evaluate("scrollTo(0, 0)")
+    page.wait_for_selector("#tip", state="hidden")
+
+
 def test_a_finger_sees_what_a_pointer_sees(opened):
     page = opened("gqa", 390, has_touch=True)
     page.locator("#bands .band").nth(1).tap()

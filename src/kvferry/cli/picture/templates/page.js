@@ -41,8 +41,10 @@
     picture.addEventListener("focusout", hide);
     picture.addEventListener("click", (event) => { const part = said(event.target); if (part) go(parts.indexOf(part)); });
   }
-  // What has the focus may itself make the page scroll: its tip goes along.
-  addEventListener("scroll", () => (shown && shown === document.activeElement ? show(shown) : hide()), { passive: true });
+  // What has the focus may itself make the page scroll: its tip goes along. So does the tip of what the pointer is on:
+  // browsers tell of a scroll late, when the pointer may have reached its part already.
+  const isMeant = (element) => element === document.activeElement || element.matches(":hover");
+  addEventListener("scroll", () => (shown && isMeant(shown) ? show(shown) : hide()), { passive: true });
 
   for (const button of document.querySelectorAll("[data-copy]")) {
     if (!navigator.clipboard) continue;
