@@ -21,7 +21,8 @@ from kvferry import plan
 from kvferry.core.digest import DigestSide, digest_parts, num_bytes
 from kvferry.core.digest_cells import folded_sums, sums_by_numpy
 from kvferry.core.sample import Placement, sample_request
-from kvferry.endpoint.compiled_digest import NotCompiled, compiled_sums, find_compiler
+from kvferry.endpoint.compiled_digest import compiled_sums
+from kvferry.host.compiler import NotCompiled, find_compiler
 from kvferry.models import Topology, describe, model_named
 
 ENGINES = (

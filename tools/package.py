@@ -30,6 +30,7 @@ MUST_HAVE = (
     "kvferry/models/catalogue.json",
     "kvferry/endpoint/digest.cpp",
     "kvferry/transport/copy.cu",
+    "kvferry/transport/copy_runs.cpp",
     "kvferry/transport/digest.cu",
     "kvferry/cli/status/page.html",
     "kvferry/cli/picture/templates/plan.html.j2",

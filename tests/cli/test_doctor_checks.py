@@ -89,7 +89,7 @@ CASES = {
         "problem",
         "vllm==0.32.*",
     ),
-    "no compiler": (seen(no_compiler="this host has none"), "slow-digests", "note", "C++ compiler"),
+    "no compiler": (seen(no_compiler="this host has none"), "no-compiler", "note", "C++ compiler"),
     "a setting": (seen(setting_errors=("A=1: not so",)), "bad-setting", "problem", "unset the variable"),
     "nothing read": (reads(ReadsSeen("host", error="it is dead")), "read-failed", "problem", "UCX_TLS"),
     "a firewall": (

@@ -15,15 +15,8 @@ from kvferry import SpecError, plan
 from kvferry.core.digest import DigestSide, digest_parts
 from kvferry.core.digest_cells import CellBlocks, CellPattern, Dimension, folded_sums
 from kvferry.endpoint import compiled_digest
-from kvferry.endpoint.compiled_digest import (
-    OFF,
-    SETTING,
-    CompiledSums,
-    HostSums,
-    NotCompiled,
-    compiled_sums,
-    find_compiler,
-)
+from kvferry.endpoint.compiled_digest import CompiledSums, HostSums, compiled_sums
+from kvferry.host.compiler import OFF, SETTING, NotCompiled, find_compiler
 from kvferry.testing.strategies import cases, engines, requests
 from tests.core.planted_faults import PAIRS, Loaded, memory_of
 
@@ -107,17 +100,6 @@ def test_code_that_finds_other_sums_is_not_used(
         compiled_sums(find_compiler({}), tmp_path)
 
 
-def test_what_was_compiled_is_found_again_and_is_private(
-    compiled: CompiledSums, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiler = find_compiler({})
-    compiled_sums(compiler, tmp_path)
-    (library,) = tmp_path.iterdir()
-    assert library.stat().st_mode & 0o777 == 0o600
-    monkeypatch.setattr(compiled_digest, "_compile", None)
-    compiled_sums(compiler, tmp_path)
-
-
 def test_without_a_compiler_numpy_stays_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "broken"
     broken.write_text("#!/bin/sh\necho no such flag >&2\nexit 1\n")
@@ -131,14 +113,8 @@ def test_without_a_compiler_numpy_stays_and_says_why(tmp_path: Path, monkeypatch
         monkeypatch.setenv(SETTING, value)
         sums = HostSums()
         cell_sums = sums.of({"kv": np.ones(64, np.uint8)}, 1 << 30)
-        sums.start().join(60)
+        sums.compiled.start().join(60)
         assert why in sums.how
         pattern = CellPattern(1, (Dimension(4, 1, False),), (), np.ones(4, np.uint64), 0, np.zeros(1, int))
         (found,) = cell_sums([CellBlocks("k", "kv", pattern, 0, 4, np.array([3]))])
         assert found.tolist() == [[4]]
-
-
-def test_small_digests_start_no_compiler() -> None:
-    sums = HostSums()
-    sums.of({}, compiled_digest.FROM_BYTES - 1)
-    assert sums._thread is None

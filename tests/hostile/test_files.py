@@ -6,8 +6,8 @@ import tempfile
 
 import pytest
 
-from kvferry.endpoint.private_files import MAX_FILE_BYTES, MAX_FILES, own_folder, write_private
 from kvferry.errors import SpecError
+from kvferry.host.private_files import MAX_FILE_BYTES, MAX_FILES, own_folder, write_private
 
 
 def test_a_symlink_is_replaced_and_not_followed(tmp_path):

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvferry.endpoint.private_files import own_folder
 from kvferry.errors import KVFerryError, SpecError
+from kvferry.host.private_files import own_folder
 from kvferry.log import log_of
 
 log = log_of(__name__)

@@ -17,6 +17,7 @@ from kvferry.core.product import Product, Term
 from kvferry.core.runs import Runs
 from kvferry.core.view import Ints
 from kvferry.errors import TransportError
+from kvferry.transport.compiled_copies import host_copies
 from kvferry.transport.places import Places
 from kvferry.transport.slices import cut_long
 
@@ -45,10 +46,10 @@ class TermSide:
         for step in {int(self.steps.min()), int(self.steps.max())}:
             memory.check(self.places + step, self.num_bytes)
 
-    def addresses(self, memory: Places) -> Ints:
-        """Where each run is, a row for each run of the pattern; raises TransportError if one is outside."""
+    def rows(self, memory: Places) -> Ints:
+        """The address of each run of the pattern, in block 0; raises TransportError if a run is outside."""
         self.check(memory)
-        return np.add.outer(memory.addresses(self.places).astype(np.int64), self.steps)
+        return memory.addresses(self.places).astype(np.int64)
 
 
 def src_of(term: Term) -> TermSide:
@@ -64,15 +65,22 @@ def dst_of(term: Term) -> TermSide:
 def pack(memory: Places, sides: Sequence[TermSide], chunk: int, chunk_bytes: int) -> None:
     """Copy what these name to ``chunk``, an address; raises TransportError, having copied nothing."""
     check_room(sides, chunk_bytes)
-    for side, addresses in [(side, side.addresses(memory)) for side in sides]:
-        _copy(_places_in_chunk(side, chunk), addresses, side.num_bytes)
+    for side, rows in [(side, side.rows(memory)) for side in sides]:
+        if by := host_copies().for_bytes(side.total_bytes):
+            by.gather(rows, side.num_bytes, side.steps, chunk)
+        else:
+            _copy(_places_in_chunk(side, chunk), np.add.outer(rows, side.steps), side.num_bytes)
         chunk += side.total_bytes
 
 
 def unpack(memory: Places, sides: Sequence[TermSide], chunk: int) -> None:
     """Copy the bytes from ``chunk``, an address, to where these name."""
     for side in sides:
-        _copy(side.addresses(memory), _places_in_chunk(side, chunk), side.num_bytes)
+        rows = side.rows(memory)
+        if by := host_copies().for_bytes(side.total_bytes):
+            by.scatter(rows, side.num_bytes, side.steps, chunk)
+        else:
+            _copy(np.add.outer(rows, side.steps), _places_in_chunk(side, chunk), side.num_bytes)
         chunk += side.total_bytes
 
 

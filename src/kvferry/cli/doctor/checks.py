@@ -220,14 +220,16 @@ def check_device_settings(observed: Observed) -> Iterator[Diagnosis]:
 
 
 def check_compiler(observed: Observed) -> Iterator[Diagnosis]:
-    """Whether digests can be taken at the pace of memory."""
+    """Whether digests are taken, and short runs gathered, at the pace of memory."""
     if observed.no_compiler:
         yield Diagnosis(
-            Condition.SLOW_DIGESTS,
+            Condition.NO_COMPILER,
             Level.NOTE,
-            f"Digests of host memory are taken by numpy: {observed.no_compiler}.",
-            "A load that is digested takes longer than it needs to. Loads that are not digested pay nothing.",
-            "Where digests are switched on: install a C++ compiler, or name one in KVFERRY_DIGEST_COMPILER.",
+            f"Host memory is digested and gathered by numpy: {observed.no_compiler}.",
+            "Loads that are digested, and those of short runs that the source gathers, take longer"
+            " than they need to. Others pay nothing.",
+            "Where digests or packed reads are switched on: install a C++ compiler, or name one in"
+            " KVFERRY_COMPILER.",
         )
 
 

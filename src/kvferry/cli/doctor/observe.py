@@ -13,10 +13,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kvferry.cli.doctor.seen import Gpus, HostLimits, HostPlace, SecretSeen
-from kvferry.endpoint.compiled_digest import NotCompiled, find_compiler
 from kvferry.endpoint.secret_source import SECRET, SECRET_FILE, secret_from_environment
 from kvferry.endpoint.this_host import BOOT_ID
 from kvferry.errors import SpecError, TransportError
+from kvferry.host.compiler import NotCompiled, find_compiler
 from kvferry.transport.cuda import device_names
 from kvferry.transport.device import MappedReads, copy_limits
 from kvferry.transport.nixl import check_installed

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvferry.core.manifest import Manifest
-from kvferry.endpoint.private_files import own_folder, write_private
 from kvferry.errors import SpecError
+from kvferry.host.private_files import own_folder, write_private
 from kvferry.log import log_of
 from kvferry.wire import manifest_to_json
 from kvferry.wire.bad_input import printable

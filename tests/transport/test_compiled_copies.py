@@ -1,0 +1,115 @@
+"""Compiled code copies what numpy copies, to the same places, and no byte more; else it is not used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvferry.core.manifest import Region
+from kvferry.errors import TransportError
+from kvferry.host.compiler import NotCompiled, find_compiler
+from kvferry.transport import compiled_copies as module
+from kvferry.transport import pack as packing
+from kvferry.transport.compiled_copies import CompiledCopies, compiled_copies
+from kvferry.transport.pack import TermSide, pack, unpack
+from kvferry.transport.places import Places
+
+REGION_BYTES = 1 << 15
+CHUNK_BYTES = 1 << 15
+
+
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory: pytest.TempPathFactory) -> CompiledCopies:
+    try:
+        compiler = find_compiler({})
+    except NotCompiled as error:
+        pytest.skip(f"{error}: compiled copies are tested where there is one")
+    return compiled_copies(compiler, tmp_path_factory.mktemp("compiled"))
+
+
+class By:
+    """Who copies, instead of the process's own."""
+
+    def __init__(self, copies: CompiledCopies | None) -> None:
+        self._copies = copies
+
+    def for_bytes(self, _: int) -> CompiledCopies | None:
+        return self._copies
+
+
+@st.composite
+def sides(draw: st.DrawFn) -> list[TermSide]:
+    """Runs that stay inside of the region, no two on the same bytes, and all of them fit into a chunk."""
+    made, at = [], 0
+    for _ in range(draw(st.integers(1, 3))):
+        lengths = np.array(draw(st.lists(st.sampled_from([1, 2, 7, 64, 300, 2000]), min_size=1, max_size=5)))
+        gaps = np.array(draw(st.lists(st.integers(0, 70), min_size=len(lengths), max_size=len(lengths))))
+        ends = np.cumsum(lengths + gaps)
+        stride, num_steps = int(ends[-1]) + draw(st.integers(0, 50)), draw(st.integers(1, 4))
+        steps = np.array(draw(st.permutations(range(num_steps)))) * stride
+        if at + num_steps * stride > REGION_BYTES:
+            break
+        made.append(TermSide(at + ends - lengths, lengths, steps))
+        at += num_steps * stride
+    return made
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(wanted=sides(), shift=st.integers(0, 9))
+def test_compiled_copies_are_those_of_numpy(
+    copies: CompiledCopies, monkeypatch: pytest.MonkeyPatch, wanted: list[TermSide], shift: int
+) -> None:
+    seen = []
+    for by in (None, copies):
+        monkeypatch.setattr(packing, "host_copies", lambda by=by: By(by))
+        source = np.random.default_rng(1).integers(0, 256, REGION_BYTES + shift, np.uint8)
+        chunk, target = np.zeros(CHUNK_BYTES, np.uint8), np.zeros(REGION_BYTES + shift, np.uint8)
+        whose = [
+            Places("it", [Region("kv", REGION_BYTES, each.ctypes.data + shift)]) for each in (source, target)
+        ]
+        pack(whose[0], wanted, chunk.ctypes.data, CHUNK_BYTES)
+        unpack(whose[1], wanted, chunk.ctypes.data)
+        seen.append((chunk.tolist(), target.tolist()))
+        moved = np.flatnonzero(target)
+        assert (target[moved] == source[moved]).all()
+    assert seen[0] == seen[1]
+
+
+def test_a_run_that_leaves_its_region_is_refused_before_anything_is_copied(
+    copies: CompiledCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "host_copies", lambda: By(copies))
+    memory, chunk = np.ones(64, np.uint8), np.zeros(64, np.uint8)
+    places = Places("it", [Region("kv", 64, memory.ctypes.data)])
+    good = TermSide(np.array([0]), np.array([8]), np.array([0]))
+    bad = TermSide(np.array([0]), np.array([8]), np.array([0, 60]))
+    for call in (pack, lambda *words: unpack(*words[:3])):
+        with pytest.raises(TransportError, match="out-of-bounds"):
+            call(places, [bad, good], chunk.ctypes.data, 64)
+    with pytest.raises(TransportError, match="too-much"):
+        pack(places, [good], chunk.ctypes.data, 7)
+    assert not chunk.any()
+    assert memory.all()
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("memcpy(chunk, now.at(), length)", "memcpy(chunk, now.at(), length / 2)"),
+        ("memcpy(now.at(), chunk, length)", "memcpy(now.at(), chunk, length + 1)"),
+        ("chunk += length", "chunk += 512"),
+        ("side.steps[step]", "side.steps[0]"),
+    ],
+)
+def test_code_that_copies_other_bytes_is_not_used(
+    copies: CompiledCopies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, right: str, wrong: str
+) -> None:
+    text = module.source()
+    assert right in text
+    monkeypatch.setattr(module, "source", lambda: text.replace(right, wrong))
+    with pytest.raises(NotCompiled, match="other bytes"):
+        compiled_copies(find_compiler({}), tmp_path)
