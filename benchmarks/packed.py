@@ -8,6 +8,7 @@
 One source process, one reader, scattered runs of one length. All ways take turns; times are medians of the
 turns, and the best. "One run": as many bytes side by side, as fast as UCX likes. Over TCP, "direct" is
 careful, and not measured for short runs (it takes seconds); "fast" is the same runs at UCX's own full pace.
+Over CMA, "packed" looks at the source's ring in memory that both share; "fabric" reads it as if it could not.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from kvferry.testing.packed import AskingTransport
 from kvferry.testing.sources import LISTEN, Holder, Source, serving
 from kvferry.transport.emulation import EmulatedReads
 from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.ring_window import SharedRings
 from kvferry.transport.staging import PackedReads
 from kvferry.transport.ucx import FABRICS, UcxSettings
 
@@ -50,7 +52,7 @@ def timed(transport: NixlTransport, runs: Runs) -> float:
     started = time.perf_counter()
     transport.read(0, "src", runs)
     while not (ends := transport.poll()):
-        time.sleep(2e-5)
+        time.sleep(1e-4)
     assert not ends[0].error, ends[0].error
     return time.perf_counter() - started
 
@@ -69,7 +71,11 @@ def ways_over(over: str) -> dict[str, Callable[[], NixlTransport]]:
         "packed": lambda: AskingTransport(packed_reads=PackedReads.REQUIRE),
         "one run": lambda: NixlTransport(packed_reads=PackedReads.NEVER, settings=fast),
     }
-    if over != "cma":
+    if over == "cma":
+        ways |= {
+            "fabric": lambda: AskingTransport(packed_reads=PackedReads.REQUIRE, shared_rings=SharedRings.OFF)
+        }
+    else:
         ways |= {"fast": lambda: NixlTransport(packed_reads=PackedReads.NEVER, settings=fast)}
     return ways
 

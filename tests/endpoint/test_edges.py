@@ -24,6 +24,9 @@ class SimulatedChannel:
     def start(self, name, receive, is_behind):
         self.receive = receive
 
+    def wake(self):
+        pass
+
     def send(self, to, data):
         self.world.packets.append((self.address, to, data))
 

@@ -28,8 +28,11 @@ class SilentChannel(ControlChannel):
     refused: ClassVar = {}
     dropped: ClassVar = {}
 
-    def start(self, name, receive, is_behind):
-        self.sent = []
+    def start(self, name, receive, is_behind, turn=float):
+        self.sent, self._turn = [], turn
+
+    def wake(self):
+        self._turn()
 
     def send(self, to, data):
         self.sent.append(decode_from_rank(data))

@@ -29,6 +29,7 @@ from kvferry.transport.packed import PackedMover
 from kvferry.transport.packed_rings import PackedRings
 from kvferry.transport.places import Places
 from kvferry.transport.ring_pair import RingPair, device_rings, host_rings, rings_for
+from kvferry.transport.ring_window import SharedRings
 from kvferry.transport.staging import PackedReads, Staging, digest_of
 from kvferry.transport.staging_ring import StagingRing, StagingSize
 from tests.transport.fake_cuda import FakeCuda, FakeEvent
@@ -332,7 +333,7 @@ def close_rings(rings: PackedRings) -> None:
 
 def test_a_ring_is_read_into_one_of_its_own_kind_and_a_device_has_no_streams(kernel: ctypes.CDLL) -> None:
     on_device, on_host = [Region("kv", 64, 1 << 20, "cuda:1")], [Region("kv", 64, 1 << 20)]
-    host = open_rings(host_rings(Places("ours", on_host), SIZE))
+    host = open_rings(host_rings(Places("ours", on_host), SIZE, SharedRings.OFF))
     with pytest.raises(TransportError, match="its memory is device memory, ours host memory"):
         host.link("src", card_of(on_device), on_device, None, 0.0)
     with pytest.raises(TransportError, match="its memory is device memory, ours host memory"):
@@ -359,12 +360,12 @@ def test_device_memory_has_rings_only_where_they_are_required(kernel: ctypes.CDL
     cuda: Any = FakeCuda(0.0, kernel)
     table = RegionTable("ours", [Region("kv", 64, cuda.allocate(64), "cuda:0")])
     device: Any = RankDeviceOfTest(cuda)
-    assert rings_for(table, device, PackedReads.NEVER, SIZE) is None
-    assert rings_for(table, device, PackedReads.AUTO, SIZE) is None
-    pair = rings_for(table, device, PackedReads.REQUIRE, SIZE)
+    assert rings_for(table, device, PackedReads.NEVER, SIZE, SharedRings.ON) is None
+    assert rings_for(table, device, PackedReads.AUTO, SIZE, SharedRings.ON) is None
+    pair = rings_for(table, device, PackedReads.REQUIRE, SIZE, SharedRings.ON)
     assert pair
     assert not pair.source.copier.is_on_host
     pair.close()
     device.is_mixed = True
     with pytest.raises(TransportError, match="bad-device: some of this rank's memory is the host's"):
-        rings_for(table, device, PackedReads.REQUIRE, SIZE)
+        rings_for(table, device, PackedReads.REQUIRE, SIZE, SharedRings.ON)

@@ -43,6 +43,12 @@ class TestPacked(PackedLaws):
     pass
 
 
+class TestPackedByTheFabric(PackedLaws):
+    """As if rings could not be seen from another process."""
+
+    env: ClassVar[dict[str, str]] = PACKED | {"KVFERRY_SHARED_RINGS": "off"}
+
+
 class TestPackedOverTcp(PackedLaws):
     env: ClassVar[dict[str, str]] = PACKED | TCP
 

@@ -63,7 +63,11 @@ class Child:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("env", [{}, FABRICS["tcp"]], ids=["rings", "streams"])
+@pytest.mark.parametrize(
+    "env",
+    [{}, {"KVFERRY_SHARED_RINGS": "off"}, FABRICS["tcp"]],
+    ids=["shared rings", "rings", "streams"],
+)
 def test_no_deadlock_no_wrong_cell_and_the_rings_are_whole_at_the_end(env):
     chance, numbers = random.Random(), iter(range(1_000_000))
     nodes = [Child(next(numbers), env) for _ in range(NUM_NODES)]

@@ -17,6 +17,9 @@ log = log_of(__name__)
 Receive = Callable[[Received | ContactChange], None]
 """Takes what arrives, and what happens to the connections to those who are called."""
 
+Turn = Callable[[], float]
+"""Does what is to be done, and says for how many seconds it may be left alone."""
+
 WAIT_SECONDS = 1.0
 CLOSE_SECONDS = 10.0
 
@@ -48,9 +51,16 @@ class ChannelThread:
         """Messages that could not be sent or taken, by why."""
         return self._channel.dropped
 
-    def start(self, name: str, receive: Receive, is_behind: Callable[[], bool]) -> None:
-        """Begin: ``receive`` is called in the thread. While it ``is_behind``, messages are dropped."""
-        self._thread = threading.Thread(target=self._run, args=(receive, is_behind), name=name, daemon=True)
+    def start(
+        self, name: str, receive: Receive, is_behind: Callable[[], bool], turn: Turn = lambda: WAIT_SECONDS
+    ) -> None:
+        """Begin: ``receive`` is called in the thread. While it ``is_behind``, messages are dropped.
+
+        ``turn`` is called in the thread after whatever has arrived, when it is woken, when its time has come,
+        and once at the end.
+        """
+        work = (receive, is_behind, turn)
+        self._thread = threading.Thread(target=self._run, args=work, name=name, daemon=True)
         self._thread.start()
 
     def send(self, to: str, data: bytes) -> None:
@@ -59,12 +69,15 @@ class ChannelThread:
             self._refuse("unread")
             return
         self._outbox.append((to, data))
-        self._wake()
+        if threading.current_thread() is self._thread:
+            self._flush()
+        else:
+            self.wake()
 
     def hang_up(self, address: str) -> None:
         """Keep no connection to an address, once what was handed over for it is sent; from any thread."""
         self._outbox.append((address, None))
-        self._wake()
+        self.wake()
 
     def close(self) -> None:
         """Send what was handed over, then close the channel."""
@@ -72,24 +85,28 @@ class ChannelThread:
         if self._thread is None:
             self._channel.close()
             return
-        self._wake()
+        self.wake()
         self._thread.join(CLOSE_SECONDS)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Have the thread take a turn soon; from any thread."""
         with self._wake_lock:
             if self._thread is not None and self._thread.is_alive():
                 self._channel.wake()
 
     # -- in the thread -----------------------------------------------------------------------------
 
-    def _run(self, receive: Receive, is_behind: Callable[[], bool]) -> None:
+    def _run(self, receive: Receive, is_behind: Callable[[], bool], turn: Turn) -> None:
+        seconds = WAIT_SECONDS
         while not self._is_closing:
-            for received in self._channel.wait(0.0 if self._outbox else WAIT_SECONDS):
+            for received in self._channel.wait(0.0 if self._outbox else min(WAIT_SECONDS, seconds)):
                 if isinstance(received, Received) and is_behind():
                     self._refuse("behind")  # it is said again; to let it wait is not safe (see the channel)
                 else:
                     self._guarded(lambda received=received: receive(received))  # type: ignore[misc]
+            seconds = turn()
             self._flush()
+        turn()
         self._flush()
         with self._wake_lock:
             self._channel.close()

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from kvferry.channel import SILENCE_SECONDS, Channel
-from kvferry.endpoint.channel_thread import ChannelThread, Receive
+from kvferry.endpoint.channel_thread import ChannelThread, Receive, Turn
 from kvferry.endpoint.lease_board import is_shown, make_board
 from kvferry.endpoint.owner import Owner
 from kvferry.endpoint.status_socket import OpenStatus, StatusReport, open_status
@@ -39,12 +39,16 @@ class ControlChannel(Protocol):
         """Messages that could not be sent or taken, by why."""
         ...
 
-    def start(self, name: str, receive: Receive, is_behind: Callable[[], bool]) -> None:
+    def start(self, name: str, receive: Receive, is_behind: Callable[[], bool], turn: Turn = ...) -> None:
         """From now on ``receive`` is called with what arrives, and with what becomes of connections that were
-        made here, unless whoever listens ``is_behind``.
+        made here, unless whoever listens ``is_behind``. It raises a KVFerryError for what cannot be read.
 
-        It raises a KVFerryError for what cannot be read.
+        ``turn`` is called in the same thread, after that: what it sends goes out without a hand-over.
         """
+        ...
+
+    def wake(self) -> None:
+        """Have ``turn`` called soon; from any thread."""
         ...
 
     def send(self, to: str, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""A source rank that gathers for its readers: its own socket, its ring, and the owner that serves them.
+"""A source rank that gathers for its readers: its own socket, its ring, and the thread that serves them.
 
 It waits for nobody: not for a reader that does not give a chunk back (it is taken away in time), and
 not for one that asks for much (tickets are served in turn). What it gathers is checked first, by a
@@ -16,7 +16,7 @@ import numpy as np
 from kvferry.channel import ContactChange, Received
 from kvferry.endpoint.edges import ControlChannel
 from kvferry.endpoint.listening import advertised
-from kvferry.endpoint.owner import Owner
+from kvferry.endpoint.owner import Event, Owner
 from kvferry.errors import SpecError, TransportError
 from kvferry.log import is_worth_a_line, log_of
 from kvferry.runtime.ticket_guard import Admitted, GatherRefusal, Refusal, TicketGuard
@@ -91,8 +91,8 @@ class GatherService:
         """By ticket; the first one's turn is next."""
         self._num_gathered = 0
         self._owner: Owner[_Answer] = Owner("kvferry-gather", self._carry_out, self._tick, clock)
-        self._owner.start()
-        channel.start("kvferry-gather-channel", self._receive, lambda: self._owner.is_behind)
+        # It rides on the channel's thread: an answer that has to be handed over waits while we gather on.
+        channel.start("kvferry-gather", self._receive, lambda: self._owner.is_behind, self._owner.turn)
 
     # -- from any thread ---------------------------------------------------------------------------
 
@@ -103,18 +103,18 @@ class GatherService:
 
     def begin(self, generation: int) -> None:
         """The engine has started anew."""
-        self._owner.put(lambda _: self._begin(generation))
+        self._put(lambda _: self._begin(generation))
 
     def revoke(self, generation: int, ticket_id: int, then: Callable[[], None]) -> None:
         """Gather nothing of a ticket any more; ``then`` is called when nothing of it is being gathered.
 
         ``generation``: the start of the engine that the ticket is of.
         """
-        self._owner.put(lambda _: self._revoke(generation, ticket_id, then))
+        self._put(lambda _: self._revoke(generation, ticket_id, then))
 
     def when_revoked(self, then: Callable[[], None]) -> None:
         """Call ``then`` once nothing is gathered of what was revoked so far."""
-        self._owner.put(lambda _: self._called(then))
+        self._put(lambda _: self._called(then))
 
     def status(self) -> dict[str, object]:
         """What a person wants to know."""
@@ -127,10 +127,13 @@ class GatherService:
 
     def close(self) -> None:
         """Gather nothing more."""
-        self._channel.close()
-        self._owner.close()
+        self._channel.close()  # after a last turn
         if self._streams:
             self._streams.close()
+
+    def _put(self, event: Event[_Answer]) -> None:
+        self._owner.put(event)
+        self._channel.wake()
 
     def _receive(self, received: Received | ContactChange) -> None:
         if isinstance(received, ContactChange):
@@ -213,7 +216,7 @@ class GatherService:
                 return [_Answer(to, StreamOffered(nonce, offer.address, offer.stream_id, offer.key))]
             return [self._refuse(to, nonce, self._guard.refuse(GatherRefusal.TOO_MUCH, "too many streams"))]
 
-        self._streams.open(self._stream_address, lambda offer: self._owner.put(lambda _: offered(offer)))
+        self._streams.open(self._stream_address, lambda offer: self._put(lambda _: offered(offer)))
         return []
 
     def _send(self, to: str, ask: Gather, admitted: Admitted, sides: list[TermSide]) -> list[_Answer]:
@@ -226,7 +229,7 @@ class GatherService:
         self._num_gathered += 1
 
         def refuse(why: str) -> None:
-            self._owner.put(lambda _: [_Answer(to, NotGathered(ask.nonce, GatherRefusal.ENDED.value, why))])
+            self._put(lambda _: [_Answer(to, NotGathered(ask.nonce, GatherRefusal.ENDED.value, why))])
 
         self._streams.send(ask.stream_id, admitted.ticket_id, ask.nonce, sides, refuse)
         return []

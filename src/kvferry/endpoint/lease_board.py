@@ -16,20 +16,16 @@ be opened, or read, or has another mark, is no answer. Then the message is what 
 
 from __future__ import annotations
 
-import fcntl
 import os
-import re
-import secrets
 from contextlib import suppress
-from mmap import mmap
 from weakref import WeakMethod
 
+from kvferry.host.shared_memory import SharedMemory, open_place
 from kvferry.wire.messages import MARK_BYTES
 
 NUM_MARKS = 4096
 """Leases are numbered; one that comes so much later takes the place, and the earlier one is asked for."""
 NAME = "kvferry-leases-"
-PLACE = re.compile(rf"/proc/[0-9]{{1,10}}/fd/[0-9]{{1,10}} {NAME}[0-9a-f]{{32}}")
 NO_MARK = bytes(MARK_BYTES)
 
 
@@ -38,18 +34,8 @@ class LeaseBoard:
 
     def __init__(self) -> None:
         """Raises OSError where there is no such memory."""
-        name = NAME + secrets.token_hex(16)
-        self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self._fd, NUM_MARKS * MARK_BYTES)
-            fcntl.fcntl(
-                self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-            )
-            self._marks = mmap(self._fd, NUM_MARKS * MARK_BYTES)
-        except BaseException:
-            os.close(self._fd)
-            raise
-        self.place = f"/proc/{os.getpid()}/fd/{self._fd} {name}"
+        self._shared = SharedMemory(NAME, NUM_MARKS * MARK_BYTES)
+        self._marks, self.place = self._shared.memory, self._shared.place
         """Where readers look."""
         leave = WeakMethod(self._leave)
         os.register_at_fork(after_in_child=lambda: (it := leave()) and it())
@@ -73,29 +59,22 @@ class LeaseBoard:
 
     def _leave(self) -> None:
         """Let go of it, as a child that was forked must: it may get the number of its dead parent one day."""
-        if self._marks.closed:
-            return
-        self._marks.close()
-        os.close(self._fd)
+        self._shared.close()
 
 
 def make_board() -> LeaseBoard | None:
     """A board, where this system has what it takes."""
-    with suppress(OSError, AttributeError):
+    with suppress(OSError):
         return LeaseBoard()
     return None
 
 
 def is_shown(place: str, number: int, mark: bytes) -> bool:
     """Whether a lease stands, as far as can be seen from here; False says nothing."""
-    if not PLACE.fullmatch(place) or len(mark) != MARK_BYTES or mark == NO_MARK:
+    if len(mark) != MARK_BYTES or mark == NO_MARK:
         return False
-    path, name = place.split(" ")
     try:
-        if os.readlink(path) != f"/memfd:{name} (deleted)":
-            return False
-        # Also what only looks like a board must not keep us waiting.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        fd = open_place(place, NAME)
         try:
             return os.pread(fd, MARK_BYTES, number % NUM_MARKS * MARK_BYTES) == mark
         finally:

@@ -34,6 +34,7 @@ ANSWER_SECONDS = 10.0
 class Owner(Generic[E]):
     """Owns a machine. ``tick`` is called after each batch of events, and when the time comes that it names.
 
+    It has a thread of its own (``start``), or rides on somebody else's, who calls ``turn`` again and again.
     Nothing that an event, an effect or a tick raises ends the thread.
     """
 
@@ -106,6 +107,11 @@ class Owner(Generic[E]):
         while is_open:
             events, is_open = self.take(until - self._clock())
             until = self.step(events, self._clock())
+
+    def turn(self) -> float:
+        """Do what was asked for so far; for how many seconds it may be left alone."""
+        events, _ = self.take(0.0)
+        return max(0.0, self.step(events, self._clock()) - self._clock())
 
     def take(self, seconds: float) -> tuple[list[Event[E]], bool]:
         """What is in the inbox, after at most so long; and whether there may be more."""

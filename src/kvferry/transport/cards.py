@@ -9,13 +9,14 @@ from kvferry.errors import TransportError
 
 SEAL = struct.Struct(">8sI")
 CARD = struct.Struct(">HIIII")
-CARD_MAGIC = b"kvfnixl5"
+CARD_MAGIC = b"kvfnixl6"
 """Changed whenever a reader that does not know of the change must stay away.
 
 2: the source may send segments that a reader of before has no room for, which ends the source's process.
 3: what readers of the same host need to open device memory.
 4: where the rank gathers for its readers.
 5: what the rank opens to the fabric; a reader of before would look for a pool that is not there.
+6: where the ring of a rank that gathers can be looked at.
 """
 METADATA_HEAD = b"nixlSerDes|Agent"
 """What NIXL 1.x puts before the name of the agent."""

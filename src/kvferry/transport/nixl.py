@@ -42,6 +42,7 @@ from kvferry.transport.packed import PackedMover
 from kvferry.transport.packed_rings import HAVE_GATHERED, PackedRings, staging_of, why_hidden
 from kvferry.transport.places import Addresses, Places
 from kvferry.transport.ring_pair import rings_for
+from kvferry.transport.ring_window import SharedRings
 from kvferry.transport.staging import SETTING as PACKED_SETTING
 from kvferry.transport.staging import PackedReads
 from kvferry.transport.staging_ring import StagingRing, StagingSize
@@ -83,6 +84,7 @@ class NixlTransport:
         packed_reads: PackedReads | None = None,
         expose: Expose | None = None,
         ring_size: StagingSize | None = None,
+        shared_rings: SharedRings | None = None,
         make_agent: Callable[[str, str], FabricAgent] | None = None,
     ) -> None:
         """Settings are those of the environment, if none are given; ``make_agent`` is for tests.
@@ -105,6 +107,7 @@ class NixlTransport:
         self._device: RankDevice | None = None
         self._teams: dict[AgentMode, AgentTeam] = {}
         self._ring_size = ring_size
+        self._shared_rings = shared_rings or SharedRings.from_environment(os.environ)
         self._rings: PackedRings | None = None
         self._lock = threading.Lock()
         self._links: dict[str, Link] = {}
@@ -126,8 +129,9 @@ class NixlTransport:
                 check_built(self._expose, "device memory")
             try:
                 self._device = _device_of(memory, self._mapped_reads)
-                pair = rings_for(memory, self._device, self._packed_reads, self._ring_size)
-                self._rings = PackedRings(pair, self._expose) if pair else None
+                shared = self._shared_rings
+                pair = rings_for(memory, self._device, self._packed_reads, self._ring_size, shared)
+                self._rings = PackedRings(pair, self._expose, shared) if pair else None
                 card_part = self._device.card_part if self._device else b""
                 if self._expose is not Expose.NOTHING:
                     first_mode = self._settings.first_mode

@@ -10,6 +10,8 @@
       gives the chunk back            ────────────▶   was it still of that generation?
       scatters                        ◀────────────   yes: what was read counts. No: it is asked for again
 
+Where it can see the source's ring (``ring_window``), it scatters from there, and gives the chunk back then.
+
 One thread owns all this; callers, the fabric and the channel leave events in its inbox. It never waits for
 anybody: a read whose source does not answer fails by a deadline, and others go on meanwhile.
 """
@@ -38,6 +40,7 @@ from kvferry.transport.link import Link
 from kvferry.transport.pack import dst_of
 from kvferry.transport.places import Places
 from kvferry.transport.quietly import quietly
+from kvferry.transport.ring_window import RingWindow
 from kvferry.transport.staging import Staging
 from kvferry.transport.staging_ring import StagingRing
 
@@ -86,10 +89,12 @@ class _Ask:
 
 
 class PackedLink(GatheredLink[_Read]):
-    """A rank whose ring is read by the fabric."""
+    """A rank whose ring is seen from here, or read by the fabric."""
 
-    def __init__(self, mover: PackedMover, name: str, staging: Staging, src: Places, ring: Link) -> None:
-        """``ring``: who reads its ring into ours."""
+    def __init__(
+        self, mover: PackedMover, name: str, staging: Staging, src: Places, ring: Link | RingWindow
+    ) -> None:
+        """``ring``: its ring as it is seen from here, or who reads it into ours."""
         super().__init__(mover, name, staging, src)
         self.ring = ring
         self.num_asked = 0
@@ -120,8 +125,8 @@ class PackedMover(GatherMover[PackedLink, _Read]):
 
     # ---- from any thread
 
-    def link(self, name: str, staging: Staging, src: Places, ring: Link) -> PackedLink:
-        """A rank that gathers, whose ring is connected."""
+    def link(self, name: str, staging: Staging, src: Places, ring: Link | RingWindow) -> PackedLink:
+        """A rank that gathers, whose ring is seen or connected."""
         return PackedLink(self, name, staging, src, ring)
 
     def put(self, event: Callable[[], None]) -> None:
@@ -222,30 +227,44 @@ class PackedMover(GatherMover[PackedLink, _Read]):
         if not 0 <= offset <= staging.ring_bytes - ask.num_bytes:
             self.give_up(ask.read, f"{ask.read.link.name} says that bytes are outside of its ring")
             return
+        ring = ask.read.link.ring
+        if isinstance(ring, RingWindow):
+            error = self._scatter(ask, ring.address + offset)
+            self._line.give_back(sender, nonce, chunk, generation)
+            self._has_scattered(ask, nonce, error)
+            return
         to = ask.chunk * self._ring.size.chunk_bytes
         run = Runs(np.array([offset]), np.array([to]), np.array([ask.num_bytes]))
         has_read = partial(self._has_read, sender, nonce, chunk, generation)
         ask.is_reading = True
         try:
             # Numbers below 0: those of callers are theirs.
-            link, report = ask.read.link.ring, lambda error: self.put(partial(has_read, error))
-            link.read(-nonce, Product.of(run), report, None)
+            ring.read(-nonce, Product.of(run), lambda error: self.put(partial(has_read, error)), None)
         except TransportError as error:
             has_read(str(error))
 
     def _has_read(self, sender: str, nonce: int, chunk: int, generation: int, error: str) -> None:
         """The fabric is through with a chunk."""
         ask = self._asks[nonce]
-        ask.is_reading, ask.deadline = False, monotonic() + ANSWER_S
+        ask.is_reading = False
         self._line.give_back(sender, nonce, chunk, generation)
-        if not error and not ask.read.error:
-            try:
-                self._copier.scatter([dst_of(term) for term in ask.terms], self._ring.address(ask.chunk))
-            except Exception as failure:
-                log.exception("bytes could not be scattered")
-                error = f"unexpected: {failure!r}"
+        self._has_scattered(ask, nonce, error or self._scatter(ask, self._ring.address(ask.chunk)))
+
+    def _scatter(self, ask: _Ask, address: int) -> str:
+        """Put bytes where they belong; why not, if so."""
+        if ask.read.error:
+            return ask.read.error
+        try:
+            self._copier.scatter([dst_of(term) for term in ask.terms], address)
+        except Exception as failure:
+            log.exception("bytes could not be scattered")
+            return f"unexpected: {failure!r}"
+        return ""
+
+    def _has_scattered(self, ask: _Ask, nonce: int, error: str) -> None:
+        ask.deadline = monotonic() + ANSWER_S
         self._free_chunk(ask)
-        if error or ask.read.error:
+        if error:
             self._drop(nonce)
             self.give_up(ask.read, error)
 
@@ -289,4 +308,7 @@ class PackedMover(GatherMover[PackedLink, _Read]):
         del ask.read.asks[nonce]
 
     def _has_let_go(self, link: PackedLink) -> None:
-        link.ring.forget()
+        if isinstance(link.ring, RingWindow):
+            link.ring.close()
+        else:
+            link.ring.forget()

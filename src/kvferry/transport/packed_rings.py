@@ -17,7 +17,8 @@ from kvferry.transport.gather_line import GatherLine
 from kvferry.transport.link import Link
 from kvferry.transport.packed import PackedMover
 from kvferry.transport.places import Places
-from kvferry.transport.ring_pair import RingPair
+from kvferry.transport.ring_pair import CopiedRing, RingPair
+from kvferry.transport.ring_window import RingWindows, SharedRings
 from kvferry.transport.staging import SETTING, PackedReads, Staging, digest_of
 from kvferry.transport.stream_frames import StreamOffer
 from kvferry.transport.stream_reader import StreamMover
@@ -32,10 +33,12 @@ NO_STREAM = "the fabric cannot read its ring by itself, and streams are for host
 class PackedRings:
     """A ring that this rank gathers into, one that it reads into, and who asks others to gather."""
 
-    def __init__(self, pair: RingPair, expose: Expose = Expose.POOL) -> None:
-        self._pair, self._expose = pair, expose
-        self.source, self._reader = pair.source, pair.reader.ring
-        self.table = RegionTable("rings", [self.source.ring.region, self._reader.region])
+    def __init__(
+        self, pair: RingPair, expose: Expose = Expose.POOL, shared: SharedRings = SharedRings.ON
+    ) -> None:
+        self._pair, self._expose, self._windows = pair, expose, RingWindows(shared)
+        self._reader = pair.reader.ring
+        self.table = RegionTable("rings", [pair.source.ring.region, self._reader.region])
         self._reader_table = RegionTable("our ring", [self._reader.region])
         self.staging = b""
         """What readers must know; empty while nobody gathers here."""
@@ -43,12 +46,18 @@ class PackedRings:
         self.streams: StreamMover | None = None
         self._line: GatherLine | None = None
 
+    @property
+    def source(self) -> CopiedRing:
+        """What this rank gathers into."""
+        return self._pair.source
+
     def advertise(self, address: str) -> None:
         """This rank is asked there to gather."""
         ring, digest = self.source.ring, digest_of(self.source.copier.memory.regions)
-        ring_address = 0 if self._expose is Expose.NOTHING else ring.region.address
+        is_open = self._expose is not Expose.NOTHING
+        ring_address, place = (ring.region.address, ring.place) if is_open else (0, "")
         sizes = ring.size.num_bytes, ring.size.chunk_bytes
-        told = Staging(address, ring_address, *sizes, self._expose, digest)
+        told = Staging(address, ring_address, *sizes, self._expose, digest, place)
         self.staging = told.to_bytes()
 
     def open_mover(self, line: GatherLine) -> None:
@@ -93,8 +102,10 @@ class PackedRings:
     def link(
         self, peer: str, card: bytes, regions: Sequence[Region], team: AgentTeam | None, deadline: float
     ) -> Link:
-        """Have a peer gather, and ``team`` read its ring; or have it sent, where nobody can read that."""
+        """Have a peer gather; look at its ring, or have ``team`` read it, or else have it sent."""
         mover, staging = self._mover_for(peer, card, regions)
+        if window := self._windows.open(peer, staging):
+            return mover.link(peer, staging, Places(peer, regions), window)
         if team and staging.expose is not Expose.NOTHING:
             try:
                 seconds = max(0.0, deadline - monotonic())
@@ -124,6 +135,7 @@ class PackedRings:
         if self._line:
             self._line.close()
             self._line = None
+        self._windows.close()
         self._pair.close()
 
 

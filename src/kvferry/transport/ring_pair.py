@@ -15,6 +15,7 @@ from kvferry.transport.device import RankDevice
 from kvferry.transport.device_chunks import DEVICE_RING, DeviceChunkCopier, DeviceStagingRing
 from kvferry.transport.event_wait import EventWait
 from kvferry.transport.places import Places
+from kvferry.transport.ring_window import SharedRings
 from kvferry.transport.staging import SETTING, PackedReads
 from kvferry.transport.staging_ring import StagingRing, StagingSize
 
@@ -53,10 +54,11 @@ class RingPair:
             self.events.close()
 
 
-def host_rings(memory: Places, size: StagingSize) -> RingPair:
+def host_rings(memory: Places, size: StagingSize, shared: SharedRings) -> RingPair:
     """Rings in the host's memory."""
     source, reader = (
-        CopiedRing(StagingRing(size), HostChunkCopier(memory, size.chunk_bytes)) for _ in range(2)
+        CopiedRing(ring, HostChunkCopier(memory, size.chunk_bytes))
+        for ring in (shared.ring(size), StagingRing(size))
     )
     return RingPair(source, reader)
 
@@ -86,13 +88,17 @@ def _device_ring(
 
 
 def rings_for(
-    memory: RegionTable, device: RankDevice | None, packed_reads: PackedReads, size: StagingSize | None
+    memory: RegionTable,
+    device: RankDevice | None,
+    packed_reads: PackedReads,
+    size: StagingSize | None,
+    shared: SharedRings,
 ) -> RingPair | None:
     """The rings of a rank with this memory; None if it neither gathers nor has others gather for it."""
     if packed_reads is PackedReads.NEVER:
         return None
     if device is None:
-        return host_rings(memory.places, size or StagingSize())
+        return host_rings(memory.places, size or StagingSize(), shared)
     if packed_reads is PackedReads.AUTO:  # there is no stream for it, and where the fabric reads, it does
         return None
     if device.is_mixed:

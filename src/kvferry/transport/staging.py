@@ -71,6 +71,8 @@ class Staging:
     expose: Expose = Expose.POOL
     regions_digest: bytes = bytes(DIGEST_BYTES)
     """Of the rank's regions: a pool that is hidden cannot be tried."""
+    place: str = ""
+    """Where processes of the rank's own host can look at its ring; empty if they cannot."""
 
     @property
     def hides_pool(self) -> bool:
@@ -84,7 +86,7 @@ class Staging:
     def to_bytes(self) -> bytes:
         """For a card."""
         numbers = EXPOSED.index(self.expose), self.ring_address, self.ring_bytes, self.chunk_bytes
-        return FIELDS.pack(*numbers, self.regions_digest) + self.address.encode()
+        return FIELDS.pack(*numbers, self.regions_digest) + f"{self.address}\n{self.place}".encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Staging:
@@ -94,8 +96,8 @@ class Staging:
             expose = EXPOSED[number] if number < len(EXPOSED) else None
             has_ring = expose is Expose.NOTHING or ring_address
             if expose and has_ring and 0 < chunk_bytes <= ring_bytes <= 1 << 40:
-                address = data[FIELDS.size :].decode(errors="replace")
-                return cls(address, ring_address, ring_bytes, chunk_bytes, expose, digest)
+                address, _, place = data[FIELDS.size :].decode(errors="replace").partition("\n")
+                return cls(address, ring_address, ring_bytes, chunk_bytes, expose, digest, place)
         raise TransportError("bad-card", "it does not say where its rank gathers")
 
 

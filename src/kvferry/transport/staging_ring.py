@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from kvferry.core.manifest import Region
 from kvferry.errors import TransportError
+from kvferry.host.shared_memory import SharedMemory
 
 MAX_RING_BYTES = 64 << 20
 
@@ -19,8 +20,8 @@ MAX_RING_BYTES = 64 << 20
 class StagingSize:
     """How long a ring is."""
 
-    num_chunks: int = 32
-    chunk_bytes: int = 1 << 20
+    num_chunks: int = 8
+    chunk_bytes: int = 4 << 20
 
     def __post_init__(self) -> None:
         if self.num_chunks < 1 or not 64 <= self.chunk_bytes <= MAX_RING_BYTES // self.num_chunks:
@@ -37,9 +38,14 @@ class StagingSize:
 class StagingRing:
     """The memory of a ring. Pages that nobody uses cost nothing."""
 
-    def __init__(self, size: StagingSize) -> None:
-        self.size = size
-        self._memory = mmap.mmap(-1, size.num_bytes)
+    place = ""
+    """Where other processes of this host can look at it; empty if they cannot."""
+
+    def __init__(self, size: StagingSize, shared: SharedMemory | None = None) -> None:
+        """``shared``: the memory to use, if others of this host are to look at it."""
+        self.size, self._shared = size, shared
+        self._memory = shared.memory if shared else mmap.mmap(-1, size.num_bytes)
+        self.place = shared.place if shared else ""
         self._held = ctypes.c_char.from_buffer(self._memory)
         self.region = Region("ring", size.num_bytes, ctypes.addressof(self._held))
 
@@ -51,7 +57,7 @@ class StagingRing:
         """Give the memory back; nothing may be under way."""
         if hasattr(self, "_held"):
             del self._held
-            self._memory.close()
+            (self._shared or self._memory).close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,8 @@ from kvferry.transport.emulation import (
     EmulatedReads,
     fragment_bytes,
 )
+from kvferry.transport.ring_window import SETTING as SHARED_SETTING
+from kvferry.transport.ring_window import SharedRings
 from kvferry.transport.setting import chosen
 
 UCX_EMULATES = "UCX_PROTO_EMULATION_ENABLE"
@@ -49,13 +51,17 @@ def fabrics(*, has_gpu: bool) -> dict[str, dict[str, str]]:
     """What the environment of processes says that are to read each other's host memory by CMA, or over TCP.
 
     UCX sends its own messages over TCP in both. Where a GPU is, NIXL makes no agent without ``cuda_copy``;
-    where none is, UCX warns of it.
+    where none is, UCX warns of it. TCP is for what is done between two hosts: no memory is shared there.
 
     >>> fabrics(has_gpu=True)["tcp"]
-    {'UCX_TLS': 'tcp,self,cuda_copy'}
+    {'UCX_TLS': 'tcp,self,cuda_copy', 'KVFERRY_SHARED_RINGS': 'off'}
     """
     more = ",cuda_copy" if has_gpu else ""
-    return {name: {UCX_TRANSPORTS: f"{by},self{more}"} for name, by in (("cma", "sm,tcp"), ("tcp", "tcp"))}
+    apart = {SHARED_SETTING: SharedRings.OFF.value}
+    return {
+        "cma": {UCX_TRANSPORTS: f"sm,tcp,self{more}"},
+        "tcp": {UCX_TRANSPORTS: f"tcp,self{more}", **apart},
+    }
 
 
 FABRICS = fabrics(has_gpu=GPU_DRIVER.exists())

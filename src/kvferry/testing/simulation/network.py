@@ -188,9 +188,18 @@ class SimulatedChannel:
         """Whose it is."""
         return self.place.name
 
-    def start(self, name: str, receive: Receive, is_behind: Callable[[], bool]) -> None:
-        """From now on ``receive`` is called with what arrives."""
+    def start(
+        self,
+        name: str,
+        receive: Receive,
+        is_behind: Callable[[], bool],
+        turn: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """From now on ``receive`` is called with what arrives. Nobody here rides on its channel's thread."""
         self._receive = receive
+
+    def wake(self) -> None:
+        """Nobody sleeps."""
 
     def send(self, to: str, data: bytes) -> None:
         """Give a message to the network."""

@@ -1,0 +1,97 @@
+"""Memory that others can look at: the right one or none, never changed by them, never pulled away."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from mmap import PROT_READ, PROT_WRITE, mmap
+
+import pytest
+
+from kvferry.host.shared_memory import SharedMemory, look_at, open_place
+
+PREFIX = "kvferry-test-"
+
+
+@pytest.fixture
+def shared() -> Iterator[SharedMemory]:
+    memory = SharedMemory(PREFIX, 4096)
+    memory.memory[:4] = b"ours"
+    yield memory
+    memory.close()
+
+
+def test_another_process_sees_what_is_written(shared: SharedMemory) -> None:
+    code = (
+        "import sys; from kvferry.host.shared_memory import look_at;"
+        f"print(look_at(sys.argv[1], {PREFIX!r}, 4096)[:4].decode())"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code, shared.place], capture_output=True, text=True, check=True
+    )
+    assert told.stdout == "ours\n"
+
+
+def test_nobody_else_can_write_to_it_or_cut_it_off(shared: SharedMemory) -> None:
+    path = shared.place.split(" ")[0]
+    fd = os.open(path, os.O_RDWR)
+    try:
+        for attempt in (
+            lambda: os.ftruncate(fd, 0),
+            lambda: os.pwrite(fd, b"theirs", 0),
+            lambda: mmap(fd, 4096, prot=PROT_READ | PROT_WRITE),
+        ):
+            with pytest.raises(PermissionError):
+                attempt()
+    finally:
+        os.close(fd)
+    assert look_at(shared.place, PREFIX, 4096)[:4] == b"ours"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda place: place[:-1] + ("0" if place[-1] != "0" else "1"),
+        lambda place: place.replace(PREFIX, "kvferry-other-"),
+        lambda place: place.replace("/fd/", "/fd/9999"),
+        lambda place: place.replace("/proc/", "/proc/../"),
+        lambda place: "",
+        lambda place: place + "\n",
+    ],
+)
+def test_another_place_is_not_opened(shared: SharedMemory, change) -> None:
+    with pytest.raises(OSError, match=r"names no place|something else|No such file"):
+        open_place(change(shared.place), PREFIX)
+
+
+def test_memory_of_another_kind_is_not_opened(shared: SharedMemory) -> None:
+    with pytest.raises(OSError, match="something else"):
+        look_at(shared.place, "kvferry-other-", 4096)
+
+
+def test_memory_that_is_too_short_or_could_be_cut_off_is_not_looked_at(shared: SharedMemory) -> None:
+    with pytest.raises(OSError, match="fewer than 4097 bytes"):
+        look_at(shared.place, PREFIX, 4097)
+    name = PREFIX + "0" * 32
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, 4096)
+        place = f"/proc/{os.getpid()}/fd/{fd} {name}"
+        with pytest.raises(OSError, match="cut off"):
+            look_at(place, PREFIX, 4096)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        assert len(look_at(place, PREFIX, 4096)) == 4096
+    finally:
+        os.close(fd)
+
+
+def test_it_is_gone_when_it_is_closed_but_stays_with_who_looks_at_it(shared: SharedMemory) -> None:
+    seen = look_at(shared.place, PREFIX, 4096)
+    shared.close()
+    shared.close()
+    assert seen[:4] == b"ours"
+    with pytest.raises(OSError, match=r"No such file|something else"):
+        look_at(shared.place, PREFIX, 4096)

@@ -1,0 +1,144 @@
+"""Rings that both processes see: taken where they can be, and given up with the peer."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from kvferry.errors import TransportError
+from kvferry.transport.ring_window import SETTING, RingWindow, SharedRings
+from kvferry.transport.staging import Staging
+from kvferry.transport.staging_ring import StagingRing
+from tests.transport.test_packed_mover import RANK, SIZE, World
+
+
+class SharedWorld(World):
+    """As between two ranks of one host: nobody reads by the fabric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank.ring.close()
+        self.rank.ring = SharedRings.ON.ring(SIZE)
+        self.staging = replace(
+            self.link.staging, ring_address=self.rank.ring.region.address, place=self.rank.ring.place
+        )
+        self.window = RingWindow(self.staging)
+        self.link = self.mover.link("src", self.staging, self.rank.memory, self.window)
+
+
+@pytest.fixture
+def world() -> Iterator[SharedWorld]:
+    world = SharedWorld()
+    yield world
+    assert world.mover.close(20)
+    assert sorted(world.mover._free) == [*range(SIZE.num_chunks)]
+    world.window.close()
+
+
+def is_right(world: SharedWorld, runs) -> bool:
+    return all(
+        (world.dst[dst : dst + num_bytes] == world.src[src : src + num_bytes]).all()
+        for _, src, _, dst, num_bytes in runs
+    )
+
+
+def test_what_is_gathered_is_scattered_from_where_it_is(world: SharedWorld) -> None:
+    runs = world.read(1)
+    assert world.wait(1) == ""
+    assert is_right(world, runs)
+    assert len(world.rank.asked) == len(world.rank.given_back) == 10
+    assert not any(world.ring._memory[:]), "nobody reads into our own ring"
+
+
+def test_a_chunk_is_given_back_after_it_was_scattered(
+    world: SharedWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its rank could gather something else into it meanwhile."""
+    spoilt = []
+
+    def spoil(to, nonce, chunk, generation) -> None:
+        start = chunk * SIZE.chunk_bytes
+        world.rank.ring._memory[start : start + SIZE.chunk_bytes] = bytes(SIZE.chunk_bytes)
+        spoilt.append(chunk)
+        give_back(to, nonce, chunk, generation)
+
+    give_back = world.rank.give_back
+    monkeypatch.setattr(world.rank, "give_back", spoil)
+    runs = world.read(1)
+    assert world.wait(1) == ""
+    assert is_right(world, runs)
+    assert len(spoilt) == 10
+
+
+def test_a_chunk_that_was_taken_away_is_asked_for_again(world: SharedWorld) -> None:
+    verdicts = iter([False, True, False])
+    world.rank.is_valid = lambda: next(verdicts, True)
+    runs = world.read(1)
+    assert world.wait(1) == ""
+    assert is_right(world, runs)
+    assert len(world.rank.asked) == 12
+
+
+def test_bytes_that_are_not_in_the_ring_are_not_looked_at(world: SharedWorld) -> None:
+    ring = world.rank.ring
+    world.rank.answer = lambda nonce, _: world.rank.answers.gathered(
+        RANK, nonce, ring.region.address + SIZE.num_bytes - 8, 0, 1
+    )
+    world.read(1)
+    assert world.wait(1) == "src says that bytes are outside of its ring"
+    assert not world.dst.any()
+
+
+def test_a_rank_that_is_forgotten_is_not_looked_at_any_more(world: SharedWorld) -> None:
+    world.read(1)
+    assert world.wait(1) == ""
+    world.link.forget()
+    world.settle()
+    assert world.window._memory.closed
+
+
+@pytest.mark.parametrize("place", ["", "/proc/1/fd/1 kvferry-ring-" + "0" * 32, "/etc/passwd", "x" * 4000])
+def test_a_ring_that_is_not_there_cannot_be_seen(place: str) -> None:
+    with pytest.raises(TransportError, match="no-window: its ring cannot be seen from here"):
+        RingWindow(Staging(RANK, 1 << 20, SIZE.num_bytes, SIZE.chunk_bytes, place=place))
+
+
+def test_a_ring_that_is_shorter_than_it_says_cannot_be_seen() -> None:
+    ring = SharedRings.ON.ring(SIZE)
+    told = Staging(RANK, ring.region.address, SIZE.num_bytes + 1, SIZE.chunk_bytes, place=ring.place)
+    with pytest.raises(TransportError, match="fewer than"):
+        RingWindow(told)
+    ring.close()
+
+
+def test_a_ring_leaves_nothing_behind() -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    ring = SharedRings.ON.ring(SIZE)
+    window = RingWindow(Staging(RANK, ring.region.address, *sizes(ring), place=ring.place))
+    window.close()
+    window.close()
+    ring.close()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def sizes(ring: StagingRing) -> tuple[int, int]:
+    return ring.size.num_bytes, ring.size.chunk_bytes
+
+
+def test_where_rings_are_not_shared_they_have_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert SharedRings.from_environment({}) is SharedRings.ON
+    ring = SharedRings.from_environment({SETTING: "off"}).ring(SIZE)
+    assert ring.place == ""
+    ring.close()
+    with pytest.raises(TransportError, match="one of on, off"):
+        SharedRings.from_environment({SETTING: "maybe"})
+    monkeypatch.delattr(os, "memfd_create")
+    ring = SharedRings.ON.ring(SIZE)
+    assert (ring.place, ring.region.num_bytes) == ("", SIZE.num_bytes)
+    ring.close()
