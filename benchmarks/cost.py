@@ -1,6 +1,7 @@
 """How well the cost model tells the time of a read, and the coefficients that tell it best here.
 
     python benchmarks/cost.py cma          one host, host memory; also writes benchmarks/cost-cma.json
+    python benchmarks/cost.py packed       the same, gathered by the source
     python benchmarks/cost.py tcp          the same over loopback TCP, where reads are emulated
     python benchmarks/cost.py fetches      whole fetches, each with what was predicted for it
     python benchmarks/cost.py cuda:0       such fetches on a device
@@ -24,7 +25,7 @@ import numpy as np
 
 from kvferry import BlockTable, Runs, Span
 from kvferry.core.cost import Cost, Traffic
-from kvferry.core.link_profile import HOST_CMA, HOST_TCP
+from kvferry.core.link_profile import HOST_CMA, HOST_PACKED, HOST_TCP
 from kvferry.core.span import Spans
 from kvferry.models import Layer, Model, Topology, describe
 from kvferry.models.cache import attention
@@ -33,8 +34,10 @@ from kvferry.runtime.learned_cost import fitted
 from kvferry.runtime.values import Record
 from kvferry.testing.fleet import DestinationFleet, SourceFleet
 from kvferry.testing.fleet.actors import DestinationActor
+from kvferry.testing.packed import AskingTransport
 from kvferry.testing.sources import Holder, serving
 from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.staging import SETTING, PackedReads
 from kvferry.transport.ucx import FABRICS
 from kvferry.wire.ticket import Ticket
 
@@ -88,7 +91,7 @@ def timed(transport: NixlTransport, runs: Runs) -> float:
 def measure(most_runs: int) -> list[Case]:
     """All sizes, in turns."""
     with serving(1, [POOL_BYTES], "cpu") as served:
-        source, holder, transport = served.sources[0], Holder("cpu"), NixlTransport()
+        source, holder, transport = served.sources[0], Holder("cpu"), AskingTransport()
         holder.add("kv", np.zeros(POOL_BYTES, np.uint8))
         transport.register(holder.regions)
         transport.connect("src", source.card, source.regions)
@@ -172,7 +175,7 @@ def show(cases: list[Case], costs: dict[str, Cost]) -> None:
 
 def show_reads(over: str) -> None:
     cases = measure(2048 if over == "tcp" else MAX_RUNS)
-    known = HOST_TCP.cost if over == "tcp" else HOST_CMA.cost
+    known = {"tcp": HOST_TCP, "packed": HOST_PACKED}.get(over, HOST_CMA).cost
     path = Path(__file__).with_name(f"cost-{over}.json")
     path.write_text(json.dumps([case._asdict() for case in cases], indent=1) + "\n", encoding="utf-8")
     show(cases, {"known": known, "fitted": fitted(known, [(case.traffic, case.seconds) for case in cases])})
@@ -182,8 +185,10 @@ def main() -> None:
     over = sys.argv[1] if len(sys.argv) > 1 else "cma"
     if over == "tcp":
         os.environ |= FABRICS["tcp"]
+    if over == "packed":
+        os.environ[SETTING] = PackedReads.REQUIRE.value
     match over:
-        case "cma" | "tcp":
+        case "cma" | "packed" | "tcp":
             show_reads(over)
         case "fetches":
             show_fetches(fetches("cpu"))

@@ -115,7 +115,7 @@ class NeverConnects(MemoryTransport):
 
     has_begun, is_over = threading.Event(), threading.Event()
 
-    def connect(self, peer, card, regions):
+    def connect(self, peer, card, regions, usual=None):
         self.has_begun.set()
         self.is_over.wait(60)
 

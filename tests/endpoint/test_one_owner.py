@@ -45,7 +45,7 @@ class FailsOnce(MemoryTransport):
 
     num_connects = 0
 
-    def connect(self, peer, card, regions):
+    def connect(self, peer, card, regions, usual=None):
         self.num_connects += 1
         if self.num_connects == 1:
             raise TransportError("no-connection", "the cable is being plugged in")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
@@ -34,6 +34,7 @@ from kvferry.transport.staging import PackedReads, Staging, digest_of
 from kvferry.transport.staging_ring import StagingRing, StagingSize
 from tests.transport.fake_cuda import FakeCuda, FakeEvent
 from tests.transport.kernel_on_cpu import kernel_on_cpu
+from tests.transport.turning import Turning
 
 REGION_BYTES = 1 << 15
 SIZE = StagingSize(num_chunks=4, chunk_bytes=8192)
@@ -188,6 +189,8 @@ class RankAndFabric:
         self.src, self.dst = src, dst
         self.answers: Any = None
         self.is_forgotten = False
+        self.turning = Turning()
+        self.wake = self.turning.wake
 
     def ask(self, to: str, nonce: int, permit: bytes, terms: Any, stream_id: bytes = b"") -> None:
         ring, chunk = self.src.pair.source, nonce % SIZE.num_chunks
@@ -219,6 +222,8 @@ class World:
         line: Any = rank
         self.mover = PackedMover(reader.copier, reader.ring, line, count(1), self.dst.pair.events)
         rank.answers = self.mover
+        rank.turning.start(self.mover.turn)
+        self.rank = rank
         ring = self.src.pair.source.ring.region
         staging = Staging(RANK, ring.address, SIZE.num_bytes, SIZE.chunk_bytes)
         self.link = self.mover.link("src", staging, self.src.memory, line)
@@ -250,6 +255,7 @@ class World:
 
     def close(self) -> None:
         assert self.mover.close(PATIENCE_S)
+        self.rank.turning.close()
         self.src.close()
         self.dst.close()
 
@@ -312,8 +318,11 @@ def card_of(regions: list[Region]) -> bytes:
 
 
 class SilentLine:
-    def listen(self, answers: object) -> None:
-        pass
+    def listen(self, answers: object, turn: Callable[[], float]) -> None:
+        self._turn = turn
+
+    def wake(self) -> None:
+        self._turn()
 
     def close(self) -> None:
         pass

@@ -5,14 +5,17 @@ from typing import ClassVar
 
 import pytest
 
+from kvferry.core.cost import Traffic
 from kvferry.core.way import Way
 from kvferry.errors import TransportError
 from kvferry.testing.packed import AskingTransport
 from kvferry.testing.sources import serving
 from kvferry.testing.transport_laws import TransportLaws
 from kvferry.testing.transport_world import REGION_BYTES, WHOLE, World, stale_memory, wait
-from kvferry.transport.base import ReadEnd
+from kvferry.transport.base import Connected, ReadEnd
 from kvferry.transport.cards import pack_card, segment_in, staging_in, unpack_card, with_staging
+from kvferry.transport.packed import PackedLink
+from kvferry.transport.ring_window import SharedRings
 from kvferry.transport.staging import PackedReads, Staging
 from kvferry.transport.ucx import FABRICS
 
@@ -95,6 +98,41 @@ def test_by_itself_a_rank_is_asked_to_gather_only_where_the_fabric_cannot_read(f
     connected = transport.connect("far", far.card, far.regions)
     assert str(connected) == "packed (the fabric cannot read its memory by itself)"
     assert reads_all_of(transport, "far", far, holder)
+
+
+@pytest.mark.parametrize(
+    ("run_bytes", "shared", "way"),
+    [
+        (512, SharedRings.ON, Way.PACKED),
+        (512, SharedRings.OFF, Way.DIRECT),
+        (1 << 20, SharedRings.ON, Way.DIRECT),
+        (0, SharedRings.ON, Way.DIRECT),
+    ],
+    ids=["short runs", "short runs, and no ring to look at", "long runs", "nobody knows"],
+)
+def test_on_one_host_a_rank_gathers_if_usual_loads_are_quicker_so(holder, run_bytes, shared, way):
+    usual = Traffic(1, (16 << 20) // run_bytes, 16 << 20) if run_bytes else None
+    transport = AskingTransport(packed_reads=PackedReads.AUTO, shared_rings=shared)
+    transport.register(holder.regions)
+    with serving(1, REGION_BYTES, env=AUTO) as near:
+        (source,) = near.sources
+        assert transport.connect("near", source.card, source.regions, usual) == Connected(way)
+        assert reads_all_of(transport, "near", source, holder)
+        transport.close()
+
+
+def test_a_rank_that_the_fabric_cannot_read_is_looked_at_if_it_is_of_this_host(holder, monkeypatch):
+    """Where processes may not read each other's memory (Yama, containers), they may still share some."""
+    monkeypatch.setenv("UCX_TLS", TCP["UCX_TLS"])
+    transport = AskingTransport(packed_reads=PackedReads.AUTO)
+    transport.register(holder.regions)
+    with serving(1, REGION_BYTES, env=AUTO | {"UCX_TLS": TCP["UCX_TLS"]}) as near:
+        (source,) = near.sources
+        connected = transport.connect("near", source.card, source.regions)
+        assert str(connected) == "packed (the fabric cannot read its memory by itself)"
+        assert isinstance(transport._links["near"], PackedLink)
+        assert reads_all_of(transport, "near", source, holder)
+        transport.close()
 
 
 def test_where_no_stream_can_be_had_reads_are_emulated_and_the_reason_is_named(far, holder, transport):

@@ -20,6 +20,7 @@ from kvferry.transport.packed import PackedMover
 from kvferry.transport.places import Places
 from kvferry.transport.staging import Staging
 from kvferry.transport.staging_ring import StagingRing, StagingSize
+from tests.transport.turning import Turning
 
 RANK = "tcp://127.0.0.1:5"
 SIZE = StagingSize(num_chunks=4, chunk_bytes=1024)
@@ -64,9 +65,13 @@ class Rank:
         self.asked, self.given_back = [], []
         self.answer = self.gather
         self.is_valid = lambda: True
+        self.turning = Turning()
+        self.wake = self.turning.wake
 
-    def listen(self, answers):
+    def listen(self, answers, turn=None):
         self.answers = answers
+        if turn:
+            self.turning.start(turn)
 
     def ask(self, to, nonce, permit, terms, stream_id=b""):
         self.asked.append((nonce, permit))
@@ -100,7 +105,7 @@ class World:
         )
         self.rank, self.ring = Rank(src), StagingRing(SIZE)
         self.mover = PackedMover(HostChunkCopier(dst, SIZE.chunk_bytes), self.ring, self.rank, count(1))
-        self.rank.listen(self.mover)
+        self.rank.listen(self.mover, self.mover.turn)
         self.fabric = Fabric(self.rank.ring, self.ring)
         staging = Staging(RANK, self.rank.ring.region.address, SIZE.num_bytes, SIZE.chunk_bytes)
         self.link = self.mover.link("src", staging, src, self.fabric)
@@ -136,6 +141,7 @@ def world():
     world = World()
     yield world
     assert world.mover.close(20)
+    world.rank.turning.close()
     assert sorted(world.mover._free) == [*range(SIZE.num_chunks)]  # the ring is whole again
 
 
@@ -271,6 +277,7 @@ def test_closing_ends_what_waits_and_takes_nothing_more(world):
     world.rank.answer = lambda nonce, terms: None
     world.read(1)
     assert world.mover.close(20)
+    world.rank.turning.close()
     assert world.wait(1) == "the transport was closed"
     with pytest.raises(TransportError, match="closed"):
         world.read(2)

@@ -35,6 +35,7 @@ def world() -> Iterator[SharedWorld]:
     world = SharedWorld()
     yield world
     assert world.mover.close(20)
+    world.rank.turning.close()
     assert sorted(world.mover._free) == [*range(SIZE.num_chunks)]
     world.window.close()
 

@@ -65,8 +65,11 @@ class Line:
         refuse = lambda why: self.answers.not_gathered(to, nonce, why)  # noqa: E731
         self.sender.send(stream_id, TICKET, nonce, sides, refuse)
 
-    def listen(self, answers):
+    def listen(self, answers, turn=float):
         self.answers = answers
+
+    def wake(self):
+        pass
 
     def give_back(self, to, nonce, chunk, generation):
         raise AssertionError("nothing was lent")

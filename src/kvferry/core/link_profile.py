@@ -63,9 +63,10 @@ TCP_STREAM = LinkProfile(
 HOST_PACKED = LinkProfile(
     "host-packed",
     Way.PACKED,
-    Cost(seconds_per_read=2e-3, seconds_per_run=1e-6, bytes_per_second=6e8),
+    Cost(seconds_per_read=1.6e-3, seconds_per_run=3.5e-7, bytes_per_second=2.5e9),
     Origin.MEASURED,
-    "two processes, two cores that were busy with other work, NIXL 1.5.1 (benchmarks/packed.py cma)",
+    "two processes, two aarch64 cores, rings in shared memory (benchmarks/cost.py packed): 21 of 23 sizes"
+    " within 30 %",
 )
 SAME_GPU = LinkProfile(
     "same-gpu",

@@ -104,12 +104,20 @@ class ChannelThread:
                     self._refuse("behind")  # it is said again; to let it wait is not safe (see the channel)
                 else:
                     self._guarded(lambda received=received: receive(received))  # type: ignore[misc]
-            seconds = turn()
+            seconds = self._take(turn)
             self._flush()
-        turn()
+        self._take(turn)
         self._flush()
         with self._wake_lock:
             self._channel.close()
+
+    @staticmethod
+    def _take(turn: Turn) -> float:
+        try:
+            return turn()
+        except Exception:  # this thread serves everybody
+            log.exception("the control channel goes on after an unexpected error")
+            return WAIT_SECONDS
 
     def _flush(self) -> None:
         while self._outbox:

@@ -10,6 +10,7 @@ from kvferry.channel import Contact, ContactChange, Received
 from kvferry.core.manifest import Region
 from kvferry.core.product import Term
 from kvferry.core.view import Ints
+from kvferry.endpoint.channel_thread import WAIT_SECONDS, Turn
 from kvferry.endpoint.edges import ControlChannel
 from kvferry.transport.base import Transport
 from kvferry.transport.gather_line import GatherAnswers, GatheringTransport
@@ -34,10 +35,14 @@ class GatherCalls:
         self._channel, self._name = channel, name
         self._answers: GatherAnswers | None = None
 
-    def listen(self, answers: GatherAnswers) -> None:
+    def listen(self, answers: GatherAnswers, turn: Turn = lambda: WAIT_SECONDS) -> None:
         """Begin."""
         self._answers = answers
-        self._channel.start(self._name, self._receive, lambda: False)
+        self._channel.start(self._name, self._receive, lambda: False, turn)
+
+    def wake(self) -> None:
+        """Have a turn taken soon."""
+        self._channel.wake()
 
     def ask(self, to: str, nonce: int, permit: bytes, terms: Sequence[Term], stream_id: bytes = b"") -> None:
         """Ask for the source side of these terms."""

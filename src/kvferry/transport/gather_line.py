@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from kvferry.core.manifest import Region
@@ -11,12 +11,22 @@ from kvferry.transport.chunk_copier import ChunkCopier
 from kvferry.transport.staging_ring import StagingRing
 from kvferry.transport.stream_frames import StreamOffer
 
+Turn = Callable[[], float]
+
 
 class GatherLine(Protocol):
     """How source ranks are asked to gather. Every call may come from any thread, and none blocks."""
 
-    def listen(self, answers: GatherAnswers) -> None:
-        """Begin: answers go there, from whatever thread."""
+    def listen(self, answers: GatherAnswers, turn: Turn = ...) -> None:
+        """Begin: answers go there, in the line's thread.
+
+        ``turn`` is called there after that, and when it is woken; it says for how many seconds it may be left
+        alone. What is asked for in a turn goes out without a hand-over.
+        """
+        ...
+
+    def wake(self) -> None:
+        """Have a turn taken soon."""
         ...
 
     def ask(self, to: str, nonce: int, permit: bytes, terms: Sequence[Term], stream_id: bytes = b"") -> None:

@@ -19,6 +19,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.core.cost import Traffic
 from kvferry.core.manifest import Rank, Region
 from kvferry.core.product import Product, listed
 from kvferry.core.runs import Runs
@@ -205,7 +206,9 @@ class MemoryTransport:
             self._ours()
             return CARD + self._hub_name.encode()
 
-    def connect(self, peer: str, card: bytes, regions: Sequence[Region]) -> Connected:
+    def connect(
+        self, peer: str, card: bytes, regions: Sequence[Region], usual: Traffic | None = None
+    ) -> Connected:
         """Get ready to read from another transport of the hub."""
         with self._gate, self._lock:
             self._ours()

@@ -17,6 +17,7 @@ from time import monotonic
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.core.cost import Traffic
 from kvferry.core.manifest import Region
 from kvferry.core.product import Product
 from kvferry.core.runs import Runs
@@ -187,14 +188,16 @@ class NixlTransport:
             if self._rings:
                 self._rings.open_mover(line)
 
-    def connect(self, peer: str, card: bytes, regions: Sequence[Region]) -> Connected:
+    def connect(
+        self, peer: str, card: bytes, regions: Sequence[Region], usual: Traffic | None = None
+    ) -> Connected:
         """Add a peer, and read a little from it, so that the first real read is as fast as the next."""
         with self._gate:
             self._ours()
             with self._lock:
                 self._check_new(peer)
             try:
-                link, why_not = self._link(peer, card, regions)
+                link, why_not = self._link(peer, card, regions, usual)
             except TimeoutError:
                 seconds = f"{self._connect_timeout_s:g} s"
                 raise TransportError("no-connection", f"{peer}: no answer within {seconds}") from None
@@ -207,7 +210,9 @@ class NixlTransport:
                 raise
         return replace(link.connected, reason=why_not) if why_not else link.connected
 
-    def _link(self, peer: str, card: bytes, regions: Sequence[Region]) -> tuple[Link, str]:
+    def _link(
+        self, peer: str, card: bytes, regions: Sequence[Region], usual: Traffic | None
+    ) -> tuple[Link, str]:
         """Whoever can read a peer best, and why nobody better can."""
         deadline = monotonic() + self._connect_timeout_s
         why_not = why_hidden(staging_of(card), self._expose)
@@ -216,6 +221,8 @@ class NixlTransport:
         if self._rings and (why_not or self._packed_reads is PackedReads.REQUIRE):
             team = self._teams.get(self._settings.first_mode)
             return self._rings.link(peer, card, regions, team, deadline), why_not
+        if self._rings and usual and (quicker := self._rings.quicker_link(peer, card, regions, usual)):
+            return quicker, ""
         if self._device:
             try:
                 return self._device.connect(peer, card, regions, self._connect_timeout_s), ""
@@ -241,8 +248,8 @@ class NixlTransport:
         reason = ""
         if self._rings:
             try:  # at most half of the time: there is another way
-                seconds = (deadline - monotonic()) / 2
-                return self._rings.open_stream(peer, card, regions, seconds), NOT_DIRECT
+                sooner = (deadline + monotonic()) / 2
+                return self._rings.link(peer, card, regions, None, sooner), NOT_DIRECT
             except (TransportError, TimeoutError) as error:
                 reason = f"{NOT_DIRECT}, nor is there a stream: {str(error) or 'no answer'}"
         if self._settings.emulated_reads is EmulatedReads.REFUSE:

@@ -12,8 +12,9 @@
 
 Where it can see the source's ring (``ring_window``), it scatters from there, and gives the chunk back then.
 
-One thread owns all this; callers, the fabric and the channel leave events in its inbox. It never waits for
-anybody: a read whose source does not answer fails by a deadline, and others go on meanwhile.
+One thread owns all this, that of the line to the source's ranks; callers and the fabric leave events in its
+inbox. It never waits for anybody: a read whose source does not answer fails by a deadline, and others go on
+meanwhile.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -120,8 +122,9 @@ class PackedMover(GatherMover[PackedLink, _Read]):
         # The thread's alone:
         self._free = [*range(ring.size.num_chunks)]
         self._asks: dict[int, _Ask] = {}
-        self._thread = threading.Thread(target=self._run, name="kvferry-packed", daemon=True)
-        self._thread.start()
+        self._is_over = threading.Event()
+        self._thread = 0
+        """The line's, once it has taken a turn."""
 
     # ---- from any thread
 
@@ -132,14 +135,15 @@ class PackedMover(GatherMover[PackedLink, _Read]):
     def put(self, event: Callable[[], None]) -> None:
         """Have something done by the thread."""
         self._inbox.put(event)
+        if threading.get_ident() != self._thread:
+            self._line.wake()
 
     def close(self, timeout_s: float) -> bool:
         """Ask for nothing more; whether all has ended in time."""
         with self._lock:
             self._is_closing = True
         self.put(self._give_all_up)
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        return self._is_over.wait(timeout_s)
 
     def gathered(self, sender: str, nonce: int, address: int, chunk: int, generation: int) -> None:
         self.put(partial(self._gathered, sender, nonce, address, chunk, generation))
@@ -155,14 +159,9 @@ class PackedMover(GatherMover[PackedLink, _Read]):
 
     # ---- in the thread
 
-    def _run(self) -> None:
-        while not (self._is_closing and not self._asks and not any(link.reads for link in self._links)):
-            try:
-                self._take_a_turn()
-            except Exception:  # this thread serves everybody
-                log.exception("unexpected; the thread of the packed way goes on")
-
-    def _take_a_turn(self) -> None:
+    def turn(self) -> float:
+        """Do what there is to do; for how many seconds that is all."""
+        self._thread = threading.get_ident()
         for event in self._events():
             quietly(event)
         now = monotonic()
@@ -170,16 +169,17 @@ class PackedMover(GatherMover[PackedLink, _Read]):
             detail = f"{ask.read.link.name} did not answer within {ANSWER_S:g} s"
             self.give_up(ask.read, f"the rank that gathers is silent: {detail}")
         self._ask_for_more(now)
+        if self._is_closing and not self._asks and not any(link.reads for link in self._links):
+            self._is_over.set()
+        if not self._inbox.empty():  # it told itself something
+            return 0.0
+        deadlines = [ask.deadline for ask in self._asks.values() if not ask.is_reading]
+        return max(0.0, min(deadlines, default=now + ANSWER_S) - now)
 
     def _events(self) -> Iterator[Callable[[], None]]:
-        deadlines = [ask.deadline for ask in self._asks.values() if not ask.is_reading]
-        wait = max(0.0, min(deadlines) - monotonic()) if deadlines else None
-        try:
-            yield self._inbox.get(timeout=wait)
+        with suppress(Empty):
             while True:
                 yield self._inbox.get_nowait()
-        except Empty:
-            return
 
     def _ask_for_more(self, now: float) -> None:
         """Every rank in turn, a chunk at a time, so that none waits for another's long read."""

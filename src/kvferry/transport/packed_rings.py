@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from itertools import count
 from time import monotonic
 
+from kvferry.core.cost import Traffic
+from kvferry.core.link_profile import HOST_CMA, HOST_PACKED
 from kvferry.core.manifest import Region
 from kvferry.errors import TransportError
 from kvferry.transport.agent_team import AgentTeam
@@ -27,6 +29,8 @@ HAVE_GATHERED = (
     f"this rank has nobody gather for it: set {SETTING}={PackedReads.AUTO.value} here, too (for host memory,"
     " so far)"
 )
+WORTH_IT = 0.8
+"""Gathering takes both sides' processors: it has to gain something."""
 NO_STREAM = "the fabric cannot read its ring by itself, and streams are for host memory"
 
 
@@ -68,7 +72,7 @@ class PackedRings:
         self.mover = PackedMover(copier, self._reader, line, nonces, self._pair.events)
         if copier.is_on_host:
             self.streams = StreamMover(copier.memory, line, nonces)
-        line.listen(_Answers(self.mover, self.streams))
+        line.listen(_Answers(self.mover, self.streams), self.mover.turn)
 
     @property
     def movers(self) -> list[PackedMover | StreamMover]:
@@ -116,6 +120,15 @@ class PackedRings:
                 if error.code != "not-direct":
                     raise
         return self.open_stream(peer, card, regions, deadline - monotonic())
+
+    def quicker_link(self, peer: str, card: bytes, regions: Sequence[Region], usual: Traffic) -> Link | None:
+        """Have a peer of this host gather, if usual loads are quicker so than read by the fabric."""
+        packed, direct = (profile.cost.of(usual).seconds for profile in (HOST_PACKED, HOST_CMA))
+        if not self.mover or not staging_of(card) or packed > WORTH_IT * direct:
+            return None
+        mover, staging = self._mover_for(peer, card, regions)
+        window = self._windows.open(peer, staging)
+        return mover.link(peer, staging, Places(peer, regions), window) if window else None
 
     def open_stream(self, peer: str, card: bytes, regions: Sequence[Region], timeout_s: float) -> Link:
         """Have a peer send what it gathers; raises TransportError, or TimeoutError if it does not answer."""

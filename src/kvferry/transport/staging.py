@@ -28,8 +28,8 @@ class PackedReads(Enum):
     """Nobody gathers, and nobody is asked to."""
     AUTO = "auto"
     """This rank gathers for its readers. It has others gather for it where the fabric cannot read them by
-    itself; where it can, it is faster, but for the shortest of runs. Device memory is left alone: there the
-    fabric, or our own kernel, reads by itself or not at all."""
+    itself, and those of its own host whose usual loads are of short runs. Device memory is left alone: there
+    the fabric, or our own kernel, reads by itself or not at all."""
     REQUIRE = "require"
     """This rank gathers for its readers, and reads nobody who does not gather for it."""
 

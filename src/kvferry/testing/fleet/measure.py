@@ -10,6 +10,7 @@ from uuid import uuid4
 
 import numpy as np
 
+from kvferry.core.cost import Traffic
 from kvferry.core.manifest import Region
 from kvferry.core.product import Product, listed
 from kvferry.core.runs import Runs, place
@@ -63,8 +64,10 @@ class RecordingTransport:
     def card(self) -> bytes:
         return self._inner.card()
 
-    def connect(self, peer: str, card: bytes, regions: Sequence[Region]) -> Connected:
-        connected = self._inner.connect(peer, card, regions)
+    def connect(
+        self, peer: str, card: bytes, regions: Sequence[Region], usual: Traffic | None = None
+    ) -> Connected:
+        connected = self._inner.connect(peer, card, regions, usual)
         self.peers[peer] = RankCard(card, tuple(regions))
         return connected
 
