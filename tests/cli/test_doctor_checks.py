@@ -185,6 +185,12 @@ CASES = {
         "warning",
         "Unset",
     ),
+    "a GPU that UCX may not use": (
+        settings(UCX_TLS="tcp,self"),
+        "no-cuda-copy",
+        "problem",
+        "UCX_TLS=tcp,self,cuda_copy",
+    ),
     "expandable segments": (
         settings(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"),
         "virtual-memory",

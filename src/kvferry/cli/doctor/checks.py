@@ -11,7 +11,7 @@ from kvferry.cli.doctor.read_checks import check_reads
 from kvferry.cli.doctor.seen import Observed
 from kvferry.cli.output import num_bytes
 from kvferry.integrations.supported import VLLM_SERIES
-from kvferry.transport.ucx import UCX_GET_ZCOPY
+from kvferry.transport.ucx import UCX_GET_ZCOPY, UCX_TRANSPORTS
 
 NIXL_MAJOR, NIXL_MINOR = 1, 5
 """From this version of NIXL on, up to the next major one (pyproject.toml says the same to pip)."""
@@ -206,6 +206,14 @@ def check_device_settings(observed: Observed) -> Iterator[Diagnosis]:
             " instead of more than 1,000.",
             f"Unset {zcopy}: kvferry sets it to y by itself.",
         )
+    if observed.gpus.names and not _takes_cuda(tls := observed.settings.get(UCX_TRANSPORTS, "")):
+        yield Diagnosis(
+            Condition.NO_CUDA_COPY,
+            Level.PROBLEM,
+            f"{UCX_TRANSPORTS} is {tls}, without cuda_copy, and there is a GPU.",
+            "NIXL makes no agent then, also for host memory: no engine with kvferry starts.",
+            f"Set {UCX_TRANSPORTS}={tls},cuda_copy, or unset it.",
+        )
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if "expandable_segments:true" in observed.settings.get(name, "").lower().replace(" ", ""):
             yield Diagnosis(
@@ -217,6 +225,17 @@ def check_device_settings(observed: Observed) -> Iterator[Diagnosis]:
                 " where both processes reach one local socket; NIXL and UCX by themselves cannot.",
                 "If reads of device memory turn out slow (no-ipc), leave expandable_segments out.",
             )
+
+
+def _takes_cuda(transports: str) -> bool:
+    """Whether UCX's list of transports leaves CUDA in.
+
+    >>> [_takes_cuda(listed) for listed in ("", "all", "^ib", "tcp,cuda_copy", "tcp,self", "^cuda")]
+    [True, True, True, True, False, False]
+    """
+    names = {name.strip() for name in transports.lower().lstrip("^").split(",")}
+    is_named = bool(names & {"all", "cuda", "cuda_copy"})
+    return not transports or is_named != transports.startswith("^")
 
 
 def check_compiler(observed: Observed) -> Iterator[Diagnosis]:

@@ -54,6 +54,8 @@ class Condition(StrEnum):
     """Device memory of another process cannot be opened here, so that the copy kernel cannot be used."""
     GET_ZCOPY_OFF = "get-zcopy-off"
     """UCX was told not to read device memory by itself."""
+    NO_CUDA_COPY = "no-cuda-copy"
+    """There is a GPU, and UCX was told to do without it, so that NIXL makes no agent."""
     VIRTUAL_MEMORY = "virtual-memory"
     """torch was told to put device memory together from pieces, which few can open in another process."""
     NO_COMPILER = "no-compiler"
