@@ -32,7 +32,7 @@ def test_short_runs_are_told_from_long_ones():
         usual_traffic(
             route_of("llama-3.1-8b", f"blocks=99,layout={layout}", f"tp=8,blocks=99,layout={layout}")
         )[0]
-        for layout in ("layout=NHD", "layout=HND")
+        for layout in ("NHD", "HND")
     )
     assert short.num_bytes == long.num_bytes
     assert short.average_run_bytes < long.average_run_bytes
