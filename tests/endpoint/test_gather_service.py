@@ -1,5 +1,6 @@
 """What a rank that gathers hears of its engine's starts and releases, in whatever order; and junk."""
 
+import threading
 import time
 from typing import ClassVar
 
@@ -79,7 +80,66 @@ def test_a_release_that_is_heard_before_the_start_it_is_of_is_not_forgotten(serv
 def test_an_ask_that_makes_no_sense_is_refused_where_junk_is_counted(service, columns):
     """It once got a line of the log each time."""
     with pytest.raises(SpecError, match="gather: "):
-        service._receive(Received("@00", encode_rank_message(Gather(1, b"", (columns,)))))
+        service._receive(Received("@00", encode_rank_message(Gather(1, b"", (columns,), bytes(16)))))
+
+
+class FailingOnce(HostChunkCopier):
+    """Fails in a way that nobody thought of."""
+
+    has_failed = False
+
+    def gather(self, sides, chunk):
+        if not self.has_failed:
+            self.has_failed = True
+            raise MemoryError("no room for a list")
+
+
+def test_an_ask_that_fails_unexpectedly_is_answered_and_takes_no_other_with_it():
+    memory, ring, channel = np.zeros(4096, np.uint8), StagingRing(StagingSize(1, 4096)), SilentChannel()
+    copier = FailingOnce(Places("ours", [Region("kv", 4096, memory.ctypes.data)]), 4096)
+    service = GatherService(copier, ring, OpenGuard(), channel, time.monotonic)
+    zero, length = (np.array([n], "<i8").tobytes() for n in (0, 64))
+    for nonce in (1, 2):
+        ask = Gather(nonce, b"", ((zero, length, zero),), ring.ring_id)
+        service._receive(Received("@00", encode_rank_message(ask)))
+    for _ in range(3):
+        channel.wake()
+    assert [type(answer).__name__ for answer in channel.sent] == ["NotGathered", "Gathered"]
+    assert "MemoryError" in channel.sent[0].detail
+    assert service.status()["lent"] == 1
+    service.close()
+    ring.close()
+
+
+def test_a_ring_of_an_earlier_start_is_not_gathered_into():
+    """Its reader would look for the bytes in a ring that nobody fills any more."""
+    memory, ring, channel = np.zeros(4096, np.uint8), StagingRing(StagingSize(1, 4096)), SilentChannel()
+    copier = HostChunkCopier(Places("ours", [Region("kv", 4096, memory.ctypes.data)]), 4096)
+    service = GatherService(copier, ring, OpenGuard(), channel, time.monotonic)
+    zero, length = (np.array([n], "<i8").tobytes() for n in (0, 64))
+    earlier = Gather(1, b"", ((zero, length, zero),), StagingRing(StagingSize(1, 4096)).ring_id)
+    service._receive(Received("@00", encode_rank_message(earlier)))
+    deadline = time.monotonic() + 60
+    while not channel.sent and time.monotonic() < deadline:
+        channel.wake()
+        time.sleep(1e-3)
+    (answer,) = channel.sent
+    assert "there is no such stream or ring, or not any more" in answer.detail
+    service.close()
+    ring.close()
+
+
+def test_what_was_revoked_before_is_quiet_when_somebody_asks_for_that(service):
+    """Streams have a thread of their own, which may be busy."""
+    said: list[str] = []
+    busy = threading.Event()
+    service._streams.put(lambda: busy.wait(60))
+    service.revoke(7, 1, lambda: said.append("revoked"))
+    service.when_revoked(lambda: said.append("quiet"))
+    assert said == []
+    busy.set()
+    service.close()
+    assert said == ["revoked", "quiet"]
 
 
 class BrokenDevice(HostChunkCopier):
@@ -100,7 +160,7 @@ def test_a_rank_whose_device_fails_says_so_and_keeps_its_chunks(guard):
     zero, length = (np.array([n], "<i8").tobytes() for n in (0, 64))
     columns = (zero, length, zero)
     for message in (
-        Gather(1, b"", (columns,)),
+        Gather(1, b"", (columns,), ring.ring_id),
         Gather(2, b"", (columns,), b"s" * 16),
         OpenStream(3, ((region.address, region.num_bytes),)),
     ):

@@ -102,7 +102,8 @@ class Stranger:
 
     def __init__(self, engines, secret=None):
         self.calls = GatherCalls(open_channel("", secret), "stranger")
-        self.to = Staging.from_bytes(staging_in(engines.src_transport.card())).address
+        staging = Staging.from_bytes(staging_in(engines.src_transport.card()))
+        self.to, self.into = staging.address, staging.ring_id
         self.answers = []
         self.calls.listen(self)
 
@@ -123,7 +124,7 @@ class Stranger:
 
     def ask(self, permit, term):
         nonce = len(self.answers) + 1
-        self.calls.ask(self.to, nonce, permit, [term])
+        self.calls.ask(self.to, nonce, permit, [term], self.into)
         return soon(lambda: len(self.answers) == nonce and self.answers[-1][1])
 
 
@@ -161,7 +162,7 @@ def test_a_rank_refuses_what_is_not_the_tickets_and_counts_it(hostile):
     assert stranger.ask(permit, cell_of(engines, mine[0])) == "gathered"
     assert "another request" in stranger.ask(permit, cell_of(engines, other))
     assert "leaves its block" in stranger.ask(permit, cell_of(engines, mine[0], extra_bytes=1))
-    assert "did not grant" in stranger.ask(permit[:-1] + b"?", cell_of(engines, mine[0]))
+    assert "did not grant" in stranger.ask(permit[:-1] + bytes([permit[-1] ^ 1]), cell_of(engines, mine[0]))
     assert "not-granted" in stranger.ask(b"", cell_of(engines, mine[0]))
 
     engines.engine.withdraw(ticket.request_id)

@@ -141,7 +141,7 @@ def _same(write: Callable[..., bytes]) -> Callable[[object], bytes]:
     return write
 
 
-GATHER = Gather(1, b"permit", ((bytes(8), bytes([8, *bytes(7)]), bytes(16)),))
+GATHER = Gather(1, b"permit", ((bytes(8), bytes([8, *bytes(7)]), bytes(16)),), bytes(16))
 TO_RANK: tuple[ToRank, ...] = (GATHER, GiveBack(2, 3, 4))
 FROM_RANK: tuple[FromRank, ...] = (
     Gathered(1, 4096, 3, 4),

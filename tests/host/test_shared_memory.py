@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from mmap import PROT_READ, PROT_WRITE, mmap
 
 import pytest
 
+from kvferry.host import shared_memory
 from kvferry.host.shared_memory import SharedMemory, look_at, open_place
 
 PREFIX = "kvferry-test-"
@@ -86,6 +88,34 @@ def test_memory_that_is_too_short_or_could_be_cut_off_is_not_looked_at(shared: S
         assert len(look_at(place, PREFIX, 4096)) == 4096
     finally:
         os.close(fd)
+
+
+def test_memory_that_is_dropped_is_given_back() -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        SharedMemory(PREFIX, 4096)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_without_the_seal_against_writers_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "SEAL_FUTURE_WRITE", 1 << 20)  # as on an older Linux
+    with pytest.raises(OSError, match="Invalid argument"):
+        SharedMemory(PREFIX, 4096)
+
+
+def test_what_is_opened_is_what_was_looked_at(shared: SharedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its owner may close it, and open something else, between the two."""
+    other = SharedMemory(PREFIX, 4096)
+    number = other.place.split(" ")[0]
+    name = shared.place.split(" ")[1]
+    readlink = os.readlink
+    looks = iter([f"/memfd:{name} (deleted)"])
+    monkeypatch.setattr(os, "readlink", lambda path: next(looks, None) or readlink(path))
+    with pytest.raises(OSError, match="something else"):
+        look_at(f"{number} {name}", PREFIX, 4096)
+    other.close()
 
 
 def test_it_is_gone_when_it_is_closed_but_stays_with_who_looks_at_it(shared: SharedMemory) -> None:

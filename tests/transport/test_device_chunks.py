@@ -192,7 +192,7 @@ class RankAndFabric:
         self.turning = Turning()
         self.wake = self.turning.wake
 
-    def ask(self, to: str, nonce: int, permit: bytes, terms: Any, stream_id: bytes = b"") -> None:
+    def ask(self, to: str, nonce: int, permit: bytes, terms: Any, into: bytes) -> None:
         ring, chunk = self.src.pair.source, nonce % SIZE.num_chunks
         ring.copier.gather([src_of(term) for term in terms], ring.ring.address(chunk))
         self.answers.gathered(RANK, nonce, ring.ring.address(chunk), chunk, 1)

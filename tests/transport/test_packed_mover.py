@@ -73,7 +73,7 @@ class Rank:
         if turn:
             self.turning.start(turn)
 
-    def ask(self, to, nonce, permit, terms, stream_id=b""):
+    def ask(self, to, nonce, permit, terms, into):
         self.asked.append((nonce, permit))
         self.answer(nonce, terms)
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from kvferry.errors import TransportError
-from kvferry.transport.ring_window import SETTING, RingWindow, SharedRings
+from kvferry.transport.ring_window import SETTING, RingWindow, RingWindows, SharedRings
 from kvferry.transport.staging import Staging
 from kvferry.transport.staging_ring import StagingRing
 from tests.transport.test_packed_mover import RANK, SIZE, World
@@ -130,6 +130,20 @@ def test_a_ring_leaves_nothing_behind() -> None:
 
 def sizes(ring: StagingRing) -> tuple[int, int]:
     return ring.size.num_bytes, ring.size.chunk_bytes
+
+
+def test_a_rank_that_closes_looks_at_nobody_any_more() -> None:
+    ring = SharedRings.ON.ring(SIZE)
+    staging = Staging(RANK, ring.region.address, *sizes(ring), place=ring.place)
+    windows = RingWindows(SharedRings.ON)
+    window = windows.open("peer", staging)
+    assert window
+    assert RingWindows(SharedRings.OFF).open("peer", staging) is None
+    assert windows.open("peer", replace(staging, place="")) is None
+    assert windows.open("peer", replace(staging, ring_bytes=1 << 39)) is None
+    windows.close()
+    assert window._memory.closed
+    ring.close()
 
 
 def test_where_rings_are_not_shared_they_have_no_place(monkeypatch: pytest.MonkeyPatch) -> None:

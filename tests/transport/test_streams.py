@@ -59,7 +59,7 @@ class Line:
     def open_stream(self, to, nonce, regions):
         self.sender.open(self.address, lambda offer: self.answers.stream_offered(to, nonce, offer))
 
-    def ask(self, to, nonce, permit, terms, stream_id=b""):
+    def ask(self, to, nonce, permit, terms, stream_id):
         self.asked.append(nonce)
         sides = [src_of(term) for term in terms]
         refuse = lambda why: self.answers.not_gathered(to, nonce, why)  # noqa: E731
@@ -198,7 +198,8 @@ def test_a_ticket_is_revoked_at_once_though_its_reader_receives_nothing(bare, ru
         bare.send(offer, nonce, some(CHUNK_BYTES // run_bytes, run_bytes, seed=nonce), refused.append)
     soon(lambda: bare.sender._streams[offer.stream_id].is_full)
     held, revoked = bare.src.copy(), threading.Event()
-    bare.sender.revoke(TICKET, revoked.set)
+    bare.sender.revoke(TICKET)
+    bare.sender.put(revoked.set)
     assert revoked.wait(PATIENCE_S)
     bare.src[:] = 0  # another request's
     frames = 0
@@ -219,7 +220,8 @@ def test_a_read_of_a_revoked_ticket_fails(bare, monkeypatch):
     bare.read(1, some(20, 1 << 20, 1 << 20))
     soon(lambda: len(bare.line.asked) > 2)
     done = threading.Event()
-    bare.sender.revoke(TICKET, done.set)
+    bare.sender.revoke(TICKET)
+    bare.sender.put(done.set)
     assert done.wait(PATIENCE_S)
     assert bare.wait(1) in ("good", "src does not gather: its lease is over")
 

@@ -177,8 +177,8 @@ def test_blocks_are_not_freed_while_a_rank_gathers(
 class Stranger:
     """A reader that asks a worker for whatever it likes."""
 
-    def __init__(self, to: str) -> None:
-        self.calls, self._to = GatherCalls(open_channel("", None), "stranger"), to
+    def __init__(self, staging: Staging) -> None:
+        self.calls, self._staging = GatherCalls(open_channel("", None), "stranger"), staging
         self._answers: list[str] = []
         self.calls.listen(self)
 
@@ -199,7 +199,7 @@ class Stranger:
 
     def ask(self, permit: bytes, term: Term) -> str:
         number = len(self._answers) + 1
-        self.calls.ask(self._to, number, permit, [term])
+        self.calls.ask(self._staging.address, number, permit, [term], self._staging.ring_id)
         deadline = time.monotonic() + SECONDS
         while len(self._answers) < number:
             assert time.monotonic() < deadline
@@ -217,7 +217,7 @@ def test_a_reader_gets_no_bytes_of_another_ticket(docks: Docks, prompt: Prompt) 
     join = worker.join
     assert join is not None
     assert join.rank_key
-    stranger = Stranger(Staging.from_bytes(staging_in(join.description.card)).address)
+    stranger = Stranger(Staging.from_bytes(staging_in(join.description.card)))
     (permit,) = permits_for(mine, make_proofs(mine, {0: join.rank_key}), [0]).values()
 
     manifest = worker._manifest
@@ -232,7 +232,7 @@ def test_a_reader_gets_no_bytes_of_another_ticket(docks: Docks, prompt: Prompt) 
 
     assert stranger.ask(permit, block(mine)) == "gathered"
     assert "another request" in stranger.ask(permit, block(other))
-    assert "did not grant" in stranger.ask(permit[:-1] + b"?", block(mine))
+    assert "did not grant" in stranger.ask(permit[:-1] + bytes([permit[-1] ^ 1]), block(mine))
     assert status(src)["gathering"]["refused"] == {"not-its-bytes": 1, "not-granted": 1}
     stranger.calls.close()
 

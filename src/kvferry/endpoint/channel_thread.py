@@ -22,6 +22,8 @@ Turn = Callable[[], float]
 
 WAIT_SECONDS = 1.0
 CLOSE_SECONDS = 10.0
+MAX_LAST_TURNS = 1000
+"""At the end: what is left is done, but not for ever."""
 
 
 class ChannelThread:
@@ -97,7 +99,7 @@ class ChannelThread:
     # -- in the thread -----------------------------------------------------------------------------
 
     def _run(self, receive: Receive, is_behind: Callable[[], bool], turn: Turn) -> None:
-        seconds = WAIT_SECONDS
+        seconds = 0.0
         while not self._is_closing:
             for received in self._channel.wait(0.0 if self._outbox else min(WAIT_SECONDS, seconds)):
                 if isinstance(received, Received) and is_behind():
@@ -106,7 +108,9 @@ class ChannelThread:
                     self._guarded(lambda received=received: receive(received))  # type: ignore[misc]
             seconds = self._take(turn)
             self._flush()
-        self._take(turn)
+        for _ in range(MAX_LAST_TURNS):
+            if self._take(turn):
+                break
         self._flush()
         with self._wake_lock:
             self._channel.close()

@@ -44,9 +44,9 @@ class GatherCalls:
         """Have a turn taken soon."""
         self._channel.wake()
 
-    def ask(self, to: str, nonce: int, permit: bytes, terms: Sequence[Term], stream_id: bytes = b"") -> None:
+    def ask(self, to: str, nonce: int, permit: bytes, terms: Sequence[Term], into: bytes) -> None:
         """Ask for the source side of these terms."""
-        ask = Gather(nonce, permit, tuple(map(_columns, terms)), stream_id)
+        ask = Gather(nonce, permit, tuple(map(_columns, terms)), into)
         self._channel.send(to, encode_rank_message(ask))
 
     def open_stream(self, to: str, nonce: int, regions: Sequence[Region]) -> None:

@@ -43,7 +43,7 @@ log = log_of(__name__)
 MAX_WAITING = 64
 """Asks of one ticket that wait for a chunk."""
 LOOPBACK = "127.0.0.1"
-NO_STREAMS = "its memory is a device's, and streams are for host memory"
+NO_STREAMS = "it names no ring of this rank; and this memory is a device's, streams are for host memory"
 PATIENCE_S = 2.0
 """How long a reader may keep a chunk that others wait for."""
 
@@ -114,7 +114,7 @@ class GatherService:
 
     def when_revoked(self, then: Callable[[], None]) -> None:
         """Call ``then`` once nothing is gathered of what was revoked so far."""
-        self._put(lambda _: self._called(then))
+        self._put(lambda _: self._when_quiet(then))
 
     def status(self) -> dict[str, object]:
         """What a person wants to know."""
@@ -158,9 +158,10 @@ class GatherService:
         """Gather one chunk, for the ticket whose turn it is: who gives back or revokes waits for one."""
         if self._waiting and (lent := self._chunks.take(self._waiting[0][0], now)):
             ticket_id, asks = self._waiting.popleft()
-            self._carry_out([self._gather(asks.popleft(), *lent)])
+            ask = asks.popleft()
             if asks:
                 self._waiting.append((ticket_id, asks))
+            self._carry_out([self._gather(ask, *lent)])
         if not self._waiting:
             return float("inf")
         return now if self._chunks.has_free else self._chunks.next_deadline()
@@ -173,14 +174,16 @@ class GatherService:
         self._guard.begin(generation)  # first: a new start forgets what has ended
         self._guard.end(ticket_id)
         self._chunks.take_all_from(ticket_id)
-        if self._streams is None:  # what is gathered into the ring is gathered by this thread
-            return self._called(then)
-        self._streams.revoke(ticket_id, then)
-        return []
+        if self._streams:
+            self._streams.revoke(ticket_id)
+        return self._when_quiet(then)
 
-    @staticmethod
-    def _called(then: Callable[[], None]) -> list[_Answer]:
-        then()
+    def _when_quiet(self, then: Callable[[], None]) -> list[_Answer]:
+        """What is gathered into the ring is gathered by this thread; streams have one of their own."""
+        if self._streams:
+            self._streams.put(then)
+        else:
+            then()
         return []
 
     def _given_back(self, to: str, nonce: int, chunk: int, generation: int) -> list[_Answer]:
@@ -190,7 +193,7 @@ class GatherService:
         admitted = self._guard.admit(ask.permit)
         if isinstance(admitted, Refusal):
             return [self._refuse(to, ask.nonce, admitted)]
-        if ask.stream_id:
+        if ask.into != self._ring.ring_id:
             return self._send(to, ask, admitted, sides)
         asks = next((each for number, each in self._waiting if number == admitted.ticket_id), None)
         if asks is None:
@@ -231,7 +234,7 @@ class GatherService:
         def refuse(why: str) -> None:
             self._put(lambda _: [_Answer(to, NotGathered(ask.nonce, GatherRefusal.ENDED.value, why))])
 
-        self._streams.send(ask.stream_id, admitted.ticket_id, ask.nonce, sides, refuse)
+        self._streams.send(ask.into, admitted.ticket_id, ask.nonce, sides, refuse)
         return []
 
     def _refusal(self, admitted: Admitted, sides: list[TermSide]) -> Refusal | None:
@@ -255,6 +258,9 @@ class GatherService:
                 self._copier.gather(ask.sides, address)
             except TransportError as error:  # of the device
                 refusal = self._guard.refuse(GatherRefusal.CANNOT, str(error))
+            except Exception as error:
+                log.exception("bytes could not be gathered")
+                refusal = self._guard.refuse(GatherRefusal.CANNOT, f"unexpected: {error!r}")
         if refusal is not None:
             self._chunks.give_back(chunk, generation)
             return self._refuse(ask.to, ask.nonce, refusal)

@@ -111,7 +111,8 @@ class Owner(Generic[E]):
     def turn(self) -> float:
         """Do what was asked for so far; for how many seconds it may be left alone."""
         events, _ = self.take(0.0)
-        return max(0.0, self.step(events, self._clock()) - self._clock())
+        until = self.step(events, self._clock())
+        return 0.0 if self.has_more else max(0.0, until - self._clock())
 
     def take(self, seconds: float) -> tuple[list[Event[E]], bool]:
         """What is in the inbox, after at most so long; and whether there may be more."""

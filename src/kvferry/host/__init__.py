@@ -1,1 +1,1 @@
-"""What this machine lends us: files of this user's alone, and a compiler where there is one."""
+"""What this machine lends us: files of this user's alone, memory that others see, perhaps a compiler."""

@@ -43,6 +43,8 @@ def write_private(folder: str | Path, name: str, data: bytes) -> Path:
     try:
         with open(opened, "wb") as file:
             file.write(data)
+            file.flush()
+            os.fsync(file.fileno())  # a machine that stops must not leave half a library for the next start
         made.replace(path)
     except BaseException:
         made.unlink(missing_ok=True)

@@ -12,11 +12,11 @@ import fcntl
 import os
 import re
 import secrets
-from contextlib import suppress
 from mmap import MAP_SHARED, PROT_READ, mmap
+from weakref import finalize
 
 SEAL_FUTURE_WRITE = 0x10
-"""``F_SEAL_FUTURE_WRITE``, which older Pythons do not name, and Linux has since 5.1."""
+"""``F_SEAL_FUTURE_WRITE``, which older Pythons do not name. Before Linux 5.1, nothing is shared."""
 PLACE = re.compile(r"/proc/[0-9]{1,10}/fd/[0-9]{1,10} [a-z-]{1,64}[0-9a-f]{32}")
 
 
@@ -28,25 +28,19 @@ class SharedMemory:
         if not hasattr(os, "memfd_create"):
             raise OSError("this system has no memory without a file")
         name = prefix + secrets.token_hex(16)
-        self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self._fd, num_bytes)
-            self.memory = mmap(self._fd, num_bytes)
-            with suppress(OSError):
-                fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEAL_FUTURE_WRITE)
-            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)
-        except BaseException:
-            os.close(self._fd)
-            raise
-        self.place = f"/proc/{os.getpid()}/fd/{self._fd} {name}"
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._close = finalize(self, os.close, fd)
+        os.ftruncate(fd, num_bytes)
+        self.memory = mmap(fd, num_bytes)
+        seals = SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+        self.place = f"/proc/{os.getpid()}/fd/{fd} {name}"
         """Where others look."""
 
     def close(self) -> None:
         """Let go of it; once is enough. Whoever looks at it keeps it until then."""
-        if not self.memory.closed:
-            self.memory.close()
-            os.close(self._fd)
+        self.memory.close()
+        self._close()
 
 
 def open_place(place: str, prefix: str) -> int:
@@ -57,7 +51,11 @@ def open_place(place: str, prefix: str) -> int:
     if not name.startswith(prefix) or os.readlink(path) != f"/memfd:{name} (deleted)":
         raise OSError(f"{path} is something else")
     # Also what only looks like such memory must not keep us waiting.
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    if os.readlink(f"/proc/self/fd/{fd}") != f"/memfd:{name} (deleted)":  # it was changed meanwhile
+        os.close(fd)
+        raise OSError(f"{path} is something else")
+    return fd
 
 
 def look_at(place: str, prefix: str, num_bytes: int) -> mmap:

@@ -36,7 +36,7 @@ class ChunkCopier(Protocol):
 
 
 class HostChunkCopier:
-    """By numpy and the C library."""
+    """By compiled code, or by numpy where there is none."""
 
     is_on_host = True
 

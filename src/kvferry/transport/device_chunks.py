@@ -17,7 +17,7 @@ from kvferry.transport.copy_queue import CopyQueue
 from kvferry.transport.cuda import Cuda
 from kvferry.transport.pack import TermSide, check_room
 from kvferry.transport.places import Places
-from kvferry.transport.staging_ring import StagingRing, StagingSize
+from kvferry.transport.staging_ring import StagingRing, StagingSize, new_ring_id
 
 DEVICE_RING = StagingSize(num_chunks=8, chunk_bytes=8 << 20)
 """Long chunks: a device copies megabytes in the time that a message takes."""
@@ -27,7 +27,7 @@ class DeviceStagingRing(StagingRing):
     """A ring in device memory: an allocation of its own, which can be registered whatever the pool is."""
 
     def __init__(self, cuda: Cuda, device: str, size: StagingSize) -> None:
-        self.size, self._cuda = size, cuda
+        self.size, self._cuda, self.ring_id = size, cuda, new_ring_id()
         self.region = Region("ring", size.num_bytes, cuda.allocate(size.num_bytes), device)
 
     def close(self) -> None:

@@ -29,8 +29,8 @@ class GatherLine(Protocol):
         """Have a turn taken soon."""
         ...
 
-    def ask(self, to: str, nonce: int, permit: bytes, terms: Sequence[Term], stream_id: bytes = b"") -> None:
-        """Ask the rank at an address for the source side of these terms: in its ring, or over a stream."""
+    def ask(self, to: str, nonce: int, permit: bytes, terms: Sequence[Term], into: bytes) -> None:
+        """Ask the rank at an address for the source side of these terms: into a ring, or over a stream."""
         ...
 
     def open_stream(self, to: str, nonce: int, regions: Sequence[Region]) -> None:

@@ -211,7 +211,7 @@ class PackedMover(GatherMover[PackedLink, _Read]):
         ask.num_attempts += 1
         read.asks[nonce] = self._asks[nonce] = ask
         read.link.num_asked += 1
-        self._line.ask(read.link.staging.address, nonce, read.permit, ask.terms)
+        self._line.ask(read.link.staging.address, nonce, read.permit, ask.terms, read.link.staging.ring_id)
 
     def _find(self, sender: str, nonce: int) -> _Ask | None:
         ask = self._asks.get(nonce)

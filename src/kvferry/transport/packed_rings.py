@@ -61,7 +61,7 @@ class PackedRings:
         is_open = self._expose is not Expose.NOTHING
         ring_address, place = (ring.region.address, ring.place) if is_open else (0, "")
         sizes = ring.size.num_bytes, ring.size.chunk_bytes
-        told = Staging(address, ring_address, *sizes, self._expose, digest, place)
+        told = Staging(address, ring_address, *sizes, self._expose, digest, ring.ring_id, place)
         self.staging = told.to_bytes()
 
     def open_mover(self, line: GatherLine) -> None:

@@ -18,7 +18,7 @@ from kvferry.host.shared_memory import SharedMemory, look_at
 from kvferry.log import log_of
 from kvferry.transport.setting import chosen
 from kvferry.transport.staging import Staging
-from kvferry.transport.staging_ring import StagingRing, StagingSize
+from kvferry.transport.staging_ring import MAX_RING_BYTES, StagingRing, StagingSize
 
 log = log_of(__name__)
 
@@ -53,6 +53,8 @@ class RingWindow:
     def __init__(self, staging: Staging) -> None:
         """Raises TransportError if it cannot be seen from here."""
         try:
+            if staging.ring_bytes > MAX_RING_BYTES:
+                raise OSError(f"it is said to have {staging.ring_bytes} bytes")
             self._memory = look_at(staging.place, PREFIX, staging.ring_bytes)
         except OSError as error:
             raise TransportError("no-window", f"its ring cannot be seen from here: {error}") from error

@@ -13,10 +13,11 @@ from kvferry.errors import TransportError
 from kvferry.transport.expose import SETTING as EXPOSE_SETTING
 from kvferry.transport.expose import Expose
 from kvferry.transport.setting import chosen
+from kvferry.transport.staging_ring import RING_ID_BYTES
 
 SETTING = "KVFERRY_PACKED_READS"
 DIGEST_BYTES = 16
-FIELDS = struct.Struct(f">BQQI{DIGEST_BYTES}s")
+FIELDS = struct.Struct(f">BQQI{DIGEST_BYTES}s{RING_ID_BYTES}s")
 EXPOSED = tuple(Expose)
 """By the number that stands for each in a card."""
 
@@ -71,6 +72,8 @@ class Staging:
     expose: Expose = Expose.POOL
     regions_digest: bytes = bytes(DIGEST_BYTES)
     """Of the rank's regions: a pool that is hidden cannot be tried."""
+    ring_id: bytes = bytes(RING_ID_BYTES)
+    """The name of its ring; a rank that is asked for another one refuses."""
     place: str = ""
     """Where processes of the rank's own host can look at its ring; empty if they cannot."""
 
@@ -86,18 +89,21 @@ class Staging:
     def to_bytes(self) -> bytes:
         """For a card."""
         numbers = EXPOSED.index(self.expose), self.ring_address, self.ring_bytes, self.chunk_bytes
-        return FIELDS.pack(*numbers, self.regions_digest) + f"{self.address}\n{self.place}".encode()
+        return (
+            FIELDS.pack(*numbers, self.regions_digest, self.ring_id)
+            + f"{self.address}\n{self.place}".encode()
+        )
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Staging:
         """From a card; raises TransportError if it makes no sense."""
         if len(data) > FIELDS.size:
-            number, ring_address, ring_bytes, chunk_bytes, digest = FIELDS.unpack_from(data)
+            number, ring_address, ring_bytes, chunk_bytes, digest, ring_id = FIELDS.unpack_from(data)
             expose = EXPOSED[number] if number < len(EXPOSED) else None
             has_ring = expose is Expose.NOTHING or ring_address
             if expose and has_ring and 0 < chunk_bytes <= ring_bytes <= 1 << 40:
                 address, _, place = data[FIELDS.size :].decode(errors="replace").partition("\n")
-                return cls(address, ring_address, ring_bytes, chunk_bytes, expose, digest, place)
+                return cls(address, ring_address, ring_bytes, chunk_bytes, expose, digest, ring_id, place)
         raise TransportError("bad-card", "it does not say where its rank gathers")
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import secrets
 from dataclasses import dataclass
 
 from kvferry.core.manifest import Region
@@ -14,6 +15,12 @@ from kvferry.errors import TransportError
 from kvferry.host.shared_memory import SharedMemory
 
 MAX_RING_BYTES = 64 << 20
+RING_ID_BYTES = 16
+
+
+def new_ring_id() -> bytes:
+    """A name for a ring."""
+    return secrets.token_bytes(RING_ID_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +47,12 @@ class StagingRing:
 
     place = ""
     """Where other processes of this host can look at it; empty if they cannot."""
+    ring_id: bytes
+    """Its name, at random: no other ring ever has it."""
 
     def __init__(self, size: StagingSize, shared: SharedMemory | None = None) -> None:
         """``shared``: the memory to use, if others of this host are to look at it."""
-        self.size, self._shared = size, shared
+        self.size, self._shared, self.ring_id = size, shared, new_ring_id()
         self._memory = shared.memory if shared else mmap.mmap(-1, size.num_bytes)
         self.place = shared.place if shared else ""
         self._held = ctypes.c_char.from_buffer(self._memory)

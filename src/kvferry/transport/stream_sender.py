@@ -105,9 +105,13 @@ class StreamSender:
         """Send bytes that were checked; ``refuse`` is told why, if they are not sent."""
         self._loop.put(partial(self._queue, stream_id, _Frame(ticket_id, nonce, sides, refuse)))
 
-    def revoke(self, ticket_id: int, then: Callable[[], None]) -> None:
-        """Touch no byte of a ticket any more; ``then`` is called when that is so. It waits for no reader."""
-        self._loop.put(partial(self._revoke, ticket_id, then))
+    def revoke(self, ticket_id: int) -> None:
+        """Touch no byte of a ticket any more, once the thread has come to it. It waits for no reader."""
+        self._loop.put(partial(self._revoke, ticket_id))
+
+    def put(self, event: Callable[[], None]) -> None:
+        """Have something done by the thread, after all that was asked for before."""
+        self._loop.put(event)
 
     def close(self) -> None:
         """Close all connections."""
@@ -163,7 +167,7 @@ class StreamSender:
     def _queue(self, stream_id: bytes, frame: _Frame) -> None:
         stream = self._streams.get(stream_id)
         if stream is None:
-            frame.refuse("the stream for its bytes is closed")
+            frame.refuse("there is no such stream or ring, or not any more")
         elif len(stream.frames) >= MAX_QUEUED:
             frame.refuse(f"{MAX_QUEUED} frames of its stream wait already")
         else:
@@ -215,14 +219,13 @@ class StreamSender:
         tail = TAIL.pack(True, proof(stream.offer.key, head, data))
         return Cursor([memoryview(head), *data, memoryview(tail)])
 
-    def _revoke(self, ticket_id: int, then: Callable[[], None]) -> None:
+    def _revoke(self, ticket_id: int) -> None:
         for stream in self._streams.values():
             for frame in [frame for frame in stream.frames if frame.ticket_id == ticket_id]:
                 stream.frames.remove(frame)
                 frame.refuse("its lease is over")
             if stream.current and stream.cursor and stream.current.ticket_id == ticket_id:
                 stream.cursor.make_worthless()
-        then()
 
     def _drop(self, stream: _Stream) -> None:
         """A reader is gone."""

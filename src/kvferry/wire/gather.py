@@ -27,8 +27,9 @@ class Gather(msgspec.Struct, frozen=True, tag=True):
     terms: tuple[tuple[Column, Column, Column], ...]
     """Patterns over blocks: places in block 0; lengths, or one that is the length of all; how far each block
     is from block 0. Run by run of the pattern, the bytes of all blocks follow each other."""
-    stream_id: bytes = b""
-    """The stream to send them over; empty: they are read from the ring."""
+    into: bytes
+    """The ring to put them into, or the stream to send them over, by its name. One of an earlier start of the
+    rank is not there any more: nobody may look for bytes where they are not."""
 
 
 class OpenStream(msgspec.Struct, frozen=True, tag=True):
