@@ -859,6 +859,17 @@ def test_a_peer_that_is_gone_is_kept_while_it_is_read_from(it):
     assert (lost(it).of(Drop), it.reader._meetings.state(PEER)) == ([], Meeting.BROKEN)
 
 
+@pytest.mark.parametrize("error", ["", "flushed"])
+def test_a_peer_that_is_gone_is_forgotten_when_the_last_read_from_it_has_ended(it, error):
+    """Else what is mapped of a dead engine stays taken until its reader ends, too."""
+    it.connected("src")
+    first, second = it.reading(2)
+    lost(it)
+    assert it.ended(first, error).tick().of(Drop) == []
+    assert it.ended(second, error).tick().of(Drop) == [Drop(PEER)]
+    assert it.tick().of(Drop) == []
+
+
 # -- ends -----------------------------------------------------------------------------------------
 
 

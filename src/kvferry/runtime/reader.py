@@ -292,7 +292,13 @@ class Reader:
         effects += self._fetches.tick(now)
         effects += self._acquire(now, self._acquires.tick(now))  # those given up made room
         self._questions.tick(now)
-        return [*effects, *self._hang_up()]
+        return [*effects, *self._forget_the_gone(), *self._hang_up()]
+
+    def _forget_the_gone(self) -> list[Effect]:
+        """Peers that are gone, and that nothing needs any more: their memory is mapped here until then."""
+        gone = [peer for peer in self._connections.gone_peers if self._meetings.state(peer) is Meeting.BROKEN]
+        unused = [peer for peer in gone if not any(job.is_using_peer for job in self._fetches.of(peer))]
+        return [effect for peer in unused for effect in self._meetings.forget(peer)]
 
     def _hang_up(self) -> list[Effect]:
         """Call nobody whom nobody has anything to say to: an address in a ticket may be of anything."""
