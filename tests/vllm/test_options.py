@@ -6,6 +6,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from kvferry.errors import SpecError, TransportError
 from kvferry.integrations.vllm.shared.options import Options, check_transfer_config
+from kvferry.transport.expose import Expose
 from kvferry.transport.staging import PackedReads
 
 TEXT = "3q2-7wAAq83vEjRWeJCrzf7cuph2VDIQ"
@@ -62,6 +63,8 @@ def test_a_secret_among_the_options_is_refused_and_not_repeated():
         ({"packed_reads": "off"}, "packed_reads must be one of never, auto, require, got 'off'"),
         ({"packed_reads": True}, "packed_reads must be one of"),
         ({"packed_reads": ["auto"]}, "packed_reads must be one of"),
+        ({"expose": "all"}, "expose must be one of pool, staging, nothing, got 'all'"),
+        ({"expose": "staging", "packed_reads": "never"}, "expose 'staging' needs workers that gather"),
     ],
 )
 def test_senseless_options_are_refused_by_name(extra, words):
@@ -108,6 +111,29 @@ def test_packed_reads_of_device_memory_are_refused_by_name_where_they_are_requir
     monkeypatch.setenv("KVFERRY_PACKED_READS", "require")
     with pytest.raises(SpecError, match="packed_reads: workers gather from host memory only"):
         check_transfer_config(transfer(**asked), "cuda")
+
+
+def test_who_hides_its_pool_gathers(monkeypatch):
+    monkeypatch.delenv("KVFERRY_PACKED_READS", raising=False)
+    monkeypatch.delenv("KVFERRY_EXPOSE", raising=False)
+    chosen = [options(), options(expose="staging"), options(expose="nothing", packed_reads="auto")]
+    assert [(each.expose.value, each.packed_reads.value) for each in chosen] == [
+        ("pool", "never"),
+        ("staging", "require"),
+        ("nothing", "auto"),
+    ]
+    monkeypatch.setenv("KVFERRY_EXPOSE", "staging")
+    assert (options().expose, options().packed_reads) == (Expose.STAGING, PackedReads.REQUIRE)
+    assert options(expose="pool").expose is Expose.POOL
+
+
+@pytest.mark.parametrize("is_option", [False, True])
+def test_hiding_the_pool_of_device_memory_is_refused_by_name(monkeypatch, is_option):
+    if not is_option:
+        monkeypatch.setenv("KVFERRY_EXPOSE", "staging")
+    asked = {"kv_connector_extra_config": {"expose": "staging"} if is_option else {}}
+    with pytest.raises(SpecError, match="expose: 'staging' is for caches in host memory"):
+        check_transfer_config(transfer(kv_buffer_device="cuda", **asked), "cuda")
 
 
 @pytest.mark.parametrize(

@@ -6,16 +6,21 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any, Protocol
+from enum import Enum
+from typing import Any, Protocol, TypeVar
 
 from kvferry.endpoint.secret_source import secret_from_environment, secret_from_file
 from kvferry.errors import SpecError
 from kvferry.runtime import Timing
+from kvferry.transport.expose import SETTING as EXPOSE_SETTING
+from kvferry.transport.expose import Expose
 from kvferry.transport.nixl_agent import UCX
 from kvferry.transport.staging import SETTING as PACKED_SETTING
 from kvferry.transport.staging import PackedReads
 from kvferry.wire.secret import Secret
 from kvferry.wire.trust import Trust
+
+C = TypeVar("C", bound=Enum)
 
 _TEXTS = ("listen", "advertise", "secret_file", "dump", "identity")
 _PORT_OF_VLLM = 14579
@@ -29,7 +34,7 @@ _SECONDS = {
     "reconnect_seconds": "reconnect",
     "silence_seconds": "silence",
 }
-_KNOWN = {*_TEXTS, *_SECONDS, "insecure", "authorities", "backends", "digest", "packed_reads"}
+_KNOWN = {*_TEXTS, *_SECONDS, "insecure", "authorities", "backends", "digest", "expose", "packed_reads"}
 _INSTEAD = {
     "num_threads": "leave it out: the variable KVFERRY_READ_AGENTS says how many threads read",
     "kv_lease_duration": "say lease_seconds",
@@ -73,6 +78,8 @@ class Options:
     """Of one in so many loads both engines compare a digest of the bytes; 0: of none."""
     packed_reads: PackedReads = PackedReads.NEVER
     """Whether workers gather for their readers, and ask others to."""
+    expose: Expose = Expose.POOL
+    """What of a worker its readers can reach by themselves."""
 
     @property
     def rank_listen(self) -> str:
@@ -98,6 +105,7 @@ class Options:
         seconds = {_SECONDS[name]: _number(name, extra[name]) for name in _SECONDS if name in extra}
         trust = Trust(_secret(texts["secret_file"]), _insecure(extra), _authorities(extra))
         address = "127.0.0.1" if trust.is_one_host else f"[{host}]" if ":" in host else host
+        expose = _chosen("expose", extra, Expose.from_environment(os.environ))
         return cls(
             listen=texts["listen"] or f"tcp://{address}:*",
             advertise=texts["advertise"],
@@ -107,7 +115,8 @@ class Options:
             timing=Timing(**seconds),
             backend=_backend(extra),
             digest_every=_digest_every(extra),
-            packed_reads=_packed_reads(extra),
+            packed_reads=_packed_reads(extra, expose),
+            expose=expose,
         )
 
 
@@ -148,6 +157,12 @@ def _refused_keys(config: TransferConfig, device: str) -> Iterator[str]:
         yield (
             f"packed_reads: workers gather from host memory only, so far, and these caches are on {device!r}:"
             f" say {PackedReads.AUTO.value!r}, or leave it out"
+        )
+    expose = extra.get("expose", os.environ.get(EXPOSE_SETTING, Expose.POOL.value))
+    if device != "cpu" and expose != Expose.POOL.value:
+        yield (
+            f"expose: {expose!r} is for caches in host memory, so far, and these are on {device!r}:"
+            f" say {Expose.POOL.value!r}, or leave it out"
         )
     if (unknown := _unknown_options(extra)) and "secret" not in extra:
         yield unknown
@@ -196,17 +211,25 @@ def _digest_every(extra: Mapping[str, Any]) -> int:
             )
 
 
-def _packed_reads(extra: Mapping[str, Any]) -> PackedReads:
-    """The option; where there is none, the environment's setting."""
-    if "packed_reads" not in extra:
-        return PackedReads.from_environment(os.environ)
-    for choice in PackedReads:
-        if choice.value == extra["packed_reads"]:
+def _packed_reads(extra: Mapping[str, Any], expose: Expose) -> PackedReads:
+    """The option; where there is none, the environment's setting. Who hides its pool has to gather."""
+    chosen = _chosen("packed_reads", extra, PackedReads.from_environment(os.environ, expose))
+    if expose.hides_pool and chosen is PackedReads.NEVER:
+        raise SpecError(
+            f"kv_connector_extra_config: expose {expose.value!r} needs workers that gather: say packed_reads"
+            f" {PackedReads.REQUIRE.value!r}, or leave it out"
+        )
+    return chosen
+
+
+def _chosen(name: str, extra: Mapping[str, Any], default: C) -> C:
+    """An option that is one word of a few."""
+    choices = [*type(default)]
+    for choice in choices:
+        if choice.value == extra.get(name, default.value):
             return choice
-    choices = ", ".join(choice.value for choice in PackedReads)
-    raise SpecError(
-        f"kv_connector_extra_config: packed_reads must be one of {choices}, got {extra['packed_reads']!r}"
-    )
+    words = ", ".join(choice.value for choice in choices)
+    raise SpecError(f"kv_connector_extra_config: {name} must be one of {words}, got {extra[name]!r}")
 
 
 def _secret(path: str) -> Secret | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
@@ -29,7 +28,6 @@ from kvferry.log import log_of
 from kvferry.runtime import Failure, Released, Report
 from kvferry.runtime.figures import Changes
 from kvferry.transport.base import Transport
-from kvferry.transport.expose import Expose, check_built
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.staging import PackedReads
 from kvferry.wire.bad_input import printable
@@ -71,7 +69,6 @@ class WorkerSide:
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         """Describe the caches, and make their memory known to the transport."""
-        check_built(Expose.from_environment(os.environ), "vLLM's workers")
         tp, pp = get_tp_group(), get_pp_group()
         engine = self._vllm_config.kv_transfer_config.engine_id or "vllm"
         rank = pp.rank_in_group * tp.world_size + tp.rank_in_group
@@ -80,7 +77,10 @@ class WorkerSide:
         manifest = replace(describe(self._vllm_config, self._config, caches, place), identity=identity)
         _wake_up_amx(caches)
         self._device = next((tensor.device for tensor in caches.values() if tensor.is_cuda), None)
-        transport = NixlTransport(backend=self._options.backend, packed_reads=self._options.packed_reads)
+        options = self._options
+        transport = NixlTransport(
+            backend=options.backend, packed_reads=options.packed_reads, expose=options.expose
+        )
         self._destination = Destination(
             manifest,
             rank,
@@ -96,7 +96,8 @@ class WorkerSide:
         if self._vllm_config.kv_transfer_config.is_kv_producer:
             self._gathering = self._open_gathering(manifest, transport)
         rank_key = self._gathering.rank_key if self._gathering else b""
-        self._join = join_of(manifest, transport.kind, transport.card(), rank_key=rank_key)
+        if self._gathering or not options.expose.hides_pool:  # else nobody can read from this worker
+            self._join = join_of(manifest, transport.kind, transport.card(), rank_key=rank_key)
 
     def _open_gathering(self, manifest: Manifest, transport: Transport) -> RankGathering | None:
         """Gather for readers, if that is asked for and can be."""
