@@ -104,14 +104,14 @@ def test_a_rank_that_is_forgotten_is_not_looked_at_any_more(world: SharedWorld) 
 
 @pytest.mark.parametrize("place", ["", "/proc/1/fd/1 kvferry-ring-" + "0" * 32, "/etc/passwd", "x" * 4000])
 def test_a_ring_that_is_not_there_cannot_be_seen(place: str) -> None:
-    with pytest.raises(TransportError, match="no-window: its ring cannot be seen from here"):
+    with pytest.raises(OSError, match=r"names no place|something else|No such file|not permitted|denied"):
         RingWindow(Staging(RANK, 1 << 20, SIZE.num_bytes, SIZE.chunk_bytes, place=place))
 
 
 def test_a_ring_that_is_shorter_than_it_says_cannot_be_seen() -> None:
     ring = SharedRings.ON.ring(SIZE)
     told = Staging(RANK, ring.region.address, SIZE.num_bytes + 1, SIZE.chunk_bytes, place=ring.place)
-    with pytest.raises(TransportError, match="fewer than"):
+    with pytest.raises(OSError, match="fewer than"):
         RingWindow(told)
     ring.close()
 

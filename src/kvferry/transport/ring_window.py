@@ -13,7 +13,6 @@ from weakref import WeakSet
 
 import numpy as np
 
-from kvferry.errors import TransportError
 from kvferry.host.shared_memory import SharedMemory, look_at
 from kvferry.log import log_of
 from kvferry.transport.setting import chosen
@@ -51,13 +50,10 @@ class RingWindow:
     """The ring of another process, as this one sees it."""
 
     def __init__(self, staging: Staging) -> None:
-        """Raises TransportError if it cannot be seen from here."""
-        try:
-            if staging.ring_bytes > MAX_RING_BYTES:
-                raise OSError(f"it is said to have {staging.ring_bytes} bytes")
-            self._memory = look_at(staging.place, PREFIX, staging.ring_bytes)
-        except OSError as error:
-            raise TransportError("no-window", f"its ring cannot be seen from here: {error}") from error
+        """Raises OSError if it cannot be seen from here."""
+        if staging.ring_bytes > MAX_RING_BYTES:
+            raise OSError(f"it is said to have {staging.ring_bytes} bytes")
+        self._memory = look_at(staging.place, PREFIX, staging.ring_bytes)
         self._bytes = np.frombuffer(self._memory, np.uint8)
         self.address = int(self._bytes.ctypes.data)
 
@@ -81,8 +77,8 @@ class RingWindows:
             return None
         try:
             window = RingWindow(staging)
-        except TransportError as error:
-            log.debug("%s: %s", peer, error)
+        except OSError as error:
+            log.debug("the ring of %s cannot be seen from here: %s", peer, error)
             return None
         self._open.add(window)
         return window
