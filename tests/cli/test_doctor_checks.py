@@ -189,7 +189,7 @@ CASES = {
         settings(UCX_TLS="tcp,self"),
         "no-cuda-copy",
         "problem",
-        "UCX_TLS=tcp,self,cuda_copy",
+        "have it name cuda_copy",
     ),
     "expandable segments": (
         settings(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"),

@@ -17,6 +17,7 @@ from kvferry.transport.cards import pack_card, segment_in, staging_in, unpack_ca
 from kvferry.transport.packed import PackedLink
 from kvferry.transport.ring_window import SharedRings
 from kvferry.transport.staging import PackedReads, Staging
+from kvferry.transport.staging_ring import StagingSize
 from kvferry.transport.ucx import FABRICS
 
 pytest.importorskip("nixl", exc_type=ImportError)
@@ -117,6 +118,19 @@ def test_on_one_host_a_rank_gathers_if_usual_loads_are_quicker_so(holder, run_by
     with serving(1, REGION_BYTES, env=AUTO) as near:
         (source,) = near.sources
         assert transport.connect("near", source.card, source.regions, usual) == Connected(way)
+        assert reads_all_of(transport, "near", source, holder)
+        transport.close()
+
+
+def test_a_rank_that_cannot_gather_for_us_is_read_by_the_fabric(holder):
+    """Shorter chunks here than there: reason enough to ask for nothing, not to refuse the peer."""
+    usual = Traffic(1, 32_768, 16 << 20)
+    size = StagingSize(num_chunks=4, chunk_bytes=4096)
+    transport = AskingTransport(packed_reads=PackedReads.AUTO, ring_size=size)
+    transport.register(holder.regions)
+    with serving(1, REGION_BYTES, env=AUTO) as near:
+        (source,) = near.sources
+        assert transport.connect("near", source.card, source.regions, usual) == Connected(Way.DIRECT)
         assert reads_all_of(transport, "near", source, holder)
         transport.close()
 

@@ -59,7 +59,7 @@ class ChannelThread:
         """Begin: ``receive`` is called in the thread. While it ``is_behind``, messages are dropped.
 
         ``turn`` is called in the thread after whatever has arrived, when it is woken, when its time has come,
-        and once at the end.
+        and at the end until nothing is left.
         """
         work = (receive, is_behind, turn)
         self._thread = threading.Thread(target=self._run, args=work, name=name, daemon=True)

@@ -123,8 +123,8 @@ class PackedMover(GatherMover[PackedLink, _Read]):
         self._free = [*range(ring.size.num_chunks)]
         self._asks: dict[int, _Ask] = {}
         self._is_over = threading.Event()
-        self._thread = 0
-        """The line's, once it has taken a turn."""
+        self._thread_id = 0
+        """The line's thread, once it has taken a turn."""
 
     # ---- from any thread
 
@@ -135,7 +135,7 @@ class PackedMover(GatherMover[PackedLink, _Read]):
     def put(self, event: Callable[[], None]) -> None:
         """Have something done by the thread."""
         self._inbox.put(event)
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self._thread_id:
             self._line.wake()
 
     def close(self, timeout_s: float) -> bool:
@@ -161,7 +161,7 @@ class PackedMover(GatherMover[PackedLink, _Read]):
 
     def turn(self) -> float:
         """Do what there is to do; for how many seconds that is all."""
-        self._thread = threading.get_ident()
+        self._thread_id = threading.get_ident()
         for event in self._events():
             quietly(event)
         now = monotonic()

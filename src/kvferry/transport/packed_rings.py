@@ -10,6 +10,7 @@ from kvferry.core.cost import Traffic
 from kvferry.core.link_profile import HOST_CMA, HOST_PACKED
 from kvferry.core.manifest import Region
 from kvferry.errors import TransportError
+from kvferry.log import log_of
 from kvferry.transport.agent_team import AgentTeam
 from kvferry.transport.cards import staging_in, unpack_card
 from kvferry.transport.descriptors import RegionTable
@@ -24,6 +25,8 @@ from kvferry.transport.ring_window import RingWindows, SharedRings
 from kvferry.transport.staging import SETTING, PackedReads, Staging, digest_of
 from kvferry.transport.stream_frames import StreamOffer
 from kvferry.transport.stream_reader import StreamMover
+
+log = log_of(__name__)
 
 HAVE_GATHERED = (
     f"this rank has nobody gather for it: set {SETTING}={PackedReads.AUTO.value} here, too (for host memory,"
@@ -122,11 +125,15 @@ class PackedRings:
         return self.open_stream(peer, card, regions, deadline - monotonic())
 
     def quicker_link(self, peer: str, card: bytes, regions: Sequence[Region], usual: Traffic) -> Link | None:
-        """Have a peer of this host gather, if usual loads are quicker so than read by the fabric."""
+        """Have a peer of this host gather, if it can, and usual loads are quicker so than by the fabric."""
         packed, direct = (profile.cost.of(usual).seconds for profile in (HOST_PACKED, HOST_CMA))
-        if not self.mover or not staging_of(card) or packed > WORTH_IT * direct:
+        if packed > WORTH_IT * direct:
             return None
-        mover, staging = self._mover_for(peer, card, regions)
+        try:
+            mover, staging = self._mover_for(peer, card, regions)
+        except TransportError as error:  # the fabric has its own say
+            log.debug("%s is not asked to gather: %s", peer, error)
+            return None
         window = self._windows.open(peer, staging)
         return mover.link(peer, staging, Places(peer, regions), window) if window else None
 

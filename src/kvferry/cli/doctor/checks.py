@@ -212,7 +212,7 @@ def check_device_settings(observed: Observed) -> Iterator[Diagnosis]:
             Level.PROBLEM,
             f"{UCX_TRANSPORTS} is {tls}, without cuda_copy, and there is a GPU.",
             "NIXL makes no agent then, also for host memory: no engine with kvferry starts.",
-            f"Set {UCX_TRANSPORTS}={tls},cuda_copy, or unset it.",
+            f"Unset {UCX_TRANSPORTS}, or have it name cuda_copy among what UCX may use.",
         )
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if "expandable_segments:true" in observed.settings.get(name, "").lower().replace(" ", ""):
