@@ -2,6 +2,7 @@
 
     python benchmarks/device.py            reads, whole fetches, and who slows whom down; needs a GPU
     python benchmarks/device.py reads      one part: reads, fetches or beside
+    python benchmarks/device.py fetches mapped    without what does not have that word in its name
 
 ``beside`` needs torch, for something to compute. Every part is written to benchmarks/device.json.
 """
@@ -14,7 +15,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -144,7 +147,7 @@ def reads() -> list[dict[str, Any]]:
     show(rows, "512 MiB", "plain copy in one process", 1, REGION // 2, [seconds])
     with serving(1, [REGION], DEVICE) as served:
         source = served.sources[0]
-        for way, how, limits in ways:
+        for way, how, limits in [one for one in ways if is_asked_for(one[0])]:
             with reader(holder, source, how, limits) as transport:
                 for name, product in CASES.items():
                     turns = TURNS if how is MappedReads.REQUIRE else 2
@@ -208,6 +211,12 @@ def pair(
     return name, src, dst, is_scattered
 
 
+FETCH_TIMING = Timing(lease=120, meet=60, read=120)
+WAYS_TO_FETCH = {
+    "mapped, all of the device": {SETTING: "require", BLOCKS_SETTING: "0", LAUNCH_SETTING: "0"},
+    "mapped, default limits": {SETTING: "require"},
+    "direct (NIXL)": {SETTING: "off"},
+}
 PARTS_OF_A_FETCH = ("meet", "post", "move")
 PAIRS = [
     pair("blocks of 16, scattered"),
@@ -232,47 +241,72 @@ def tables(manifest: Any, is_scattered: bool, seed: int) -> dict[str, BlockTable
     return {group.name: BlockTable.of(ids[:number])}
 
 
-def fetches() -> list[dict[str, Any]]:
-    timing, rows = Timing(lease=120, meet=60, read=120), []
-    settings = {
-        "mapped, all of the device": {SETTING: "require", BLOCKS_SETTING: "0", LAUNCH_SETTING: "0"},
-        "mapped, default limits": {SETTING: "require"},
-        "direct (NIXL)": {SETTING: "off"},
-    }
-    for what, src_topology, dst_topology, is_scattered in PAIRS:
+@dataclass
+class TimedPair:
+    """Two engines that are ready, and the readers of each way; checked when all pairs have been timed."""
+
+    name: str
+    source: SourceFleet
+    readers: dict[str, DestinationFleet]
+    src_tables: dict[str, BlockTable]
+    dst_tables: dict[str, BlockTable]
+    need: dict[str, tuple[Span, ...]]
+    names: dict[str, str]
+
+    @classmethod
+    def make(cls, what: str, src_topology: str, dst_topology: str, is_scattered: bool) -> TimedPair:
         src, dst = engine(src_topology, "src"), engine(dst_topology, "dst")
         src_tables, dst_tables = tables(src, is_scattered, 1), tables(dst, is_scattered, 2)
+        source = SourceFleet(src, timing=FETCH_TIMING, device=DEVICE)
+        source.wait_whole()
+        source.prefill("first", src_tables, NUM_TOKENS)
+        readers = {
+            way: DestinationFleet(dst, timing=FETCH_TIMING, device=DEVICE, env=env, actor=TimedDestination)
+            for way, env in WAYS_TO_FETCH.items()
+            if is_asked_for(way)
+        }
+        for reader in readers.values():
+            reader.wait_ready()
         need = {dst.groups[0].name: (Span(0, NUM_TOKENS),)}
-        source = SourceFleet(src, timing=timing, device=DEVICE)
+        names = {state.name: state.name for state in dst.states}
+        return cls(what, source, readers, src_tables, dst_tables, need, names)
+
+    def time(self, rows: list[dict[str, Any]], way: str, turns: int) -> None:
+        took = []
+        for turn in range(turns + 1):
+            ticket = self.source.offer(f"{way}-{turn}", self.src_tables, NUM_TOKENS)
+            took.append(self.readers[way].ranks[0].call("timed", ticket, self.dst_tables, self.need))
+        record, seconds = took[-1][1], [seconds for seconds, _ in took[1:]]
+        show(rows, self.name, way, record.num_runs, record.num_bytes, seconds)
+        parts = [f"{name} {1e6 * getattr(record, f'{name}_seconds'):.0f}" for name in PARTS_OF_A_FETCH]
+        print(f"{'':40} {record.way}; the last, in µs: {', '.join(parts)}", flush=True)
+
+    def check(self, way: str) -> str:
+        (checked,) = self.readers[way].check(self.dst_tables, self.need, self.names, "first")
+        if checked.num_wrong:
+            raise RuntimeError(f"wrong cells: {checked}")
+        return f"{self.name}, {way}: {checked.num_cells:,} cells right"
+
+    def close(self) -> None:
+        for fleet in (*self.readers.values(), self.source):
+            fleet.close()
+
+
+def fetches() -> list[dict[str, Any]]:
+    """All pairs are made side by side, timed one after the other, then checked side by side."""
+    rows: list[dict[str, Any]] = []
+    with ThreadPoolExecutor(len(PAIRS)) as several:
+        pairs = [*several.map(lambda one: TimedPair.make(*one), PAIRS)]
         try:
-            source.wait_whole()
-            source.prefill("first", src_tables, NUM_TOKENS)
-            for way, env in settings.items():
-                destination = DestinationFleet(
-                    dst, timing=timing, device=DEVICE, env=env, actor=TimedDestination
-                )
-                try:
-                    destination.wait_ready()
-                    turns = 3 if "direct" in way else TURNS
-                    took = []
-                    for turn in range(turns + 1):
-                        ticket = source.offer(f"{way}-{turn}", src_tables, NUM_TOKENS)
-                        took.append(destination.ranks[0].call("timed", ticket, dst_tables, need))
-                    names = {state.name: state.name for state in dst.states}
-                    (checked,) = destination.check(dst_tables, need, names, "first")
-                    if checked.num_wrong:
-                        raise RuntimeError(f"wrong cells: {checked}")
-                    record, seconds = took[-1][1], [seconds for seconds, _ in took[1:]]
-                    show(rows, what, way, record.num_runs, record.num_bytes, seconds)
-                    parts = [
-                        f"{name} {1e6 * getattr(record, f'{name}_seconds'):.0f}" for name in PARTS_OF_A_FETCH
-                    ]
-                    right = f"{checked.num_cells:,} cells right"
-                    print(f"{'':40} {record.way}; the last, in µs: {', '.join(parts)}; {right}", flush=True)
-                finally:
-                    destination.close()
+            for one in pairs:
+                for way in one.readers:
+                    one.time(rows, way, 3 if "direct" in way else TURNS)
+            checks = [several.submit(one.check, way) for one in pairs for way in one.readers]
+            for done in checks:
+                print(done.result(), flush=True)
         finally:
-            source.close()
+            for one in pairs:
+                one.close()
     return rows
 
 
@@ -356,10 +390,16 @@ def beside() -> list[dict[str, Any]]:
 PARTS = {"reads": reads, "fetches": fetches, "beside": beside}
 
 
+def is_asked_for(way: str) -> bool:
+    """Whether a way has one of the words in its name that were given, if any were."""
+    words = [word for word in sys.argv[1:] if word not in PARTS]
+    return not words or any(word in way for word in words)
+
+
 def main() -> None:
     path = Path(__file__).with_suffix(".json")
     results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    for part in sys.argv[1:] or list(PARTS):
+    for part in [word for word in sys.argv[1:] if word in PARTS] or list(PARTS):
         print(f"--- {part}", flush=True)
         results[part] = PARTS[part]()
         path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -4,6 +4,7 @@
     python benchmarks/packed.py tcp        the same over loopback TCP, where reads are emulated
     python benchmarks/packed.py hosts      the same over a cable between two network namespaces; needs root
     python benchmarks/packed.py cuda:0     one host, memory of a GPU; "direct" is NIXL, run by run
+    python benchmarks/packed.py cma 128    128 MiB instead of 16
 
 One source process, one reader, scattered runs of one length. All ways take turns; times are medians of the
 turns, and the best. "One run": as many bytes side by side, as fast as UCX likes. Over TCP, "direct" is
@@ -35,7 +36,8 @@ from kvferry.transport.ucx import FABRICS, UcxSettings
 
 POOL_BYTES = 256 << 20
 RUN_BYTES = (256, 512, 2 << 10, 16 << 10, 128 << 10, 1 << 20)
-TOTAL_BYTES = 16 << 20
+MIB = int(sys.argv[2]) if len(sys.argv) > 2 else 16
+TOTAL_BYTES = MIB << 20
 TURNS = 9
 
 
