@@ -122,8 +122,6 @@ def load_times(results: Results) -> Iterator[tuple[str, int, float, float | None
     for result in _of(results, Kind.TIME):
         times: Mapping[str, Any] = result.found.get("load_ms", {})
         for length, ours in times.get(OURS, {}).items():
-            if length == "2":
-                continue
             own = times.get(OWN, {}).get(length)
             why = result.found["refused"].get(OWN, "")
             name = result.case.removeprefix(f"{Kind.TIME}/").rsplit("/", 1)[0]

@@ -434,7 +434,7 @@ def full() -> Results:
     }
     timing = next(case for case in CASES if isinstance(case, TimeCase))
     latency = next(case for case in CASES if isinstance(case, LatencyCase))
-    times = {str(n): {"median_ms": 20.0 + n, "less_two_tokens_ms": float(n)} for n in (2, 128, 4096)}
+    times = {str(n): {"median_ms": 20.0 + n, "less_two_tokens_ms": float(n)} for n in (128, 4096)}
     window = {"p50_ms": 10.0, "p99_ms": 20.0}
     windows = {"alone": window, "loads": {**window, "p99_ms": 23.0}}
     fault = next(case for case in CASES if isinstance(case, FaultCase))

@@ -115,7 +115,7 @@ def run_time(engines: Engines, case: TimeCase, found: dict[str, Any]) -> None:
     """Milliseconds by connector and length, as measured and without what a two-token request takes."""
     lengths = case.lengths if engines.device.name != "cpu" else CPU_LENGTHS
     with _pairs(engines, case.model, case.src, case.dst, max(lengths) + 64, 8) as (pairs, refused):
-        took: dict[str, dict[int, list[float]]] = {name: {n: [] for n in (2, *lengths)} for name in pairs}
+        took: dict[str, dict[int, Beside]] = {name: {n: Beside([], []) for n in lengths} for name in pairs}
         # The same prompt again and again: a source with prefix caching offers what it has.
         prompts = {length: prompt_of(length) for length in (2, *lengths)}
         for prompt in prompts.values():
@@ -123,10 +123,12 @@ def run_time(engines: Engines, case: TimeCase, found: dict[str, Any]) -> None:
                 load(src, dst, prompt)
         before = {name: dst.sources().external for name, (_, dst) in pairs.items()}
         found["refused"] = refused
-        for length in (2, *lengths):
+        for length in lengths:
             for turn in range(TURNS):
                 for name in sorted(pairs, reverse=bool(turn % 2)):
-                    took[name][length].append(load(*pairs[name], prompts[length]))
+                    beside = took[name][length]
+                    beside.two_tokens.append(load(*pairs[name], prompts[2]))
+                    beside.seconds.append(load(*pairs[name], prompts[length]))
             # As far as it has come: what is measured stays if a longer load fails.
             found["load_ms"] = {name: _milliseconds(each) for name, each in took.items()}
         external = {name: dst.sources().external - before[name] for name, (_, dst) in pairs.items()}
@@ -135,16 +137,24 @@ def run_time(engines: Engines, case: TimeCase, found: dict[str, Any]) -> None:
             raise Wrong(f"{name}: {num_tokens} tokens came by loads; the rest was computed")
 
 
-def _milliseconds(took: Mapping[int, Sequence[float]]) -> dict[str, dict[str, Any]]:
-    least = median(took[2])
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Loads of one length, each behind a two-token request: an engine's steps swing from minute to minute."""
+
+    seconds: list[float]
+    two_tokens: list[float]
+
+
+def _milliseconds(took: Mapping[int, Beside]) -> dict[str, dict[str, Any]]:
     return {
         str(length): {
-            "median_ms": 1e3 * median(seconds),
-            "less_two_tokens_ms": 1e3 * (median(seconds) - least),
-            "all_ms": [round(1e3 * one, 3) for one in seconds],
+            "median_ms": 1e3 * median(beside.seconds),
+            "less_two_tokens_ms": 1e3 * (median(beside.seconds) - median(beside.two_tokens)),
+            "all_ms": [round(1e3 * one, 3) for one in beside.seconds],
+            "two_tokens_ms": [round(1e3 * one, 3) for one in beside.two_tokens],
         }
-        for length, seconds in took.items()
-        if seconds
+        for length, beside in took.items()
+        if beside.seconds
     }
 
 
