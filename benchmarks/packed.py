@@ -30,6 +30,7 @@ from kvferry.testing.packed import AskingTransport
 from kvferry.testing.sources import LISTEN, Holder, Source, serving
 from kvferry.transport.emulation import EmulatedReads
 from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.ring_options import RingOptions
 from kvferry.transport.ring_window import SharedRings
 from kvferry.transport.staging import PackedReads
 from kvferry.transport.ucx import FABRICS, UcxSettings
@@ -75,7 +76,9 @@ def ways_over(over: str) -> dict[str, Callable[[], NixlTransport]]:
     }
     if over == "cma":
         ways |= {
-            "fabric": lambda: AskingTransport(packed_reads=PackedReads.REQUIRE, shared_rings=SharedRings.OFF)
+            "fabric": lambda: AskingTransport(
+                packed_reads=PackedReads.REQUIRE, rings=RingOptions(shared=SharedRings.OFF)
+            )
         }
     else:
         ways |= {"fast": lambda: NixlTransport(packed_reads=PackedReads.NEVER, settings=fast)}

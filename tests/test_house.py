@@ -91,6 +91,7 @@ LARGE_OBJECTS = {
     "FetchJob": "a record in the making: when each phase began, and what each brought",
     "Incoming": "what the scheduler knows of requests with a ticket, until the next step tells the workers",
     "NixlTransport": "an edge: its settings, and what is made once",
+    "Options": "the options of the connector: one field for each",
     "PackedMover": "a thread: its inbox, its line, its ring, and whom it has asked for what",
     "Read": "one read on its way: what is left to post, what is posted, how it ends",
     "Reader": "one machine: its parts (meetings, questions, settlements) are machines already",

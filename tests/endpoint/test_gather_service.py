@@ -16,9 +16,10 @@ from kvferry.errors import SpecError, TransportError
 from kvferry.runtime.ticket_guard import Admitted, GatherRefusal, Refusal, TicketGuard
 from kvferry.testing.packed import OpenGuard
 from kvferry.transport.chunk_copier import HostChunkCopier
+from kvferry.transport.gather_line import GatherMemory
 from kvferry.transport.places import Places
 from kvferry.transport.staging_ring import StagingRing, StagingSize
-from kvferry.wire.gather import Gather, OpenStream, decode_from_rank, encode_rank_message
+from kvferry.wire.gather import Gather, decode_from_rank, encode_rank_message
 from tests.runtime.test_ticket_guard import KEY, SRC, permit, ticket
 
 
@@ -45,6 +46,10 @@ class SilentChannel(ControlChannel):
         pass
 
 
+def by(copier, ring):
+    return GatherMemory(copier, ring, copier)
+
+
 @pytest.fixture
 def guard():
     return TicketGuard(KEY, BlockBytes(SRC, SRC.ranks[0]))
@@ -53,9 +58,8 @@ def guard():
 @pytest.fixture
 def service(guard):
     ring = StagingRing(StagingSize(4, 4096))
-    service = GatherService(
-        HostChunkCopier(Places("ours", ()), 4096), ring, guard, SilentChannel(), time.monotonic
-    )
+    memory = by(HostChunkCopier(Places("ours", ()), 4096), ring)
+    service = GatherService(memory, guard, SilentChannel(), time.monotonic)
     yield service
     service.close()
     ring.close()
@@ -97,7 +101,7 @@ class FailingOnce(HostChunkCopier):
 def test_an_ask_that_fails_unexpectedly_is_answered_and_takes_no_other_with_it():
     memory, ring, channel = np.zeros(4096, np.uint8), StagingRing(StagingSize(1, 4096)), SilentChannel()
     copier = FailingOnce(Places("ours", [Region("kv", 4096, memory.ctypes.data)]), 4096)
-    service = GatherService(copier, ring, OpenGuard(), channel, time.monotonic)
+    service = GatherService(by(copier, ring), OpenGuard(), channel, time.monotonic)
     zero, length = (np.array([n], "<i8").tobytes() for n in (0, 64))
     for nonce in (1, 2):
         ask = Gather(nonce, b"", ((zero, length, zero),), ring.ring_id)
@@ -115,7 +119,7 @@ def test_a_ring_of_an_earlier_start_is_not_gathered_into():
     """Its reader would look for the bytes in a ring that nobody fills any more."""
     memory, ring, channel = np.zeros(4096, np.uint8), StagingRing(StagingSize(1, 4096)), SilentChannel()
     copier = HostChunkCopier(Places("ours", [Region("kv", 4096, memory.ctypes.data)]), 4096)
-    service = GatherService(copier, ring, OpenGuard(), channel, time.monotonic)
+    service = GatherService(by(copier, ring), OpenGuard(), channel, time.monotonic)
     zero, length = (np.array([n], "<i8").tobytes() for n in (0, 64))
     earlier = Gather(1, b"", ((zero, length, zero),), StagingRing(StagingSize(1, 4096)).ring_id)
     service._receive(Received("@00", encode_rank_message(earlier)))
@@ -145,35 +149,27 @@ def test_what_was_revoked_before_is_quiet_when_somebody_asks_for_that(service):
 class BrokenDevice(HostChunkCopier):
     """A device that copies nothing any more."""
 
-    is_on_host = False
+    def views(self, sides):
+        return []
 
     def gather(self, sides, chunk):
         raise TransportError("cuda", "the device is lost")
 
 
-def test_a_rank_whose_device_fails_says_so_and_keeps_its_chunks(guard):
-    """And it has no streams: these are sent by the host, from the host's memory."""
+def test_a_rank_whose_device_fails_says_so_and_keeps_its_chunks():
     memory, ring, channel = np.zeros(4096, np.uint8), StagingRing(StagingSize(4, 4096)), SilentChannel()
     region = Region("kv", 4096, memory.ctypes.data, "cuda:0")
     copier = BrokenDevice(Places("ours", [region]), 4096)
-    service = GatherService(copier, ring, OpenGuard(), channel, time.monotonic)
+    service = GatherService(by(copier, ring), OpenGuard(), channel, time.monotonic)
     zero, length = (np.array([n], "<i8").tobytes() for n in (0, 64))
-    columns = (zero, length, zero)
-    for message in (
-        Gather(1, b"", (columns,), ring.ring_id),
-        Gather(2, b"", (columns,), b"s" * 16),
-        OpenStream(3, ((region.address, region.num_bytes),)),
-    ):
-        service._receive(Received("@00", encode_rank_message(message)))
+    ask = Gather(1, b"", ((zero, length, zero),), ring.ring_id)
+    service._receive(Received("@00", encode_rank_message(ask)))
     released = []
     service.revoke(7, 1, lambda: released.append(1))
-    deadline = time.monotonic() + 60
-    while len(channel.sent) < 3 and time.monotonic() < deadline:
-        time.sleep(1e-3)
-    told = {answer.nonce: (answer.code, answer.detail) for answer in channel.sent}
-    assert {nonce: code for nonce, (code, _) in told.items()} == {1: "cannot", 2: "cannot", 3: "cannot"}
-    assert "the device is lost" in told[1][1]
-    assert "streams are for host memory" in told[2][1]
+    channel.wake()
+    (answer,) = channel.sent
+    assert answer.code == "cannot"
+    assert "the device is lost" in answer.detail
     assert service.status()["lent"] == 0
     service.close()
     assert released == [1]

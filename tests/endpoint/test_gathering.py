@@ -18,6 +18,7 @@ from kvferry.transport.cards import staging_in
 from kvferry.transport.expose import Expose
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.pack import pack
+from kvferry.transport.ring_options import RingOptions
 from kvferry.transport.staging import PackedReads, Staging
 from kvferry.transport.staging_ring import StagingSize
 from kvferry.wire.permit import make_proofs, permits_for
@@ -31,7 +32,7 @@ SECRETS = {"open": None, "secret": Secret(bytes(range(16)))}
 
 def transport(expose=Expose.POOL):
     ring = StagingSize(num_chunks=4, chunk_bytes=4096)
-    return NixlTransport(packed_reads=PackedReads.REQUIRE, expose=expose, ring_size=ring)
+    return NixlTransport(packed_reads=PackedReads.REQUIRE, expose=expose, rings=RingOptions(ring))
 
 
 class Gathering:

@@ -20,6 +20,7 @@ from kvferry.models import Model, Topology, describe
 from kvferry.testing.small import small
 from kvferry.transport.memory import Hub, MemoryTransport
 from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.ring_options import RingOptions
 from kvferry.transport.staging import PackedReads
 from kvferry.transport.staging_ring import StagingSize
 from tests.load.both_roles import Engine, drive
@@ -69,7 +70,7 @@ def transports(way):
         hub = Hub()
         return lambda: MemoryTransport(hub)
     packed_reads = PackedReads.REQUIRE if way == "packed" else PackedReads.NEVER
-    return lambda: NixlTransport(packed_reads=packed_reads, ring_size=RING)
+    return lambda: NixlTransport(packed_reads=packed_reads, rings=RingOptions(RING))
 
 
 def loaded(caches, way, num_requests, num_in_flight):

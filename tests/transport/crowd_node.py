@@ -20,6 +20,7 @@ from kvferry.errors import TransportError
 from kvferry.testing.packed import AskingTransport, gather_openly
 from kvferry.testing.sources import Holder, contents
 from kvferry.transport.base import CANCELLED
+from kvferry.transport.ring_options import RingOptions
 from kvferry.transport.staging import PackedReads
 from kvferry.transport.staging_ring import StagingSize
 
@@ -37,7 +38,7 @@ class Node:
         holder = Holder("cpu")
         holder.add("held", contents(number, 0, HELD_BYTES))
         holder.add("room", self.room.reshape(-1))
-        self.transport = AskingTransport(packed_reads=PackedReads.REQUIRE, ring_size=SIZE)
+        self.transport = AskingTransport(packed_reads=PackedReads.REQUIRE, rings=RingOptions(SIZE))
         self.transport.register(holder.regions)
         self.holder = holder  # or its memory would be gone
         self.service = gather_openly(self.transport, patience_s=0.5)

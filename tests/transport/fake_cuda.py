@@ -60,6 +60,8 @@ class FakeCuda:
         """What is allocated or pinned, by address."""
         self._given_up: list[np.ndarray] = []
         """Kept, so that nobody else gets its addresses."""
+        self.pinned: dict[int, int] = {}
+        """Host memory that the device reaches, by address."""
         self.exported: dict[bytes, np.ndarray] = {}
         self.mapped: list[Allocation] = []
         self.num_streams = self.num_events = 0
@@ -112,7 +114,34 @@ class FakeCuda:
     def download(self, address: int, num_bytes: int) -> bytes:
         return ctypes.string_at(address, num_bytes)
 
+    def upload(self, address: int, data: bytes) -> None:
+        ctypes.memmove(address, data, len(data))
+
+    def pin(self, address: int, num_bytes: int, *, is_read_only: bool = False) -> None:
+        self._may_fail("pin")
+        with self._lock:
+            if address in self.pinned:
+                self.faults.append("pinned twice")
+            self.pinned[address] = num_bytes
+
+    def unpin(self, address: int) -> None:
+        with self._lock:
+            if self.pinned.pop(address, None) is None:
+                self.faults.append("unpinned twice")
+
     # -- memory of others
+
+    def allocation_of(self, address: int) -> Allocation:
+        return Allocation(address, self.memory[address].nbytes)
+
+    def export(self, allocation: Allocation) -> bytes:
+        self._may_fail("export")
+        handle = allocation.address.to_bytes(8, "big")
+        self.exported[handle] = self.memory[allocation.address]
+        return handle
+
+    def export_virtual(self, allocation: Allocation) -> int:
+        raise TransportError("cuda", "no virtual memory")
 
     def open(self, handle: bytes) -> Allocation:
         if handle not in self.exported:

@@ -6,6 +6,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -18,26 +19,29 @@ from kvferry.core.manifest import Region
 from kvferry.core.product import Product
 from kvferry.core.runs import Runs, place
 from kvferry.errors import TransportError
-from kvferry.transport import copy_kernel
+from kvferry.transport import copy_kernel, exports
 from kvferry.transport.base import CANCELLED
 from kvferry.transport.cards import pack_card
 from kvferry.transport.chunk_copier import HostChunkCopier
 from kvferry.transport.copy_kernel import CopyLimits
 from kvferry.transport.descriptors import RegionTable
+from kvferry.transport.device_chunks import DeviceStagingRing
 from kvferry.transport.pack import TermSide, src_of
 from kvferry.transport.packed import PackedMover
 from kvferry.transport.packed_rings import PackedRings
 from kvferry.transport.places import Places
+from kvferry.transport.ring_options import RingMemory, RingOptions
 from kvferry.transport.ring_pair import RingPair, device_rings, host_rings, rings_for
-from kvferry.transport.ring_window import SharedRings
+from kvferry.transport.ring_window import RingWindows, SharedRings
 from kvferry.transport.staging import PackedReads, Staging, digest_of
 from kvferry.transport.staging_ring import StagingRing, StagingSize
-from tests.transport.fake_cuda import FakeCuda, FakeEvent
+from tests.transport.fake_cuda import UUID, FakeCuda, FakeEvent
 from tests.transport.kernel_on_cpu import kernel_on_cpu
 from tests.transport.turning import Turning
 
 REGION_BYTES = 1 << 15
 SIZE = StagingSize(num_chunks=4, chunk_bytes=8192)
+OPTIONS = RingOptions(SIZE)
 RANK = "tcp://127.0.0.1:5"
 PATIENCE_S = 60.0
 
@@ -55,7 +59,7 @@ def _without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
 class Device:
     """A rank's memory on a device, and its rings there."""
 
-    def __init__(self, kernel: ctypes.CDLL, delay_s: float = 0.0) -> None:
+    def __init__(self, kernel: ctypes.CDLL, delay_s: float = 0.0, *, are_rings_on_host: bool = False) -> None:
         self.cuda = FakeCuda(delay_s, kernel)
         addresses = [self.cuda.allocate(REGION_BYTES) for _ in range(2)]
         self.regions = [Region(f"r{i}", REGION_BYTES, at, "cuda:0") for i, at in enumerate(addresses)]
@@ -63,11 +67,11 @@ class Device:
         self.memory = Places("ours", self.regions)
         self.num_buffers = len(self.cuda.memory)
         cuda: Any = self.cuda
-        self.pair = device_rings(self.memory, SIZE, cuda, CopyLimits(2, 1024))
+        limits = CopyLimits(2, 1024)
+        self.pair = device_rings(self.memory, OPTIONS, cuda, limits, are_on_host=are_rings_on_host)
 
     def chunk(self, ring: StagingRing, chunk: int) -> np.ndarray:
-        offset = chunk * SIZE.chunk_bytes
-        return self.cuda.memory[ring.region.address][offset : offset + SIZE.chunk_bytes]
+        return np.ctypeslib.as_array((ctypes.c_uint8 * SIZE.chunk_bytes).from_address(ring.address(chunk)))
 
     def close(self) -> None:
         self.pair.close()
@@ -76,11 +80,13 @@ class Device:
         assert len(self.cuda.memory) == self.num_buffers
         assert (self.cuda.num_streams, self.cuda.num_events) == (0, 0)
         assert not self.cuda.faults
+        assert not self.cuda.pinned
+        assert not self.cuda.mapped
 
 
-@pytest.fixture
-def device(kernel: ctypes.CDLL) -> Iterator[Device]:
-    device = Device(kernel)
+@pytest.fixture(params=[False, True], ids=["rings on the device", "rings on the host"])
+def device(kernel: ctypes.CDLL, request: pytest.FixtureRequest) -> Iterator[Device]:
+    device = Device(kernel, are_rings_on_host=request.param)
     yield device
     device.close()
 
@@ -105,13 +111,13 @@ def asked(draw: st.DrawFn) -> list[TermSide]:
 
 
 @settings(deadline=None, max_examples=100)
-@given(sides=asked(), chunk=st.integers(0, SIZE.num_chunks - 1))
+@given(sides=asked(), chunk=st.integers(0, SIZE.num_chunks - 1), are_rings_on_host=st.booleans())
 def test_a_device_gathers_and_scatters_the_same_bytes_as_the_host(
-    kernel: ctypes.CDLL, sides: list[TermSide], chunk: int
+    kernel: ctypes.CDLL, sides: list[TermSide], chunk: int, *, are_rings_on_host: bool
 ) -> None:
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(copy_kernel, "compiled_kernel", lambda *_: b"")
-    device, rng = Device(kernel), np.random.default_rng(3)
+    device, rng = Device(kernel, are_rings_on_host=are_rings_on_host), np.random.default_rng(3)
     monkeypatch.undo()
     for array in device.arrays:
         array[:] = rng.integers(0, 256, REGION_BYTES)
@@ -121,6 +127,8 @@ def test_a_device_gathers_and_scatters_the_same_bytes_as_the_host(
     )
     host.gather(sides, expected.ctypes.data)
     source, reader = device.pair.source, device.pair.reader
+    for ring in (source.ring, reader.ring):
+        device.chunk(ring, chunk)[:] = 0xAB
     source.copier.gather(sides, source.ring.address(chunk))
     assert (device.chunk(source.ring, chunk) == expected).all()
 
@@ -177,7 +185,7 @@ def test_rings_that_find_no_room_leave_nothing(kernel: ctypes.CDLL, monkeypatch:
 
     monkeypatch.setattr(cuda, "allocate", allocate_some)
     with pytest.raises(TransportError, match="out of memory"):
-        device_rings(Places("ours", [region]), SIZE, cuda, CopyLimits())
+        device_rings(Places("ours", [region]), OPTIONS, cuda, CopyLimits())
     assert len(cuda.memory) == 1
     assert (cuda.num_streams, cuda.num_events) == (0, 0)
 
@@ -214,8 +222,8 @@ class RankAndFabric:
 
 
 class World:
-    def __init__(self, kernel: ctypes.CDLL) -> None:
-        self.src, self.dst = Device(kernel, 1e-4), Device(kernel, 1e-4)
+    def __init__(self, kernel: ctypes.CDLL, *, are_rings_on_host: bool = False) -> None:
+        self.src, self.dst = (Device(kernel, 1e-4, are_rings_on_host=are_rings_on_host) for _ in range(2))
         for array in self.src.arrays:
             array[:] = np.random.default_rng(5).integers(1, 171, REGION_BYTES)  # never what is there at first
         reader, rank = self.dst.pair.reader, RankAndFabric(self.src, self.dst)
@@ -260,9 +268,9 @@ class World:
         self.dst.close()
 
 
-@pytest.fixture
-def world(kernel: ctypes.CDLL) -> Iterator[World]:
-    world = World(kernel)
+@pytest.fixture(params=[False, True], ids=["rings on the device", "rings on the host"])
+def world(kernel: ctypes.CDLL, request: pytest.FixtureRequest) -> Iterator[World]:
+    world = World(kernel, are_rings_on_host=request.param)
     yield world
     world.close()
 
@@ -271,6 +279,75 @@ def test_what_is_gathered_on_a_device_arrives_on_another(world: World) -> None:
     runs = world.read(1)
     assert world.wait(1) == ""
     assert world.has_arrived(runs)
+
+
+def staging_of(ring: StagingRing) -> Staging:
+    is_on_host = ring.region.device == "cpu"
+    sizes = ring.region.address, SIZE.num_bytes, SIZE.chunk_bytes
+    return Staging(RANK, *sizes, ring_id=ring.ring_id, place=ring.place, is_on_host=is_on_host)
+
+
+@pytest.fixture
+def seen(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """The reader's device looks at the source's ring."""
+    monkeypatch.setattr(exports, "visible_devices", lambda: frozenset({UUID}))
+    world.dst.cuda.exported = world.src.cuda.exported
+    staging = Staging.from_bytes(staging_of(world.src.pair.source.ring).to_bytes())
+    window = world.dst.pair.look(staging)
+    world.link = world.mover.link("src", staging, world.src.memory, window)
+    yield world
+    window.close()
+
+
+def test_a_device_scatters_from_the_ring_that_it_sees(seen: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seen.rank, "read", None)  # nobody reads by the fabric
+    ours = [seen.dst.chunk(seen.dst.pair.reader.ring, chunk).copy() for chunk in range(SIZE.num_chunks)]
+    runs = seen.read(1)
+    assert seen.wait(1) == ""
+    assert seen.has_arrived(runs)
+    for chunk, before in enumerate(ours):
+        assert (seen.dst.chunk(seen.dst.pair.reader.ring, chunk) == before).all(), "our own ring is not used"
+
+
+def test_a_ring_that_the_device_cannot_reach_is_given_up_whole(
+    seen: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging = staging_of(seen.src.pair.source.ring)
+    pinned, mapped = {**seen.dst.cuda.pinned}, [*seen.dst.cuda.mapped]
+    windows = RingWindows(SharedRings.ON, seen.dst.pair.look)
+    seen.dst.cuda.failing = {"pin"}
+    seen.dst.cuda.exported = {}
+    assert windows.open("src", staging) is None
+    assert windows.open("src", replace(staging, place="nowhere")) is None
+    assert windows.open("src", replace(staging, ring_bytes=1 << 40)) is None
+    assert (seen.dst.cuda.pinned, seen.dst.cuda.mapped) == (pinned, mapped)
+    assert RingWindows(SharedRings.OFF, seen.dst.pair.look).open("src", staging) is None
+
+
+def test_a_ring_that_is_shorter_than_it_is_said_to_be_is_not_looked_at(seen: World) -> None:
+    windows = RingWindows(SharedRings.ON, seen.dst.pair.look)
+    told = staging_of(seen.src.pair.source.ring)
+    assert windows.open("src", replace(told, ring_bytes=SIZE.num_bytes + 1)) is None
+    assert windows.open("src", replace(told, is_on_host=not told.is_on_host)) is None
+
+
+def test_a_ring_that_cannot_be_exported_is_not_offered(kernel: ctypes.CDLL) -> None:
+    cuda: Any = FakeCuda(0.0, kernel)
+    cuda.failing = {"export"}
+    ring = DeviceStagingRing(cuda, "cuda:0", SIZE, is_shared=True)
+    assert ring.place == ""
+    ring.close()
+    assert not cuda.memory
+
+
+def test_rings_that_cannot_be_pinned_leave_nothing(kernel: ctypes.CDLL) -> None:
+    cuda: Any = FakeCuda(0.0, kernel)
+    region = Region("r", 64, cuda.allocate(64), "cuda:0")
+    cuda.failing = {"pin"}
+    with pytest.raises(TransportError, match="pin failed"):
+        device_rings(Places("ours", [region]), OPTIONS, cuda, CopyLimits(), are_on_host=True)
+    assert len(cuda.memory) == 1
+    assert (cuda.num_streams, cuda.num_events) == (0, 0)
 
 
 def late_event() -> FakeEvent:
@@ -312,14 +389,21 @@ def test_a_thing_that_is_no_event_is_refused(world: World) -> None:
     assert not world.ends
 
 
-def card_of(regions: list[Region]) -> bytes:
-    told = Staging(RANK, 4096, SIZE.num_bytes, SIZE.chunk_bytes, regions_digest=digest_of(regions))
+def card_of(regions: list[Region], *, is_on_host: bool) -> bytes:
+    sizes = 4096, SIZE.num_bytes, SIZE.chunk_bytes
+    told = Staging(RANK, *sizes, regions_digest=digest_of(regions), is_on_host=is_on_host)
     return pack_card("agent", b"metadata", staging=told.to_bytes())
 
 
 class SilentLine:
     def listen(self, answers: object, turn: Callable[[], float]) -> None:
         self._turn = turn
+
+    def open_stream(self, to: str, nonce: int, regions: object) -> None:
+        pass
+
+    def hang_up(self, address: str) -> None:
+        pass
 
     def wake(self) -> None:
         self._turn()
@@ -340,22 +424,19 @@ def close_rings(rings: PackedRings) -> None:
     rings.close()
 
 
-def test_a_ring_is_read_into_one_of_its_own_kind_and_a_device_has_no_streams(kernel: ctypes.CDLL) -> None:
+def test_a_ring_of_another_kind_is_not_read_by_the_fabric(kernel: ctypes.CDLL) -> None:
+    """What is gathered is sent then; here nobody answers."""
     on_device, on_host = [Region("kv", 64, 1 << 20, "cuda:1")], [Region("kv", 64, 1 << 20)]
-    host = open_rings(host_rings(Places("ours", on_host), SIZE, SharedRings.OFF))
-    with pytest.raises(TransportError, match="its memory is device memory, ours host memory"):
-        host.link("src", card_of(on_device), on_device, None, 0.0)
-    with pytest.raises(TransportError, match="its memory is device memory, ours host memory"):
-        host.open_stream("src", card_of(on_device), on_device, 1.0)
-    close_rings(host)
+    host = open_rings(host_rings(Places("ours", on_host), RingOptions(SIZE, SharedRings.OFF)))
     ours = Device(kernel)
-    rings = open_rings(ours.pair)
-    assert [region.device for region in rings.table.places.regions] == ["cuda:0", "cuda:0"]
-    with pytest.raises(TransportError, match="its memory is host memory, ours device memory"):
-        rings.link("src", card_of(on_host), on_host, None, 0.0)
-    with pytest.raises(TransportError, match="streams are for host memory"):
-        rings.link("src", card_of(on_device), on_device, None, 0.0)
-    close_rings(rings)
+    device = open_rings(ours.pair)
+    assert [region.device for region in device.table.places.regions] == ["cuda:0", "cuda:0"]
+    team: Any = None
+    for rings, theirs, is_on_host in ((host, on_device, False), (device, on_host, True)):
+        with pytest.raises(TimeoutError):
+            rings.link("src", card_of(theirs, is_on_host=is_on_host), theirs, team, 0.0)
+    close_rings(host)
+    close_rings(device)
 
 
 class RankDeviceOfTest:
@@ -365,16 +446,22 @@ class RankDeviceOfTest:
         self.cuda = cuda
 
 
-def test_device_memory_has_rings_only_where_they_are_required(kernel: ctypes.CDLL) -> None:
+def test_rings_of_a_device_are_there_if_they_are_required_and_else_on_the_host(kernel: ctypes.CDLL) -> None:
     cuda: Any = FakeCuda(0.0, kernel)
     table = RegionTable("ours", [Region("kv", 64, cuda.allocate(64), "cuda:0")])
     device: Any = RankDeviceOfTest(cuda)
-    assert rings_for(table, device, PackedReads.NEVER, SIZE, SharedRings.ON) is None
-    assert rings_for(table, device, PackedReads.AUTO, SIZE, SharedRings.ON) is None
-    pair = rings_for(table, device, PackedReads.REQUIRE, SIZE, SharedRings.ON)
-    assert pair
-    assert not pair.source.copier.is_on_host
-    pair.close()
+    assert rings_for(table, device, PackedReads.NEVER, OPTIONS) is None
+    for packed_reads, memory, where in (
+        (PackedReads.REQUIRE, RingMemory.OWN, "cuda:0"),
+        (PackedReads.REQUIRE, RingMemory.HOST, "cpu"),
+        (PackedReads.AUTO, RingMemory.OWN, "cpu"),
+    ):
+        pair = rings_for(table, device, packed_reads, replace(OPTIONS, memory=memory))
+        assert pair
+        assert {pair.source.ring.region.device, pair.reader.ring.region.device} == {where}
+        assert pair.source.ring.place
+        pair.close()
     device.is_mixed = True
+    assert rings_for(table, device, PackedReads.AUTO, OPTIONS) is None
     with pytest.raises(TransportError, match="bad-device: some of this rank's memory is the host's"):
-        rings_for(table, device, PackedReads.REQUIRE, SIZE, SharedRings.ON)
+        rings_for(table, device, PackedReads.REQUIRE, OPTIONS)

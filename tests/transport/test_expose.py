@@ -9,7 +9,6 @@ from uuid import uuid4
 import numpy as np
 import pytest
 
-from kvferry.core.manifest import Region
 from kvferry.core.way import Way
 from kvferry.errors import TransportError
 from kvferry.testing.packed import AskingTransport
@@ -180,14 +179,6 @@ def test_settings_that_make_no_sense_are_refused_by_name(monkeypatch):
     monkeypatch.setenv("KVFERRY_EXPOSE", "staging")
     with pytest.raises(TransportError, match="KVFERRY_EXPOSE='staging' needs ranks that gather"):
         NixlTransport(packed_reads=PackedReads.NEVER)
-
-
-@pytest.mark.parametrize("expose", HIDDEN)
-def test_device_memory_cannot_be_hidden_yet(expose):
-    with closing(NixlTransport(expose=expose)) as transport:
-        told = f"KVFERRY_EXPOSE='{expose.value}' is not built yet for device memory"
-        with pytest.raises(TransportError, match=told):
-            transport.register([Region("kv", 64, 4096, "cuda:0")])
 
 
 @pytest.mark.parametrize("expose", HIDDEN)

@@ -15,6 +15,7 @@ from kvferry.testing.transport_world import REGION_BYTES, WHOLE, World, stale_me
 from kvferry.transport.base import Connected, ReadEnd
 from kvferry.transport.cards import pack_card, segment_in, staging_in, unpack_card, with_staging
 from kvferry.transport.packed import PackedLink
+from kvferry.transport.ring_options import RingOptions
 from kvferry.transport.ring_window import SharedRings
 from kvferry.transport.staging import PackedReads, Staging
 from kvferry.transport.staging_ring import StagingSize
@@ -113,7 +114,7 @@ def test_by_itself_a_rank_is_asked_to_gather_only_where_the_fabric_cannot_read(f
 )
 def test_on_one_host_a_rank_gathers_if_usual_loads_are_quicker_so(holder, run_bytes, shared, way):
     usual = Traffic(1, (16 << 20) // run_bytes, 16 << 20) if run_bytes else None
-    transport = AskingTransport(packed_reads=PackedReads.AUTO, shared_rings=shared)
+    transport = AskingTransport(packed_reads=PackedReads.AUTO, rings=RingOptions(shared=shared))
     transport.register(holder.regions)
     with serving(1, REGION_BYTES, env=AUTO) as near:
         (source,) = near.sources
@@ -126,7 +127,7 @@ def test_a_rank_that_cannot_gather_for_us_is_read_by_the_fabric(holder):
     """Shorter chunks here than there: reason enough to ask for nothing, not to refuse the peer."""
     usual = Traffic(1, 32_768, 16 << 20)
     size = StagingSize(num_chunks=4, chunk_bytes=4096)
-    transport = AskingTransport(packed_reads=PackedReads.AUTO, ring_size=size)
+    transport = AskingTransport(packed_reads=PackedReads.AUTO, rings=RingOptions(size))
     transport.register(holder.regions)
     with serving(1, REGION_BYTES, env=AUTO) as near:
         (source,) = near.sources

@@ -14,6 +14,7 @@ from kvferry.core.runs import Runs
 from kvferry.testing.packed import AskingTransport, gather_openly
 from kvferry.testing.sources import Holder, contents
 from kvferry.transport.base import CANCELLED
+from kvferry.transport.ring_options import RingOptions
 from kvferry.transport.staging import PackedReads
 from kvferry.transport.staging_ring import StagingSize
 
@@ -33,7 +34,7 @@ class Node:
         holder.add("held", self.held)
         holder.add("room", self.room.reshape(-1))
         self.regions = holder.regions
-        self.transport = AskingTransport(packed_reads=PackedReads.REQUIRE, ring_size=SIZE)
+        self.transport = AskingTransport(packed_reads=PackedReads.REQUIRE, rings=RingOptions(SIZE))
         self.transport.register(holder.regions)
         self.service = gather_openly(self.transport, patience_s=0.5)
 

@@ -22,7 +22,7 @@ class SharedWorld(World):
     def __init__(self) -> None:
         super().__init__()
         self.rank.ring.close()
-        self.rank.ring = SharedRings.ON.ring(SIZE)
+        self.rank.ring = StagingRing(SIZE, SharedRings.ON.memory(SIZE))
         self.staging = replace(
             self.link.staging, ring_address=self.rank.ring.region.address, place=self.rank.ring.place
         )
@@ -109,7 +109,7 @@ def test_a_ring_that_is_not_there_cannot_be_seen(place: str) -> None:
 
 
 def test_a_ring_that_is_shorter_than_it_says_cannot_be_seen() -> None:
-    ring = SharedRings.ON.ring(SIZE)
+    ring = StagingRing(SIZE, SharedRings.ON.memory(SIZE))
     told = Staging(RANK, ring.region.address, SIZE.num_bytes + 1, SIZE.chunk_bytes, place=ring.place)
     with pytest.raises(OSError, match="fewer than"):
         RingWindow(told)
@@ -119,7 +119,7 @@ def test_a_ring_that_is_shorter_than_it_says_cannot_be_seen() -> None:
 def test_a_ring_leaves_nothing_behind() -> None:
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
-    ring = SharedRings.ON.ring(SIZE)
+    ring = StagingRing(SIZE, SharedRings.ON.memory(SIZE))
     window = RingWindow(Staging(RANK, ring.region.address, *sizes(ring), place=ring.place))
     window.close()
     window.close()
@@ -133,7 +133,7 @@ def sizes(ring: StagingRing) -> tuple[int, int]:
 
 
 def test_a_rank_that_closes_looks_at_nobody_any_more() -> None:
-    ring = SharedRings.ON.ring(SIZE)
+    ring = StagingRing(SIZE, SharedRings.ON.memory(SIZE))
     staging = Staging(RANK, ring.region.address, *sizes(ring), place=ring.place)
     windows = RingWindows(SharedRings.ON)
     window = windows.open("peer", staging)
@@ -148,12 +148,12 @@ def test_a_rank_that_closes_looks_at_nobody_any_more() -> None:
 
 def test_where_rings_are_not_shared_they_have_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert SharedRings.from_environment({}) is SharedRings.ON
-    ring = SharedRings.from_environment({SETTING: "off"}).ring(SIZE)
+    ring = StagingRing(SIZE, SharedRings.from_environment({SETTING: "off"}).memory(SIZE))
     assert ring.place == ""
     ring.close()
     with pytest.raises(TransportError, match="one of on, off"):
         SharedRings.from_environment({SETTING: "maybe"})
     monkeypatch.delattr(os, "memfd_create")
-    ring = SharedRings.ON.ring(SIZE)
+    ring = StagingRing(SIZE, SharedRings.ON.memory(SIZE))
     assert (ring.place, ring.region.num_bytes) == ("", SIZE.num_bytes)
     ring.close()

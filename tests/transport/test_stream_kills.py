@@ -23,6 +23,7 @@ from kvferry.endpoint.edges import open_channel
 from kvferry.endpoint.gather_calls import GatherCalls
 from kvferry.testing.sources import serving
 from kvferry.transport.cards import staging_in
+from kvferry.transport.chunk_copier import HostChunkCopier
 from kvferry.transport.places import Places
 from kvferry.transport.staging import Staging
 from kvferry.transport.stream_reader import StreamMover
@@ -41,7 +42,7 @@ class Reader:
         self.pool = np.zeros(POOL_BYTES, np.uint8)
         places = Places("ours", [Region("kv", POOL_BYTES, self.pool.ctypes.data)])
         self.calls = GatherCalls(open_channel("", None), "reader")
-        self.mover = StreamMover(places, self.calls, count(1))
+        self.mover = StreamMover(HostChunkCopier(places, POOL_BYTES), self.calls, count(1))
         self.calls.listen(_Quiet(self.mover))
         self.link = self.mover.link("src", Staging.from_bytes(staging_in(card)), Places("src", regions))
         self.link.open(PATIENCE_S)

@@ -4,6 +4,7 @@ import contextlib
 import socket
 import threading
 import time
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -14,14 +15,19 @@ from kvferry.core.manifest import Region
 from kvferry.core.product import Product
 from kvferry.core.runs import Runs
 from kvferry.errors import TransportError
-from kvferry.transport import stream_reader
+from kvferry.transport import copy_kernel, stream_reader
 from kvferry.transport.base import CANCELLED
+from kvferry.transport.chunk_copier import HostChunkCopier
+from kvferry.transport.copy_kernel import CopyKernel, CopyLimits
+from kvferry.transport.device_chunks import DeviceChunkCopier
 from kvferry.transport.pack import src_of
 from kvferry.transport.places import Places
 from kvferry.transport.staging import Staging
 from kvferry.transport.stream_frames import HEAD, HELLO, MAGIC, TAIL, StreamOffer, proof
 from kvferry.transport.stream_reader import StreamMover
 from kvferry.transport.stream_sender import StreamSender
+from tests.transport.fake_cuda import FakeCuda
+from tests.transport.kernel_on_cpu import kernel_on_cpu
 
 RANK = "tcp://127.0.0.1:5"
 CHUNK_BYTES = 1 << 20
@@ -81,17 +87,21 @@ class Line:
         pass
 
 
+BY_HOST = partial(HostChunkCopier, chunk_bytes=CHUNK_BYTES)
+
+
 class World:
-    def __init__(self, *, is_proved=False):
+    def __init__(self, *, is_proved=False, copier=BY_HOST):
         self.src = HELD.copy()
         self.dst = np.zeros(POOL_BYTES, np.uint8)
         self.src_places, self.dst_places = (
             Places(n, [Region("kv", POOL_BYTES, a.ctypes.data)])
             for n, a in (("s", self.src), ("d", self.dst))
         )
-        self.sender = StreamSender(self.src_places, CHUNK_BYTES, "127.0.0.1", is_proved=is_proved)
+        self.copiers = copier(self.src_places), copier(self.dst_places)
+        self.sender = StreamSender(self.copiers[0], CHUNK_BYTES, "127.0.0.1", is_proved=is_proved)
         self.line = Line(self.sender)
-        self.mover = StreamMover(self.dst_places, self.line, count(1))
+        self.mover = StreamMover(self.copiers[1], self.line, count(1))
         self.line.listen(self.mover)
         self.link = self.mover.link("src", Staging(RANK, 1, 1 << 20, CHUNK_BYTES), self.src_places)
         self.ends: dict[int, str] = {}
@@ -127,11 +137,33 @@ class World:
     def close(self):
         assert self.mover.close(PATIENCE_S)
         self.sender.close()
+        for copier in self.copiers:
+            copier.close()
 
 
-@pytest.fixture(params=[False, True], ids=["bare", "proved"])
-def world(request):
-    world = World(is_proved=request.param)
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory):
+    return kernel_on_cpu(copy_kernel.source(), tmp_path_factory.mktemp("kernel"))
+
+
+@pytest.fixture
+def cuda(kernel, monkeypatch):
+    """A device whose memory is the host's, and which checks that all that it was lent comes back."""
+    monkeypatch.setattr(copy_kernel, "compiled_kernel", lambda *_: b"")
+    cuda = FakeCuda(1e-4, kernel)
+    yield cuda
+    assert not cuda.memory, "pinned memory is given back"
+    assert (cuda.num_streams, cuda.num_events, cuda.faults) == (0, 0, [])
+
+
+@pytest.fixture(params=["bare", "proved", "device", "proved device"])
+def world(request, cuda):
+
+    def by_device(places):
+        return DeviceChunkCopier(cuda, CopyKernel(cuda, CopyLimits()), places, CHUNK_BYTES)
+
+    copier = by_device if "device" in request.param else BY_HOST
+    world = World(is_proved="proved" in request.param, copier=copier)
     yield world
     world.close()
 

@@ -5,8 +5,9 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from kvferry.errors import SpecError, TransportError
-from kvferry.integrations.vllm.shared.options import Options, check_transfer_config
+from kvferry.integrations.vllm.shared.options import Options, check_transfer_config, is_through_host
 from kvferry.transport.expose import Expose
+from kvferry.transport.ring_options import RingMemory
 from kvferry.transport.staging import PackedReads
 
 TEXT = "3q2-7wAAq83vEjRWeJCrzf7cuph2VDIQ"
@@ -100,17 +101,39 @@ def test_packed_reads_are_an_option_or_a_variable_and_the_option_counts(monkeypa
         options()
 
 
-def test_packed_reads_of_device_memory_are_refused_by_name_where_they_are_required(monkeypatch):
+def test_caches_of_a_device_may_be_gathered_and_hidden():
     """vLLM's default for ``kv_buffer_device`` is where the caches are."""
-    asked = {"kv_buffer_device": "cuda", "kv_connector_extra_config": {"packed_reads": "require"}}
-    with pytest.raises(SpecError, match="packed_reads: workers gather from host memory only"):
-        check_transfer_config(transfer(**asked), "cuda")
-    asked["kv_connector_extra_config"] = {"packed_reads": "auto"}
-    check_transfer_config(transfer(**asked), "cuda")
-    asked["kv_connector_extra_config"] = {}
-    monkeypatch.setenv("KVFERRY_PACKED_READS", "require")
-    with pytest.raises(SpecError, match="packed_reads: workers gather from host memory only"):
-        check_transfer_config(transfer(**asked), "cuda")
+    for extra in ({"packed_reads": "require"}, {"packed_reads": "auto"}, {"expose": "staging"}):
+        asked = transfer(kv_buffer_device="cuda", kv_connector_extra_config=extra)
+        check_transfer_config(asked, "cuda")
+        assert not is_through_host(asked, "cuda")
+
+
+def through_host(**extra):
+    return Options.of(extra, host="10.0.0.7", is_through_host=True)
+
+
+def test_caches_of_a_device_pass_through_the_host_if_vllm_says_so(monkeypatch):
+    for name in ("KVFERRY_PACKED_READS", "KVFERRY_EXPOSE", "KVFERRY_RING_MEMORY"):
+        monkeypatch.delenv(name, raising=False)
+    asked = transfer(kv_buffer_device="cpu")
+    check_transfer_config(asked, "cuda")
+    assert is_through_host(asked, "cuda")
+    assert not is_through_host(asked, "cpu")
+    chosen = through_host()
+    assert (chosen.rings.memory, chosen.packed_reads) == (RingMemory.HOST, PackedReads.REQUIRE)
+    assert chosen.expose is Expose.STAGING, "the fabric may not be able to register the device's memory"
+    assert through_host(expose="pool").expose is Expose.POOL
+    assert options().rings.memory is RingMemory.OWN
+
+
+@pytest.mark.parametrize("is_option", [False, True])
+def test_through_the_host_workers_have_to_gather(monkeypatch, is_option):
+    if not is_option:
+        monkeypatch.setenv("KVFERRY_PACKED_READS", "never")
+    extra = {"packed_reads": "auto"} if is_option else {}
+    with pytest.raises(SpecError, match="kv_buffer_device: through 'cpu', workers gather for each other"):
+        check_transfer_config(transfer(kv_buffer_device="cpu", kv_connector_extra_config=extra), "cuda")
 
 
 def test_who_hides_its_pool_gathers(monkeypatch):
@@ -125,15 +148,6 @@ def test_who_hides_its_pool_gathers(monkeypatch):
     monkeypatch.setenv("KVFERRY_EXPOSE", "staging")
     assert (options().expose, options().packed_reads) == (Expose.STAGING, PackedReads.REQUIRE)
     assert options(expose="pool").expose is Expose.POOL
-
-
-@pytest.mark.parametrize("is_option", [False, True])
-def test_hiding_the_pool_of_device_memory_is_refused_by_name(monkeypatch, is_option):
-    if not is_option:
-        monkeypatch.setenv("KVFERRY_EXPOSE", "staging")
-    asked = {"kv_connector_extra_config": {"expose": "staging"} if is_option else {}}
-    with pytest.raises(SpecError, match="expose: 'staging' is for caches in host memory"):
-        check_transfer_config(transfer(kv_buffer_device="cuda", **asked), "cuda")
 
 
 @pytest.mark.parametrize(

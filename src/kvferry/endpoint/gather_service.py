@@ -20,9 +20,9 @@ from kvferry.endpoint.owner import Event, Owner
 from kvferry.errors import SpecError, TransportError
 from kvferry.log import is_worth_a_line, log_of
 from kvferry.runtime.ticket_guard import Admitted, GatherRefusal, Refusal, TicketGuard
-from kvferry.transport.chunk_copier import ChunkCopier
+from kvferry.transport.gather_line import GatherMemory
 from kvferry.transport.pack import TermSide, check_room
-from kvferry.transport.staging_ring import LentChunks, StagingRing
+from kvferry.transport.staging_ring import LentChunks
 from kvferry.transport.stream_frames import StreamOffer
 from kvferry.transport.stream_sender import StreamSender
 from kvferry.wire.bad_input import printable
@@ -43,7 +43,6 @@ log = log_of(__name__)
 MAX_WAITING = 64
 """Asks of one ticket that wait for a chunk."""
 LOOPBACK = "127.0.0.1"
-NO_STREAMS = "it names no ring of this rank; and this memory is a device's, streams are for host memory"
 PATIENCE_S = 2.0
 """How long a reader may keep a chunk that others wait for."""
 
@@ -65,8 +64,7 @@ class GatherService:
 
     def __init__(
         self,
-        copier: ChunkCopier,
-        ring: StagingRing,
+        memory: GatherMemory,
         guard: TicketGuard,
         channel: ControlChannel,
         clock: Callable[[], float],
@@ -76,17 +74,14 @@ class GatherService:
         are_streams_proved: bool = False,
     ) -> None:
         """``advertise``: the host that readers call, if it is another one than we listen at."""
-        self._copier, self._ring, self._channel = copier, ring, channel
+        self._copier, self._ring, self._channel = memory.copier, memory.ring, channel
         host = channel.address.removeprefix("tcp://").rpartition(":")[0].strip("[]") or LOOPBACK
-        self._streams: StreamSender | None = None
-        self._stream_address = ""
-        if copier.is_on_host:
-            chunk_bytes = ring.size.chunk_bytes
-            self._streams = StreamSender(copier.memory, chunk_bytes, host, is_proved=are_streams_proved)
-            self._stream_address = advertised(f"tcp://{host}:{self._streams.port}", advertise)
+        chunk_bytes = memory.ring.size.chunk_bytes
+        self._streams = StreamSender(memory.sender, chunk_bytes, host, is_proved=are_streams_proved)
+        self._stream_address = advertised(f"tcp://{host}:{self._streams.port}", advertise)
         # The owner's alone:
         self._guard = guard
-        self._chunks = LentChunks(ring.size.num_chunks, patience_s)
+        self._chunks = LentChunks(self._ring.size.num_chunks, patience_s)
         self._waiting: deque[tuple[int, deque[_Waiting]]] = deque()
         """By ticket; the first one's turn is next."""
         self._num_gathered = 0
@@ -128,8 +123,7 @@ class GatherService:
     def close(self) -> None:
         """Gather nothing more."""
         self._channel.close()  # after a last turn
-        if self._streams:
-            self._streams.close()
+        self._streams.close()
 
     def _put(self, event: Event[_Answer]) -> None:
         self._owner.put(event)
@@ -174,16 +168,12 @@ class GatherService:
         self._guard.begin(generation)  # first: a new start forgets what has ended
         self._guard.end(ticket_id)
         self._chunks.take_all_from(ticket_id)
-        if self._streams:
-            self._streams.revoke(ticket_id)
+        self._streams.revoke(ticket_id)
         return self._when_quiet(then)
 
     def _when_quiet(self, then: Callable[[], None]) -> list[_Answer]:
         """What is gathered into the ring is gathered by this thread; streams have one of their own."""
-        if self._streams:
-            self._streams.put(then)
-        else:
-            then()
+        self._streams.put(then)
         return []
 
     def _given_back(self, to: str, nonce: int, chunk: int, generation: int) -> list[_Answer]:
@@ -211,8 +201,6 @@ class GatherService:
         if question.regions != ours:
             detail = "its regions are not those that the reader was told of"
             return [self._refuse(to, nonce, self._guard.refuse(GatherRefusal.NOT_ITS_BYTES, detail))]
-        if self._streams is None:
-            return [self._refuse(to, nonce, self._guard.refuse(GatherRefusal.CANNOT, NO_STREAMS))]
 
         def offered(offer: StreamOffer | None) -> list[_Answer]:
             if offer:
@@ -224,8 +212,6 @@ class GatherService:
 
     def _send(self, to: str, ask: Gather, admitted: Admitted, sides: list[TermSide]) -> list[_Answer]:
         """Have bytes sent over a stream; whatever of it was revoked meanwhile is not."""
-        if self._streams is None:
-            return [self._refuse(to, ask.nonce, self._guard.refuse(GatherRefusal.CANNOT, NO_STREAMS))]
         refusal = self._refusal(admitted, sides)
         if refusal is not None:
             return [self._refuse(to, ask.nonce, refusal)]

@@ -49,7 +49,7 @@ def open_gathering(
     guard = TicketGuard(rank_key, BlockBytes(manifest, rank))
     channel = edges.open_channel(listen, trust.secret)
     service = GatherService(
-        *transport.gather_memory(),
+        transport.gather_memory(),
         guard,
         channel,
         edges.clock,

@@ -35,8 +35,7 @@ def gather_openly(
 ) -> GatherService:
     """Have a transport that is registered gather for everybody."""
     channel = open_channel(listen, None)
-    memory = transport.gather_memory()
-    service = GatherService(*memory, OpenGuard(), channel, time.monotonic, patience_s)
+    service = GatherService(transport.gather_memory(), OpenGuard(), channel, time.monotonic, patience_s)
     transport.gather_at(service.address)
     return service
 

@@ -9,7 +9,7 @@ from kvferry.errors import TransportError
 
 SEAL = struct.Struct(">8sI")
 CARD = struct.Struct(">HIIII")
-CARD_MAGIC = b"kvfnixl6"
+CARD_MAGIC = b"kvfnixl7"
 """Changed whenever a reader that does not know of the change must stay away.
 
 2: the source may send segments that a reader of before has no room for, which ends the source's process.

@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.transport.memory_views import MemoryViews, are_long
 from kvferry.transport.pack import TermSide, pack, unpack
 from kvferry.transport.places import Places
+
+HostBytes = NDArray[np.uint8]
 
 
 class ChunkCopier(Protocol):
@@ -17,11 +23,6 @@ class ChunkCopier(Protocol):
         """The rank's own."""
         ...
 
-    @property
-    def is_on_host(self) -> bool:
-        """Whether that is the host's memory, which anybody in the process can touch."""
-        ...
-
     def gather(self, sides: Sequence[TermSide], chunk: int) -> None:
         """Copy what these name to a chunk, an address; raises TransportError if they leave either."""
         ...
@@ -30,18 +31,29 @@ class ChunkCopier(Protocol):
         """Copy the bytes from a chunk, an address, to where these name."""
         ...
 
+    def views(self, sides: Sequence[TermSide]) -> list[memoryview]:
+        """What these name, where it lies, if the host had better touch it there; all of it was checked."""
+        ...
+
+    def new_chunk(self, num_bytes: int) -> HostBytes:
+        """Host memory that can be gathered into, and scattered from."""
+        ...
+
+    def free_chunk(self, chunk: HostBytes) -> None:
+        """Give such memory back; nothing may be under way."""
+        ...
+
     def close(self) -> None:
         """Give up what it has; nothing may be under way."""
         ...
 
 
 class HostChunkCopier:
-    """By compiled code, or by numpy where there is none."""
-
-    is_on_host = True
+    """By compiled code, or by numpy where there is none; in any thread."""
 
     def __init__(self, memory: Places, chunk_bytes: int) -> None:
         self.memory, self._chunk_bytes = memory, chunk_bytes
+        self._views = MemoryViews(memory)
 
     def gather(self, sides: Sequence[TermSide], chunk: int) -> None:
         """As ``ChunkCopier`` says."""
@@ -50,6 +62,17 @@ class HostChunkCopier:
     def scatter(self, sides: Sequence[TermSide], chunk: int) -> None:
         """As ``ChunkCopier`` says."""
         unpack(self.memory, sides, chunk)
+
+    def views(self, sides: Sequence[TermSide]) -> list[memoryview]:
+        """Long runs need no chunk."""
+        return self._views.of(sides) if are_long(sides) else []
+
+    def new_chunk(self, num_bytes: int) -> HostBytes:
+        """Any memory will do."""
+        return np.empty(num_bytes, np.uint8)
+
+    def free_chunk(self, chunk: HostBytes) -> None:
+        """Python does."""
 
     def close(self) -> None:
         """It has nothing."""

@@ -21,7 +21,8 @@ from kvferry.core.product import Product
 from kvferry.core.runs import Runs
 from kvferry.core.view import Ints
 from kvferry.errors import TransportError
-from kvferry.transport.cuda import Arguments, Cuda, compile_kernel, compiler_version
+from kvferry.transport.cuda import Arguments, Cuda
+from kvferry.transport.cuda_compiler import compile_kernel, compiler_version
 from kvferry.transport.places import Places
 from kvferry.transport.slices import cut_long
 

@@ -1,4 +1,4 @@
-"""CUDA's driver, by NVIDIA's own bindings: the only file that imports them. No torch, no toolkit.
+"""CUDA's driver, by NVIDIA's own bindings, which only this file and ``cuda_compiler`` import. No torch.
 
 A thread that touches device memory must have the device's *primary* context current, the one that torch and
 the CUDA runtime use too. Every call of the driver lets go of the interpreter while it waits.
@@ -24,7 +24,7 @@ NAME_BYTES = 128
 def has_cuda() -> bool:
     """Whether this machine has a CUDA driver and a device, and the bindings are installed."""
     try:
-        return int(_call(_driver().cuDeviceGetCount)) > 0
+        return int(call(_driver().cuDeviceGetCount)) > 0
     except TransportError:
         return False
 
@@ -32,9 +32,9 @@ def has_cuda() -> bool:
 def device_names() -> list[str]:
     """What the devices of this process are called, by index; raises TransportError without a driver."""
     driver = _driver()
-    devices = [_call(driver.cuDeviceGet, i) for i in range(int(_call(driver.cuDeviceGetCount)))]
+    devices = [call(driver.cuDeviceGet, i) for i in range(int(call(driver.cuDeviceGetCount)))]
     return [
-        bytes(_call(driver.cuDeviceGetName, NAME_BYTES, device)).partition(b"\0")[0].decode()
+        bytes(call(driver.cuDeviceGetName, NAME_BYTES, device)).partition(b"\0")[0].decode()
         for device in devices
     ]
 
@@ -46,7 +46,7 @@ Event = Any
 def visible_devices() -> frozenset[str]:
     """The UUIDs of the devices that this process can use."""
     driver = _driver()
-    devices = [_call(driver.cuDeviceGet, i) for i in range(int(_call(driver.cuDeviceGetCount)))]
+    devices = [call(driver.cuDeviceGet, i) for i in range(int(call(driver.cuDeviceGetCount)))]
     return frozenset(_uuid(driver, device) for device in devices)
 
 
@@ -76,8 +76,8 @@ class Cuda:
 
     def __init__(self, device_index: int) -> None:
         self._cu = _driver()
-        self._device = _call(self._cu.cuDeviceGet, device_index)
-        self._context = _call(self._cu.cuDevicePrimaryCtxRetain, self._device)
+        self._device = call(self._cu.cuDeviceGet, device_index)
+        self._context = call(self._cu.cuDevicePrimaryCtxRetain, self._device)
         with self.current():
             self._stream = self.make_stream()
 
@@ -90,7 +90,7 @@ class Cuda:
     def num_multiprocessors(self) -> int:
         """How many blocks of a kernel run at once, one on each."""
         attribute = self._cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
-        return int(_call(self._cu.cuDeviceGetAttribute, attribute, self._device))
+        return int(call(self._cu.cuDeviceGetAttribute, attribute, self._device))
 
     @property
     def architecture(self) -> str:
@@ -100,7 +100,7 @@ class Cuda:
             names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
             names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
         )
-        major, minor = (_call(self._cu.cuDeviceGetAttribute, part, self._device) for part in parts)
+        major, minor = (call(self._cu.cuDeviceGetAttribute, part, self._device) for part in parts)
         return f"sm_{major}{minor}"
 
     def bind_thread(self) -> None:
@@ -108,60 +108,60 @@ class Cuda:
 
         Others may be capturing a graph: in the relaxed mode, what this thread does leaves them alone.
         """
-        _call(self._cu.cuCtxSetCurrent, self._context)
+        call(self._cu.cuCtxSetCurrent, self._context)
         relaxed = self._cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        _call(self._cu.cuThreadExchangeStreamCaptureMode, relaxed)
+        call(self._cu.cuThreadExchangeStreamCaptureMode, relaxed)
 
     @contextmanager
     def current_for_launches(self) -> Iterator[None]:
         """Make the device current, for work in a stream only: no capture of another thread minds that."""
-        _call(self._cu.cuCtxPushCurrent, self._context)
+        call(self._cu.cuCtxPushCurrent, self._context)
         try:
             yield
         finally:
-            _call(self._cu.cuCtxPopCurrent)
+            call(self._cu.cuCtxPopCurrent)
 
     @contextmanager
     def current(self) -> Iterator[None]:
         """Make the device current for a while, in any thread; captures of other threads are left alone."""
         relaxed = self._cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        _call(self._cu.cuCtxPushCurrent, self._context)
-        before = _call(self._cu.cuThreadExchangeStreamCaptureMode, relaxed)
+        call(self._cu.cuCtxPushCurrent, self._context)
+        before = call(self._cu.cuThreadExchangeStreamCaptureMode, relaxed)
         try:
             yield
         finally:
-            _call(self._cu.cuThreadExchangeStreamCaptureMode, before)
-            _call(self._cu.cuCtxPopCurrent)
+            call(self._cu.cuThreadExchangeStreamCaptureMode, before)
+            call(self._cu.cuCtxPopCurrent)
 
     # -- memory ------------------------------------------------------------------------------------
 
     def allocate(self, num_bytes: int) -> int:
         """Device memory; its address."""
         with self.current():
-            return int(_call(self._cu.cuMemAlloc, num_bytes))
+            return int(call(self._cu.cuMemAlloc, num_bytes))
 
     def free(self, address: int) -> None:
         """Give device memory back."""
         with self.current():
-            _call(self._cu.cuMemFree, address)
+            call(self._cu.cuMemFree, address)
 
     def upload(self, address: int, data: bytes) -> None:
         """Copy host bytes to the device; done on return."""
         with self.current():
-            _call(self._cu.cuMemcpyHtoD, address, data, len(data))
+            call(self._cu.cuMemcpyHtoD, address, data, len(data))
 
     def download(self, address: int, num_bytes: int) -> bytes:
         """Copy device bytes to the host; done on return."""
         data = np.empty(num_bytes, np.uint8)
         with self.current():
-            _call(self._cu.cuMemcpyDtoH, data.ctypes.data, address, num_bytes)
+            call(self._cu.cuMemcpyDtoH, data.ctypes.data, address, num_bytes)
         return data.tobytes()
 
     def copy(self, src: int, dst: int, num_bytes: int) -> None:
         """Copy within the device; done on return, from any thread."""
         with self.current():
             try:
-                _call(self._cu.cuMemcpyDtoDAsync, dst, src, num_bytes, self._stream)
+                call(self._cu.cuMemcpyDtoDAsync, dst, src, num_bytes, self._stream)
             finally:
                 self.wait_stream(self._stream)
 
@@ -170,14 +170,14 @@ class Cuda:
         with self.current():
             try:
                 for address, num_bytes in spans:
-                    _call(self._cu.cuMemsetD8Async, address, 0, num_bytes, self._stream)
+                    call(self._cu.cuMemsetD8Async, address, 0, num_bytes, self._stream)
             finally:  # also what was begun before an error ends here
                 self.wait_stream(self._stream)
 
     def allocate_pinned(self, num_bytes: int) -> int:
         """Host memory that the device reads by itself; its address."""
         with self.current():
-            return int(_call(self._cu.cuMemHostAlloc, num_bytes, 0))
+            return int(call(self._cu.cuMemHostAlloc, num_bytes, 0))
 
     def pinned_array(self, address: int, num_bytes: int) -> NDArray[np.uint8]:
         """Pinned host memory as an array; good until it is freed."""
@@ -187,12 +187,30 @@ class Cuda:
     def free_pinned(self, address: int) -> None:
         """Give pinned host memory back."""
         with self.current():
-            _call(self._cu.cuMemFreeHost, address)
+            call(self._cu.cuMemFreeHost, address)
+
+    def pin(self, address: int, num_bytes: int, *, is_read_only: bool = False) -> None:
+        """Let the device reach host memory at its own address, until ``unpin``; whole pages, taken now."""
+        flags = self._cu.CU_MEMHOSTREGISTER_DEVICEMAP | self._cu.CU_MEMHOSTREGISTER_PORTABLE
+        flags |= self._cu.CU_MEMHOSTREGISTER_READ_ONLY if is_read_only else 0
+        with self.current():
+            call(self._cu.cuMemHostRegister, address, num_bytes, flags)
+            try:
+                if int(call(self._cu.cuMemHostGetDevicePointer, address, 0)) != address:
+                    raise TransportError("cuda", "this device has host memory at other addresses")
+            except TransportError:
+                call(self._cu.cuMemHostUnregister, address)
+                raise
+
+    def unpin(self, address: int) -> None:
+        """The device reaches host memory no more. Nothing may be under way."""
+        with self.current():
+            call(self._cu.cuMemHostUnregister, address)
 
     def allocation_of(self, address: int) -> Allocation:
         """The allocation that an address lies in."""
         with self.current():
-            base, num_bytes = _call(self._cu.cuMemGetAddressRange, address)
+            base, num_bytes = call(self._cu.cuMemGetAddressRange, address)
         return Allocation(int(base), int(num_bytes))
 
     # -- memory of other processes -----------------------------------------------------------------
@@ -200,7 +218,7 @@ class Cuda:
     def export(self, allocation: Allocation) -> bytes:
         """A handle by which another process of this host opens a whole allocation."""
         with self.current():
-            return bytes(_call(self._cu.cuIpcGetMemHandle, allocation.address).reserved)
+            return bytes(call(self._cu.cuIpcGetMemHandle, allocation.address).reserved)
 
     def open(self, handle: bytes) -> Allocation:
         """Map the allocation behind a handle into this process. ``close_opened`` gives it up."""
@@ -211,87 +229,87 @@ class Cuda:
             raise TransportError("cuda", f"not a handle of CUDA's: {len(handle)} bytes") from error
         lazy = self._cu.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         with self.current():
-            address = int(_call(self._cu.cuIpcOpenMemHandle, ours, lazy))
+            address = int(call(self._cu.cuIpcOpenMemHandle, ours, lazy))
             try:
                 return self.allocation_of(address)
             except TransportError:
-                _call(self._cu.cuIpcCloseMemHandle, address)
+                call(self._cu.cuIpcCloseMemHandle, address)
                 raise
 
     def close_opened(self, allocation: Allocation) -> None:
         """Unmap another process's memory. Nothing may be reading it any more."""
         with self.current():
-            _call(self._cu.cuIpcCloseMemHandle, allocation.address)
+            call(self._cu.cuIpcCloseMemHandle, allocation.address)
 
     def export_virtual(self, allocation: Allocation) -> int:
         """A file descriptor by which another process of this host opens a piece of virtual memory."""
         kind = self._cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         with self.current():
-            handle = _call(self._cu.cuMemRetainAllocationHandle, allocation.address)
+            handle = call(self._cu.cuMemRetainAllocationHandle, allocation.address)
             try:
-                return int(_call(self._cu.cuMemExportToShareableHandle, handle, kind, 0))
+                return int(call(self._cu.cuMemExportToShareableHandle, handle, kind, 0))
             finally:
-                _call(self._cu.cuMemRelease, handle)
+                call(self._cu.cuMemRelease, handle)
 
     def open_virtual(self, descriptors: Sequence[int], sizes: Sequence[int]) -> Allocation:
         """Map pieces of virtual memory side by side. ``close_virtual`` gives them up."""
         kind = self._cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         with self.current(), ExitStack() as undo:
-            room = Allocation(int(_call(self._cu.cuMemAddressReserve, sum(sizes), 0, 0, 0)), sum(sizes))
+            room = Allocation(int(call(self._cu.cuMemAddressReserve, sum(sizes), 0, 0, 0)), sum(sizes))
             undo.callback(self._cu.cuMemAddressFree, *room)
             at = room.address
             for descriptor, num_bytes in zip(descriptors, sizes, strict=True):
-                handle = _call(self._cu.cuMemImportFromShareableHandle, descriptor, kind)
+                handle = call(self._cu.cuMemImportFromShareableHandle, descriptor, kind)
                 try:
-                    _call(self._cu.cuMemMap, at, num_bytes, 0, handle, 0)
+                    call(self._cu.cuMemMap, at, num_bytes, 0, handle, 0)
                 finally:
-                    _call(self._cu.cuMemRelease, handle)  # the mapping keeps it
+                    call(self._cu.cuMemRelease, handle)  # the mapping keeps it
                 undo.callback(self._cu.cuMemUnmap, at, num_bytes)
                 at += num_bytes
             access = self._cu.CUmemAccessDesc()
             access.location.type = self._cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
             access.location.id = int(self._device)
             access.flags = self._cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-            _call(self._cu.cuMemSetAccess, *room, [access], 1)
+            call(self._cu.cuMemSetAccess, *room, [access], 1)
             undo.pop_all()
         return room
 
     def close_virtual(self, allocation: Allocation) -> None:
         """Unmap pieces of virtual memory. Nothing may be reading them any more."""
         with self.current():
-            _call(self._cu.cuMemUnmap, *allocation)
-            _call(self._cu.cuMemAddressFree, *allocation)
+            call(self._cu.cuMemUnmap, *allocation)
+            call(self._cu.cuMemAddressFree, *allocation)
 
     # -- work in order -----------------------------------------------------------------------------
 
     def make_stream(self) -> Any:
         """A queue of work for the device that waits for no other."""
-        return _call(self._cu.cuStreamCreate, self._cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        return call(self._cu.cuStreamCreate, self._cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
 
     def free_stream(self, stream: Any) -> None:
         """Give a stream up."""
         with self.current():
-            _call(self._cu.cuStreamDestroy, stream)
+            call(self._cu.cuStreamDestroy, stream)
 
     def wait_stream(self, stream: Any) -> None:
         """Block until everything in a stream is done."""
-        _call(self._cu.cuStreamSynchronize, stream)
+        call(self._cu.cuStreamSynchronize, stream)
 
     def make_event(self) -> Event:
         """A mark in a stream. Whoever waits for it spins, without the interpreter: to sleep costs 50 µs."""
-        return _call(self._cu.cuEventCreate, self._cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        return call(self._cu.cuEventCreate, self._cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 
     def free_event(self, event: Event) -> None:
         """Give an event up."""
-        _call(self._cu.cuEventDestroy, event)
+        call(self._cu.cuEventDestroy, event)
 
     def record(self, event: Event, stream: Any) -> None:
         """Put an event behind all that is in a stream."""
-        _call(self._cu.cuEventRecord, event, stream)
+        call(self._cu.cuEventRecord, event, stream)
 
     def wait_event(self, event: Event) -> None:
         """Block until the stream has come to an event."""
-        _call(self._cu.cuEventSynchronize, event)
+        call(self._cu.cuEventSynchronize, event)
 
     def has_come_to(self, event: Event) -> bool:
         """Whether the device has come to an event."""
@@ -303,30 +321,30 @@ class Cuda:
 
     def wait_in_stream(self, stream: Any, event: Event) -> None:
         """Let a stream wait for an event of another, by the device alone."""
-        _call(self._cu.cuStreamWaitEvent, stream, event, 0)
+        call(self._cu.cuStreamWaitEvent, stream, event, 0)
 
     def upload_later(self, address: int, pinned: int, num_bytes: int, stream: Any) -> None:
         """Copy from pinned host memory, in a stream."""
-        _call(self._cu.cuMemcpyHtoDAsync, address, pinned, num_bytes, stream)
+        call(self._cu.cuMemcpyHtoDAsync, address, pinned, num_bytes, stream)
 
     def download_later(self, pinned: int, address: int, num_bytes: int, stream: Any) -> None:
         """Copy to pinned host memory, in a stream."""
-        _call(self._cu.cuMemcpyDtoHAsync, pinned, address, num_bytes, stream)
+        call(self._cu.cuMemcpyDtoHAsync, pinned, address, num_bytes, stream)
 
     # -- kernels -----------------------------------------------------------------------------------
 
     def load(self, binary: bytes, name: str) -> Any:
         """A kernel of a compiled module, which is kept for the life of the process."""
         with self.current():
-            module = _call(self._cu.cuModuleLoadData, binary)
-            return _call(self._cu.cuModuleGetFunction, module, name.encode())
+            module = call(self._cu.cuModuleLoadData, binary)
+            return call(self._cu.cuModuleGetFunction, module, name.encode())
 
     def launch(
         self, kernel: Any, num_blocks: int, num_threads: int, stream: Any, arguments: Arguments
     ) -> None:
         """Start a kernel, in a stream."""
         grid = (num_blocks, 1, 1, num_threads, 1, 1, 0)
-        _call(self._cu.cuLaunchKernel, kernel, *grid, stream, arguments.address, 0)
+        call(self._cu.cuLaunchKernel, kernel, *grid, stream, arguments.address, 0)
 
     def close(self) -> None:
         """Give the stream back; the context is kept.
@@ -336,28 +354,6 @@ class Cuda:
         self.free_stream(self._stream)
 
 
-def compile_kernel(source: str, architecture: str) -> bytes:
-    """CUDA C++ as machine code for one architecture."""
-    nvrtc = _nvrtc()
-    program = _call(nvrtc.nvrtcCreateProgram, source.encode(), b"kvferry.cu", 0, [], [])
-    options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]
-    try:
-        _call(nvrtc.nvrtcCompileProgram, program, len(options), options)
-    except TransportError as error:
-        text = bytearray(_call(nvrtc.nvrtcGetProgramLogSize, program))
-        _call(nvrtc.nvrtcGetProgramLog, program, text)
-        raise TransportError("cuda", f"{error.detail}: {text.decode(errors='replace')}") from error
-    binary = bytearray(_call(nvrtc.nvrtcGetCUBINSize, program))
-    _call(nvrtc.nvrtcGetCUBIN, program, binary)
-    _call(nvrtc.nvrtcDestroyProgram, program)
-    return bytes(binary)
-
-
-def compiler_version() -> str:
-    """Which compiler this is, for the name of what it made."""
-    return ".".join(str(part) for part in _call(_nvrtc().nvrtcVersion))
-
-
 @cache
 def _driver() -> Any:
     try:
@@ -365,30 +361,17 @@ def _driver() -> Any:
     except ImportError as error:
         raise TransportError("no-cuda", f"CUDA's bindings cannot be imported ({error}); {INSTALL}") from error
     try:
-        _call(driver.cuInit, 0)
+        call(driver.cuInit, 0)
     except RuntimeError as error:
         raise TransportError("no-cuda", f"the CUDA driver cannot be loaded: {error}") from error
     return driver
 
 
-@cache
-def _nvrtc() -> Any:
-    try:
-        from cuda.bindings import nvrtc
-
-        nvrtc.nvrtcVersion()
-    except (ImportError, RuntimeError) as error:
-        raise TransportError(
-            "no-cuda", f"CUDA's run-time compiler cannot be loaded ({error}); {INSTALL}"
-        ) from error
-    return nvrtc
-
-
 def _uuid(driver: Any, device: Any) -> str:
-    return bytes(_call(driver.cuDeviceGetUuid, device).bytes).hex()
+    return bytes(call(driver.cuDeviceGetUuid, device).bytes).hex()
 
 
-def _call(function: Any, *args: Any) -> Any:
+def call(function: Any, *args: Any) -> Any:
     """What a function of the driver or the compiler returns, or its error as ours."""
     status, *results = function(*args)
     _check(function.__name__, status)

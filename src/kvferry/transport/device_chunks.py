@@ -1,4 +1,4 @@
-"""Rings in a device's memory, and who copies between them and the rank's own memory there: the copy kernel.
+"""Rings of a rank whose memory is a device's, there or on the host, and who copies: the copy kernel.
 
 The bytes of a chunk lie as ``pack`` says, whoever copies them.
 """
@@ -12,57 +12,99 @@ import numpy as np
 from kvferry.core.manifest import Region
 from kvferry.core.product import Product, Term
 from kvferry.core.runs import Runs
+from kvferry.host.shared_memory import SharedMemory
+from kvferry.transport.chunk_copier import HostBytes
 from kvferry.transport.copy_kernel import CopyKernel, prepare, repeated
 from kvferry.transport.copy_queue import CopyQueue
 from kvferry.transport.cuda import Cuda
+from kvferry.transport.exports import Exporter
 from kvferry.transport.pack import TermSide, check_room
 from kvferry.transport.places import Places
 from kvferry.transport.staging_ring import StagingRing, StagingSize, new_ring_id
 
-DEVICE_RING = StagingSize(num_chunks=8, chunk_bytes=8 << 20)
+DEVICE_RING = StagingSize(num_chunks=4, chunk_bytes=16 << 20)
 """Long chunks: a device copies megabytes in the time that a message takes."""
 
 
 class DeviceStagingRing(StagingRing):
     """A ring in device memory: an allocation of its own, which can be registered whatever the pool is."""
 
-    def __init__(self, cuda: Cuda, device: str, size: StagingSize) -> None:
+    def __init__(self, cuda: Cuda, device: str, size: StagingSize, *, is_shared: bool = False) -> None:
+        """``is_shared``: whether others of this host are to look at it."""
         self.size, self._cuda, self.ring_id = size, cuda, new_ring_id()
         self.region = Region("ring", size.num_bytes, cuda.allocate(size.num_bytes), device)
+        self._exporter = Exporter(cuda, [self.region]) if is_shared else None
+        if self._exporter and not self._exporter.export.refusal:
+            self.place = self._exporter.export.to_bytes().decode()
 
     def close(self) -> None:
         """Give the memory back; nothing may be under way."""
+        if self._exporter:
+            self._exporter.close()
+            self._exporter = None
         address, self.region = self.region.address, Region("ring", self.size.num_bytes)
         if address:
             self._cuda.free(address)
 
 
+class PinnedStagingRing(StagingRing):
+    """A ring in the host's memory, which a device reaches, too."""
+
+    def __init__(self, cuda: Cuda, size: StagingSize, shared: SharedMemory | None = None) -> None:
+        super().__init__(size, shared)
+        self._cuda, self._is_pinned = cuda, False
+        try:
+            cuda.pin(self.region.address, size.num_bytes)
+        except BaseException:
+            super().close()
+            raise
+        self._is_pinned = True
+
+    def close(self) -> None:
+        """Give the memory back; nothing may be under way."""
+        if self._is_pinned:
+            self._is_pinned = False
+            self._cuda.unpin(self.region.address)
+        super().close()
+
+
 class DeviceChunkCopier:
-    """By the copy kernel, in a stream of its own."""
+    """By the copy kernel, in a stream of its own, from and to chunks that the device reaches."""
 
-    is_on_host = False
-
-    def __init__(self, cuda: Cuda, kernel: CopyKernel, memory: Places, ring: StagingRing) -> None:
-        self.memory, self._cuda = memory, cuda
-        self._ring, self._chunk_bytes = Places("ring", [ring.region]), ring.size.chunk_bytes
+    def __init__(self, cuda: Cuda, kernel: CopyKernel, memory: Places, chunk_bytes: int) -> None:
+        self.memory, self._cuda, self._chunk_bytes = memory, cuda, chunk_bytes
         self._queue = CopyQueue(cuda, kernel)
 
     def gather(self, sides: Sequence[TermSide], chunk: int) -> None:
         """As ``ChunkCopier`` says."""
-        check_room(sides, self._chunk_bytes)
-        self._copy(self._terms(sides, chunk), self.memory, self._ring)
+        room = self._room(sides, chunk)
+        self._copy(terms_to_chunk(sides), self.memory, room)
 
     def scatter(self, sides: Sequence[TermSide], chunk: int) -> None:
         """As ``ChunkCopier`` says."""
-        check_room(sides, self._chunk_bytes)
-        self._copy(map(_turned, self._terms(sides, chunk)), self._ring, self.memory)
+        room = self._room(sides, chunk)
+        self._copy(map(_turned, terms_to_chunk(sides)), room, self.memory)
+
+    def views(self, sides: Sequence[TermSide]) -> list[memoryview]:
+        """The host touches none of it."""
+        return []
+
+    def new_chunk(self, num_bytes: int) -> HostBytes:
+        """Pinned: the device reads and writes it by itself."""
+        return self._cuda.pinned_array(self._cuda.allocate_pinned(num_bytes), num_bytes)
+
+    def free_chunk(self, chunk: HostBytes) -> None:
+        """As ``ChunkCopier`` says."""
+        self._cuda.free_pinned(int(chunk.ctypes.data))
 
     def close(self) -> None:
         """Give the stream and its table up; nothing may be under way."""
         self._queue.close()
 
-    def _terms(self, sides: Sequence[TermSide], chunk: int) -> Iterator[Term]:
-        return terms_to_chunk(sides, chunk - self._ring.regions[0].address)
+    def _room(self, sides: Sequence[TermSide], chunk: int) -> Places:
+        """So much of a chunk as these take."""
+        check_room(sides, self._chunk_bytes)
+        return Places("a chunk", [Region("chunk", sum(side.total_bytes for side in sides), chunk)])
 
     def _copy(self, terms: Iterable[Term], src: Places, dst: Places) -> None:
         """Copy, and wait for the end, which the device reports."""
@@ -74,15 +116,16 @@ class DeviceChunkCopier:
                 self._queue.wait()
 
 
-def terms_to_chunk(sides: Sequence[TermSide], at: int) -> Iterator[Term]:
-    """From where these name to a chunk at a place of its ring; the runs of a term have one length.
+def terms_to_chunk(sides: Sequence[TermSide]) -> Iterator[Term]:
+    """From where these name to a chunk; the runs of a term have one length.
 
     >>> side = TermSide(np.array([0, 500]), np.array([8, 4]), np.array([0, 1000]))
-    >>> for term in terms_to_chunk([side], 64):
+    >>> for term in terms_to_chunk([side]):
     ...     print([(src, dst, num_bytes) for _, src, _, dst, num_bytes in term.runs()])
-    [(500, 80, 4), (1500, 84, 4)]
-    [(0, 64, 8), (1000, 72, 8)]
+    [(500, 16, 4), (1500, 20, 4)]
+    [(0, 0, 8), (1000, 8, 8)]
     """
+    at = 0
     for side in sides:
         num_pairs, lowest = len(side.steps), int(side.steps.min())
         starts = at + num_pairs * (np.cumsum(side.num_bytes) - side.num_bytes)

@@ -1,11 +1,10 @@
-"""What of a rank its readers can reach by themselves: the setting, and where it is not built yet."""
+"""What of a rank its readers can reach by themselves: the setting."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
 
-from kvferry.errors import TransportError
 from kvferry.transport.setting import chosen
 
 SETTING = "KVFERRY_EXPOSE"
@@ -34,17 +33,3 @@ class Expose(Enum):
         (<Expose.POOL: 'pool'>, True)
         """
         return chosen(SETTING, environ, cls.POOL)
-
-
-def check_built(expose: Expose, what: str) -> None:
-    """Refuse to hide the pool of ``what``, for which that is not built yet: rather no start than an open one.
-
-    Every such place calls this, and nothing else does.
-
-    >>> check_built(Expose.STAGING, "device memory")
-    Traceback (most recent call last):
-    kvferry.errors.TransportError: bad-setting: KVFERRY_EXPOSE='staging' is not built yet for device memory...
-    """
-    if expose.hides_pool:
-        detail = f"{SETTING}={expose.value!r} is not built yet for {what}"
-        raise TransportError("bad-setting", f"{detail}; leave it unset, or set {Expose.POOL.value!r}")

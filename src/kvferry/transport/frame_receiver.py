@@ -7,12 +7,10 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvferry.errors import TransportError
-from kvferry.transport.pack import TermSide, unpack
-from kvferry.transport.stream_frames import HEAD, OPENED, TAIL, Cursor, MemoryViews, are_long, proof
+from kvferry.transport.chunk_copier import ChunkCopier, HostBytes
+from kvferry.transport.pack import TermSide
+from kvferry.transport.stream_frames import HEAD, OPENED, TAIL, Cursor, proof
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +38,17 @@ class FrameReceiver:
 
     def __init__(
         self,
-        memory: MemoryViews,
+        copier: ChunkCopier,
         chunk_bytes: int,
         key: bytes,
         sides_of: Callable[[int, int], Sequence[TermSide]],
     ) -> None:
         """``sides_of``: where the bytes of a frame belong, by its number and length."""
-        self._memory, self._chunk_bytes, self._key, self._sides_of = memory, chunk_bytes, key, sides_of
+        self._copier, self._chunk_bytes, self._key, self._sides_of = copier, chunk_bytes, key, sides_of
         self._head = bytearray(HEAD.size)
         self._cursor = Cursor([memoryview(self._head)])
         self._frame: _Frame | None = None
-        self._scratch: NDArray[np.uint8] | None = None
+        self._scratch: HostBytes | None = None
         """Where short runs wait to be scattered, and where what nobody wants goes."""
 
     @property
@@ -90,9 +88,9 @@ class FrameReceiver:
         if num_bytes > self._chunk_bytes:
             raise TransportError("bad-frame", f"a frame of {num_bytes} bytes: at most {self._chunk_bytes}")
         sides = self._sides_of(nonce, num_bytes)
-        is_direct = are_long(sides)
-        data = self._memory.of(sides) if is_direct else [self._chunk[:num_bytes]]
-        self._frame = _Frame(head, sides, data, is_direct)
+        views = self._copier.views(sides)
+        data = views or [self._chunk[:num_bytes]]
+        self._frame = _Frame(head, sides, data, is_direct=bool(views))
         self._cursor = Cursor([*data, memoryview(self._frame.tail)])
 
     def _end(self, frame: _Frame) -> ArrivedFrame:
@@ -103,13 +101,19 @@ class FrameReceiver:
             if not hmac.compare_digest(told, expected):
                 raise TransportError("bad-frame", "its proof is wrong: it was changed on its way")
         if is_good and not frame.is_direct and frame.sides:
-            unpack(self._memory.memory, frame.sides, self._scratch_array.ctypes.data)
+            self._copier.scatter(frame.sides, self._scratch_array.ctypes.data)
         return ArrivedFrame(nonce, bool(is_good))
 
+    def close(self) -> None:
+        """Give its memory back; nothing more is received."""
+        scratch, self._scratch = self._scratch, None
+        if scratch is not None:
+            self._copier.free_chunk(scratch)
+
     @property
-    def _scratch_array(self) -> NDArray[np.uint8]:
+    def _scratch_array(self) -> HostBytes:
         if self._scratch is None:
-            self._scratch = np.empty(self._chunk_bytes, np.uint8)
+            self._scratch = self._copier.new_chunk(self._chunk_bytes)
         return self._scratch
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvferry.core.manifest import Region
 from kvferry.core.product import Term
@@ -50,6 +50,15 @@ class GatherLine(Protocol):
         ...
 
 
+class GatherMemory(NamedTuple):
+    """What a rank gathers with; each copier is for one thread."""
+
+    copier: ChunkCopier
+    ring: StagingRing
+    sender: ChunkCopier
+    """For what is sent over streams."""
+
+
 @runtime_checkable
 class GatheringTransport(Protocol):
     """What an endpoint asks of a transport that has the packed way, beside all else."""
@@ -59,7 +68,7 @@ class GatheringTransport(Protocol):
         """Whether the packed way is open, as the setting says; known once memory is registered."""
         ...
 
-    def gather_memory(self) -> tuple[ChunkCopier, StagingRing]:
+    def gather_memory(self) -> GatherMemory:
         """For whoever gathers for this rank's readers: who copies, and what into."""
         ...
 

@@ -28,25 +28,23 @@ from kvferry.transport.agent_team import AgentTeam
 from kvferry.transport.agent_thread import AgentThread
 from kvferry.transport.base import Connected, DeviceEvent, ReadEnd
 from kvferry.transport.cards import pack_card, unpack_card, with_staging
-from kvferry.transport.chunk_copier import ChunkCopier
 from kvferry.transport.cuda import Cuda
 from kvferry.transport.descriptors import RegionTable, SlicePair
 from kvferry.transport.device import MappedReads, RankDevice, copy_limits
 from kvferry.transport.emulation import SETTING, AgentMode, EmulatedReads
 from kvferry.transport.expose import SETTING as EXPOSE_SETTING
-from kvferry.transport.expose import Expose, check_built
+from kvferry.transport.expose import Expose
 from kvferry.transport.gate import Gate
-from kvferry.transport.gather_line import GatherLine
+from kvferry.transport.gather_line import GatherLine, GatherMemory
 from kvferry.transport.link import Link, Mover
 from kvferry.transport.nixl_agent import UCX, Agent, check_installed
 from kvferry.transport.packed import PackedMover
 from kvferry.transport.packed_rings import HAVE_GATHERED, PackedRings, staging_of, why_hidden
 from kvferry.transport.places import Addresses, Places
+from kvferry.transport.ring_options import RingOptions
 from kvferry.transport.ring_pair import rings_for
-from kvferry.transport.ring_window import SharedRings
 from kvferry.transport.staging import SETTING as PACKED_SETTING
 from kvferry.transport.staging import PackedReads
-from kvferry.transport.staging_ring import StagingRing, StagingSize
 from kvferry.transport.stream_reader import StreamMover
 from kvferry.transport.transfers import Transfers
 from kvferry.transport.ucx import UCX_EMULATES, UcxSettings
@@ -84,8 +82,7 @@ class NixlTransport:
         mapped_reads: MappedReads | None = None,
         packed_reads: PackedReads | None = None,
         expose: Expose | None = None,
-        ring_size: StagingSize | None = None,
-        shared_rings: SharedRings | None = None,
+        rings: RingOptions | None = None,
         make_agent: Callable[[str, str], FabricAgent] | None = None,
     ) -> None:
         """Settings are those of the environment, if none are given; ``make_agent`` is for tests.
@@ -107,8 +104,7 @@ class NixlTransport:
         self._memory: RegionTable | None = None
         self._device: RankDevice | None = None
         self._teams: dict[AgentMode, AgentTeam] = {}
-        self._ring_size = ring_size
-        self._shared_rings = shared_rings or SharedRings.from_environment(os.environ)
+        self._ring_options = rings or RingOptions.from_environment(os.environ)
         self._rings: PackedRings | None = None
         self._lock = threading.Lock()
         self._links: dict[str, Link] = {}
@@ -126,12 +122,11 @@ class NixlTransport:
             if not regions:
                 raise TransportError("no-regions", "a rank has memory")
             memory = RegionTable("ours", regions)
-            if any(kind.name != "DRAM" for kind in memory.kinds):
-                check_built(self._expose, "device memory")
             try:
-                self._device = _device_of(memory, self._mapped_reads)
-                shared = self._shared_rings
-                pair = rings_for(memory, self._device, self._packed_reads, self._ring_size, shared)
+                offers = MappedReads.OFF if self._expose.hides_pool else self._mapped_reads
+                self._device = _device_of(memory, offers)
+                pair = rings_for(memory, self._device, self._packed_reads, self._ring_options)
+                shared = self._ring_options.shared
                 self._rings = PackedRings(pair, self._expose, shared) if pair else None
                 card_part = self._device.card_part if self._device else b""
                 if self._expose is not Expose.NOTHING:
@@ -168,13 +163,13 @@ class NixlTransport:
         """Whether this rank gathers for readers, and may ask others to; known once it is registered."""
         return self._rings is not None
 
-    def gather_memory(self) -> tuple[ChunkCopier, StagingRing]:
+    def gather_memory(self) -> GatherMemory:
         """For whoever gathers for this rank's readers: who copies, and what into."""
         with self._gate:
             self._ours()
             if self._rings is None:
                 raise TransportError("not-packed", f"this rank does not gather ({PACKED_SETTING})")
-            return self._rings.source.copier, self._rings.source.ring
+            return self._rings.source
 
     def gather_at(self, address: str) -> None:
         """From now on readers are told where this rank is asked to gather."""
@@ -221,7 +216,12 @@ class NixlTransport:
         if self._rings and (why_not or self._packed_reads is PackedReads.REQUIRE):
             team = self._teams.get(self._settings.first_mode)
             return self._rings.link(peer, card, regions, team, deadline), why_not
-        if self._rings and usual and (quicker := self._rings.quicker_link(peer, card, regions, usual)):
+        if (
+            self._rings
+            and not self._device
+            and usual
+            and (quicker := self._rings.quicker_link(peer, card, regions, usual))
+        ):
             return quicker, ""
         if self._device:
             try:

@@ -16,25 +16,21 @@ from kvferry.transport.cards import staging_in, unpack_card
 from kvferry.transport.descriptors import RegionTable
 from kvferry.transport.expose import SETTING as EXPOSE_SETTING
 from kvferry.transport.expose import Expose
-from kvferry.transport.gather_line import GatherLine
+from kvferry.transport.gather_line import GatherLine, GatherMemory
 from kvferry.transport.link import Link
 from kvferry.transport.packed import PackedMover
 from kvferry.transport.places import Places
-from kvferry.transport.ring_pair import CopiedRing, RingPair
+from kvferry.transport.ring_pair import RingPair
 from kvferry.transport.ring_window import RingWindows, SharedRings
 from kvferry.transport.staging import SETTING, PackedReads, Staging, digest_of
-from kvferry.transport.stream_frames import StreamOffer
 from kvferry.transport.stream_reader import StreamMover
 
 log = log_of(__name__)
 
-HAVE_GATHERED = (
-    f"this rank has nobody gather for it: set {SETTING}={PackedReads.AUTO.value} here, too (for host memory,"
-    " so far)"
-)
+HAVE_GATHERED = f"this rank has nobody gather for it: set {SETTING}={PackedReads.AUTO.value} here, too"
 WORTH_IT = 0.8
 """Gathering takes both sides' processors: it has to gain something."""
-NO_STREAM = "the fabric cannot read its ring by itself, and streams are for host memory"
+HOST = "cpu"
 
 
 class PackedRings:
@@ -43,7 +39,7 @@ class PackedRings:
     def __init__(
         self, pair: RingPair, expose: Expose = Expose.POOL, shared: SharedRings = SharedRings.ON
     ) -> None:
-        self._pair, self._expose, self._windows = pair, expose, RingWindows(shared)
+        self._pair, self._expose, self._windows = pair, expose, RingWindows(shared, pair.look)
         self._reader = pair.reader.ring
         self.table = RegionTable("rings", [pair.source.ring.region, self._reader.region])
         self._reader_table = RegionTable("our ring", [self._reader.region])
@@ -54,9 +50,10 @@ class PackedRings:
         self._line: GatherLine | None = None
 
     @property
-    def source(self) -> CopiedRing:
-        """What this rank gathers into."""
-        return self._pair.source
+    def source(self) -> GatherMemory:
+        """What this rank gathers into, and by whom."""
+        copied = self._pair.source
+        return GatherMemory(copied.copier, copied.ring, self._pair.sender)
 
     def advertise(self, address: str) -> None:
         """This rank is asked there to gather."""
@@ -64,17 +61,17 @@ class PackedRings:
         is_open = self._expose is not Expose.NOTHING
         ring_address, place = (ring.region.address, ring.place) if is_open else (0, "")
         sizes = ring.size.num_bytes, ring.size.chunk_bytes
-        told = Staging(address, ring_address, *sizes, self._expose, digest, ring.ring_id, place)
+        is_on_host = ring.region.device == HOST
+        told = Staging(address, ring_address, *sizes, self._expose, digest, ring.ring_id, place, is_on_host)
         self.staging = told.to_bytes()
 
     def open_mover(self, line: GatherLine) -> None:
         """Source ranks are asked by this line from now on."""
         if self.mover:
             raise TransportError("registered", "there is one line to the ranks that gather")
-        self._line, nonces, copier = line, count(1), self._pair.reader.copier
-        self.mover = PackedMover(copier, self._reader, line, nonces, self._pair.events)
-        if copier.is_on_host:
-            self.streams = StreamMover(copier.memory, line, nonces)
+        self._line, nonces, pair = line, count(1), self._pair
+        self.mover = PackedMover(pair.reader.copier, self._reader, line, nonces, pair.events)
+        self.streams = StreamMover(pair.receiver, line, nonces, pair.events)
         line.listen(_Answers(self.mover, self.streams), self.mover.turn)
 
     @property
@@ -93,18 +90,11 @@ class PackedRings:
         if staging.regions_digest != digest_of(regions):
             detail = "its regions are not those that this rank was told of"
             raise TransportError("no-connection", f"{peer}: {detail}")
-        self._check_kind(peer, regions)
         if staging.chunk_bytes > self._reader.size.chunk_bytes:
             theirs, ours = staging.chunk_bytes, self._reader.size.chunk_bytes
             detail = f"its chunks have {theirs} bytes, ours {ours}: set the same on both sides"
             raise TransportError("bad-ring", f"{peer}: {detail}")
         return self.mover, staging
-
-    def _check_kind(self, peer: str, regions: Sequence[Region]) -> None:
-        kinds, ours = {_kind(region) for region in regions}, _kind(self._reader.region)
-        if kinds != {ours}:
-            detail = f"its memory is {' and '.join(sorted(kinds))} memory, ours {ours} memory"
-            raise TransportError("not-packed", f"{peer}: {detail}; a ring is read into one of its own kind")
 
     def link(
         self, peer: str, card: bytes, regions: Sequence[Region], team: AgentTeam | None, deadline: float
@@ -113,7 +103,8 @@ class PackedRings:
         mover, staging = self._mover_for(peer, card, regions)
         if window := self._windows.open(peer, staging):
             return mover.link(peer, staging, Places(peer, regions), window)
-        if team and staging.expose is not Expose.NOTHING:
+        is_alike = staging.is_on_host == (self._reader.region.device == HOST)
+        if team and is_alike and staging.expose is not Expose.NOTHING:
             try:
                 seconds = max(0.0, deadline - monotonic())
                 ring = staging.ring_on(regions[0].device)
@@ -141,7 +132,7 @@ class PackedRings:
         """Have a peer send what it gathers; raises TransportError, or TimeoutError if it does not answer."""
         _, staging = self._mover_for(peer, card, regions)
         if self.streams is None:
-            raise TransportError("not-packed", f"{peer}: {NO_STREAM}")
+            raise TransportError("not-packed", f"{peer}: this rank has no line to ask others to send")
         stream = self.streams.link(peer, staging, Places(peer, regions))
         try:
             stream.open(max(0.0, timeout_s))
@@ -178,14 +169,10 @@ def why_hidden(staging: Staging | None, ours: Expose) -> str:
 class _Answers:
     """What ranks answer goes to who asked: numbers of asks are never the same."""
 
-    def __init__(self, rings: PackedMover, streams: StreamMover | None) -> None:
-        self._streams = streams
-        self._movers: list[PackedMover | StreamMover] = [rings, *([streams] if streams else [])]
+    def __init__(self, rings: PackedMover, streams: StreamMover) -> None:
+        self._movers: list[PackedMover | StreamMover] = [rings, streams]
         self.gathered, self.given_back = rings.gathered, rings.given_back
-
-    def stream_offered(self, sender: str, nonce: int, offer: StreamOffer) -> None:
-        if self._streams:  # else nobody asked for one
-            self._streams.stream_offered(sender, nonce, offer)
+        self.stream_offered = streams.stream_offered
 
     def not_gathered(self, sender: str, nonce: int, error: str) -> None:
         for mover in self._movers:
@@ -194,7 +181,3 @@ class _Answers:
     def lost(self, sender: str) -> None:
         for mover in self._movers:
             mover.lost(sender)
-
-
-def _kind(region: Region) -> str:
-    return "host" if region.device == "cpu" else "device"

@@ -6,18 +6,19 @@ there. Without this, each byte would be copied once more, by the fabric, chunk b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import Enum
 from weakref import WeakSet
 
 import numpy as np
 
+from kvferry.errors import TransportError
 from kvferry.host.shared_memory import SharedMemory, look_at
 from kvferry.log import log_of
 from kvferry.transport.setting import chosen
 from kvferry.transport.staging import Staging
-from kvferry.transport.staging_ring import MAX_RING_BYTES, StagingRing, StagingSize
+from kvferry.transport.staging_ring import MAX_RING_BYTES, StagingSize
 
 log = log_of(__name__)
 
@@ -38,12 +39,12 @@ class SharedRings(Enum):
         """The setting; raises TransportError if it is none."""
         return chosen(SETTING, environ, cls.ON)
 
-    def ring(self, size: StagingSize) -> StagingRing:
-        """A ring to gather into, which others can look at if that is possible here."""
+    def memory(self, size: StagingSize) -> SharedMemory | None:
+        """For a ring to gather into, if others are to look at it, and that is possible here."""
         if self is SharedRings.ON:
             with suppress(OSError):
-                return StagingRing(size, SharedMemory(PREFIX, size.num_bytes))
-        return StagingRing(size)
+                return SharedMemory(PREFIX, size.num_bytes)
+        return None
 
 
 class RingWindow:
@@ -51,6 +52,8 @@ class RingWindow:
 
     def __init__(self, staging: Staging) -> None:
         """Raises OSError if it cannot be seen from here."""
+        if not staging.is_on_host:
+            raise OSError("it is on a device")
         if staging.ring_bytes > MAX_RING_BYTES:
             raise OSError(f"it is said to have {staging.ring_bytes} bytes")
         self._memory = look_at(staging.place, PREFIX, staging.ring_bytes)
@@ -67,8 +70,9 @@ class RingWindow:
 class RingWindows:
     """The rings of others that this rank looks at."""
 
-    def __init__(self, shared: SharedRings) -> None:
-        self._shared = shared
+    def __init__(self, shared: SharedRings, look: Callable[[Staging], RingWindow] = RingWindow) -> None:
+        """``look``: opens one; raises OSError or TransportError if it cannot be seen from here."""
+        self._shared, self._look = shared, look
         self._open: WeakSet[RingWindow] = WeakSet()
 
     def open(self, peer: str, staging: Staging) -> RingWindow | None:
@@ -76,8 +80,8 @@ class RingWindows:
         if not staging.place or self._shared is SharedRings.OFF:
             return None
         try:
-            window = RingWindow(staging)
-        except OSError as error:
+            window = self._look(staging)
+        except (OSError, TransportError) as error:
             log.debug("the ring of %s cannot be seen from here: %s", peer, error)
             return None
         self._open.add(window)

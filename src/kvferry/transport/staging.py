@@ -17,7 +17,7 @@ from kvferry.transport.staging_ring import RING_ID_BYTES
 
 SETTING = "KVFERRY_PACKED_READS"
 DIGEST_BYTES = 16
-FIELDS = struct.Struct(f">BQQI{DIGEST_BYTES}s{RING_ID_BYTES}s")
+FIELDS = struct.Struct(f">B?QQI{DIGEST_BYTES}s{RING_ID_BYTES}s")
 EXPOSED = tuple(Expose)
 """By the number that stands for each in a card."""
 
@@ -29,8 +29,7 @@ class PackedReads(Enum):
     """Nobody gathers, and nobody is asked to."""
     AUTO = "auto"
     """This rank gathers for its readers. It has others gather for it where the fabric cannot read them by
-    itself, and those of its own host whose usual loads are of short runs. Device memory is left alone: there
-    the fabric, or our own kernel, reads by itself or not at all."""
+    itself, and those of its own host whose usual loads are of short runs."""
     REQUIRE = "require"
     """This rank gathers for its readers, and reads nobody who does not gather for it."""
 
@@ -76,6 +75,8 @@ class Staging:
     """The name of its ring; a rank that is asked for another one refuses."""
     place: str = ""
     """Where processes of the rank's own host can look at its ring; empty if they cannot."""
+    is_on_host: bool = True
+    """Whether its ring is in the host's memory; else on the rank's device."""
 
     @property
     def hides_pool(self) -> bool:
@@ -83,12 +84,13 @@ class Staging:
         return self.expose.hides_pool
 
     def ring_on(self, device: str) -> Region:
-        """The ring, to be read: it is where its rank's memory is."""
-        return Region("ring", self.ring_bytes, self.ring_address, device)
+        """The ring, to be read; ``device``: of the rank's memory."""
+        return Region("ring", self.ring_bytes, self.ring_address, "cpu" if self.is_on_host else device)
 
     def to_bytes(self) -> bytes:
         """For a card."""
-        numbers = EXPOSED.index(self.expose), self.ring_address, self.ring_bytes, self.chunk_bytes
+        kinds = EXPOSED.index(self.expose), self.is_on_host
+        numbers = *kinds, self.ring_address, self.ring_bytes, self.chunk_bytes
         return (
             FIELDS.pack(*numbers, self.regions_digest, self.ring_id)
             + f"{self.address}\n{self.place}".encode()
@@ -98,12 +100,14 @@ class Staging:
     def from_bytes(cls, data: bytes) -> Staging:
         """From a card; raises TransportError if it makes no sense."""
         if len(data) > FIELDS.size:
-            number, ring_address, ring_bytes, chunk_bytes, digest, ring_id = FIELDS.unpack_from(data)
+            number, is_on_host, *sizes, digest, ring_id = FIELDS.unpack_from(data)
+            ring_address, ring_bytes, chunk_bytes = sizes
             expose = EXPOSED[number] if number < len(EXPOSED) else None
             has_ring = expose is Expose.NOTHING or ring_address
             if expose and has_ring and 0 < chunk_bytes <= ring_bytes <= 1 << 40:
                 address, _, place = data[FIELDS.size :].decode(errors="replace").partition("\n")
-                return cls(address, ring_address, ring_bytes, chunk_bytes, expose, digest, ring_id, place)
+                rest = expose, digest, ring_id, place, is_on_host
+                return cls(address, ring_address, ring_bytes, chunk_bytes, *rest)
         raise TransportError("bad-card", "it does not say where its rank gathers")
 
 

@@ -19,15 +19,18 @@ from time import monotonic
 from kvferry.core.product import Term
 from kvferry.errors import TransportError
 from kvferry.log import log_of
+from kvferry.transport.chunk_copier import ChunkCopier
+from kvferry.transport.event_wait import EventWait
 from kvferry.transport.frame_receiver import ArrivedFrame, FrameReceiver
 from kvferry.transport.gather_line import GatherLine
 from kvferry.transport.gathered_reads import ANSWER_S, GatheredLink, GatheredRead, GatherMover
 from kvferry.transport.pack import TermSide, dst_of
 from kvferry.transport.places import Places
+from kvferry.transport.quietly import quietly
 from kvferry.transport.socket_loop import SocketLoop
 from kvferry.transport.staging import Staging
 from kvferry.transport.stream_call import end_call, start_call
-from kvferry.transport.stream_frames import OPENED, MemoryViews, StreamOffer
+from kvferry.transport.stream_frames import OPENED, StreamOffer
 
 log = log_of(__name__)
 
@@ -92,9 +95,11 @@ class StreamMover(GatherMover[StreamLink, _Read]):
 
     new_read = _Read
 
-    def __init__(self, memory: Places, line: GatherLine, nonces: Iterator[int]) -> None:
-        super().__init__(memory, line, nonces)
-        self._views = MemoryViews(memory)
+    def __init__(
+        self, copier: ChunkCopier, line: GatherLine, nonces: Iterator[int], events: EventWait | None = None
+    ) -> None:
+        super().__init__(copier.memory, line, nonces, events)
+        self._copier = copier
         # The thread's alone:
         self._asks: dict[int, _Ask] = {}
         self._loop = SocketLoop("kvferry-stream-reads", self._turn)
@@ -240,7 +245,7 @@ class StreamMover(GatherMover[StreamLink, _Read]):
             self._lose(link, f"the stream of {link.name} at {offer.address} cannot be called: {error}")
             return
         chunk_bytes, sides_of = link.staging.chunk_bytes, partial(self._sides_of, link)
-        stream.frames = FrameReceiver(self._views, chunk_bytes, offer.key, sides_of)
+        stream.frames = FrameReceiver(self._copier, chunk_bytes, offer.key, sides_of)
         self._loop.watch(stream.socket, partial(self._receive, stream))
 
     def _receive(self, stream: _Stream) -> None:
@@ -292,7 +297,9 @@ class StreamMover(GatherMover[StreamLink, _Read]):
         if stream and stream.socket:
             self._loop.ignore(stream.socket)
             stream.socket.close()
-            stream.socket = stream.frames = None
+            frames, stream.socket, stream.frames = stream.frames, None, None
+            if frames:
+                quietly(frames.close)
         self.give_up_all_of(link, error)
         _tell(link, error)
 

@@ -15,12 +15,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvferry.errors import TransportError
-from kvferry.transport.pack import TermSide, pack
-from kvferry.transport.places import Places
+from kvferry.transport.chunk_copier import ChunkCopier, HostBytes
+from kvferry.transport.pack import TermSide
+from kvferry.transport.quietly import quietly
 from kvferry.transport.socket_loop import SocketLoop
 from kvferry.transport.stream_callers import HELLO_S, StreamCallers, listen_at
 from kvferry.transport.stream_frames import (
@@ -30,14 +28,12 @@ from kvferry.transport.stream_frames import (
     STREAM_ID_BYTES,
     TAIL,
     Cursor,
-    MemoryViews,
     StreamOffer,
-    are_long,
     proof,
 )
 
-MAX_STREAMS = 256
-"""Streams that are open or offered; each costs a chunk once it is used."""
+MAX_STREAMS, MAX_STREAM_BYTES = 256, 1 << 30
+"""Streams that are open or offered; each costs a chunk once it is used. As many as both allow."""
 MAX_QUEUED = 256
 """Frames of one stream that wait."""
 
@@ -59,7 +55,7 @@ class _Stream:
     """Until when it must be named."""
     socket: socket.socket | None = None
     frames: deque[_Frame] = field(default_factory=deque)
-    chunk: NDArray[np.uint8] | None = None
+    chunk: HostBytes | None = None
     """Where short runs are gathered."""
     current: _Frame | None = None
     """Of which bytes are sent straight from memory: nobody may write there meanwhile."""
@@ -76,9 +72,10 @@ class _Stream:
 class StreamSender:
     """Sends frames to the readers that it offered a stream to."""
 
-    def __init__(self, memory: Places, chunk_bytes: int, host: str, *, is_proved: bool) -> None:
+    def __init__(self, copier: ChunkCopier, chunk_bytes: int, host: str, *, is_proved: bool) -> None:
         """``host``: where to listen. ``is_proved``: whether each frame carries a proof."""
-        self._views, self._chunk_bytes, self._is_proved = MemoryViews(memory), chunk_bytes, is_proved
+        self._copier, self._chunk_bytes, self._is_proved = copier, chunk_bytes, is_proved
+        self._max_streams = min(MAX_STREAMS, max(1, MAX_STREAM_BYTES // chunk_bytes))
         listener = listen_at(host)
         self.port = int(listener.getsockname()[1])
         # The thread's alone:
@@ -133,7 +130,7 @@ class StreamSender:
         for stream in [*self._streams.values()]:
             if stream.socket is None and stream.deadline <= now:
                 self._drop(stream)
-        if len(self._streams) >= MAX_STREAMS:
+        if len(self._streams) >= self._max_streams:
             then(None)
             return
         key = secrets.token_bytes(KEY_BYTES) if self._is_proved else b""
@@ -196,10 +193,7 @@ class StreamSender:
     def _begin(self, stream: _Stream, frame: _Frame) -> None:
         stream.current = frame
         try:
-            if are_long(frame.sides):
-                data = self._views.of(frame.sides)
-            else:
-                data = [self._gathered(stream, frame.sides)]
+            data = self._copier.views(frame.sides) or [self._gathered(stream, frame.sides)]
         except TransportError as error:
             stream.current = None
             frame.refuse(str(error))
@@ -209,8 +203,8 @@ class StreamSender:
     def _gathered(self, stream: _Stream, sides: Sequence[TermSide]) -> memoryview:
         """The bytes as a copy in the stream's own chunk."""
         if stream.chunk is None:
-            stream.chunk = np.empty(self._chunk_bytes, np.uint8)
-        pack(self._views.memory, sides, stream.chunk.ctypes.data, self._chunk_bytes)
+            stream.chunk = self._copier.new_chunk(self._chunk_bytes)
+        self._copier.gather(sides, stream.chunk.ctypes.data)
         return stream.chunk.data[: sum(side.total_bytes for side in sides)]
 
     @staticmethod
@@ -236,6 +230,9 @@ class StreamSender:
             stream.socket = None
         stream.cursor = stream.current = None
         stream.frames.clear()
+        chunk, stream.chunk = stream.chunk, None
+        if chunk is not None:
+            quietly(self._copier.free_chunk, chunk)
 
     def _close(self) -> None:
         for stream in [*self._streams.values()]:

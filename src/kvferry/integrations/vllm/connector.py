@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from kvferry.errors import KVFerryError, SpecError
 from kvferry.integrations.unread_settings import unread_settings
 from kvferry.integrations.vllm.scheduler.side import SchedulerSide
-from kvferry.integrations.vllm.shared.options import Options, check_transfer_config
+from kvferry.integrations.vllm.shared.options import Options, check_transfer_config, is_through_host
 from kvferry.integrations.vllm.shared.stats import LoadMetrics, LoadStats
 from kvferry.integrations.vllm.shared.step import StepMetadata
 from kvferry.integrations.vllm.worker.side import WorkerSide
@@ -70,7 +70,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             )
         transfer = vllm_config.kv_transfer_config
         check_transfer_config(transfer, current_platform.device_type)
-        options = Options.of(transfer.kv_connector_extra_config or {}, host=get_ip())
+        options = Options.of(
+            transfer.kv_connector_extra_config or {},
+            host=get_ip(),
+            is_through_host=is_through_host(transfer, current_platform.device_type),
+        )
         self._side: SchedulerSide | WorkerSide
         if role is KVConnectorRole.SCHEDULER:
             if unread := unread_settings(os.environ):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from enum import Enum
 from typing import Any, Protocol, TypeVar
@@ -15,6 +15,7 @@ from kvferry.runtime import Timing
 from kvferry.transport.expose import SETTING as EXPOSE_SETTING
 from kvferry.transport.expose import Expose
 from kvferry.transport.nixl_agent import UCX
+from kvferry.transport.ring_options import RingMemory, RingOptions
 from kvferry.transport.staging import SETTING as PACKED_SETTING
 from kvferry.transport.staging import PackedReads
 from kvferry.wire.secret import Secret
@@ -23,6 +24,7 @@ from kvferry.wire.trust import Trust
 C = TypeVar("C", bound=Enum)
 
 _TEXTS = ("listen", "advertise", "secret_file", "dump", "identity")
+HOST = "cpu"
 _PORT_OF_VLLM = 14579
 """What ``kv_port`` is if nobody sets it."""
 REQUIRED = "required"
@@ -80,6 +82,8 @@ class Options:
     """Whether workers gather for their readers, and ask others to."""
     expose: Expose = Expose.POOL
     """What of a worker its readers can reach by themselves."""
+    rings: RingOptions = field(default_factory=RingOptions)
+    """How the rings of workers that gather are."""
 
     @property
     def rank_listen(self) -> str:
@@ -92,8 +96,12 @@ class Options:
         return self.identity == REQUIRED
 
     @classmethod
-    def of(cls, extra: Mapping[str, Any], *, host: str) -> Options:
-        """Options from the configuration; ``host`` is where this machine can be reached."""
+    def of(cls, extra: Mapping[str, Any], *, host: str, is_through_host: bool = False) -> Options:
+        """Options from the configuration; ``host`` is where this machine can be reached.
+
+        ``is_through_host``: whether caches on a device are to pass through the host's memory. The fabric
+        sees nothing else of them then.
+        """
         if "secret" in extra:
             raise SpecError(
                 "kv_connector_extra_config: vLLM prints these options, so a secret must not be one: write it"
@@ -105,6 +113,11 @@ class Options:
         seconds = {_SECONDS[name]: _number(name, extra[name]) for name in _SECONDS if name in extra}
         trust = Trust(_secret(texts["secret_file"]), _insecure(extra), _authorities(extra))
         address = "127.0.0.1" if trust.is_one_host else f"[{host}]" if ":" in host else host
+        rings = RingOptions.from_environment(os.environ)
+        if is_through_host:
+            extra = {"expose": os.environ.get(EXPOSE_SETTING, Expose.STAGING.value), **extra}
+            extra = {"packed_reads": os.environ.get(PACKED_SETTING, PackedReads.REQUIRE.value), **extra}
+            rings = replace(rings, memory=RingMemory.HOST)
         expose = _chosen("expose", extra, Expose.from_environment(os.environ))
         return cls(
             listen=texts["listen"] or f"tcp://{address}:*",
@@ -117,6 +130,7 @@ class Options:
             digest_every=_digest_every(extra),
             packed_reads=_packed_reads(extra, expose),
             expose=expose,
+            rings=rings,
         )
 
 
@@ -138,11 +152,23 @@ def check_transfer_config(config: TransferConfig, device: str) -> None:
         raise SpecError("; ".join(refused))
 
 
+def is_through_host(config: TransferConfig, device: str) -> bool:
+    """Whether caches on a device are to pass through the host's memory."""
+    return device != HOST and config.kv_buffer_device == HOST
+
+
 def _refused_keys(config: TransferConfig, device: str) -> Iterator[str]:
-    if config.kv_buffer_device != device:
+    extra = config.kv_connector_extra_config or {}
+    if config.kv_buffer_device not in (device, HOST):
         yield (
-            f"kv_buffer_device: {config.kv_buffer_device!r} asks for copies in other memory, but kvferry"
-            f" moves caches from where they are to where they belong: leave it out (it is {device!r} then)"
+            f"kv_buffer_device: {config.kv_buffer_device!r} asks for copies in other memory, but these caches"
+            f" are on {device!r}, and move from there or through {HOST!r}: say one of them, or leave it out"
+        )
+    packed_reads = extra.get("packed_reads", os.environ.get(PACKED_SETTING))
+    if is_through_host(config, device) and packed_reads not in (None, PackedReads.REQUIRE.value):
+        yield (
+            f"kv_buffer_device: through {HOST!r}, workers gather for each other, and packed_reads is"
+            f" {packed_reads!r}: say {PackedReads.REQUIRE.value!r}, or leave one of them out"
         )
     if config.enable_permute_local_kv:
         yield "enable_permute_local_kv: kvferry moves between any two layouts without it: leave it out"
@@ -150,19 +176,6 @@ def _refused_keys(config: TransferConfig, device: str) -> Iterator[str]:
         yield (
             f"kv_port: {config.kv_port} is for other connectors; kvferry takes a free port. If it must be"
             f' this one, say "listen": "tcp://HOST:{config.kv_port}" in kv_connector_extra_config'
-        )
-    extra = config.kv_connector_extra_config or {}
-    packed_reads = extra.get("packed_reads", os.environ.get(PACKED_SETTING))
-    if device != "cpu" and packed_reads == PackedReads.REQUIRE.value:
-        yield (
-            f"packed_reads: workers gather from host memory only, so far, and these caches are on {device!r}:"
-            f" say {PackedReads.AUTO.value!r}, or leave it out"
-        )
-    expose = extra.get("expose", os.environ.get(EXPOSE_SETTING, Expose.POOL.value))
-    if device != "cpu" and expose != Expose.POOL.value:
-        yield (
-            f"expose: {expose!r} is for caches in host memory, so far, and these are on {device!r}:"
-            f" say {Expose.POOL.value!r}, or leave it out"
         )
     if (unknown := _unknown_options(extra)) and "secret" not in extra:
         yield unknown

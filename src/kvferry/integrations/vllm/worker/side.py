@@ -79,7 +79,10 @@ class WorkerSide:
         self._device = next((tensor.device for tensor in caches.values() if tensor.is_cuda), None)
         options = self._options
         transport = NixlTransport(
-            backend=options.backend, packed_reads=options.packed_reads, expose=options.expose
+            backend=options.backend,
+            packed_reads=options.packed_reads,
+            expose=options.expose,
+            rings=options.rings,
         )
         self._destination = Destination(
             manifest,
@@ -110,7 +113,7 @@ class WorkerSide:
                 "rank %d gathers for its readers (packed_reads: %s) at %s", rank, said, gathering.address
             )
         elif options.packed_reads is not PackedReads.NEVER:
-            log.warning("rank %d does not gather for its readers: its caches are not in host memory", rank)
+            log.warning("rank %d does not gather: its caches are partly on a device, partly not", rank)
         return gathering
 
     def _refused(self, source: Manifest, manifest: Manifest, rank: int, failure: Failure) -> None:
