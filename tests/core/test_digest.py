@@ -24,17 +24,23 @@ IS_LONG = "KVFERRY_LAW_EXAMPLES" in os.environ
 NUM_EXAMPLES = int(os.environ["KVFERRY_LAW_EXAMPLES"]) // 20 if IS_LONG else 100
 NUM_FAULTS = 10_000 if IS_LONG else 400
 MASK = (1 << 64) - 1
+STEP = 0x9E3779B97F4A7C15
 
 
 # -- the slow way: what the digest is, item by item, in Python's own numbers ----------------------------
 
 
 def slow_key(seed: int, name: str, coordinate: int) -> int:
-    salt = int.from_bytes(hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest(), "little")
-    value = (coordinate * 0x9E3779B97F4A7C15 + salt) & MASK
+    number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+    salt = stirred(number + seed * STEP)
+    return stirred(coordinate * STEP + salt) | 1
+
+
+def stirred(value: int) -> int:
+    value &= MASK
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         value = ((value ^ value >> shift) * factor) & MASK
-    return (value ^ value >> 31) | 1
+    return value ^ value >> 31
 
 
 def slow_sums(side: DigestSide, part: DigestPart, seed: int) -> list[int]:

@@ -116,8 +116,7 @@ class CellPattern:
         return int(cells.max()) + int(rows.max()) + int(keys.shape[1]) * self.word_bytes
 
 
-@dataclass(frozen=True, eq=False)
-class CellBlocks:
+class CellBlocks(NamedTuple):
     """The blocks of one state of a request."""
 
     state: str

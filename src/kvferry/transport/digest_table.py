@@ -35,13 +35,18 @@ TERM_WORDS = TERM.itemsize // 8
 class _Shared(NamedTuple):
     """What all layers have in common whose cells lie alike: one term for each chunk of tokens."""
 
-    terms: NDArray[np.void]
-    """Arrays are told by where they are in the table; ``first_tile`` is how many tiles a term has."""
+    terms: Words
+    """As plain words: numpy is slow at joining records. Arrays are told by where they are in the table;
+    ``first_tile`` is how many tiles a term has."""
+    num_terms: int
     bits: int
     """Every bit that is set in some distance or length: the lowest one is what all are aligned to."""
     word_bytes: int
     num_tiles: int
     num_bytes: int
+    start: int
+    """Of the bytes that are read, from the first item of block 0 on."""
+    stop: int
 
     def unit_bytes(self, first: int) -> int:
         """What a device can read at once: it reads words at multiples of their length only."""
@@ -69,14 +74,16 @@ class DigestTable:
         """Raises SpecError if a word is not in its region."""
         blocks = wanted.blocks
         region = self._regions[blocks.region]
-        blocks.check_inside(region.num_bytes)
         key = wanted.chunks, blocks.pattern, blocks.block_stride
         shared = self._shared.get(key)
         if shared is None:
+            blocks.check_inside(region.num_bytes)
             shared = self._shared[key] = self._new_shared(wanted)
+        elif blocks.offset + shared.start < 0 or blocks.offset + shared.stop > region.num_bytes:
+            blocks.check_inside(region.num_bytes)  # says what is wrong
         self._states.append(shared)
         self._firsts.append(region.address + blocks.offset)
-        self.num_sums += len(shared.terms)
+        self.num_sums += shared.num_terms
 
     @property
     def num_tiles(self) -> int:
@@ -105,9 +112,8 @@ class DigestTable:
 
     def write(self, table: Words, address: int) -> None:
         """Write what the kernel reads, and sums of zero, for being put at ``address``."""
-        # As plain words: numpy is slow at joining records.
-        terms = np.concatenate([shared.terms.view(np.uint64) for shared in self._states]).view(TERM)
-        counts = [len(shared.terms) for shared in self._states]
+        terms = np.concatenate([shared.terms for shared in self._states]).view(TERM)
+        counts = [shared.num_terms for shared in self._states]
         units = map(_Shared.unit_bytes, self._states, self._firsts)
         terms["first"] = np.repeat(np.array(self._firsts, np.uint64), counts)
         terms["unit_bytes"] = np.repeat(np.fromiter(units, np.uint32, len(counts)), counts)
@@ -125,7 +131,7 @@ class DigestTable:
 
     def split(self, sums: Words) -> list[Words]:
         """The sums of each state."""
-        counts = [len(shared.terms) for shared in self._states]
+        counts = [shared.num_terms for shared in self._states]
         return [sums[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
 
     def _put(self, values: NDArray[np.generic]) -> int:
@@ -157,7 +163,17 @@ class DigestTable:
         for each in (distances, rows.rows):
             bits |= int(np.bitwise_or.reduce(each))
         num_bytes = len(chunks.keys) * rows.keys.size * pattern.word_bytes
-        return _Shared(terms, bits, pattern.word_bytes, int(terms["first_tile"].sum()), num_bytes)
+        block_ids, stride = wanted.blocks.block_ids, wanted.blocks.block_stride
+        return _Shared(
+            terms.view(np.uint64),
+            len(terms),
+            bits,
+            pattern.word_bytes,
+            int(terms["first_tile"].sum()),
+            num_bytes,
+            int(block_ids[0]) * stride,
+            int(block_ids[-1]) * stride + pattern.span_bytes,
+        )
 
 
 def _set_tiles(terms: NDArray[np.void], num_cells: Ints, cell_words: int) -> None:

@@ -63,8 +63,7 @@ class Places:
         return bool((offset <= self._lengths[index] - num_bytes).all())
 
     def room(self, places: Ints, num_bytes: Ints) -> int:
-        """How far these runs can be moved up before one leaves its region; refused if one is outside."""
-        self.check(places, num_bytes)
+        """How far these runs, which were checked, can be moved up before one leaves its region."""
         index, offset = self.split(places)
         return int((self._lengths[index] - offset - num_bytes).min())
 
