@@ -87,6 +87,7 @@ class Feature:
 
 
 PREFIX = "prefix"
+GATHERED = {"KVFERRY_PACKED_READS": "require"}
 FEATURES = {
     PREFIX: Feature({"enable_prefix_caching": True}, is_a_gpus=False),
     "async": Feature({"async_scheduling": True}),
@@ -94,9 +95,13 @@ FEATURES = {
     "runner1": Feature(env={"VLLM_USE_V2_MODEL_RUNNER": "0"}),
     "runner2": Feature(env={"VLLM_USE_V2_MODEL_RUNNER": "1"}),
     "conv-ds": Feature(env={"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}, is_a_gpus=False),
+    "gathered": Feature(env=GATHERED, is_a_gpus=False),
+    "staged": Feature(env=GATHERED | {"KVFERRY_RING_MEMORY": "host", "KVFERRY_EXPOSE": "staging"}),
+    "streamed": Feature(env=GATHERED | {"KVFERRY_EXPOSE": "nothing"}, is_a_gpus=False),
 }
-"""Prefix caching; a step that is scheduled while the last one runs; vLLM's two model runners; and the order
-of dimensions and steps in the state of a convolution."""
+"""Prefix caching; a step that is scheduled while the last one runs; vLLM's two model runners; the order of
+dimensions and steps in the state of a convolution; and workers that gather: through rings, through rings in
+host memory, over streams."""
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 NOT_ON_CPU = {
     "kimi_linear": "vLLM has no kernels for KDA on a CPU",
@@ -321,6 +326,10 @@ def _pairs() -> Iterator[PairCase]:
         yield _pair("llama", Setting(features=(feature,)), WIDER)
     yield _pair("gemma3", Setting(features=(PREFIX, "async")))
     yield PairCase("nemotron_h", Setting(features=("async",)), Setting(features=("async",)))
+    # Workers that gather for their readers.
+    for feature in ("gathered", "staged", "streamed"):
+        yield _pair("llama", Setting(features=(feature,)), WIDER)
+        yield PairCase("nemotron_h", Setting(features=(feature,)), Setting(features=(feature,)))
     # Drafts: of the same kind, and of another (mixed regions).
     yield _pair("llama", Setting(draft="eagle:llama-eagle"), WIDER)
     yield _pair("llama", Setting(draft="draft_model:llama-draft"))
