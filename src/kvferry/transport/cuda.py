@@ -19,6 +19,8 @@ from kvferry.errors import TransportError
 
 INSTALL = 'install NVIDIA\'s bindings with: pip install "kvferry[cuda]" (torch 2.10 and later bring them)'
 NAME_BYTES = 128
+PORTABLE, DEVICE_MAP, READ_ONLY = 1, 2, 8
+"""``CU_MEMHOSTREGISTER_…``, which not all bindings name."""
 
 
 def has_cuda() -> bool:
@@ -191,8 +193,7 @@ class Cuda:
 
     def pin(self, address: int, num_bytes: int, *, is_read_only: bool = False) -> None:
         """Let the device reach host memory at its own address, until ``unpin``; whole pages, taken now."""
-        flags = self._cu.CU_MEMHOSTREGISTER_DEVICEMAP | self._cu.CU_MEMHOSTREGISTER_PORTABLE
-        flags |= self._cu.CU_MEMHOSTREGISTER_READ_ONLY if is_read_only else 0
+        flags = PORTABLE | DEVICE_MAP | (READ_ONLY if is_read_only else 0)
         with self.current():
             call(self._cu.cuMemHostRegister, address, num_bytes, flags)
             try:
