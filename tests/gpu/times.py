@@ -177,6 +177,7 @@ def run_latency(engines: Engines, case: LatencyCase, found: dict[str, Any]) -> N
                 load(src, dst, prompt)
             busy: dict[str, Callable[[Sequence[int]], Any]] = {
                 "alone": len,
+                "requests": partial(_short_request, dst),
                 "offers": partial(prefill, src),
                 "loads": partial(load, src, dst),
             }
@@ -185,6 +186,11 @@ def run_latency(engines: Engines, case: LatencyCase, found: dict[str, Any]) -> N
             windows = found["latency"][name] = {}
             for window, work in busy.items():
                 windows[window] = _window(dst, case, num_steps, work, prompts)
+
+
+def _short_request(dst: Engine, prompt: Sequence[int]) -> None:
+    """What a request costs the others that loads nothing: it joins the batch, and leaves it again."""
+    timed(dst, prompt_of(2), 1).result(SECONDS)
 
 
 def _window(
