@@ -30,7 +30,7 @@ def test_the_same_model_is_the_same_in_every_part():
 
 @pytest.mark.parametrize("name", LLAMA)
 def test_each_part_that_differs_is_named_with_both_values(name):
-    """RB-9: nobody has to guess what a hash was about."""
+    """RB-9, RA-1: nobody has to guess what a hash was about."""
     check = compare_identity(Identity.of(LLAMA), Identity.of({**LLAMA, name: "other"}))
     assert found(check.differing) == [(name, LLAMA[name], "other")]
     assert {each.code for each in check.differing} == {Code.IDENTITY_DIFFERS}

@@ -61,7 +61,7 @@ def met(caplog):
 
 
 def test_a_plan_that_engines_share_is_not_a_model_that_they_share(fleet, caplog):
-    """RB-9: after the first engine a second one of equal geometry is met, of another model."""
+    """RB-9, RA-2: after the first engine a second one of equal geometry is met, of another model."""
     caplog.set_level(logging.INFO, "kvferry")
     ours = Identity.of(ONE)
     two = fleet(ours, ours, Identity.of({**ONE, "weights.content": "3d4c"}), ours)
@@ -73,6 +73,7 @@ def test_a_plan_that_engines_share_is_not_a_model_that_they_share(fleet, caplog)
     lines = met(caplog)
     assert [level for level, _ in lines] == [logging.INFO] * 2
     assert all("the same model (3 parts of the identity equal)" in line for _, line in lines)
+    assert all("memory" in line for _, line in lines), "the way is told, too"
 
 
 def test_an_unknown_model_is_a_warning_in_the_line_of_the_meeting(fleet, caplog):

@@ -115,6 +115,7 @@ def asked(draw: st.DrawFn) -> list[TermSide]:
 def test_a_device_gathers_and_scatters_the_same_bytes_as_the_host(
     kernel: ctypes.CDLL, sides: list[TermSide], chunk: int, *, are_rings_on_host: bool
 ) -> None:
+    """RA-4: also through rings in the host's memory."""
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(copy_kernel, "compiled_kernel", lambda *_: b"")
     device, rng = Device(kernel, are_rings_on_host=are_rings_on_host), np.random.default_rng(3)

@@ -83,7 +83,7 @@ def assert_found(on_cpu: ctypes.CDLL, memory: Memory, wanted: Sequence[ChunkedCe
 @settings(max_examples=40, deadline=None, suppress_health_check=[*HealthCheck])
 @given(data=st.data())
 def test_the_kernel_finds_the_numbers_of_numpy(on_cpu: ctypes.CDLL, data: st.DataObject) -> None:
-    """Any layout, block size and parallelism; any number of warps and launches."""
+    """RB-1: any layout, block size and parallelism; any number of warps and launches."""
     case = data.draw(cases())
     src, dst = engines(case)
     request = data.draw(requests(src, dst, case.num_tokens, case.num_kept))

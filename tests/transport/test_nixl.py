@@ -252,7 +252,7 @@ def test_without_nixl_the_error_says_how_to_install_it(monkeypatch):
 
 
 def test_a_backend_that_cannot_be_made_is_refused_with_those_that_there_are(holder):
-    """Whoever asks for another backend learns what NIXL has here."""
+    """RA-5: whoever asks for another backend learns what NIXL has here."""
     transport = NixlTransport(backend="NO_SUCH_PLUGIN")
     with pytest.raises(TransportError, match=r"backend NO_SUCH_PLUGIN \(plugins here: .*UCX"):
         transport.register(holder.regions)

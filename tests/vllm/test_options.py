@@ -81,6 +81,7 @@ def test_an_open_door_is_said_explicitly():
 
 
 def test_the_backend_is_nixls_name():
+    """RA-5."""
     assert options().backend == "UCX"
     assert options(backends=["LIBFABRIC"]).backend == "LIBFABRIC"
 
@@ -114,6 +115,7 @@ def through_host(**extra):
 
 
 def test_caches_of_a_device_pass_through_the_host_if_vllm_says_so(monkeypatch):
+    """RA-4."""
     for name in ("KVFERRY_PACKED_READS", "KVFERRY_EXPOSE", "KVFERRY_RING_MEMORY"):
         monkeypatch.delenv(name, raising=False)
     asked = transfer(kv_buffer_device="cpu")
@@ -181,7 +183,7 @@ def test_what_vllm_says_if_nobody_sets_it_is_fine():
     ],
 )
 def test_what_is_for_other_connectors_is_refused_by_name(keys, words):
-    """Never ignored: whoever sets it expects something."""
+    """RA-4: never ignored, whoever sets it expects something."""
     with pytest.raises(SpecError, match=words):
         check_transfer_config(transfer(**keys), "cpu")
 

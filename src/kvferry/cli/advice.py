@@ -203,7 +203,7 @@ TRANSPORT: dict[str, Explained] = {
     "hidden-pool": Explained(
         "The source opens nothing of its cache to the fabric (`KVFERRY_EXPOSE` there): its ranks gather for"
         " their readers. This rank has nobody gather for it.",
-        "Set `KVFERRY_PACKED_READS=auto` on this side. Where its memory is a device's, or it is vLLM's: set"
+        "Set `KVFERRY_PACKED_READS=auto` on this side (in vLLM also the option `packed_reads`), or"
         " `KVFERRY_EXPOSE=pool` at the source.",
     ),
     "kind": Explained(
@@ -253,8 +253,7 @@ TRANSPORT: dict[str, Explained] = {
     ),
     "not-packed": Explained(
         "This rank reads only from ranks that gather for it (`KVFERRY_PACKED_READS=require`, or it hides its"
-        " pool: `KVFERRY_EXPOSE`). The source's rank does not, or one side's memory is the host's and the"
-        " other's a device's.",
+        " pool: `KVFERRY_EXPOSE`). The source's rank does not, or this one has no line to ask it.",
         "Set `KVFERRY_PACKED_READS` (in vLLM also the option `packed_reads`) to the same on both sides, or to"
         " `auto` here.",
     ),
