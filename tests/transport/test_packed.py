@@ -123,15 +123,16 @@ def test_on_one_host_a_rank_gathers_if_usual_loads_are_quicker_so(holder, run_by
         transport.close()
 
 
-def test_a_rank_that_cannot_gather_for_us_is_read_by_the_fabric(holder):
-    """Shorter chunks here than there: reason enough to ask for nothing, not to refuse the peer."""
-    usual = Traffic(1, 32_768, 16 << 20)
+@pytest.mark.parametrize("over", [{}, TCP | {"KVFERRY_EXPOSE": "nothing"}], ids=["ring", "stream"])
+def test_shorter_chunks_here_than_there_are_asked_for_one_by_one(holder, monkeypatch, over):
+    for name, value in over.items():
+        monkeypatch.setenv(name, value)
     size = StagingSize(num_chunks=4, chunk_bytes=4096)
-    transport = AskingTransport(packed_reads=PackedReads.AUTO, rings=RingOptions(size))
+    transport = AskingTransport(packed_reads=PackedReads.REQUIRE, rings=RingOptions(size))
     transport.register(holder.regions)
-    with serving(1, REGION_BYTES, env=AUTO) as near:
+    with serving(1, REGION_BYTES, env={"KVFERRY_PACKED_READS": "require"} | over) as near:
         (source,) = near.sources
-        assert transport.connect("near", source.card, source.regions, usual) == Connected(Way.DIRECT)
+        assert transport.connect("near", source.card, source.regions).way is Way.PACKED
         assert reads_all_of(transport, "near", source, holder)
         transport.close()
 

@@ -183,8 +183,8 @@ TRANSPORT: dict[str, Explained] = {
     ),
     "bad-probe": Explained("Memory that was mapped is not the source's.", _OTHER_WAY),
     "bad-ring": Explained(
-        "The staging rings of the two sides do not fit together, or one is too long.",
-        "Give both transports the same `ring_size`, of 64 MiB at most.",
+        "A staging ring is too long, or its chunks are too short.",
+        "Give the transport shorter rings (`RingOptions(StagingSize(…))`), of 64 MiB at most.",
     ),
     "bad-setting": Explained(
         "A variable of the environment has a value that is not understood, or not built yet for this rank.",

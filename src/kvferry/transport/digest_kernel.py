@@ -17,6 +17,9 @@ from kvferry.transport.copy_kernel import NUM_ARGUMENTS, THREADS_PER_BLOCK, Copy
 from kvferry.transport.cuda import Arguments, Cuda
 from kvferry.transport.digest_table import DigestTable, tables_of
 
+LIMITS = CopyLimits(num_blocks=0)
+"""The whole device: a digest only reads, and is through in a third of the time that 32 blocks take. What it
+costs others, their slowdown times its length, is less so (``docs/performance.md``)."""
 SCRATCH_BYTES = 16 << 20
 """Of a table and its sums, on the device and pinned: digests of more take several turns."""
 
@@ -81,7 +84,7 @@ class DigestKernel:
 @cache
 def digest_kernel(device_index: int) -> DigestKernel:
     """Of a device, for the life of the process; raises TransportError where there is no such device."""
-    return DigestKernel(Cuda(device_index), CopyLimits())
+    return DigestKernel(Cuda(device_index), LIMITS)
 
 
 def source() -> str:

@@ -16,6 +16,7 @@ from kvferry.core.product import Product, Term
 from kvferry.core.way import Way
 from kvferry.errors import TransportError
 from kvferry.transport.base import CANCELLED, Connected, DeviceEvent
+from kvferry.transport.chunk_copier import ChunkCopier
 from kvferry.transport.event_wait import EventWait
 from kvferry.transport.gather_line import GatherLine
 from kvferry.transport.pack import check_term, pieces
@@ -59,6 +60,8 @@ class GatheredLink(Generic[R]):
 
     def __init__(self, mover: GatherMover[Any, R], name: str, staging: Staging, src: Places) -> None:
         self._mover, self.name, self.staging, self.src = mover, name, staging, src
+        self.chunk_bytes = min(staging.chunk_bytes, mover.chunk_bytes)
+        """What is asked for at once: as much as both sides have room for."""
         # The mover's thread's alone:
         self.waiting: deque[R] = deque()
         self.reads: dict[int, R] = {}
@@ -79,7 +82,7 @@ class GatheredLink(Generic[R]):
         """Check that all runs are inside of their regions, and have them gathered, after the event."""
         for term in product.terms:
             check_term(term, self.src, self._mover.memory)
-        parts = pieces(product, self.staging.chunk_bytes)
+        parts = pieces(product, self.chunk_bytes)
         self._mover.submit(self._mover.new_read(self, transfer, permit, parts, report), after)
 
     def cancel(self, transfer: int) -> None:
@@ -97,10 +100,16 @@ class GatherMover(Generic[L, R]):
     new_read: Callable[..., R]
 
     def __init__(
-        self, memory: Places, line: GatherLine, nonces: Iterator[int], events: EventWait | None = None
+        self,
+        copier: ChunkCopier,
+        chunk_bytes: int,
+        line: GatherLine,
+        nonces: Iterator[int],
+        events: EventWait | None = None,
     ) -> None:
         """``events``: who waits for the device that the memory is on; None if it is the host's."""
-        self.memory, self._line, self._nonces, self._event_wait = memory, line, nonces, events
+        self.memory, self.chunk_bytes, self._copier = copier.memory, chunk_bytes, copier
+        self._line, self._nonces, self._event_wait = line, nonces, events
         self._lock = threading.Lock()
         """Guards ``_is_closing``: what is submitted before that is ended by the thread."""
         self._is_closing = False

@@ -116,8 +116,8 @@ class PackedMover(GatherMover[PackedLink, _Read]):
         nonces: Iterator[int],
         events: EventWait | None = None,
     ) -> None:
-        super().__init__(copier.memory, line, nonces, events)
-        self._copier, self._ring = copier, ring
+        super().__init__(copier, ring.size.chunk_bytes, line, nonces, events)
+        self._ring = ring
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         # The thread's alone:
         self._free = [*range(ring.size.num_chunks)]

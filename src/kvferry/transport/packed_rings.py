@@ -71,7 +71,8 @@ class PackedRings:
             raise TransportError("registered", "there is one line to the ranks that gather")
         self._line, nonces, pair = line, count(1), self._pair
         self.mover = PackedMover(pair.reader.copier, self._reader, line, nonces, pair.events)
-        self.streams = StreamMover(pair.receiver, line, nonces, pair.events)
+        chunk_bytes = self._reader.size.chunk_bytes
+        self.streams = StreamMover(pair.receiver, chunk_bytes, line, nonces, pair.events)
         line.listen(_Answers(self.mover, self.streams), self.mover.turn)
 
     @property
@@ -90,10 +91,6 @@ class PackedRings:
         if staging.regions_digest != digest_of(regions):
             detail = "its regions are not those that this rank was told of"
             raise TransportError("no-connection", f"{peer}: {detail}")
-        if staging.chunk_bytes > self._reader.size.chunk_bytes:
-            theirs, ours = staging.chunk_bytes, self._reader.size.chunk_bytes
-            detail = f"its chunks have {theirs} bytes, ours {ours}: set the same on both sides"
-            raise TransportError("bad-ring", f"{peer}: {detail}")
         return self.mover, staging
 
     def link(
