@@ -29,8 +29,8 @@ CACHE_BYTES = 8 << 30
 """Of each engine: a few requests of 16,384 tokens of 128 KiB."""
 CPU_LENGTHS = (64, 256)
 """What becomes of the lengths where nobody measures."""
-NUM_STEPS = 400
-"""Tokens of each decode whose times are taken."""
+NUM_STEPS, ROUNDS = 600, 3
+"""Tokens of each decode whose times are taken, in so many rounds of all windows."""
 SECONDS = 120.0
 FIRST_SECONDS = 30.0
 """For a first load by vLLM's own connector: where it refuses a pair it may as well never answer."""
@@ -166,7 +166,7 @@ def run_latency(engines: Engines, case: LatencyCase, found: dict[str, Any]) -> N
     is_cpu = engines.device.name == "cpu"
     if is_cpu:
         case = replace(case, num_decodes=2, num_tokens=CPU_LENGTHS[-1], loads_per_second=2.0)
-    num_steps = 20 if is_cpu else NUM_STEPS
+    num_steps = 30 if is_cpu else NUM_STEPS
     room = case.num_decodes + 16
     max_tokens = max(case.num_tokens, num_steps + 128) + 64
     with _pairs(engines, case.model, case.setting, case.setting, max_tokens, room) as (pairs, refused):
@@ -183,9 +183,14 @@ def run_latency(engines: Engines, case: LatencyCase, found: dict[str, Any]) -> N
             }
             if name != OURS:  # what it costs that a source computes beside it is the GPU's, whoever loads
                 del busy["offers"]
-            windows = found["latency"][name] = {}
-            for window, work in busy.items():
-                windows[window] = _window(dst, case, num_steps, work, prompts)
+            gaps: dict[str, list[float]] = {window: [] for window in busy}
+            events = dict.fromkeys(busy, 0)
+            for _ in range(ROUNDS):  # an engine's steps swing from minute to minute: each window in turn
+                for window, work in busy.items():
+                    some, number = _window(dst, case, num_steps // ROUNDS, work, prompts)
+                    gaps[window] += some
+                    events[window] += number
+            found["latency"][name] = {one: _percentiles(gaps[one], events[one]) for one in busy}
 
 
 def _short_request(dst: Engine, prompt: Sequence[int]) -> None:
@@ -199,8 +204,8 @@ def _window(
     num_steps: int,
     work: Callable[[Sequence[int]], Any],
     prompts: Sequence[Sequence[int]],
-) -> dict[str, float]:
-    """Percentiles of the time between two tokens, all decodes together, while something is done at a rate."""
+) -> tuple[list[float], int]:
+    """Milliseconds between two tokens, all decodes together, while something is done at a rate; how often."""
     decodes = [timed(dst, prompt_of(128), num_steps) for _ in range(case.num_decodes)]
     threads: list[threading.Thread] = []
     problems: list[Exception] = []
@@ -221,10 +226,15 @@ def _window(
         thread.join(SECONDS)
     if problems:
         raise Wrong(f"{len(problems)} of {number} failed, the first: {problems[0]!r}")
-    gaps = sorted(
+    gaps = [
         1e3 * (later - earlier)
         for one in decodes
         for earlier, later in pairwise(one.result().seconds[num_steps // 10 :])
-    )
+    ]
+    return gaps, number
+
+
+def _percentiles(gaps: list[float], events: int) -> dict[str, float]:
+    gaps.sort()
     at = {"p50_ms": 0.5, "p90_ms": 0.9, "p99_ms": 0.99}
-    return {"events": number, "gaps": len(gaps), **{k: gaps[int(q * (len(gaps) - 1))] for k, q in at.items()}}
+    return {"events": events, "gaps": len(gaps), **{k: gaps[int(q * (len(gaps) - 1))] for k, q in at.items()}}
