@@ -108,7 +108,7 @@ class Stranger:
         self.answers = []
         self.calls.listen(self)
 
-    def gathered(self, sender, nonce, address, chunk, generation):
+    def gathered(self, sender, nonce, told):
         self.answers.append((nonce, "gathered"))
 
     def not_gathered(self, sender, nonce, error):

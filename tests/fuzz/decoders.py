@@ -142,9 +142,9 @@ def _same(write: Callable[..., bytes]) -> Callable[[object], bytes]:
 
 
 GATHER = Gather(1, b"permit", ((bytes(8), bytes([8, *bytes(7)]), bytes(16)),), bytes(16))
-TO_RANK: tuple[ToRank, ...] = (GATHER, GiveBack(2, 3, 4))
+TO_RANK: tuple[ToRank, ...] = (GATHER, GiveBack(2, 3, 4, is_asking=True))
 FROM_RANK: tuple[FromRank, ...] = (
-    Gathered(1, 4096, 3, 4),
+    Gathered(1, 4096, 3, 4, 2000),
     NotGathered(1, "ended", "over"),
     GivenBack(2, is_valid=True),
 )

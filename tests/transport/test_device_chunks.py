@@ -26,6 +26,7 @@ from kvferry.transport.chunk_copier import HostChunkCopier
 from kvferry.transport.copy_kernel import CopyLimits
 from kvferry.transport.descriptors import RegionTable
 from kvferry.transport.device_chunks import DeviceStagingRing
+from kvferry.transport.gather_line import GatheredChunk
 from kvferry.transport.pack import TermSide, src_of
 from kvferry.transport.packed import PackedMover
 from kvferry.transport.packed_rings import PackedRings
@@ -204,9 +205,9 @@ class RankAndFabric:
     def ask(self, to: str, nonce: int, permit: bytes, terms: Any, into: bytes) -> None:
         ring, chunk = self.src.pair.source, nonce % SIZE.num_chunks
         ring.copier.gather([src_of(term) for term in terms], ring.ring.address(chunk))
-        self.answers.gathered(RANK, nonce, ring.ring.address(chunk), chunk, 1)
+        self.answers.gathered(RANK, nonce, GatheredChunk(ring.ring.address(chunk), chunk, 1))
 
-    def give_back(self, to: str, nonce: int, chunk: int, generation: int) -> None:
+    def give_back(self, to: str, nonce: int, chunk: int, generation: int, *, is_asking: bool) -> None:
         self.answers.given_back(RANK, nonce, is_valid=True)
 
     def hang_up(self, address: str) -> None:

@@ -15,6 +15,7 @@ from kvferry.errors import TransportError
 from kvferry.transport import packed
 from kvferry.transport.base import CANCELLED, Connected
 from kvferry.transport.chunk_copier import HostChunkCopier
+from kvferry.transport.gather_line import GatheredChunk
 from kvferry.transport.pack import pack, src_of
 from kvferry.transport.packed import PackedMover
 from kvferry.transport.places import Places
@@ -65,6 +66,8 @@ class Rank:
         self.asked, self.given_back = [], []
         self.answer = self.gather
         self.is_valid = lambda: True
+        self.lent_s = 0.0
+        """0: readers always ask whether a chunk was untouched."""
         self.turning = Turning()
         self.wake = self.turning.wake
 
@@ -80,11 +83,12 @@ class Rank:
     def gather(self, nonce, terms):
         chunk = nonce % SIZE.num_chunks
         pack(self.memory, [src_of(term) for term in terms], self.ring.address(chunk), SIZE.chunk_bytes)
-        self.answers.gathered(RANK, nonce, self.ring.address(chunk), chunk, 1)
+        self.answers.gathered(RANK, nonce, GatheredChunk(self.ring.address(chunk), chunk, 1, self.lent_s))
 
-    def give_back(self, to, nonce, chunk, generation):
+    def give_back(self, to, nonce, chunk, generation, *, is_asking):
         self.given_back.append(nonce)
-        self.answers.given_back(RANK, nonce, is_valid=self.is_valid())
+        if is_asking:
+            self.answers.given_back(RANK, nonce, is_valid=self.is_valid())
 
     def open_stream(self, to, nonce, regions):
         raise AssertionError("its ring is read")
@@ -201,6 +205,16 @@ def test_a_silent_rank_fails_the_read_by_a_deadline_and_delays_no_other(world, m
     assert "dead did not answer within 0.2 s" in ends[9]
 
 
+def test_between_two_hosts_a_reader_asks_however_quick_it_was(world):
+    """Either clock may have stood still: only the source knows whether it took the chunk away."""
+    world.rank.lent_s = 60.0
+    verdicts = iter([False])
+    world.rank.is_valid = lambda: next(verdicts, True)
+    world.read(1)
+    assert world.wait(1) == ""
+    assert len(world.rank.asked) == 11
+
+
 def test_a_cancelled_read_ends_at_once_and_what_comes_late_is_given_back(world):
     late = []
     world.rank.answer = lambda nonce, terms: late.append((nonce, terms))
@@ -245,7 +259,9 @@ def test_a_failed_read_of_the_fabric_fails_the_read(world):
 @pytest.mark.parametrize("offset", [-1, SIZE.num_bytes - 999, 1 << 60])
 def test_bytes_that_are_not_in_the_ring_are_not_read(world, offset):
     ring = world.rank.ring.region.address
-    world.rank.answer = lambda nonce, _: world.rank.answers.gathered(RANK, nonce, ring + offset, 0, 1)
+    world.rank.answer = lambda nonce, _: world.rank.answers.gathered(
+        RANK, nonce, GatheredChunk(ring + offset, 0, 1)
+    )
     world.read(1)
     assert world.wait(1) == "src says that bytes are outside of its ring"
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from kvferry.errors import TransportError
+from kvferry.transport.gather_line import GatheredChunk
 from kvferry.transport.ring_window import SETTING, RingWindow, RingWindows, SharedRings
 from kvferry.transport.staging import Staging
 from kvferry.transport.staging_ring import StagingRing
@@ -61,11 +63,11 @@ def test_a_chunk_is_given_back_after_it_was_scattered(
     """Else its rank could gather something else into it meanwhile."""
     spoilt = []
 
-    def spoil(to, nonce, chunk, generation) -> None:
+    def spoil(to, nonce, chunk, generation, *, is_asking) -> None:
         start = chunk * SIZE.chunk_bytes
         world.rank.ring._memory[start : start + SIZE.chunk_bytes] = bytes(SIZE.chunk_bytes)
         spoilt.append(chunk)
-        give_back(to, nonce, chunk, generation)
+        give_back(to, nonce, chunk, generation, is_asking=is_asking)
 
     give_back = world.rank.give_back
     monkeypatch.setattr(world.rank, "give_back", spoil)
@@ -73,6 +75,34 @@ def test_a_chunk_is_given_back_after_it_was_scattered(
     assert world.wait(1) == ""
     assert is_right(world, runs)
     assert len(spoilt) == 10
+
+
+def test_who_reads_a_chunk_soon_need_not_ask_whether_it_was_taken_away(world: SharedWorld) -> None:
+    world.rank.lent_s = 60.0
+    world.rank.is_valid = lambda: 1 / 0  # nobody asks
+    runs = world.read(1)
+    assert world.wait(1) == ""
+    assert is_right(world, runs)
+    assert len(world.rank.asked) == len(world.rank.given_back) == 10
+
+
+def test_who_takes_long_asks(world: SharedWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the time for which a chunk is lent is over before it was scattered."""
+    world.rank.lent_s, verdicts = 0.1, []
+    scatter = world.mover._copier.scatter
+
+    def slowly(sides, chunk) -> None:
+        if not verdicts:
+            time.sleep(0.06)
+        scatter(sides, chunk)
+
+    monkeypatch.setattr(world.mover._copier, "scatter", slowly)
+    world.rank.is_valid = lambda: verdicts.append(len(verdicts)) or len(verdicts) > 1
+    runs = world.read(1)
+    assert world.wait(1) == ""
+    assert is_right(world, runs)
+    assert len(verdicts) >= 1, "the first chunk was asked for"
+    assert len(world.rank.asked) == 11, "and it had been taken away"
 
 
 def test_a_chunk_that_was_taken_away_is_asked_for_again(world: SharedWorld) -> None:
@@ -87,7 +117,7 @@ def test_a_chunk_that_was_taken_away_is_asked_for_again(world: SharedWorld) -> N
 def test_bytes_that_are_not_in_the_ring_are_not_looked_at(world: SharedWorld) -> None:
     ring = world.rank.ring
     world.rank.answer = lambda nonce, _: world.rank.answers.gathered(
-        RANK, nonce, ring.region.address + SIZE.num_bytes - 8, 0, 1
+        RANK, nonce, GatheredChunk(ring.region.address + SIZE.num_bytes - 8, 0, 1)
     )
     world.read(1)
     assert world.wait(1) == "src says that bytes are outside of its ring"

@@ -77,7 +77,7 @@ class Line:
     def wake(self):
         pass
 
-    def give_back(self, to, nonce, chunk, generation):
+    def give_back(self, to, nonce, chunk, generation, *, is_asking):
         raise AssertionError("nothing was lent")
 
     def hang_up(self, address):

@@ -13,7 +13,7 @@ from kvferry.core.view import Ints
 from kvferry.endpoint.channel_thread import WAIT_SECONDS, Turn
 from kvferry.endpoint.edges import ControlChannel
 from kvferry.transport.base import Transport
-from kvferry.transport.gather_line import GatherAnswers, GatheringTransport
+from kvferry.transport.gather_line import GatherAnswers, GatheredChunk, GatheringTransport
 from kvferry.transport.stream_frames import StreamOffer
 from kvferry.wire.gather import (
     Gather,
@@ -54,9 +54,9 @@ class GatherCalls:
         known = tuple((region.address, region.num_bytes) for region in regions)
         self._channel.send(to, encode_rank_message(OpenStream(nonce, known)))
 
-    def give_back(self, to: str, nonce: int, chunk: int, generation: int) -> None:
+    def give_back(self, to: str, nonce: int, chunk: int, generation: int, *, is_asking: bool) -> None:
         """Nothing of a chunk is read any more."""
-        self._channel.send(to, encode_rank_message(GiveBack(nonce, chunk, generation)))
+        self._channel.send(to, encode_rank_message(GiveBack(nonce, chunk, generation, is_asking)))
 
     def hang_up(self, address: str) -> None:
         """Keep no connection to an address."""
@@ -76,8 +76,9 @@ class GatherCalls:
             return
         sender = received.reply_to
         match decode_from_rank(received.data):
-            case Gathered(nonce, address, chunk, generation):
-                answers.gathered(sender, nonce, address, chunk, generation)
+            case Gathered(nonce, address, chunk, generation, lent_ms):
+                told = GatheredChunk(address, chunk, generation, lent_ms / 1000)
+                answers.gathered(sender, nonce, told)
             case NotGathered(nonce, code, detail):
                 answers.not_gathered(sender, nonce, f"{code}: {detail}")
             case GivenBack(nonce, is_valid):

@@ -137,8 +137,8 @@ class GatherService:
             case Gather() as ask:
                 sides = _sides(ask)
                 self._owner.put(lambda _: self._ask(to, ask, sides))
-            case GiveBack(nonce, chunk, generation):
-                self._owner.put(lambda _: self._given_back(to, nonce, chunk, generation))
+            case GiveBack() as given:
+                self._owner.put(lambda _: self._given_back(to, given))
             case OpenStream() as question:
                 self._owner.put(lambda _: self._open_stream(to, question))
 
@@ -176,8 +176,9 @@ class GatherService:
         self._streams.put(then)
         return []
 
-    def _given_back(self, to: str, nonce: int, chunk: int, generation: int) -> list[_Answer]:
-        return [_Answer(to, GivenBack(nonce, self._chunks.give_back(chunk, generation)))]
+    def _given_back(self, to: str, given: GiveBack) -> list[_Answer]:
+        is_valid = self._chunks.give_back(given.chunk, given.generation)
+        return [_Answer(to, GivenBack(given.nonce, is_valid))] if given.is_asking else []
 
     def _ask(self, to: str, ask: Gather, sides: list[TermSide]) -> list[_Answer]:
         admitted = self._guard.admit(ask.permit)
@@ -251,7 +252,8 @@ class GatherService:
             self._chunks.give_back(chunk, generation)
             return self._refuse(ask.to, ask.nonce, refusal)
         self._num_gathered += 1
-        return _Answer(ask.to, Gathered(ask.nonce, address, chunk, generation))
+        lent_ms = int(1000 * self._chunks.patience_s)
+        return _Answer(ask.to, Gathered(ask.nonce, address, chunk, generation, lent_ms))
 
     def _refuse(self, to: str, nonce: int, refusal: Refusal) -> _Answer:
         number = sum(self._guard.refused.values())

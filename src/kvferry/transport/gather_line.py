@@ -37,8 +37,8 @@ class GatherLine(Protocol):
         """Ask the rank at an address for a stream; these are its regions, as far as we know."""
         ...
 
-    def give_back(self, to: str, nonce: int, chunk: int, generation: int) -> None:
-        """Nothing of a chunk is read any more."""
+    def give_back(self, to: str, nonce: int, chunk: int, generation: int, *, is_asking: bool) -> None:
+        """Nothing of a chunk is read any more; ``is_asking``: was it untouched until now?"""
         ...
 
     def hang_up(self, address: str) -> None:
@@ -48,6 +48,16 @@ class GatherLine(Protocol):
     def close(self) -> None:
         """Send what was said, and stop."""
         ...
+
+
+class GatheredChunk(NamedTuple):
+    """Where a rank has put what it was asked for."""
+
+    address: int
+    chunk: int
+    generation: int
+    lent_s: float = 0.0
+    """For how long after the ask nobody takes it away, while the lease stands."""
 
 
 class GatherMemory(NamedTuple):
@@ -84,7 +94,7 @@ class GatheringTransport(Protocol):
 class GatherAnswers(Protocol):
     """Who wants to hear what source ranks answer."""
 
-    def gathered(self, sender: str, nonce: int, address: int, chunk: int, generation: int) -> None:
+    def gathered(self, sender: str, nonce: int, told: GatheredChunk) -> None:
         """The bytes are in a chunk."""
         ...
 

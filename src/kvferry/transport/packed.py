@@ -7,10 +7,13 @@
       asks: gather these bytes        ────────────▶   checks the permit, gathers into a chunk of its ring
                                       ◀────────────   they are in this chunk, of this generation
       reads the chunk by the fabric into its own
-      gives the chunk back            ────────────▶   was it still of that generation?
+      gives the chunk back            ────────────▶   if it is asked: was it still of that generation?
       scatters                        ◀────────────   yes: what was read counts. No: it is asked for again
 
 Where it can see the source's ring (``ring_window``), it scatters from there, and gives the chunk back then.
+There it asks only if it took long: a source takes no chunk away before its patience is over, while the lease
+stands; and whether that stood, every load asks after its last byte. Two hosts have two clocks, either of
+which may stand still for a while (a machine that is moved): between them it always asks.
 
 One thread owns all this, that of the line to the source's ranks; callers and the fabric leave events in its
 inbox. It never waits for anybody: a read whose source does not answer fails by a deadline, and others go on
@@ -36,7 +39,7 @@ from kvferry.errors import TransportError
 from kvferry.log import log_of
 from kvferry.transport.chunk_copier import ChunkCopier
 from kvferry.transport.event_wait import EventWait
-from kvferry.transport.gather_line import GatherLine
+from kvferry.transport.gather_line import GatheredChunk, GatherLine
 from kvferry.transport.gathered_reads import ANSWER_S, GatheredLink, GatheredRead, GatherMover
 from kvferry.transport.link import Link
 from kvferry.transport.pack import dst_of
@@ -51,6 +54,8 @@ log = log_of(__name__)
 SURE_ASKED, MAX_ASKED = 4, 16
 """Chunks that one rank may be asked for at once in any case; and while at least half of our ring is free. A
 rank that does not answer leaves chunks for others, and the first answers need not be waited for."""
+SURE_SHARE = 0.5
+"""Of the time for which a chunk is lent: whoever has read it by then need not ask whether it still was."""
 MAX_ATTEMPTS = 4
 """How often the same bytes are asked for, if the source needs its chunk before we have read it."""
 
@@ -82,6 +87,9 @@ class _Ask:
     """Of our own ring, while one is reserved."""
     is_reading: bool = False
     """Whether the fabric writes to that chunk: nothing but its report ends that."""
+    asked_at: float = 0.0
+    is_sure: bool = False
+    """Whether nobody can have taken the chunk away before it was read."""
     deadline: float = 0.0
     num_attempts: int = 0
 
@@ -145,8 +153,8 @@ class PackedMover(GatherMover[PackedLink, _Read]):
         self.put(self._give_all_up)
         return self._is_over.wait(timeout_s)
 
-    def gathered(self, sender: str, nonce: int, address: int, chunk: int, generation: int) -> None:
-        self.put(partial(self._gathered, sender, nonce, address, chunk, generation))
+    def gathered(self, sender: str, nonce: int, told: GatheredChunk) -> None:
+        self.put(partial(self._gathered, sender, nonce, told))
 
     def not_gathered(self, sender: str, nonce: int, error: str) -> None:
         self.put(partial(self._refused, sender, nonce, error))
@@ -207,7 +215,7 @@ class PackedMover(GatherMover[PackedLink, _Read]):
 
     def _ask(self, ask: _Ask, now: float) -> None:
         nonce, read = next(self._nonces), ask.read
-        ask.chunk, ask.deadline = self._free.pop(), now + ANSWER_S
+        ask.chunk, ask.asked_at, ask.deadline = self._free.pop(), now, now + ANSWER_S
         ask.num_attempts += 1
         read.asks[nonce] = self._asks[nonce] = ask
         read.link.num_asked += 1
@@ -217,25 +225,25 @@ class PackedMover(GatherMover[PackedLink, _Read]):
         ask = self._asks.get(nonce)
         return ask if ask and ask.read.link.staging.address == sender else None
 
-    def _gathered(self, sender: str, nonce: int, address: int, chunk: int, generation: int) -> None:
+    def _gathered(self, sender: str, nonce: int, told: GatheredChunk) -> None:
         ask = self._find(sender, nonce)
         if ask is None or ask.chunk < 0 or ask.is_reading:
             if ask is None:  # nobody wants it any more
-                self._line.give_back(sender, nonce, chunk, generation)
+                self._line.give_back(sender, nonce, told.chunk, told.generation, is_asking=False)
             return
-        staging, offset = ask.read.link.staging, address - ask.read.link.staging.ring_address
+        staging, offset = ask.read.link.staging, told.address - ask.read.link.staging.ring_address
         if not 0 <= offset <= staging.ring_bytes - ask.num_bytes:
             self.give_up(ask.read, f"{ask.read.link.name} says that bytes are outside of its ring")
             return
         ring = ask.read.link.ring
         if isinstance(ring, RingWindow):
             error = self._scatter(ask, ring.address + offset)
-            self._line.give_back(sender, nonce, chunk, generation)
+            self._give_back(ask, nonce, told)
             self._has_scattered(ask, nonce, error)
             return
         to = ask.chunk * self._ring.size.chunk_bytes
         run = Runs(np.array([offset]), np.array([to]), np.array([ask.num_bytes]))
-        has_read = partial(self._has_read, sender, nonce, chunk, generation)
+        has_read = partial(self._has_read, nonce, told)
         ask.is_reading = True
         try:
             # Numbers below 0: those of callers are theirs.
@@ -243,12 +251,19 @@ class PackedMover(GatherMover[PackedLink, _Read]):
         except TransportError as error:
             has_read(str(error))
 
-    def _has_read(self, sender: str, nonce: int, chunk: int, generation: int, error: str) -> None:
+    def _has_read(self, nonce: int, told: GatheredChunk, error: str) -> None:
         """The fabric is through with a chunk."""
         ask = self._asks[nonce]
         ask.is_reading = False
-        self._line.give_back(sender, nonce, chunk, generation)
+        self._give_back(ask, nonce, told)
         self._has_scattered(ask, nonce, error or self._scatter(ask, self._ring.address(ask.chunk)))
+
+    def _give_back(self, ask: _Ask, nonce: int, told: GatheredChunk) -> None:
+        """Nothing of a chunk is read any more. It was lent after we had asked for it."""
+        has_one_clock = isinstance(ask.read.link.ring, RingWindow)
+        ask.is_sure = has_one_clock and monotonic() - ask.asked_at < told.lent_s * SURE_SHARE
+        address = ask.read.link.staging.address
+        self._line.give_back(address, nonce, told.chunk, told.generation, is_asking=not ask.is_sure)
 
     def _scatter(self, ask: _Ask, address: int) -> str:
         """Put bytes where they belong; why not, if so."""
@@ -267,6 +282,9 @@ class PackedMover(GatherMover[PackedLink, _Read]):
         if error:
             self._drop(nonce)
             self.give_up(ask.read, error)
+        elif ask.is_sure:
+            self._drop(nonce)
+            self._end_if_over(ask.read)
 
     def _given_back(self, sender: str, nonce: int, *, is_valid: bool) -> None:
         ask = self._find(sender, nonce)

@@ -96,7 +96,7 @@ class LentChunks:
         self._generations = [0] * num_chunks
         self._lent: dict[int, _Lent] = {}
         """The one that was lent first comes first."""
-        self._patience_s = patience_s
+        self.patience_s = patience_s
         self.num_taken_away = 0
 
     @property
@@ -137,4 +137,4 @@ class LentChunks:
 
     def next_deadline(self) -> float:
         """When one can be taken away from who has it, if none is given back before."""
-        return next((lent.since + self._patience_s for lent in self._lent.values()), float("inf"))
+        return next((lent.since + self.patience_s for lent in self._lent.values()), float("inf"))

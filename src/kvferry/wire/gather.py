@@ -49,6 +49,8 @@ class Gathered(msgspec.Struct, frozen=True, tag=True):
     chunk: int
     generation: int
     """How often the chunk was used: another one means other bytes."""
+    lent_ms: int
+    """For how long after the ask nobody takes it away, while the lease stands."""
 
 
 class StreamOffered(msgspec.Struct, frozen=True, tag=True):
@@ -75,6 +77,8 @@ class GiveBack(msgspec.Struct, frozen=True, tag=True):
     nonce: int
     chunk: int
     generation: int
+    is_asking: bool
+    """Whether the reader took so long that it has to know if the chunk was taken away before."""
 
 
 class GivenBack(msgspec.Struct, frozen=True, tag=True):
