@@ -43,12 +43,16 @@ def look(device: str, python: str) -> dict[str, str]:
 
 
 def commit() -> str:
-    """Of this repository; empty if nobody knows."""
-    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    """Of this repository, and whether something was changed since; empty if nobody knows."""
+    git = ["git", "-C", str(Path(__file__).parent)]
     try:
-        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+        head, changes = (
+            subprocess.run([*git, *asked], capture_output=True, text=True, check=True).stdout.strip()
+            for asked in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain"))
+        )
     except (OSError, subprocess.CalledProcessError):
         return ""
+    return f"{head} with changes" if changes else head
 
 
 def _gpu(python: str) -> str:

@@ -43,6 +43,12 @@ log = log_of(__name__)
 MAX_WAITING = 64
 """Asks of one ticket that wait for a chunk."""
 LOOPBACK = "127.0.0.1"
+REFUSED_FOR = {
+    "too-much": GatherRefusal.TOO_MUCH,
+    "out-of-bounds": GatherRefusal.NOT_ITS_BYTES,
+    "unknown-region": GatherRefusal.NOT_ITS_BYTES,
+}
+"""What a transport says of bytes that cannot be gathered; all else is the device's, or a bug."""
 PATIENCE_S = 2.0
 """How long a reader may keep a chunk that others wait for."""
 
@@ -225,7 +231,7 @@ class GatherService:
         return []
 
     def _refusal(self, admitted: Admitted, sides: list[TermSide]) -> Refusal | None:
-        """Why bytes are not handed out."""
+        """Why bytes are not sent; whoever sends them has nobody to tell."""
         refusal = self._guard.check(admitted, [(s.places, s.num_bytes, s.steps) for s in sides])
         if refusal is None:
             try:
@@ -233,18 +239,20 @@ class GatherService:
                 for side in sides:
                     side.check(self._copier.memory)
             except TransportError as error:
-                code = GatherRefusal.TOO_MUCH if error.code == "too-much" else GatherRefusal.NOT_ITS_BYTES
-                refusal = self._guard.refuse(code, str(error))
+                refusal = self._refuse_for(error)
         return refusal
+
+    def _refuse_for(self, error: TransportError) -> Refusal:
+        return self._guard.refuse(REFUSED_FOR.get(error.code, GatherRefusal.CANNOT), str(error))
 
     def _gather(self, ask: _Waiting, chunk: int, generation: int) -> _Answer:
         address = self._ring.address(chunk)
-        refusal = self._refusal(ask.admitted, ask.sides)
+        refusal = self._guard.check(ask.admitted, [(s.places, s.num_bytes, s.steps) for s in ask.sides])
         if refusal is None:
             try:
                 self._copier.gather(ask.sides, address)
-            except TransportError as error:  # of the device
-                refusal = self._guard.refuse(GatherRefusal.CANNOT, str(error))
+            except TransportError as error:
+                refusal = self._refuse_for(error)
             except Exception as error:
                 log.exception("bytes could not be gathered")
                 refusal = self._guard.refuse(GatherRefusal.CANNOT, f"unexpected: {error!r}")
