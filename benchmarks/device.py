@@ -14,10 +14,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,11 +31,14 @@ from kvferry.models.cache import attention
 from kvferry.runtime import Timing
 from kvferry.testing.fleet import DestinationFleet, SourceFleet
 from kvferry.testing.fleet.actors import DestinationActor
+from kvferry.testing.fleet.worker import Worker
 from kvferry.testing.sources import Holder, Source, serving
 from kvferry.transport.copy_kernel import CopyLimits
 from kvferry.transport.cuda import Cuda
 from kvferry.transport.device import BLOCKS_SETTING, LAUNCH_SETTING, SETTING, MappedReads
+from kvferry.transport.mapped import Copy, DeviceCopier, MappedRank
 from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.places import Places
 
 DEVICE = "cuda:0"
 MIB = 1 << 20
@@ -313,78 +317,105 @@ def fetches() -> list[dict[str, Any]]:
 # ---- beside: how much a copy slows other work down, and other work the copy
 
 
+class Loops:
+    """Work of an engine, over and over: in the process that copies, or in another one."""
+
+    NAMES = ("4096³ products", "64 × 8192² products (decode-like)")
+
+    def __init__(self) -> None:
+        import torch
+
+        self._torch = torch
+        make = partial(torch.randn, device=DEVICE, dtype=torch.bfloat16)
+        self._square = [make(4096, 4096) for _ in range(3)]
+        self._few, self._weights = make(64, 8192), [make(8192, 8192) for _ in range(8)]
+
+    def _work(self, name: str) -> None:
+        mm = self._torch.mm
+        if name == self.NAMES[0]:
+            for _ in range(10):
+                mm(self._square[0], self._square[1], out=self._square[2])
+        else:
+            for i in range(20):
+                mm(self._few, self._weights[i % 8])
+
+    def time(self, name: str) -> list[float]:
+        """Milliseconds of each turn, by the device's own clock."""
+        cuda, took = self._torch.cuda, []
+        with cuda.stream(cuda.Stream()):
+            for _ in range(80):
+                begin, end = (cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                self._work(name)
+                end.record()
+                end.synchronize()
+                took.append(begin.elapsed_time(end))
+        return took[20:]
+
+
+class Nothing:
+    """What was not opened need not be closed."""
+
+    def close(self) -> None:
+        pass
+
+
 def beside() -> list[dict[str, Any]]:
     import torch
-
-    from kvferry.transport.mapped import Copy, DeviceCopier, MappedRank
-    from kvferry.transport.places import Places
-
-    class Nothing:
-        def close(self) -> None:
-            pass
 
     cuda, rows = Cuda(0), []
     memory = [torch.empty(REGION, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
     src, dst = (Places("it", [Region("kv", REGION, one.data_ptr(), DEVICE)]) for one in memory)
-    product = CASES["16 KiB pages, scattered"]
-    square = [torch.randn(4096, 4096, device=DEVICE, dtype=torch.bfloat16) for _ in range(3)]
-    few, weights = (
-        (torch.randn(64, 8192, device=DEVICE, dtype=torch.bfloat16)),
-        [torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16) for _ in range(8)],
-    )
-    loops = {
-        "4096³ products": lambda: [torch.mm(square[0], square[1], out=square[2]) for _ in range(10)],
-        "64 × 8192² products (decode-like)": lambda: [torch.mm(few, weights[i % 8]) for i in range(20)],
+    product, here, there = CASES["16 KiB pages, scattered"], Loops(), Worker("loops", Loops)
+    timers: dict[str, Callable[[str], list[float]]] = {
+        "same process": here.time,
+        "another process": lambda name: there.call("time", name),
     }
-
-    def time_loop(work: Any) -> np.ndarray:
-        stream, took = torch.cuda.Stream(), []
-        with torch.cuda.stream(stream):
-            for _ in range(80):
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                work()
-                end.record()
-                end.synchronize()
-                took.append(begin.elapsed_time(end))
-        return np.array(took[20:])
-
-    for name, work in loops.items():
-        alone = time_loop(work)
-        for num_blocks in (8, 16, 32, 64, 0):
-            for launch_mib in (16, 64, 512):
-                copier = DeviceCopier(cuda, dst, CopyLimits(num_blocks, launch_mib * MIB))
-                rank, moved, is_over = MappedRank("it", Nothing(), src), [0], threading.Event()
-
-                def feed(
-                    copier: Any = copier, rank: Any = rank, moved: Any = moved, is_over: Any = is_over
-                ) -> None:
-                    while not is_over.is_set():
-                        ended = threading.Event()
-                        copier.submit(Copy(rank, product, lambda _, ended=ended: ended.set()))
-                        ended.wait()
-                        moved[0] += product.total_bytes
-
-                thread = threading.Thread(target=feed)
-                thread.start()
-                time.sleep(0.02)
-                before, started = moved[0], time.perf_counter()
-                took = time_loop(work)
-                speed = (moved[0] - before) / (time.perf_counter() - started) / 1e9
-                is_over.set()
-                thread.join()
-                copier.close(5)
-                row = {"loop": name, "blocks": num_blocks, "launch_mib": launch_mib, "copies_gb_per_s": speed}
-                row |= {"slower": float(np.median(took) / np.median(alone))}
-                row |= {"slower_p99": float(np.percentile(took, 99) / np.median(alone))}
-                rows.append(row)
-                slower = f"{row['slower']:.2f}x, p99 {row['slower_p99']:.2f}x"
-                print(
-                    f"{name:34} blocks {num_blocks or 'all':>4} launches of {launch_mib:>3} MiB:"
-                    f" the loop {slower}; copies {speed:6,.0f} GB/s",
-                    flush=True,
-                )
+    for where, timer in timers.items():
+        for name in Loops.NAMES:
+            alone = np.array(timer(name))
+            for num_blocks in (8, 16, 32, 64, 0):
+                for launch_mib in (16, 64, 512):
+                    copier = DeviceCopier(cuda, dst, CopyLimits(num_blocks, launch_mib * MIB))
+                    with copying(copier, MappedRank("it", Nothing(), src), product) as moved:
+                        before, started = moved[0], time.perf_counter()
+                        took = np.array(timer(name))
+                        speed = (moved[0] - before) / (time.perf_counter() - started) / 1e9
+                    copier.close(5)
+                    row = {"loop": name, "where": where, "blocks": num_blocks, "launch_mib": launch_mib}
+                    row |= {"copies_gb_per_s": speed, "slower": float(np.median(took) / np.median(alone))}
+                    row |= {"slower_p99": float(np.percentile(took, 99) / np.median(alone))}
+                    rows.append(row)
+                    slower = f"{row['slower']:.2f}x, p99 {row['slower_p99']:.2f}x"
+                    print(
+                        f"{name:34} {where:16} blocks {num_blocks or 'all':>4} launches of"
+                        f" {launch_mib:>3} MiB: the loop {slower}; copies {speed:6,.0f} GB/s",
+                        flush=True,
+                    )
+    there.close()
     return rows
+
+
+@contextmanager
+def copying(copier: DeviceCopier, rank: Any, product: Product) -> Iterator[list[int]]:
+    """One copy after another, meanwhile; how many bytes, so far."""
+    moved, is_over = [0], threading.Event()
+
+    def feed() -> None:
+        while not is_over.is_set():
+            ended = threading.Event()
+            copier.submit(Copy(rank, product, lambda _, ended=ended: ended.set()))
+            ended.wait()
+            moved[0] += product.total_bytes
+
+    thread = threading.Thread(target=feed)
+    thread.start()
+    time.sleep(0.02)
+    try:
+        yield moved
+    finally:
+        is_over.set()
+        thread.join()
 
 
 PARTS = {"reads": reads, "fetches": fetches, "beside": beside}
