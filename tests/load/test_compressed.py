@@ -52,7 +52,9 @@ class Caches:
 
 
 SMALL_BLOCKS = ("tp=2,block=8,blocks=2500", "tp=1,block=12,blocks=1700,layout=NHD")
-BIG_BLOCKS = ("tp=2,dtype=fp8,block=256,blocks=600", "tp=1,dtype=fp8,block=256,blocks=600")
+BIG_BLOCKS = ("tp=2,dtype=fp8,block=256,blocks=4000", "tp=1,dtype=fp8,block=256,blocks=4000")
+"""Room for 64 prompts on offer and 64 that are loaded, on each side: whoever has too little waits for ever,
+for blocks that prompts hold which wait for blocks."""
 SHORT_AND_LONG = (1, 5, 100, 255, 256, 300, 700)
 CACHES = {
     "gqa": Caches(small("gqa"), SMALL_BLOCKS),
