@@ -20,13 +20,14 @@ from kvferry.transport.base import CANCELLED
 from kvferry.transport.chunk_copier import HostChunkCopier
 from kvferry.transport.copy_kernel import CopyKernel, CopyLimits
 from kvferry.transport.device_chunks import DeviceChunkCopier
+from kvferry.transport.event_wait import EventWait
 from kvferry.transport.pack import src_of
 from kvferry.transport.places import Places
 from kvferry.transport.staging import Staging
 from kvferry.transport.stream_frames import HEAD, HELLO, MAGIC, TAIL, StreamOffer, proof
 from kvferry.transport.stream_reader import StreamMover
 from kvferry.transport.stream_sender import StreamSender
-from tests.transport.fake_cuda import FakeCuda
+from tests.transport.fake_cuda import FakeCuda, FakeEvent
 from tests.transport.kernel_on_cpu import kernel_on_cpu
 
 RANK = "tcp://127.0.0.1:5"
@@ -91,7 +92,7 @@ BY_HOST = partial(HostChunkCopier, chunk_bytes=CHUNK_BYTES)
 
 
 class World:
-    def __init__(self, *, is_proved=False, copier=BY_HOST):
+    def __init__(self, *, is_proved=False, copier=BY_HOST, events=None):
         self.src = HELD.copy()
         self.dst = np.zeros(POOL_BYTES, np.uint8)
         self.src_places, self.dst_places = (
@@ -101,17 +102,17 @@ class World:
         self.copiers = copier(self.src_places), copier(self.dst_places)
         self.sender = StreamSender(self.copiers[0], CHUNK_BYTES, "127.0.0.1", is_proved=is_proved)
         self.line = Line(self.sender)
-        self.mover = StreamMover(self.copiers[1], CHUNK_BYTES, self.line, count(1))
+        self.mover = StreamMover(self.copiers[1], CHUNK_BYTES, self.line, count(1), events)
         self.line.listen(self.mover)
         self.link = self.mover.link("src", Staging(RANK, 1, 1 << 20, CHUNK_BYTES), self.src_places)
         self.ends: dict[int, str] = {}
 
-    def read(self, transfer, runs):
+    def read(self, transfer, runs, after=None):
         def report(error):
             assert transfer not in self.ends
             self.ends[transfer] = error
 
-        self.link.read(transfer, Product.of(runs), report, None)
+        self.link.read(transfer, Product.of(runs), report, after)
 
     def wait(self, transfer):
         return soon(lambda: transfer in self.ends and (self.ends[transfer] or "good"))
@@ -196,6 +197,37 @@ def test_bytes_arrive_exactly_where_they_should(world, runs):
     assert world.wait(1) == "good"
     assert world.has_all(runs)
     assert np.count_nonzero(world.dst) == runs.total_bytes
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_read_after_a_pause_or_over_a_stream_that_was_lost(cuda, monkeypatch, is_held, is_lost):
+    """Also one that waits for the device: nothing was asked for so far, so nothing is late."""
+    monkeypatch.setattr(stream_reader, "ANSWER_S", 0.5)
+    events = EventWait(cuda)
+    world = World(events=events)
+    world.read(1, some(3, 512))
+    assert world.wait(1) == "good"
+    if is_lost:
+        streams = world.sender._streams
+        world.sender.put(lambda: [world.sender._drop(stream) for stream in [*streams.values()]])
+        soon(lambda: world.link.stream is None)
+    else:
+        time.sleep(0.7)
+    event = FakeEvent() if is_held else None
+    if event:
+        event.has_come = threading.Event()
+    runs = some(3, 512, seed=2)
+    world.read(2, runs, event)
+    time.sleep(0.7)
+    if event:
+        assert 2 not in world.ends
+        event.has_come.set()
+    assert world.wait(2) == "good"
+    assert world.has_all(runs)
+    world.close()
+    events.close()
+    events._thread.join(PATIENCE_S)
 
 
 def test_no_runs_end_too_and_what_leaves_a_region_is_refused(bare):

@@ -89,7 +89,7 @@ class FrameReceiver:
             raise TransportError("bad-frame", f"a frame of {num_bytes} bytes: at most {self._chunk_bytes}")
         sides = self._sides_of(nonce, num_bytes)
         views = self._copier.views(sides)
-        data = views or [self._chunk[:num_bytes]]
+        data = views or ([self._chunk[:num_bytes]] if num_bytes else [])
         self._frame = _Frame(head, sides, data, is_direct=bool(views))
         self._cursor = Cursor([*data, memoryview(self._frame.tail)])
 

@@ -140,28 +140,26 @@ class StreamMover(GatherMover[StreamLink, _Read]):
     # ---- in the thread: reads
 
     def _turn(self, now: float) -> float:
+        self._ask_for_more(now)
         deadlines = []
         for link in [*self._links]:
-            if (stream := link.stream) and (stream.nonce or link.reads):
-                started = max([stream.since, *(ask.asked_at for ask in self._asks_of(link))])
+            asked = [ask.asked_at for ask in self._asks_of(link)]
+            if (stream := link.stream) and (stream.nonce or asked):  # else nothing is to come
+                started = max([stream.since, *asked])
                 if (deadline := started + ANSWER_S) <= now:
                     self._lose(link, f"{link.name} sent nothing within {ANSWER_S:g} s")
                 else:
                     deadlines.append(deadline)
-        self._ask_for_more(now)
         return min(deadlines, default=float("inf"))
 
     def _asks_of(self, link: StreamLink) -> Iterator[_Ask]:
         return (ask for read in link.reads.values() for ask in read.asks.values())
 
-    def _begin(self, read: _Read) -> None:
-        super()._begin(read)
-        if read.link.waiting and read.link.stream is None:
-            self._call(read.link)
-
     def _ask_for_more(self, now: float) -> None:
-        """Every rank as much as it may be asked for at once."""
+        """Every rank as much as it may be asked for at once; a stream that is gone is asked for, too."""
         for link in [*self._links]:
+            if link.waiting and link.stream is None:
+                self._call(link)
             while link.stream and link.stream.is_open and sum(1 for _ in self._asks_of(link)) < MAX_ASKED:
                 if not self._ask_one(link, link.stream, now):
                     break

@@ -38,12 +38,16 @@ MAX_QUEUED = 256
 """Frames of one stream that wait."""
 
 
+Refuse = Callable[[str | TransportError], None]
+"""Told why bytes are not sent: in words, where a stream or a lease is over; or what failed."""
+
+
 @dataclass(eq=False, slots=True)
 class _Frame:
     ticket_id: int
     nonce: int
     sides: Sequence[TermSide]
-    refuse: Callable[[str], None]
+    refuse: Refuse
 
 
 @dataclass(eq=False, slots=True)
@@ -97,7 +101,7 @@ class StreamSender:
         ticket_id: int,
         nonce: int,
         sides: Sequence[TermSide],
-        refuse: Callable[[str], None],
+        refuse: Refuse,
     ) -> None:
         """Send bytes that were checked; ``refuse`` is told why, if they are not sent."""
         self._loop.put(partial(self._queue, stream_id, _Frame(ticket_id, nonce, sides, refuse)))
@@ -196,7 +200,7 @@ class StreamSender:
             data = self._copier.views(frame.sides) or [self._gathered(stream, frame.sides)]
         except TransportError as error:
             stream.current = None
-            frame.refuse(str(error))
+            frame.refuse(error)
             return
         stream.cursor = self._cursor(stream, frame.nonce, data)
 
