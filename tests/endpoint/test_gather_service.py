@@ -1,5 +1,6 @@
 """What a rank that gathers hears of its engine's starts and releases, in whatever order; and junk."""
 
+import socket
 import threading
 import time
 from typing import ClassVar
@@ -18,8 +19,9 @@ from kvferry.testing.packed import OpenGuard
 from kvferry.transport.chunk_copier import HostChunkCopier
 from kvferry.transport.gather_line import GatherMemory
 from kvferry.transport.places import Places
-from kvferry.transport.staging_ring import StagingRing, StagingSize
-from kvferry.wire.gather import Gather, decode_from_rank, encode_rank_message
+from kvferry.transport.staging_ring import LentChunks, StagingRing, StagingSize
+from kvferry.transport.stream_frames import HELLO, MAGIC
+from kvferry.wire.gather import Gather, GiveBack, decode_from_rank, encode_rank_message
 from tests.runtime.test_ticket_guard import KEY, SRC, permit, ticket
 
 
@@ -144,6 +146,75 @@ def test_what_was_revoked_before_is_quiet_when_somebody_asks_for_that(service):
     busy.set()
     service.close()
     assert said == ["revoked", "quiet"]
+
+
+@pytest.mark.parametrize("who", [("@X", 1), ("@A", 999)], ids=["another reader", "another ask"])
+def test_a_chunk_is_given_back_by_who_borrowed_it_alone(who):
+    """A reader that is through in time does not ask whether its chunk stood: nobody else may free it."""
+    memory = np.repeat(np.array([1, 2], np.uint8), 2048)
+    ring, channel = StagingRing(StagingSize(1, 4096)), SilentChannel()
+    copier = HostChunkCopier(Places("ours", [Region("kv", 4096, memory.ctypes.data)]), 4096)
+    service = GatherService(by(copier, ring), OpenGuard(), channel, time.monotonic)
+
+    def say(to, message):
+        service._receive(Received(to, encode_rank_message(message)))
+        for _ in range(3):
+            channel.wake()
+
+    def ask(to, nonce, place):
+        column = [np.array([number], "<i8").tobytes() for number in (place, 64, 0)]
+        say(to, Gather(nonce, b"", (tuple(column),), ring.ring_id))
+
+    ask("@A", 1, 0)
+    told = channel.sent[-1]
+    to, nonce = who
+    say(to, GiveBack(nonce, told.chunk, told.generation, is_asking=False))
+    ask("@B", 1, 2048)
+    assert ring._memory[:64] == b"\1" * 64, "it is still the first reader's"
+    say("@A", GiveBack(1, told.chunk, told.generation, is_asking=True))
+    assert channel.sent[-2].is_valid
+    assert ring._memory[:64] == b"\2" * 64
+    service.close()
+    ring.close()
+
+
+def test_a_late_release_of_an_earlier_start_frees_no_chunk_of_this_one():
+    """Each start counts its tickets anew."""
+    chunks = LentChunks(1, 1.0)
+    assert chunks.take((8, 1), "reader", 0.0)
+    chunks.take_all_from((7, 1))
+    assert chunks.num_lent == 1
+    chunks.take_all_from((8, 1))
+    assert chunks.num_lent == 0
+
+
+def test_a_stream_that_finds_no_memory_says_so(guard):
+    memory = np.zeros(4096, np.uint8)
+
+    class NoRoom(HostChunkCopier):
+        def new_chunk(self, num_bytes):
+            raise TransportError("cuda", "cuMemHostAlloc: OUT_OF_MEMORY")
+
+    copier = NoRoom(Places("ours", [Region("kv", 4096, memory.ctypes.data)]), 4096)
+    ring, channel = StagingRing(StagingSize(1, 4096)), SilentChannel()
+    service = GatherService(by(copier, ring), OpenGuard(), channel, time.monotonic)
+    offers: list = []
+    service._streams.open("tcp://127.0.0.1:1", offers.append)
+    deadline = time.monotonic() + 60
+    while not offers and time.monotonic() < deadline:
+        time.sleep(1e-3)
+    with socket.create_connection(("127.0.0.1", service._streams.port)) as reader:
+        reader.sendall(HELLO.pack(MAGIC, offers[0].stream_id))
+        columns = tuple(np.array([number], "<i8").tobytes() for number in (0, 64, 0))
+        ask = Gather(1, b"", (columns,), offers[0].stream_id)
+        service._receive(Received("@A", encode_rank_message(ask)))
+        while not channel.sent and time.monotonic() < deadline:
+            channel.wake()
+            time.sleep(1e-3)
+    assert (channel.sent[0].code, service.status()["refused"]) == ("cannot", {"cannot": 1})
+    assert "OUT_OF_MEMORY" in channel.sent[0].detail
+    service.close()
+    ring.close()
 
 
 class BrokenDevice(HostChunkCopier):

@@ -132,7 +132,11 @@ class FakeCuda:
     # -- memory of others
 
     def allocation_of(self, address: int) -> Allocation:
-        return Allocation(address, self.memory[address].nbytes)
+        with self._lock:
+            for at, buffer in self.memory.items():
+                if at <= address < at + buffer.nbytes:
+                    return Allocation(at, buffer.nbytes)
+        raise TransportError("cuda", "no such memory")
 
     def export(self, allocation: Allocation) -> bytes:
         self._may_fail("export")

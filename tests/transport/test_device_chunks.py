@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -135,16 +136,15 @@ def test_a_device_gathers_and_scatters_the_same_bytes_as_the_host(
     assert (device.chunk(source.ring, chunk) == expected).all()
 
     device.chunk(reader.ring, chunk)[:] = expected[::-1]
+    reversed_chunk = expected[::-1].copy()
+    before = [array.copy() for array in device.arrays]
     reader.copier.scatter(sides, reader.ring.address(chunk))
     by_device = [array.copy() for array in device.arrays]
-    reversed_chunk = expected[::-1].copy()
-    for array in device.arrays:
-        array[:] = np.random.default_rng(4).integers(0, 256, REGION_BYTES)
-    before = [array.copy() for array in device.arrays]
+    for array, then in zip(device.arrays, before, strict=True):
+        array[:] = then
     host.scatter(sides, reversed_chunk.ctypes.data)
-    for array, then, got in zip(device.arrays, before, by_device, strict=True):
-        has_changed = array != then
-        assert (got[has_changed] == array[has_changed]).all()
+    for array, got in zip(device.arrays, by_device, strict=True):
+        assert (got == array).all()
     device.close()
 
 
@@ -199,16 +199,19 @@ class RankAndFabric:
         self.src, self.dst = src, dst
         self.answers: Any = None
         self.is_forgotten = False
+        self.lent_s, self.num_asking = 0.0, 0
         self.turning = Turning()
         self.wake = self.turning.wake
 
     def ask(self, to: str, nonce: int, permit: bytes, terms: Any, into: bytes) -> None:
         ring, chunk = self.src.pair.source, nonce % SIZE.num_chunks
         ring.copier.gather([src_of(term) for term in terms], ring.ring.address(chunk))
-        self.answers.gathered(RANK, nonce, GatheredChunk(ring.ring.address(chunk), chunk, 1))
+        self.answers.gathered(RANK, nonce, GatheredChunk(ring.ring.address(chunk), chunk, 1, self.lent_s))
 
     def give_back(self, to: str, nonce: int, chunk: int, generation: int, *, is_asking: bool) -> None:
-        self.answers.given_back(RANK, nonce, is_valid=True)
+        self.num_asking += is_asking
+        if is_asking:
+            self.answers.given_back(RANK, nonce, is_valid=True)
 
     def hang_up(self, address: str) -> None:
         pass
@@ -301,12 +304,17 @@ def seen(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     window.close()
 
 
-def test_a_device_scatters_from_the_ring_that_it_sees(seen: World, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lent_s", [0.0, 60.0])
+def test_a_device_scatters_from_the_ring_that_it_sees(
+    seen: World, monkeypatch: pytest.MonkeyPatch, lent_s: float
+) -> None:
     monkeypatch.setattr(seen.rank, "read", None)  # nobody reads by the fabric
+    seen.rank.lent_s = lent_s
     ours = [seen.dst.chunk(seen.dst.pair.reader.ring, chunk).copy() for chunk in range(SIZE.num_chunks)]
     runs = seen.read(1)
     assert seen.wait(1) == ""
     assert seen.has_arrived(runs)
+    assert bool(seen.rank.num_asking) == (not lent_s)
     for chunk, before in enumerate(ours):
         assert (seen.dst.chunk(seen.dst.pair.reader.ring, chunk) == before).all(), "our own ring is not used"
 
@@ -329,8 +337,33 @@ def test_a_ring_that_the_device_cannot_reach_is_given_up_whole(
 def test_a_ring_that_is_shorter_than_it_is_said_to_be_is_not_looked_at(seen: World) -> None:
     windows = RingWindows(SharedRings.ON, seen.dst.pair.look)
     told = staging_of(seen.src.pair.source.ring)
-    assert windows.open("src", replace(told, ring_bytes=SIZE.num_bytes + 1)) is None
+    assert windows.open("src", replace(told, ring_bytes=SIZE.num_bytes + 4096)) is None
     assert windows.open("src", replace(told, is_on_host=not told.is_on_host)) is None
+
+
+@pytest.mark.parametrize("is_described", [True, False], ids=["never read", "regions without an address"])
+def test_windows_are_closed_with_their_transport(
+    world: World, monkeypatch: pytest.MonkeyPatch, *, is_described: bool
+) -> None:
+    """Whether anything was read, and whether the link was ever made."""
+    monkeypatch.setattr(exports, "visible_devices", lambda: frozenset({UUID}))
+    world.dst.cuda.exported = world.src.cuda.exported
+    pinned = {**world.dst.cuda.pinned}
+    rings, team = open_rings(world.dst.pair), None
+    regions = world.src.regions if is_described else [Region("r", 64, 0, "cuda:0")]
+    told = replace(staging_of(world.src.pair.source.ring), regions_digest=digest_of(regions))
+    card = pack_card("agent", b"metadata", staging=told.to_bytes())
+    if is_described:
+        rings.link("src", card, regions, team, time.monotonic() + PATIENCE_S)
+        gc.collect()
+        assert (world.dst.cuda.pinned, world.dst.cuda.mapped) != (pinned, [])
+    else:
+        with pytest.raises(TransportError, match="no-address"):
+            rings.link("src", card, regions, team, time.monotonic() + PATIENCE_S)
+    rings._windows.close()
+    assert (world.dst.cuda.pinned, world.dst.cuda.mapped) == (pinned, [])
+    for mover in rings.movers:
+        assert mover.close(PATIENCE_S)
 
 
 def test_a_ring_that_cannot_be_exported_is_not_offered(kernel: ctypes.CDLL) -> None:

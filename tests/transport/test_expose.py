@@ -14,6 +14,7 @@ from kvferry.errors import TransportError
 from kvferry.testing.packed import AskingTransport
 from kvferry.testing.sources import serving
 from kvferry.testing.transport_world import REGION_BYTES, WHOLE, stale_memory, wait
+from kvferry.transport import nixl
 from kvferry.transport.base import ReadEnd
 from kvferry.transport.cards import pack_card, segment_in, staging_in, unpack_card
 from kvferry.transport.descriptors import SlicePair
@@ -179,6 +180,25 @@ def test_settings_that_make_no_sense_are_refused_by_name(monkeypatch):
     monkeypatch.setenv("KVFERRY_EXPOSE", "staging")
     with pytest.raises(TransportError, match="KVFERRY_EXPOSE='staging' needs ranks that gather"):
         NixlTransport(packed_reads=PackedReads.NEVER)
+
+
+def test_memory_of_host_and_device_at_once_cannot_be_hidden(monkeypatch):
+    """Nobody gathers for such a rank, so nobody could read it; and its pool must not be registered either."""
+
+    class Mixed:
+        is_mixed, cuda, copier, card_part = True, None, None, b""
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(nixl, "device_of", lambda *_, **__: Mixed())
+    monkeypatch.setattr(nixl, "AgentTeam", None)  # no agent is made
+    holder = stale_memory()
+    transport = NixlTransport(expose=Expose.STAGING, packed_reads=PackedReads.AUTO)
+    with pytest.raises(TransportError, match="bad-device: some of this rank's memory is the host's"):
+        transport.register(holder.regions)
+    transport.close()
+    holder.free()
 
 
 @pytest.mark.parametrize("expose", HIDDEN)

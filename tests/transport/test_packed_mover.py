@@ -112,7 +112,7 @@ class World:
         self.rank.listen(self.mover, self.mover.turn)
         self.fabric = Fabric(self.rank.ring, self.ring)
         staging = Staging(RANK, self.rank.ring.region.address, SIZE.num_bytes, SIZE.chunk_bytes)
-        self.link = self.mover.link("src", staging, src, self.fabric)
+        self.link = self.mover.link("src", staging, src, self.fabric, self.fabric.forget)
         self.ends, self.ended = {}, threading.Event()
 
     def read(self, transfer, num_runs=100, permit=b"permit"):

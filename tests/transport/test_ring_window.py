@@ -29,7 +29,7 @@ class SharedWorld(World):
             self.link.staging, ring_address=self.rank.ring.region.address, place=self.rank.ring.place
         )
         self.window = RingWindow(self.staging)
-        self.link = self.mover.link("src", self.staging, self.rank.memory, self.window)
+        self.link = self.mover.link("src", self.staging, self.rank.memory, self.window, self.window.close)
 
 
 @pytest.fixture

@@ -59,6 +59,11 @@ class _Waiting(NamedTuple):
     admitted: Admitted
     sides: list[TermSide]
 
+    @property
+    def borrower(self) -> tuple[str, int]:
+        """Who alone gives the chunk back."""
+        return self.to, self.nonce
+
 
 class _Answer(NamedTuple):
     to: str
@@ -88,8 +93,8 @@ class GatherService:
         # The owner's alone:
         self._guard = guard
         self._chunks = LentChunks(self._ring.size.num_chunks, patience_s)
-        self._waiting: deque[tuple[int, deque[_Waiting]]] = deque()
-        """By ticket; the first one's turn is next."""
+        self._waiting: deque[tuple[tuple[int, int], deque[_Waiting]]] = deque()
+        """By start of the engine and ticket; the first one's turn is next."""
         self._num_gathered = 0
         self._owner: Owner[_Answer] = Owner("kvferry-gather", self._carry_out, self._tick, clock)
         # It rides on the channel's thread: an answer that has to be handed over waits while we gather on.
@@ -156,12 +161,14 @@ class GatherService:
 
     def _tick(self, now: float) -> float:
         """Gather one chunk, for the ticket whose turn it is: who gives back or revokes waits for one."""
-        if self._waiting and (lent := self._chunks.take(self._waiting[0][0], now)):
-            ticket_id, asks = self._waiting.popleft()
-            ask = asks.popleft()
-            if asks:
-                self._waiting.append((ticket_id, asks))
-            self._carry_out([self._gather(ask, *lent)])
+        if self._waiting:
+            ticket, asks = self._waiting[0]
+            if lent := self._chunks.take(ticket, asks[0].borrower, now):
+                self._waiting.popleft()
+                ask = asks.popleft()
+                if asks:
+                    self._waiting.append((ticket, asks))
+                self._carry_out([self._gather(ask, *lent)])
         if not self._waiting:
             return float("inf")
         return now if self._chunks.has_free else self._chunks.next_deadline()
@@ -173,7 +180,7 @@ class GatherService:
     def _revoke(self, generation: int, ticket_id: int, then: Callable[[], None]) -> list[_Answer]:
         self._guard.begin(generation)  # first: a new start forgets what has ended
         self._guard.end(ticket_id)
-        self._chunks.take_all_from(ticket_id)
+        self._chunks.take_all_from((generation, ticket_id))
         self._streams.revoke(ticket_id)
         return self._when_quiet(then)
 
@@ -183,7 +190,7 @@ class GatherService:
         return []
 
     def _given_back(self, to: str, given: GiveBack) -> list[_Answer]:
-        is_valid = self._chunks.give_back(given.chunk, given.generation)
+        is_valid = self._chunks.give_back(given.chunk, given.generation, (to, given.nonce))
         return [_Answer(to, GivenBack(given.nonce, is_valid))] if given.is_asking else []
 
     def _ask(self, to: str, ask: Gather, sides: list[TermSide]) -> list[_Answer]:
@@ -192,10 +199,11 @@ class GatherService:
             return [self._refuse(to, ask.nonce, admitted)]
         if ask.into != self._ring.ring_id:
             return self._send(to, ask, admitted, sides)
-        asks = next((each for number, each in self._waiting if number == admitted.ticket_id), None)
+        ticket = admitted.generation, admitted.ticket_id
+        asks = next((each for known, each in self._waiting if known == ticket), None)
         if asks is None:
             asks = deque()
-            self._waiting.append((admitted.ticket_id, asks))
+            self._waiting.append((ticket, asks))
         if len(asks) >= MAX_WAITING:
             detail = f"{MAX_WAITING} asks of this ticket wait already"
             return [self._refuse(to, ask.nonce, self._guard.refuse(GatherRefusal.TOO_MUCH, detail))]
@@ -224,8 +232,11 @@ class GatherService:
             return [self._refuse(to, ask.nonce, refusal)]
         self._num_gathered += 1
 
-        def refuse(why: str) -> None:
-            self._put(lambda _: [_Answer(to, NotGathered(ask.nonce, GatherRefusal.ENDED.value, why))])
+        def refuse(why: str | TransportError) -> None:
+            if isinstance(why, TransportError):
+                self._put(lambda _: [self._refuse(to, ask.nonce, self._refuse_for(why))])
+            else:
+                self._put(lambda _: [_Answer(to, NotGathered(ask.nonce, GatherRefusal.ENDED.value, why))])
 
         self._streams.send(ask.into, admitted.ticket_id, ask.nonce, sides, refuse)
         return []
@@ -257,7 +268,7 @@ class GatherService:
                 log.exception("bytes could not be gathered")
                 refusal = self._guard.refuse(GatherRefusal.CANNOT, f"unexpected: {error!r}")
         if refusal is not None:
-            self._chunks.give_back(chunk, generation)
+            self._chunks.give_back(chunk, generation, ask.borrower)
             return self._refuse(ask.to, ask.nonce, refusal)
         self._num_gathered += 1
         lent_ms = int(1000 * self._chunks.patience_s)

@@ -25,7 +25,7 @@ class GatherRefusal(StrEnum):
     TOO_MUCH = "too-much"
     """More than fits into a chunk, or more asks than one ticket may have waiting."""
     CANNOT = "cannot"
-    """The rank's device failed, or a stream was asked for of memory that has none."""
+    """The rank's device failed, or there was no memory to gather into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,8 @@ class Admitted:
 
     ticket_id: int
     owned: OwnedBytes
+    generation: int = 0
+    """The start of the engine that the ticket is of: each counts its tickets anew."""
 
 
 class EndedTickets:
@@ -129,7 +131,7 @@ class TicketGuard:
             return self.refuse(GatherRefusal.ENDED, f"the lease of {ticket.request_id} is over")
         if len(self._admitted) >= self.MAX_ADMITTED:
             del self._admitted[next(iter(self._admitted))]
-        admitted = Admitted(ticket.ticket_id, self._blocks.of_blocks(tables))
+        admitted = Admitted(ticket.ticket_id, self._blocks.of_blocks(tables), ticket.generation)
         self._admitted[permit] = admitted
         return admitted
 

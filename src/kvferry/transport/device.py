@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from enum import Enum
 
@@ -64,8 +65,15 @@ class RankDevice:
     """One device, made when a rank's memory is registered; everything slow about it is done here."""
 
     def __init__(
-        self, index: int, memory: RegionTable, mapped_reads: MappedReads, limits: CopyLimits | None = None
+        self,
+        index: int,
+        memory: RegionTable,
+        mapped_reads: MappedReads,
+        limits: CopyLimits | None = None,
+        *,
+        is_open: bool = True,
     ) -> None:
+        """``is_open``: whether readers of this host may open its memory."""
         self.cuda, self.limits = Cuda(index), limits or CopyLimits()
         self.is_mixed = "DRAM" in memory.names
         """Whether some of the rank's memory is the host's, which a kernel does not copy."""
@@ -79,11 +87,12 @@ class RankDevice:
         else:
             try:
                 self._make_copier(memory)
-                self._exporter = Exporter(self.cuda, memory.places.regions)
+                if is_open:
+                    self._exporter = Exporter(self.cuda, memory.places.regions)
             except BaseException:
                 self.close()
                 raise
-            if refusal := self._exporter.export.refusal:
+            if self._exporter and (refusal := self._exporter.export.refusal):
                 log.warning("readers on this host cannot open this rank's memory: %s", refusal)
 
     def _make_copier(self, memory: RegionTable) -> None:
@@ -111,3 +120,13 @@ class RankDevice:
         if self._exporter:
             self._exporter.close()
         self.cuda.close()
+
+
+def device_of(memory: RegionTable, mapped_reads: MappedReads, *, is_open: bool) -> RankDevice | None:
+    """The one CUDA device of a rank, if it has one; ``is_open``: whether readers may open its memory."""
+    devices = sorted({kind.device_index for kind in memory.kinds if kind.name == "VRAM"})
+    if len(devices) > 1:
+        raise TransportError("bad-device", f"a rank has one CUDA device, got {devices}")
+    if not devices:
+        return None
+    return RankDevice(devices[0], memory, mapped_reads, copy_limits(os.environ), is_open=is_open)

@@ -17,7 +17,7 @@ from kvferry.transport.chunk_copier import HostBytes
 from kvferry.transport.copy_kernel import CopyKernel, prepare, repeated
 from kvferry.transport.copy_queue import CopyQueue
 from kvferry.transport.cuda import Cuda
-from kvferry.transport.exports import Exporter
+from kvferry.transport.exports import PROBE_BYTES, Exporter
 from kvferry.transport.pack import TermSide, check_room
 from kvferry.transport.places import Places
 from kvferry.transport.staging_ring import StagingRing, StagingSize, new_ring_id
@@ -32,8 +32,10 @@ class DeviceStagingRing(StagingRing):
     def __init__(self, cuda: Cuda, device: str, size: StagingSize, *, is_shared: bool = False) -> None:
         """``is_shared``: whether others of this host are to look at it."""
         self.size, self._cuda, self.ring_id = size, cuda, new_ring_id()
-        self.region = Region("ring", size.num_bytes, cuda.allocate(size.num_bytes), device)
-        self._exporter = Exporter(cuda, [self.region]) if is_shared else None
+        # With the probe in it: no other memory is opened by whoever looks at the ring.
+        address = cuda.allocate(size.num_bytes + PROBE_BYTES)
+        self.region = Region("ring", size.num_bytes, address, device)
+        self._exporter = Exporter(cuda, [self.region], address + size.num_bytes) if is_shared else None
         if self._exporter and not self._exporter.export.refusal:
             self.place = self._exporter.export.to_bytes().decode()
 

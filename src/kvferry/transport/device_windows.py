@@ -28,10 +28,12 @@ class PinnedRingWindow(RingWindow):
 
     def close(self) -> None:
         """Look at it no more."""
-        if self._is_pinned:
-            self._is_pinned = False
-            self._cuda.unpin(self.address)
-        super().close()
+        try:
+            if self._is_pinned:
+                self._is_pinned = False
+                self._cuda.unpin(self.address)
+        finally:
+            super().close()
 
 
 class DeviceRingWindow(RingWindow):

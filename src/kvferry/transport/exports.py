@@ -97,10 +97,11 @@ class Export:
 class Exporter:
     """The source's side: exports a rank's regions once, and hands out descriptors until it is closed."""
 
-    def __init__(self, cuda: Cuda, regions: Sequence[Region]) -> None:
+    def __init__(self, cuda: Cuda, regions: Sequence[Region], probe_at: int = 0) -> None:
+        """``probe_at``: where the probe is put; 0: in memory of its own, wherever the driver has that."""
         self._cuda = cuda
         self._server: DescriptorServer | None = None
-        self._probe = 0
+        self._probe, self._probe_at = 0, probe_at
         self._descriptors: list[int] = []
         try:
             self.export = self._exported(regions)
@@ -125,12 +126,16 @@ class Exporter:
                 )
             extents.append(Extent(first, len(row), region.address - row[0].address, region.address))
         probe = secrets.token_bytes(PROBE_BYTES)
-        self._probe = self._cuda.allocate(PROBE_BYTES)
-        self._cuda.upload(self._probe, probe)
+        if not self._probe_at:
+            self._probe = self._cuda.allocate(PROBE_BYTES)
+        at = self._probe_at or self._probe
+        self._cuda.upload(at, probe)
         # The driver hands out small allocations from a larger one: the probe may not be where that begins.
-        allocation = self._cuda.allocation_of(self._probe)
-        pieces.append(ExportedPiece(allocation.num_bytes, self._cuda.export(allocation).hex()))
-        extents.append(Extent(len(pieces) - 1, 1, self._probe - allocation.address, self._probe))
+        allocation = self._cuda.allocation_of(at)
+        if allocation.address not in index:
+            index[allocation.address] = len(pieces)
+            pieces.append(ExportedPiece(allocation.num_bytes, self._cuda.export(allocation).hex()))
+        extents.append(Extent(index[allocation.address], 1, at - allocation.address, at))
         export = Export(self._cuda.uuid, tuple(pieces), tuple(extents), probe.hex())
         if not self._descriptors:
             return export
@@ -234,6 +239,8 @@ class Opened:
         if any(handles):
             raise TransportError("bad-card", "a region lies in pieces of two kinds")
         sizes = [piece.num_bytes for piece in pieces]
+        if sum(sizes) > MAX_NUMBER:
+            raise TransportError("bad-card", f"{len(sizes)} pieces of {sum(sizes)} bytes")
         row = [descriptors[first + i] for i in range(num_pieces)]
         allocation = self.cuda.open_virtual(row, sizes)
         self._virtual.append(allocation)

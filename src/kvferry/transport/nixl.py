@@ -21,6 +21,7 @@ from kvferry.core.cost import Traffic
 from kvferry.core.manifest import Region
 from kvferry.core.product import Product
 from kvferry.core.runs import Runs
+from kvferry.core.way import Way
 from kvferry.errors import TransportError
 from kvferry.log import log_of
 from kvferry.transport.agent import FabricAgent
@@ -30,7 +31,7 @@ from kvferry.transport.base import Connected, DeviceEvent, ReadEnd
 from kvferry.transport.cards import pack_card, unpack_card, with_staging
 from kvferry.transport.cuda import Cuda
 from kvferry.transport.descriptors import RegionTable, SlicePair
-from kvferry.transport.device import MappedReads, RankDevice, copy_limits
+from kvferry.transport.device import MappedReads, RankDevice, device_of
 from kvferry.transport.emulation import SETTING, AgentMode, EmulatedReads
 from kvferry.transport.expose import SETTING as EXPOSE_SETTING
 from kvferry.transport.expose import Expose
@@ -42,7 +43,7 @@ from kvferry.transport.packed import PackedMover
 from kvferry.transport.packed_rings import HAVE_GATHERED, PackedRings, staging_of, why_hidden
 from kvferry.transport.places import Addresses, Places
 from kvferry.transport.ring_options import RingOptions
-from kvferry.transport.ring_pair import rings_for
+from kvferry.transport.ring_pair import MIXED, rings_for
 from kvferry.transport.staging import SETTING as PACKED_SETTING
 from kvferry.transport.staging import PackedReads
 from kvferry.transport.stream_reader import StreamMover
@@ -123,9 +124,12 @@ class NixlTransport:
                 raise TransportError("no-regions", "a rank has memory")
             memory = RegionTable("ours", regions)
             try:
-                offers = MappedReads.OFF if self._expose.hides_pool else self._mapped_reads
-                self._device = _device_of(memory, offers)
+                self._device = device_of(memory, self._mapped_reads, is_open=not self._expose.hides_pool)
                 pair = rings_for(memory, self._device, self._packed_reads, self._ring_options)
+                if pair is None and self._expose.hides_pool:
+                    raise TransportError(
+                        "bad-device", f"{MIXED}; and {EXPOSE_SETTING} needs ranks that gather"
+                    )
                 shared = self._ring_options.shared
                 self._rings = PackedRings(pair, self._expose, shared) if pair else None
                 card_part = self._device.card_part if self._device else b""
@@ -230,8 +234,9 @@ class NixlTransport:
                 if self._mapped_reads is MappedReads.REQUIRE:
                     raise
                 why_not = f"its device memory cannot be opened here: {error}"
-                log.warning("%s is read by the fabric, run by run, which is slow: %s", peer, why_not)
         link, reason = self._fabric_link(peer, card, regions, deadline)
+        if why_not and link.connected.way is not Way.PACKED:
+            log.warning("%s is read by the fabric, run by run, which is slow: %s", peer, why_not)
         return link, why_not or reason
 
     def _fabric_link(
@@ -384,14 +389,6 @@ class NixlTransport:
         if self._memory is None:
             raise TransportError("not-registered", "register this rank's memory first")
         return self._memory
-
-
-def _device_of(memory: RegionTable, mapped_reads: MappedReads) -> RankDevice | None:
-    """The one CUDA device of a rank, if it has one."""
-    devices = sorted({kind.device_index for kind in memory.kinds if kind.name == "VRAM"})
-    if len(devices) > 1:
-        raise TransportError("bad-device", f"a rank has one CUDA device, got {devices}")
-    return RankDevice(devices[0], memory, mapped_reads, copy_limits(os.environ)) if devices else None
 
 
 def _spans(

@@ -102,11 +102,17 @@ class PackedLink(GatheredLink[_Read]):
     """A rank whose ring is seen from here, or read by the fabric."""
 
     def __init__(
-        self, mover: PackedMover, name: str, staging: Staging, src: Places, ring: Link | RingWindow
+        self,
+        mover: PackedMover,
+        name: str,
+        staging: Staging,
+        src: Places,
+        ring: Link | RingWindow,
+        let_go: Callable[[], None],
     ) -> None:
         """``ring``: its ring as it is seen from here, or who reads it into ours."""
         super().__init__(mover, name, staging, src)
-        self.ring = ring
+        self.ring, self.let_go = ring, let_go
         self.num_asked = 0
         """Chunks of ours that are reserved for it; the mover's thread's alone."""
 
@@ -136,9 +142,16 @@ class PackedMover(GatherMover[PackedLink, _Read]):
 
     # ---- from any thread
 
-    def link(self, name: str, staging: Staging, src: Places, ring: Link | RingWindow) -> PackedLink:
-        """A rank that gathers, whose ring is seen or connected."""
-        return PackedLink(self, name, staging, src, ring)
+    def link(
+        self,
+        name: str,
+        staging: Staging,
+        src: Places,
+        ring: Link | RingWindow,
+        let_go: Callable[[], None] = lambda: None,
+    ) -> PackedLink:
+        """A rank that gathers, whose ring is seen or connected. ``let_go``: when it is forgotten."""
+        return PackedLink(self, name, staging, src, ring, let_go)
 
     def put(self, event: Callable[[], None]) -> None:
         """Have something done by the thread."""
@@ -326,7 +339,4 @@ class PackedMover(GatherMover[PackedLink, _Read]):
         del ask.read.asks[nonce]
 
     def _has_let_go(self, link: PackedLink) -> None:
-        if isinstance(link.ring, RingWindow):
-            link.ring.close()
-        else:
-            link.ring.forget()
+        link.let_go()

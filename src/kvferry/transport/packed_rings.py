@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import count
 from time import monotonic
 
@@ -98,15 +99,15 @@ class PackedRings:
     ) -> Link:
         """Have a peer gather; look at its ring, or have ``team`` read it, or else have it sent."""
         mover, staging = self._mover_for(peer, card, regions)
-        if window := self._windows.open(peer, staging):
-            return mover.link(peer, staging, Places(peer, regions), window)
+        if link := self._seen(mover, peer, staging, Places(peer, regions)):
+            return link
         is_alike = staging.is_on_host == (self._reader.region.device == HOST)
         if team and is_alike and staging.expose is not Expose.NOTHING:
             try:
                 seconds = max(0.0, deadline - monotonic())
                 ring = staging.ring_on(regions[0].device)
-                link = team.connect_ring(peer, card, ring, self._reader_table, seconds)
-                return mover.link(peer, staging, Places(peer, regions), link)
+                read = team.connect_ring(peer, card, ring, self._reader_table, seconds)
+                return mover.link(peer, staging, Places(peer, regions), read, read.forget)
             except TransportError as error:
                 if error.code != "not-direct":
                     raise
@@ -122,8 +123,16 @@ class PackedRings:
         except TransportError as error:  # the fabric has its own say
             log.debug("%s is not asked to gather: %s", peer, error)
             return None
+        return self._seen(mover, peer, staging, Places(peer, regions))
+
+    def _seen(self, mover: PackedMover, peer: str, staging: Staging, src: Places) -> Link | None:
+        """Look at a peer's ring, if it can be seen from here."""
         window = self._windows.open(peer, staging)
-        return mover.link(peer, staging, Places(peer, regions), window) if window else None
+        return (
+            mover.link(peer, staging, src, window, partial(self._windows.close_one, window))
+            if window
+            else None
+        )
 
     def open_stream(self, peer: str, card: bytes, regions: Sequence[Region], timeout_s: float) -> Link:
         """Have a peer send what it gathers; raises TransportError, or TimeoutError if it does not answer."""

@@ -22,6 +22,7 @@ from kvferry.transport.device_chunks import (
 from kvferry.transport.device_windows import look_by_device
 from kvferry.transport.event_wait import EventWait
 from kvferry.transport.places import Places
+from kvferry.transport.quietly import quietly
 from kvferry.transport.ring_options import RingMemory, RingOptions
 from kvferry.transport.ring_window import RingWindow, SharedRings
 from kvferry.transport.staging import SETTING, PackedReads, Staging
@@ -39,7 +40,7 @@ class CopiedRing:
 
     def close(self) -> None:
         """Give both back; nothing may be under way."""
-        self.copier.close()
+        quietly(self.copier.close)
         self.ring.close()
 
 
@@ -62,12 +63,9 @@ class RingPair:
 
     def close(self) -> None:
         """Give everything back; nothing may be under way."""
-        self.source.close()
-        self.reader.close()
-        self.sender.close()
-        self.receiver.close()
-        if self.events:
-            self.events.close()
+        for each in (self.source, self.reader, self.sender, self.receiver, self.events):
+            if each:
+                quietly(each.close)
 
 
 def host_rings(memory: Places, options: RingOptions) -> RingPair:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import Enum
-from weakref import WeakSet
 
 import numpy as np
 
 from kvferry.errors import TransportError
 from kvferry.host.shared_memory import SharedMemory, look_at
 from kvferry.log import log_of
+from kvferry.transport.quietly import quietly
 from kvferry.transport.setting import chosen
 from kvferry.transport.staging import Staging
 from kvferry.transport.staging_ring import MAX_RING_BYTES, StagingSize
@@ -73,7 +73,7 @@ class RingWindows:
     def __init__(self, shared: SharedRings, look: Callable[[Staging], RingWindow] = RingWindow) -> None:
         """``look``: opens one; raises OSError or TransportError if it cannot be seen from here."""
         self._shared, self._look = shared, look
-        self._open: WeakSet[RingWindow] = WeakSet()
+        self._open: dict[RingWindow, str] = {}
 
     def open(self, peer: str, staging: Staging) -> RingWindow | None:
         """A peer's ring, if it can be seen from here."""
@@ -84,10 +84,15 @@ class RingWindows:
         except (OSError, TransportError) as error:
             log.debug("the ring of %s cannot be seen from here: %s", peer, error)
             return None
-        self._open.add(window)
+        self._open[window] = peer
         return window
+
+    def close_one(self, window: RingWindow) -> None:
+        """Look at one no more; nothing may be copied from it meanwhile. Once is enough."""
+        if self._open.pop(window, None) is not None:
+            quietly(window.close)
 
     def close(self) -> None:
         """Look at none any more; nothing may be under way."""
         for window in [*self._open]:
-            window.close()
+            self.close_one(window)

@@ -13,7 +13,7 @@ from kvferry.errors import TransportError
 from kvferry.transport.expose import SETTING as EXPOSE_SETTING
 from kvferry.transport.expose import Expose
 from kvferry.transport.setting import chosen
-from kvferry.transport.staging_ring import RING_ID_BYTES
+from kvferry.transport.staging_ring import MIN_CHUNK_BYTES, RING_ID_BYTES
 
 SETTING = "KVFERRY_PACKED_READS"
 DIGEST_BYTES = 16
@@ -104,7 +104,7 @@ class Staging:
             ring_address, ring_bytes, chunk_bytes = sizes
             expose = EXPOSED[number] if number < len(EXPOSED) else None
             has_ring = expose is Expose.NOTHING or ring_address
-            if expose and has_ring and 0 < chunk_bytes <= ring_bytes <= 1 << 40:
+            if expose and has_ring and MIN_CHUNK_BYTES <= chunk_bytes <= ring_bytes <= 1 << 40:
                 address, _, place = data[FIELDS.size :].decode(errors="replace").partition("\n")
                 rest = expose, digest, ring_id, place, is_on_host
                 return cls(address, ring_address, ring_bytes, chunk_bytes, *rest)

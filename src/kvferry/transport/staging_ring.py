@@ -14,7 +14,7 @@ from kvferry.core.manifest import Region
 from kvferry.errors import TransportError
 from kvferry.host.shared_memory import SharedMemory
 
-MAX_RING_BYTES = 64 << 20
+MAX_RING_BYTES, MIN_CHUNK_BYTES = 64 << 20, 64
 RING_ID_BYTES = 16
 
 
@@ -31,11 +31,12 @@ class StagingSize:
     chunk_bytes: int = 4 << 20
 
     def __post_init__(self) -> None:
-        if self.num_chunks < 1 or not 64 <= self.chunk_bytes <= MAX_RING_BYTES // self.num_chunks:
-            raise TransportError(
-                "bad-ring",
-                f"a ring has chunks of 64 bytes or more, at most {MAX_RING_BYTES} bytes in all, got {self}",
-            )
+        if (
+            self.num_chunks < 1
+            or not MIN_CHUNK_BYTES <= self.chunk_bytes <= MAX_RING_BYTES // self.num_chunks
+        ):
+            sizes = f"chunks of {MIN_CHUNK_BYTES} bytes or more, at most {MAX_RING_BYTES} bytes in all"
+            raise TransportError("bad-ring", f"a ring has {sizes}, got {self}")
 
     @property
     def num_bytes(self) -> int:
@@ -72,6 +73,7 @@ class StagingRing:
 @dataclass(frozen=True, slots=True)
 class _Lent:
     owner: object
+    borrower: object
     generation: int
     since: float
 
@@ -79,16 +81,21 @@ class _Lent:
 class LentChunks:
     """The chunks of a source's ring, and who was told to read which. For one thread; time is an argument.
 
-    A chunk is lent until it is given back, or its owner loses the right to it. Nobody has to wait for a
-    reader that does neither: a chunk that was lent for as long as our patience lasts may be taken from it.
-    The reader learns that when it gives the chunk back: what it has read does not count then.
+    A chunk is lent until its borrower gives it back, nobody else, or its owner loses the right to it. Nobody
+    has to wait for a reader that does neither: a chunk that was lent for as long as our patience lasts may be
+    taken from it. The reader learns that if it asks when it gives the chunk back: what it has read does not
+    count then.
 
     >>> chunks = LentChunks(num_chunks=1, patience_s=1.0)
-    >>> chunk, generation = chunks.take("A", now=0.0)
-    >>> chunks.take("B", now=0.5), chunks.next_deadline()
+    >>> chunk, generation = chunks.take("ticket A", "reader A", now=0.0)
+    >>> chunks.give_back(chunk, generation, "reader B")
+    False
+    >>> chunks.take("ticket B", "reader B", now=0.5), chunks.next_deadline()
     (None, 1.0)
-    >>> chunks.take("B", now=1.0), chunks.give_back(chunk, generation), chunks.give_back(0, 2)
-    ((0, 2), False, True)
+    >>> chunks.take("ticket B", "reader B", now=1.0), chunks.give_back(chunk, generation, "reader A")
+    ((0, 2), False)
+    >>> chunks.give_back(0, 2, "reader B")
+    True
     """
 
     def __init__(self, num_chunks: int, patience_s: float) -> None:
@@ -107,8 +114,11 @@ class LentChunks:
     def has_free(self) -> bool:
         return bool(self._free)
 
-    def take(self, owner: object, now: float) -> tuple[int, int] | None:
-        """A chunk and its generation, lent from now on; None if there is none yet."""
+    def take(self, owner: object, borrower: object, now: float) -> tuple[int, int] | None:
+        """A chunk and its generation, lent from now on; None if there is none yet.
+
+        ``owner``: in whose right; ``borrower``: who asked, and gives it back.
+        """
         if not self._free and self.next_deadline() <= now:
             del self._lent[chunk := next(iter(self._lent))]
             self._free.append(chunk)
@@ -117,13 +127,13 @@ class LentChunks:
             return None
         chunk = self._free.pop()
         self._generations[chunk] += 1
-        self._lent[chunk] = _Lent(owner, self._generations[chunk], now)
+        self._lent[chunk] = _Lent(owner, borrower, self._generations[chunk], now)
         return chunk, self._generations[chunk]
 
-    def give_back(self, chunk: int, generation: int) -> bool:
-        """Whether it was lent under this generation until now; it is free from now on."""
+    def give_back(self, chunk: int, generation: int, borrower: object) -> bool:
+        """Whether it was lent to this borrower, under this generation, until now; it is free from now on."""
         lent = self._lent.get(chunk)
-        if lent is None or lent.generation != generation:
+        if lent is None or (lent.generation, lent.borrower) != (generation, borrower):
             return False
         del self._lent[chunk]
         self._free.append(chunk)
