@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvferry.core.manifest import Region
 from kvferry.errors import TransportError
-from kvferry.host.compiler import NotCompiled, find_compiler
+from kvferry.host.compiler import NotCompiled, compiled, find_compiler
 from kvferry.transport import compiled_copies as module
 from kvferry.transport import pack as packing
 from kvferry.transport.compiled_copies import CompiledCopies, compiled_copies
@@ -22,13 +22,14 @@ REGION_BYTES = 1 << 15
 CHUNK_BYTES = 1 << 15
 
 
-@pytest.fixture(scope="module")
-def copies(tmp_path_factory: pytest.TempPathFactory) -> CompiledCopies:
+@pytest.fixture(scope="module", params=[1, 3], ids=["one thread", "three threads"])
+def copies(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> CompiledCopies:
     try:
         compiler = find_compiler({})
     except NotCompiled as error:
         pytest.skip(f"{error}: compiled copies are tested where there is one")
-    return compiled_copies(compiler, tmp_path_factory.mktemp("compiled"))
+    library = compiled(compiler, "copy", module.source(), tmp_path_factory.mktemp("compiled"))
+    return CompiledCopies(library, request.param, parallel_bytes=1)
 
 
 class By:
@@ -103,6 +104,7 @@ def test_a_run_that_leaves_its_region_is_refused_before_anything_is_copied(
         ("memcpy(now.at(), chunk, length)", "memcpy(now.at(), chunk, length + 1)"),
         ("chunk += length", "chunk += 512"),
         ("side.steps[step]", "side.steps[0]"),
+        ("run == side.stop", "run + 1 == side.stop"),
     ],
 )
 def test_code_that_copies_other_bytes_is_not_used(

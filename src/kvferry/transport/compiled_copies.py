@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import os
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -18,17 +21,29 @@ class _Side(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("rows", "lengths", "steps")),
-        *((name, ctypes.c_uint64) for name in ("num_rows", "num_steps")),
+        *((name, ctypes.c_uint64) for name in ("num_rows", "num_steps", "first", "stop")),
     ]
+
+
+MAX_THREADS, PROCESSORS_PER_THREAD = 4, 4
+"""That copy one chunk together, if there are so many processors for each: both sides copy, and the engines
+compute beside."""
+PARALLEL_BYTES = 1 << 20
+"""From so many on: to wake a thread up takes as long as copying a few hundred kilobytes."""
 
 
 class CompiledCopies:
     """A library that copies runs. It checks nothing: whoever calls has."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, num_threads: int = 1, parallel_bytes: int = PARALLEL_BYTES
+    ) -> None:
+        """``num_threads``: that copy together, the caller's among them, from so many bytes on."""
         self._gather, self._scatter = library.kvferry_gather, library.kvferry_scatter
         for function in (self._gather, self._scatter):
             function.restype = None
+        self._num_threads, self._parallel_bytes = num_threads, parallel_bytes
+        self._others = ThreadPoolExecutor(num_threads - 1, "kvferry-copies") if num_threads > 1 else None
 
     def gather(self, rows: Ints, lengths: Ints, steps: Ints, chunk: int) -> None:
         """Copy runs to ``chunk``, an address. Each of the rows, addresses, is there once for each step."""
@@ -38,12 +53,29 @@ class CompiledCopies:
         """Copy the bytes from ``chunk`` to the runs."""
         self._call(self._scatter, (rows, lengths, steps), chunk)
 
-    @staticmethod
-    def _call(function: ctypes._NamedFuncPointer, columns: tuple[Ints, Ints, Ints], chunk: int) -> None:
+    def _call(self, function: ctypes._NamedFuncPointer, columns: tuple[Ints, Ints, Ints], chunk: int) -> None:
         rows, lengths, steps = (np.ascontiguousarray(column, np.int64) for column in columns)
-        addresses = (column.ctypes.data for column in (rows, lengths, steps))
-        side = _Side(*addresses, len(rows), len(steps))
-        function(ctypes.byref(side), ctypes.c_void_p(chunk))  # lets go of the interpreter
+        addresses = [column.ctypes.data for column in (rows, lengths, steps)]
+        ends = np.cumsum(lengths)
+        total_bytes = int(ends[-1]) * len(steps) if len(rows) else 0
+        num_parts = self._num_threads if total_bytes >= self._parallel_bytes else 1
+        edges = [len(rows) * len(steps) * part // num_parts for part in range(num_parts + 1)]
+
+        def copy(first: int, stop: int) -> None:
+            """Lets go of the interpreter."""
+            row, step = divmod(first, len(steps))
+            at = int(ends[row] - lengths[row]) * len(steps) + int(lengths[row]) * step if first else 0
+            side = _Side(*addresses, len(rows), len(steps), first, stop)
+            function(ctypes.byref(side), ctypes.c_void_p(chunk + at))
+
+        parts = [(first, stop) for first, stop in pairwise(edges) if first < stop]
+        others = [self._others.submit(copy, *part) for part in parts[1:]] if self._others else []
+        try:
+            for part in parts[:1]:
+                copy(*part)
+        finally:  # a copy is over when its call returns
+            for other in others:
+                other.result()
 
 
 @cache
@@ -54,7 +86,8 @@ def host_copies() -> LateCode[CompiledCopies]:
 
 def compiled_copies(compiler: str, folder: Path | None = None) -> CompiledCopies:
     """The code for this processor; raises NotCompiled if it is no good."""
-    copies = CompiledCopies(compiled(compiler, "copy", source(), folder))
+    num_threads = min(MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // PROCESSORS_PER_THREAD))
+    copies = CompiledCopies(compiled(compiler, "copy", source(), folder), num_threads)
     _check(copies)
     return copies
 

@@ -16,16 +16,20 @@ struct Side {
     const int64_t* lengths;  // of each of these
     const int64_t* steps;    // how far away each block is
     uint64_t num_rows, num_steps;
+    uint64_t first, stop;    // which runs are copied, counted row by row, each with all its steps
 };
 
 struct Cursor {
     const Side& side;
-    uint64_t row = 0, step = 0;
+    uint64_t run, row, step;
 
-    bool is_over() const { return row == side.num_rows; }
+    explicit Cursor(const Side& side)
+        : side(side), run(side.first), row(side.first / side.num_steps), step(side.first % side.num_steps) {}
+    bool is_over() const { return run == side.stop; }
     char* at() const { return reinterpret_cast<char*>(side.rows[row] + side.steps[step]); }
     int64_t length() const { return side.lengths[row]; }
     void next() {
+        ++run;
         if (++step == side.num_steps) {
             step = 0;
             ++row;
