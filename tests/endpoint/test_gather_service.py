@@ -162,8 +162,8 @@ def test_a_chunk_is_given_back_by_who_borrowed_it_alone(who):
             channel.wake()
 
     def ask(to, nonce, place):
-        column = [np.array([number], "<i8").tobytes() for number in (place, 64, 0)]
-        say(to, Gather(nonce, b"", (tuple(column),), ring.ring_id))
+        at, length, zero = (np.array([number], "<i8").tobytes() for number in (place, 64, 0))
+        say(to, Gather(nonce, b"", ((at, length, zero),), ring.ring_id))
 
     ask("@A", 1, 0)
     told = channel.sent[-1]
@@ -205,8 +205,8 @@ def test_a_stream_that_finds_no_memory_says_so(guard):
         time.sleep(1e-3)
     with socket.create_connection(("127.0.0.1", service._streams.port)) as reader:
         reader.sendall(HELLO.pack(MAGIC, offers[0].stream_id))
-        columns = tuple(np.array([number], "<i8").tobytes() for number in (0, 64, 0))
-        ask = Gather(1, b"", (columns,), offers[0].stream_id)
+        zero, length = (np.array([number], "<i8").tobytes() for number in (0, 64))
+        ask = Gather(1, b"", ((zero, length, zero),), offers[0].stream_id)
         service._receive(Received("@A", encode_rank_message(ask)))
         while not channel.sent and time.monotonic() < deadline:
             channel.wake()

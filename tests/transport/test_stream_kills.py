@@ -72,7 +72,7 @@ class _Quiet:
             mover.lost,
         )
 
-    def gathered(self, sender, nonce, address, chunk, generation):
+    def gathered(self, sender, nonce, told):
         raise AssertionError("its ring is not read")
 
     def given_back(self, sender, nonce, *, is_valid):

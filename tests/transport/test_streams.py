@@ -209,8 +209,12 @@ def test_a_read_after_a_pause_or_over_a_stream_that_was_lost(cuda, monkeypatch, 
     world.read(1, some(3, 512))
     assert world.wait(1) == "good"
     if is_lost:
-        streams = world.sender._streams
-        world.sender.put(lambda: [world.sender._drop(stream) for stream in [*streams.values()]])
+
+        def lose_all() -> None:
+            for stream in [*world.sender._streams.values()]:
+                world.sender._drop(stream)
+
+        world.sender.put(lose_all)
         soon(lambda: world.link.stream is None)
     else:
         time.sleep(0.7)

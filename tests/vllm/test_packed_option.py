@@ -26,6 +26,7 @@ from kvferry.integrations.vllm.worker.side import WorkerSide
 from kvferry.runtime.values import Record
 from kvferry.transport import chunk_copier
 from kvferry.transport.cards import staging_in
+from kvferry.transport.gather_line import GatheredChunk
 from kvferry.transport.pack import pack
 from kvferry.transport.staging import Staging
 from kvferry.transport.stream_frames import StreamOffer
@@ -182,7 +183,7 @@ class Stranger:
         self._answers: list[str] = []
         self.calls.listen(self)
 
-    def gathered(self, sender: str, nonce: int, address: int, chunk: int, generation: int) -> None:
+    def gathered(self, sender: str, nonce: int, told: GatheredChunk) -> None:
         self._answers.append("gathered")
 
     def not_gathered(self, sender: str, nonce: int, error: str) -> None:
