@@ -192,7 +192,7 @@ def test_a_stream_that_finds_no_memory_says_so(guard):
     memory = np.zeros(4096, np.uint8)
 
     class NoRoom(HostChunkCopier):
-        def new_chunk(self, num_bytes):
+        def new_chunk(self):
             raise TransportError("cuda", "cuMemHostAlloc: OUT_OF_MEMORY")
 
     copier = NoRoom(Places("ours", [Region("kv", 4096, memory.ctypes.data)]), 4096)

@@ -164,6 +164,15 @@ def test_what_leaves_the_memory_or_the_chunk_never_reaches_the_kernel(
     assert (device.chunk(device.pair.source.ring, 0) == before).all()
 
 
+def test_runs_of_no_bytes_are_no_error(device: Device) -> None:
+    """A reader may ask for nothing; it once got the rank a line of the log each time."""
+    side, source = TermSide(np.array([8]), np.array([0]), np.array([0])), device.pair.source
+    before = device.chunk(source.ring, 0).copy()
+    source.copier.gather([side], source.ring.address(0))
+    device.pair.reader.copier.scatter([side], device.pair.reader.ring.address(0))
+    assert (device.chunk(source.ring, 0) == before).all()
+
+
 def test_a_copy_that_fails_is_waited_for_and_the_next_one_is_right(device: Device) -> None:
     source, side = device.pair.source, TermSide(np.array([0]), np.array([64]), np.array([0]))
     device.cuda.failing = {"launch"}
@@ -298,7 +307,7 @@ def seen(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(exports, "visible_devices", lambda: frozenset({UUID}))
     world.dst.cuda.exported = world.src.cuda.exported
     staging = Staging.from_bytes(staging_of(world.src.pair.source.ring).to_bytes())
-    window = world.dst.pair.look(staging)
+    window = world.dst.pair.open_window(staging)
     world.link = world.mover.link("src", staging, world.src.memory, window)
     yield world
     window.close()
@@ -324,18 +333,18 @@ def test_a_ring_that_the_device_cannot_reach_is_given_up_whole(
 ) -> None:
     staging = staging_of(seen.src.pair.source.ring)
     pinned, mapped = {**seen.dst.cuda.pinned}, [*seen.dst.cuda.mapped]
-    windows = RingWindows(SharedRings.ON, seen.dst.pair.look)
+    windows = RingWindows(SharedRings.ON, seen.dst.pair.open_window)
     seen.dst.cuda.failing = {"pin"}
     seen.dst.cuda.exported = {}
     assert windows.open("src", staging) is None
     assert windows.open("src", replace(staging, place="nowhere")) is None
     assert windows.open("src", replace(staging, ring_bytes=1 << 40)) is None
     assert (seen.dst.cuda.pinned, seen.dst.cuda.mapped) == (pinned, mapped)
-    assert RingWindows(SharedRings.OFF, seen.dst.pair.look).open("src", staging) is None
+    assert RingWindows(SharedRings.OFF, seen.dst.pair.open_window).open("src", staging) is None
 
 
 def test_a_ring_that_is_shorter_than_it_is_said_to_be_is_not_looked_at(seen: World) -> None:
-    windows = RingWindows(SharedRings.ON, seen.dst.pair.look)
+    windows = RingWindows(SharedRings.ON, seen.dst.pair.open_window)
     told = staging_of(seen.src.pair.source.ring)
     assert windows.open("src", replace(told, ring_bytes=SIZE.num_bytes + 4096)) is None
     assert windows.open("src", replace(told, is_on_host=not told.is_on_host)) is None

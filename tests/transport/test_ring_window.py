@@ -94,14 +94,14 @@ def test_who_takes_long_asks(world: SharedWorld, monkeypatch: pytest.MonkeyPatch
     """Half of the time for which a chunk is lent is over before it was scattered."""
     world.rank.lent_s = 0.1
     verdicts: list[bool] = []
-    scatter = world.mover._copier.scatter
+    scatter = world.mover.copier.scatter
 
     def slowly(sides, chunk) -> None:
         if not verdicts:
             time.sleep(0.06)
         scatter(sides, chunk)
 
-    monkeypatch.setattr(world.mover._copier, "scatter", slowly)
+    monkeypatch.setattr(world.mover.copier, "scatter", slowly)
 
     def is_valid() -> bool:
         verdicts.append(bool(verdicts))

@@ -42,7 +42,7 @@ class Reader:
         self.pool = np.zeros(POOL_BYTES, np.uint8)
         places = Places("ours", [Region("kv", POOL_BYTES, self.pool.ctypes.data)])
         self.calls = GatherCalls(open_channel("", None), "reader")
-        self.mover = StreamMover(HostChunkCopier(places, POOL_BYTES), POOL_BYTES, self.calls, count(1))
+        self.mover = StreamMover(HostChunkCopier(places, POOL_BYTES), self.calls, count(1))
         self.calls.listen(_Quiet(self.mover))
         self.link = self.mover.link("src", Staging.from_bytes(staging_in(card)), Places("src", regions))
         self.link.open(PATIENCE_S)

@@ -100,9 +100,9 @@ class World:
             for n, a in (("s", self.src), ("d", self.dst))
         )
         self.copiers = copier(self.src_places), copier(self.dst_places)
-        self.sender = StreamSender(self.copiers[0], CHUNK_BYTES, "127.0.0.1", is_proved=is_proved)
+        self.sender = StreamSender(self.copiers[0], "127.0.0.1", is_proved=is_proved)
         self.line = Line(self.sender)
-        self.mover = StreamMover(self.copiers[1], CHUNK_BYTES, self.line, count(1), events)
+        self.mover = StreamMover(self.copiers[1], self.line, count(1), events)
         self.line.listen(self.mover)
         self.link = self.mover.link("src", Staging(RANK, 1, 1 << 20, CHUNK_BYTES), self.src_places)
         self.ends: dict[int, str] = {}

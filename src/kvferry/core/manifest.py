@@ -45,6 +45,11 @@ class Region:
         check_range(f"region {self.name}: address", self.address, 0, (1 << 64) - 1)
         object.__setattr__(self, "device", _one_spelling(self.name, self.device))
 
+    @property
+    def is_on_host(self) -> bool:
+        """Whether it is memory of the host, not of a device."""
+        return self.device == "cpu"
+
 
 def _one_spelling(region: str, device: str) -> str:
     """The one way in which a device is written, so that equal devices are equal texts."""

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvferry.channel import ContactChange, Received
+from kvferry.core.view import Ints
 from kvferry.endpoint.edges import ControlChannel
 from kvferry.endpoint.listening import advertised
 from kvferry.endpoint.owner import Event, Owner
@@ -87,8 +88,7 @@ class GatherService:
         """``advertise``: the host that readers call, if it is another one than we listen at."""
         self._copier, self._ring, self._channel = memory.copier, memory.ring, channel
         host = channel.address.removeprefix("tcp://").rpartition(":")[0].strip("[]") or LOOPBACK
-        chunk_bytes = memory.ring.size.chunk_bytes
-        self._streams = StreamSender(memory.sender, chunk_bytes, host, is_proved=are_streams_proved)
+        self._streams = StreamSender(memory.sender, host, is_proved=are_streams_proved)
         self._stream_address = advertised(f"tcp://{host}:{self._streams.port}", advertise)
         # The owner's alone:
         self._guard = guard
@@ -243,7 +243,7 @@ class GatherService:
 
     def _refusal(self, admitted: Admitted, sides: list[TermSide]) -> Refusal | None:
         """Why bytes are not sent; whoever sends them has nobody to tell."""
-        refusal = self._guard.check(admitted, [(s.places, s.num_bytes, s.steps) for s in sides])
+        refusal = self._guard.check(admitted, _terms(sides))
         if refusal is None:
             try:
                 check_room(sides, self._ring.size.chunk_bytes)
@@ -258,7 +258,7 @@ class GatherService:
 
     def _gather(self, ask: _Waiting, chunk: int, generation: int) -> _Answer:
         address = self._ring.address(chunk)
-        refusal = self._guard.check(ask.admitted, [(s.places, s.num_bytes, s.steps) for s in ask.sides])
+        refusal = self._guard.check(ask.admitted, _terms(ask.sides))
         if refusal is None:
             try:
                 self._copier.gather(ask.sides, address)
@@ -279,6 +279,11 @@ class GatherService:
         if is_worth_a_line(number):
             log.warning("refused to gather, number %d: %s: %s", number, refusal.code, refusal.detail)
         return _Answer(to, NotGathered(nonce, refusal.code.value, printable(refusal.detail)))
+
+
+def _terms(sides: list[TermSide]) -> list[tuple[Ints, Ints, Ints]]:
+    """As the guard wants them."""
+    return [(side.places, side.num_bytes, side.steps) for side in sides]
 
 
 def _sides(ask: Gather) -> list[TermSide]:

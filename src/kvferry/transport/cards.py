@@ -17,6 +17,7 @@ CARD_MAGIC = b"kvfnixl7"
 4: where the rank gathers for its readers.
 5: what the rank opens to the fabric; a reader of before would look for a pool that is not there.
 6: where the ring of a rank that gathers can be looked at.
+7: whether that ring is on the host or on the rank's device.
 """
 METADATA_HEAD = b"nixlSerDes|Agent"
 """What NIXL 1.x puts before the name of the agent."""

@@ -23,6 +23,11 @@ class ChunkCopier(Protocol):
         """The rank's own."""
         ...
 
+    @property
+    def chunk_bytes(self) -> int:
+        """The most that it copies at once."""
+        ...
+
     def gather(self, sides: Sequence[TermSide], chunk: int) -> None:
         """Copy what these name to a chunk, an address; raises TransportError if they leave either."""
         ...
@@ -35,8 +40,8 @@ class ChunkCopier(Protocol):
         """What these name, where it lies, if the host had better touch it there; all of it was checked."""
         ...
 
-    def new_chunk(self, num_bytes: int) -> HostBytes:
-        """Host memory that can be gathered into, and scattered from."""
+    def new_chunk(self) -> HostBytes:
+        """A chunk in host memory, to be gathered into and scattered from."""
         ...
 
     def free_chunk(self, chunk: HostBytes) -> None:
@@ -52,12 +57,12 @@ class HostChunkCopier:
     """By compiled code, or by numpy where there is none; in any thread."""
 
     def __init__(self, memory: Places, chunk_bytes: int) -> None:
-        self.memory, self._chunk_bytes = memory, chunk_bytes
+        self.memory, self.chunk_bytes = memory, chunk_bytes
         self._views = MemoryViews(memory)
 
     def gather(self, sides: Sequence[TermSide], chunk: int) -> None:
         """As ``ChunkCopier`` says."""
-        pack(self.memory, sides, chunk, self._chunk_bytes)
+        pack(self.memory, sides, chunk, self.chunk_bytes)
 
     def scatter(self, sides: Sequence[TermSide], chunk: int) -> None:
         """As ``ChunkCopier`` says."""
@@ -67,9 +72,9 @@ class HostChunkCopier:
         """Long runs need no chunk."""
         return self._views.of(sides) if are_long(sides) else []
 
-    def new_chunk(self, num_bytes: int) -> HostBytes:
+    def new_chunk(self) -> HostBytes:
         """Any memory will do."""
-        return np.empty(num_bytes, np.uint8)
+        return np.empty(self.chunk_bytes, np.uint8)
 
     def free_chunk(self, chunk: HostBytes) -> None:
         """Python does."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from importlib.resources import files
 from itertools import pairwise
@@ -69,13 +69,16 @@ class CompiledCopies:
             function(ctypes.byref(side), ctypes.c_void_p(chunk + at))
 
         parts = [(first, stop) for first, stop in pairwise(edges) if first < stop]
-        others = [self._others.submit(copy, *part) for part in parts[1:]] if self._others else []
+        others: list[Future[None]] = []
         try:
+            if self._others:
+                others.extend(self._others.submit(copy, *part) for part in parts[1:])
             for part in parts[:1]:
                 copy(*part)
-        finally:  # a copy is over when its call returns
-            for other in others:
-                other.result()
+        finally:  # a copy is over when its call returns, also if it raises
+            wait(others)
+        for other in others:
+            other.result()
 
 
 @cache

@@ -74,7 +74,7 @@ class DeviceChunkCopier:
     """By the copy kernel, in a stream of its own, from and to chunks that the device reaches."""
 
     def __init__(self, cuda: Cuda, kernel: CopyKernel, memory: Places, chunk_bytes: int) -> None:
-        self.memory, self._cuda, self._chunk_bytes = memory, cuda, chunk_bytes
+        self.memory, self.chunk_bytes, self._cuda = memory, chunk_bytes, cuda
         self._queue = CopyQueue(cuda, kernel)
 
     def gather(self, sides: Sequence[TermSide], chunk: int) -> None:
@@ -91,9 +91,9 @@ class DeviceChunkCopier:
         """The host touches none of it."""
         return []
 
-    def new_chunk(self, num_bytes: int) -> HostBytes:
+    def new_chunk(self) -> HostBytes:
         """Pinned: the device reads and writes it by itself."""
-        return self._cuda.pinned_array(self._cuda.allocate_pinned(num_bytes), num_bytes)
+        return self._cuda.pinned_array(self._cuda.allocate_pinned(self.chunk_bytes), self.chunk_bytes)
 
     def free_chunk(self, chunk: HostBytes) -> None:
         """As ``ChunkCopier`` says."""
@@ -105,8 +105,9 @@ class DeviceChunkCopier:
 
     def _room(self, sides: Sequence[TermSide], chunk: int) -> Places:
         """So much of a chunk as these take."""
-        check_room(sides, self._chunk_bytes)
-        return Places("a chunk", [Region("chunk", sum(side.total_bytes for side in sides), chunk)])
+        check_room(sides, self.chunk_bytes)
+        num_bytes = max(1, sum(side.total_bytes for side in sides))  # runs may be empty, a region is not
+        return Places("a chunk", [Region("chunk", num_bytes, chunk)])
 
     def _copy(self, terms: Iterable[Term], src: Places, dst: Places) -> None:
         """Copy, and wait for the end, which the device reports."""

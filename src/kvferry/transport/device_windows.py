@@ -51,6 +51,6 @@ class DeviceRingWindow(RingWindow):
         self._opened.close()
 
 
-def look_by_device(cuda: Cuda, staging: Staging) -> RingWindow:
+def window_of_device(cuda: Cuda, staging: Staging) -> RingWindow:
     """A ring wherever it is; raises OSError or TransportError if this device cannot see it."""
     return PinnedRingWindow(cuda, staging) if staging.is_on_host else DeviceRingWindow(cuda, staging)

@@ -39,12 +39,11 @@ class FrameReceiver:
     def __init__(
         self,
         copier: ChunkCopier,
-        chunk_bytes: int,
         key: bytes,
         sides_of: Callable[[int, int], Sequence[TermSide]],
     ) -> None:
         """``sides_of``: where the bytes of a frame belong, by its number and length."""
-        self._copier, self._chunk_bytes, self._key, self._sides_of = copier, chunk_bytes, key, sides_of
+        self._copier, self._key, self._sides_of = copier, key, sides_of
         self._head = bytearray(HEAD.size)
         self._cursor = Cursor([memoryview(self._head)])
         self._frame: _Frame | None = None
@@ -85,8 +84,8 @@ class FrameReceiver:
     def _begin(self) -> None:
         head = bytes(self._head)
         nonce, num_bytes = HEAD.unpack(head)
-        if num_bytes > self._chunk_bytes:
-            raise TransportError("bad-frame", f"a frame of {num_bytes} bytes: at most {self._chunk_bytes}")
+        if num_bytes > (most := self._copier.chunk_bytes):
+            raise TransportError("bad-frame", f"a frame of {num_bytes} bytes: at most {most}")
         sides = self._sides_of(nonce, num_bytes)
         views = self._copier.views(sides)
         data = views or ([self._chunk[:num_bytes]] if num_bytes else [])
@@ -113,7 +112,7 @@ class FrameReceiver:
     @property
     def _scratch_array(self) -> HostBytes:
         if self._scratch is None:
-            self._scratch = self._copier.new_chunk(self._chunk_bytes)
+            self._scratch = self._copier.new_chunk()
         return self._scratch
 
     @property

@@ -60,7 +60,7 @@ class GatheredLink(Generic[R]):
 
     def __init__(self, mover: GatherMover[Any, R], name: str, staging: Staging, src: Places) -> None:
         self._mover, self.name, self.staging, self.src = mover, name, staging, src
-        self.chunk_bytes = min(staging.chunk_bytes, mover.chunk_bytes)
+        self.chunk_bytes = min(staging.chunk_bytes, mover.copier.chunk_bytes)
         """What is asked for at once: as much as both sides have room for."""
         # The mover's thread's alone:
         self.waiting: deque[R] = deque()
@@ -81,7 +81,7 @@ class GatheredLink(Generic[R]):
     ) -> None:
         """Check that all runs are inside of their regions, and have them gathered, after the event."""
         for term in product.terms:
-            check_term(term, self.src, self._mover.memory)
+            check_term(term, self.src, self._mover.copier.memory)
         parts = pieces(product, self.chunk_bytes)
         self._mover.submit(self._mover.new_read(self, transfer, permit, parts, report), after)
 
@@ -100,16 +100,10 @@ class GatherMover(Generic[L, R]):
     new_read: Callable[..., R]
 
     def __init__(
-        self,
-        copier: ChunkCopier,
-        chunk_bytes: int,
-        line: GatherLine,
-        nonces: Iterator[int],
-        events: EventWait | None = None,
+        self, copier: ChunkCopier, line: GatherLine, nonces: Iterator[int], events: EventWait | None = None
     ) -> None:
         """``events``: who waits for the device that the memory is on; None if it is the host's."""
-        self.memory, self.chunk_bytes, self._copier = copier.memory, chunk_bytes, copier
-        self._line, self._nonces, self._event_wait = line, nonces, events
+        self.copier, self._line, self._nonces, self._event_wait = copier, line, nonces, events
         self._lock = threading.Lock()
         """Guards ``_is_closing``: what is submitted before that is ended by the thread."""
         self._is_closing = False

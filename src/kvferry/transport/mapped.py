@@ -45,7 +45,6 @@ from kvferry.transport.quietly import quietly
 
 log = log_of(__name__)
 
-HOST = "cpu"
 NUM_LANES = 4
 SURE_BYTES_PER_SECOND = 4e12
 """No device copies faster: for so long a thread need not look whether a copy is done."""
@@ -113,7 +112,7 @@ class DeviceCopier:
         """Map a remote rank's memory; raises TransportError, with nothing left mapped, if it is not right."""
         unpack_card(card)
         export = Export.from_bytes(export_in(card))
-        if any(region.device == HOST for region in regions):
+        if any(region.is_on_host for region in regions):
             raise TransportError("not-mapped", "some of its memory is the host's")
         opened = Opened.open(self._cuda, export, regions)
         rank = MappedRank(name, opened, Places(name, opened.regions))

@@ -130,7 +130,7 @@ class PackedMover(GatherMover[PackedLink, _Read]):
         nonces: Iterator[int],
         events: EventWait | None = None,
     ) -> None:
-        super().__init__(copier, ring.size.chunk_bytes, line, nonces, events)
+        super().__init__(copier, line, nonces, events)
         self._ring = ring
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         # The thread's alone:
@@ -283,7 +283,7 @@ class PackedMover(GatherMover[PackedLink, _Read]):
         if ask.read.error:
             return ask.read.error
         try:
-            self._copier.scatter([dst_of(term) for term in ask.terms], address)
+            self.copier.scatter([dst_of(term) for term in ask.terms], address)
         except Exception as failure:
             log.exception("bytes could not be scattered")
             return f"unexpected: {failure!r}"

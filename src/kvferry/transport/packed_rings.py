@@ -31,7 +31,6 @@ log = log_of(__name__)
 HAVE_GATHERED = f"this rank has nobody gather for it: set {SETTING}={PackedReads.AUTO.value} here, too"
 WORTH_IT = 0.8
 """Gathering takes both sides' processors: it has to gain something."""
-HOST = "cpu"
 
 
 class PackedRings:
@@ -40,7 +39,7 @@ class PackedRings:
     def __init__(
         self, pair: RingPair, expose: Expose = Expose.POOL, shared: SharedRings = SharedRings.ON
     ) -> None:
-        self._pair, self._expose, self._windows = pair, expose, RingWindows(shared, pair.look)
+        self._pair, self._expose, self._windows = pair, expose, RingWindows(shared, pair.open_window)
         self._reader = pair.reader.ring
         self.table = RegionTable("rings", [pair.source.ring.region, self._reader.region])
         self._reader_table = RegionTable("our ring", [self._reader.region])
@@ -62,7 +61,7 @@ class PackedRings:
         is_open = self._expose is not Expose.NOTHING
         ring_address, place = (ring.region.address, ring.place) if is_open else (0, "")
         sizes = ring.size.num_bytes, ring.size.chunk_bytes
-        is_on_host = ring.region.device == HOST
+        is_on_host = ring.region.is_on_host
         told = Staging(address, ring_address, *sizes, self._expose, digest, ring.ring_id, place, is_on_host)
         self.staging = told.to_bytes()
 
@@ -72,8 +71,7 @@ class PackedRings:
             raise TransportError("registered", "there is one line to the ranks that gather")
         self._line, nonces, pair = line, count(1), self._pair
         self.mover = PackedMover(pair.reader.copier, self._reader, line, nonces, pair.events)
-        chunk_bytes = self._reader.size.chunk_bytes
-        self.streams = StreamMover(pair.receiver, chunk_bytes, line, nonces, pair.events)
+        self.streams = StreamMover(pair.receiver, line, nonces, pair.events)
         line.listen(_Answers(self.mover, self.streams), self.mover.turn)
 
     @property
@@ -101,7 +99,7 @@ class PackedRings:
         mover, staging = self._mover_for(peer, card, regions)
         if link := self._seen(mover, peer, staging, Places(peer, regions)):
             return link
-        is_alike = staging.is_on_host == (self._reader.region.device == HOST)
+        is_alike = staging.is_on_host == self._reader.region.is_on_host
         if team and is_alike and staging.expose is not Expose.NOTHING:
             try:
                 seconds = max(0.0, deadline - monotonic())
@@ -127,12 +125,9 @@ class PackedRings:
 
     def _seen(self, mover: PackedMover, peer: str, staging: Staging, src: Places) -> Link | None:
         """Look at a peer's ring, if it can be seen from here."""
-        window = self._windows.open(peer, staging)
-        return (
-            mover.link(peer, staging, src, window, partial(self._windows.close_one, window))
-            if window
-            else None
-        )
+        if window := self._windows.open(peer, staging):
+            return mover.link(peer, staging, src, window, partial(self._windows.close_one, window))
+        return None
 
     def open_stream(self, peer: str, card: bytes, regions: Sequence[Region], timeout_s: float) -> Link:
         """Have a peer send what it gathers; raises TransportError, or TimeoutError if it does not answer."""

@@ -19,7 +19,7 @@ from kvferry.transport.device_chunks import (
     DeviceStagingRing,
     PinnedStagingRing,
 )
-from kvferry.transport.device_windows import look_by_device
+from kvferry.transport.device_windows import window_of_device
 from kvferry.transport.event_wait import EventWait
 from kvferry.transport.places import Places
 from kvferry.transport.quietly import quietly
@@ -56,8 +56,8 @@ class RingPair:
     """Gathers what is sent over streams."""
     receiver: ChunkCopier
     """Scatters what comes over streams."""
-    look: Callable[[Staging], RingWindow]
-    """Opens the ring of another process; raises OSError or TransportError if it cannot be seen from here."""
+    open_window: Callable[[Staging], RingWindow]
+    """To the ring of another process; raises OSError or TransportError if it cannot be seen from here."""
     events: EventWait | None = None
     """Who waits for the device that the memory is on; None on the host."""
 
@@ -103,7 +103,7 @@ def device_rings(
             return CopiedRing(ring, copier())
 
         rings = copied(is_source=True), copied(is_source=False)
-        pair = RingPair(*rings, copier(), copier(), partial(look_by_device, cuda), EventWait(cuda))
+        pair = RingPair(*rings, copier(), copier(), partial(window_of_device, cuda), EventWait(cuda))
         undo.pop_all()
     return pair
 

@@ -70,26 +70,29 @@ class RingWindow:
 class RingWindows:
     """The rings of others that this rank looks at."""
 
-    def __init__(self, shared: SharedRings, look: Callable[[Staging], RingWindow] = RingWindow) -> None:
-        """``look``: opens one; raises OSError or TransportError if it cannot be seen from here."""
-        self._shared, self._look = shared, look
-        self._open: dict[RingWindow, str] = {}
+    def __init__(
+        self, shared: SharedRings, open_window: Callable[[Staging], RingWindow] = RingWindow
+    ) -> None:
+        """``open_window``: raises OSError or TransportError if a ring cannot be seen from here."""
+        self._shared, self._open_window = shared, open_window
+        self._open: set[RingWindow] = set()
 
     def open(self, peer: str, staging: Staging) -> RingWindow | None:
         """A peer's ring, if it can be seen from here."""
         if not staging.place or self._shared is SharedRings.OFF:
             return None
         try:
-            window = self._look(staging)
+            window = self._open_window(staging)
         except (OSError, TransportError) as error:
             log.debug("the ring of %s cannot be seen from here: %s", peer, error)
             return None
-        self._open[window] = peer
+        self._open.add(window)
         return window
 
     def close_one(self, window: RingWindow) -> None:
         """Look at one no more; nothing may be copied from it meanwhile. Once is enough."""
-        if self._open.pop(window, None) is not None:
+        if window in self._open:
+            self._open.remove(window)
             quietly(window.close)
 
     def close(self) -> None:

@@ -96,14 +96,9 @@ class StreamMover(GatherMover[StreamLink, _Read]):
     new_read = _Read
 
     def __init__(
-        self,
-        copier: ChunkCopier,
-        chunk_bytes: int,
-        line: GatherLine,
-        nonces: Iterator[int],
-        events: EventWait | None = None,
+        self, copier: ChunkCopier, line: GatherLine, nonces: Iterator[int], events: EventWait | None = None
     ) -> None:
-        super().__init__(copier, chunk_bytes, line, nonces, events)
+        super().__init__(copier, line, nonces, events)
         # The thread's alone:
         self._asks: dict[int, _Ask] = {}
         self._loop = SocketLoop("kvferry-stream-reads", self._turn)
@@ -247,7 +242,7 @@ class StreamMover(GatherMover[StreamLink, _Read]):
             self._lose(link, f"the stream of {link.name} at {offer.address} cannot be called: {error}")
             return
         sides_of = partial(self._sides_of, link)
-        stream.frames = FrameReceiver(self._copier, link.chunk_bytes, offer.key, sides_of)
+        stream.frames = FrameReceiver(self.copier, offer.key, sides_of)
         self._loop.watch(stream.socket, partial(self._receive, stream))
 
     def _receive(self, stream: _Stream) -> None:

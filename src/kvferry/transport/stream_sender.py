@@ -76,10 +76,10 @@ class _Stream:
 class StreamSender:
     """Sends frames to the readers that it offered a stream to."""
 
-    def __init__(self, copier: ChunkCopier, chunk_bytes: int, host: str, *, is_proved: bool) -> None:
+    def __init__(self, copier: ChunkCopier, host: str, *, is_proved: bool) -> None:
         """``host``: where to listen. ``is_proved``: whether each frame carries a proof."""
-        self._copier, self._chunk_bytes, self._is_proved = copier, chunk_bytes, is_proved
-        self._max_streams = min(MAX_STREAMS, max(1, MAX_STREAM_BYTES // chunk_bytes))
+        self._copier, self._is_proved = copier, is_proved
+        self._max_streams = min(MAX_STREAMS, max(1, MAX_STREAM_BYTES // copier.chunk_bytes))
         listener = listen_at(host)
         self.port = int(listener.getsockname()[1])
         # The thread's alone:
@@ -207,7 +207,7 @@ class StreamSender:
     def _gathered(self, stream: _Stream, sides: Sequence[TermSide]) -> memoryview:
         """The bytes as a copy in the stream's own chunk."""
         if stream.chunk is None:
-            stream.chunk = self._copier.new_chunk(self._chunk_bytes)
+            stream.chunk = self._copier.new_chunk()
         self._copier.gather(sides, stream.chunk.ctypes.data)
         return stream.chunk.data[: sum(side.total_bytes for side in sides)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import Enum
 from typing import Any, Protocol, TypeVar
@@ -15,6 +15,7 @@ from kvferry.runtime import Timing
 from kvferry.transport.expose import SETTING as EXPOSE_SETTING
 from kvferry.transport.expose import Expose
 from kvferry.transport.nixl_agent import UCX
+from kvferry.transport.ring_options import MEMORY_SETTING as RING_MEMORY_SETTING
 from kvferry.transport.ring_options import RingMemory, RingOptions
 from kvferry.transport.staging import SETTING as PACKED_SETTING
 from kvferry.transport.staging import PackedReads
@@ -113,12 +114,11 @@ class Options:
         seconds = {_SECONDS[name]: _number(name, extra[name]) for name in _SECONDS if name in extra}
         trust = Trust(_secret(texts["secret_file"]), _insecure(extra), _authorities(extra))
         address = "127.0.0.1" if trust.is_one_host else f"[{host}]" if ":" in host else host
-        rings = RingOptions.from_environment(os.environ)
+        environ: Mapping[str, str] = os.environ
         if is_through_host:
-            extra = {"expose": os.environ.get(EXPOSE_SETTING, Expose.STAGING.value), **extra}
-            extra = {"packed_reads": os.environ.get(PACKED_SETTING, PackedReads.REQUIRE.value), **extra}
-            rings = replace(rings, memory=RingMemory.HOST)
-        expose = _chosen("expose", extra, Expose.from_environment(os.environ))
+            usual = {EXPOSE_SETTING: Expose.STAGING.value, PACKED_SETTING: PackedReads.REQUIRE.value}
+            environ = usual | dict(environ) | {RING_MEMORY_SETTING: RingMemory.HOST.value}
+        expose = _chosen("expose", extra, Expose.from_environment(environ))
         return cls(
             listen=texts["listen"] or f"tcp://{address}:*",
             advertise=texts["advertise"],
@@ -128,9 +128,9 @@ class Options:
             timing=Timing(**seconds),
             backend=_backend(extra),
             digest_every=_digest_every(extra),
-            packed_reads=_packed_reads(extra, expose),
+            packed_reads=_packed_reads(extra, expose, environ),
             expose=expose,
-            rings=rings,
+            rings=RingOptions.from_environment(environ),
         )
 
 
@@ -224,9 +224,9 @@ def _digest_every(extra: Mapping[str, Any]) -> int:
             )
 
 
-def _packed_reads(extra: Mapping[str, Any], expose: Expose) -> PackedReads:
+def _packed_reads(extra: Mapping[str, Any], expose: Expose, environ: Mapping[str, str]) -> PackedReads:
     """The option; where there is none, the environment's setting. Who hides its pool has to gather."""
-    chosen = _chosen("packed_reads", extra, PackedReads.from_environment(os.environ, expose))
+    chosen = _chosen("packed_reads", extra, PackedReads.from_environment(environ, expose))
     if expose.hides_pool and chosen is PackedReads.NEVER:
         raise SpecError(
             f"kv_connector_extra_config: expose {expose.value!r} needs workers that gather: say packed_reads"
