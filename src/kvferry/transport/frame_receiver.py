@@ -13,6 +13,11 @@ from kvferry.transport.pack import TermSide
 from kvferry.transport.stream_frames import HEAD, OPENED, TAIL, Cursor, proof
 
 
+ENOUGH_BYTES = 256 << 10
+"""The thread sleeps until so many bytes of a frame have come, or its end: each waking costs as much as copying
+some tens of kilobytes, and takes time from the kernel that receives them."""
+
+
 @dataclass(frozen=True, slots=True)
 class ArrivedFrame:
     """A frame of which all bytes are in place."""
@@ -47,6 +52,8 @@ class FrameReceiver:
         self._head = bytearray(HEAD.size)
         self._cursor = Cursor([memoryview(self._head)])
         self._frame: _Frame | None = None
+        self._worth_waking = 1
+        """As the kernel was told."""
         self._scratch: HostBytes | None = None
         """Where short runs wait to be scattered, and where what nobody wants goes."""
 
@@ -64,14 +71,24 @@ class FrameReceiver:
         if not num_bytes:
             raise ConnectionError("it was closed")
         self._cursor.advance(num_bytes)
-        if self._cursor.num_left:
-            return None
-        if self._frame is None:
+        ended = None if self._cursor.num_left else self._next_cursor()
+        self._wait_for_enough(stream)
+        return self._end(ended) if ended else None
+
+    def _next_cursor(self) -> _Frame | None:
+        """After a head come its bytes, after these the next head; the frame that is through, if one is."""
+        ended, self._frame = self._frame, None
+        if ended is None:
             self._begin()
-            return None
-        frame, self._frame = self._frame, None
-        self._cursor = Cursor([memoryview(self._head)])
-        return self._end(frame)
+        else:
+            self._cursor = Cursor([memoryview(self._head)])
+        return ended
+
+    def _wait_for_enough(self, stream: socket.socket) -> None:
+        """Have the kernel wake us for as much as is worth it, and never for more than is to come."""
+        if (enough := min(ENOUGH_BYTES, self._cursor.num_left)) != self._worth_waking:
+            stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, enough)
+            self._worth_waking = enough
 
     def ignore(self) -> None:
         """The rest of the frame that is being received goes where it harms nobody."""
