@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -340,17 +341,20 @@ class Loops:
                 mm(self._few, self._weights[i % 8])
 
     def time(self, name: str) -> list[float]:
-        """Milliseconds of each turn, by the device's own clock."""
-        cuda, took = self._torch.cuda, []
+        """Milliseconds from the end of one turn to that of the next, by the device's own clock.
+
+        The next turn always waits already, so what the device gives to another process meanwhile counts.
+        """
+        cuda, ends = self._torch.cuda, []
         with cuda.stream(cuda.Stream()):
-            for _ in range(80):
-                begin, end = (cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
+            for _ in range(81):
                 self._work(name)
-                end.record()
-                end.synchronize()
-                took.append(begin.elapsed_time(end))
-        return took[20:]
+                ends.append(cuda.Event(enable_timing=True))
+                ends[-1].record()
+                if len(ends) > 2:
+                    ends[-3].synchronize()
+            ends[-1].synchronize()
+        return [before.elapsed_time(end) for before, end in pairwise(ends)][20:]
 
 
 class Nothing:

@@ -133,7 +133,7 @@ def check_term(term: Term, src: Places, dst: Places) -> None:
         (term.pattern.src, src, term.steps[0]),
         (term.pattern.dst, dst, term.steps[1]),
     ):
-        for step in (steps.min(), steps.max()):
+        for step in {int(steps.min()), int(steps.max())}:
             memory.check(places + step, term.pattern.num_bytes)
 
 

@@ -58,9 +58,11 @@ class Places:
         """Whether all is well, in few steps over arrays that may be long; nothing overflows."""
         if not len(index):
             return True
-        if int(index.min()) < 0 or int(num_bytes.min()) < 0 or int(index.max()) >= len(self.regions):
+        first, last = int(index.min()), int(index.max())
+        if first < 0 or int(num_bytes.min()) < 0 or last >= len(self.regions):
             return False
-        return bool((offset <= self._lengths[index] - num_bytes).all())
+        lengths = self._lengths[first] if first == last else self._lengths[index]
+        return bool((offset <= lengths - num_bytes).all())
 
     def room(self, places: Ints, num_bytes: Ints) -> int:
         """How far these runs, which were checked, can be moved up before one leaves its region."""

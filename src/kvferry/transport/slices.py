@@ -42,9 +42,9 @@ def slices(runs: Runs, limit: Limit) -> Iterator[Runs]:
 
 def cut_long(runs: Runs, max_bytes: int) -> Runs:
     """Runs of at most ``max_bytes``."""
-    num_parts = -(-runs.num_bytes // max_bytes)
-    if (num_parts <= 1).all():
+    if not len(runs) or int(runs.num_bytes.max()) <= max_bytes:
         return runs
+    num_parts = -(-runs.num_bytes // max_bytes)
     at = np.repeat(np.arange(len(runs)), num_parts)
     first = np.cumsum(num_parts) - num_parts
     offsets = (np.arange(len(at)) - first[at]) * max_bytes
