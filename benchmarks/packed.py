@@ -80,7 +80,7 @@ def ways_over(over: str) -> dict[str, Callable[[], NixlTransport]]:
                 packed_reads=PackedReads.REQUIRE, rings=RingOptions(shared=SharedRings.OFF)
             )
         }
-    else:
+    if over in ("tcp", "hosts"):
         ways |= {"fast": lambda: NixlTransport(packed_reads=PackedReads.NEVER, settings=fast)}
     return ways
 
