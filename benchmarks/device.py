@@ -3,6 +3,7 @@
     python benchmarks/device.py            reads, whole fetches, and who slows whom down; needs a GPU
     python benchmarks/device.py reads      one part: reads, fetches or beside
     python benchmarks/device.py fetches mapped    without what does not have that word in its name
+    python benchmarks/device.py beside another    the loop in another process only
 
 ``beside`` needs torch, for something to compute. Every part is written to benchmarks/device.json.
 """
@@ -376,7 +377,7 @@ def beside() -> list[dict[str, Any]]:
         "another process": lambda name: there.call("time", name),
     }
     for where, timer in timers.items():
-        for name in Loops.NAMES:
+        for name in Loops.NAMES if is_asked_for(where) else ():
             alone = np.array(timer(name))
             for num_blocks in (8, 16, 32, 64, 0):
                 for launch_mib in (16, 64, 512):

@@ -176,6 +176,7 @@ def _serves(results: Results) -> Iterator[str]:
                 connector,
                 f"{row['requests']}, {row['failed']}",
                 f"{row['equal']} of {row['sample']} ({row['equal_tokens']} of {row['sample_tokens']})",
+                f"{row.get('as_others_tokens', '?')} of {row['sample_tokens']}",
                 f"{row['equal_under_load']} of {row['sample']}",
                 _two(row, "first_token"),
                 _two(row, "per_token"),
@@ -184,14 +185,15 @@ def _serves(results: Results) -> Iterator[str]:
             for connector, row in result.found["serve"].items()
         ]
         rows += [
-            (name, connector, f"refused: {why[:60]}", *[""] * 5)
+            (name, connector, f"refused: {why[:60]}", *[""] * 6)
             for connector, why in result.found["refused"].items()
         ]
     title = (
         "vllm serve twice behind the proxy, streaming clients; the two connectors in turns. Equal: answers\n"
-        "(tokens) of a sample, one request at a time, that are the decode server's own; and under load."
+        "(tokens) of a sample, one request at a time, that are the decode server's own; tokens that are the other\n"
+        "connector's; and the decode server's own under load."
     )
-    head = ("servers", "connector", "requests, failed", "equal", "under load")
+    head = ("servers", "connector", "requests, failed", "equal", "as the other", "under load")
     yield from _table(title, (*head, "first token p50, p99", "per token p50, p99", "per second"), rows)
 
 

@@ -1,6 +1,6 @@
 """``vllm serve`` twice behind kvferry's proxy, many clients: kvferry beside vLLM's own connector, in turns.
 
-A case fails if a request does, if prompts were computed again, or if answers are not one server's own. Times
+A case fails if a request does, if prompts were computed again, or if answers are not those they must be. Times
 are kept, and never fail it.
 """
 
@@ -27,7 +27,8 @@ LENGTHS = (256, 512, 1024)
 CPU_LENGTHS = (40, 90, 200)
 NUM_SAMPLE = 16
 LEAST_EQUAL = 0.5
-"""In bf16 answers may part by rounding; those from a wrong cache part at once. Of the sample's tokens."""
+"""Of the sample's tokens. In bf16 answers part by rounding, since one server computes a prompt in other steps than
+two: where they do so early, they must be those of the other connector, token by token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +52,15 @@ def run_serve(engines: Engines, case: ServeCase, found: dict[str, Any]) -> None:
         for place in places.values():  # kernels are compiled, and the servers meet
             ask_all(place.proxy.url, [prompt_of(n) for n in lengths], case.num_tokens, case.num_clients)
         served = _in_turns(case, places, prompts, found["serve"])
+        sample = prompts[:NUM_SAMPLE]
+        quiet = {name: ask_all(place.proxy.url, sample, case.num_tokens, 1) for name, place in places.items()}
         for name, place in places.items():
-            sample = prompts[:NUM_SAMPLE]
-            found["serve"][name] |= _compare(place, case, sample, served[name].replies[: len(sample)])
+            row = found["serve"][name]
+            row |= _compare(place, case, sample, quiet[name].replies, served[name].replies[: len(sample)])
+            others = [
+                _num_common(quiet[name].replies, quiet[other].replies) for other in places if other != name
+            ]
+            row["as_others_tokens"] = min(others, default=0)
     for name, row in found["serve"].items():
         check(name, row, is_exact=is_cpu)
 
@@ -82,17 +89,19 @@ def _in_turns(
 
 
 def _compare(
-    place: Place, case: ServeCase, sample: Sequence[Sequence[int]], busy: Sequence[Reply]
+    place: Place,
+    case: ServeCase,
+    sample: Sequence[Sequence[int]],
+    quiet: Sequence[Reply],
+    busy: Sequence[Reply],
 ) -> dict[str, Any]:
-    """The sample once more, one request at a time: by the proxy, and by the decode server alone."""
-    alone, quiet = (
-        ask_all(url, sample, case.num_tokens, 1).replies for url in (place.decode.url, place.proxy.url)
-    )
+    """The sample, which the proxy was asked one request at a time, and under load, by the decode server alone."""
+    alone = ask_all(place.decode.url, sample, case.num_tokens, 1).replies
     return {
         "sample": len(sample),
         "sample_tokens": len(sample) * case.num_tokens,
         "equal": _num_equal(quiet, alone),
-        "equal_tokens": sum(num_common(a.tokens, b.tokens) for a, b in zip(quiet, alone, strict=True)),
+        "equal_tokens": _num_common(quiet, alone),
         "equal_under_load": _num_equal(busy, alone),
         "different_answers": len({reply.tokens for reply in alone}),
     }
@@ -100,6 +109,11 @@ def _compare(
 
 def _num_equal(these: Sequence[Reply], those: Sequence[Reply]) -> int:
     return sum(bool(a.tokens) and a.tokens == b.tokens for a, b in zip(these, those, strict=True))
+
+
+def _num_common(these: Sequence[Reply], those: Sequence[Reply]) -> int:
+    """Tokens until each answer parts from the other."""
+    return sum(num_common(a.tokens, b.tokens) for a, b in zip(these, those, strict=True))
 
 
 def figures(served: Served) -> dict[str, Any]:
@@ -133,11 +147,18 @@ def check(name: str, row: Mapping[str, Any], *, is_exact: bool) -> None:
         )
     if row["different_answers"] < min(row["sample"], 2):
         raise Wrong(f"{name}: all answers are the same; that they are equal proves nothing")
-    least = row["sample_tokens"] if is_exact else LEAST_EQUAL * row["sample_tokens"]
-    if row["equal_tokens"] < least or (is_exact and row["equal_under_load"] < row["sample"]):
+    if is_exact:
+        is_right = row["equal_tokens"] == row["sample_tokens"] and row["equal_under_load"] == row["sample"]
+    else:
+        is_right = (
+            row["equal_tokens"] >= LEAST_EQUAL * row["sample_tokens"]
+            or row["as_others_tokens"] == row["sample_tokens"]
+        )
+    if not is_right:
         raise Wrong(
             f"{name}: {row['equal']} of {row['sample']} answers are one server's own,"
-            f" {row['equal_tokens']} of {row['sample_tokens']} tokens; under load {row['equal_under_load']}"
+            f" {row['equal_tokens']} of {row['sample_tokens']} tokens; under load {row['equal_under_load']};"
+            f" {row['as_others_tokens']} tokens are the other connector's"
         )
 
 

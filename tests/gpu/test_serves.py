@@ -90,6 +90,7 @@ ROW = {
     "equal_tokens": 40,
     "equal_under_load": 4,
     "different_answers": 4,
+    "as_others_tokens": 0,
 }
 
 
@@ -102,6 +103,12 @@ ROW = {
         ({"equal": 3, "equal_tokens": 35}, True, "3 of 4 answers"),
         ({"equal_under_load": 3}, True, "under load 3"),
         ({"equal": 0, "equal_tokens": 19}, False, "19 of 40 tokens"),
+        (
+            {"equal": 0, "equal_tokens": 19, "as_others_tokens": 39},
+            False,
+            "39 tokens are the other connector's",
+        ),
+        ({"equal": 3, "equal_tokens": 39, "as_others_tokens": 40}, True, "3 of 4 answers"),
     ],
 )
 def test_what_is_wrong_says_how(change, is_exact, why):
@@ -112,6 +119,8 @@ def test_what_is_wrong_says_how(change, is_exact, why):
 
 def test_rounding_is_no_failure_in_bf16():
     check("kvferry", ROW | {"equal": 1, "equal_tokens": 21, "equal_under_load": 0}, is_exact=False)
+    parted = {"equal": 0, "equal_tokens": 1, "equal_under_load": 0, "as_others_tokens": 40}
+    check("kvferry", ROW | parted, is_exact=False)
 
 
 def test_the_report_has_both_connectors_side_by_side():
