@@ -190,8 +190,8 @@ def _serves(results: Results) -> Iterator[str]:
         ]
     title = (
         "vllm serve twice behind the proxy, streaming clients; the two connectors in turns. Equal: answers\n"
-        "(tokens) of a sample, one request at a time, that are the decode server's own; tokens that are the other\n"
-        "connector's; and the decode server's own under load."
+        "(tokens) of a sample, one request at a time, that are the decode server's own; tokens that are the\n"
+        "other connector's; and the decode server's own under load."
     )
     head = ("servers", "connector", "requests, failed", "equal", "as the other", "under load")
     yield from _table(title, (*head, "first token p50, p99", "per token p50, p99", "per second"), rows)

@@ -1,7 +1,7 @@
 """``vllm serve`` twice behind kvferry's proxy, many clients: kvferry beside vLLM's own connector, in turns.
 
-A case fails if a request does, if prompts were computed again, or if answers are not those they must be. Times
-are kept, and never fail it.
+A case fails if a request does, if prompts were computed again, or if answers are not those they must be.
+Times are kept, and never fail it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ LENGTHS = (256, 512, 1024)
 CPU_LENGTHS = (40, 90, 200)
 NUM_SAMPLE = 16
 LEAST_EQUAL = 0.5
-"""Of the sample's tokens. In bf16 answers part by rounding, since one server computes a prompt in other steps than
-two: where they do so early, they must be those of the other connector, token by token."""
+"""Of the sample's tokens. In bf16 answers part by rounding, since one server computes a prompt in other steps
+than two: where they do so early, they must be those of the other connector, token by token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def _compare(
     quiet: Sequence[Reply],
     busy: Sequence[Reply],
 ) -> dict[str, Any]:
-    """The sample, which the proxy was asked one request at a time, and under load, by the decode server alone."""
+    """Answers to the sample by the proxy, one at a time and under load, beside the decode server's alone."""
     alone = ask_all(place.decode.url, sample, case.num_tokens, 1).replies
     return {
         "sample": len(sample),

@@ -12,10 +12,9 @@ from kvferry.transport.chunk_copier import ChunkCopier, HostBytes
 from kvferry.transport.pack import TermSide
 from kvferry.transport.stream_frames import HEAD, OPENED, TAIL, Cursor, proof
 
-
 ENOUGH_BYTES = 256 << 10
-"""The thread sleeps until so many bytes of a frame have come, or its end: each waking costs as much as copying
-some tens of kilobytes, and takes time from the kernel that receives them."""
+"""The thread sleeps until so many bytes of a frame have come, or its end: each waking costs as much as
+copying some tens of kilobytes, and takes time from the kernel that receives them."""
 
 
 @dataclass(frozen=True, slots=True)
