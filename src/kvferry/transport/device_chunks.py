@@ -5,16 +5,16 @@ The bytes of a chunk lie as ``pack`` says, whoever copies them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvferry.core.manifest import Region
-from kvferry.core.product import Product, Term
-from kvferry.core.runs import Runs
+from kvferry.core.view import Ints
 from kvferry.host.shared_memory import SharedMemory
 from kvferry.transport.chunk_copier import HostBytes
-from kvferry.transport.copy_kernel import CopyKernel, prepare, repeated
+from kvferry.transport.copy_kernel import CopyKernel, Prepared, Repeated
 from kvferry.transport.copy_queue import CopyQueue
 from kvferry.transport.cuda import Cuda
 from kvferry.transport.exports import PROBE_BYTES, Exporter
@@ -79,13 +79,11 @@ class DeviceChunkCopier:
 
     def gather(self, sides: Sequence[TermSide], chunk: int) -> None:
         """As ``ChunkCopier`` says."""
-        room = self._room(sides, chunk)
-        self._copy(terms_to_chunk(sides), self.memory, room)
+        self._copy(sides, chunk, is_gather=True)
 
     def scatter(self, sides: Sequence[TermSide], chunk: int) -> None:
         """As ``ChunkCopier`` says."""
-        room = self._room(sides, chunk)
-        self._copy(map(_turned, terms_to_chunk(sides)), room, self.memory)
+        self._copy(sides, chunk, is_gather=False)
 
     def views(self, sides: Sequence[TermSide]) -> list[memoryview]:
         """The host touches none of it."""
@@ -103,15 +101,10 @@ class DeviceChunkCopier:
         """Give the stream and its table up; nothing may be under way."""
         self._queue.close()
 
-    def _room(self, sides: Sequence[TermSide], chunk: int) -> Places:
-        """So much of a chunk as these take."""
-        check_room(sides, self.chunk_bytes)
-        num_bytes = max(1, sum(side.total_bytes for side in sides))  # runs may be empty, a region is not
-        return Places("a chunk", [Region("chunk", num_bytes, chunk)])
-
-    def _copy(self, terms: Iterable[Term], src: Places, dst: Places) -> None:
+    def _copy(self, sides: Sequence[TermSide], chunk: int, *, is_gather: bool) -> None:
         """Copy, and wait for the end, which the device reports."""
-        checked = repeated(Product(tuple(terms)), lambda pattern: prepare(pattern, src, dst))
+        check_room(sides, self.chunk_bytes)
+        checked = [*chunk_terms(sides, self.memory, chunk, is_gather=is_gather)]
         with self._cuda.current():
             try:
                 self._queue.put(checked, sum(term.num_bytes for term in checked))
@@ -119,26 +112,42 @@ class DeviceChunkCopier:
                 self._queue.wait()
 
 
-def terms_to_chunk(sides: Sequence[TermSide]) -> Iterator[Term]:
-    """From where these name to a chunk; the runs of a term have one length.
+def chunk_terms(
+    sides: Sequence[TermSide], memory: Places, chunk: int, *, is_gather: bool
+) -> Iterator[Repeated]:
+    """Copies between what these name and a chunk, an address, in which they have room; a term has runs of one
+    length. Raises TransportError if one leaves its region.
 
+    >>> memory = Places("ours", [Region("kv", 2000, address=4096)])
     >>> side = TermSide(np.array([0, 500]), np.array([8, 4]), np.array([0, 1000]))
-    >>> for term in terms_to_chunk([side]):
-    ...     print([(src, dst, num_bytes) for _, src, _, dst, num_bytes in term.runs()])
-    [(500, 16, 4), (1500, 20, 4)]
-    [(0, 0, 8), (1000, 8, 8)]
+    >>> for term in chunk_terms([side], memory, 1 << 20, is_gather=True):
+    ...     print(term.prepared.num_bytes, term.prepared.addresses.tolist(), term.steps.tolist())
+    4 [4596, 1048592] [[0, 1000], [0, 4]]
+    8 [4096, 1048576] [[0, 1000], [0, 8]]
     """
-    at = 0
-    for side in sides:
+    for side in (side for side in sides if len(side.places)):
         num_pairs, lowest = len(side.steps), int(side.steps.min())
-        starts = at + num_pairs * (np.cumsum(side.num_bytes) - side.num_bytes)
-        runs = Runs(side.places + lowest, starts, side.num_bytes)
-        for length in [runs.each_bytes] if runs.each_bytes else np.unique(side.num_bytes).tolist():
-            alike = runs.where(side.num_bytes == length)
-            yield Term(alike, np.stack([side.steps - lowest, length * np.arange(num_pairs)]))
-        at += side.total_bytes
+        ours, room = memory.located(side.places + lowest if lowest else side.places, side.num_bytes)
+        for length, which, starts in _by_length(side.num_bytes):
+            its = num_pairs * starts + np.uint64(chunk)
+            pair, rooms = [ours[which], its], [room, (num_pairs - 1) * length]
+            steps = [side.steps - lowest, length * np.arange(num_pairs)]
+            if not is_gather:
+                pair, rooms, steps = pair[::-1], rooms[::-1], steps[::-1]
+            addresses = np.concatenate(pair)
+            bits = int(np.bitwise_or.reduce(addresses)) | length
+            prepared = Prepared(addresses, len(addresses) // 2, length, bits, *rooms, is_clear=False)
+            yield Repeated(prepared, np.stack(steps))
+        chunk += side.total_bytes
 
 
-def _turned(term: Term) -> Term:
-    pattern = term.pattern
-    return Term(Runs(pattern.dst, pattern.src, pattern.num_bytes), term.steps[::-1])
+def _by_length(num_bytes: Ints) -> Iterator[tuple[int, Ints | slice, NDArray[np.uint64]]]:
+    """Runs of each length: which they are, and where they begin if all runs lie side by side."""
+    if (num_bytes == (length := int(num_bytes[0]))).all():
+        if length:
+            yield length, slice(None), np.arange(len(num_bytes), dtype=np.uint64) * np.uint64(length)
+        return
+    starts = (np.cumsum(num_bytes) - num_bytes).astype(np.uint64)
+    for length in filter(None, np.unique(num_bytes).tolist()):
+        which = np.flatnonzero(num_bytes == length)
+        yield length, which, starts[which]

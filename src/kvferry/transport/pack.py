@@ -48,8 +48,11 @@ class TermSide:
 
     def rows(self, memory: Places) -> Ints:
         """The address of each run of the pattern, in block 0; raises TransportError if a run is outside."""
-        self.check(memory)
-        return memory.addresses(self.places).astype(np.int64)
+        lowest, highest = int(self.steps.min()), int(self.steps.max())
+        addresses, room = memory.located(self.places + lowest if lowest else self.places, self.num_bytes)
+        if highest - lowest > room:
+            memory.check(self.places + highest, self.num_bytes)  # which says what is wrong
+        return addresses.view(np.int64) - lowest
 
 
 def src_of(term: Term) -> TermSide:
