@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.manifest import Region
+from kvferry.core.runs import place
 from kvferry.errors import TransportError
 from kvferry.host.compiler import NotCompiled, compiled, find_compiler
 from kvferry.transport import compiled_copies as module
@@ -93,6 +94,21 @@ def test_a_run_that_leaves_its_region_is_refused_before_anything_is_copied(
             call(places, [bad, good], chunk.ctypes.data, 64)
     with pytest.raises(TransportError, match="too-much"):
         pack(places, [good], chunk.ctypes.data, 7)
+    assert not chunk.any()
+    assert memory.all()
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_blocks_in_two_regions_are_refused_though_each_is_inside_of_one(
+    copies: CompiledCopies, monkeypatch: pytest.MonkeyPatch, is_compiled: bool
+) -> None:
+    monkeypatch.setattr(packing, "host_copies", lambda: By(copies if is_compiled else None))
+    memory, chunk = np.ones(128, np.uint8), np.zeros(64, np.uint8)
+    places = Places("it", [Region(f"kv.{i}", 64, memory.ctypes.data + 64 * i) for i in range(2)])
+    far = TermSide(np.array([0]), np.array([8]), np.array([0, place(1, 0)]))
+    for call in (pack, lambda *words: unpack(*words[:3])):
+        with pytest.raises(TransportError, match="not in one region"):
+            call(places, [far], chunk.ctypes.data, 64)
     assert not chunk.any()
     assert memory.all()
 

@@ -21,12 +21,18 @@ INSIDE = st.sampled_from([(0, 0, 64), (0, 60, 4), (0, 64, 0), (1, 0, 16), (1, 12
 @example([(0, 0, (1 << 63) - 1)])
 @example([(0, 0, 8), (0, 0, -1)])
 @example([(1, 0, 16), (1, 1, 16)])
+@example([(1, 3, 4), (1, 0, 8)])
 def test_a_run_outside_of_its_region_is_refused(runs: list[tuple[int, int, int]]) -> None:
     places = Places("ours", [Region(f"r{i}", n, address=4096 * (i + 1)) for i, n in enumerate(LENGTHS)])
     starts = np.array([place(index, 0) + offset for index, offset, _ in runs], np.int64)
     num_bytes = np.array([length for _, _, length in runs], np.int64)
     if all(0 <= i < 2 and n >= 0 and at + n <= LENGTHS[i] for i, at, n in runs):
         places.check(starts, num_bytes)
+        if runs:
+            addresses, room = places.located(starts, num_bytes)
+            assert addresses.tolist() == [4096 * (index + 1) + offset for index, offset, _ in runs]
+            assert room == min(LENGTHS[i] - at - n for i, at, n in runs)
         return
-    with pytest.raises(TransportError, match="a run of"):
-        places.check(starts, num_bytes)
+    for look in (places.check, places.located):
+        with pytest.raises(TransportError, match="a run of"):
+            look(starts, num_bytes)

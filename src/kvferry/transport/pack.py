@@ -52,6 +52,8 @@ class TermSide:
         addresses, room = memory.located(self.places + lowest if lowest else self.places, self.num_bytes)
         if highest - lowest > room:
             memory.check(self.places + highest, self.num_bytes)  # which says what is wrong
+            detail = f"its blocks, up to {highest - lowest} bytes apart, are not in one region"
+            raise TransportError("out-of-bounds", f"{memory.whose}: {detail}")
         return addresses.view(np.int64) - lowest
 
 
