@@ -3,6 +3,7 @@
     python benchmarks/cost.py cma          one host, host memory; also writes benchmarks/cost-cma.json
     python benchmarks/cost.py packed       the same, gathered by the source
     python benchmarks/cost.py tcp          the same over loopback TCP, where reads are emulated
+    python benchmarks/cost.py stream       the same, sent by the source
     python benchmarks/cost.py fetches      whole fetches, each with what was predicted for it
     python benchmarks/cost.py cuda:0       such fetches on a device
 
@@ -25,7 +26,7 @@ import numpy as np
 
 from kvferry import BlockTable, Runs, Span
 from kvferry.core.cost import Cost, Traffic
-from kvferry.core.link_profile import HOST_CMA, HOST_PACKED, HOST_TCP
+from kvferry.core.link_profile import HOST_CMA, HOST_PACKED, HOST_TCP, TCP_STREAM
 from kvferry.core.span import Spans
 from kvferry.models import Layer, Model, Topology, describe
 from kvferry.models.cache import attention
@@ -47,6 +48,7 @@ TOTAL_BYTES = (16 << 10, 256 << 10, 4 << 20, 32 << 20, 256 << 20)
 MAX_RUNS = 32_768
 TURNS = 7
 NUM_FETCHES = 100
+KNOWN = {"cma": HOST_CMA, "packed": HOST_PACKED, "tcp": HOST_TCP, "stream": TCP_STREAM}
 
 
 class Case(NamedTuple):
@@ -175,7 +177,7 @@ def show(cases: list[Case], costs: dict[str, Cost]) -> None:
 
 def show_reads(over: str) -> None:
     cases = measure(2048 if over == "tcp" else MAX_RUNS)
-    known = {"tcp": HOST_TCP, "packed": HOST_PACKED}.get(over, HOST_CMA).cost
+    known = KNOWN[over].cost
     path = Path(__file__).with_name(f"cost-{over}.json")
     path.write_text(json.dumps([case._asdict() for case in cases], indent=1) + "\n", encoding="utf-8")
     show(cases, {"known": known, "fitted": fitted(known, [(case.traffic, case.seconds) for case in cases])})
@@ -183,12 +185,12 @@ def show_reads(over: str) -> None:
 
 def main() -> None:
     over = sys.argv[1] if len(sys.argv) > 1 else "cma"
-    if over == "tcp":
+    if over in ("tcp", "stream"):
         os.environ |= FABRICS["tcp"]
-    if over == "packed":
+    if over in ("packed", "stream"):
         os.environ[SETTING] = PackedReads.REQUIRE.value
     match over:
-        case "cma" | "packed" | "tcp":
+        case over if over in KNOWN:
             show_reads(over)
         case "fetches":
             show_fetches(fetches("cpu"))

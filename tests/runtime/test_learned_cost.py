@@ -152,7 +152,7 @@ def test_a_peer_is_learned_for_itself_and_forgotten_whole():
     usual = costs.predict(PEER, LOAD)
     costs.begin(1, PEER, LOAD, is_waiting=False)
     costs.end(1, 3 * usual)
-    assert costs.predict(PEER, LOAD) == pytest.approx(3 * usual, rel=0.2)
+    assert 2 * usual < costs.predict(PEER, LOAD) <= 3 * usual  # one load is believed in part
     assert costs.predict(OTHER, LOAD) == usual
     assert costs.status()["prefill#7"]["direct"]["num_loads"] == 1
     costs.forget(PEER)
