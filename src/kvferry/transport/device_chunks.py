@@ -129,15 +129,19 @@ def chunk_terms(
         num_pairs, lowest = len(side.steps), int(side.steps.min())
         ours, room = memory.located(side.places + lowest if lowest else side.places, side.num_bytes)
         for length, which, starts in _by_length(side.num_bytes):
-            its = num_pairs * starts + np.uint64(chunk)
-            pair, rooms = [ours[which], its], [room, (num_pairs - 1) * length]
-            steps = [side.steps - lowest, length * np.arange(num_pairs)]
-            if not is_gather:
-                pair, rooms, steps = pair[::-1], rooms[::-1], steps[::-1]
-            addresses = np.concatenate(pair)
+            here = ours[which], room, side.steps - lowest
+            there = (
+                num_pairs * starts + np.uint64(chunk),
+                (num_pairs - 1) * length,
+                length * np.arange(num_pairs),
+            )
+            (src, src_room, src_steps), (dst, dst_room, dst_steps) = (
+                (here, there) if is_gather else (there, here)
+            )
+            addresses = np.concatenate([src, dst])
             bits = int(np.bitwise_or.reduce(addresses)) | length
-            prepared = Prepared(addresses, len(addresses) // 2, length, bits, *rooms, is_clear=False)
-            yield Repeated(prepared, np.stack(steps))
+            prepared = Prepared(addresses, len(src), length, bits, src_room, dst_room, is_clear=False)
+            yield Repeated(prepared, np.stack([src_steps, dst_steps]))
         chunk += side.total_bytes
 
 
