@@ -53,15 +53,15 @@ def run_serve(engines: Engines, case: ServeCase, found: dict[str, Any]) -> None:
         for place in places.values():  # kernels are compiled, and the servers meet
             ask_all(place.proxy.url, [prompt_of(n) for n in lengths], case.num_tokens, case.num_clients)
         served = _in_turns(case, places, prompts, found["serve"])
-        sample, case = prompts[:NUM_SAMPLE], replace(case, num_tokens=min(case.num_tokens, SAMPLE_TOKENS))
-        quiet = {name: ask_all(place.proxy.url, sample, case.num_tokens, 1) for name, place in places.items()}
-        for name, place in places.items():
-            row = found["serve"][name]
-            row |= _compare(place, case, sample, quiet[name].replies, served[name].replies[: len(sample)])
-            others = [
-                _num_common(quiet[name].replies, quiet[other].replies) for other in places if other != name
-            ]
-            row["as_others_tokens"] = min(others, default=0)
+        sample, num_tokens = prompts[:NUM_SAMPLE], min(case.num_tokens, SAMPLE_TOKENS)
+        alone, quiet = (
+            {name: ask_all(url(place), sample, num_tokens, 1).replies for name, place in places.items()}
+            for url in (lambda place: place.decode.url, lambda place: place.proxy.url)
+        )
+        for name in places:
+            busy = served[name].replies[: len(sample)]
+            others = [quiet[other] for other in places if other != name]
+            found["serve"][name] |= compared(quiet[name], alone[name], busy, others, num_tokens)
     for name, row in found["serve"].items():
         check(name, row, is_exact=is_cpu)
 
@@ -89,22 +89,24 @@ def _in_turns(
     return whole
 
 
-def _compare(
-    place: Place,
-    case: ServeCase,
-    sample: Sequence[Sequence[int]],
+def compared(
     quiet: Sequence[Reply],
+    alone: Sequence[Reply],
     busy: Sequence[Reply],
+    others: Sequence[Sequence[Reply]],
+    num_tokens: int,
 ) -> dict[str, Any]:
-    """Answers to the sample by the proxy, one at a time and under load, beside the decode server's alone."""
-    alone = ask_all(place.decode.url, sample, case.num_tokens, 1).replies
+    """Answers of the proxy, one at a time, of so many tokens each, beside those of the decode server alone,
+    of the proxy under load, and of the other connectors."""
     return {
-        "sample": len(sample),
-        "sample_tokens": len(sample) * case.num_tokens,
+        "sample": len(quiet),
+        "sample_tokens": len(quiet) * num_tokens,
         "equal": _num_equal(quiet, alone),
         "equal_tokens": _num_common(quiet, alone),
         "equal_under_load": _num_equal(busy, alone),
-        "different_answers": len({reply.tokens for reply in alone}),
+        "different_answers": min(len({reply.tokens for reply in replies}) for replies in (alone, quiet)),
+        "sample_problems": [reply.problem for reply in (*alone, *quiet) if reply.problem],
+        "as_others_tokens": min((_num_common(quiet, other) for other in others), default=0),
     }
 
 
@@ -148,6 +150,8 @@ def check(name: str, row: Mapping[str, Any], *, is_exact: bool) -> None:
             f"{name}: {row['loaded_tokens']} of {row['prompt_tokens']} prompt tokens came by loads;"
             " the rest was computed again"
         )
+    if row["sample_problems"]:
+        raise Wrong(f"{name}: a request of the sample failed: {row['sample_problems'][0]}")
     if row["different_answers"] < min(row["sample"], 2):
         raise Wrong(f"{name}: all answers are the same; that they are equal proves nothing")
     if is_exact:

@@ -17,7 +17,7 @@ from tests.gpu.pairs import Wrong
 from tests.gpu.report import text
 from tests.gpu.results import Outcome, Result, Results
 from tests.gpu.servers import Server, Servers
-from tests.gpu.serves import check, figures
+from tests.gpu.serves import check, compared, figures
 
 MANY = 60.0
 """Seconds that no machine needs."""
@@ -91,6 +91,7 @@ ROW = {
     "equal_under_load": 4,
     "different_answers": 4,
     "as_others_tokens": 0,
+    "sample_problems": [],
 }
 
 
@@ -99,6 +100,7 @@ ROW = {
     [
         ({"failed": 1, "problems": ["502: no"]}, False, "1 of 16 requests failed: 502: no"),
         ({"loaded_tokens": 1500}, False, "computed again"),
+        ({"sample_problems": ["502: gone"]}, False, "a request of the sample failed: 502: gone"),
         ({"different_answers": 1}, False, "proves nothing"),
         ({"equal": 3, "equal_tokens": 35}, True, "3 of 4 answers"),
         ({"equal_under_load": 3}, True, "under load 3"),
@@ -115,6 +117,28 @@ def test_what_is_wrong_says_how(change, is_exact, why):
     check("kvferry", ROW, is_exact=True)
     with pytest.raises(Wrong, match=why):
         check("kvferry", ROW | change, is_exact=is_exact)
+
+
+def test_answers_of_a_sample_are_compared_with_everybody_elses():
+    def replies(*answers):
+        return tuple(Reply(answer, ()) for answer in answers)
+
+    quiet, alone = replies((1, 2, 3), (4, 5, 6)), replies((1, 2, 9), (4, 5, 6))
+    busy, other = replies((1, 2, 3, 3), (4, 5, 6, 6)), replies((1, 2, 3), (4, 9, 9))
+    assert compared(quiet, alone, busy, [other, quiet], 3) == {
+        "sample": 2,
+        "sample_tokens": 6,
+        "equal": 1,
+        "equal_tokens": 5,
+        "equal_under_load": 1,
+        "different_answers": 2,
+        "sample_problems": [],
+        "as_others_tokens": 4,
+    }
+    same = replies((7, 7, 7), (7, 7, 7))
+    row = compared(same, alone, (Reply((), (), "502: no"), Reply((7,), ())), [], 3)
+    assert (row["different_answers"], row["as_others_tokens"], row["equal_under_load"]) == (1, 0, 0)
+    assert compared((Reply((), (), "502: no"),), same[:1], busy[:1], [], 3)["sample_problems"] == ["502: no"]
 
 
 def test_rounding_is_no_failure_in_bf16():

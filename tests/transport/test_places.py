@@ -22,6 +22,8 @@ INSIDE = st.sampled_from([(0, 0, 64), (0, 60, 4), (0, 64, 0), (1, 0, 16), (1, 12
 @example([(0, 0, 8), (0, 0, -1)])
 @example([(1, 0, 16), (1, 1, 16)])
 @example([(1, 3, 4), (1, 0, 8)])
+@example([(0, 1, (1 << 63) - 1)])
+@example([(0, 0, 8), (0, (1 << 63) - 1, 8)])
 def test_a_run_outside_of_its_region_is_refused(runs: list[tuple[int, int, int]]) -> None:
     places = Places("ours", [Region(f"r{i}", n, address=4096 * (i + 1)) for i, n in enumerate(LENGTHS)])
     starts = np.array([place(index, 0) + offset for index, offset, _ in runs], np.int64)
@@ -36,3 +38,15 @@ def test_a_run_outside_of_its_region_is_refused(runs: list[tuple[int, int, int]]
     for look in (places.check, places.located):
         with pytest.raises(TransportError, match="a run of"):
             look(starts, num_bytes)
+
+
+def test_the_last_of_all_regions_ends_where_it_ends() -> None:
+    """Places there are so high that a sum with a length leaves the signed numbers."""
+    last = (1 << 15) - 1
+    places = Places("ours", [Region(f"r{i}", 64, address=4096 + 64 * i) for i in range(last + 1)])
+    addresses, room = places.located(np.array([place(last, 56)]), np.array([8]))
+    assert (addresses.tolist(), room) == ([4096 + 64 * last + 56], 0)
+    for offset in (57, (1 << 48) - 64, (1 << 48) - 8, (1 << 48) - 1):
+        for look in (places.check, places.located):
+            with pytest.raises(TransportError, match="a run of"):
+                look(np.array([place(last, 0) + offset]), np.array([8]))

@@ -199,6 +199,26 @@ def test_bytes_arrive_exactly_where_they_should(world, runs):
     assert np.count_nonzero(world.dst) == runs.total_bytes
 
 
+def test_a_source_that_sends_little_at_a_time_is_no_silent_one(bare, monkeypatch):
+    """The kernel wakes nobody for so few bytes."""
+    monkeypatch.setattr(stream_reader, "ANSWER_S", 1.0)
+    bare.line.ask = lambda to, nonce, *_: bare.line.asked.append(nonce)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        bare.line.address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        runs = some(1, 200 << 10)
+        bare.read(1, runs)
+        source, _ = listener.accept()
+        with source:
+            source.sendall(HEAD.pack(0, 0) + TAIL.pack(1, b""))
+            (nonce,) = soon(lambda: bare.line.asked)
+            source.sendall(HEAD.pack(nonce, 200 << 10))
+            for _ in range(25):
+                source.sendall(bytes(8 << 10))
+                time.sleep(0.1)
+            source.sendall(TAIL.pack(1, b""))
+            assert bare.wait(1) == "good"
+
+
 @pytest.mark.parametrize("is_held", [False, True])
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_a_read_after_a_pause_or_over_a_stream_that_was_lost(cuda, monkeypatch, is_held, is_lost):

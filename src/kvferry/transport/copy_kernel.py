@@ -73,6 +73,14 @@ class Prepared:
     dst_room: int
     is_clear: bool
 
+    @classmethod
+    def of(cls, sides: Sequence[tuple[Words, int]], num_bytes: int) -> Prepared:
+        """Runs of so many bytes; ``sides``: addresses and room of the sources, if any, and destinations."""
+        addresses = np.concatenate([side for side, _ in sides])
+        bits = int(np.bitwise_or.reduce(addresses)) | num_bytes
+        rooms = sides[0][1], sides[-1][1]
+        return cls(addresses, len(sides[0][0]), num_bytes, bits, *rooms, len(sides) == 1)
+
 
 def prepare(pattern: Runs, src: Places | None, dst: Places) -> tuple[Prepared, ...]:
     """A pattern between two sides' memory; without ``src``, for filling with zeros.
@@ -90,10 +98,8 @@ def prepare(pattern: Runs, src: Places | None, dst: Places) -> tuple[Prepared, .
 
 def _prepared(runs: Runs, src: Places | None, dst: Places) -> Prepared:
     sides = ([(src, runs.src)] if src else []) + [(dst, runs.dst)]
-    rooms = [side.room(places, runs.num_bytes) for side, places in sides]
-    addresses = np.concatenate([side.addresses(places) for side, places in sides])
-    bits = int(np.bitwise_or.reduce(addresses)) | int(runs.num_bytes[0])
-    return Prepared(addresses, len(runs), int(runs.num_bytes[0]), bits, rooms[0], rooms[-1], src is None)
+    located = [side.located(places, runs.num_bytes) for side, places in sides]
+    return Prepared.of(located, int(runs.num_bytes[0]))
 
 
 @dataclass(frozen=True, eq=False)

@@ -104,7 +104,7 @@ class DeviceChunkCopier:
     def _copy(self, sides: Sequence[TermSide], chunk: int, *, is_gather: bool) -> None:
         """Copy, and wait for the end, which the device reports."""
         check_room(sides, self.chunk_bytes)
-        checked = [*chunk_terms(sides, self.memory, chunk, is_gather=is_gather)]
+        checked = chunk_terms(sides, self.memory, chunk, is_gather=is_gather)
         with self._cuda.current():
             try:
                 self._queue.put(checked, sum(term.num_bytes for term in checked))
@@ -112,11 +112,11 @@ class DeviceChunkCopier:
                 self._queue.wait()
 
 
-def chunk_terms(
-    sides: Sequence[TermSide], memory: Places, chunk: int, *, is_gather: bool
-) -> Iterator[Repeated]:
-    """Copies between what these name and a chunk, an address, in which they have room; a term has runs of one
-    length. Raises TransportError if one leaves its region.
+def chunk_terms(sides: Sequence[TermSide], memory: Places, chunk: int, *, is_gather: bool) -> list[Repeated]:
+    """Copies between what these name and a chunk, an address; each of runs of one length.
+
+    They have room in the chunk (``check_room``), so no run is too long for the kernel. Raises TransportError
+    if one leaves its region.
 
     >>> memory = Places("ours", [Region("kv", 2000, address=4096)])
     >>> side = TermSide(np.array([0, 500]), np.array([8, 4]), np.array([0, 1000]))
@@ -125,29 +125,23 @@ def chunk_terms(
     4 [4596, 1048592] [[0, 1000], [0, 4]]
     8 [4096, 1048576] [[0, 1000], [0, 8]]
     """
-    for side in (side for side in sides if len(side.places)):
+    terms = []
+    for side in sides:
         num_pairs, lowest = len(side.steps), int(side.steps.min())
-        ours, room = memory.located(side.places + lowest if lowest else side.places, side.num_bytes)
+        ours, room = memory.located(side.places + lowest, side.num_bytes)
         for length, which, starts in _by_length(side.num_bytes):
-            here = ours[which], room, side.steps - lowest
-            there = (
-                num_pairs * starts + np.uint64(chunk),
-                (num_pairs - 1) * length,
-                length * np.arange(num_pairs),
-            )
-            (src, src_room, src_steps), (dst, dst_room, dst_steps) = (
-                (here, there) if is_gather else (there, here)
-            )
-            addresses = np.concatenate([src, dst])
-            bits = int(np.bitwise_or.reduce(addresses)) | length
-            prepared = Prepared(addresses, len(src), length, bits, src_room, dst_room, is_clear=False)
-            yield Repeated(prepared, np.stack([src_steps, dst_steps]))
+            here = (ours[which], room), side.steps - lowest
+            its = num_pairs * starts + np.uint64(chunk)
+            there = (its, (num_pairs - 1) * length), length * np.arange(num_pairs)
+            both, steps = zip(*((here, there) if is_gather else (there, here)), strict=True)
+            terms.append(Repeated(Prepared.of(both, length), np.stack(steps)))
         chunk += side.total_bytes
+    return terms
 
 
 def _by_length(num_bytes: Ints) -> Iterator[tuple[int, Ints | slice, NDArray[np.uint64]]]:
     """Runs of each length: which they are, and where they begin if all runs lie side by side."""
-    if (num_bytes == (length := int(num_bytes[0]))).all():
+    if (num_bytes == (length := int(num_bytes[0]))).all():  # as usual
         if length:
             yield length, slice(None), np.arange(len(num_bytes), dtype=np.uint64) * np.uint64(length)
         return

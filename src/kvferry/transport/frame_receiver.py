@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from kvferry.errors import TransportError
@@ -70,24 +71,25 @@ class FrameReceiver:
         if not num_bytes:
             raise ConnectionError("it was closed")
         self._cursor.advance(num_bytes)
-        ended = None if self._cursor.num_left else self._next_cursor()
+        arrived = None if self._cursor.num_left else self._go_on()
         self._wait_for_enough(stream)
-        return self._end(ended) if ended else None
+        return arrived
 
-    def _next_cursor(self) -> _Frame | None:
-        """After a head come its bytes, after these the next head; the frame that is through, if one is."""
-        ended, self._frame = self._frame, None
-        if ended is None:
+    def _go_on(self) -> ArrivedFrame | None:
+        """After a head come its bytes; after these the frame is there, and the next head comes."""
+        if self._frame is None:
             self._begin()
-        else:
-            self._cursor = Cursor([memoryview(self._head)])
-        return ended
+            return None
+        frame, self._frame = self._frame, None
+        self._cursor = Cursor([memoryview(self._head)])
+        return self._end(frame)
 
     def _wait_for_enough(self, stream: socket.socket) -> None:
         """Have the kernel wake us for as much as is worth it, and never for more than is to come."""
         if (enough := min(ENOUGH_BYTES, self._cursor.num_left)) != self._worth_waking:
-            stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, enough)
             self._worth_waking = enough
+            with suppress(OSError):  # nothing is lost: who waits looks by itself, too
+                stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, enough)
 
     def ignore(self) -> None:
         """The rest of the frame that is being received goes where it harms nobody."""

@@ -42,16 +42,15 @@ class TermSide:
         return int(self.num_bytes.sum()) * len(self.steps)
 
     def check(self, memory: Places) -> None:
-        """Raise TransportError if a run is outside of the memory."""
-        for step in {int(self.steps.min()), int(self.steps.max())}:
-            memory.check(self.places + step, self.num_bytes)
+        """Raise TransportError if a run is outside of the memory, or its blocks are not in one region."""
+        self.rows(memory)
 
     def rows(self, memory: Places) -> Ints:
-        """The address of each run of the pattern, in block 0; raises TransportError if a run is outside."""
+        """The address of each run of the pattern, in block 0; raises TransportError as ``check``."""
         lowest, highest = int(self.steps.min()), int(self.steps.max())
-        addresses, room = memory.located(self.places + lowest if lowest else self.places, self.num_bytes)
+        addresses, room = memory.located(self.places + lowest, self.num_bytes)
         if highest - lowest > room:
-            memory.check(self.places + highest, self.num_bytes)  # which says what is wrong
+            memory.check(self.places + highest, self.num_bytes)  # which says what is wrong, if it is that
             detail = f"its blocks, up to {highest - lowest} bytes apart, are not in one region"
             raise TransportError("out-of-bounds", f"{memory.whose}: {detail}")
         return addresses.view(np.int64) - lowest
@@ -132,19 +131,16 @@ def _short_terms(product: Product, chunk_bytes: int) -> Iterator[Term]:
 
 def check_term(term: Term, src: Places, dst: Places) -> None:
     """Refuse a term that leaves a region on either side."""
-    if not term.num_pairs:
-        return
-    for places, memory, steps in (
-        (term.pattern.src, src, term.steps[0]),
-        (term.pattern.dst, dst, term.steps[1]),
-    ):
-        for step in {int(steps.min()), int(steps.max())}:
-            memory.check(places + step, term.pattern.num_bytes)
+    if term.num_pairs and len(term.pattern):
+        src_of(term).check(src)
+        dst_of(term).check(dst)
 
 
 def check_room(sides: Sequence[TermSide], chunk_bytes: int) -> None:
     """Refuse what does not fit into a chunk."""
-    if (num_bytes := sum(side.total_bytes for side in sides)) > chunk_bytes:
+    # The longest alone, first: sums of longer ones might overflow.
+    longest = max((int(side.num_bytes.max()) for side in sides), default=0)
+    if (num_bytes := max(longest, sum(side.total_bytes for side in sides))) > chunk_bytes:
         raise TransportError("too-much", f"{num_bytes} bytes are asked for, a chunk has {chunk_bytes}")
 
 

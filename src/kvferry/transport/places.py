@@ -57,7 +57,7 @@ class Places:
         raise TransportError("out-of-bounds", f"{self.whose}: {detail}")
 
     def _are_inside(self, index: Ints, offset: Ints, num_bytes: Ints) -> bool:
-        """Whether all is well, in few steps over arrays that may be long; nothing overflows."""
+        """Whether all is well with some runs, one at least; nothing overflows."""
         if int(index.min()) < 0 or int(num_bytes.min()) < 0 or int(index.max()) >= len(self.regions):
             return False
         return bool((offset <= self._lengths[index] - num_bytes).all())
@@ -65,19 +65,21 @@ class Places:
     def _only_region(self, places: Ints, num_bytes: Ints) -> tuple[int, int] | None:
         """Which region all runs are in, and how far they can be moved up; None if there is no such region.
 
-        That is the usual case, and takes the fewest steps.
+        That is the usual case, and takes the fewest steps over arrays that may be long.
         """
         which = int(places.min()) >> REGION_SHIFT
-        if int(places.max()) >> REGION_SHIFT != which or not 0 <= which < len(self.regions):
+        if not 0 <= which < len(self.regions):
             return None
         length = self.regions[which].num_bytes
-        if int(num_bytes.min()) < 0 or int(num_bytes.max()) > length:  # so the sums below do not overflow
+        if int(num_bytes.min()) < 0 or int(num_bytes.max()) > length:
             return None
-        room = length - (int((places + num_bytes).max()) - (which << REGION_SHIFT))
+        # Neither is negative, so their sums stay below 2^64, where the last of 2^15 regions ends at 2^63.
+        end = int((places + num_bytes).view(np.uint64).max())
+        room = length + (which << REGION_SHIFT) - end
         return (which, room) if room >= 0 else None
 
     def located(self, places: Ints, num_bytes: Ints) -> tuple[Addresses, int]:
-        """The addresses of some runs, and how far all can be moved up; raises TransportError as ``check``."""
+        """The addresses of runs, one at least, and how far all can be moved up; raises as ``check`` does."""
         if found := self._only_region(places, num_bytes):
             which, room = found
             shift = (self.regions[which].address - (which << REGION_SHIFT)) % (1 << 64)

@@ -36,6 +36,9 @@ log = log_of(__name__)
 
 MAX_ASKED = 32
 """Frames that one rank is asked for at once. They cost no memory: asks wait at the source."""
+LOOK_S = 1.0
+"""How long we wait for bytes before we look by ourselves: the kernel wakes us for enough of them only, and
+fewer may lie there (a slow link; a window that is full before)."""
 ENOUGH_AT_ONCE = 8
 """Calls to one socket before others get their turn."""
 
@@ -136,16 +139,24 @@ class StreamMover(GatherMover[StreamLink, _Read]):
 
     def _turn(self, now: float) -> float:
         self._ask_for_more(now)
-        deadlines = []
-        for link in [*self._links]:
-            asked = [ask.asked_at for ask in self._asks_of(link)]
-            if (stream := link.stream) and (stream.nonce or asked):  # else nothing is to come
-                started = max([stream.since, *asked])
-                if (deadline := started + ANSWER_S) <= now:
-                    self._lose(link, f"{link.name} sent nothing within {ANSWER_S:g} s")
-                else:
-                    deadlines.append(deadline)
-        return min(deadlines, default=float("inf"))
+        return min((self._look_after(link, now) for link in [*self._links]), default=float("inf"))
+
+    def _look_after(self, link: StreamLink, now: float) -> float:
+        """Give up a stream on which nothing comes that should; when to look again."""
+        stream, asked = link.stream, [ask.asked_at for ask in self._asks_of(link)]
+        if stream is None or not (stream.nonce or asked):
+            return float("inf")  # nothing is to come
+        started = max([stream.since, *asked])
+        if now < (look := started + min(LOOK_S, ANSWER_S)):
+            return look
+        before = stream.since
+        self._receive(stream)
+        if stream.since > before or link.stream is not stream:
+            return now  # there may be more to ask for
+        if started + ANSWER_S <= now:
+            self._lose(link, f"{link.name} sent nothing within {ANSWER_S:g} s")
+            return float("inf")
+        return min(started + ANSWER_S, now + LOOK_S)
 
     def _asks_of(self, link: StreamLink) -> Iterator[_Ask]:
         return (ask for read in link.reads.values() for ask in read.asks.values())
