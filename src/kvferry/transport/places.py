@@ -68,14 +68,11 @@ class Places:
         That is the usual case, and takes the fewest steps over arrays that may be long.
         """
         which = int(places.min()) >> REGION_SHIFT
-        if not 0 <= which < len(self.regions):
+        if not 0 <= which < len(self.regions) or int(num_bytes.min()) < 0:
             return None
-        length = self.regions[which].num_bytes
-        if int(num_bytes.min()) < 0 or int(num_bytes.max()) > length:
-            return None
-        # Neither is negative, so their sums stay below 2^64, where the last of 2^15 regions ends at 2^63.
+        # Neither is negative, so no sum reaches 2^64; the last of 2^15 regions ends at 2^63.
         end = int((places + num_bytes).view(np.uint64).max())
-        room = length + (which << REGION_SHIFT) - end
+        room = (which << REGION_SHIFT) + self.regions[which].num_bytes - end
         return (which, room) if room >= 0 else None
 
     def located(self, places: Ints, num_bytes: Ints) -> tuple[Addresses, int]:
