@@ -22,6 +22,7 @@ INSIDE = st.sampled_from([(0, 0, 64), (0, 60, 4), (0, 64, 0), (1, 0, 16), (1, 12
 @example([(0, 0, 8), (0, 0, -1)])
 @example([(1, 0, 16), (1, 1, 16)])
 @example([(1, 3, 4), (1, 0, 8)])
+@example([(0, 10, -1)])
 @example([(0, 1, (1 << 63) - 1)])
 @example([(0, 0, 8), (0, (1 << 63) - 1, 8)])
 def test_a_run_outside_of_its_region_is_refused(runs: list[tuple[int, int, int]]) -> None:
