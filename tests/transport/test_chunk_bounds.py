@@ -10,10 +10,11 @@ import pytest
 from kvferry.core.manifest import Region
 from kvferry.core.product import Term
 from kvferry.core.runs import Runs, place
+from kvferry.core.view import Ints
 from kvferry.errors import TransportError
-from kvferry.transport.device_chunks import chunk_terms
+from kvferry.transport.device_chunks import at_chunk, chunk_terms
 from kvferry.transport.pack import TermSide, check_room, check_term
-from kvferry.transport.places import Places
+from kvferry.transport.places import Places, one_length
 
 MEMORY = Places("ours", [Region("kv", 64, address=4096), Region("more", 64, address=8192)])
 CHUNK = 1 << 20
@@ -29,11 +30,12 @@ LOOKS: dict[str, Callable[[TermSide], object]] = {
     "host": lambda side: side.rows(MEMORY),
     "check": lambda side: side.check(MEMORY),
     "reader": lambda side: check_term(as_term(side), MEMORY, MEMORY),
-    "gather": lambda side: chunk_terms([side], MEMORY, CHUNK, is_gather=True),
-    "scatter": lambda side: chunk_terms([side], MEMORY, CHUNK, is_gather=False),
+    "gather": lambda side: chunk_terms([side], MEMORY, is_gather=True),
+    "scatter": lambda side: chunk_terms([side], MEMORY, is_gather=False),
 }
 
 
+@pytest.mark.parametrize("lengths", [np.array([8, 8]), one_length(8, 2)], ids=["listed", "told once"])
 @pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
 @pytest.mark.parametrize(
     ("at", "steps", "is_inside"),
@@ -54,9 +56,9 @@ LOOKS: dict[str, Callable[[TermSide], object]] = {
     ],
 )
 def test_blocks_stay_in_their_region(
-    look: Callable[[TermSide], object], at: int, steps: list[int], is_inside: bool
+    look: Callable[[TermSide], object], lengths: Ints, at: int, steps: list[int], is_inside: bool
 ) -> None:
-    side = TermSide(np.array([at]), np.array([8]), np.array(steps))
+    side = TermSide(np.array([at, at]), lengths, np.array(steps))
     if is_inside:
         look(side)
         return
@@ -69,7 +71,8 @@ def test_blocks_stay_in_their_region(
 def test_a_chunk_is_filled_from_its_first_byte_to_its_last(lengths: list[int], is_gather: bool) -> None:
     side = TermSide(np.array([0, place(1, 8)]), np.array(lengths), np.array([16, 0, 40]))
     filled = []
-    for term in chunk_terms([side, side], MEMORY, CHUNK, is_gather=is_gather):
+    for relative in chunk_terms([side, side], MEMORY, is_gather=is_gather):
+        term = at_chunk(relative, int(is_gather), CHUNK)
         addresses = term.prepared.addresses.reshape(2, -1)[int(is_gather)].tolist()
         steps = term.steps[int(is_gather)].tolist()
         filled += [(at + step, term.prepared.num_bytes) for at in addresses for step in steps]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +20,7 @@ from kvferry.host.compiler import NotCompiled, compiled, find_compiler
 from kvferry.transport import compiled_copies as module
 from kvferry.transport import pack as packing
 from kvferry.transport.compiled_copies import CompiledCopies, compiled_copies
-from kvferry.transport.pack import TermSide, pack, unpack
+from kvferry.transport.pack import TermSide, pack, unpacker
 from kvferry.transport.places import Places
 
 REGION_BYTES = 1 << 15
@@ -74,7 +78,7 @@ def test_compiled_copies_are_those_of_numpy(
             Places("it", [Region("kv", REGION_BYTES, each.ctypes.data + shift)]) for each in (source, target)
         ]
         pack(whose[0], wanted, chunk.ctypes.data, CHUNK_BYTES)
-        unpack(whose[1], wanted, chunk.ctypes.data)
+        unpacker(whose[1], wanted)(chunk.ctypes.data)
         seen.append((chunk.tolist(), target.tolist()))
         moved = np.flatnonzero(target)
         assert (target[moved] == source[moved]).all()
@@ -89,7 +93,7 @@ def test_a_run_that_leaves_its_region_is_refused_before_anything_is_copied(
     places = Places("it", [Region("kv", 64, memory.ctypes.data)])
     good = TermSide(np.array([0]), np.array([8]), np.array([0]))
     bad = TermSide(np.array([0]), np.array([8]), np.array([0, 60]))
-    for call in (pack, lambda *words: unpack(*words[:3])):
+    for call in (pack, lambda *words: unpacker(*words[:2])(words[2])):
         with pytest.raises(TransportError, match="out-of-bounds"):
             call(places, [bad, good], chunk.ctypes.data, 64)
     with pytest.raises(TransportError, match="too-much"):
@@ -106,21 +110,56 @@ def test_blocks_in_two_regions_are_refused_though_each_is_inside_of_one(
     memory, chunk = np.ones(128, np.uint8), np.zeros(64, np.uint8)
     places = Places("it", [Region(f"kv.{i}", 64, memory.ctypes.data + 64 * i) for i in range(2)])
     far = TermSide(np.array([0]), np.array([8]), np.array([0, place(1, 0)]))
-    for call in (pack, lambda *words: unpack(*words[:3])):
+    for call in (pack, lambda *words: unpacker(*words[:2])(words[2])):
         with pytest.raises(TransportError, match="not in one region"):
             call(places, [far], chunk.ctypes.data, 64)
     assert not chunk.any()
     assert memory.all()
 
 
+def scattered(copies: CompiledCopies, seed: int, times: int = 1) -> bool:
+    """Whether what is gathered from random places, and scattered to others, is right every time."""
+    random = np.random.default_rng(seed)
+    memory, target = random.integers(1, 256, 1 << 18, np.uint8), np.zeros(1 << 18, np.uint8)
+    chunk = np.zeros(1 << 17, np.uint8)
+    lengths, steps = np.full(512, 256), np.array([0])
+    for _ in range(times):
+        here, there = (random.permutation(1024)[:512] * 256 for _ in range(2))
+        copies.gather(here + memory.ctypes.data, lengths, steps, chunk.ctypes.data)
+        copies.scatter(there + target.ctypes.data, lengths, steps, chunk.ctypes.data)
+        if (target.reshape(1024, 256)[there // 256] != memory.reshape(1024, 256)[here // 256]).any():
+            return False
+    return True
+
+
+def test_who_copies_at_the_same_time_gets_its_own_bytes(copies: CompiledCopies) -> None:
+    with ThreadPoolExecutor(8) as callers:
+        assert all(callers.map(lambda seed: scattered(copies, seed, times=200), range(8)))
+
+
+def test_a_forked_child_copies_alone(copies: CompiledCopies) -> None:
+    """The threads that help are not there."""
+    assert scattered(copies, 1)
+    child = os.fork()
+    if not child:
+        os._exit(0 if scattered(copies, 2) else 1)
+    deadline = time.monotonic() + 20
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if ended[0] == 0:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended == (child, 0)
+
+
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        ("memcpy(chunk, now.at(), length)", "memcpy(chunk, now.at(), length / 2)"),
-        ("memcpy(now.at(), chunk, length)", "memcpy(now.at(), chunk, length + 1)"),
+        ("put(chunk, now.at(), length)", "put(chunk, now.at(), length / 2)"),
+        ("put(now.at(), chunk, length)", "put(now.at(), chunk, length + 1)"),
         ("chunk += length", "chunk += 512"),
         ("side.steps[step]", "side.steps[0]"),
-        ("run == side.stop", "run + 1 == side.stop"),
+        ("run == stop", "run + 1 == stop"),
     ],
 )
 def test_code_that_copies_other_bytes_is_not_used(

@@ -297,3 +297,38 @@ def test_closing_ends_what_waits_and_takes_nothing_more(world):
     assert world.wait(1) == "the transport was closed"
     with pytest.raises(TransportError, match="closed"):
         world.read(2)
+
+
+def test_scattering_is_prepared_while_the_rank_gathers(world, monkeypatch):
+    asked, prepared = [], []
+    scatterer = world.mover.copier.scatterer
+
+    def prepare(sides):
+        prepared.append(sides)
+        return scatterer(sides)
+
+    monkeypatch.setattr(world.mover.copier, "scatterer", prepare)
+    world.rank.answer = lambda *ask: asked.append(ask)
+    runs = world.read(1, num_runs=30)
+    deadline = time.monotonic() + 20
+    while (len(prepared) < 3 or len(asked) < 3) and time.monotonic() < deadline:
+        time.sleep(1e-3)
+    for ask in asked:
+        world.rank.gather(*ask)
+    assert world.wait(1) == ""
+    for _, src, _, dst, num_bytes in runs:
+        assert (world.dst[dst : dst + num_bytes] == world.src[src : src + num_bytes]).all()
+    assert len(prepared) == len(asked) == 3
+
+
+def test_scattering_that_cannot_be_prepared_fails_its_read(world, monkeypatch):
+    def fail(sides):
+        raise ValueError("no")
+
+    monkeypatch.setattr(world.mover.copier, "scatterer", fail)
+    world.rank.answer = lambda *ask: None
+    world.read(1, num_runs=5)
+    assert "no" in world.wait(1)
+    world.settle()
+    assert sorted(world.mover._free) == [0, 1, 2, 3]
+    assert not world.dst.any()

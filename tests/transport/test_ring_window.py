@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -94,14 +94,17 @@ def test_who_takes_long_asks(world: SharedWorld, monkeypatch: pytest.MonkeyPatch
     """Half of the time for which a chunk is lent is over before it was scattered."""
     world.rank.lent_s = 0.1
     verdicts: list[bool] = []
-    scatter = world.mover.copier.scatter
+    scatterer = world.mover.copier.scatterer
 
-    def slowly(sides, chunk) -> None:
-        if not verdicts:
-            time.sleep(0.06)
-        scatter(sides, chunk)
+    def slowly(sides) -> Callable[[int], None]:
+        def scatter(chunk: int) -> None:
+            if not verdicts:
+                time.sleep(0.06)
+            scatterer(sides)(chunk)
 
-    monkeypatch.setattr(world.mover.copier, "scatter", slowly)
+        return scatter
+
+    monkeypatch.setattr(world.mover.copier, "scatterer", slowly)
 
     def is_valid() -> bool:
         verdicts.append(bool(verdicts))

@@ -63,6 +63,15 @@ class Runs:
         """Every bit that is set in some place or length: the lowest one is what all are aligned to."""
         return int(np.bitwise_or.reduce(self.src | self.dst | self.num_bytes, initial=0))
 
+    def part(self, start: int, stop: int) -> Runs:
+        """Those from one number to another, as views."""
+        if start <= 0 and stop >= len(self):
+            return self
+        some = Runs(self.src[start:stop], self.dst[start:stop], self.num_bytes[start:stop])
+        if self.each_bytes:  # so it is known of the part
+            some.__dict__.update(each_bytes=self.each_bytes, total_bytes=self.each_bytes * len(some))
+        return some
+
     def where(self, which: NDArray[np.bool_]) -> Runs:
         """Those of the runs that are marked."""
         return self if which.all() else Runs(self.src[which], self.dst[which], self.num_bytes[which])

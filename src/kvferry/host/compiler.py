@@ -27,7 +27,7 @@ log = log_of(__name__)
 SETTING = "KVFERRY_COMPILER"
 OFF = "off"
 COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", "-pthread")
 X86_FLAGS = ("-mprefer-vector-width=512",)
 """Where processors have such vectors, compilers leave them out unless they are told: a third of the pace."""
 COMPILE_SECONDS = 120.0

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.transport.memory_views import MemoryViews, are_long
-from kvferry.transport.pack import TermSide, pack, unpack
+from kvferry.transport.pack import TermSide, pack, unpacker
 from kvferry.transport.places import Places
 
 HostBytes = NDArray[np.uint8]
@@ -32,8 +32,11 @@ class ChunkCopier(Protocol):
         """Copy what these name to a chunk, an address; raises TransportError if they leave either."""
         ...
 
-    def scatter(self, sides: Sequence[TermSide], chunk: int) -> None:
-        """Copy the bytes from a chunk, an address, to where these name."""
+    def scatterer(self, sides: Sequence[TermSide]) -> Callable[[int], None]:
+        """Who copies the bytes from a chunk, its address, to where these name; raises TransportError.
+
+        It can be made while the chunk is waited for.
+        """
         ...
 
     def views(self, sides: Sequence[TermSide]) -> list[memoryview]:
@@ -64,9 +67,9 @@ class HostChunkCopier:
         """As ``ChunkCopier`` says."""
         pack(self.memory, sides, chunk, self.chunk_bytes)
 
-    def scatter(self, sides: Sequence[TermSide], chunk: int) -> None:
+    def scatterer(self, sides: Sequence[TermSide]) -> Callable[[int], None]:
         """As ``ChunkCopier`` says."""
-        unpack(self.memory, sides, chunk)
+        return unpacker(self.memory, sides)
 
     def views(self, sides: Sequence[TermSide]) -> list[memoryview]:
         """Long runs need no chunk."""

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import os
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from importlib.resources import files
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 from kvferry.core.view import Ints
 from kvferry.host.compiler import LateCode, NotCompiled, compiled
+from kvferry.transport.places import sum_of
 
 
 class _Side(ctypes.Structure):
@@ -21,7 +20,10 @@ class _Side(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("rows", "lengths", "steps")),
-        *((name, ctypes.c_uint64) for name in ("num_rows", "num_steps", "first", "stop")),
+        *((name, ctypes.c_uint64) for name in ("num_rows", "num_steps")),
+        ("chunk", ctypes.c_void_p),
+        ("num_parts", ctypes.c_uint64),
+        *((name, ctypes.c_void_p) for name in ("firsts", "offsets")),
     ]
 
 
@@ -30,6 +32,8 @@ MAX_THREADS, PROCESSORS_PER_THREAD = 4, 4
 compute beside."""
 PARALLEL_BYTES = 1 << 20
 """From so many on: to wake a thread up takes as long as copying a few hundred kilobytes."""
+PARTS_PER_THREAD = 4
+"""Threads wake up one after the other: who comes first takes more."""
 
 
 class CompiledCopies:
@@ -40,10 +44,11 @@ class CompiledCopies:
     ) -> None:
         """``num_threads``: that copy together, the caller's among them, from so many bytes on."""
         self._gather, self._scatter = library.kvferry_gather, library.kvferry_scatter
-        for function in (self._gather, self._scatter):
+        for function in (self._gather, self._scatter, library.kvferry_help):
             function.restype = None
-        self._num_threads, self._parallel_bytes = num_threads, parallel_bytes
-        self._others = ThreadPoolExecutor(num_threads - 1, "kvferry-copies") if num_threads > 1 else None
+        library.kvferry_help(num_threads - 1)
+        self._num_parts = PARTS_PER_THREAD * num_threads if num_threads > 1 else 1
+        self._parallel_bytes = parallel_bytes
 
     def gather(self, rows: Ints, lengths: Ints, steps: Ints, chunk: int) -> None:
         """Copy runs to ``chunk``, an address. Each of the rows, addresses, is there once for each step."""
@@ -54,31 +59,29 @@ class CompiledCopies:
         self._call(self._scatter, (rows, lengths, steps), chunk)
 
     def _call(self, function: ctypes._NamedFuncPointer, columns: tuple[Ints, Ints, Ints], chunk: int) -> None:
+        """Lets go of the interpreter, and returns when all is copied."""
         rows, lengths, steps = (np.ascontiguousarray(column, np.int64) for column in columns)
-        addresses = [column.ctypes.data for column in (rows, lengths, steps)]
-        ends = np.cumsum(lengths)
-        total_bytes = int(ends[-1]) * len(steps) if len(rows) else 0
-        num_parts = self._num_threads if total_bytes >= self._parallel_bytes else 1
-        edges = [len(rows) * len(steps) * part // num_parts for part in range(num_parts + 1)]
+        if not len(rows) or not len(steps):
+            return
+        is_long = sum_of(columns[1]) * len(steps) >= self._parallel_bytes
+        firsts, offsets = _parts(lengths, len(steps), self._num_parts if is_long else 1)
+        addresses = [column.ctypes.data for column in (rows, lengths, steps, firsts, offsets)]
+        side = _Side(*addresses[:3], len(rows), len(steps), chunk, len(offsets), *addresses[3:])
+        function(ctypes.byref(side))
 
-        def copy(first: int, stop: int) -> None:
-            """Lets go of the interpreter."""
-            row, step = divmod(first, len(steps))
-            at = int(ends[row] - lengths[row]) * len(steps) + int(lengths[row]) * step if first else 0
-            side = _Side(*addresses, len(rows), len(steps), first, stop)
-            function(ctypes.byref(side), ctypes.c_void_p(chunk + at))
 
-        parts = [(first, stop) for first, stop in pairwise(edges) if first < stop]
-        others: list[Future[None]] = []
-        try:
-            if self._others:
-                others.extend(self._others.submit(copy, *part) for part in parts[1:])
-            for part in parts[:1]:
-                copy(*part)
-        finally:  # a copy is over when its call returns, also if it raises
-            wait(others)
-        for other in others:
-            other.result()
+def _parts(lengths: Ints, num_steps: int, number: int) -> tuple[Ints, Ints]:
+    """Where so many parts begin, by the number of their first run, and in the chunk; and the last one's end.
+
+    >>> [column.tolist() for column in _parts(np.array([10, 1]), num_steps=3, number=2)]
+    [[0, 3, 6], [0, 30]]
+    """
+    firsts = np.arange(number + 1) * (len(lengths) * num_steps) // number
+    if number == 1:
+        return firsts, np.zeros(1, np.int64)
+    rows, steps = np.divmod(firsts[:-1], num_steps)
+    starts = np.cumsum(lengths) - lengths
+    return firsts, starts[rows] * num_steps + lengths[rows] * steps
 
 
 @cache

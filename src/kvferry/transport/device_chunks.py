@@ -5,7 +5,8 @@ The bytes of a chunk lie as ``pack`` says, whoever copies them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,11 +20,15 @@ from kvferry.transport.copy_queue import CopyQueue
 from kvferry.transport.cuda import Cuda
 from kvferry.transport.exports import PROBE_BYTES, Exporter
 from kvferry.transport.pack import TermSide, check_room
-from kvferry.transport.places import Places
+from kvferry.transport.places import Places, told_once
 from kvferry.transport.staging_ring import StagingRing, StagingSize, new_ring_id
 
 DEVICE_RING = StagingSize(num_chunks=4, chunk_bytes=16 << 20)
 """Long chunks: a device copies megabytes in the time that a message takes."""
+CHUNK_IS_FROM, CHUNK_IS_TO = 0, 1
+"""Which side of a copy the chunk is."""
+ANY_ROOM = (1 << 63) - 1
+"""Of a chunk, for whose room others look."""
 
 
 class DeviceStagingRing(StagingRing):
@@ -79,11 +84,13 @@ class DeviceChunkCopier:
 
     def gather(self, sides: Sequence[TermSide], chunk: int) -> None:
         """As ``ChunkCopier`` says."""
-        self._copy(sides, chunk, is_gather=True)
+        check_room(sides, self.chunk_bytes)
+        self._copy(chunk_terms(sides, self.memory, is_gather=True), CHUNK_IS_TO, chunk)
 
-    def scatter(self, sides: Sequence[TermSide], chunk: int) -> None:
+    def scatterer(self, sides: Sequence[TermSide]) -> Callable[[int], None]:
         """As ``ChunkCopier`` says."""
-        self._copy(sides, chunk, is_gather=False)
+        check_room(sides, self.chunk_bytes)
+        return partial(self._copy, chunk_terms(sides, self.memory, is_gather=False), CHUNK_IS_FROM)
 
     def views(self, sides: Sequence[TermSide]) -> list[memoryview]:
         """The host touches none of it."""
@@ -101,51 +108,59 @@ class DeviceChunkCopier:
         """Give the stream and its table up; nothing may be under way."""
         self._queue.close()
 
-    def _copy(self, sides: Sequence[TermSide], chunk: int, *, is_gather: bool) -> None:
+    def _copy(self, terms: Sequence[Repeated], side: int, chunk: int) -> None:
         """Copy, and wait for the end, which the device reports."""
-        check_room(sides, self.chunk_bytes)
-        checked = chunk_terms(sides, self.memory, chunk, is_gather=is_gather)
         with self._cuda.current():
             try:
-                self._queue.put(checked, sum(term.num_bytes for term in checked))
+                self._queue.put(
+                    [at_chunk(term, side, chunk) for term in terms], sum(term.num_bytes for term in terms)
+                )
             finally:  # after an error, too: some of it may have been queued
                 self._queue.wait()
 
 
-def chunk_terms(sides: Sequence[TermSide], memory: Places, chunk: int, *, is_gather: bool) -> list[Repeated]:
-    """Copies between what these name and a chunk, an address; each of runs of one length.
+def chunk_terms(sides: Sequence[TermSide], memory: Places, *, is_gather: bool) -> list[Repeated]:
+    """Copies between what these name and a chunk at address 0; each of runs of one length.
 
     They have room in the chunk (``check_room``), so no run is too long for the kernel. Raises TransportError
     if one leaves its region.
 
     >>> memory = Places("ours", [Region("kv", 2000, address=4096)])
     >>> side = TermSide(np.array([0, 500]), np.array([8, 4]), np.array([0, 1000]))
-    >>> for term in chunk_terms([side], memory, 1 << 20, is_gather=True):
+    >>> for term in chunk_terms([side], memory, is_gather=True):
     ...     print(term.prepared.num_bytes, term.prepared.addresses.tolist(), term.steps.tolist())
-    4 [4596, 1048592] [[0, 1000], [0, 4]]
-    8 [4096, 1048576] [[0, 1000], [0, 8]]
+    4 [4596, 16] [[0, 1000], [0, 4]]
+    8 [4096, 0] [[0, 1000], [0, 8]]
     """
-    terms = []
+    terms, done = [], 0
     for side in sides:
         num_pairs, lowest = len(side.steps), int(side.steps.min())
-        ours, room = memory.located(side.places + lowest, side.num_bytes)
-        for length, which, starts in _by_length(side.num_bytes):
-            here = (ours[which], room), side.steps - lowest
-            its = num_pairs * starts + np.uint64(chunk)
-            there = (its, (num_pairs - 1) * length), length * np.arange(num_pairs)
-            both, steps = zip(*((here, there) if is_gather else (there, here)), strict=True)
-            terms.append(Repeated(Prepared.of(both, length), np.stack(steps)))
-        chunk += side.total_bytes
+        ours, room = memory.located(side.places + lowest if lowest else side.places, side.num_bytes)
+        for length, which, starts in _by_length(side.num_bytes, num_pairs):
+            here, there = (ours[which], room), (starts + np.uint64(done), ANY_ROOM)
+            steps = np.empty((2, num_pairs), np.int64)
+            steps[1 - is_gather] = side.steps - lowest if lowest else side.steps
+            steps[int(is_gather)] = np.arange(0, num_pairs * length, length)
+            both = (here, there) if is_gather else (there, here)
+            terms.append(Repeated(Prepared.of(both, length), steps))
+        done += side.total_bytes
     return terms
 
 
-def _by_length(num_bytes: Ints) -> Iterator[tuple[int, Ints | slice, NDArray[np.uint64]]]:
-    """Runs of each length: which they are, and where they begin if all runs lie side by side."""
-    if (num_bytes == (length := int(num_bytes[0]))).all():  # as usual
-        if length:
-            yield length, slice(None), np.arange(len(num_bytes), dtype=np.uint64) * np.uint64(length)
+def at_chunk(term: Repeated, side: int, chunk: int) -> Repeated:
+    """A copy from or to a chunk at another address than 0."""
+    steps = term.steps.copy()
+    steps[side] += chunk
+    return Repeated(term.prepared, steps)
+
+
+def _by_length(num_bytes: Ints, num_pairs: int) -> Iterator[tuple[int, Ints | slice, NDArray[np.uint64]]]:
+    """Runs of each length: which they are, and where they begin if all lie side by side, pair after pair."""
+    if (told_once(num_bytes) == (length := int(num_bytes[0]))).all():  # as usual
+        if each := length * num_pairs:
+            yield length, slice(None), each * np.arange(len(num_bytes), dtype=np.uint64)
         return
-    starts = (np.cumsum(num_bytes) - num_bytes).astype(np.uint64)
+    starts = (np.cumsum(num_bytes) - num_bytes).astype(np.uint64) * np.uint64(num_pairs)
     for length in filter(None, np.unique(num_bytes).tolist()):
         which = np.flatnonzero(num_bytes == length)
         yield length, which, starts[which]

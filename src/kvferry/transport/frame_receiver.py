@@ -118,7 +118,7 @@ class FrameReceiver:
             if not hmac.compare_digest(told, expected):
                 raise TransportError("bad-frame", "its proof is wrong: it was changed on its way")
         if is_good and not frame.is_direct and frame.sides:
-            self._copier.scatter(frame.sides, self._scratch_array.ctypes.data)
+            self._copier.scatterer(frame.sides)(self._scratch_array.ctypes.data)
         return ArrivedFrame(nonce, bool(is_good))
 
     def close(self) -> None:

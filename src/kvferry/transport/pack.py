@@ -7,8 +7,9 @@ with all its blocks. Both sides know the terms, so nothing else has to say what 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ from kvferry.core.runs import Runs
 from kvferry.core.view import Ints
 from kvferry.errors import TransportError
 from kvferry.transport.compiled_copies import host_copies
-from kvferry.transport.places import Places
+from kvferry.transport.places import Places, one_length, sum_of, told_once
 from kvferry.transport.slices import cut_long
 
 LONG_BYTES = 4096
@@ -35,35 +36,45 @@ class TermSide:
 
     places: Ints
     num_bytes: Ints
+    """Where all are of one length, best as that number broadcast (``one_length``): its sum is quick then."""
     steps: Ints
 
-    @property
+    @cached_property
     def total_bytes(self) -> int:
-        return int(self.num_bytes.sum()) * len(self.steps)
+        return sum_of(self.num_bytes) * len(self.steps)
 
     def check(self, memory: Places) -> None:
         """Raise TransportError if a run is outside of the memory, or its blocks are not in one region."""
-        self.rows(memory)
+        lowest, highest = int(self.steps.min()), int(self.steps.max())
+        found = memory.only_region(self.places + lowest if lowest else self.places, self.num_bytes)
+        if not found or highest - lowest > found.room:
+            self.rows(memory)
 
     def rows(self, memory: Places) -> Ints:
         """The address of each run of the pattern, in block 0; raises TransportError as ``check``."""
         lowest, highest = int(self.steps.min()), int(self.steps.max())
-        addresses, room = memory.located(self.places + lowest, self.num_bytes)
+        places = self.places + lowest if lowest else self.places
+        addresses, room = memory.located(places, self.num_bytes)
         if highest - lowest > room:
             memory.check(self.places + highest, self.num_bytes)  # which says what is wrong, if it is that
             detail = f"its blocks, up to {highest - lowest} bytes apart, are not in one region"
             raise TransportError("out-of-bounds", f"{memory.whose}: {detail}")
-        return addresses.view(np.int64) - lowest
+        rows = addresses.view(np.int64)
+        return rows - lowest if lowest else rows
 
 
 def src_of(term: Term) -> TermSide:
     """Where a term is read from."""
-    return TermSide(term.pattern.src, term.pattern.num_bytes, term.steps[0])
+    return TermSide(term.pattern.src, _lengths(term.pattern), term.steps[0])
 
 
 def dst_of(term: Term) -> TermSide:
     """Where a term is written to."""
-    return TermSide(term.pattern.dst, term.pattern.num_bytes, term.steps[1])
+    return TermSide(term.pattern.dst, _lengths(term.pattern), term.steps[1])
+
+
+def _lengths(pattern: Runs) -> Ints:
+    return one_length(pattern.each_bytes, len(pattern)) if pattern.each_bytes else pattern.num_bytes
 
 
 def pack(memory: Places, sides: Sequence[TermSide], chunk: int, chunk_bytes: int) -> None:
@@ -77,15 +88,19 @@ def pack(memory: Places, sides: Sequence[TermSide], chunk: int, chunk_bytes: int
         chunk += side.total_bytes
 
 
-def unpack(memory: Places, sides: Sequence[TermSide], chunk: int) -> None:
-    """Copy the bytes from ``chunk``, an address, to where these name."""
-    for side in sides:
-        rows = side.rows(memory)
-        if by := host_copies().for_bytes(side.total_bytes):
-            by.scatter(rows, side.num_bytes, side.steps, chunk)
-        else:
-            _copy(np.add.outer(rows, side.steps), _places_in_chunk(side, chunk), side.num_bytes)
-        chunk += side.total_bytes
+def unpacker(memory: Places, sides: Sequence[TermSide]) -> Callable[[int], None]:
+    """Who copies the bytes from a chunk, its address, to where these name; raises TransportError."""
+    placed = [(side, side.rows(memory)) for side in sides]
+
+    def unpack(chunk: int) -> None:
+        for side, rows in placed:
+            if by := host_copies().for_bytes(side.total_bytes):
+                by.scatter(rows, side.num_bytes, side.steps, chunk)
+            else:
+                _copy(np.add.outer(rows, side.steps), _places_in_chunk(side, chunk), side.num_bytes)
+            chunk += side.total_bytes
+
+    return unpack
 
 
 def pieces(product: Product, chunk_bytes: int) -> Iterator[tuple[Term, ...]]:
@@ -118,15 +133,28 @@ def pieces(product: Product, chunk_bytes: int) -> Iterator[tuple[Term, ...]]:
 def _short_terms(product: Product, chunk_bytes: int) -> Iterator[Term]:
     """Terms whose patterns fit into a chunk; none without bytes."""
     for term in product.terms:
-        pattern = cut_long(term.pattern.where(term.pattern.num_bytes > 0), chunk_bytes)
-        ends, start = np.cumsum(pattern.num_bytes), 0
-        while start < len(pattern) and term.num_pairs:
-            before = int(ends[start - 1]) if start else 0
-            stop = int(np.searchsorted(ends, before + chunk_bytes, side="right"))
-            stop = min(stop, start + MAX_ROWS)
-            cut = Runs(*(getattr(pattern, name)[start:stop] for name in ("src", "dst", "num_bytes")))
-            yield Term(cut, term.steps)
-            start = stop
+        pattern = term.pattern
+        if not pattern.each_bytes:
+            pattern = pattern.where(pattern.num_bytes > 0)
+        pattern = cut_long(pattern, chunk_bytes)
+        if term.num_pairs:
+            for start, stop in _fitting(pattern, chunk_bytes):
+                yield Term(pattern.part(start, stop), term.steps)
+
+
+def _fitting(pattern: Runs, chunk_bytes: int) -> Iterator[tuple[int, int]]:
+    """From where to where a pattern fits into a chunk, again and again."""
+    if each := pattern.each_bytes:
+        num_rows = min(chunk_bytes // each, MAX_ROWS)
+        yield from ((start, start + num_rows) for start in range(0, len(pattern), num_rows))
+        return
+    ends, start = np.cumsum(pattern.num_bytes), 0
+    while start < len(pattern):
+        before = int(ends[start - 1]) if start else 0
+        stop = int(np.searchsorted(ends, before + chunk_bytes, side="right"))
+        stop = min(stop, start + MAX_ROWS)
+        yield start, stop
+        start = stop
 
 
 def check_term(term: Term, src: Places, dst: Places) -> None:
@@ -139,7 +167,7 @@ def check_term(term: Term, src: Places, dst: Places) -> None:
 def check_room(sides: Sequence[TermSide], chunk_bytes: int) -> None:
     """Refuse what does not fit into a chunk."""
     # The longest alone, first: sums of longer ones might overflow.
-    longest = max((int(side.num_bytes.max()) for side in sides), default=0)
+    longest = max((int(told_once(side.num_bytes).max()) for side in sides), default=0)
     if (num_bytes := max(longest, sum(side.total_bytes for side in sides))) > chunk_bytes:
         raise TransportError("too-much", f"{num_bytes} bytes are asked for, a chunk has {chunk_bytes}")
 

@@ -92,6 +92,8 @@ class _Ask:
     """Whether nobody can have taken the chunk away before it was read."""
     deadline: float = 0.0
     num_attempts: int = 0
+    scatter: Callable[[int], None] | None = None
+    """Who puts the bytes where they belong, once that was prepared."""
 
     @property
     def num_bytes(self) -> int:
@@ -192,7 +194,7 @@ class PackedMover(GatherMover[PackedLink, _Read]):
         self._ask_for_more(now)
         if self._is_closing and not self._asks and not any(link.reads for link in self._links):
             self._is_over.set()
-        if not self._inbox.empty():  # it told itself something
+        if not self._inbox.empty() or self._prepare_one():  # there may be news meanwhile
             return 0.0
         deadlines = [ask.deadline for ask in self._asks.values() if not ask.is_reading]
         return max(0.0, min(deadlines, default=now + ANSWER_S) - now)
@@ -201,6 +203,21 @@ class PackedMover(GatherMover[PackedLink, _Read]):
         with suppress(Empty):
             while True:
                 yield self._inbox.get_nowait()
+
+    def _prepare_one(self) -> bool:
+        """While answers are waited for: whether the scattering of one of them was prepared just now."""
+        ask = next((ask for ask in self._asks.values() if not ask.scatter), None)
+        if ask is None:
+            return False
+        try:
+            ask.scatter = self._scatterer(ask)
+        except Exception as failure:  # all of it was checked
+            log.exception("the scattering of bytes could not be prepared")
+            self.give_up(ask.read, f"unexpected: {failure!r}")
+        return True
+
+    def _scatterer(self, ask: _Ask) -> Callable[[int], None]:
+        return self.copier.scatterer([dst_of(term) for term in ask.terms])
 
     def _ask_for_more(self, now: float) -> None:
         """Every rank in turn, a chunk at a time, so that none waits for another's long read."""
@@ -283,7 +300,7 @@ class PackedMover(GatherMover[PackedLink, _Read]):
         if ask.read.error:
             return ask.read.error
         try:
-            self.copier.scatter([dst_of(term) for term in ask.terms], address)
+            (ask.scatter or self._scatterer(ask))(address)
         except Exception as failure:
             log.exception("bytes could not be scattered")
             return f"unexpected: {failure!r}"

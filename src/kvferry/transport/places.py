@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,14 @@ from kvferry.errors import TransportError
 OFFSET_MASK = (1 << REGION_SHIFT) - 1
 
 Addresses = NDArray[np.uint64]
+
+
+class Found(NamedTuple):
+    """Where runs are."""
+
+    region: int
+    room: int
+    """How far all of them can be moved up."""
 
 
 class Places:
@@ -39,7 +48,7 @@ class Places:
 
     def check(self, places: Ints, num_bytes: Ints) -> None:
         """Refuse runs that do not stay inside a region of this rank."""
-        if not len(places) or self._only_region(places, num_bytes):
+        if not len(places) or self.only_region(places, num_bytes):
             return
         index, offset = self.split(places)
         if self._are_inside(index, offset, num_bytes):
@@ -62,25 +71,27 @@ class Places:
             return False
         return bool((offset <= self._lengths[index] - num_bytes).all())
 
-    def _only_region(self, places: Ints, num_bytes: Ints) -> tuple[int, int] | None:
-        """Which region all runs are in, and how far they can be moved up; None if there is no such region.
+    def only_region(self, places: Ints, num_bytes: Ints) -> Found | None:
+        """Which region all runs, one at least, are in; None if there is no such region.
 
         That is the usual case, and takes the fewest steps over arrays that may be long.
         """
-        which = int(places.min()) >> REGION_SHIFT
-        if not 0 <= which < len(self.regions) or int(num_bytes.min()) < 0:
+        which, lengths = int(places.min()) >> REGION_SHIFT, told_once(num_bytes)
+        if not 0 <= which < len(self.regions) or int(lengths.min()) < 0:
             return None
-        # Neither is negative, so no sum reaches 2^64; the last of 2^15 regions ends at 2^63.
-        end = int((places + num_bytes).view(np.uint64).max())
+        if len(lengths) == 1:
+            end = int(places.max()) + int(lengths[0])
+        else:  # neither is negative, so no sum reaches 2^64; the last of 2^15 regions ends at 2^63
+            end = int((places + num_bytes).view(np.uint64).max())
         room = (which << REGION_SHIFT) + self.regions[which].num_bytes - end
-        return (which, room) if room >= 0 else None
+        return Found(which, room) if room >= 0 else None
 
     def located(self, places: Ints, num_bytes: Ints) -> tuple[Addresses, int]:
         """The addresses of runs, one at least, and how far all can be moved up; raises as ``check`` does."""
-        if found := self._only_region(places, num_bytes):
+        if found := self.only_region(places, num_bytes):
             which, room = found
             shift = (self.regions[which].address - (which << REGION_SHIFT)) % (1 << 64)
-            return places.astype(np.uint64) + np.uint64(shift), room
+            return places.view(np.uint64) + np.uint64(shift), room
         self.check(places, num_bytes)
         return self.addresses(places), self.room(places, num_bytes)
 
@@ -98,6 +109,26 @@ class Places:
     def split(places: Ints) -> tuple[Ints, Ints]:
         """Region index and byte offset of each place."""
         return places >> REGION_SHIFT, places & OFFSET_MASK
+
+
+def one_length(num_bytes: int, num_runs: int) -> Ints:
+    """The lengths of so many runs, all of which are alike; in no room."""
+    return np.broadcast_to(np.array([num_bytes], np.int64), num_runs)
+
+
+def told_once(lengths: Ints) -> Ints:
+    """Lengths, or the first one where all are that one by making.
+
+    >>> told_once(one_length(8, 1000)).tolist(), told_once(np.array([8, 8])).tolist()
+    ([8], [8, 8])
+    """
+    return lengths[:1] if lengths.strides == (0,) else lengths
+
+
+def sum_of(lengths: Ints) -> int:
+    """Of all runs."""
+    once = told_once(lengths)
+    return int(once[0]) * len(lengths) if len(once) == 1 else int(lengths.sum())
 
 
 def checked(runs: Runs, src: Places, dst: Places) -> Runs:

@@ -36,13 +36,13 @@ def slices(runs: Runs, limit: Limit) -> Iterator[Runs]:
     while start < len(runs):
         stop = int(np.searchsorted(stops, num_bytes + limit.num_bytes, side="right"))
         stop = min(stop, start + limit.num_runs)
-        yield Runs(runs.src[start:stop], runs.dst[start:stop], runs.num_bytes[start:stop])
+        yield runs.part(start, stop)
         start, num_bytes = stop, int(stops[stop - 1])
 
 
 def cut_long(runs: Runs, max_bytes: int) -> Runs:
     """Runs of at most ``max_bytes``."""
-    if not len(runs) or int(runs.num_bytes.max()) <= max_bytes:
+    if not len(runs) or (runs.each_bytes or int(runs.num_bytes.max())) <= max_bytes:
         return runs
     num_parts = -(-runs.num_bytes // max_bytes)
     at = np.repeat(np.arange(len(runs)), num_parts)
