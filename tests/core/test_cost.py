@@ -102,11 +102,11 @@ MEASURED = {
     SAME_GPU_PACKED: [
         *(
             (Traffic(1, 16 * MIB // run_bytes, 16 * MIB), ms * 1e-3)
-            for run_bytes, ms in zip(PACKED_RUN_BYTES, (6.0, 4.6, 3.4, 2.4, 2.0, 1.8), strict=True)
+            for run_bytes, ms in zip(PACKED_RUN_BYTES, (3.9, 2.7, 1.9, 1.4, 1.1, 1.2), strict=True)
         ),
         *(
             (Traffic(1, 128 * MIB // run_bytes, 128 * MIB), ms * 1e-3)
-            for run_bytes, ms in zip(PACKED_RUN_BYTES, (24.7, 15.2, 8.8, 5.7, 5.1, 4.3), strict=True)
+            for run_bytes, ms in zip(PACKED_RUN_BYTES, (13.6, 9.2, 5.8, 5.1, 4.5, 3.9), strict=True)
         ),
     ],
     SAME_GPU_DIRECT: [

@@ -62,7 +62,7 @@ TCP_STREAM = LinkProfile(
 HOST_PACKED = LinkProfile(
     "host-packed",
     Way.PACKED,
-    Cost(seconds_per_read=1.1e-3, seconds_per_run=2.3e-7, bytes_per_second=4.7e9),
+    Cost(seconds_per_read=8.5e-4, seconds_per_run=1.9e-7, bytes_per_second=5.6e9),
     Origin.MEASURED,
     "two processes, two aarch64 cores, rings in shared memory (benchmarks/cost.py packed): 23 of 23 sizes"
     " within 30 %",
@@ -86,7 +86,7 @@ SAME_GPU_DIRECT = LinkProfile(
 SAME_GPU_PACKED = LinkProfile(
     "same-gpu-packed",
     Way.PACKED,
-    Cost(seconds_per_read=1.9e-3, seconds_per_run=4.9e-8, bytes_per_second=6e10),
+    Cost(seconds_per_read=1e-3, seconds_per_run=2.5e-8, bytes_per_second=5e10),
     Origin.MEASURED,
     "two processes of one H200, the ring is seen by CUDA IPC (benchmarks/packed.py cuda:0): 12 of 12 reads"
     " within 24 %",
