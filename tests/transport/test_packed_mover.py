@@ -332,3 +332,55 @@ def test_scattering_that_cannot_be_prepared_fails_its_read(world, monkeypatch):
     world.settle()
     assert sorted(world.mover._free) == [0, 1, 2, 3]
     assert not world.dst.any()
+
+
+def test_what_cannot_be_prepared_is_not_tried_again_while_the_fabric_writes(world, monkeypatch):
+    """Its read has failed, and ends when the fabric is through: nothing else is to be done for it."""
+    tried, world.fabric.held = [], []
+
+    def fail(sides):
+        tried.append(sides)
+        raise ValueError("no")
+
+    monkeypatch.setattr(world.mover.copier, "scatterer", fail)
+    world.read(1, num_runs=5)
+    deadline = time.monotonic() + 20
+    while not tried and time.monotonic() < deadline:
+        time.sleep(1e-3)
+    world.settle()
+    time.sleep(0.05)
+    num_tried, has_ended = len(tried), 1 in world.ends
+    for end in world.fabric.held:
+        end()
+    assert "no" in world.wait(1)
+    assert (num_tried, has_ended) == (1, False)
+    assert not world.dst.any()
+
+
+def test_a_chunk_that_came_before_it_was_prepared_is_prepared_once(world, monkeypatch):
+    """Also if it is asked for again, and while its rank is asked whether it was untouched."""
+    prepared, verdicts = [], []
+    scatterer = world.mover.copier.scatterer
+
+    def prepare(sides):
+        prepared.append(sides)
+        return scatterer(sides)
+
+    def give_back(to, nonce, chunk, generation, *, is_asking):
+        assert is_asking
+        verdicts.append(nonce)
+
+    def answer(is_valid):
+        deadline = time.monotonic() + 20
+        while not verdicts and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        time.sleep(0.02)  # there is time to prepare something
+        world.rank.answers.given_back(RANK, verdicts.pop(), is_valid=is_valid)
+
+    monkeypatch.setattr(world.mover.copier, "scatterer", prepare)
+    monkeypatch.setattr(world.rank, "give_back", give_back)
+    world.read(1, num_runs=5)
+    answer(is_valid=False)
+    answer(is_valid=True)
+    assert world.wait(1) == ""
+    assert len(prepared) == 1

@@ -206,7 +206,8 @@ class PackedMover(GatherMover[PackedLink, _Read]):
 
     def _prepare_one(self) -> bool:
         """While answers are waited for: whether the scattering of one of them was prepared just now."""
-        ask = next((ask for ask in self._asks.values() if not ask.scatter), None)
+        # One that the fabric still writes for outlives its failed read: it is not tried again.
+        ask = next((ask for ask in self._asks.values() if not ask.scatter and not ask.read.error), None)
         if ask is None:
             return False
         try:
@@ -300,7 +301,8 @@ class PackedMover(GatherMover[PackedLink, _Read]):
         if ask.read.error:
             return ask.read.error
         try:
-            (ask.scatter or self._scatterer(ask))(address)
+            ask.scatter = ask.scatter or self._scatterer(ask)
+            ask.scatter(address)
         except Exception as failure:
             log.exception("bytes could not be scattered")
             return f"unexpected: {failure!r}"
