@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,12 +29,18 @@ REGION_BYTES = 1 << 15
 CHUNK_BYTES = 1 << 15
 
 
-@pytest.fixture(scope="module", params=[1, 3], ids=["one thread", "three threads"])
-def copies(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> CompiledCopies:
+@pytest.fixture(scope="module")
+def compiler() -> str:
     try:
-        compiler = find_compiler({})
+        return find_compiler({})
     except NotCompiled as error:
         pytest.skip(f"{error}: compiled copies are tested where there is one")
+
+
+@pytest.fixture(scope="module", params=[1, 3], ids=["one thread", "three threads"])
+def copies(
+    compiler: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> CompiledCopies:
     library = compiled(compiler, "copy", module.source(), tmp_path_factory.mktemp("compiled"))
     return CompiledCopies(library, request.param, parallel_bytes=1)
 
@@ -137,19 +145,43 @@ def test_who_copies_at_the_same_time_gets_its_own_bytes(copies: CompiledCopies) 
         assert all(callers.map(lambda seed: scattered(copies, seed, times=200), range(8)))
 
 
-def test_a_forked_child_copies_alone(copies: CompiledCopies) -> None:
-    """The threads that help are not there."""
-    assert scattered(copies, 1)
+def is_well_in_a_child(call: Callable[[], bool]) -> bool:
+    """What it says in a child that is forked, and lives as long."""
     child = os.fork()
     if not child:
-        os._exit(0 if scattered(copies, 2) else 1)
+        is_well = False
+        try:
+            is_well = call()
+        finally:
+            os._exit(0 if is_well else 1)
     deadline = time.monotonic() + 20
     while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
         time.sleep(0.01)
     if ended[0] == 0:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    assert ended == (child, 0)
+    return ended == (child, 0)
+
+
+def test_a_forked_child_copies_alone(copies: CompiledCopies) -> None:
+    """The threads that help are not there."""
+    assert scattered(copies, 1)
+    assert is_well_in_a_child(lambda: scattered(copies, 2))
+
+
+def test_a_host_without_room_for_threads_copies_with_those_it_has(compiler: str, tmp_path: Path) -> None:
+    library = compiled(compiler, "copy", module.source(), tmp_path)
+
+    def copied() -> bool:
+        used = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (used + (20 << 20), before[1]))
+        many = CompiledCopies(library, num_threads=1000, parallel_bytes=1)
+        num_started = len(os.listdir("/proc/self/task"))
+        resource.setrlimit(resource.RLIMIT_AS, before)
+        return num_started < 1000 and scattered(many, 3)
+
+    assert is_well_in_a_child(copied)
 
 
 @pytest.mark.parametrize(

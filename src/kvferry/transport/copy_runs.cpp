@@ -15,6 +15,7 @@
 #include <cstring>
 #include <deque>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 namespace {
@@ -128,7 +129,11 @@ class Helpers {
 
   public:
     explicit Helpers(unsigned number) {
-        for (unsigned i = 0; i < number; ++i) std::thread{[this] { help(); }}.detach();
+        try {
+            for (unsigned i = 0; i < number; ++i) std::thread{[this] { help(); }}.detach();
+        } catch (const std::system_error&) {
+            // The host has no room for more threads: those that are there help. An exception would end the process.
+        }
     }
 
     void run(Job& job) {
