@@ -81,6 +81,17 @@ def test_a_chunk_is_filled_from_its_first_byte_to_its_last(lengths: list[int], i
     assert ends[-1:] == [CHUNK + 2 * side.total_bytes][: len(filled)]
 
 
+@pytest.mark.parametrize("is_gather", [True, False])
+def test_what_was_prepared_for_one_chunk_is_right_for_the_next(is_gather: bool) -> None:
+    """What was asked for twice comes in two chunks."""
+    side = TermSide(np.array([0]), np.array([8]), np.array([16, 0]))
+    (term,) = chunk_terms([side], MEMORY, is_gather=is_gather)
+    for chunk in (CHUNK, 2 * CHUNK, CHUNK):
+        moved = at_chunk(term, int(is_gather), chunk).steps.tolist()
+        assert moved[int(is_gather)] == [chunk, chunk + 8]
+        assert moved[1 - is_gather] == [16, 0]
+
+
 def test_lengths_whose_sum_overflows_do_not_fit() -> None:
     many = TermSide(np.zeros(1 << 17, np.int64), np.full(1 << 17, 1 << 47), np.array([0]))
     assert many.total_bytes == 0  # 2^64

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvferry.core.manifest import Region
 from kvferry.core.runs import place
 from kvferry.errors import TransportError
-from kvferry.transport.places import Places
+from kvferry.transport.places import Places, one_length, sum_of
 
 LENGTHS = (64, 16)
 RUN = st.tuples(st.integers(-1, 2), st.integers(0, 70), st.integers(-2, 70))
@@ -39,6 +39,28 @@ def test_a_run_outside_of_its_region_is_refused(runs: list[tuple[int, int, int]]
     for look in (places.check, places.located):
         with pytest.raises(TransportError, match="a run of"):
             look(starts, num_bytes)
+
+
+@given(st.lists(INSIDE | RUN, min_size=1, max_size=4), st.sampled_from([-1, 0, 4, 16, 64, (1 << 63) - 1]))
+@example([(0, 0, 0), (0, 61, 0)], 4)
+@example([(0, 61, 0), (0, 0, 0)], 4)
+@example([(0, 0, 0), (1, 0, 0)], 16)
+def test_lengths_that_are_told_once_are_looked_at_as_those_that_are_listed(
+    runs: list[tuple[int, int, int]], num_bytes: int
+) -> None:
+    places = Places("ours", [Region(f"r{i}", n, address=4096 * (i + 1)) for i, n in enumerate(LENGTHS)])
+    starts = np.array([place(index, 0) + offset for index, offset, _ in runs], np.int64)
+    once = one_length(num_bytes, len(runs))
+    assert sum_of(once) == num_bytes * len(runs)
+    if all(0 <= i < 2 and 0 <= num_bytes <= LENGTHS[i] - at for i, at, _ in runs):
+        places.check(starts, once)
+        addresses, room = places.located(starts, once)
+        assert addresses.tolist() == [4096 * (index + 1) + offset for index, offset, _ in runs]
+        assert room == min(LENGTHS[i] - at - num_bytes for i, at, _ in runs)
+        return
+    for look in (places.check, places.located):
+        with pytest.raises(TransportError, match="a run of"):
+            look(starts, once)
 
 
 def test_the_last_of_all_regions_ends_where_it_ends() -> None:
