@@ -145,6 +145,18 @@ def test_who_copies_at_the_same_time_gets_its_own_bytes(copies: CompiledCopies) 
         assert all(callers.map(lambda seed: scattered(copies, seed, times=200), range(8)))
 
 
+def test_a_copy_is_over_when_its_call_returns(copies: CompiledCopies) -> None:
+    """Also what a thread that helps has taken: here the caller is through long before it."""
+    lengths = np.array([1 << 22, 1 << 25, *[1] * 10])  # a part each
+    memory, chunk = np.ones(int(lengths.sum()), np.uint8), np.zeros(int(lengths.sum()), np.uint8)
+    rows = memory.ctypes.data + np.cumsum(lengths) - lengths
+    for _ in range(5):
+        chunk[:] = 0
+        copies.gather(rows, lengths, np.array([0]), chunk.ctypes.data)
+        assert chunk[(1 << 22) + (1 << 25) - 1]
+        assert chunk.all()
+
+
 def is_well_in_a_child(call: Callable[[], bool]) -> bool:
     """What it says in a child that is forked, and lives as long."""
     child = os.fork()
