@@ -47,8 +47,8 @@ def prefill(pipe: Connection) -> None:
     pipe.send(ticket)  # in real life it travels with the request, through the router
     while not (released := engine.poll()):
         time.sleep(0.001)
+    pipe.recv()  # the other side has said its line
     print(f"prefill: the blocks of {released[0].request_id} are mine again ({released[0].reason})")
-    pipe.recv()
     rank.close()
     engine.close()
 

@@ -13,8 +13,9 @@ from kvferry.core.runs import Runs, place
 from kvferry.core.view import Ints
 from kvferry.errors import TransportError
 from kvferry.transport.device_chunks import at_chunk, chunk_terms
+from kvferry.transport.lengths import one_length
 from kvferry.transport.pack import TermSide, check_room, check_term
-from kvferry.transport.places import Places, one_length
+from kvferry.transport.places import Places
 
 MEMORY = Places("ours", [Region("kv", 64, address=4096), Region("more", 64, address=8192)])
 CHUNK = 1 << 20
@@ -72,7 +73,7 @@ def test_a_chunk_is_filled_from_its_first_byte_to_its_last(lengths: list[int], i
     side = TermSide(np.array([0, place(1, 8)]), np.array(lengths), np.array([16, 0, 40]))
     filled = []
     for relative in chunk_terms([side, side], MEMORY, is_gather=is_gather):
-        term = at_chunk(relative, int(is_gather), CHUNK)
+        term = at_chunk(relative, CHUNK, is_gather=is_gather)
         addresses = term.prepared.addresses.reshape(2, -1)[int(is_gather)].tolist()
         steps = term.steps[int(is_gather)].tolist()
         filled += [(at + step, term.prepared.num_bytes) for at in addresses for step in steps]
@@ -87,7 +88,7 @@ def test_what_was_prepared_for_one_chunk_is_right_for_the_next(is_gather: bool) 
     side = TermSide(np.array([0]), np.array([8]), np.array([16, 0]))
     (term,) = chunk_terms([side], MEMORY, is_gather=is_gather)
     for chunk in (CHUNK, 2 * CHUNK, CHUNK):
-        moved = at_chunk(term, int(is_gather), chunk).steps.tolist()
+        moved = at_chunk(term, chunk, is_gather=is_gather).steps.tolist()
         assert moved[int(is_gather)] == [chunk, chunk + 8]
         assert moved[1 - is_gather] == [16, 0]
 

@@ -197,7 +197,7 @@ class Channel:
         try:
             if self.is_answer(to):
                 if self._listener is not None:
-                    self._answer(bytes.fromhex(to[1:]), data)
+                    self._answer(self._listener, bytes.fromhex(to[1:]), data)
             elif to.startswith(SCHEMES):
                 call = self._call(to)
                 if not (call.wire and call.wire.send(data)):
@@ -207,12 +207,9 @@ class Channel:
         except zmq.ZMQError:
             self.dropped["unsent"] += 1
 
-    def _answer(self, whom: bytes, *frames: bytes) -> None:
-        is_message = len(frames) == 1
-        if is_message and self._near and self._near.send(whom, *frames):
-            return
-        if self._listener is not None:
-            self._listener.send_multipart([whom, *frames], zmq.NOBLOCK)
+    def _answer(self, listener: zmq.Socket[bytes], whom: bytes, data: bytes) -> None:
+        if not (self._near and self._near.send(whom, data)):
+            listener.send_multipart([whom, data], zmq.NOBLOCK)
 
     def _call(self, address: str) -> _Call:
         if address in self._calls:
@@ -322,16 +319,16 @@ class Channel:
                 case [data]:
                     received.append(Received("@" + whom.hex(), data))
                 case [first, host] if first == NEAR:
-                    self._offer_wire(whom, host)
+                    self._offer_wire(socket, whom, host)
                 case _:
                     self.dropped["frames"] += 1
         return received
 
-    def _offer_wire(self, whom: bytes, host: bytes) -> None:
+    def _offer_wire(self, listener: zmq.Socket[bytes], whom: bytes, host: bytes) -> None:
         """To nobody of another network: there, somebody else could sit at that name, and pass it all on."""
         if self._near and host == self._host:
             with contextlib.suppress(zmq.ZMQError):
-                self._answer(whom, NEAR, self._near.offer(whom))
+                listener.send_multipart([whom, NEAR, self._near.offer(whom)], zmq.NOBLOCK)
 
     def _answers(self, address: str, call: _Call) -> list[Received]:
         received = []

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvferry.core.view import Ints
 from kvferry.host.compiler import LateCode, NotCompiled, compiled
-from kvferry.transport.places import sum_of
+from kvferry.transport.lengths import sum_of
 
 
 class _Side(ctypes.Structure):

@@ -19,14 +19,13 @@ from kvferry.transport.copy_kernel import CopyKernel, Prepared, Repeated
 from kvferry.transport.copy_queue import CopyQueue
 from kvferry.transport.cuda import Cuda
 from kvferry.transport.exports import PROBE_BYTES, Exporter
+from kvferry.transport.lengths import told_once
 from kvferry.transport.pack import TermSide, check_room
-from kvferry.transport.places import Places, told_once
+from kvferry.transport.places import Places
 from kvferry.transport.staging_ring import StagingRing, StagingSize, new_ring_id
 
 DEVICE_RING = StagingSize(num_chunks=4, chunk_bytes=16 << 20)
 """Long chunks: a device copies megabytes in the time that a message takes."""
-CHUNK_IS_FROM, CHUNK_IS_TO = 0, 1
-"""Which side of a copy the chunk is."""
 ANY_ROOM = (1 << 63) - 1
 """Of a chunk, for whose room others look."""
 
@@ -85,12 +84,12 @@ class DeviceChunkCopier:
     def gather(self, sides: Sequence[TermSide], chunk: int) -> None:
         """As ``ChunkCopier`` says."""
         check_room(sides, self.chunk_bytes)
-        self._copy(chunk_terms(sides, self.memory, is_gather=True), CHUNK_IS_TO, chunk)
+        self._copy(chunk_terms(sides, self.memory, is_gather=True), chunk, is_gather=True)
 
     def scatterer(self, sides: Sequence[TermSide]) -> Callable[[int], None]:
         """As ``ChunkCopier`` says."""
         check_room(sides, self.chunk_bytes)
-        return partial(self._copy, chunk_terms(sides, self.memory, is_gather=False), CHUNK_IS_FROM)
+        return partial(self._copy, chunk_terms(sides, self.memory, is_gather=False), is_gather=False)
 
     def views(self, sides: Sequence[TermSide]) -> list[memoryview]:
         """The host touches none of it."""
@@ -108,13 +107,12 @@ class DeviceChunkCopier:
         """Give the stream and its table up; nothing may be under way."""
         self._queue.close()
 
-    def _copy(self, terms: Sequence[Repeated], side: int, chunk: int) -> None:
+    def _copy(self, terms: Sequence[Repeated], chunk: int, *, is_gather: bool) -> None:
         """Copy, and wait for the end, which the device reports."""
+        there = [at_chunk(term, chunk, is_gather=is_gather) for term in terms]
         with self._cuda.current():
             try:
-                self._queue.put(
-                    [at_chunk(term, side, chunk) for term in terms], sum(term.num_bytes for term in terms)
-                )
+                self._queue.put(there, sum(term.num_bytes for term in there))
             finally:  # after an error, too: some of it may have been queued
                 self._queue.wait()
 
@@ -134,8 +132,8 @@ def chunk_terms(sides: Sequence[TermSide], memory: Places, *, is_gather: bool) -
     """
     terms, done = [], 0
     for side in sides:
-        num_pairs, lowest = len(side.steps), int(side.steps.min())
-        ours, room = memory.located(side.places + lowest if lowest else side.places, side.num_bytes)
+        num_pairs, lowest = len(side.steps), side.lowest
+        ours, room = memory.located(side.lowest_places, side.num_bytes)
         for length, which, starts in _by_length(side.num_bytes, num_pairs):
             here, there = (ours[which], room), (starts + np.uint64(done), ANY_ROOM)
             steps = np.empty((2, num_pairs), np.int64)
@@ -147,10 +145,10 @@ def chunk_terms(sides: Sequence[TermSide], memory: Places, *, is_gather: bool) -
     return terms
 
 
-def at_chunk(term: Repeated, side: int, chunk: int) -> Repeated:
+def at_chunk(term: Repeated, chunk: int, *, is_gather: bool) -> Repeated:
     """A copy from or to a chunk at another address than 0."""
     steps = term.steps.copy()
-    steps[side] += chunk
+    steps[int(is_gather)] += chunk
     return Repeated(term.prepared, steps)
 
 

@@ -19,7 +19,8 @@ from kvferry.core.runs import Runs
 from kvferry.core.view import Ints
 from kvferry.errors import TransportError
 from kvferry.transport.compiled_copies import host_copies
-from kvferry.transport.places import Places, one_length, sum_of, told_once
+from kvferry.transport.lengths import one_length, sum_of, told_once
+from kvferry.transport.places import Places
 from kvferry.transport.slices import cut_long
 
 LONG_BYTES = 4096
@@ -43,18 +44,26 @@ class TermSide:
     def total_bytes(self) -> int:
         return sum_of(self.num_bytes) * len(self.steps)
 
+    @cached_property
+    def lowest(self) -> int:
+        """How far its lowest block is from block 0."""
+        return int(self.steps.min())
+
+    @property
+    def lowest_places(self) -> Ints:
+        """Where the runs of its pattern are in its lowest block."""
+        return self.places + self.lowest if self.lowest else self.places
+
     def check(self, memory: Places) -> None:
         """Raise TransportError if a run is outside of the memory, or its blocks are not in one region."""
-        lowest, highest = int(self.steps.min()), int(self.steps.max())
-        found = memory.only_region(self.places + lowest if lowest else self.places, self.num_bytes)
-        if not found or highest - lowest > found.room:
+        found = memory.only_region(self.lowest_places, self.num_bytes)
+        if not found or int(self.steps.max()) - self.lowest > found.room:
             self.rows(memory)
 
     def rows(self, memory: Places) -> Ints:
         """The address of each run of the pattern, in block 0; raises TransportError as ``check``."""
-        lowest, highest = int(self.steps.min()), int(self.steps.max())
-        places = self.places + lowest if lowest else self.places
-        addresses, room = memory.located(places, self.num_bytes)
+        lowest, highest = self.lowest, int(self.steps.max())
+        addresses, room = memory.located(self.lowest_places, self.num_bytes)
         if highest - lowest > room:
             memory.check(self.places + highest, self.num_bytes)  # which says what is wrong, if it is that
             detail = f"its blocks, up to {highest - lowest} bytes apart, are not in one region"

@@ -12,6 +12,7 @@ from kvferry.core.manifest import Region
 from kvferry.core.runs import REGION_SHIFT, Runs
 from kvferry.core.view import Ints
 from kvferry.errors import TransportError
+from kvferry.transport.lengths import told_once
 
 OFFSET_MASK = (1 << REGION_SHIFT) - 1
 
@@ -109,26 +110,6 @@ class Places:
     def split(places: Ints) -> tuple[Ints, Ints]:
         """Region index and byte offset of each place."""
         return places >> REGION_SHIFT, places & OFFSET_MASK
-
-
-def one_length(num_bytes: int, num_runs: int) -> Ints:
-    """The lengths of so many runs, all of which are alike; in no room."""
-    return np.broadcast_to(np.array([num_bytes], np.int64), num_runs)
-
-
-def told_once(lengths: Ints) -> Ints:
-    """Lengths, or the first one where all are that one by making.
-
-    >>> told_once(one_length(8, 1000)).tolist(), told_once(np.array([8, 8])).tolist()
-    ([8], [8, 8])
-    """
-    return lengths[:1] if lengths.strides == (0,) else lengths
-
-
-def sum_of(lengths: Ints) -> int:
-    """Of all runs."""
-    once = told_once(lengths)
-    return int(once[0]) * len(lengths) if len(once) == 1 else int(lengths.sum())
 
 
 def checked(runs: Runs, src: Places, dst: Places) -> Runs:
