@@ -395,7 +395,7 @@ def piece_outside_the_need():
 def piece_of_a_state_that_is_not_needed():
     src, dst = engine("gqa"), engine("gqa")
     narrow = plan(src, dst, 0, states={K})
-    prove(replace(narrow, pieces=plan(src, dst, 0, states={K, V}).pieces))
+    prove(replace(narrow, pieces=plan(src, dst, 0, states={K, V}).pieces), states={K})
 
 
 @sabotage("Ownership", Code.NOT_NEEDED)
@@ -414,7 +414,8 @@ def piece_without_one_of_the_axes():
 @sabotage("Coverage", Code.MISSING_STATE)
 def plan_for_a_state_that_the_rank_does_not_hold():
     good = plan(engine("gqa"), engine("gqa", "pp=3"), 0)
-    prove(replace(good, states=(*good.states, "layers.2.attn/k")))
+    needed = (*good.states, "layers.2.attn/k")
+    prove(replace(good, states=needed), states=needed)
 
 
 @sabotage("Refusal", Code.UNKNOWN_RANK)
@@ -636,7 +637,7 @@ def window_pair() -> tuple[Route, Request]:
     """A good route and request of a model with window and full layers in one pool."""
     src, dst = engine("window", "tp=2,block=8"), engine("window", "block=4", blocks=48)
     some = {"layers.0.attn/k", "layers.1.attn/k"}  # one of the window, one full: the oracle is slow
-    route = lower(prove(plan(src, dst, 0, states=some)))
+    route = lower(prove(plan(src, dst, 0, states=some), states=some))
     return route, sample_request(src, dst, 30, placement=Placement.SCATTERED)
 
 
@@ -934,7 +935,7 @@ def mistaken(true_layout: str, claimed_layout: str) -> list[str]:
     true = engine("gqa", f"block=16,layout={true_layout}")
     request = sample_request(src, true, 21)
     the_plan = plan(src, claimed, 0, states={K})
-    selection = select(lower(prove(the_plan)), request)
+    selection = select(lower(prove(the_plan, states={K})), request)
     assert_good(check(the_plan, request, selection))
     return check(plan(src, true, 0, states={K}), request, selection)
 
@@ -954,7 +955,7 @@ def source_transposed_and_nobody_said_so():
     claimed, true = engine("gqa", "layout=LBHKNC"), engine("gqa", "layout=cpu-vec")
     dst = engine("gqa")
     request = sample_request(true, dst, 21)
-    selection = select(lower(prove(plan(claimed, dst, 0, states={K}))), request)
+    selection = select(lower(prove(plan(claimed, dst, 0, states={K}), states={K})), request)
     return check(plan(true, dst, 0, states={K}), request, selection)
 
 

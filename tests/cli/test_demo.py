@@ -100,7 +100,7 @@ def test_a_spoilt_transfer_is_found_and_named(cli, monkeypatch, spoil):
 
 
 def test_a_spoilt_stride_is_found_and_named(cli, monkeypatch):
-    """The plan is made for a source whose blocks lie further apart than they really do."""
+    """The lowered program steps through the source's blocks with half their stride: nothing moves."""
     from kvferry.cli.demo import in_memory
 
     route = in_memory._route
@@ -109,13 +109,14 @@ def test_a_spoilt_stride_is_found_and_named(cli, monkeypatch):
         made = route(*args)
         for lane in made.lanes:
             for bundle in lane.bundles:
-                object.__setattr__(bundle, "src_stride", bundle.src_stride // 2)
+                spoilt_key = bundle.key._replace(src_stride=bundle.key.src_stride // 2)
+                object.__setattr__(bundle, "key", spoilt_key)
         return made
 
     monkeypatch.setattr(in_memory, "_route", spoilt)
     ran = cli(*QUICK)
-    assert ran.code == 1
-    assert "first: llama-3.1-8b, request-1: dst rank 0: layers.0.attn/k cell " in ran.out
+    assert ran.code == 2
+    assert "not-proved: group full: wrong-source: layers.0.attn/k: lane full -> full: " in ran.err
 
 
 def test_a_written_prefix_is_found(cli, monkeypatch):

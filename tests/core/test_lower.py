@@ -6,7 +6,7 @@ import pytest
 
 from kvferry import BlockTable, Code, Group, Refused, Request, Span, lower, plan, prove, select
 from kvferry.core import lower as lower_module
-from kvferry.core.lower import Shape
+from kvferry.core.check import Shape
 
 BLOCK = 4 * 8 * 4
 """Bytes of a block of one state: tokens × heads × channels."""

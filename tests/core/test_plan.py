@@ -131,7 +131,7 @@ def test_differences_are_refused_before_planning(engine):
 
 def test_a_need_is_narrowed_to_the_named_states(engine):
     both = engine(states=("k", "v"))
-    made = prove(plan(both, both, 0, states=["v"])).plan
+    made = prove(plan(both, both, 0, states=["v"]), states=["v"]).plan
     assert (made.states, [piece.state for piece in made.pieces]) == (("v",), ["v"])
 
 

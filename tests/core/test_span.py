@@ -49,3 +49,10 @@ def test_count_is_the_number_of_members_of_a_normal_form(spans):
 
 def test_an_empty_set_is_shown_as_nothing():
     assert show(()) == "nothing"
+
+
+@pytest.mark.parametrize("stop", [1 << 63, 1 << 64, (1 << 62) + 1])
+def test_a_span_beyond_every_token_is_refused(stop):
+    """Python has no length for it, and sums of it would wrap around."""
+    with pytest.raises(SpecError, match="a span ends at"):
+        Span(0, stop)

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry import AxisMap, Digit, Span, SpecError, View
+from kvferry import Axis, AxisMap, Digit, Span, SpecError, View
 from kvferry.core.state import MAX_AXIS
 from kvferry.core.view import NOT_HELD
 from kvferry.testing.oracle import byte_offset
@@ -115,3 +115,10 @@ def test_axes_are_sorted_by_name_in_whatever_order_they_are_given():
     one = AxisMap((Digit(1, 1),))
     a = View.of("k", "g", "r", block_stride=1, axes={"b": one, "a": one})
     assert a == View.of("k", "g", "r", block_stride=1, axes={"a": one, "b": one})
+
+
+def test_an_axis_has_none_of_the_names_that_mean_something_else():
+    """By ``byte`` a digest tells the words of a long item apart: an axis of that name would undo it."""
+    for name in ("", "token", "byte"):
+        with pytest.raises(SpecError, match="an axis needs a name other than 'token' and 'byte'"):
+            Axis(name, 4)

@@ -202,7 +202,7 @@ def test_attention_and_state_do_not_disturb_each_other(engine, blocks):
     states = {kind: {s.name for s in dst.states if s.kind is kind} for kind in Kind}
 
     def bytes_of(some: set[str]) -> set[tuple[int, ...]]:
-        reads = select(lower(prove(plan(src, dst, 0, states=some))), request).reads
+        reads = select(lower(prove(plan(src, dst, 0, states=some), states=some)), request).reads
         return {
             (r, *run[:2], *run[2:4], i) for r in reads for run in _single_bytes(reads[r]) for i in [run[4]]
         }

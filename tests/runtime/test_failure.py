@@ -22,7 +22,7 @@ def raised():
                 continue
             name = getattr(node.func, "id", getattr(node.func, "attr", ""))
             code = ast.unparse(node.args[0])
-            if name == "RequestError" and "self.side" not in code:
+            if name == "RequestError" and "self.side" not in code and "self._side" not in code:
                 yield code
             elif name == "_error":  # of one side's table
                 yield "f'{side}-" + code.strip("'") + "'"

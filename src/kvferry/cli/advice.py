@@ -156,6 +156,11 @@ FAILURES: dict[FailureCode, FailureAdvice] = {
     FailureCode.KEPT_SLOT: FETCH_TABLES,
     FailureCode.NEED_MISSING: FETCH_TABLES,
     FailureCode.NEED_KEPT: FETCH_TABLES,
+    FailureCode.NOT_PROVED: FailureAdvice(
+        _AS_IT_IS,
+        "Report it with the message and both engines' manifests (vLLM's option `dump`). Until it is fixed,"
+        " give both engines the same block size and layout.",
+    ),
     FailureCode.TOO_MANY_RUNS: FailureAdvice(
         _AS_IT_IS, "Give both sides the same layout or larger blocks, or load the request in parts."
     ),

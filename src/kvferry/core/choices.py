@@ -15,3 +15,16 @@ class Placement(StrEnum):
     """One after another: a fresh pool."""
     SCATTERED = "scattered"
     """No two neighbours: a pool that has served for a while."""
+
+
+class Slack(StrEnum):
+    """What to do with the cells of a touched block that are neither needed nor kept.
+
+    >>> list(Slack)
+    [<Slack.CLEAR: 'clear'>, <Slack.LEAVE: 'leave'>]
+    """
+
+    CLEAR = "clear"
+    """Copy them along where that makes fewer runs, else name them to be zeroed. Nothing stale is left."""
+    LEAVE = "leave"
+    """Leave them: the engine clears its blocks itself."""

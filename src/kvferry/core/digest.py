@@ -1,10 +1,12 @@
 """A digest of what a request moved, which every layout, block size and tiling leaves the same.
 
 Both sides take it of their own memory, through their own views: the source rank of the cells that it served,
-the destination rank of the cells that came from there. It is a sum modulo 2^64 over items, each item's bytes
-times a key that its *logical* position decides (state, cell, coordinates), never its address. So the sum of
-some cells does not depend on their order, on who holds them, or on how they are cut into pieces; bytes
-between needed cells do not count.
+the destination rank of the cells that came from there. Cells are found by the checker's arithmetic
+(``core.addresses``), not by the mover's: a bug that moves wrong bytes does not also hide them.
+
+It is a sum modulo 2^64 over items, each item's bytes times a key that its *logical* position decides (state,
+cell, coordinates), never its address. So the sum of some cells does not depend on their order, on who holds
+them, or on how they are cut into pieces; bytes between needed cells do not count.
 
 A key is a product of odd numbers, one per axis, as an address is a sum of one offset per axis. Odd, so that
 no single changed bit is ever lost; a product, so that the sums of a block are one contraction of its memory
@@ -23,6 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvferry.core.addresses import BlockPlaces, cells_of_tokens
 from kvferry.core.box import TOKEN, Box
 from kvferry.core.digest_cells import (
     Bytes,
@@ -39,11 +42,9 @@ from kvferry.core.digest_keys import Words, keys_of, keys_of_names
 from kvferry.core.manifest import Manifest, Rank
 from kvferry.core.plan import Plan
 from kvferry.core.request import BlockTable, Request
-from kvferry.core.select import needed_cells
 from kvferry.core.span import Span, Spans, count
-from kvferry.core.state import State
+from kvferry.core.state import Kind, State
 from kvferry.core.view import NOT_HELD, Ints, View
-from kvferry.core.walk import Walk
 from kvferry.errors import SpecError
 
 CHUNK_TOKENS = 1024
@@ -84,7 +85,9 @@ def digest_parts(plan: Plan, request: Request) -> dict[int, tuple[DigestPart, ..
     parts: dict[int, list[DigestPart]] = {}
     for piece in plan.pieces:
         state = plan.dst.state_by_name[piece.state]
-        need, _ = needed_cells(state, views[piece.state].group, request)
+        default = (Span(0, 1),) if state.kind is Kind.RECURRENT else ()
+        tokens = request.need.get(views[piece.state].group, default)
+        need = tuple(Span(*cells) for cells in cells_of_tokens(tokens, state))
         part = DigestPart(piece.state, plan.src_name(piece.state), piece.box, need)
         if need and (piece.box.period == 1 or len(cells_of(part))):
             parts.setdefault(piece.src_rank, []).append(part)
@@ -194,13 +197,13 @@ class DigestSide:
         key = (view.group, state.tokens_per_cell, part.cells, dict(part.box.axes).get(TOKEN), part.box.period)
         if found := self._known.get((*key, seed)):
             return found
-        walk = Walk(self.manifest.group_by_name[view.group], self.tables, state.tokens_per_cell, self.side)
-        if part.cells:
-            walk.check(part.cells, 1)
+        group = self.manifest.group_by_name[view.group]
+        places = BlockPlaces(group, self.tables, state.tokens_per_cell, self.side)
+        places.check([(span.start, span.stop) for span in part.cells])
         cells = cells_of(part)
         if not len(cells):
             return None
-        ids, inside = walk.locate(cells)
+        ids, inside = places.locate(cells)
         block_ids, block_index = np.unique(ids, return_inverse=True)
         keys = keys_of(seed, TOKEN, cells)
         located = _Located(cells, block_ids, block_index, inside, keys, _chunk_starts(cells, state))

@@ -15,10 +15,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.core.addresses import held_offsets, num_held
 from kvferry.core.box import TOKEN, Box
 from kvferry.core.digest_keys import WORD_BYTES, Words, keys_of, shifted_keys
 from kvferry.core.span import Spans, count, show
-from kvferry.core.state import State
+from kvferry.core.state import BYTE, State
 from kvferry.core.view import NOT_HELD, AxisMap, Ints, View
 from kvferry.errors import SpecError
 
@@ -76,16 +77,17 @@ class CellPattern:
         ]
         if word.num_words > 1:
             at = np.arange(word.num_words) * word.num_bytes
-            axes.append(_CellAxis([(word.num_words, word.num_bytes)], shifted_keys(seed, "byte", at)))
+            axes.append(_CellAxis([(word.num_words, word.num_bytes)], shifted_keys(seed, BYTE, at)))
         keys: Words = np.ones((), np.uint64)
         for axis in axes:
             keys = np.multiply.outer(keys, axis.keys)
         cell_dimensions = [Dimension(*each, False) for axis in axes for each in axis.steps]
         token_dimensions, held_cells = [], np.zeros(1, np.int64)
         if TOKEN in maps:
-            is_held = maps[TOKEN].offsets() != NOT_HELD
-            held_cells = np.where(is_held, np.cumsum(is_held) - 1, NOT_HELD)
-            token_dimensions = [Dimension(d.num_held, d.stride, True) for d in maps[TOKEN].digits]
+            cells, digits = held_offsets(maps[TOKEN])[0], maps[TOKEN].digits
+            held_cells = np.full(prod(digit.size for digit in digits), NOT_HELD)
+            held_cells[cells] = np.arange(len(cells))
+            token_dimensions = [Dimension(num_held(digit), digit.stride, True) for digit in digits]
         in_order = _in_order_of_memory(cell_dimensions, token_dimensions, keys)
         return cls(word.num_bytes, *in_order, sum(axis.offset for axis in axes), held_cells)
 
@@ -271,20 +273,19 @@ class _CellAxis(NamedTuple):
 
     @classmethod
     def of(cls, state: State, name: str, axis: AxisMap, spans: Spans, word: _Word, seed: int) -> _CellAxis:
-        offsets = axis.offsets()
-        held = np.flatnonzero(offsets != NOT_HELD)
-        is_in_box = is_inside(spans, held + axis.start)
+        held, offsets = held_offsets(axis)
+        is_in_box = is_inside(spans, held)
         if int(is_in_box.sum()) != count(spans):
             raise SpecError(f"digest: {state.name}: this rank does not hold {name} {show(spans)}")
         if name == word.axis:
-            keys = shifted_keys(seed, name, (held + axis.start) * state.item_bytes)
+            keys = shifted_keys(seed, name, held * state.item_bytes)
         else:
-            keys = keys_of(seed, name, held + axis.start)
-        shape, strides = [digit.num_held for digit in axis.digits], [digit.stride for digit in axis.digits]
+            keys = keys_of(seed, name, held)
+        shape, strides = [num_held(digit) for digit in axis.digits], [digit.stride for digit in axis.digits]
         offset = 0
         if len(shape) == len(spans) == 1:  # the rest of the axis is not even read
             keys, shape = keys[is_in_box], [len(spans[0])]
-            offset = int(offsets[held[is_in_box][0]])
+            offset = int(offsets[is_in_box][0])
         else:
             keys = np.where(is_in_box, keys, np.uint64(0))
         if name == word.axis:
@@ -302,7 +303,7 @@ def _word(state: State, view: View, spans: Mapping[str, Spans]) -> _Word:
     axis, digit = view.axis(longest), view.axis(longest).digits[-1]
     num_items = WORD_BYTES // item_bytes
     edges = [edge for span in spans[longest] for edge in (span.start, span.stop)]
-    is_in_order = digit.stride == item_bytes and digit.num_held == digit.size
+    is_in_order = digit.stride == item_bytes and digit.held is None
     if is_in_order and not any(edge % num_items for edge in (digit.size, axis.start, *edges)):
         return _Word(WORD_BYTES, num_items, 1, longest)
     return _Word(item_bytes, 1, 1, longest)

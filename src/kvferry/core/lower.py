@@ -20,6 +20,7 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 
 from kvferry.core.box import TOKEN, Box
+from kvferry.core.check import BundleKey, Checker, LaneKey, Shape
 from kvferry.core.choices import MAX_RUNS_PER_BLOCK
 from kvferry.core.manifest import Rank
 from kvferry.core.plan import Piece, Plan
@@ -35,19 +36,11 @@ MAX_PATTERN = 1 << 22
 MAX_RUNS_KEPT = 1 << 22
 """Runs of patterns that a route, or a bundle, keeps for the next request."""
 
+USUAL_SHAPES = 4
+"""Shapes of a lane whose patterns are made and proved when two engines meet: all of 16 ↔ 64 or 64 ↔ 96. Any
+other pattern is made and proved when it is first selected."""
+
 K = TypeVar("K")
-
-
-class Shape(NamedTuple):
-    """The common part of a source block and a destination block, in cells."""
-
-    src_cell: int
-    """Its first cell, counted in the source block."""
-    dst_cell: int
-    """Its first cell, counted in the destination block."""
-    num_cells: int
-    phase: int = 0
-    """Its first cell modulo the period of the token axis; 0 where every cell is meant."""
 
 
 class Geometry(NamedTuple):
@@ -115,10 +108,8 @@ class Patterns:
 class Bundle:
     """The pieces from one source rank that step through blocks alike, as one pattern per shape."""
 
-    src_rank: int
-    src_stride: int
-    """Bytes from one source block to the next."""
-    dst_stride: int
+    key: BundleKey
+    """Its source rank, and the bytes from one block to the next on either side."""
     piece_sets: tuple[PieceSet, ...]
     patterns: Patterns = field(repr=False)
     """Those of the whole route."""
@@ -151,11 +142,9 @@ class Bundle:
 class Lane:
     """All that flows from one source group to one destination group in cells of one size."""
 
+    key: LaneKey
     src_group: Group
     dst_group: Group
-    kind: Kind
-    tokens_per_cell: int
-    tail: Tail
     period: int
     """After how many cells the pieces' sets on the token axis repeat; 1 without context parallelism."""
     src_period: int
@@ -164,6 +153,18 @@ class Lane:
     bundles: tuple[Bundle, ...]
     blanks: tuple[Bundle, ...]
     """The destination's views paired with themselves: where zeros go."""
+
+    @property
+    def kind(self) -> Kind:
+        return self.key.kind
+
+    @property
+    def tokens_per_cell(self) -> int:
+        return self.key.tokens_per_cell
+
+    @property
+    def tail(self) -> Tail:
+        return self.key.tail
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,6 +181,8 @@ class Route:
 
     plan: Plan
     lanes: tuple[Lane, ...]
+    checker: Checker = field(repr=False)
+    """What has proved its patterns, and proves what is selected of them."""
 
     def __repr__(self) -> str:
         groups = (f"{lane.src_group.name} -> {lane.dst_group.name}" for lane in self.lanes)
@@ -198,24 +201,22 @@ def lower(proof: Proof, *, max_runs_per_block: int = MAX_RUNS_PER_BLOCK) -> Rout
     kvferry.errors.Refused: too-many-runs: layers.0.linear/conv.q: 3 runs per block of 1 cells, ...
     """
     plan, patterns = proof.plan, Patterns()
-    by_lane: dict[tuple[str, str, Kind, int, Tail], list[Piece]] = defaultdict(list)
+    by_lane: dict[LaneKey, list[Piece]] = defaultdict(list)
     for piece in plan.pieces:
         src_view, dst_view = plan.views(piece)
         state = plan.dst.state_by_name[piece.state]
-        key = (src_view.group, dst_view.group, state.kind, state.tokens_per_cell, state.tail)
+        key = LaneKey(src_view.group, dst_view.group, state.kind, state.tokens_per_cell, state.tail)
         by_lane[key].append(piece)
     lanes = []
-    for (src_group, dst_group, kind, tokens_per_cell, tail), pieces in by_lane.items():
+    for key, pieces in by_lane.items():
         period = lcm(*(piece.box.period for piece in pieces))
         boxes = [_held_boxes(plan, piece) for piece in pieces]
         src_period = lcm(*(src_box.period for src_box, _ in boxes))
         dst_period = lcm(*(dst_box.period for _, dst_box in boxes))
         lane = Lane(
-            plan.src.group_by_name[src_group],
-            plan.dst.group_by_name[dst_group],
-            kind,
-            tokens_per_cell,
-            tail,
+            key,
+            plan.src.group_by_name[key.src_group],
+            plan.dst.group_by_name[key.dst_group],
             period,
             src_period,
             dst_period,
@@ -224,7 +225,19 @@ def lower(proof: Proof, *, max_runs_per_block: int = MAX_RUNS_PER_BLOCK) -> Rout
         )
         _check_budget(lane, max_runs_per_block)
         lanes.append(lane)
-    return Route(plan, tuple(lanes))
+    return Route(plan, tuple(lanes), _check(proof, lanes))
+
+
+def _check(proof: Proof, lanes: Sequence[Lane]) -> Checker:
+    """Have the lowered program proved: its lanes, and the patterns of a long request."""
+    plan = proof.plan
+    checker = Checker(plan.src, plan.dst, plan.dst_rank, proof.states)
+    checker.check_lanes([lane.key for lane in lanes])
+    for lane in lanes:
+        for shape in checker.shapes(lane.key, USUAL_SHAPES):
+            usual = shape._replace(phase=shape.phase % lane.period)
+            checker.check_patterns(lane.key, usual, {each.key: each.pattern(usual) for each in lane.bundles})
+    return checker
 
 
 def _held_boxes(plan: Plan, piece: Piece) -> tuple[Box, Box]:
@@ -239,7 +252,7 @@ def _bundles(plan: Plan, pieces: Iterable[Piece], sorter: _BundleSorter) -> tupl
         src_view, dst_view = plan.views(piece)
         state = plan.dst.state_by_name[piece.state]
         ends = (plan.src.rank(piece.src_rank), src_view, dst, dst_view)
-        sorter.add(piece.src_rank, *ends, piece.box, state)
+        sorter.add(*ends, piece.box, state, is_blank=False)
     return sorter.bundles()
 
 
@@ -247,7 +260,7 @@ def _blanks(plan: Plan, pieces: Iterable[Piece], sorter: _BundleSorter) -> tuple
     dst = plan.dst.rank(plan.dst_rank)
     for name in dict.fromkeys(piece.state for piece in pieces):
         view = dst.by_state[name]
-        sorter.add(dst.rank, dst, view, dst, view, dst.boxes[name], plan.dst.state_by_name[name])
+        sorter.add(dst, view, dst, view, dst.boxes[name], plan.dst.state_by_name[name], is_blank=True)
     return sorter.bundles()
 
 
@@ -256,14 +269,14 @@ class _BundleSorter:
 
     def __init__(self, patterns: Patterns, period: int) -> None:
         self._patterns, self._period = patterns, period
-        self._bundles: dict[tuple[int, int, int], dict[Geometry, list[tuple[int, int]]]] = {}
-        self._first: dict[tuple[tuple[int, int, int], Geometry], str] = {}
+        self._bundles: dict[BundleKey, dict[Geometry, list[tuple[int, int]]]] = {}
+        self._first: dict[tuple[BundleKey, Geometry], str] = {}
         self._alike: dict[tuple[int, ...], list[tuple[int, int]]] = {}
 
     def add(
-        self, src_rank: int, src: Rank, src_view: View, dst: Rank, dst_view: View, box: Box, state: State
+        self, src: Rank, src_view: View, dst: Rank, dst_view: View, box: Box, state: State, *, is_blank: bool
     ) -> None:
-        key = (src_rank, src_view.block_stride, dst_view.block_stride)
+        key = BundleKey(src.rank, src_view.block_stride, dst_view.block_stride, is_blank)
         # Layers share their axes and boxes: what is the same object is not compared digit by digit.
         alike = (*key, id(src_view.axes), id(dst_view.axes), id(box), state.item_bytes)
         places = self._alike.get(alike)
@@ -277,16 +290,14 @@ class _BundleSorter:
     def bundles(self) -> tuple[Bundle, ...]:
         return tuple(
             Bundle(
-                *key,
+                key,
                 tuple(self._piece_set(key, geometry, places) for geometry, places in piece_sets.items()),
                 self._patterns,
             )
             for key, piece_sets in self._bundles.items()
         )
 
-    def _piece_set(
-        self, key: tuple[int, int, int], geometry: Geometry, places: list[tuple[int, int]]
-    ) -> PieceSet:
+    def _piece_set(self, key: BundleKey, geometry: Geometry, places: list[tuple[int, int]]) -> PieceSet:
         src_places, dst_places = np.array(places, dtype=np.int64).T.copy()
         return PieceSet(geometry, src_places, dst_places, self._first[key, geometry])
 

@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
+from kvferry.core.check import Claim, check_list
 from kvferry.core.runs import NO_RUNS, Runs, coalesce
 from kvferry.core.view import Ints
 
@@ -37,6 +38,8 @@ class Term:
     >>> list(Term(runs, np.array([[0, 96, 112, 128], [32, 0, 16, 32]]), 16).runs())
     [(0, 0, 0, 96, 16), (0, 96, 0, 64, 48)]
     """
+    claim: Claim | None = None
+    """What it is part of, for the checker; None of a list that was not selected."""
 
     @property
     def num_runs(self) -> int:
@@ -100,7 +103,9 @@ class Product:
     @cached_property
     def runs(self) -> Runs:
         """The list: every run that is left after merging what touches on both sides."""
-        return merged(term.runs() for term in self.terms)
+        runs = merged(term.runs() for term in self.terms)
+        check_list(self.terms, runs)
+        return runs
 
 
 def listed(runs: Runs | Product) -> Runs:

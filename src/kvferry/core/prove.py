@@ -10,8 +10,8 @@ The proof looks at the plan and the two manifests only, never at how the plan wa
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import InitVar, dataclass, field, replace
 from itertools import combinations
 from math import lcm
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from kvferry.core.plan import Piece, Plan
 from kvferry.core.span import Spans, count, normal, show, subtract
 from kvferry.core.view import BLOCK, View
 from kvferry.core.words import counted
-from kvferry.errors import Code, Finding, Refused
+from kvferry.errors import Code, Finding, Refused, SpecError
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,22 @@ class Proof:
     """
 
     plan: Plan
+    states: tuple[str, ...] = field(repr=False)
+    """What the destination rank needs, by its own names: what was proved to arrive."""
+    maker: InitVar[object] = None
+
+    def __post_init__(self, maker: object) -> None:
+        if maker is not _PROVE:
+            raise SpecError("a proof is made by prove(plan), and by nothing else")
 
 
-def prove(plan: Plan) -> Proof:
+_PROVE = object()
+
+
+def prove(plan: Plan, *, states: Collection[str] | None = None) -> Proof:
     """Check every law; raise ``Refused`` with all that is wrong, or return the proof.
+
+    ``states`` says what the destination rank needs: by default all that it holds, whatever the plan says.
 
     >>> from kvferry.models import Topology, describe, model_named
     >>> model = model_named("qwen3-next-80b")
@@ -50,15 +62,22 @@ def prove(plan: Plan) -> Proof:
     >>> from dataclasses import replace
     >>> from kvferry import plan
     >>> good = plan(src, dst, dst_rank=0, states=["layers.3.attn/k"])
-    >>> prove(replace(good, pieces=()))
+    >>> prove(replace(good, pieces=()), states=["layers.3.attn/k"])
     Traceback (most recent call last):
     kvferry.errors.Refused: gap: layers.3.attn/k: channel [0, 256)
     """
-    Refused.raise_if_any(_broken_laws(plan))
-    return Proof(plan)
+    held = plan.dst.rank(plan.dst_rank).by_state
+    needed = tuple(held) if states is None else tuple(plan.dst.name_of(name) for name in states)
+    Refused.raise_if_any(_broken_laws(plan, needed))
+    return Proof(plan, needed, _PROVE)
 
 
-def _broken_laws(plan: Plan) -> Iterator[Finding]:
+def _broken_laws(plan: Plan, needed: Sequence[str]) -> Iterator[Finding]:
+    for state in sorted(set(needed) ^ set(plan.states)):
+        if state in needed:
+            yield Finding(Code.GAP, state=state, note="the plan leaves it out")
+        else:
+            yield Finding(Code.NOT_NEEDED, state=state)
     found = compare(plan.src, plan.dst, plan.states)
     yield from found or _tiling(plan)
     yield from _soundness(plan.dst, plan.dst.rank(plan.dst_rank), "destination")

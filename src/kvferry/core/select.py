@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.core.lower import Bundle, Lane, Route, Shape
+from kvferry.core.check import Claim, Shape
+from kvferry.core.choices import Slack as Slack
+from kvferry.core.lower import Bundle, Lane, Route
 from kvferry.core.manifest import Manifest
 from kvferry.core.product import Product, Term
 from kvferry.core.request import HOLE, BlockTable, Request
@@ -31,19 +32,6 @@ from kvferry.errors import Refused, RequestError
 
 MAX_RUNS = 1 << 24
 """The default limit: runs of one request to one destination rank. Making them takes some 60 bytes each."""
-
-
-class Slack(StrEnum):
-    """What to do with the cells of a touched block that are neither needed nor kept.
-
-    >>> list(Slack)
-    [<Slack.CLEAR: 'clear'>, <Slack.LEAVE: 'leave'>]
-    """
-
-    CLEAR = "clear"
-    """Copy them along where that makes fewer runs, else name them to be zeroed. Nothing stale is left."""
-    LEAVE = "leave"
-    """Leave them: the engine clears its blocks itself."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +125,10 @@ def select(
         if len(term.pattern) and term.num_pairs:
             by_rank[src_rank].append(term)
     reads = {src_rank: Product(tuple(terms)) for src_rank, terms in sorted(by_rank.items())}
-    return Selection(reads, Product(tuple(term for each in products for term in each.zeros)))
+    selection = Selection(reads, Product(tuple(term for each in products for term in each.zeros)))
+    read_terms = {src_rank: product.terms for src_rank, product in selection.products.items()}
+    route.checker.check_selection(request, read_terms, selection.blank.terms, slack)
+    return selection
 
 
 def _check_number(products: Sequence[_Products], max_runs: int) -> None:
@@ -172,8 +163,12 @@ def _products(lane: Lane, request: Request, slack: Slack) -> _Products:
     blank = list(_segments(subtract(free, need), dst, dst, lane.dst_period))
     return _Products(
         lane,
-        [(bundle.src_rank, _spread(bundle, *segment)) for bundle in lane.bundles for segment in segments],
-        [_spread(bundle, *segment) for bundle in lane.blanks for segment in blank],
+        [
+            (bundle.key.src_rank, _spread(lane, bundle, *segment))
+            for bundle in lane.bundles
+            for segment in segments
+        ],
+        [_spread(lane, bundle, *segment) for bundle in lane.blanks for segment in blank],
     )
 
 
@@ -313,11 +308,11 @@ def _alike(keys: Ints, order: Ints) -> Iterator[tuple[Shape, Ints | slice]]:
         yield Shape(*ordered[:, start].tolist()), by_shape[start:stop]
 
 
-def _spread(bundle: Bundle, shape: Shape, src_ids: Ints, dst_ids: Ints) -> Term:
+def _spread(lane: Lane, bundle: Bundle, shape: Shape, src_ids: Ints, dst_ids: Ints) -> Term:
     """A pattern over all its block pairs."""
-    pattern = bundle.pattern(shape)
+    pattern, (_, src_stride, dst_stride, _) = bundle.pattern(shape), bundle.key
     steps = np.empty((2, len(src_ids)), np.int64)
-    np.multiply(src_ids, bundle.src_stride, out=steps[0])
-    np.multiply(dst_ids, bundle.dst_stride, out=steps[1])
-    is_whole = bundle.src_stride == bundle.dst_stride == pattern.each_bytes
-    return Term(pattern, steps, bundle.src_stride if is_whole else 0)
+    np.multiply(src_ids, src_stride, out=steps[0])
+    np.multiply(dst_ids, dst_stride, out=steps[1])
+    is_whole = src_stride == dst_stride == pattern.each_bytes
+    return Term(pattern, steps, src_stride if is_whole else 0, Claim(lane.key, bundle.key, shape))

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from kvferry.errors import SpecError
 
+MAX_STOP = 1 << 62
+"""Beyond any token or byte; sums of two such numbers still fit 63 bits."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Span:
@@ -26,6 +29,8 @@ class Span:
     def __post_init__(self) -> None:
         if type(self.start) is not int or type(self.stop) is not int or not 0 <= self.start <= self.stop:
             raise SpecError(f"a span needs whole numbers with 0 <= start <= stop, got {self}")
+        if self.stop > MAX_STOP:
+            raise SpecError(f"a span ends at {MAX_STOP} or before, got {self}")
 
     def __len__(self) -> int:
         return self.stop - self.start

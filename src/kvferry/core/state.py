@@ -10,6 +10,9 @@ from typing import TypeVar
 from kvferry.core.box import TOKEN
 from kvferry.errors import SpecError
 
+BYTE = "byte"
+"""The name by which a digest tells the words of a long item apart."""
+
 MAX_AXIS = 1 << 20
 """The longest axis, and the largest block, in cells: a guard against nonsense, not a limit of the method."""
 MAX_BYTES = 1 << 47
@@ -56,8 +59,8 @@ class Axis:
     size: int
 
     def __post_init__(self) -> None:
-        if not self.name or self.name == TOKEN:
-            raise SpecError(f"an axis needs a name other than {TOKEN!r}, got {self.name!r}")
+        if not self.name or self.name in (TOKEN, BYTE):
+            raise SpecError(f"an axis needs a name other than {TOKEN!r} and {BYTE!r}, got {self.name!r}")
         check_range(f"axis {self.name}: size", self.size, 1, MAX_AXIS)
 
 

@@ -75,6 +75,9 @@ class Walk:
         if not self.is_ring:
             return kept
         size, start, stop = self.num_cells, need[0].start, need[-1].stop
+        if kept and kept[-1].stop - size > start:
+            detail = f"cells {show(need)} are needed where newer ones are kept, up to {kept[-1].stop}"
+            raise self._error("ring-short", f"{detail}: it has {size} cells")
         older = intersect(kept, (Span(max(0, stop - size), start),)) if stop - size < start else ()
         return (*kept, *(Span(span.start + size, span.stop + size) for span in older))
 

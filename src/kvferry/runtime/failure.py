@@ -121,6 +121,8 @@ class FailureCode(StrEnum):
     """The fetch does not say which tokens of a group it needs."""
     NEED_KEPT = "need-kept"
     """Tokens are both needed and kept."""
+    NOT_PROVED = "not-proved"
+    """The checker disagrees with what was selected: a bug in kvferry. Nothing was transferred."""
     TOO_MANY_RUNS = "too-many-runs"
     """The request would shatter into more runs than are allowed."""
     REQUEST = "request"
