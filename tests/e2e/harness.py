@@ -140,6 +140,10 @@ class Engine:
         """The same, for a test that does something else meanwhile."""
         return self.submit("generate", request_id, list(prompt), num_tokens, params, read=_read_answer)
 
+    def shortfalls(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
+        """Of each token of an answer: how far its log probability is below the likeliest token's."""
+        return self.call("shortfalls", self.new_id(), list(prompt), list(tokens))
+
     def new_id(self) -> str:
         """A request id that this engine has not seen."""
         return f"{self.name}-{next(self._numbers)}"
@@ -580,6 +584,19 @@ class _Frontend:
             extra_args={"kv_transfer_params": params} if params else None,
         )
         return self._engine.generate({"prompt_token_ids": prompt}, sampling, request_id)
+
+    async def shortfalls(self, request_id: str, prompt: list[int], tokens: list[int]) -> list[float]:
+        """The answer is read as a part of the prompt, so that each token follows those that were answered."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+        found: list[dict[int, Any]] = []
+        async for output in self._engine.generate(
+            {"prompt_token_ids": prompt + tokens}, sampling, request_id
+        ):
+            found = output.prompt_logprobs
+        pairs = zip(found[len(prompt) :], tokens, strict=True)
+        return [max(one.logprob for one in place.values()) - place[token].logprob for place, token in pairs]
 
     async def abort(self, request_id: str) -> None:
         await self._engine.abort(request_id)

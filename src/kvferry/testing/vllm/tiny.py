@@ -92,6 +92,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
     },
+    "mistral": {**_LLAMA, "model_type": "mistral", "sliding_window": 96},  # windows and nothing else
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v3-wide": _DEEPSEEK_V3_WIDE,
     "nemotron_h": {  # Mamba2 and attention in layers of their own

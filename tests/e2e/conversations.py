@@ -1,0 +1,260 @@
+"""Conversations between two live engines: each answer must be that of an engine that never loads.
+
+A load leaves blocks in the decode engine's prefix cache. A wrong block there does no harm to the request that
+loaded it; it harms the next request with the same head, with or without a ticket. So these steps share heads,
+and every answer of both engines is compared.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from tests.e2e.harness import SECONDS, Answer, Engine, prefill
+
+Prompt = tuple[int, ...]
+Batch = list["Step"]
+"""Steps that run at the same time."""
+
+NUM_BYTES = 256
+"""Token ids below this are bytes of text; those above are special."""
+
+
+class Way(StrEnum):
+    """How a step is served."""
+
+    LOADED = "loaded"
+    """Prefilled by one engine, decoded by the other from the ticket."""
+    AT_DST = "decode-engine-alone"
+    AT_SRC = "prefill-engine-alone"
+    ABORTED = "aborted"
+    """As LOADED, and aborted after a moment: whatever it answers until then must be right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One request."""
+
+    prompt: Prompt
+    way: Way
+    num_tokens: int = 6
+    abort_seconds: float = 0.0
+    """Of ABORTED: how long the decode engine has the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A step, its answer, and the reference's."""
+
+    step: Step
+    answer: Answer
+    right: list[int]
+    shortfall: float
+    """The largest over the answer's tokens: how far below the reference's likeliest token, in nats."""
+    tolerance: float
+
+    @property
+    def is_equal(self) -> bool:
+        return self.answer.tokens == self.right[: len(self.answer.tokens)]
+
+    @property
+    def is_right(self) -> bool:
+        is_whole = len(self.answer.tokens) == self.step.num_tokens or self.step.way is Way.ABORTED
+        return is_whole and (self.is_equal or self.shortfall <= self.tolerance)
+
+    def evidence(self) -> dict[str, Any]:
+        """Enough to repeat the step."""
+        return {
+            "way": self.step.way,
+            "prompt": list(self.step.prompt),
+            "tokens": self.answer.tokens,
+            "right": self.right,
+            "shortfall": self.shortfall,
+            "finish_reason": self.answer.finish_reason,
+        }
+
+
+# -- the reference -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Reference:
+    """An engine without a connector and without prefix caching."""
+
+    engine: Callable[[], Engine]
+    tolerance: float = 0.0
+    """Of an answer that differs: the shortfall that rounding explains. 0 asks for equal tokens."""
+    _answers: dict[tuple[Prompt, int], list[int]] = field(default_factory=dict)
+
+    def answer(self, prompt: Prompt, num_tokens: int) -> list[int]:
+        key = prompt, num_tokens
+        if key not in self._answers:
+            self._answers[key] = self.engine().ask(prompt, num_tokens).tokens
+        return self._answers[key]
+
+    def judge(self, step: Step, answer: Answer) -> Taken:
+        right = self.answer(step.prompt, step.num_tokens)
+        shortfall = 0.0
+        if answer.tokens != right[: len(answer.tokens)]:
+            shortfall = max(self.engine().shortfalls(step.prompt, answer.tokens))
+        return Taken(step, answer, right, shortfall, self.tolerance)
+
+
+# -- the play ----------------------------------------------------------------------------------------------
+
+
+def play(batches: Iterable[Batch], src: Engine, dst: Engine, reference: Reference) -> Iterator[Taken]:
+    """Take the steps of each batch at the same time, one batch after another."""
+
+    def take(step: Step) -> Taken:
+        return reference.judge(step, _answer(src, dst, step))
+
+    with ThreadPoolExecutor() as pool:
+        for batch in batches:
+            yield from pool.map(take, batch)
+
+
+def _answer(src: Engine, dst: Engine, step: Step) -> Answer:
+    match step.way:
+        case Way.AT_SRC:
+            return src.ask(step.prompt, step.num_tokens)
+        case Way.AT_DST:
+            return dst.ask(step.prompt, step.num_tokens)
+        case Way.LOADED:
+            return dst.ask(step.prompt, step.num_tokens, prefill(src, step.prompt))
+        case Way.ABORTED:
+            request_id = dst.new_id()
+            begun = dst.begin(request_id, step.prompt, step.num_tokens, prefill(src, step.prompt))
+            time.sleep(step.abort_seconds)
+            dst.abort(request_id)
+            return begun.result(SECONDS)
+
+
+@dataclass
+class Tally:
+    """What became of the steps so far."""
+
+    src: Engine
+    dst: Engine
+    ways: Counter[Way] = field(default_factory=Counter)
+    wrong: list[Taken] = field(default_factory=list)
+    close: list[float] = field(default_factory=list)
+    """The shortfalls of answers that differ within the tolerance."""
+
+    def __post_init__(self) -> None:
+        self._started = time.monotonic()
+        self._before = self.src.sources(), self.dst.sources()
+
+    def add(self, taken: Taken) -> None:
+        self.ways[taken.step.way] += 1
+        if not taken.is_right:
+            self.wrong.append(taken)
+        elif not taken.is_equal:
+            self.close.append(taken.shortfall)
+
+    def summary(self) -> dict[str, Any]:
+        """Plain values; tokens are those of prompts."""
+        src, dst = self.src.sources(), self.dst.sources()
+        src_before, dst_before = self._before
+        return {
+            "steps": self.ways.total(),
+            "wrong": len(self.wrong),
+            "close": len(self.close),
+            "largest_close_shortfall": max(self.close, default=0.0),
+            "ways": {str(way): num for way, num in sorted(self.ways.items())},
+            "dst_tokens_loaded": dst.external - dst_before.external,
+            "dst_tokens_cached": dst.cached - dst_before.cached,
+            "dst_tokens_computed": dst.computed - dst_before.computed,
+            "src_tokens_cached": src.cached - src_before.cached,
+            "src_tokens_computed": src.computed - src_before.computed,
+            "seconds": round(time.monotonic() - self._started, 1),
+        }
+
+
+# -- which steps -------------------------------------------------------------------------------------------
+
+HEAD_TOKENS, TAIL_TOKENS = 257, 30
+NUM_REUSES = 6
+FIRST_ANSWER_TOKENS = 40
+"""Long enough for the second turn to hit: with blocks of 64 and a window of 96, the first hit that needs
+loaded and decoded tokens only ends at token 320."""
+
+
+def reuse_steps(right: Callable[[Prompt, int], list[int]]) -> Iterator[Batch]:
+    """Load a prompt; ask the decode engine alone for another with the same head, then for the next turn.
+
+    With a window of 96 tokens, the other prompt needs a block of which the load needed a part. The next turn
+    hits blocks of which the load needed all, if the prefix cache keeps every block.
+    """
+    draw = random.Random(0)
+    for _ in range(NUM_REUSES):
+        head = _tokens(draw, HEAD_TOKENS)
+        first = head + _tokens(draw, TAIL_TOKENS)
+        yield [Step(first, Way.LOADED, FIRST_ANSWER_TOKENS)]
+        yield [Step(head + _tokens(draw, 1), Way.AT_DST)]
+        answer = tuple(right(first, FIRST_ANSWER_TOKENS))
+        yield [Step(first + answer + _tokens(draw, 5), Way.AT_DST)]
+
+
+HEAD_LENGTHS = (40, 95, 160, 257)
+"""Of the heads that new conversations begin with."""
+NUM_RECENT = 24
+"""Prompts that a step may take up again."""
+MAX_TOKENS = 600
+"""Of a prompt."""
+EDGE = 32
+"""A divisor of most block sizes."""
+BATCH_SIZES = (1, 1, 1, 2, 3, 4)
+WAYS = (*[Way.LOADED] * 11, *[Way.AT_DST] * 5, *[Way.AT_SRC] * 2, *[Way.ABORTED] * 2)
+ABORT_SECONDS = 0.3
+"""At most."""
+
+
+def conversation_steps(
+    seed: int, num_steps: int, right: Callable[[Prompt, int], list[int]]
+) -> Iterator[Batch]:
+    """Random steps: new conversations, next turns, forks (also at the edge of a block), repeats."""
+    draw = random.Random(seed)
+    heads = [_tokens(draw, length) for length in HEAD_LENGTHS]
+    recent = [draw.choice(heads) + _tokens(draw, 30)]
+    while num_steps:
+        batch = []
+        for _ in range(min(draw.choice(BATCH_SIZES), num_steps)):
+            prompt = _next_prompt(draw, heads, recent, right)
+            recent = [*recent, prompt][-NUM_RECENT:]
+            way, abort_seconds = draw.choice(WAYS), draw.uniform(0, ABORT_SECONDS)
+            batch.append(Step(prompt, way, abort_seconds=abort_seconds))
+        num_steps -= len(batch)
+        yield batch
+
+
+def _next_prompt(
+    draw: random.Random,
+    heads: Sequence[Prompt],
+    recent: Sequence[Prompt],
+    right: Callable[[Prompt, int], list[int]],
+) -> Prompt:
+    past = draw.choice(recent)
+    match draw.choice(("new", "turn", "turn", "fork", "edge", "again")):
+        case "turn" if len(past) < MAX_TOKENS - 100:
+            answer = tuple(right(past, Step.num_tokens))
+            return past + answer + _tokens(draw, draw.randint(1, 80))
+        case "fork":
+            return past[: draw.randint(1, len(past))] + _tokens(draw, draw.randint(1, 80))
+        case "edge" if len(past) > EDGE:
+            at = EDGE * draw.randint(1, len(past) // EDGE) + draw.choice((-1, 0, 1))
+            return past[:at] + _tokens(draw, draw.randint(1, 3))
+        case "again":
+            return past
+        case _:
+            return draw.choice(heads) + _tokens(draw, draw.randint(1, 200))
+
+
+def _tokens(draw: random.Random, num_tokens: int) -> Prompt:
+    return tuple(draw.randrange(NUM_BYTES) for _ in range(num_tokens))
