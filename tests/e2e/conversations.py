@@ -22,6 +22,8 @@ Prompt = tuple[int, ...]
 Batch = list["Step"]
 """Steps that run at the same time."""
 
+NUM_TOKENS = 6
+"""Of an answer."""
 NUM_BYTES = 256
 """Token ids below this are bytes of text; those above are special."""
 
@@ -43,7 +45,7 @@ class Step:
 
     prompt: Prompt
     way: Way
-    num_tokens: int = 6
+    num_tokens: int = NUM_TOKENS
     abort_seconds: float = 0.0
     """Of ABORTED: how long the decode engine has the request."""
 
@@ -150,6 +152,7 @@ class Tally:
     def __post_init__(self) -> None:
         self._started = time.monotonic()
         self._before = self.src.sources(), self.dst.sources()
+        self._uncached = self.dst.num_uncached_blocks()
 
     def add(self, taken: Taken) -> None:
         self.ways[taken.step.way] += 1
@@ -171,6 +174,7 @@ class Tally:
             "dst_tokens_loaded": dst.external - dst_before.external,
             "dst_tokens_cached": dst.cached - dst_before.cached,
             "dst_tokens_computed": dst.computed - dst_before.computed,
+            "dst_blocks_kept_out": self.dst.num_uncached_blocks() - self._uncached,
             "src_tokens_cached": src.cached - src_before.cached,
             "src_tokens_computed": src.computed - src_before.computed,
             "seconds": round(time.monotonic() - self._started, 1),
@@ -179,25 +183,29 @@ class Tally:
 
 # -- which steps -------------------------------------------------------------------------------------------
 
-HEAD_TOKENS, TAIL_TOKENS = 257, 30
+FIRST_TOKENS = 287
+"""Of a prompt that is loaded: with a window of 96, the load needs tokens from 191 on."""
+SHARED_TOKENS = (257, 280)
+"""Of the other prompts, in turn. Blocks of 32 and more hit a block with token 191 from either on; blocks of
+16 need the second."""
 NUM_REUSES = 6
 FIRST_ANSWER_TOKENS = 40
-"""Long enough for the second turn to hit: with blocks of 64 and a window of 96, the first hit that needs
-loaded and decoded tokens only ends at token 320."""
+"""Long enough for the next turn to hit only blocks that were loaded or decoded whole: with blocks of 64 the
+first such hit ends at token 320."""
 
 
 def reuse_steps(right: Callable[[Prompt, int], list[int]]) -> Iterator[Batch]:
     """Load a prompt; ask the decode engine alone for another with the same head, then for the next turn.
 
-    With a window of 96 tokens, the other prompt needs a block of which the load needed a part. The next turn
-    hits blocks of which the load needed all, if the prefix cache keeps every block.
+    The other prompt hits a block of which the load needed a part, where that is in the prefix cache. The next
+    turn hits blocks of which the load needed all, if the prefix cache keeps every block.
     """
     draw = random.Random(0)
-    for _ in range(NUM_REUSES):
-        head = _tokens(draw, HEAD_TOKENS)
-        first = head + _tokens(draw, TAIL_TOKENS)
+    for number in range(NUM_REUSES):
+        first = _tokens(draw, FIRST_TOKENS)
         yield [Step(first, Way.LOADED, FIRST_ANSWER_TOKENS)]
-        yield [Step(head + _tokens(draw, 1), Way.AT_DST)]
+        shared = SHARED_TOKENS[number % len(SHARED_TOKENS)]
+        yield [Step(first[:shared] + _tokens(draw, 1), Way.AT_DST)]
         answer = tuple(right(first, FIRST_ANSWER_TOKENS))
         yield [Step(first + answer + _tokens(draw, 5), Way.AT_DST)]
 
@@ -243,7 +251,7 @@ def _next_prompt(
     past = draw.choice(recent)
     match draw.choice(("new", "turn", "turn", "fork", "edge", "again")):
         case "turn" if len(past) < MAX_TOKENS - 100:
-            answer = tuple(right(past, Step.num_tokens))
+            answer = tuple(right(past, NUM_TOKENS))
             return past + answer + _tokens(draw, draw.randint(1, 80))
         case "fork":
             return past[: draw.randint(1, len(past))] + _tokens(draw, draw.randint(1, 80))

@@ -151,6 +151,10 @@ class Engine:
     def abort(self, request_id: str) -> None:
         self.call("abort", request_id)
 
+    def forget(self) -> None:
+        """Find no prefix of what was there before; waits until no block is in use."""
+        until(lambda: self.core("forget"), f"{self.name} has forgotten its prefixes", seconds=SECONDS)
+
     # -- what a test may see
 
     def num_free_blocks(self) -> int:
@@ -184,6 +188,10 @@ class Engine:
     def num_offers(self) -> int:
         """Requests that were offered, say vLLM's metrics; those of the last moments may be missing."""
         return self.call("num_offers")
+
+    def num_uncached_blocks(self) -> int:
+        """Blocks that kvferry kept out of the prefix cache, say vLLM's metrics."""
+        return self.call("num_uncached_blocks")
 
     def num_reads(self) -> int:
         """Reads in flight, on all ranks."""
@@ -623,6 +631,9 @@ class _Frontend:
 
     async def num_offers(self) -> int:
         return _metric("vllm:kvferry_offers")
+
+    async def num_uncached_blocks(self) -> int:
+        return _metric("vllm:kvferry_uncached_blocks")
 
     async def core(self, question: str, *values: Any) -> Any:
         """What ``inside`` answers in the engine core."""

@@ -27,7 +27,8 @@ def text(results: Results, cases: Iterable[Case]) -> str:
     lines += [f"  commits  {', '.join(commits)}"] if commits else []
     if results.machine.get("device") == "cpu":
         lines += ["", ON_CPU]
-    lines += ["", *_counts(names, results), "", *_pairs(results), *_faults(results)]
+    lines += ["", *_counts(names, results), "", *_pairs(results), *_conversations(results)]
+    lines += [*_faults(results)]
     lines += [*_describes(results), *_times(results), *_latency(results), *_serves(results)]
     lines += [*_not_passed(results)]
     return "\n".join(lines).rstrip() + "\n"
@@ -93,6 +94,28 @@ def _pairs(results: Results) -> Iterator[str]:
 
 def _numbers(values: Iterable[int]) -> str:
     return "+".join(map(str, values))
+
+
+def _conversations(results: Results) -> Iterator[str]:
+    rows = [
+        (
+            result.case,
+            str(result.found["steps"]),
+            f"{result.found['close']} (at most {result.found['largest_close_shortfall']:.2f})",
+            f"{result.found['dst_tokens_loaded']:,}",
+            f"{result.found['dst_tokens_cached']:,}, {result.found['src_tokens_cached']:,}",
+            str(result.found["dst_blocks_kept_out"]),
+        )
+        for kind in (Kind.REUSE, Kind.CONVERSATION)
+        for result in _of(results, kind)
+    ]
+    title = (
+        "Prompts with shared heads, prefix caching on: no answer is wrong. Answers that differ from the\n"
+        "reference within rounding, in nats; prompt tokens that were loaded, and that the prefix caches of\n"
+        "the decode and the prefill engine had; blocks that a load filled in part, and that were not cached."
+    )
+    head = ("engines", "steps", "close", "loaded", "cached", "kept out")
+    yield from _table(title, head, rows)
 
 
 def _faults(results: Results) -> Iterator[str]:
