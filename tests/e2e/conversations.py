@@ -254,9 +254,10 @@ def _next_prompt(
             answer = tuple(right(past, NUM_TOKENS))
             return past + answer + _tokens(draw, draw.randint(1, 80))
         case "fork":
-            return past[: draw.randint(1, len(past))] + _tokens(draw, draw.randint(1, 80))
+            return past[: draw.randint(len(past) // 2, len(past))] + _tokens(draw, draw.randint(1, 80))
         case "edge" if len(past) > EDGE:
-            at = EDGE * draw.randint(1, len(past) // EDGE) + draw.choice((-1, 0, 1))
+            num_edges = len(past) // EDGE
+            at = EDGE * draw.randint(-(-num_edges // 2), num_edges) + draw.choice((-1, 0, 1))
             return past[:at] + _tokens(draw, draw.randint(1, 3))
         case "again":
             return past
