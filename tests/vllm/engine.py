@@ -141,12 +141,27 @@ class Setup:
         }
 
 
+_LLAMA = FAMILIES["llama"]
+ONLY_HERE: dict[str, Any] = {
+    "mistral": {**_LLAMA, "model_type": "mistral", "sliding_window": 96},  # windows and nothing else
+    "llama4": {  # chunks of 80 tokens, which end inside of blocks, and full attention
+        **_LLAMA,
+        "model_type": "llama4_text",
+        "attention_chunk_size": 80,
+        "no_rope_layers": [1, 1, 1, 0],
+        "num_local_experts": 2,
+        "intermediate_size_mlp": 64,
+    },
+}
+"""Families whose real kernels no other test needs."""
+
+
 @cache
 def _model(family: str) -> Path:
     """A directory with a configuration, and no weights."""
     config = AutoConfig.for_model(
         **{
-            **FAMILIES[family],
+            **(FAMILIES | ONLY_HERE)[family],
             "vocab_size": 320,
             "hidden_size": 64,
             "intermediate_size": 64,
@@ -164,6 +179,10 @@ _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "llama-1kv": "LlamaForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "llama4": "Llama4ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
 }
 

@@ -57,6 +57,7 @@ def test_any_bit_flipped_in_the_text_is_noticed(length):
         {"tables": dict(reversed(TABLES.items()))},
         {"lease_ms": 30_001},
         {"digest": b""},
+        {"held_from": 0},
         {"mac": b""},
     ],
     ids=str,
@@ -123,3 +124,10 @@ def test_a_table_that_is_none_is_refused_by_the_name_of_its_group():
 def test_senseless_tables_are_a_spec_error(table):
     with pytest.raises(SpecError):
         msgspec.structs.replace(signed(), tables={"full": table}).block_tables()
+
+
+def test_a_ticket_of_protocol_3_keeps_its_text_and_its_proof():
+    """It says nothing of ``held_from``: an upgraded reader must hand it back as it was written."""
+    text = to_text(signed())
+    assert b"held_from" not in base64.urlsafe_b64decode(text)
+    assert is_proved(from_text(text), KEY)

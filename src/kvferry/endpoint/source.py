@@ -9,6 +9,8 @@ from concurrent.futures import Future
 from functools import partial
 from hmac import compare_digest
 
+from msgspec import UNSET, UnsetType
+
 from kvferry.channel import ContactChange, Received
 from kvferry.core.outline import Outline
 from kvferry.core.request import BlockTable
@@ -171,14 +173,22 @@ class SourceEngine:
             raise SpecError(f"rank {join.rank} cannot join: {refusal}")
 
     def offer(
-        self, request_id: str, tables: Mapping[str, BlockTable], num_tokens: int, *, digest: bytes = b""
+        self,
+        request_id: str,
+        tables: Mapping[str, BlockTable],
+        num_tokens: int,
+        *,
+        digest: bytes = b"",
+        held_from: int | UnsetType = UNSET,
     ) -> Ticket:
         """Pin a request's blocks until its lease ends, and return the ticket to hand to the destination.
 
         The device must have finished writing the blocks. A name can be offered again once ``poll`` has said
-        that it is released.
+        that it is released. ``held_from``: every table holds the cells of all tokens from this one on
+        (``core.held``), so that a destination can fill whole blocks of its own.
         """
-        ticket, now = self._offers.make(request_id, tables, num_tokens, digest), self._clock()
+        ticket = self._offers.make(request_id, tables, num_tokens, digest, held_from)
+        now = self._clock()
         self._owner.put(lambda _: self._authority.offer(now, ticket))
         return ticket
 

@@ -168,6 +168,12 @@ REJECTED_TICKETS = Metric(
     "Tickets that were not used: nobody was called for them",
     (("code", "a failure's code; in vLLM also `no-ticket`, `unreadable`, `other-prompt`, `state-too-long`"),),
 )
+UNCACHED_BLOCKS = Metric(
+    "kvferry_uncached_blocks",
+    _COUNTER,
+    _DESTINATION,
+    "Blocks that a load filled only in part, kept out of vLLM's prefix cache",
+)
 PHASES = Metric(
     "kvferry_loads_under_way",
     _GAUGE,

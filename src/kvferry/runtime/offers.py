@@ -6,6 +6,8 @@ import hmac
 from collections.abc import Mapping
 from itertools import count
 
+from msgspec import UNSET, UnsetType
+
 from kvferry.core.request import BlockTable
 from kvferry.errors import SpecError
 from kvferry.wire.limits import MAX_REQUEST_ID, check_name
@@ -53,7 +55,12 @@ class Offers:
         return len(self._open)
 
     def make(
-        self, request_id: str, tables: Mapping[str, BlockTable], num_tokens: int, digest: bytes = b""
+        self,
+        request_id: str,
+        tables: Mapping[str, BlockTable],
+        num_tokens: int,
+        digest: bytes = b"",
+        held_from: int | UnsetType = UNSET,
     ) -> Ticket:
         """The ticket for a request's blocks; raises SpecError if it cannot be offered."""
         if self.refusal:
@@ -73,6 +80,7 @@ class Offers:
             tables_to_wire(tables),
             self.lease_ms,
             digest,
+            held_from=held_from,
             host=self._host,
         )
         signed = seal(sign(ticket, self._key), self._fleet_key)

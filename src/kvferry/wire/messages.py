@@ -18,7 +18,7 @@ from kvferry.errors import SpecError
 from kvferry.wire.limits import Name, Words
 from kvferry.wire.ticket import TableDoc, Ticket
 
-PROTOCOL = 3
+PROTOCOL = 4
 """The version of the messages and of what they promise."""
 OLDEST_PROTOCOL = 3
 """The oldest version that is still spoken: the one before ours, so that engines can be upgraded one by one.
@@ -34,7 +34,7 @@ def is_spoken(protocol: int) -> bool:
     """Whether a peer of that version is understood. One that is newer by one speaks so that we understand it.
 
     >>> [version for version in range(PROTOCOL + 4) if is_spoken(version)]
-    [3, 4]
+    [3, 4, 5]
     """
     return OLDEST_PROTOCOL <= protocol <= PROTOCOL + 1
 

@@ -58,6 +58,9 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which host, where the source serves its own only: the boot, and the network namespace; else empty."""
     seal: bytes = b""
     """The proof of the fleet, over the ticket's text: whoever made it knows the fleet's secret."""
+    held_from: int | msgspec.UnsetType = msgspec.UNSET
+    """Every block table holds the cells of all tokens from this one on, so that a reader can fill its own
+    blocks to their edges. Unset: the source does not say; sources of protocol 3 have no such field."""
 
     @property
     def fingerprint(self) -> bytes:

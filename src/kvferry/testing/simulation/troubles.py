@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import StrEnum
 from random import Random
 
+from msgspec import UnsetType
+
 from kvferry.errors import SpecError
 from kvferry.testing.simulation.fabric import ReadQuality
 from kvferry.testing.simulation.network import LinkQuality
@@ -109,7 +111,9 @@ def read_quality(troubles: frozenset[Trouble]) -> ReadQuality:
 def forged(ticket: Ticket, chance: Random) -> Ticket:
     """A ticket with one field changed."""
     fields = {name: getattr(ticket, name) for name in Ticket.__struct_fields__}
-    name = chance.choice(["generation", "ticket_id", "request_id", "num_tokens", "tables", "digest", "mac"])
+    name = chance.choice(
+        ["generation", "ticket_id", "request_id", "num_tokens", "tables", "digest", "held_from", "mac"]
+    )
     changed = {
         "generation": ticket.generation + 1,
         "ticket_id": ticket.ticket_id + 1,
@@ -117,6 +121,7 @@ def forged(ticket: Ticket, chance: Random) -> Ticket:
         "num_tokens": ticket.num_tokens + 1,
         "tables": {},
         "digest": b"another",
+        "held_from": 0 if isinstance(ticket.held_from, UnsetType) else ticket.held_from + 1,
         "mac": b"another",
     }
     return Ticket(**{**fields, name: changed[name]})

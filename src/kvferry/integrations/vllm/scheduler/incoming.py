@@ -13,12 +13,13 @@ from kvferry.endpoint.this_host import this_host
 from kvferry.errors import SpecError
 from kvferry.integrations.vllm.scheduler.adapters import Adapters
 from kvferry.integrations.vllm.scheduler.outgoing import TICKET
+from kvferry.integrations.vllm.scheduler.prefix_cache import PrefixCache
 from kvferry.integrations.vllm.scheduler.tables import BlockIds, Groups, digest, is_identified
 from kvferry.integrations.vllm.shared.step import Load, StepMetadata
 from kvferry.runtime import Released
 from kvferry.runtime.admission import refusal, text_refusal
-from kvferry.runtime.figures import Figures, by_label
-from kvferry.runtime.metric_table import REJECTED_TICKETS
+from kvferry.runtime.figures import Figures, by_label, figure
+from kvferry.runtime.metric_table import REJECTED_TICKETS, UNCACHED_BLOCKS
 from kvferry.wire.ticket import Ticket, from_text
 from kvferry.wire.trust import Trust
 
@@ -56,11 +57,22 @@ class Incoming:
         self._dropped: list[str] = []
         self._rejected: Counter[str] = Counter()
         """Tickets that were not used, by why."""
+        self._cache = PrefixCache({})
+        self._num_kept_out = 0
+        self._held_from: dict[str, int] = {}
+        """Of requests whose first loaded blocks were filled in part."""
+
+    def bind(self, cache: PrefixCache) -> None:
+        """vLLM has made its prefix cache."""
+        self._cache = cache
 
     @property
     def figures(self) -> Figures:
-        """The counters of tickets that no worker has seen."""
-        return by_label(REJECTED_TICKETS, dict(self._rejected))
+        """The counters of what no worker has seen: tickets, and blocks kept out of the prefix cache."""
+        return {
+            **by_label(REJECTED_TICKETS, dict(self._rejected)),
+            **figure(UNCACHED_BLOCKS, self._num_kept_out),
+        }
 
     def new_request(self, request: Request) -> None:
         """A request is known: hold its ticket from now on, however long it waits."""
@@ -135,16 +147,27 @@ class Incoming:
         if wanted is None:
             return
         (request.kv_transfer_params or {})["do_remote_prefill"] = False
-        num_tokens = wanted.num_computed + num_external
         load = Load(request.request_id, wanted.ticket, refusal=wanted.refusal)
         if num_external:
-            load = replace(
-                load,
-                tables=self._groups.tables(block_ids, num_tokens),
-                need=self._groups.need(num_tokens, wanted.num_computed),
-                kept=self._groups.kept(wanted.num_computed),
-            )
+            load = self._filled(load, block_ids, wanted.num_computed + num_external, wanted.num_computed)
         self._loads.append(load)
+
+    def _filled(self, load: Load, block_ids: BlockIds, num_tokens: int, num_kept: int) -> Load:
+        """The load, of whole blocks; vLLM will register them. Blocks that stay partial are kept out."""
+        tables = self._groups.tables(block_ids, num_tokens)
+        said = load.ticket.held_from if load.ticket else None
+        held_from = said if isinstance(said, int) and self._cache.is_on else None
+        filling = self._groups.filling(tables, num_tokens, num_kept, held_from)
+        self._cache.keep_out(load.request_id, self._groups.by_index(filling.partial))
+        if self._cache.is_on:
+            self._num_kept_out += sum(map(len, filling.partial.values()))
+        if filling.held_from:
+            self._held_from[load.request_id] = filling.held_from
+        return replace(load, tables=tables, need=filling.need, kept=self._groups.kept(num_kept))
+
+    def take_held_from(self, request_id: str) -> int:
+        """From which token on the load of a request that ends has left no cell of its blocks unfilled."""
+        return self._held_from.pop(request_id, 0)
 
     def finished(self, request: Request) -> None:
         """A request has ended, loaded or not: nothing more is wanted for it."""

@@ -73,8 +73,13 @@ class Outgoing:
             request.max_tokens = 1
             self._cut.add(request.request_id)
 
-    def finished(self, request: Request, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended: if somebody else is to decode it, keep its blocks and hand out a ticket."""
+    def finished(
+        self, request: Request, block_ids: BlockIds, loaded_from: int
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended: if somebody else is to decode it, keep its blocks and hand out a ticket.
+
+        ``loaded_from``: the blocks may lack tokens before this one, because a load did not bring them.
+        """
         is_cut = request.request_id in self._cut
         self._cut.discard(request.request_id)
         if self._source is None or not _is_for_others(request.kv_transfer_params):
@@ -86,7 +91,11 @@ class Outgoing:
             self._check(request, block_ids, num_tokens, is_cut=is_cut)
             tables = self._groups.tables(block_ids, num_tokens)
             ticket = self._source.offer(
-                request.request_id, tables, num_tokens, digest=digest(request, num_tokens, self._adapters)
+                request.request_id,
+                tables,
+                num_tokens,
+                digest=digest(request, num_tokens, self._adapters),
+                held_from=max(loaded_from, self._groups.held_from(tables, num_tokens)),
             )
         except SpecError as refusal:
             log.warning("%s is not offered: %s", request.request_id, refusal)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -14,6 +14,7 @@ from vllm.v1.request import Request
 from kvferry.integrations.vllm.scheduler.adapters import Adapters
 from kvferry.integrations.vllm.scheduler.incoming import Incoming
 from kvferry.integrations.vllm.scheduler.outgoing import Outgoing
+from kvferry.integrations.vllm.scheduler.prefix_cache import PrefixCache, cannot_keep_out
 from kvferry.integrations.vllm.scheduler.tables import BlockIds, Groups
 from kvferry.integrations.vllm.shared.dump import dump_engine
 from kvferry.integrations.vllm.shared.options import Options
@@ -21,6 +22,9 @@ from kvferry.integrations.vllm.shared.stats import LoadStats
 from kvferry.integrations.vllm.shared.step import StepMetadata
 from kvferry.runtime.figures import Changes
 from kvferry.wire.messages import Join
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 IDLE_SECONDS = 0.005
 
@@ -34,12 +38,22 @@ class SchedulerSide:
         self._is_producer, self._is_consumer = transfer.is_kv_producer, transfer.is_kv_consumer
         self._options, self._changes = options, Changes()
         self.groups = Groups(vllm_config, config)
+        is_reused = bool(vllm_config.cache_config.enable_prefix_caching and self.groups.windows)
+        self._must_bind, self._is_bound = self._is_consumer and is_reused, False
         adapters = Adapters(is_required=options.is_identity_required)
         self._outgoing = Outgoing(vllm_config, self.groups, options, engine, adapters)
         self._incoming = Incoming(self.groups, adapters, self._outgoing.take_back, options.trust)
 
+    def bind(self, manager: KVCacheManager) -> None:
+        """The engine's prefix cache is known."""
+        if self._is_consumer:
+            self._incoming.bind(PrefixCache.of(manager, self.groups.windows))
+        self._is_bound = True
+
     def admit(self, joins: Sequence[Join]) -> None:
         """Every worker's memory is known."""
+        if self._must_bind and not self._is_bound:
+            raise cannot_keep_out("call of the hook bind_kv_cache_manager")
         if self._options.dump:
             dump_engine(self._options.dump, joins)
         if self._is_producer:
@@ -58,8 +72,9 @@ class SchedulerSide:
         self._incoming.allocated(request, block_ids, num_external)
 
     def finished(self, request: Request, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
+        loaded_from = self._incoming.take_held_from(request.request_id)
         self._incoming.finished(request)
-        return self._outgoing.finished(request, block_ids)
+        return self._outgoing.finished(request, block_ids, loaded_from)
 
     @property
     def must_step(self) -> bool:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.request import Request
 
+from kvferry.core.held import held_from
 from kvferry.core.request import HOLE, BlockTable
 from kvferry.core.span import Span, Spans
 from kvferry.core.state import Addressing
 from kvferry.integrations.vllm.scheduler.adapters import Adapters
+from kvferry.integrations.vllm.scheduler.filling import Filling, filling
 from kvferry.integrations.vllm.shared.groups import describe_group, needed_tokens, spec_of_group
 
 NULL_BLOCK = 0
@@ -56,12 +58,28 @@ class Groups:
             tables[group.name] = BlockTable.of(holes)
         return tables
 
-    def need(self, num_tokens: int, num_kept: int) -> dict[str, Spans]:
-        """What must be loaded to go on after ``num_tokens``, of which the first are here already."""
-        return {
+    def filling(
+        self, tables: Mapping[str, BlockTable], num_tokens: int, num_kept: int, held_from: int | None
+    ) -> Filling:
+        """What to load to go on after ``num_tokens``, of which the first are here already."""
+        need = {
             group.name: needed_tokens(self._config, index, num_tokens, num_kept)
             for index, group in self._groups.items()
         }
+        return filling(self._groups.values(), tables, need, num_tokens, num_kept, held_from)
+
+    def held_from(self, tables: Mapping[str, BlockTable], num_tokens: int) -> int:
+        """From which token on the tables hold everything."""
+        return held_from(self._groups.values(), tables, num_tokens)
+
+    def by_index(self, partial: Mapping[str, range]) -> dict[int, int]:
+        """Behind which block of each of vLLM's groups the partial ones end."""
+        return {index: partial[g.name].stop for index, g in self._groups.items() if g.name in partial}
+
+    @property
+    def windows(self) -> dict[int, int]:
+        """Tokens per block of the groups whose oldest tokens are not needed, by vLLM's index."""
+        return {index: group.tokens_per_block for index, group in self._groups.items() if group.window}
 
     def kept(self, num_kept: int) -> dict[str, Spans]:
         """The tokens that are here already, and shared with other requests: nothing is written there."""
