@@ -370,7 +370,7 @@ def _pairs() -> Iterator[PairCase]:
 
 
 def _reuses() -> Iterator[ReuseCase]:
-    for family in ("gemma3", "gpt_oss", "mistral"):
+    for family in ("gemma3", "gpt_oss-all", "mistral"):
         for src, dst in ((16, 48), (48, 16), WIDER, NARROWER, (48, 48)):
             yield ReuseCase(family, Setting(src, features=(DENSE,)), Setting(dst, features=(DENSE,)))
 
@@ -378,7 +378,7 @@ def _reuses() -> Iterator[ReuseCase]:
 def _conversations() -> Iterator[ConversationCase]:
     for family, feature, src, dst in (
         ("gemma3", PREFIX, 16, 48),
-        ("gpt_oss", DENSE, 48, 16),
+        ("gpt_oss-all", DENSE, 48, 16),
         ("mistral", PREFIX, 64, 16),
         ("llama", PREFIX, 16, 64),
         ("nemotron_h", PREFIX, None, None),

@@ -24,9 +24,10 @@ from tests.gpu.cases import ConversationCase, ReuseCase
 from tests.gpu.engines import Engines
 from tests.gpu.pairs import MAX_COMPUTED, Wrong
 
-TOLERANCES = {"float32": 0.0, "bfloat16": 0.5}
-"""In nats, of a model's dtype. In bf16 an answer is right if the reference finds each of its tokens nearly as
-likely as the likeliest one, given the tokens before."""
+TOLERANCES = {"float32": 0.0, "bfloat16": 0.3}
+"""In nats, by the model's dtype. In bf16 an answer is right if the reference finds each of its tokens nearly
+as likely as the likeliest one, given the tokens before. Rounding each layer's output of these models to bf16
+costs 0.09 at most (1,200 tokens of each); a token picked at random is 3.7 below, in the median."""
 CONTROL = tuple(range(200))
 NUM_EVIDENCE = 3
 LEASE_SECONDS = 40.0

@@ -66,7 +66,8 @@ class Registered:
                 f"group {entry.group}, block {entry.block_id}, up to token {len(entry.tokens)}: {layer.name}"
                 for worker in self._engine.workers
                 for layer in worker.layers
-                if layer.name in worker._groups[entry.group].layer_names and not _is_right(worker, layer, entry, text)
+                if layer.name in worker._groups[entry.group].layer_names
+                and not _is_right(worker, layer, entry, text)
             ]
         return found
 
