@@ -44,12 +44,12 @@ def _of(results: Results, kind: Kind, *outcomes: Outcome) -> list[Result]:
 
 
 def _counts(names: Sequence[str], results: Results) -> Iterator[str]:
-    yield f"  {'':10} {'cases':>6} {'passed':>7} {'failed':>7} {'not here':>9} {'not yet':>8}"
+    yield f"  {'':12} {'cases':>6} {'passed':>7} {'failed':>7} {'not here':>9} {'not yet':>8}"
     for kind in Kind:
         mine = [name for name in names if _kind(name) == kind]
         got = Counter(results.by_case[name].outcome for name in mine if name in results.by_case)
         yield (
-            f"  {kind:10} {len(mine):6} {got[Outcome.PASSED]:7} {got[Outcome.FAILED]:7}"
+            f"  {kind:12} {len(mine):6} {got[Outcome.PASSED]:7} {got[Outcome.FAILED]:7}"
             f" {got[Outcome.NOT_HERE]:9} {len(mine) - got.total():8}"
         )
 
