@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from tests.e2e.harness import SECONDS, Answer, Engine, prefill
+from tests.e2e.harness import SECONDS, Answer, Engine, Score, prefill
 
 Prompt = tuple[int, ...]
 Batch = list["Step"]
@@ -24,6 +24,8 @@ Batch = list["Step"]
 
 NUM_TOKENS = 6
 """Of an answer."""
+TOLERANCE = 1e-3
+"""In nats, of models in fp32."""
 NUM_BYTES = 256
 """Token ids below this are bytes of text; those above are special."""
 
@@ -57,9 +59,11 @@ class Taken:
     step: Step
     answer: Answer
     right: list[int]
-    shortfall: float
-    """The largest over the answer's tokens: how far below the reference's likeliest token, in nats."""
+    difference: float
+    """In nats, the largest over the answer's tokens: by how much the reference thinks the token more or less
+    likely, or another token likelier."""
     tolerance: float
+    """The difference that rounding explains."""
 
     @property
     def is_equal(self) -> bool:
@@ -68,7 +72,7 @@ class Taken:
     @property
     def is_right(self) -> bool:
         is_whole = len(self.answer.tokens) == self.step.num_tokens or self.step.way is Way.ABORTED
-        return is_whole and (self.is_equal or self.shortfall <= self.tolerance)
+        return is_whole and self.difference <= self.tolerance
 
     def evidence(self) -> dict[str, Any]:
         """Enough to repeat the step."""
@@ -77,7 +81,7 @@ class Taken:
             "prompt": list(self.step.prompt),
             "tokens": self.answer.tokens,
             "right": self.right,
-            "shortfall": self.shortfall,
+            "difference": self.difference,
             "finish_reason": self.answer.finish_reason,
         }
 
@@ -90,22 +94,29 @@ class Reference:
     """An engine without a connector and without prefix caching."""
 
     engine: Callable[[], Engine]
-    tolerance: float = 0.0
-    """Of an answer that differs: the shortfall that rounding explains. 0 asks for equal tokens."""
-    _answers: dict[tuple[Prompt, int], list[int]] = field(default_factory=dict)
+    tolerance: float = TOLERANCE
+    _answers: dict[tuple[Prompt, int], Answer] = field(default_factory=dict)
 
-    def answer(self, prompt: Prompt, num_tokens: int) -> list[int]:
-        key = prompt, num_tokens
-        if key not in self._answers:
-            self._answers[key] = self.engine().ask(prompt, num_tokens).tokens
-        return self._answers[key]
+    def tokens(self, prompt: Prompt, num_tokens: int) -> list[int]:
+        return self._answer(prompt, num_tokens).tokens
 
     def judge(self, step: Step, answer: Answer) -> Taken:
-        right = self.answer(step.prompt, step.num_tokens)
-        shortfall = 0.0
-        if answer.tokens != right[: len(answer.tokens)]:
-            shortfall = max(self.engine().shortfalls(step.prompt, answer.tokens))
-        return Taken(step, answer, right, shortfall, self.tolerance)
+        """Log probabilities are compared, too: a wrong cache need not change the likeliest token."""
+        right = self._answer(step.prompt, step.num_tokens)
+        scores = [Score(logprob, 0.0) for logprob in right.logprobs[: len(answer.tokens)]]
+        if answer.tokens != right.tokens[: len(answer.tokens)]:
+            scores = self.engine().scores(step.prompt, answer.tokens)
+        differences = [
+            max(abs(logprob - score.logprob), score.shortfall)
+            for logprob, score in zip(answer.logprobs, scores, strict=True)
+        ]
+        return Taken(step, answer, right.tokens, max(differences, default=0.0), self.tolerance)
+
+    def _answer(self, prompt: Prompt, num_tokens: int) -> Answer:
+        key = prompt, num_tokens
+        if key not in self._answers:
+            self._answers[key] = self.engine().ask(prompt, num_tokens, has_logprobs=True)
+        return self._answers[key]
 
 
 # -- the play ----------------------------------------------------------------------------------------------
@@ -125,14 +136,16 @@ def play(batches: Iterable[Batch], src: Engine, dst: Engine, reference: Referenc
 def _answer(src: Engine, dst: Engine, step: Step) -> Answer:
     match step.way:
         case Way.AT_SRC:
-            return src.ask(step.prompt, step.num_tokens)
+            return src.ask(step.prompt, step.num_tokens, has_logprobs=True)
         case Way.AT_DST:
-            return dst.ask(step.prompt, step.num_tokens)
+            return dst.ask(step.prompt, step.num_tokens, has_logprobs=True)
         case Way.LOADED:
-            return dst.ask(step.prompt, step.num_tokens, prefill(src, step.prompt))
+            params = prefill(src, step.prompt)
+            return dst.ask(step.prompt, step.num_tokens, params, has_logprobs=True)
         case Way.ABORTED:
             request_id = dst.new_id()
-            begun = dst.begin(request_id, step.prompt, step.num_tokens, prefill(src, step.prompt))
+            params = prefill(src, step.prompt)
+            begun = dst.begin(request_id, step.prompt, step.num_tokens, params, has_logprobs=True)
             time.sleep(step.abort_seconds)
             dst.abort(request_id)
             return begun.result(SECONDS)
@@ -146,8 +159,10 @@ class Tally:
     dst: Engine
     ways: Counter[Way] = field(default_factory=Counter)
     wrong: list[Taken] = field(default_factory=list)
-    close: list[float] = field(default_factory=list)
-    """The shortfalls of answers that differ within the tolerance."""
+    close: list[Taken] = field(default_factory=list)
+    """Right answers with other tokens than the reference's."""
+    largest_difference: float = 0.0
+    """Of right answers."""
 
     def __post_init__(self) -> None:
         self._started = time.monotonic()
@@ -158,8 +173,10 @@ class Tally:
         self.ways[taken.step.way] += 1
         if not taken.is_right:
             self.wrong.append(taken)
-        elif not taken.is_equal:
-            self.close.append(taken.shortfall)
+            return
+        self.largest_difference = max(self.largest_difference, taken.difference)
+        if not taken.is_equal:
+            self.close.append(taken)
 
     def summary(self) -> dict[str, Any]:
         """Plain values; tokens are those of prompts."""
@@ -169,7 +186,8 @@ class Tally:
             "steps": self.ways.total(),
             "wrong": len(self.wrong),
             "close": len(self.close),
-            "largest_close_shortfall": max(self.close, default=0.0),
+            "largest_difference": self.largest_difference,
+            "least_wrong_difference": min((taken.difference for taken in self.wrong), default=None),
             "ways": {str(way): num for way, num in sorted(self.ways.items())},
             "dst_tokens_loaded": dst.external - dst_before.external,
             "dst_tokens_cached": dst.cached - dst_before.cached,

@@ -370,20 +370,27 @@ def _pairs() -> Iterator[PairCase]:
 
 
 def _reuses() -> Iterator[ReuseCase]:
+    dense = Setting(features=(DENSE,))
+    exact = replace(dense, backend="TRITON_ATTN", dtype="float32")
     for family in ("gemma3", "gpt_oss-all", "mistral"):
-        for src, dst in ((16, 48), (48, 16), WIDER, NARROWER, (48, 48)):
-            yield ReuseCase(family, Setting(src, features=(DENSE,)), Setting(dst, features=(DENSE,)))
+        for setting in (dense, exact):
+            for src, dst in ((16, 48), (48, 16), WIDER, NARROWER, (48, 48)):
+                yield ReuseCase(family, replace(setting, block=src), replace(setting, block=dst))
 
 
 def _conversations() -> Iterator[ConversationCase]:
-    for family, feature, src, dst in (
-        ("gemma3", PREFIX, 16, 48),
-        ("gpt_oss-all", DENSE, 48, 16),
-        ("mistral", PREFIX, 64, 16),
-        ("llama", PREFIX, 16, 64),
-        ("nemotron_h", PREFIX, None, None),
+    prefix, dense = Setting(features=(PREFIX,)), Setting(features=(DENSE,))
+    exact = replace(prefix, backend="TRITON_ATTN", dtype="float32")
+    for family, setting, src, dst in (
+        ("gemma3", prefix, 16, 48),
+        ("gemma3", exact, 48, 16),
+        ("gpt_oss-all", dense, 48, 16),
+        ("gpt_oss-all", exact, 16, 48),
+        ("mistral", prefix, 64, 16),
+        ("llama", prefix, 16, 64),
+        ("nemotron_h", prefix, None, None),
     ):
-        yield ConversationCase(family, Setting(src, features=(feature,)), Setting(dst, features=(feature,)))
+        yield ConversationCase(family, replace(setting, block=src), replace(setting, block=dst))
 
 
 def _describes() -> Iterator[DescribeCase]:

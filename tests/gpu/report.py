@@ -101,7 +101,8 @@ def _conversations(results: Results) -> Iterator[str]:
         (
             result.case,
             str(result.found["steps"]),
-            f"{result.found['close']} (at most {result.found['largest_close_shortfall']:.2f})",
+            str(result.found["close"]),
+            f"{result.found['largest_difference']:.3f}",
             f"{result.found['dst_tokens_loaded']:,}",
             f"{result.found['dst_tokens_cached']:,}, {result.found['src_tokens_cached']:,}",
             str(result.found["dst_blocks_kept_out"]),
@@ -110,11 +111,11 @@ def _conversations(results: Results) -> Iterator[str]:
         for result in _of(results, kind)
     ]
     title = (
-        "Prompts with shared heads, prefix caching on: no answer is wrong. Answers that differ from the\n"
-        "reference within rounding, in nats; prompt tokens that were loaded, and that the prefix caches of\n"
-        "the decode and the prefill engine had; blocks that a load filled in part, and that were not cached."
+        "Prompts with shared heads, prefix caching on: no answer is wrong. Answers that part from the\n"
+        "reference's by rounding; the largest difference of log probabilities; prompt tokens that were\n"
+        "loaded, and that the decode and the prefill engine had cached; blocks filled in part, not cached."
     )
-    head = ("engines", "steps", "close", "loaded", "cached", "kept out")
+    head = ("engines", "steps", "close", "difference", "loaded", "cached", "kept out")
     yield from _table(title, head, rows)
 
 

@@ -24,12 +24,12 @@ STEP = Step((7, 8, 9), Way.LOADED)
 TAKEN = Taken(STEP, Answer(RIGHT, "length", None, Sources(1, 0, 2)), RIGHT, 0.0, 0.5)
 
 
-def answered(tokens: list[int], shortfall: float = 0.0, way: Way = Way.LOADED) -> Taken:
+def answered(tokens: list[int], difference: float = 0.0, way: Way = Way.LOADED) -> Taken:
     return replace(
         TAKEN,
         step=replace(STEP, way=way),
         answer=replace(TAKEN.answer, tokens=tokens),
-        shortfall=shortfall,
+        difference=difference,
     )
 
 
