@@ -28,7 +28,15 @@ os.environ |= {
     "VLLM_NO_USAGE_STATS": "1",
 }
 
-collect_ignore = ["checkpoints.py", "engine.py", "offloader.py", "pairs.py", "registered.py", "toy.py"]
+collect_ignore = [
+    "checkpoints.py",
+    "conversations.py",
+    "engine.py",
+    "offloader.py",
+    "pairs.py",
+    "registered.py",
+    "toy.py",
+]
 """No tests, and only a process with vLLM can import them."""
 
 if importlib.util.find_spec("vllm") and importlib.util.find_spec("nixl"):

@@ -144,10 +144,10 @@ class Setup:
 _LLAMA = FAMILIES["llama"]
 ONLY_HERE: dict[str, Any] = {
     "mistral": {**_LLAMA, "model_type": "mistral", "sliding_window": 96},  # windows and nothing else
-    "llama4": {  # chunks of 80 tokens, which end inside of blocks, and full attention
+    "llama4": {  # chunks and full attention
         **_LLAMA,
         "model_type": "llama4_text",
-        "attention_chunk_size": 80,
+        "attention_chunk_size": 96,
         "no_rope_layers": [1, 1, 1, 0],
         "num_local_experts": 2,
         "intermediate_size_mlp": 64,
@@ -182,7 +182,6 @@ _ARCHITECTURES = {
     "gpt_oss": "GptOssForCausalLM",
     "mistral": "MistralForCausalLM",
     "llama4": "Llama4ForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
 }
 
@@ -204,6 +203,16 @@ class Group:
     @property
     def is_last_rank(self) -> bool:
         return self.rank_in_group == self.world_size - 1
+
+    @property
+    def device_group(self) -> Group:
+        return self
+
+    def rank(self) -> int:
+        return self.rank_in_group
+
+    def size(self) -> int:
+        return self.world_size
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         return obj
@@ -329,6 +338,7 @@ class ToyWorker(Worker):  # type: ignore[misc]
     def inside(self) -> Iterator[None]:
         """What vLLM keeps in globals of a worker's process."""
         parallel_state._TP, parallel_state._PP = self._tp, self._pp
+        parallel_state._DP = parallel_state._EP = parallel_state._PCP = Group(1, 0)
         kv_transfer_state._KV_CONNECTOR_AGENT = self.connector
         try:
             with set_current_vllm_config(self.vllm_config):
@@ -337,6 +347,7 @@ class ToyWorker(Worker):  # type: ignore[misc]
             self.connector = kv_transfer_state._KV_CONNECTOR_AGENT
             kv_transfer_state._KV_CONNECTOR_AGENT = None
             parallel_state._TP = parallel_state._PP = None
+            parallel_state._DP = parallel_state._EP = parallel_state._PCP = None
 
     # -- starting
 
@@ -389,7 +400,10 @@ class ToyWorker(Worker):  # type: ignore[misc]
         total = self.model_config.get_total_num_kv_heads()
         first = self._tp.rank_in_group * total // self._tp.world_size
         heads = tuple(range(first, first + spec.num_kv_heads))
-        return Attention(name, heads, spec.head_size, getattr(spec, "sliding_window", None) or 0)
+        window, chunk = (
+            getattr(spec, what, None) or 0 for what in ("sliding_window", "attention_chunk_size")
+        )
+        return Attention(name, heads, spec.head_size, window, chunk)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         return CompilationTimes(0.0, 0.0)

@@ -22,7 +22,7 @@ class Entry:
 
 
 class Registered:
-    """Notes for which tokens an engine registers each hash, through vLLM's own calls, and looks at the cells."""
+    """Notes for which tokens an engine registers each hash, by vLLM's own calls, and looks at the cells."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._pool = engine, engine.core.scheduler.kv_cache_manager.block_pool
@@ -31,10 +31,19 @@ class Registered:
         self.num_entries = 0
         """How many were looked at."""
         self._registering: Any = None
-        for name in ("cache_full_blocks", "cache_partial_block"):
-            setattr(self._pool, name, self._noting(getattr(self._pool, name)))
+        assert not self._pool.cached_block_hash_to_block._cache or engine.core.reset_prefix_cache()
         self._insert = self._pool._insert_block_hash
-        self._pool._insert_block_hash = self._note
+        self._wrapped = {
+            "cache_full_blocks": self._noting(self._pool.cache_full_blocks),
+            "cache_partial_block": self._noting(self._pool.cache_partial_block),
+            "_insert_block_hash": self._note,
+        }
+        vars(self._pool).update(self._wrapped)
+
+    def stop(self) -> None:
+        """Note nothing more: the engine is used again."""
+        for name in self._wrapped:
+            del vars(self._pool)[name]
 
     def _noting(self, register: Any) -> Any:
         def noting(*, request: Any, kv_cache_group_id: int, **others: Any) -> Any:

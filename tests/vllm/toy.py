@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Protocol
 
@@ -41,9 +41,13 @@ class Attention:
     width: int
     window: int = 0
     """A token reads this many tokens, itself included; 0: all."""
+    chunk: int = 0
+    """A token reads those of its own chunk of so many; 0: there are no chunks."""
 
     def start(self, position: int) -> int:
         """The first token that is read at a position."""
+        if self.chunk:
+            return position // self.chunk * self.chunk
         return max(0, position + 1 - self.window) if self.window else 0
 
     def keys(self) -> Words:
@@ -137,9 +141,7 @@ def whole(layers: Iterable[Layer]) -> list[Layer]:
         heads.setdefault(layer.name, set()).update(_heads(layer))
         of_name[layer.name] = layer
     return [
-        Attention(name, tuple(sorted(heads[name])), layer.width, layer.window)
-        if isinstance(layer, Attention)
-        else layer
+        replace(layer, heads=tuple(sorted(heads[name]))) if isinstance(layer, Attention) else layer
         for name, layer in of_name.items()
     ]
 

@@ -40,6 +40,8 @@ class SchedulerSide:
         self.groups = Groups(vllm_config, config)
         is_reused = bool(vllm_config.cache_config.enable_prefix_caching and self.groups.windows)
         self._must_bind, self._is_bound = self._is_consumer and is_reused, False
+        if self._must_bind:
+            self.groups.check_reuse()
         adapters = Adapters(is_required=options.is_identity_required)
         self._outgoing = Outgoing(vllm_config, self.groups, options, engine, adapters)
         self._incoming = Incoming(self.groups, adapters, self._outgoing.take_back, options.trust)

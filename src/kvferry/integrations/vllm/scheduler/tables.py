@@ -7,13 +7,14 @@ from array import array
 from collections.abc import Mapping, Sequence
 
 from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheConfig, MambaSpec
 from vllm.v1.request import Request
 
 from kvferry.core.held import held_from
 from kvferry.core.request import HOLE, BlockTable
 from kvferry.core.span import Span, Spans
 from kvferry.core.state import Addressing
+from kvferry.errors import SpecError
 from kvferry.integrations.vllm.scheduler.adapters import Adapters
 from kvferry.integrations.vllm.scheduler.filling import Filling, filling
 from kvferry.integrations.vllm.shared.groups import describe_group, needed_tokens, spec_of_group
@@ -71,6 +72,20 @@ class Groups:
     def held_from(self, tables: Mapping[str, BlockTable], num_tokens: int) -> int:
         """From which token on the tables hold everything."""
         return held_from(self._groups.values(), tables, num_tokens)
+
+    def check_reuse(self) -> None:
+        """Raise SpecError if vLLM hits blocks that it does not have, which keeping blocks out would provoke.
+
+        Its lookup (0.32) rounds the start of the last chunk down to a block and takes all before as given.
+        """
+        for index, num_tokens in self.windows.items():
+            spec = spec_of_group(self._config, index)
+            if isinstance(spec, ChunkedLocalAttentionSpec) and spec.attention_chunk_size % num_tokens:
+                raise SpecError(
+                    f"prefix caching with attention chunks of {spec.attention_chunk_size} tokens in blocks of"
+                    f" {num_tokens}: vLLM then reuses blocks that it does not have: make chunks a"
+                    " multiple of blocks (--block-size), or use --no-enable-prefix-caching"
+                )
 
     def by_index(self, partial: Mapping[str, range]) -> dict[int, int]:
         """Behind which block of each of vLLM's groups the partial ones end."""
