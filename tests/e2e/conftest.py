@@ -4,6 +4,9 @@ from fnmatch import fnmatchcase
 
 import pytest
 
+from tests.e2e.docks import Docks
+from tests.e2e.harness import Nursery
+
 CHOSEN = (
     # Unequal TP, stages, blocks and packings, one family of each kind; and the controls.
     "test_pairs.py::test_same_blocks?deepseek_v3-tp1-tp2?",
@@ -21,6 +24,8 @@ CHOSEN = (
     "test_pairs.py::test_workers_gather_for_their_readers?llama-tp1b64-tp1b32?",
     "test_pairs.py::test_a_draft_goes_on_from_the_cache_that_was_moved",
     "test_pairs.py::test_tokens_depend_on_what_was_moved?gemma3?",
+    # What a load leaves in a prefix cache.
+    "test_prefix_cache.py::*gemma3-tp1b64*-tp1b32*",
     # The lives of requests, and the fault table, on a model of several groups.
     "test_requests.py::*gemma3*",
     "test_requests.py::test_a_lease_is_kept_while_its_request_waits",
@@ -42,3 +47,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     name = item.nodeid.removeprefix("tests/e2e/")
     if any(fnmatchcase(name, pattern) for pattern in CHOSEN):
         item.add_marker(pytest.mark.chosen)
+
+
+@pytest.fixture(scope="module")
+def docks(tmp_path_factory):
+    with Nursery(tmp_path_factory.mktemp("logs")) as nursery:
+        yield Docks(nursery)

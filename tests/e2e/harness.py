@@ -24,7 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -94,6 +94,17 @@ class Answer:
     """``kv_transfer_params`` for the next engine."""
     sources: Sources
     """Of this request, if it ran alone."""
+    logprobs: list[float] = field(default_factory=list)
+    """Of each token, if they were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What an engine thinks of a token of somebody's answer."""
+
+    logprob: float
+    shortfall: float
+    """How far that is below the likeliest token's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +136,16 @@ class Engine:
     # -- requests
 
     def ask(
-        self, prompt: Sequence[int], num_tokens: int = NUM_TOKENS, params: Params | None = None
+        self,
+        prompt: Sequence[int],
+        num_tokens: int = NUM_TOKENS,
+        params: Params | None = None,
+        *,
+        has_logprobs: bool = False,
     ) -> Answer:
         """The greedy continuation of a prompt."""
-        return self.begin(self.new_id(), prompt, num_tokens, params).result(SECONDS)
+        begun = self.begin(self.new_id(), prompt, num_tokens, params, has_logprobs=has_logprobs)
+        return begun.result(SECONDS)
 
     def begin(
         self,
@@ -136,9 +153,17 @@ class Engine:
         prompt: Sequence[int],
         num_tokens: int = NUM_TOKENS,
         params: Params | None = None,
+        *,
+        has_logprobs: bool = False,
     ) -> "Future[Answer]":
         """The same, for a test that does something else meanwhile."""
-        return self.submit("generate", request_id, list(prompt), num_tokens, params, read=_read_answer)
+        values = request_id, list(prompt), num_tokens, params, has_logprobs
+        return self.submit("generate", *values, read=_read_answer)
+
+    def scores(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[Score]:
+        """Of each token of an answer to a prompt, given those before."""
+        values = self.new_id(), list(prompt), list(tokens)
+        return [Score(*pair) for pair in self.call("scores", *values)]
 
     def new_id(self) -> str:
         """A request id that this engine has not seen."""
@@ -146,6 +171,10 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         self.call("abort", request_id)
+
+    def forget(self) -> None:
+        """Find no prefix of what was there before; waits until no block is in use."""
+        until(lambda: self.core("forget"), f"{self.name} has forgotten its prefixes", seconds=SECONDS)
 
     # -- what a test may see
 
@@ -180,6 +209,10 @@ class Engine:
     def num_offers(self) -> int:
         """Requests that were offered, say vLLM's metrics; those of the last moments may be missing."""
         return self.call("num_offers")
+
+    def num_uncached_blocks(self) -> int:
+        """Blocks that kvferry kept out of the prefix cache, say vLLM's metrics."""
+        return self.call("num_uncached_blocks")
 
     def num_reads(self) -> int:
         """Reads in flight, on all ranks."""
@@ -288,8 +321,8 @@ class Engine:
 
 
 def _read_answer(values: tuple) -> Answer:
-    tokens, finish_reason, params, sources = values
-    return Answer(tokens, finish_reason, params, Sources(*sources))
+    tokens, finish_reason, params, logprobs, sources = values
+    return Answer(tokens, finish_reason, params, Sources(*sources), logprobs)
 
 
 class Nursery:
@@ -559,17 +592,22 @@ class _Frontend:
         pass
 
     async def generate(
-        self, request_id: str, prompt: list[int], num_tokens: int, params: Params | None
+        self, request_id: str, prompt: list[int], num_tokens: int, params: Params | None, has_logprobs: bool
     ) -> tuple:
         before = await self.sources()
-        answer: tuple = [], None, None
-        async for output in self._stream(request_id, prompt, num_tokens, params):
+        answer: tuple = [], None, None, []
+        more = {"logprobs": 0} if has_logprobs else {}
+        async for output in self._stream(request_id, prompt, num_tokens, params, **more):
             done = output.outputs[0]
-            answer = list(done.token_ids), done.finish_reason, output.kv_transfer_params
+            pairs = zip(done.token_ids, done.logprobs or [], strict=False)
+            logprobs = [place[token].logprob for token, place in pairs]
+            answer = list(done.token_ids), done.finish_reason, output.kv_transfer_params, logprobs
         sources = [now - then for now, then in zip(await self.sources(), before, strict=True)]
         return *answer, sources
 
-    def _stream(self, request_id: str, prompt: list[int], num_tokens: int, params: Params | None) -> Any:
+    def _stream(
+        self, request_id: str, prompt: list[int], num_tokens: int, params: Params | None = None, **more: Any
+    ) -> Any:
         from vllm import SamplingParams
 
         sampling = SamplingParams(
@@ -578,8 +616,22 @@ class _Frontend:
             ignore_eos=True,
             detokenize=False,
             extra_args={"kv_transfer_params": params} if params else None,
+            **more,
         )
         return self._engine.generate({"prompt_token_ids": prompt}, sampling, request_id)
+
+    async def scores(
+        self, request_id: str, prompt: list[int], tokens: list[int]
+    ) -> list[tuple[float, float]]:
+        """The answer is read as a part of the prompt, so that each token follows those that were answered."""
+        places: list[dict[int, Any]] = []
+        async for output in self._stream(request_id, prompt + tokens, 1, prompt_logprobs=1):
+            places = output.prompt_logprobs[len(prompt) :]
+        found = [
+            (place[token].logprob, max(one.logprob for one in place.values()))
+            for place, token in zip(places, tokens, strict=True)
+        ]
+        return [(logprob, likeliest - logprob) for logprob, likeliest in found]
 
     async def abort(self, request_id: str) -> None:
         await self._engine.abort(request_id)
@@ -606,6 +658,9 @@ class _Frontend:
 
     async def num_offers(self) -> int:
         return _metric("vllm:kvferry_offers")
+
+    async def num_uncached_blocks(self) -> int:
+        return _metric("vllm:kvferry_uncached_blocks")
 
     async def core(self, question: str, *values: Any) -> Any:
         """What ``inside`` answers in the engine core."""

@@ -86,10 +86,11 @@ class Feature:
     is_a_gpus: bool = True
 
 
-PREFIX = "prefix"
+PREFIX, DENSE = "prefix", "dense"
 GATHERED = {"KVFERRY_PACKED_READS": "require"}
 FEATURES = {
     PREFIX: Feature({"enable_prefix_caching": True}, is_a_gpus=False),
+    DENSE: Feature({"enable_prefix_caching": True, "prefix_cache_retention_interval": None}, is_a_gpus=False),
     "async": Feature({"async_scheduling": True}),
     "sync": Feature({"async_scheduling": False}),
     "runner1": Feature(env={"VLLM_USE_V2_MODEL_RUNNER": "0"}),
@@ -99,9 +100,9 @@ FEATURES = {
     "staged": Feature(env=GATHERED | {"KVFERRY_RING_MEMORY": "host", "KVFERRY_EXPOSE": "staging"}),
     "streamed": Feature(env=GATHERED | {"KVFERRY_EXPOSE": "nothing"}, is_a_gpus=False),
 }
-"""Prefix caching; a step that is scheduled while the last one runs; vLLM's two model runners; the order of
-dimensions and steps in the state of a convolution; and workers that gather: through rings, through rings in
-host memory, over streams."""
+"""Prefix caching, and the same with every block of a window kept; a step that is scheduled while the last one
+runs; vLLM's two model runners; the order of dimensions and steps in the state of a convolution; and workers
+that gather: through rings, through rings in host memory, over streams."""
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 NOT_ON_CPU = {
     "kimi_linear": "vLLM has no kernels for KDA on a CPU",
@@ -129,12 +130,14 @@ def _on_cpu(setting: Setting, family: str) -> Setting:
         raise NotHere("a CPU has no CUDA graphs")
     if of_gpus := [name for name in setting.features if FEATURES[name].is_a_gpus]:
         raise NotHere(f"{' and '.join(of_gpus)}: vLLM's worker for a CPU has no such choice")
+    if family in STATES and {PREFIX, DENSE} & set(setting.features):
+        raise NotHere("with prefix caching, vLLM's CPU build serves no model with states")
     if setting.dtype == "float16":
         raise NotHere("on a CPU the same case runs in fp32, which the case in bf16 does already")
     if setting.cache_dtype and platform.machine() == "aarch64":
         raise NotHere("vLLM keeps caches in fp8 on CPUs of the kind x86-64 only")
     is_fp32 = family not in BF16_ON_CPU and not setting.cache_dtype
-    block = setting.block and max(setting.block, CPU_BLOCK_TOKENS)
+    block = setting.block and -(-setting.block // CPU_BLOCK_TOKENS) * CPU_BLOCK_TOKENS
     if family in MLA and is_fp32:
         block = None
     return replace(
@@ -153,6 +156,8 @@ class Kind(StrEnum):
 
     DESCRIBE = "describe"
     PAIR = "pair"
+    REUSE = "reuse"
+    CONVERSATION = "conversation"
     FAULT = "fault"
     TIME = "time"
     SERVE = "serve"
@@ -181,6 +186,33 @@ class PairCase:
     @property
     def name(self) -> str:
         return f"{Kind.PAIR}/{self.family}/{self.src}/{self.dst}"
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseCase:
+    """Blocks that a load left in the decode engine's prefix cache, and the next requests that hit them."""
+
+    family: str
+    src: Setting
+    dst: Setting
+
+    @property
+    def name(self) -> str:
+        return f"{Kind.REUSE}/{self.family}/{self.src}/{self.dst}"
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationCase:
+    """Random conversations with shared heads, some loaded, some not."""
+
+    family: str
+    src: Setting
+    dst: Setting
+    num_steps: int = 125
+
+    @property
+    def name(self) -> str:
+        return f"{Kind.CONVERSATION}/{self.family}/{self.src}/{self.dst}/{self.num_steps}-steps"
 
 
 class Fault(StrEnum):
@@ -262,7 +294,7 @@ class ServeCase:
         return f"{Kind.SERVE}/{self.model}/{self.src}/{self.dst}/{self.num_clients}-clients"
 
 
-Case = DescribeCase | PairCase | FaultCase | TimeCase | LatencyCase | ServeCase
+Case = DescribeCase | PairCase | ReuseCase | ConversationCase | FaultCase | TimeCase | LatencyCase | ServeCase
 
 # -- the table ---------------------------------------------------------------------------------------------
 
@@ -337,6 +369,30 @@ def _pairs() -> Iterator[PairCase]:
     yield _pair("llama", Setting(draft="draft_model:deepseek_v3"))
 
 
+def _reuses() -> Iterator[ReuseCase]:
+    dense = Setting(features=(DENSE,))
+    exact = replace(dense, backend="TRITON_ATTN", dtype="float32")
+    for family in ("gemma3", "gpt_oss-all", "mistral"):
+        for setting in (dense, exact):
+            for src, dst in ((16, 48), (48, 16), WIDER, NARROWER, (48, 48)):
+                yield ReuseCase(family, replace(setting, block=src), replace(setting, block=dst))
+
+
+def _conversations() -> Iterator[ConversationCase]:
+    prefix, dense = Setting(features=(PREFIX,)), Setting(features=(DENSE,))
+    exact = replace(prefix, backend="TRITON_ATTN", dtype="float32")
+    for family, setting, src, dst in (
+        ("gemma3", prefix, 16, 48),
+        ("gemma3", exact, 48, 16),
+        ("gpt_oss-all", dense, 48, 16),
+        ("gpt_oss-all", exact, 16, 48),
+        ("mistral", prefix, 64, 16),
+        ("llama", prefix, 16, 64),
+        ("nemotron_h", prefix, None, None),
+    ):
+        yield ConversationCase(family, replace(setting, block=src), replace(setting, block=dst))
+
+
 def _describes() -> Iterator[DescribeCase]:
     for family in ("llama", "gemma3", "gpt_oss", "gemma3n", "gemma4"):
         for block in (16, 64):
@@ -378,4 +434,5 @@ def all_cases() -> tuple[Case, ...]:
     """The whole table, in the order in which it is worth the most if time runs out."""
     faults = [FaultCase(family, PLAIN, fault) for family in ("llama", "nemotron_h") for fault in Fault]
     times, serves = list(_times()), list(_serves())
-    return (*_pairs(), *times[:3], *serves[:1], *faults, *_describes(), *times[3:], *serves[1:])
+    pairs: list[Case] = [*_pairs(), *_reuses(), *_conversations()]
+    return (*pairs, *times[:3], *serves[:1], *faults, *_describes(), *times[3:], *serves[1:])

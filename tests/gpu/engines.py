@@ -54,7 +54,7 @@ class Engines:
         self,
         family: str,
         settings: Mapping[str, Setting],
-        connector: Mapping[str, Any] = KVFERRY,
+        connector: Mapping[str, Any] | None = KVFERRY,
         *,
         until: Callable[[Engine], None] | None = None,
     ) -> Iterator[dict[str, Engine]]:

@@ -177,7 +177,7 @@ def in_steps(engine: Engine, prompt: Sequence[int], num_tokens: int) -> list[int
     """
     if not engine.core("cuts_prompts"):
         num_tokens = AT_ONCE
-    until(lambda: engine.core("forget"), f"{engine.name} has forgotten its prefixes", seconds=120)
+    engine.forget()
     engine.core("step_lengths", num_tokens)
     try:
         tokens = engine.ask(prompt).tokens

@@ -27,7 +27,8 @@ def text(results: Results, cases: Iterable[Case]) -> str:
     lines += [f"  commits  {', '.join(commits)}"] if commits else []
     if results.machine.get("device") == "cpu":
         lines += ["", ON_CPU]
-    lines += ["", *_counts(names, results), "", *_pairs(results), *_faults(results)]
+    lines += ["", *_counts(names, results), "", *_pairs(results), *_conversations(results)]
+    lines += [*_faults(results)]
     lines += [*_describes(results), *_times(results), *_latency(results), *_serves(results)]
     lines += [*_not_passed(results)]
     return "\n".join(lines).rstrip() + "\n"
@@ -43,12 +44,12 @@ def _of(results: Results, kind: Kind, *outcomes: Outcome) -> list[Result]:
 
 
 def _counts(names: Sequence[str], results: Results) -> Iterator[str]:
-    yield f"  {'':10} {'cases':>6} {'passed':>7} {'failed':>7} {'not here':>9} {'not yet':>8}"
+    yield f"  {'':12} {'cases':>6} {'passed':>7} {'failed':>7} {'not here':>9} {'not yet':>8}"
     for kind in Kind:
         mine = [name for name in names if _kind(name) == kind]
         got = Counter(results.by_case[name].outcome for name in mine if name in results.by_case)
         yield (
-            f"  {kind:10} {len(mine):6} {got[Outcome.PASSED]:7} {got[Outcome.FAILED]:7}"
+            f"  {kind:12} {len(mine):6} {got[Outcome.PASSED]:7} {got[Outcome.FAILED]:7}"
             f" {got[Outcome.NOT_HERE]:9} {len(mine) - got.total():8}"
         )
 
@@ -93,6 +94,29 @@ def _pairs(results: Results) -> Iterator[str]:
 
 def _numbers(values: Iterable[int]) -> str:
     return "+".join(map(str, values))
+
+
+def _conversations(results: Results) -> Iterator[str]:
+    rows = [
+        (
+            result.case,
+            str(result.found["steps"]),
+            str(result.found["close"]),
+            f"{result.found['largest_difference']:.3f}",
+            f"{result.found['dst_tokens_loaded']:,}",
+            f"{result.found['dst_tokens_cached']:,}, {result.found['src_tokens_cached']:,}",
+            str(result.found["dst_blocks_kept_out"]),
+        )
+        for kind in (Kind.REUSE, Kind.CONVERSATION)
+        for result in _of(results, kind)
+    ]
+    title = (
+        "Prompts with shared heads, prefix caching on: no answer is wrong. Answers that part from the\n"
+        "reference's by rounding; the largest difference of log probabilities; prompt tokens that were\n"
+        "loaded, and that the decode and the prefill engine had cached; blocks filled in part, not cached."
+    )
+    head = ("engines", "steps", "close", "difference", "loaded", "cached", "kept out")
+    yield from _table(title, head, rows)
 
 
 def _faults(results: Results) -> Iterator[str]:

@@ -18,11 +18,13 @@ from tests.e2e.harness import Nursery
 from tests.gpu.cases import (
     LOOK_AT_MEMORY,
     Case,
+    ConversationCase,
     DescribeCase,
     FaultCase,
     LatencyCase,
     NotHere,
     PairCase,
+    ReuseCase,
     ServeCase,
     TimeCase,
 )
@@ -30,6 +32,7 @@ from tests.gpu.describe import run_describe
 from tests.gpu.engines import Engines
 from tests.gpu.faults import run_fault
 from tests.gpu.pairs import Wrong, run_pair
+from tests.gpu.prefixes import run_conversation, run_reuse
 from tests.gpu.results import Outcome, Result, Results, write
 from tests.gpu.servers import Servers
 from tests.gpu.serves import run_serve
@@ -55,6 +58,10 @@ def run_case(engines: Engines, case: Case, found: dict[str, Any]) -> None:
             run_describe(engines, case, found)
         case PairCase():
             run_pair(engines, case, found)
+        case ReuseCase():
+            run_reuse(engines, case, found)
+        case ConversationCase():
+            run_conversation(engines, case, found)
         case FaultCase():
             run_fault(engines, case, found)
         case TimeCase():

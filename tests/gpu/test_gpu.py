@@ -19,12 +19,14 @@ from tests.gpu.cases import (
     FEATURES,
     OTHER_ON_GPU,
     Case,
+    ConversationCase,
     DescribeCase,
     Fault,
     FaultCase,
     LatencyCase,
     NotHere,
     PairCase,
+    ReuseCase,
     ServeCase,
     Setting,
     TimeCase,
@@ -42,6 +44,7 @@ from tests.gpu.servers import Servers
 
 CASES = all_cases()
 PAIRS = [case for case in CASES if isinstance(case, PairCase)]
+REUSES = [case for case in CASES if isinstance(case, ReuseCase | ConversationCase)]
 MACHINE = {"device": "a GPU", "vllm": "0.32.0"}
 FOREVER = float("inf")
 
@@ -68,7 +71,7 @@ def test_the_pairs_that_issue_asks_for():
     assert {(case.src.layout, case.dst.layout) for case in PAIRS} >= {("NHD", "HND"), ("HND", "NHD")}
     assert {case.src.dtype for case in PAIRS} == {"bfloat16", "float16"}
     assert any(case.src.has_graphs for case in PAIRS)
-    assert {name for case in PAIRS for name in case.src.features} == set(FEATURES)
+    assert {name for case in (*PAIRS, *REUSES) for name in case.src.features} == set(FEATURES)
     assert any(case.src.cache_dtype == "fp8" for case in PAIRS)
     drafts = {(case.family, case.src.draft) for case in PAIRS}
     assert {("deepseek_v3", "draft_model:llama-draft"), ("llama", "draft_model:deepseek_v3")} <= drafts
@@ -78,7 +81,8 @@ def test_every_family_can_be_made():
     from kvferry.testing.vllm.tiny import FAMILIES
 
     drafting = {case.src.draft.split(":")[-1] for case in PAIRS if case.src.draft}
-    tiny = {case.family for case in CASES if isinstance(case, PairCase | FaultCase | DescribeCase)}
+    tiny = {case.family for case in (*PAIRS, *REUSES)}
+    tiny |= {case.family for case in CASES if isinstance(case, FaultCase | DescribeCase)}
     assert tiny | drafting | set(OTHER_ON_GPU.values()) <= set(FAMILIES)
     sized = {case.model for case in CASES if isinstance(case, TimeCase | LatencyCase | ServeCase)}
     assert sized == set(CONFIGS)
@@ -107,6 +111,7 @@ def test_a_setting_as_vllm_hears_it():
 def test_a_setting_on_a_cpu():
     on_cpu = Setting(16).on(CPU, "llama")
     assert (on_cpu.block, on_cpu.dtype) == (32, "float32")
+    assert Setting(48).on(CPU, "gemma3").block == 64
     assert Setting(64).on(CPU, "qwen3_next").dtype == "bfloat16"
 
 
@@ -127,6 +132,7 @@ def test_fp8_on_a_cpu(monkeypatch):
         (Setting(dtype="float16"), "llama", "fp32"),
         (Setting(features=("prefix", "async")), "llama", "async: vLLM's worker for a CPU"),
         (Setting(), "jamba", "Mamba-1"),
+        (Setting(features=("prefix",)), "nemotron_h", "no model with states"),
     ],
 )
 def test_what_a_cpu_cannot_do_says_why(setting, family, why):

@@ -58,6 +58,15 @@ _DEEPSEEK_V3_WIDE = {  # a GPU's kernels for MLA are made for these widths, and 
     "v_head_dim": 128,
 }
 
+_GPT_OSS = {  # a window every other layer, sinks, experts
+    "model_type": "gpt_oss",
+    "num_hidden_layers": 4,
+    **_ATTENTION,
+    "sliding_window": 96,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
     "llama-1kv": {**_LLAMA, "num_key_value_heads": 1},
@@ -84,14 +93,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "laurel_rank": 16,
         "tie_word_embeddings": True,
     },
-    "gpt_oss": {  # a window every other layer, sinks, experts
-        "model_type": "gpt_oss",
-        "num_hidden_layers": 4,
-        **_ATTENTION,
-        "sliding_window": 96,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
+    "gpt_oss": _GPT_OSS,
+    "gpt_oss-all": {  # no choice of experts: in bf16 rounding would change it, and with it the answer
+        **_GPT_OSS,
+        "num_experts_per_tok": _GPT_OSS["num_local_experts"],
     },
+    "mistral": {**_LLAMA, "model_type": "mistral", "sliding_window": 96},  # windows and nothing else
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v3-wide": _DEEPSEEK_V3_WIDE,
     "nemotron_h": {  # Mamba2 and attention in layers of their own
