@@ -289,13 +289,6 @@ def test_a_held_ticket_that_fails_is_reported_once_and_never_fetched(it):
     assert is_empty(it.reader)
 
 
-def test_a_held_ticket_that_is_given_up_is_free_for_another_reader(it):
-    it.hold(1, ticket())
-    it.answer(Grant(it.only(Acquire).nonce, 1, 30_000))
-    assert it.abort(1).failure() == "aborted"
-    assert it.outcome() is Outcome.UNREAD
-
-
 def test_only_the_ticket_that_is_held_can_be_fetched_under_its_handle(it):
     it.hold(1, ticket())
     assert it.supply(1, fetch_of(2)).failure() == "ticket"
@@ -895,7 +888,46 @@ def test_abort_before_anything_is_posted_gives_the_ticket_back(it):
     it.granted()
     it.abort(1)
     assert (it.failure(), it.outcome()) == ("aborted", Outcome.UNREAD)
+    assert (it.only(Settle).declined, it.only(Settle).reader_ranks) == (ticket(), 2)
     assert it.abort(1).effects == []
+
+
+def test_a_fetch_that_could_not_begin_leaves_its_ticket_to_another_engine(it):
+    it.granted()
+    it.at(10.0).tick()
+    assert (it.failure(), it.only(Settle).declined) == ("no-answer", None)
+
+
+def test_an_abort_that_nobody_has_answered_is_said_again(it):
+    """What asked for the lease may be lost; what gives it up proves itself."""
+    it.hold(1, ticket()).abort(1)
+    told = it.only(Settle)
+    assert told.declined == ticket()
+    assert it.at(0.5).tick().only(Settle) == told
+    it.confirmed()
+    assert it.at(1.0).tick().of(Settle) == []
+    assert is_empty(it.reader)
+
+
+def test_an_abort_is_not_said_for_long_to_who_was_never_there(it):
+    it.hold(1, made_up(1)).abort(1)
+    assert it.at(9.9).tick().of(Settle)
+    assert it.at(10.0).tick().only(HangUp) == HangUp("tcp://nobody:1")
+    assert is_empty(it.reader)
+
+
+def test_a_ticket_is_declined_without_being_held(it):
+    it.decline(1, ticket())
+    told = it.only(Settle)
+    assert (told.declined, told.outcome, told.reader_ranks) == (ticket(), Outcome.UNREAD, 2)
+    assert it.confirmed().effects == []
+    assert it.tick().only(HangUp) == HangUp("src")
+    assert is_empty(it.reader)
+
+
+def test_a_ticket_that_is_under_way_is_not_declined_beside(it):
+    it.granted()
+    assert it.decline(2, ticket()).effects == []
 
 
 def test_abort_after_the_post_waits_for_the_end(it):
@@ -905,6 +937,7 @@ def test_abort_after_the_post_waits_for_the_end(it):
     assert it.effects == []
     it.ended(second, "")
     assert (it.failure(), it.outcome()) == ("aborted", Outcome.FAILED)
+    assert it.only(Settle).declined == ticket()  # for its source, too, nothing has failed
 
 
 @pytest.mark.parametrize("is_aborted", [False, True])

@@ -18,7 +18,7 @@ from kvferry.errors import SpecError
 from kvferry.wire.limits import Name, Words
 from kvferry.wire.ticket import TableDoc, Ticket
 
-PROTOCOL = 3
+PROTOCOL = 4
 """The version of the messages and of what they promise."""
 OLDEST_PROTOCOL = 3
 """The oldest version that is still spoken: the one before ours, so that engines can be upgraded one by one.
@@ -34,7 +34,7 @@ def is_spoken(protocol: int) -> bool:
     """Whether a peer of that version is understood. One that is newer by one speaks so that we understand it.
 
     >>> [version for version in range(PROTOCOL + 4) if is_spoken(version)]
-    [3, 4]
+    [3, 4, 5]
     """
     return OLDEST_PROTOCOL <= protocol <= PROTOCOL + 1
 
@@ -57,7 +57,7 @@ class Outcome(StrEnum):
     """Every byte is in; it counts once the authority has confirmed that its lease was still held then."""
     FAILED = "failed"
     UNREAD = "unread"
-    """Given up before anything was posted: the ticket may serve another reader."""
+    """Nothing was posted: the ticket may serve another reader, unless it is declined."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -196,6 +196,21 @@ class Settle(msgspec.Struct, frozen=True, tag=True):
     attempt: int
     token: bytes
     outcome: Outcome
+    reader_ranks: int = 0
+    """Of the reader, where it declines."""
+    declined: Ticket | None = None
+    """The ticket, if the reader's engine does not need it: once every rank is through, its lease ends. The
+    ticket proves itself, so that this also counts for a rank that was not granted it, whichever of its
+    messages came first. A peer of version 3 goes by ``outcome``.
+    """
+
+    @property
+    def acquire(self) -> Acquire | None:
+        """What the rank would have asked for the declined ticket with; None if it declines none."""
+        if self.declined is None or self.declined.ticket_id != self.ticket_id:
+            return None
+        who = self.reader, self.reader_rank, self.reader_ranks
+        return Acquire(0, self.declined, *who, self.attempt, self.token)
 
 
 class SettleAck(msgspec.Struct, frozen=True, tag=True):
@@ -364,6 +379,7 @@ _MAX_BYTES: dict[str, int] = {
     "Gather": MAX_MESSAGE_BYTES,
     "Join": MAX_MESSAGE_BYTES,
     "Renew": 256 << 10,
+    "Settle": 4 << 20,
     **dict.fromkeys((kind.__name__ for kind in get_args(FromAuthority)), MAX_MESSAGE_BYTES),
 }
 """How long a message of each kind may be. It is looked at before the message is decoded."""
