@@ -833,10 +833,44 @@ def test_what_could_not_be_settled_is_said_when_the_source_is_there_again(it):
 def test_where_nobody_ever_answered_nothing_is_left_behind(it):
     it.fetch(1, fetch_of()).calling("src")
     it.at(2.0).tick()
-    assert (it.failure(), it.of(HangUp)) == ("source-gone", [HangUp("src")])
-    assert it.of(Settle) == []
+    assert (it.failure(), it.of(HangUp), it.of(Settle)) == ("source-gone", [], [])
     assert is_empty(it.reader)
     assert len(it.reader._meetings) == 0
+    assert it.at(11.9).tick().of(HangUp) == []  # it may only stand still
+    assert it.at(12.0).tick().only(HangUp) == HangUp("src")
+
+
+def test_a_source_that_stood_still_at_the_first_contact_serves_as_soon_as_it_goes_on(it):
+    it.fetch(1, fetch_of()).calling("src")
+    assert it.at(2.0).tick().failure() == "source-gone"
+    assert it.of(HangUp) == []  # else nobody would notice
+    assert it.at(3.0).fetch(2, fetch_of(2)).failure() == "source-gone"
+    it.connected("src")
+    assert it.fetch(3, fetch_of(3)).of(Acquire)
+
+
+def test_a_meeting_that_gets_on_is_not_given_up(it):
+    """On a busy machine each answer takes seconds; together they may take longer than one may."""
+    it.fetch(1, fetch_of())
+    it.answer(Grant(it.only(Acquire).nonce, 1, 30_000))
+    it.at(8.0).answer(welcome())
+    peer = it.only(FindRanks).peer
+    it.at(16.0).tick()
+    assert it.of(Report) == []
+    it.found(peer, (0, 3))
+    it.at(24.0).answer(described(it.only(DescribeRanks)))
+    it.at(30.0).built(it.only(Build).peer)
+    assert it.only(Select).handle == 1
+
+
+def test_a_meeting_that_stands_still_is_given_up(it):
+    it.fetch(1, fetch_of())
+    it.answer(Grant(it.only(Acquire).nonce, 1, 30_000))
+    it.at(8.0).answer(welcome())
+    it.at(17.9).tick()
+    assert it.of(Report) == []
+    it.at(18.0).tick()
+    assert it.failure() == "no-answer"
 
 
 def test_an_unused_peer_that_is_gone_is_forgotten_whole(it):

@@ -263,9 +263,15 @@ class ActiveFetches:
         """Time has passed: give up, quarantine, and tell authorities again what they do not know yet."""
         effects: list[Effect] = []
         for job in list(self):
-            if now >= job.give_up_at(self._timing):
+            if now >= self.give_up_at(job):
                 effects += self._give_up(now, job)
         return [*effects, *self.settlements.tick(now, self._connections.gone), *self.checks.tick(now)]
+
+    def give_up_at(self, job: FetchJob) -> float:
+        """When its phase has lasted too long; not while the meeting with its peer gets on."""
+        if job.phase in (Phase.LEASING, Phase.MEETING):
+            return max(job.started, self._meetings.since(job.peer)) + self._timing.meet
+        return job.give_up_at(self._timing)
 
     def _give_up(self, now: float, job: FetchJob) -> list[Effect]:
         """Its phase has lasted too long."""

@@ -192,7 +192,7 @@ class Reader:
         """A message from the authority at ``reply_to``."""
         match message:
             case Welcome():
-                effects, lost = self._meetings.welcomed(reply_to, message)
+                effects, lost = self._meetings.welcomed(now, reply_to, message)
                 return [*effects, *self._lose(now, lost)]
             case RankDescriptions():
                 effects, lost = self._meetings.described(now, reply_to, message)
@@ -341,7 +341,7 @@ class Reader:
         told = self._fetches.settlements, self._fetches.checks
         parts = (self._connections, self._meetings, *told, self._questions, self._acquires)
         deadlines = [part.next_deadline() for part in parts]
-        deadlines += [min(job.ask_at(timing), job.give_up_at(timing)) for job in self._fetches]
+        deadlines += [min(job.ask_at(timing), self._fetches.give_up_at(job)) for job in self._fetches]
         return min(deadlines)
 
     def status(self) -> dict[str, object]:
