@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from itertools import count
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 from tests.e2e import inside
@@ -559,17 +560,29 @@ class _Frontend:
         pass
 
     async def generate(
-        self, request_id: str, prompt: list[int], num_tokens: int, params: Params | None
+        self,
+        request_id: str,
+        prompt: list[int],
+        num_tokens: int,
+        params: Params | None,
+        more: Mapping[str, Any] | None = None,
     ) -> tuple:
         before = await self.sources()
         answer: tuple = [], None, None
-        async for output in self._stream(request_id, prompt, num_tokens, params):
+        async for output in self._stream(request_id, prompt, num_tokens, params, more or {}):
             done = output.outputs[0]
             answer = list(done.token_ids), done.finish_reason, output.kv_transfer_params
         sources = [now - then for now, then in zip(await self.sources(), before, strict=True)]
         return *answer, sources
 
-    def _stream(self, request_id: str, prompt: list[int], num_tokens: int, params: Params | None) -> Any:
+    def _stream(
+        self,
+        request_id: str,
+        prompt: list[int],
+        num_tokens: int,
+        params: Params | None,
+        more: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Any:
         from vllm import SamplingParams
 
         sampling = SamplingParams(
@@ -578,8 +591,13 @@ class _Frontend:
             ignore_eos=True,
             detokenize=False,
             extra_args={"kv_transfer_params": params} if params else None,
+            **more,
         )
         return self._engine.generate({"prompt_token_ids": prompt}, sampling, request_id)
+
+    async def reject(self, request_id: str, params: Params) -> None:
+        """What vLLM's HTTP server does with a request that it rejects, or that failed."""
+        await self._engine.notify_kv_transfer_request_rejected(request_id, params)
 
     async def abort(self, request_id: str) -> None:
         await self._engine.abort(request_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,8 +107,7 @@ class Incoming:
         except SpecError as error:
             return "other-prompt", str(error)
         if not is_identified(request) or not is_same:
-            lora = ", or for another LoRA adapter" if request.lora_request is not None else ""
-            return "other-prompt", f"the ticket was made for another prompt{lora}"
+            return "other-prompt", f"the ticket was made {self._difference(request, ticket)}"
         if self._groups.has_state and ticket.num_tokens > most:
             return (
                 "state-too-long",
@@ -115,6 +115,17 @@ class Incoming:
                 f" {most} tokens of this prompt may be loaded",
             )
         return None
+
+    def _difference(self, request: Request, ticket: Ticket) -> str:
+        """What a ticket was made for, as far as can be told: it has one digest of prompt and adapter."""
+        adapter = request.lora_request
+        if adapter is None:
+            return "for another prompt, or with a LoRA adapter: this request has none"
+        bare = copy(request)
+        bare.lora_request = None
+        if ticket.digest == digest(bare, ticket.num_tokens, self._adapters):
+            return f"without a LoRA adapter: this request has {adapter.lora_name}"
+        return f"for another prompt, or for another LoRA adapter than {adapter.lora_name}"
 
     def matched(self, request: Request, num_computed: int) -> tuple[int, bool]:
         """How many tokens a ticket brings beyond those that are here already.
