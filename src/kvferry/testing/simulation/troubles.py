@@ -188,6 +188,8 @@ def _settle(acquire: Acquire, chance: Random) -> Settle:
         acquire.attempt,
         token=bytes(TOKEN_BYTES),
         outcome=chance.choice([*Outcome]),
+        reader_ranks=acquire.reader_ranks,
+        declined=chance.choice([None, forged(acquire.ticket, chance)]),
     )
 
 
