@@ -86,6 +86,8 @@ def sample(kind: inspect.Type) -> Any:
             return (sample(kind.item_type),)
         case inspect.TupleType():
             return tuple(map(sample, kind.item_types))
+        case inspect.UnionType():
+            return sample(kind.types[0])
         case inspect.DictType():
             return {sample(kind.key_type): sample(kind.value_type)}
         case _:

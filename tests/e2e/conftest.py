@@ -30,6 +30,7 @@ CHOSEN = (
     "test_requests.py::*gemma3*",
     "test_requests.py::test_a_lease_is_kept_while_its_request_waits",
     "test_requests.py::test_the_decode_engine_preempts",
+    "test_give_back.py::*",
     "test_faults.py::*gemma3-fail*",
     # The same model, or another one.
     "test_same_model.py::test_the_same_weights*",

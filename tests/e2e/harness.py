@@ -157,7 +157,7 @@ class Engine:
         has_logprobs: bool = False,
     ) -> "Future[Answer]":
         """The same, for a test that does something else meanwhile."""
-        values = request_id, list(prompt), num_tokens, params, has_logprobs
+        values = request_id, list(prompt), num_tokens, params, {"logprobs": 0} if has_logprobs else {}
         return self.submit("generate", *values, read=_read_answer)
 
     def scores(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[Score]:
@@ -592,12 +592,16 @@ class _Frontend:
         pass
 
     async def generate(
-        self, request_id: str, prompt: list[int], num_tokens: int, params: Params | None, has_logprobs: bool
+        self,
+        request_id: str,
+        prompt: list[int],
+        num_tokens: int,
+        params: Params | None,
+        more: Mapping[str, Any] | None = None,
     ) -> tuple:
         before = await self.sources()
         answer: tuple = [], None, None, []
-        more = {"logprobs": 0} if has_logprobs else {}
-        async for output in self._stream(request_id, prompt, num_tokens, params, **more):
+        async for output in self._stream(request_id, prompt, num_tokens, params, **(more or {})):
             done = output.outputs[0]
             pairs = zip(done.token_ids, done.logprobs or [], strict=False)
             logprobs = [place[token].logprob for token, place in pairs]
@@ -632,6 +636,10 @@ class _Frontend:
             for place, token in zip(places, tokens, strict=True)
         ]
         return [(logprob, likeliest - logprob) for logprob, likeliest in found]
+
+    async def reject(self, request_id: str, params: Params) -> None:
+        """What vLLM's HTTP server does with a request that it rejects, or that failed."""
+        await self._engine.notify_kv_transfer_request_rejected(request_id, params)
 
     async def abort(self, request_id: str) -> None:
         await self._engine.abort(request_id)

@@ -13,6 +13,7 @@ from kvferry.endpoint import SourceEngine
 from kvferry.endpoint.ask_status import ask_status
 from kvferry.endpoint.status_socket import MAX_FILES, live_sockets, open_status, read_status, status_folder
 from kvferry.errors import SpecError
+from kvferry.wire.messages import PROTOCOL
 from kvferry.wire.secret import Secret
 from kvferry.wire.ticket import to_text
 from kvferry.wire.trust import Trust
@@ -46,7 +47,11 @@ def test_both_sides_tell_what_they_are_doing(pair_of):
     destination, source = map(read_status, live_sockets())
     assert (destination["side"], source["side"]) == ("destination", "source")
     for report in (destination, source):
-        assert (report["pid"], report["host"], report["protocol"]) == (os.getpid(), socket.gethostname(), 3)
+        assert (report["pid"], report["host"], report["protocol"]) == (
+            os.getpid(),
+            socket.gethostname(),
+            PROTOCOL,
+        )
     (known,) = destination["sources"]
     assert (known["engine"], known["address"]) == ("prefill", pair.engine.address)
     assert (known["state"], known["way"], known["ranks"]) == ("met", "memory", [0])

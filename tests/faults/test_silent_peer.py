@@ -131,3 +131,21 @@ def test_a_rank_that_is_stopped_while_it_is_met_delays_no_other_meeting(harbour,
     sleeper.fleet.ranks[0].resume()
     harbour.serves(sleeper, destination)
     until(destination.is_quiet, "all is told")
+
+
+@pytest.mark.parametrize("is_met", [False, True], ids=["new", "met"])
+def test_a_source_that_stood_still_serves_within_a_second(harbour, sleeper, is_met):
+    """It answers again: new loads go to it at once, and not when it would have been called anew."""
+    destination = harbour.destination("newcomer", tp=1)
+    if is_met:
+        harbour.serves(sleeper, destination)
+    ticket = harbour.offer(sleeper)
+    sleeper.fleet.authority.stop()
+    assert destination.wait(destination.fetch(ticket)) == ["source-gone"]
+    sleeper.fleet.authority.resume()
+    resumed = time.monotonic()
+    while (code := destination.wait(destination.fetch(harbour.offer(sleeper)))) != [""]:
+        assert code == ["source-gone"]
+        assert time.monotonic() - resumed < 1.0
+        time.sleep(0.05)
+    print(f"served {time.monotonic() - resumed:.2f} s after it went on")

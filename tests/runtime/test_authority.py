@@ -474,6 +474,84 @@ def test_withdrawn_at_once_if_nobody_reads_it():
     assert acquire(source, ticket).code == "ended"
 
 
+# -- tickets that are not needed -------------------------------------------------------------------
+
+
+def decline(source, ticket, reader="A", rank=0, ranks=1, *, attempt=1, outcome=UNREAD, token=None):
+    """What the reader is told, and what is released."""
+    token = token_of(reader, rank) if token is None else token
+    who = ticket.generation, ticket.ticket_id, reader, rank, attempt, token
+    ack, *rest = source.receive(2.0, "reply_to", Settle(*who, outcome, ranks, declined=ticket))
+    return ack.message.code, [effect.reason for effect in rest if isinstance(effect, Released)]
+
+
+@pytest.mark.parametrize("is_granted", [True, False])
+def test_a_declined_ticket_is_released_at_once(is_granted):
+    """Also if its reader has not asked for it, or is heard the wrong way round."""
+    source = authority()
+    ticket = offered(source)
+    if is_granted:
+        acquire(source, ticket, "A")
+    assert decline(source, ticket, "A") == ("", ["declined"])
+    assert decline(source, ticket, "A") == ("", [])  # said twice
+    assert acquire(source, ticket, "A").code == "ended"
+    assert acquire(source, ticket, "B").code == "ended"
+    assert source.num_leases == 0
+
+
+def test_a_declined_ticket_is_released_when_every_rank_is_through():
+    """One rank may still read: what it reads stays where it is."""
+    source = authority()
+    ticket = offered(source)
+    acquire(source, ticket, "A", 0, 2)
+    acquire(source, ticket, "A", 1, 2)
+    assert decline(source, ticket, "A", 0, 2) == ("", [])
+    assert acquire(source, ticket, "A", 0, 2).code == "spent"  # a late copy of what it asked before
+    assert [e.reason for e in settle(source, ticket, READ, "A", 1)] == ["declined"]
+
+
+def test_one_rank_declines_for_all_that_could_not_read():
+    source = authority()
+    ticket = offered(source)
+    acquire(source, ticket, "A", 1, 2)
+    assert decline(source, ticket, "A", 0, 2) == ("", [])
+    assert [e.reason for e in settle(source, ticket, UNREAD, "A", 1)] == ["declined"]
+
+
+def test_a_ticket_that_was_left_is_declined_by_a_later_attempt():
+    """The meeting failed, so that another engine may try; then this one has computed it."""
+    source = authority()
+    ticket = offered(source)
+    acquire(source, ticket, "A", attempt=1)
+    assert settle(source, ticket, UNREAD, attempt=1) == []
+    assert decline(source, ticket, attempt=1)[1] == []  # as late as its first attempt
+    assert decline(source, ticket, attempt=2) == ("", ["declined"])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"reader": "B"}, {"token": b"x" * TOKEN_BYTES}, {"attempt": 0}, {"rank": 5, "ranks": 6}],
+    ids=["another engine", "a guess", "an earlier attempt", "a rank more"],
+)
+def test_nobody_declines_for_its_reader(changes):
+    source = authority()
+    ticket = offered(source)
+    acquire(source, ticket, "A")
+    told = {"reader": "A", "attempt": 1, **changes}
+    assert decline(source, ticket, **told) == ("lease-ended", [])
+    assert [e.reason for e in settle(source, ticket, READ, "A")] == ["read"]
+
+
+def test_a_forged_ticket_declines_nothing():
+    source = authority()
+    ticket = offered(source)
+    forged = msgspec.structs.replace(ticket, num_tokens=1)
+    assert decline(source, forged, "A") == ("lease-ended", [])
+    other = msgspec.structs.replace(offered(source, "another"), ticket_id=ticket.ticket_id)
+    assert decline(source, other, "A") == ("lease-ended", [])
+    assert isinstance(acquire(source, ticket, "B"), Grant)
+
+
 @pytest.mark.parametrize(("outcome", "reason"), [(READ, "read"), (FAILED, "failed"), (UNREAD, "withdrawn")])
 def test_withdrawn_while_read_waits_for_the_reader(outcome, reason):
     source = authority()

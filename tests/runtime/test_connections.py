@@ -57,8 +57,8 @@ def test_who_is_gone_is_called_anew_after_a_while(known):
     assert (known.gone("a"), len(known)) == ("", 0)
 
 
-def test_nobody_who_never_answered_is_waited_for(known):
-    """It may be a forged address, and the port of something else."""
+def test_who_never_answered_is_not_waited_for_longer_than_it_is_gone(known):
+    """It may stand still; it may be a forged address, and the port of something else."""
     known.calling(0.0, "refuses")
     known.broken(0.01, "refuses")
     known.calling(0.0, "silent")
@@ -67,11 +67,12 @@ def test_nobody_who_never_answered_is_waited_for(known):
     assert known.tick(1.9) == []
     assert known.tick(2.0) == ["silent"]
     assert "stopped" in known.gone("silent")
-    assert not known.is_awaited("silent")
+    assert known.is_awaited("silent")
     known.closed("silent")
     known.calling(3.0, "silent")  # somebody sent something there all the same
     assert known.gone("silent")
     assert known.tick(12.0) == []
+    assert not known.is_awaited("silent")
     assert len(known) == 0
 
 

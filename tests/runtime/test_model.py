@@ -203,6 +203,10 @@ class TerseAuthority(Authority):
     MAX_DESCRIBED_BYTES = 1
 
 
+def is_aborted(report):
+    return report.failure is not None and report.failure.code is FailureCode.ABORTED
+
+
 class World(RuleBasedStateMachine):
     """Everything at once."""
 
@@ -557,6 +561,26 @@ class World(RuleBasedStateMachine):
         self.fetch(0, engine, is_latest=True)
         self.deliver_all(is_backwards)
 
+    @rule(engine=index, is_held=st.booleans(), is_heard=st.booleans(), is_backwards=st.booleans())
+    def give_back(self, engine, is_held, is_heard, is_backwards):
+        """No rank of an engine needs a ticket: its blocks are free once all have said so, in any order."""
+        self.offer()
+        offer, ranks = self.offers[-1], self.engine(engine)
+        if is_held:
+            self.fetch(0, engine, is_latest=True)
+        if is_heard:
+            self.deliver_all(is_backwards)
+        for rank in ranks:
+            reader, now = rank.reader, self.clock(rank)
+            last = len(rank.fetched) - 1
+            self.of_reader(
+                rank, reader.abort(now, last) if is_held else reader.decline(now, -1, offer.ticket)
+            )
+        self.deliver_all(is_backwards)
+        # Whoever believes that the source is gone has asked it for nothing.
+        is_asked = not is_held or all(is_aborted(rank.reports[len(rank.fetched) - 1]) for rank in ranks)
+        assert offer.releases == ["declined"] or not is_asked, "nobody needs it, and it is not released"
+
     @precondition(lambda self: self.offers)
     @rule(which=index, engine=index, rank=index)
     def fetch_on_one_rank(self, which, engine, rank):
@@ -787,6 +811,12 @@ class World(RuleBasedStateMachine):
         for attempt in (job.attempt, job.attempt + 1):
             settle = Settle(job.ticket.generation, *who, attempt, FORGED, outcome)
             self.packets.append(Packet(ADDRESS, "nobody", encode(settle)))
+            if offer := rank.fetched[job.handle][0]:  # a ticket of the same number, by somebody else
+                forged = msgspec.structs.replace(offer.ticket, num_tokens=FORGERIES["num_tokens"])
+                declined = msgspec.structs.replace(
+                    settle, reader_ranks=rank.reader.num_ranks, declined=forged
+                )
+                self.packets.append(Packet(ADDRESS, "nobody", encode(declined)))
         renew = Renew(1, job.ticket.generation, *who[1:], ((job.ticket.ticket_id, FORGED),))
         self.packets.append(Packet(ADDRESS, "nobody", encode(renew)))
         if is_delivered:
@@ -917,7 +947,7 @@ class World(RuleBasedStateMachine):
     @invariant()
     def bounded(self):
         for rank in self.ranks:
-            assert len(rank.reader._fetches.settlements) <= len(rank.fetched)
+            assert len(rank.reader._fetches.settlements) <= len(rank.fetched) + len(self.offers)
             assert len(rank.reader._fetches.transfers) <= len(rank.reads)
             assert len(rank.reader._fetches.checks._checks) <= len(rank.reader._fetches.by_handle)
             assert len(rank.reader._questions) <= 40 * max(1, len(rank.fetched))

@@ -289,13 +289,6 @@ def test_a_held_ticket_that_fails_is_reported_once_and_never_fetched(it):
     assert is_empty(it.reader)
 
 
-def test_a_held_ticket_that_is_given_up_is_free_for_another_reader(it):
-    it.hold(1, ticket())
-    it.answer(Grant(it.only(Acquire).nonce, 1, 30_000))
-    assert it.abort(1).failure() == "aborted"
-    assert it.outcome() is Outcome.UNREAD
-
-
 def test_only_the_ticket_that_is_held_can_be_fetched_under_its_handle(it):
     it.hold(1, ticket())
     assert it.supply(1, fetch_of(2)).failure() == "ticket"
@@ -840,10 +833,44 @@ def test_what_could_not_be_settled_is_said_when_the_source_is_there_again(it):
 def test_where_nobody_ever_answered_nothing_is_left_behind(it):
     it.fetch(1, fetch_of()).calling("src")
     it.at(2.0).tick()
-    assert (it.failure(), it.of(HangUp)) == ("source-gone", [HangUp("src")])
-    assert it.of(Settle) == []
+    assert (it.failure(), it.of(HangUp), it.of(Settle)) == ("source-gone", [], [])
     assert is_empty(it.reader)
     assert len(it.reader._meetings) == 0
+    assert it.at(11.9).tick().of(HangUp) == []  # it may only stand still
+    assert it.at(12.0).tick().only(HangUp) == HangUp("src")
+
+
+def test_a_source_that_stood_still_at_the_first_contact_serves_as_soon_as_it_goes_on(it):
+    it.fetch(1, fetch_of()).calling("src")
+    assert it.at(2.0).tick().failure() == "source-gone"
+    assert it.of(HangUp) == []  # else nobody would notice
+    assert it.at(3.0).fetch(2, fetch_of(2)).failure() == "source-gone"
+    it.connected("src")
+    assert it.fetch(3, fetch_of(3)).of(Acquire)
+
+
+def test_a_meeting_that_gets_on_is_not_given_up(it):
+    """On a busy machine each answer takes seconds; together they may take longer than one may."""
+    it.fetch(1, fetch_of())
+    it.answer(Grant(it.only(Acquire).nonce, 1, 30_000))
+    it.at(8.0).answer(welcome())
+    peer = it.only(FindRanks).peer
+    it.at(16.0).tick()
+    assert it.of(Report) == []
+    it.found(peer, (0, 3))
+    it.at(24.0).answer(described(it.only(DescribeRanks)))
+    it.at(30.0).built(it.only(Build).peer)
+    assert it.only(Select).handle == 1
+
+
+def test_a_meeting_that_stands_still_is_given_up(it):
+    it.fetch(1, fetch_of())
+    it.answer(Grant(it.only(Acquire).nonce, 1, 30_000))
+    it.at(8.0).answer(welcome())
+    it.at(17.9).tick()
+    assert it.of(Report) == []
+    it.at(18.0).tick()
+    assert it.failure() == "no-answer"
 
 
 def test_an_unused_peer_that_is_gone_is_forgotten_whole(it):
@@ -895,7 +922,46 @@ def test_abort_before_anything_is_posted_gives_the_ticket_back(it):
     it.granted()
     it.abort(1)
     assert (it.failure(), it.outcome()) == ("aborted", Outcome.UNREAD)
+    assert (it.only(Settle).declined, it.only(Settle).reader_ranks) == (ticket(), 2)
     assert it.abort(1).effects == []
+
+
+def test_a_fetch_that_could_not_begin_leaves_its_ticket_to_another_engine(it):
+    it.granted()
+    it.at(10.0).tick()
+    assert (it.failure(), it.only(Settle).declined) == ("no-answer", None)
+
+
+def test_an_abort_that_nobody_has_answered_is_said_again(it):
+    """What asked for the lease may be lost; what gives it up proves itself."""
+    it.hold(1, ticket()).abort(1)
+    told = it.only(Settle)
+    assert told.declined == ticket()
+    assert it.at(0.5).tick().only(Settle) == told
+    it.confirmed()
+    assert it.at(1.0).tick().of(Settle) == []
+    assert is_empty(it.reader)
+
+
+def test_an_abort_is_not_said_for_long_to_who_was_never_there(it):
+    it.hold(1, made_up(1)).abort(1)
+    assert it.at(9.9).tick().of(Settle)
+    assert it.at(10.0).tick().only(HangUp) == HangUp("tcp://nobody:1")
+    assert is_empty(it.reader)
+
+
+def test_a_ticket_is_declined_without_being_held(it):
+    it.decline(1, ticket())
+    told = it.only(Settle)
+    assert (told.declined, told.outcome, told.reader_ranks) == (ticket(), Outcome.UNREAD, 2)
+    assert it.confirmed().effects == []
+    assert it.tick().only(HangUp) == HangUp("src")
+    assert is_empty(it.reader)
+
+
+def test_a_ticket_that_is_under_way_is_not_declined_beside(it):
+    it.granted()
+    assert it.decline(2, ticket()).effects == []
 
 
 def test_abort_after_the_post_waits_for_the_end(it):
@@ -905,6 +971,7 @@ def test_abort_after_the_post_waits_for_the_end(it):
     assert it.effects == []
     it.ended(second, "")
     assert (it.failure(), it.outcome()) == ("aborted", Outcome.FAILED)
+    assert it.only(Settle).declined == ticket()  # for its source, too, nothing has failed
 
 
 @pytest.mark.parametrize("is_aborted", [False, True])

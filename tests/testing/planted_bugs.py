@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
 import numpy as np
 
 from kvferry.core import manifest
@@ -23,8 +24,10 @@ from kvferry.runtime.fetch_job import FetchJob
 from kvferry.runtime.lease import _RankGrant as RankGrant
 from kvferry.runtime.offers import Offers
 from kvferry.runtime.reader import Reader
+from kvferry.runtime.values import Send
 from kvferry.testing.simulation import Law, Trouble
 from kvferry.testing.simulation.boards import SimulatedBoard, SimulatedBoards
+from kvferry.wire.messages import Outcome
 
 
 @dataclass(frozen=True)
@@ -197,7 +200,44 @@ def board_of_the_dead(patch):
     patch.setattr(SimulatedBoards, "is_shown", is_shown)
 
 
+def declined_tickets_are_left(patch):
+    """A reader that does not need a ticket leaves it to another."""
+    real = ActiveFetches.decline
+
+    def decline(self, now, job, outcome=Outcome.UNREAD):
+        sent = real(self, now, job, outcome)
+        told = self.settlements._by_attempt[job.attempt]
+        told.message = msgspec.structs.replace(told.message, declined=None)
+        return [Send(effect.to, told.message) for effect in sent]
+
+    patch.setattr(ActiveFetches, "decline", decline)
+
+
+def one_rank_ends_a_lease(patch):
+    """What one rank declines is released, whatever the others do."""
+    real = Authority._settled
+
+    def settled(self, now, lease):
+        if lease.reading.is_declined:
+            return self._end(now, lease, "declined")
+        return real(self, now, lease)
+
+    patch.setattr(Authority, "_settled", settled)
+
+
 BUGS = (
+    PlantedBug(
+        "declined tickets are left",
+        declined_tickets_are_left,
+        frozenset({Law.LIVENESS}),
+        frozenset({Trouble.ABORTS}),
+    ),
+    PlantedBug(
+        "one rank ends a lease",
+        one_rank_ends_a_lease,
+        frozenset({Law.QUIESCENCE}),
+        frozenset({Trouble.ABORTS, Trouble.SLOW_READS}),
+    ),
     PlantedBug(
         "a lease never struck",
         lease_never_struck,

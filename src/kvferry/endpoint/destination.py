@@ -196,8 +196,21 @@ class Destination:
         return handle
 
     def abort(self, handle: int) -> None:
-        """Give a fetch up; it is reported when nothing of it is in flight any more."""
+        """Give a fetch up; it is reported when nothing of it is in flight any more.
+
+        Its ticket is not needed: the source releases it once every rank of this engine has given it up.
+        """
         self._owner.put(lambda now: self._reader.abort(now, handle))
+
+    def decline(self, ticket: Ticket) -> None:
+        """Have a ticket released that this engine does not need and has not held; nothing is reported.
+
+        Every rank of the engine must do it: the source waits for all of them.
+        """
+        _check(ticket)
+        handle = next(self._handles)
+        if refusal(ticket, self._trust, self._host) is None:
+            self._owner.put(lambda now: self._reader.decline(now, handle, ticket))
 
     def poll(self) -> list[Report]:
         """The fetches that are over, each once: loaded (no failure), or failed with its reason."""

@@ -9,8 +9,6 @@ from concurrent.futures import Future
 from functools import partial
 from hmac import compare_digest
 
-from msgspec import UNSET, UnsetType
-
 from kvferry.channel import ContactChange, Received
 from kvferry.core.outline import Outline
 from kvferry.core.request import BlockTable
@@ -46,7 +44,7 @@ from kvferry.wire.messages import (
     too_long,
 )
 from kvferry.wire.outline import manifest_of_joins, outline_to_msgpack
-from kvferry.wire.ticket import Ticket
+from kvferry.wire.ticket import NOT_SAID, NotSaid, Ticket
 from kvferry.wire.trust import Trust, is_loopback
 
 log = log_of(__name__)
@@ -179,7 +177,7 @@ class SourceEngine:
         num_tokens: int,
         *,
         digest: bytes = b"",
-        held_from: int | UnsetType = UNSET,
+        held_from: int | NotSaid = NOT_SAID,
     ) -> Ticket:
         """Pin a request's blocks until its lease ends, and return the ticket to hand to the destination.
 

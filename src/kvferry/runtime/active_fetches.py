@@ -55,13 +55,14 @@ class ActiveFetches:
         self,
         reader: str,
         rank: int,
+        num_ranks: int,
         timing: Timing,
         meetings: Meetings,
         connections: Connections,
         numbers: Iterator[int],
         digest_every: int = 0,
     ) -> None:
-        self._who, self._timing, self._numbers = (reader, rank), timing, numbers
+        self._who, self._num_ranks, self._timing, self._numbers = (reader, rank), num_ranks, timing, numbers
         self._meetings, self._connections = meetings, connections
         self.settlements = Settlements(timing)
         self.checks = DigestChecks(digest_every, timing)
@@ -262,9 +263,15 @@ class ActiveFetches:
         """Time has passed: give up, quarantine, and tell authorities again what they do not know yet."""
         effects: list[Effect] = []
         for job in list(self):
-            if now >= job.give_up_at(self._timing):
+            if now >= self.give_up_at(job):
                 effects += self._give_up(now, job)
         return [*effects, *self.settlements.tick(now, self._connections.gone), *self.checks.tick(now)]
+
+    def give_up_at(self, job: FetchJob) -> float:
+        """When its phase has lasted too long; not while the meeting with its peer gets on."""
+        if job.phase in (Phase.LEASING, Phase.MEETING):
+            return max(job.started, self._meetings.since(job.peer)) + self._timing.meet
+        return job.give_up_at(self._timing)
 
     def _give_up(self, now: float, job: FetchJob) -> list[Effect]:
         """Its phase has lasted too long."""
@@ -298,12 +305,25 @@ class ActiveFetches:
         if job.is_settled or self.by_ticket.get(job.key) != job.handle:
             return []
         job.is_settled = True
+        if job.failure is not None and job.failure.code is FailureCode.ABORTED:
+            return self.decline(now, job, outcome)
         who = *self._who, job.attempt, job.token
         settle = Settle(job.peer.generation, job.ticket.ticket_id, *who, outcome)
-        is_heard = job.covered_until > float("-inf") or self._meetings.is_met(job.peer)
-        if not is_heard:
+        if not self._is_heard(job):
             return [Send(job.peer.authority, settle)]  # once: perhaps nobody like that has ever been there
-        return self.settlements.settle(now, job, settle)
+        return self.settlements.settle(now, job, settle, job.patience(self._timing))
+
+    def _is_heard(self, job: FetchJob) -> bool:
+        return job.covered_until > float("-inf") or self._meetings.is_met(job.peer)
+
+    def decline(self, now: float, job: FetchJob, outcome: Outcome = Outcome.UNREAD) -> list[Effect]:
+        """Have the lease of a ticket ended that this engine does not need, granted to it or not."""
+        ticket, who = job.ticket, (*self._who, job.attempt, job.token)
+        settle = Settle(ticket.generation, ticket.ticket_id, *who, outcome, self._num_ranks, declined=ticket)
+        seconds = job.patience(self._timing)
+        if not self._is_heard(job):  # perhaps nobody like that has ever been there
+            seconds = min(seconds, self._timing.meet)
+        return self.settlements.settle(now, job, settle, seconds)
 
     def _report(self, now: float, job: FetchJob, outcome: Outcome) -> list[Effect]:
         """The one report."""

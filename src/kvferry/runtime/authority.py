@@ -271,10 +271,10 @@ class Authority:
             return no(FailureCode.ENDED, "the ticket was read, withdrawn, or its lease is over")
         if not self._may_last(now, lease):
             return no(FailureCode.ENDED, "its lease is over")
-        if refusal := lease.refusal(ask):
+        is_first = lease.reading is None
+        if refusal := lease.bind(ask):
             return no(*refusal)
-        self._tally.granted(ticket, is_first=lease.reading is None)
-        lease.bind(ask)
+        self._tally.granted(ticket, is_first=is_first)
         self._extend(now, lease)
         proofs = make_proofs(ticket, {n: rank.join.rank_key for n, rank in self._ranks.items()})
         seen = (self._board, offers.mark(ticket.ticket_id)) if self._board else ()
@@ -317,6 +317,8 @@ class Authority:
         if message.generation != generation:
             return ack(FailureCode.RESTARTED, f"this is {engine}, generation {generation}"), []
         lease = self._leases.get(message.ticket_id)
+        if lease is not None and (ask := message.acquire) and self._offers.is_own(ask.ticket):
+            lease.bind(ask)
         if lease is not None and lease.reading is not None and lease.reading.settle(message):
             return ack(), self._settled(now, lease)
         ended = lease.left if lease is not None else self._ended.find(message.ticket_id)
@@ -326,11 +328,16 @@ class Authority:
 
     def _settled(self, now: float, lease: Lease) -> list[SourceEffect]:
         """A rank is through with its ticket; perhaps all of them are."""
-        outcomes = lease.reading.outcomes if lease.reading else set()
-        if not outcomes:
+        reading = lease.reading
+        outcomes = reading.outcomes if reading else set()
+        if reading is None or not outcomes:
             return []
+        if outcomes == {Outcome.READ}:
+            return self._end(now, lease, "read")
+        if reading.is_declined:
+            return self._end(now, lease, "declined")
         if outcomes != {Outcome.UNREAD}:
-            return self._end(now, lease, "read" if outcomes == {Outcome.READ} else "failed")
+            return self._end(now, lease, "failed")
         if lease.is_withdrawn:
             return self._end(now, lease, "withdrawn")
         lease.leave()

@@ -101,9 +101,10 @@ class Connections:
         self._by_address.pop(address, None)
 
     def is_awaited(self, address: str) -> bool:
-        """Whether somebody who has answered before, and is gone, may answer again."""
-        known = self._by_address.get(address)
-        return known is not None and bool(known.reason) and known.was_up
+        """Whether somebody who is gone may answer yet, before that is forgotten: a peer that only stood still
+        is back as soon as it goes on, if it is still being called.
+        """
+        return bool(self.gone(address))
 
     def has_answered(self, address: str) -> bool:
         """Whether somebody was there since it was called first."""

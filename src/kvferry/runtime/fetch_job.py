@@ -119,7 +119,7 @@ class FetchJob:
         """Every wait has a deadline; but how long a held request waits is the engine's to decide."""
         match self.phase:
             case Phase.LEASING | Phase.MEETING:
-                return self.started + timing.meet
+                return self.started + timing.meet  # or later, if the meeting gets on
             case Phase.SELECTING:
                 return self.met_at + timing.meet
             case Phase.READING | Phase.FAILING:

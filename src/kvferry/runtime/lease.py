@@ -23,6 +23,8 @@ class _RankGrant:
     """Only the rank knows it: who shows it is the rank."""
     outcome: Outcome | None = None
     """None while it may still read."""
+    is_declined: bool = False
+    """Whether its engine does not need the ticket."""
 
     def is_shown(self, token: bytes) -> bool:
         """Whether this is the rank's token; how long the answer takes says nothing about the token."""
@@ -45,6 +47,11 @@ class Reading:
             return set()
         return {outcome for outcome in outcomes if outcome is not None}
 
+    @property
+    def is_declined(self) -> bool:
+        """Whether a rank said that its engine does not need the ticket: one speaks for all of them."""
+        return any(grant.is_declined for grant in self.grants.values())
+
     def _of(self, reader: str, rank: int, token: bytes) -> _RankGrant | None:
         grant = self.grants.get(rank)
         is_shown = grant is not None and reader == self.reader and grant.is_shown(token)
@@ -64,7 +71,9 @@ class Reading:
         if grant is None or grant.attempt != message.attempt:
             return False
         grant.outcome = grant.outcome or message.outcome
-        return grant.outcome is message.outcome
+        is_said = grant.outcome is message.outcome
+        grant.is_declined |= is_said and message.declined is not None
+        return is_said
 
     def is_settled(self, message: Settle) -> bool:
         """Whether exactly this was said before."""
@@ -85,8 +94,16 @@ class Lease:
     """The last reading that was given up before it began: a late copy of what it said binds nothing."""
     is_withdrawn: bool = False
 
-    def refusal(self, ask: Acquire) -> tuple[FailureCode, str] | None:
-        """Why a rank cannot have it; None if it can."""
+    def bind(self, ask: Acquire) -> tuple[FailureCode, str] | None:
+        """This rank's from now on, until it settles; or why it cannot have it."""
+        refusal = self._refusal(ask)
+        if refusal is None:
+            if self.reading is None:
+                self.reading = Reading(ask.reader, ask.reader_ranks)
+            self.reading.grants[ask.reader_rank] = _RankGrant(ask.attempt, ask.token)
+        return refusal
+
+    def _refusal(self, ask: Acquire) -> tuple[FailureCode, str] | None:
         if not ask.reader or not 0 <= ask.reader_rank < ask.reader_ranks <= MAX_READER_RANKS:
             detail = f"rank {ask.reader_rank} of {ask.reader_ranks} of {ask.reader!r}"
             return FailureCode.READER, detail
@@ -119,12 +136,6 @@ class Lease:
         if ask.attempt < grant.attempt or (grant.outcome is not None and not is_retry):
             return FailureCode.SPENT, "this rank is through with it"
         return None
-
-    def bind(self, ask: Acquire) -> None:
-        """This rank's from now on, until it settles."""
-        if self.reading is None:
-            self.reading = Reading(ask.reader, ask.reader_ranks)
-        self.reading.grants[ask.reader_rank] = _RankGrant(ask.attempt, ask.token)
 
     def leave(self) -> None:
         """Free for another reader."""

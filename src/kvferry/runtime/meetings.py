@@ -84,6 +84,8 @@ class _Asked:
 class _Known:
     peer: Peer
     since: float
+    """When it last got on: a peer is given up that leaves a question unanswered for too long, and not one
+    that many answers take long of."""
     asked_at: float
     state: Meeting = Meeting.GREETING
     asked: _Asked | None = None
@@ -117,6 +119,11 @@ class Meetings:
         """How far it is with a peer; None if it is not known."""
         known = self._known.get(peer)
         return None if known is None else known.state
+
+    def since(self, peer: Peer) -> float:
+        """When the meeting with a peer last got on."""
+        known = self._known.get(peer)
+        return float("-inf") if known is None else known.since
 
     def is_met(self, peer: Peer) -> bool:
         """Whether the peer can be read from."""
@@ -188,7 +195,7 @@ class Meetings:
         waiting = (known for known in self._known.values() if known.state is Meeting.GREETING)
         return [known.peer for known in waiting if known.peer.authority == address]
 
-    def welcomed(self, address: str, welcome: Welcome) -> tuple[list[Effect], Lost]:
+    def welcomed(self, now: float, address: str, welcome: Welcome) -> tuple[list[Effect], Lost]:
         """The authority at an address says who it is."""
         effects: list[Effect] = []
         lost: Lost = []
@@ -202,6 +209,7 @@ class Meetings:
             else:
                 known = self._known[peer]
                 known.state, known.asked = Meeting.PLANNING, _Asked(next(self._nonces), welcome)
+                known.since = now
                 effects.append(FindRanks(peer, welcome.outline))
         return effects, lost
 
@@ -211,7 +219,6 @@ class Meetings:
         if known is None or known.asked is None or known.state is not Meeting.PLANNING:
             return []
         known.asked.missing, known.state = set(ranks), Meeting.DESCRIBING
-        known.since = now  # planning may have been slow: that is not the peer's fault
         return self._go_on(now, known, known.asked)
 
     def described(self, now: float, address: str, answer: RankDescriptions) -> tuple[list[Effect], Lost]:
@@ -233,7 +240,7 @@ class Meetings:
 
     def _go_on(self, now: float, known: _Known, asked: _Asked) -> list[Effect]:
         """Ask for the ranks that are missing, or build the peer."""
-        known.asked_at = now
+        known.asked_at = known.since = now
         if asked.missing:
             return [self._ask(known.peer, asked)]
         known.state, known.asked = Meeting.BUILDING, None

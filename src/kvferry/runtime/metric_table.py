@@ -87,7 +87,7 @@ LEASES_ENDED = Metric(
     _COUNTER,
     _SOURCE,
     "Leases that ended: the blocks are the engine's own again",
-    (("reason", "`read`, `failed`, `expired` or `withdrawn`"),),
+    (("reason", "`read`, `declined`, `failed`, `expired` or `withdrawn`"),),
 )
 GRANTS = Metric(
     "kvferry_grants", _COUNTER, _SOURCE, "Leases granted, each to one rank of a destination engine"

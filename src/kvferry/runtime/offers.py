@@ -6,13 +6,11 @@ import hmac
 from collections.abc import Mapping
 from itertools import count
 
-from msgspec import UNSET, UnsetType
-
 from kvferry.core.request import BlockTable
 from kvferry.errors import SpecError
 from kvferry.wire.limits import MAX_REQUEST_ID, check_name
 from kvferry.wire.messages import MARK_BYTES
-from kvferry.wire.ticket import Ticket, is_proved, seal, sign, tables_to_wire
+from kvferry.wire.ticket import NOT_SAID, NotSaid, Ticket, is_proved, seal, sign, tables_to_wire
 
 
 class Offers:
@@ -60,7 +58,7 @@ class Offers:
         tables: Mapping[str, BlockTable],
         num_tokens: int,
         digest: bytes = b"",
-        held_from: int | UnsetType = UNSET,
+        held_from: int | NotSaid = NOT_SAID,
     ) -> Ticket:
         """The ticket for a request's blocks; raises SpecError if it cannot be offered."""
         if self.refusal:

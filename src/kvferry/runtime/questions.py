@@ -88,11 +88,10 @@ class Settlements:
         """Whom something is still being told."""
         return {settlement.to for settlement in self._by_attempt.values()}
 
-    def settle(self, now: float, job: FetchJob, message: Settle) -> list[Effect]:
-        """A fetch is over: tell the authority, until it says that it knows."""
+    def settle(self, now: float, job: FetchJob, message: Settle, seconds: float) -> list[Effect]:
+        """A fetch is over: tell the authority, until it says that it knows, for so long at most."""
         to = job.peer.authority
-        until = now + job.patience(self._timing)
-        self._by_attempt[job.attempt] = Settlement(job.handle, to, message, until, now)
+        self._by_attempt[job.attempt] = Settlement(job.handle, to, message, now + seconds, now)
         return [Send(to, message)]
 
     def acknowledged(self, address: str, ack: SettleAck) -> Settlement | None:

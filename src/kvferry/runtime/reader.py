@@ -84,7 +84,14 @@ class Reader:
         self._connections = Connections(self._timing)
         self._numbers = count(1)
         self._fetches = ActiveFetches(
-            reader, rank, self._timing, self._meetings, self._connections, self._numbers, digest_every
+            reader,
+            rank,
+            num_ranks,
+            self._timing,
+            self._meetings,
+            self._connections,
+            self._numbers,
+            digest_every,
         )
         self._called: set[str] = set()
         """Addresses that something was sent to, until nobody has anything to say there."""
@@ -118,12 +125,8 @@ class Reader:
     def _start(self, now: float, handle: int, ticket: Ticket, fetch: Fetch | None) -> list[Effect]:
         if self._fetches.get(handle) is not None:
             raise SpecError(f"a fetch with the handle {handle} is under way")
-        peer = Peer(ticket.engine, ticket.generation, ticket.authority)
-        attempt, fingerprint = next(self._numbers), ticket.fingerprint
-        known_by = fingerprint, self._token(peer, fingerprint)
-        job = FetchJob(
-            handle, ticket, fetch, peer, attempt, *known_by, now, met_at=now, posted_at=now, ended_at=now
-        )
+        job = self._job(now, handle, ticket, fetch)
+        peer = job.peer
         if not self._fetches.begin(job):
             failure = Failure(FailureCode.SPENT, "this ticket is being read already")
             return self._fetches.fail(now, job, failure)
@@ -137,6 +140,14 @@ class Reader:
         self._called.add(peer.authority)
         self._acquires.add(job)
         return [*room, *self._acquire(now, self._acquires.due(now, peer.authority)), *self._meet(now, peer)]
+
+    def _job(self, now: float, handle: int, ticket: Ticket, fetch: Fetch | None) -> FetchJob:
+        peer = Peer(ticket.engine, ticket.generation, ticket.authority)
+        attempt, fingerprint = next(self._numbers), ticket.fingerprint
+        known_by = fingerprint, self._token(peer, fingerprint)
+        return FetchJob(
+            handle, ticket, fetch, peer, attempt, *known_by, now, met_at=now, posted_at=now, ended_at=now
+        )
 
     def _overload(self, peer: Peer) -> str:
         """Why a fetch from a peer cannot begin now; empty if it can. A peer that was met always has room."""
@@ -157,9 +168,23 @@ class Reader:
         return hmac.digest(self._key, fingerprint + named, "sha256")[:TOKEN_BYTES]
 
     def abort(self, now: float, handle: int) -> list[Effect]:
-        """Give a fetch up. It is reported as aborted once nothing of it is in flight."""
+        """Give a fetch up. It is reported as aborted once nothing of it is in flight.
+
+        Its engine does not need the ticket: if nothing was posted, the lease ends as declined.
+        """
         job = self._fetches.get(handle)
         return [] if job is None else self._fetches.fail(now, job, Failure(FailureCode.ABORTED))
+
+    def decline(self, now: float, handle: int, ticket: Ticket) -> list[Effect]:
+        """End the lease of a ticket that this engine does not need; nothing is reported.
+
+        A ticket that is held or read under a handle is given up by ``abort``.
+        """
+        job = self._job(now, handle, ticket, None)
+        if job.key in self._fetches.by_ticket:
+            return []
+        self._called.add(job.peer.authority)
+        return self._fetches.decline(now, job)
 
     # -- what the authority answers ----------------------------------------------------------------
 
@@ -167,7 +192,7 @@ class Reader:
         """A message from the authority at ``reply_to``."""
         match message:
             case Welcome():
-                effects, lost = self._meetings.welcomed(reply_to, message)
+                effects, lost = self._meetings.welcomed(now, reply_to, message)
                 return [*effects, *self._lose(now, lost)]
             case RankDescriptions():
                 effects, lost = self._meetings.described(now, reply_to, message)
@@ -316,7 +341,7 @@ class Reader:
         told = self._fetches.settlements, self._fetches.checks
         parts = (self._connections, self._meetings, *told, self._questions, self._acquires)
         deadlines = [part.next_deadline() for part in parts]
-        deadlines += [min(job.ask_at(timing), job.give_up_at(timing)) for job in self._fetches]
+        deadlines += [min(job.ask_at(timing), self._fetches.give_up_at(job)) for job in self._fetches]
         return min(deadlines)
 
     def status(self) -> dict[str, object]:

@@ -57,7 +57,7 @@ class Outcome(StrEnum):
     """Every byte is in; it counts once the authority has confirmed that its lease was still held then."""
     FAILED = "failed"
     UNREAD = "unread"
-    """Given up before anything was posted: the ticket may serve another reader."""
+    """Nothing was posted: the ticket may serve another reader, unless it is declined."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -196,6 +196,21 @@ class Settle(msgspec.Struct, frozen=True, tag=True):
     attempt: int
     token: bytes
     outcome: Outcome
+    reader_ranks: int = 0
+    """Of the reader, where it declines."""
+    declined: Ticket | None = None
+    """The ticket, if the reader's engine does not need it: once every rank is through, its lease ends. The
+    ticket proves itself, so that this also counts for a rank that was not granted it, whichever of its
+    messages came first. A peer of version 3 goes by ``outcome``.
+    """
+
+    @property
+    def acquire(self) -> Acquire | None:
+        """What the rank would have asked for the declined ticket with; None if it declines none."""
+        if self.declined is None or self.declined.ticket_id != self.ticket_id:
+            return None
+        who = self.reader, self.reader_rank, self.reader_ranks
+        return Acquire(0, self.declined, *who, self.attempt, self.token)
 
 
 class SettleAck(msgspec.Struct, frozen=True, tag=True):
@@ -364,6 +379,7 @@ _MAX_BYTES: dict[str, int] = {
     "Gather": MAX_MESSAGE_BYTES,
     "Join": MAX_MESSAGE_BYTES,
     "Renew": 256 << 10,
+    "Settle": 4 << 20,
     **dict.fromkeys((kind.__name__ for kind in get_args(FromAuthority)), MAX_MESSAGE_BYTES),
 }
 """How long a message of each kind may be. It is looked at before the message is decoded."""

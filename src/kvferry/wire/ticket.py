@@ -17,6 +17,10 @@ from kvferry.wire.reading import decode_msgpack
 
 MAX_TICKET_BYTES = 4 << 20
 
+NotSaid = msgspec.UnsetType
+NOT_SAID = msgspec.UNSET
+"""The value of a field that a peer left out: one of an earlier version of the protocol may."""
+
 
 class TableDoc(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A block table on the wire; a hole is -1."""
@@ -58,7 +62,7 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which host, where the source serves its own only: the boot, and the network namespace; else empty."""
     seal: bytes = b""
     """The proof of the fleet, over the ticket's text: whoever made it knows the fleet's secret."""
-    held_from: int | msgspec.UnsetType = msgspec.UNSET
+    held_from: int | NotSaid = NOT_SAID
     """Every block table holds the cells of all tokens from this one on, so that a reader can fill its own
     blocks to their edges. Unset: the source does not say; sources of protocol 3 have no such field."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from enum import StrEnum
 from random import Random
 
-from msgspec import UnsetType
-
 from kvferry.errors import SpecError
 from kvferry.testing.simulation.fabric import ReadQuality
 from kvferry.testing.simulation.network import LinkQuality
@@ -20,7 +18,7 @@ from kvferry.wire.messages import (
     decode_to_authority,
     encode,
 )
-from kvferry.wire.ticket import Ticket
+from kvferry.wire.ticket import NotSaid, Ticket
 
 
 class Trouble(StrEnum):
@@ -121,7 +119,7 @@ def forged(ticket: Ticket, chance: Random) -> Ticket:
         "num_tokens": ticket.num_tokens + 1,
         "tables": {},
         "digest": b"another",
-        "held_from": 0 if isinstance(ticket.held_from, UnsetType) else ticket.held_from + 1,
+        "held_from": 0 if isinstance(ticket.held_from, NotSaid) else ticket.held_from + 1,
         "mac": b"another",
     }
     return Ticket(**{**fields, name: changed[name]})
@@ -193,6 +191,8 @@ def _settle(acquire: Acquire, chance: Random) -> Settle:
         acquire.attempt,
         token=bytes(TOKEN_BYTES),
         outcome=chance.choice([*Outcome]),
+        reader_ranks=acquire.reader_ranks,
+        declined=chance.choice([None, forged(acquire.ticket, chance)]),
     )
 
 

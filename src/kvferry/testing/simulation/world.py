@@ -38,6 +38,8 @@ REST_SECONDS = 90.0
 """After how long a world that behaves must have come to rest."""
 SERVED_SECONDS = 4.0
 """How long a load between two healthy engines may take, whatever happens to others."""
+GIVEN_BACK_SECONDS = 2.0
+"""How long a ticket may stay pinned between such engines that nobody needs any more; a lease lasts longer."""
 TOPOLOGIES = (
     "tp=1,block=4,blocks=24",
     "tp=1,block=6,blocks=16,layout=NHD",
@@ -222,15 +224,27 @@ class SimulatedWorld:
         ticket, is_forged = request.ticket, False
         if not is_plain and self.has(Trouble.FORGED_TICKETS) and chance.random() < 0.3:
             ticket, is_forged = forged(ticket, chance), True
-        load = destination.load(request, ticket, is_held=is_held, is_forged=is_forged, must_succeed=is_plain)
+        is_given_up = is_plain and self.has(Trouble.ABORTS) and chance.random() < 0.1
+        must_succeed = is_plain and not is_given_up
+        load = destination.load(
+            request, ticket, is_held=is_held, is_forged=is_forged, must_succeed=must_succeed
+        )
         if load is None:
             return
-        if is_plain:
+        if is_given_up:
+            self.timeline.after(chance.uniform(0.0, 0.1), partial(destination.abort, load))
+            self.timeline.after(GIVEN_BACK_SECONDS, partial(self._check_given_back, load))
+        elif is_plain:
             self.timeline.after(SERVED_SECONDS + 3.0, partial(self._check_served, load))
         elif self.has(Trouble.ABORTS) and chance.random() < 0.3:
             is_everywhere = chance.random() < 0.7
             abort = partial(destination.abort, load, is_everywhere=is_everywhere)
             self.timeline.after(chance.uniform(0.0, 1.5), abort)
+
+    def _check_given_back(self, load: SimulatedLoad) -> None:
+        if not load.request.releases:
+            text = f"{load.request.request_id} was given up by its one reader, and is still pinned"
+            self.laws.broken(Law.LIVENESS, text)
 
     def _check_served(self, load: SimulatedLoad) -> None:
         if not load.is_over and load.must_succeed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +33,8 @@ class _Wanted:
     """A request that somebody else prefilled."""
 
     ticket: Ticket | None
-    refusal: str
+    refusal: _Refused | None
+    """Why the ticket is not used."""
     num_loadable: int
     """How many of its first tokens the ticket brings."""
     num_computed: int = 0
@@ -54,7 +56,7 @@ class Incoming:
         """All of them, with the ticket that each uses."""
         self._known: list[tuple[str, Ticket]] = []
         self._loads: list[Load] = []
-        self._dropped: list[str] = []
+        self._dropped: list[tuple[str, Ticket | None]] = []
         self._rejected: Counter[str] = Counter()
         """Tickets that were not used, by why."""
         self._cache = PrefixCache({})
@@ -80,24 +82,22 @@ class Incoming:
         if not params or not params.get("do_remote_prefill"):
             return
         wanted = self._wanted[request.request_id] = self._read(request, params)
-        self._live[request.request_id] = wanted.ticket
-        if wanted.ticket is not None:
-            self._known.append((request.request_id, wanted.ticket))
+        used = self._live[request.request_id] = None if wanted.refusal else wanted.ticket
+        if used is not None:
+            self._known.append((request.request_id, used))
 
     def _read(self, request: Request, params: dict[str, Any]) -> _Wanted:
         most = self._groups.num_loadable(request.num_prompt_tokens)
         ticket = self._ticket(params)
-        if isinstance(ticket, Ticket):
-            ticket = self._refusal(request, ticket, most) or ticket
         if not isinstance(ticket, Ticket):
-            code, detail = ticket
-            self._rejected[code] += 1
-            return _Wanted(None, detail, most)
+            return _Wanted(None, ticket, most)
+        if refused := self._refusal(request, ticket, most):
+            return _Wanted(ticket, refused, most)
         if self._take_back(ticket) or ticket in self._live.values():
             # Our own prefill, or one that several answers to one prompt share (n > 1): what our prefix cache
             # does not have is computed.
-            return _Wanted(None, "", 0)
-        return _Wanted(ticket, "", min(most, ticket.num_tokens))
+            return _Wanted(None, None, 0)
+        return _Wanted(ticket, None, min(most, ticket.num_tokens))
 
     def _ticket(self, params: dict[str, Any]) -> Ticket | _Refused:
         """The ticket, or why there is none. It is proved before it is read, and before anybody is called."""
@@ -119,8 +119,7 @@ class Incoming:
         except SpecError as error:
             return "other-prompt", str(error)
         if not is_identified(request) or not is_same:
-            lora = ", or for another LoRA adapter" if request.lora_request is not None else ""
-            return "other-prompt", f"the ticket was made for another prompt{lora}"
+            return "other-prompt", f"the ticket was made {self._difference(request, ticket)}"
         if self._groups.has_state and ticket.num_tokens > most:
             return (
                 "state-too-long",
@@ -128,6 +127,17 @@ class Incoming:
                 f" {most} tokens of this prompt may be loaded",
             )
         return None
+
+    def _difference(self, request: Request, ticket: Ticket) -> str:
+        """What a ticket was made for, as far as can be told: it has one digest of prompt and adapter."""
+        adapter = request.lora_request
+        if adapter is None:
+            return "for another prompt, or with a LoRA adapter: this request has none"
+        bare = copy(request)
+        bare.lora_request = None
+        if ticket.digest == digest(bare, ticket.num_tokens, self._adapters):
+            return f"without a LoRA adapter: this request has {adapter.lora_name}"
+        return f"for another prompt, or for another LoRA adapter than {adapter.lora_name}"
 
     def matched(self, request: Request, num_computed: int) -> tuple[int, bool]:
         """How many tokens a ticket brings beyond those that are here already.
@@ -147,10 +157,15 @@ class Incoming:
         if wanted is None:
             return
         (request.kv_transfer_params or {})["do_remote_prefill"] = False
-        load = Load(request.request_id, wanted.ticket, refusal=wanted.refusal)
-        if num_external:
-            load = self._filled(load, block_ids, wanted.num_computed + num_external, wanted.num_computed)
-        self._loads.append(load)
+        if wanted.refusal is not None:
+            self._rejected[wanted.refusal[0]] += 1
+        if not num_external:
+            self._give_back(request.request_id, wanted.ticket)
+            return
+        refusal = wanted.refusal[1] if wanted.refusal else ""
+        load = Load(request.request_id, wanted.ticket, refusal=refusal)
+        num_tokens = wanted.num_computed + num_external
+        self._loads.append(self._filled(load, block_ids, num_tokens, wanted.num_computed))
 
     def _filled(self, load: Load, block_ids: BlockIds, num_tokens: int, num_kept: int) -> Load:
         """The load, of whole blocks; vLLM will register them. Blocks that stay partial are kept out."""
@@ -170,18 +185,27 @@ class Incoming:
         return self._held_from.pop(request_id, 0)
 
     def finished(self, request: Request) -> None:
-        """A request has ended, loaded or not: nothing more is wanted for it."""
+        """A request has ended, loaded or not: nothing more is wanted for it.
+
+        Also one that vLLM's front end has rejected: it comes with a prompt of one token, and ends at once.
+        """
         request_id = request.request_id
-        self._wanted.pop(request_id, None)
         if request_id not in self._live:
             return
+        wanted = self._wanted.pop(request_id, None)
+        unused = [wanted.ticket] if wanted else [o.ticket for o in self._loads if o.request_id == request_id]
+        self._give_back(request_id, unused[0] if unused else None)
         del self._live[request_id]
-        known = [news for news in self._known if news[0] != request_id]
-        if len(known) == len(self._known):  # else the workers have never heard of it
-            self._dropped.append(request_id)
-        self._known = known
         # vLLM waits for the end of a load, also of one that need not begin any more.
-        self._loads = [_given_up(load) if load.request_id == request_id else load for load in self._loads]
+        self._loads = [Load(request_id, None) if o.request_id == request_id else o for o in self._loads]
+
+    def _give_back(self, request_id: str, ticket: Ticket | None) -> None:
+        """The workers give up what they have under way for a request; a ticket that is not used ends now."""
+        others = [used for other, used in self._live.items() if other != request_id]
+        if ticket is not None and (ticket in others or self._take_back(ticket)):
+            ticket = None
+        self._known = [news for news in self._known if news[0] != request_id]
+        self._dropped.append((request_id, ticket))
 
     def step(self, released: list[Released]) -> StepMetadata:
         """What the workers must do."""
@@ -193,7 +217,3 @@ class Incoming:
     def has_news(self) -> bool:
         """Whether the workers wait for something."""
         return bool(self._known or self._loads or self._dropped)
-
-
-def _given_up(load: Load) -> Load:
-    return replace(load, ticket=None, refusal="its request has ended")

@@ -19,16 +19,12 @@ class Load:
 
     request_id: str
     ticket: Ticket | None
-    """None: it cannot be fetched, for ``refusal``."""
+    """None: there is none, or the request has ended."""
     tables: dict[str, BlockTable] = field(default_factory=dict)
     need: dict[str, Spans] = field(default_factory=dict)
     kept: dict[str, Spans] = field(default_factory=dict)
     refusal: str = ""
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether vLLM waits for it. It must not hear of a load that brings nothing: it knows of none."""
-        return any(self.need.values())
+    """Why it cannot be fetched."""
 
 
 @dataclass
@@ -37,9 +33,9 @@ class StepMetadata(KVConnectorMetadata):
 
     released: list[Released] = field(default_factory=list)
     """Our requests that are read, or whose lease is over: nobody is to be given their bytes any more."""
-    dropped: list[str] = field(default_factory=list)
-    """Requests that ended: whatever is held or under way for them is given up. Before what is new: its
-    ticket, or its name, may come again."""
+    dropped: list[tuple[str, Ticket | None]] = field(default_factory=list)
+    """Requests that ended, or need no load: whatever is held or under way for them is given up; a ticket that
+    was not used is declined. Before what is new: its ticket, or its name, may come again."""
     known: list[tuple[str, Ticket]] = field(default_factory=list)
     """Requests that wait for blocks: their tickets are held meanwhile."""
     loads: list[Load] = field(default_factory=list)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -25,7 +25,7 @@ from kvferry.integrations.vllm.shared.stats import LoadStats
 from kvferry.integrations.vllm.shared.step import Load, StepMetadata
 from kvferry.integrations.vllm.worker.describe import WorkerRank, describe
 from kvferry.log import log_of
-from kvferry.runtime import Failure, Released, Report
+from kvferry.runtime import Failure, FailureCode, Released, Report
 from kvferry.runtime.figures import Changes
 from kvferry.transport.base import Transport
 from kvferry.transport.nixl import NixlTransport
@@ -36,6 +36,20 @@ from kvferry.wire.outline import join_of
 from kvferry.wire.ticket import Ticket
 
 log = log_of(__name__)
+
+
+@dataclass(slots=True)
+class _Ongoing:
+    """A request whose ticket is held, or which is loaded."""
+
+    ticket: Ticket
+    handle: int
+    is_awaited: bool = False
+    """Whether vLLM waits for it: it has blocks."""
+    lost: Failure | None = None
+    """Why its ticket could not be held; vLLM can be told once it waits for the load."""
+    mark: torch.cuda.Event | None = None
+    """What a load waits for must stay until it is over."""
 
 
 class WorkerSide:
@@ -49,14 +63,10 @@ class WorkerSide:
         self._member: MemberThread | None = None
         """What takes the digests that readers ask for."""
         self._gathering: RankGathering | None = None
-        self._handles: dict[str, int] = {}
-        """Of requests that are held or loading."""
+        self._ongoing: dict[str, _Ongoing] = {}
+        """Requests that are held or loading, or could not be held."""
         self._requests: dict[int, str] = {}
-        """The same, by handle."""
-        self._loading: set[str] = set()
-        """Requests that vLLM waits for."""
-        self._lost: dict[str, Failure] = {}
-        """Tickets that could not be held; vLLM can be told once it waits for the load."""
+        """Which of them each handle is of."""
         self._failed: set[str] = set()
         self._sent: deque[str] = deque()
         """Requests of which nothing is given to readers any more; other threads add to it."""
@@ -64,8 +74,9 @@ class WorkerSide:
         self._device: torch.device | None = None
         """Where the caches are, if that is a GPU."""
         self._mark: torch.cuda.Event | None = None
-        self._marks: dict[int, torch.cuda.Event] = {}
-        """By handle: what a load waits for must stay until it is over."""
+        policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+        self._is_recomputing = policy == "recompute"
+        """Whether vLLM computes what could not be loaded, and needs the ticket no more."""
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         """Describe the caches, and make their memory known to the transport."""
@@ -141,8 +152,8 @@ class WorkerSide:
             self._join_authority(step.invitation)
         for released in step.released:
             self._end(released, step.generation)
-        for request_id in step.dropped:
-            self._drop(request_id)
+        for request_id, unused in step.dropped:
+            self._drop(request_id, unused)
         for request_id, ticket in step.known:
             self._hold(request_id, ticket)
         for load in step.loads:
@@ -170,68 +181,78 @@ class WorkerSide:
 
     def _hold(self, request_id: str, ticket: Ticket) -> None:
         if self._destination is not None:
-            self._remember(request_id, self._destination.hold(ticket))
+            handle = self._destination.hold(ticket)
+            self._ongoing[request_id], self._requests[handle] = _Ongoing(ticket, handle), request_id
 
     def _load(self, load: Load) -> None:
-        request_id, lost = load.request_id, self._lost.pop(load.request_id, None)
-        if load.ticket is None or lost is not None or self._destination is None:
-            if load.is_awaited:
-                log.error("%s cannot be loaded: %s", request_id, load.refusal or lost)
-                self._failed.add(request_id)
+        """Begin a load that vLLM waits for, or have it fail."""
+        request_id, destination = load.request_id, self._destination
+        ongoing = self._ongoing.pop(request_id, None)
+        lost = ongoing.lost if ongoing else None
+        if load.ticket is None or load.refusal or lost or destination is None:
+            if why := load.refusal or lost:
+                log.error("%s cannot be loaded: %s", request_id, why)
+            self._fail(request_id, load.ticket)
             return
-        held, after = self._handles.get(request_id), self._mark.cuda_event if self._mark else None
-        handle = self._destination.fetch(
-            load.ticket, load.tables, load.need, kept=load.kept, held=held, after=after
+        handle = destination.fetch(
+            load.ticket,
+            load.tables,
+            load.need,
+            kept=load.kept,
+            held=ongoing.handle if ongoing else None,
+            after=self._mark.cuda_event if self._mark else None,
         )
-        self._remember(request_id, handle)
-        if self._mark is not None:
-            self._marks[handle] = self._mark
-        if load.is_awaited:
-            self._loading.add(request_id)
+        self._ongoing[request_id] = _Ongoing(load.ticket, handle, is_awaited=True, mark=self._mark)
+        self._requests[handle] = request_id
 
-    def _drop(self, request_id: str) -> None:
+    def _fail(self, request_id: str, ticket: Ticket | None) -> None:
+        """Report a load as failed. Where vLLM fails the request, a router may try another engine with the
+        ticket; where it computes the prompt, nobody needs it.
+        """
+        self._failed.add(request_id)
+        if self._is_recomputing and ticket is not None and self._destination is not None:
+            self._destination.decline(ticket)
+
+    def _drop(self, request_id: str, unused: Ticket | None) -> None:
         """Give up what is under way. vLLM keeps a load's blocks until it is reported; a hold has none."""
-        self._lost.pop(request_id, None)
-        handle = self._handles.get(request_id)
-        if handle is not None and self._destination is not None:
-            self._destination.abort(handle)
-            if request_id not in self._loading:
-                self._forget(handle)
-
-    def _remember(self, request_id: str, handle: int) -> None:
-        self._handles[request_id], self._requests[handle] = handle, request_id
-
-    def _forget(self, handle: int) -> str | None:
-        request_id = self._requests.pop(handle, None)
-        if request_id is not None:
-            del self._handles[request_id]
-        return request_id
+        ongoing, destination = self._ongoing.get(request_id), self._destination
+        if destination is None:
+            return
+        if ongoing is not None and ongoing.lost is None:
+            destination.abort(ongoing.handle)
+        elif unused is not None:
+            destination.decline(unused)
+        if ongoing is not None and not ongoing.is_awaited:
+            self._requests.pop(ongoing.handle, None)
+            del self._ongoing[request_id]
 
     def results(self) -> KVConnectorTransferResults:
         """What ended since the last step. A failed load is reported as failed, never as good."""
-        failed, self._failed = self._failed, set()
-        done = set(failed)
+        done: set[str] = set()
         for report in self._destination.poll() if self._destination else ():
-            self._marks.pop(report.handle, None)
-            request_id = self._forget(report.handle)
+            request_id = self._requests.pop(report.handle, None)
             if request_id is not None and self._is_end(request_id, report):
                 done.add(request_id)
-                if report.failure is not None:
-                    # vLLM tells a client no more than that there was an error: here is why, under its name.
-                    log.error("%s cannot be loaded: %s", request_id, printable(str(report.failure)))
-                    failed.add(request_id)
+        failed, self._failed = self._failed, set()
         sent = {self._sent.popleft() for _ in range(len(self._sent))}
+        done |= failed
         return KVConnectorTransferResults(finished_sending=sent, finished_recving=done, failed_recving=failed)
 
     def _is_end(self, request_id: str, report: Report) -> bool:
         """Whether vLLM is to hear of a report: of loads that it waits for, and of each of them once."""
-        if request_id in self._loading:
-            self._loading.discard(request_id)
-            self._stats.add(report.record)
-            return True
+        ongoing = self._ongoing[request_id]
+        if not ongoing.is_awaited:
+            ongoing.lost = report.failure
+            return False
+        del self._ongoing[request_id]
+        self._stats.add(report.record)
         if report.failure is not None:
-            self._lost[request_id] = report.failure
-        return False
+            is_given_up = report.failure.code is FailureCode.ABORTED
+            if not is_given_up:
+                # vLLM tells a client no more than that there was an error: here is why, under its name.
+                log.error("%s cannot be loaded: %s", request_id, printable(str(report.failure)))
+            self._fail(request_id, None if is_given_up else ongoing.ticket)
+        return True
 
     def stats(self) -> LoadStats | None:
         """What has been counted since the last call."""
