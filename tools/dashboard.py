@@ -127,6 +127,12 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             about="Where digests are asked for: all should be equal.",
         ),
     ),
+    "Prefix cache (decode)": (
+        Panel(
+            "Partly loaded blocks kept out of the prefix cache, per second",
+            ((rate("kvferry_uncached_blocks"), "kept out"),),
+        ),
+    ),
     "Leases (prefill)": (
         Panel(
             "Requests offered and leases granted, per second",

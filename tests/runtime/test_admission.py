@@ -65,7 +65,8 @@ def test_whatever_is_changed_breaks_the_seal():
     ticket, key = made(trust=FLEET), FLEET.ticket_key
     assert is_sealed(ticket, key)
     for field, value in msgspec.structs.asdict(ticket).items():
-        other = {str: f"{value}x", bytes: b"x" * 32, dict: {}}.get(type(value), 99)
+        others: dict[type, object] = {str: f"{value}x", bytes: b"x" * 32, dict: {}}
+        other = others.get(type(value), 99)
         changed = msgspec.structs.replace(ticket, **{field: other})
         found = refusal(changed, FLEET, HERE)
         assert found is not None, field

@@ -89,6 +89,8 @@ class Text:
 
     tokens: list[int]
     prints: list[int] = field(default_factory=list)
+    sums: dict[Layer, Words] = field(default_factory=dict)
+    """Of each attention layer: [head, token], what all right cells before a token come to."""
 
     def fingerprints(self, start: int, stop: int) -> Words:
         for token in self.tokens[len(self.prints) : stop]:
@@ -126,8 +128,8 @@ def answer(layers: Sequence[Layer], prompt: Sequence[int], num_tokens: int) -> l
         stop = len(text.tokens)
         totals: Totals = {}
         for layer in layers:
-            right = _cells(layer, text, _first_read(layer, stop - 1), stop)
-            for head, total in zip(_heads(layer), _totals(layer, right, stop), strict=True):
+            right = _right(layer, text, _first_read(layer, stop - 1), stop)
+            for head, total in zip(_heads(layer), right, strict=True):
                 totals[layer.name, head] = int(total)
         text.tokens.append(sample([totals]))
     return text.tokens[len(prompt) :]
@@ -151,15 +153,14 @@ def _stain(layer: Layer, text: Text, memory: Memory, start: int) -> npt.NDArray[
     if start == 0:
         return np.zeros((len(_heads(layer)), 1, 1), np.uint32)
     first = layer.start(start) if isinstance(layer, Attention) else start - 1
-    found, right = memory.read(layer, first, start), _cells(layer, text, first, start)
-    wrong = _totals(layer, found, start) - _totals(layer, right, start)
+    wrong = _totals(layer, memory.read(layer, first, start), start) - _right(layer, text, first, start)
     return (wrong >> np.uint64(64 - _VALUE_BITS)).astype(np.uint32)[:, None, None]
 
 
 def _cells(layer: Layer, text: Text, start: int, stop: int) -> npt.NDArray[np.uint32]:
     """The right bits of [head, token, channel]. A state keeps only what came after its last token."""
     first = start if isinstance(layer, Attention) else stop - 1
-    prints = text.fingerprints(0, stop)[first:]
+    prints = text.fingerprints(first, stop)
     mixed = (prints[None, :, None] ^ layer.keys()[:, None, :]) * _ODD
     values = (mixed >> np.uint64(64 - _VALUE_BITS)).astype(np.float32)
     return values.view(np.uint32)
@@ -167,11 +168,27 @@ def _cells(layer: Layer, text: Text, start: int, stop: int) -> npt.NDArray[np.ui
 
 def _totals(layer: Layer, bits: npt.NDArray[np.uint32], stop: int) -> Words:
     """One number per head, in which every cell has a weight of its own by position and channel."""
+    return _by_token(bits, stop).sum(axis=1, dtype=np.uint64)
+
+
+def _by_token(bits: npt.NDArray[np.uint32], stop: int) -> Words:
     num_tokens, width = bits.shape[1:]
     positions = np.arange(stop - num_tokens, stop, dtype=np.uint64)[:, None]
     channels = np.arange(width, dtype=np.uint64)[None]
     weights = ((positions * np.uint64(1_000_003) + channels + np.uint64(1)) * _ODD) | np.uint64(1)
-    return (bits.astype(np.uint64) * weights[None]).sum(axis=(1, 2), dtype=np.uint64)
+    return (bits.astype(np.uint64) * weights[None]).sum(axis=2, dtype=np.uint64)
+
+
+def _right(layer: Layer, text: Text, start: int, stop: int) -> Words:
+    """What ``_totals`` of the right cells of [start, stop) comes to; each token's cells are made once."""
+    if isinstance(layer, Recurrent):
+        return _totals(layer, _cells(layer, text, start, stop), stop)
+    sums = text.sums.get(layer, np.zeros((len(layer.heads), 1), np.uint64))
+    num_known = sums.shape[1] - 1
+    if num_known < stop:
+        more = np.cumsum(_by_token(_cells(layer, text, num_known, stop), stop), axis=1, dtype=np.uint64)
+        sums = text.sums[layer] = np.concatenate([sums, sums[:, -1:] + more], axis=1)
+    return sums[:, stop] - sums[:, start]
 
 
 def _first_read(layer: Layer, position: int) -> int:
