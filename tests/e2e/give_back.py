@@ -35,8 +35,9 @@ class Yard:
 
         def begin(blocks: int, longest: int, policy: str = "fail", *, is_caching: bool = True) -> Engine:
             config = {**connector, "kv_load_failure_policy": policy}
-            sizes = {"block_size": 32, "num_gpu_blocks_override": blocks, "max_model_len": longest}
-            return nursery.begin(model, config, enable_prefix_caching=is_caching, **sizes)
+            args: dict[str, Any] = {"num_gpu_blocks_override": blocks, "max_model_len": longest}
+            args |= {"block_size": 32, "enable_prefix_caching": is_caching}
+            return nursery.begin(model, config, **args)
 
         self.src = begin(SRC_BLOCKS, 512, is_caching=False)
         self.dst, self.computing = begin(DST_BLOCKS, 1024), begin(DST_BLOCKS, 1024, "recompute")

@@ -205,10 +205,10 @@ def declined_tickets_are_left(patch):
     real = ActiveFetches.decline
 
     def decline(self, now, job, outcome=Outcome.UNREAD):
-        sent = real(self, now, job, outcome)
+        real(self, now, job, outcome)
         told = self.settlements._by_attempt[job.attempt]
         told.message = msgspec.structs.replace(told.message, declined=None)
-        return [Send(effect.to, told.message) for effect in sent]
+        return [Send(told.to, told.message)]
 
     patch.setattr(ActiveFetches, "decline", decline)
 

@@ -236,6 +236,28 @@ def test_a_lora_adapter_is_its_content_not_its_name(
         assert (answer.num_external > 0) == (reason == "length")
 
 
+def test_a_ticket_for_another_adapter_is_not_called_another_prompt(
+    docks: Docks,
+    prompt: Callable[[int], list[int]],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A ticket has one digest of both: what differs is told where it can be, else both are named."""
+    src, dst = (docks.own(Setup(blocks=64)) for _ in range(2))
+    poems = adapter(tmp_path / "poems", 0.5, 1)
+    cases = [
+        (None, poems, "the ticket was made without a LoRA adapter: this request has poems"),
+        (poems, None, "another prompt, or with a LoRA adapter: this request has none"),
+    ]
+    for theirs, ours, words in cases:
+        text = prompt(100)
+        prefilled = src.ask(text, 1, dict(PREFILL), lora=theirs)
+        src.finish(prefilled)
+        answer = dst.ask(text, params=prefilled.params, lora=ours)
+        drive([src, dst], partial(getattr, answer, "is_done"))
+        assert words in caplog.text
+
+
 def test_an_adapter_that_is_not_known_counts_by_its_name_unless_it_is_required(
     docks: Docks, prompt: Callable[[int], list[int]], tmp_path: Path
 ) -> None:

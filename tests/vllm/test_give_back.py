@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -130,7 +131,7 @@ def assert_given_back(pair: Pair, *, seconds: float = GIVE_BACK_SECONDS) -> None
 @pytest.mark.parametrize("shape", [{}, {"tp": 2}], ids=["tp 1", "tp 2"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_ticket_that_is_not_needed(
-    docks: Docks, prompt: Prompt, way: Way, shape: dict[str, int], caplog: pytest.LogCaptureFixture
+    docks: Docks, prompt: Prompt, way: Way, shape: dict[str, Any], caplog: pytest.LogCaptureFixture
 ):
     """No reader of the ticket is left, and nothing has failed: neither log nor metrics say so."""
     pair = Pair(docks.shared("src", SETUP), docks.shared("dst", replace(SETUP, blocks=34, **shape)))

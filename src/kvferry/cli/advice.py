@@ -316,7 +316,7 @@ TICKETS: dict[str, Explained] = {
         "Use kvferry on the prefill side too; then look at what the router does to `kv_transfer_params`.",
     ),
     "other-prompt": Explained(
-        "The ticket was made for another prompt, or for another LoRA adapter.",
+        "The ticket was made for another prompt or LoRA adapter; the words say which, if that can be told.",
         "Let the router send the same body to both engines; use one tokenizer and chat template on both.",
     ),
     "state-too-long": Explained(

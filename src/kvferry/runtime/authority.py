@@ -268,7 +268,7 @@ class Authority:
             return no(FailureCode.FORGED, "the ticket is not what this engine handed out")
         lease = self._leases.get(ticket.ticket_id)
         if lease is None:
-            return no(FailureCode.ENDED, "the ticket was read, withdrawn, or its lease is over")
+            return no(FailureCode.ENDED, "the ticket was read, given back or withdrawn, or its lease is over")
         if not self._may_last(now, lease):
             return no(FailureCode.ENDED, "its lease is over")
         is_first = lease.reading is None

@@ -36,7 +36,7 @@ class FailureCode(StrEnum):
     NOT_ALLOWED = "not-allowed"
     """The source is not in this engine's list of authorities."""
     ENDED = "ended"
-    """The ticket was read or withdrawn, or its lease is over."""
+    """The ticket was read, given back or withdrawn, or its lease is over."""
     TAKEN = "taken"
     """Another engine reads the ticket."""
     SPENT = "spent"

@@ -119,7 +119,7 @@ class Incoming:
         except SpecError as error:
             return "other-prompt", str(error)
         if not is_identified(request) or not is_same:
-            return "other-prompt", f"the ticket was made {self._difference(request, ticket)}"
+            return "other-prompt", self._difference(request, ticket)
         if self._groups.has_state and ticket.num_tokens > most:
             return (
                 "state-too-long",
@@ -132,12 +132,12 @@ class Incoming:
         """What a ticket was made for, as far as can be told: it has one digest of prompt and adapter."""
         adapter = request.lora_request
         if adapter is None:
-            return "for another prompt, or with a LoRA adapter: this request has none"
+            return "the ticket was made for another prompt, or with a LoRA adapter: this request has none"
         bare = copy(request)
         bare.lora_request = None
         if ticket.digest == digest(bare, ticket.num_tokens, self._adapters):
-            return f"without a LoRA adapter: this request has {adapter.lora_name}"
-        return f"for another prompt, or for another LoRA adapter than {adapter.lora_name}"
+            return f"the ticket was made without a LoRA adapter: this request has {adapter.lora_name}"
+        return f"the ticket was made for another prompt, or for another LoRA adapter than {adapter.lora_name}"
 
     def matched(self, request: Request, num_computed: int) -> tuple[int, bool]:
         """How many tokens a ticket brings beyond those that are here already.
