@@ -108,7 +108,7 @@ class Reference:
             scores = self.engine().scores(step.prompt, answer.tokens)
         differences = [
             max(abs(logprob - score.logprob), score.shortfall)
-            for logprob, score in zip(answer.logprobs, scores, strict=True)
+            for _, logprob, score in zip(answer.tokens, answer.logprobs, scores, strict=True)
         ]
         return Taken(step, answer, right.tokens, max(differences, default=0.0), self.tolerance)
 
