@@ -178,3 +178,25 @@ def test_more_prefills_than_can_be_on_offer(docks: Docks, prompt: Prompt):
     assert sum(TICKET in (answer.params or {}) for answer in answers) == 1
     for words, answer in zip(prompts, answers, strict=True):
         pair.assert_right(pair.decode(words, answer.params), words)
+
+
+def test_a_step_that_computes_for_another_engine_says_so(docks: Docks, prompt: Prompt) -> None:
+    """Workers with a draft model wait for it in such a step, and in no other: a ticket may follow."""
+    pair = own(docks, "llama")
+    connector, steps = pair.src.core.scheduler.connector, []
+    build = connector.build_connector_meta
+
+    def recorded(output: Any) -> Any:
+        step = build(output)
+        steps.append((sorted(output.num_scheduled_tokens), step.is_prefilling))
+        return step
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connector, "build_connector_meta", recorded)
+        for params in (PREFILL, None):
+            answer = pair.src.ask(prompt(40), 1, params)
+            pair.src.finish(answer)
+    computed = [is_prefilling for request_ids, is_prefilling in steps if request_ids]
+    idle = [is_prefilling for request_ids, is_prefilling in steps if not request_ids]
+    assert computed == [True, False]
+    assert not any(idle)

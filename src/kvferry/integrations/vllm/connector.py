@@ -128,7 +128,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return None
 
     def wait_for_save(self) -> None:
-        return None
+        self._worker.finish_step()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self._worker.results()
@@ -169,7 +169,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self._scheduler.step(is_idle=not scheduler_output.total_num_scheduled_tokens)
+        return self._scheduler.step(scheduler_output.num_scheduled_tokens.keys())
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._scheduler.freed(connector_output.finished_sending or ())

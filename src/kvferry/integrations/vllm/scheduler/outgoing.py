@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -37,6 +37,8 @@ class Outgoing:
         self._source: SourceEngine | None = None
         self._cut: set[str] = set()
         """Requests whose prompts were cut."""
+        self._prefilling: set[str] = set()
+        """Requests for other engines that are being computed."""
         self._invitation: Invitation | None = None
         """What the workers have not been told yet."""
         self._ending: set[str] = set()
@@ -63,7 +65,10 @@ class Outgoing:
     def new_request(self, request: Request) -> None:
         """A prefill for somebody else leaves out the tokens that the other side computes anyway."""
         num_left_out = self._groups.num_left_out
-        if not _is_for_others(request.kv_transfer_params) or not is_identified(request) or request.resumable:
+        if not _is_for_others(request.kv_transfer_params):
+            return
+        self._prefilling.add(request.request_id)
+        if not is_identified(request) or request.resumable:
             return  # a prompt that is not all tokens, or goes on later, cannot be cut
         if num_left_out and request.num_prompt_tokens > num_left_out:
             # The list may be the caller's own, who will use it again: it is not changed but replaced.
@@ -82,6 +87,7 @@ class Outgoing:
         """
         is_cut = request.request_id in self._cut
         self._cut.discard(request.request_id)
+        self._prefilling.discard(request.request_id)
         if self._source is None or not _is_for_others(request.kv_transfer_params):
             return False, None
         if request.status not in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED):
@@ -121,6 +127,10 @@ class Outgoing:
                 f"its prompt was not trimmed by {count} token{'s' * (count > 1)} before prefill, which this"
                 " model needs: it is too short, or is sent in pieces"
             )
+
+    def is_prefilling(self, request_ids: Collection[str]) -> bool:
+        """Whether one of these requests is computed for another engine."""
+        return not self._prefilling.isdisjoint(request_ids)
 
     def take_back(self, ticket: Ticket) -> bool:
         """Whether a ticket is one of our own; then it pins nothing more."""

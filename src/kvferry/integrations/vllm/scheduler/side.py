@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
@@ -83,12 +83,13 @@ class SchedulerSide:
         """Whether blocks are pinned, whose release the engine has to notice."""
         return self._outgoing.has_pinned or self._incoming.has_news
 
-    def step(self, *, is_idle: bool) -> StepMetadata:
-        """What happened since the last step."""
-        if is_idle and self._outgoing.has_pinned and not self._incoming.has_news:
+    def step(self, scheduled: Collection[str]) -> StepMetadata:
+        """What happened since the last step; the next one computes tokens of these requests."""
+        if not scheduled and self._outgoing.has_pinned and not self._incoming.has_news:
             time.sleep(IDLE_SECONDS)  # steps are made only to notice releases: no need to hurry
         step = self._incoming.step(self._outgoing.released())
         step.invitation, step.generation = self._outgoing.take_invitation(), self._outgoing.generation
+        step.is_prefilling = self._outgoing.is_prefilling(scheduled)
         return step
 
     def freed(self, request_ids: Iterable[str]) -> None:

@@ -43,3 +43,5 @@ class StepMetadata(KVConnectorMetadata):
     """In the first step of a producer: where its workers join."""
     generation: int = 0
     """The start of the lease authority whose requests are released; 0 if there is none."""
+    is_prefilling: bool = False
+    """Whether this step computes a prompt for another engine, which may be offered when the step ends."""

@@ -74,6 +74,8 @@ class WorkerSide:
         self._device: torch.device | None = None
         """Where the caches are, if that is a GPU."""
         self._mark: torch.cuda.Event | None = None
+        self._is_prefilling = False
+        """Whether the step computes a prompt for another engine."""
         policy = vllm_config.kv_transfer_config.kv_load_failure_policy
         self._is_recomputing = policy == "recompute"
         """Whether vLLM computes what could not be loaded, and needs the ticket no more."""
@@ -141,10 +143,19 @@ class WorkerSide:
         vLLM has zeroed their blocks by then, and starts them after it has launched the forward pass: they
         wait for the first, and not for the second.
         """
-        self._mark = None
+        self._mark, self._is_prefilling = None, step.is_prefilling
         if step.loads and self._device is not None:
             self._mark = torch.cuda.Event()
             self._mark.record(torch.cuda.current_stream(self._device))
+
+    def finish_step(self) -> None:
+        """The step is launched, its draft model too: what it writes for another engine must be written.
+
+        vLLM returns a step when the sampled tokens are there, which is before a draft model has ended.
+        """
+        is_drafting = self._vllm_config.speculative_config is not None
+        if self._is_prefilling and is_drafting and self._device is not None:
+            torch.cuda.current_stream(self._device).synchronize()
 
     def start(self, step: StepMetadata) -> None:
         """Take in what the scheduler says."""
