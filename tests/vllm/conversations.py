@@ -66,7 +66,7 @@ class Conversations:
         self._texts: list[list[int]] = [self._tokens(LONGEST) for _ in range(6)]
         """What prompts begin with: heads, and conversations so far."""
         self._tickets: list[tuple[float, list[int], Params]] = []
-        """Used or kept for later: when, for which prompt."""
+        """Used, or over soon: from when on they are no good, and for which prompt they were."""
         self._live: list[Turn] = []
         self._preempted: set[tuple[int, str]] = set()
         self._has_state = engines[0].setup.family == "nemotron_h"
@@ -132,9 +132,9 @@ class Conversations:
             turn.may_fail = True
             yield (middle := self._ask(turn, dst, params | {"do_remote_decode": True}, 1))
             params, dst = middle.params or {}, src
+        yield self._ask(turn, dst, params)
         self._tickets.append((time.monotonic(), turn.prompt, params))
         del self._tickets[:-50]
-        yield self._ask(turn, dst, params)
 
     def _no_good(self, turn: Turn, params: Params) -> Params:
         """Params that must not be used for this prompt; if they are used up or over, the prompt is theirs."""
