@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from ipaddress import ip_address
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ pytest.importorskip("nixl", reason="NIXL is not installed")
 from kvferry.transport.cards import staging_in, unpack_card
 from kvferry.transport.expose import Expose
 from kvferry.transport.staging import Staging
+from tests.transport.listening import listening
 from tests.vllm.conftest import Docks
 from tests.vllm.engine import Engine, Setup
 from tests.vllm.pairs import FAMILIES, Pair, assert_whole
@@ -60,3 +62,12 @@ def test_a_reader_that_has_nobody_gather_is_told_what_to_set(docks: Docks, promp
     pair = Pair(src, docks.own(replace(FAMILIES["llama"], options=(*FAMILIES["llama"].options, LEASE))))
     pair.ferry(prompt(64))
     assert "hidden-pool" in caplog.text
+
+
+def test_an_engine_without_a_secret_can_be_called_from_its_own_host_only(docks: Docks) -> None:
+    """Also at the ports that UCX opens by itself: whoever reached one could read and write any memory."""
+    before = listening()
+    docks.own(FAMILIES["llama"])
+    opened = listening() - before
+    assert opened
+    assert [address for address, _ in opened if not ip_address(address).is_loopback] == []

@@ -30,6 +30,8 @@ UCX_EMULATES = "UCX_PROTO_EMULATION_ENABLE"
 UCX_SENT, UCX_RECEIVED = "UCX_TCP_TX_SEG_SIZE", "UCX_TCP_RX_SEG_SIZE"
 UCX_TRANSPORTS = "UCX_TLS"
 UCX_GET_ZCOPY = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
+UCX_DEVICES = "UCX_NET_DEVICES"
+LOOPBACK_DEVICE = "lo"
 UCX_ALL = "UCX_"
 """What the names of all its settings begin with."""
 
@@ -78,7 +80,7 @@ class UcxSettings:
     """How the agents of one transport use UCX.
 
     >>> UcxSettings.from_environment({"UCX_TCP_TX_SEG_SIZE": "8k", "KVFERRY_READ_AGENTS": "2"})
-    UcxSettings(emulated_reads=<...careful'>, sent_bytes=8192, received_bytes=262144, num_agents=2)
+    UcxSettings(emulated_reads=<...careful'>, sent_bytes=8192, received_bytes=262144, num_agents=2, ...)
     """
 
     emulated_reads: EmulatedReads = EmulatedReads.CAREFUL
@@ -88,6 +90,9 @@ class UcxSettings:
     """The longest TCP segment that our agents have room for."""
     num_agents: int = 1
     """How many agents share a long read."""
+    is_one_host: bool = False
+    """Whether only this host is served. UCX authenticates nobody, and listens on every network device that it
+    may use: with this, on loopback only."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> UcxSettings:
@@ -110,6 +115,8 @@ class UcxSettings:
         'TCP_TX_SEG_SIZE=262144,TCP_RX_SEG_SIZE=262144,PROTO_EMULATION_ENABLE=n'
         """
         settings = {UCX_SENT: str(self.sent_bytes), UCX_RECEIVED: str(self.received_bytes)}
+        if self.is_one_host:
+            settings[UCX_DEVICES] = LOOPBACK_DEVICE
         if mode is AgentMode.DIRECT:
             settings[UCX_EMULATES] = "n"
         if mode is AgentMode.CAREFUL:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from kvferry.runtime.figures import Changes
 from kvferry.transport.base import Transport
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.staging import PackedReads
+from kvferry.transport.ucx import UcxSettings
 from kvferry.wire.bad_input import printable
 from kvferry.wire.messages import Join
 from kvferry.wire.outline import join_of
@@ -91,7 +93,9 @@ class WorkerSide:
         _wake_up_amx(caches)
         self._device = next((tensor.device for tensor in caches.values() if tensor.is_cuda), None)
         options = self._options
+        ucx = replace(UcxSettings.from_environment(os.environ), is_one_host=options.trust.is_one_host)
         transport = NixlTransport(
+            settings=ucx,
             backend=options.backend,
             packed_reads=options.packed_reads,
             expose=options.expose,
