@@ -57,8 +57,8 @@ def test_who_is_gone_is_called_anew_after_a_while(known):
     assert (known.gone("a"), len(known)) == ("", 0)
 
 
-def test_who_never_answered_is_not_waited_for_longer_than_it_is_gone(known):
-    """It may stand still; it may be a forged address, and the port of something else."""
+def test_who_never_answered_is_waited_for_only_if_it_was_silent(known):
+    """It may stand still. Who refuses may be a forged address, and the port of something else."""
     known.calling(0.0, "refuses")
     known.broken(0.01, "refuses")
     known.calling(0.0, "silent")
@@ -67,6 +67,9 @@ def test_who_never_answered_is_not_waited_for_longer_than_it_is_gone(known):
     assert known.tick(1.9) == []
     assert known.tick(2.0) == ["silent"]
     assert "stopped" in known.gone("silent")
+    assert known.is_awaited("silent")
+    assert not known.is_awaited("refuses")
+    known.broken(7.0, "silent")  # a call that was not answered is given up, and made again
     assert known.is_awaited("silent")
     known.closed("silent")
     known.calling(3.0, "silent")  # somebody sent something there all the same

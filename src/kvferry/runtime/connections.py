@@ -30,6 +30,9 @@ class _Connection:
     """It was lost, or refused: the host says that nobody is there."""
     reason: str = ""
     """Why it counts as gone; empty while it does not."""
+    may_answer: bool = False
+    """Whether who is gone may answer yet: it has before, or was only silent. A port that refuses a first call
+    may be of anything."""
     gone_until: float = FOREVER
     peers: Set[Peer] = frozenset()
     """Who was there, if it counts as gone: another start of an engine may be there by now."""
@@ -101,10 +104,11 @@ class Connections:
         self._by_address.pop(address, None)
 
     def is_awaited(self, address: str) -> bool:
-        """Whether somebody who is gone may answer yet, before that is forgotten: a peer that only stood still
-        is back as soon as it goes on, if it is still being called.
+        """Whether somebody who is gone may answer yet: a peer that stood still is back as soon as it goes on,
+        if it is still being called.
         """
-        return bool(self.gone(address))
+        known = self._by_address.get(address)
+        return known is not None and known.may_answer
 
     def has_answered(self, address: str) -> bool:
         """Whether somebody was there since it was called first."""
@@ -120,6 +124,7 @@ class Connections:
                 del self._by_address[address]
             else:
                 one.reason, one.gone_until = self._reason(one), now + self._timing.meet
+                one.may_answer = one.was_up or not one.is_broken
                 gone.append(address)
         lasting = [address for address, one in self._by_address.items() if one.reason]
         for address in lasting[: max(0, len(lasting) - self.MAX_GONE)]:

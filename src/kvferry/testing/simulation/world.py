@@ -6,7 +6,7 @@ from functools import partial
 from random import Random
 
 from kvferry.core.way import Way
-from kvferry.runtime import Timing
+from kvferry.runtime import FailureCode, Timing
 from kvferry.testing.simulation.boards import SimulatedBoards
 from kvferry.testing.simulation.cells import MAX_TOKENS, MISFIT, WEIGHTS
 from kvferry.testing.simulation.engines import SimulatedDestination, SimulatedSource, Surroundings
@@ -242,7 +242,9 @@ class SimulatedWorld:
             self.timeline.after(chance.uniform(0.0, 1.5), abort)
 
     def _check_given_back(self, load: SimulatedLoad) -> None:
-        if not load.request.releases:
+        outcomes = {rank.report.record.outcome for rank in load.ranks if rank.report is not None}
+        is_given_up = load.is_over and outcomes == {FailureCode.ABORTED.value}  # else it began later
+        if is_given_up and not load.request.releases:
             text = f"{load.request.request_id} was given up by its one reader, and is still pinned"
             self.laws.broken(Law.LIVENESS, text)
 
