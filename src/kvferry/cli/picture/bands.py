@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvferry.cli.asked import Asked, Billed
 from kvferry.cli.output import cell_words, together
 from kvferry.core.box import TOKEN, Box
+from kvferry.core.check import LaneKey
 from kvferry.core.lower import Lane, Route
 from kvferry.core.manifest import Manifest
 from kvferry.core.plan import Piece
@@ -108,18 +109,21 @@ def piece_bytes(route: Route, request: Request) -> Iterator[tuple[Piece, int]]:
     pieces: dict[object, list[Piece]] = defaultdict(list)
     for piece in route.plan.pieces:
         pieces[_lane_of(route, piece), piece.src_rank].append(piece)
-    for lane in route.lanes:
-        products = select(replace(route, lanes=(lane,)), request).products
-        key = (lane.src_group.name, lane.dst_group.name, lane.kind, lane.tokens_per_cell, lane.tail)
-        for src_rank, product in products.items():
-            mine = pieces[key, src_rank]
-            yield from zip(mine, _shared_out(product.total_bytes, mine, lane, route), strict=True)
+    moved: Counter[tuple[LaneKey, int]] = Counter()
+    for src_rank, product in select(route, request).products.items():
+        for term in product.terms:
+            if term.claim is not None:
+                moved[term.claim.lane, src_rank] += term.total_bytes
+    lanes = {lane.key: lane for lane in route.lanes}
+    for (key, src_rank), num_bytes in moved.items():
+        mine = pieces[key, src_rank]
+        yield from zip(mine, _shared_out(num_bytes, mine, lanes[key], route), strict=True)
 
 
-def _lane_of(route: Route, piece: Piece) -> object:
+def _lane_of(route: Route, piece: Piece) -> LaneKey:
     src_view, dst_view = route.plan.views(piece)
     state = route.plan.dst.state_by_name[piece.state]
-    return (src_view.group, dst_view.group, state.kind, state.tokens_per_cell, state.tail)
+    return LaneKey(src_view.group, dst_view.group, state.kind, state.tokens_per_cell, state.tail)
 
 
 def _shared_out(total: int, pieces: Sequence[Piece], lane: Lane, route: Route) -> Iterator[int]:
