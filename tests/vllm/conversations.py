@@ -78,10 +78,9 @@ class Conversations:
         for number in range(num_turns):
             self._begin()
             self._until(lambda: len(self._live) < LIVE)
-            if number % LOOK_EVERY == LOOK_EVERY - 1:
+            if number % LOOK_EVERY == LOOK_EVERY - 1 or number == num_turns - 1:
+                self._until(lambda: not self._live)  # leases go on while we look
                 self._look()
-        self._until(lambda: not self._live)
-        self._look()
         self.outcome.counts["preempted"] = len(self._preempted)
         return self.outcome
 
