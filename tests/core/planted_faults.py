@@ -9,10 +9,10 @@ from functools import cached_property
 import numpy as np
 
 from kvferry import Manifest, Plan, Request, Selection, lower, plan, prove, select
+from kvferry.core.addresses import needed_cells
 from kvferry.core.digest import DigestSide, differences, digest_parts
 from kvferry.core.digest_keys import Words
 from kvferry.core.sample import Placement, sample_request
-from kvferry.core.select import needed_cells
 from kvferry.models import Topology, describe
 from kvferry.testing.pattern import Site, site
 from kvferry.testing.small import small
@@ -96,8 +96,8 @@ class Loaded:
         """Of each state: its region, and where every needed item sits."""
         dst, found = self.planned.dst, {}
         for view in dst.rank(self.planned.dst_rank).views:
-            need, _ = needed_cells(dst.state_by_name[view.state], view.group, self.request)
-            cells = np.concatenate([np.arange(span.start, span.stop) for span in need])
+            need = needed_cells(self.request.need, view.group, dst.state_by_name[view.state])
+            cells = np.concatenate([np.arange(start, stop) for start, stop in need])
             where = site(dst, view, self.request.dst[view.group], cells)
             if where.offsets.size:
                 found[view.state] = view.region, where

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvferry.core.request import HOLE, BlockTable
 from kvferry.core.span import Span
-from kvferry.core.state import Addressing, Group, State, Tail
+from kvferry.core.state import Addressing, Group, Kind, State, Tail
 from kvferry.core.view import AxisMap, Digit
 from kvferry.errors import RequestError
 
@@ -99,6 +99,12 @@ def cells_of_tokens(tokens: Iterable[Span], state: State) -> Intervals:
         if start // size < end:
             found.append(Span(start // size, end))
     return intervals(found)
+
+
+def needed_cells(need: Mapping[str, Iterable[Span]], group: str, state: State) -> Intervals:
+    """The cells of a state that a request needs, from the tokens of its group; of a slot, its one value."""
+    default = (Span(0, 1),) if state.kind is Kind.RECURRENT else ()
+    return cells_of_tokens(need.get(group, default), state)
 
 
 class BlockPlaces:

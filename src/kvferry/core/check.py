@@ -22,7 +22,16 @@ from typing import NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
-from kvferry.core.addresses import BlockPlaces, Intervals, Ints, both, cells_of_tokens, intervals, minus
+from kvferry.core.addresses import (
+    BlockPlaces,
+    Intervals,
+    Ints,
+    both,
+    cells_of_tokens,
+    intervals,
+    minus,
+    needed_cells,
+)
 from kvferry.core.box import TOKEN
 from kvferry.core.choices import Slack
 from kvferry.core.manifest import Manifest, Rank
@@ -317,7 +326,7 @@ class Checker:
         self, lane: _Lane, request: Request, reads: TermsByShape, zeros: TermsByShape, slack: Slack
     ) -> None:
         name, state, is_paged = lane.dst_group.name, lane.states[0][1], lane.key.kind is Kind.PAGED
-        need = cells_of_tokens(request.need.get(name, () if is_paged else (Span(0, 1),)), state)
+        need = needed_cells(request.need, name, state)
         if not need:
             if reads or zeros:
                 raise _not_proved(name, "nothing is needed, and bytes move")

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.core.addresses import BlockPlaces, cells_of_tokens
+from kvferry.core.addresses import BlockPlaces, needed_cells
 from kvferry.core.box import TOKEN, Box
 from kvferry.core.digest_cells import (
     Bytes,
@@ -43,7 +43,7 @@ from kvferry.core.manifest import Manifest, Rank
 from kvferry.core.plan import Plan
 from kvferry.core.request import BlockTable, Request
 from kvferry.core.span import Span, Spans, count
-from kvferry.core.state import Kind, State
+from kvferry.core.state import State
 from kvferry.core.view import NOT_HELD, Ints, View
 from kvferry.errors import SpecError
 
@@ -85,9 +85,8 @@ def digest_parts(plan: Plan, request: Request) -> dict[int, tuple[DigestPart, ..
     parts: dict[int, list[DigestPart]] = {}
     for piece in plan.pieces:
         state = plan.dst.state_by_name[piece.state]
-        default = (Span(0, 1),) if state.kind is Kind.RECURRENT else ()
-        tokens = request.need.get(views[piece.state].group, default)
-        need = tuple(Span(*cells) for cells in cells_of_tokens(tokens, state))
+        cells = needed_cells(request.need, views[piece.state].group, state)
+        need = tuple(Span(*each) for each in cells)
         part = DigestPart(piece.state, plan.src_name(piece.state), piece.box, need)
         if need and (piece.box.period == 1 or len(cells_of(part))):
             parts.setdefault(piece.src_rank, []).append(part)

@@ -25,7 +25,7 @@ from kvferry.core.product import Product, Term
 from kvferry.core.request import HOLE, BlockTable, Request
 from kvferry.core.runs import NO_RUNS, Runs
 from kvferry.core.span import Span, Spans, count, intersect, normal, show, subtract
-from kvferry.core.state import Addressing, Kind, State, Tail
+from kvferry.core.state import Addressing, Kind, Tail
 from kvferry.core.view import Ints
 from kvferry.core.walk import Walk
 from kvferry.errors import Refused, RequestError
@@ -147,7 +147,7 @@ def _check_number(products: Sequence[_Products], max_runs: int) -> None:
 
 def _products(lane: Lane, request: Request, slack: Slack) -> _Products:
     """One lane's runs, and its bytes to be zeroed, as products."""
-    need, kept = needed_cells(lane, lane.dst_group.name, request)
+    need, kept = _needed_cells(lane, request)
     if not need:
         return _Products(lane, [], [])
     src = Walk(lane.src_group, request.src, lane.tokens_per_cell, "src")
@@ -209,19 +209,20 @@ def _check_tokens(manifest: Manifest, request: Request) -> None:
             raise RequestError("kept-slot", name, detail)
 
 
-def needed_cells(cell: Lane | State, name: str, request: Request) -> tuple[Spans, Spans]:
-    """The needed and the kept cells of one kind in a destination group, from the group's tokens."""
-    if cell.kind is Kind.RECURRENT:
+def _needed_cells(lane: Lane, request: Request) -> tuple[Spans, Spans]:
+    """The needed and the kept cells of a lane, from the tokens of its destination group."""
+    name = lane.dst_group.name
+    if lane.kind is Kind.RECURRENT:
         return normal(request.need.get(name, (Span(0, 1),))), ()
     if name not in request.need:
         raise RequestError("need-missing", name, "say which tokens it needs (an empty list for none)")
     need, kept = normal(request.need[name]), normal(request.kept.get(name, ()))
     if both := intersect(need, kept):
         raise RequestError("need-kept", name, f"tokens {show(both)} are both needed and kept")
-    size = cell.tokens_per_cell
+    size = lane.tokens_per_cell
     if size == 1:
         return need, kept
-    need, kept = (_whole_cells(spans, size, cell.tail) for spans in (need, kept))
+    need, kept = (_whole_cells(spans, size, lane.tail) for spans in (need, kept))
     # Of complete cells this never happens: such a cell belongs to whoever has its last token.
     if both := intersect(need, kept):
         detail = f"of cells {show(both)} some tokens are needed, others kept; {size} tokens move as one cell"
