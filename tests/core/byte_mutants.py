@@ -213,7 +213,7 @@ MUTANTS = [
 PAIRS = [
     # family, source, destination, rank, tokens, kept
     ("gqa", "tp=2,block=4", "tp=3,block=6", 1, 17, 0),
-    ("gqa", "tp=1,block=4,layout=NHD", "tp=1,block=8,layout=HND", 0, 21, 8),
+    ("gqa", "tp=1,block=4,layout=NHD", "tp=1,block=8,layout=HND", 0, 21, 5),
     ("gqa", "tp=1,block=4,alloc=separate", "tp=2,pp=2,block=4,alloc=separate", 3, 13, 4),
     ("gqa", "block=8,layout=cpu-vec,alloc=separate", "block=4,layout=cpu-vec,alloc=separate", 0, 19, 0),
     ("mqa", "tp=3,block=4", "tp=2,block=4", 1, 12, 0),
