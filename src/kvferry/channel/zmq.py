@@ -4,7 +4,7 @@ One channel has at most one listening socket, and one calling socket per address
 ``wake`` belong to one thread. Whatever arrives is bytes and where to reply to. A peer that does not read
 costs nobody anything: what is sent waits in queues with bounds, and what does not fit is dropped and counted,
 since every message of the protocol is repeated until it is answered. What arrives is taken at once (see
-``NO_BOUND``). Between processes of one host messages go by a shorter way where both want that (``near``).
+``NO_BOUND``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import count
 
-from kvferry.channel import near
 from kvferry.errors import ChannelError, MissingPackage
 from kvferry.wire.secret import Secret
 
@@ -54,9 +53,6 @@ LISTENER_HEARTBEAT_MS = 500
 listener's own tell it that there is life."""
 LISTENER_SILENCE_MS = 10_000
 """Nobody waits for news of a caller: one that got no processor for a few seconds keeps its connection."""
-NEAR = b"near"
-"""The first of two frames that are the channel's own. The second asks for a wire, and says at which host; or
-it offers one."""
 MAX_SOCKETS = 8 * MAX_CALLS
 """Of ZeroMQ's, in a channel: each call has one, and two that tell of its connection. A closed one counts for
 a while."""
@@ -102,8 +98,6 @@ _CONTACTS = {
 class _Call:
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
-    wire: near.Wire | None = None
-    """To the same listener, if it is on this host."""
 
     def close(self, linger_ms: int) -> None:
         self.socket.disable_monitor()
@@ -124,12 +118,7 @@ class Channel:
         secret: Secret | None = None,
         max_bytes: int = 8 << 20,
         silence_seconds: float = SILENCE_SECONDS,
-        host: str = "",
     ) -> None:
-        """``host``: where this is, in words that others can compare; who says the same gets a shorter way."""
-        self._host = host.encode()
-        self._near: near.NearCallers | None = None
-        self._room = near.new_room(max_bytes)
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._silence_seconds = silence_seconds
@@ -167,9 +156,6 @@ class Channel:
             raise ChannelError(f"cannot listen at {listen}: {error}") from error
         self._poller.register(socket, zmq.POLLIN)
         self._listener = socket
-        if self._host:
-            with contextlib.suppress(OSError):
-                self._near = near.NearCallers(self._poller, self._room)
         # An IPv4 address, where it is one: a socket for both kinds writes it in the other's clothes.
         self.address = _MAPPED.sub(r"\1", socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
@@ -197,19 +183,13 @@ class Channel:
         try:
             if self.is_answer(to):
                 if self._listener is not None:
-                    self._answer(self._listener, bytes.fromhex(to[1:]), data)
+                    self._listener.send_multipart([bytes.fromhex(to[1:]), data], zmq.NOBLOCK)
             elif to.startswith(SCHEMES):
-                call = self._call(to)
-                if not (call.wire and call.wire.send(data)):
-                    call.socket.send(data, zmq.NOBLOCK)
+                self._call(to).socket.send(data, zmq.NOBLOCK)
             else:
                 self.dropped["address"] += 1
         except zmq.ZMQError:
             self.dropped["unsent"] += 1
-
-    def _answer(self, listener: zmq.Socket[bytes], whom: bytes, data: bytes) -> None:
-        if not (self._near and self._near.send(whom, data)):
-            listener.send_multipart([whom, data], zmq.NOBLOCK)
 
     def _call(self, address: str) -> _Call:
         if address in self._calls:
@@ -259,17 +239,9 @@ class Channel:
         """Call an address no more, until something is sent there again."""
         call = self._calls.pop(address, None)
         if call is not None:
-            self._cut(call)
             self._poller.unregister(call.socket)
             self._poller.unregister(call.monitor)
             call.close(LINGER_MS)
-
-    def _cut(self, call: _Call) -> None:
-        """Go the long way from now on."""
-        if call.wire:
-            self._poller.unregister(call.wire.fileno())
-            call.wire.close()
-            call.wire = None
 
     def wait(self, seconds: float) -> list[Received | ContactChange]:
         """Everything that arrived or happened, after at most ``seconds``; at once when woken."""
@@ -278,15 +250,9 @@ class Channel:
         self._changes.clear()
         if self._woken in ready:
             os.eventfd_read(self._woken)
-        if self._near:
-            received += [Received("@" + whom.hex(), data) for whom, data in self._near.take(ready)]
         if self._listener in ready and self._listener is not None:
             received += self._heard(self._listener)
         for address, call in list(self._calls.items()):
-            if call.wire and call.wire.fileno() in ready:
-                received += [Received(address, data) for data in call.wire.take()]
-                if call.wire.is_over:
-                    self._cut(call)
             if call.monitor in ready:
                 received += self._news(address, call)
             if call.socket in ready:
@@ -294,15 +260,8 @@ class Channel:
         return received
 
     def _news(self, address: str, call: _Call) -> list[ContactChange]:
-        changes = []
-        for frames in self._taken(call.monitor):
-            contact = _CONTACTS[zmq.Event(parse_monitor_message(frames)["event"])]
-            changes.append(ContactChange(address, contact))
-            self._cut(call)  # whoever was there before: it may be somebody else
-            if contact is Contact.CONNECTED and self._host:
-                with contextlib.suppress(zmq.ZMQError):
-                    call.socket.send_multipart([NEAR, self._host], zmq.NOBLOCK)
-        return changes
+        events = (parse_monitor_message(frames)["event"] for frames in self._taken(call.monitor))
+        return [ContactChange(address, _CONTACTS[zmq.Event(event)]) for event in events]
 
     MAX_AT_ONCE = 1000
     """Messages taken from one socket before others get their turn."""
@@ -318,17 +277,9 @@ class Channel:
             match frames:
                 case [data]:
                     received.append(Received("@" + whom.hex(), data))
-                case [first, host] if first == NEAR:
-                    self._offer_wire(socket, whom, host)
                 case _:
                     self.dropped["frames"] += 1
         return received
-
-    def _offer_wire(self, listener: zmq.Socket[bytes], whom: bytes, host: bytes) -> None:
-        """To nobody of another network: there, somebody else could sit at that name, and pass it all on."""
-        if self._near and host == self._host:
-            with contextlib.suppress(zmq.ZMQError):
-                listener.send_multipart([whom, NEAR, self._near.offer(whom)], zmq.NOBLOCK)
 
     def _answers(self, address: str, call: _Call) -> list[Received]:
         received = []
@@ -336,17 +287,9 @@ class Channel:
             match frames:
                 case [data]:
                     received.append(Received(address, data))
-                case [first, invitation] if first == NEAR and self._host:
-                    self._take_wire(call, invitation)
                 case _:
                     self.dropped["frames"] += 1
         return received
-
-    def _take_wire(self, call: _Call, invitation: bytes) -> None:
-        self._cut(call)  # an earlier invitation may be one of a connection that is no more
-        if wire := near.call(invitation, self._room):
-            call.wire = wire
-            self._poller.register(wire.fileno(), zmq.POLLIN)
 
     def wake(self) -> None:
         """End a ``wait``, or the next one. From any thread, but not while it is being closed."""
@@ -357,8 +300,6 @@ class Channel:
         """Close every socket; nothing lingers."""
         for address in list(self._calls):
             self.hang_up(address)
-        if self._near:
-            self._near.close()
         if self._listener is not None:
             self._listener.close(0)
         if self._woken >= 0:

@@ -100,9 +100,7 @@ def open_channel(
     """A channel over ZeroMQ, driven by a thread of its own."""
     # A little more than is read: what is too long can then be answered by name.
     max_bytes = MAX_MESSAGE_BYTES + (1 << 20)
-    channel = Channel(
-        listen=listen, secret=secret, max_bytes=max_bytes, silence_seconds=silence_seconds, host=this_host()
-    )
+    channel = Channel(listen=listen, secret=secret, max_bytes=max_bytes, silence_seconds=silence_seconds)
     return ChannelThread(channel)
 
 
