@@ -187,10 +187,6 @@ TRANSPORT: dict[str, Explained] = {
         "If it comes again: somebody or something changes bytes between the two hosts.",
     ),
     "bad-probe": Explained("Memory that was mapped is not the source's.", _OTHER_WAY),
-    "bad-ring": Explained(
-        "A staging ring is too long, or its chunks are too short.",
-        "Give the transport shorter rings (`RingOptions(StagingSize(…))`), of 64 MiB at most.",
-    ),
     "bad-setting": Explained(
         "A variable of the environment has a value that is not understood, or not built yet for this rank.",
         "Correct the variable that the message names; it says what is allowed.",
@@ -205,12 +201,6 @@ TRANSPORT: dict[str, Explained] = {
         "Not urgent where two engines of one host meet. Else read the detail: it is CUDA's own word.",
     ),
     "failed": Explained("A read of a benchmark failed.", "Read the detail: it is the fabric's own word."),
-    "hidden-pool": Explained(
-        "The source opens nothing of its cache to the fabric (`KVFERRY_EXPOSE` there): its ranks gather for"
-        " their readers. This rank has nobody gather for it.",
-        "Set `KVFERRY_PACKED_READS=auto` on this side (in vLLM also the option `packed_reads`), or"
-        " `KVFERRY_EXPOSE=pool` at the source.",
-    ),
     "kind": Explained(
         "The two sides use different transports.", "Use one: `nixl` on both sides (`memory` is for tests)."
     ),
@@ -226,9 +216,9 @@ TRANSPORT: dict[str, Explained] = {
         "A region has no address.", "Use the manifest of a running engine: one made offline has no addresses."
     ),
     "no-connection": Explained(
-        "NIXL could not connect to the source's memory in time.",
-        "Check that UCX may use a network that both hosts share (`UCX_NET_DEVICES`, `UCX_TLS`), and that its"
-        " ports are open.",
+        "The source's memory could not be reached in time.",
+        "The detail names the way. Direct: check that UCX may use a network that both hosts share. Otherwise"
+        " check that the ports of the source's ranks can be reached.",
     ),
     "no-cuda": Explained(
         "CUDA's driver, or its Python bindings, cannot be loaded.",
@@ -242,9 +232,9 @@ TRANSPORT: dict[str, Explained] = {
     ),
     "no-regions": Explained("A rank registers no memory.", _ORDER),
     "not-direct": Explained(
-        "Nothing on the way reads the source's memory by itself, and emulated reads are refused"
-        " (`KVFERRY_EMULATED_READS=refuse`).",
-        "Use RDMA, or on one host a shared PID namespace; or allow `careful`.",
+        "NIXL cannot read the source's memory by itself, and no other way is allowed (`KVFERRY_WAY=direct`).",
+        "Set `KVFERRY_EXPOSE=fabric` on both sides; use RDMA, or on one host a shared PID namespace; or leave"
+        " `KVFERRY_WAY` unset.",
     ),
     "not-installed": Explained(
         "NIXL cannot be imported.",
@@ -257,23 +247,19 @@ TRANSPORT: dict[str, Explained] = {
         "Not urgent: on one host, let both processes see both devices (`CUDA_VISIBLE_DEVICES`).",
     ),
     "not-packed": Explained(
-        "This rank reads only from ranks that gather for it (`KVFERRY_PACKED_READS=require`, or it hides its"
-        " pool: `KVFERRY_EXPOSE`). The source's rank does not, or this one has no line to ask it.",
-        "Set `KVFERRY_PACKED_READS` (in vLLM also the option `packed_reads`) to the same on both sides, or to"
-        " `auto` here.",
+        "The source's rank sends nothing to readers, or this one has no channel to ask it.",
+        "Use a `SourceRank` and a `Destination`, which open both; in vLLM the source's role must not be"
+        " `kv_consumer`.",
     ),
     "not-registered": Explained("A transport is used before its memory is registered.", _ORDER),
     "out-of-bounds": Explained("A read would leave its region.", BUG),
     "registered": Explained("Memory is registered a second time.", _ORDER),
-    "segments": Explained(
-        "The source sends longer TCP segments than this side has room for.",
-        "Set `UCX_TCP_RX_SEG_SIZE` and `UCX_TCP_TX_SEG_SIZE` alike on both sides, or on neither.",
-    ),
     "still-under-way": Explained(
         "Reads had not ended when the transport was closed: their memory must stay.",
         "Keep the memory until the process ends; look for a link that stalls.",
     ),
-    "too-much": Explained("A reader asks for more than fits into a chunk of a staging ring.", BUG),
+    "too-much": Explained("A reader asks for more at once than a source rank sends.", BUG),
+    "bad-chunk": Explained("A chunk of the packed way is too short or too long.", _ORDER),
     "under-way": Explained("A transfer's number is used again before its end was collected.", _ORDER),
     "unexpected": Explained("A bug.", BUG),
     "unknown-peer": Explained("A read names a peer that is not connected.", _ORDER),

@@ -39,7 +39,7 @@ def known_cost(costs: MeasuredCosts, medium: str, way: str) -> Cost | None:
     """What is known of a kind of memory; who measured ``host`` memory did not say what carried it.
 
     >>> costs = {("host", Way.DIRECT): Cost(1e-4, 2e-6, 5e9)}
-    >>> known_cost(costs, "host-cma", "direct") is not None, known_cost(costs, "host-tcp", "emulated")
+    >>> known_cost(costs, "host-cma", "direct") is not None, known_cost(costs, "tcp-stream", "packed")
     (True, None)
     """
     known = (cost for (name, each), cost in costs.items() if each == way and medium.startswith(name))

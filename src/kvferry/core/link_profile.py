@@ -45,27 +45,12 @@ HOST_CMA = LinkProfile(
     Origin.MEASURED,
     "two processes, two aarch64 cores, NIXL 1.5.1 (benchmarks/cost.py cma): 23 of 23 sizes within 30 %",
 )
-HOST_TCP = LinkProfile(
-    "host-tcp",
-    Way.EMULATED,
-    Cost(seconds_per_read=4e-4, seconds_per_run=8.5e-5, bytes_per_second=1.1e9),
-    Origin.MEASURED,
-    "two processes, two cores, loopback, NIXL 1.5.1, careful (benchmarks/emulated.py)",
-)
 TCP_STREAM = LinkProfile(
     "tcp-stream",
     Way.PACKED,
     Cost(seconds_per_read=1.2e-3, seconds_per_run=3e-7, bytes_per_second=2.7e9),
     Origin.MEASURED,
     "two processes, two aarch64 cores, loopback (benchmarks/cost.py stream): 22 of 23 sizes within 30 %",
-)
-HOST_PACKED = LinkProfile(
-    "host-packed",
-    Way.PACKED,
-    Cost(seconds_per_read=8.5e-4, seconds_per_run=1.9e-7, bytes_per_second=5.6e9),
-    Origin.MEASURED,
-    "two processes, two aarch64 cores, rings in shared memory (benchmarks/cost.py packed): 23 of 23 sizes"
-    " within 30 %",
 )
 SAME_GPU = LinkProfile(
     "same-gpu",
@@ -82,14 +67,6 @@ SAME_GPU_DIRECT = LinkProfile(
     Origin.MEASURED,
     "two processes of one H200, NIXL 1.5.1 over CUDA IPC, 4 agents (benchmarks/device.py): 5 of 5 reads"
     " within 10 %",
-)
-SAME_GPU_PACKED = LinkProfile(
-    "same-gpu-packed",
-    Way.PACKED,
-    Cost(seconds_per_read=1e-3, seconds_per_run=2.5e-8, bytes_per_second=5e10),
-    Origin.MEASURED,
-    "two processes of one H200, the ring is seen by CUDA IPC (benchmarks/packed.py cuda:0): 12 of 12 reads"
-    " within 24 %",
 )
 NVLINK = LinkProfile(
     "nvlink",
@@ -116,12 +93,9 @@ ONE_PROCESS = LinkProfile(
 
 LINK_PROFILES = (
     HOST_CMA,
-    HOST_PACKED,
-    HOST_TCP,
     TCP_STREAM,
     SAME_GPU,
     SAME_GPU_DIRECT,
-    SAME_GPU_PACKED,
     NVLINK,
     RDMA_400,
 )
@@ -151,8 +125,6 @@ def first_guess(way: Way, *, is_on_device: bool) -> LinkProfile:
         case Way.MAPPED:
             return SAME_GPU
         case Way.PACKED:
-            return SAME_GPU_PACKED if is_on_device else HOST_PACKED
-        case Way.EMULATED:
-            return HOST_TCP
+            return TCP_STREAM
         case Way.MEMORY:
             return ONE_PROCESS

@@ -10,16 +10,12 @@ from kvferry.channel import Contact, ContactChange, Received
 from kvferry.core.manifest import Region
 from kvferry.core.product import Term
 from kvferry.core.view import Ints
-from kvferry.endpoint.channel_thread import WAIT_SECONDS, Turn
 from kvferry.endpoint.edges import ControlChannel
 from kvferry.transport.base import Transport
-from kvferry.transport.gather_line import GatherAnswers, GatheredChunk, GatheringTransport
+from kvferry.transport.gather_line import GatherAnswers, GatheringTransport
 from kvferry.transport.stream_frames import StreamOffer
 from kvferry.wire.gather import (
     Gather,
-    Gathered,
-    GiveBack,
-    GivenBack,
     NotGathered,
     OpenStream,
     StreamOffered,
@@ -35,28 +31,20 @@ class GatherCalls:
         self._channel, self._name = channel, name
         self._answers: GatherAnswers | None = None
 
-    def listen(self, answers: GatherAnswers, turn: Turn = lambda: WAIT_SECONDS) -> None:
+    def listen(self, answers: GatherAnswers) -> None:
         """Begin."""
         self._answers = answers
-        self._channel.start(self._name, self._receive, lambda: False, turn)
+        self._channel.start(self._name, self._receive, lambda: False)
 
-    def wake(self) -> None:
-        """Have a turn taken soon."""
-        self._channel.wake()
-
-    def ask(self, to: str, nonce: int, permit: bytes, terms: Sequence[Term], into: bytes) -> None:
+    def ask(self, to: str, nonce: int, permit: bytes, terms: Sequence[Term], stream_id: bytes) -> None:
         """Ask for the source side of these terms."""
-        ask = Gather(nonce, permit, tuple(map(_columns, terms)), into)
+        ask = Gather(nonce, permit, tuple(map(_columns, terms)), stream_id)
         self._channel.send(to, encode_rank_message(ask))
 
-    def open_stream(self, to: str, nonce: int, regions: Sequence[Region]) -> None:
+    def open_stream(self, to: str, nonce: int, permit: bytes, regions: Sequence[Region]) -> None:
         """Ask for a stream."""
         known = tuple((region.address, region.num_bytes) for region in regions)
-        self._channel.send(to, encode_rank_message(OpenStream(nonce, known)))
-
-    def give_back(self, to: str, nonce: int, chunk: int, generation: int, *, is_asking: bool) -> None:
-        """Nothing of a chunk is read any more."""
-        self._channel.send(to, encode_rank_message(GiveBack(nonce, chunk, generation, is_asking)))
+        self._channel.send(to, encode_rank_message(OpenStream(nonce, permit, known)))
 
     def hang_up(self, address: str) -> None:
         """Keep no connection to an address."""
@@ -76,13 +64,8 @@ class GatherCalls:
             return
         sender = received.reply_to
         match decode_from_rank(received.data):
-            case Gathered(nonce, address, chunk, generation, lent_ms):
-                told = GatheredChunk(address, chunk, generation, lent_ms / 1000)
-                answers.gathered(sender, nonce, told)
             case NotGathered(nonce, code, detail):
                 answers.not_gathered(sender, nonce, f"{code}: {detail}")
-            case GivenBack(nonce, is_valid):
-                answers.given_back(sender, nonce, is_valid=is_valid)
             case StreamOffered(nonce, address, stream_id, key):
                 answers.stream_offered(sender, nonce, StreamOffer(address, stream_id, key))
 

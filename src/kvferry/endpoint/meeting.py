@@ -6,15 +6,13 @@ Engines of equal geometry share all of that but the last.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 
 from kvferry.core.cost import NO_TRAFFIC, Traffic
 from kvferry.core.identity import IdentityCheck, compare_identity
 from kvferry.core.lower import Route
 from kvferry.core.manifest import Manifest
-from kvferry.core.sample import Placement, sample_request
-from kvferry.core.select import Selection, select
+from kvferry.core.select import Selection
 from kvferry.core.way import Way
 from kvferry.core.words import counted
 from kvferry.endpoint.shared_plans import SharedPlan
@@ -24,7 +22,6 @@ from kvferry.runtime import Failure, FailureCode
 from kvferry.runtime.failure import unfit
 from kvferry.runtime.values import Build, Peer
 from kvferry.transport.base import Connected, Transport
-from kvferry.transport.gather_line import GatheringTransport
 from kvferry.wire.bad_input import printable
 from kvferry.wire.limits import MAX_WORDS
 from kvferry.wire.outline import regions_at
@@ -89,23 +86,6 @@ class MetPeer:
         return printable(line, MAX_WORDS)
 
 
-def usual_traffic(route: Route) -> dict[int, Traffic]:
-    """What a request of some length brings from each source rank; none where pools have no room for one."""
-    for num_tokens in USUAL_TOKENS:
-        with suppress(SpecError, RequestError):
-            request = sample_request(
-                route.plan.src, route.plan.dst, num_tokens, placement=Placement.SCATTERED
-            )
-            products = select(route, request).products
-            return {rank: Traffic.of([each], len(each.runs)) for rank, each in products.items()}
-    return {}
-
-
-def _may_choose(transport: Transport) -> bool:
-    """Whether there is more than one way by which a transport may read."""
-    return isinstance(transport, GatheringTransport) and transport.is_gathering
-
-
 def source_shown(
     peer: Peer, state: str, why: str, met: MetPeer | None, costs: Mapping[str, object]
 ) -> dict[str, object]:
@@ -149,13 +129,12 @@ def meet(
             raise TransportError("kind", f"both sides must use one transport: {kinds}")
         started = clock()
         route = shared.route(engine, build.ranks)
-        usual = usual_traffic(route) if _may_choose(transport) else {}
         plan_seconds = seconds + clock() - started
         links = {}
         for src_rank, description in sorted(build.ranks.items()):
             name = remote_name(build.peer, src_rank)
             regions = regions_at(route.plan.src.rank(src_rank).regions, description.memory)
-            links[src_rank] = transport.connect(name, description.card, regions, usual.get(src_rank))
+            links[src_rank] = transport.connect(name, description.card, regions)
             connected.append(name)
         return MetPeer(shared, route, links, plan_seconds)
     except Exception as error:

@@ -49,12 +49,12 @@ def open_gathering(
     guard = TicketGuard(rank_key, BlockBytes(manifest, rank))
     channel = edges.open_channel(listen, trust.secret)
     service = GatherService(
-        transport.gather_memory(),
+        transport.sender(),
         guard,
         channel,
         edges.clock,
         advertise=advertise,
-        are_streams_proved=trust.secret is not None,
+        is_sealed=trust.secret is not None,
     )
     address = advertised(channel.address, advertise)
     transport.gather_at(address)

@@ -10,9 +10,10 @@ from kvferry.core.owned import BlockBytes
 from kvferry.core.view import Ints
 from kvferry.endpoint.edges import open_channel
 from kvferry.endpoint.gather_calls import GatherCalls
-from kvferry.endpoint.gather_service import PATIENCE_S, GatherService
+from kvferry.endpoint.gather_service import GatherService
 from kvferry.runtime.ticket_guard import Admitted, TicketGuard
 from kvferry.transport.nixl import NixlTransport
+from kvferry.wire.secret import Secret
 
 
 class OpenGuard(TicketGuard):
@@ -31,18 +32,20 @@ class OpenGuard(TicketGuard):
 
 
 def gather_openly(
-    transport: NixlTransport, patience_s: float = PATIENCE_S, listen: str = "tcp://127.0.0.1:*"
+    transport: NixlTransport, listen: str = "tcp://127.0.0.1:*", secret: Secret | None = None
 ) -> GatherService:
-    """Have a transport that is registered gather for everybody."""
-    channel = open_channel(listen, None)
-    service = GatherService(transport.gather_memory(), OpenGuard(), channel, time.monotonic, patience_s)
+    """Have a transport that is registered send to everybody who knows the secret, if there is one."""
+    channel, is_sealed = open_channel(listen, secret), secret is not None
+    service = GatherService(transport.sender(), OpenGuard(), channel, time.monotonic, is_sealed=is_sealed)
     transport.gather_at(service.address)
     return service
 
 
 class AskingTransport(NixlTransport):
-    """A transport that asks others to gather as soon as it is registered, as a ``Destination`` would."""
+    """A transport that asks others to send as soon as it is registered, as a ``Destination`` would."""
+
+    secret: Secret | None = None
 
     def register(self, regions: Sequence[Region]) -> None:
         super().register(regions)
-        self.ask_by(GatherCalls(open_channel("", None), "kvferry-gather-calls"))
+        self.ask_by(GatherCalls(open_channel("", self.secret), "kvferry-gather-calls"))

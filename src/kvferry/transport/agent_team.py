@@ -25,7 +25,7 @@ from kvferry.errors import TransportError
 from kvferry.log import log_of
 from kvferry.transport.agent_thread import AgentLink, AgentThread
 from kvferry.transport.base import Connected, DeviceEvent
-from kvferry.transport.descriptors import RegionTable
+from kvferry.transport.cards import Card
 from kvferry.transport.slices import cut_long
 
 log = log_of(__name__)
@@ -61,21 +61,10 @@ class AgentTeam:
         self._is_closing = False
 
     @property
-    def card(self) -> bytes:
+    def card(self) -> Card:
         return self._agents[0].card
 
-    def connect_ring(
-        self,
-        name: str,
-        card: bytes,
-        ring: Region,
-        dst: RegionTable,
-        timeout_s: float,
-    ) -> AgentLink:
-        """Connect the ring of a remote rank, to be read into ``dst`` by the first agent alone."""
-        return self._agents[0].connect(name, card, [ring], timeout_s, dst)
-
-    def connect(self, name: str, card: bytes, regions: Sequence[Region], timeout_s: float) -> TeamLink:
+    def connect(self, name: str, card: Card, regions: Sequence[Region], timeout_s: float) -> TeamLink:
         """Connect a remote rank by every agent; who cannot is left out, but for the first."""
         deadline = monotonic() + timeout_s
         links = [self._agents[0].connect(name, card, regions, timeout_s)]

@@ -7,7 +7,6 @@ which something was posted are then never reported, since nobody can know any mo
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,10 +25,9 @@ from kvferry.errors import TransportError
 from kvferry.log import is_worth_a_line, log_of
 from kvferry.transport.agent import FabricAgent
 from kvferry.transport.base import Connected, DeviceEvent
-from kvferry.transport.cards import pack_card
+from kvferry.transport.cards import Card
 from kvferry.transport.cuda import Cuda
-from kvferry.transport.descriptors import Pace, RegionTable
-from kvferry.transport.emulation import AgentMode
+from kvferry.transport.descriptors import RegionTable
 from kvferry.transport.event_wait import EventWait
 from kvferry.transport.places import checked
 from kvferry.transport.quietly import quietly
@@ -45,9 +43,6 @@ SHORTEST_NAP, LONGEST_NAP = 5e-6, 1e-3
 """Seconds between two looks at the transfers under way."""
 NAP_SHARE = 0.02
 """How long a nap is, of the time in which nothing has happened: an end is seen so much later."""
-EAGER_S = 300e-6
-"""How long there is no nap on the careful way, where nothing is posted before the last run has ended: over
-loopback a run of 8 KiB takes about 30 µs, one of 255 KiB about 130, and the shortest nap about 80."""
 PAUSE_S = 0.05
 """How long the thread pauses after an error that nothing foresaw, lest it repeat it at full speed."""
 
@@ -67,16 +62,11 @@ class AgentThread:
         self,
         memory: RegionTable,
         cuda: Cuda | None,
-        mode: AgentMode,
         settings: UcxSettings,
         make_agent: Callable[[str, str], FabricAgent],
-        export: bytes = b"",
-        rings: RegionTable | None = None,
     ) -> None:
-        """``make_agent`` takes a name and settings for NIXL's UCX engine; ``export`` goes into the card.
-        ``rings`` are registered beside the memory.
-        """
-        self._memory, self._cuda, self.mode = memory, cuda, mode
+        """``make_agent`` takes a name and settings for NIXL's UCX engine."""
+        self._memory, self._cuda = memory, cuda
         self._event_wait: EventWait | None = None
         self._changed = threading.Condition()
         self._inbox: deque[AgentJob] = deque()
@@ -84,32 +74,29 @@ class AgentThread:
         self._refusal: TransportError | None = None
         """Why nothing is taken in any more."""
         name, made = f"kvferry-{uuid4().hex}", Future[RegisteredAgent]()
-        make_one = partial(make_agent, name, settings.engine_config(mode))
-        make = partial(RegisteredAgent, memory, cuda, make_one, rings)
+        make = partial(RegisteredAgent, memory, cuda, partial(make_agent, name, settings.engine_config))
         self._reads: Reads
-        args = make, partial(settings.pace, mode), made
         self._thread = threading.Thread(
-            target=self._main, args=args, name=f"kvferry-nixl-{mode.value}", daemon=True
+            target=self._main, args=(make, made), name="kvferry-nixl", daemon=True
         )
         self._thread.start()
         registered = made.result()
         self._scratch = registered.scratch
-        self.card = pack_card(name, registered.metadata, settings.sent_bytes, export)
+        self.card = Card(name, registered.metadata)
 
     # ---- from any thread
 
     def connect(
         self,
         name: str,
-        card: bytes,
+        card: Card,
         regions: Sequence[Region],
         timeout_s: float,
-        dst: RegionTable | None = None,
     ) -> AgentLink:
-        """Connect a remote rank, and read a little from it. Its reads go to ``dst``, or to our memory.
+        """Connect a remote rank, and read a little from it.
 
-        Raises TransportError, with the code ``not-direct`` if the direct way is closed or the peer is dead,
-        and TimeoutError.
+        Raises TransportError, with the code ``not-direct`` if the fabric cannot read it by itself or the peer
+        is dead, and TimeoutError.
         """
         memory, deadline = RegionTable(name, regions), monotonic() + timeout_s
         warm: Future[str] = Future()
@@ -121,11 +108,11 @@ class AgentThread:
             added.add_done_callback(self._forget_added)
             raise
         if not error:
-            return AgentLink(self, warm_up.rank, dst or self._memory)
+            return AgentLink(self, warm_up.rank, self._memory)
         added.add_done_callback(self._forget_added)
         # UCX says the same of a peer that is dead and of one that cannot be read directly.
-        is_not_direct = self.mode is AgentMode.DIRECT and warm_up.has_fabric_failed
-        raise TransportError("not-direct" if is_not_direct else "no-connection", f"{name}: {error}")
+        code = "not-direct" if warm_up.has_fabric_failed else "no-connection"
+        raise TransportError(code, f"{name}: {error}")
 
     def submit(self, read: Read) -> None:
         """Have a read wait for its turn."""
@@ -191,15 +178,10 @@ class AgentThread:
 
     # ---- in the thread
 
-    def _main(
-        self,
-        make: Callable[[], RegisteredAgent],
-        pace_of: Callable[[int], Pace],
-        made: Future[RegisteredAgent],
-    ) -> None:
+    def _main(self, make: Callable[[], RegisteredAgent], made: Future[RegisteredAgent]) -> None:
         try:
             registered = make()
-            self._reads = Reads(registered.agent, pace_of)
+            self._reads = Reads(registered.agent)
         except BaseException as error:
             made.set_exception(_ours(error))
             return
@@ -229,7 +211,7 @@ class AgentThread:
                 sleep(PAUSE_S)
             now = monotonic()
             moved_at = now if has_moved else moved_at
-            nap = next_nap(now - moved_at, self.mode)
+            nap = next_nap(now - moved_at)
 
     def _is_over(self, nap: float) -> bool:
         """Wait for something to do, at most a nap while slices are under way; whether all is over."""
@@ -238,10 +220,8 @@ class AgentThread:
             if not has_work and self._is_closing and not num_posted:
                 self._refusal = TransportError("closed", "this transport was closed")
                 return True
-            if not has_work and (nap or not num_posted):
+            if not has_work:
                 self._changed.wait(nap if num_posted else None)
-        if not nap:
-            os.sched_yield()  # to the source, perhaps, and to whoever waits for the interpreter
         return False
 
     def _take_a_turn(self) -> bool:
@@ -260,7 +240,7 @@ class AgentThread:
             log.exception("a job of the thread that owns a NIXL agent failed")
             quietly(job.refuse, _ours(error))
 
-    def _add(self, name: str, card: bytes, memory: RegionTable, report: Callable[[str], None]) -> Read:
+    def _add(self, name: str, card: Card, memory: RegionTable, report: Callable[[str], None]) -> Read:
         if self._is_closing:
             raise TransportError("closed", "this transport was closed")
         runs = self._scratch.first_bytes(memory.places.regions)
@@ -285,8 +265,7 @@ class AgentLink:
 
     @property
     def connected(self) -> Connected:
-        """By the fabric itself, or with the remote process's help."""
-        return Connected(Way.EMULATED if self._thread.mode is AgentMode.CAREFUL else Way.DIRECT)
+        return Connected(Way.DIRECT)
 
     def read(
         self,
@@ -327,16 +306,12 @@ class AgentLink:
         self._thread.tell(lambda reads: reads.forget(self._rank))
 
 
-def next_nap(waited: float, mode: AgentMode) -> float:
+def next_nap(waited: float) -> float:
     """How long not to look at what is under way, after so many seconds in which nothing happened.
 
-    >>> [f"{next_nap(waited, AgentMode.DIRECT):.6f}" for waited in (0, 0.001, 0.02, 10)]
+    >>> [f"{next_nap(waited):.6f}" for waited in (0, 0.001, 0.02, 10)]
     ['0.000005', '0.000020', '0.000400', '0.001000']
-    >>> next_nap(0.0001, AgentMode.CAREFUL)
-    0.0
     """
-    if mode is AgentMode.CAREFUL and waited < EAGER_S:
-        return 0.0
     return min(max(NAP_SHARE * waited, SHORTEST_NAP), LONGEST_NAP)
 
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvferry.core.cost import Traffic
 from kvferry.core.manifest import Region
 from kvferry.core.product import Product
 from kvferry.core.runs import Runs
@@ -87,12 +86,9 @@ class Transport(Protocol):
         """What a peer needs in order to read from this rank. Whoever has it can."""
         ...
 
-    def connect(
-        self, peer: str, card: bytes, regions: Sequence[Region], usual: Traffic | None = None
-    ) -> Connected:
+    def connect(self, peer: str, card: bytes, regions: Sequence[Region]) -> Connected:
         """Get ready to read from a peer, called ``peer`` from now on; by which way is fixed here.
 
-        ``usual``: what a load from it usually is, if that is known: one that has to choose chooses by this.
         May be slow, but ends by a deadline. If it raises, the peer is not known. Of two threads that connect
         one name, one is refused. ``forget`` and ``close`` may come meanwhile: ``forget`` knows nothing of a
         peer that is not connected yet.

@@ -2,93 +2,102 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
 import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+from kvferry.core.manifest import Region
 from kvferry.errors import TransportError
 
 SEAL = struct.Struct(">8sI")
-CARD = struct.Struct(">HIIII")
-CARD_MAGIC = b"kvfnixl7"
-"""Changed whenever a reader that does not know of the change must stay away.
-
-2: the source may send segments that a reader of before has no room for, which ends the source's process.
-3: what readers of the same host need to open device memory.
-4: where the rank gathers for its readers.
-5: what the rank opens to the fabric; a reader of before would look for a pool that is not there.
-6: where the ring of a rank that gathers can be looked at.
-7: whether that ring is on the host or on the rank's device.
-"""
+LENGTHS = struct.Struct(">HIII")
+MAGIC = b"kvfcard8"
+"""Changed whenever a reader that does not know of the change must stay away."""
 METADATA_HEAD = b"nixlSerDes|Agent"
 """What NIXL 1.x puts before the name of the agent."""
+DIGEST_BYTES = 16
+POINT = struct.Struct(f">I{DIGEST_BYTES}s")
+MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 64, 64 << 20
 
 
-def pack_card(
-    agent: str, metadata: bytes, segment_bytes: int = 0, export: bytes = b"", staging: bytes = b""
-) -> bytes:
-    """A card: the agent's name, its metadata, the TCP segments it sends, its export; with a checksum.
+@dataclass(frozen=True, slots=True)
+class Card:
+    """Each part is for one way of reading, and empty where that way is closed.
 
-    ``segment_bytes`` is 0 if the agent leaves them as UCX has them; ``export`` is for readers of this host,
-    ``staging`` for those that have the rank gather.
-    """
-    name = agent.encode()
-    head = CARD.pack(len(name), len(metadata), segment_bytes, len(export), len(staging))
-    sealed = head + name + metadata + export + staging
-    return SEAL.pack(CARD_MAGIC, zlib.crc32(sealed)) + sealed
-
-
-def unpack_card(card: bytes) -> tuple[str, bytes]:
-    """The agent's name and its metadata.
-
-    >>> unpack_card(pack_card("a", b"keys"))
-    ('a', b'keys')
-    >>> unpack_card(pack_card("a", b"keys")[:-1])
+    >>> card = Card("a", b"keys", export=b"handles")
+    >>> Card.from_bytes(card.to_bytes()) == card
+    True
+    >>> Card.from_bytes(card.to_bytes()[:-1])
     Traceback (most recent call last):
-    kvferry.errors.TransportError: bad-card: 34 bytes that are no card of this transport
+    kvferry.errors.TransportError: bad-card: 37 bytes that are no card of this transport
     """
-    sealed = card[SEAL.size :]
-    if len(sealed) >= CARD.size and SEAL.unpack_from(card) == (CARD_MAGIC, zlib.crc32(sealed)):
-        num_name, num_metadata, _, num_export, num_staging = CARD.unpack_from(sealed)
-        body = sealed[CARD.size :]
-        if len(body) == num_name + num_metadata + num_export + num_staging:
-            return body[:num_name].decode(errors="replace"), body[num_name : num_name + num_metadata]
-    raise TransportError("bad-card", f"{len(card)} bytes that are no card of this transport")
+
+    agent: str = ""
+    """The name of the rank's NIXL agent."""
+    metadata: bytes = b""
+    """What NIXL must know to read the rank's memory."""
+    export: bytes = b""
+    """What processes of the same host need to open device memory."""
+    gather: bytes = b""
+    """Where the rank is asked to send bytes: a ``GatherPoint``."""
+
+    def to_bytes(self) -> bytes:
+        """With a checksum."""
+        parts = self.agent.encode(), self.metadata, self.export, self.gather
+        sealed = LENGTHS.pack(*map(len, parts)) + b"".join(parts)
+        return SEAL.pack(MAGIC, zlib.crc32(sealed)) + sealed
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Card:
+        """Raises TransportError if it is none."""
+        sealed = data[SEAL.size :]
+        if len(sealed) >= LENGTHS.size and SEAL.unpack_from(data) == (MAGIC, zlib.crc32(sealed)):
+            lengths, at, parts = LENGTHS.unpack_from(sealed), LENGTHS.size, []
+            for length in lengths:
+                parts.append(sealed[at : at + length])
+                at += length
+            if at == len(sealed):
+                return cls(parts[0].decode(errors="replace"), *parts[1:])
+        raise TransportError("bad-card", f"{len(data)} bytes that are no card of this transport")
 
 
-def segment_in(card: bytes) -> int:
-    """The bytes of a TCP segment, from a card that was unpacked before.
+@dataclass(frozen=True, slots=True)
+class GatherPoint:
+    """Where a rank is asked to send bytes, and how many at once.
 
-    >>> segment_in(pack_card("a", b"keys", 65536))
-    65536
+    >>> point = GatherPoint("tcp://127.0.0.1:5555", 1 << 20, digest_of([]))
+    >>> GatherPoint.from_bytes(point.to_bytes()) == point
+    True
+    >>> GatherPoint.from_bytes(b"junk")
+    Traceback (most recent call last):
+    kvferry.errors.TransportError: bad-card: it does not say where its rank is asked for bytes
     """
-    return int(CARD.unpack_from(card, SEAL.size)[2])
+
+    address: str
+    chunk_bytes: int
+    regions_digest: bytes
+    """Of the rank's regions: a reader that was told of others must not ask."""
+
+    def to_bytes(self) -> bytes:
+        """For a card."""
+        return POINT.pack(self.chunk_bytes, self.regions_digest) + self.address.encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> GatherPoint:
+        """From a card; raises TransportError if it makes no sense."""
+        if len(data) > POINT.size:
+            chunk_bytes, digest = POINT.unpack_from(data)
+            if MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
+                return cls(data[POINT.size :].decode(errors="replace"), chunk_bytes, digest)
+        raise TransportError("bad-card", "it does not say where its rank is asked for bytes")
 
 
-def export_in(card: bytes) -> bytes:
-    """What readers of the same host need to open device memory, from a card that was unpacked before.
-
-    >>> export_in(pack_card("a", b"keys", export=b"handles")), export_in(pack_card("a", b"keys"))
-    (b'handles', b'')
-    """
-    *_, num_export, num_staging = CARD.unpack_from(card, SEAL.size)
-    stop = len(card) - num_staging
-    return card[stop - num_export : stop]
-
-
-def staging_in(card: bytes) -> bytes:
-    """What readers need to have the rank gather, from a card that was unpacked before; empty if it does not.
-
-    >>> staging_in(pack_card("a", b"keys", staging=b"ring")), staging_in(pack_card("a", b"", export=b"x"))
-    (b'ring', b'')
-    """
-    *_, num_staging = CARD.unpack_from(card, SEAL.size)
-    return card[len(card) - num_staging :]
-
-
-def with_staging(card: bytes, staging: bytes) -> bytes:
-    """A card that has none, with what readers need to have the rank gather."""
-    agent, metadata = unpack_card(card)
-    return pack_card(agent, metadata, segment_in(card), export_in(card), staging)
+def digest_of(regions: Sequence[Region]) -> bytes:
+    """By which a reader knows the regions that it was told of."""
+    numbers = [number for region in regions for number in (region.address, region.num_bytes)]
+    return hashlib.sha256(struct.pack(f">{len(numbers)}Q", *numbers)).digest()[:DIGEST_BYTES]
 
 
 def name_in(metadata: bytes) -> str:

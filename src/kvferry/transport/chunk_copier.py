@@ -1,4 +1,4 @@
-"""Who copies between a rank's memory and the chunks of a ring: the host's processor, or a device's kernel."""
+"""Who copies between a rank's memory and chunks: the host's processor, or a device's kernel."""
 
 from __future__ import annotations
 

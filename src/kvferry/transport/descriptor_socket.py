@@ -1,4 +1,4 @@
-"""File descriptors from one process to another of the same host, for those who know a token.
+"""File descriptors from one process to another of the same host and user, for those who know a token.
 
 The socket has no name in the file system: it goes with its process, and is seen in its network namespace.
 """
@@ -9,12 +9,13 @@ import hmac
 import os
 import secrets
 import socket
+import struct
 import threading
 from collections.abc import Sequence
 from time import monotonic, sleep
 
 from kvferry.errors import TransportError
-from kvferry.log import log_of
+from kvferry.log import is_worth_a_line, log_of
 
 log = log_of(__name__)
 
@@ -23,6 +24,9 @@ MAX_AT_ONCE = 250
 """Descriptors in one message; the kernel takes 253."""
 ANSWER_SECONDS = 5.0
 PAUSE_SECONDS = 0.1
+ROOT = 0
+PEER = struct.Struct("3i")
+"""Process, user and group, as the kernel tells them of whoever connected."""
 
 
 class DescriptorServer:
@@ -35,7 +39,7 @@ class DescriptorServer:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(f"\0{self.name}")
         self._socket.listen()
-        self._is_closed = False
+        self._is_closed, self._num_refused = False, 0
         self._thread = threading.Thread(target=self._serve, name="kvferry-descriptors", daemon=True)
         self._thread.start()
 
@@ -54,15 +58,24 @@ class DescriptorServer:
                     caller.settimeout(ANSWER_SECONDS)
                     self._answer(caller)
             except OSError as error:
-                log.warning("a reader on this host got no descriptors: %s", error)
+                self._refuse(str(error))
 
     def _answer(self, caller: socket.socket) -> None:
+        user = user_of(caller)
+        if user not in (os.geteuid(), ROOT):  # at once: nobody else may keep others waiting
+            self._refuse(f"it belongs to user {user}, and this process to user {os.geteuid()}")
+            return
         shown = caller.recv(TOKEN_BYTES, socket.MSG_WAITALL)
         if not hmac.compare_digest(shown, self._secret):
-            log.warning("somebody on this host asked for descriptors with a wrong token")
+            self._refuse("its token is wrong")
             return
         for at in range(0, len(self._descriptors), MAX_AT_ONCE):
             socket.send_fds(caller, [b"."], self._descriptors[at : at + MAX_AT_ONCE])
+
+    def _refuse(self, why: str) -> None:
+        self._num_refused += 1
+        if is_worth_a_line(self._num_refused):
+            log.warning("a process on this host got no descriptors (number %d): %s", self._num_refused, why)
 
     def close(self) -> None:
         """Hand out nothing more. The descriptors stay with whoever gave them."""
@@ -73,6 +86,11 @@ class DescriptorServer:
         finally:
             self._socket.close()
         self._thread.join(timeout=ANSWER_SECONDS)
+
+
+def user_of(caller: socket.socket) -> int:
+    """Whose process has connected; nobody can claim to be another."""
+    return int(PEER.unpack(caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))[1])
 
 
 def receive_descriptors(name: str, token: str, number: int) -> list[int]:

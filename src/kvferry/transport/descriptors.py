@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -21,28 +20,6 @@ CUDA_SLICE = Limit(num_runs=1024, num_bytes=512 << 20)
 """A post of device memory takes time per run, hardly per byte."""
 MAX_POSTED = 8
 """Slices under way per peer: enough to keep a fabric busy, few enough to be done soon after a failure."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """How much of a peer's memory is asked for at once."""
-
-    host: Limit = HOST_SLICE
-    device: Limit = CUDA_SLICE
-    """What a slice may hold: if either side is the host's memory, and if neither is."""
-    num_posted: int = MAX_POSTED
-    """Slices under way."""
-    is_single: bool = False
-    """Whether the runs of a slice are posted one by one."""
-
-    @classmethod
-    def careful(cls, max_run_bytes: int) -> Pace:
-        """One run under way, and none longer than this."""
-        limit = Limit(HOST_SLICE.num_runs, max_run_bytes)
-        return cls(limit, limit, num_posted=1, is_single=True)
-
-
-FULL_PACE = Pace()
 
 
 class MemoryKind(NamedTuple):
@@ -100,15 +77,8 @@ class SlicePair(NamedTuple):
     src: NDArray[np.uint64]
     dst: NDArray[np.uint64]
 
-    def singly(self) -> Iterator[SlicePair]:
-        """Its runs one by one."""
-        for i in range(len(self.src)):
-            yield self._replace(src=self.src[i : i + 1], dst=self.dst[i : i + 1])
 
-
-def slice_pairs(
-    runs: Runs, src: RegionTable, dst: RegionTable, pace: Pace = FULL_PACE
-) -> Iterator[SlicePair]:
+def slice_pairs(runs: Runs, src: RegionTable, dst: RegionTable) -> Iterator[SlicePair]:
     """A read as posts; a list of descriptors is of one kind of memory, so mixed reads are sorted first."""
     src_names, dst_names = (
         memory.names[Places.split(places)[0]] for memory, places in ((src, runs.src), (dst, runs.dst))
@@ -117,12 +87,11 @@ def slice_pairs(
         for dst_kind in dict.fromkeys(dst.names.tolist()):
             at = (src_names == src_kind) & (dst_names == dst_kind)
             some = runs if at.all() else Runs(runs.src[at], runs.dst[at], runs.num_bytes[at])
-            limit = pace.host if "DRAM" in (src_kind, dst_kind) else pace.device
+            limit = HOST_SLICE if "DRAM" in (src_kind, dst_kind) else CUDA_SLICE
             for slice_runs in slices(some, limit):
-                posts = SlicePair(
+                yield SlicePair(
                     src_kind,
                     dst_kind,
                     src.descriptors(slice_runs.src, slice_runs.num_bytes),
                     dst.descriptors(slice_runs.dst, slice_runs.num_bytes),
                 )
-                yield from posts.singly() if pace.is_single else (posts,)

@@ -2,63 +2,19 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
-from enum import Enum
+from collections.abc import Sequence
 
 from kvferry.core.manifest import Region
 from kvferry.errors import TransportError
 from kvferry.log import log_of
+from kvferry.transport.cards import Card
 from kvferry.transport.copy_kernel import CopyLimits
 from kvferry.transport.cuda import Cuda
 from kvferry.transport.descriptors import RegionTable
 from kvferry.transport.exports import Exporter
 from kvferry.transport.mapped import DeviceCopier, MappedLink
-from kvferry.transport.setting import chosen
 
 log = log_of(__name__)
-
-SETTING = "KVFERRY_MAPPED_READS"
-BLOCKS_SETTING = "KVFERRY_COPY_BLOCKS"
-LAUNCH_SETTING = "KVFERRY_COPY_LAUNCH_BYTES"
-
-
-class MappedReads(Enum):
-    """Whether device memory of the same host is opened and copied by our own kernel."""
-
-    AUTO = "auto"
-    """Wherever it can be opened and a probe of it is right; else the fabric reads it, with a warning."""
-    REQUIRE = "require"
-    """A peer whose memory cannot be opened is refused."""
-    OFF = "off"
-    """Never: neither opened nor offered."""
-
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> MappedReads:
-        """The setting, as users write it.
-
-        >>> MappedReads.from_environment({"KVFERRY_MAPPED_READS": "off"})
-        <MappedReads.OFF: 'off'>
-        """
-        return chosen(SETTING, environment, cls.AUTO)
-
-
-def copy_limits(environment: Mapping[str, str]) -> CopyLimits:
-    """How much of the device one copy may take, as users write it.
-
-    >>> copy_limits({"KVFERRY_COPY_BLOCKS": "16"}).num_blocks
-    16
-    """
-    numbers = []
-    for name, default in (
-        (BLOCKS_SETTING, CopyLimits().num_blocks),
-        (LAUNCH_SETTING, CopyLimits().launch_bytes),
-    ):
-        value = environment.get(name, str(default))
-        if not value.isdecimal():
-            raise TransportError("bad-setting", f"{name}={value!r}: not a whole number")
-        numbers.append(int(value))
-    return CopyLimits(*numbers)
 
 
 class RankDevice:
@@ -68,7 +24,6 @@ class RankDevice:
         self,
         index: int,
         memory: RegionTable,
-        mapped_reads: MappedReads,
         limits: CopyLimits | None = None,
         *,
         is_open: bool = True,
@@ -80,9 +35,7 @@ class RankDevice:
         self.copier: DeviceCopier | None = None
         self._why_not = ""
         self._exporter: Exporter | None = None
-        if mapped_reads is MappedReads.OFF:
-            self._why_not = f"{SETTING} is off"
-        elif self.is_mixed:
+        if self.is_mixed:
             self._why_not = "some of this rank's memory is the host's"
         else:
             try:
@@ -107,7 +60,7 @@ class RankDevice:
         """What readers of this host need, for the card."""
         return self._exporter.export.to_bytes() if self._exporter else b""
 
-    def connect(self, name: str, card: bytes, regions: Sequence[Region], timeout_s: float) -> MappedLink:
+    def connect(self, name: str, card: Card, regions: Sequence[Region], timeout_s: float) -> MappedLink:
         """Open a remote rank's memory, or raise TransportError."""
         if self.copier is None:
             raise TransportError("not-mapped", self._why_not)
@@ -122,11 +75,9 @@ class RankDevice:
         self.cuda.close()
 
 
-def device_of(memory: RegionTable, mapped_reads: MappedReads, *, is_open: bool) -> RankDevice | None:
+def device_of(memory: RegionTable, limits: CopyLimits | None, *, is_open: bool) -> RankDevice | None:
     """The one CUDA device of a rank, if it has one; ``is_open``: whether readers may open its memory."""
     devices = sorted({kind.device_index for kind in memory.kinds if kind.name == "VRAM"})
     if len(devices) > 1:
         raise TransportError("bad-device", f"a rank has one CUDA device, got {devices}")
-    if not devices:
-        return None
-    return RankDevice(devices[0], memory, mapped_reads, copy_limits(os.environ), is_open=is_open)
+    return RankDevice(devices[0], memory, limits, is_open=is_open) if devices else None

@@ -11,67 +11,17 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.core.manifest import Region
 from kvferry.core.view import Ints
-from kvferry.host.shared_memory import SharedMemory
 from kvferry.transport.chunk_copier import HostBytes
 from kvferry.transport.copy_kernel import CopyKernel, Prepared, Repeated
 from kvferry.transport.copy_queue import CopyQueue
 from kvferry.transport.cuda import Cuda
-from kvferry.transport.exports import PROBE_BYTES, Exporter
 from kvferry.transport.lengths import told_once
 from kvferry.transport.pack import TermSide, check_room
 from kvferry.transport.places import Places
-from kvferry.transport.staging_ring import StagingRing, StagingSize, new_ring_id
 
-DEVICE_RING = StagingSize(num_chunks=4, chunk_bytes=16 << 20)
-"""Long chunks: a device copies megabytes in the time that a message takes."""
 ANY_ROOM = (1 << 63) - 1
 """Of a chunk, for whose room others look."""
-
-
-class DeviceStagingRing(StagingRing):
-    """A ring in device memory: an allocation of its own, which can be registered whatever the pool is."""
-
-    def __init__(self, cuda: Cuda, device: str, size: StagingSize, *, is_shared: bool = False) -> None:
-        """``is_shared``: whether others of this host are to look at it."""
-        self.size, self._cuda, self.ring_id = size, cuda, new_ring_id()
-        # With the probe in it: no other memory is opened by whoever looks at the ring.
-        address = cuda.allocate(size.num_bytes + PROBE_BYTES)
-        self.region = Region("ring", size.num_bytes, address, device)
-        self._exporter = Exporter(cuda, [self.region], address + size.num_bytes) if is_shared else None
-        if self._exporter and not self._exporter.export.refusal:
-            self.place = self._exporter.export.to_bytes().decode()
-
-    def close(self) -> None:
-        """Give the memory back; nothing may be under way."""
-        if self._exporter:
-            self._exporter.close()
-            self._exporter = None
-        address, self.region = self.region.address, Region("ring", self.size.num_bytes)
-        if address:
-            self._cuda.free(address)
-
-
-class PinnedStagingRing(StagingRing):
-    """A ring in the host's memory, which a device reaches, too."""
-
-    def __init__(self, cuda: Cuda, size: StagingSize, shared: SharedMemory | None = None) -> None:
-        super().__init__(size, shared)
-        self._cuda, self._is_pinned = cuda, False
-        try:
-            cuda.pin(self.region.address, size.num_bytes)
-        except BaseException:
-            super().close()
-            raise
-        self._is_pinned = True
-
-    def close(self) -> None:
-        """Give the memory back; nothing may be under way."""
-        if self._is_pinned:
-            self._is_pinned = False
-            self._cuda.unpin(self.region.address)
-        super().close()
 
 
 class DeviceChunkCopier:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -11,7 +10,8 @@ from dataclasses import dataclass, field
 from kvferry.errors import TransportError
 from kvferry.transport.chunk_copier import ChunkCopier, HostBytes
 from kvferry.transport.pack import TermSide
-from kvferry.transport.stream_frames import HEAD, OPENED, TAIL, Cursor, proof
+from kvferry.transport.stream_frames import HEAD, OPENED, TAIL, Cursor
+from kvferry.transport.stream_seal import SEAL_BYTES, FrameSeal
 
 ENOUGH_BYTES = 256 << 10
 """The thread sleeps until so many bytes of a frame have come, or its end: each waking costs as much as
@@ -48,7 +48,8 @@ class FrameReceiver:
         sides_of: Callable[[int, int], Sequence[TermSide]],
     ) -> None:
         """``sides_of``: where the bytes of a frame belong, by its number and length."""
-        self._copier, self._key, self._sides_of = copier, key, sides_of
+        self._copier, self._sides_of = copier, sides_of
+        self._seal = FrameSeal(key) if key else None
         self._head = bytearray(HEAD.size)
         self._cursor = Cursor([memoryview(self._head)])
         self._frame: _Frame | None = None
@@ -56,6 +57,8 @@ class FrameReceiver:
         """As the kernel was told."""
         self._scratch: HostBytes | None = None
         """Where short runs wait to be scattered, and where what nobody wants goes."""
+        self._sealed = memoryview(b"")
+        """Where sealed frames wait to be opened."""
 
     @property
     def nonce(self) -> int:
@@ -105,27 +108,36 @@ class FrameReceiver:
         if num_bytes > (most := self._copier.chunk_bytes):
             raise TransportError("bad-frame", f"a frame of {num_bytes} bytes: at most {most}")
         sides = self._sides_of(nonce, num_bytes)
-        views = self._copier.views(sides)
-        data = views or ([self._chunk[:num_bytes]] if num_bytes else [])
+        if self._seal:
+            views, data = [], [self._sealed_room(num_bytes + SEAL_BYTES)]
+        else:
+            views = self._copier.views(sides)
+            data = views or ([self._chunk[:num_bytes]] if num_bytes else [])
         self._frame = _Frame(head, sides, data, is_direct=bool(views))
         self._cursor = Cursor([*data, memoryview(self._frame.tail)])
 
     def _end(self, frame: _Frame) -> ArrivedFrame:
-        nonce, _ = HEAD.unpack(frame.head)
-        is_good, told = TAIL.unpack(frame.tail)
-        if self._key and is_good and (frame.sides or nonce == OPENED):
-            expected = proof(self._key, frame.head, frame.data)
-            if not hmac.compare_digest(told, expected):
-                raise TransportError("bad-frame", "its proof is wrong: it was changed on its way")
-        if is_good and not frame.is_direct and frame.sides:
+        nonce, num_bytes = HEAD.unpack(frame.head)
+        (is_good,) = TAIL.unpack(frame.tail)
+        is_wanted = is_good and (bool(frame.sides) or nonce == OPENED)
+        if self._seal and is_wanted:
+            self._seal.open(frame.head, frame.data[0], self._chunk[:num_bytes])
+        elif self._seal:
+            self._seal.skip()
+        if is_wanted and not frame.is_direct and frame.sides:
             self._copier.scatterer(frame.sides)(self._scratch_array.ctypes.data)
-        return ArrivedFrame(nonce, bool(is_good))
+        return ArrivedFrame(nonce, is_good)
 
     def close(self) -> None:
         """Give its memory back; nothing more is received."""
         scratch, self._scratch = self._scratch, None
         if scratch is not None:
             self._copier.free_chunk(scratch)
+
+    def _sealed_room(self, num_bytes: int) -> memoryview:
+        if len(self._sealed) < num_bytes:
+            self._sealed = memoryview(bytearray(max(num_bytes, self._copier.chunk_bytes + SEAL_BYTES)))
+        return self._sealed[:num_bytes]
 
     @property
     def _scratch_array(self) -> HostBytes:

@@ -7,10 +7,9 @@ whichever mover it chose when it was asked to connect, and knows nothing else of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
-from kvferry.core.manifest import Region
 from kvferry.core.product import Product
 from kvferry.transport.base import Connected, DeviceEvent
 
@@ -45,16 +44,4 @@ class Link(Protocol):
 
     def forget(self) -> None:
         """Ask the fabric for nothing more. What it was asked for ends as it says, and is reported."""
-        ...
-
-
-class Mover(Protocol):
-    """One way to move bytes into a rank's own memory."""
-
-    def connect(self, name: str, card: bytes, regions: Sequence[Region], timeout_s: float) -> Link:
-        """Get ready to read a remote rank; raises TransportError, or TimeoutError if it does not answer."""
-        ...
-
-    def close(self, timeout_s: float) -> bool:
-        """Ask the fabric for nothing more; whether all has ended in time. May be called again."""
         ...

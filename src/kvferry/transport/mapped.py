@@ -28,7 +28,7 @@ from kvferry.core.way import Way
 from kvferry.errors import TransportError
 from kvferry.log import log_of
 from kvferry.transport.base import CANCELLED, Connected, DeviceEvent
-from kvferry.transport.cards import export_in, unpack_card
+from kvferry.transport.cards import Card
 from kvferry.transport.copy_kernel import (
     CopyKernel,
     CopyLimits,
@@ -108,10 +108,9 @@ class DeviceCopier:
         self._free = list(self._lanes)
         self._is_closed = False
 
-    def connect(self, name: str, card: bytes, regions: Sequence[Region], timeout_s: float) -> MappedLink:
+    def connect(self, name: str, card: Card, regions: Sequence[Region], timeout_s: float) -> MappedLink:
         """Map a remote rank's memory; raises TransportError, with nothing left mapped, if it is not right."""
-        unpack_card(card)
-        export = Export.from_bytes(export_in(card))
+        export = Export.from_bytes(card.export)
         if any(region.is_on_host for region in regions):
             raise TransportError("not-mapped", "some of its memory is the host's")
         opened = Opened.open(self._cuda, export, regions)

@@ -19,7 +19,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.core.cost import Traffic
 from kvferry.core.manifest import Rank, Region
 from kvferry.core.product import Product, listed
 from kvferry.core.runs import Runs
@@ -206,9 +205,7 @@ class MemoryTransport:
             self._ours()
             return CARD + self._hub_name.encode()
 
-    def connect(
-        self, peer: str, card: bytes, regions: Sequence[Region], usual: Traffic | None = None
-    ) -> Connected:
+    def connect(self, peer: str, card: bytes, regions: Sequence[Region]) -> Connected:
         """Get ready to read from another transport of the hub."""
         with self._gate, self._lock:
             self._ours()

@@ -1,7 +1,11 @@
-"""The transport over NIXL: one-sided reads of host and CUDA memory, between processes and hosts.
+"""The transport: reads of host and CUDA memory between processes and hosts, by the best way that is open.
 
-A rank has one NIXL agent, owned by a thread of its own (see ``agent_thread``); a second one is made when a
-peer is met that the first cannot read by itself (see ``emulation``).
+=======  ====================================================================================================
+mapped   device memory of the same host is opened here, and a kernel of ours copies (``mapped``)
+direct   NIXL reads the remote memory by itself, run by run (``agent_team``); only where both ranks are
+         registered with it (``KVFERRY_EXPOSE=fabric``)
+packed   the remote rank gathers what is asked for and sends it over a stream (``packed``)
+=======  ====================================================================================================
 """
 
 from __future__ import annotations
@@ -17,7 +21,6 @@ from time import monotonic
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.core.cost import Traffic
 from kvferry.core.manifest import Region
 from kvferry.core.product import Product
 from kvferry.core.runs import Runs
@@ -28,75 +31,64 @@ from kvferry.transport.agent import FabricAgent
 from kvferry.transport.agent_team import AgentTeam
 from kvferry.transport.agent_thread import AgentThread
 from kvferry.transport.base import Connected, DeviceEvent, ReadEnd
-from kvferry.transport.cards import pack_card, unpack_card, with_staging
+from kvferry.transport.cards import Card
+from kvferry.transport.chunk_copier import ChunkCopier
+from kvferry.transport.copy_kernel import CopyLimits
 from kvferry.transport.cuda import Cuda
 from kvferry.transport.descriptors import RegionTable, SlicePair
-from kvferry.transport.device import MappedReads, RankDevice, device_of
-from kvferry.transport.emulation import SETTING, AgentMode, EmulatedReads
-from kvferry.transport.expose import SETTING as EXPOSE_SETTING
-from kvferry.transport.expose import Expose
+from kvferry.transport.device import RankDevice, device_of
 from kvferry.transport.gate import Gate
-from kvferry.transport.gather_line import GatherLine, GatherMemory
-from kvferry.transport.link import Link, Mover
+from kvferry.transport.gather_line import GatherLine
+from kvferry.transport.link import Link
+from kvferry.transport.mapped import DeviceCopier
 from kvferry.transport.nixl_agent import UCX, Agent, check_installed
-from kvferry.transport.packed import PackedMover
-from kvferry.transport.packed_rings import HAVE_GATHERED, PackedRings, staging_of, why_hidden
+from kvferry.transport.packed import CHUNK_BYTES, PackedWay, copiers_for
 from kvferry.transport.places import Addresses, Places
-from kvferry.transport.ring_options import RingOptions
-from kvferry.transport.ring_pair import MIXED, rings_for
-from kvferry.transport.staging import SETTING as PACKED_SETTING
-from kvferry.transport.staging import PackedReads
+from kvferry.transport.settings import EXPOSE_SETTING, WAY_SETTING, Expose, WayChoice
 from kvferry.transport.stream_reader import StreamMover
 from kvferry.transport.transfers import Transfers
-from kvferry.transport.ucx import UCX_EMULATES, UcxSettings
+from kvferry.transport.ucx import UcxSettings
 
-__all__ = [
-    "Agent",
-    "NixlTransport",
-    "RegionTable",
-    "SlicePair",
-    "check_installed",
-    "pack_card",
-    "unpack_card",
-]
+__all__ = ["Agent", "NixlTransport", "RegionTable", "SlicePair", "check_installed"]
 
 log = log_of(__name__)
 
-NOT_DIRECT = "the fabric cannot read its memory by itself"
-REFUSED = (
-    f"it is dead, or no transport of UCX can read its memory without its help, and such reads are disabled"
-    f" ({SETTING}, {UCX_EMULATES}). Let UCX use RDMA, CUDA IPC or, within one host and PID namespace, CMA"
-    f" (see UCX_TLS), or set {SETTING}={EmulatedReads.CAREFUL.value}"
+CLOSED_HERE = f"this rank is not registered with NIXL ({EXPOSE_SETTING})"
+CLOSED_THERE = f"it is not registered with NIXL ({EXPOSE_SETTING} there)"
+MIXED = (
+    "some of this rank's memory is the host's, some a device's, and no kernel copies both: set"
+    f" {EXPOSE_SETTING}={Expose.FABRIC.value}, so that NIXL reads it"
 )
 
 
 class NixlTransport:
-    """Reads over NIXL. Its own calls take a lock or a queue, never the fabric."""
+    """Reads by the best way. Its own calls take a lock or a queue, never the fabric."""
 
     def __init__(
         self,
         *,
+        way: WayChoice | None = None,
+        expose: Expose | None = None,
         backend: str = UCX,
         connect_timeout_s: float = 30.0,
         close_timeout_s: float = 30.0,
+        chunk_bytes: int = CHUNK_BYTES,
+        copy_limits: CopyLimits | None = None,
         settings: UcxSettings | None = None,
-        mapped_reads: MappedReads | None = None,
-        packed_reads: PackedReads | None = None,
-        expose: Expose | None = None,
-        rings: RingOptions | None = None,
         make_agent: Callable[[str, str], FabricAgent] | None = None,
     ) -> None:
-        """Settings are those of the environment, if none are given; ``make_agent`` is for tests.
+        """Way, exposure and settings of UCX are those of the environment, if none are given.
 
-        A ``backend`` other than UCX is one of NIXL's plugins; both sides must have the same.
+        A ``backend`` other than UCX is one of NIXL's plugins; both sides must have the same. ``chunk_bytes``:
+        what is sent at once on the packed way. ``make_agent`` is for tests.
         """
+        self._way = way or WayChoice.from_environment(os.environ)
+        self._expose = expose or Expose.from_environment(os.environ)
+        self._check_way()
         self._backend = backend
         self._connect_timeout_s, self._close_timeout_s = connect_timeout_s, close_timeout_s
-        self._settings = settings or UcxSettings.from_environment(os.environ)
-        self._mapped_reads = mapped_reads or MappedReads.from_environment(os.environ)
-        self._expose = expose or Expose.from_environment(os.environ)
-        self._packed_reads = packed_reads or PackedReads.from_environment(os.environ, self._expose)
-        self._packed_reads.check(self._expose)
+        self._chunk_bytes, self._copy_limits = chunk_bytes, copy_limits
+        self._ucx = settings
         self._make_agent = make_agent or partial(Agent, backend=backend)
         self._gate = Gate()
         self._transfers: Transfers[Link | None] = Transfers()
@@ -104,11 +96,16 @@ class NixlTransport:
         """Guards what is made once, and may be slow to make: those below."""
         self._memory: RegionTable | None = None
         self._device: RankDevice | None = None
-        self._teams: dict[AgentMode, AgentTeam] = {}
-        self._ring_options = rings or RingOptions.from_environment(os.environ)
-        self._rings: PackedRings | None = None
+        self._team: AgentTeam | None = None
+        self._packed: PackedWay | None = None
         self._lock = threading.Lock()
         self._links: dict[str, Link] = {}
+
+    def _check_way(self) -> None:
+        needs = {WayChoice.DIRECT: (Expose.FABRIC,), WayChoice.MAPPED: (Expose.HOST, Expose.FABRIC)}
+        if self._expose not in (allowed := needs.get(self._way, tuple(Expose))):
+            words = " or ".join(f"{EXPOSE_SETTING}={each.value}" for each in allowed)
+            raise TransportError("bad-setting", f"{WAY_SETTING}={self._way.value} needs {words}")
 
     @property
     def kind(self) -> str:
@@ -124,79 +121,76 @@ class NixlTransport:
                 raise TransportError("no-regions", "a rank has memory")
             memory = RegionTable("ours", regions)
             try:
-                self._device = device_of(memory, self._mapped_reads, is_open=not self._expose.hides_pool)
-                pair = rings_for(memory, self._device, self._packed_reads, self._ring_options)
-                if pair is None and self._expose.hides_pool:
-                    raise TransportError(
-                        "bad-device", f"{MIXED}; and {EXPOSE_SETTING} needs ranks that gather"
-                    )
-                shared = self._ring_options.shared
-                self._rings = PackedRings(pair, self._expose, shared) if pair else None
-                card_part = self._device.card_part if self._device else b""
-                if self._expose is not Expose.NOTHING:
-                    first_mode = self._settings.first_mode
-                    self._teams[first_mode] = self._make_team(memory, first_mode, card_part)
+                is_open = self._expose is not Expose.NOTHING
+                self._device = device_of(memory, self._copy_limits, is_open=is_open)
+                self._packed = self._make_packed(memory)
+                if self._expose is Expose.FABRIC:
+                    self._team = self._make_team(memory)
             except BaseException:
                 self._give_memory_up()
                 raise
             self._memory = memory
 
-    def _make_team(self, memory: RegionTable, mode: AgentMode, card_part: bytes = b"") -> AgentTeam:
-        """Who reads in one mode: several agents, where none needs the source's help."""
-        rings = self._rings.table if self._rings else None
-        if rings and self._expose.hides_pool:
-            memory, rings = rings, None
-        make = partial(AgentThread, memory, self._cuda, mode, self._settings, self._make_agent, rings=rings)
-        size = self._settings.num_agents if mode is AgentMode.DIRECT else 1
-        return AgentTeam(make(export=card_part), size, make)
+    def _make_packed(self, memory: RegionTable) -> PackedWay | None:
+        """What every rank has, unless its memory cannot be copied to chunks and NIXL reads it instead."""
+        try:
+            if self._device and self._device.is_mixed:
+                raise TransportError("bad-device", MIXED)
+            return PackedWay(copiers_for(memory.places, self._device, self._chunk_bytes))
+        except TransportError as error:
+            if self._expose is not Expose.FABRIC:
+                raise
+            log.warning("this rank can be read by NIXL only: %s", error)
+            return None
+
+    def _make_team(self, memory: RegionTable) -> AgentTeam:
+        """Who reads directly: several agents, which share out long reads."""
+        ucx = self._ucx or UcxSettings.from_environment(os.environ)
+        make = partial(AgentThread, memory, self._cuda, ucx, self._make_agent)
+        return AgentTeam(make(), ucx.num_agents, make)
 
     def card(self) -> bytes:
-        """Agent name and metadata. It carries the keys to what is exposed: whoever has it can read it all."""
+        """What readers need, for each way that is open. It carries the keys to what is exposed."""
         with self._gate:
             self._ours()
-            team = self._teams.get(self._settings.first_mode)
-            card = team.card if team else pack_card("", b"")
-            staging = self._rings.staging if self._rings else b""
-            if self._expose.hides_pool and not staging:
-                why = f"it hides its pool ({EXPOSE_SETTING}), and nobody gathers for it"
-                raise TransportError("not-packed", f"this rank cannot be read: {why}")
-            return with_staging(card, staging) if staging else card
+            card = self._team.card if self._team else Card()
+            export = self._device.card_part if self._device else b""
+            gather = self._packed.gather_point if self._packed else b""
+            return replace(card, export=export, gather=gather).to_bytes()
 
     @property
     def is_gathering(self) -> bool:
-        """Whether this rank gathers for readers, and may ask others to; known once it is registered."""
-        return self._rings is not None
+        """Whether this rank sends to readers, and may ask others to; known once it is registered."""
+        return self._packed is not None
 
-    def gather_memory(self) -> GatherMemory:
-        """For whoever gathers for this rank's readers: who copies, and what into."""
+    def sender(self) -> ChunkCopier:
+        """For whoever sends this rank's bytes to its readers."""
         with self._gate:
             self._ours()
-            if self._rings is None:
-                raise TransportError("not-packed", f"this rank does not gather ({PACKED_SETTING})")
-            return self._rings.source
+            if self._packed is None:
+                raise TransportError("not-packed", MIXED)
+            return self._packed.sender
 
     def gather_at(self, address: str) -> None:
-        """From now on readers are told where this rank is asked to gather."""
-        if self._rings:
-            self._rings.advertise(address)
+        """From now on readers are told where this rank is asked for bytes."""
+        if self._packed:
+            self._packed.advertise(address)
 
     def ask_by(self, line: GatherLine) -> None:
-        """How other ranks are asked to gather; it is closed with this transport."""
+        """How other ranks are asked for bytes; it is closed with this transport."""
         with self._gate, self._making:
             self._ours()
-            if self._rings:
-                self._rings.open_mover(line)
+            if self._packed:
+                self._packed.open(line)
 
-    def connect(
-        self, peer: str, card: bytes, regions: Sequence[Region], usual: Traffic | None = None
-    ) -> Connected:
-        """Add a peer, and read a little from it, so that the first real read is as fast as the next."""
+    def connect(self, peer: str, card: bytes, regions: Sequence[Region]) -> Connected:
+        """Add a peer, by the best way that is open; one that is direct is tried by a little read."""
         with self._gate:
             self._ours()
             with self._lock:
                 self._check_new(peer)
             try:
-                link, why_not = self._link(peer, card, regions, usual)
+                link, reason = self._link(peer, Card.from_bytes(card), regions)
             except TimeoutError:
                 seconds = f"{self._connect_timeout_s:g} s"
                 raise TransportError("no-connection", f"{peer}: no answer within {seconds}") from None
@@ -207,69 +201,53 @@ class NixlTransport:
             except TransportError:
                 link.forget()
                 raise
-        return replace(link.connected, reason=why_not) if why_not else link.connected
+        return replace(link.connected, reason=reason) if reason else link.connected
 
-    def _link(
-        self, peer: str, card: bytes, regions: Sequence[Region], usual: Traffic | None
-    ) -> tuple[Link, str]:
+    def _link(self, peer: str, card: Card, regions: Sequence[Region]) -> tuple[Link, str]:
         """Whoever can read a peer best, and why nobody better can."""
-        deadline = monotonic() + self._connect_timeout_s
-        why_not = why_hidden(staging_of(card), self._expose)
-        if why_not and not self._rings:
-            raise TransportError("hidden-pool", f"{peer}: {why_not}; {HAVE_GATHERED}")
-        if self._rings and (why_not or self._packed_reads is PackedReads.REQUIRE):
-            team = self._teams.get(self._settings.first_mode)
-            return self._rings.link(peer, card, regions, team, deadline), why_not
-        if (
-            self._rings
-            and not self._device
-            and usual
-            and (quicker := self._rings.quicker_link(peer, card, regions, usual))
+        reasons: list[str] = []
+        for choice, connect in (
+            (WayChoice.MAPPED, self._mapped),
+            (WayChoice.DIRECT, self._direct),
+            (WayChoice.PACKED, self._sent),
         ):
-            return quicker, ""
-        if self._device:
+            if not self._way.allows(choice):
+                continue
             try:
-                return self._device.connect(peer, card, regions, self._connect_timeout_s), ""
+                link = connect(peer, card, regions)
             except TransportError as error:
-                if self._mapped_reads is MappedReads.REQUIRE:
-                    raise
-                why_not = f"its device memory cannot be opened here: {error}"
-        link, reason = self._fabric_link(peer, card, regions, deadline)
-        if why_not and link.connected.way is not Way.PACKED:
-            log.warning("%s is read by the fabric, run by run, which is slow: %s", peer, why_not)
-        return link, why_not or reason
+                if self._way is choice or choice is WayChoice.PACKED or error.code not in FALL_BACK:
+                    raise _with_reasons(error, reasons) from error
+                if error.code != NOT_HERE:
+                    reasons.append(error.detail)
+                continue
+            if reasons and self._device and link.connected.way is not Way.MAPPED:
+                log.warning(
+                    "%s is read %s, which is slower than mapped: %s", peer, link.connected, reasons[0]
+                )
+            return link, "; ".join(reasons)
+        raise AssertionError("every choice allows a way")
 
-    def _fabric_link(
-        self, peer: str, card: bytes, regions: Sequence[Region], deadline: float
-    ) -> tuple[Link, str]:
-        """Whoever can read a peer: the fabric by itself, its rank, or both; and why nobody better."""
-        first = self._teams[self._settings.first_mode]
+    def _mapped(self, peer: str, card: Card, regions: Sequence[Region]) -> Link:
+        if self._device is None or all(region.is_on_host for region in regions):
+            raise TransportError(NOT_HERE, f"{peer}: host memory is not mapped")
         try:
-            return first.connect(peer, card, regions, self._connect_timeout_s), ""
+            return self._device.connect(peer, card, regions, self._connect_timeout_s)
         except TransportError as error:
-            if error.code != "not-direct" or self._backend != UCX:
-                raise
-            not_direct = error
-        reason = ""
-        if self._rings:
-            try:  # at most half of the time: there is another way
-                sooner = (deadline + monotonic()) / 2
-                return self._rings.link(peer, card, regions, None, sooner), NOT_DIRECT
-            except (TransportError, TimeoutError) as error:
-                reason = f"{NOT_DIRECT}, nor is there a stream: {str(error) or 'no answer'}"
-        if self._settings.emulated_reads is EmulatedReads.REFUSE:
-            raise TransportError("not-direct", f"{not_direct.detail}; {REFUSED}") from not_direct
-        link = self._careful().connect(peer, card, regions, max(0.0, deadline - monotonic()))
-        log.warning("%s cannot be read directly: UCX emulates its reads, and they are slow", peer)
-        return link, reason
+            detail = f"its device memory cannot be opened here: {error}"
+            raise TransportError("not-mapped", detail) from error
 
-    def _careful(self) -> AgentTeam:
-        """Who reads the peers that can only be read with their own help."""
-        with self._making:
-            self._gate.check_open()
-            if AgentMode.CAREFUL not in self._teams:
-                self._teams[AgentMode.CAREFUL] = self._make_team(self._ours(), AgentMode.CAREFUL)
-            return self._teams[AgentMode.CAREFUL]
+    def _direct(self, peer: str, card: Card, regions: Sequence[Region]) -> Link:
+        if self._team is None:
+            raise TransportError(NOT_HERE, CLOSED_HERE)
+        if not card.agent:
+            raise TransportError("not-direct", CLOSED_THERE)
+        return self._team.connect(peer, card, regions, self._connect_timeout_s)
+
+    def _sent(self, peer: str, card: Card, regions: Sequence[Region]) -> Link:
+        if self._packed is None:
+            raise TransportError("not-packed", MIXED)
+        return self._packed.link(peer, card, regions)
 
     def read(
         self,
@@ -350,16 +328,16 @@ class NixlTransport:
         deadline = monotonic() + self._close_timeout_s
         self._gate.shut()
         with self._making:
-            movers: list[Mover | PackedMover | StreamMover] = [*self._teams.values()]
-            if self._rings:
-                movers += self._rings.movers
-            if self._device and self._device.copier:
-                movers.append(self._device.copier)
+            copier = self._device.copier if self._device else None
+            mover = self._packed.mover if self._packed else None
+            movers: list[AgentTeam | DeviceCopier | StreamMover] = [
+                each for each in (self._team, mover, copier) if each
+            ]
         with self._lock:
             self._links.clear()
-        for mover in movers:  # all of them hear it before one is waited for
-            mover.close(0)
-        are_over = [mover.close(max(0.0, deadline - monotonic())) for mover in movers]
+        for each in movers:  # all of them hear it before one is waited for
+            each.close(0)
+        are_over = [each.close(max(0.0, deadline - monotonic())) for each in movers]
         are_over.append(self._gate.wait_until_empty(max(0.0, deadline - monotonic())))
         if not all(are_over):
             raise TransportError(
@@ -370,9 +348,9 @@ class NixlTransport:
             self._give_memory_up()
 
     def _give_memory_up(self) -> None:
-        rings, self._rings = self._rings, None
-        if rings:
-            rings.close()
+        packed, self._packed = self._packed, None
+        if packed:
+            packed.close()
         device, self._device = self._device, None
         if device:
             device.close()
@@ -389,6 +367,17 @@ class NixlTransport:
         if self._memory is None:
             raise TransportError("not-registered", "register this rank's memory first")
         return self._memory
+
+
+NOT_HERE = "not-here"
+"""The code of a way that this rank, or this peer's memory, does not have: nothing to tell anybody."""
+FALL_BACK = (NOT_HERE, "not-mapped", "not-direct")
+"""What leaves the next way to be tried; all else is an error of the peer's."""
+
+
+def _with_reasons(error: TransportError, reasons: Sequence[str]) -> TransportError:
+    """An error of the last way, with why the ways before it were closed."""
+    return TransportError(error.code, "; ".join((error.detail, *reasons)))
 
 
 def _spans(

@@ -30,8 +30,8 @@ from kvferry.errors import TransportError
 from kvferry.log import is_worth_a_line, log_of
 from kvferry.transport.agent import FabricAgent
 from kvferry.transport.base import CANCELLED
-from kvferry.transport.cards import segment_in, unpack_card
-from kvferry.transport.descriptors import Pace, RegionTable, SlicePair, slice_pairs
+from kvferry.transport.cards import Card
+from kvferry.transport.descriptors import MAX_POSTED, RegionTable, SlicePair, slice_pairs
 from kvferry.transport.quietly import quietly
 
 log = log_of(__name__)
@@ -41,9 +41,7 @@ log = log_of(__name__)
 class Connection:
     """To one remote agent, for all remote ranks that are met there."""
 
-    agent: str
-    card: bytes
-    pace: Pace
+    card: Card
     num_ranks: int = 0
     num_posted: int = 0
     """Slices under way."""
@@ -64,7 +62,7 @@ class RemoteRank:
 
     @property
     def can_post(self) -> bool:
-        has_room = self.connection.num_posted < self.connection.pace.num_posted
+        has_room = self.connection.num_posted < MAX_POSTED
         return has_room and self.next_read is not None
 
     @property
@@ -96,7 +94,7 @@ class Read:
 
     def next_pair(self) -> SlicePair | None:
         if self.unposted is None:
-            self.unposted = slice_pairs(self.runs, self.rank.memory, self.dst, self.rank.connection.pace)
+            self.unposted = slice_pairs(self.runs, self.rank.memory, self.dst)
         return next(self.unposted, None)
 
     def fail(self, error: str) -> None:
@@ -117,9 +115,8 @@ class Posted:
 class Reads:
     """For one thread, the one that owns the agent."""
 
-    def __init__(self, agent: FabricAgent, pace_of: Callable[[int], Pace]) -> None:
-        """``pace_of`` says how to read from an agent that sends TCP segments of so many bytes."""
-        self._agent, self._pace_of = agent, pace_of
+    def __init__(self, agent: FabricAgent) -> None:
+        self._agent = agent
         self._ranks: deque[RemoteRank] = deque()
         self._posted: list[Posted] = []
         self._by_transfer: dict[int, Read] = {}
@@ -138,19 +135,18 @@ class Reads:
 
     # ---- remote ranks
 
-    def connect(self, name: str, card: bytes, memory: RegionTable) -> RemoteRank:
+    def connect(self, name: str, card: Card, memory: RegionTable) -> RemoteRank:
         """Make a rank known to the agent."""
-        agent, metadata = unpack_card(card)
-        if agent == self._agent.name:
+        if card.agent == self._agent.name:
             raise TransportError("bad-card", f"{name}: this is our own card")
-        connection = self._connections.get(agent) or Connection(agent, card, self._pace_of(segment_in(card)))
+        connection = self._connections.get(card.agent) or Connection(card)
         if connection.card != card:
             # NIXL would take the new metadata for the old agent, and its reads with it.
-            raise TransportError("bad-card", f"{name}: a second card of {agent!r}, which is connected")
+            raise TransportError("bad-card", f"{name}: a second card of {card.agent!r}, which is connected")
         rank = RemoteRank(name, connection, memory)
-        if agent not in self._connections:
-            self._agent.add(agent, metadata)
-            self._connections[agent] = connection
+        if card.agent not in self._connections:
+            self._agent.add(card.agent, card.metadata)
+            self._connections[card.agent] = connection
         connection.num_ranks += 1
         self._ranks.append(rank)
         return rank
@@ -184,8 +180,8 @@ class Reads:
         connection = rank.connection
         connection.num_ranks -= 1
         if not connection.num_ranks:
-            del self._connections[connection.agent]
-            quietly(self._agent.remove, connection.agent)
+            del self._connections[connection.card.agent]
+            quietly(self._agent.remove, connection.card.agent)
 
     # ---- reads
 
@@ -251,7 +247,7 @@ class Reads:
         """A handle of the next slice, if there is one and nothing goes wrong."""
         try:
             pair = read.next_pair()
-            return None if pair is None else self._agent.prepare(pair, read.rank.connection.agent)
+            return None if pair is None else self._agent.prepare(pair, read.rank.connection.card.agent)
         except Exception as error:
             _log_unexpected("a read could not be prepared", error)
             read.fail(_reason("it could not be prepared", error))

@@ -17,13 +17,7 @@ from kvferry.transport.ucx import prepare_for_cuda
 class RegisteredAgent:
     """For one thread, the one that makes it."""
 
-    def __init__(
-        self,
-        memory: RegionTable,
-        cuda: Cuda | None,
-        make_agent: Callable[[], FabricAgent],
-        rings: RegionTable | None = None,
-    ) -> None:
+    def __init__(self, memory: RegionTable, cuda: Cuda | None, make_agent: Callable[[], FabricAgent]) -> None:
         if cuda:
             prepare_for_cuda(os.environ)
             cuda.bind_thread()
@@ -31,7 +25,7 @@ class RegisteredAgent:
         self._registered: list[Any] = []
         try:
             self.agent = make_agent()
-            for table in (memory, self.scratch.memory, *([rings] if rings else [])):
+            for table in (memory, self.scratch.memory):
                 for kind in dict.fromkeys(table.names.tolist()):
                     self._registered.append(self.agent.register(kind, table.whole()[table.names == kind]))
             self.metadata = self.agent.metadata()

@@ -18,7 +18,8 @@ log = log_of(__name__)
 HELLO_S = 10.0
 """How long a caller may take to name its stream, and a stream that was offered waits to be named."""
 MAX_CALLERS = 64
-"""Connections that have not named a stream yet."""
+"""Connections that have not named a stream yet; one more, and the oldest of them is cut off. A reader names
+its stream at once."""
 PAUSE_S = 0.2
 """How long nobody is let in after one could not be: it stays in the queue, and would be tried for ever."""
 
@@ -87,8 +88,7 @@ class StreamCallers:
             return
         self._has_warned = False
         if len(self._callers) >= MAX_CALLERS:
-            caller.close()
-            return
+            self._hang_up(next(iter(self._callers)))
         caller.setblocking(False)
         caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._callers[caller] = _Caller(monotonic() + HELLO_S)

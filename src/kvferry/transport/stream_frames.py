@@ -5,25 +5,23 @@
     reader ─▶ source   HELLO
     source ─▶ reader   HEAD, bytes, TAIL     once for each ask; the first frame has no bytes
 
-The bytes of a frame are those of a chunk (``pack``). Asks and refusals travel on the control channel.
+The bytes of a frame are those of a chunk (``pack``), sealed if the stream has a key (``stream_seal``). Asks
+and refusals travel on the control channel.
 """
 
 from __future__ import annotations
 
-import hmac
-from collections.abc import Iterable
 from dataclasses import dataclass
 from struct import Struct
 
-MAGIC = b"kvfstrm1"
+MAGIC = b"kvfstrm2"
 STREAM_ID_BYTES = 16
 """Nobody guesses it: whoever names a stream was told of it."""
-KEY_BYTES = 32
 HELLO = Struct(f">8s{STREAM_ID_BYTES}s")
 HEAD = Struct(">QI")
-"""The reader's number of the ask; how many bytes follow."""
-TAIL = Struct(">B32s")
-"""Whether the bytes count; and, if the stream has a key, the proof of head and bytes."""
+"""The reader's number of the ask; how many bytes of memory follow, to which a seal adds its own."""
+TAIL = Struct(">?")
+"""Whether the bytes count."""
 OPENED = 0
 """The number of the first frame."""
 MAX_VIEWS = 512
@@ -41,22 +39,12 @@ class StreamOffer:
     address: str
     stream_id: bytes
     key: bytes = b""
-    """What its frames are proved with; empty: with nothing."""
+    """What its frames are sealed with; empty: with nothing."""
 
     @property
     def host_and_port(self) -> tuple[str, int]:
         host, _, port = self.address.removeprefix("tcp://").rpartition(":")
         return host.strip("[]"), int(port)
-
-
-def proof(key: bytes, head: bytes, data: Iterable[memoryview]) -> bytes:
-    """That head and bytes come from who knows the key; zeros without one."""
-    if not key:
-        return bytes(32)
-    made = hmac.new(key, head, "sha256")
-    for view in data:
-        made.update(view)
-    return made.digest()
 
 
 class Cursor:
@@ -79,18 +67,18 @@ class Cursor:
     def make_worthless(self) -> None:
         """Touch the bytes of a frame no more: zeros take their place, and its tail says that it is no good.
 
-        >>> parts = HEAD.pack(1, 8), b"8 bytes!", TAIL.pack(1, b"")
+        >>> parts = HEAD.pack(1, 8), b"8 bytes!", TAIL.pack(True)
         >>> frame = Cursor([*map(memoryview, parts)])
         >>> frame.advance(HEAD.size + 2)
         >>> frame.make_worthless()
         >>> [(len(view), any(view)) for view in frame.next_views()]
-        [(6, False), (33, False)]
+        [(6, False), (1, False)]
         """
         if self.num_left <= TAIL.size:
             return  # all its bytes are on their way
         head = [] if self._at else self._views[:1]
         num_zeros = self.num_left - TAIL.size - sum(map(len, head))
-        self._views, self._at = [*head, memoryview(bytes(num_zeros)), memoryview(TAIL.pack(False, b""))], 0
+        self._views, self._at = [*head, memoryview(bytes(num_zeros)), memoryview(TAIL.pack(False))], 0
 
     def advance(self, num_bytes: int) -> None:
         """So many bytes have gone."""

@@ -1,7 +1,7 @@
-"""The packed way over TCP: the source's rank sends what it gathers over a stream, and we scatter it.
+"""The reader's side of streams: source ranks send what we ask for, and we scatter it.
 
-We ask for a stream, connect, and name it. After that each ask is answered by a frame of bytes on it, or by a
-refusal on the control channel (docs/design.md has the picture).
+The first read of a rank asks it for a stream, connects, and names it. After that each ask is answered by a
+frame of bytes on it, or by a refusal on the control channel (docs/design.md has the picture).
 
 Nothing of either process is open to the other, and no fabric is involved: a death is a closed connection. One
 thread owns all this, and waits for nobody: a source from which nothing comes fails its reads by a deadline.
@@ -10,30 +10,35 @@ thread owns all this, and waits for nobody: a source from which nothing comes fa
 from __future__ import annotations
 
 import socket
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from time import monotonic
 
-from kvferry.core.product import Term
+from kvferry.core.product import Product, Term
+from kvferry.core.way import Way
 from kvferry.errors import TransportError
 from kvferry.log import log_of
+from kvferry.transport.base import CANCELLED, Connected, DeviceEvent
+from kvferry.transport.cards import GatherPoint
 from kvferry.transport.chunk_copier import ChunkCopier
 from kvferry.transport.event_wait import EventWait
 from kvferry.transport.frame_receiver import ArrivedFrame, FrameReceiver
 from kvferry.transport.gather_line import GatherLine
-from kvferry.transport.gathered_reads import ANSWER_S, GatheredLink, GatheredRead, GatherMover
-from kvferry.transport.pack import TermSide, dst_of
+from kvferry.transport.pack import TermSide, check_term, dst_of, pieces
 from kvferry.transport.places import Places
 from kvferry.transport.quietly import quietly
 from kvferry.transport.socket_loop import SocketLoop
-from kvferry.transport.staging import Staging
 from kvferry.transport.stream_call import end_call, start_call
 from kvferry.transport.stream_frames import OPENED, StreamOffer
 
 log = log_of(__name__)
 
+ANSWER_S = 20.0
+"""How long a rank that was asked for something may say, or send, nothing."""
 MAX_ASKED = 32
 """Frames that one rank is asked for at once. They cost no memory: asks wait at the source."""
 LOOK_S = 1.0
@@ -43,8 +48,25 @@ ENOUGH_AT_ONCE = 8
 """Calls to one socket before others get their turn."""
 
 
-class _Read(GatheredRead["StreamLink", "_Ask"]):
-    """Of a rank with a stream."""
+@dataclass(eq=False, slots=True)
+class _Read:
+    """A read that has not ended; it is asked for piece by piece."""
+
+    link: StreamLink
+    transfer: int
+    permit: bytes
+    pieces: Iterator[tuple[Term, ...]]
+    report: Callable[[str], None]
+    asks: dict[int, _Ask] = field(default_factory=dict)
+    """By nonce: those under way."""
+    is_held: bool = False
+    """Whether it waits for the device: nothing may be written before."""
+    is_all_asked: bool = False
+    error: str = ""
+
+    @property
+    def has_ended(self) -> bool:
+        return not self.asks and (bool(self.error) or self.is_all_asked)
 
 
 @dataclass(eq=False, slots=True)
@@ -58,64 +80,102 @@ class _Ask:
         return sum(term.total_bytes for term in self.terms)
 
 
-class StreamLink(GatheredLink[_Read]):
-    """A rank that sends what it gathers."""
-
-    _mover: StreamMover
-
-    def __init__(self, mover: StreamMover, name: str, staging: Staging, src: Places) -> None:
-        super().__init__(mover, name, staging, src)
-        # The mover's thread's alone:
-        self.stream: _Stream | None = None
-        self.openers: list[Callable[[str], None]] = []
-        """Who waits for it to be open; they get the error, or an empty text."""
-
-    def open(self, timeout_s: float) -> None:
-        """Wait for the stream; raises TransportError, or TimeoutError if the rank does not answer."""
-        opened: Future[str] = Future()
-        self._mover.put(partial(self._mover.open, self, opened.set_result))
-        if error := opened.result(timeout_s):
-            raise TransportError("no-connection", f"{self.name}: {error}")
-
-
 @dataclass(eq=False, slots=True)
 class _Stream:
     """The connection to a rank, from the first question on."""
 
     link: StreamLink
+    asked_for: _Read
+    """By whose permit."""
     nonce: int
-    """Of the question for it."""
+    """Of the question for it; 0 once it is open."""
     since: float
     """When something came last, or was asked for."""
     offer: StreamOffer | None = None
     socket: socket.socket | None = None
-    is_open: bool = False
     frames: FrameReceiver | None = None
 
+    @property
+    def is_open(self) -> bool:
+        return not self.nonce
 
-class StreamMover(GatherMover[StreamLink, _Read]):
-    """Reads the ranks that send what they gather."""
 
-    new_read = _Read
+class StreamLink:
+    """A remote rank that sends us what we ask for."""
 
-    def __init__(
-        self, copier: ChunkCopier, line: GatherLine, nonces: Iterator[int], events: EventWait | None = None
+    def __init__(self, mover: StreamMover, name: str, point: GatherPoint, src: Places) -> None:
+        self._mover, self.name, self.address, self.src = mover, name, point.address, src
+        self._chunk_bytes = min(point.chunk_bytes, mover.copier.chunk_bytes)
+        """What is asked for at once: as much as both sides have room for."""
+        # The mover's thread's alone:
+        self.waiting: deque[_Read] = deque()
+        self.reads: dict[int, _Read] = {}
+        self.stream: _Stream | None = None
+        self.is_forgotten = False
+
+    @property
+    def connected(self) -> Connected:
+        return Connected(Way.PACKED)
+
+    def read(
+        self,
+        transfer: int,
+        product: Product,
+        report: Callable[[str], None],
+        after: DeviceEvent | None,
+        permit: bytes = b"",
     ) -> None:
-        super().__init__(copier, line, nonces, events)
+        """Check that all runs are inside of their regions, and have them sent, after the event."""
+        for term in product.terms:
+            check_term(term, self.src, self._mover.copier.memory)
+        parts = pieces(product, self._chunk_bytes)
+        self._mover.submit(_Read(self, transfer, permit, parts, report), after)
+
+    def cancel(self, transfer: int) -> None:
+        """Ask for nothing more of a read; nothing of it is written any more when it ends."""
+        self._mover.put(lambda: self._mover.give_up(self.reads.get(transfer), CANCELLED))
+
+    def forget(self) -> None:
+        """Ask for nothing more."""
+        self._mover.put(lambda: self._mover.forget(self))
+
+
+class StreamMover:
+    """Reads the ranks that send us what we ask for, in a thread of its own."""
+
+    def __init__(self, copier: ChunkCopier, line: GatherLine, events: EventWait | None = None) -> None:
+        """``events``: who waits for the device that the memory is on; None if it is the host's."""
+        self.copier, self._line, self._event_wait = copier, line, events
+        self._lock = threading.Lock()
+        """Guards ``_is_closing``: what is submitted before that is ended by the thread."""
+        self._is_closing = False
         # The thread's alone:
+        self._nonces = count(1)
+        self._links: deque[StreamLink] = deque()
         self._asks: dict[int, _Ask] = {}
         self._loop = SocketLoop("kvferry-stream-reads", self._turn)
         self._loop.start()
 
     # ---- from any thread
 
-    def link(self, name: str, staging: Staging, src: Places) -> StreamLink:
-        """A rank that gathers; its stream is not open yet."""
-        return StreamLink(self, name, staging, src)
-
     def put(self, event: Callable[[], None]) -> None:
         """Have something done by the thread."""
         self._loop.put(event)
+
+    def submit(self, read: _Read, after: DeviceEvent | None) -> None:
+        """Have a read wait for its turn, and for the device before that."""
+        with self._lock:
+            if self._is_closing:
+                raise TransportError("closed", "this transport was closed")
+            if after is None:
+                self.put(partial(self._begin, read))
+                return
+            if self._event_wait is None:
+                raise TransportError("no-device", "no device to wait for: this rank's memory is the host's")
+            mark = self._event_wait.follow(after)
+            read.is_held = True
+            self.put(partial(self._begin, read))
+            self._event_wait.submit(mark, lambda error: self.put(partial(self._let_begin, read, error)))
 
     def close(self, timeout_s: float) -> bool:
         """Ask for nothing more; whether all has ended in time."""
@@ -141,10 +201,68 @@ class StreamMover(GatherMover[StreamLink, _Read]):
         self._ask_for_more(now)
         return min((self._look_after(link, now) for link in [*self._links]), default=float("inf"))
 
+    def _begin(self, read: _Read) -> None:
+        link = read.link
+        link.reads[read.transfer] = read
+        if link not in self._links:
+            self._links.append(link)
+        if link.is_forgotten:
+            self.give_up(read, f"peer {link.name!r} was forgotten")
+        elif not read.is_held:
+            link.waiting.append(read)
+
+    def _let_begin(self, read: _Read, error: str) -> None:
+        """The device has come to the event that a read waits for; or it failed."""
+        read.is_held = False
+        if error:
+            self.give_up(read, error)
+        elif not read.error:
+            read.link.waiting.append(read)
+
+    def give_up(self, read: _Read | None, error: str) -> None:
+        """Ask for nothing more of a read, which ends: bytes of it that still come are written nowhere."""
+        if read is None:
+            return
+        read.error = read.error or error
+        frames = read.link.stream.frames if read.link.stream else None
+        if frames and frames.nonce in read.asks:
+            frames.ignore()
+        for nonce in [*read.asks]:
+            self._drop(nonce)
+        if read in read.link.waiting:
+            read.link.waiting.remove(read)
+        self._end_if_over(read)
+
+    def forget(self, link: StreamLink) -> None:
+        """Ask a rank for nothing more."""
+        link.is_forgotten = True
+        self._lose(link, f"peer {link.name!r} was forgotten")
+        self._let_go(link)
+
+    def _lost(self, sender: str) -> None:
+        for link in [*self._links]:
+            if link.address == sender:
+                self._lose(link, f"the connection to the rank of {link.name} that sends is lost")
+
+    def _end_if_over(self, read: _Read) -> None:
+        if read.has_ended and read.link.reads.get(read.transfer) is read:
+            del read.link.reads[read.transfer]
+            quietly(read.report, read.error)
+            self._let_go(read.link)
+
+    def _let_go(self, link: StreamLink) -> None:
+        """A forgotten rank, once nothing is under way with it."""
+        if not link.is_forgotten or link.reads:
+            return
+        if link in self._links:
+            self._links.remove(link)
+        if all(other.address != link.address for other in self._links):
+            self._line.hang_up(link.address)
+
     def _look_after(self, link: StreamLink, now: float) -> float:
         """Give up a stream on which nothing comes that should; when to look again."""
         stream, asked = link.stream, [ask.asked_at for ask in self._asks_of(link)]
-        if stream is None or not (stream.nonce or asked):
+        if stream is None or (stream.is_open and not asked):
             return float("inf")  # nothing is to come
         started = max([stream.since, *asked])
         if now < (look := started + min(LOOK_S, ANSWER_S)):
@@ -165,7 +283,7 @@ class StreamMover(GatherMover[StreamLink, _Read]):
         """Every rank as much as it may be asked for at once; a stream that is gone is asked for, too."""
         for link in [*self._links]:
             if link.waiting and link.stream is None:
-                self._call(link)
+                self._call(link, link.waiting[0])
             while link.stream and link.stream.is_open and sum(1 for _ in self._asks_of(link)) < MAX_ASKED:
                 if not self._ask_one(link, link.stream, now):
                     break
@@ -177,19 +295,12 @@ class StreamMover(GatherMover[StreamLink, _Read]):
             if terms is not None and stream.offer:
                 nonce = next(self._nonces)
                 read.asks[nonce] = self._asks[nonce] = _Ask(read, terms, now)
-                self._line.ask(link.staging.address, nonce, read.permit, terms, stream.offer.stream_id)
+                self._line.ask(link.address, nonce, read.permit, terms, stream.offer.stream_id)
                 return True
             read.is_all_asked = True
             link.waiting.popleft()
             self._end_if_over(read)
         return False
-
-    def _stop_asks_of(self, read: _Read) -> None:
-        frames = read.link.stream.frames if read.link.stream else None
-        if frames and frames.nonce in read.asks:
-            frames.ignore()
-        for nonce in [*read.asks]:
-            self._drop(nonce)
 
     def _drop(self, nonce: int) -> None:
         if ask := self._asks.pop(nonce, None):
@@ -197,11 +308,13 @@ class StreamMover(GatherMover[StreamLink, _Read]):
 
     def _refused(self, sender: str, nonce: int, error: str) -> None:
         ask = self._asks.get(nonce)
-        if ask and ask.read.link.staging.address == sender:
-            self.give_up(ask.read, f"{ask.read.link.name} does not gather: {error}")
+        if ask and ask.read.link.address == sender:
+            self.give_up(ask.read, f"{ask.read.link.name} sends nothing: {error}")
         for link in [*self._links]:
-            if link.stream and link.stream.nonce == nonce and link.staging.address == sender:
-                self._lose(link, f"{link.name} offers no stream: {error}")
+            stream = link.stream
+            if stream and stream.nonce == nonce and link.address == sender:
+                link.stream = None  # another read may have a better permit
+                self.give_up(stream.asked_for, f"{link.name} offers no stream: {error}")
 
     def _close(self) -> None:
         for link in [*self._links]:
@@ -210,29 +323,16 @@ class StreamMover(GatherMover[StreamLink, _Read]):
 
     # ---- in the thread: streams
 
-    def open(self, link: StreamLink, is_open: Callable[[str], None]) -> None:
-        """Say when the stream of a rank is open, or why it is not."""
-        if self._is_closing:
-            is_open("the transport was closed")
-        elif link.stream and link.stream.is_open:
-            is_open("")
-        else:
-            link.openers.append(is_open)
-            if link.stream is None:
-                self._call(link)
-
-    def _call(self, link: StreamLink) -> None:
+    def _call(self, link: StreamLink, read: _Read) -> None:
         """Ask a rank for a stream."""
         nonce = next(self._nonces)
-        if link not in self._links:
-            self._links.append(link)
-        link.stream = _Stream(link, nonce, monotonic())
-        self._line.open_stream(link.staging.address, nonce, link.src.regions)
+        link.stream = _Stream(link, read, nonce, monotonic())
+        self._line.open_stream(link.address, nonce, read.permit, link.src.regions)
 
     def _connect(self, sender: str, nonce: int, offer: StreamOffer) -> None:
         for link in [*self._links]:
             stream = link.stream
-            if not stream or stream.nonce != nonce or stream.socket or link.staging.address != sender:
+            if not stream or stream.nonce != nonce or stream.socket or link.address != sender:
                 continue
             stream.offer = offer
             try:
@@ -252,8 +352,7 @@ class StreamMover(GatherMover[StreamLink, _Read]):
         except OSError as error:
             self._lose(link, f"the stream of {link.name} at {offer.address} cannot be called: {error}")
             return
-        sides_of = partial(self._sides_of, link)
-        stream.frames = FrameReceiver(self.copier, offer.key, sides_of)
+        stream.frames = FrameReceiver(self.copier, offer.key, partial(self._sides_of, link))
         self._loop.watch(stream.socket, partial(self._receive, stream))
 
     def _receive(self, stream: _Stream) -> None:
@@ -287,20 +386,16 @@ class StreamMover(GatherMover[StreamLink, _Read]):
     def _take(self, stream: _Stream, arrived: ArrivedFrame) -> None:
         """All of a frame is there."""
         if arrived.nonce == OPENED:
-            self._opened(stream)
+            stream.nonce = 0
         elif ask := self._asks.get(arrived.nonce):
             if arrived.is_good:
                 self._drop(arrived.nonce)
                 self._end_if_over(ask.read)
             else:
-                self.give_up(ask.read, f"{stream.link.name} does not gather: its lease is over")
-
-    def _opened(self, stream: _Stream) -> None:
-        stream.is_open, stream.nonce = True, 0
-        _tell(stream.link, "")
+                self.give_up(ask.read, f"{stream.link.name} sends nothing: its lease is over")
 
     def _lose(self, link: StreamLink, error: str) -> None:
-        """A stream is over, and with it all reads that wait for its bytes. The next read asks for another."""
+        """A stream is over, and with it all reads of its rank. The next read asks for another."""
         stream, link.stream = link.stream, None
         if stream and stream.socket:
             self._loop.ignore(stream.socket)
@@ -308,12 +403,5 @@ class StreamMover(GatherMover[StreamLink, _Read]):
             frames, stream.socket, stream.frames = stream.frames, None, None
             if frames:
                 quietly(frames.close)
-        self.give_up_all_of(link, error)
-        _tell(link, error)
-
-
-def _tell(link: StreamLink, error: str) -> None:
-    """Who waits for a stream hears of it."""
-    openers, link.openers = link.openers, []
-    for is_open in openers:
-        is_open(error)
+        for read in [*link.reads.values()]:
+            self.give_up(read, error)

@@ -1,4 +1,4 @@
-"""The source's side of streams: a rank sends what it gathers over plain TCP connections of its own.
+"""The source's side of streams: a rank sends what it gathers over TCP connections of its own.
 
 One thread owns the sockets. Each reader has one stream, with one chunk of memory of its own: a reader that
 receives nothing holds up nobody else, and what it was to get waits in its own queue. A reader's death is a
@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
+from typing import NamedTuple
 
 from kvferry.errors import TransportError
 from kvferry.transport.chunk_copier import ChunkCopier, HostBytes
@@ -21,21 +22,25 @@ from kvferry.transport.pack import TermSide
 from kvferry.transport.quietly import quietly
 from kvferry.transport.socket_loop import SocketLoop
 from kvferry.transport.stream_callers import HELLO_S, StreamCallers, listen_at
-from kvferry.transport.stream_frames import (
-    HEAD,
-    KEY_BYTES,
-    OPENED,
-    STREAM_ID_BYTES,
-    TAIL,
-    Cursor,
-    StreamOffer,
-    proof,
-)
+from kvferry.transport.stream_frames import HEAD, OPENED, STREAM_ID_BYTES, TAIL, Cursor, StreamOffer
+from kvferry.transport.stream_seal import KEY_BYTES, SEAL_BYTES, FrameSeal
 
 MAX_STREAMS, MAX_STREAM_BYTES = 256, 1 << 30
-"""Streams that are open or offered; each costs a chunk once it is used. As many as both allow."""
-MAX_QUEUED = 256
-"""Frames of one stream that wait."""
+"""Streams that are open or offered; each costs a chunk or two once it is used. As many as both allow."""
+IDLE_S, STALLED_S = 1.0, 5.0
+"""When all places are taken: a reader that was sent nothing for so long, since it asked for nothing or took
+nothing, loses its place to a new one. It gets another by its next read."""
+MAX_QUEUED, MAX_QUEUED_BYTES = 256, 8 << 20
+"""Frames of one stream that wait, and how long what they ask for may be: a list of places."""
+MAX_ALL_QUEUED_BYTES = 128 << 20
+"""Of all streams together."""
+
+
+class TicketKey(NamedTuple):
+    """Which ticket bytes are sent for. Each start of an engine counts its tickets anew."""
+
+    generation: int
+    ticket_id: int
 
 
 Refuse = Callable[[str | TransportError], None]
@@ -44,10 +49,14 @@ Refuse = Callable[[str | TransportError], None]
 
 @dataclass(eq=False, slots=True)
 class _Frame:
-    ticket_id: int
+    ticket: TicketKey
     nonce: int
     sides: Sequence[TermSide]
     refuse: Refuse
+
+    @property
+    def asked_bytes(self) -> int:
+        return sum(side.places.nbytes + side.steps.nbytes for side in self.sides)
 
 
 @dataclass(eq=False, slots=True)
@@ -55,12 +64,16 @@ class _Stream:
     """What is sent to one reader."""
 
     offer: StreamOffer
-    deadline: float
-    """Until when it must be named."""
+    since: float
+    """When it was offered, or bytes went over it last."""
+    seal: FrameSeal | None
     socket: socket.socket | None = None
     frames: deque[_Frame] = field(default_factory=deque)
+    queued_bytes: int = 0
     chunk: HostBytes | None = None
     """Where short runs are gathered."""
+    sealed: memoryview | None = None
+    """Where a frame is sealed."""
     current: _Frame | None = None
     """Of which bytes are sent straight from memory: nobody may write there meanwhile."""
     cursor: Cursor | None = None
@@ -69,17 +82,28 @@ class _Stream:
     """Whether the kernel has no room for more."""
 
     @property
+    def has_work(self) -> bool:
+        return bool(self.cursor or self.frames)
+
+    @property
     def can_send(self) -> bool:
-        return self.socket is not None and not self.is_full and bool(self.cursor or self.frames)
+        return self.socket is not None and not self.is_full and self.has_work
+
+    @property
+    def may_go_at(self) -> float:
+        """From when on another reader may have its place."""
+        waits = HELLO_S if self.socket is None else STALLED_S if self.has_work else IDLE_S
+        return self.since + waits
 
 
 class StreamSender:
     """Sends frames to the readers that it offered a stream to."""
 
-    def __init__(self, copier: ChunkCopier, host: str, *, is_proved: bool) -> None:
-        """``host``: where to listen. ``is_proved``: whether each frame carries a proof."""
-        self._copier, self._is_proved = copier, is_proved
-        self._max_streams = min(MAX_STREAMS, max(1, MAX_STREAM_BYTES // copier.chunk_bytes))
+    def __init__(self, copier: ChunkCopier, host: str, *, is_sealed: bool) -> None:
+        """``host``: where to listen. ``is_sealed``: whether frames are encrypted, each stream by its key."""
+        self._copier, self._is_sealed = copier, is_sealed
+        each_bytes = copier.chunk_bytes * (2 if is_sealed else 1)
+        self._max_streams = min(MAX_STREAMS, max(1, MAX_STREAM_BYTES // each_bytes))
         listener = listen_at(host)
         self.port = int(listener.getsockname()[1])
         # The thread's alone:
@@ -96,19 +120,14 @@ class StreamSender:
         self._loop.put(partial(self._open, address, then))
 
     def send(
-        self,
-        stream_id: bytes,
-        ticket_id: int,
-        nonce: int,
-        sides: Sequence[TermSide],
-        refuse: Refuse,
+        self, stream_id: bytes, ticket: TicketKey, nonce: int, sides: Sequence[TermSide], refuse: Refuse
     ) -> None:
         """Send bytes that were checked; ``refuse`` is told why, if they are not sent."""
-        self._loop.put(partial(self._queue, stream_id, _Frame(ticket_id, nonce, sides, refuse)))
+        self._loop.put(partial(self._queue, stream_id, _Frame(ticket, nonce, sides, refuse)))
 
-    def revoke(self, ticket_id: int) -> None:
-        """Touch no byte of a ticket any more, once the thread has come to it. It waits for no reader."""
-        self._loop.put(partial(self._revoke, ticket_id))
+    def revoke(self, is_over: Callable[[TicketKey], bool]) -> None:
+        """Touch no byte of such tickets any more, once the thread has come to it. It waits for no reader."""
+        self._loop.put(partial(self._revoke, is_over))
 
     def put(self, event: Callable[[], None]) -> None:
         """Have something done by the thread, after all that was asked for before."""
@@ -131,15 +150,15 @@ class StreamSender:
 
     def _open(self, address: str, then: Callable[[StreamOffer | None], None]) -> None:
         now = monotonic()
-        for stream in [*self._streams.values()]:
-            if stream.socket is None and stream.deadline <= now:
-                self._drop(stream)
         if len(self._streams) >= self._max_streams:
-            then(None)
-            return
-        key = secrets.token_bytes(KEY_BYTES) if self._is_proved else b""
+            first = min(self._streams.values(), key=lambda stream: stream.may_go_at)
+            if first.may_go_at > now:
+                then(None)
+                return
+            self._drop(first)
+        key = secrets.token_bytes(KEY_BYTES) if self._is_sealed else b""
         offer = StreamOffer(address, secrets.token_bytes(STREAM_ID_BYTES), key)
-        self._streams[offer.stream_id] = _Stream(offer, now + HELLO_S)
+        self._streams[offer.stream_id] = _Stream(offer, now, FrameSeal(key) if key else None)
         then(offer)
 
     def _let_in(self, stream_id: bytes, reader: socket.socket) -> bool:
@@ -168,16 +187,26 @@ class StreamSender:
     def _queue(self, stream_id: bytes, frame: _Frame) -> None:
         stream = self._streams.get(stream_id)
         if stream is None:
-            frame.refuse("there is no such stream or ring, or not any more")
-        elif len(stream.frames) >= MAX_QUEUED:
-            frame.refuse(f"{MAX_QUEUED} frames of its stream wait already")
-        else:
-            stream.frames.append(frame)
+            frame.refuse("there is no such stream, or not any more")
+            return
+        num_bytes = frame.asked_bytes
+        queued = sum(each.queued_bytes for each in self._streams.values())
+        if (
+            len(stream.frames) >= MAX_QUEUED
+            or stream.queued_bytes + num_bytes > MAX_QUEUED_BYTES
+            or queued + num_bytes > MAX_ALL_QUEUED_BYTES
+        ):
+            frame.refuse("too much waits to be sent already")
+            return
+        stream.frames.append(frame)
+        stream.queued_bytes += num_bytes
 
     def _send_some(self, stream: _Stream) -> None:
         """One call for each reader in turn."""
         if stream.cursor is None:
-            self._begin(stream, stream.frames.popleft())
+            frame = stream.frames.popleft()
+            stream.queued_bytes -= frame.asked_bytes
+            self._begin(stream, frame)
         if stream.cursor is None or stream.socket is None:
             return
         try:
@@ -189,6 +218,7 @@ class StreamSender:
         except OSError:
             self._drop(stream)
             return
+        stream.since = monotonic()
         stream.cursor.advance(sent)
         if not stream.cursor.num_left:
             self.num_sent += stream.current is not None
@@ -197,7 +227,9 @@ class StreamSender:
     def _begin(self, stream: _Stream, frame: _Frame) -> None:
         stream.current = frame
         try:
-            data = self._copier.views(frame.sides) or [self._gathered(stream, frame.sides)]
+            # What is sealed is copied anyway.
+            data = [] if stream.seal else self._copier.views(frame.sides)
+            data = data or [self._gathered(stream, frame.sides)]
         except TransportError as error:
             stream.current = None
             frame.refuse(error)
@@ -211,18 +243,25 @@ class StreamSender:
         self._copier.gather(sides, stream.chunk.ctypes.data)
         return stream.chunk.data[: sum(side.total_bytes for side in sides)]
 
-    @staticmethod
-    def _cursor(stream: _Stream, nonce: int, data: list[memoryview]) -> Cursor:
-        head = HEAD.pack(nonce, sum(map(len, data)))
-        tail = TAIL.pack(True, proof(stream.offer.key, head, data))
-        return Cursor([memoryview(head), *data, memoryview(tail)])
+    def _cursor(self, stream: _Stream, nonce: int, data: list[memoryview]) -> Cursor:
+        num_bytes = sum(map(len, data))
+        head = HEAD.pack(nonce, num_bytes)
+        if stream.seal:
+            if stream.sealed is None or len(stream.sealed) < num_bytes + SEAL_BYTES:
+                room = self._copier.chunk_bytes if num_bytes else 0
+                stream.sealed = memoryview(bytearray(room + SEAL_BYTES))
+            sealed = stream.sealed[: num_bytes + SEAL_BYTES]
+            stream.seal.seal(head, data[0] if data else memoryview(b""), sealed)
+            data = [sealed]
+        return Cursor([memoryview(head), *data, memoryview(TAIL.pack(True))])
 
-    def _revoke(self, ticket_id: int) -> None:
+    def _revoke(self, is_over: Callable[[TicketKey], bool]) -> None:
         for stream in self._streams.values():
-            for frame in [frame for frame in stream.frames if frame.ticket_id == ticket_id]:
+            for frame in [frame for frame in stream.frames if is_over(frame.ticket)]:
                 stream.frames.remove(frame)
+                stream.queued_bytes -= frame.asked_bytes
                 frame.refuse("its lease is over")
-            if stream.current and stream.cursor and stream.current.ticket_id == ticket_id:
+            if stream.current and stream.cursor and is_over(stream.current.ticket):
                 stream.cursor.make_worthless()
 
     def _drop(self, stream: _Stream) -> None:

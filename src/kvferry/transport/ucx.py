@@ -7,37 +7,26 @@ with, and lets the environment win. So both are looked at here, together, and no
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.errors import TransportError
-from kvferry.transport.descriptors import FULL_PACE, Pace
-from kvferry.transport.emulation import (
-    SEGMENT_BYTES,
-    SETTING,
-    UCX_SEGMENT_BYTES,
-    AgentMode,
-    EmulatedReads,
-    fragment_bytes,
-)
-from kvferry.transport.ring_window import SETTING as SHARED_SETTING
-from kvferry.transport.ring_window import SharedRings
-from kvferry.transport.setting import chosen
+from kvferry.transport.settings import EXPOSE_SETTING, WAY_SETTING, Expose, WayChoice
 
 UCX_EMULATES = "UCX_PROTO_EMULATION_ENABLE"
-UCX_SENT, UCX_RECEIVED = "UCX_TCP_TX_SEG_SIZE", "UCX_TCP_RX_SEG_SIZE"
 UCX_TRANSPORTS = "UCX_TLS"
 UCX_GET_ZCOPY = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
 UCX_DEVICES = "UCX_NET_DEVICES"
 LOOPBACK_DEVICE = "lo"
 UCX_ALL = "UCX_"
 """What the names of all its settings begin with."""
+NO_TCP = "^tcp"
+"""What an agent may use if the environment does not say. RDMA protects memory by keys; UCX's TCP has none,
+and serves any address of the process to whoever reaches its port."""
 
-AGENTS_SETTING = "KVFERRY_READ_AGENTS"
 FEW_AGENTS, MOST_AGENTS = 4, 8
-"""Up to so many all cores are used, from then on half of them (``docs/performance.md``)."""
+"""How many agents share a long read: up to so many all cores are used, from then on half of them."""
 
 CUDA_ENVIRONMENT = {UCX_GET_ZCOPY: "y"}
 """What the environment must have before an agent is made that reads or serves CUDA memory.
@@ -50,20 +39,17 @@ GPU_DRIVER = Path("/dev/nvidiactl")
 
 
 def fabrics(*, has_gpu: bool) -> dict[str, dict[str, str]]:
-    """What the environment of processes says that are to read each other's host memory by CMA, or over TCP.
+    """The environment of processes of one host that are to read each other directly by CMA, or over TCP.
 
-    UCX sends its own messages over TCP in both. Where a GPU is, NIXL makes no agent without ``cuda_copy``;
-    where none is, UCX warns of it. TCP is for what is done between two hosts: no memory is shared there.
+    For direct reads UCX sends its own messages over TCP, on loopback. Where a GPU is, NIXL makes no agent
+    without ``cuda_copy``; where none is, UCX warns of it.
 
-    >>> fabrics(has_gpu=True)["tcp"]
-    {'UCX_TLS': 'tcp,self,cuda_copy', 'KVFERRY_SHARED_RINGS': 'off'}
+    >>> fabrics(has_gpu=False)["cma"]
+    {'KVFERRY_EXPOSE': 'fabric', 'KVFERRY_WAY': 'direct', 'UCX_TLS': 'sm,tcp,self'}
     """
-    more = ",cuda_copy" if has_gpu else ""
-    apart = {SHARED_SETTING: SharedRings.OFF.value}
-    return {
-        "cma": {UCX_TRANSPORTS: f"sm,tcp,self{more}"},
-        "tcp": {UCX_TRANSPORTS: f"tcp,self{more}", **apart},
-    }
+    transports = f"sm,tcp,self{',cuda_copy,cuda_ipc' if has_gpu else ''}"
+    direct = {EXPOSE_SETTING: Expose.FABRIC.value, WAY_SETTING: WayChoice.DIRECT.value}
+    return {"cma": {**direct, UCX_TRANSPORTS: transports}, "tcp": {WAY_SETTING: WayChoice.PACKED.value}}
 
 
 FABRICS = fabrics(has_gpu=GPU_DRIVER.exists())
@@ -72,70 +58,57 @@ FABRICS = fabrics(has_gpu=GPU_DRIVER.exists())
 QUIET = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
 """For a process whose report says what went wrong: loud libraries would drown it."""
 
-UNITS = {unit: 1 << (10 * i) for i, unit in enumerate(("", "k", "m", "g"))}
-
 
 @dataclass(frozen=True, slots=True)
 class UcxSettings:
     """How the agents of one transport use UCX.
 
-    >>> UcxSettings.from_environment({"UCX_TCP_TX_SEG_SIZE": "8k", "KVFERRY_READ_AGENTS": "2"})
-    UcxSettings(emulated_reads=<...careful'>, sent_bytes=8192, received_bytes=262144, num_agents=2, ...)
+    >>> UcxSettings.from_environment({"UCX_TLS": "sm,tcp,self"}).engine_config
+    'PROTO_EMULATION_ENABLE=n,NET_DEVICES=lo'
+    >>> UcxSettings.from_environment({"UCX_TLS": "all", "UCX_NET_DEVICES": "eth0"})
+    Traceback (most recent call last):
+    kvferry.errors.TransportError: bad-setting: UCX_TLS='all' with UCX_NET_DEVICES='eth0' opens TCP ports ...
     """
 
-    emulated_reads: EmulatedReads = EmulatedReads.CAREFUL
-    sent_bytes: int = SEGMENT_BYTES
-    """The longest TCP segment that our agents send."""
-    received_bytes: int = SEGMENT_BYTES
-    """The longest TCP segment that our agents have room for."""
+    engine_config: str = ""
+    """For NIXL's UCX engine; what the environment has, too, stays as it is there."""
     num_agents: int = 1
     """How many agents share a long read."""
-    is_one_host: bool = False
-    """Whether only this host is served. UCX authenticates nobody, and listens on every network device that it
-    may use: with this, on loopback only."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> UcxSettings:
-        """The settings of agents that are made in this environment; raises TransportError if they clash."""
-        sent, received = _bytes_in(environ, UCX_SENT), _bytes_in(environ, UCX_RECEIVED)
-        # UCX wants no more to be sent than there is room for.
-        sent = sent or min(SEGMENT_BYTES, received or SEGMENT_BYTES)
-        received = received or max(SEGMENT_BYTES, sent)
-        return cls(_emulated_reads(environ), sent, received, _num_agents(environ))
+        """The settings of agents that are made in this environment.
 
-    @property
-    def first_mode(self) -> AgentMode:
-        """How a remote rank is tried first."""
-        return AgentMode.FAST if self.emulated_reads is EmulatedReads.FAST else AgentMode.DIRECT
-
-    def engine_config(self, mode: AgentMode) -> str:
-        """For NIXL's UCX engine; what the environment has, too, stays as it is there.
-
-        >>> UcxSettings().engine_config(AgentMode.DIRECT)
-        'TCP_TX_SEG_SIZE=262144,TCP_RX_SEG_SIZE=262144,PROTO_EMULATION_ENABLE=n'
+        Raises TransportError if UCX would listen where other hosts reach it, or emulate reads: a reader that
+        dies in the middle of an emulated read ends its source's process (UCX 1.23).
         """
-        settings = {UCX_SENT: str(self.sent_bytes), UCX_RECEIVED: str(self.received_bytes)}
-        if self.is_one_host:
+        settings = {UCX_EMULATES: "n"}
+        if environ.get(UCX_EMULATES, "n").lower() not in ("n", "no", "0", "off"):
+            raise TransportError("bad-setting", f"{UCX_EMULATES}={environ[UCX_EMULATES]!r}: unset it")
+        transports = environ.get(UCX_TRANSPORTS, "")
+        if not transports:
+            settings[UCX_TRANSPORTS] = NO_TCP
+        elif allows_tcp(transports):
             settings[UCX_DEVICES] = LOOPBACK_DEVICE
-        if mode is AgentMode.DIRECT:
-            settings[UCX_EMULATES] = "n"
-        if mode is AgentMode.CAREFUL:
-            # Where InfiniBand cannot read memory, it could still carry messages, but in other fragments.
-            settings[UCX_TRANSPORTS] = "^ib"
-        return ",".join(f"{name.removeprefix('UCX_')}={value}" for name, value in settings.items())
+            if (devices := environ.get(UCX_DEVICES, LOOPBACK_DEVICE)) != LOOPBACK_DEVICE:
+                raise TransportError(
+                    "bad-setting",
+                    f"{UCX_TRANSPORTS}={transports!r} with {UCX_DEVICES}={devices!r} opens TCP ports through"
+                    " which anybody can read and write this process's memory: leave tcp out, or unset"
+                    f" {UCX_DEVICES}",
+                )
+        config = ",".join(f"{name.removeprefix(UCX_ALL)}={value}" for name, value in settings.items())
+        return cls(config, default_agents(len(os.sched_getaffinity(0))))
 
-    def pace(self, mode: AgentMode, src_segment_bytes: int) -> Pace:
-        """How to read from an agent that sends such segments; 0 if nobody told it which."""
-        sent = src_segment_bytes or UCX_SEGMENT_BYTES
-        if mode is AgentMode.CAREFUL:
-            return Pace.careful(fragment_bytes(min(self.received_bytes, sent)))
-        if mode is AgentMode.FAST and self.received_bytes < sent:
-            # UCX does not negotiate: the first long segment breaks the connection, and ends the source.
-            raise TransportError(
-                "segments",
-                f"it sends segments of {sent} bytes, {UCX_RECEIVED} has room for {self.received_bytes}",
-            )
-        return FULL_PACE
+
+def allows_tcp(transports: str) -> bool:
+    """Whether UCX may use TCP, by what ``UCX_TLS`` says.
+
+    >>> [allows_tcp(text) for text in ("sm,tcp", "all", "^tcp", "^ib", "ib,self")]
+    [True, True, False, True, False]
+    """
+    names = set(transports.removeprefix("^").replace(" ", "").split(","))
+    return "tcp" not in names if transports.startswith("^") else bool(names & {"tcp", "all"})
 
 
 def choices_told_in(folder: str) -> dict[str, str]:
@@ -149,20 +122,6 @@ def prepare_for_cuda(environ: MutableMapping[str, str]) -> None:
         environ.setdefault(name, value)
 
 
-def _emulated_reads(environ: Mapping[str, str]) -> EmulatedReads:
-    """The setting, checked beside UCX's own, which NIXL lets win over what an agent is made with."""
-    wanted, ucx = chosen(SETTING, environ, EmulatedReads.CAREFUL), environ.get(UCX_EMULATES, "")
-    if ucx.lower() in ("n", "no", "0", "off"):
-        return EmulatedReads.REFUSE
-    if ucx and wanted is not EmulatedReads.FAST:
-        raise TransportError(
-            "bad-setting",
-            f"{UCX_EMULATES}={ucx!r} has UCX emulate reads unasked, and {SETTING} is {wanted.value!r}: unset"
-            f" the first, or set the second to {EmulatedReads.FAST.value!r}",
-        )
-    return wanted
-
-
 def default_agents(num_cores: int) -> int:
     """How many agents share a long read.
 
@@ -170,23 +129,3 @@ def default_agents(num_cores: int) -> int:
     [1, 2, 4, 4, 6, 8, 8]
     """
     return min(MOST_AGENTS, max(min(FEW_AGENTS, num_cores), num_cores // 2))
-
-
-def _num_agents(environ: Mapping[str, str]) -> int:
-    """The setting; by default as many as there are cores for them, but not more than help."""
-    if AGENTS_SETTING not in environ:
-        return default_agents(len(os.sched_getaffinity(0)))
-    value = environ[AGENTS_SETTING]
-    if not re.fullmatch(r"[1-9]|[1-5]\d|6[0-4]", value):
-        raise TransportError("bad-setting", f"{AGENTS_SETTING}={value!r}: a number of agents, from 1 to 64")
-    return int(value)
-
-
-def _bytes_in(environ: Mapping[str, str], name: str) -> int | None:
-    """A number of bytes, the way UCX reads it ('8k', '1M', '65536', '64KB')."""
-    if name not in environ:
-        return None
-    found = re.fullmatch(r"([1-9]\d*)([kmg]?)b?", environ[name].lower())
-    if not found:
-        raise TransportError("bad-setting", f"{name}={environ[name]!r}: not a number of bytes")
-    return int(found[1]) * UNITS[found[2]]

@@ -1,4 +1,4 @@
-"""What a reader and a source rank say to each other: gather these bytes, I have read them.
+"""What a reader and a source rank say to each other: send me these bytes.
 
 A rank's own socket takes these messages and no others. Each ask carries its permit, so nothing has to be
 remembered between two of them. Nothing is repeated: a lost message fails its read, by a deadline.
@@ -18,7 +18,7 @@ Column = bytes
 
 
 class Gather(msgspec.Struct, frozen=True, tag=True):
-    """Reader → source rank: put these bytes side by side into a chunk of your ring; or send them."""
+    """Reader → source rank: send these bytes, side by side, as one frame of a stream."""
 
     nonce: int
     """The reader's own number of this ask."""
@@ -27,30 +27,18 @@ class Gather(msgspec.Struct, frozen=True, tag=True):
     terms: tuple[tuple[Column, Column, Column], ...]
     """Patterns over blocks: places in block 0; lengths, or one that is the length of all; how far each block
     is from block 0. Run by run of the pattern, the bytes of all blocks follow each other."""
-    into: bytes
-    """The ring to put them into, or the stream to send them over, by its name. One of an earlier start of the
-    rank is not there any more: nobody may look for bytes where they are not."""
+    stream_id: bytes
+    """The stream to send them over, by its name."""
 
 
 class OpenStream(msgspec.Struct, frozen=True, tag=True):
     """Reader → source rank: what you gather for me, send me over a connection of its own."""
 
     nonce: int
+    permit: bytes
+    """That some bytes may be had: others get no stream."""
     regions: tuple[tuple[int, int], ...]
     """Address and bytes of each region, as the reader knows them from the rank's manifest."""
-
-
-class Gathered(msgspec.Struct, frozen=True, tag=True):
-    """Source rank → reader: they are there, until you give the chunk back or keep it for too long."""
-
-    nonce: int
-    address: int
-    """Where in the rank's memory."""
-    chunk: int
-    generation: int
-    """How often the chunk was used: another one means other bytes."""
-    lent_ms: int
-    """For how long after the ask nobody takes it away, while the lease stands."""
 
 
 class StreamOffered(msgspec.Struct, frozen=True, tag=True):
@@ -60,7 +48,7 @@ class StreamOffered(msgspec.Struct, frozen=True, tag=True):
     address: Name
     stream_id: bytes
     key: bytes
-    """What its frames are proved with; empty: with nothing."""
+    """What its frames are sealed with; empty: with nothing."""
 
 
 class NotGathered(msgspec.Struct, frozen=True, tag=True):
@@ -71,25 +59,8 @@ class NotGathered(msgspec.Struct, frozen=True, tag=True):
     detail: Words = ""
 
 
-class GiveBack(msgspec.Struct, frozen=True, tag=True):
-    """Reader → source rank: nothing of this chunk is read any more."""
-
-    nonce: int
-    chunk: int
-    generation: int
-    is_asking: bool
-    """Whether the reader took so long that it has to know if the chunk was taken away before."""
-
-
-class GivenBack(msgspec.Struct, frozen=True, tag=True):
-    """Source rank → reader: whether the chunk held your bytes until now; what you have read counts then."""
-
-    nonce: int
-    is_valid: bool
-
-
-ToRank = Gather | GiveBack | OpenStream
-FromRank = Gathered | NotGathered | GivenBack | StreamOffered
+ToRank = Gather | OpenStream
+FromRank = NotGathered | StreamOffered
 
 _encoder = msgspec.msgpack.Encoder()
 _to_rank = msgspec.msgpack.Decoder(ToRank)

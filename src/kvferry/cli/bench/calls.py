@@ -15,8 +15,8 @@ from kvferry.core.manifest import Region
 from kvferry.core.runs import Runs
 from kvferry.errors import TransportError
 from kvferry.testing.fleet.measure import RankCard
-from kvferry.transport.expose import Expose
 from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.settings import Expose
 
 NUM_BIG, NUM_ROUNDS = 2, 3
 SMALL_RUNS = 64
@@ -48,7 +48,7 @@ class CallTimes:
 
 def time_calls(medium: str, region: Region, source: RankCard, case: BenchCase) -> CallTimes:
     """Connect a transport of its own; large reads are those of ``case``."""
-    transport = NixlTransport(expose=Expose.POOL)
+    transport = NixlTransport(expose=Expose.FABRIC)
     transport.register([region])
     try:
         transport.connect("src", source.card, source.regions)

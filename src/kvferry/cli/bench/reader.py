@@ -22,10 +22,8 @@ from kvferry.cli.bench.rivals import (
 )
 from kvferry.testing.fleet.measure import RankCard, RawNixl
 from kvferry.testing.packed import AskingTransport
-from kvferry.transport.device import MappedReads
-from kvferry.transport.expose import Expose
 from kvferry.transport.nixl import NixlTransport
-from kvferry.transport.staging import PackedReads
+from kvferry.transport.settings import Expose, WayChoice
 
 SCRATCH_BYTES = 64
 
@@ -51,16 +49,14 @@ class BenchReader:
         """A rival, ready to read but for the shape of the caches."""
         match rival:
             case Rival.DIRECT:
-                transport = NixlTransport(
-                    mapped_reads=MappedReads.OFF, packed_reads=PackedReads.NEVER, expose=Expose.POOL
-                )
+                transport = NixlTransport(way=WayChoice.DIRECT, expose=Expose.FABRIC)
                 return TransportReads(self._memory, self._source, transport)
             case Rival.MAPPED:
-                transport = NixlTransport(mapped_reads=MappedReads.REQUIRE, expose=Expose.POOL)
+                transport = NixlTransport(way=WayChoice.MAPPED, expose=Expose.HOST)
                 return TransportReads(self._memory, self._source, transport)
             case Rival.PACKED:
                 assert gathering is not None
-                asking = AskingTransport(packed_reads=PackedReads.REQUIRE, expose=Expose.POOL)
+                asking = AskingTransport(way=WayChoice.PACKED, expose=Expose.NOTHING)
                 return TransportReads(self._memory, gathering, asking)
             case Rival.FETCH:
                 return Fetches(self._memory)

@@ -16,9 +16,8 @@ from kvferry.endpoint import SourceEngine, SourceRank
 from kvferry.testing.fleet import until
 from kvferry.testing.fleet.measure import RankCard
 from kvferry.testing.packed import gather_openly
-from kvferry.transport.expose import Expose
 from kvferry.transport.nixl import NixlTransport
-from kvferry.transport.staging import PackedReads
+from kvferry.transport.settings import Expose
 from kvferry.wire.ticket import Ticket
 
 
@@ -30,7 +29,7 @@ class BenchSource:
         self._setup = setup
         self._memory = BenchMemory(setup.device, setup.num_bytes)
         self._memory.write(contents(setup.num_bytes))
-        self._transport = NixlTransport(packed_reads=PackedReads.NEVER, expose=Expose.POOL)
+        self._transport = NixlTransport(expose=Expose.FABRIC)
         self._transport.register([self._memory.region])
         self._gathering = ExitStack()
         self._num_offers = 0
@@ -42,7 +41,7 @@ class BenchSource:
 
     def gathering_card(self) -> RankCard:
         """The same memory, by a transport that gathers for whoever asks."""
-        transport = NixlTransport(packed_reads=PackedReads.REQUIRE, expose=Expose.POOL)
+        transport = NixlTransport(expose=Expose.NOTHING)
         self._gathering.enter_context(closing(transport))
         transport.register([self._memory.region])
         self._gathering.enter_context(closing(gather_openly(transport)))

@@ -73,7 +73,8 @@ def listen(address: str, secret: Secret | None, memories: Sequence[str], say: Sa
         )
     with ExitStack() as stack:
         channel = stack.enter_context(closing(Channel(listen=address, secret=secret)))
-        served = [stack.enter_context(serving_memory(memory)) for memory in memories]
+        host = address.removeprefix(SCHEME).rpartition(":")[0]
+        served = [stack.enter_context(serving_memory(memory, host)) for memory in memories]
         answer = _answer(served)
         say(f"listening at {channel.address.removeprefix(SCHEME)}; Ctrl-C ends it")
         while True:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from kvferry.cli.doctor.diagnosis import Condition, Diagnosis, Level
 from kvferry.cli.doctor.peer_checks import check_peer
@@ -11,6 +12,7 @@ from kvferry.cli.doctor.read_checks import check_reads
 from kvferry.cli.doctor.seen import Observed
 from kvferry.cli.output import num_bytes
 from kvferry.integrations.supported import VLLM_SERIES
+from kvferry.transport.settings import EXPOSE_SETTING, Expose
 from kvferry.transport.ucx import UCX_GET_ZCOPY, UCX_TRANSPORTS
 
 NIXL_MAJOR, NIXL_MINOR = 1, 5
@@ -27,7 +29,9 @@ def check_nixl(observed: Observed) -> Iterator[Diagnosis]:
     """Whether NIXL can be imported at all, and whether its wheel fits the CUDA that is here."""
     software = observed.software
     if software.nixl_error:
-        yield _not_imported(software.nixl_error, software.versions.get("nixl", ""))
+        found = _not_imported(software.nixl_error, software.versions.get("nixl", ""))
+        is_needed = observed.settings.get(EXPOSE_SETTING) == Expose.FABRIC.value
+        yield found if is_needed else replace(found, level=Level.NOTE)
         return
     wheel_cuda, driver = _wheel_cuda(software.wheel), observed.gpus.driver_cuda
     if wheel_cuda and driver and wheel_cuda > int(driver.partition(".")[0]):
@@ -57,14 +61,14 @@ def _not_imported(error: str, version: str) -> Diagnosis:
             Condition.WRONG_WHEEL,
             Level.PROBLEM,
             f"NIXL found CUDA {wanted[1]} here (it asks torch first), and {wanted[2]} is not installed.",
-            "NIXL does not start, so nothing can be read from another process.",
+            "NIXL does not start. It is needed for direct reads only (KVFERRY_EXPOSE=fabric).",
             f"pip install --no-deps {wanted[2]}{f'=={version}' if version else ''}.",
         )
     return Diagnosis(
         Condition.NO_NIXL,
         Level.PROBLEM,
         f"NIXL cannot be imported: {error}.",
-        "Bytes move between processes by NIXL, so nothing can be read from another process.",
+        "It is needed for direct reads only (KVFERRY_EXPOSE=fabric).",
         'pip install "kvferry[nixl]"; or, without the CUDA build of torch that its wheels ask for:'
         " pip install --no-deps nixl nixl-cu12.",
     )

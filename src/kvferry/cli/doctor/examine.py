@@ -38,8 +38,6 @@ def serve(address: str, memories: Sequence[str], say: Say) -> None:
     """Be read by another doctor, until interrupted."""
     whole = whole_address("--listen", address)
     seen, secret = _secret()
-    if error := observe.nixl_error():
-        raise SpecError(f"NIXL cannot be imported ({error}): `kvferry doctor` says what to do")
     say(f"the secret has the fingerprint {seen.fingerprint}" if seen.fingerprint else "no secret is set")
     for number in (signal.SIGINT, signal.SIGTERM):  # the first process of a container would ignore the latter
         signal.signal(number, signal.default_int_handler)
@@ -79,7 +77,7 @@ def examine(memories: Sequence[str], peer: str, profile: Path | None, progress: 
     seen, secret = observe.secret(os.environ)
     errors = observe.setting_errors(os.environ)
     measured = _Measured()
-    if not (software.nixl_error or errors or seen.error):
+    if not (errors or seen.error):
         measured = _read_peer(address, secret, memories, progress) if peer else _read_here(memories, progress)
     if build := measured.build:
         software = replace(software, wheel=build.wheel, ucx_version=build.ucx_version, plugins=build.plugins)

@@ -18,8 +18,8 @@ from kvferry.endpoint.this_host import BOOT_ID
 from kvferry.errors import SpecError, TransportError
 from kvferry.host.compiler import NotCompiled, find_compiler
 from kvferry.transport.cuda import device_names
-from kvferry.transport.device import MappedReads, copy_limits
 from kvferry.transport.nixl import check_installed
+from kvferry.transport.settings import Expose, WayChoice
 from kvferry.transport.ucx import UCX_ALL, UcxSettings
 from kvferry.wire.secret import Secret
 
@@ -143,8 +143,8 @@ def setting_errors(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Why kvferry refuses some of them."""
     readers: tuple[Callable[[Mapping[str, str]], object], ...] = (
         UcxSettings.from_environment,
-        MappedReads.from_environment,
-        copy_limits,
+        WayChoice.from_environment,
+        Expose.from_environment,
     )
     found = []
     for read in readers:

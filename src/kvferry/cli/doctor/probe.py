@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,13 +21,14 @@ import numpy as np
 
 from kvferry.cli.bench.checks import Bytes, Stretch, contents
 from kvferry.cli.bench.memory import BenchMemory
-from kvferry.cli.doctor.carrier import ReadCarrier, carrier_in
+from kvferry.cli.doctor.carrier import carrier_in
 from kvferry.cli.doctor.seen import HOST, ReadsSeen, TimedRead
 from kvferry.core.runs import Runs
 from kvferry.core.way import Way
+from kvferry.endpoint.secret_source import secret_from_environment
 from kvferry.errors import TransportError
 from kvferry.testing.fleet.measure import RankCard
-from kvferry.transport.expose import Expose
+from kvferry.testing.packed import AskingTransport, gather_openly
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.nixl_agent import NixlBuild, describe_build
 
@@ -36,7 +38,7 @@ CASE_SECONDS = 1.5
 """What the turns of one size may take; slow ones have fewer."""
 LONG_SECONDS = 2.0
 """After a read that took so long, no slower one is tried."""
-COPY_KERNEL = "copy kernel"
+COPY_KERNEL, STREAM = "copy kernel", "stream"
 
 
 @dataclass(frozen=True)
@@ -108,18 +110,20 @@ def device_of(memory: str) -> str:
 class ProbeSource:
     """Memory to read from."""
 
-    def __init__(self, memory: str) -> None:
+    def __init__(self, memory: str, listen: str = "tcp://127.0.0.1:*") -> None:
         logging.disable(logging.WARNING)  # what there is to say, a diagnosis says
         self._memory = BenchMemory(device_of(memory), room_bytes_of(memory))
         self._memory.write(contents(room_bytes_of(memory)))
-        self._transport = NixlTransport(expose=Expose.POOL)
+        self._transport = NixlTransport()
         self._transport.register([self._memory.region])
+        self._service = gather_openly(self._transport, listen, secret_from_environment())
 
     def card(self) -> RankCard:
         """What a reader must know."""
         return RankCard(self._transport.card(), (self._memory.region,))
 
     def close(self) -> None:
+        self._service.close()
         self._transport.close()
         self._memory.close()
 
@@ -133,7 +137,8 @@ class ProbeReader:
         self._memory = BenchMemory(device_of(memory), room_bytes_of(memory))
         self._contents = contents(room_bytes_of(memory))
         self._ended = threading.Event()
-        self._transport = NixlTransport(expose=Expose.POOL)
+        self._transport = AskingTransport()
+        self._transport.secret = secret_from_environment()
         self._transport.register([self._memory.region])
         self._transport.on_end(self._ended.set)
 
@@ -145,13 +150,18 @@ class ProbeReader:
         except TransportError as error:
             return ReadsSeen(self._name, cma_error=cma_error, error=error.detail)
         times, wrong, failure = self._measure()
-        carrier = ReadCarrier(COPY_KERNEL) if connected.way is Way.MAPPED else carrier_in(_logged(log_folder))
+        match connected.way:
+            case Way.MAPPED:
+                carrier = COPY_KERNEL
+            case Way.PACKED:
+                carrier = STREAM
+            case _:
+                carrier = carrier_in(_logged(log_folder))
         return ReadsSeen(
             self._name,
-            # Where UCX may emulate as it likes, the transport does not know whether it does.
-            Way.EMULATED if carrier.is_emulated else connected.way,
+            connected.way,
             connected.reason,
-            carrier.name,
+            carrier,
             times,
             self._copy_speed(),
             cma_error,
@@ -159,9 +169,11 @@ class ProbeReader:
             wrong,
         )
 
-    def build(self) -> NixlBuild:
-        """Which NIXL and UCX read."""
-        return describe_build()
+    def build(self) -> NixlBuild | None:
+        """Which NIXL and UCX read; None if there is none."""
+        with suppress(TransportError):
+            return describe_build()
+        return None
 
     def _measure(self) -> tuple[tuple[TimedRead, ...], str, str]:
         """Times by size, the first wrong cell, and the first error; none of them after that."""

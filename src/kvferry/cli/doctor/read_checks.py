@@ -6,17 +6,15 @@ from collections.abc import Iterator
 
 from kvferry.cli.doctor.diagnosis import Condition, Diagnosis, Level
 from kvferry.cli.doctor.seen import HOST, HostLimits, Observed, ReadsSeen
-from kvferry.cli.output import gigabytes_per_second, microseconds
+from kvferry.cli.output import gigabytes_per_second
 from kvferry.core.way import Way
-from kvferry.transport.emulation import SETTING as EMULATED_SETTING
-from kvferry.transport.emulation import EmulatedReads
+from kvferry.transport.settings import EXPOSE_SETTING, Expose
 from kvferry.transport.ucx import UCX_TRANSPORTS
 
 SLOW = 1 / 16
 """Of a plain copy's speed: a direct read of host memory that is slower than this says that something is
 wrong."""
 CMA = "cma"
-TCP = "tcp"
 
 
 def check_reads(observed: Observed) -> Iterator[Diagnosis]:
@@ -26,11 +24,9 @@ def check_reads(observed: Observed) -> Iterator[Diagnosis]:
             yield _wrong_bytes(reads)
         if reads.error:
             yield _failed(reads, observed)
-        if reads.way is Way.EMULATED:
-            yield _emulated(reads, observed)
         if _lacks_cma(reads, observed):
             yield _no_cma(reads, observed)
-        if reads.carrier.startswith(TCP) and observed.limits.rdma_devices:
+        if reads.way is Way.PACKED and observed.limits.rdma_devices and not _is_one_machine(observed):
             yield _tcp_fallback(reads, observed)
         if (
             reads.memory != HOST
@@ -54,14 +50,11 @@ def _wrong_bytes(reads: ReadsSeen) -> Diagnosis:
 
 
 def _failed(reads: ReadsSeen, observed: Observed) -> Diagnosis:
-    cure = f"Look at {UCX_TRANSPORTS} and {EMULATED_SETTING} in this environment; KVFERRY_DEBUG=1 shows more."
+    cure = "Look at the KVFERRY_ and UCX_ variables of this environment; KVFERRY_DEBUG=1 shows more."
     if observed.peer is not None and not observed.peer.is_one_machine:
         cure = (
-            "The control channel works, so a firewall may stop UCX, which takes free ports of its own: open"
-            " a range and"
-            " name it on both hosts (UCX_TCP_PORT_RANGE=20000-20999); on hosts of several networks name the"
-            " card that"
-            " leads to the other (UCX_NET_DEVICES=eth0)."
+            "The control channel works, and the bytes come over a second port of the other rank: let the"
+            " firewall pass both."
         )
     return Diagnosis(
         Condition.READ_FAILED,
@@ -72,52 +65,10 @@ def _failed(reads: ReadsSeen, observed: Observed) -> Diagnosis:
     )
 
 
-def _emulated(reads: ReadsSeen, observed: Observed) -> Diagnosis:
-    asked = observed.settings.get(UCX_TRANSPORTS, "")
-    if asked and _is_one_machine(observed):
-        cure = f"{UCX_TRANSPORTS}={asked} may leave out what reads by itself: unset it, or add sm,cma to it."
-    elif asked:
-        cure = (
-            f"{UCX_TRANSPORTS}={asked} may leave out what reads by itself: unset it, or add rc (RDMA) to it."
-        )
-    elif _is_one_machine(observed):
-        cure = f"Let the two processes read each other's memory (see {Condition.NO_CMA.value})."
-    elif observed.limits.rdma_devices:
-        cure = f"Let UCX use the RDMA card (see {Condition.TCP_FALLBACK.value})."
-    else:
-        cure = (
-            "Between hosts only RDMA reads by itself, and this one has no such card. Without one, choose"
-            " layouts with"
-            " long runs: kvferry plan names the setting."
-        )
-    is_fast = observed.settings.get(EMULATED_SETTING) == EmulatedReads.FAST.value
-    if is_fast:
-        cure += f" Where neither is possible, unset {EMULATED_SETTING}, unless a dead source does no harm."
-    speed = gigabytes_per_second(reads.bytes_per_second / 1e9)
-    return Diagnosis(
-        Condition.EMULATED_READS,
-        Level.WARNING,
-        f"UCX cannot read {reads.memory} memory of the other process by itself; it asks that process to send"
-        " it, over"
-        f" {reads.carrier or 'TCP'}: {speed}, {microseconds(reads.seconds_per_run)} for each run.",
-        _FAST if is_fast else _CAREFUL,
-        cure,
-    )
-
-
-_CAREFUL = (
-    "One piece of 255 KiB is under way at a time, because more of them would end the source's process if the"
-    " reader died: short runs are tens of times slower than direct ones."
-)
-_FAST = (
-    f"{EMULATED_SETTING}={EmulatedReads.FAST.value} lets many pieces be under way at once: if the reader dies"
-    " meanwhile, UCX may end the source's process, too."
-)
-
-
 def _lacks_cma(reads: ReadsSeen, observed: Observed) -> bool:
-    """Whether two processes of one machine read host memory by something else, because they cannot by CMA."""
-    if reads.memory != HOST or reads.way is Way.DIRECT or not _is_one_machine(observed):
+    """Whether two processes of one machine are to read host memory by CMA, and cannot."""
+    is_asked = observed.settings.get(EXPOSE_SETTING) == Expose.FABRIC.value
+    if not is_asked or reads.memory != HOST or reads.way is Way.DIRECT or not _is_one_machine(observed):
         return False
     return bool(reads.cma_error) or (observed.peer is not None and not observed.peer.shares_pids)
 
@@ -173,17 +124,24 @@ def _guard_cure(limits: HostLimits) -> str:
 
 
 def _tcp_fallback(reads: ReadsSeen, observed: Observed) -> Diagnosis:
-    asked = observed.settings.get(UCX_TRANSPORTS, "")
     cards = ", ".join(observed.limits.rdma_devices)
+    if observed.settings.get(EXPOSE_SETTING) == Expose.FABRIC.value:
+        asked = observed.settings.get(UCX_TRANSPORTS, "")
+        cure = (f"{UCX_TRANSPORTS}={asked}: unset it, or add ib to it. " if asked else "") + (
+            f"Set {EXPOSE_SETTING}={Expose.FABRIC.value} on both hosts. Check that the card's port is up"
+            " (ibv_devinfo: PORT_ACTIVE), and that it leads to the other host."
+        )
+    else:
+        cure = (
+            f"If nobody but the engines uses that network, {EXPOSE_SETTING}={Expose.FABRIC.value} on both"
+            " hosts has NIXL read over RDMA. Nobody has tried that yet: read docs/security.md first."
+        )
     return Diagnosis(
         Condition.TCP_FALLBACK,
-        Level.WARNING,
-        f"{reads.memory.capitalize()} memory is read over {reads.carrier}, and the machine has {cards}.",
-        "RDMA reads by itself, and costs a tenth of TCP's time per run or less.",
-        (f"{UCX_TRANSPORTS}={asked}: unset it, or add rc to it. " if asked else "")
-        + "Check that the card's port is up (ibv_devinfo: PORT_ACTIVE), that it leads to the other host, and"
-        " that"
-        " UCX_NET_DEVICES does not leave it out.",
+        Level.NOTE,
+        f"{reads.memory.capitalize()} memory is sent over TCP, and the machine has {cards}.",
+        "RDMA would read by itself.",
+        cure,
     )
 
 
@@ -193,12 +151,11 @@ def _no_ipc(reads: ReadsSeen) -> Diagnosis:
         Level.WARNING,
         f"Memory of {reads.memory} in another process cannot be opened here:"
         f" {reads.reason or 'the transport did not say why'}.",
-        "The copy kernel moves short runs hundreds of times faster than the fabric, which takes microseconds"
-        " for each.",
+        "The copy kernel moves short runs hundreds of times faster than a network connection.",
         "Run both processes on one host, with the same devices visible, in one IPC and PID namespace"
         " (docker: --ipc=host"
-        " --pid=host); MIG slices and confidential computing have no such memory; unset"
-        " KVFERRY_MAPPED_READS.",
+        " --pid=host); MIG slices and confidential computing have no such memory; both"
+        f" as one user; unset {EXPOSE_SETTING}.",
     )
 
 

@@ -33,9 +33,10 @@ def quiet_environment() -> dict[str, str]:
 
 
 @contextmanager
-def serving_memory(memory: str) -> Iterator[ServedMemory]:
-    """A process that serves one kind of memory, until the end of the block."""
-    with closing(Worker("doctor-src", ProbeSource, memory, env=quiet_environment())) as worker:
+def serving_memory(memory: str, host: str = "127.0.0.1") -> Iterator[ServedMemory]:
+    """A process that serves one kind of memory at a host, until the end of the block."""
+    listen, env = f"tcp://{host}:*", quiet_environment()
+    with closing(Worker("doctor-src", ProbeSource, memory, listen, env=env)) as worker:
         yield ServedMemory(memory, worker.call("card", timeout=CALL_SECONDS), worker.pid)
 
 

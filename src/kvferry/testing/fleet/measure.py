@@ -10,16 +10,16 @@ from uuid import uuid4
 
 import numpy as np
 
-from kvferry.core.cost import Traffic
 from kvferry.core.manifest import Region
 from kvferry.core.product import Product, listed
 from kvferry.core.runs import Runs, place
 from kvferry.testing.fleet.actors import DestinationActor
 from kvferry.testing.sources import Holder
 from kvferry.transport.base import Connected, DeviceEvent, ReadEnd, Transport
+from kvferry.transport.cards import Card
 from kvferry.transport.cuda import Cuda
-from kvferry.transport.emulation import AgentMode
-from kvferry.transport.nixl import Agent, NixlTransport, RegionTable, SlicePair, unpack_card
+from kvferry.transport.nixl import Agent, NixlTransport, RegionTable, SlicePair
+from kvferry.transport.settings import Expose, WayChoice
 from kvferry.transport.ucx import UcxSettings
 
 
@@ -64,10 +64,8 @@ class RecordingTransport:
     def card(self) -> bytes:
         return self._inner.card()
 
-    def connect(
-        self, peer: str, card: bytes, regions: Sequence[Region], usual: Traffic | None = None
-    ) -> Connected:
-        connected = self._inner.connect(peer, card, regions, usual)
+    def connect(self, peer: str, card: bytes, regions: Sequence[Region]) -> Connected:
+        connected = self._inner.connect(peer, card, regions)
         self.peers[peer] = RankCard(card, tuple(regions))
         return connected
 
@@ -120,13 +118,13 @@ class RawNixl:
         self._dst = RegionTable("dst", [*regions, *self._scratch.regions])
         self._kind = self._dst.kinds[0].name
         settings = UcxSettings.from_environment(os.environ)
-        self._agent = Agent(f"raw-{uuid4().hex}", settings.engine_config(AgentMode.FAST))
+        self._agent = Agent(f"raw-{uuid4().hex}", settings.engine_config)
         self._registered = self._agent.register(self._kind, self._dst.whole())
         self._peers: dict[str, tuple[str, RegionTable]] = {}
         for name, peer in peers.items():
-            remote, metadata = unpack_card(peer.card)
-            self._agent.add(remote, metadata)
-            self._peers[name] = remote, RegionTable(name, peer.regions)
+            card = Card.from_bytes(peer.card)
+            self._agent.add(card.agent, card.metadata)
+            self._peers[name] = card.agent, RegionTable(name, peer.regions)
 
     def read(self, reads: Sequence[tuple[str, Runs]]) -> ReadTime:
         """Read these lists."""
@@ -191,7 +189,7 @@ class MeasuredDestination(DestinationActor):
     _raw: RawNixl | None = None
 
     def make_transport(self) -> Transport:
-        self._recording = RecordingTransport(NixlTransport())
+        self._recording = RecordingTransport(NixlTransport(way=WayChoice.DIRECT, expose=Expose.FABRIC))
         return self._recording
 
     def start_watch(self) -> None:

@@ -15,7 +15,6 @@ from typing import Protocol
 
 import numpy as np
 
-from kvferry.core.cost import Traffic
 from kvferry.core.manifest import Region
 from kvferry.core.product import Product, listed
 from kvferry.core.runs import Runs
@@ -216,9 +215,7 @@ class SimulatedTransport:
         """What a peer needs to read from here."""
         return self._card
 
-    def connect(
-        self, peer: str, card: bytes, regions: Sequence[Region], usual: Traffic | None = None
-    ) -> Connected:
+    def connect(self, peer: str, card: bytes, regions: Sequence[Region]) -> Connected:
         """Get ready to read from another rank."""
         source = self.fabric.find(card)
         if source is None or not source.process.is_alive:

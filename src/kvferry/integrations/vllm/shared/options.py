@@ -12,13 +12,8 @@ from typing import Any, Protocol, TypeVar
 from kvferry.endpoint.secret_source import secret_from_environment, secret_from_file
 from kvferry.errors import SpecError
 from kvferry.runtime import Timing
-from kvferry.transport.expose import SETTING as EXPOSE_SETTING
-from kvferry.transport.expose import Expose
 from kvferry.transport.nixl_agent import UCX
-from kvferry.transport.ring_options import MEMORY_SETTING as RING_MEMORY_SETTING
-from kvferry.transport.ring_options import RingMemory, RingOptions
-from kvferry.transport.staging import SETTING as PACKED_SETTING
-from kvferry.transport.staging import PackedReads
+from kvferry.transport.settings import WAY_SETTING, Expose, WayChoice
 from kvferry.wire.secret import Secret
 from kvferry.wire.trust import Trust
 
@@ -37,9 +32,9 @@ _SECONDS = {
     "reconnect_seconds": "reconnect",
     "silence_seconds": "silence",
 }
-_KNOWN = {*_TEXTS, *_SECONDS, "insecure", "authorities", "backends", "digest", "expose", "packed_reads"}
+_KNOWN = {*_TEXTS, *_SECONDS, "insecure", "authorities", "backends", "digest", "expose", "way"}
 _INSTEAD = {
-    "num_threads": "leave it out: the variable KVFERRY_READ_AGENTS says how many threads read",
+    "num_threads": "leave it out: as many threads read as there are cores for",
     "kv_lease_duration": "say lease_seconds",
     "enforce_handshake_compat": "leave it out: engines are compared part by part; identity says it for you",
     "engine_ttl": "leave it out: engines that are gone are forgotten",
@@ -79,16 +74,14 @@ class Options:
     """Which of NIXL's backends moves the bytes."""
     digest_every: int = 0
     """Of one in so many loads both engines compare a digest of the bytes; 0: of none."""
-    packed_reads: PackedReads = PackedReads.NEVER
-    """Whether workers gather for their readers, and ask others to."""
-    expose: Expose = Expose.POOL
+    way: WayChoice = WayChoice.AUTO
+    """By which way workers read."""
+    expose: Expose = Expose.HOST
     """What of a worker its readers can reach by themselves."""
-    rings: RingOptions = field(default_factory=RingOptions)
-    """How the rings of workers that gather are."""
 
     @property
     def rank_listen(self) -> str:
-        """Where a worker that gathers is asked to: at the same host, by a port of its own."""
+        """Where a worker is asked for bytes: at the same host, by a port of its own."""
         return f"{self.listen.rpartition(':')[0]}:*"
 
     @property
@@ -100,8 +93,7 @@ class Options:
     def of(cls, extra: Mapping[str, Any], *, host: str, is_through_host: bool = False) -> Options:
         """Options from the configuration; ``host`` is where this machine can be reached.
 
-        ``is_through_host``: whether caches on a device are to pass through the host's memory. The fabric
-        sees nothing else of them then.
+        ``is_through_host``: whether caches on a device are to pass through the host's memory.
         """
         if "secret" in extra:
             raise SpecError(
@@ -114,11 +106,8 @@ class Options:
         seconds = {_SECONDS[name]: _number(name, extra[name]) for name in _SECONDS if name in extra}
         trust = Trust(_secret(texts["secret_file"]), _insecure(extra), _authorities(extra))
         address = "127.0.0.1" if trust.is_one_host else f"[{host}]" if ":" in host else host
-        environ: Mapping[str, str] = os.environ
-        if is_through_host:
-            usual = {EXPOSE_SETTING: Expose.STAGING.value, PACKED_SETTING: PackedReads.REQUIRE.value}
-            environ = usual | dict(environ) | {RING_MEMORY_SETTING: RingMemory.HOST.value}
-        expose = _chosen("expose", extra, Expose.from_environment(environ))
+        way = _chosen("way", extra, WayChoice.from_environment(os.environ))
+        expose = _chosen("expose", extra, Expose.from_environment(os.environ))
         return cls(
             listen=texts["listen"] or f"tcp://{address}:*",
             advertise=texts["advertise"],
@@ -128,9 +117,8 @@ class Options:
             timing=Timing(**seconds),
             backend=_backend(extra),
             digest_every=_digest_every(extra),
-            packed_reads=_packed_reads(extra, expose, environ),
-            expose=expose,
-            rings=RingOptions.from_environment(environ),
+            way=WayChoice.PACKED if is_through_host else way,
+            expose=Expose.NOTHING if is_through_host else expose,
         )
 
 
@@ -164,11 +152,11 @@ def _refused_keys(config: TransferConfig, device: str) -> Iterator[str]:
             f"kv_buffer_device: {config.kv_buffer_device!r} asks for copies in other memory, but these caches"
             f" are on {device!r}, and move from there or through {HOST!r}: say one of them, or leave it out"
         )
-    packed_reads = extra.get("packed_reads", os.environ.get(PACKED_SETTING))
-    if is_through_host(config, device) and packed_reads not in (None, PackedReads.REQUIRE.value):
+    way = extra.get("way", os.environ.get(WAY_SETTING, WayChoice.AUTO.value))
+    if is_through_host(config, device) and way not in (WayChoice.AUTO.value, WayChoice.PACKED.value):
         yield (
-            f"kv_buffer_device: through {HOST!r}, workers gather for each other, and packed_reads is"
-            f" {packed_reads!r}: say {PackedReads.REQUIRE.value!r}, or leave one of them out"
+            f"kv_buffer_device: through {HOST!r}, workers send to each other, and way is {way!r}: say"
+            f" {WayChoice.PACKED.value!r}, or leave one of them out"
         )
     if config.enable_permute_local_kv:
         yield "enable_permute_local_kv: kvferry moves between any two layouts without it: leave it out"
@@ -222,17 +210,6 @@ def _digest_every(extra: Mapping[str, Any]) -> int:
                 'kv_connector_extra_config: digest must be "off", "full", or a whole number N, which checks'
                 f" one in N loads; got {other!r}"
             )
-
-
-def _packed_reads(extra: Mapping[str, Any], expose: Expose, environ: Mapping[str, str]) -> PackedReads:
-    """The option; where there is none, the environment's setting. Who hides its pool has to gather."""
-    chosen = _chosen("packed_reads", extra, PackedReads.from_environment(environ, expose))
-    if expose.hides_pool and chosen is PackedReads.NEVER:
-        raise SpecError(
-            f"kv_connector_extra_config: expose {expose.value!r} needs workers that gather: say packed_reads"
-            f" {PackedReads.REQUIRE.value!r}, or leave it out"
-        )
-    return chosen
 
 
 def _chosen(name: str, extra: Mapping[str, Any], default: C) -> C:

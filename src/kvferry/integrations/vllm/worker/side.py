@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -30,8 +29,7 @@ from kvferry.runtime import Failure, FailureCode, Released, Report
 from kvferry.runtime.figures import Changes
 from kvferry.transport.base import Transport
 from kvferry.transport.nixl import NixlTransport
-from kvferry.transport.staging import PackedReads
-from kvferry.transport.ucx import UcxSettings
+from kvferry.transport.settings import Expose
 from kvferry.wire.bad_input import printable
 from kvferry.wire.messages import Join
 from kvferry.wire.outline import join_of
@@ -93,14 +91,7 @@ class WorkerSide:
         _wake_up_amx(caches)
         self._device = next((tensor.device for tensor in caches.values() if tensor.is_cuda), None)
         options = self._options
-        ucx = replace(UcxSettings.from_environment(os.environ), is_one_host=options.trust.is_one_host)
-        transport = NixlTransport(
-            settings=ucx,
-            backend=options.backend,
-            packed_reads=options.packed_reads,
-            expose=options.expose,
-            rings=options.rings,
-        )
+        transport = NixlTransport(way=options.way, expose=options.expose, backend=options.backend)
         self._destination = Destination(
             manifest,
             rank,
@@ -116,21 +107,15 @@ class WorkerSide:
         if self._vllm_config.kv_transfer_config.is_kv_producer:
             self._gathering = self._open_gathering(manifest, transport)
         rank_key = self._gathering.rank_key if self._gathering else b""
-        if self._gathering or not options.expose.hides_pool:  # else nobody can read from this worker
+        if self._gathering or options.expose is not Expose.NOTHING:  # else nobody can read from this worker
             self._join = join_of(manifest, transport.kind, transport.card(), rank_key=rank_key)
 
     def _open_gathering(self, manifest: Manifest, transport: Transport) -> RankGathering | None:
-        """Gather for readers, if that is asked for and can be."""
-        options, rank = self._options, manifest.ranks[0].rank
-        listen, advertise, trust = options.rank_listen, options.advertise, options.trust
+        """Send to readers what they ask for."""
+        listen, advertise, trust = self._options.rank_listen, self._options.advertise, self._options.trust
         gathering = open_gathering(manifest, transport, listen=listen, advertise=advertise, trust=trust)
         if gathering is not None:
-            said = options.packed_reads.value
-            log.info(
-                "rank %d gathers for its readers (packed_reads: %s) at %s", rank, said, gathering.address
-            )
-        elif options.packed_reads is not PackedReads.NEVER:
-            log.warning("rank %d does not gather: its caches are partly on a device, partly not", rank)
+            log.info("rank %d is asked for bytes at %s", manifest.ranks[0].rank, gathering.address)
         return gathering
 
     def _refused(self, source: Manifest, manifest: Manifest, rank: int, failure: Failure) -> None:
