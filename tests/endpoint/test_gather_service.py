@@ -17,11 +17,9 @@ from kvferry.errors import SpecError, TransportError
 from kvferry.runtime.ticket_guard import Admitted, GatherRefusal, Refusal, TicketGuard
 from kvferry.testing.packed import OpenGuard
 from kvferry.transport.chunk_copier import HostChunkCopier
-from kvferry.transport.gather_line import GatherMemory
 from kvferry.transport.places import Places
-from kvferry.transport.staging_ring import LentChunks, StagingRing, StagingSize
-from kvferry.transport.stream_frames import HELLO, MAGIC
-from kvferry.wire.gather import Gather, GiveBack, decode_from_rank, encode_rank_message
+from kvferry.transport.stream_frames import HEAD, HELLO, MAGIC, TAIL
+from kvferry.wire.gather import Gather, OpenStream, decode_from_rank, encode_rank_message
 from tests.runtime.test_ticket_guard import KEY, SRC, permit, ticket
 
 
@@ -48,10 +46,6 @@ class SilentChannel(ControlChannel):
         pass
 
 
-def by(copier, ring):
-    return GatherMemory(copier, ring, copier)
-
-
 @pytest.fixture
 def guard():
     return TicketGuard(KEY, BlockBytes(SRC, SRC.ranks[0]))
@@ -59,12 +53,10 @@ def guard():
 
 @pytest.fixture
 def service(guard):
-    ring = StagingRing(StagingSize(4, 4096))
-    memory = by(HostChunkCopier(Places("ours", ()), 4096), ring)
-    service = GatherService(memory, guard, SilentChannel(), time.monotonic)
+    copier = HostChunkCopier(Places("ours", ()), 4096)
+    service = GatherService(copier, guard, SilentChannel(), time.monotonic)
     yield service
     service.close()
-    ring.close()
 
 
 def test_a_release_that_is_heard_before_the_start_it_is_of_is_not_forgotten(service, guard):
@@ -89,50 +81,128 @@ def test_an_ask_that_makes_no_sense_is_refused_where_junk_is_counted(service, co
         service._receive(Received("@00", encode_rank_message(Gather(1, b"", (columns,), bytes(16)))))
 
 
+class Rank:
+    """A service with a reader of one stream, both driven by the test."""
+
+    def __init__(self, make_copier=HostChunkCopier, guard=None, num_bytes=4096):
+        self.memory = np.full(num_bytes, 1, np.uint8)
+        region = Region("kv", num_bytes, self.memory.ctypes.data)
+        self.channel = SilentChannel()
+        copier = make_copier(Places("ours", [region]), num_bytes)
+        self.service = GatherService(copier, guard or OpenGuard(), self.channel, time.monotonic)
+        self.known = ((region.address, region.num_bytes),)
+
+    def hear(self, message, to="@A"):
+        self.service._receive(Received(to, encode_rank_message(message)))
+        self.channel.wake()
+
+    def answer(self):
+        """The next one that the rank sends."""
+        deadline = time.monotonic() + 60
+        while not self.channel.sent:
+            assert time.monotonic() < deadline
+            self.channel.wake()
+            time.sleep(1e-3)
+        return self.channel.sent.pop(0)
+
+    def open_stream(self, permit=b""):
+        self.hear(OpenStream(1, permit, self.known))
+        offer = self.answer()
+        reader = socket.create_connection(("127.0.0.1", self.service._streams.port), timeout=60)
+        reader.sendall(HELLO.pack(MAGIC, offer.stream_id))
+        take(reader, HEAD.size + TAIL.size)
+        return offer.stream_id, reader
+
+    def ask(self, stream_id, nonce, place=0, num_bytes=64, permit=b""):
+        at, length, zero = (np.array([n], "<i8").tobytes() for n in (place, num_bytes, 0))
+        self.hear(Gather(nonce, permit, ((at, length, zero),), stream_id))
+
+
+def take(reader, num_bytes):
+    data = b""
+    while len(data) < num_bytes:
+        data += reader.recv(num_bytes - len(data))
+    return data
+
+
 class FailingOnce(HostChunkCopier):
     """Fails in a way that nobody thought of."""
 
     has_failed = False
 
+    def views(self, sides):
+        return []
+
     def gather(self, sides, chunk):
         if not self.has_failed:
             self.has_failed = True
             raise MemoryError("no room for a list")
+        super().gather(sides, chunk)
 
 
 def test_an_ask_that_fails_unexpectedly_is_answered_and_takes_no_other_with_it():
-    memory, ring, channel = np.zeros(4096, np.uint8), StagingRing(StagingSize(1, 4096)), SilentChannel()
-    copier = FailingOnce(Places("ours", [Region("kv", 4096, memory.ctypes.data)]), 4096)
-    service = GatherService(by(copier, ring), OpenGuard(), channel, time.monotonic)
-    zero, length = (np.array([n], "<i8").tobytes() for n in (0, 64))
+    rank = Rank(FailingOnce)
+    stream_id, reader = rank.open_stream()
     for nonce in (1, 2):
-        ask = Gather(nonce, b"", ((zero, length, zero),), ring.ring_id)
-        service._receive(Received("@00", encode_rank_message(ask)))
-    for _ in range(3):
-        channel.wake()
-    assert [type(answer).__name__ for answer in channel.sent] == ["NotGathered", "Gathered"]
-    assert "MemoryError" in channel.sent[0].detail
-    assert service.status()["lent"] == 1
-    service.close()
-    ring.close()
+        rank.ask(stream_id, nonce)
+    answer = rank.answer()
+    assert (answer.nonce, "MemoryError" in answer.detail) == (1, True)
+    assert HEAD.unpack(take(reader, HEAD.size)) == (2, 64)
+    reader.close()
+    rank.service.close()
 
 
-def test_a_ring_of_an_earlier_start_is_not_gathered_into():
-    """Its reader would look for the bytes in a ring that nobody fills any more."""
-    memory, ring, channel = np.zeros(4096, np.uint8), StagingRing(StagingSize(1, 4096)), SilentChannel()
-    copier = HostChunkCopier(Places("ours", [Region("kv", 4096, memory.ctypes.data)]), 4096)
-    service = GatherService(by(copier, ring), OpenGuard(), channel, time.monotonic)
-    zero, length = (np.array([n], "<i8").tobytes() for n in (0, 64))
-    earlier = Gather(1, b"", ((zero, length, zero),), StagingRing(StagingSize(1, 4096)).ring_id)
-    service._receive(Received("@00", encode_rank_message(earlier)))
+def test_a_stream_that_is_not_there_is_named_as_that():
+    rank = Rank()
+    rank.ask(bytes(16), 1)
+    assert "there is no such stream, or not any more" in rank.answer().detail
+    rank.service.close()
+
+
+def test_who_has_no_permit_gets_no_stream(guard):
+    """It once could take all of them, and no reader got one."""
+    rank = Rank(guard=guard)
+    for permit_shown in (b"", permit(ticket(1))[:-1] + b"?"):
+        rank.hear(OpenStream(1, permit_shown, rank.known))
+        assert rank.answer().code == "not-granted"
+    rank.hear(OpenStream(1, permit(ticket(1)), rank.known))
+    assert rank.answer().stream_id
+    rank.service.close()
+
+
+def test_what_waits_for_an_earlier_start_of_the_engine_is_not_sent():
+    """Its blocks may be another request's by now: the new start has never heard of that ticket.
+
+    The reader takes nothing at first, so that the second frame waits behind the first.
+    """
+
+    class OfStart(OpenGuard):
+        def admit(self, permit):
+            return Admitted(int(permit), self._everybody.owned, generation=7)
+
+    rank = Rank(guard=OfStart(), num_bytes=4 << 20)
+    rank.service.begin(7)
+    stream_id, reader = rank.open_stream(b"1")
+    for nonce in range(1, 9):
+        rank.ask(stream_id, nonce, 0, 4 << 20, permit=b"%d" % nonce)
     deadline = time.monotonic() + 60
-    while not channel.sent and time.monotonic() < deadline:
-        channel.wake()
+    while not rank.service._streams._streams[stream_id].is_full:
+        assert time.monotonic() < deadline
         time.sleep(1e-3)
-    (answer,) = channel.sent
-    assert "there is no such stream or ring, or not any more" in answer.detail
-    service.close()
-    ring.close()
+    rank.service.begin(8)
+    quiet = threading.Event()
+    rank.service.when_revoked(quiet.set)
+    assert quiet.wait(60)
+    rank.memory[:] = 2  # another request's, of the new start
+    is_good = True
+    while is_good:
+        _, num_bytes = HEAD.unpack(take(reader, HEAD.size))
+        data = take(reader, num_bytes)
+        (is_good,) = TAIL.unpack(take(reader, TAIL.size))
+        assert 2 not in data
+    assert rank.answer().detail == "its lease is over"
+    reader.close()
+    rank.service.close()
 
 
 def test_what_was_revoked_before_is_quiet_when_somebody_asks_for_that(service):
@@ -148,100 +218,16 @@ def test_what_was_revoked_before_is_quiet_when_somebody_asks_for_that(service):
     assert said == ["revoked", "quiet"]
 
 
-@pytest.mark.parametrize("who", [("@X", 1), ("@A", 999)], ids=["another reader", "another ask"])
-def test_a_chunk_is_given_back_by_who_borrowed_it_alone(who):
-    """A reader that is through in time does not ask whether its chunk stood: nobody else may free it."""
-    memory = np.repeat(np.array([1, 2], np.uint8), 2048)
-    ring, channel = StagingRing(StagingSize(1, 4096)), SilentChannel()
-    copier = HostChunkCopier(Places("ours", [Region("kv", 4096, memory.ctypes.data)]), 4096)
-    service = GatherService(by(copier, ring), OpenGuard(), channel, time.monotonic)
-
-    def say(to, message):
-        service._receive(Received(to, encode_rank_message(message)))
-        for _ in range(3):
-            channel.wake()
-
-    def ask(to, nonce, place):
-        at, length, zero = (np.array([number], "<i8").tobytes() for number in (place, 64, 0))
-        say(to, Gather(nonce, b"", ((at, length, zero),), ring.ring_id))
-
-    ask("@A", 1, 0)
-    told = channel.sent[-1]
-    to, nonce = who
-    say(to, GiveBack(nonce, told.chunk, told.generation, is_asking=False))
-    ask("@B", 1, 2048)
-    assert ring._memory[:64] == b"\1" * 64, "it is still the first reader's"
-    say("@A", GiveBack(1, told.chunk, told.generation, is_asking=True))
-    assert channel.sent[-2].is_valid
-    assert ring._memory[:64] == b"\2" * 64
-    service.close()
-    ring.close()
-
-
-def test_a_late_release_of_an_earlier_start_frees_no_chunk_of_this_one():
-    """Each start counts its tickets anew."""
-    chunks = LentChunks(1, 1.0)
-    assert chunks.take((8, 1), "reader", 0.0)
-    chunks.take_all_from((7, 1))
-    assert chunks.num_lent == 1
-    chunks.take_all_from((8, 1))
-    assert chunks.num_lent == 0
-
-
-def test_a_stream_that_finds_no_memory_says_so(guard):
-    memory = np.zeros(4096, np.uint8)
-
+def test_a_stream_that_finds_no_memory_says_so():
     class NoRoom(HostChunkCopier):
         def new_chunk(self):
             raise TransportError("cuda", "cuMemHostAlloc: OUT_OF_MEMORY")
 
-    copier = NoRoom(Places("ours", [Region("kv", 4096, memory.ctypes.data)]), 4096)
-    ring, channel = StagingRing(StagingSize(1, 4096)), SilentChannel()
-    service = GatherService(by(copier, ring), OpenGuard(), channel, time.monotonic)
-    offers: list = []
-    service._streams.open("tcp://127.0.0.1:1", offers.append)
-    deadline = time.monotonic() + 60
-    while not offers and time.monotonic() < deadline:
-        time.sleep(1e-3)
-    with socket.create_connection(("127.0.0.1", service._streams.port)) as reader:
-        reader.sendall(HELLO.pack(MAGIC, offers[0].stream_id))
-        zero, length = (np.array([number], "<i8").tobytes() for number in (0, 64))
-        ask = Gather(1, b"", ((zero, length, zero),), offers[0].stream_id)
-        service._receive(Received("@A", encode_rank_message(ask)))
-        while not channel.sent and time.monotonic() < deadline:
-            channel.wake()
-            time.sleep(1e-3)
-    assert (channel.sent[0].code, service.status()["refused"]) == ("cannot", {"cannot": 1})
-    assert "OUT_OF_MEMORY" in channel.sent[0].detail
-    service.close()
-    ring.close()
-
-
-class BrokenDevice(HostChunkCopier):
-    """A device that copies nothing any more."""
-
-    def views(self, sides):
-        return []
-
-    def gather(self, sides, chunk):
-        raise TransportError("cuda", "the device is lost")
-
-
-def test_a_rank_whose_device_fails_says_so_and_keeps_its_chunks():
-    memory, ring, channel = np.zeros(4096, np.uint8), StagingRing(StagingSize(4, 4096)), SilentChannel()
-    region = Region("kv", 4096, memory.ctypes.data, "cuda:0")
-    copier = BrokenDevice(Places("ours", [region]), 4096)
-    service = GatherService(by(copier, ring), OpenGuard(), channel, time.monotonic)
-    zero, length = (np.array([n], "<i8").tobytes() for n in (0, 64))
-    ask = Gather(1, b"", ((zero, length, zero),), ring.ring_id)
-    service._receive(Received("@00", encode_rank_message(ask)))
-    released = []
-    service.revoke(7, 1, lambda: released.append(1))
-    channel.wake()
-    (answer,) = channel.sent
-    assert answer.code == "cannot"
-    assert "the device is lost" in answer.detail
-    assert service.status()["lent"] == 0
-    service.close()
-    assert released == [1]
-    ring.close()
+    rank = Rank(NoRoom)
+    stream_id, reader = rank.open_stream()
+    rank.ask(stream_id, 1)
+    answer = rank.answer()
+    assert (answer.code, rank.service.status()["refused"]) == ("cannot", {"cannot": 1})
+    assert "OUT_OF_MEMORY" in answer.detail
+    reader.close()
+    rank.service.close()

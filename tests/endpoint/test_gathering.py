@@ -14,31 +14,25 @@ from kvferry.endpoint import Destination, SourceEngine, SourceRank
 from kvferry.endpoint.edges import open_channel
 from kvferry.endpoint.gather_calls import GatherCalls
 from kvferry.transport import chunk_copier
-from kvferry.transport.cards import staging_in
-from kvferry.transport.expose import Expose
+from kvferry.transport.cards import Card, GatherPoint
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.pack import pack
-from kvferry.transport.ring_options import RingOptions
-from kvferry.transport.staging import PackedReads, Staging
-from kvferry.transport.staging_ring import StagingSize
+from kvferry.transport.settings import Expose, WayChoice
 from kvferry.wire.permit import make_proofs, permits_for
 from kvferry.wire.secret import Secret
 from kvferry.wire.trust import Trust
 
-pytest.importorskip("nixl", exc_type=ImportError)
-
 SECRETS = {"open": None, "secret": Secret(bytes(range(16)))}
 
 
-def transport(expose=Expose.POOL):
-    ring = StagingSize(num_chunks=4, chunk_bytes=4096)
-    return NixlTransport(packed_reads=PackedReads.REQUIRE, expose=expose, rings=RingOptions(ring))
+def transport(expose=Expose.HOST):
+    return NixlTransport(way=WayChoice.PACKED, expose=expose, chunk_bytes=4096)
 
 
 class Gathering:
     """A source engine whose rank gathers, and a destination."""
 
-    def __init__(self, engines, secret=None, expose=Expose.POOL):
+    def __init__(self, engines, secret=None, expose=Expose.HOST):
         self.src, self.dst, self.request = engines.src, engines.dst, engines.request
         self.dst_memory, self.check = engines.dst_memory, engines.check
         trust = Trust(secret)
@@ -69,7 +63,7 @@ def soon(look):
     return found
 
 
-@pytest.fixture(params=Expose, ids=lambda expose: expose.value)
+@pytest.fixture(params=[Expose.HOST, Expose.NOTHING], ids=lambda expose: expose.value)
 def expose(request):
     """What both sides open to the fabric."""
     return request.param
@@ -94,7 +88,6 @@ def test_loads_that_ranks_gather_are_right(gathering):
         assert num_wrong == 0
     assert gathering.rank.status()["gathered"] >= 3
     assert soon(gathering.rank.poll)[0].reason == "read"
-    assert soon(lambda: gathering.rank.status()["lent"] == 0)
     assert gathering.rank.status()["refused"] == {}
 
 
@@ -103,19 +96,13 @@ class Stranger:
 
     def __init__(self, engines, secret=None):
         self.calls = GatherCalls(open_channel("", secret), "stranger")
-        staging = Staging.from_bytes(staging_in(engines.src_transport.card()))
-        self.to, self.into = staging.address, staging.ring_id
+        point = GatherPoint.from_bytes(Card.from_bytes(engines.src_transport.card()).gather)
+        self.to, self.regions = point.address, engines.src.ranks[0].regions
         self.answers = []
         self.calls.listen(self)
 
-    def gathered(self, sender, nonce, told):
-        self.answers.append((nonce, "gathered"))
-
     def not_gathered(self, sender, nonce, error):
         self.answers.append((nonce, error))
-
-    def given_back(self, sender, nonce, *, is_valid):
-        self.answers.append((nonce, is_valid))
 
     def stream_offered(self, sender, nonce, offer):
         self.answers.append((nonce, offer))
@@ -124,8 +111,14 @@ class Stranger:
         pass
 
     def ask(self, permit, term):
+        """What it says of bytes for a stream that is not there: those that may be had are refused for that."""
         nonce = len(self.answers) + 1
-        self.calls.ask(self.to, nonce, permit, [term], self.into)
+        self.calls.ask(self.to, nonce, permit, [term], bytes(16))
+        return soon(lambda: len(self.answers) == nonce and self.answers[-1][1])
+
+    def open_stream(self, permit):
+        nonce = len(self.answers) + 1
+        self.calls.open_stream(self.to, nonce, permit, self.regions)
         return soon(lambda: len(self.answers) == nonce and self.answers[-1][1])
 
 
@@ -160,18 +153,18 @@ def test_a_rank_refuses_what_is_not_the_tickets_and_counts_it(hostile):
     mine = engines.request.src[group].block_ids.tolist()
     other = next(block for block in range(9) if block not in mine)
 
-    assert stranger.ask(permit, cell_of(engines, mine[0])) == "gathered"
+    assert "no such stream" in stranger.ask(permit, cell_of(engines, mine[0]))
     assert "another request" in stranger.ask(permit, cell_of(engines, other))
     assert "leaves its block" in stranger.ask(permit, cell_of(engines, mine[0], extra_bytes=1))
     assert "did not grant" in stranger.ask(permit[:-1] + bytes([permit[-1] ^ 1]), cell_of(engines, mine[0]))
     assert "not-granted" in stranger.ask(b"", cell_of(engines, mine[0]))
+    assert "not-granted" in stranger.open_stream(b""), "a stream is for those who may have something"
+    assert stranger.open_stream(permit).stream_id
 
     engines.engine.withdraw(ticket.request_id)
     assert soon(engines.rank.poll)[0].reason == "withdrawn"
-    # What the engine has heard of is not gathered any more, and its chunk has come back.
-    assert engines.rank.status()["lent"] == 0
     assert "ended" in stranger.ask(permit, cell_of(engines, mine[0]))
-    assert engines.rank.status()["refused"] == {"not-its-bytes": 2, "not-granted": 2, "ended": 1}
+    assert engines.rank.status()["refused"] == {"not-its-bytes": 2, "not-granted": 3, "ended": 1}
     assert engines.rank.status()["gathered"] == 1
     assert engines.load().failure is None
 
@@ -190,34 +183,7 @@ def test_more_than_a_chunk_and_senseless_asks_are_refused_and_the_rank_goes_on(h
     assert "too-much" in stranger.ask(permit, much)
     stranger.calls._channel.send(stranger.to, b"junk")
     stranger.calls._channel.send(stranger.to, bytes(9 << 20))
-    assert stranger.ask(permit, term) == "gathered"
-
-
-def test_a_rank_that_does_not_gather_is_not_read_and_the_sentence_says_what_to_do(engines):
-    engine = SourceEngine("prefill", 1)
-    rank = SourceRank(engine.invitation, engines.src, NixlTransport(packed_reads=PackedReads.NEVER))
-    destination = Destination(engines.dst, 0, transport())
-    destination.fetch(engine.offer("r", engines.request.src, 20), engines.request.dst, engines.request.need)
-    (report,) = soon(destination.poll)
-    assert "set KVFERRY_PACKED_READS to the same on both sides" in report.failure.detail
-    for each in (destination, rank, engine):
-        each.close()
-
-
-@pytest.mark.parametrize("hidden", [Expose.STAGING, Expose.NOTHING])
-def test_a_reader_that_has_nobody_gather_is_refused_by_a_source_that_hides_its_pool(engines, hidden):
-    engine = SourceEngine("prefill", 1)
-    rank = SourceRank(engine.invitation, engines.src, transport(hidden))
-    destination = Destination(engines.dst, 0, NixlTransport(packed_reads=PackedReads.NEVER))
-    destination.fetch(engine.offer("r", engines.request.src, 20), engines.request.dst, engines.request.need)
-    (report,) = soon(destination.poll)
-    assert (
-        f"its pool is not open to the fabric (KVFERRY_EXPOSE={hidden.value} there)" in report.failure.detail
-    )
-    assert "set KVFERRY_PACKED_READS=auto here" in report.failure.detail
-    assert report.failure.code.value == "not-connected"
-    for each in (destination, rank, engine):
-        each.close()
+    assert "no such stream" in stranger.ask(permit, term)
 
 
 def test_the_engine_hears_of_no_release_while_its_rank_gathers(engines, monkeypatch):

@@ -20,13 +20,11 @@ from kvferry.errors import TransportError
 from kvferry.testing.packed import AskingTransport, gather_openly
 from kvferry.testing.sources import Holder, contents
 from kvferry.transport.base import CANCELLED
-from kvferry.transport.ring_options import RingOptions
-from kvferry.transport.staging import PackedReads
-from kvferry.transport.staging_ring import StagingSize
+from kvferry.transport.settings import Expose, WayChoice
 
 NUM_CELLS, CELL_BYTES, NUM_ROOMS = 256, 512, 8
 HELD_BYTES = NUM_CELLS * CELL_BYTES
-SIZE = StagingSize(num_chunks=4, chunk_bytes=16 << 10)
+CHUNK_BYTES = 16 << 10
 PATIENCE_S = 120.0
 
 
@@ -38,10 +36,12 @@ class Node:
         holder = Holder("cpu")
         holder.add("held", contents(number, 0, HELD_BYTES))
         holder.add("room", self.room.reshape(-1))
-        self.transport = AskingTransport(packed_reads=PackedReads.REQUIRE, rings=RingOptions(SIZE))
+        self.transport = AskingTransport(
+            way=WayChoice.PACKED, expose=Expose.NOTHING, chunk_bytes=CHUNK_BYTES
+        )
         self.transport.register(holder.regions)
         self.holder = holder  # or its memory would be gone
-        self.service = gather_openly(self.transport, patience_s=0.5)
+        self.service = gather_openly(self.transport)
         regions = [(region.name, region.num_bytes, region.address) for region in holder.regions]
         say({"card": self.transport.card().hex(), "regions": regions})
         self.chance, self.rng = random.Random(), np.random.default_rng()
@@ -92,8 +92,8 @@ class Node:
 
     @property
     def is_whole(self) -> bool:
-        mover: Any = self.transport._rings and self.transport._rings.mover
-        return not self.service.status()["lent"] and len(mover._free) == SIZE.num_chunks
+        mover: Any = self.transport._packed and self.transport._packed.mover
+        return not mover._asks
 
     def end(self) -> None:
         """Wait until all has ended; what was taken away from nobody is back then."""

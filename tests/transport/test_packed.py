@@ -1,11 +1,9 @@
-"""The packed way between two processes: the laws of transports, and what only this way has."""
+"""The packed way between two processes: the laws of transports; and which way is taken by itself."""
 
-from dataclasses import replace
 from typing import ClassVar
 
 import pytest
 
-from kvferry.core.cost import Traffic
 from kvferry.core.way import Way
 from kvferry.errors import TransportError
 from kvferry.testing.packed import AskingTransport
@@ -13,23 +11,15 @@ from kvferry.testing.sources import serving
 from kvferry.testing.transport_laws import TransportLaws
 from kvferry.testing.transport_world import REGION_BYTES, WHOLE, World, stale_memory, wait
 from kvferry.transport.base import Connected, ReadEnd
-from kvferry.transport.cards import pack_card, segment_in, staging_in, unpack_card, with_staging
-from kvferry.transport.packed import PackedLink
-from kvferry.transport.ring_options import RingOptions
-from kvferry.transport.ring_window import SharedRings
-from kvferry.transport.staging import PackedReads, Staging
-from kvferry.transport.staging_ring import StagingSize
-from kvferry.transport.ucx import FABRICS
+from kvferry.transport.cards import Card
+from kvferry.transport.settings import Expose, WayChoice
+from kvferry.transport.ucx import FABRICS, UCX_TRANSPORTS
 
-pytest.importorskip("nixl", exc_type=ImportError)
-
-PACKED = {"KVFERRY_PACKED_READS": "require"}
-AUTO = {"KVFERRY_PACKED_READS": "auto"}
-TCP = FABRICS["tcp"]
+FABRIC = {"KVFERRY_EXPOSE": "fabric", UCX_TRANSPORTS: FABRICS["cma"][UCX_TRANSPORTS]}
 
 
-class PackedLaws(TransportLaws):
-    env: ClassVar[dict[str, str]] = PACKED
+class TestPacked(TransportLaws):
+    env: ClassVar[dict[str, str]] = {}
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -44,139 +34,85 @@ class PackedLaws(TransportLaws):
         return World(AskingTransport, stale_memory(), served.sources)
 
 
-class TestPacked(PackedLaws):
-    pass
-
-
-class TestPackedByTheFabric(PackedLaws):
-    """As if rings could not be seen from another process."""
-
-    env: ClassVar[dict[str, str]] = PACKED | {"KVFERRY_SHARED_RINGS": "off"}
-
-
-class TestPackedOverTcp(PackedLaws):
-    env: ClassVar[dict[str, str]] = PACKED | TCP
-
-
-class TestHiddenPool(PackedLaws):
-    env: ClassVar[dict[str, str]] = {"KVFERRY_EXPOSE": "staging"}
-
-
-class TestHiddenPoolWithoutFabric(PackedLaws):
-    env: ClassVar[dict[str, str]] = {"KVFERRY_EXPOSE": "nothing"}
-
-
-@pytest.fixture(scope="module")
-def far():
-    """A source that only its own help can read, and that gathers."""
-    with serving(1, REGION_BYTES, env=AUTO | TCP) as served:
-        yield served.sources[0]
-
-
 @pytest.fixture
 def holder():
     return stale_memory()
 
 
-@pytest.fixture
-def transport(holder):
-    transport = AskingTransport(packed_reads=PackedReads.AUTO)
-    transport.register(holder.regions)
-    yield transport
-    transport.close()
-
-
-def reads_all_of(transport, name, source, holder):
-    transport.read(1, name, WHOLE)
+def reads_all_of(transport, source, holder):
+    transport.read(1, "src", WHOLE)
     assert wait(transport, 1) == [ReadEnd(1)]
     return (holder.load()[0] == source.contents[0]).all()
 
 
-def test_by_itself_a_rank_is_asked_to_gather_only_where_the_fabric_cannot_read(far, holder, transport):
-    with serving(1, REGION_BYTES, env=AUTO) as near:
-        (source,) = near.sources
-        assert transport.connect("near", source.card, source.regions).way is Way.DIRECT
-        assert reads_all_of(transport, "near", source, holder)
-    connected = transport.connect("far", far.card, far.regions)
-    assert str(connected) == "packed (the fabric cannot read its memory by itself)"
-    assert reads_all_of(transport, "far", far, holder)
-
-
-@pytest.mark.parametrize(
-    ("run_bytes", "shared", "way"),
-    [
-        (512, SharedRings.ON, Way.PACKED),
-        (512, SharedRings.OFF, Way.DIRECT),
-        (1 << 20, SharedRings.ON, Way.DIRECT),
-        (0, SharedRings.ON, Way.DIRECT),
-    ],
-    ids=["short runs", "short runs, and no ring to look at", "long runs", "nobody knows"],
-)
-def test_on_one_host_a_rank_gathers_if_usual_loads_are_quicker_so(holder, run_bytes, shared, way):
-    usual = Traffic(1, (16 << 20) // run_bytes, 16 << 20) if run_bytes else None
-    transport = AskingTransport(packed_reads=PackedReads.AUTO, rings=RingOptions(shared=shared))
+def connected(holder, served, **options):
+    """How a reader with these options reads a source, and that it does."""
+    transport, (source,) = AskingTransport(**options), served.sources
     transport.register(holder.regions)
-    with serving(1, REGION_BYTES, env=AUTO) as near:
-        (source,) = near.sources
-        assert transport.connect("near", source.card, source.regions, usual) == Connected(way)
-        assert reads_all_of(transport, "near", source, holder)
+    try:
+        made = transport.connect("src", source.card, source.regions)
+        assert reads_all_of(transport, source, holder)
+        return made
+    finally:
         transport.close()
 
 
-@pytest.mark.parametrize("over", [{}, TCP | {"KVFERRY_EXPOSE": "nothing"}], ids=["ring", "stream"])
-def test_shorter_chunks_here_than_there_are_asked_for_one_by_one(holder, monkeypatch, over):
-    for name, value in over.items():
+@pytest.fixture(scope="module")
+def by_default():
+    with serving(1, REGION_BYTES) as served:
+        yield served
+
+
+def test_by_default_no_library_of_nixl_is_loaded_and_the_source_sends(by_default, holder):
+    assert connected(holder, by_default) == Connected(Way.PACKED)
+    with open(f"/proc/{by_default.pid}/maps") as maps:
+        assert not any(name in maps.read() for name in ("libucp", "libnixl"))
+    assert Card.from_bytes(by_default.sources[0].card).metadata == b""
+
+
+def test_direct_where_both_are_registered_and_packed_where_one_is_not(by_default, holder, monkeypatch):
+    pytest.importorskip("nixl", exc_type=ImportError)
+    for name, value in FABRIC.items():
         monkeypatch.setenv(name, value)
-    size = StagingSize(num_chunks=4, chunk_bytes=4096)
-    transport = AskingTransport(packed_reads=PackedReads.REQUIRE, rings=RingOptions(size))
-    transport.register(holder.regions)
-    with serving(1, REGION_BYTES, env={"KVFERRY_PACKED_READS": "require"} | over) as near:
-        (source,) = near.sources
-        assert transport.connect("near", source.card, source.regions).way is Way.PACKED
-        assert reads_all_of(transport, "near", source, holder)
-        transport.close()
+    told = connected(holder, by_default)
+    assert (told.way, told.reason) == (Way.PACKED, "it is not registered with NIXL (KVFERRY_EXPOSE there)")
+    with serving(1, REGION_BYTES, env=FABRIC) as served:
+        assert connected(holder, served) == Connected(Way.DIRECT)
+        assert connected(holder, served, way=WayChoice.PACKED) == Connected(Way.PACKED)
+        assert connected(holder, served, expose=Expose.HOST) == Connected(Way.PACKED)
 
 
-def test_a_rank_that_the_fabric_cannot_read_is_looked_at_if_it_is_of_this_host(holder, monkeypatch):
-    """Where processes may not read each other's memory (Yama, containers), they may still share some."""
-    monkeypatch.setenv("UCX_TLS", TCP["UCX_TLS"])
-    transport = AskingTransport(packed_reads=PackedReads.AUTO)
-    transport.register(holder.regions)
-    with serving(1, REGION_BYTES, env=AUTO | {"UCX_TLS": TCP["UCX_TLS"]}) as near:
-        (source,) = near.sources
-        connected = transport.connect("near", source.card, source.regions)
-        assert str(connected) == "packed (the fabric cannot read its memory by itself)"
-        assert isinstance(transport._links["near"], PackedLink)
-        assert reads_all_of(transport, "near", source, holder)
-        transport.close()
+def test_a_way_that_is_required_is_taken_or_refused(by_default, holder, monkeypatch):
+    pytest.importorskip("nixl", exc_type=ImportError)
+    for name, value in FABRIC.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(TransportError, match="not-direct: it is not registered with NIXL"):
+        connected(holder, by_default, way=WayChoice.DIRECT)
+    with pytest.raises(TransportError, match="host memory is not mapped"):
+        connected(holder, by_default, way=WayChoice.MAPPED)
 
 
-def test_where_no_stream_can_be_had_reads_are_emulated_and_the_reason_is_named(far, holder, transport):
-    agent, metadata = unpack_card(far.card)
-    alone = pack_card(agent, metadata, segment_in(far.card))
-    connected = transport.connect("alone", alone, far.regions)
-    assert connected.way is Way.EMULATED
-    assert "its rank does not gather; set KVFERRY_PACKED_READS" in connected.reason
-    assert reads_all_of(transport, "alone", far, holder)
-    transport.forget("alone")
-
-    nobody = replace(Staging.from_bytes(staging_in(far.card)), address="tcp://127.0.0.1:1")
-    connected = transport.connect("lost", with_staging(alone, nobody.to_bytes()), far.regions)
-    assert connected.way is Way.EMULATED
-    assert "nor is there a stream" in connected.reason
-    assert reads_all_of(transport, "lost", far, holder)
-
-
-def test_a_stream_is_no_emulated_read(far, holder, monkeypatch):
-    monkeypatch.setenv("KVFERRY_EMULATED_READS", "refuse")
-    transport = AskingTransport(packed_reads=PackedReads.AUTO)
-    transport.register(holder.regions)
-    assert transport.connect("far", far.card, far.regions).way is Way.PACKED
-    assert reads_all_of(transport, "far", far, holder)
-    transport.close()
-
-
-def test_the_setting_is_checked(monkeypatch):
-    monkeypatch.setenv("KVFERRY_PACKED_READS", "off")
-    with pytest.raises(TransportError, match="'off': one of never, auto, require"):
+@pytest.mark.parametrize(("way", "expose"), [("direct", "host"), ("mapped", "nothing")])
+def test_settings_that_exclude_each_other_are_refused_by_name(monkeypatch, way, expose):
+    monkeypatch.setenv("KVFERRY_WAY", way)
+    monkeypatch.setenv("KVFERRY_EXPOSE", expose)
+    with pytest.raises(TransportError, match=f"bad-setting: KVFERRY_WAY={way} needs KVFERRY_EXPOSE="):
         AskingTransport()
+
+
+def test_words_that_are_none_are_refused_by_name(monkeypatch):
+    monkeypatch.setenv("KVFERRY_WAY", "fast")
+    with pytest.raises(TransportError, match="'fast': one of auto, mapped, direct, packed"):
+        AskingTransport()
+
+
+def test_shorter_chunks_here_than_there_are_asked_for_one_by_one(by_default, holder):
+    assert connected(holder, by_default, chunk_bytes=4096).way is Way.PACKED
+
+
+def test_a_rank_that_sends_nothing_is_not_read(by_default, holder):
+    transport = AskingTransport()
+    transport.register(holder.regions)
+    with pytest.raises(TransportError, match="not-packed: src: its rank sends nothing to readers"):
+        transport.connect("src", Card().to_bytes(), by_default.sources[0].regions)
+    transport.close()

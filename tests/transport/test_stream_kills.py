@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from itertools import count
 
 import numpy as np
 import pytest
@@ -22,30 +21,27 @@ from kvferry.core.runs import Runs
 from kvferry.endpoint.edges import open_channel
 from kvferry.endpoint.gather_calls import GatherCalls
 from kvferry.testing.sources import serving
-from kvferry.transport.cards import staging_in
+from kvferry.transport.cards import Card, GatherPoint
 from kvferry.transport.chunk_copier import HostChunkCopier
 from kvferry.transport.places import Places
-from kvferry.transport.staging import Staging
-from kvferry.transport.stream_reader import StreamMover
-from kvferry.transport.ucx import FABRICS
+from kvferry.transport.stream_reader import StreamLink, StreamMover
 
 POOL_BYTES = 32 << 20
-ENV = {"KVFERRY_PACKED_READS": "require", **FABRICS["tcp"]}
 KILLS = int(os.environ.get("KILLS", "3"))
 PATIENCE_S = 60.0
 
 
 class Reader:
-    """Reads a rank over a stream, without NIXL."""
+    """Reads a rank over a stream."""
 
     def __init__(self, card, regions):
         self.pool = np.zeros(POOL_BYTES, np.uint8)
         places = Places("ours", [Region("kv", POOL_BYTES, self.pool.ctypes.data)])
         self.calls = GatherCalls(open_channel("", None), "reader")
-        self.mover = StreamMover(HostChunkCopier(places, POOL_BYTES), self.calls, count(1))
-        self.calls.listen(_Quiet(self.mover))
-        self.link = self.mover.link("src", Staging.from_bytes(staging_in(card)), Places("src", regions))
-        self.link.open(PATIENCE_S)
+        self.mover = StreamMover(HostChunkCopier(places, POOL_BYTES), self.calls)
+        self.calls.listen(self.mover)
+        point = GatherPoint.from_bytes(Card.from_bytes(card).gather)
+        self.link = StreamLink(self.mover, "src", point, Places("src", regions))
 
     def read(self, run_bytes=64 << 10):
         """The error of reading the whole pool, in runs of this length."""
@@ -64,25 +60,9 @@ class Reader:
         self.calls.close()
 
 
-class _Quiet:
-    def __init__(self, mover):
-        self.stream_offered, self.not_gathered, self.lost = (
-            mover.stream_offered,
-            mover.not_gathered,
-            mover.lost,
-        )
-
-    def gathered(self, sender, nonce, told):
-        raise AssertionError("its ring is not read")
-
-    def given_back(self, sender, nonce, *, is_valid):
-        raise AssertionError("nothing was lent")
-
-
 @pytest.fixture(scope="module")
 def served():
-    pytest.importorskip("nixl", exc_type=ImportError)
-    with serving(1, [POOL_BYTES], env=ENV) as served:
+    with serving(1, [POOL_BYTES]) as served:
         yield served
 
 
@@ -138,9 +118,8 @@ def test_a_source_outlives_readers_that_are_killed_while_it_is_stopped(served):
 
 
 def test_a_reader_outlives_a_source_that_is_killed_and_its_read_fails():
-    pytest.importorskip("nixl", exc_type=ImportError)
     for _ in range(max(1, KILLS // 6)):
-        with serving(1, [POOL_BYTES], env=ENV) as served:
+        with serving(1, [POOL_BYTES]) as served:
             reader = Reader(served.sources[0].card, served.sources[0].regions)
             assert reader.read() == ""
             os.kill(served.pid, signal.SIGSTOP)

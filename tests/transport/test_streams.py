@@ -5,7 +5,6 @@ import socket
 import threading
 import time
 from functools import partial
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -15,18 +14,19 @@ from kvferry.core.manifest import Region
 from kvferry.core.product import Product
 from kvferry.core.runs import Runs
 from kvferry.errors import TransportError
-from kvferry.transport import copy_kernel, stream_reader
+from kvferry.transport import copy_kernel, stream_reader, stream_sender
 from kvferry.transport.base import CANCELLED
+from kvferry.transport.cards import GatherPoint
 from kvferry.transport.chunk_copier import HostChunkCopier
 from kvferry.transport.copy_kernel import CopyKernel, CopyLimits
 from kvferry.transport.device_chunks import DeviceChunkCopier
 from kvferry.transport.event_wait import EventWait
 from kvferry.transport.pack import src_of
 from kvferry.transport.places import Places
-from kvferry.transport.staging import Staging
-from kvferry.transport.stream_frames import HEAD, HELLO, MAGIC, TAIL, StreamOffer, proof
-from kvferry.transport.stream_reader import StreamMover
-from kvferry.transport.stream_sender import StreamSender
+from kvferry.transport.stream_frames import HEAD, HELLO, MAGIC, TAIL, StreamOffer
+from kvferry.transport.stream_reader import StreamLink, StreamMover
+from kvferry.transport.stream_seal import SEAL_BYTES
+from kvferry.transport.stream_sender import StreamSender, TicketKey
 from tests.transport.fake_cuda import FakeCuda, FakeEvent
 from tests.transport.kernel_on_cpu import kernel_on_cpu
 
@@ -35,7 +35,7 @@ CHUNK_BYTES = 1 << 20
 POOL_BYTES = 24 << 20
 HELD = np.random.default_rng(1).integers(1, 255, POOL_BYTES, np.uint8)
 PATIENCE_S = 60.0
-TICKET = 7
+TICKET = TicketKey(1, 7)
 
 
 def soon(look):
@@ -63,7 +63,7 @@ class Line:
         self.address = f"tcp://127.0.0.1:{sender.port}"
         self.asked = []
 
-    def open_stream(self, to, nonce, regions):
+    def open_stream(self, to, nonce, permit, regions):
         self.sender.open(self.address, lambda offer: self.answers.stream_offered(to, nonce, offer))
 
     def ask(self, to, nonce, permit, terms, stream_id):
@@ -72,14 +72,8 @@ class Line:
         refuse = lambda why: self.answers.not_gathered(to, nonce, why)  # noqa: E731
         self.sender.send(stream_id, TICKET, nonce, sides, refuse)
 
-    def listen(self, answers, turn=float):
+    def listen(self, answers):
         self.answers = answers
-
-    def wake(self):
-        pass
-
-    def give_back(self, to, nonce, chunk, generation, *, is_asking):
-        raise AssertionError("nothing was lent")
 
     def hang_up(self, address):
         pass
@@ -92,7 +86,7 @@ BY_HOST = partial(HostChunkCopier, chunk_bytes=CHUNK_BYTES)
 
 
 class World:
-    def __init__(self, *, is_proved=False, copier=BY_HOST, events=None):
+    def __init__(self, *, is_sealed=False, copier=BY_HOST, events=None):
         self.src = HELD.copy()
         self.dst = np.zeros(POOL_BYTES, np.uint8)
         self.src_places, self.dst_places = (
@@ -100,11 +94,11 @@ class World:
             for n, a in (("s", self.src), ("d", self.dst))
         )
         self.copiers = copier(self.src_places), copier(self.dst_places)
-        self.sender = StreamSender(self.copiers[0], "127.0.0.1", is_proved=is_proved)
+        self.sender = StreamSender(self.copiers[0], "127.0.0.1", is_sealed=is_sealed)
         self.line = Line(self.sender)
-        self.mover = StreamMover(self.copiers[1], self.line, count(1), events)
+        self.mover = StreamMover(self.copiers[1], self.line, events)
         self.line.listen(self.mover)
-        self.link = self.mover.link("src", Staging(RANK, 1, 1 << 20, CHUNK_BYTES), self.src_places)
+        self.link = StreamLink(self.mover, "src", GatherPoint(RANK, CHUNK_BYTES, b""), self.src_places)
         self.ends: dict[int, str] = {}
 
     def read(self, transfer, runs, after=None):
@@ -157,14 +151,14 @@ def cuda(kernel, monkeypatch):
     assert (cuda.num_streams, cuda.num_events, cuda.faults) == (0, 0, [])
 
 
-@pytest.fixture(params=["bare", "proved", "device", "proved device"])
+@pytest.fixture(params=["bare", "sealed", "device", "sealed device"])
 def world(request, cuda):
 
     def by_device(places):
         return DeviceChunkCopier(cuda, CopyKernel(cuda, CopyLimits()), places, CHUNK_BYTES)
 
     copier = by_device if "device" in request.param else BY_HOST
-    world = World(is_proved="proved" in request.param, copier=copier)
+    world = World(is_sealed="sealed" in request.param, copier=copier)
     yield world
     world.close()
 
@@ -209,13 +203,13 @@ def test_a_source_that_sends_little_at_a_time_is_no_silent_one(bare, monkeypatch
         bare.read(1, runs)
         source, _ = listener.accept()
         with source:
-            source.sendall(HEAD.pack(0, 0) + TAIL.pack(1, b""))
+            source.sendall(HEAD.pack(0, 0) + TAIL.pack(True))
             (nonce,) = soon(lambda: bare.line.asked)
             source.sendall(HEAD.pack(nonce, 200 << 10))
             for _ in range(25):
                 source.sendall(bytes(8 << 10))
                 time.sleep(0.1)
-            source.sendall(TAIL.pack(1, b""))
+            source.sendall(TAIL.pack(True))
             assert bare.wait(1) == "good"
 
 
@@ -286,7 +280,7 @@ def test_a_ticket_is_revoked_at_once_though_its_reader_receives_nothing(bare, ru
         bare.send(offer, nonce, some(CHUNK_BYTES // run_bytes, run_bytes, seed=nonce), refused.append)
     soon(lambda: bare.sender._streams[offer.stream_id].is_full)
     held, revoked = bare.src.copy(), threading.Event()
-    bare.sender.revoke(TICKET)
+    bare.sender.revoke(lambda ticket: ticket == TICKET)
     bare.sender.put(revoked.set)
     assert revoked.wait(PATIENCE_S)
     bare.src[:] = 0  # another request's
@@ -294,7 +288,7 @@ def test_a_ticket_is_revoked_at_once_though_its_reader_receives_nothing(bare, ru
     while len(refused) + frames < 20:
         nonce, num_bytes = HEAD.unpack(exactly(reader, HEAD.size))
         data = exactly(reader, num_bytes)
-        is_good, _ = TAIL.unpack(exactly(reader, TAIL.size))
+        (is_good,) = TAIL.unpack(exactly(reader, TAIL.size))
         frames += 1
         runs = some(CHUNK_BYTES // run_bytes, run_bytes, seed=nonce)
         want = b"".join(held[at : at + run_bytes].tobytes() for at in runs.src.tolist())
@@ -308,10 +302,10 @@ def test_a_read_of_a_revoked_ticket_fails(bare, monkeypatch):
     bare.read(1, some(20, 1 << 20, 1 << 20))
     soon(lambda: len(bare.line.asked) > 2)
     done = threading.Event()
-    bare.sender.revoke(TICKET)
+    bare.sender.revoke(lambda ticket: ticket == TICKET)
     bare.sender.put(done.set)
     assert done.wait(PATIENCE_S)
-    assert bare.wait(1) in ("good", "src does not gather: its lease is over")
+    assert bare.wait(1) in ("good", "src sends nothing: its lease is over")
 
 
 def test_nothing_of_a_cancelled_read_is_written_after_its_end(bare):
@@ -337,7 +331,7 @@ def test_the_rest_of_a_frame_that_was_cancelled_harms_nobody(bare, run_bytes):
     bare.line.address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
     bare.line.ask = lambda to, nonce, *_: bare.line.asked.append(nonce)
     cancelled, next_one = (some(4, run_bytes, seed=seed) for seed in (1, 2))
-    num_bytes, good = cancelled.total_bytes, TAIL.pack(1, b"")
+    num_bytes, good = cancelled.total_bytes, TAIL.pack(True)
     bare.read(1, cancelled)
     source, _ = listener.accept()
     source.sendall(HEAD.pack(0, 0) + good)
@@ -373,20 +367,39 @@ def test_a_lost_stream_fails_what_waits_and_the_next_read_opens_another(bare):
 
 
 def test_a_silent_source_fails_the_read_by_a_deadline(bare, monkeypatch):
-    bare.link.open(PATIENCE_S)
+    bare.read(1, some(1, 512))
+    assert bare.wait(1) == "good"
     monkeypatch.setattr(stream_reader, "ANSWER_S", 0.2)
     bare.line.ask = lambda *_: None
-    bare.read(1, some(10, 512))
-    assert bare.wait(1) == "src sent nothing within 0.2 s"
+    bare.read(2, some(10, 512))
+    assert bare.wait(2) == "src sent nothing within 0.2 s"
 
 
-def test_a_source_that_offers_no_stream_is_not_connected(bare):
-    bare.line.open_stream = lambda to, nonce, _: bare.mover.not_gathered(to, nonce, "too many")
-    with pytest.raises(TransportError, match="no-connection: src: src offers no stream: too many"):
-        bare.link.open(PATIENCE_S)
+def test_a_source_that_offers_no_stream_fails_the_read_that_asked_for_it_alone(bare):
+    """The next read may have a better permit."""
+    offer = bare.line.open_stream
+    bare.line.open_stream = lambda to, nonce, *_: bare.mover.not_gathered(to, nonce, "ended: it is over")
+    bare.read(1, some(1, 512))
+    assert bare.wait(1) == "src offers no stream: ended: it is over"
+    refusals = iter([True])
+
+    def refuse_once(to, nonce, permit, regions):
+        if next(refusals, False):
+            bare.mover.not_gathered(to, nonce, "ended: it is over")
+        else:
+            offer(to, nonce, permit, regions)
+
+    bare.line.open_stream = refuse_once
+    for transfer in (2, 3):
+        bare.read(transfer, some(1, 512, seed=transfer))
+    assert [bare.wait(transfer) for transfer in (2, 3)] == ["src offers no stream: ended: it is over", "good"]
+
+
+def test_a_source_that_answers_no_question_for_a_stream_fails_the_read_by_a_deadline(bare, monkeypatch):
+    monkeypatch.setattr(stream_reader, "ANSWER_S", 0.2)
     bare.line.open_stream = lambda *_: None
-    with pytest.raises(TimeoutError):
-        bare.link.open(0.05)
+    bare.read(1, some(1, 512))
+    assert bare.wait(1) == "src sent nothing within 0.2 s"
 
 
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", HELLO.pack(MAGIC, bytes(16)), bytes(999)])
@@ -422,7 +435,7 @@ class Between:
         reader, _ = self.listener.accept()
         source = socket.create_connection(("127.0.0.1", self.to))
         source.sendall(reader.recv(HELLO.size, socket.MSG_WAITALL))
-        reader.sendall(source.recv(HEAD.size + TAIL.size, socket.MSG_WAITALL))
+        reader.sendall(source.recv(HEAD.size + SEAL_BYTES + TAIL.size, socket.MSG_WAITALL))
         data = bytearray(source.recv(1000, socket.MSG_WAITALL))
         data[500] ^= 1
         reader.sendall(data)
@@ -437,24 +450,77 @@ class Between:
 
 @pytest.mark.parametrize("run_bytes", [512, 64 << 10])
 def test_what_was_changed_on_its_way_does_not_count(run_bytes):
-    world = World(is_proved=True)
+    world = World(is_sealed=True)
     between = Between(world)
     world.read(1, some(8, run_bytes))
-    assert world.wait(1).endswith("its proof is wrong: it was changed on its way")
+    assert world.wait(1).endswith("bad-frame: it was changed on its way")
     between.listener.close()
     world.close()
 
 
-def test_who_does_not_know_the_key_is_no_source(bare):
-    def offered(to, nonce, _):
-        offer = lambda told: bare.mover.stream_offered(  # noqa: E731
-            to, nonce, StreamOffer(told.address, told.stream_id, b"k" * 32)
-        )
-        bare.sender.open(bare.line.address, offer)
+def test_who_does_not_know_the_key_is_no_source():
+    world = World(is_sealed=True)
 
-    bare.line.open_stream = offered
-    with pytest.raises(TransportError, match="its proof is wrong"):
-        bare.link.open(PATIENCE_S)
+    def offered(to, nonce, permit, regions):
+        offer = lambda told: world.mover.stream_offered(  # noqa: E731
+            to, nonce, StreamOffer(told.address, told.stream_id, b"k" * 16)
+        )
+        world.sender.open(world.line.address, offer)
+
+    world.line.open_stream = offered
+    world.read(1, some(1, 512))
+    assert world.wait(1).endswith("it was changed on its way")
+    world.close()
+
+
+def test_what_is_sealed_cannot_be_read_on_its_way():
+    world = World(is_sealed=True)
+    offers: list[Any] = []
+    world.sender.open(world.line.address, offers.append)
+    (offer,) = soon(lambda: offers)
+    with socket.create_connection(("127.0.0.1", world.sender.port), timeout=PATIENCE_S) as reader:
+        reader.sendall(HELLO.pack(MAGIC, offer.stream_id))
+        exactly(reader, HEAD.size + SEAL_BYTES + TAIL.size)
+        runs = some(1, 4096)
+        world.send(offer, 5, runs)
+        assert HEAD.unpack(exactly(reader, HEAD.size)) == (5, 4096)
+        sealed = exactly(reader, 4096 + SEAL_BYTES)
+        plain = world.src[int(runs.src[0]) :][:4096].tobytes()
+        assert not any(plain[at : at + 8] in sealed for at in range(0, 4096, 8))
+    world.close()
+
+
+def test_the_oldest_idle_stream_loses_its_place_and_one_that_is_used_does_not(bare, monkeypatch):
+    """Whoever holds all places without using them would keep every new reader out, for ever."""
+    monkeypatch.setattr(stream_sender, "IDLE_S", 0.2)
+    bare.sender._max_streams = 3
+    held = [bare.raw_reader() for _ in range(3)]
+    offers: list[Any] = []
+    bare.sender.open(bare.line.address, offers.append)
+    soon(lambda: offers)
+    assert offers == [None], "all of them were used just now"
+    time.sleep(0.3)
+    bare.send(held[0][0], 1, some(1, 512))
+    exactly(held[0][1], HEAD.size + 512 + TAIL.size)
+    runs = some(100, 512)
+    bare.read(1, runs)
+    assert bare.wait(1) == "good"
+    assert held[0][0].stream_id in bare.sender._streams
+    assert held[1][0].stream_id not in bare.sender._streams
+    for _, reader in held:
+        reader.close()
+
+
+def test_what_waits_to_be_sent_is_bounded_by_its_bytes(bare, monkeypatch):
+    monkeypatch.setattr(stream_sender, "MAX_QUEUED_BYTES", 100_000)
+    offer, reader = bare.raw_reader()
+    refused: list[str] = []
+    for nonce in range(1, 200):
+        bare.send(offer, nonce, some(1000, 512, seed=nonce), refused.append)
+    soon(lambda: refused)
+    assert {*refused} == {"too much waits to be sent already"}
+    assert len(bare.sender._streams[offer.stream_id].frames) < 20
+    reader.close()
 
 
 def test_a_source_that_sends_what_was_not_asked_for_is_left(bare):
@@ -463,14 +529,13 @@ def test_a_source_that_sends_what_was_not_asked_for_is_left(bare):
     callers: list[socket.socket] = []
 
     def ask(to, nonce, *_):
-        callers[0].sendall(HEAD.pack(nonce, 9) + bytes(9) + TAIL.pack(1, b""))
+        callers[0].sendall(HEAD.pack(nonce, 9) + bytes(9) + TAIL.pack(True))
 
     bare.line.ask = ask
     bare.read(1, some(1, 512))
     source, _ = listener.accept()
     callers.append(source)
-    head = HEAD.pack(0, 0)
-    source.sendall(head + TAIL.pack(1, proof(b"", head, [])))
+    source.sendall(HEAD.pack(0, 0) + TAIL.pack(True))
     assert bare.wait(1).endswith("bad-frame: 9 bytes for an ask of 512")
     source.close()
     listener.close()

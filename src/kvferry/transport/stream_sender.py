@@ -17,6 +17,7 @@ from time import monotonic
 from typing import NamedTuple
 
 from kvferry.errors import TransportError
+from kvferry.log import log_of
 from kvferry.transport.chunk_copier import ChunkCopier, HostBytes
 from kvferry.transport.pack import TermSide
 from kvferry.transport.quietly import quietly
@@ -24,6 +25,8 @@ from kvferry.transport.socket_loop import SocketLoop
 from kvferry.transport.stream_callers import HELLO_S, StreamCallers, listen_at
 from kvferry.transport.stream_frames import HEAD, OPENED, STREAM_ID_BYTES, TAIL, Cursor, StreamOffer
 from kvferry.transport.stream_seal import KEY_BYTES, SEAL_BYTES, FrameSeal
+
+log = log_of(__name__)
 
 MAX_STREAMS, MAX_STREAM_BYTES = 256, 1 << 30
 """Streams that are open or offered; each costs a chunk or two once it is used. As many as both allow."""
@@ -230,8 +233,11 @@ class StreamSender:
             # What is sealed is copied anyway.
             data = [] if stream.seal else self._copier.views(frame.sides)
             data = data or [self._gathered(stream, frame.sides)]
-        except TransportError as error:
+        except Exception as error:
             stream.current = None
+            if not isinstance(error, TransportError):
+                log.exception("bytes could not be gathered")
+                error = TransportError("unexpected", repr(error))
             frame.refuse(error)
             return
         stream.cursor = self._cursor(stream, frame.nonce, data)
