@@ -39,6 +39,11 @@ async def is_closed(reader: asyncio.StreamReader) -> bool:
         return False
 
 
+def server_of(world: World) -> web.Server:
+    assert world.runner.server is not None
+    return world.runner.server
+
+
 def post(body: bytes, length: int | None = None) -> bytes:
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {length or len(body)}\r\n\r\n"
     return head.encode() + body
@@ -243,6 +248,8 @@ def test_hundreds_of_half_requests_do_not_keep_others_out():
         for each in silent:
             await each.__aenter__()
         assert (await asyncio.wait_for(world.ask(), 10))[0] == 200
+        assert server_of(world).connections
+        assert len(server_of(world).connections) <= 64
         assert world.sample("aborted_connections_total", reason="too-many") >= 300 - 64
         for each in silent:
             await each.__aexit__(None, None, None)
@@ -258,8 +265,9 @@ def test_a_client_that_does_not_take_a_whole_answer_is_cut_off():
         async with connection(world, post(b'{"prompt": "x"}')) as reader:
             reader._transport.pause_reading()  # type: ignore[attr-defined]
             async with asyncio.timeout(10):
-                while not world.sample("aborted_connections_total", reason="answer-not-taken"):
+                while not world.decode[0].bodies or server_of(world).connections:
                     await asyncio.sleep(0.01)
+        assert world.sample("aborted_connections_total", reason="answer-not-taken") == 1
 
     play(test, decode=[long], client_seconds=0.5)
 
