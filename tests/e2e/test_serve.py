@@ -361,8 +361,8 @@ def test_models_and_health(router, prefill, decode):
         assert [model["id"] for model in json.load(answer)["data"]] == ["tiny"]
     with urlopen(f"{router}/health") as answer:
         assert json.load(answer) == {
-            "prefill": {server.url: True for server in prefill},
-            "decode": {server.url: True for server in decode},
+            "prefill": {"ready": len(prefill), "servers": len(prefill)},
+            "decode": {"ready": len(decode), "servers": len(decode)},
         }
 
 
@@ -426,11 +426,11 @@ def test_a_decode_server_that_is_killed_fails_its_own_requests_only(router, deco
         for end, future, alone in zip(ends, under_way, right, strict=True):
             assert end or future.result() == alone.result()
     assert [type(end) for end in ends if end] == [Refused, Refused]
-    assert all(re.search(f"502.*decode server {decode[1].url}.*broke off", str(end)) for end in ends if end)
+    assert all(re.search("502.*decode server broke off", str(end)) for end in ends if end)
 
     assert tokens_of_all(router, EIGHT) == expected
     with urlopen(f"{router}/health") as answer:
-        assert json.load(answer)["decode"] == {decode[0].url: True, decode[1].url: False}
+        assert json.load(answer)["decode"] == {"ready": 1, "servers": 2}
 
 
 def test_the_script_ends_all_that_it_started(pairs, prefill, decode):

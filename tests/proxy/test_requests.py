@@ -195,7 +195,7 @@ def test_a_stream_that_breaks_off_says_so_in_its_last_event(then):
         assert events[0] == 'data: {"text": "a"}'
         said = [json.loads(event.removeprefix("data: ")) for event in events if "error" in event]
         assert len(said) == 1
-        assert f"decode server {world.decode[0].url} broke off" in said[0]["error"]["message"]
+        assert "the decode server broke off" in said[0]["error"]["message"]
         assert not any("half" in event for event in events)
         assert world.sample("requests_total", path="/v1/completions", outcome="broke-off") == 1
         assert len(world.decode[0].bodies) == 1, "what a client has seen is not repeated"
@@ -205,7 +205,7 @@ def test_a_stream_that_breaks_off_says_so_in_its_last_event(then):
 
 def test_a_long_prompt_arrives_whole():
     async def test(world: World) -> None:
-        prompt = "§" * 3_000_000
+        prompt = "§" * 2_000_000
         assert (await world.ask(prompt=prompt))[0] == 200
         assert world.prefill[0].bodies[0]["prompt"] == world.decode[0].bodies[0]["prompt"] == prompt
 
@@ -224,7 +224,7 @@ BAD_BODIES = {
     "not-json": (b"{", 400, "the body is not JSON"),
     "no-object": (b"[]", 400, "the body is not a JSON object"),
     "not-text": (b'"\xff\xfe\xff"', 400, "the body is not JSON"),
-    "deep": (b"[" * 200_000, 400, "nested too deeply"),
+    "deep": (b'{"prompt": ' + b"[" * 200_000, 400, "nested too deeply"),
     "long": (b'"' + b"x" * 3_000_000 + b'"', 413, "more than 2097152 bytes (--max-body-mib)"),
 }
 
@@ -247,14 +247,16 @@ def test_a_body_that_cannot_be_read_is_refused(name):
     play(test, max_body_bytes=2 * 2**20)
 
 
-def test_a_body_that_unpacks_to_too_much_is_refused():
+def test_a_compressed_body_is_refused():
+    """It would unpack to a thousand times its size."""
+
     async def test(world: World) -> None:
-        packed = gzip.compress(b'{"prompt": "' + b"x" * 50_000_000 + b'"}')
+        packed = gzip.compress(b'{"prompt": "x"}')
         headers = {"Content-Encoding": "gzip"}
         async with world.client.post(f"{world.url}/v1/completions", data=packed, headers=headers) as answer:
-            assert answer.status == 413
+            assert answer.status == 415
 
-    play(test, max_body_bytes=2 * 2**20)
+    play(test)
 
 
 def test_what_is_not_served_is_named():
@@ -274,8 +276,7 @@ def test_the_log_and_the_metrics_have_neither_prompts_nor_tickets(caplog):
         with caplog.at_level(logging.DEBUG, "kvferry"):
             await world.ask(kv_transfer_params={"kvferry_ticket": "forged"})
             world.decode[0].behave = answering(500, {"error": {"message": f"cannot do: {PROMPT}"}})
-            status, body = await world.ask()
-            assert (status, PROMPT in body["error"]["message"]) == (502, True)
+            assert (await world.ask())[0] == 502
             await world.client.get(f"{world.url}/v1/models?{PROMPT}")
         _, metrics = await world.get("/metrics")
         for secret in (PROMPT, TICKET["kvferry_ticket"], "forged"):
@@ -307,7 +308,7 @@ def test_every_metric_and_outcome_is_on_the_page():
             re.findall(r"^# TYPE (kvferry_proxy_\w+) (?:counter|histogram|gauge)$", text, re.MULTILINE)
         )
         names = {name for name in names if not name.endswith("_created")}
-        assert len(names) == 8
+        assert len(names) == 9
         assert [name for name in names if f"`{name}`" not in page] == []
 
     play(test)

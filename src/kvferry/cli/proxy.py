@@ -23,7 +23,7 @@ HELP = "\n\n".join(
                 "\b",
                 "Paths:",
                 "  /v1/completions, /v1/chat/completions, /v1/models",
-                "  /health    each server's state; 503 unless one of each kind is ready",
+                "  /health    how many servers are ready; 503 unless one of each kind is",
                 "  /live      200 while the proxy itself runs",
                 "  /metrics   for Prometheus: kvferry_proxy_…",
             )
@@ -66,14 +66,18 @@ def proxy(
     ] = 600.0,
     client_seconds: Annotated[
         float,
-        typer.Option(min=0.001, metavar="S", help="How long a client may take to send, or to take, a part."),
+        typer.Option(
+            min=0.001,
+            metavar="S",
+            help="How long a client may take to send its headers or body, or to take a part.",
+        ),
     ] = 60.0,
     drain_seconds: Annotated[
         float, typer.Option(min=0.0, metavar="S", help="How long to wait for requests when stopped.")
     ] = 30.0,
     max_body_mib: Annotated[
         float, typer.Option(min=0.001, metavar="N", help="The longest request, in MiB.")
-    ] = 64.0,
+    ] = 16.0,
     max_requests: Annotated[
         int, typer.Option(min=1, metavar="N", help="How many requests may be under way.")
     ] = 4096,

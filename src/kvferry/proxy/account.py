@@ -58,6 +58,8 @@ class RequestAccount:
     decode: str = ""
     """The servers that served it."""
     num_retries: int = 0
+    body_bytes: int = 0
+    """How much of the body is in memory."""
     started: float = field(default_factory=time.monotonic)
     prefilled: float = 0.0
     """When the ticket was there, by the same clock; 0: never."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -12,6 +11,7 @@ from http import HTTPStatus
 from typing import TypeVar
 
 import aiohttp
+import msgspec
 from aiohttp import web
 
 from kvferry.proxy import bodies
@@ -25,6 +25,7 @@ from kvferry.proxy.answers import (
     passed_on,
     payload_of,
     refuse,
+    refuse_busy,
 )
 from kvferry.proxy.metrics import ProxyMetrics
 from kvferry.proxy.servers import CHECK_SECONDS, ModelServer, ServerFailed, ServerPool, failures_of
@@ -34,6 +35,8 @@ COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 MODELS, HEALTH, LIVE, METRICS = "/v1/models", "/health", "/live", "/metrics"
 FORWARDED_HEADERS = ("Authorization",)
 """All that servers get of a client's headers, but for a name: vLLM takes orders from others."""
+MAX_BODIES = 32
+"""All bodies in memory together may have this many times the bytes of the largest one."""
 STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 
 T = TypeVar("T")
@@ -46,14 +49,12 @@ class Proxy:
     def __init__(self, settings: ProxySettings) -> None:
         self.limits, self.metrics = settings.limits, ProxyMetrics()
         self._pools = {role: ServerPool(role, settings.urls(role), self.metrics) for role in Role}
-        self._num_under_way = 0
+        self._num_under_way = self._body_bytes = 0
         self.is_stopping = False
 
     def app(self) -> web.Application:
         """The web application; it holds connections only while it runs."""
-        app = web.Application(
-            client_max_size=self.limits.max_body_bytes, middlewares=[web.middleware(errors_as_json)]
-        )
+        app = web.Application(middlewares=[web.middleware(errors_as_json)])
         for path in COMPLETIONS:
             app.router.add_post(path, self.complete)
         app.router.add_get(MODELS, self.models)
@@ -92,6 +93,8 @@ class Proxy:
                 response = await self._answer(request, account)
             except ErrorAnswer as end:
                 account.outcome, response = end.outcome, end.response
+            except ServerFailed as failure:
+                response = self._failed(failure, account)
             account.status = response.status
             if not response.prepared:
                 response.headers[NAME_HEADER] = account.name
@@ -106,17 +109,22 @@ class Proxy:
 
         try:
             async with self._served(Role.DECODE, account, ask) as (server, answer), answer:
-                return passed_on(answer, await payload_of(answer, server))
+                response = passed_on(answer, await payload_of(answer, server))
         except ErrorAnswer as end:
-            return end.response
+            response = end.response
         except ServerFailed as failure:
-            return error_response(failure.status, failure.for_client())
+            response = self._failed(failure, account)
+        response.headers[NAME_HEADER] = account.name
+        return response
 
     async def health(self, _: web.Request) -> web.Response:
-        """Each server's health; the whole is healthy while one of each kind is."""
+        """How many servers of each kind are ready; the whole is healthy while one of each kind is."""
         await self._check()
         report = {
-            role.value: {server.url: server.is_ready for server in pool.servers}
+            role.value: {
+                "ready": sum(server.is_ready for server in pool.servers),
+                "servers": len(pool.servers),
+            }
             for role, pool in self._pools.items()
         }
         is_ready = all(pool.is_ready for pool in self._pools.values()) and not self.is_stopping
@@ -134,63 +142,67 @@ class Proxy:
 
     async def _answer(self, request: web.Request, account: RequestAccount) -> web.StreamResponse:
         if self._num_under_way > self.limits.max_requests:
-            message = f"{self.limits.max_requests} requests are under way (--max-requests): try again later"
-            busy = error_response(HTTPStatus.SERVICE_UNAVAILABLE, message, retry_after="1")
-            raise ErrorAnswer(busy, RequestOutcome.BUSY)
-        body = await self._body(request)
-        try:
-            if bodies.fits_a_ticket(body):
-                body = bodies.decode_body(body, await self._prefill(request, body, account))
-            else:
-                self.metrics.without_ticket.labels("does-not-fit").inc()
-            return await self._decode(request, body, account)
-        except ServerFailed as failure:
-            log.error("request %s: %s", account.name, failure)
-            raise self._failed(failure, account) from failure
+            refuse_busy(f"{self.limits.max_requests} requests are under way (--max-requests)")
+        body = await self._body(request, account)
+        if bodies.fits_a_ticket(body):
+            body = bodies.decode_body(body, await self._prefill(request, body, account))
+        else:
+            self.metrics.without_ticket.labels("does-not-fit").inc()
+        return await self._decode(request, body, account)
 
-    async def _body(self, request: web.Request) -> bodies.JsonObject:
+    async def _body(self, request: web.Request, account: RequestAccount) -> bodies.Fields:
         """What the client sent, without what is not its to send."""
+        if "Content-Encoding" in request.headers:
+            refuse(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "compressed bodies are not supported")
         try:
             async with asyncio.timeout(self.limits.client_seconds):
-                raw = await request.read()
-            body = json.loads(raw)
-        except web.HTTPRequestEntityTooLarge:
-            most = self.limits.max_body_bytes
-            refuse(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body has more than {most} bytes (--max-body-mib)"
-            )
+                body = await self._received(request, account)
+            kept = bodies.without_internal_fields(body)
         except TimeoutError:
             refuse(HTTPStatus.REQUEST_TIMEOUT, f"the body took more than {self.limits.client_seconds:g} s")
         except web.RequestPayloadError as error:
             refuse(HTTPStatus.BAD_REQUEST, f"the body cannot be read: {error}")
-        except RecursionError:
-            refuse(HTTPStatus.BAD_REQUEST, "the body is not JSON that can be read: it is nested too deeply")
-        except ValueError as error:
-            refuse(HTTPStatus.BAD_REQUEST, f"the body is not JSON: {error}")
-        if not isinstance(body, dict):
-            refuse(HTTPStatus.BAD_REQUEST, "the body is not a JSON object")
-        kept = bodies.without_internal_fields(body)
+        except bodies.BodyRejected as error:
+            refuse(error.status, str(error))
         if kept != body:
             self.metrics.stripped.inc()
         return kept
 
+    async def _received(self, request: web.Request, account: RequestAccount) -> bodies.Fields:
+        buffer = bodies.BodyBuffer(self.limits.max_body_bytes)
+        buffer.expect(request.content_length or 0)
+        async for part in request.content.iter_any():
+            buffer.add(part)
+            account.body_bytes += len(part)
+            self._body_bytes += len(part)
+            if self._body_bytes > MAX_BODIES * self.limits.max_body_bytes:
+                refuse_busy("requests that are under way take too much memory")
+        return buffer.fields()
+
+    def _release_body(self, account: RequestAccount) -> None:
+        self._body_bytes -= account.body_bytes
+        account.body_bytes = 0
+
     async def _prefill(
-        self, request: web.Request, body: bodies.JsonObject, account: RequestAccount
-    ) -> bodies.JsonObject:
+        self, request: web.Request, body: bodies.Fields, account: RequestAccount
+    ) -> bodies.Fields:
         """What the prefill server gives for the decode server: a ticket, as a rule."""
         asked, headers = bodies.prefill_body(body), headers_of(request, account)
         limit = self._timeout(total=self.limits.prefill_seconds)
 
-        async def ask(server: ModelServer) -> bodies.JsonObject:
+        async def ask(server: ModelServer) -> bodies.Fields:
             answer = await self._ask(server, "POST", request.path, headers, asked, limit)
             try:
-                return transfer_in(await payload_of(answer, server), server)
+                return bodies.transfer_in(await payload_of(answer, server))
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                why = "gave an answer that is no completion"
+                raise ServerFailed(server, why, status=HTTPStatus.BAD_GATEWAY) from None
             finally:
                 answer.close()
 
         async with self._served(Role.PREFILL, account, ask) as (server, transfer):
             account.prefill, account.prefilled = server.url, time.monotonic()
-        if not transfer.get("do_remote_prefill"):
+        if transfer.get("do_remote_prefill") != bodies.TRUE:
             self.metrics.without_ticket.labels("none-given").inc()
             log.warning(
                 "request %s: no ticket from %s: the decode server computes the prompt itself;"
@@ -201,7 +213,7 @@ class Proxy:
         return transfer
 
     async def _decode(
-        self, request: web.Request, body: bodies.JsonObject, account: RequestAccount
+        self, request: web.Request, body: bodies.Fields, account: RequestAccount
     ) -> web.StreamResponse:
         headers, limit = headers_of(request, account), self._timeout(sock_read=self.limits.decode_seconds)
 
@@ -210,9 +222,11 @@ class Proxy:
 
         async with self._served(Role.DECODE, account, ask) as (server, answer):
             account.decode, account.first_byte = server.url, time.monotonic()
+            body.clear()  # the answer may take minutes
+            self._release_body(account)
             try:
                 if answer.content_type == "text/event-stream":
-                    return await self._stream(request, EventStream(answer, server), account)
+                    return await self._stream(request, EventStream(answer, server, account.name), account)
                 payload = await payload_of(answer, server)
             finally:
                 answer.close()  # a request whose connection closes is aborted
@@ -285,7 +299,7 @@ class Proxy:
         method: str,
         path: str,
         headers: Headers,
-        body: bodies.JsonObject | None = None,
+        body: bodies.Fields | None = None,
         limit: aiohttp.ClientTimeout | None = None,
     ) -> aiohttp.ClientResponse:
         """The good answer of one server, from its first byte on; the caller closes it."""
@@ -322,23 +336,20 @@ class Proxy:
             yield
         finally:
             self._num_under_way -= 1
+            self._release_body(account)
             self.metrics.under_way.set(self._num_under_way)
             if account.outcome is RequestOutcome.CLIENT_GONE and self.is_stopping:
                 account.outcome = RequestOutcome.CUT_SHORT
             self.metrics.count(account)
             log.info("%s", account.line())
 
-    def _failed(self, failure: ServerFailed, account: RequestAccount) -> ErrorAnswer:
+    def _failed(self, failure: ServerFailed, account: RequestAccount) -> web.Response:
         """A server failed, and the client has seen nothing yet."""
+        log.error("request %s: %s", account.name, failure)
         is_prefill = failure.server.role is Role.PREFILL
-        what = "the prompt was not prefilled" if is_prefill else "the answer was not decoded"
-        where = f"; its log says more, under request {account.name}" if failure.was_asked else ""
-        message = f"{what}: {failure.for_client()}{where}"
+        account.outcome = RequestOutcome.PREFILL_FAILED if is_prefill else RequestOutcome.DECODE_FAILED
         retry_after = "1" if failure.status == HTTPStatus.SERVICE_UNAVAILABLE else ""
-        response = error_response(failure.status, message, retry_after=retry_after)
-        return ErrorAnswer(
-            response, RequestOutcome.PREFILL_FAILED if is_prefill else RequestOutcome.DECODE_FAILED
-        )
+        return error_response(failure.status, failure.for_client(account.name), retry_after=retry_after)
 
 
 def headers_of(request: web.Request, account: RequestAccount) -> Headers:
@@ -347,20 +358,9 @@ def headers_of(request: web.Request, account: RequestAccount) -> Headers:
     return {**kept, NAME_HEADER: account.name, "Content-Type": "application/json"}
 
 
-def encoded(body: bodies.JsonObject) -> io.BytesIO:
+def encoded(body: bodies.Fields) -> io.BytesIO:
     """A body to send; not as bytes, which would go out in one piece while every other request waits."""
-    return io.BytesIO(json.dumps(body).encode())
-
-
-def transfer_in(payload: bytes, server: ModelServer) -> bodies.JsonObject:
-    """What a prefill server's answer says of the transfer; nothing if it says nothing."""
-    try:
-        transfer = json.loads(payload).get(bodies.TRANSFER) or {}
-    except (ValueError, AttributeError, RecursionError):
-        transfer = None
-    if not isinstance(transfer, dict):
-        raise ServerFailed(server, "gave an answer that is no completion", status=HTTPStatus.BAD_GATEWAY)
-    return transfer
+    return io.BytesIO(msgspec.json.encode(body))
 
 
 async def errors_as_json(

@@ -32,6 +32,12 @@ class ProxyMetrics:
         self.under_way = Gauge(
             "kvferry_proxy_requests_under_way", "Requests that have not ended", registry=registry
         )
+        self.aborted = Counter(
+            "kvferry_proxy_aborted_connections",
+            "Connections that were closed: no-request, answer-not-taken, too-many",
+            ["reason"],
+            registry=registry,
+        )
         self.asked = Counter(
             "kvferry_proxy_server_requests",
             "Requests to a server, by result: ok, refused, failed, unreachable",

@@ -11,6 +11,7 @@ from aiohttp import web
 from kvferry.errors import SpecError
 from kvferry.proxy.account import log
 from kvferry.proxy.application import Proxy
+from kvferry.proxy.connections import BoundedRunner, raise_file_limit
 from kvferry.proxy.settings import ProxySettings
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -19,6 +20,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def run_proxy(settings: ProxySettings) -> None:
     """Serve until SIGINT or SIGTERM, then let requests that are under way end; a second signal ends them."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s kvferry proxy: %(message)s")
+    raise_file_limit()
     asyncio.run(_serve(settings))
 
 
@@ -42,8 +44,11 @@ async def _serve(settings: ProxySettings) -> None:
 
 async def start(proxy: Proxy, settings: ProxySettings) -> web.AppRunner:
     """Listen; whoever calls this cleans the runner up."""
-    runner = web.AppRunner(
+    runner = BoundedRunner(
         proxy.app(),
+        settings.limits,
+        proxy.metrics,
+        auto_decompress=False,  # compressed bodies are rejected
         handler_cancellation=True,  # a client that hangs up ends its request at the servers
         access_log=None,  # ours has no query and no header in it
         shutdown_timeout=settings.limits.drain_seconds,

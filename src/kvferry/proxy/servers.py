@@ -12,6 +12,7 @@ from http import HTTPStatus
 
 import aiohttp
 
+from kvferry.proxy.account import log
 from kvferry.proxy.metrics import ProxyMetrics
 from kvferry.proxy.settings import Role
 
@@ -27,15 +28,15 @@ class ServerFailed(Exception):
     def __init__(
         self, server: ModelServer, why: str, *, detail: str = "", status: int, was_asked: bool = True
     ) -> None:
-        """``detail``: the server's own words, which may quote the request: for its client, not for the log.
-        ``status``: what the client gets. ``was_asked``: whether the server may have seen the request.
+        """``detail``: for the log alone, since it may name addresses. ``status``: what the client gets.
+        ``was_asked``: whether the server may have seen the request.
         """
-        super().__init__(f"{server} {why}")
-        self.server, self.detail, self.status, self.was_asked = server, detail, status, was_asked
+        super().__init__(f"{server} {why}: {detail}" if detail else f"{server} {why}")
+        self.server, self.why, self.status, self.was_asked = server, why, status, was_asked
 
-    def for_client(self) -> str:
-        """The whole story."""
-        return f"{self}: {self.detail}" if self.detail else str(self)
+    def for_client(self, name: str) -> str:
+        """The failure without the server's address, which the log has under the request's name."""
+        return f"the {self.server.role} server {self.why}; request {name}"
 
 
 @dataclass(slots=True, eq=False)
@@ -106,6 +107,8 @@ class ServerPool:
 
     def mark(self, server: ModelServer, *, is_ready: bool) -> None:
         """A server was found ready, or not."""
+        if server.is_ready != is_ready:
+            log.warning("%s is %s", server, "ready" if is_ready else "not ready")
         server.is_ready = is_ready
         self._metrics.ready.labels(server.role, server.url).set(is_ready)
 
@@ -117,11 +120,11 @@ def failures_of(server: ModelServer) -> Iterator[None]:
     try:
         yield
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-        why = error.os_error.strerror if isinstance(error, aiohttp.ClientConnectorError) else ""
-        why = f"cannot be reached: {why or 'it does not accept the connection in time'}"
-        raise ServerFailed(server, why, status=bad, was_asked=False) from error
+        detail = error.os_error.strerror if isinstance(error, aiohttp.ClientConnectorError) else ""
+        detail = detail or "it does not accept the connection in time"
+        raise ServerFailed(server, "cannot be reached", detail=detail, status=bad, was_asked=False) from error
     except TimeoutError as error:
         raise ServerFailed(server, "did not answer in time", status=late) from error
     except aiohttp.ClientError as error:
-        why = f"broke off the connection ({type(error).__name__})"
-        raise ServerFailed(server, why, status=bad) from error
+        detail = type(error).__name__
+        raise ServerFailed(server, "broke off the connection", detail=detail, status=bad) from error

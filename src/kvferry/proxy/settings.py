@@ -30,10 +30,10 @@ class ProxyLimits:
     decode_seconds: float = 600.0
     """How long a decode server may send nothing: before its first byte, and between two."""
     client_seconds: float = 60.0
-    """How long a client may take to send its request, or to take a part of the answer."""
+    """How long a client may take to send its headers, to send its body, or to take a part of the answer."""
     drain_seconds: float = 30.0
     """How long requests that are under way may go on after the proxy was told to stop."""
-    max_body_bytes: int = 64 * 2**20
+    max_body_bytes: int = 16 * 2**20
     """How long a request may be."""
     max_requests: int = 4096
     """How many requests may be under way."""
