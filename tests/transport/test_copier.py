@@ -21,7 +21,7 @@ from kvferry.core.runs import Runs, place
 from kvferry.errors import TransportError
 from kvferry.transport import copy_kernel, copy_queue, exports, mapped
 from kvferry.transport.base import CANCELLED
-from kvferry.transport.cards import pack_card
+from kvferry.transport.cards import Card
 from kvferry.transport.descriptor_socket import DescriptorServer, receive_descriptors
 from kvferry.transport.event_wait import EventWait
 from kvferry.transport.exports import PROBE_BYTES, Export, ExportedPiece, Extent
@@ -51,7 +51,7 @@ class World:
         pieces = [ExportedPiece(m.nbytes, h.hex()) for h, m in self.cuda.exported.items()]
         extents = [Extent(i, 1, 0, m.ctypes.data) for i, m in enumerate(self.cuda.exported.values())]
         export = Export(UUID, tuple(pieces), tuple(extents), self._probe.tobytes().hex())
-        return pack_card("agent", b"metadata", export=export.to_bytes())
+        return Card("agent", b"metadata", export=export.to_bytes())
 
     def connect(self) -> mapped.MappedLink:
         return self.copier.connect("src", self.card(), self.regions, 1.0)

@@ -67,7 +67,7 @@ def test_a_reader_sleeps_until_enough_has_come_or_the_frame_is_whole(connection)
             assert receive(frames, reader) == []
         sender.sendall(data[-1000:])
         assert not is_woken(reader, 0.2), "its tail is to come"
-        *most, last = TAIL.pack(1, b"")
+        *most, last = TAIL.pack(True)
         sender.sendall(bytes(most))
         while frames._cursor.num_left > 1:
             receive(frames, reader)

@@ -1,30 +1,56 @@
-"""UCX authenticates nobody: where only this host is served, it listens on loopback only."""
+"""Which sockets a transport listens at: none of its own, and with NIXL none that another host could reach."""
 
-from dataclasses import replace
 from ipaddress import ip_address
 
 import numpy as np
 import pytest
 
 from kvferry import Region
-from kvferry.transport.ucx import UCX_DEVICES, UcxSettings
-
-pytest.importorskip("nixl", reason="NIXL is not installed")
-
+from kvferry.errors import TransportError
 from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.settings import Expose
+from kvferry.transport.ucx import FABRICS, UCX_DEVICES, UCX_TRANSPORTS
 from tests.transport.listening import listening
 
 
-def test_an_agent_of_one_host_listens_on_loopback_only(monkeypatch):
-    monkeypatch.delenv(UCX_DEVICES, raising=False)
-    memory = np.zeros(1 << 16, np.uint8)
-    before = listening()
-    settings = replace(UcxSettings.from_environment({}), is_one_host=True)
-    transport = NixlTransport(settings=settings)
+def opened(**options):
+    """Where a transport that is registered listens, and what its card's agent is called."""
+    memory, before = np.zeros(1 << 16, np.uint8), listening()
+    transport = NixlTransport(**options)
     try:
         transport.register([Region("kv", memory.nbytes, address=memory.ctypes.data)])
-        opened = listening() - before
-        assert opened, "UCX wires up over TCP"
-        assert [address for address, _ in opened if not ip_address(address).is_loopback] == []
+        return listening() - before
     finally:
         transport.close()
+
+
+@pytest.mark.parametrize("expose", [None, Expose.NOTHING, Expose.HOST])
+def test_a_transport_listens_nowhere(monkeypatch, expose):
+    monkeypatch.delenv("KVFERRY_EXPOSE", raising=False)
+    assert opened(expose=expose) == set()
+
+
+def test_without_word_of_the_environment_ucx_opens_no_port(monkeypatch):
+    """Where there is no RDMA either, it may not make an agent at all."""
+    pytest.importorskip("nixl", reason="NIXL is not installed")
+    for name in (UCX_TRANSPORTS, UCX_DEVICES):
+        monkeypatch.delenv(name, raising=False)
+    try:
+        assert opened(expose=Expose.FABRIC) == set()
+    except TransportError as error:
+        assert error.code == "nixl"
+
+
+def test_where_ucx_is_told_to_use_tcp_it_listens_on_loopback(monkeypatch):
+    pytest.importorskip("nixl", reason="NIXL is not installed")
+    monkeypatch.setenv(UCX_TRANSPORTS, FABRICS["cma"][UCX_TRANSPORTS])
+    found = opened(expose=Expose.FABRIC)
+    assert found, "UCX connects by TCP"
+    assert [address for address, _ in found if not ip_address(address).is_loopback] == []
+
+
+def test_ucx_is_not_allowed_to_listen_elsewhere(monkeypatch):
+    monkeypatch.setenv(UCX_TRANSPORTS, "all")
+    monkeypatch.setenv(UCX_DEVICES, "eth0")
+    with pytest.raises(TransportError, match="opens TCP ports through which anybody"):
+        opened(expose=Expose.FABRIC)

@@ -15,14 +15,16 @@ import pytest
 
 from kvferry.core.way import Way
 from kvferry.errors import TransportError
+from kvferry.testing.packed import AskingTransport
 from kvferry.testing.sources import Holder, serving
 from kvferry.testing.transport_world import REGION_BYTES, WHOLE, run, scattered, stale_memory, wait
 from kvferry.transport import ReadEnd
 from kvferry.transport.base import Connected
-from kvferry.transport.cards import export_in, pack_card, segment_in, unpack_card
+from kvferry.transport.cards import Card
 from kvferry.transport.cuda import Cuda, has_cuda
 from kvferry.transport.exports import Export
 from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.ucx import FABRICS
 
 pytest.importorskip("nixl", exc_type=ImportError)
 pytestmark = pytest.mark.skipif(not has_cuda(), reason="no CUDA device")
@@ -45,7 +47,7 @@ def holder():
 
 @pytest.fixture
 def reader(holder):
-    transport = NixlTransport()
+    transport = AskingTransport()
     transport.register(holder.regions)
     yield transport
     transport.close()
@@ -90,13 +92,17 @@ def test_nothing_is_written_before_the_device_has_come_to_the_event(reader, serv
     assert not memory[1][:4096].any()
 
 
-def test_a_direct_read_waits_for_the_event_too(holder, served, cuda, monkeypatch):
-    monkeypatch.setenv("KVFERRY_MAPPED_READS", "off")
-    transport, source, region = NixlTransport(), served.sources[0], holder.regions[0]
+def test_a_direct_read_waits_for_the_event_too(holder, cuda, monkeypatch):
+    for name, value in FABRICS["cma"].items():
+        monkeypatch.setenv(name, value)
+    with serving(1, REGION_BYTES, DEVICE, FABRICS["cma"]) as served:
+        _waits_for_the_event(NixlTransport(), served.sources[0], holder, cuda)
+
+
+def _waits_for_the_event(transport, source, holder, cuda):
+    region = holder.regions[0]
     transport.register(holder.regions)
-    connected = transport.connect("src", source.card, source.regions)
-    assert connected.way is Way.DIRECT
-    assert "KVFERRY_MAPPED_READS" in connected.reason
+    assert transport.connect("src", source.card, source.regions).way is Way.DIRECT
     with cuda.current():
         stream, event = cuda.make_stream(), cuda.make_event()
         for _ in range(300):  # more would fill the queue of the device, and whoever comes next waits
@@ -108,16 +114,15 @@ def test_a_direct_read_waits_for_the_event_too(holder, served, cuda, monkeypatch
     transport.close()
 
 
-def changed(card, **changes):
-    agent, metadata = unpack_card(card)
-    export = replace(Export.from_bytes(export_in(card)), **changes)
-    return pack_card(agent, metadata, segment_in(card), export.to_bytes())
+def changed(data, **changes):
+    card = Card.from_bytes(data)
+    return replace(card, export=replace(Export.from_bytes(card.export), **changes).to_bytes())
 
 
 def test_a_card_that_lies_is_found_out_and_the_context_lives(reader, served, holder, monkeypatch, cuda):
     """A wrong size, offset, device or handle: nothing is mapped, and the next honest card is."""
     source = served.sources[0]
-    export = Export.from_bytes(export_in(source.card))
+    export = Export.from_bytes(Card.from_bytes(source.card).export)
     first, *others = export.extents
     piece, *pieces = export.pieces
     handle = bytearray.fromhex(piece.handle)
@@ -140,7 +145,7 @@ def test_a_card_that_lies_is_found_out_and_the_context_lives(reader, served, hol
             reader._device.connect(what, changed(source.card, **changes), source.regions, 1.0)
     regions = (replace(source.regions[0], num_bytes=2 * source.regions[0].num_bytes), *source.regions[1:])
     with pytest.raises(TransportError, match="bad-card"):
-        reader._device.connect("larger", source.card, regions, 1.0)
+        reader._device.connect("larger", Card.from_bytes(source.card), regions, 1.0)
     assert reader.connect("src", source.card, source.regions).way is Way.MAPPED
     reader.read(1, "src", WHOLE)
     assert wait(reader, 1) == [ReadEnd(1)]
@@ -149,8 +154,9 @@ def test_a_card_that_lies_is_found_out_and_the_context_lives(reader, served, hol
 
 def test_what_cannot_be_mapped_falls_back_with_a_reason(reader, served, caplog):
     source = served.sources[0]
-    connected = reader.connect("src", changed(source.card, refusal="no handle for it"), source.regions)
-    assert connected.way is Way.DIRECT
+    card = changed(source.card, refusal="no handle for it").to_bytes()
+    connected = reader.connect("src", card, source.regions)
+    assert connected.way is Way.PACKED
     assert "no handle for it" in connected.reason
     assert "no handle for it" in caplog.text
 
@@ -254,6 +260,7 @@ from kvferry import Region
 from kvferry.testing.sources import Holder
 from kvferry.testing.transport_world import run
 from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.ucx import FABRICS
 holder, transport = Holder("cuda:0"), NixlTransport()
 num_bytes = int(sys.argv[2])
 holder.add("kv", np.zeros(num_bytes, np.uint8))
