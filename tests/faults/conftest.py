@@ -1,5 +1,5 @@
-"""Engines as processes that tests stop, kill and restart, over TCP: there a read that was posted to a stopped
-process stays in flight until the process goes on, or dies. On shared memory it is over when the post returns.
+"""Engines as processes that tests stop, kill and restart, over streams: there a read of a stopped process stays
+in flight until the process goes on, or dies. Over CMA it is over when the post returns.
 """
 
 import time
@@ -18,9 +18,7 @@ from kvferry.testing.fleet import (
 )
 from kvferry.transport.ucx import FABRICS
 
-pytest.importorskip("nixl", exc_type=ImportError)
-
-TCP = {**FABRICS["tcp"], "UCX_NET_DEVICES": "lo"}
+TCP = FABRICS["tcp"]
 TIMING = Timing(lease=2.5, meet=4, read=6, retry=0.2)
 """Short, for tests that wait for an end; long enough for a machine that is busy with something else."""
 MODEL = model_from_config(

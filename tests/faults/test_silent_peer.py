@@ -127,7 +127,7 @@ def test_a_rank_that_is_stopped_while_it_is_met_delays_no_other_meeting(harbour,
     until(lambda: destination.statuses()[0]["fetches"] == {"meeting": 1}, "the meeting is under way")
     # If it waited for the sleeper, this would end like the sleeper's own, after as long: in no answer.
     harbour.serves(source, destination)
-    assert destination.wait(load) == ["no-answer"]
+    assert destination.wait(load) == ["transport"]
     sleeper.fleet.ranks[0].resume()
     harbour.serves(sleeper, destination)
     until(destination.is_quiet, "all is told")

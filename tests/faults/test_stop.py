@@ -1,10 +1,12 @@
 """A process is stopped (SIGSTOP) while its memory is being read, or while it reads; later it goes on."""
 
 import time
+from dataclasses import replace
 
 import pytest
 
 from kvferry.testing.fleet import until
+from tests.faults.conftest import TIMING
 
 BIG = 2048
 
@@ -28,14 +30,14 @@ def test_blocks_that_were_reused_during_the_read_do_not_count(harbour, source, o
             rank.call("fill", tables, BIG, "another request")
         one.fleet.ranks[0].resume()
         # Any of these is a load that does not count; which, depends on how long the reader was stopped.
-        assert one.wait(load)[0] in ("lease-ended", "lease-lapsed", "overdue")
+        assert one.wait(load)[0] in ("lease-ended", "lease-lapsed", "overdue", "transport")
         assert one.num_wrong(load, ticket.request_id) > 0
         harbour.unchanged(one)
     harbour.serves(source, one)
 
 
 @pytest.mark.slow
-def test_late_bytes_of_a_stopped_source_do_not_count(harbour, source, two):
+def test_late_bytes_of_a_stopped_source_land_nowhere(harbour, source, two):
     harbour.serves(source, two)
     with harbour.level(source, two):
         for rank in source.fleet.ranks:
@@ -44,35 +46,31 @@ def test_late_bytes_of_a_stopped_source_do_not_count(harbour, source, two):
         load = two.fetch(ticket)
         harbour.in_flight(two, 2)
         source.fleet.authority.stop()
-        harbour.silent(two, load, seconds=1.2 * harbour.lease)
-        assert two.num_in_flight() == 2
+        assert {"transport", "source-gone"} >= set(two.wait(load))
         before = two.fingerprints()
         for worker in source.fleet.workers():
             worker.resume()
-        assert {"lease-ended", "lease-lapsed", "overdue", "source-gone"} >= set(two.wait(load))
-        assert two.fingerprints() != before  # the bytes did come
         harbour.unchanged(two)
-        assert source.reason(ticket.request_id) == "expired"
+        assert two.fingerprints() == before
+        assert source.reason(ticket.request_id) in ("failed", "expired")
     harbour.serves(source, two)
 
 
-@pytest.mark.slow
-def test_a_read_that_does_not_end_is_quarantined_and_shown(harbour, source, one):
+def test_a_read_from_a_rank_that_is_stopped_fails_in_seconds(harbour, source, one):
+    """Nobody waits for it: a rank answers heartbeats as long as it runs."""
     harbour.serves(source, one)
     with harbour.level(source, one):
         source.fleet.ranks[1].stop()
+        started = time.monotonic()
         load = one.fetch(harbour.offer(source, BIG))
-        until(lambda: one.statuses()[0]["quarantined"] == 1, "the load is quarantined")
-        harbour.silent(one, load)
-        assert one.num_in_flight() == 1
+        assert one.wait(load) == ["transport"]
+        assert time.monotonic() - started < 10
         source.fleet.ranks[1].resume()
-        assert one.wait(load) == ["overdue"]
-        assert one.statuses()[0]["quarantined"] == 0
         harbour.unchanged(one)
     harbour.serves(source, one)
 
 
-def test_an_abort_in_flight_is_reported_after_the_last_byte(harbour, source, two):
+def test_an_abort_in_flight_is_reported_at_once_and_nothing_lands_later(harbour, source, two):
     harbour.serves(source, two)
     with harbour.level(source, two):
         for rank in source.fleet.ranks:
@@ -80,14 +78,14 @@ def test_an_abort_in_flight_is_reported_after_the_last_byte(harbour, source, two
         ticket = harbour.offer(source, BIG)
         load = two.fetch(ticket)
         harbour.in_flight(two, 2)
-        time.sleep(0.5)  # until the fabric was asked: before that, an abort is reported at once
         two.abort(load)
-        harbour.silent(two, load)
+        assert two.wait(load) == ["aborted", "aborted"]
         two.abort(load)  # again: nothing changes
+        before = two.fingerprints()
         for rank in source.fleet.ranks:
             rank.resume()
-        assert two.wait(load) == ["aborted", "aborted"]
         harbour.unchanged(two)
+        assert two.fingerprints() == before
         assert source.reason(ticket.request_id) == "declined"
     harbour.serves(source, two)
 
@@ -107,7 +105,8 @@ def test_an_abort_before_anything_was_read_gives_the_ticket_back(harbour, source
 
 
 @pytest.mark.slow
-def test_renewals_carry_a_slow_read_past_its_first_lease(harbour, source, one):
+def test_renewals_carry_a_slow_read_past_its_first_lease(harbour, source):
+    one = harbour.destination("patient", tp=1, timing=replace(TIMING, silence=30, read=30))
     harbour.serves(source, one)
     ticket = harbour.offer(source, is_filled=True)
     source.fleet.ranks[0].stop()

@@ -1,5 +1,7 @@
 """Long reads that several NIXL agents share: the laws hold, and a read ends when all its shares have."""
 
+import os
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -19,7 +21,7 @@ from kvferry.transport.agent_team import ShareLimits, TeamLink, share_out
 from kvferry.transport.agent_thread import AgentLink
 from kvferry.transport.base import Connected
 from kvferry.transport.nixl import NixlTransport
-from kvferry.transport.ucx import UcxSettings
+from kvferry.transport.ucx import FABRICS, UcxSettings
 
 TINY = ShareLimits(num_runs=2, host_bytes=4096)
 
@@ -108,14 +110,17 @@ class TestTeamOfAgents(TransportLaws):
     @pytest.fixture(scope="class")
     @classmethod
     def served(cls):
-        with serving(3, REGION_BYTES) as served:
+        with serving(3, REGION_BYTES, env=FABRICS["cma"]) as served:
             yield served
 
     @pytest.fixture
     def world(self, served, monkeypatch):
         monkeypatch.setattr(agent_team, "ShareLimits", lambda: TINY)
         holder = stale_memory("cpu")
-        yield World(partial(NixlTransport, settings=UcxSettings(num_agents=3)), holder, served.sources, None)
+        for name, value in FABRICS["cma"].items():
+            monkeypatch.setenv(name, value)
+        settings = replace(UcxSettings.from_environment(os.environ), num_agents=3)
+        yield World(partial(NixlTransport, settings=settings), holder, served.sources, None)
         holder.free()
 
     def test_it_really_shares(self, world, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 from kvferry.errors import TransportError
 from kvferry.testing.sources import serving
 from kvferry.testing.transport_world import REGION_BYTES, STALE, WHOLE, run, stale_memory, wait
-from kvferry.transport import ReadEnd
+from kvferry.transport import ReadEnd, reads
 from kvferry.transport.agent_thread import AgentThread
 from kvferry.transport.nixl import Agent, NixlTransport
 from kvferry.transport.ucx import FABRICS
@@ -252,8 +252,9 @@ LEFT_BEHIND: list[object] = []
 """Memory that reads may still write to: kept until this process ends."""
 
 
-def test_if_the_thread_must_end_everybody_hears_it(spoilt, holder, near):
+def test_if_the_thread_must_end_everybody_hears_it(spoilt, holder, near, monkeypatch):
     """What waits ends with an error, what comes later is refused, and what was posted is never reported."""
+    monkeypatch.setattr(reads, "MAX_POSTED", 1)
     transport = transport_of(spoilt, holder, near, close_timeout_s=0.3)
     LEFT_BEHIND.append(holder)
     spoilt.is_stopped = True
