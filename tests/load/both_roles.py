@@ -129,13 +129,12 @@ class Engine:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether nothing is left of what has ended: no lease, no load, no chunk of a ring, no block."""
+        """Whether nothing is left of what has ended: no lease, no load, no block."""
         loads = [destination.status() for destination in self.destinations.values()]
         return (
             not self.source.num_leases
             and not self.source.status()["unheard"]
             and not any(status["settling"] or status["quarantined"] for status in loads)
-            and not any(rank.status().get("lent", 0) for rank in self.ranks)
             and self.pool.num_missing == 0
         )
 
