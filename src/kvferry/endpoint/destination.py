@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import count, islice
 
@@ -81,6 +82,7 @@ class Destination:
         metrics: EndpointMetrics | None = None,
         on_refusal: Callable[[Manifest, Failure], None] | None = None,
         digest_every: int = 0,
+        accept_unknown_identity: bool = False,
         edges: Edges | None = None,
     ) -> None:
         """``reader`` names this *start* of the engine, the same on all of its ranks.
@@ -90,7 +92,8 @@ class Destination:
         have all of them. ``on_refusal`` is called with the manifest of a source engine
         that cannot be read from, and why, in a thread of its own. ``trust``: whose tickets are taken.
         ``digest_every``: of one in so many loads both sides digest the bytes, and compare before it counts;
-        1: of each, 0: of none. ``edges`` are for simulations.
+        1: of each, 0: of none. ``accept_unknown_identity``: read from a source although a part of its model,
+        or of ours, is unknown; each meeting is a warning then. ``edges`` are for simulations.
         """
         check_digest_every(digest_every, manifest.rank(rank))
         num_ranks = num_ranks or len(manifest.ranks)
@@ -104,6 +107,8 @@ class Destination:
         self._timing = timing or Timing()
         edges = edges or Edges.of(self._timing)
         reader = reader or f"{manifest.engine}#{edges.random_bytes(8).hex()}"
+        if not accept_unknown_identity:
+            manifest = replace(manifest, identity=replace(manifest.identity, is_required=True))
         self._transport, self._plans = transport, SharedPlans(manifest, rank)
         self._metrics, self._on_refusal = metrics, on_refusal
         self._trust, self._host, self._clock = trust, edges.host(), edges.clock
