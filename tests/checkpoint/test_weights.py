@@ -49,7 +49,7 @@ def test_the_same_tensors_in_other_files_count_as_others(tmp_path, tensors):
 
 @pytest.mark.parametrize("num_rows", [1, 200])
 def test_no_row_of_a_large_embedding_can_hide(tmp_path, num_rows):
-    """A fine-tune of some rows of a large embedding is another model."""
+    """RB-9: a fine-tune of some rows of a large embedding is another model."""
     rng = np.random.default_rng(0)
     tensors = {"model.embed_tokens.weight": rng.standard_normal((20_000, 64)).astype(np.float32)}
     one = values(tmp_path / "a", tensors)

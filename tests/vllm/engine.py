@@ -173,7 +173,9 @@ def _model(family: str) -> Path:
     )
     home = Path(tempfile.mkdtemp(prefix=f"kvferry-{family}-"))
     config.save_pretrained(home)
-    save_file({"toy": torch.zeros(1)}, home / "model.safetensors")  # its arithmetic has none, its identity does
+    save_file(
+        {"toy": torch.zeros(1)}, home / "model.safetensors"
+    )  # its arithmetic has none, its identity does
     return home
 
 
