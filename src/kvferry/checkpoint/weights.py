@@ -114,9 +114,9 @@ class _Counted(io.FileIO):
         super().__init__(path)
         self._path, self._done = path, done
 
-    def readinto(self, buffer: Any) -> int | None:
-        num_bytes = super().readinto(buffer)
-        self._done[self._path] += num_bytes or 0
+    def readinto(self, buffer: Any) -> int:
+        num_bytes = super().readinto(buffer) or 0
+        self._done[self._path] += num_bytes
         return num_bytes
 
 

@@ -175,14 +175,17 @@ def _differing(name: str, src: Identity, dst: Identity) -> Finding:
     if not (src.has_below(top) and dst.has_below(top)):
         sides = ("some" if side.has_below(top) else "none" for side in (src, dst))
         return Finding(Code.IDENTITY_DIFFERS, "", top, *sides)
-    values = (side.value.get(name, "none") for side in (src, dst))
-    return Finding(Code.IDENTITY_DIFFERS, "", name, *values, BY_FILES * name.endswith("weights.content"))
+    in_src, in_dst = (side.value.get(name, "none") for side in (src, dst))
+    note = BY_FILES if name.endswith("weights.content") else ""
+    return Finding(Code.IDENTITY_DIFFERS, "", name, in_src, in_dst, note)
 
 
 def _unknown(src: Identity, dst: Identity) -> Iterator[Finding]:
     for name in _compared({*src.reason, *dst.reason}, dst):
-        sides = (f"no value ({side.reason[name]})" if name in side.reason else "" for side in (src, dst))
-        yield Finding(Code.IDENTITY_UNKNOWN, "", name or "the rest", *sides, TO_ACCEPT)
+        in_src, in_dst = (
+            f"no value ({side.reason[name]})" if name in side.reason else "" for side in (src, dst)
+        )
+        yield Finding(Code.IDENTITY_UNKNOWN, "", name or "the rest", in_src, in_dst, TO_ACCEPT)
 
 
 def _compare_stated(src: str, dst: str) -> IdentityCheck:
