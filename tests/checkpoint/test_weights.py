@@ -3,7 +3,9 @@
 import hashlib
 import logging
 import os
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -124,6 +126,25 @@ def test_a_file_is_read_once(files, reads, tmp_path):
     assert reads == []
     assert cache(tmp_path).stat().st_mode & 0o777 == 0o600
     assert cache(tmp_path).parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_ranks_that_start_together_read_a_file_once(files, reads, monkeypatch):
+    """One reads, and the others wait for its digests."""
+    take = weights._sha256
+    all_started = threading.Barrier(4)
+
+    def slow(path, done):
+        time.sleep(0.05)
+        return take(path, done)
+
+    def start(_):
+        all_started.wait()
+        return tuple(weights_values(files).items())
+
+    monkeypatch.setattr(weights, "_sha256", slow)
+    with ThreadPoolExecutor(4) as pool:
+        assert len(set(pool.map(start, range(4)))) == 1
+    assert sorted(reads) == files
 
 
 def test_a_large_file_whose_digest_is_kept_takes_no_time(tmp_path):
