@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,7 +56,7 @@ def kept_digests() -> dict[FileState, str]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        log.info("kept digests of weights cannot be used, and are taken again: %s", error)
+        _warn("kept digests of weights cannot be used, and are taken again", str(error))
         return {}
 
 
@@ -67,7 +68,7 @@ def _entry(entry: list[object]) -> tuple[FileState, str]:
 
 
 def keep(state: FileState, digest: str) -> None:
-    """Keep the digest of a file. To be called by the ``only_reader``."""
+    """Keep the digest of a file. What two processes keep at once, one of them takes again another time."""
     if not state.is_settled:
         return
     kept = {each: text for each, text in kept_digests().items() if each.path != state.path}
@@ -75,7 +76,13 @@ def keep(state: FileState, digest: str) -> None:
     try:
         write_private(cache_folder(), NAME, json.dumps(entries[-MAX_KEPT:]).encode())
     except (OSError, ValueError) as error:
-        log.warning("the digest of %s is not kept: the next start reads it again: %s", state.path, error)
+        _warn("digests of weights are not kept: the next start reads the weights again", str(error))
+
+
+@cache
+def _warn(what: str, why: str) -> None:
+    """Once: a checkpoint has hundreds of files."""
+    log.warning("%s: %s", what, why)
 
 
 @contextmanager
