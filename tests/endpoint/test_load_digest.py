@@ -23,6 +23,7 @@ from kvferry.transport.memory import Hub, MemoryTransport, placed
 from kvferry.wire.digest import question_to_msgpack
 from kvferry.wire.messages import DigestTask
 from kvferry.wire.outline import join_of
+from tests.endpoint.conftest import IDENTITY
 
 
 def fetched(pair, **kwargs):
@@ -127,7 +128,7 @@ def with_memory(manifest):
     """Memory for every rank of an engine, and its manifest with the addresses of that."""
     memory = [{r.name: np.zeros(r.num_bytes, np.uint8) for r in rank.regions} for rank in manifest.ranks]
     ranks = [replace(rank, regions=placed(rank, of)) for rank, of in zip(manifest.ranks, memory, strict=True)]
-    return replace(manifest, ranks=tuple(ranks)), memory
+    return replace(manifest, ranks=tuple(ranks), identity=IDENTITY), memory
 
 
 @pytest.mark.parametrize("family", ["gqa", "kda-mla", "window", "mla-indexer"])
