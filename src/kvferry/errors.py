@@ -193,6 +193,7 @@ class MissingPackage(KVFerryError, ImportError):
 
     EXTRAS: ClassVar[dict[str, tuple[str, str]]] = {
         "aiohttp": ("aiohttp", "proxy"),
+        "cryptography": ("cryptography", "engine"),
         "hypothesis": ("hypothesis", "testing"),
         "jinja2": ("jinja2", "html"),
         "matplotlib": ("matplotlib", "plot"),
