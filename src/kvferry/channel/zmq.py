@@ -154,6 +154,7 @@ class Channel:
         except zmq.ZMQError as error:
             socket.close(0)
             raise ChannelError(f"cannot listen at {listen}: {error}") from error
+        _number_callers(socket)
         self._poller.register(socket, zmq.POLLIN)
         self._listener = socket
         # An IPv4 address, where it is one: a socket for both kinds writes it in the other's clothes.
@@ -306,6 +307,18 @@ class Channel:
             os.close(self._woken)
             self._woken = -1
         self._context.term()
+
+
+def _number_callers(listener: zmq.Socket[bytes]) -> None:
+    """Have a bound ROUTER count its callers, whatever routing ids they claim.
+
+    Where some callers bring an id and others get the next number, an id that equals that number ends the
+    *process* (libzmq 4.3.5 asserts that it is new). ROUTER_RAW makes the socket number all of them. It is set
+    after ``bind``: the listening side has copied the options by then, and still speaks ZMTP. Reset at once,
+    it leaves the numbering on, and an empty message an ordinary one.
+    """
+    listener.setsockopt(zmq.ROUTER_RAW, 1)
+    listener.setsockopt(zmq.ROUTER_RAW, 0)
 
 
 def _server_keys(secret: Secret) -> tuple[bytes, bytes]:
