@@ -1,23 +1,28 @@
 """The control channel over ZeroMQ: the only file that imports zmq.
 
 One channel has at most one listening socket, and one calling socket per address that it wrote to. All but
-``wake`` belong to one thread. Whatever arrives is bytes and where to reply to. A peer that does not read
-costs nobody anything: what is sent waits in queues with bounds, and what does not fit is dropped and counted,
-since every message of the protocol is repeated until it is answered. What arrives is taken at once (see
-``NO_BOUND``).
+``wake`` belong to one thread. Whatever arrives is bytes and where to reply to. A peer that does not read, or
+says more than is taken, costs little: messages wait in queues that are bounded in bytes, per peer and in all.
+Messages that do not fit are dropped and counted, since every message of the protocol is repeated until it is
+answered. A peer that goes on all the same is hung up on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import count
+from typing import Any
 
+from kvferry.channel.connections import Connections
+from kvferry.channel.inbox import Inbox
 from kvferry.errors import ChannelError, MissingPackage
 from kvferry.wire.secret import Secret
 
@@ -41,8 +46,13 @@ HIGH_WATER = 1_000
 NO_BOUND = 0
 """For what arrives. A queue that is full stops ZeroMQ's reading, and a connection that breaks or falls silent
 while it is stopped ends the *process*, as of libzmq 4.3.5 (``Assertion failed: _input_stopped``, or
-``!_io_error``). So does a caller that takes over the name of another. Whoever drives a channel takes what is
-there, and drops what is too much."""
+``!_io_error``). So does a caller that takes over the name of another. ``wait`` takes messages from ZeroMQ
+much faster than they are handled, drops those that the ``Inbox`` has no room for, and hangs up on a peer that
+goes on: only that stops ZeroMQ's reading."""
+SOCKET_BUFFER_BYTES = 512 << 10
+"""The kernel's, per connection and direction."""
+TAKE_SECONDS = 0.02
+"""How long messages are taken from one socket before others get their turn."""
 HANDSHAKE_MS = 5_000
 """How long a caller may take to say who it is."""
 SILENCE_SECONDS = 2.0
@@ -98,6 +108,7 @@ _CONTACTS = {
 class _Call:
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
+    port: int
 
     def close(self, linger_ms: int) -> None:
         self.socket.disable_monitor()
@@ -130,6 +141,11 @@ class Channel:
         self._monitor_numbers = count(1)
         self._calls: OrderedDict[str, _Call] = OrderedDict()
         self._listener: zmq.Socket[bytes] | None = None
+        self._accepting: zmq.Socket[bytes] | None = None
+        """Where ZeroMQ tells of the listener's connections."""
+        self._port = 0
+        self._inbox = Inbox()
+        self._callers, self._called = Connections(), Connections()
         # Not a pair of sockets: one that is full a moment too long loses a call, and a message waits for it.
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._woken, zmq.POLLIN)
@@ -149,16 +165,20 @@ class Channel:
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, LISTENER_SILENCE_MS)
         if self._server_keys is not None:
             socket.curve_secretkey, socket.curve_server = self._server_keys[0], True
+        accepting = self._monitor(socket, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         try:
             socket.bind(listen)
         except zmq.ZMQError as error:
-            socket.close(0)
+            for one in (accepting, socket):
+                one.close(0)
             raise ChannelError(f"cannot listen at {listen}: {error}") from error
         _number_callers(socket)
         self._poller.register(socket, zmq.POLLIN)
-        self._listener = socket
+        self._poller.register(accepting, zmq.POLLIN)
+        self._listener, self._accepting = socket, accepting
         # An IPv4 address, where it is one: a socket for both kinds writes it in the other's clothes.
         self.address = _MAPPED.sub(r"\1", socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        self._port = int(self.address.rpartition(":")[2])
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -167,6 +187,8 @@ class Channel:
             (zmq.MAXMSGSIZE, self._max_bytes),
             (zmq.SNDHWM, HIGH_WATER),
             (zmq.RCVHWM, NO_BOUND),
+            (zmq.SNDBUF, SOCKET_BUFFER_BYTES),
+            (zmq.RCVBUF, SOCKET_BUFFER_BYTES),
             (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
             (zmq.RECONNECT_IVL_MAX, 2_000),
             (zmq.IPV6, 1),
@@ -183,14 +205,21 @@ class Channel:
         """Send to an address, or to a ``reply_to``; never blocks, never raises for what a peer did."""
         try:
             if self.is_answer(to):
-                if self._listener is not None:
-                    self._listener.send_multipart([bytes.fromhex(to[1:]), data], zmq.NOBLOCK)
+                self._answer(to, data)
             elif to.startswith(SCHEMES):
                 self._call(to).socket.send(data, zmq.NOBLOCK)
             else:
                 self.dropped["address"] += 1
         except zmq.ZMQError:
             self.dropped["unsent"] += 1
+
+    def _answer(self, to: str, data: bytes) -> None:
+        if self._listener is None:
+            return
+        if self._callers.may_send(to, len(data), time.monotonic()):
+            self._listener.send_multipart([bytes.fromhex(to[1:]), data], zmq.NOBLOCK)
+        else:
+            self.dropped["unread"] += 1
 
     def _call(self, address: str) -> _Call:
         if address in self._calls:
@@ -208,24 +237,24 @@ class Channel:
             socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
         monitor: zmq.Socket[bytes] | None = None
         try:
-            monitor = self._monitor(socket)
+            monitor = self._monitor(socket, sum(_CONTACTS) | zmq.EVENT_CONNECTED)
             socket.connect(address)
         except zmq.ZMQError:  # an address that makes no sense would else cost sockets per message
             for one in (monitor, socket):
                 if one is not None:
                     one.close(0)
             raise
-        call = _Call(socket, monitor)
+        call = _Call(socket, monitor, int(address.rpartition(":")[2]))
         self._poller.register(call.socket, zmq.POLLIN)
         self._poller.register(call.monitor, zmq.POLLIN)
         self._calls[address] = call
         self._changes.append(ContactChange(address, Contact.CALLING))
         return call
 
-    def _monitor(self, socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-        """Where ZeroMQ tells of a socket's connection. It has no bound: a full one would stop everything."""
+    def _monitor(self, socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
+        """Where ZeroMQ tells of a socket's connections. It has no bound: a full one would stop everything."""
         name = f"inproc://monitor-{next(self._monitor_numbers)}"
-        socket.monitor(name, sum(_CONTACTS))
+        socket.monitor(name, events)
         monitor = self._context.socket(zmq.PAIR)
         try:
             monitor.setsockopt(zmq.LINGER, 0)
@@ -240,57 +269,110 @@ class Channel:
         """Call an address no more, until something is sent there again."""
         call = self._calls.pop(address, None)
         if call is not None:
+            self._inbox.forget(address)
             self._poller.unregister(call.socket)
             self._poller.unregister(call.monitor)
             call.close(LINGER_MS)
 
-    def wait(self, seconds: float) -> list[Received | ContactChange]:
-        """Everything that arrived or happened, after at most ``seconds``; at once when woken."""
-        ready = dict(self._poller.poll(0 if self._changes else max(0, int(seconds * 1000))))
-        received: list[Received | ContactChange] = list(self._changes)
-        self._changes.clear()
+    def wait(self, seconds: float, *, is_behind: bool = False) -> list[Received | ContactChange]:
+        """What happened and, a few at a time, the messages that arrived, after at most ``seconds``.
+
+        It returns at once when woken, or when messages wait; messages stay where they are while the caller
+        ``is_behind``.
+        """
+        is_ready = self._changes or (self._inbox and not is_behind)
+        most = 0.0 if is_ready else max(0.0, min(seconds, self._seconds_to_look()))
+        ready = dict(self._poller.poll(math.ceil(most * 1000)))
         if self._woken in ready:
             os.eventfd_read(self._woken)
-        if self._listener in ready and self._listener is not None:
-            received += self._heard(self._listener)
+        if self._accepting is not None and self._accepting in ready:
+            for told in self._told(self._accepting):
+                self._note_connection(self._callers, told, self._port)
+        if self._listener is not None and self._listener in ready:
+            self._hear(self._listener)
         for address, call in list(self._calls.items()):
             if call.monitor in ready:
-                received += self._news(address, call)
+                self._changes += self._news(address, call)
             if call.socket in ready:
-                received += self._answers(address, call)
+                self._take_answers(address, call)
+        self._look()
+        received: list[Received | ContactChange] = list(self._changes)
+        self._changes.clear()
+        if not is_behind:
+            received += [Received(peer, data) for peer, data in self._inbox.take()]
         return received
+
+    def _seconds_to_look(self) -> float:
+        now = time.monotonic()
+        return min(self._callers.seconds_to_look(now), self._called.seconds_to_look(now))
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        for connections in (self._callers, self._called):
+            if not connections.seconds_to_look(now):
+                connections.look(now)
+
+    @staticmethod
+    def _told(monitor: zmq.Socket[bytes]) -> Iterator[Mapping[str, Any]]:
+        with contextlib.suppress(zmq.Again):
+            for _ in range(1000):
+                yield parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))
+
+    @staticmethod
+    def _note_connection(connections: Connections, told: Mapping[str, Any], port: int) -> None:
+        match told["event"]:
+            case zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED:
+                connections.begin(told["value"], port)
+            case zmq.EVENT_DISCONNECTED:
+                connections.end(told["value"])
 
     def _news(self, address: str, call: _Call) -> list[ContactChange]:
-        events = (parse_monitor_message(frames)["event"] for frames in self._taken(call.monitor))
-        return [ContactChange(address, _CONTACTS[zmq.Event(event)]) for event in events]
+        changes = []
+        for told in self._told(call.monitor):
+            self._note_connection(self._called, told, call.port)
+            if told["event"] == zmq.EVENT_CONNECTED:
+                self._called.introduce(address, told["value"])
+            else:
+                changes.append(ContactChange(address, _CONTACTS[zmq.Event(told["event"])]))
+        return changes
 
-    MAX_AT_ONCE = 1000
-    """Messages taken from one socket before others get their turn."""
+    def _hear(self, listener: zmq.Socket[bytes]) -> None:
+        for whom, *frames in self._taken(listener):
+            route = "@" + whom.bytes.hex()
+            if not self._callers.is_known(route):
+                self._callers.introduce(route, int(frames[0].get(zmq.SRCFD)))
+            self._callers.spoke(route)
+            if not self._keep(route, frames):
+                self._callers.hang_up(route, "flood")
+                self._inbox.forget(route)
 
-    def _taken(self, socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
-        with contextlib.suppress(zmq.Again):
-            for _ in range(self.MAX_AT_ONCE):
-                yield socket.recv_multipart(zmq.NOBLOCK)
-
-    def _heard(self, socket: zmq.Socket[bytes]) -> list[Received]:
-        received = []
-        for whom, *frames in self._taken(socket):
-            match frames:
-                case [data]:
-                    received.append(Received("@" + whom.hex(), data))
-                case _:
-                    self.dropped["frames"] += 1
-        return received
-
-    def _answers(self, address: str, call: _Call) -> list[Received]:
-        received = []
+    def _take_answers(self, address: str, call: _Call) -> None:
         for frames in self._taken(call.socket):
-            match frames:
-                case [data]:
-                    received.append(Received(address, data))
-                case _:
-                    self.dropped["frames"] += 1
-        return received
+            self._called.spoke(address)
+            if not self._keep(address, frames):
+                self._called.hang_up(address, "flood")
+                self.hang_up(address)
+                self._changes.append(ContactChange(address, Contact.CLOSED))
+                return
+
+    @staticmethod
+    def _taken(socket: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
+        until = time.monotonic() + TAKE_SECONDS
+        with contextlib.suppress(zmq.Again):
+            while time.monotonic() < until:
+                yield socket.recv_multipart(zmq.NOBLOCK, copy=False)
+
+    def _keep(self, peer: str, frames: list[zmq.Frame]) -> bool:
+        """Have a message wait, or drop it; whether to keep the peer."""
+        if len(frames) != 1:
+            self.dropped["frames"] += 1
+            return False  # no engine says that
+        num_bytes = len(frames[0].buffer)
+        if self._inbox.has_room(peer, num_bytes):
+            self._inbox.put(peer, frames[0].bytes)
+            return True
+        self.dropped["behind"] += 1
+        return not self._inbox.refuse(peer, num_bytes)
 
     def wake(self) -> None:
         """End a ``wait``, or the next one. From any thread, but not while it is being closed."""
@@ -301,8 +383,13 @@ class Channel:
         """Close every socket; nothing lingers."""
         for address in list(self._calls):
             self.hang_up(address)
-        if self._listener is not None:
+        if self._listener is not None and self._accepting is not None:
+            self._listener.disable_monitor()
+            self._accepting.close(0)
             self._listener.close(0)
+            self._listener = self._accepting = None
+        self._callers.close()
+        self._called.close()
         if self._woken >= 0:
             os.close(self._woken)
             self._woken = -1

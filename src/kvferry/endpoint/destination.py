@@ -371,7 +371,7 @@ class Destination:
             self._owner.put(partial(self._contact, received))
             return
         message, reply_to = decode_from_authority(received.data), received.reply_to
-        self._owner.put(lambda now: self._reader.receive(now, reply_to, message))
+        self._owner.put(lambda now: self._reader.receive(now, reply_to, message), len(received.data))
 
     def _find(self, find: FindRanks) -> None:
         peer, started = find.peer, self._clock()

@@ -331,13 +331,15 @@ class SourceEngine:
             raise SpecError(complaint)
         message = decode_to_authority(received.data)
         if isinstance(message, AskStatus):
-            self._owner.put(lambda _: self._tell_status(received.reply_to))
+            self._owner.put(lambda _: self._tell_status(received.reply_to), len(received.data))
             return
         if isinstance(message, Join) and not compare_digest(message.credential, self._credential):
             refusal = Rejected("join", "it does not have the credential of this engine's ranks")
             self._channel.send(received.reply_to, encode(refusal))
             return
-        self._owner.put(lambda now: self._authority.receive(now, received.reply_to, message))
+        self._owner.put(
+            lambda now: self._authority.receive(now, received.reply_to, message), len(received.data)
+        )
 
     def _merge(self, joins: Mapping[int, Join]) -> None:
         try:
