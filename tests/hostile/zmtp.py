@@ -10,9 +10,11 @@ def _property(name: bytes, value: bytes) -> bytes:
     return bytes([len(name)]) + name + struct.pack(">I", len(value)) + value
 
 
-def frame(data: bytes) -> bytes:
-    """A message of one frame."""
-    return (b"\x02" + struct.pack(">Q", len(data)) if len(data) > 255 else b"\x00" + bytes([len(data)])) + data
+def frame(data: bytes, *, has_more: bool = False) -> bytes:
+    """A frame of a message; by default the only one."""
+    if len(data) > 255:
+        return bytes([2 + has_more]) + struct.pack(">Q", len(data)) + data
+    return bytes([has_more, len(data)]) + data
 
 
 def connected(address: str, identity: bytes = b"") -> socket.socket:

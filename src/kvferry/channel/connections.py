@@ -1,12 +1,15 @@
-"""TCP connections of a channel: what each keeps of this process's memory, and which is closed for it.
+"""TCP connections of a channel: what each keeps of this process's memory, which is muted, and which is closed.
 
-ZeroMQ says neither how much waits for a peer nor how much of a message has arrived, and closes no connection
-that is in order. The kernel says both of its socket, and ``shutdown`` is a hang-up like any other.
+ZeroMQ says neither how much waits for a peer nor how much of a message has arrived; it cannot stop reading
+(see ``NO_BOUND``), and closes no connection that is in order. The kernel says both of its sockets. It drops
+what a socket's filter does not let through, and the peer sends that again: so a connection is muted for a
+while. ``shutdown`` is a hang-up like any other.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import socket
 import struct
@@ -20,11 +23,20 @@ MAX_UNREAD_BYTES = 32 << 20
 MAX_UNFINISHED_BYTES = 12 << 20
 """What one peer has sent since its last message: more than a message has. An idle peer's heartbeats count,
 too: they reach it after a day or more, and it connects again."""
+MAX_UNTAKEN_BYTES = 1 << 20
+"""What all peers have sent since the last time that all messages were taken. ZeroMQ needs twenty times as much
+memory for short ones. Beyond it, whoever sent more than ``MUTED_BYTES`` is muted until all are taken, and no
+connection is accepted."""
+MUTED_BYTES = 4 << 10
 MAX_BYTES = 128 << 20
 """Both, of all peers. The peers with the most of it are hung up on."""
+SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
 LOOK_SECONDS = 0.05
 SECONDS_PER_CONNECTION = 5e-5
 """A look at one takes about a fiftieth of it."""
+
+_NOTHING = struct.pack("=HBBI", 6, 0, 0, 0)
+"""A filter of one instruction (``BPF_RET``): 0 bytes of each packet are let through."""
 
 _ACKED_RECEIVED = struct.Struct("=QQ")
 _ACKED_OFFSET = 120
@@ -41,25 +53,39 @@ class _Connection:
     """Bytes sent to it, since it had last read all of them."""
     acked_then: int = 0
     received_then: int = 0
-    has_spoken: bool = True
+    has_spoken: bool = False
+    """Whether a message was taken, and it was not looked at since."""
     num_unread: int = 0
     num_unfinished: int = 0
     is_closing: bool = False
+    is_muted: bool = False
 
     @property
     def num_bytes(self) -> int:
         return self.num_unread + self.num_unfinished
 
-    def look(self) -> None:
-        """Learn how much the peer has read, and how much it has sent since its last message."""
+    def look(self, *, is_drained: bool) -> None:
+        """Learn how much the peer has read, and how much it has sent since its last message that was taken.
+
+        ``is_drained``: all messages were taken since the last look.
+        """
         info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         acked, received = _ACKED_RECEIVED.unpack_from(info, _ACKED_OFFSET)
         self.num_unread = max(0, self.num_handed - (acked - self.acked_then))
         if not self.num_unread:
             self.num_handed, self.acked_then = 0, acked
-        if self.has_spoken:
+        if self.has_spoken and is_drained:
             self.has_spoken, self.received_then = False, received
         self.num_unfinished = received - self.received_then
+
+
+def _mute(one: socket.socket, *, is_muted: bool) -> None:
+    """Have the kernel drop what arrives at a socket, or no more."""
+    program = ctypes.create_string_buffer(_NOTHING, len(_NOTHING))
+    filters = struct.pack("@HP", 1, ctypes.addressof(program))
+    option = SO_ATTACH_FILTER if is_muted else SO_DETACH_FILTER
+    with contextlib.suppress(OSError):
+        one.setsockopt(socket.SOL_SOCKET, option, filters)
 
 
 class Connections:
@@ -72,11 +98,19 @@ class Connections:
         self._next_look = 0.0
         self._num_bytes = 0
         """What all of them keep, at most."""
+        self.is_drained = True
+        """Whether all messages were taken since the last look."""
+        self._listening: socket.socket | None = None
+        self._is_muted = False
         self.closed: Counter[str] = Counter()
         """Connections that were closed, by why."""
 
     def __len__(self) -> int:
         return len(self._by_fd)
+
+    def listen(self, fd: int) -> None:
+        """Connections are accepted by a socket of ZeroMQ's."""
+        self._listening = socket.socket(fileno=os.dup(fd))
 
     def begin(self, fd: int, port: int) -> None:
         """There is a connection; ``port``: its own, or its peer's."""
@@ -102,10 +136,6 @@ class Connections:
             self._by_peer.pop(connection.peer, None)
             connection.socket.close()
 
-    def is_known(self, peer: str) -> bool:
-        """Whether we know which connection a peer has."""
-        return peer in self._by_peer
-
     def introduce(self, peer: str, fd: int) -> None:
         """A peer has this connection."""
         if fd in self._by_fd:
@@ -113,12 +143,19 @@ class Connections:
             self._by_fd[fd].peer = peer
             self._by_peer[peer] = fd
 
-    def spoke(self, peer: str) -> None:
-        """A message of a peer has arrived."""
+    def is_known(self, peer: str) -> bool:
+        """Whether we know which connection a peer has."""
+        return peer in self._by_peer
+
+    def is_heard(self, peer: str) -> bool:
+        """Note that a message of a peer has arrived; whether its connection is still one of ours."""
         fd = self._by_peer.get(peer)
-        if fd is not None:
-            self._by_fd[fd].has_spoken = True
-            self._by_fd.move_to_end(fd)
+        if fd is None:
+            return False
+        self._by_fd.move_to_end(fd)
+        connection = self._by_fd[fd]
+        connection.has_spoken = True
+        return not connection.is_closing
 
     def may_send(self, peer: str, num_bytes: int, now: float) -> bool:
         """Whether a message of that length may wait for a peer; if so, it counts as handed over."""
@@ -128,7 +165,7 @@ class Connections:
         if self._num_bytes + num_bytes > MAX_BYTES:
             self.look(now)
         if connection.num_handed + num_bytes > MAX_UNREAD_BYTES:
-            connection.look()
+            connection.look(is_drained=False)
         if connection.is_closing or connection.num_unread + num_bytes > MAX_UNREAD_BYTES:
             return False
         connection.num_handed += num_bytes
@@ -147,27 +184,73 @@ class Connections:
         return max(0.0, self._next_look - now) if self._by_fd else float("inf")
 
     def look(self, now: float) -> None:
-        """Close the connections that keep too much, each or together."""
+        """Mute the connections whose messages come faster than they are taken, or no more; close those that
+        keep too much, each or together.
+        """
+        is_drained, self.is_drained = self.is_drained, False
         self._next_look = now + max(LOOK_SECONDS, SECONDS_PER_CONNECTION * len(self._by_fd))
         connections = [each for each in self._by_fd.values() if not each.is_closing]
         for each in connections:
-            each.look()
-        self._num_bytes = sum(each.num_bytes for each in connections)
-        most = float("inf") if self._num_bytes <= MAX_BYTES else MAX_BYTES // 2
-        for each in sorted(connections, key=lambda each: each.num_bytes, reverse=True):
-            if self._num_bytes <= most and each.num_unfinished <= MAX_UNFINISHED_BYTES:
-                continue
-            self._num_bytes -= each.num_bytes
-            self._close(each, "unread" if each.num_unread > each.num_unfinished else "unfinished")
+            each.look(is_drained=is_drained)
+            if each.num_unfinished > MAX_UNFINISHED_BYTES:
+                self._close(each, "unfinished")
+        self._mute_loud(connections, is_drained=is_drained)
+        self._num_bytes = sum(each.num_bytes for each in connections if not each.is_closing)
+        if self._num_bytes > MAX_BYTES:
+            for each in sorted(connections, key=lambda each: each.num_bytes, reverse=True):
+                self._num_bytes -= each.num_bytes * self._close(each, "keeps too much")
+                if self._num_bytes <= MAX_BYTES // 2:
+                    break
 
-    def _close(self, connection: _Connection, why: str) -> None:
-        if not connection.is_closing:
-            self.closed[why] += 1
-            connection.is_closing = True
-            with contextlib.suppress(OSError):
-                connection.socket.shutdown(socket.SHUT_RDWR)
+    def _mute_loud(self, connections: list[_Connection], *, is_drained: bool) -> None:
+        if is_drained:
+            if self._is_muted:
+                self._is_muted = False
+                for each in connections:
+                    if each.is_muted:
+                        each.is_muted = False
+                        _mute(each.socket, is_muted=False)
+                if self._listening is not None:
+                    _mute(self._listening, is_muted=False)
+        elif sum(each.num_unfinished for each in connections if each.has_spoken) > MAX_UNTAKEN_BYTES:
+            if self._listening is not None and not self._is_muted:
+                _mute(self._listening, is_muted=True)
+            self._is_muted = True
+            for each in connections:
+                if each.num_unfinished > MUTED_BYTES and not each.is_muted:
+                    each.is_muted = True
+                    self.closed["muted"] += 1
+                    _mute(each.socket, is_muted=True)
+
+    def _close(self, connection: _Connection, why: str) -> bool:
+        if connection.is_closing:
+            return False
+        self.closed[why] += 1
+        connection.is_closing = True
+        if connection.is_muted:
+            _mute(connection.socket, is_muted=False)  # else the end would not come through
+        with contextlib.suppress(OSError):
+            connection.socket.shutdown(socket.SHUT_RDWR)
+        return True
+
+    def forget(self, peer: str) -> None:
+        """Let nothing more of a peer arrive; ZeroMQ closes the connection."""
+        fd = self._by_peer.get(peer)
+        if fd is not None:
+            _mute(self._by_fd[fd].socket, is_muted=True)
+            self.end(fd)
+
+    def hang_up_on_all(self) -> None:
+        """Accept no connection any more, and close all."""
+        if self._listening is not None:
+            _mute(self._listening, is_muted=True)
+        for each in self._by_fd.values():
+            self._close(each, "")
 
     def close(self) -> None:
         """Let go of the connections; ZeroMQ closes them."""
         for fd in list(self._by_fd):
             self.end(fd)
+        if self._listening is not None:
+            self._listening.close()
+            self._listening = None

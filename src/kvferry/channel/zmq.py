@@ -47,8 +47,8 @@ NO_BOUND = 0
 """For what arrives. A queue that is full stops ZeroMQ's reading, and a connection that breaks or falls silent
 while it is stopped ends the *process*, as of libzmq 4.3.5 (``Assertion failed: _input_stopped``, or
 ``!_io_error``). So does a caller that takes over the name of another. ``wait`` takes messages from ZeroMQ
-much faster than they are handled, drops those that the ``Inbox`` has no room for, and hangs up on a peer that
-goes on: only that stops ZeroMQ's reading."""
+much faster than they are handled and drops those that the ``Inbox`` has no room for; ``Connections`` stops
+what comes even faster in the kernel, where ZeroMQ does not notice."""
 SOCKET_BUFFER_BYTES = 512 << 10
 """The kernel's, per connection and direction."""
 TAKE_SECONDS = 0.02
@@ -143,8 +143,9 @@ class Channel:
         self._listener: zmq.Socket[bytes] | None = None
         self._accepting: zmq.Socket[bytes] | None = None
         """Where ZeroMQ tells of the listener's connections."""
-        self._port = 0
         self._inbox = Inbox()
+        self._is_drained = True
+        """Whether all messages were taken just now."""
         self._callers, self._called = Connections(), Connections()
         # Not a pair of sockets: one that is full a moment too long loses a call, and a message waits for it.
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -165,7 +166,7 @@ class Channel:
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, LISTENER_SILENCE_MS)
         if self._server_keys is not None:
             socket.curve_secretkey, socket.curve_server = self._server_keys[0], True
-        accepting = self._monitor(socket, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        accepting = self._monitor(socket, zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         try:
             socket.bind(listen)
         except zmq.ZMQError as error:
@@ -173,12 +174,12 @@ class Channel:
                 one.close(0)
             raise ChannelError(f"cannot listen at {listen}: {error}") from error
         _number_callers(socket)
-        self._poller.register(socket, zmq.POLLIN)
-        self._poller.register(accepting, zmq.POLLIN)
-        self._listener, self._accepting = socket, accepting
+        endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         # An IPv4 address, where it is one: a socket for both kinds writes it in the other's clothes.
-        self.address = _MAPPED.sub(r"\1", socket.getsockopt_string(zmq.LAST_ENDPOINT))
-        self._port = int(self.address.rpartition(":")[2])
+        self.address = _MAPPED.sub(r"\1", endpoint)
+        for one in (socket, accepting):
+            self._poller.register(one, zmq.POLLIN)
+        self._listener, self._accepting = socket, accepting
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -270,6 +271,7 @@ class Channel:
         call = self._calls.pop(address, None)
         if call is not None:
             self._inbox.forget(address)
+            self._called.forget(address)
             self._poller.unregister(call.socket)
             self._poller.unregister(call.monitor)
             call.close(LINGER_MS)
@@ -285,9 +287,9 @@ class Channel:
         ready = dict(self._poller.poll(math.ceil(most * 1000)))
         if self._woken in ready:
             os.eventfd_read(self._woken)
+        self._is_drained = True
         if self._accepting is not None and self._accepting in ready:
-            for told in self._told(self._accepting):
-                self._note_connection(self._callers, told, self._port)
+            self._meet_callers(self._accepting)
         if self._listener is not None and self._listener in ready:
             self._hear(self._listener)
         for address, call in list(self._calls.items()):
@@ -309,6 +311,7 @@ class Channel:
     def _look(self) -> None:
         now = time.monotonic()
         for connections in (self._callers, self._called):
+            connections.is_drained |= self._is_drained
             if not connections.seconds_to_look(now):
                 connections.look(now)
 
@@ -318,49 +321,55 @@ class Channel:
             for _ in range(1000):
                 yield parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))
 
-    @staticmethod
-    def _note_connection(connections: Connections, told: Mapping[str, Any], port: int) -> None:
-        match told["event"]:
-            case zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED:
-                connections.begin(told["value"], port)
-            case zmq.EVENT_DISCONNECTED:
-                connections.end(told["value"])
-
     def _news(self, address: str, call: _Call) -> list[ContactChange]:
         changes = []
         for told in self._told(call.monitor):
-            self._note_connection(self._called, told, call.port)
-            if told["event"] == zmq.EVENT_CONNECTED:
+            event = zmq.Event(told["event"])
+            if event is zmq.EVENT_CONNECTED:
+                self._called.begin(told["value"], call.port)
                 self._called.introduce(address, told["value"])
             else:
-                changes.append(ContactChange(address, _CONTACTS[zmq.Event(told["event"])]))
+                changes.append(ContactChange(address, _CONTACTS[event]))
+            if event is zmq.EVENT_DISCONNECTED:
+                self._called.end(told["value"])
         return changes
+
+    def _meet_callers(self, accepting: zmq.Socket[bytes]) -> None:
+        port = int(self.address.rpartition(":")[2])
+        for told in self._told(accepting):
+            match told["event"]:
+                case zmq.EVENT_LISTENING:
+                    self._callers.listen(told["value"])
+                case zmq.EVENT_ACCEPTED:
+                    self._callers.begin(told["value"], port)
+                case _:
+                    self._callers.end(told["value"])
 
     def _hear(self, listener: zmq.Socket[bytes]) -> None:
         for whom, *frames in self._taken(listener):
             route = "@" + whom.bytes.hex()
             if not self._callers.is_known(route):
                 self._callers.introduce(route, int(frames[0].get(zmq.SRCFD)))
-            self._callers.spoke(route)
-            if not self._keep(route, frames):
+            if not self._callers.is_heard(route):
+                self.dropped["gone"] += 1
+            elif not self._keep(route, frames):
                 self._callers.hang_up(route, "flood")
                 self._inbox.forget(route)
 
     def _take_answers(self, address: str, call: _Call) -> None:
         for frames in self._taken(call.socket):
-            self._called.spoke(address)
+            self._called.is_heard(address)
             if not self._keep(address, frames):
-                self._called.hang_up(address, "flood")
                 self.hang_up(address)
                 self._changes.append(ContactChange(address, Contact.CLOSED))
                 return
 
-    @staticmethod
-    def _taken(socket: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
+    def _taken(self, socket: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
         until = time.monotonic() + TAKE_SECONDS
         with contextlib.suppress(zmq.Again):
             while time.monotonic() < until:
                 yield socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            self._is_drained = False
 
     def _keep(self, peer: str, frames: list[zmq.Frame]) -> bool:
         """Have a message wait, or drop it; whether to keep the peer."""
@@ -379,15 +388,30 @@ class Channel:
         if self._woken >= 0:
             os.eventfd_write(self._woken, 1)
 
+    def _stop_listening(self) -> None:
+        """Close the listener, once its connections are closed: ZeroMQ aborts where more arrives on one."""
+        if self._listener is None or self._accepting is None:
+            return
+        self._meet_callers(self._accepting)
+        self._callers.hang_up_on_all()
+        until = time.monotonic() + LINGER_MS / 1000
+        while len(self._callers) and time.monotonic() < until:
+            self._accepting.poll(10)
+            self._meet_callers(self._accepting)
+            self._callers.hang_up_on_all()
+        self._callers.close()
+        for one in (self._listener, self._accepting):
+            self._poller.unregister(one)
+        self._listener.disable_monitor()
+        self._accepting.close(0)
+        self._listener.close(0)
+        self._listener = self._accepting = None
+
     def close(self) -> None:
         """Close every socket; nothing lingers."""
         for address in list(self._calls):
             self.hang_up(address)
-        if self._listener is not None and self._accepting is not None:
-            self._listener.disable_monitor()
-            self._accepting.close(0)
-            self._listener.close(0)
-            self._listener = self._accepting = None
+        self._stop_listening()
         self._callers.close()
         self._called.close()
         if self._woken >= 0:

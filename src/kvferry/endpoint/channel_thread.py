@@ -22,6 +22,8 @@ Turn = Callable[[], float]
 WAIT_SECONDS = 1.0
 BEHIND_SECONDS = 0.005
 """After how long to see whether whoever takes the messages has caught up."""
+MAX_OUTBOX_BYTES = 16 << 20
+"""Of messages that wait for the thread to send them."""
 CLOSE_SECONDS = 10.0
 MAX_LAST_TURNS = 1000
 """At the end: what is left is done, but not for ever."""
@@ -37,6 +39,7 @@ class ChannelThread:
         self._channel = channel
         self._outbox: deque[tuple[str, bytes | None]] = deque()
         """What is to be sent, and where to; None: hang up."""
+        self._outbox_bytes = 0
         self._wake_lock = threading.Lock()
         self._is_closing = False
         self.refused: Mapping[str, int] = {}
@@ -66,7 +69,13 @@ class ChannelThread:
         self._thread.start()
 
     def send(self, to: str, data: bytes) -> None:
-        """Have a message sent soon; from any thread."""
+        """Have a message sent soon; from any thread. An answer is dropped where too many bytes wait already."""
+        with self._wake_lock:
+            is_full = self._outbox_bytes > MAX_OUTBOX_BYTES and self._channel.is_answer(to)
+            self._outbox_bytes += 0 if is_full else len(data)
+        if is_full:
+            self._refuse("unread")
+            return
         self._outbox.append((to, data))
         if threading.current_thread() is self._thread:
             self._flush()
@@ -125,6 +134,8 @@ class ChannelThread:
             if data is None:
                 self._guarded(lambda to=to: self._channel.hang_up(to))  # type: ignore[misc]
             else:
+                with self._wake_lock:
+                    self._outbox_bytes -= len(data)
                 self._guarded(lambda to=to, data=data: self._channel.send(to, data))  # type: ignore[misc]
 
     def _guarded(self, work: Callable[[], None]) -> None:
