@@ -6,7 +6,8 @@ import struct
 GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 
 
-def _property(name: bytes, value: bytes) -> bytes:
+def property_of(name: bytes, value: bytes) -> bytes:
+    """A property of the READY command."""
     return bytes([len(name)]) + name + struct.pack(">I", len(value)) + value
 
 
@@ -21,7 +22,7 @@ def connected(address: str, identity: bytes = b"") -> socket.socket:
     """A caller that is past the handshake. ``identity``: the routing id that it claims."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     caller = socket.create_connection((host, int(port)), timeout=10)
-    ready = b"\x05READY" + _property(b"Socket-Type", b"DEALER") + _property(b"Identity", identity)
+    ready = b"\x05READY" + property_of(b"Socket-Type", b"DEALER") + property_of(b"Identity", identity)
     caller.sendall(GREETING + b"\x04" + bytes([len(ready)]) + ready)
     _read(caller, len(GREETING))
     flags, length = _read(caller, 2)

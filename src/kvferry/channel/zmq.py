@@ -37,8 +37,9 @@ _MAPPED = re.compile(r"\[::ffff:([0-9.]+)\]")
 
 MAX_CALLS = 512
 """Addresses that a channel keeps a socket for; the least recently used goes first."""
-SCHEMES = ("tcp://", "ipc://")
-"""What may be called: an address comes from a ticket, and ``inproc`` would reach into this process."""
+SCHEME = "tcp://"
+"""What may be called: an address comes from a ticket. ``inproc`` would reach into this process, ``ipc`` to any
+socket of this host's file system."""
 LINGER_MS = 200
 """How long what was said last may still be sent after hanging up."""
 HIGH_WATER = 1_000
@@ -160,6 +161,8 @@ class Channel:
                 raise
 
     def _listen(self, listen: str) -> None:
+        if not listen.startswith(SCHEME):
+            raise ChannelError(f"cannot listen at {listen}: say {SCHEME}HOST:PORT")
         socket = self._socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.HEARTBEAT_IVL, LISTENER_HEARTBEAT_MS)
@@ -207,7 +210,7 @@ class Channel:
         try:
             if self.is_answer(to):
                 self._answer(to, data)
-            elif to.startswith(SCHEMES):
+            elif to.startswith(SCHEME):
                 self._call(to).socket.send(data, zmq.NOBLOCK)
             else:
                 self.dropped["address"] += 1

@@ -103,6 +103,7 @@ class MemberThread:
                 case Send():
                     self._channel.send(effect.to, encode(effect.message))
                 case Released():
+                    self._digests.release(effect.ticket_id)
                     self._duties.released(self._member.generation, effect)
                 case AnswerDigest():
                     self._digests.take(effect.task)

@@ -62,17 +62,17 @@ class Trust:
 
 @lru_cache(maxsize=1024)
 def is_loopback(address: str) -> bool:
-    """Whether only this host can call an address. What is not TCP does not leave it.
+    """Whether only this host can call an address.
 
     Remembered, because every ticket asks, in the thread of its engine's steps.
 
     >>> is_loopback("tcp://127.0.0.1:*"), is_loopback("tcp://[::1]:5555"), is_loopback("ipc:///run/kvferry")
-    (True, True, True)
+    (True, True, False)
     >>> is_loopback("tcp://10.0.0.7:5555"), is_loopback("tcp://*:5555"), is_loopback("tcp://eth0:5555")
     (False, False, False)
     """
     if not address.startswith("tcp://"):
-        return True
+        return False
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     if host == "localhost":
         return True
