@@ -224,7 +224,9 @@ class OneAtATime:
 def test_tickets_take_turns_and_a_released_one_is_not_digested(engines, monkeypatch):
     taken, workers = [], OneAtATime()
     monkeypatch.setattr(
-        load_digest, "answer_digest", lambda _, rank, task, is_wanted: taken.append((task.number, is_wanted()))
+        load_digest,
+        "answer_digest",
+        lambda _, rank, task, is_wanted: taken.append((task.number, is_wanted())),
     )
     service = load_digest.DigestService(engines.src, 0, workers, lambda result: None)
     for number, ticket_id in ((1, 7), (2, 7), (3, 7), (4, 8), (5, 9), (1, 7)):

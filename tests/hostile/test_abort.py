@@ -128,7 +128,9 @@ def test_no_caller_chooses_its_routing_id():
             return bytes.fromhex(zmtp.heard(caller).decode()[1:-1])
 
         first = call()
-        following = [first[:1] + struct.pack(">I", struct.unpack(">I", first[1:])[0] + i) for i in range(1, 9)]
+        following = [
+            first[:1] + struct.pack(">I", struct.unpack(">I", first[1:])[0] + i) for i in range(1, 9)
+        ]
         claimed = [call(name) for name in reversed(following)]
         anonymous = [call() for _ in range(8)]
         assert len({first, *claimed, *anonymous}) == 17, "each has a route of its own"

@@ -107,9 +107,7 @@ class LoadDigest:
         return TakenDigest(self._manifest, by_rank)
 
 
-def _check_question(
-    manifest: Manifest, rank: Rank, task: DigestTask, parts: Sequence[DigestPart]
-) -> None:
+def _check_question(manifest: Manifest, rank: Rank, task: DigestTask, parts: Sequence[DigestPart]) -> None:
     """Raise SpecError for more than the blocks of the ticket have, before anything is computed."""
     block_bytes = rank_block_bytes(manifest, rank)
     most = sum(len(table.block_ids) * block_bytes.get(name, 0) for name, table in task.tables.items())
