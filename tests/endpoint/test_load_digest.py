@@ -22,8 +22,8 @@ from kvferry.testing.small import small
 from kvferry.transport.memory import Hub, MemoryTransport, placed
 from kvferry.wire.digest import question_to_msgpack
 from kvferry.wire.messages import DigestTask
-from kvferry.wire.ticket import TableDoc
 from kvferry.wire.outline import join_of
+from kvferry.wire.ticket import TableDoc
 
 
 def fetched(pair, **kwargs):

@@ -1,4 +1,4 @@
-"""A liar at an address that a ticket names: ``python liar.py KIND``. It says its port, and floods whoever calls."""
+"""A liar at an address that a ticket names: ``python liar.py KIND``. It says its port, and floods callers."""
 
 import contextlib
 import socket

@@ -1,4 +1,4 @@
-"""TCP connections of a channel: what each keeps of this process's memory, which is muted, and which is closed.
+"""TCP connections of a channel: what each keeps of this process's memory, what is muted, what is closed.
 
 ZeroMQ says neither how much waits for a peer nor how much of a message has arrived; it cannot stop reading
 (see ``NO_BOUND``), and closes no connection that is in order. The kernel says both of its sockets. It drops
@@ -24,9 +24,9 @@ MAX_UNFINISHED_BYTES = 12 << 20
 """What one peer has sent since its last message: more than a message has. An idle peer's heartbeats count,
 too: they reach it after a day or more, and it connects again."""
 MAX_UNTAKEN_BYTES = 1 << 20
-"""What all peers have sent since the last time that all messages were taken. ZeroMQ needs twenty times as much
-memory for short ones. Beyond it, whoever sent more than ``MUTED_BYTES`` is muted until all are taken, and no
-connection is accepted."""
+"""What all peers have sent since the last time that all messages were taken. ZeroMQ needs twenty times as
+much memory for short ones. Beyond it, whoever sent more than ``MUTED_BYTES`` is muted until all are taken,
+and no connection is accepted."""
 MUTED_BYTES = 4 << 10
 MAX_BYTES = 128 << 20
 """Both, of all peers. The peers with the most of it are hung up on."""
@@ -91,7 +91,9 @@ def _mute(one: socket.socket, *, is_muted: bool) -> None:
 class Connections:
     """Connections by the number of ZeroMQ's file descriptor. Belongs to the channel's thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, counts: Counter[str]) -> None:
+        """``counts``: connections that were muted or closed, by why."""
+        self._counts = counts
         self._by_fd: OrderedDict[int, _Connection] = OrderedDict()
         """The one that has been silent for longest is first."""
         self._by_peer: dict[str, int] = {}
@@ -102,8 +104,6 @@ class Connections:
         """Whether all messages were taken since the last look."""
         self._listening: socket.socket | None = None
         self._is_muted = False
-        self.closed: Counter[str] = Counter()
-        """Connections that were closed, by why."""
 
     def __len__(self) -> int:
         return len(self._by_fd)
@@ -198,7 +198,7 @@ class Connections:
         self._num_bytes = sum(each.num_bytes for each in connections if not each.is_closing)
         if self._num_bytes > MAX_BYTES:
             for each in sorted(connections, key=lambda each: each.num_bytes, reverse=True):
-                self._num_bytes -= each.num_bytes * self._close(each, "keeps too much")
+                self._num_bytes -= each.num_bytes * self._close(each, "memory")
                 if self._num_bytes <= MAX_BYTES // 2:
                     break
 
@@ -219,13 +219,14 @@ class Connections:
             for each in connections:
                 if each.num_unfinished > MUTED_BYTES and not each.is_muted:
                     each.is_muted = True
-                    self.closed["muted"] += 1
+                    self._counts["muted"] += 1
                     _mute(each.socket, is_muted=True)
 
     def _close(self, connection: _Connection, why: str) -> bool:
         if connection.is_closing:
             return False
-        self.closed[why] += 1
+        if why:
+            self._counts[why] += 1
         connection.is_closing = True
         if connection.is_muted:
             _mute(connection.socket, is_muted=False)  # else the end would not come through

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 
 MAX_BYTES = 32 << 20
@@ -11,21 +11,25 @@ SMALL_BYTES = 64 << 10
 """A message of this length from a peer that has nothing waiting always has room."""
 MESSAGE_BYTES = 512
 """What a message costs beside its own bytes."""
+MAX_REFUSED_BYTES = 8 << 20
+"""Of messages that had no room, while their peer was connected. A peer that has sent more is hung up on."""
+MAX_REFUSED_PEERS = 4096
 
 
 @dataclass(slots=True)
 class _Queue:
     messages: deque[bytes] = field(default_factory=deque)
     num_bytes: int = 0
-    refused_bytes: int = 0
 
 
 class Inbox:
     """Messages by peer; peers take turns. Counts bytes; every message weighs ``MESSAGE_BYTES`` more.
 
     >>> inbox = Inbox()
-    >>> [inbox.has_room("loud", 20 << 20), inbox.put("loud", b"a"), inbox.put("loud", b"b"), inbox.put("quiet", b"c")]
-    [True, None, None, None]
+    >>> for peer, data in (("loud", b"a"), ("loud", b"b"), ("quiet", b"c")):
+    ...     inbox.put(peer, data)
+    >>> inbox.has_room("loud", 20 << 20), inbox.has_room("third", 1 << 20)
+    (False, True)
     >>> inbox.take(), len(inbox)
     ([('loud', b'a'), ('quiet', b'c'), ('loud', b'b')], 0)
     """
@@ -34,6 +38,8 @@ class Inbox:
         self._queues: OrderedDict[str, _Queue] = OrderedDict()
         """Of those peers that have messages waiting; the first one's turn is next."""
         self._num_bytes = 0
+        self._refused: Counter[str] = Counter()
+        """Bytes of messages that were not taken, by peer."""
 
     def __len__(self) -> int:
         """How many peers have messages waiting."""
@@ -56,13 +62,12 @@ class Inbox:
         queue.num_bytes += weight
         self._num_bytes += weight
 
-    def refuse(self, peer: str, num_bytes: int) -> bool:
-        """Count a message that had no room; whether the peer has sent too many of them to be kept."""
-        queue = self._queues.get(peer)
-        if queue is None:
-            return False
-        queue.refused_bytes += num_bytes + MESSAGE_BYTES
-        return queue.refused_bytes > MAX_BYTES // len(self._queues)
+    def refuse(self, peer: str, num_bytes: int, num_frames: int = 1) -> bool:
+        """Count a message that is not taken; whether the peer has sent too many of them to be kept."""
+        if len(self._refused) > MAX_REFUSED_PEERS:
+            self._refused.clear()
+        self._refused[peer] += num_bytes + num_frames * MESSAGE_BYTES
+        return self._refused[peer] > MAX_REFUSED_BYTES
 
     def take(self, max_bytes: int = 256 << 10) -> list[tuple[str, bytes]]:
         """The next messages, about so many bytes of them and at least one, if any waits."""
@@ -83,6 +88,7 @@ class Inbox:
 
     def forget(self, peer: str) -> None:
         """Drop what a peer has waiting."""
+        del self._refused[peer]
         queue = self._queues.pop(peer, None)
         if queue is not None:
             self._num_bytes -= queue.num_bytes

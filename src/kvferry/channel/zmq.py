@@ -24,7 +24,7 @@ from typing import Any
 from kvferry.channel.connections import Connections
 from kvferry.channel.inbox import Inbox
 from kvferry.errors import ChannelError, MissingPackage
-from kvferry.wire.secret import Secret
+from kvferry.wire.secret import Purpose, Secret
 
 try:
     import zmq
@@ -38,8 +38,8 @@ _MAPPED = re.compile(r"\[::ffff:([0-9.]+)\]")
 MAX_CALLS = 512
 """Addresses that a channel keeps a socket for; the least recently used goes first."""
 SCHEME = "tcp://"
-"""What may be called: an address comes from a ticket. ``inproc`` would reach into this process, ``ipc`` to any
-socket of this host's file system."""
+"""What may be called: an address comes from a ticket. ``inproc`` would reach into this process, ``ipc`` to
+any socket of this host's file system."""
 LINGER_MS = 200
 """How long what was said last may still be sent after hanging up."""
 HIGH_WATER = 1_000
@@ -52,6 +52,8 @@ much faster than they are handled and drops those that the ``Inbox`` has no room
 what comes even faster in the kernel, where ZeroMQ does not notice."""
 SOCKET_BUFFER_BYTES = 512 << 10
 """The kernel's, per connection and direction."""
+AGAIN_SECONDS = 0.02
+"""After how long to try again to listen."""
 TAKE_SECONDS = 0.02
 """How long messages are taken from one socket before others get their turn."""
 HANDSHAKE_MS = 5_000
@@ -110,6 +112,10 @@ class _Call:
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
     port: int
+    server_key: bytes
+    """Empty where there is no secret."""
+    is_greeting: bool = False
+    """Whether it is connected, and neither side has proved that it knows the secret."""
 
     def close(self, linger_ms: int) -> None:
         self.socket.disable_monitor()
@@ -136,7 +142,10 @@ class Channel:
         self._silence_seconds = silence_seconds
         self._changes: list[ContactChange] = []
         """What happened to connections, until the next ``wait``."""
-        self._server_keys = _server_keys(secret) if secret is not None else None
+        self._secret, self._server_keys = secret, _server_keys(secret)
+        self._must_listen = False
+        """Whether the listener was closed, to listen again with another key."""
+        self._listener_number = 0
         self._max_bytes = max_bytes
         self._poller = zmq.Poller()
         self._monitor_numbers = count(1)
@@ -147,11 +156,12 @@ class Channel:
         self._inbox = Inbox()
         self._is_drained = True
         """Whether all messages were taken just now."""
-        self._callers, self._called = Connections(), Connections()
+        self.dropped: Counter[str] = Counter()
+        """Messages that were not sent or taken, and connections that were muted or closed, by why."""
+        self._callers, self._called = Connections(self.dropped), Connections(self.dropped)
         # Not a pair of sockets: one that is full a moment too long loses a call, and a message waits for it.
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._woken, zmq.POLLIN)
-        self.dropped: Counter[str] = Counter()
         self.address = ""
         if listen:
             try:
@@ -167,8 +177,8 @@ class Channel:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.HEARTBEAT_IVL, LISTENER_HEARTBEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, LISTENER_SILENCE_MS)
-        if self._server_keys is not None:
-            socket.curve_secretkey, socket.curve_server = self._server_keys[0], True
+        if self._server_keys:
+            socket.curve_secretkey, socket.curve_server = self._server_keys[0].private, True
         accepting = self._monitor(socket, zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         try:
             socket.bind(listen)
@@ -183,6 +193,7 @@ class Channel:
         for one in (socket, accepting):
             self._poller.register(one, zmq.POLLIN)
         self._listener, self._accepting = socket, accepting
+        self._listener_number += 1
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -220,8 +231,11 @@ class Channel:
     def _answer(self, to: str, data: bytes) -> None:
         if self._listener is None:
             return
-        if self._callers.may_send(to, len(data), time.monotonic()):
-            self._listener.send_multipart([bytes.fromhex(to[1:]), data], zmq.NOBLOCK)
+        number, _, whom = to[1:].partition(".")
+        if number != str(self._listener_number):
+            self.dropped["unsent"] += 1  # its connection is gone
+        elif self._callers.may_send(to, len(data), time.monotonic()):
+            self._listener.send_multipart([bytes.fromhex(whom), data], zmq.NOBLOCK)
         else:
             self.dropped["unread"] += 1
 
@@ -233,11 +247,14 @@ class Channel:
             oldest = next(iter(self._calls))
             self.hang_up(oldest)
             self._changes.append(ContactChange(oldest, Contact.CLOSED))
+        return self._open_call(address, self._server_keys[0].public if self._server_keys else b"")
+
+    def _open_call(self, address: str, server_key: bytes) -> _Call:
         socket = self._socket(zmq.DEALER)
         socket.setsockopt(zmq.HEARTBEAT_IVL, int(self._silence_seconds * 1000 / 3))
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(self._silence_seconds * 2000 / 3))
-        if self._server_keys is not None:
-            socket.curve_serverkey = self._server_keys[1]
+        if server_key:
+            socket.curve_serverkey = server_key
             socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
         monitor: zmq.Socket[bytes] | None = None
         try:
@@ -248,7 +265,7 @@ class Channel:
                 if one is not None:
                     one.close(0)
             raise
-        call = _Call(socket, monitor, int(address.rpartition(":")[2]))
+        call = _Call(socket, monitor, int(address.rpartition(":")[2]), server_key)
         self._poller.register(call.socket, zmq.POLLIN)
         self._poller.register(call.monitor, zmq.POLLIN)
         self._calls[address] = call
@@ -298,17 +315,36 @@ class Channel:
         for address, call in list(self._calls.items()):
             if call.monitor in ready:
                 self._changes += self._news(address, call)
-            if call.socket in ready:
+            if call.socket in ready and self._calls.get(address) is call:
                 self._take_answers(address, call)
         self._look()
+        self._follow_secret()
         received: list[Received | ContactChange] = list(self._changes)
         self._changes.clear()
         if not is_behind:
             received += [Received(peer, data) for peer, data in self._inbox.take()]
         return received
 
+    def _follow_secret(self) -> None:
+        """Listen with another key, if the secret was changed. Calls find out when they are refused."""
+        if self._secret is None:
+            return
+        self._secret.refresh()
+        first = self._server_keys[0]
+        if self._secret.keys(Purpose.CHANNEL) != tuple(keys.seed for keys in self._server_keys):
+            self._server_keys = _server_keys(self._secret)
+        if self._listener is not None and self._server_keys[0] != first:
+            self._stop_listening()
+            self._must_listen = True
+        if self._must_listen:
+            with contextlib.suppress(ChannelError):  # ZeroMQ may still be about to close the old listener
+                self._listen(self.address)
+                self._must_listen = False
+
     def _seconds_to_look(self) -> float:
         now = time.monotonic()
+        if self._must_listen:
+            return AGAIN_SECONDS
         return min(self._callers.seconds_to_look(now), self._called.seconds_to_look(now))
 
     def _look(self) -> None:
@@ -325,9 +361,13 @@ class Channel:
                 yield parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))
 
     def _news(self, address: str, call: _Call) -> list[ContactChange]:
-        changes = []
+        changes: list[ContactChange] = []
         for told in self._told(call.monitor):
             event = zmq.Event(told["event"])
+            if event is zmq.EVENT_DISCONNECTED and call.is_greeting:
+                self._changes += changes
+                return self._call_with_another_key(address, call)
+            call.is_greeting = event is zmq.EVENT_CONNECTED
             if event is zmq.EVENT_CONNECTED:
                 self._called.begin(told["value"], call.port)
                 self._called.introduce(address, told["value"])
@@ -336,6 +376,15 @@ class Channel:
             if event is zmq.EVENT_DISCONNECTED:
                 self._called.end(told["value"])
         return changes
+
+    def _call_with_another_key(self, address: str, call: _Call) -> list[ContactChange]:
+        """The peer may know another secret than the one that it was called with: a fleet changes them."""
+        call.is_greeting = False
+        others = [keys.public for keys in self._server_keys if keys.public != call.server_key]
+        if others:
+            self.hang_up(address)
+            self._open_call(address, others[0])
+        return [ContactChange(address, Contact.BROKEN)]
 
     def _meet_callers(self, accepting: zmq.Socket[bytes]) -> None:
         port = int(self.address.rpartition(":")[2])
@@ -350,7 +399,7 @@ class Channel:
 
     def _hear(self, listener: zmq.Socket[bytes]) -> None:
         for whom, *frames in self._taken(listener):
-            route = "@" + whom.bytes.hex()
+            route = f"@{self._listener_number}.{whom.bytes.hex()}"
             if not self._callers.is_known(route):
                 self._callers.introduce(route, int(frames[0].get(zmq.SRCFD)))
             if not self._callers.is_heard(route):
@@ -376,15 +425,12 @@ class Channel:
 
     def _keep(self, peer: str, frames: list[zmq.Frame]) -> bool:
         """Have a message wait, or drop it; whether to keep the peer."""
-        if len(frames) != 1:
-            self.dropped["frames"] += 1
-            return False  # no engine says that
-        num_bytes = len(frames[0].buffer)
-        if self._inbox.has_room(peer, num_bytes):
+        num_bytes = sum(len(frame.buffer) for frame in frames)
+        if len(frames) == 1 and self._inbox.has_room(peer, num_bytes):
             self._inbox.put(peer, frames[0].bytes)
             return True
-        self.dropped["behind"] += 1
-        return not self._inbox.refuse(peer, num_bytes)
+        self.dropped["behind" if len(frames) == 1 else "frames"] += 1
+        return not self._inbox.refuse(peer, num_bytes, len(frames))
 
     def wake(self) -> None:
         """End a ``wait``, or the next one. From any thread, but not while it is being closed."""
@@ -435,11 +481,27 @@ def _number_callers(listener: zmq.Socket[bytes]) -> None:
     listener.setsockopt(zmq.ROUTER_RAW, 0)
 
 
-def _server_keys(secret: Secret) -> tuple[bytes, bytes]:
-    """The key pair of every listener of the fleet: private, public.
+@dataclass(frozen=True, slots=True)
+class _ServerKeys:
+    """The key pair of every listener of the fleet.
 
     Both halves come from the secret, and neither travels. CURVE lets nobody talk to a listener whose public
     key they do not know, so knowing it is the caller's proof; answering is the listener's.
     """
-    private = z85.encode(secret.key("control channel"))
-    return private, zmq.curve_public(private)
+
+    seed: bytes
+    private: bytes
+    public: bytes
+
+    def __repr__(self) -> str:
+        return "_ServerKeys(…)"
+
+
+def _server_keys(secret: Secret | None) -> tuple[_ServerKeys, ...]:
+    """Those of a secret; the first is listened with."""
+    seeds = secret.keys(Purpose.CHANNEL) if secret is not None else ()
+    privates = [z85.encode(seed) for seed in seeds]
+    return tuple(
+        _ServerKeys(seed, private, zmq.curve_public(private))
+        for seed, private in zip(seeds, privates, strict=True)
+    )

@@ -69,7 +69,7 @@ class ChannelThread:
         self._thread.start()
 
     def send(self, to: str, data: bytes) -> None:
-        """Have a message sent soon; from any thread. An answer is dropped where too many bytes wait already."""
+        """Have a message sent soon; from any thread. Answers are dropped where too much waits."""
         with self._wake_lock:
             is_full = self._outbox_bytes > MAX_OUTBOX_BYTES and self._channel.is_answer(to)
             self._outbox_bytes += 0 if is_full else len(data)

@@ -138,7 +138,7 @@ def answer_digest(
 class DigestService:
     """Takes the digests that an authority asks a source rank for, one at a time, in a worker.
 
-    Tickets take turns: many questions about one delay the others by one digest. A digest ends with its ticket.
+    Tickets take turns: many questions about one delay another by one digest. A digest ends with its ticket.
     """
 
     def __init__(

@@ -91,7 +91,7 @@ class SourceEngine:
                 listen,
             )
         edges, timing = edges or Edges(), timing or Timing()
-        self._clock = edges.clock
+        self._clock, self._trust = edges.clock, trust
         self._released: deque[Released] = deque()
         self._channel = edges.open_channel(listen, trust.secret)
         self._credential = credential or edges.random_bytes(16)
@@ -288,6 +288,7 @@ class SourceEngine:
         self._carry_out(self._authority.tick(now))
         self._is_whole = self._authority.is_whole
         self._offers.refusal = self._authority.overload
+        self._offers.fleet_key = self._trust.ticket_key  # it may have been changed
         deadline, show_at = self._authority.next_deadline(), self._shown_at + SHOW_SECONDS
         if now < show_at:
             return min(deadline, show_at)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from kvferry.errors import SpecError
-from kvferry.wire.secret import Secret
+from kvferry.wire.secret import Purpose, Secret
 
 SET_A_SECRET = "set the same secret on both engines (KVFERRY_SECRET_FILE; `kvferry keygen` makes one)"
 
@@ -43,7 +43,12 @@ class Trust:
     @property
     def ticket_key(self) -> bytes:
         """What tickets are sealed with; empty where there is no secret."""
-        return self.secret.key("ticket seal") if self.secret is not None else b""
+        return self.secret.key(Purpose.TICKETS) if self.secret is not None else b""
+
+    @property
+    def ticket_keys(self) -> tuple[bytes, ...]:
+        """What tickets may be sealed with; none where there is no secret."""
+        return self.secret.keys(Purpose.TICKETS) if self.secret is not None else ()
 
     def check_listen(self, address: str) -> None:
         """Raise unless an engine may listen there."""
