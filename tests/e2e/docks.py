@@ -90,11 +90,11 @@ class Side:
         return "".join([*words, self.prefixes, self.draft])
 
 
-@dataclass
 UCX_OF_ONE_HOST = {UCX_TRANSPORTS: FABRICS["cma"][UCX_TRANSPORTS]}
 """Where an engine exposes its caches to NIXL; nobody else looks at it."""
 
 
+@dataclass
 class Docks:
     """Engines for one test after another: the least recently used ones make room."""
 

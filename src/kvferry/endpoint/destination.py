@@ -57,6 +57,9 @@ POLL_SECONDS = 0.001
 """How often the ends of reads are looked for, where the transport tells of none by itself."""
 MAX_SOURCES_SHOWN = 100
 """Source engines that `kvferry status` shows; it says how many there are."""
+MAX_UNMET_HERE = 16
+"""Engines of this host that are being met at once. Without a secret anybody can make a ticket, and have this
+engine call any port of its loopback."""
 CLOSE_SECONDS = 5.0
 """How long ``close`` waits for meetings and selections that have begun."""
 
@@ -117,7 +120,10 @@ class Destination:
         ask_to_gather(transport, lambda: edges.open_channel("", trust.secret))
         # These are the owner's alone.
         key = edges.random_bytes(32)
-        self._reader = Reader(reader, rank, num_ranks, timing, key=key, digest_every=digest_every)
+        max_unmet = MAX_UNMET_HERE if trust.is_one_host else Reader.MAX_UNMET
+        self._reader = Reader(
+            reader, rank, num_ranks, timing, key=key, digest_every=digest_every, max_unmet=max_unmet
+        )
         self._found: dict[Peer, tuple[SharedPlan, float]] = {}
         """The plans of peers that are being met, and how long each took."""
         self._met: dict[Peer, MetPeer] = {}
@@ -372,7 +378,7 @@ class Destination:
             self._owner.put(partial(self._contact, received))
             return
         message, reply_to = decode_from_authority(received.data), received.reply_to
-        self._owner.put(lambda now: self._reader.receive(now, reply_to, message))
+        self._owner.put(lambda now: self._reader.receive(now, reply_to, message), len(received.data))
 
     def _find(self, find: FindRanks) -> None:
         peer, started = find.peer, self._clock()

@@ -70,6 +70,7 @@ class Reader:
         *,
         key: bytes,
         digest_every: int = 0,
+        max_unmet: int = MAX_UNMET,
     ) -> None:
         if not reader or not 0 <= rank < num_ranks:
             raise SpecError(f"a reader has a name and a rank, got {reader!r}, rank {rank} of {num_ranks}")
@@ -77,6 +78,7 @@ class Reader:
         if len(key) < TOKEN_BYTES:
             raise SpecError(f"a reader's key has {TOKEN_BYTES} bytes or more, got {len(key)}")
         self.reader, self.rank, self.num_ranks, self._key = reader, rank, num_ranks, key
+        self._max_unmet = max_unmet
         self._timing = timing or Timing()
         self._meetings = Meetings(reader, self._timing)
         self._questions = Questions(self._timing)
@@ -156,8 +158,8 @@ class Reader:
         is_new, unmet = peer not in self._meetings, self._meetings.unmet
         if is_new and len(self._meetings) >= self.MAX_PEERS:
             return f"{self.MAX_PEERS} engines are in use"
-        if is_new and len(unmet) >= self.MAX_UNMET:
-            return f"{self.MAX_UNMET} engines are being met for the first time"
+        if is_new and len(unmet) >= self._max_unmet:
+            return f"{self._max_unmet} engines are being met for the first time"
         if sum(self._fetches.num_of(each) for each in unmet) >= self.MAX_WAITING:
             return f"{self.MAX_WAITING} fetches wait for engines that were not met yet"
         return ""

@@ -255,6 +255,8 @@ class DigestTask(msgspec.Struct, frozen=True, tag=True):
     number: int
     tables: dict[str, TableDoc]
     question: bytes
+    ticket_id: int = 0
+    """Tickets take turns, and none is digested after its release."""
 
 
 class DigestResult(msgspec.Struct, frozen=True, tag=True):
