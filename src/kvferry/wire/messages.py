@@ -21,9 +21,9 @@ from kvferry.wire.ticket import TableDoc, Ticket
 PROTOCOL = 5
 """The version of the messages and of what they promise."""
 OLDEST_PROTOCOL = 5
-"""The oldest version that is still spoken. Usually the one before ours, so that engines can be upgraded one by
-one: a new field has a default and may be ignored (fields that are not known are), a new message is sent to
-nobody who has not said that it knows it. Version 4 read through rings that are gone, so 5 is the first.
+"""The oldest version that is still spoken. Usually the one before ours, so that engines can be upgraded one
+by one: a new field has a default and may be ignored (fields that are not known are), a new message is sent
+to nobody who has not said that it knows it. Version 4 read through rings that are gone, so 5 is the first.
 """
 
 
