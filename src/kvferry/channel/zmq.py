@@ -401,7 +401,7 @@ class Channel:
         for whom, *frames in self._taken(listener):
             route = f"@{self._listener_number}.{whom.bytes.hex()}"
             if not self._callers.is_known(route):
-                self._callers.introduce(route, int(frames[0].get(zmq.SRCFD)))
+                self._callers.introduce(route, _fd_of(frames[0]))
             if not self._callers.is_heard(route):
                 self.dropped["gone"] += 1
             elif not self._keep(route, frames):
@@ -467,6 +467,14 @@ class Channel:
             os.close(self._woken)
             self._woken = -1
         self._context.term()
+
+
+def _fd_of(frame: zmq.Frame) -> int:
+    """The connection that a message came by; -1 for a peer whose ZMTP is older than version 3."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1
 
 
 def _number_callers(listener: zmq.Socket[bytes]) -> None:
