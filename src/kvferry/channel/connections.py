@@ -89,8 +89,8 @@ def _mute(one: socket.socket, *, is_muted: bool) -> None:
         one.setsockopt(socket.SOL_SOCKET, option, filters)
 
 
-class Connections:
-    """Connections by the number of ZeroMQ's file descriptor. Belongs to the channel's thread."""
+class TcpConnections:
+    """TcpConnections by the number of ZeroMQ's file descriptor. Belongs to the channel's thread."""
 
     def __init__(self, counts: Counter[str]) -> None:
         """``counts``: connections that were muted or closed, by why."""
@@ -112,7 +112,7 @@ class Connections:
         return len(self._by_fd)
 
     def listen(self, fd: int) -> None:
-        """Connections are accepted by a socket of ZeroMQ's."""
+        """TcpConnections are accepted by a socket of ZeroMQ's."""
         self._listening = socket.socket(fileno=os.dup(fd))
 
     def begin(self, fd: int, port: int) -> None:
