@@ -125,7 +125,7 @@ def test_no_caller_chooses_its_routing_id():
         def call(identity: bytes = b"") -> bytes:
             caller = stack.enter_context(closing(zmtp.connected(address, identity)))
             caller.sendall(zmtp.frame(b"?"))
-            return bytes.fromhex(zmtp.heard(caller).decode()[1:-1])
+            return bytes.fromhex(zmtp.heard(caller).decode()[1:-1].partition(".")[2])
 
         first = call()
         following = [

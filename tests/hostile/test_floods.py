@@ -4,6 +4,7 @@ The numbers of each attack on the code before these bounds stand beside it.
 """
 
 import contextlib
+import socket
 import threading
 import time
 
@@ -179,3 +180,15 @@ def test_many_messages_that_do_not_end(victim_of, stranger_at):
         grown = victim.state()["peak"] - victim.before["peak"]
     print(f"100 messages of 8 MiB that do not end: {grown} MiB")
     assert grown < 300
+
+
+def test_messages_of_an_old_zmtp_end_nothing(victim_of, stranger_at):
+    """They say nothing of their connection."""
+    victim = victim_of()
+    host, _, port = victim.address.removeprefix("tcp://").rpartition(":")
+    with socket.create_connection((host, int(port))) as caller:
+        caller.sendall(b"\x01\x00" + b"\x02\x00?" * 1000)
+        time.sleep(0.5)
+    stranger_at(victim.address).ask(HELLO, Welcome)
+    state = victim.state()
+    assert set(state["refused"]) == {"SpecError"}

@@ -30,6 +30,7 @@ and no connection is accepted."""
 MUTED_BYTES = 4 << 10
 MAX_BYTES = 128 << 20
 """Both, of all peers. The peers with the most of it are hung up on."""
+MAX_SHUT = 4096
 SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
 LOOK_SECONDS = 0.05
 SECONDS_PER_CONNECTION = 5e-5
@@ -88,8 +89,8 @@ def _mute(one: socket.socket, *, is_muted: bool) -> None:
         one.setsockopt(socket.SOL_SOCKET, option, filters)
 
 
-class Connections:
-    """Connections by the number of ZeroMQ's file descriptor. Belongs to the channel's thread."""
+class TcpConnections:
+    """TcpConnections by the number of ZeroMQ's file descriptor. Belongs to the channel's thread."""
 
     def __init__(self, counts: Counter[str]) -> None:
         """``counts``: connections that were muted or closed, by why."""
@@ -100,6 +101,8 @@ class Connections:
         self._next_look = 0.0
         self._num_bytes = 0
         """What all of them keep, at most."""
+        self._shut: set[str] = set()
+        """Peers that we hung up on. What they sent before may still be taken from ZeroMQ."""
         self.is_drained = True
         """Whether all messages were taken since the last look."""
         self._listening: socket.socket | None = None
@@ -109,7 +112,7 @@ class Connections:
         return len(self._by_fd)
 
     def listen(self, fd: int) -> None:
-        """Connections are accepted by a socket of ZeroMQ's."""
+        """TcpConnections are accepted by a socket of ZeroMQ's."""
         self._listening = socket.socket(fileno=os.dup(fd))
 
     def begin(self, fd: int, port: int) -> None:
@@ -148,14 +151,12 @@ class Connections:
         return peer in self._by_peer
 
     def is_heard(self, peer: str) -> bool:
-        """Note that a message of a peer has arrived; whether its connection is still one of ours."""
+        """Note that a message of a peer has arrived; whether it is taken: not after we have hung up."""
         fd = self._by_peer.get(peer)
-        if fd is None:
-            return False
-        self._by_fd.move_to_end(fd)
-        connection = self._by_fd[fd]
-        connection.has_spoken = True
-        return not connection.is_closing
+        if fd is not None:
+            self._by_fd.move_to_end(fd)
+            self._by_fd[fd].has_spoken = True
+        return peer not in self._shut
 
     def may_send(self, peer: str, num_bytes: int, now: float) -> bool:
         """Whether a message of that length may wait for a peer; if so, it counts as handed over."""
@@ -174,7 +175,8 @@ class Connections:
         return True
 
     def hang_up(self, peer: str, why: str) -> None:
-        """Close a connection."""
+        """Close a connection, and take no message of it any more."""
+        self._shut_out(peer)
         connection = self._by_fd.get(self._by_peer.get(peer, -1))
         if connection is not None:
             self._close(connection, why)
@@ -212,7 +214,7 @@ class Connections:
                         _mute(each.socket, is_muted=False)
                 if self._listening is not None:
                     _mute(self._listening, is_muted=False)
-        elif sum(each.num_unfinished for each in connections if each.has_spoken) > MAX_UNTAKEN_BYTES:
+        elif sum(each.num_unfinished for each in connections) > MAX_UNTAKEN_BYTES:
             if self._listening is not None and not self._is_muted:
                 _mute(self._listening, is_muted=True)
             self._is_muted = True
@@ -222,12 +224,18 @@ class Connections:
                     self._counts["muted"] += 1
                     _mute(each.socket, is_muted=True)
 
+    def _shut_out(self, peer: str) -> None:
+        if len(self._shut) > MAX_SHUT:
+            self._shut.clear()
+        self._shut.add(peer)
+
     def _close(self, connection: _Connection, why: str) -> bool:
         if connection.is_closing:
             return False
         if why:
             self._counts[why] += 1
         connection.is_closing = True
+        self._shut_out(connection.peer)
         if connection.is_muted:
             _mute(connection.socket, is_muted=False)  # else the end would not come through
         with contextlib.suppress(OSError):

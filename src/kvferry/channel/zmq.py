@@ -21,7 +21,7 @@ from enum import StrEnum
 from itertools import count
 from typing import Any
 
-from kvferry.channel.connections import Connections
+from kvferry.channel.connections import TcpConnections
 from kvferry.channel.inbox import Inbox
 from kvferry.errors import ChannelError, MissingPackage
 from kvferry.wire.secret import Purpose, Secret
@@ -48,7 +48,7 @@ NO_BOUND = 0
 """For what arrives. A queue that is full stops ZeroMQ's reading, and a connection that breaks or falls silent
 while it is stopped ends the *process*, as of libzmq 4.3.5 (``Assertion failed: _input_stopped``, or
 ``!_io_error``). So does a caller that takes over the name of another. ``wait`` takes messages from ZeroMQ
-much faster than they are handled and drops those that the ``Inbox`` has no room for; ``Connections`` stops
+much faster than they are handled and drops those that the ``Inbox`` has no room for; ``TcpConnections`` stops
 what comes even faster in the kernel, where ZeroMQ does not notice."""
 SOCKET_BUFFER_BYTES = 512 << 10
 """The kernel's, per connection and direction."""
@@ -158,7 +158,7 @@ class Channel:
         """Whether all messages were taken just now."""
         self.dropped: Counter[str] = Counter()
         """Messages that were not sent or taken, and connections that were muted or closed, by why."""
-        self._callers, self._called = Connections(self.dropped), Connections(self.dropped)
+        self._callers, self._called = TcpConnections(self.dropped), TcpConnections(self.dropped)
         # Not a pair of sockets: one that is full a moment too long loses a call, and a message waits for it.
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._woken, zmq.POLLIN)
@@ -401,7 +401,7 @@ class Channel:
         for whom, *frames in self._taken(listener):
             route = f"@{self._listener_number}.{whom.bytes.hex()}"
             if not self._callers.is_known(route):
-                self._callers.introduce(route, int(frames[0].get(zmq.SRCFD)))
+                self._callers.introduce(route, _fd_of(frames[0]))
             if not self._callers.is_heard(route):
                 self.dropped["gone"] += 1
             elif not self._keep(route, frames):
@@ -467,6 +467,14 @@ class Channel:
             os.close(self._woken)
             self._woken = -1
         self._context.term()
+
+
+def _fd_of(frame: zmq.Frame) -> int:
+    """The connection that a message came by; -1 for a peer whose ZMTP is older than version 3."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1
 
 
 def _number_callers(listener: zmq.Socket[bytes]) -> None:

@@ -107,9 +107,7 @@ class ChannelThread:
     def _run(self, receive: Receive, is_behind: Callable[[], bool], turn: Turn) -> None:
         seconds = 0.0
         while not self._is_closing:
-            behind = is_behind()
-            most = BEHIND_SECONDS if behind else WAIT_SECONDS
-            for received in self._channel.wait(0.0 if self._outbox else min(most, seconds), is_behind=behind):
+            for received in self._taken(seconds, is_behind=is_behind()):
                 self._guarded(lambda received=received: receive(received))  # type: ignore[misc]
             seconds = self._take(turn)
             self._flush()
@@ -119,6 +117,15 @@ class ChannelThread:
         self._flush()
         with self._wake_lock:
             self._channel.close()
+
+    def _taken(self, seconds: float, *, is_behind: bool) -> list[Received | ContactChange]:
+        most = BEHIND_SECONDS if is_behind else WAIT_SECONDS
+        try:
+            return self._channel.wait(0.0 if self._outbox else min(most, seconds), is_behind=is_behind)
+        except Exception:  # this thread serves everybody
+            self._refuse("unexpected")
+            log.exception("the control channel goes on after an unexpected error")
+            return []
 
     @staticmethod
     def _take(turn: Turn) -> float:

@@ -57,9 +57,6 @@ POLL_SECONDS = 0.001
 """How often the ends of reads are looked for, where the transport tells of none by itself."""
 MAX_SOURCES_SHOWN = 100
 """Source engines that `kvferry status` shows; it says how many there are."""
-MAX_UNMET_HERE = 16
-"""Engines of this host that are being met at once. Without a secret anybody can make a ticket, and have this
-engine call any port of its loopback."""
 CLOSE_SECONDS = 5.0
 """How long ``close`` waits for meetings and selections that have begun."""
 
@@ -120,10 +117,9 @@ class Destination:
         ask_to_gather(transport, lambda: edges.open_channel("", trust.secret))
         # These are the owner's alone.
         key = edges.random_bytes(32)
-        max_unmet = MAX_UNMET_HERE if trust.is_one_host else Reader.MAX_UNMET
-        self._reader = Reader(
-            reader, rank, num_ranks, timing, key=key, digest_every=digest_every, max_unmet=max_unmet
-        )
+        unmet = Reader.MAX_UNMET_HERE if trust.is_one_host else Reader.MAX_UNMET
+        limits = {"digest_every": digest_every, "max_unmet": unmet}
+        self._reader = Reader(reader, rank, num_ranks, timing, key=key, **limits)
         self._found: dict[Peer, tuple[SharedPlan, float]] = {}
         """The plans of peers that are being met, and how long each took."""
         self._met: dict[Peer, MetPeer] = {}

@@ -58,6 +58,8 @@ class Reader:
     MAX_UNMET = 256
     """Peers that are being met at once: to a rank that has just started, every engine of a fleet is new.
     Tickets may name any number of engines that nobody has ever seen."""
+    MAX_UNMET_HERE = 16
+    """The same, without a secret: anybody can make tickets that name ports of this host."""
     MAX_WAITING = 4096
     """Fetches that wait for such peers. Those of peers that were met are not concerned."""
 
