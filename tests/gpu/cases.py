@@ -87,7 +87,9 @@ class Feature:
 
 
 PREFIX, DENSE = "prefix", "dense"
-GATHERED = {"KVFERRY_PACKED_READS": "require"}
+SENT = {"KVFERRY_WAY": "packed"}
+SECRET = {"KVFERRY_SECRET": "R4tJm3k1Zz0c9Xw7QpVbS5uYhE2dNfLg", "VLLM_HOST_IP": "127.0.0.2"}
+"""With a secret an engine listens at the address of its host, and what it sends is sealed."""
 FEATURES = {
     PREFIX: Feature({"enable_prefix_caching": True}, is_a_gpus=False),
     DENSE: Feature({"enable_prefix_caching": True, "prefix_cache_retention_interval": None}, is_a_gpus=False),
@@ -96,13 +98,12 @@ FEATURES = {
     "runner1": Feature(env={"VLLM_USE_V2_MODEL_RUNNER": "0"}),
     "runner2": Feature(env={"VLLM_USE_V2_MODEL_RUNNER": "1"}),
     "conv-ds": Feature(env={"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}, is_a_gpus=False),
-    "gathered": Feature(env=GATHERED, is_a_gpus=False),
-    "staged": Feature(env=GATHERED | {"KVFERRY_RING_MEMORY": "host", "KVFERRY_EXPOSE": "staging"}),
-    "streamed": Feature(env=GATHERED | {"KVFERRY_EXPOSE": "nothing"}, is_a_gpus=False),
+    "sent": Feature(env=SENT, is_a_gpus=False),
+    "sealed": Feature(env=SENT | SECRET, is_a_gpus=False),
 }
 """Prefix caching, and the same with every block of a window kept; a step that is scheduled while the last one
 runs; vLLM's two model runners; the order of dimensions and steps in the state of a convolution; and workers
-that gather: through rings, through rings in host memory, over streams."""
+that send what others read: as it is, and sealed."""
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 NOT_ON_CPU = {
     "kimi_linear": "vLLM has no kernels for KDA on a CPU",
@@ -359,7 +360,7 @@ def _pairs() -> Iterator[PairCase]:
     yield _pair("gemma3", Setting(features=(PREFIX, "async")))
     yield PairCase("nemotron_h", Setting(features=("async",)), Setting(features=("async",)))
     # Workers that gather for their readers.
-    for feature in ("gathered", "staged", "streamed"):
+    for feature in ("sent", "sealed"):
         yield _pair("llama", Setting(features=(feature,)), WIDER)
         yield PairCase("nemotron_h", Setting(features=(feature,)), Setting(features=(feature,)))
     # Drafts: of the same kind, and of another (mixed regions).
