@@ -81,9 +81,9 @@ MANY_COLLABORATORS = {
     "kvferry.runtime.reader": "one machine, whose parts are machines already",
     "kvferry.transport.agent_thread": "a thread: its queue, its agent, its peers and what it has posted",
     "kvferry.transport.nixl": "an edge: it puts the ways together",
-    "kvferry.transport.stream_reader": "one thread: reads, the streams that they come over, and their scattering",
+    "kvferry.transport.stream_reader": "one thread: reads, their streams, and their scattering",
 }
-"""Modules that import more of ours, and why: a file follows an idea, however long it is, and knows few others."""
+"""Modules that import more of ours, and why: a file follows an idea, and knows few others."""
 
 LARGE_OBJECTS = {
     "ActiveFetches": "one machine: fetches by three keys, and the machines that each of them waits for",
