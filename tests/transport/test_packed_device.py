@@ -93,7 +93,7 @@ def test_what_is_not_exposed_is_not_mapped_and_the_rank_sends_it(source):
             with closing(AskingTransport(way=way)) as transport:
                 transport.register(holder.regions)
                 if way is WayChoice.MAPPED:
-                    with pytest.raises(TransportError, match="not-mapped"):
+                    with pytest.raises(TransportError, match="no-export"):
                         transport.connect("src", hidden.card, hidden.regions)
                     continue
                 connected = transport.connect("src", hidden.card, hidden.regions)

@@ -74,7 +74,7 @@ class Export:
     def from_bytes(cls, data: bytes) -> Export:
         """From a card; raises TransportError on anything else."""
         if not data:
-            detail = "it offers none: its mapped reads are off, or some of its memory is the host's"
+            detail = "it offers none: it exposes none, or some of its memory is the host's"
             raise TransportError("no-export", detail)
         try:
             if len(data) > MAX_EXPORT_BYTES:
