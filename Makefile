@@ -35,7 +35,7 @@ help: ## show this list
 
 env: $(READY) ## create or update .venv (every other verb does it when needed)
 
-demo: $(READY) ## move caches between two engines of processes, over NIXL, and check every cell
+demo: $(READY) ## move caches between two engines of processes, and check every cell
 	@$(BIN)/kvferry demo
 
 # The core and what stands on it alone: no process is started, no heavy dependency is loaded.
