@@ -26,7 +26,7 @@ HELP = "\n\n".join(
                 "  direct        kvferry's transport over NIXL: list made, posted, ended",
                 "  mapped        kvferry's copy kernel over the source's device memory",
                 "  packed        the source gathers and sends over TCP, kvferry scatters",
-                "  fetch         kvferry's whole fetch by the best way, ticket held and peer met",
+                "  fetch         kvferry's whole fetch, by the best way, ticket held",
                 "  nixl          NIXL alone, given the same list of runs",
                 "  nixl-one-run  NIXL alone, as many bytes in one run",
                 "  copy          a plain copy of as many bytes within the reader",
