@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from kvferry.transport.ucx import FABRICS
 from tests.e2e.devices import Device
 
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -87,7 +88,7 @@ class Feature:
 
 
 PREFIX, DENSE = "prefix", "dense"
-GATHERED = {"KVFERRY_PACKED_READS": "require"}
+PACKED = {"KVFERRY_WAY": "packed"}
 FEATURES = {
     PREFIX: Feature({"enable_prefix_caching": True}, is_a_gpus=False),
     DENSE: Feature({"enable_prefix_caching": True, "prefix_cache_retention_interval": None}, is_a_gpus=False),
@@ -96,13 +97,13 @@ FEATURES = {
     "runner1": Feature(env={"VLLM_USE_V2_MODEL_RUNNER": "0"}),
     "runner2": Feature(env={"VLLM_USE_V2_MODEL_RUNNER": "1"}),
     "conv-ds": Feature(env={"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}, is_a_gpus=False),
-    "gathered": Feature(env=GATHERED, is_a_gpus=False),
-    "staged": Feature(env=GATHERED | {"KVFERRY_RING_MEMORY": "host", "KVFERRY_EXPOSE": "staging"}),
-    "streamed": Feature(env=GATHERED | {"KVFERRY_EXPOSE": "nothing"}, is_a_gpus=False),
+    "packed": Feature(env=PACKED, is_a_gpus=False),
+    "streamed": Feature(env=PACKED | {"KVFERRY_EXPOSE": "nothing"}, is_a_gpus=False),
+    "direct": Feature(env=FABRICS["cma"], is_a_gpus=False),
 }
 """Prefix caching, and the same with every block of a window kept; a step that is scheduled while the last one
-runs; vLLM's two model runners; the order of dimensions and steps in the state of a convolution; and workers
-that gather: through rings, through rings in host memory, over streams."""
+runs; vLLM's two model runners; the order of dimensions and steps in the state of a convolution; and how bytes
+are read: packed, packed with nothing exposed, directly by NIXL."""
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 NOT_ON_CPU = {
     "kimi_linear": "vLLM has no kernels for KDA on a CPU",
@@ -358,8 +359,8 @@ def _pairs() -> Iterator[PairCase]:
         yield _pair("llama", Setting(features=(feature,)), WIDER)
     yield _pair("gemma3", Setting(features=(PREFIX, "async")))
     yield PairCase("nemotron_h", Setting(features=("async",)), Setting(features=("async",)))
-    # Workers that gather for their readers.
-    for feature in ("gathered", "staged", "streamed"):
+    # Packed and direct reads, where mapped ones are usual.
+    for feature in ("packed", "streamed", "direct"):
         yield _pair("llama", Setting(features=(feature,)), WIDER)
         yield PairCase("nemotron_h", Setting(features=(feature,)), Setting(features=(feature,)))
     # Drafts: of the same kind, and of another (mixed regions).
