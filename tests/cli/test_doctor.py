@@ -151,7 +151,7 @@ AUTO = {name: value for name, value in DIRECT.items() if name != "KVFERRY_WAY"}
 def test_direct_reads_and_what_they_open():
     if not has_cma():
         pytest.skip("processes of this host cannot read each other's memory")
-    examined = examine(**AUTO)
+    examined = examine(before=(), **AUTO)
     assert examined.code == 0
     assert (examined.host["way"], examined.host["carrier"]) == ("direct", "cma/memory")
     software = examined.report["software"]
