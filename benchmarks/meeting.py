@@ -28,7 +28,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvferry import Manifest, lower, plan, prove
+from kvferry import Identity, Manifest, lower, plan, prove
 from kvferry.core.outline import Outline
 from kvferry.endpoint import Destination, SourceEngine
 from kvferry.models import Topology, describe, model_named
@@ -66,7 +66,7 @@ def placed(manifest: Manifest, first: int = 1 << 32) -> Manifest:
             regions.append(replace(region, address=first))
             first += region.num_bytes
         ranks.append(replace(rank, regions=tuple(regions)))
-    return replace(manifest, ranks=tuple(ranks))
+    return replace(manifest, ranks=tuple(ranks), identity=Identity.of({"weights": "none: nobody reads"}))
 
 
 def joins_of(manifest: Manifest, hub: Hub) -> list[Join]:

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from kvferry import Runs
-from kvferry.endpoint.secret_source import SECRET, secret_from_environment
+from kvferry.endpoint.secret_source import SECRET
 from kvferry.testing.packed import AskingTransport
 from kvferry.testing.sources import LISTEN, Holder, Source, serving
 from kvferry.transport.settings import EXPOSE_SETTING, WAY_SETTING, Expose, WayChoice
@@ -61,7 +61,8 @@ def connected(env: Mapping[str, str], holder: Holder, source: Source) -> AskingT
     """A reader with these settings."""
     way, expose = WayChoice.from_environment(env), Expose.from_environment(env)
     transport = AskingTransport(way=way, expose=expose)
-    transport.secret = secret_from_environment(env)
+    os.environ.pop(SECRET, None)
+    os.environ |= {SECRET: env[SECRET]} if SECRET in env else {}
     transport.register(holder.regions)
     transport.connect("src", source.card, source.regions)
     return transport
@@ -104,6 +105,7 @@ def compare(over: str, host: Any = None) -> None:
         readers: dict[str, AskingTransport] = {}
         for name, env in columns(over).items():
             os.environ |= {key: value for key, value in env.items() if key.startswith("UCX_")}
+            os.environ.pop(SECRET, None)
             served = stack.enter_context(
                 serving(1, [POOL_BYTES], device, env | listen, enter=host and host.enter)
             )

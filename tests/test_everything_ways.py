@@ -158,22 +158,15 @@ def within_memory() -> Iterator[Track]:
 
 needs_gpu = pytest.mark.skipif(not has_cuda(), reason="no CUDA device: nothing can be mapped")
 
+CMA = FABRICS["cma"]
+TEAM = replace(UcxSettings.from_environment(CMA), num_agents=3)
 WAYS = {
     "memory": within_memory,
-    "direct": partial(between_processes, "cpu", {}, Way.DIRECT),
-    "direct, by a team": partial(
-        between_processes, "cpu", {}, Way.DIRECT, settings=replace(UcxSettings(), num_agents=3)
-    ),
-    "emulated": partial(between_processes, "cpu", FABRICS["tcp"], Way.EMULATED),
-    "packed": partial(
-        between_processes,
-        "cpu",
-        {"KVFERRY_PACKED_READS": "require"},
-        Way.PACKED,
-        kind="testing.packed:AskingTransport",
-    ),
+    "direct": partial(between_processes, "cpu", CMA, Way.DIRECT),
+    "direct, by a team": partial(between_processes, "cpu", CMA, Way.DIRECT, settings=TEAM),
+    "packed": partial(between_processes, "cpu", {}, Way.PACKED, kind="testing.packed:AskingTransport"),
     "mapped": partial(between_processes, "cuda:0", {}, Way.MAPPED),
-    "direct, on a device": partial(between_processes, "cuda:0", {"KVFERRY_MAPPED_READS": "off"}, Way.DIRECT),
+    "direct, on a device": partial(between_processes, "cuda:0", CMA, Way.DIRECT),
 }
 
 

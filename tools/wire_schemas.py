@@ -2,7 +2,7 @@
 
 A structure that changes without its version would be read wrongly, or not at all, by a peer of yesterday.
 tests/wire/test_schemas.py fails then. Raise the version (``PROTOCOL`` in wire/messages.py, ``VERSION`` in
-core/manifest.py, ``CARD_MAGIC`` in transport/cards.py) and run
+core/manifest.py, ``MAGIC`` in transport/cards.py) and run
 
     python tools/wire_schemas.py
 
@@ -59,11 +59,11 @@ def schema_of(types: Iterable[Any]) -> list[Any]:
 
 def current() -> dict[str, Any]:
     """File name -> what is said today, under the version of today."""
-    layout = {"seal": cards.SEAL.format, "head": cards.CARD.format}
+    layout = {"seal": cards.SEAL.format, "head": cards.LENGTHS.format}
     return {
         f"messages-{PROTOCOL}": schema_of([ToAuthority, FromAuthority, Ticket, ToRank, FromRank, Permit]),
         f"documents-{VERSION}": schema_of([ManifestDoc, SelectionDoc]),
-        f"card-{cards.CARD_MAGIC.decode()}": layout,
+        f"card-{cards.MAGIC.decode()}": layout,
     }
 
 

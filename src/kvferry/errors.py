@@ -35,7 +35,7 @@ class Code(StrEnum):
     IDENTITY_DIFFERS = "identity-differs"
     """The two engines do not run the same model: a part of its identity has two values."""
     IDENTITY_UNKNOWN = "identity-unknown"
-    """A part of a model's identity is not known, and the destination requires all of them."""
+    """A part of a model's identity is not known, and one of the engines does not accept that."""
     MISSING_STATE = "missing-state"
     """The destination needs a state that no rank of the source engine has."""
     STATE_DIFFERS = "state-differs"
@@ -193,6 +193,7 @@ class MissingPackage(KVFerryError, ImportError):
 
     EXTRAS: ClassVar[dict[str, tuple[str, str]]] = {
         "aiohttp": ("aiohttp", "proxy"),
+        "cryptography": ("cryptography", "engine"),
         "hypothesis": ("hypothesis", "testing"),
         "jinja2": ("jinja2", "html"),
         "matplotlib": ("matplotlib", "plot"),

@@ -21,6 +21,11 @@ def write(path: Path, tensors: Tensors, *, metadata: dict | None = None, padding
     return path
 
 
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
 @pytest.fixture
 def tensors() -> Tensors:
     """A small model of three layers: each tensor has bytes of its own."""

@@ -35,5 +35,14 @@ def test_an_adapter_that_cannot_be_read_is_refused_with_its_folder(tmp_path, ten
     with pytest.raises(SpecError, match="poems"):
         adapter_digest(tmp_path / "poems")
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(SpecError, match="no safetensors files"):
+    with pytest.raises(SpecError, match=r"has none of adapter_model\.safetensors, adapter_model\.bin"):
         adapter_digest(tmp_path)
+
+
+def test_an_adapter_may_be_a_bin_file(tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps(CONFIG))
+    found = []
+    for data in (b"one", b"two"):
+        (tmp_path / "adapter_model.bin").write_bytes(data)
+        found.append(adapter_digest(tmp_path))
+    assert found[0] != found[1]

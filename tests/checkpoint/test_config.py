@@ -50,6 +50,12 @@ def test_what_counts_is_kept_as_text():
         ("quantization_config", {"quant_method": "awq", "weight_block_size": [128, 128]}),
         ("quantization_config", None),
         ("anything_new", 3),
+        ("top_k", 2),
+        ("tie_word_embeddings", True),
+        ("router", {"top_k": 2}),
+        ("router", {"temperature": 0.7}),
+        ("text_config", {"model_type": "llama", "dtype": "float32"}),
+        ("mlp", {"dtype": "float32"}),
     ],
 )
 def test_any_other_value_is_another_model(key, value):
@@ -67,6 +73,7 @@ def test_any_other_value_is_another_model(key, value):
         ("eos_token_id", [2, 3]),
         ("new_and_off", False),
         ("new_and_empty", {}),
+        ("router", {"_name_or_path": "/elsewhere"}),
     ],
 )
 def test_what_cannot_shape_a_number_does_not_count(key, value):
@@ -76,6 +83,20 @@ def test_what_cannot_shape_a_number_does_not_count(key, value):
 def test_one_meaning_has_one_text():
     theirs = {**LLAMA, "rope_parameters": {"factor": 8, "rope_type": "llama3", "rope_theta": 500000}}
     assert config_values(theirs) == config_values(LLAMA)
+
+
+def test_a_part_that_is_a_model_has_defaults_for_sampling_too():
+    part = {"model_type": "llama", "hidden_size": 64}
+    more = {"use_cache": True, "temperature": 0.7, "pad_token_id": 3}
+    assert config_values({"text_config": part | more}) == config_values({"text_config": part})
+
+
+def test_a_dtype_has_one_name_and_one_text():
+    found = [
+        config_values({"text_config": part})
+        for part in ({"torch_dtype": "torch.bfloat16"}, {"dtype": "bfloat16"})
+    ]
+    assert found == [{"text_config.dtype": "bfloat16"}] * 2
 
 
 def test_long_and_many_values_become_digests():

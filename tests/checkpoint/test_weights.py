@@ -1,14 +1,20 @@
-"""RB-9: the same weights are the same wherever they are, and any others are others."""
+"""RB-9: the same files are the same weights wherever they are, and any others are others."""
 
-import json
+import hashlib
+import logging
+import os
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvferry import SpecError
-from kvferry.checkpoint import weights_values
-from kvferry.checkpoint.weights import MAX_READS, READ_BYTES, StoredTensor, _chosen, stored_tensors
+from kvferry.checkpoint import kept_digests, weights, weights_values
+from kvferry.checkpoint.kept_digests import FileState, keep
 from tests.checkpoint.conftest import write
 
 
@@ -26,153 +32,261 @@ def values(folder, tensors, num_files=1, **options):
     return weights_values(files)
 
 
-def test_the_same_weights_in_two_folders_and_other_files_are_the_same(tmp_path, tensors):
-    """RB-9: not file names, not paths, not the way in which tensors are spread over files."""
+def test_the_same_files_in_two_folders_are_the_same_weights(tmp_path, tensors):
+    """RB-9: not names, not paths, not the order in which files are listed."""
+    one = values(tmp_path / "a", tensors, num_files=3)
+    assert one == values(tmp_path / "b", tensors, num_files=3)
+    files = sorted((tmp_path / "b").iterdir(), reverse=True)
+    files[0] = files[0].rename(files[0].with_name("renamed.safetensors"))
+    assert one == weights_values(files)
+    num_bytes = sum(path.stat().st_size for path in files)
+    assert one["weights.files"] == f"3 files, {num_bytes:,} bytes"
+
+
+def test_the_same_tensors_in_other_files_count_as_others(tmp_path, tensors):
+    one, split = values(tmp_path / "a", tensors), values(tmp_path / "b", tensors, num_files=4)
+    assert one["weights.files"] != split["weights.files"]
+    assert one["weights.content"] != split["weights.content"]
+
+
+@pytest.mark.parametrize("num_rows", [1, 200])
+def test_no_row_of_a_large_embedding_can_hide(tmp_path, num_rows):
+    """RB-9: a fine-tune of some rows of a large embedding is another model."""
+    rng = np.random.default_rng(0)
+    tensors = {"model.embed_tokens.weight": rng.standard_normal((20_000, 64)).astype(np.float32)}
     one = values(tmp_path / "a", tensors)
-    assert one == values(tmp_path / "b", tensors, num_files=4)
-    assert one == values(
-        tmp_path / "c", dict(reversed(tensors.items())), metadata={"format": "pt"}, padding=9
-    )
-    assert set(one) == {"weights.tensors", "weights.content", "weights.embeddings"}
-
-
-def changes():
-    def other_bytes(tensors):
-        tensors["model.layers.1.mlp.weight"] += 1e-6
-
-    def other_bytes_of_a_small_tensor(tensors):
-        tensors["model.layers.2.norm.weight"][95] = 7
-
-    def swapped(tensors):
-        a, b = "model.layers.0.q_proj.weight", "model.layers.1.q_proj.weight"
-        tensors[a], tensors[b] = tensors[b], tensors[a]
-
-    return [other_bytes, other_bytes_of_a_small_tensor, swapped]
-
-
-@pytest.mark.parametrize("change", changes(), ids=lambda change: change.__name__)
-def test_other_weights_of_equal_shapes_are_others(tmp_path, tensors, change):
-    """RB-9: a fine-tuned model, in one tensor only."""
-    one = values(tmp_path / "a", tensors)
-    change(tensors)
+    tensors["model.embed_tokens.weight"][7_000 : 7_000 + num_rows] += 0.5
     other = values(tmp_path / "b", tensors)
-    assert one["weights.tensors"] == other["weights.tensors"]
+    assert one["weights.files"] == other["weights.files"]
     assert one["weights.content"] != other["weights.content"]
 
 
-def reshaped(tensors):
-    tensors["model.layers.0.mlp.weight"] = tensors["model.layers.0.mlp.weight"].reshape(96, 64)
+def test_weights_need_not_be_in_safetensors_files(tmp_path):
+    one, other = (tmp_path / f"{name}.bin" for name in "ab")
+    one.write_bytes(b"\x80\x02pickled")
+    other.write_bytes(b"\x80\x02Pickled")
+    assert weights_values([one])["weights.content"] != weights_values([other])["weights.content"]
 
 
-def renamed(tensors):
-    tensors["model.layers.9.mlp.weight"] = tensors.pop("model.layers.0.mlp.weight")
+def test_no_files_are_no_weights(tmp_path):
+    with pytest.raises(SpecError, match="no files with weights"):
+        weights_values([])
+    with pytest.raises(FileNotFoundError):
+        weights_values([tmp_path / "gone.safetensors"])
 
 
-def one_less(tensors):
-    del tensors["model.layers.0.mlp.weight"]
+def test_a_file_that_is_written_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(b"a")
 
+    def writing(file, name):
+        path.write_bytes(b"ab")
+        return hashlib.new(name, b"a")
 
-@pytest.mark.parametrize("change", [reshaped, renamed, one_less])
-def test_other_names_and_shapes_are_seen_by_themselves(tmp_path, tensors, change):
-    one = values(tmp_path / "a", tensors)
-    change(tensors)
-    assert one["weights.tensors"] != values(tmp_path / "b", tensors)["weights.tensors"]
-
-
-def test_tied_embeddings_that_are_written_twice_are_the_same_weights(tmp_path, tensors):
-    separate = values(tmp_path / "a", tensors)
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
-    twice = values(tmp_path / "b", tensors)
-    del tensors["lm_head.weight"]
-    once = values(tmp_path / "c", tensors)
-    assert twice == once
-    assert [each["weights.embeddings"] for each in (separate, once)] == ["separate", "tied"]
-    assert separate["weights.tensors"] != once["weights.tensors"]
-
-
-def cut_off(data):
-    return data[:-1]
-
-
-def long_header(data):
-    return (1 << 40).to_bytes(8, "little") + data[8:]
-
-
-def no_json(data):
-    return data[:8] + b"x" + data[9:]
-
-
-def no_object(data):
-    return (2).to_bytes(8, "little") + b"[]" + data
-
-
-def wrong_offsets(data):
-    return data.replace(b'"data_offsets"', b'"data_offsetz"')
-
-
-@pytest.mark.parametrize("spoil", [cut_off, long_header, no_json, no_object, wrong_offsets])
-def test_a_file_that_is_none_is_refused_by_name(tmp_path, tensors, spoil):
-    path = write(tmp_path / "a.safetensors", tensors)
-    path.write_bytes(spoil(path.read_bytes()))
-    with pytest.raises(SpecError, match=r"a\.safetensors is"):
+    monkeypatch.setattr(hashlib, "file_digest", writing)
+    with pytest.raises(SpecError, match=r"a\.safetensors was written while it was read"):
         weights_values([path])
 
 
-def test_a_tensor_that_is_in_two_files_is_refused(tmp_path, tensors):
-    files = [write(tmp_path / name, tensors) for name in ("a.safetensors", "b.safetensors")]
-    with pytest.raises(SpecError, match=r"is in a\.safetensors and in b\.safetensors"):
-        weights_values(files)
-    with pytest.raises(SpecError, match="no safetensors files"):
-        weights_values([])
+# -- digests that are kept -----------------------------------------------------------------------------
 
 
-def test_of_very_many_tensors_each_kind_is_read(tmp_path):
-    """256 experts a layer do not crowd out attention: each kind gets as many reads."""
-    parts = ["q_proj", "norm", *(f"experts.{i}.up" for i in range(256))]
-    tensors = [
-        StoredTensor(f"model.layers.{layer}.{part}.weight", "F32", (4,), tmp_path, 0, 16)
-        for layer in range(61)
-        for part in parts
-    ]
-    chosen = [tensor.name for tensor in _chosen(tensors)]
-    assert len(set(chosen)) == MAX_READS
-    assert chosen == sorted(chosen)
-    assert chosen == [tensor.name for tensor in _chosen(sorted(tensors, key=lambda each: each.name))]
-    assert sum("q_proj" in name for name in chosen) == sum("norm" in name for name in chosen) == 61
+@pytest.fixture
+def reads(monkeypatch):
+    """The files that are read."""
+    found: list[Path] = []
+    take = weights._sha256
+
+    def counted(path, done):
+        found.append(path)
+        return take(path, done)
+
+    monkeypatch.setattr(weights, "_sha256", counted)
+    monkeypatch.setattr(kept_digests, "SETTLED_NS", -1)
+    return found
 
 
-@pytest.mark.timed
-def test_a_checkpoint_of_16_gb_takes_well_under_a_second(tmp_path):
-    """RB-9: 4 files, 300 tensors, sparse on disk: what counts is how often and how much is read."""
-    big = 16 * (1 << 30) // 300 // 4 // 1024 * 1024 * 4
-    files = []
-    for i in range(4):
-        entries = {
-            f"layers.{i}.{j}.weight": {
-                "dtype": "BF16",
-                "shape": [big // 2],
-                "data_offsets": [j * big, (j + 1) * big],
-            }
-            for j in range(75)
-        }
-        text = json.dumps(entries).encode()
-        path = tmp_path / f"{i}.safetensors"
-        with path.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            file.truncate(8 + len(text) + 75 * big)
-        files.append(path)
-    started = time.process_time()  # this process's own: tests share their cores
-    found = weights_values(files)
-    seconds = time.process_time() - started
-    print(f"identity of {found['weights.tensors']} in {1e3 * seconds:.0f} ms")
-    assert found["weights.tensors"].startswith("300 tensors, 17")
-    assert seconds < 1
-    assert READ_BYTES * MAX_READS < 1 << 22
+@pytest.fixture
+def files(tmp_path):
+    made = [tmp_path / name for name in ("1.safetensors", "2.safetensors")]
+    for path in made:
+        path.write_bytes(path.name.encode())
+    return made
 
 
-def test_headers_are_read_as_they_are_written(tmp_path, tensors):
-    found = stored_tensors([write(tmp_path / "a.safetensors", tensors)])
-    data = (tmp_path / "a.safetensors").read_bytes()
-    for tensor in found:
-        there = np.frombuffer(data[tensor.offset : tensor.offset + tensor.num_bytes], np.float32)
-        assert (there.reshape(tensor.shape) == tensors[tensor.name]).all()
+def cache(tmp_path):
+    return tmp_path / "cache" / "kvferry" / "weights.json"
+
+
+def test_a_file_is_read_once(files, reads, tmp_path):
+    first = weights_values(files)
+    assert sorted(reads) == files
+    reads.clear()
+    assert weights_values(files) == first
+    assert reads == []
+    assert cache(tmp_path).stat().st_mode & 0o777 == 0o600
+    assert cache(tmp_path).parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_ranks_that_start_together_read_a_file_once(files, reads, monkeypatch):
+    """One reads, and the others wait for its digests."""
+    take = weights._sha256
+    all_started = threading.Barrier(4)
+
+    def slow(path, done):
+        time.sleep(0.05)
+        return take(path, done)
+
+    def start(_):
+        all_started.wait()
+        return tuple(weights_values(files).items())
+
+    monkeypatch.setattr(weights, "_sha256", slow)
+    with ThreadPoolExecutor(4) as pool:
+        assert len(set(pool.map(start, range(4)))) == 1
+    assert sorted(reads) == files
+
+
+def test_a_large_file_whose_digest_is_kept_takes_no_time(tmp_path):
+    large = tmp_path / "large.safetensors"
+    with large.open("wb") as file:
+        file.truncate(20 << 30)
+    os.utime(large, (1e9, 1e9))
+    state = FileState.of(large)
+    with settled():
+        keep(state, "ab" * 32)
+    started = time.perf_counter()
+    found = weights_values([large])
+    assert time.perf_counter() - started < 1
+    assert found["weights.files"] == f"1 file, {20 << 30:,} bytes"
+    assert found["weights.content"] == f"sha256 {hashlib.sha256(('ab' * 32).encode()).hexdigest()}"
+
+
+@contextmanager
+def settled():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kept_digests, "SETTLED_NS", -1)
+        yield
+
+
+def other_time(path):
+    os.utime(path, ns=(1, 1))
+
+
+def other_size(path):
+    path.write_bytes(b"longer than before")
+
+
+def other_inode(path):
+    found = path.stat()
+    copy = path.with_suffix(".copy")
+    copy.write_bytes(path.read_bytes())
+    copy.replace(path)
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+
+def same_size_and_time(path):
+    """In place: its time is set back afterwards."""
+    found = path.stat()
+    path.write_bytes(path.read_bytes()[::-1])
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+
+@pytest.mark.parametrize("change", [other_time, other_size, other_inode, same_size_and_time])
+def test_a_file_that_was_written_is_read_again(files, reads, change):
+    weights_values(files)
+    reads.clear()
+    change(files[1])
+    weights_values(files)
+    assert reads == files[1:]
+
+
+def test_a_file_that_was_just_written_is_not_kept(files, reads, monkeypatch):
+    """Within a tick of the clock it may be written again, and look the same."""
+    monkeypatch.setattr(kept_digests, "SETTLED_NS", 2_000_000_000)
+    weights_values(files)
+    weights_values(files)
+    assert len(reads) == 2 * len(files)
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [b"", b"{", b"{}", b"[1]", b"[[]]", b'[["a", 1, 2, 3, 4, "no digest"]]', b"\xff", b"[" * 100_000],
+    ids=["empty", "cut", "object", "number", "short", "no digest", "no text", "deep"],
+)
+def test_a_cache_that_makes_no_sense_is_made_again(files, reads, tmp_path, junk):
+    first = weights_values(files)
+    cache(tmp_path).write_bytes(junk)
+    assert weights_values(files) == first
+    reads.clear()
+    assert weights_values(files) == first
+    assert reads == []
+
+
+def no_folder(path):
+    path.write_text("a file")
+
+
+def open_folder(path):
+    path.mkdir(mode=0o755)
+    path.chmod(0o755)
+
+
+def a_link(path):
+    elsewhere = path.with_name("elsewhere")
+    elsewhere.mkdir(mode=0o700)
+    path.symlink_to(elsewhere)
+
+
+@pytest.mark.parametrize("spoil", [no_folder, open_folder, a_link])
+def test_a_cache_folder_that_is_not_ours_alone_is_not_used(files, reads, tmp_path, spoil, caplog):
+    cache(tmp_path).parent.parent.mkdir()
+    spoil(cache(tmp_path).parent)
+    first = weights_values(files)
+    assert weights_values(files) == first
+    assert len(reads) == 2 * len(files)
+    assert not cache(tmp_path).exists()
+    assert caplog.text.count("are not kept: the next start reads the weights again") == 1
+
+
+def test_a_link_in_place_of_the_cache_is_not_followed(files, reads, tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("[]")
+    cache(tmp_path).parent.mkdir(mode=0o700, parents=True)
+    cache(tmp_path).symlink_to(victim)
+    weights_values(files)
+    assert victim.read_text() == "[]"
+
+
+def test_names_of_the_hugging_face_cache_are_digests(tmp_path, reads):
+    """And equal to those of the same files elsewhere. Small files have Git hashes as names, and are read."""
+    content = {"model.safetensors": b"large", "small.safetensors": b"small"}
+    names = {"model.safetensors": hashlib.sha256(b"large").hexdigest(), "small.safetensors": "1f" * 20}
+    hub, plain = tmp_path / "models--a--b", tmp_path / "plain"
+    for folder in (hub / "blobs", hub / "snapshots" / "rev", plain):
+        folder.mkdir(parents=True)
+    for name, data in content.items():
+        (hub / "blobs" / names[name]).write_bytes(data)
+        (hub / "snapshots" / "rev" / name).symlink_to(f"../../blobs/{names[name]}")
+        (plain / name).write_bytes(data)
+    found = weights_values(sorted((hub / "snapshots" / "rev").iterdir()))
+    assert reads == [hub / "snapshots" / "rev" / "small.safetensors"]
+    assert found == weights_values(sorted(plain.iterdir()))
+
+
+def test_a_name_that_only_looks_like_a_digest_is_none(tmp_path, reads):
+    path = tmp_path / ("ab" * 32)
+    path.write_bytes(b"weights")
+    weights_values([path])
+    assert reads == [path]
+
+
+def test_a_long_read_is_told_with_its_progress(files, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "kvferry")
+    monkeypatch.setattr(weights, "LONG_BYTES", 1)
+    monkeypatch.setattr(weights, "PROGRESS_SECONDS", 0)
+    weights_values(files)
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0] == "kvferry: reading 0.0 GB of weights to know the model: digests are kept"
+    assert "kvferry: reading 0.0 GB of weights to know the model: 100 %" in lines
+    assert lines[-1].startswith("kvferry: read 0.0 GB of weights in 0.")

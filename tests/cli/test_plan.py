@@ -270,8 +270,19 @@ def test_plan_says_whether_two_models_are_the_same(cli, tmp_path):
     nobody = cli("plan", dummy, one, "--json")
     assert (nobody.code, nobody.answer["identity"]["num_equal"]) == (0, 1)
     assert [each["field"] for each in nobody.answer["identity"]["unknown"]] == ["weights"]
-    (found,) = cli("plan", dummy, strict, "--json").answer["findings"]
-    assert (found["code"], found["field"]) == ("identity-unknown", "weights")
+    for pair in ((dummy, strict), (strict, dummy)):
+        (found,) = cli("plan", *pair, "--json").answer["findings"]
+        assert (found["code"], found["field"]) == ("identity-unknown", "weights")
+
+
+def test_a_running_engine_is_planned_with_one_that_is_only_described(cli, tmp_path):
+    """A description cannot say which weights it has: that is for the meeting."""
+    known = {"architecture": "gpt2", "weights.content": "1f"}
+    running = identified(tmp_path, "running", known, is_required=True)
+    assert cli("plan", running, "--model", "gpt2", "--dst", "tp=2").code == 0
+    described = tmp_path / "described.json"
+    described.write_bytes(manifest_to_json(describe(model_named("gpt2"), Topology())))
+    assert cli("diff", running, described).code == 0
 
 
 def test_models_of_the_catalogue_know_their_architecture(cli):

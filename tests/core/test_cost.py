@@ -8,12 +8,10 @@ from hypothesis import strategies as st
 from kvferry import Product, Runs, SpecError, Term
 from kvferry.core.cost import NO_TRAFFIC, Cost, CostTerm, Traffic, choose
 from kvferry.core.link_profile import (
-    HOST_TCP,
     LINK_PROFILES,
     RDMA_400,
     SAME_GPU,
     SAME_GPU_DIRECT,
-    SAME_GPU_PACKED,
     Origin,
     first_guess,
     link_profile,
@@ -99,28 +97,12 @@ MEASURED = {
         (Traffic(1, 524_288, 524_288_000, num_words=65_536_000), 1769e-6),
         (Traffic(1, 128, 2 * MIB), 105e-6),
     ],
-    SAME_GPU_PACKED: [
-        *(
-            (Traffic(1, 16 * MIB // run_bytes, 16 * MIB), ms * 1e-3)
-            for run_bytes, ms in zip(PACKED_RUN_BYTES, (3.9, 2.7, 1.9, 1.4, 1.1, 1.2), strict=True)
-        ),
-        *(
-            (Traffic(1, 128 * MIB // run_bytes, 128 * MIB), ms * 1e-3)
-            for run_bytes, ms in zip(PACKED_RUN_BYTES, (13.6, 9.2, 5.8, 5.1, 4.5, 3.9), strict=True)
-        ),
-    ],
     SAME_GPU_DIRECT: [
         (Traffic(1, 32_768, 512 * MIB), 108e-3),  # 92 to 124
         (Traffic(1, 131_072, 512 * MIB), 377e-3),
         (Traffic(1, 512, 512 * MIB), 3.5e-3),
         (Traffic(1, 8192, 128 * MIB), 29.6e-3),
         (Traffic(1, 128, 2 * MIB), 1.1e-3),
-    ],
-    HOST_TCP: [  # careful, on two cores, the middle of the range; 2,000 runs or 128 MiB
-        (Traffic(1, 2000, 2000 * 4096), 2000 * 4096 / 0.04e9),
-        (Traffic(1, 2000, 2000 * 16384), 2000 * 16384 / 0.185e9),
-        (Traffic(1, 2000, 2000 * 65536), 2000 * 65536 / 0.47e9),
-        (Traffic(1, 514, 514 * 261_120), 514 * 261_120 / 0.84e9),
     ],
 }
 
@@ -146,7 +128,7 @@ def test_every_profile_says_where_its_numbers_come_from():
 
 def test_an_unknown_link_is_refused_with_the_known_ones():
     assert link_profile("same-gpu") is SAME_GPU
-    with pytest.raises(SpecError, match="no link profile 'wifi'; there are host-cma, host-packed, host-tcp"):
+    with pytest.raises(SpecError, match="no link profile 'wifi'; there are host-cma, tcp-stream, same-gpu"):
         link_profile("wifi")
 
 

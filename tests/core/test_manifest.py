@@ -235,13 +235,15 @@ def test_another_model_is_refused_though_every_state_is_equal(engine):
     assert (found.src, found.dst) == ("1f", "2e")
 
 
-def test_an_unknown_model_is_refused_where_the_destination_requires_one(engine):
+def test_an_unknown_model_is_refused_where_one_of_the_engines_requires_one(engine):
     ours = replace(engine(), identity=Identity.of({"architecture": "llama"}))
     assert compare(engine(), ours) == ()
     strict = replace(ours, identity=replace(ours.identity, is_required=True))
     (found,) = compare(engine(), strict)
     assert (found.code, found.field) == (Code.IDENTITY_UNKNOWN, "the rest")
-    assert compare(strict, engine()) == ()  # the requirement is the destination's
+    (found,) = compare(strict, engine())
+    assert (found.code, found.field) == (Code.IDENTITY_UNKNOWN, "the rest")
+    assert "set identity to unchecked on both engines" in found.note
 
 
 def test_ranks_of_one_engine_run_one_model(engine):

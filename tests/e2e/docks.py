@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.testing.vllm.tiny import FAMILIES
+from kvferry.transport.ucx import FABRICS, UCX_TRANSPORTS
 from tests.e2e.harness import KVFERRY, MLA_ARGS, PROMPTS, STOCK, Engine, Nursery, ferry
 from tests.e2e.needs import HAS_AMX, needs_cpu
 
@@ -89,6 +90,10 @@ class Side:
         return "".join([*words, self.prefixes, self.draft])
 
 
+UCX_OF_ONE_HOST = {UCX_TRANSPORTS: FABRICS["cma"][UCX_TRANSPORTS]}
+"""Where an engine exposes its caches to NIXL; nobody else looks at it."""
+
+
 @dataclass
 class Docks:
     """Engines for one test after another: the least recently used ones make room."""
@@ -151,7 +156,8 @@ class Docks:
             while len(self._engines) >= MAX_ENGINES:
                 self._engines.pop(next(iter(self._engines))).close()
             args = {**side.args(family), **self._draft(side)}
-            engine = self.nursery.begin(self.nursery.make(family), connector, env=side.env(), **args)
+            env = {**side.env(), **UCX_OF_ONE_HOST}
+            engine = self.nursery.begin(self.nursery.make(family), connector, env=env, **args)
         self._engines[key] = engine
         return engine
 

@@ -132,22 +132,15 @@ def test_digests_of_every_load(docks, family, src, dst):
     assert all(", digest equal;" in line for line in lines)
 
 
-PACKED: list[Case] = [
-    ("gemma3", TWO, Side(1, 64)),
-    *(case for cases in (SAME_BLOCKS, BEYOND_STOCK, STAGES, SHARED_AND_DRAFT) for case in cases),
-]
-"""Every worker gathers, and is read in no other way; every load is compared."""
-PACKING = {**KVFERRY, "kv_connector_extra_config": {"packed_reads": "require", "digest": "full"}}
+DIRECT = {**KVFERRY, "kv_connector_extra_config": {"expose": "fabric", "way": "direct", "digest": "full"}}
 
 
-@pytest.mark.parametrize(("family", "src", "dst"), PACKED, ids=map(name, PACKED))
-def test_workers_gather_for_their_readers(docks, family, src, dst):
-    engines = docks.pair(family, src, dst, PACKING)
+@pytest.mark.parametrize(("family", "src", "dst"), DIGESTED[:6], ids=map(name, DIGESTED[:6]))
+def test_direct_reads(docks, family, src, dst):
+    engines = docks.pair(family, src, dst, DIRECT)
     compare(docks, family, dst, *engines)
     lines = load_lines(engines[1], dst)
-    assert all(", packed, in " in line and ", digest equal;" in line for line in lines)
-    num_ranks = src.tp * len(src.stages or (1,))
-    assert engines[0].log.read_text().count("gathers for its readers (packed_reads: require)") == num_ranks
+    assert all(", direct, in " in line and ", digest equal;" in line for line in lines)
 
 
 def load_lines(engine: Engine, side: Side) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.harness import KVFERRY, PROMPTS, Engine, Nursery, ferry, prefill
 from tests.e2e.needs import needs_vllm
-from tests.vllm.checkpoints import changed, no_last_matrix, other_weights
+from tests.vllm.checkpoints import changed, no_last_matrix, one_row, other_weights
 
 pytestmark = [pytest.mark.slow, *needs_vllm]
 
@@ -51,9 +51,9 @@ def assert_refused(engine: Engine, src: Engine, *parts: str) -> None:
     assert engine.ask(PROMPT).finish_reason == "length", "it goes on"
 
 
-def test_the_same_weights_in_other_files_are_served(nursery, llama, src, tmp_path):
-    """Another folder, other files, another TP size: the same model."""
-    dst = nursery.start(changed(llama, tmp_path / "copy", num_files=3), connector(), tensor_parallel_size=2)
+def test_the_same_files_in_another_folder_are_served(nursery, llama, src, tmp_path):
+    """Another folder, another TP size: the same model."""
+    dst = nursery.start(changed(llama, tmp_path / "copy"), connector(), tensor_parallel_size=2)
     assert ferry(src, dst, PROMPT).tokens == dst.ask(PROMPT).tokens == src.ask(PROMPT).tokens
     (line,) = said(dst, " met .*the same model .*rank.s. 0")[:1]
     print(line)
@@ -84,24 +84,28 @@ def test_other_weights_are_refused_by_name(nursery, llama, src, tmp_path):
             {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
             "config.rope_parameters.rope_theta",
         ),
-        ({"tie_word_embeddings": True, "weights": no_last_matrix}, "weights.embeddings"),
+        ({"tie_word_embeddings": True, "weights": no_last_matrix}, "config.tie_word_embeddings"),
+        ({"weights": one_row}, "weights.content"),
     ],
-    ids=["rope", "tied"],
+    ids=["rope", "tied", "one row"],
 )
-def test_another_configuration_is_refused_by_name(nursery, llama, src, tmp_path, change, part):
+def test_another_model_is_refused_by_name(nursery, llama, src, tmp_path, change, part):
     dst = nursery.start(changed(llama, tmp_path / "other", **change), connector(), block_size=32)
     assert_refused(dst, src, part)
 
 
-def test_weights_that_nobody_knows_are_a_warning_or_refused(nursery, llama, src):
-    """Dummy weights: what came is used, the log says that nobody could know; unless it must be known."""
-    lax = nursery.begin(llama, connector(), load_format="dummy", block_size=32)
-    strict = nursery.begin(llama, connector(identity="required"), load_format="dummy", block_size=32)
-    for engine in (lax, strict):
+def test_weights_that_nobody_knows_are_refused_unless_both_accept_them(nursery, llama, src):
+    """Dummy weights: nothing is loaded, unless both engines say unchecked; then the log says so."""
+    unchecked = connector(identity="unchecked")
+    lax_src = nursery.begin(llama, unchecked, block_size=32)
+    lax = nursery.begin(llama, unchecked, load_format="dummy", block_size=32)
+    strict = nursery.begin(llama, connector(), load_format="dummy", block_size=32)
+    for engine in (lax_src, lax, strict):
         engine.wait_ready()
-    assert ferry(src, lax, PROMPT).sources.external > 0
+    assert ferry(lax_src, lax, PROMPT).sources.external > 0
     assert said(lax, "WARNING.* met .*cannot tell whether the models are the same.*weights.*dummy")
     assert_refused(strict, src, "weights")
+    assert_refused(lax, src, "weights")
 
 
 def test_a_text_of_the_operator_stands_for_the_model(nursery, llama, tmp_path):

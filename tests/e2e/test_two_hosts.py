@@ -1,4 +1,4 @@
-"""Two real engines that share no network but a cable: a secret, an advertised address, CMA and TCP."""
+"""Two real engines that share no network but a cable: a secret and an advertised address."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from kvferry.transport.ucx import FABRICS
 from tests.e2e.harness import HOST, KVFERRY, PROMPTS, Engine, Nursery, ferry
 from tests.e2e.needs import needs_vllm
 from tests.two_hosts import Host, two_hosts
@@ -34,23 +33,20 @@ def nursery(hosts, tmp_path_factory) -> Iterator[Nursery]:
         yield nursery
 
 
-def begin(
-    nursery: Nursery, family: str, host: Host, fabric: str, args: Mapping[str, Any], **extra: Any
-) -> Engine:
+def begin(nursery: Nursery, family: str, host: Host, args: Mapping[str, Any], **extra: Any) -> Engine:
     connector = {**KVFERRY, "kv_connector_extra_config": {"listen": "tcp://0.0.0.0:*", **extra}}
-    env = {HOST: host.name, "VLLM_HOST_IP": host.address, **FABRICS[fabric]}
+    env = {HOST: host.name, "VLLM_HOST_IP": host.address}
     return nursery.begin(nursery.make(family), connector, env=env, **args)
 
 
-@pytest.mark.parametrize("fabric", FABRICS)
 @pytest.mark.parametrize("family", CUTS)
-def test_a_pair_on_two_hosts(nursery, hosts, tmp_path: Path, family, fabric):
+def test_a_pair_on_two_hosts(nursery, hosts, tmp_path: Path, family):
     """The ticket names the advertised address; who knows the secret is served."""
     secret = tmp_path / "secret"
     secret.write_text(SECRET)
     secret.chmod(0o600)
     src, dst = (
-        begin(nursery, family, host, fabric, args, advertise=host.address, secret_file=str(secret))
+        begin(nursery, family, host, args, advertise=host.address, secret_file=str(secret))
         for host, args in zip(hosts, CUTS[family], strict=True)
     )
     alone = nursery.begin(nursery.make(family))
@@ -61,8 +57,7 @@ def test_a_pair_on_two_hosts(nursery, hosts, tmp_path: Path, family, fabric):
         answer = ferry(src, dst, prompt)
         assert answer.tokens == expected
         assert answer.sources.external >= len(prompt) - 1  # states and windows compute the last one again
-    way = {"cma": "direct", "tcp": "emulated"}[fabric]
-    assert f", {way}" in dst.log.read_text()
+    assert ", packed" in dst.log.read_text()
     for engine in (src, dst, alone):
         engine.close()
 

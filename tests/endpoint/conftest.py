@@ -9,6 +9,7 @@ from itertools import count
 import numpy as np
 import pytest
 
+from kvferry.core.identity import Identity
 from kvferry.core.sample import sample_request
 from kvferry.core.span import Span
 from kvferry.endpoint import Destination, SourceEngine, SourceRank
@@ -19,11 +20,14 @@ from kvferry.testing.small import small
 from kvferry.transport.memory import Hub, MemoryTransport, placed
 from kvferry.wire.trust import Trust
 
+IDENTITY = Identity.of({"weights": "cells numbered by these tests"})
+
 
 def with_memory(manifest):
     memory = {r.name: np.zeros(r.num_bytes, np.uint8) for r in manifest.ranks[0].regions}
     regions = placed(manifest.ranks[0], memory)
-    return replace(manifest, ranks=(replace(manifest.ranks[0], regions=regions),)), memory
+    rank = replace(manifest.ranks[0], regions=regions)
+    return replace(manifest, ranks=(rank,), identity=IDENTITY), memory
 
 
 class Engines:

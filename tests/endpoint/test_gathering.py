@@ -111,7 +111,7 @@ class Stranger:
         pass
 
     def ask(self, permit, term):
-        """What it says of bytes for a stream that is not there: those that may be had are refused for that."""
+        """What it says of bytes for a stream that is not there: others are refused for that alone."""
         nonce = len(self.answers) + 1
         self.calls.ask(self.to, nonce, permit, [term], bytes(16))
         return soon(lambda: len(self.answers) == nonce and self.answers[-1][1])

@@ -23,6 +23,8 @@ from kvferry.transport.memory import Hub, MemoryTransport, placed
 from kvferry.wire.digest import question_to_msgpack
 from kvferry.wire.messages import DigestTask
 from kvferry.wire.outline import join_of
+from kvferry.wire.ticket import TableDoc
+from tests.endpoint.conftest import IDENTITY
 
 
 def fetched(pair, **kwargs):
@@ -127,7 +129,7 @@ def with_memory(manifest):
     """Memory for every rank of an engine, and its manifest with the addresses of that."""
     memory = [{r.name: np.zeros(r.num_bytes, np.uint8) for r in rank.regions} for rank in manifest.ranks]
     ranks = [replace(rank, regions=placed(rank, of)) for rank, of in zip(manifest.ranks, memory, strict=True)]
-    return replace(manifest, ranks=tuple(ranks)), memory
+    return replace(manifest, ranks=tuple(ranks), identity=IDENTITY), memory
 
 
 @pytest.mark.parametrize("family", ["gqa", "kda-mla", "window", "mla-indexer"])
@@ -181,3 +183,71 @@ def test_several_threads_find_what_one_finds(engines, monkeypatch):
     assert [sums.tolist() for sums in together] == [sums.tolist() for sums in alone]
     with pytest.raises(NotWanted):
         LoadDigest(engines.src, 0, "src", lambda: False).sums(engines.request.src, parts, 7)
+
+
+def asked(manifest, tables, parts):
+    """What a rank answers, and in how many seconds."""
+    task = DigestTask(7, 3, tables, question_to_msgpack(0, parts))
+    started = time.monotonic()
+    answer = answer_digest(manifest, 0, task, lambda: True)
+    return answer.detail, time.monotonic() - started
+
+
+def test_a_question_asks_for_no_more_than_the_blocks_of_its_ticket(engines):
+    """625 KiB of it once kept a rank busy for 30 s, beyond the end of the lease."""
+    request = engines.request
+    parts = digest_parts(plan(engines.src, engines.dst, 0), request)[0]
+    tables = {
+        name: TableDoc(tuple(map(int, table.block_ids)), table.first_token)
+        for name, table in request.src.items()
+    }
+    assert "bytes are asked for" not in asked(engines.src, tables, parts)[0]
+    detail, seconds = asked(engines.src, tables, list(parts) * 1000)
+    assert "bytes are asked for, the ticket's blocks have" in detail
+    assert seconds < 5
+    far = [replace(part, cells=(Span(0, 1 << 39),)) for part in parts]
+    assert "bytes are asked for" in asked(engines.src, tables, far)[0]
+
+
+class OneAtATime:
+    """Workers that do a job when told to."""
+
+    def __init__(self):
+        self.jobs = []
+
+    def submit(self, key, job):
+        self.jobs.append(job)
+
+    def close(self, seconds):
+        return True
+
+
+def test_tickets_take_turns_and_a_released_one_is_not_digested(engines, monkeypatch):
+    taken, workers = [], OneAtATime()
+    monkeypatch.setattr(
+        load_digest,
+        "answer_digest",
+        lambda _, rank, task, is_wanted: taken.append((task.number, is_wanted())),
+    )
+    service = load_digest.DigestService(engines.src, 0, workers, lambda result: None)
+    for number, ticket_id in ((1, 7), (2, 7), (3, 7), (4, 8), (5, 9), (1, 7)):
+        service.take(DigestTask(1, number, {}, b"", ticket_id))
+    service.release(9)
+    for job in workers.jobs:
+        job()
+    assert taken == [(1, True), (4, True), (2, True), (3, True)]
+
+
+def test_a_digest_stops_when_its_ticket_is_released(engines, monkeypatch):
+    workers, wanted = OneAtATime(), []
+
+    def answer(_, rank, task, is_wanted):
+        wanted.append(is_wanted())
+        service.release(task.ticket_id)
+        wanted.append(is_wanted())
+
+    monkeypatch.setattr(load_digest, "answer_digest", answer)
+    service = load_digest.DigestService(engines.src, 0, workers, lambda result: None)
+    service.take(DigestTask(1, 1, {}, b"", 7))
+    workers.jobs[0]()
+    assert wanted == [True, False]

@@ -18,11 +18,11 @@ ONE = {"architecture": "llama", "config.rope_theta": "10000", "weights.content":
 class Fleet(Engines):
     """Source engines of equal geometry, each of its own model, and a destination."""
 
-    def __init__(self, hub, ours, *theirs):
+    def __init__(self, hub, ours, *theirs, **options):
         super().__init__()
         self.hub = hub
         self.sources = [self._source(f"prefill-{i}", identity) for i, identity in enumerate(theirs)]
-        self.destination = Destination(replace(self.dst, identity=ours), 0, MemoryTransport(hub))
+        self.destination = Destination(replace(self.dst, identity=ours), 0, MemoryTransport(hub), **options)
 
     def _source(self, name, identity):
         engine = SourceEngine(name, 1)
@@ -47,8 +47,8 @@ class Fleet(Engines):
 def fleet():
     made = []
 
-    def make(*identities):
-        made.append(Fleet(Hub(), *identities))
+    def make(*identities, **options):
+        made.append(Fleet(Hub(), *identities, **options))
         return made[-1]
 
     yield make
@@ -76,16 +76,48 @@ def test_a_plan_that_engines_share_is_not_a_model_that_they_share(fleet, caplog)
     assert all("memory" in line for _, line in lines), "the way is told, too"
 
 
-def test_an_unknown_model_is_a_warning_in_the_line_of_the_meeting(fleet, caplog):
-    caplog.set_level(logging.INFO, "kvferry")
-    dummy = Identity.of({"architecture": "llama", "config.rope_theta": "10000"}, {"weights": "dummy"})
-    lax = fleet(Identity.of(ONE), dummy)
-    assert lax.fetch(0) is None
-    ((level, line),) = met(caplog)
-    assert level == logging.WARNING
-    assert "cannot tell whether the models are the same" in line
-    assert "weights: source has no value (dummy)" in line
-    strict = fleet(replace(Identity.of(ONE), is_required=True), dummy)
-    failure = strict.fetch(0)
+DUMMY = Identity.of({"architecture": "llama", "config.rope_theta": "10000"}, {"weights": "dummy"})
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "said"),
+    [
+        (Identity.of(ONE), DUMMY, "weights: source has no value (dummy)"),
+        (DUMMY, Identity.of(ONE), "weights: destination has no value (dummy)"),
+        (DUMMY, DUMMY, "weights: source has no value (dummy), destination has no value (dummy)"),
+        (Identity.of(ONE), Identity(), "the rest: source has no value"),
+        (Identity(), Identity(), "the rest: source has no value"),
+    ],
+)
+def test_an_unknown_model_is_refused(fleet, ours, theirs, said):
+    """RB-9: what may be another model is not read from, and the refusal says what to do."""
+    failure = fleet(ours, theirs).fetch(0)
     assert failure.code is FailureCode.REFUSED
-    assert "identity-unknown: weights: source has no value (dummy)" in str(failure)
+    assert f"identity-unknown: {said}" in str(failure)
+    assert "set identity to unchecked on both engines" in str(failure)
+
+
+@pytest.mark.parametrize("ours", [Identity.of(ONE), DUMMY])
+def test_an_unknown_model_that_is_accepted_is_a_warning_at_every_meeting(fleet, caplog, ours):
+    caplog.set_level(logging.INFO, "kvferry")
+    lax = fleet(ours, DUMMY, DUMMY, accept_unknown_identity=True)
+    assert lax.fetch(0) is lax.fetch(1) is None
+    for number, (level, line) in enumerate(met(caplog)):
+        assert level == logging.WARNING
+        assert f"met prefill-{number} at " in line
+        assert "cannot tell whether the models are the same" in line
+        assert "has no value (dummy)" in line or "both have no value (dummy)" in line
+    assert len(met(caplog)) == 2
+
+
+def test_both_sides_have_to_accept_an_unknown_model(fleet):
+    strict = replace(DUMMY, is_required=True)
+    failure = fleet(DUMMY, strict, accept_unknown_identity=True).fetch(0)
+    assert "identity-unknown: weights" in str(failure)
+
+
+def test_another_model_is_never_accepted(fleet):
+    other = Identity.of({"architecture": "llama", "config.rope_theta": "5"}, {"weights": "dummy"})
+    failure = fleet(DUMMY, other, accept_unknown_identity=True).fetch(0)
+    assert failure.code is FailureCode.REFUSED
+    assert "identity-differs: config.rope_theta: source has 5, destination has 10000" in str(failure)

@@ -10,6 +10,7 @@ from kvferry.endpoint import Destination, SourceEngine, shared_plans
 from kvferry.models import Topology, describe, model_named
 from kvferry.transport.memory import Hub, MemoryTransport
 from kvferry.wire.outline import join_of
+from tests.endpoint.conftest import IDENTITY
 
 
 def placed(manifest, first=1 << 32):
@@ -21,7 +22,7 @@ def placed(manifest, first=1 << 32):
             regions.append(replace(region, address=first))
             first += region.num_bytes
         ranks.append(replace(rank, regions=tuple(regions)))
-    return replace(manifest, ranks=tuple(ranks))
+    return replace(manifest, ranks=tuple(ranks), identity=IDENTITY)
 
 
 def until(is_so, seconds=60.0):

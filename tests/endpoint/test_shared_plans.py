@@ -17,6 +17,7 @@ from kvferry.runtime import FailureCode
 from kvferry.testing.pattern import check_rank, fill_rank
 from kvferry.testing.small import small
 from kvferry.transport.memory import Hub, MemoryTransport, placed
+from tests.endpoint.conftest import IDENTITY
 
 
 class Value:
@@ -71,7 +72,7 @@ class Source:
     """An engine of two ranks, filled with a pattern of its own request."""
 
     def __init__(self, hub, name, topology="tp=2,block=8,blocks=9", model="gqa"):
-        self.manifest = describe(small(model), Topology.parse(topology), name)
+        self.manifest = replace(describe(small(model), Topology.parse(topology), name), identity=IDENTITY)
         self.engine = SourceEngine(name, len(self.manifest.ranks))
         self.ranks, self.memory = [], []
         for rank in self.manifest.ranks:
@@ -96,7 +97,8 @@ class Reader:
     """A destination of one rank."""
 
     def __init__(self, hub, **kwargs):
-        self.manifest = describe(small("gqa"), Topology(block=12, blocks=9), "decode")
+        described = describe(small("gqa"), Topology(block=12, blocks=9), "decode")
+        self.manifest = replace(described, identity=IDENTITY)
         rank = self.manifest.ranks[0]
         self.memory = {region.name: np.zeros(region.num_bytes, np.uint8) for region in rank.regions}
         own = replace(self.manifest, ranks=(replace(rank, regions=placed(rank, self.memory)),))

@@ -18,7 +18,7 @@ from kvferry.endpoint.this_host import this_host
 from kvferry.errors import SpecError
 from kvferry.runtime import FailureCode
 from kvferry.wire.messages import PROTOCOL, Join, RankDescription, decode_from_authority, encode
-from kvferry.wire.secret import Secret
+from kvferry.wire.secret import Purpose, Secret
 from kvferry.wire.trust import Trust
 
 FLEET = Trust(Secret(b"of this fleet, 128 bit"))
@@ -138,7 +138,7 @@ def test_a_secret_comes_from_a_file_or_the_environment(tmp_path, caplog):
         secret_from_environment({"KVFERRY_SECRET": TEXT}),
     ):
         assert secret is not None
-        assert secret.key("a") == Secret.from_text(TEXT).key("a")
+        assert secret.key(Purpose.TICKETS) == Secret.from_text(TEXT).key(Purpose.TICKETS)
     assert secret_from_environment({}) is None
     assert not caplog.records
     path.chmod(0o644)
@@ -168,7 +168,7 @@ def test_keygen_writes_what_is_read(tmp_path):
     argv = [sys.executable, "-m", "kvferry.cli", "keygen"]
     subprocess.run([*argv, "-o", str(path)], check=True)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert secret_from_file(path).key("a")
+    assert secret_from_file(path).key(Purpose.TICKETS)
     first = path.read_text()
     again = subprocess.run([*argv, "-o", str(path)], capture_output=True, text=True, check=False)
     assert (again.returncode, path.read_text()) == (2, first)

@@ -1,5 +1,5 @@
-"""Engines as processes that tests stop, kill and restart, over streams: there a read of a stopped process stays
-in flight until the process goes on, or dies. Over CMA it is over when the post returns.
+"""Engines as processes that tests stop, kill and restart, over streams: there a read of a stopped process
+stays in flight until the process goes on, or dies. Over CMA it is over when the post returns.
 """
 
 import time

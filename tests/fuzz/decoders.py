@@ -20,7 +20,7 @@ from kvferry.core.outline import Outline
 from kvferry.errors import KVFerryError
 from kvferry.models import Topology, describe
 from kvferry.testing.small import small
-from kvferry.transport.cards import export_in, name_in, pack_card, segment_in, unpack_card
+from kvferry.transport.cards import Card, GatherPoint, digest_of, name_in
 from kvferry.transport.exports import Export, ExportedPiece, Extent
 from kvferry.wire import (
     manifest_from_json,
@@ -35,10 +35,9 @@ from kvferry.wire.digest import question_from_msgpack, question_to_msgpack
 from kvferry.wire.gather import (
     FromRank,
     Gather,
-    Gathered,
-    GiveBack,
-    GivenBack,
     NotGathered,
+    OpenStream,
+    StreamOffered,
     ToRank,
     decode_from_rank,
     decode_to_rank,
@@ -124,8 +123,8 @@ def _ticket(data: bytes) -> Ticket:
 
 
 def _card(data: bytes) -> object:
-    agent, metadata = unpack_card(data)
-    return agent, name_in(metadata), metadata, segment_in(data), export_in(data)
+    card = Card.from_bytes(data)
+    return card, name_in(card.metadata), GatherPoint.from_bytes(card.gather) if card.gather else None
 
 
 def _secret(data: bytes) -> object:
@@ -142,11 +141,10 @@ def _same(write: Callable[..., bytes]) -> Callable[[object], bytes]:
 
 
 GATHER = Gather(1, b"permit", ((bytes(8), bytes([8, *bytes(7)]), bytes(16)),), bytes(16))
-TO_RANK: tuple[ToRank, ...] = (GATHER, GiveBack(2, 3, 4, is_asking=True))
+TO_RANK: tuple[ToRank, ...] = (GATHER, OpenStream(2, b"permit", ((4096, 64), (8192, 64))))
 FROM_RANK: tuple[FromRank, ...] = (
-    Gathered(1, 4096, 3, 4, 2000),
     NotGathered(1, "ended", "over"),
-    GivenBack(2, is_valid=True),
+    StreamOffered(2, "tcp://127.0.0.1:5", bytes(16), bytes(16)),
 )
 
 DECODERS = {
@@ -175,7 +173,12 @@ DECODERS = {
     "digest-question": Decoder(question_from_msgpack, None, (question_to_msgpack(7, [PART, PART]),)),
     "request": Decoder(request_from_json, None, (request_to_json(REQUEST, slack=Slack.LEAVE),)),
     "card": Decoder(
-        _card, None, (pack_card("a", b"keys" * 9, 65536, EXPORT.to_bytes()), pack_card("b", b""))
+        _card,
+        None,
+        (
+            Card("a", b"keys" * 9, EXPORT.to_bytes()).to_bytes(),
+            Card(gather=GatherPoint("tcp://127.0.0.1:5", 4096, digest_of([])).to_bytes()).to_bytes(),
+        ),
     ),
     "export": Decoder(
         Export.from_bytes,

@@ -88,7 +88,9 @@ class Feature:
 
 
 PREFIX, DENSE = "prefix", "dense"
-PACKED = {"KVFERRY_WAY": "packed"}
+SENT = {"KVFERRY_WAY": "packed"}
+SECRET = {"KVFERRY_SECRET": "R4tJm3k1Zz0c9Xw7QpVbS5uYhE2dNfLg", "VLLM_HOST_IP": "127.0.0.2"}
+"""With a secret an engine listens at the address of its host, and what it sends is sealed."""
 FEATURES = {
     PREFIX: Feature({"enable_prefix_caching": True}, is_a_gpus=False),
     DENSE: Feature({"enable_prefix_caching": True, "prefix_cache_retention_interval": None}, is_a_gpus=False),
@@ -97,13 +99,13 @@ FEATURES = {
     "runner1": Feature(env={"VLLM_USE_V2_MODEL_RUNNER": "0"}),
     "runner2": Feature(env={"VLLM_USE_V2_MODEL_RUNNER": "1"}),
     "conv-ds": Feature(env={"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}, is_a_gpus=False),
-    "packed": Feature(env=PACKED, is_a_gpus=False),
-    "streamed": Feature(env=PACKED | {"KVFERRY_EXPOSE": "nothing"}, is_a_gpus=False),
+    "sent": Feature(env=SENT, is_a_gpus=False),
+    "sealed": Feature(env=SENT | SECRET, is_a_gpus=False),
     "direct": Feature(env=FABRICS["cma"], is_a_gpus=False),
 }
 """Prefix caching, and the same with every block of a window kept; a step that is scheduled while the last one
-runs; vLLM's two model runners; the order of dimensions and steps in the state of a convolution; and how bytes
-are read: packed, packed with nothing exposed, directly by NIXL."""
+runs; vLLM's two model runners; the order of dimensions and steps in the state of a convolution; and how
+bytes are read: sent as they are, sent sealed, or directly by NIXL."""
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 NOT_ON_CPU = {
     "kimi_linear": "vLLM has no kernels for KDA on a CPU",
@@ -360,7 +362,7 @@ def _pairs() -> Iterator[PairCase]:
     yield _pair("gemma3", Setting(features=(PREFIX, "async")))
     yield PairCase("nemotron_h", Setting(features=("async",)), Setting(features=("async",)))
     # Packed and direct reads, where mapped ones are usual.
-    for feature in ("packed", "streamed", "direct"):
+    for feature in ("sent", "sealed", "direct"):
         yield _pair("llama", Setting(features=(feature,)), WIDER)
         yield PairCase("nemotron_h", Setting(features=(feature,)), Setting(features=(feature,)))
     # Drafts: of the same kind, and of another (mixed regions).

@@ -3,12 +3,16 @@
 import os
 import random
 import signal
+import struct
 import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack, closing
 
 import zmq
+
+from tests.hostile import zmtp
 
 SECONDS = 12
 
@@ -96,3 +100,39 @@ def test_a_peer_that_says_much_and_then_falls_silent():
                 assert caller.stdout.readline() == "alive\n"
             finally:
                 talker.kill()
+
+
+ECHO = """
+from kvferry.channel import Channel, Received
+listener = Channel(listen="tcp://127.0.0.1:*")
+print(listener.address, flush=True)
+while True:
+    for received in listener.wait(1.0):
+        listener.send(received.reply_to, received.reply_to.encode() + received.data)
+"""
+
+
+def test_no_caller_chooses_its_routing_id():
+    """Before: ``Assertion failed: ok``. The ids that ZeroMQ makes up count upwards from a number that is the
+    same in every process; a caller that claimed the next one had the next anonymous caller end the process.
+    """
+    command = [sys.executable, "-c", ECHO]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process, ExitStack() as stack:
+        stack.callback(process.kill)
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+
+        def call(identity: bytes = b"") -> bytes:
+            caller = stack.enter_context(closing(zmtp.connected(address, identity)))
+            caller.sendall(zmtp.frame(b"?"))
+            return bytes.fromhex(zmtp.heard(caller).decode()[1:-1].partition(".")[2])
+
+        first = call()
+        following = [
+            first[:1] + struct.pack(">I", struct.unpack(">I", first[1:])[0] + i) for i in range(1, 9)
+        ]
+        claimed = [call(name) for name in reversed(following)]
+        anonymous = [call() for _ in range(8)]
+        assert len({first, *claimed, *anonymous}) == 17, "each has a route of its own"
+        assert call(b"a name that is claimed twice") != call(b"a name that is claimed twice")
+        assert process.poll() is None

@@ -105,7 +105,11 @@ def reader(transport, trust):
         for region, buffer in zip(rank.regions, buffers, strict=True)
     ]
     manifest = replace(manifest, ranks=(replace(rank, regions=tuple(regions)),))
-    return Destination(manifest, 0, transport, trust=trust, timing=Timing(meet=60, retry=0.1)), buffers
+    timing = Timing(meet=60, retry=0.1)
+    destination = Destination(
+        manifest, 0, transport, trust=trust, timing=timing, accept_unknown_identity=True
+    )
+    return destination, buffers
 
 
 def orphan(trust):

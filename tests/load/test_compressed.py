@@ -20,9 +20,8 @@ from kvferry.models import Model, Topology, describe
 from kvferry.testing.small import small
 from kvferry.transport.memory import Hub, MemoryTransport
 from kvferry.transport.nixl import NixlTransport
-from kvferry.transport.ring_options import RingOptions
-from kvferry.transport.staging import PackedReads
-from kvferry.transport.staging_ring import StagingSize
+from kvferry.transport.settings import Expose, WayChoice
+from kvferry.transport.ucx import FABRICS, UcxSettings
 from tests.load.both_roles import Engine, drive
 
 pytest.importorskip("nixl", exc_type=ImportError)
@@ -63,7 +62,7 @@ CACHES = {
     "fp8 indexer": Caches(small("compressed"), BIG_BLOCKS, SHORT_AND_LONG),
     "fp4 indexer": Caches(fp4_indexer(small("compressed")), BIG_BLOCKS, SHORT_AND_LONG),
 }
-RING = StagingSize(num_chunks=8, chunk_bytes=1 << 18)
+CHUNK_BYTES = 1 << 18
 
 
 def transports(way):
@@ -71,8 +70,13 @@ def transports(way):
     if way == "memory":
         hub = Hub()
         return lambda: MemoryTransport(hub)
-    packed_reads = PackedReads.REQUIRE if way == "packed" else PackedReads.NEVER
-    return lambda: NixlTransport(packed_reads=packed_reads, rings=RingOptions(RING))
+    if way == "packed":
+        return lambda: NixlTransport(way=WayChoice.PACKED, chunk_bytes=CHUNK_BYTES)
+    return lambda: NixlTransport(
+        way=WayChoice.DIRECT,
+        expose=Expose.FABRIC,
+        settings=UcxSettings.from_environment(FABRICS["cma"]),
+    )
 
 
 def loaded(caches, way, num_requests, num_in_flight):

@@ -21,14 +21,8 @@ from kvferry.testing.fleet import (
     until,
 )
 from kvferry.testing.small import small
-from kvferry.transport.ucx import FABRICS
-
-pytest.importorskip("nixl", exc_type=ImportError)
 
 ENV = {
-    **FABRICS["tcp"],
-    "UCX_NET_DEVICES": "lo",
-    "KVFERRY_EMULATED_READS": "fast",  # nobody dies here, and careful reads by eight ranks take minutes
     # One heap, which can be trimmed: Python's own holds on to a MiB for the sake of one object, and a heap
     # per thread multiplies the holes. What is left of growth then is what somebody still holds.
     "PYTHONMALLOC": "malloc",

@@ -170,7 +170,7 @@ def changed(ask, **changes):
 
 def test_a_question_goes_to_its_rank_and_the_answer_to_whoever_asked(lease):
     relay = DigestRelay(7)
-    task = DigestTask(7, 1, TICKET.tables, b"what 1 sent")
+    task = DigestTask(7, 1, TICKET.tables, b"what 1 sent", ticket_id=1)
     assert relay.ask("reader", ASK, lease, RANKS) == [Send("rank 1", task)]
     assert relay.ask("reader", ASK, lease, RANKS) == [Send("rank 1", task)]  # repeated: the same number
     for reply_to, result in (

@@ -5,7 +5,7 @@ import pytest
 
 from kvferry import SpecError
 from kvferry.core.cost import Cost, Traffic
-from kvferry.core.link_profile import HOST_CMA, HOST_TCP
+from kvferry.core.link_profile import HOST_CMA, TCP_STREAM
 from kvferry.core.way import Way
 from kvferry.runtime.learned_cost import LEAST, MOST, NUM_HELD_UP, LearnedCost
 from kvferry.runtime.load_costs import LoadCosts
@@ -142,8 +142,8 @@ def known_costs(*ways):
 
 def test_a_new_peer_costs_what_is_usual_for_its_way():
     assert known_costs().predict(PEER, LOAD) == HOST_CMA.cost.of(LOAD[Way.DIRECT]).seconds
-    costs = known_costs(Way.EMULATED)
-    assert costs.predict(PEER, {Way.EMULATED: Traffic(1, 1, 1)}) == HOST_TCP.cost.of(Traffic(1, 1, 1)).seconds
+    costs = known_costs(Way.PACKED)
+    assert costs.predict(PEER, {Way.PACKED: Traffic(1, 1, 1)}) == TCP_STREAM.cost.of(Traffic(1, 1, 1)).seconds
 
 
 def test_a_peer_is_learned_for_itself_and_forgotten_whole():
@@ -195,9 +195,9 @@ def test_failed_forgotten_and_unknown_loads_teach_nothing():
 
 
 def test_two_ways_of_one_load_work_side_by_side_and_are_not_told_apart():
-    costs = known_costs(Way.DIRECT, Way.EMULATED)
-    both = {Way.DIRECT: Traffic(1, 1, 10**6), Way.EMULATED: Traffic(1, 1, 10**6)}
-    assert costs.predict(PEER, both) == HOST_TCP.cost.of(Traffic(1, 1, 10**6)).seconds
+    costs = known_costs(Way.DIRECT, Way.PACKED)
+    both = {Way.DIRECT: Traffic(1, 1, 10**6), Way.PACKED: Traffic(1, 1, 10**6)}
+    assert costs.predict(PEER, both) == TCP_STREAM.cost.of(Traffic(1, 1, 10**6)).seconds
     costs.begin(1, PEER, both, is_waiting=False)
     costs.end(1, 9.0)
     assert [way["num_loads"] for way in costs.status()["prefill#7"].values()] == [0, 0]
@@ -207,7 +207,7 @@ def test_a_peer_that_is_forgotten_while_a_load_is_prepared_harms_nobody():
     costs = known_costs()
     costs.forget(PEER)
     assert costs.predict(PEER, LOAD) == 0.0
-    costs.met(PEER, [Way.EMULATED])
+    costs.met(PEER, [Way.PACKED])
     assert costs.predict(PEER, LOAD) == 0.0
 
 

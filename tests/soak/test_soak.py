@@ -49,7 +49,7 @@ SIZES = (1, 9, 40, 150)
 KILL_EVERY, STOP_EVERY = 20.0, 3.0
 """Seconds, on the average, in each yard."""
 HEAP = {"PYTHONMALLOC": "malloc", "MALLOC_ARENA_MAX": "1"}
-YARDS = {"cma": {}, "tcp": {**FABRICS["tcp"], "UCX_NET_DEVICES": "lo"}}
+YARDS = FABRICS
 
 _ids = count(1)
 

@@ -36,9 +36,7 @@ class Node:
         holder = Holder("cpu")
         holder.add("held", contents(number, 0, HELD_BYTES))
         holder.add("room", self.room.reshape(-1))
-        self.transport = AskingTransport(
-            way=WayChoice.PACKED, expose=Expose.NOTHING, chunk_bytes=CHUNK_BYTES
-        )
+        self.transport = AskingTransport(way=WayChoice.PACKED, expose=Expose.NOTHING, chunk_bytes=CHUNK_BYTES)
         self.transport.register(holder.regions)
         self.holder = holder  # or its memory would be gone
         self.service = gather_openly(self.transport)

@@ -6,6 +6,9 @@ import json
 import os
 import random
 import socket
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -341,3 +344,33 @@ def test_descriptors_come_to_who_knows_the_token_and_to_nobody_else() -> None:
         assert not server._thread.is_alive()
         with pytest.raises(TransportError, match="no-descriptors"):
             receive_descriptors(server.name, server.token, 300)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+def test_another_user_gets_no_descriptors_and_keeps_nobody_waiting() -> None:
+    """Whatever it knows; once, four idle callers held the server for 20 s."""
+    with tempfile.TemporaryFile() as file:
+        server = DescriptorServer([file.fileno()])
+        code = """if True:
+            import os, socket, sys, time
+            os.setuid(65534)
+            callers = [socket.socket(socket.AF_UNIX) for _ in range(8)]
+            for caller in callers:
+                caller.connect("\\0" + sys.argv[1])
+            try:
+                callers[0].sendall(bytes.fromhex(sys.argv[2]))
+                print(len(socket.recv_fds(callers[0], 1, 9)[1]), flush=True)
+            except OSError:
+                print(0, flush=True)
+            time.sleep(60)
+        """
+        command = [sys.executable, "-c", code, server.name, server.token]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "0\n"
+            started = time.monotonic()
+            (received,) = receive_descriptors(server.name, server.token, 1)
+            assert time.monotonic() - started < 2
+            os.close(received)
+            other.kill()
+        server.close()

@@ -16,10 +16,10 @@ from kvferry import Region
 from kvferry.errors import TransportError
 from kvferry.testing.sources import serving
 from kvferry.testing.transport_laws import TransportLaws
-from kvferry.testing.transport_world import REGION_BYTES, WHOLE, World, run, scattered, stale_memory, wait
+from kvferry.testing.transport_world import REGION_BYTES, WHOLE, World, stale_memory, wait
 from kvferry.transport import ReadEnd, Transport
-from kvferry.transport.cuda import has_cuda
 from kvferry.transport.cards import Card
+from kvferry.transport.cuda import has_cuda
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.ucx import FABRICS
 
@@ -131,7 +131,9 @@ def test_a_spoilt_card_harms_nobody_else(holder):
             start = rng.integers(len(spoilt) - 8)
             spoilt[start : start + rng.integers(1, 8)] = rng.bytes(int(rng.integers(0, 8)))
             with suppress(TransportError):
-                transport.connect("bad", replace(told, metadata=bytes(spoilt)).to_bytes(), spoilt_source.regions)
+                transport.connect(
+                    "bad", replace(told, metadata=bytes(spoilt)).to_bytes(), spoilt_source.regions
+                )
             transport.forget("bad")
         transport.connect("src", source.card, source.regions)
         forged = replace(Card.from_bytes(source.card), metadata=told.metadata)

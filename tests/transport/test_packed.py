@@ -12,6 +12,7 @@ from kvferry.testing.transport_laws import TransportLaws
 from kvferry.testing.transport_world import REGION_BYTES, WHOLE, World, stale_memory, wait
 from kvferry.transport.base import Connected, ReadEnd
 from kvferry.transport.cards import Card
+from kvferry.transport.nixl import CLOSED_THERE
 from kvferry.transport.settings import Expose, WayChoice
 from kvferry.transport.ucx import FABRICS, UCX_TRANSPORTS
 
@@ -75,7 +76,7 @@ def test_direct_where_both_are_registered_and_packed_where_one_is_not(by_default
     for name, value in FABRIC.items():
         monkeypatch.setenv(name, value)
     told = connected(holder, by_default)
-    assert (told.way, told.reason) == (Way.PACKED, "it is not registered with NIXL (KVFERRY_EXPOSE there)")
+    assert (told.way, told.reason) == (Way.PACKED, f"not direct: {CLOSED_THERE}")
     with serving(1, REGION_BYTES, env=FABRIC) as served:
         assert connected(holder, served) == Connected(Way.DIRECT)
         assert connected(holder, served, way=WayChoice.PACKED) == Connected(Way.PACKED)

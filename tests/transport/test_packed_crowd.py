@@ -29,9 +29,7 @@ class Node:
         holder.add("held", self.held)
         holder.add("room", self.room.reshape(-1))
         self.regions = holder.regions
-        self.transport = AskingTransport(
-            way=WayChoice.PACKED, expose=Expose.NOTHING, chunk_bytes=CHUNK_BYTES
-        )
+        self.transport = AskingTransport(way=WayChoice.PACKED, expose=Expose.NOTHING, chunk_bytes=CHUNK_BYTES)
         self.transport.register(holder.regions)
         self.service = gather_openly(self.transport)
 

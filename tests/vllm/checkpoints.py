@@ -16,7 +16,7 @@ def changed(
     model: Path,
     home: Path,
     *,
-    weights: Callable[[Weights], None] = lambda _: None,
+    weights: Callable[[Weights], None] | None = None,
     num_files: int = 1,
     **config: Any,
 ) -> Path:
@@ -26,14 +26,19 @@ def changed(
     shutil.copytree(model, home)
     values = json.loads((home / "config.json").read_text())
     (home / "config.json").write_text(json.dumps(values | config))
+    if weights is None and num_files == 1:
+        return home
     tensors = {name: t for file in home.glob("*.safetensors") for name, t in load_file(file).items()}
-    weights(tensors)
+    if weights is not None:
+        weights(tensors)
     for file in home.glob("*.safetensors"):
         file.unlink()
     names = sorted(tensors)
-    places = {name: f"model-{i % num_files}.safetensors" for i, name in enumerate(names)}
-    for place in set(places.values()):
-        save_file({name: tensors[name] for name in names if places[name] == place}, home / place)
+    files = [f"model-{i}.safetensors" for i in range(num_files)] if num_files > 1 else ["model.safetensors"]
+    places = {name: files[i % num_files] for i, name in enumerate(names)}
+    for place in files:
+        part = {name: tensors[name] for name in names if places[name] == place}
+        save_file(part, home / place, metadata={"format": "pt"})
     (home / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
     return home
 
@@ -50,9 +55,9 @@ def one_matrix(tensors: Weights) -> None:
     tensors[name] = tensors[name] * 1.01
 
 
+def one_row(tensors: Weights) -> None:
+    tensors["model.embed_tokens.weight"][7] += 0.5
+
+
 def no_last_matrix(tensors: Weights) -> None:
     del tensors["lm_head.weight"]
-
-
-def copied_last_matrix(tensors: Weights) -> None:
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()

@@ -33,6 +33,7 @@ from unittest.mock import patch
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig
 from vllm import SamplingParams
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -158,7 +159,7 @@ ONLY_HERE: dict[str, Any] = {
 
 @cache
 def _model(family: str) -> Path:
-    """A directory with a configuration, and no weights."""
+    """A directory with a configuration, and one tensor in place of weights."""
     config = AutoConfig.for_model(
         **{
             **(FAMILIES | ONLY_HERE)[family],
@@ -172,6 +173,9 @@ def _model(family: str) -> Path:
     )
     home = Path(tempfile.mkdtemp(prefix=f"kvferry-{family}-"))
     config.save_pretrained(home)
+    save_file(
+        {"toy": torch.zeros(1)}, home / "model.safetensors"
+    )  # its arithmetic has none, its identity does
     return home
 
 

@@ -50,9 +50,9 @@ def test_everything_is_known_of_a_checkpoint_of_safetensors(llama: Path) -> None
     assert found.unknown == ()
     assert found.value["architecture"] == "llama"
     assert found.value["dtype"] == "float32"
-    assert found.value["weights.embeddings"] == "separate"
     assert found.value["config.rope_parameters.rope_theta"] == "10000"
-    assert {"config.rms_norm_eps", "weights.content", "weights.tensors"} <= set(found.value)
+    assert {"config.rms_norm_eps", "weights.content", "weights.files"} <= set(found.value)
+    assert found.is_required
     assert not [name for name, value in found.known if str(llama) in value], "no path"
 
 
@@ -76,10 +76,9 @@ def test_how_a_model_is_served_does_not_matter(llama: Path, args: dict[str, Any]
     "change",
     [
         partial(changed),
-        partial(changed, num_files=3),
         partial(changed, transformers_version="4.0.0", use_cache=False, eos_token_id=5),
     ],
-    ids=["copied", "split", "renamed"],
+    ids=["copied", "renamed"],
 )
 def test_the_same_model_in_another_folder_is_the_same(llama: Path, tmp_path: Path, change: Change) -> None:
     assert identity(change(llama, tmp_path / "copy")) == identity(llama)
@@ -90,6 +89,9 @@ def test_the_same_model_in_another_folder_is_the_same(llama: Path, tmp_path: Pat
     [
         (partial(changed, weights=checkpoints.other_weights), {"weights.content"}),
         (partial(changed, weights=checkpoints.one_matrix), {"weights.content"}),
+        (partial(changed, weights=checkpoints.one_row), {"weights.content"}),
+        (partial(changed, num_files=3), {"weights.content", "weights.files"}),
+        (partial(changed, router={"top_k": 2}), {"config.router.top_k"}),
         (
             partial(changed, rope_parameters={"rope_theta": 5e5, "rope_type": "default"}),
             {"config.rope_parameters.rope_theta"},
@@ -98,10 +100,10 @@ def test_the_same_model_in_another_folder_is_the_same(llama: Path, tmp_path: Pat
         (partial(changed, attention_multiplier=0.5), {"config.attention_multiplier"}),
         (
             partial(changed, weights=checkpoints.no_last_matrix, tie_word_embeddings=True),
-            {"weights.embeddings", "weights.content", "weights.tensors"},
+            {"config.tie_word_embeddings", "weights.content", "weights.files"},
         ),
     ],
-    ids=["weights", "one matrix", "rope", "norm", "a new key", "tied"],
+    ids=["weights", "one matrix", "one row", "split", "nested", "rope", "norm", "a new key", "tied"],
 )
 def test_another_model_differs_by_name(llama: Path, tmp_path: Path, change: Change, parts: set[str]) -> None:
     assert differing(identity(llama), identity(change(llama, tmp_path / "other"))) == parts
@@ -128,12 +130,6 @@ def test_quantisation_on_load_counts(llama: Path) -> None:
     assert differing(plain, quantised) == {"quantization"}
 
 
-def test_tied_embeddings_that_were_written_twice_are_tied(llama: Path, tmp_path: Path) -> None:
-    tied = changed(llama, tmp_path / "a", weights=checkpoints.no_last_matrix, tie_word_embeddings=True)
-    twice = changed(llama, tmp_path / "b", weights=checkpoints.copied_last_matrix, tie_word_embeddings=True)
-    assert identity(tied) == identity(twice)
-
-
 def test_another_quantisation_of_the_checkpoint_differs_by_name(llama: Path, tmp_path: Path) -> None:
     fp8: Any = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     configs: list[dict[str, Any]] = [
@@ -154,10 +150,9 @@ def test_another_quantisation_of_the_checkpoint_differs_by_name(llama: Path, tmp
     [
         (lambda home: None, {"load_format": "dummy"}, "load format dummy"),
         (lambda home: (home / "model.safetensors").unlink(), {}, "not found"),
-        (lambda home: (home / "model.safetensors").rename(home / "a.bin"), {}, "not in safetensors files"),
-        (lambda home: (home / "model.safetensors").write_bytes(b"junk" * 9), {}, "no safetensors file"),
+        (lambda home: None, {"load_format": "sharded_state"}, "load format sharded_state"),
     ],
-    ids=["dummy", "none", "bin", "junk"],
+    ids=["dummy", "none", "sharded_state"],
 )
 def test_weights_that_cannot_be_read_are_unknown_with_the_reason(
     llama: Path, tmp_path: Path, spoil: Callable[[Path], None], args: dict[str, Any], why: str
@@ -201,9 +196,27 @@ def test_what_a_model_writes_into_its_configuration_does_not_count(llama: Path) 
 
 def test_a_text_of_the_operator_replaces_it(llama: Path) -> None:
     assert identity(llama, "ours, v3").known == (("stated", "ours, v3"),)
-    required = identity(llama, "required")
-    assert required.is_required
-    assert required.known == identity(llama).known
+
+
+def test_only_unchecked_accepts_an_unknown_model(llama: Path) -> None:
+    assert identity(llama, "required") == identity(llama)
+    unchecked = identity(llama, "unchecked")
+    assert not unchecked.is_required
+    assert unchecked.known == identity(llama).known
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt"])
+def test_weights_in_other_files_than_safetensors_are_known(llama: Path, tmp_path: Path, name: str) -> None:
+    import shutil
+
+    found = []
+    for turn in ("a", "b"):
+        home = Path(shutil.copytree(llama, tmp_path / turn))
+        (home / "model.safetensors").unlink()
+        (home / name).write_bytes(f"weights {turn}".encode())
+        found.append(identity(home))
+    assert found[0].unknown == ()
+    assert differing(*found) == {"weights.content"}
 
 
 def adapter(folder: Path, value: float, lora_id: int) -> LoRARequest:
@@ -258,11 +271,11 @@ def test_a_ticket_for_another_adapter_is_not_called_another_prompt(
         assert words in caplog.text
 
 
-def test_an_adapter_that_is_not_known_counts_by_its_name_unless_it_is_required(
+def test_an_adapter_that_is_not_known_is_refused_or_counts_by_its_name(
     docks: Docks, prompt: Callable[[int], list[int]], tmp_path: Path
 ) -> None:
-    required = replace(Setup(blocks=64), options=(*Setup.options, ("identity", "required")))
-    for setup, is_offered in ((Setup(blocks=64), True), (required, False)):
+    unchecked = replace(Setup(blocks=64), options=(*Setup.options, ("identity", "unchecked")))
+    for setup, is_offered in ((Setup(blocks=64), False), (unchecked, True)):
         src = docks.own(setup)
         nowhere = LoRARequest("poems", 1, str(tmp_path / "nowhere"))
         answer = src.ask(prompt(100), 1, dict(PREFILL), lora=nowhere)

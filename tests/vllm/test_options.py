@@ -6,9 +6,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from kvferry.errors import SpecError, TransportError
 from kvferry.integrations.vllm.shared.options import Options, check_transfer_config, is_through_host
-from kvferry.transport.expose import Expose
-from kvferry.transport.ring_options import RingMemory
-from kvferry.transport.staging import PackedReads
+from kvferry.transport.settings import Expose, WayChoice
 
 TEXT = "3q2-7wAAq83vEjRWeJCrzf7cuph2VDIQ"
 
@@ -61,11 +59,10 @@ def test_a_secret_among_the_options_is_refused_and_not_repeated():
         ({"digest": True}, "digest must be"),
         ({"digest": 1.5}, "digest must be"),
         ({"backends": ["UCX", "GDS"]}, "backends must be a list with the name of one"),
-        ({"packed_reads": "off"}, "packed_reads must be one of never, auto, require, got 'off'"),
-        ({"packed_reads": True}, "packed_reads must be one of"),
-        ({"packed_reads": ["auto"]}, "packed_reads must be one of"),
-        ({"expose": "all"}, "expose must be one of pool, staging, nothing, got 'all'"),
-        ({"expose": "staging", "packed_reads": "never"}, "expose 'staging' needs workers that gather"),
+        ({"way": "off"}, "way must be one of auto, mapped, direct, packed, got 'off'"),
+        ({"way": True}, "way must be one of"),
+        ({"way": ["auto"]}, "way must be one of"),
+        ({"expose": "all"}, "expose must be one of nothing, host, fabric, got 'all'"),
     ],
 )
 def test_senseless_options_are_refused_by_name(extra, words):
@@ -91,23 +88,17 @@ def test_a_digest_is_off_full_or_of_one_in_so_many():
     assert [each.digest_every for each in chosen] == [0, 0, 1, 100]
 
 
-def test_packed_reads_are_an_option_or_a_variable_and_the_option_counts(monkeypatch):
-    monkeypatch.delenv("KVFERRY_PACKED_READS", raising=False)
-    assert options().packed_reads is PackedReads.NEVER
-    monkeypatch.setenv("KVFERRY_PACKED_READS", "require")
-    assert options().packed_reads is PackedReads.REQUIRE
-    assert options(packed_reads="auto").packed_reads is PackedReads.AUTO
-    monkeypatch.setenv("KVFERRY_PACKED_READS", "yes")
-    with pytest.raises(TransportError, match="KVFERRY_PACKED_READS='yes': one of never, auto, require"):
+def test_way_and_exposure_are_options_or_variables_and_the_option_counts(monkeypatch):
+    for name in ("KVFERRY_WAY", "KVFERRY_EXPOSE"):
+        monkeypatch.delenv(name, raising=False)
+    assert (options().way, options().expose) == (WayChoice.AUTO, Expose.HOST)
+    monkeypatch.setenv("KVFERRY_WAY", "packed")
+    monkeypatch.setenv("KVFERRY_EXPOSE", "nothing")
+    assert (options().way, options().expose) == (WayChoice.PACKED, Expose.NOTHING)
+    assert options(way="auto", expose="host").way is WayChoice.AUTO
+    monkeypatch.setenv("KVFERRY_WAY", "yes")
+    with pytest.raises(TransportError, match="KVFERRY_WAY='yes': one of auto, mapped, direct, packed"):
         options()
-
-
-def test_caches_of_a_device_may_be_gathered_and_hidden():
-    """vLLM's default for ``kv_buffer_device`` is where the caches are."""
-    for extra in ({"packed_reads": "require"}, {"packed_reads": "auto"}, {"expose": "staging"}):
-        asked = transfer(kv_buffer_device="cuda", kv_connector_extra_config=extra)
-        check_transfer_config(asked, "cuda")
-        assert not is_through_host(asked, "cuda")
 
 
 def through_host(**extra):
@@ -116,40 +107,23 @@ def through_host(**extra):
 
 def test_caches_of_a_device_pass_through_the_host_if_vllm_says_so(monkeypatch):
     """RA-4."""
-    for name in ("KVFERRY_PACKED_READS", "KVFERRY_EXPOSE", "KVFERRY_RING_MEMORY"):
+    for name in ("KVFERRY_WAY", "KVFERRY_EXPOSE"):
         monkeypatch.delenv(name, raising=False)
     asked = transfer(kv_buffer_device="cpu")
     check_transfer_config(asked, "cuda")
     assert is_through_host(asked, "cuda")
     assert not is_through_host(asked, "cpu")
     chosen = through_host()
-    assert (chosen.rings.memory, chosen.packed_reads) == (RingMemory.HOST, PackedReads.REQUIRE)
-    assert chosen.expose is Expose.STAGING, "the fabric may not be able to register the device's memory"
-    assert through_host(expose="pool").expose is Expose.POOL
-    assert options().rings.memory is RingMemory.OWN
+    assert (chosen.way, chosen.expose) == (WayChoice.PACKED, Expose.NOTHING)
 
 
 @pytest.mark.parametrize("is_option", [False, True])
-def test_through_the_host_workers_have_to_gather(monkeypatch, is_option):
+def test_through_the_host_workers_have_to_send(monkeypatch, is_option):
     if not is_option:
-        monkeypatch.setenv("KVFERRY_PACKED_READS", "never")
-    extra = {"packed_reads": "auto"} if is_option else {}
-    with pytest.raises(SpecError, match="kv_buffer_device: through 'cpu', workers gather for each other"):
+        monkeypatch.setenv("KVFERRY_WAY", "mapped")
+    extra = {"way": "direct"} if is_option else {}
+    with pytest.raises(SpecError, match="kv_buffer_device: through 'cpu', workers send to each other"):
         check_transfer_config(transfer(kv_buffer_device="cpu", kv_connector_extra_config=extra), "cuda")
-
-
-def test_who_hides_its_pool_gathers(monkeypatch):
-    monkeypatch.delenv("KVFERRY_PACKED_READS", raising=False)
-    monkeypatch.delenv("KVFERRY_EXPOSE", raising=False)
-    chosen = [options(), options(expose="staging"), options(expose="nothing", packed_reads="auto")]
-    assert [(each.expose.value, each.packed_reads.value) for each in chosen] == [
-        ("pool", "never"),
-        ("staging", "require"),
-        ("nothing", "auto"),
-    ]
-    monkeypatch.setenv("KVFERRY_EXPOSE", "staging")
-    assert (options().expose, options().packed_reads) == (Expose.STAGING, PackedReads.REQUIRE)
-    assert options(expose="pool").expose is Expose.POOL
 
 
 @pytest.mark.parametrize(
@@ -197,7 +171,7 @@ def test_everything_that_is_refused_is_said_at_once():
     )
     with pytest.raises(SpecError) as refused:
         check_transfer_config(asked, "cpu")
-    for words in ("kv_buffer_device: 'cuda'", "kv_port: 5600", "KVFERRY_READ_AGENTS", "mean lease_seconds?"):
+    for words in ("kv_buffer_device: 'cuda'", "kv_port: 5600", "as many threads read", "mean lease_seconds?"):
         assert words in str(refused.value)
 
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-pytest.importorskip("nixl", reason="NIXL is not installed")
 
 from kvferry.core.owned import BlockBytes
 from kvferry.core.product import Term
@@ -25,12 +24,9 @@ from kvferry.integrations.vllm.shared.stats import LoadStats
 from kvferry.integrations.vllm.worker.side import WorkerSide
 from kvferry.runtime.values import Record
 from kvferry.transport import chunk_copier
-from kvferry.transport.cards import staging_in
-from kvferry.transport.gather_line import GatheredChunk
+from kvferry.transport.cards import Card, GatherPoint
 from kvferry.transport.pack import pack
-from kvferry.transport.staging import Staging
 from kvferry.transport.stream_frames import StreamOffer
-from kvferry.transport.ucx import FABRICS
 from kvferry.wire.messages import Join, decode_to_authority
 from kvferry.wire.permit import make_proofs, permits_for
 from kvferry.wire.ticket import from_text
@@ -45,8 +41,8 @@ LEASE = ("lease_seconds", 30.0)
 """No test here is about the end of a lease, but for those that say so."""
 
 
-def packed(setup: Setup, *more: tuple[str, Any], how: str = "require") -> Setup:
-    return replace(setup, options=(*setup.options, LEASE, ("packed_reads", how), *more))
+def packed(setup: Setup, *more: tuple[str, Any]) -> Setup:
+    return replace(setup, options=(*setup.options, LEASE, ("way", "packed"), *more))
 
 
 def side(engine: Engine, rank: int = 0) -> WorkerSide:
@@ -89,6 +85,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, 
         pack(*args)
 
     monkeypatch.setattr(chunk_copier, "pack", slow_pack)
+    monkeypatch.setattr(chunk_copier, "are_long", lambda _: False)
     yield has_begun, may_end
     may_end.set()
 
@@ -127,23 +124,6 @@ def test_loads_are_exact(
     assert all(count >= len(lengths) for count in gathered(pair.src))
 
 
-def test_streams_where_the_fabric_cannot_read(
-    docks: Docks, prompt: Prompt, ways: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``auto`` over TCP: the workers send, and UCX has no part in it."""
-    monkeypatch.setenv("UCX_TLS", FABRICS["tcp"]["UCX_TLS"])
-    setup = packed(replace(FAMILIES["gemma3"], tp=2), how="auto")
-    pair = Pair(docks.own(setup), docks.own(replace(setup, tp=1)))
-    words = prompt(LENGTH)
-    pair.assert_loaded(pair.ferry(words), words)
-    assert_whole(pair.src, pair.dst, seconds=SECONDS)
-    assert ways == [("packed", "")]
-    assert all(gathered(pair.src))
-    links = status(pair.dst)["ways"]
-    assert len(links) == 2
-    assert all("the fabric cannot read its memory by itself" in link for link in links.values())
-
-
 @pytest.mark.parametrize("lease_seconds", [30.0, 1.0], ids=["given-up", "lease-over"])
 def test_blocks_are_not_freed_while_a_rank_gathers(
     docks: Docks, prompt: Prompt, hanging: tuple[threading.Event, threading.Event], lease_seconds: float
@@ -178,19 +158,13 @@ def test_blocks_are_not_freed_while_a_rank_gathers(
 class Stranger:
     """A reader that asks a worker for whatever it likes."""
 
-    def __init__(self, staging: Staging) -> None:
-        self.calls, self._staging = GatherCalls(open_channel("", None), "stranger"), staging
+    def __init__(self, point: GatherPoint) -> None:
+        self.calls, self._point = GatherCalls(open_channel("", None), "stranger"), point
         self._answers: list[str] = []
         self.calls.listen(self)
 
-    def gathered(self, sender: str, nonce: int, told: GatheredChunk) -> None:
-        self._answers.append("gathered")
-
     def not_gathered(self, sender: str, nonce: int, error: str) -> None:
         self._answers.append(error)
-
-    def given_back(self, sender: str, nonce: int, *, is_valid: bool) -> None:
-        raise AssertionError("nothing is given back")
 
     def stream_offered(self, sender: str, nonce: int, offer: StreamOffer) -> None:
         raise AssertionError("no stream is asked for")
@@ -200,7 +174,7 @@ class Stranger:
 
     def ask(self, permit: bytes, term: Term) -> str:
         number = len(self._answers) + 1
-        self.calls.ask(self._staging.address, number, permit, [term], self._staging.ring_id)
+        self.calls.ask(self._point.address, number, permit, [term], bytes(16))
         deadline = time.monotonic() + SECONDS
         while len(self._answers) < number:
             assert time.monotonic() < deadline
@@ -218,7 +192,7 @@ def test_a_reader_gets_no_bytes_of_another_ticket(docks: Docks, prompt: Prompt) 
     join = worker.join
     assert join is not None
     assert join.rank_key
-    stranger = Stranger(Staging.from_bytes(staging_in(join.description.card)))
+    stranger = Stranger(GatherPoint.from_bytes(Card.from_bytes(join.description.card).gather))
     (permit,) = permits_for(mine, make_proofs(mine, {0: join.rank_key}), [0]).values()
 
     manifest = worker._manifest
@@ -231,7 +205,7 @@ def test_a_reader_gets_no_bytes_of_another_ticket(docks: Docks, prompt: Prompt) 
         pattern = Runs(starts, starts, cells.stops[:1] - starts)
         return Term(pattern, np.array([[int(table.block_ids[0]) * stride], [0]]))
 
-    assert stranger.ask(permit, block(mine)) == "gathered"
+    assert "no such stream" in stranger.ask(permit, block(mine)), "else it would be sent"
     assert "another request" in stranger.ask(permit, block(other))
     assert "did not grant" in stranger.ask(permit[:-1] + bytes([permit[-1] ^ 1]), block(mine))
     assert status(src)["gathering"]["refused"] == {"not-its-bytes": 1, "not-granted": 1}
@@ -261,17 +235,9 @@ def test_a_rank_key_goes_to_the_scheduler_and_nowhere_else(
     told = [repr(handshake), repr(join), repr(side(pair.src)._gathering), str(status(pair.src))]
     told += [path.read_text() for path in tmp_path.iterdir()]
     told += [record.getMessage() for record in caplog.records]
-    assert "gathers for its readers (packed_reads: require) at tcp://127.0.0.1:" in caplog.text
+    assert "is asked for bytes at tcp://127.0.0.1:" in caplog.text
     assert not [text for text in told if repr(key)[2:-1] in text or key.hex() in text]
     assert any(tmp_path.iterdir())
-
-
-def test_who_requires_it_is_refused_by_name_where_nobody_gathers(docks: Docks, prompt: Prompt) -> None:
-    src, dst = docks.own(FAMILIES["llama"]), docks.own(packed(FAMILIES["llama"]))
-    pair, words = Pair(src, dst), prompt(64)
-    pair.assert_refused(pair.ferry(words), words)
-    assert side(src)._gathering is None
-    assert_whole(src, dst, seconds=SECONDS)
 
 
 def test_a_consumer_alone_opens_no_socket(docks: Docks) -> None:

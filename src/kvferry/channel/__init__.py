@@ -1,6 +1,5 @@
 """The control channel: small messages between engines."""
 
-from kvferry.channel.budget import Budget
 from kvferry.channel.zmq import SILENCE_SECONDS, Channel, Contact, ContactChange, Received
 
-__all__ = ["SILENCE_SECONDS", "Budget", "Channel", "Contact", "ContactChange", "Received"]
+__all__ = ["SILENCE_SECONDS", "Channel", "Contact", "ContactChange", "Received"]

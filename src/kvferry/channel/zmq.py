@@ -1,25 +1,30 @@
 """The control channel over ZeroMQ: the only file that imports zmq.
 
 One channel has at most one listening socket, and one calling socket per address that it wrote to. All but
-``wake`` belong to one thread. Whatever arrives is bytes and where to reply to. A peer that does not read
-costs nobody anything: what is sent waits in queues with bounds, and what does not fit is dropped and counted,
-since every message of the protocol is repeated until it is answered. What arrives is taken at once (see
-``NO_BOUND``).
+``wake`` belong to one thread. Whatever arrives is bytes and where to reply to. A peer that does not read, or
+says more than is taken, costs little: messages wait in queues that are bounded in bytes, per peer and in all.
+Messages that do not fit are dropped and counted, since every message of the protocol is repeated until it is
+answered. A peer that goes on all the same is hung up on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import count
+from typing import Any
 
+from kvferry.channel.connections import TcpConnections
+from kvferry.channel.inbox import Inbox
 from kvferry.errors import ChannelError, MissingPackage
-from kvferry.wire.secret import Secret
+from kvferry.wire.secret import Purpose, Secret
 
 try:
     import zmq
@@ -32,8 +37,9 @@ _MAPPED = re.compile(r"\[::ffff:([0-9.]+)\]")
 
 MAX_CALLS = 512
 """Addresses that a channel keeps a socket for; the least recently used goes first."""
-SCHEMES = ("tcp://", "ipc://")
-"""What may be called: an address comes from a ticket, and ``inproc`` would reach into this process."""
+SCHEME = "tcp://"
+"""What may be called: an address comes from a ticket. ``inproc`` would reach into this process, ``ipc`` to
+any socket of this host's file system."""
 LINGER_MS = 200
 """How long what was said last may still be sent after hanging up."""
 HIGH_WATER = 1_000
@@ -41,8 +47,15 @@ HIGH_WATER = 1_000
 NO_BOUND = 0
 """For what arrives. A queue that is full stops ZeroMQ's reading, and a connection that breaks or falls silent
 while it is stopped ends the *process*, as of libzmq 4.3.5 (``Assertion failed: _input_stopped``, or
-``!_io_error``). So does a caller that takes over the name of another. Whoever drives a channel takes what is
-there, and drops what is too much."""
+``!_io_error``). So does a caller that takes over the name of another. ``wait`` takes messages from ZeroMQ
+much faster than they are handled and drops those that the ``Inbox`` has no room for; ``TcpConnections`` stops
+what comes even faster in the kernel, where ZeroMQ does not notice."""
+SOCKET_BUFFER_BYTES = 512 << 10
+"""The kernel's, per connection and direction."""
+AGAIN_SECONDS = 0.02
+"""After how long to try again to listen."""
+TAKE_SECONDS = 0.02
+"""How long messages are taken from one socket before others get their turn."""
 HANDSHAKE_MS = 5_000
 """How long a caller may take to say who it is."""
 SILENCE_SECONDS = 2.0
@@ -98,6 +111,11 @@ _CONTACTS = {
 class _Call:
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
+    port: int
+    server_key: bytes
+    """Empty where there is no secret."""
+    is_greeting: bool = False
+    """Whether it is connected, and neither side has proved that it knows the secret."""
 
     def close(self, linger_ms: int) -> None:
         self.socket.disable_monitor()
@@ -124,16 +142,26 @@ class Channel:
         self._silence_seconds = silence_seconds
         self._changes: list[ContactChange] = []
         """What happened to connections, until the next ``wait``."""
-        self._server_keys = _server_keys(secret) if secret is not None else None
+        self._secret, self._server_keys = secret, _server_keys(secret)
+        self._must_listen = False
+        """Whether the listener was closed, to listen again with another key."""
+        self._listener_number = 0
         self._max_bytes = max_bytes
         self._poller = zmq.Poller()
         self._monitor_numbers = count(1)
         self._calls: OrderedDict[str, _Call] = OrderedDict()
         self._listener: zmq.Socket[bytes] | None = None
+        self._accepting: zmq.Socket[bytes] | None = None
+        """Where ZeroMQ tells of the listener's connections."""
+        self._inbox = Inbox()
+        self._is_drained = True
+        """Whether all messages were taken just now."""
+        self.dropped: Counter[str] = Counter()
+        """Messages that were not sent or taken, and connections that were muted or closed, by why."""
+        self._callers, self._called = TcpConnections(self.dropped), TcpConnections(self.dropped)
         # Not a pair of sockets: one that is full a moment too long loses a call, and a message waits for it.
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._woken, zmq.POLLIN)
-        self.dropped: Counter[str] = Counter()
         self.address = ""
         if listen:
             try:
@@ -143,21 +171,29 @@ class Channel:
                 raise
 
     def _listen(self, listen: str) -> None:
+        if not listen.startswith(SCHEME):
+            raise ChannelError(f"cannot listen at {listen}: say {SCHEME}HOST:PORT")
         socket = self._socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.HEARTBEAT_IVL, LISTENER_HEARTBEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, LISTENER_SILENCE_MS)
-        if self._server_keys is not None:
-            socket.curve_secretkey, socket.curve_server = self._server_keys[0], True
+        if self._server_keys:
+            socket.curve_secretkey, socket.curve_server = self._server_keys[0].private, True
+        accepting = self._monitor(socket, zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         try:
             socket.bind(listen)
         except zmq.ZMQError as error:
-            socket.close(0)
+            for one in (accepting, socket):
+                one.close(0)
             raise ChannelError(f"cannot listen at {listen}: {error}") from error
-        self._poller.register(socket, zmq.POLLIN)
-        self._listener = socket
+        _number_callers(socket)
+        endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         # An IPv4 address, where it is one: a socket for both kinds writes it in the other's clothes.
-        self.address = _MAPPED.sub(r"\1", socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        self.address = _MAPPED.sub(r"\1", endpoint)
+        for one in (socket, accepting):
+            self._poller.register(one, zmq.POLLIN)
+        self._listener, self._accepting = socket, accepting
+        self._listener_number += 1
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -166,6 +202,8 @@ class Channel:
             (zmq.MAXMSGSIZE, self._max_bytes),
             (zmq.SNDHWM, HIGH_WATER),
             (zmq.RCVHWM, NO_BOUND),
+            (zmq.SNDBUF, SOCKET_BUFFER_BYTES),
+            (zmq.RCVBUF, SOCKET_BUFFER_BYTES),
             (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
             (zmq.RECONNECT_IVL_MAX, 2_000),
             (zmq.IPV6, 1),
@@ -182,14 +220,24 @@ class Channel:
         """Send to an address, or to a ``reply_to``; never blocks, never raises for what a peer did."""
         try:
             if self.is_answer(to):
-                if self._listener is not None:
-                    self._listener.send_multipart([bytes.fromhex(to[1:]), data], zmq.NOBLOCK)
-            elif to.startswith(SCHEMES):
+                self._answer(to, data)
+            elif to.startswith(SCHEME):
                 self._call(to).socket.send(data, zmq.NOBLOCK)
             else:
                 self.dropped["address"] += 1
         except zmq.ZMQError:
             self.dropped["unsent"] += 1
+
+    def _answer(self, to: str, data: bytes) -> None:
+        if self._listener is None:
+            return
+        number, _, whom = to[1:].partition(".")
+        if number != str(self._listener_number):
+            self.dropped["unsent"] += 1  # its connection is gone
+        elif self._callers.may_send(to, len(data), time.monotonic()):
+            self._listener.send_multipart([bytes.fromhex(whom), data], zmq.NOBLOCK)
+        else:
+            self.dropped["unread"] += 1
 
     def _call(self, address: str) -> _Call:
         if address in self._calls:
@@ -199,32 +247,35 @@ class Channel:
             oldest = next(iter(self._calls))
             self.hang_up(oldest)
             self._changes.append(ContactChange(oldest, Contact.CLOSED))
+        return self._open_call(address, self._server_keys[0].public if self._server_keys else b"")
+
+    def _open_call(self, address: str, server_key: bytes) -> _Call:
         socket = self._socket(zmq.DEALER)
         socket.setsockopt(zmq.HEARTBEAT_IVL, int(self._silence_seconds * 1000 / 3))
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(self._silence_seconds * 2000 / 3))
-        if self._server_keys is not None:
-            socket.curve_serverkey = self._server_keys[1]
+        if server_key:
+            socket.curve_serverkey = server_key
             socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
         monitor: zmq.Socket[bytes] | None = None
         try:
-            monitor = self._monitor(socket)
+            monitor = self._monitor(socket, sum(_CONTACTS) | zmq.EVENT_CONNECTED)
             socket.connect(address)
         except zmq.ZMQError:  # an address that makes no sense would else cost sockets per message
             for one in (monitor, socket):
                 if one is not None:
                     one.close(0)
             raise
-        call = _Call(socket, monitor)
+        call = _Call(socket, monitor, int(address.rpartition(":")[2]), server_key)
         self._poller.register(call.socket, zmq.POLLIN)
         self._poller.register(call.monitor, zmq.POLLIN)
         self._calls[address] = call
         self._changes.append(ContactChange(address, Contact.CALLING))
         return call
 
-    def _monitor(self, socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-        """Where ZeroMQ tells of a socket's connection. It has no bound: a full one would stop everything."""
+    def _monitor(self, socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
+        """Where ZeroMQ tells of a socket's connections. It has no bound: a full one would stop everything."""
         name = f"inproc://monitor-{next(self._monitor_numbers)}"
-        socket.monitor(name, sum(_CONTACTS))
+        socket.monitor(name, events)
         monitor = self._context.socket(zmq.PAIR)
         try:
             monitor.setsockopt(zmq.LINGER, 0)
@@ -239,80 +290,226 @@ class Channel:
         """Call an address no more, until something is sent there again."""
         call = self._calls.pop(address, None)
         if call is not None:
+            self._inbox.forget(address)
+            self._called.forget(address)
             self._poller.unregister(call.socket)
             self._poller.unregister(call.monitor)
             call.close(LINGER_MS)
 
-    def wait(self, seconds: float) -> list[Received | ContactChange]:
-        """Everything that arrived or happened, after at most ``seconds``; at once when woken."""
-        ready = dict(self._poller.poll(0 if self._changes else max(0, int(seconds * 1000))))
-        received: list[Received | ContactChange] = list(self._changes)
-        self._changes.clear()
+    def wait(self, seconds: float, *, is_behind: bool = False) -> list[Received | ContactChange]:
+        """What happened and, a few at a time, the messages that arrived, after at most ``seconds``.
+
+        It returns at once when woken, or when messages wait; messages stay where they are while the caller
+        ``is_behind``.
+        """
+        is_ready = self._changes or (self._inbox and not is_behind)
+        most = 0.0 if is_ready else max(0.0, min(seconds, self._seconds_to_look()))
+        ready = dict(self._poller.poll(math.ceil(most * 1000)))
         if self._woken in ready:
             os.eventfd_read(self._woken)
-        if self._listener in ready and self._listener is not None:
-            received += self._heard(self._listener)
+        self._is_drained = True
+        if self._accepting is not None and self._accepting in ready:
+            self._meet_callers(self._accepting)
+        if self._listener is not None and self._listener in ready:
+            self._hear(self._listener)
         for address, call in list(self._calls.items()):
             if call.monitor in ready:
-                received += self._news(address, call)
-            if call.socket in ready:
-                received += self._answers(address, call)
+                self._changes += self._news(address, call)
+            if call.socket in ready and self._calls.get(address) is call:
+                self._take_answers(address, call)
+        self._look()
+        self._follow_secret()
+        received: list[Received | ContactChange] = list(self._changes)
+        self._changes.clear()
+        if not is_behind:
+            received += [Received(peer, data) for peer, data in self._inbox.take()]
         return received
+
+    def _follow_secret(self) -> None:
+        """Listen with another key, if the secret was changed. Calls find out when they are refused."""
+        if self._secret is None:
+            return
+        self._secret.refresh()
+        first = self._server_keys[0]
+        if self._secret.keys(Purpose.CHANNEL) != tuple(keys.seed for keys in self._server_keys):
+            self._server_keys = _server_keys(self._secret)
+        if self._listener is not None and self._server_keys[0] != first:
+            self._stop_listening()
+            self._must_listen = True
+        if self._must_listen:
+            with contextlib.suppress(ChannelError):  # ZeroMQ may still be about to close the old listener
+                self._listen(self.address)
+                self._must_listen = False
+
+    def _seconds_to_look(self) -> float:
+        now = time.monotonic()
+        if self._must_listen:
+            return AGAIN_SECONDS
+        return min(self._callers.seconds_to_look(now), self._called.seconds_to_look(now))
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        for connections in (self._callers, self._called):
+            connections.is_drained |= self._is_drained
+            if not connections.seconds_to_look(now):
+                connections.look(now)
+
+    @staticmethod
+    def _told(monitor: zmq.Socket[bytes]) -> Iterator[Mapping[str, Any]]:
+        with contextlib.suppress(zmq.Again):
+            for _ in range(1000):
+                yield parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))
 
     def _news(self, address: str, call: _Call) -> list[ContactChange]:
-        events = (parse_monitor_message(frames)["event"] for frames in self._taken(call.monitor))
-        return [ContactChange(address, _CONTACTS[zmq.Event(event)]) for event in events]
+        changes: list[ContactChange] = []
+        for told in self._told(call.monitor):
+            event = zmq.Event(told["event"])
+            if event is zmq.EVENT_DISCONNECTED and call.is_greeting:
+                self._changes += changes
+                return self._call_with_another_key(address, call)
+            call.is_greeting = event is zmq.EVENT_CONNECTED
+            if event is zmq.EVENT_CONNECTED:
+                self._called.begin(told["value"], call.port)
+                self._called.introduce(address, told["value"])
+            else:
+                changes.append(ContactChange(address, _CONTACTS[event]))
+            if event is zmq.EVENT_DISCONNECTED:
+                self._called.end(told["value"])
+        return changes
 
-    MAX_AT_ONCE = 1000
-    """Messages taken from one socket before others get their turn."""
+    def _call_with_another_key(self, address: str, call: _Call) -> list[ContactChange]:
+        """The peer may know another secret than the one that it was called with: a fleet changes them."""
+        call.is_greeting = False
+        others = [keys.public for keys in self._server_keys if keys.public != call.server_key]
+        if others:
+            self.hang_up(address)
+            self._open_call(address, others[0])
+        return [ContactChange(address, Contact.BROKEN)]
 
-    def _taken(self, socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
-        with contextlib.suppress(zmq.Again):
-            for _ in range(self.MAX_AT_ONCE):
-                yield socket.recv_multipart(zmq.NOBLOCK)
-
-    def _heard(self, socket: zmq.Socket[bytes]) -> list[Received]:
-        received = []
-        for whom, *frames in self._taken(socket):
-            match frames:
-                case [data]:
-                    received.append(Received("@" + whom.hex(), data))
+    def _meet_callers(self, accepting: zmq.Socket[bytes]) -> None:
+        port = int(self.address.rpartition(":")[2])
+        for told in self._told(accepting):
+            match told["event"]:
+                case zmq.EVENT_LISTENING:
+                    self._callers.listen(told["value"])
+                case zmq.EVENT_ACCEPTED:
+                    self._callers.begin(told["value"], port)
                 case _:
-                    self.dropped["frames"] += 1
-        return received
+                    self._callers.end(told["value"])
 
-    def _answers(self, address: str, call: _Call) -> list[Received]:
-        received = []
+    def _hear(self, listener: zmq.Socket[bytes]) -> None:
+        for whom, *frames in self._taken(listener):
+            route = f"@{self._listener_number}.{whom.bytes.hex()}"
+            if not self._callers.is_known(route):
+                self._callers.introduce(route, _fd_of(frames[0]))
+            if not self._callers.is_heard(route):
+                self.dropped["gone"] += 1
+            elif not self._keep(route, frames):
+                self._callers.hang_up(route, "flood")
+                self._inbox.forget(route)
+
+    def _take_answers(self, address: str, call: _Call) -> None:
         for frames in self._taken(call.socket):
-            match frames:
-                case [data]:
-                    received.append(Received(address, data))
-                case _:
-                    self.dropped["frames"] += 1
-        return received
+            self._called.is_heard(address)
+            if not self._keep(address, frames):
+                self.hang_up(address)
+                self._changes.append(ContactChange(address, Contact.CLOSED))
+                return
+
+    def _taken(self, socket: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
+        until = time.monotonic() + TAKE_SECONDS
+        with contextlib.suppress(zmq.Again):
+            while time.monotonic() < until:
+                yield socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            self._is_drained = False
+
+    def _keep(self, peer: str, frames: list[zmq.Frame]) -> bool:
+        """Have a message wait, or drop it; whether to keep the peer."""
+        num_bytes = sum(len(frame.buffer) for frame in frames)
+        if len(frames) == 1 and self._inbox.has_room(peer, num_bytes):
+            self._inbox.put(peer, frames[0].bytes)
+            return True
+        self.dropped["behind" if len(frames) == 1 else "frames"] += 1
+        return not self._inbox.refuse(peer, num_bytes, len(frames))
 
     def wake(self) -> None:
         """End a ``wait``, or the next one. From any thread, but not while it is being closed."""
         if self._woken >= 0:
             os.eventfd_write(self._woken, 1)
 
+    def _stop_listening(self) -> None:
+        """Close the listener, once its connections are closed: ZeroMQ aborts where more arrives on one."""
+        if self._listener is None or self._accepting is None:
+            return
+        self._meet_callers(self._accepting)
+        self._callers.hang_up_on_all()
+        until = time.monotonic() + LINGER_MS / 1000
+        while len(self._callers) and time.monotonic() < until:
+            self._accepting.poll(10)
+            self._meet_callers(self._accepting)
+            self._callers.hang_up_on_all()
+        self._callers.close()
+        for one in (self._listener, self._accepting):
+            self._poller.unregister(one)
+        self._listener.disable_monitor()
+        self._accepting.close(0)
+        self._listener.close(0)
+        self._listener = self._accepting = None
+
     def close(self) -> None:
         """Close every socket; nothing lingers."""
         for address in list(self._calls):
             self.hang_up(address)
-        if self._listener is not None:
-            self._listener.close(0)
+        self._stop_listening()
+        self._callers.close()
+        self._called.close()
         if self._woken >= 0:
             os.close(self._woken)
             self._woken = -1
         self._context.term()
 
 
-def _server_keys(secret: Secret) -> tuple[bytes, bytes]:
-    """The key pair of every listener of the fleet: private, public.
+def _fd_of(frame: zmq.Frame) -> int:
+    """The connection that a message came by; -1 for a peer whose ZMTP is older than version 3."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1
+
+
+def _number_callers(listener: zmq.Socket[bytes]) -> None:
+    """Have a bound ROUTER count its callers, whatever routing ids they claim.
+
+    Where some callers bring an id and others get the next number, an id that equals that number ends the
+    *process* (libzmq 4.3.5 asserts that it is new). ROUTER_RAW makes the socket number all of them. It is set
+    after ``bind``: the listening side has copied the options by then, and still speaks ZMTP. Reset at once,
+    it leaves the numbering on, and an empty message an ordinary one.
+    """
+    listener.setsockopt(zmq.ROUTER_RAW, 1)
+    listener.setsockopt(zmq.ROUTER_RAW, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _ServerKeys:
+    """The key pair of every listener of the fleet.
 
     Both halves come from the secret, and neither travels. CURVE lets nobody talk to a listener whose public
     key they do not know, so knowing it is the caller's proof; answering is the listener's.
     """
-    private = z85.encode(secret.key("control channel"))
-    return private, zmq.curve_public(private)
+
+    seed: bytes
+    private: bytes
+    public: bytes
+
+    def __repr__(self) -> str:
+        return "_ServerKeys(…)"
+
+
+def _server_keys(secret: Secret | None) -> tuple[_ServerKeys, ...]:
+    """Those of a secret; the first is listened with."""
+    seeds = secret.keys(Purpose.CHANNEL) if secret is not None else ()
+    privates = [z85.encode(seed) for seed in seeds]
+    return tuple(
+        _ServerKeys(seed, private, zmq.curve_public(private))
+        for seed, private in zip(seeds, privates, strict=True)
+    )

@@ -23,15 +23,7 @@ NAMES = frozenset(
 OUTPUTS = frozenset(
     {
         *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits"),
-        *(
-            "torchscript",
-            "chunk_size_feed_forward",
-            "do_sample",
-            "temperature",
-            "top_k",
-            "top_p",
-            "num_beams",
-        ),
+        *("torchscript", "chunk_size_feed_forward", "do_sample", "temperature", "top_p", "num_beams"),
         *("max_length", "min_length", "max_new_tokens", "repetition_penalty"),
         *(f"{kind}_token_id" for kind in ("bos", "cls", "decoder_start", "eos", "mask", "pad", "sep", "unk")),
     }
@@ -43,9 +35,11 @@ TRAINING = frozenset(
         *("router_aux_loss_coef", "router_z_loss_coef", "aux_loss_alpha", "seq_aux"),
     }
 )
-ELSEWHERE = frozenset({"dtype", "torch_dtype", "tie_word_embeddings"})
-"""Engines override these, so an engine says of itself what it uses."""
-NOT_COUNTED = NAMES | OUTPUTS | TRAINING | ELSEWHERE
+NOT_COUNTED = NAMES | OUTPUTS | TRAINING
+"""In the configuration of a model, or of a part that is a model. Further inside only names are left out: the
+``temperature`` of a router is no default for sampling."""
+DTYPE = "dtype"
+"""Of the whole model: an engine overrides it, and says of itself what it uses."""
 DROPOUT = ("dropout", "_pdrop", "dropout_prob")
 """How the names of values end that count in training only."""
 
@@ -58,7 +52,7 @@ def config_values(config: Mapping[str, Any], *, without: frozenset[str] = frozen
     >>> config_values({"rope_parameters": {"rope_theta": 1e4}, "use_cache": True, "attention_bias": False})
     {'rope_parameters.rope_theta': '10000'}
     """
-    leaves = sorted(_leaves(config, "", NOT_COUNTED | without))
+    leaves = sorted(leaf for leaf in _leaves(config, "", NOT_COUNTED | without) if leaf[0] != DTYPE)
     values = {name: _shown(text) for name, text in leaves[:MAX_VALUES]}
     if rest := leaves[MAX_VALUES:]:
         values["(more)"] = f"{len(rest)} values, digest {short_digest(json.dumps(rest))}"
@@ -66,12 +60,16 @@ def config_values(config: Mapping[str, Any], *, without: frozenset[str] = frozen
 
 
 def _leaves(config: Mapping[str, Any], above: str, left_out: frozenset[str]) -> Iterator[tuple[str, str]]:
-    for key, value in config.items():
-        if str(key) in left_out or str(key).endswith(DROPOUT) or _is_unset(value):
+    ignored = left_out if not above or "model_type" in config else NAMES
+    for given, value in config.items():
+        key = DTYPE if given == "torch_dtype" else str(given)  # its older name
+        if key in ignored or key.endswith(DROPOUT) or _is_unset(value):
             continue
-        name = f"{above}{str(key)[:MAX_KEY]}"
+        name = f"{above}{key[:MAX_KEY]}"
         if isinstance(value, Mapping) and len(name) < MAX_KEY:
             yield from _leaves(value, f"{name}.", left_out)
+        elif key.endswith(DTYPE):
+            yield name, canonical(value).removeprefix("torch.")
         else:
             yield name, canonical(value)
 

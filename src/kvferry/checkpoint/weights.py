@@ -1,188 +1,129 @@
-"""Weights by their content: names, shapes and dtypes of all tensors, and bytes from well-chosen places.
+"""Weights by their content: the SHA-256 of every file that holds them.
 
-Only safetensors files: their headers say where each tensor lies, so a checkpoint of any size takes a few
-thousand small reads. Which bytes are read depends on the tensors alone: folders, file names and the way in
-which tensors are spread over files do not matter. The reads go by offsets, which the safetensors library does
-not tell; the format is a length, a JSON object and bytes.
+Every byte counts, so a changed tensor cannot hide. File names and folders do not count; the way in which
+tensors are split into files does. Digests are kept: only a file that is new, or was written since, is read.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+import io
 import os
 import re
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass
-from heapq import nsmallest
-from itertools import pairwise
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
-from zlib import crc32
+from typing import Any
 
-from kvferry.checkpoint.config import short_digest
+from kvferry.checkpoint.kept_digests import FileState, keep, kept_digests, only_reader
 from kvferry.errors import SpecError
+from kvferry.log import log_of
 
-MAX_READS = 2048
-"""Small reads of one checkpoint: cold, on one disk, a fraction of a second."""
-MAX_READS_PER_TENSOR = 8
-READ_BYTES = 1024
-NUM_THREADS = 16
-"""Reads at a time: of files on a network, each waits for its answer."""
-MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
-NUMBERS = re.compile(r"\d+")
-EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
-LAST_MATRIX = "lm_head.weight"
+log = log_of(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """One tensor of a checkpoint, and where its bytes are."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    path: Path
-    offset: int
-    num_bytes: int
-
-    @property
-    def form(self) -> str:
-        """What it is, wherever it is."""
-        return f"{self.dtype} {list(self.shape)}"
+NUM_THREADS = 4
+LONG_BYTES = 1_000_000_000
+"""From here on reading is worth a line of the log."""
+PROGRESS_SECONDS = 10.0
+SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def weights_values(files: Sequence[Path]) -> dict[str, str]:
-    """What identifies the weights in these safetensors files; raises ``SpecError`` if they make no sense."""
-    tensors = stored_tensors(files)
-    with ExitStack() as stack:
-        handles = {path: stack.enter_context(path.open("rb")).fileno() for path in files}
-        tensors, embeddings = _without_copy(tensors, handles)
-        content = _content_digest(tensors, handles)
-    forms = json.dumps([(tensor.name, tensor.form) for tensor in tensors])
-    num_bytes = sum(tensor.num_bytes for tensor in tensors)
+    """What identifies the weights in these files; raises if one of them cannot be read."""
+    if not files:
+        raise SpecError("there are no files with weights")
+    digests = _known(files)
+    if len(digests) < len(set(files)):
+        with only_reader():  # the ranks of an engine start together: one reads, the others wait for it
+            digests = file_digests(files)
+    num_bytes = sum(path.stat().st_size for path in files)
+    content = hashlib.sha256("\n".join(sorted(digests[path] for path in files)).encode()).hexdigest()
     return {
-        "weights.tensors": f"{len(tensors)} tensors, {num_bytes} bytes, digest {short_digest(forms)}",
-        "weights.content": f"digest {content}",
-        **({"weights.embeddings": embeddings} if embeddings else {}),
+        "weights.files": f"{len(files)} file{'s' * (len(files) != 1)}, {num_bytes:,} bytes",
+        "weights.content": f"sha256 {content}",
     }
 
 
-# -- what there is -------------------------------------------------------------------------------------
+def file_digests(files: Sequence[Path]) -> dict[Path, str]:
+    """The SHA-256 of each file: known by its name in the Hugging Face cache, kept, or taken now."""
+    known = _known(files)
+    missing = [path for path in dict.fromkeys(files) if path not in known]
+    return known | _read(missing) if missing else known
 
 
-def stored_tensors(files: Sequence[Path]) -> list[StoredTensor]:
-    """All tensors of some files, by name."""
-    if not files:
-        raise SpecError("there are no safetensors files")
-    found = sorted((tensor for path in files for tensor in _tensors_of(path)), key=lambda each: each.name)
-    for one, other in pairwise(found):
-        if one.name == other.name:
-            raise SpecError(f"tensor {one.name} is in {one.path.name} and in {other.path.name}")
-    return found
+def _known(files: Sequence[Path]) -> dict[Path, str]:
+    kept = kept_digests()
+    found = {path: _blob_name(path) or kept.get(FileState.of(path), "") for path in files}
+    return {path: digest for path, digest in found.items() if digest}
 
 
-def _tensors_of(path: Path) -> list[StoredTensor]:
-    with path.open("rb") as file:
-        num_bytes = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= min(MAX_HEADER_BYTES, num_bytes - 8):
-            raise SpecError(f"{path.name} is no safetensors file: a header of {length} bytes")
-        text = file.read(length)
-    try:
-        header = json.loads(text)
-        header.pop("__metadata__", None)
-        tensors = [_tensor(name, entry, path, 8 + length) for name, entry in header.items()]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise SpecError(f"{path.name} is no safetensors file: {error!r}") from None
-    for tensor in tensors:
-        if not 0 <= tensor.offset <= tensor.offset + tensor.num_bytes <= num_bytes:
-            raise SpecError(f"{path.name} is cut off: {tensor.name} lies past its end")
-    return tensors
+def _blob_name(path: Path) -> str:
+    """The digest that the Hugging Face cache has as the name of a large file; small ones have a Git hash."""
+    blob = path.resolve(strict=True)
+    is_in_cache = blob.parent.name == "blobs" and (blob.parent.parent / "snapshots").is_dir()
+    return blob.name if is_in_cache and SHA256.fullmatch(blob.name) else ""
 
 
-def _tensor(name: str, entry: Mapping[str, object], path: Path, data_offset: int) -> StoredTensor:
-    start, stop = map(int, entry["data_offsets"])  # type: ignore[call-overload]
-    shape = tuple(map(int, entry["shape"]))  # type: ignore[call-overload]
-    return StoredTensor(name, str(entry["dtype"]), shape, path, data_offset + start, stop - start)
-
-
-# -- what is in it -------------------------------------------------------------------------------------
-
-
-def _content_digest(tensors: Sequence[StoredTensor], handles: Mapping[Path, int]) -> str:
-    """A digest over bytes of all tensors, or of a fair choice of them."""
-    chosen = _chosen(tensors)
-    num_reads = max(1, min(MAX_READS_PER_TENSOR, MAX_READS // max(1, len(chosen))))
-    hasher = hashlib.blake2b(digest_size=16)
+def _read(files: Sequence[Path]) -> dict[Path, str]:
+    """Take digests, and keep each as soon as it is there."""
+    total = sum(path.stat().st_size for path in files)
+    done = dict.fromkeys(files, 0)
+    digests: dict[Path, str] = {}
+    progress = _Progress(total)
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        samples = pool.map(lambda each: _sample(each, handles, num_reads), chosen)
-        for tensor, sample in zip(chosen, samples, strict=True):
-            hasher.update(f"{tensor.name}\0{tensor.form}\0".encode())
-            hasher.update(sample)
-    return hasher.hexdigest()
+        futures = {pool.submit(_sha256, path, done): path for path in files}
+        pending = set(futures)
+        while pending:
+            ended, pending = wait(pending, PROGRESS_SECONDS, FIRST_COMPLETED)
+            for future in ended:
+                state, digests[futures[future]] = future.result()
+                keep(state, digests[futures[future]])
+            progress.show(sum(done.values()))
+    progress.end()
+    return digests
 
 
-def _chosen(tensors: Sequence[StoredTensor]) -> list[StoredTensor]:
-    """All tensors, or as many as may be read: equally many of each kind.
+class _Progress:
+    """Lines of the log about a long read."""
 
-    Thousands of experts are one kind, by their names without numbers: they do not crowd out attention.
-    """
-    if len(tensors) <= MAX_READS:
-        return list(tensors)
-    kinds: dict[str, list[StoredTensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault(NUMBERS.sub("#", tensor.name), []).append(tensor)
-    chosen: list[StoredTensor] = []
-    for num_done, kind in enumerate(sorted(kinds.values(), key=len)):
-        share = (MAX_READS - len(chosen)) // (len(kinds) - num_done)
-        chosen += nsmallest(share, kind, key=lambda each: crc32(each.name.encode()))
-    return sorted(chosen, key=lambda each: each.name)
+    def __init__(self, total: int) -> None:
+        self._total, self._started = total, time.monotonic()
+        self._next = self._started + PROGRESS_SECONDS
+        self._is_long = total >= LONG_BYTES
+        if self._is_long:
+            log.info("reading %.1f GB of weights to know the model: digests are kept", total / 1e9)
 
+    def show(self, num_bytes: int) -> None:
+        now = time.monotonic()
+        if self._is_long and self._next <= now:
+            percent = 100 * num_bytes // self._total
+            log.info("reading %.1f GB of weights to know the model: %d %%", self._total / 1e9, percent)
+            self._next = now + PROGRESS_SECONDS
 
-def _sample(
-    tensor: StoredTensor, handles: Mapping[Path, int], num_reads: int, seed: str | None = None
-) -> bytes:
-    """Bytes of one tensor: all of a small one, else some from each of ``num_reads`` equal parts."""
-    handle = handles[tensor.path]
-    if tensor.num_bytes <= num_reads * READ_BYTES:
-        return _read(handle, tensor, 0, tensor.num_bytes)
-    part = tensor.num_bytes // num_reads
-    key = f"{tensor.name if seed is None else seed} {tensor.form}"
-    starts = (
-        turn * part + int(short_digest(f"{turn} {key}"), 16) % (part - READ_BYTES + 1)
-        for turn in range(num_reads)
-    )
-    return b"".join(_read(handle, tensor, start, READ_BYTES) for start in starts)
+    def end(self) -> None:
+        if self._is_long:
+            seconds = time.monotonic() - self._started
+            log.info("read %.1f GB of weights in %.1f s", self._total / 1e9, seconds)
 
 
-def _read(handle: int, tensor: StoredTensor, start: int, num_bytes: int) -> bytes:
-    data = os.pread(handle, num_bytes, tensor.offset + start)
-    if len(data) != num_bytes:
-        raise SpecError(f"{tensor.path.name} is cut off: {tensor.name} lies past its end")
-    return data
+class _Counted(io.FileIO):
+    """A file that tells how much of it was read."""
+
+    def __init__(self, path: Path, done: dict[Path, int]) -> None:
+        super().__init__(path)
+        self._path, self._done = path, done
+
+    def readinto(self, buffer: Any) -> int:
+        num_bytes = super().readinto(buffer) or 0
+        self._done[self._path] += num_bytes
+        return num_bytes
 
 
-# -- tied embeddings -----------------------------------------------------------------------------------
-
-
-def _without_copy(
-    tensors: Sequence[StoredTensor], handles: Mapping[Path, int]
-) -> tuple[list[StoredTensor], str]:
-    """The tensors without a last matrix that only repeats the embeddings, and whether the two are one.
-
-    Some tools write tied embeddings twice: the weights are the same.
-    """
-    embeddings = [tensor for tensor in tensors if tensor.name.endswith(EMBEDDINGS)]
-    last = [tensor for tensor in tensors if tensor.name.endswith(LAST_MATRIX)]
-    if len(embeddings) != 1 or len(last) > 1:
-        return list(tensors), ""
-    if not last:
-        return list(tensors), "tied"
-    (one,), (other,) = embeddings, last
-    samples = [_sample(each, handles, MAX_READS_PER_TENSOR, seed="") for each in (one, other)]
-    if one.form != other.form or samples[0] != samples[1]:
-        return list(tensors), "separate"
-    return [tensor for tensor in tensors if tensor is not other], "tied"
+def _sha256(path: Path, done: dict[Path, int]) -> tuple[FileState, str]:
+    with _Counted(path, done) as file:
+        before = FileState.of(path, os.fstat(file.fileno()))
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if FileState.of(path, os.fstat(file.fileno())) != before:
+            raise SpecError(f"{path.name} was written while it was read")
+    return before, digest

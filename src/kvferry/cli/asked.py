@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvferry.cli.bad_input import at
 from kvferry.cli.bill import Bill, bill_of
 from kvferry.cli.engines import Side, listed_ranks
-from kvferry.cli.model_differences import short_window
+from kvferry.cli.model_differences import short_window, without_requirement
 from kvferry.core.choices import MAX_RUNS_PER_BLOCK, Placement
 from kvferry.core.manifest import Manifest
 from kvferry.core.sample import sample_request
@@ -49,6 +49,7 @@ class Asked:
 
     def billed_between(self, source: Manifest, destination: Manifest) -> Billed:
         """The same of engines that are described already."""
+        source, destination = without_requirement(source, destination)
         ranks = asked_ranks(destination, self.dst_rank)
         tokens = self.tokens or fitting_tokens(source, destination)
         if self.kept > tokens:

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from kvferry.cli.asked import Asked, Billed
 from kvferry.cli.bill import LinkBill
-from kvferry.cli.model_differences import WINDOW
+from kvferry.cli.model_differences import WINDOW, without_requirement
 from kvferry.cli.output import cell_words
 from kvferry.core.identity import compare_identity
 from kvferry.core.link_profile import RDMA_400
@@ -95,6 +95,7 @@ def manifest_diff(a: Manifest, b: Manifest, asked: Asked, of_models: Sequence[Fi
 
     ``of_models``: in what their models differ beyond that.
     """
+    a, b = without_requirement(a, b)
     directions = (
         Direction("a -> b", asked.billed_between(a, b)),
         Direction("b -> a", asked.billed_between(b, a)),

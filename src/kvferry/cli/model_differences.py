@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from kvferry.checkpoint import config_values
 from kvferry.cli.engines import Side
@@ -21,6 +22,19 @@ def model_differences(src: Side, dst: Side, source: Manifest, destination: Manif
     # A running engine has told more of its model than windows, and may keep more than a window of it.
     told_little = all(is_offline(each.identity) for each in (source, destination))
     return tuple(dict.fromkeys(_windows(source, destination))) if told_little else ()
+
+
+def without_requirement(source: Manifest, destination: Manifest) -> tuple[Manifest, Manifest]:
+    """The two without a requirement that only running engines can meet, if one of them is a description."""
+    if all(each.identity.known and not is_offline(each.identity) for each in (source, destination)):
+        return source, destination
+    return _lax(source), _lax(destination)
+
+
+def _lax(manifest: Manifest) -> Manifest:
+    if not manifest.identity.is_required:
+        return manifest
+    return replace(manifest, identity=replace(manifest.identity, is_required=False))
 
 
 def _configs(src: Side, dst: Side) -> Iterator[Finding]:

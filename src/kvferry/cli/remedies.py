@@ -12,7 +12,7 @@ OWN_FAULT = (
 BY_CODE = {
     Code.VERSION: "Run kvferry of the same version on both sides.",
     Code.IDENTITY_DIFFERS: "Serve the same checkpoint, with the same settings, on both sides.",
-    Code.IDENTITY_UNKNOWN: "Load the weights from safetensors files, or do not require all of the identity.",
+    Code.IDENTITY_UNKNOWN: "Load weights from files, or set identity to unchecked on both engines.",
     Code.MISSING_STATE: "Serve the same model, draft model and attention backend on both sides.",
     Code.STATE_DIFFERS: "Serve the same model, with the same draft model, on both sides.",
     Code.UNKNOWN_RANK: "Ask for a rank that the engine has.",

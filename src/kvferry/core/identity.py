@@ -23,6 +23,8 @@ MAX_VALUE_LENGTH = 512
 """Characters of a value, or of a reason."""
 
 NOTHING_SAID = "the engine says nothing about its model"
+BY_FILES = "weights are compared file by file: the same tensors in other files count as different"
+TO_ACCEPT = "load weights from files, or set identity to unchecked on both engines to go without this check"
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Identity:
     unknown: tuple[tuple[str, str], ...] = ()
     """(name, why it is not known), in the order of the names."""
     is_required: bool = field(default=False, kw_only=True)
-    """As a destination: a source of which some part cannot be compared is refused."""
+    """An engine of which some part cannot be compared is refused."""
 
     def __post_init__(self) -> None:
         parts = (*self.known, *self.unknown)
@@ -129,8 +131,8 @@ def compare_identity(src: Identity, dst: Identity) -> IdentityCheck:
     >>> check = compare_identity(src, dst)
     >>> print(check.num_equal, check.differing[0])
     1 identity-differs: config.rope_theta: source has 10000.0, destination has 5.0
-    >>> print(check.unknown[0])
-    identity-unknown: weights: source has no value (dummy)
+    >>> print(check.unknown[0].field, check.unknown[0].src)
+    weights no value (dummy)
     """
     if STATED in src.value or STATED in dst.value:
         return _compare_stated(src.value.get(STATED, ""), dst.value.get(STATED, ""))
@@ -173,13 +175,17 @@ def _differing(name: str, src: Identity, dst: Identity) -> Finding:
     if not (src.has_below(top) and dst.has_below(top)):
         sides = ("some" if side.has_below(top) else "none" for side in (src, dst))
         return Finding(Code.IDENTITY_DIFFERS, "", top, *sides)
-    return Finding(Code.IDENTITY_DIFFERS, "", name, *(side.value.get(name, "none") for side in (src, dst)))
+    in_src, in_dst = (side.value.get(name, "none") for side in (src, dst))
+    note = BY_FILES if name.endswith("weights.content") else ""
+    return Finding(Code.IDENTITY_DIFFERS, "", name, in_src, in_dst, note)
 
 
 def _unknown(src: Identity, dst: Identity) -> Iterator[Finding]:
     for name in _compared({*src.reason, *dst.reason}, dst):
-        sides = (f"no value ({side.reason[name]})" if name in side.reason else "" for side in (src, dst))
-        yield Finding(Code.IDENTITY_UNKNOWN, "", name or "the rest", *sides)
+        in_src, in_dst = (
+            f"no value ({side.reason[name]})" if name in side.reason else "" for side in (src, dst)
+        )
+        yield Finding(Code.IDENTITY_UNKNOWN, "", name or "the rest", in_src, in_dst, TO_ACCEPT)
 
 
 def _compare_stated(src: str, dst: str) -> IdentityCheck:

@@ -310,7 +310,8 @@ def compare(src: Manifest, dst: Manifest, states: Collection[str] | None = None)
 
 def _engine_differences(src: Manifest, dst: Manifest) -> tuple[Finding, ...]:
     check = compare_identity(src.identity, dst.identity)
-    return (*check.differing, *(check.unknown if dst.identity.is_required else ()))
+    is_required = src.identity.is_required or dst.identity.is_required
+    return (*check.differing, *(check.unknown if is_required else ()))
 
 
 MEANING = ("kind", "dtype", "tokens_per_cell", "encoding", "tail", "item_bytes")

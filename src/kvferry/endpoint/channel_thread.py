@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from kvferry.channel import Budget, Channel, ContactChange, Received
+from kvferry.channel import Channel, ContactChange, Received
 from kvferry.errors import KVFerryError
 from kvferry.log import is_worth_a_line, log_of
 from kvferry.wire.bad_input import printable
@@ -21,6 +20,10 @@ Turn = Callable[[], float]
 """Does what is to be done, and says for how many seconds it may be left alone."""
 
 WAIT_SECONDS = 1.0
+BEHIND_SECONDS = 0.005
+"""After how long to see whether whoever takes the messages has caught up."""
+MAX_OUTBOX_BYTES = 16 << 20
+"""Of messages that wait for the thread to send them."""
 CLOSE_SECONDS = 10.0
 MAX_LAST_TURNS = 1000
 """At the end: what is left is done, but not for ever."""
@@ -36,8 +39,8 @@ class ChannelThread:
         self._channel = channel
         self._outbox: deque[tuple[str, bytes | None]] = deque()
         """What is to be sent, and where to; None: hang up."""
+        self._outbox_bytes = 0
         self._wake_lock = threading.Lock()
-        self._budget = Budget()
         self._is_closing = False
         self.refused: Mapping[str, int] = {}
         """Messages that could not be read, by why. Never changed, but replaced: anybody may look at it."""
@@ -56,7 +59,7 @@ class ChannelThread:
     def start(
         self, name: str, receive: Receive, is_behind: Callable[[], bool], turn: Turn = lambda: WAIT_SECONDS
     ) -> None:
-        """Begin: ``receive`` is called in the thread. While it ``is_behind``, messages are dropped.
+        """Begin: ``receive`` is called in the thread. While it ``is_behind``, messages wait in the channel.
 
         ``turn`` is called in the thread after whatever has arrived, when it is woken, when its time has come,
         and at the end until nothing is left.
@@ -66,8 +69,11 @@ class ChannelThread:
         self._thread.start()
 
     def send(self, to: str, data: bytes) -> None:
-        """Have a message sent soon; from any thread. A caller that asks for too much has to wait."""
-        if self._channel.is_answer(to) and not self._budget.take(to, len(data), time.monotonic()):
+        """Have a message sent soon; from any thread. Answers are dropped where too much waits."""
+        with self._wake_lock:
+            is_full = self._outbox_bytes > MAX_OUTBOX_BYTES and self._channel.is_answer(to)
+            self._outbox_bytes += 0 if is_full else len(data)
+        if is_full:
             self._refuse("unread")
             return
         self._outbox.append((to, data))
@@ -101,11 +107,8 @@ class ChannelThread:
     def _run(self, receive: Receive, is_behind: Callable[[], bool], turn: Turn) -> None:
         seconds = 0.0
         while not self._is_closing:
-            for received in self._channel.wait(0.0 if self._outbox else min(WAIT_SECONDS, seconds)):
-                if isinstance(received, Received) and is_behind():
-                    self._refuse("behind")  # it is said again; to let it wait is not safe (see the channel)
-                else:
-                    self._guarded(lambda received=received: receive(received))  # type: ignore[misc]
+            for received in self._taken(seconds, is_behind=is_behind()):
+                self._guarded(lambda received=received: receive(received))  # type: ignore[misc]
             seconds = self._take(turn)
             self._flush()
         for _ in range(MAX_LAST_TURNS):
@@ -114,6 +117,15 @@ class ChannelThread:
         self._flush()
         with self._wake_lock:
             self._channel.close()
+
+    def _taken(self, seconds: float, *, is_behind: bool) -> list[Received | ContactChange]:
+        most = BEHIND_SECONDS if is_behind else WAIT_SECONDS
+        try:
+            return self._channel.wait(0.0 if self._outbox else min(most, seconds), is_behind=is_behind)
+        except Exception:  # this thread serves everybody
+            self._refuse("unexpected")
+            log.exception("the control channel goes on after an unexpected error")
+            return []
 
     @staticmethod
     def _take(turn: Turn) -> float:
@@ -129,6 +141,8 @@ class ChannelThread:
             if data is None:
                 self._guarded(lambda to=to: self._channel.hang_up(to))  # type: ignore[misc]
             else:
+                with self._wake_lock:
+                    self._outbox_bytes -= len(data)
                 self._guarded(lambda to=to, data=data: self._channel.send(to, data))  # type: ignore[misc]
 
     def _guarded(self, work: Callable[[], None]) -> None:

@@ -81,16 +81,17 @@ class Destination:
         metrics: EndpointMetrics | None = None,
         on_refusal: Callable[[Manifest, Failure], None] | None = None,
         digest_every: int = 0,
+        accept_unknown_identity: bool = False,
         edges: Edges | None = None,
     ) -> None:
         """``reader`` names this *start* of the engine, the same on all of its ranks.
 
         It must change with every start: a late message of an earlier one must not pass for one of this.
         An engine of one rank may leave it out. ``num_ranks``: of the engine, where the manifest does not
-        have all of them. ``on_refusal`` is called with the manifest of a source engine
-        that cannot be read from, and why, in a thread of its own. ``trust``: whose tickets are taken.
-        ``digest_every``: of one in so many loads both sides digest the bytes, and compare before it counts;
-        1: of each, 0: of none. ``edges`` are for simulations.
+        have all of them. ``on_refusal`` is called with the manifest of a source engine that cannot be read
+        from, and why, in a thread of its own. ``trust``: whose tickets are taken. ``digest_every``: of one in
+        so many loads both sides digest the bytes, and compare before it counts; 1: of each, 0: of none.
+        ``accept_unknown_identity``: a part of either model may be unknown. ``edges`` are for simulations.
         """
         check_digest_every(digest_every, manifest.rank(rank))
         num_ranks = num_ranks or len(manifest.ranks)
@@ -104,8 +105,8 @@ class Destination:
         self._timing = timing or Timing()
         edges = edges or Edges.of(self._timing)
         reader = reader or f"{manifest.engine}#{edges.random_bytes(8).hex()}"
-        self._transport, self._plans = transport, SharedPlans(manifest, rank)
-        self._metrics, self._on_refusal = metrics, on_refusal
+        self._plans = SharedPlans(manifest, rank, accept_unknown_identity=accept_unknown_identity)
+        self._transport, self._metrics, self._on_refusal = transport, metrics, on_refusal
         self._trust, self._host, self._clock = trust, edges.host(), edges.clock
         self._log, self._started, self._is_shown = LoadLog(), self._clock(), edges.is_shown
         self._figures: Figures = {}
@@ -116,7 +117,9 @@ class Destination:
         ask_to_gather(transport, lambda: edges.open_channel("", trust.secret))
         # These are the owner's alone.
         key = edges.random_bytes(32)
-        self._reader = Reader(reader, rank, num_ranks, timing, key=key, digest_every=digest_every)
+        unmet = Reader.MAX_UNMET_HERE if trust.is_one_host else Reader.MAX_UNMET
+        limits = {"digest_every": digest_every, "max_unmet": unmet}
+        self._reader = Reader(reader, rank, num_ranks, timing, key=key, **limits)
         self._found: dict[Peer, tuple[SharedPlan, float]] = {}
         """The plans of peers that are being met, and how long each took."""
         self._met: dict[Peer, MetPeer] = {}
@@ -371,7 +374,7 @@ class Destination:
             self._owner.put(partial(self._contact, received))
             return
         message, reply_to = decode_from_authority(received.data), received.reply_to
-        self._owner.put(lambda now: self._reader.receive(now, reply_to, message))
+        self._owner.put(lambda now: self._reader.receive(now, reply_to, message), len(received.data))
 
     def _find(self, find: FindRanks) -> None:
         peer, started = find.peer, self._clock()

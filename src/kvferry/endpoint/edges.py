@@ -41,7 +41,8 @@ class ControlChannel(Protocol):
 
     def start(self, name: str, receive: Receive, is_behind: Callable[[], bool], turn: Turn = ...) -> None:
         """From now on ``receive`` is called with what arrives, and with what becomes of connections that were
-        made here, unless whoever listens ``is_behind``. It raises a KVFerryError for what cannot be read.
+        made here; messages wait while whoever listens ``is_behind``. It raises a KVFerryError for what cannot
+        be read.
 
         ``turn`` is called in the same thread, after that: what it sends goes out without a hand-over.
         """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -12,6 +14,7 @@ from kvferry.core.digest import (
     DigestSide,
     TakenDigest,
     digest_parts,
+    most_bytes,
     num_bytes,
     sums_to_bytes,
 )
@@ -26,6 +29,7 @@ from kvferry.endpoint.owner import Event
 from kvferry.errors import KVFerryError, SpecError
 from kvferry.log import log_of
 from kvferry.runtime import FailureCode, Reader
+from kvferry.runtime.lease_tally import rank_block_bytes
 from kvferry.runtime.values import Effect, TakeDigest
 from kvferry.wire.bad_input import printable
 from kvferry.wire.digest import question_from_msgpack, question_to_msgpack
@@ -40,6 +44,11 @@ MAX_THREADS = 4
 """That take one digest together, if there are twice as many processors: the engine needs some, too."""
 PARALLEL_BYTES = 16 << 20
 """From so many on: a few milliseconds of one processor are not worth threads."""
+MAX_SHARE = 2
+"""How many times the bytes of its ticket's blocks a question may ask for."""
+MAX_PARTS_PER_VIEW = 64
+MAX_WAITING = 64
+"""Questions about one ticket: each rank of a reader has one."""
 CLOSE_SECONDS = 5.0
 """How long ``close`` waits for a part of a digest that has begun."""
 
@@ -79,7 +88,7 @@ class LoadDigest:
 
     def _check_wanted(self) -> None:
         if not self._is_wanted():
-            raise NotWanted("this end is closing")
+            raise NotWanted("the ticket was released, or this end is closing")
 
     def _num_threads(self, parts: Sequence[DigestPart], total_bytes: int) -> int:
         num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2, len(parts))
@@ -98,6 +107,18 @@ class LoadDigest:
         return TakenDigest(self._manifest, by_rank)
 
 
+def _check_question(manifest: Manifest, rank: Rank, task: DigestTask, parts: Sequence[DigestPart]) -> None:
+    """Raise SpecError for more than the blocks of the ticket have, before anything is computed."""
+    block_bytes = rank_block_bytes(manifest, rank)
+    most = sum(len(table.block_ids) * block_bytes.get(name, 0) for name, table in task.tables.items())
+    states = manifest.state_by_name
+    asked = sum(most_bytes(manifest, part) for part in parts if part.state in states)
+    if asked > MAX_SHARE * most:
+        raise SpecError(f"digest: {asked} bytes are asked for, the ticket's blocks have {most} here")
+    if len(parts) > MAX_PARTS_PER_VIEW * len(rank.views):
+        raise SpecError(f"digest: {len(parts)} parts are asked for, this rank has {len(rank.views)} views")
+
+
 def answer_digest(
     manifest: Manifest, rank: int, task: DigestTask, is_wanted: Callable[[], bool]
 ) -> DigestResult:
@@ -105,6 +126,7 @@ def answer_digest(
     named = task.generation, rank, task.number
     try:
         seed, parts = question_from_msgpack(task.question)
+        _check_question(manifest, manifest.rank(rank), task, parts)
         sums = LoadDigest(manifest, rank, "src", is_wanted).sums(_tables(task.tables), parts, seed)
         return DigestResult(*named, sums=sums_to_bytes(sums))
     except Exception as error:
@@ -114,31 +136,65 @@ def answer_digest(
 
 
 class DigestService:
-    """Takes the digests that an authority asks a source rank for, one at a time, in a worker."""
+    """Takes the digests that an authority asks a source rank for, one at a time, in a worker.
+
+    Tickets take turns: many questions about one delay another by one digest. A digest ends with its ticket.
+    """
 
     def __init__(
         self, manifest: Manifest, rank: int, workers: Workers, say: Callable[[DigestResult], None]
     ) -> None:
         self._manifest, self._rank, self._workers, self._say = manifest, rank, workers, say
-        self._waiting: set[int] = set()
-        """What is being taken, by number: a question that is repeated meanwhile is not taken twice."""
+        self._lock = threading.Lock()
+        self._waiting: OrderedDict[int, dict[int, DigestTask]] = OrderedDict()
+        """By ticket, and by number: a question that is repeated meanwhile is not taken twice."""
+        self._taken: DigestTask | None = None
         self._is_closed = False
 
     def take(self, task: DigestTask) -> None:
         """Take it soon; never blocks."""
-        if task.number not in self._waiting:
-            self._waiting.add(task.number)
-            self._workers.submit(DIGESTS, partial(self._take, task))
+        with self._lock:
+            waiting = self._waiting.setdefault(task.ticket_id, {})
+            is_taken = self._taken is not None and self._taken.number == task.number
+            if task.number in waiting or is_taken or len(waiting) >= MAX_WAITING:
+                return
+            waiting[task.number] = task
+        self._workers.submit(DIGESTS, self._take_next)
+
+    def release(self, ticket_id: int) -> None:
+        """Take no digest of a ticket any more."""
+        with self._lock:
+            self._waiting.pop(ticket_id, None)
+            if self._taken is not None and self._taken.ticket_id == ticket_id:
+                self._taken = None
 
     def close(self) -> None:
         """Take no more, and touch no memory any more."""
         self._is_closed = True
         self._workers.close(CLOSE_SECONDS)
 
-    def _take(self, task: DigestTask) -> None:
-        result = answer_digest(self._manifest, self._rank, task, lambda: not self._is_closed)
-        self._waiting.discard(task.number)
+    def _take_next(self) -> None:
+        task = self._next()
+        if task is None:
+            return  # it was released
+        result = answer_digest(
+            self._manifest, self._rank, task, lambda: not self._is_closed and self._taken is task
+        )
+        with self._lock:
+            self._taken = None
         self._say(result)
+
+    def _next(self) -> DigestTask | None:
+        """The first question of the ticket whose turn it is."""
+        with self._lock:
+            while self._waiting:
+                ticket_id, waiting = self._waiting.popitem(last=False)
+                if waiting:
+                    self._taken = waiting.pop(next(iter(waiting)))
+                    if waiting:
+                        self._waiting[ticket_id] = waiting
+                    return self._taken
+            return None
 
 
 class TakenDigests:

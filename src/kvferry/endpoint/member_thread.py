@@ -86,7 +86,7 @@ class MemberThread:
         if isinstance(received, ContactChange):
             return  # the authority is asked now and then, wherever it went
         message, reply_to = decode_from_authority(received.data), received.reply_to
-        self._owner.put(lambda now: self._member.receive(now, reply_to, message))
+        self._owner.put(lambda now: self._member.receive(now, reply_to, message), len(received.data))
 
     def _say(self, result: DigestResult) -> None:
         """Have a digest sent to the authority; called in a worker."""
@@ -103,6 +103,7 @@ class MemberThread:
                 case Send():
                     self._channel.send(effect.to, encode(effect.message))
                 case Released():
+                    self._digests.release(effect.ticket_id)
                     self._duties.released(self._member.generation, effect)
                 case AnswerDigest():
                     self._digests.take(effect.task)

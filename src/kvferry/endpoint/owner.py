@@ -26,7 +26,9 @@ Event = Callable[[float], Iterable[E]]
 MAX_AT_ONCE = 1000
 """Events that are taken before time is looked at again."""
 MANY = 1_000
-"""Events in the inbox, from which on messages wait in their sockets, where a sender notices."""
+"""Events in the inbox, from which on messages wait in the channel, or are dropped there."""
+MANY_BYTES = 4 << 20
+"""Of messages in the inbox; decoded they have several times as many."""
 LONGEST_WAIT = 3600.0
 ANSWER_SECONDS = 10.0
 
@@ -46,18 +48,22 @@ class Owner(Generic[E]):
         clock: Callable[[], float],
     ) -> None:
         self._carry_out, self._tick, self._clock = carry_out, tick, clock
-        self._inbox: SimpleQueue[Event[E] | None] = SimpleQueue()
+        self._inbox: SimpleQueue[tuple[Event[E], int] | None] = SimpleQueue()
+        self._bytes_put = self._bytes_taken = 0
+        """Of messages; the first is the channel's thread's, the second the owner's."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     # -- from any thread ---------------------------------------------------------------------------
 
-    def put(self, event: Event[E]) -> None:
-        """Leave an event; never blocks.
+    def put(self, event: Event[E], num_bytes: int = 0) -> None:
+        """Leave an event; never blocks. ``num_bytes``: of the message that it is; only one thread says so.
 
         Whoever lets go of the interpreter, for a lock or a socket, may get it back milliseconds later while
         other threads compute. An engine's step loop must not be there: this is all that its calls do.
         """
-        self._inbox.put(event)
+        if num_bytes:
+            self._bytes_put += num_bytes
+        self._inbox.put((event, num_bytes))
 
     @property
     def has_more(self) -> bool:
@@ -67,7 +73,7 @@ class Owner(Generic[E]):
     @property
     def is_behind(self) -> bool:
         """Whether messages had better wait where they are."""
-        return self._inbox.qsize() > MANY
+        return self._inbox.qsize() > MANY or self._bytes_put - self._bytes_taken > MANY_BYTES
 
     def ask(self, question: Callable[[], T]) -> T:
         """Have the owner ask its machine; waits for the answer, and raises if there is none in time."""
@@ -118,12 +124,14 @@ class Owner(Generic[E]):
         """What is in the inbox, after at most so long; and whether there may be more."""
         events: list[Event[E]] = []
         try:
-            event = self._inbox.get(timeout=min(max(0.0, seconds), LONGEST_WAIT))
-            while event is not None:
+            taken = self._inbox.get(timeout=min(max(0.0, seconds), LONGEST_WAIT))
+            while taken is not None:
+                event, num_bytes = taken
                 events.append(event)
+                self._bytes_taken += num_bytes
                 if len(events) == MAX_AT_ONCE:
                     return events, True
-                event = self._inbox.get_nowait()
+                taken = self._inbox.get_nowait()
         except Empty:
             return events, True
         return events, False

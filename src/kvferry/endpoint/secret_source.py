@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,10 +18,55 @@ log = log_of(__name__)
 SECRET = "KVFERRY_SECRET"
 SECRET_FILE = "KVFERRY_SECRET_FILE"
 MAX_SECRET_BYTES = 4096
+LOOK_SECONDS = 2.0
+"""How often a file is looked at."""
+
+
+class FileSecret(Secret):
+    """The secret in a file. It is read again when the file has changed, so that no restart is needed.
+
+    A file that cannot be read, or has no secret in it, changes nothing; it is logged as an error.
+    """
+
+    __slots__ = ("_lock", "_looked_at", "_path", "_seen")
+
+    def __init__(self, path: str | Path) -> None:
+        self._path, self._lock, self._looked_at = path, threading.Lock(), time.monotonic()
+        self._seen = _mark(path)
+        self.change_to(_read(path))
+
+    def refresh(self) -> None:
+        """Read the file, if it is time to look and it is another one; from any thread."""
+        if time.monotonic() < self._looked_at + LOOK_SECONDS or not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._looked_at = time.monotonic()
+            seen, self._seen = self._seen, _mark(self._path)
+            if self._seen == seen:
+                return
+            self.change_to(_read(self._path))
+            log.warning("the secret in %s has changed, and is used from now on", self._path)
+        except SpecError as error:
+            log.error("%s; the secret that was read before is still used", error)
+        finally:
+            self._lock.release()
 
 
 def secret_from_file(path: str | Path) -> Secret:
     """The secret in a file, as ``kvferry keygen`` writes it. Raises SpecError if there is none."""
+    return FileSecret(path)
+
+
+def _mark(path: str | Path) -> tuple[int, int, int] | None:
+    """Differs where a file was written or replaced."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _read(path: str | Path) -> Secret:
     try:
         with open(path, "rb") as file:
             mode = os.fstat(file.fileno()).st_mode

@@ -89,7 +89,9 @@ class SharedPlan:
 class SharedPlans:
     """The plans of one destination rank. Callable from any thread."""
 
-    def __init__(self, dst: Manifest, dst_rank: int) -> None:
+    def __init__(self, dst: Manifest, dst_rank: int, *, accept_unknown_identity: bool = False) -> None:
+        if not accept_unknown_identity:
+            dst = replace(dst, identity=replace(dst.identity, is_required=True))
         self._dst, self._dst_rank = dst, dst_rank
         self._plans: MadeOnce[SharedPlan] = MadeOnce()
 

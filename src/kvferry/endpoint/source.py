@@ -91,7 +91,7 @@ class SourceEngine:
                 listen,
             )
         edges, timing = edges or Edges(), timing or Timing()
-        self._clock = edges.clock
+        self._clock, self._trust = edges.clock, trust
         self._released: deque[Released] = deque()
         self._channel = edges.open_channel(listen, trust.secret)
         self._credential = credential or edges.random_bytes(16)
@@ -288,6 +288,7 @@ class SourceEngine:
         self._carry_out(self._authority.tick(now))
         self._is_whole = self._authority.is_whole
         self._offers.refusal = self._authority.overload
+        self._offers.fleet_key = self._trust.ticket_key  # it may have been changed
         deadline, show_at = self._authority.next_deadline(), self._shown_at + SHOW_SECONDS
         if now < show_at:
             return min(deadline, show_at)
@@ -331,13 +332,15 @@ class SourceEngine:
             raise SpecError(complaint)
         message = decode_to_authority(received.data)
         if isinstance(message, AskStatus):
-            self._owner.put(lambda _: self._tell_status(received.reply_to))
+            self._owner.put(lambda _: self._tell_status(received.reply_to), len(received.data))
             return
         if isinstance(message, Join) and not compare_digest(message.credential, self._credential):
             refusal = Rejected("join", "it does not have the credential of this engine's ranks")
             self._channel.send(received.reply_to, encode(refusal))
             return
-        self._owner.put(lambda now: self._authority.receive(now, received.reply_to, message))
+        self._owner.put(
+            lambda now: self._authority.receive(now, received.reply_to, message), len(received.data)
+        )
 
     def _merge(self, joins: Mapping[int, Join]) -> None:
         try:

@@ -19,7 +19,20 @@ MAX_NAME_CHARACTERS = 150
 
 def own_folder() -> Path:
     """This user's folder for such files, which nobody else may look into; made if it is not there."""
-    path = Path(tempfile.gettempdir()) / f"kvferry-{os.geteuid()}"
+    return _made_alone(Path(tempfile.gettempdir()) / f"kvferry-{os.geteuid()}")
+
+
+def cache_folder() -> Path:
+    """This user's folder for what can be made again; made if it is not there."""
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        raise SpecError("this user has no home folder: set XDG_CACHE_HOME") from None
+    Path(base).mkdir(mode=0o700, parents=True, exist_ok=True)
+    return _made_alone(Path(base) / "kvferry")
+
+
+def _made_alone(path: Path) -> Path:
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
     found = path.lstat()

@@ -16,7 +16,7 @@ def refusal(ticket: Ticket, trust: Trust, host: str) -> Failure | None:
     >>> print(refusal(ticket, Trust(), "boot-1/4026532208"))
     elsewhere: the source listens on loopback only, and this reader has another loopback (another host, or ...
     """
-    if trust.secret is not None and not is_sealed(ticket, trust.ticket_key):
+    if trust.secret is not None and not any(is_sealed(ticket, key) for key in trust.ticket_keys):
         return Failure(FailureCode.FORGED, _UNSEALED if not ticket.seal else _WRONG_SEAL)
     if ticket.host and ticket.host != host:
         return Failure(FailureCode.ELSEWHERE, _ELSEWHERE)
@@ -33,7 +33,7 @@ def refusal(ticket: Ticket, trust: Trust, host: str) -> Failure | None:
 
 def text_refusal(text: str, trust: Trust) -> Failure | None:
     """Why a reader does not even read the text of a ticket; None if it may."""
-    if trust.secret is None or is_text_sealed(text, trust.ticket_key):
+    if trust.secret is None or any(is_text_sealed(text, key) for key in trust.ticket_keys):
         return None
     return Failure(FailureCode.FORGED, _WRONG_SEAL if "." in text else _UNSEALED)
 

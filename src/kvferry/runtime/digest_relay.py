@@ -49,7 +49,7 @@ class DigestRelay:
         while len(self._waiting) >= self.MAX_WAITING:
             del self._waiting[next(iter(self._waiting))]
         self._waiting[key] = passed
-        task = DigestTask(self._generation, passed.number, lease.ticket.tables, ask.question)
+        task = DigestTask(self._generation, passed.number, lease.ticket.tables, ask.question, ask.ticket_id)
         return [Send(passed.rank_at, task)]
 
     def answer(self, reply_to: str, result: DigestResult) -> list[SourceEffect]:

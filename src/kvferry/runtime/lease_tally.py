@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from math import prod
 
-from kvferry.core.manifest import Manifest
+from kvferry.core.manifest import Manifest, Rank
 from kvferry.core.request import HOLE
 from kvferry.runtime.figures import Figures, by_label, figure
 from kvferry.runtime.metric_table import (
@@ -69,8 +69,15 @@ def block_bytes_of(manifest: Manifest) -> dict[str, int]:
     """Bytes that a block of each group has, over all ranks of an engine."""
     found: Counter[str] = Counter()
     for rank in manifest.ranks:
-        for view in rank.views:
-            found[view.group] += manifest.state_by_name[view.state].item_bytes * prod(
-                count for count, _ in view.steps()
-            )
+        found.update(rank_block_bytes(manifest, rank))
+    return dict(found)
+
+
+def rank_block_bytes(manifest: Manifest, rank: Rank) -> dict[str, int]:
+    """Bytes that a block of each group has on one rank."""
+    found: Counter[str] = Counter()
+    for view in rank.views:
+        found[view.group] += manifest.state_by_name[view.state].item_bytes * prod(
+            count for count, _ in view.steps()
+        )
     return dict(found)

@@ -41,7 +41,7 @@ class Offers:
         """``key`` is this start's own, ``fleet_key`` that of all engines that share a secret."""
         check_name("the name of an engine", engine)
         self.engine, self.generation, self.address, self.lease_ms = engine, generation, address, lease_ms
-        self._host, self._key, self._fleet_key = host, key, fleet_key
+        self._host, self._key, self.fleet_key = host, key, fleet_key
         self._open: dict[str, int] = {}
         """The ticket of each request on offer."""
         self._numbers = count(1)
@@ -81,7 +81,7 @@ class Offers:
             held_from=held_from,
             host=self._host,
         )
-        signed = seal(sign(ticket, self._key), self._fleet_key)
+        signed = seal(sign(ticket, self._key), self.fleet_key)
         if self._open.setdefault(request_id, ticket_id) != ticket_id:
             raise SpecError(f"request {request_id!r} is offered already")
         return signed

@@ -58,6 +58,8 @@ class Reader:
     MAX_UNMET = 256
     """Peers that are being met at once: to a rank that has just started, every engine of a fleet is new.
     Tickets may name any number of engines that nobody has ever seen."""
+    MAX_UNMET_HERE = 16
+    """The same, without a secret: anybody can make tickets that name ports of this host."""
     MAX_WAITING = 4096
     """Fetches that wait for such peers. Those of peers that were met are not concerned."""
 
@@ -70,6 +72,7 @@ class Reader:
         *,
         key: bytes,
         digest_every: int = 0,
+        max_unmet: int = MAX_UNMET,
     ) -> None:
         if not reader or not 0 <= rank < num_ranks:
             raise SpecError(f"a reader has a name and a rank, got {reader!r}, rank {rank} of {num_ranks}")
@@ -77,6 +80,7 @@ class Reader:
         if len(key) < TOKEN_BYTES:
             raise SpecError(f"a reader's key has {TOKEN_BYTES} bytes or more, got {len(key)}")
         self.reader, self.rank, self.num_ranks, self._key = reader, rank, num_ranks, key
+        self._max_unmet = max_unmet
         self._timing = timing or Timing()
         self._meetings = Meetings(reader, self._timing)
         self._questions = Questions(self._timing)
@@ -156,8 +160,8 @@ class Reader:
         is_new, unmet = peer not in self._meetings, self._meetings.unmet
         if is_new and len(self._meetings) >= self.MAX_PEERS:
             return f"{self.MAX_PEERS} engines are in use"
-        if is_new and len(unmet) >= self.MAX_UNMET:
-            return f"{self.MAX_UNMET} engines are being met for the first time"
+        if is_new and len(unmet) >= self._max_unmet:
+            return f"{self._max_unmet} engines are being met for the first time"
         if sum(self._fetches.num_of(each) for each in unmet) >= self.MAX_WAITING:
             return f"{self.MAX_WAITING} fetches wait for engines that were not met yet"
         return ""

@@ -11,9 +11,9 @@ from kvferry.core.view import Ints
 from kvferry.endpoint.edges import open_channel
 from kvferry.endpoint.gather_calls import GatherCalls
 from kvferry.endpoint.gather_service import GatherService
+from kvferry.endpoint.secret_source import secret_from_environment
 from kvferry.runtime.ticket_guard import Admitted, TicketGuard
 from kvferry.transport.nixl import NixlTransport
-from kvferry.wire.secret import Secret
 
 
 class OpenGuard(TicketGuard):
@@ -31,10 +31,9 @@ class OpenGuard(TicketGuard):
         return None
 
 
-def gather_openly(
-    transport: NixlTransport, listen: str = "tcp://127.0.0.1:*", secret: Secret | None = None
-) -> GatherService:
-    """Have a transport that is registered send to everybody who knows the secret, if there is one."""
+def gather_openly(transport: NixlTransport, listen: str = "tcp://127.0.0.1:*") -> GatherService:
+    """Have a transport that is registered send to everybody who knows the environment's secret, if any."""
+    secret = secret_from_environment()
     channel, is_sealed = open_channel(listen, secret), secret is not None
     service = GatherService(transport.sender(), OpenGuard(), channel, time.monotonic, is_sealed=is_sealed)
     transport.gather_at(service.address)
@@ -44,8 +43,6 @@ def gather_openly(
 class AskingTransport(NixlTransport):
     """A transport that asks others to send as soon as it is registered, as a ``Destination`` would."""
 
-    secret: Secret | None = None
-
     def register(self, regions: Sequence[Region]) -> None:
         super().register(regions)
-        self.ask_by(GatherCalls(open_channel("", self.secret), "kvferry-gather-calls"))
+        self.ask_by(GatherCalls(open_channel("", secret_from_environment()), "kvferry-gather-calls"))

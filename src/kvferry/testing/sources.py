@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.core.manifest import Region
-from kvferry.endpoint.secret_source import secret_from_environment
 from kvferry.testing.packed import gather_openly
 from kvferry.transport.cuda import Cuda
 from kvferry.transport.nixl import NixlTransport
@@ -143,7 +142,7 @@ def _serve(device: str, num_sources: int, region_bytes: Sequence[int]) -> None:
         transport.register(holder.regions)
         if transport.is_gathering:
             listen = os.environ.get(LISTEN, "tcp://127.0.0.1:*")
-            services.append(gather_openly(transport, listen, secret_from_environment()))
+            services.append(gather_openly(transport, listen))
         names = ("name", "num_bytes", "address", "device")
         regions = [{name: getattr(region, name) for name in names} for region in holder.regions]
         told.append({"card": transport.card().hex(), "regions": regions})

@@ -216,10 +216,11 @@ class NixlTransport:
             try:
                 link = connect(peer, card, regions)
             except TransportError as error:
-                if self._way is choice or choice is WayChoice.PACKED or error.code not in FALL_BACK:
+                is_last = choice in (self._way, WayChoice.PACKED)
+                if is_last or (choice is WayChoice.DIRECT and error.code not in FALL_BACK):
                     raise _with_reasons(error, reasons) from error
                 if error.code != NOT_HERE:
-                    reasons.append(error.detail)
+                    reasons.append(f"not {choice.value}: {error.detail}")
                 continue
             if reasons and self._device and link.connected.way is not Way.MAPPED:
                 log.warning(
@@ -231,11 +232,7 @@ class NixlTransport:
     def _mapped(self, peer: str, card: Card, regions: Sequence[Region]) -> Link:
         if self._device is None or all(region.is_on_host for region in regions):
             raise TransportError(NOT_HERE, f"{peer}: host memory is not mapped")
-        try:
-            return self._device.connect(peer, card, regions, self._connect_timeout_s)
-        except TransportError as error:
-            detail = f"its device memory cannot be opened here: {error}"
-            raise TransportError("not-mapped", detail) from error
+        return self._device.connect(peer, card, regions, self._connect_timeout_s)
 
     def _direct(self, peer: str, card: Card, regions: Sequence[Region]) -> Link:
         if self._team is None:
@@ -371,8 +368,8 @@ class NixlTransport:
 
 NOT_HERE = "not-here"
 """The code of a way that this rank, or this peer's memory, does not have: nothing to tell anybody."""
-FALL_BACK = (NOT_HERE, "not-mapped", "not-direct", "nixl")
-"""What leaves the next way to be tried; all else is an error of the peer's."""
+FALL_BACK = (NOT_HERE, "not-direct", "nixl")
+"""What leaves the next way to be tried after the direct one; all else is an error of the peer's."""
 
 
 def _with_reasons(error: TransportError, reasons: Sequence[str]) -> TransportError:

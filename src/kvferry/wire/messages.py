@@ -18,15 +18,12 @@ from kvferry.errors import SpecError
 from kvferry.wire.limits import Name, Words
 from kvferry.wire.ticket import TableDoc, Ticket
 
-PROTOCOL = 4
+PROTOCOL = 5
 """The version of the messages and of what they promise."""
-OLDEST_PROTOCOL = 3
-"""The oldest version that is still spoken: the one before ours, so that engines can be upgraded one by one.
-
-Version 2 proved nothing, so 3 is the first. A version says nothing that the one before it would read wrongly:
-a new field has a default and may be ignored (fields that are not known are), a new message is sent to nobody
-who has not said that it knows it. What cannot be said that way is understood in one version and said in the
-next.
+OLDEST_PROTOCOL = 5
+"""The oldest version that is still spoken. Usually the one before ours, so that engines can be upgraded one
+by one: a new field has a default and may be ignored (fields that are not known are), a new message is sent
+to nobody who has not said that it knows it. Version 4 read through rings that are gone, so 5 is the first.
 """
 
 
@@ -34,7 +31,7 @@ def is_spoken(protocol: int) -> bool:
     """Whether a peer of that version is understood. One that is newer by one speaks so that we understand it.
 
     >>> [version for version in range(PROTOCOL + 4) if is_spoken(version)]
-    [3, 4, 5]
+    [5, 6]
     """
     return OLDEST_PROTOCOL <= protocol <= PROTOCOL + 1
 
@@ -258,6 +255,8 @@ class DigestTask(msgspec.Struct, frozen=True, tag=True):
     number: int
     tables: dict[str, TableDoc]
     question: bytes
+    ticket_id: int = 0
+    """Tickets take turns, and none is digested after its release."""
 
 
 class DigestResult(msgspec.Struct, frozen=True, tag=True):

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hmac
 import re
+from collections.abc import Mapping
+from enum import StrEnum
 from typing import NoReturn
 
 from kvferry.errors import SpecError
 
 MIN_BYTES = 16
 """128 bits: fewer can be guessed."""
+MAX_SECRETS = 2
+"""While a fleet changes its secret: the new one, and the old one."""
 MIN_CHARACTERS = 22
 """128 bits, written as base64."""
 MIN_DISTINCT = 8
@@ -18,53 +22,88 @@ MIN_DISTINCT = 8
 _DRAWN = re.compile(r"[A-Za-z0-9+/_-]+=*")
 
 
+class Purpose(StrEnum):
+    """What keys are made for."""
+
+    CHANNEL = "control channel"
+    TICKETS = "ticket seal"
+    FINGERPRINT = "fingerprint"
+
+
+Keys = Mapping[Purpose, bytes]
+
+
 class Secret:
-    """Known to all engines that may talk to each other, and to nobody else. Never shown: not by ``repr`` or
-    ``str``, not in a pickle.
+    """Known to all engines that may talk to each other, and to nobody else.
+
+    It keeps the keys for each purpose, and not the secret that they were made of. From one key nobody learns
+    another, nor the secret. Nothing of it is shown: not by ``repr`` or ``str``, not in a pickle.
+
+    While a fleet changes its secret there are two. The first is used, both are accepted.
 
     >>> secret = Secret(bytes(range(16)))
-    >>> secret, f"{secret}"
-    (Secret(…), 'Secret(…)')
-    >>> secret.key("tickets") == Secret(bytes(range(16))).key("tickets") != secret.key("channel")
+    >>> secret, f"{secret}", len(secret.keys(Purpose.TICKETS))
+    (Secret(…), 'Secret(…)', 1)
+    >>> secret.key(Purpose.TICKETS) != secret.key(Purpose.CHANNEL)
     True
     >>> Secret(b"open sesame")
     Traceback (most recent call last):
     kvferry.errors.SpecError: a secret has at least 16 bytes (128 bits), got 11: `kvferry keygen` makes one
     """
 
-    __slots__ = ("_value",)
+    __slots__ = ("_keys",)
 
-    def __init__(self, value: bytes) -> None:
-        if len(value) < MIN_BYTES:
-            raise SpecError(
-                f"a secret has at least {MIN_BYTES} bytes (128 bits), got {len(value)}:"
-                " `kvferry keygen` makes one"
-            )
-        self._value = value
+    def __init__(self, *values: bytes) -> None:
+        if not 1 <= len(values) <= MAX_SECRETS:
+            raise SpecError(f"one secret is set, or two while it is changed; got {len(values)}")
+        self._keys = tuple(map(_keys_of, values))
 
     @classmethod
     def from_text(cls, text: str) -> Secret:
-        """A secret as a file or a variable has it: drawn at random, in hexadecimal or base64.
+        """Secrets as a file or a variable has them: drawn at random, in hexadecimal or base64; one per line.
 
-        >>> Secret.from_text("correct horse battery staple")
+        >>> Secret.from_text("correct-horse-battery-staple!")
         Traceback (most recent call last):
         kvferry.errors.SpecError: a secret is drawn at random, not made up: ... `kvferry keygen` makes one
         """
-        drawn = text.strip()
-        is_drawn = _DRAWN.fullmatch(drawn) and len(set(drawn)) >= MIN_DISTINCT
-        if not is_drawn or len(drawn.rstrip("=")) < MIN_CHARACTERS:
-            raise SpecError(
-                "a secret is drawn at random, not made up: at least 32 hexadecimal or 22 base64 characters"
-                " (128 bits); `kvferry keygen` makes one"
-            )
-        return cls(drawn.encode())
+        drawn = [line.strip() for line in text.strip().splitlines()]
+        for line in drawn or [""]:
+            is_drawn = _DRAWN.fullmatch(line) and len(set(line)) >= MIN_DISTINCT
+            if not is_drawn or len(line.rstrip("=")) < MIN_CHARACTERS:
+                raise SpecError(
+                    "a secret is drawn at random, not made up: at least 32 hexadecimal or 22 base64"
+                    " characters (128 bits); `kvferry keygen` makes one"
+                )
+        return cls(*(line.encode() for line in drawn))
 
-    def key(self, purpose: str) -> bytes:
-        """The 32 bytes for one purpose. From one key nobody learns another, nor the secret."""
-        return hmac.digest(self._value, b"kvferry 1\0" + purpose.encode(), "sha256")
+    def key(self, purpose: Purpose) -> bytes:
+        """The 32 bytes that are used for one purpose."""
+        return self._keys[0][purpose]
+
+    def keys(self, purpose: Purpose) -> tuple[bytes, ...]:
+        """Those that are accepted for it; the first is used."""
+        return tuple(keys[purpose] for keys in self._keys)
+
+    def change_to(self, other: Secret) -> None:
+        """Use other keys from now on, wherever this secret is known."""
+        self._keys = other._keys
+
+    def refresh(self) -> None:
+        """Look where it came from for another one, now and then."""
 
     def __repr__(self) -> str:
         return "Secret(…)"
 
     def __reduce__(self) -> NoReturn:
         raise SpecError("a secret is not copied or pickled: each process reads it where it is kept")
+
+
+def _keys_of(value: bytes) -> Keys:
+    if len(value) < MIN_BYTES:
+        raise SpecError(
+            f"a secret has at least {MIN_BYTES} bytes (128 bits), got {len(value)}:"
+            " `kvferry keygen` makes one"
+        )
+    return {
+        purpose: hmac.digest(value, b"kvferry 1\0" + purpose.value.encode(), "sha256") for purpose in Purpose
+    }

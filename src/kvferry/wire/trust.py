@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from kvferry.errors import SpecError
-from kvferry.wire.secret import Secret
+from kvferry.wire.secret import Purpose, Secret
 
 SET_A_SECRET = "set the same secret on both engines (KVFERRY_SECRET_FILE; `kvferry keygen` makes one)"
 
@@ -43,7 +43,12 @@ class Trust:
     @property
     def ticket_key(self) -> bytes:
         """What tickets are sealed with; empty where there is no secret."""
-        return self.secret.key("ticket seal") if self.secret is not None else b""
+        return self.secret.key(Purpose.TICKETS) if self.secret is not None else b""
+
+    @property
+    def ticket_keys(self) -> tuple[bytes, ...]:
+        """What tickets may be sealed with; none where there is no secret."""
+        return self.secret.keys(Purpose.TICKETS) if self.secret is not None else ()
 
     def check_listen(self, address: str) -> None:
         """Raise unless an engine may listen there."""
@@ -62,17 +67,17 @@ class Trust:
 
 @lru_cache(maxsize=1024)
 def is_loopback(address: str) -> bool:
-    """Whether only this host can call an address. What is not TCP does not leave it.
+    """Whether only this host can call an address.
 
     Remembered, because every ticket asks, in the thread of its engine's steps.
 
     >>> is_loopback("tcp://127.0.0.1:*"), is_loopback("tcp://[::1]:5555"), is_loopback("ipc:///run/kvferry")
-    (True, True, True)
+    (True, True, False)
     >>> is_loopback("tcp://10.0.0.7:5555"), is_loopback("tcp://*:5555"), is_loopback("tcp://eth0:5555")
     (False, False, False)
     """
     if not address.startswith("tcp://"):
-        return True
+        return False
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     if host == "localhost":
         return True

@@ -54,7 +54,13 @@ def _fetch(src: Sequence[Worker], dst: Sequence[Worker], request: Request, num_t
         destinations = []
         for number, worker in enumerate(dst):
             destination = Destination(
-                worker.manifest, number, NixlTransport(), reader="dst#1", num_ranks=len(dst), timing=TIMING
+                worker.manifest,
+                number,
+                NixlTransport(),
+                reader="dst#1",
+                num_ranks=len(dst),
+                timing=TIMING,
+                accept_unknown_identity=True,
             )
             destinations.append(stack.enter_context(closing(destination)))
             destination.fetch(ticket, request.dst, request.need)

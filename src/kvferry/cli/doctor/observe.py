@@ -21,7 +21,7 @@ from kvferry.transport.cuda import device_names
 from kvferry.transport.nixl import NixlTransport, check_installed
 from kvferry.transport.settings import Expose, WayChoice
 from kvferry.transport.ucx import UCX_ALL, UcxSettings
-from kvferry.wire.secret import Secret
+from kvferry.wire.secret import Purpose, Secret
 
 PACKAGES = (
     "kvferry",
@@ -182,7 +182,7 @@ def secret(environ: Mapping[str, str]) -> tuple[SecretSeen, Secret | None]:
     if found is None:
         return SecretSeen(), None
     is_open = bool(path) and bool(os.stat(path).st_mode & 0o004)
-    return SecretSeen(origin, "", is_open, found.key("fingerprint")[:FINGERPRINT_BYTES].hex()), found
+    return SecretSeen(origin, "", is_open, found.key(Purpose.FINGERPRINT)[:FINGERPRINT_BYTES].hex()), found
 
 
 @contextmanager

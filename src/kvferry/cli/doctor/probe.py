@@ -25,7 +25,6 @@ from kvferry.cli.doctor.carrier import carrier_in
 from kvferry.cli.doctor.seen import HOST, ReadsSeen, TimedRead
 from kvferry.core.runs import Runs
 from kvferry.core.way import Way
-from kvferry.endpoint.secret_source import secret_from_environment
 from kvferry.errors import TransportError
 from kvferry.testing.fleet.measure import RankCard
 from kvferry.testing.packed import AskingTransport, gather_openly
@@ -116,7 +115,7 @@ class ProbeSource:
         self._memory.write(contents(room_bytes_of(memory)))
         self._transport = NixlTransport()
         self._transport.register([self._memory.region])
-        self._service = gather_openly(self._transport, listen, secret_from_environment())
+        self._service = gather_openly(self._transport, listen)
 
     def card(self) -> RankCard:
         """What a reader must know."""
@@ -138,7 +137,6 @@ class ProbeReader:
         self._contents = contents(room_bytes_of(memory))
         self._ended = threading.Event()
         self._transport = AskingTransport()
-        self._transport.secret = secret_from_environment()
         self._transport.register([self._memory.region])
         self._transport.on_end(self._ended.set)
 

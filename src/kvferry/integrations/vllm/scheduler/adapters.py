@@ -20,9 +20,9 @@ MAX_ADAPTERS = 4096
 class Adapters:
     """What each adapter is; its files are read once, when it is first used."""
 
-    def __init__(self, *, is_required: bool = False) -> None:
-        """``is_required``: an adapter whose content is not known is refused, instead of taken by its name."""
-        self._is_required = is_required
+    def __init__(self, *, is_unchecked: bool = False) -> None:
+        """``is_unchecked``: an adapter whose content is not known is taken by its name, not refused."""
+        self._is_unchecked = is_unchecked
         self._known: dict[tuple[int, str], str] = {}
 
     def identity(self, adapter: LoRARequest) -> str:
@@ -38,7 +38,7 @@ class Adapters:
         try:
             return f"content {adapter_digest(Path(get_adapter_absolute_path(adapter.lora_path)))}"
         except SpecError as error:
-            if self._is_required:
+            if not self._is_unchecked:
                 raise
             log.warning("LoRA adapter %s is compared by its name only: %s", adapter.lora_name, error)
             return f"name {adapter.lora_name}"

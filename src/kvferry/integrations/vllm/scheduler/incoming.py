@@ -107,7 +107,7 @@ class Incoming:
         if refused := text_refusal(text, self._trust):
             return refused.code.value, str(refused)
         try:
-            ticket = from_text(text, self._trust.ticket_key)
+            ticket = from_text(text)
         except SpecError as error:
             return "unreadable", str(error)
         refused = refusal(ticket, self._trust, self._host)

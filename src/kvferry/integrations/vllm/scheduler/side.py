@@ -42,7 +42,7 @@ class SchedulerSide:
         self._must_bind, self._is_bound = self._is_consumer and is_reused, False
         if self._must_bind:
             self.groups.check_reuse()
-        adapters = Adapters(is_required=options.is_identity_required)
+        adapters = Adapters(is_unchecked=options.is_identity_unchecked)
         self._outgoing = Outgoing(vllm_config, self.groups, options, engine, adapters)
         self._incoming = Incoming(self.groups, adapters, self._outgoing.take_back, options.trust)
 

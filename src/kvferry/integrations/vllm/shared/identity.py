@@ -17,7 +17,7 @@ from vllm.transformers_utils.config import get_config
 from kvferry.checkpoint import config_values, weights_values
 from kvferry.core.identity import DRAFT, MAX_VALUE_LENGTH, STATED, Identity
 from kvferry.errors import SpecError
-from kvferry.integrations.vllm.shared.options import Options
+from kvferry.integrations.vllm.shared.options import UNCHECKED, Options
 from kvferry.log import log_of
 
 log = log_of(__name__)
@@ -30,6 +30,8 @@ FROM_FILES = {
     "instanttensor": "safetensors",
     "runai_streamer": "safetensors",
     "mistral": "mistral",
+    "npcache": "npcache",
+    "pt": "pt",
 }
 """Load formats that read a checkpoint's own files, and the one under which vLLM finds the same files."""
 
@@ -38,21 +40,24 @@ Values = dict[str, str]
 
 def engine_identity(vllm_config: VllmConfig, options: Options) -> Identity:
     """The identity of an engine whose model is loaded, or the text that stands for it."""
-    if options.identity and not options.is_identity_required:
-        return Identity.of({STATED: options.identity})
+    if options.stated_identity:
+        return Identity.of({STATED: options.stated_identity})
     started = time.perf_counter()
     known, unknown = _model(vllm_config.model_config, vllm_config.load_config)
     of_draft = _draft(vllm_config)
     known, unknown = known | of_draft[0], unknown | of_draft[1]
-    identity = Identity.of(known, unknown, is_required=options.is_identity_required)
-    said = "; ".join(f"{name} is not known ({why})" for name, why in identity.unknown)
-    log.info(
-        "identity of the model: %d values in %.0f ms%s",
-        len(known),
-        1e3 * (time.perf_counter() - started),
-        f"; {said}" if said else "",
-    )
+    identity = Identity.of(known, unknown, is_required=not options.is_identity_unchecked)
+    milliseconds = 1e3 * (time.perf_counter() - started)
+    log.info("identity of the model: %d values in %.0f ms", len(known), milliseconds)
+    for name, why in identity.unknown:
+        log.warning("identity of the model: %s is unknown (%s): %s", name, why, _consequence(options))
     return identity
+
+
+def _consequence(options: Options) -> str:
+    if options.is_identity_unchecked:
+        return "identity is unchecked: another model's caches would not be noticed"
+    return f"transfers are rejected; to accept this, set identity to {UNCHECKED!r} on both engines"
 
 
 def _draft(vllm_config: VllmConfig) -> tuple[Values, Values]:
@@ -80,8 +85,7 @@ def _model(model: ModelConfig, load: LoadConfig, target: ModelConfig | None = No
         return known, {"config": _reason(error), "weights": _reason(error)}
     try:
         if has_own_weights:
-            found = weights_values(_weight_files(model, load, folder))
-            known |= {"weights.embeddings": _embeddings(model), **found}
+            known |= weights_values(_weight_files(model, load, folder))
     except Exception as error:
         unknown["weights"] = _reason(error)
     return known, unknown
@@ -93,11 +97,6 @@ def _reason(error: Exception) -> str:
     if isinstance(error, SpecError):
         return str(error)[:MAX_VALUE_LENGTH]
     return f"its files were not found ({type(error).__name__})"
-
-
-def _embeddings(model: ModelConfig) -> str:
-    """For checkpoints whose names do not tell."""
-    return "tied" if getattr(model.hf_text_config, "tie_word_embeddings", False) else "separate"
 
 
 def _engine_values(model: ModelConfig) -> Iterator[tuple[str, str]]:
@@ -158,7 +157,7 @@ def _fresh_config(model: ModelConfig, folder: Path) -> Any:
 
 
 def _weight_files(model: ModelConfig, load: LoadConfig, folder: Path) -> list[Path]:
-    """The safetensors files that vLLM has loaded; raises if the weights came from elsewhere."""
+    """The files that vLLM has loaded; raises if the weights came from elsewhere."""
     as_files = FROM_FILES.get(str(load.load_format))
     if as_files is None:
         raise SpecError(f"weights of load format {load.load_format} are not read from a checkpoint's files")
@@ -167,9 +166,7 @@ def _weight_files(model: ModelConfig, load: LoadConfig, folder: Path) -> list[Pa
     plain = copy.copy(load)
     plain.load_format, plain.model_loader_extra_config = as_files, {}
     loader = DefaultModelLoader(plain)
-    _, files, is_safetensors, *_ = loader._prepare_weights(str(folder), None, None, True, None)
-    if not is_safetensors:
-        raise SpecError("the weights are not in safetensors files")
+    _, files, *_ = loader._prepare_weights(str(folder), None, None, True, None)
     return sorted(map(Path, files))
 
 

@@ -23,8 +23,10 @@ _TEXTS = ("listen", "advertise", "secret_file", "dump", "identity")
 HOST = "cpu"
 _PORT_OF_VLLM = 14579
 """What ``kv_port`` is if nobody sets it."""
+UNCHECKED = "unchecked"
+"""The identity that accepts what is not known."""
 REQUIRED = "required"
-"""The identity that refuses what is not known; any other text is an identity by itself."""
+"""What is the default. Any other text is an identity by itself."""
 _SECONDS = {
     "lease_seconds": "lease",
     "meet_seconds": "meet",
@@ -68,7 +70,7 @@ class Options:
     dump: str = ""
     """A folder for manifests: of this engine at the start, and of both sides where a peer is refused."""
     identity: str = ""
-    """``required`` refuses sources whose model is not wholly known; other text is this engine's identity."""
+    """``unchecked`` accepts engines whose model is not wholly known; other text is this engine's identity."""
     timing: Timing = field(default_factory=Timing)
     backend: str = UCX
     """Which of NIXL's backends moves the bytes."""
@@ -85,9 +87,14 @@ class Options:
         return f"{self.listen.rpartition(':')[0]}:*"
 
     @property
-    def is_identity_required(self) -> bool:
-        """Whether a source, or a LoRA adapter, of which something is not known is refused."""
-        return self.identity == REQUIRED
+    def is_identity_unchecked(self) -> bool:
+        """Whether an engine, or a LoRA adapter, of which something is not known is accepted."""
+        return self.identity == UNCHECKED
+
+    @property
+    def stated_identity(self) -> str:
+        """The text that stands for this engine's model; empty if its files do."""
+        return "" if self.identity in (UNCHECKED, REQUIRED) else self.identity
 
     @classmethod
     def of(cls, extra: Mapping[str, Any], *, host: str, is_through_host: bool = False) -> Options:

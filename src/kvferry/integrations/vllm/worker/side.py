@@ -102,6 +102,7 @@ class WorkerSide:
             timing=self._options.timing,
             on_refusal=lambda source, failure: self._refused(source, manifest, rank, failure),
             digest_every=self._options.digest_every,
+            accept_unknown_identity=self._options.is_identity_unchecked,
         )
         self._manifest = manifest
         if self._vllm_config.kv_transfer_config.is_kv_producer:

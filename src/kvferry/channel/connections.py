@@ -1,0 +1,265 @@
+"""TCP connections of a channel: what each keeps of this process's memory, what is muted, what is closed.
+
+ZeroMQ says neither how much waits for a peer nor how much of a message has arrived; it cannot stop reading
+(see ``NO_BOUND``), and closes no connection that is in order. The kernel says both of its sockets. It drops
+what a socket's filter does not let through, and the peer sends that again: so a connection is muted for a
+while. ``shutdown`` is a hang-up like any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import struct
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+
+MAX_CONNECTIONS = 2048
+"""The one that has been silent for longest makes room."""
+MAX_UNREAD_BYTES = 32 << 20
+"""Answers that one peer has not read: an engine's whole description, a few times over. More are dropped."""
+MAX_UNFINISHED_BYTES = 12 << 20
+"""What one peer has sent since its last message: more than a message has. An idle peer's heartbeats count,
+too: they reach it after a day or more, and it connects again."""
+MAX_UNTAKEN_BYTES = 1 << 20
+"""What all peers have sent since the last time that all messages were taken. ZeroMQ needs twenty times as
+much memory for short ones. Beyond it, whoever sent more than ``MUTED_BYTES`` is muted until all are taken,
+and no connection is accepted."""
+MUTED_BYTES = 4 << 10
+MAX_BYTES = 128 << 20
+"""Both, of all peers. The peers with the most of it are hung up on."""
+MAX_SHUT = 4096
+SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
+LOOK_SECONDS = 0.05
+SECONDS_PER_CONNECTION = 5e-5
+"""A look at one takes about a fiftieth of it."""
+
+_NOTHING = struct.pack("=HBBI", 6, 0, 0, 0)
+"""A filter of one instruction (``BPF_RET``): 0 bytes of each packet are let through."""
+
+_ACKED_RECEIVED = struct.Struct("=QQ")
+_ACKED_OFFSET = 120
+"""In the kernel's ``tcp_info``: ``tcpi_bytes_acked``, then ``tcpi_bytes_received``."""
+
+
+@dataclass(slots=True, eq=False)
+class _Connection:
+    socket: socket.socket
+    """The same connection as ZeroMQ's own."""
+    peer: str = ""
+    """Empty until it has said something."""
+    num_handed: int = 0
+    """Bytes sent to it, since it had last read all of them."""
+    acked_then: int = 0
+    received_then: int = 0
+    has_spoken: bool = False
+    """Whether a message was taken, and it was not looked at since."""
+    num_unread: int = 0
+    num_unfinished: int = 0
+    is_closing: bool = False
+    is_muted: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_unread + self.num_unfinished
+
+    def look(self, *, is_drained: bool) -> None:
+        """Learn how much the peer has read, and how much it has sent since its last message that was taken.
+
+        ``is_drained``: all messages were taken since the last look.
+        """
+        info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        acked, received = _ACKED_RECEIVED.unpack_from(info, _ACKED_OFFSET)
+        self.num_unread = max(0, self.num_handed - (acked - self.acked_then))
+        if not self.num_unread:
+            self.num_handed, self.acked_then = 0, acked
+        if self.has_spoken and is_drained:
+            self.has_spoken, self.received_then = False, received
+        self.num_unfinished = received - self.received_then
+
+
+def _mute(one: socket.socket, *, is_muted: bool) -> None:
+    """Have the kernel drop what arrives at a socket, or no more."""
+    program = ctypes.create_string_buffer(_NOTHING, len(_NOTHING))
+    filters = struct.pack("@HP", 1, ctypes.addressof(program))
+    option = SO_ATTACH_FILTER if is_muted else SO_DETACH_FILTER
+    with contextlib.suppress(OSError):
+        one.setsockopt(socket.SOL_SOCKET, option, filters)
+
+
+class TcpConnections:
+    """TcpConnections by the number of ZeroMQ's file descriptor. Belongs to the channel's thread."""
+
+    def __init__(self, counts: Counter[str]) -> None:
+        """``counts``: connections that were muted or closed, by why."""
+        self._counts = counts
+        self._by_fd: OrderedDict[int, _Connection] = OrderedDict()
+        """The one that has been silent for longest is first."""
+        self._by_peer: dict[str, int] = {}
+        self._next_look = 0.0
+        self._num_bytes = 0
+        """What all of them keep, at most."""
+        self._shut: set[str] = set()
+        """Peers that we hung up on. What they sent before may still be taken from ZeroMQ."""
+        self.is_drained = True
+        """Whether all messages were taken since the last look."""
+        self._listening: socket.socket | None = None
+        self._is_muted = False
+
+    def __len__(self) -> int:
+        return len(self._by_fd)
+
+    def listen(self, fd: int) -> None:
+        """TcpConnections are accepted by a socket of ZeroMQ's."""
+        self._listening = socket.socket(fileno=os.dup(fd))
+
+    def begin(self, fd: int, port: int) -> None:
+        """There is a connection; ``port``: its own, or its peer's."""
+        self.end(fd)
+        try:
+            own = socket.socket(fileno=os.dup(fd))
+        except OSError:  # it is gone, or there is no descriptor left
+            return
+        with contextlib.suppress(OSError):
+            if port in (own.getsockname()[1], own.getpeername()[1]):  # its number may be another's by now
+                if len(self._by_fd) >= MAX_CONNECTIONS:
+                    oldest = next(iter(self._by_fd))
+                    self._by_fd.move_to_end(oldest)
+                    self._close(self._by_fd[oldest], "silent")
+                self._by_fd[fd] = _Connection(own)
+                return
+        own.close()
+
+    def end(self, fd: int) -> None:
+        """A connection has ended."""
+        connection = self._by_fd.pop(fd, None)
+        if connection is not None:
+            self._by_peer.pop(connection.peer, None)
+            connection.socket.close()
+
+    def introduce(self, peer: str, fd: int) -> None:
+        """A peer has this connection."""
+        if fd in self._by_fd:
+            self._by_peer.pop(self._by_fd[fd].peer, None)
+            self._by_fd[fd].peer = peer
+            self._by_peer[peer] = fd
+
+    def is_known(self, peer: str) -> bool:
+        """Whether we know which connection a peer has."""
+        return peer in self._by_peer
+
+    def is_heard(self, peer: str) -> bool:
+        """Note that a message of a peer has arrived; whether it is taken: not after we have hung up."""
+        fd = self._by_peer.get(peer)
+        if fd is not None:
+            self._by_fd.move_to_end(fd)
+            self._by_fd[fd].has_spoken = True
+        return peer not in self._shut
+
+    def may_send(self, peer: str, num_bytes: int, now: float) -> bool:
+        """Whether a message of that length may wait for a peer; if so, it counts as handed over."""
+        connection = self._by_fd.get(self._by_peer.get(peer, -1))
+        if connection is None:
+            return True  # it is gone, and ZeroMQ says so
+        if self._num_bytes + num_bytes > MAX_BYTES:
+            self.look(now)
+        if connection.num_handed + num_bytes > MAX_UNREAD_BYTES:
+            connection.look(is_drained=False)
+        if connection.is_closing or connection.num_unread + num_bytes > MAX_UNREAD_BYTES:
+            return False
+        connection.num_handed += num_bytes
+        connection.num_unread += num_bytes
+        self._num_bytes += num_bytes
+        return True
+
+    def hang_up(self, peer: str, why: str) -> None:
+        """Close a connection, and take no message of it any more."""
+        self._shut_out(peer)
+        connection = self._by_fd.get(self._by_peer.get(peer, -1))
+        if connection is not None:
+            self._close(connection, why)
+
+    def seconds_to_look(self, now: float) -> float:
+        """After how long to look at the connections again."""
+        return max(0.0, self._next_look - now) if self._by_fd else float("inf")
+
+    def look(self, now: float) -> None:
+        """Mute the connections whose messages come faster than they are taken, or no more; close those that
+        keep too much, each or together.
+        """
+        is_drained, self.is_drained = self.is_drained, False
+        self._next_look = now + max(LOOK_SECONDS, SECONDS_PER_CONNECTION * len(self._by_fd))
+        connections = [each for each in self._by_fd.values() if not each.is_closing]
+        for each in connections:
+            each.look(is_drained=is_drained)
+            if each.num_unfinished > MAX_UNFINISHED_BYTES:
+                self._close(each, "unfinished")
+        self._mute_loud(connections, is_drained=is_drained)
+        self._num_bytes = sum(each.num_bytes for each in connections if not each.is_closing)
+        if self._num_bytes > MAX_BYTES:
+            for each in sorted(connections, key=lambda each: each.num_bytes, reverse=True):
+                self._num_bytes -= each.num_bytes * self._close(each, "memory")
+                if self._num_bytes <= MAX_BYTES // 2:
+                    break
+
+    def _mute_loud(self, connections: list[_Connection], *, is_drained: bool) -> None:
+        if is_drained:
+            if self._is_muted:
+                self._is_muted = False
+                for each in connections:
+                    if each.is_muted:
+                        each.is_muted = False
+                        _mute(each.socket, is_muted=False)
+                if self._listening is not None:
+                    _mute(self._listening, is_muted=False)
+        elif sum(each.num_unfinished for each in connections) > MAX_UNTAKEN_BYTES:
+            if self._listening is not None and not self._is_muted:
+                _mute(self._listening, is_muted=True)
+            self._is_muted = True
+            for each in connections:
+                if each.num_unfinished > MUTED_BYTES and not each.is_muted:
+                    each.is_muted = True
+                    self._counts["muted"] += 1
+                    _mute(each.socket, is_muted=True)
+
+    def _shut_out(self, peer: str) -> None:
+        if len(self._shut) > MAX_SHUT:
+            self._shut.clear()
+        self._shut.add(peer)
+
+    def _close(self, connection: _Connection, why: str) -> bool:
+        if connection.is_closing:
+            return False
+        if why:
+            self._counts[why] += 1
+        connection.is_closing = True
+        self._shut_out(connection.peer)
+        if connection.is_muted:
+            _mute(connection.socket, is_muted=False)  # else the end would not come through
+        with contextlib.suppress(OSError):
+            connection.socket.shutdown(socket.SHUT_RDWR)
+        return True
+
+    def forget(self, peer: str) -> None:
+        """Let nothing more of a peer arrive; ZeroMQ closes the connection."""
+        fd = self._by_peer.get(peer)
+        if fd is not None:
+            _mute(self._by_fd[fd].socket, is_muted=True)
+            self.end(fd)
+
+    def hang_up_on_all(self) -> None:
+        """Accept no connection any more, and close all."""
+        if self._listening is not None:
+            _mute(self._listening, is_muted=True)
+        for each in self._by_fd.values():
+            self._close(each, "")
+
+    def close(self) -> None:
+        """Let go of the connections; ZeroMQ closes them."""
+        for fd in list(self._by_fd):
+            self.end(fd)
+        if self._listening is not None:
+            self._listening.close()
+            self._listening = None
