@@ -87,8 +87,6 @@ MANY_COLLABORATORS = {
 
 LARGE_OBJECTS = {
     "Observed": "a document: all that a doctor saw, a part for each subject",
-    "RequestAccount": "what a proxy's log and metrics say of a request",
-    "_Stream": "one connection: what is asked for, on its way, and due",
     "ActiveFetches": "one machine: fetches by three keys, and the machines that each of them waits for",
     "AgentThread": "a thread: its queue, its agent, its peers and what it has posted",
     "Authority": "one machine: leases by three keys, ranks and notices; their parts are values of their own",

@@ -30,7 +30,7 @@ SCHEME = "tcp://"
 SHAPE = CacheShape(run_bytes=4096, num_blocks=4)
 
 
-class Purpose(StrEnum):
+class SocketPurpose(StrEnum):
     """What a socket is for."""
 
     AUTHORITY = "authority"
@@ -49,19 +49,19 @@ class Purpose(StrEnum):
 
 
 PROVED = {
-    Purpose.AUTHORITY: "Encrypted. Callers must know the secret; a lease also needs a valid ticket.",
-    Purpose.RANK: "Encrypted. Callers must know the secret; bytes are sent only for a granted lease.",
-    Purpose.STREAM: "A caller must name a stream that this rank offered; its frames are encrypted.",
+    SocketPurpose.AUTHORITY: "Encrypted. Callers must know the secret; a lease also needs a valid ticket.",
+    SocketPurpose.RANK: "Encrypted. Callers must know the secret; bytes are sent only for a granted lease.",
+    SocketPurpose.STREAM: "A caller must name a stream that this rank offered; its frames are encrypted.",
 }
 """With a secret."""
 MEANINGS = {
-    Purpose.AUTHORITY: "Callers can ask for leases; a lease needs a valid ticket.",
-    Purpose.RANK: "Callers can ask for bytes; they are sent only for a granted lease.",
-    Purpose.STREAM: "A caller must name a stream that this rank offered; it receives bytes and sends none.",
-    Purpose.STATUS: "Callers can read the status; nothing they send is read.",
-    Purpose.DESCRIPTORS: "A caller that has the rank's card can open its device memory.",
-    Purpose.UCX: "Callers can read and write all memory of this process: UCX authenticates nobody.",
-    Purpose.UNKNOWN: "Not opened by kvferry: a library in this process opened it.",
+    SocketPurpose.AUTHORITY: "Callers can ask for leases; a lease needs a valid ticket.",
+    SocketPurpose.RANK: "Callers can ask for bytes; they are sent only for a granted lease.",
+    SocketPurpose.STREAM: "A caller must name a stream that this rank offered, and only receives bytes.",
+    SocketPurpose.STATUS: "Callers can read the status; nothing they send is read.",
+    SocketPurpose.DESCRIPTORS: "A caller that has the rank's card can open its device memory.",
+    SocketPurpose.UCX: "Callers can read and write all memory of this process: UCX authenticates nobody.",
+    SocketPurpose.UNKNOWN: "Not opened by kvferry: a library in this process opened it.",
 }
 
 
@@ -81,18 +81,18 @@ class EngineProbe:
         transport = _WatchedTransport()
         self._rank = SourceRank(self._engine.invitation, manifest, transport, listen=listen, trust=trust)
         self._found = {
-            **dict.fromkeys(engine_has - before, Purpose.AUTHORITY),
-            **dict.fromkeys(transport.registered - engine_has, Purpose.UCX),
-            **dict.fromkeys(listeners() - transport.registered - engine_has, Purpose.STREAM),
+            **dict.fromkeys(engine_has - before, SocketPurpose.AUTHORITY),
+            **dict.fromkeys(transport.registered - engine_has, SocketPurpose.UCX),
+            **dict.fromkeys(listeners() - transport.registered - engine_has, SocketPurpose.STREAM),
         }
         if gather := Card.from_bytes(transport.card()).gather:
             address = GatherPoint.from_bytes(gather).address.removeprefix(SCHEME)
-            self._found[Listener("tcp", address)] = Purpose.RANK
+            self._found[Listener("tcp", address)] = SocketPurpose.RANK
 
     def listeners(self) -> list[ListenerSeen]:
         """Those of the engine, in the order of their purposes."""
         found = [(_refined(listener, purpose), listener) for listener, purpose in self._found.items()]
-        found.sort(key=lambda each: (list(Purpose).index(each[0]), each[1]))
+        found.sort(key=lambda each: (list(SocketPurpose).index(each[0]), each[1]))
         return [seen(purpose, listener, is_sealed=self._is_sealed) for purpose, listener in found]
 
     def close(self) -> None:
@@ -111,27 +111,27 @@ class _WatchedTransport(NixlTransport):
         self.registered = frozenset(listeners())
 
 
-def _refined(listener: Listener, purpose: Purpose) -> Purpose:
+def _refined(listener: Listener, purpose: SocketPurpose) -> SocketPurpose:
     """Unix sockets have names that tell their purpose."""
     if listener.kind == "tcp":
         return purpose
     if listener.address.startswith("@kvferry-"):
-        return Purpose.DESCRIPTORS
-    return Purpose.STATUS if listener.address.endswith(".sock") else Purpose.UNKNOWN
+        return SocketPurpose.DESCRIPTORS
+    return SocketPurpose.STATUS if listener.address.endswith(".sock") else SocketPurpose.UNKNOWN
 
 
-def seen(purpose: Purpose, listener: Listener, *, is_sealed: bool) -> ListenerSeen:
+def seen(purpose: SocketPurpose, listener: Listener, *, is_sealed: bool) -> ListenerSeen:
     """A socket, who reaches it, and what they can do.
 
-    >>> seen(Purpose.STREAM, Listener("tcp", "10.0.0.7:4000"), is_sealed=True).reach
+    >>> seen(SocketPurpose.STREAM, Listener("tcp", "10.0.0.7:4000"), is_sealed=True).reach
     'hosts that can connect to 10.0.0.7'
     """
     meaning = (PROVED if is_sealed else {}).get(purpose, MEANINGS[purpose])
     return ListenerSeen(purpose.value, listener.kind, listener.address, _reach(purpose, listener), meaning)
 
 
-def _reach(purpose: Purpose, listener: Listener) -> str:
-    if purpose in (Purpose.STATUS, Purpose.DESCRIPTORS):
+def _reach(purpose: SocketPurpose, listener: Listener) -> str:
+    if purpose in (SocketPurpose.STATUS, SocketPurpose.DESCRIPTORS):
         return "this user and root, on this host"
     if listener.kind == "unix" or is_loopback(f"{SCHEME}{listener.address}"):
         return "processes of this host"
