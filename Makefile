@@ -35,7 +35,7 @@ help: ## show this list
 
 env: $(READY) ## create or update .venv (every other verb does it when needed)
 
-demo: $(READY) ## move caches between two engines of processes, over NIXL, and check every cell
+demo: $(READY) ## move caches between two engines of processes, and check every cell
 	@$(BIN)/kvferry demo
 
 # The core and what stands on it alone: no process is started, no heavy dependency is loaded.
@@ -91,11 +91,11 @@ simulate: $(READY) ## the whole runtime in virtual time: every law in RUNS seede
 compatibility: $(READY) ## write docs/compatibility.md: every model at twenty pairs, each counted twice
 	@$(BIN)/python tools/compatibility.py
 
-families: $(READY) ## every model family at every pair of TP sizes, between processes over NIXL
+families: $(READY) ## every model family at every pair of TP sizes, between processes
 	@echo "==> families"
 	@$(BIN)/pytest -m "" tests/processes/test_families.py
 
-faults: $(READY) ## kill, stop and restart processes, forge tickets, throw junk: all of it, over NIXL
+faults: $(READY) ## kill, stop and restart processes, forge tickets, throw junk: all of it
 	@echo "==> faults"
 	@$(BIN)/pytest -m "" tests/faults tests/channel
 

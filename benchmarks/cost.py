@@ -1,9 +1,7 @@
 """How well the cost model tells the time of a read, and the coefficients that tell it best here.
 
-    python benchmarks/cost.py cma          one host, host memory; also writes benchmarks/cost-cma.json
-    python benchmarks/cost.py packed       the same, gathered by the source
-    python benchmarks/cost.py tcp          the same over loopback TCP, where reads are emulated
-    python benchmarks/cost.py stream       the same, sent by the source
+    python benchmarks/cost.py stream       one host, packed reads; also writes benchmarks/cost-stream.json
+    python benchmarks/cost.py cma          the same by NIXL (KVFERRY_EXPOSE=fabric)
     python benchmarks/cost.py fetches      whole fetches, each with what was predicted for it
     python benchmarks/cost.py cuda:0       such fetches on a device
 
@@ -26,7 +24,7 @@ import numpy as np
 
 from kvferry import BlockTable, Runs, Span
 from kvferry.core.cost import Cost, Traffic
-from kvferry.core.link_profile import HOST_CMA, HOST_PACKED, HOST_TCP, TCP_STREAM
+from kvferry.core.link_profile import HOST_CMA, TCP_STREAM
 from kvferry.core.span import Spans
 from kvferry.models import Layer, Model, Topology, describe
 from kvferry.models.cache import attention
@@ -38,7 +36,6 @@ from kvferry.testing.fleet.actors import DestinationActor
 from kvferry.testing.packed import AskingTransport
 from kvferry.testing.sources import Holder, serving
 from kvferry.transport.nixl import NixlTransport
-from kvferry.transport.staging import SETTING, PackedReads
 from kvferry.transport.ucx import FABRICS
 from kvferry.wire.ticket import Ticket
 
@@ -48,7 +45,7 @@ TOTAL_BYTES = (16 << 10, 256 << 10, 4 << 20, 32 << 20, 256 << 20)
 MAX_RUNS = 32_768
 TURNS = 7
 NUM_FETCHES = 100
-KNOWN = {"cma": HOST_CMA, "packed": HOST_PACKED, "tcp": HOST_TCP, "stream": TCP_STREAM}
+KNOWN = {"cma": HOST_CMA, "stream": TCP_STREAM}
 
 
 class Case(NamedTuple):
@@ -176,7 +173,7 @@ def show(cases: list[Case], costs: dict[str, Cost]) -> None:
 
 
 def show_reads(over: str) -> None:
-    cases = measure(2048 if over == "tcp" else MAX_RUNS)
+    cases = measure(MAX_RUNS)
     known = KNOWN[over].cost
     path = Path(__file__).with_name(f"cost-{over}.json")
     path.write_text(json.dumps([case._asdict() for case in cases], indent=1) + "\n", encoding="utf-8")
@@ -184,11 +181,9 @@ def show_reads(over: str) -> None:
 
 
 def main() -> None:
-    over = sys.argv[1] if len(sys.argv) > 1 else "cma"
-    if over in ("tcp", "stream"):
-        os.environ |= FABRICS["tcp"]
-    if over in ("packed", "stream"):
-        os.environ[SETTING] = PackedReads.REQUIRE.value
+    over = sys.argv[1] if len(sys.argv) > 1 else "stream"
+    if over in KNOWN:
+        os.environ |= FABRICS["cma" if over == "cma" else "tcp"]
     match over:
         case over if over in KNOWN:
             show_reads(over)

@@ -37,15 +37,18 @@ from kvferry.testing.fleet.worker import Worker
 from kvferry.testing.sources import Holder, Source, serving
 from kvferry.transport.copy_kernel import CopyLimits
 from kvferry.transport.cuda import Cuda
-from kvferry.transport.device import BLOCKS_SETTING, LAUNCH_SETTING, SETTING, MappedReads
 from kvferry.transport.mapped import Copy, DeviceCopier, MappedRank
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.places import Places
+from kvferry.transport.settings import WAY_SETTING, Expose, WayChoice
+from kvferry.transport.ucx import CUDA_ENVIRONMENT, FABRICS
 
 DEVICE = "cuda:0"
 MIB = 1 << 20
 REGION = 1024 * MIB
 ALL = CopyLimits(0, 0)
+FABRIC = {**FABRICS["cma"], **CUDA_ENVIRONMENT, WAY_SETTING: "auto"}
+"""NIXL takes part beside the copy kernel."""
 TURNS = 21
 PAUSES = {"after a pause": 0.005, "one after the other": 0.0}
 """Between two turns, in seconds. Idle cores are several times slower at first: a load finds an engine
@@ -90,12 +93,8 @@ CASES = {
 
 
 @contextmanager
-def reader(
-    holder: Holder, source: Source, how: MappedReads, limits: CopyLimits | None
-) -> Iterator[NixlTransport]:
-    limits = limits or CopyLimits()
-    os.environ[BLOCKS_SETTING], os.environ[LAUNCH_SETTING] = str(limits.num_blocks), str(limits.launch_bytes)
-    transport = NixlTransport(mapped_reads=how)
+def reader(holder: Holder, source: Source, how: WayChoice, limits: CopyLimits) -> Iterator[NixlTransport]:
+    transport = NixlTransport(way=how, expose=Expose.FABRIC, copy_limits=limits)
     transport.register(holder.regions)
     try:
         transport.connect("src", source.card, source.regions)
@@ -145,19 +144,20 @@ def reads() -> list[dict[str, Any]]:
     holder = Holder(DEVICE)
     holder.add("kv", np.zeros(REGION, np.uint8))
     ways = [
-        ("mapped, all of the device", MappedReads.REQUIRE, ALL),
-        ("mapped, default limits", MappedReads.REQUIRE, CopyLimits()),
-        ("direct (NIXL)", MappedReads.OFF, CopyLimits()),
+        ("mapped, all of the device", WayChoice.MAPPED, ALL),
+        ("mapped, default limits", WayChoice.MAPPED, CopyLimits()),
+        ("direct (NIXL)", WayChoice.DIRECT, CopyLimits()),
     ]
     seconds = plain_copy_seconds(cuda, holder.regions[0])
     show(rows, "512 MiB", "plain copy in one process", 1, REGION // 2, [seconds])
+    os.environ |= FABRIC
     with serving(1, [REGION], DEVICE) as served:
         source = served.sources[0]
         for way, how, limits in [one for one in ways if is_asked_for(one[0])]:
             with reader(holder, source, how, limits) as transport:
                 for name, product in CASES.items():
-                    turns = TURNS if how is MappedReads.REQUIRE else 2
-                    if how is MappedReads.OFF and product.num_runs > 140_000:
+                    turns = TURNS if how is WayChoice.MAPPED else 2
+                    if how is WayChoice.DIRECT and product.num_runs > 140_000:
                         continue  # a quarter of a minute and more
                     for when, pause in PAUSES.items():
                         took = []
@@ -219,9 +219,9 @@ def pair(
 
 FETCH_TIMING = Timing(lease=120, meet=60, read=120)
 WAYS_TO_FETCH = {
-    "mapped, all of the device": {SETTING: "require", BLOCKS_SETTING: "0", LAUNCH_SETTING: "0"},
-    "mapped, default limits": {SETTING: "require"},
-    "direct (NIXL)": {SETTING: "off"},
+    "mapped, default limits": {WAY_SETTING: "mapped"},
+    "packed": {WAY_SETTING: "packed"},
+    "direct (NIXL)": {WAY_SETTING: "direct"},
 }
 PARTS_OF_A_FETCH = ("meet", "post", "move")
 PAIRS = [
@@ -263,11 +263,13 @@ class TimedPair:
     def make(cls, what: str, src_topology: str, dst_topology: str, is_scattered: bool) -> TimedPair:
         src, dst = engine(src_topology, "src"), engine(dst_topology, "dst")
         src_tables, dst_tables = tables(src, is_scattered, 1), tables(dst, is_scattered, 2)
-        source = SourceFleet(src, timing=FETCH_TIMING, device=DEVICE)
+        source = SourceFleet(src, timing=FETCH_TIMING, device=DEVICE, env=FABRIC)
         source.wait_whole()
         source.prefill("first", src_tables, NUM_TOKENS)
         readers = {
-            way: DestinationFleet(dst, timing=FETCH_TIMING, device=DEVICE, env=env, actor=TimedDestination)
+            way: DestinationFleet(
+                dst, timing=FETCH_TIMING, device=DEVICE, env=FABRIC | env, actor=TimedDestination
+            )
             for way, env in WAYS_TO_FETCH.items()
             if is_asked_for(way)
         }

@@ -1,23 +1,24 @@
-"""What it gains that the source gathers: packed reads beside direct ones, and beside one raw run.
+"""What packed reads take, with and without a secret, beside direct ones and one raw run.
 
-    python benchmarks/packed.py cma        one host, host memory
-    python benchmarks/packed.py tcp        the same over loopback TCP, where reads are emulated
-    python benchmarks/packed.py hosts      the same over a cable between two network namespaces; needs root
-    python benchmarks/packed.py cuda:0     one host, memory of a GPU; "direct" is NIXL, run by run
-    python benchmarks/packed.py cma 128    128 MiB instead of 16
+    python benchmarks/packed.py host       one host, host memory
+    python benchmarks/packed.py hosts      over a cable between two network namespaces; needs root
+    python benchmarks/packed.py cuda:0     one host, memory of a GPU
+    python benchmarks/packed.py host 128   128 MiB instead of 16
 
-One source process, one reader, scattered runs of one length. All ways take turns; times are medians of the
-turns, and the best. "One run": as many bytes side by side, as fast as UCX likes. Over TCP, "direct" is
-careful, and not measured for short runs (it takes seconds); "fast" is the same runs at UCX's own full pace.
-Over CMA, "packed" looks at the source's ring in memory that both share; "fabric" reads it as if it could not.
+One source process for each column, one reader, scattered runs of one length. All ways take turns; times are
+medians of the turns, and the best. "Packed": no secret. "Sealed": the same with one, so that every frame is
+encrypted and authenticated. "Direct": NIXL, run by run (KVFERRY_EXPOSE=fabric); "one run": NIXL, as many
+bytes side by side. Between two namespaces NIXL takes no part.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,15 +26,11 @@ from typing import Any
 import numpy as np
 
 from kvferry import Runs
-from kvferry.core.manifest import Region
+from kvferry.endpoint.secret_source import SECRET
 from kvferry.testing.packed import AskingTransport
 from kvferry.testing.sources import LISTEN, Holder, Source, serving
-from kvferry.transport.emulation import EmulatedReads
-from kvferry.transport.nixl import NixlTransport
-from kvferry.transport.ring_options import RingOptions
-from kvferry.transport.ring_window import SharedRings
-from kvferry.transport.staging import PackedReads
-from kvferry.transport.ucx import FABRICS, UcxSettings
+from kvferry.transport.settings import EXPOSE_SETTING, WAY_SETTING, Expose, WayChoice
+from kvferry.transport.ucx import FABRICS
 
 POOL_BYTES = 256 << 20
 RUN_BYTES = (256, 512, 2 << 10, 16 << 10, 128 << 10, 1 << 20)
@@ -50,7 +47,7 @@ def scattered(run_bytes: int) -> Runs:
     return Runs(src, dst, np.full(num_runs, run_bytes))
 
 
-def timed(transport: NixlTransport, runs: Runs) -> float:
+def timed(transport: AskingTransport, runs: Runs) -> float:
     """Seconds of a read, from the call to its end."""
     started = time.perf_counter()
     transport.read(0, "src", runs)
@@ -60,28 +57,23 @@ def timed(transport: NixlTransport, runs: Runs) -> float:
     return time.perf_counter() - started
 
 
-def connected(transport: NixlTransport, regions: tuple[Region, ...], source: Source) -> NixlTransport:
-    transport.register(regions)
+def connected(env: Mapping[str, str], holder: Holder, source: Source) -> AskingTransport:
+    """A reader with these settings."""
+    way, expose = WayChoice.from_environment(env), Expose.from_environment(env)
+    transport = AskingTransport(way=way, expose=expose)
+    os.environ.pop(SECRET, None)
+    os.environ |= {SECRET: env[SECRET]} if SECRET in env else {}
+    transport.register(holder.regions)
     transport.connect("src", source.card, source.regions)
     return transport
 
 
-def ways_over(over: str) -> dict[str, Callable[[], NixlTransport]]:
-    """How the runs are read, by the name of the column."""
-    fast = UcxSettings(emulated_reads=EmulatedReads.FAST)
-    ways: dict[str, Callable[[], NixlTransport]] = {
-        "direct": lambda: NixlTransport(packed_reads=PackedReads.NEVER),
-        "packed": lambda: AskingTransport(packed_reads=PackedReads.REQUIRE),
-        "one run": lambda: NixlTransport(packed_reads=PackedReads.NEVER, settings=fast),
-    }
-    if over == "cma":
-        ways |= {
-            "fabric": lambda: AskingTransport(
-                packed_reads=PackedReads.REQUIRE, rings=RingOptions(shared=SharedRings.OFF)
-            )
-        }
-    if over in ("tcp", "hosts"):
-        ways |= {"fast": lambda: NixlTransport(packed_reads=PackedReads.NEVER, settings=fast)}
+def columns(over: str) -> dict[str, dict[str, str]]:
+    """The settings of both sides, by the name of the column."""
+    packed = {WAY_SETTING: "packed", EXPOSE_SETTING: "nothing"}
+    ways = {"packed": packed, "sealed": packed | {SECRET: secrets.token_hex(32)}}
+    if over != "hosts":
+        ways |= {"direct": FABRICS["cma"], "one run": FABRICS["cma"]}
     return ways
 
 
@@ -105,43 +97,31 @@ def main(over: str) -> None:
 def compare(over: str, host: Any = None) -> None:
     """Every way at every length; ``host``: where the source is, if that is another one."""
     device = over if over.startswith("cuda") else "cpu"
-    env = {"KVFERRY_PACKED_READS": "require"}
-    if over in ("tcp", "hosts"):
-        env |= FABRICS["tcp"]
-    if device != "cpu":
-        env["KVFERRY_MAPPED_READS"] = "off"
-    os.environ |= env
-    if host:
-        env |= {LISTEN: f"tcp://{host.address}:*"}
-    with serving(1, [POOL_BYTES], device, env, enter=host and host.enter) as served:
-        holder = Holder(device)
-        holder.add("kv", np.zeros(POOL_BYTES, np.uint8))
-        source, ways = served.sources[0], ways_over(over)
-        readers = {name: connected(make(), holder.regions, source) for name, make in ways.items()}
-        whole = Runs(np.array([0]), np.array([0]), np.array([TOTAL_BYTES]))
-        print(f"{TOTAL_BYTES >> 20} MiB over {over}: milliseconds, median (best) of {TURNS}")
+    listen = {LISTEN: f"tcp://{host.address}:*"} if host else {}
+    whole = Runs(np.array([0]), np.array([0]), np.array([TOTAL_BYTES]))
+    holder = Holder(device)
+    holder.add("kv", np.zeros(POOL_BYTES, np.uint8))
+    with ExitStack() as stack:
+        readers: dict[str, AskingTransport] = {}
+        for name, env in columns(over).items():
+            os.environ |= {key: value for key, value in env.items() if key.startswith("UCX_")}
+            os.environ.pop(SECRET, None)
+            served = stack.enter_context(
+                serving(1, [POOL_BYTES], device, env | listen, enter=host and host.enter)
+            )
+            readers[name] = connected(env, holder, served.sources[0])
+            stack.callback(readers[name].close)
+        print(f"{MIB} MiB, {over}: milliseconds, median (best) of {TURNS}")
         for run_bytes in RUN_BYTES:
             runs = scattered(run_bytes)
-            names = [
-                name
-                for name in ways
-                if over not in ("tcp", "hosts") or run_bytes >= 16 << 10 or name != "direct"
-            ]
-            times: dict[str, list[float]] = {name: [] for name in names}
+            times: dict[str, list[float]] = {name: [] for name in readers}
             for _ in range(TURNS):
-                for name in names:
-                    times[name].append(timed(readers[name], whole if name == "one run" else runs))
+                for name, reader in readers.items():
+                    times[name].append(timed(reader, whole if name == "one run" else runs))
             shown = [f"{name} {median(t) * 1e3:7.1f} ({min(t) * 1e3:6.1f})" for name, t in times.items()]
-            gains = [
-                f"{median(times[name]) / median(times['packed']):5.2f} x {name}"
-                for name in names
-                if name != "packed"
-            ]
-            print(f"{run_bytes:9,} B: {', '.join(shown)}; packed: {', '.join(gains)}")
-        for reader in readers.values():
-            reader.close()
-        holder.free()
+            print(f"{run_bytes:9,} B: {', '.join(shown)}")
+    holder.free()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1] if len(sys.argv) > 1 else "host")

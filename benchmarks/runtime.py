@@ -1,4 +1,4 @@
-"""What a fetch costs beside NIXL alone: the same run lists, the same two processes, turn by turn.
+"""What a direct fetch costs beside NIXL alone: the same run lists, the same two processes, turn by turn.
 
     make bench                                   host memory; also writes benchmarks/runtime.json
     python benchmarks/runtime.py cuda:0          device memory
@@ -28,6 +28,7 @@ from kvferry.models.cache import attention
 from kvferry.runtime import Timing
 from kvferry.testing.fleet import DestinationFleet, SourceFleet
 from kvferry.testing.fleet.measure import MeasuredDestination
+from kvferry.transport.ucx import CUDA_ENVIRONMENT, FABRICS
 
 NUM_LAYERS, NUM_BLOCKS, BLOCK = 64, 512, 16
 POOL = NUM_BLOCKS + 128
@@ -204,8 +205,10 @@ def show(result: dict[str, Any]) -> None:
 def main() -> None:
     timing = Timing(lease=60, meet=30, read=120)
     device = sys.argv[1] if len(sys.argv) > 1 else "cpu"
-    source = SourceFleet(engine("src"), timing=timing, device=device)
-    destination = DestinationFleet(engine("dst"), timing=timing, device=device, actor=TimedDestination)
+    env = FABRICS["cma"] if device == "cpu" else {**FABRICS["cma"], **CUDA_ENVIRONMENT}
+    source = SourceFleet(engine("src"), timing=timing, device=device, env=env)
+    actor = TimedDestination
+    destination = DestinationFleet(engine("dst"), timing=timing, device=device, env=env, actor=actor)
     try:
         source.wait_whole()
         destination.wait_ready()

@@ -19,6 +19,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from kvferry.transport.ucx import FABRICS
+
 LENGTHS = (1024, 4096)
 TURNS = 15
 NUM_CHECKED = 8
@@ -175,7 +177,9 @@ def main() -> None:
     pairs = []
     for number, (name, connector, src_block, dst_block) in enumerate(CASES):
         engines = []
-        os.environ["KVFERRY_MAPPED_READS"] = "off" if name == DIRECT else "auto"
+        for key in FABRICS["cma"]:
+            os.environ.pop(key, None)
+        os.environ |= FABRICS["cma"] if name == DIRECT else {}
         for i, (role, block) in enumerate((("kv_producer", src_block), ("kv_consumer", dst_block))):
             log = str(folder / f"{number}-{role}.log")
             engines.append(Engine(str(model), connector, role, block, 5700 + 20 * number + 10 * i, log))

@@ -1,4 +1,4 @@
-"""Two engines in two processes: one offers a request, the other fetches it over NIXL.
+"""Two engines in two processes: one offers a request, the other fetches it.
 
     python examples/two_processes.py
 

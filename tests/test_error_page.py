@@ -13,10 +13,11 @@ from kvferry.cli.remedies import BY_CODE, BY_FIELD
 from kvferry.errors import Code
 from kvferry.runtime import FailureCode
 from kvferry.runtime.member import NOT_JOINED
+from kvferry.transport.nixl import NOT_HERE
 from kvferry.wire.messages import TOO_LONG
 
 ROOT = Path(__file__).resolve().parents[1]
-NAMED = {"NOT_JOINED": NOT_JOINED, "TOO_LONG": TOO_LONG}
+NAMED = {"NOT_HERE": NOT_HERE, "NOT_JOINED": NOT_JOINED, "TOO_LONG": TOO_LONG}
 """Codes that are constants where they are said."""
 
 

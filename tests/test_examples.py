@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvferry.runtime import Timing
+from kvferry.transport.ucx import FABRICS
 from tests.two_hosts import Host, two_hosts
 
 ROOT = Path(__file__).parents[1]
@@ -69,7 +70,15 @@ def test_a_cache_of_ones_own_into_two_ranks(tmp_path):
     assert offering.communicate(timeout=60)[0] == "request-1 is released: read\n"
 
 
-@pytest.mark.parametrize("settings", [{}, {"KVFERRY_EXPOSE": "nothing"}], ids=["as it is", "nothing exposed"])
+BETWEEN_HOSTS = {
+    "default": {},
+    "packed": FABRICS["tcp"],
+    "nothing exposed": {"KVFERRY_EXPOSE": "nothing"},
+    "a fabric that does not reach": {**FABRICS["cma"], "KVFERRY_WAY": "auto"},
+}
+
+
+@pytest.mark.parametrize("settings", BETWEEN_HOSTS.values(), ids=BETWEEN_HOSTS.keys())
 def test_a_cache_of_ones_own_between_two_hosts(tmp_path, settings):
     with two_hosts() as (source, reader):
         printed = move_own_cache(tmp_path, source, reader, **settings)

@@ -86,6 +86,7 @@ MANY_COLLABORATORS = {
 """Modules that import more of ours, and why: a file follows an idea, and knows few others."""
 
 LARGE_OBJECTS = {
+    "Observed": "a document: all that a doctor saw, a part for each subject",
     "ActiveFetches": "one machine: fetches by three keys, and the machines that each of them waits for",
     "AgentThread": "a thread: its queue, its agent, its peers and what it has posted",
     "Authority": "one machine: leases by three keys, ranks and notices; their parts are values of their own",

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferry.cli.bench import measure
+from kvferry.cli.bench import measure, taking_part
 from kvferry.cli.bench.calls import CallTimes
 from kvferry.cli.bench.checks import contents, expected_pages, expected_whole
 from kvferry.cli.bench.engine import cache_manifest
@@ -230,13 +230,35 @@ def test_a_quick_run(cli, tmp_path):
         assert (one["total_bytes"], one["num_turns"]) == (1 << 20, 3)
     ways = {one["rival"]: one["way"] for one in found["times"]}
     assert (ways["nixl"], ways["copy"]) == ("nixl", "copy")
-    assert ways["direct"] == ways["fetch"] in ("direct", "emulated")
+    assert ways["direct"] == ways["fetch"] == "direct"
     assert ways["packed"] == "packed"
     assert {one["rival"] for one in found["not_run"]} >= {"mapped"}
     assert found["checked_bytes"] == len(found["times"]) << 20
     page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
     keys = [*found, *found["machine"], *found["times"][0], *CallTimes.__annotations__, *found["not_run"][0]]
     assert [key for key in keys if f"`{key}`" not in page] == []
+
+
+def test_over_tcp_nothing_of_nixl_takes_part(cli, tmp_path):
+    path = tmp_path / "bench.json"
+    ran = cli("bench", "--quick", "--memory", "host", "--over", "tcp", "--runs", "64", "--json", path)
+    assert (ran.code, ran.err) == (0, "")
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert {one["rival"]: one["way"] for one in found["times"] if one["rival"] != "vllm"} == {
+        "packed": "packed",
+        "fetch": "packed",
+        "copy": "copy",
+    }
+    assert {one["rival"] for one in found["not_run"]} >= {"direct", "mapped", "nixl", "nixl-one-run"}
+
+
+def test_without_nixl_the_default_way_is_measured(cli, tmp_path, monkeypatch):
+    monkeypatch.setattr(taking_part, "no_nixl", lambda: "NIXL is not installed")
+    report = taking_part.new_report()
+    assert [medium.name for medium in taking_part.asked_media(["host"], ["cma", "tcp"], report)] == [
+        "host-tcp"
+    ]
+    assert report.not_run == [NotRun("host-cma", "", "NIXL is not installed")]
 
 
 def test_a_run_beside_what_was_predicted(cli, tmp_path):

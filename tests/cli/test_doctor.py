@@ -16,8 +16,8 @@ import pytest
 
 from kvferry.channel.zmq import Channel, Received
 from kvferry.cli.doctor.diagnosis import Condition
+from kvferry.cli.doctor.observe import own_address, setting_errors, settings
 from kvferry.cli.doctor.observe import secret as seen_secret
-from kvferry.cli.doctor.observe import setting_errors, settings
 from kvferry.cli.doctor.probe import DEVICE_SIZES, vm_error
 from kvferry.cli.measured_link import measured_links
 from kvferry.endpoint.secret_source import SECRET, SECRET_FILE, secret_from_file
@@ -102,17 +102,12 @@ def test_this_machine(here):
     examined, profile = here
     assert examined.code == 0
     assert examined.report["verdict"] == "ready"
-    software = examined.report["software"]
-    assert software["wheel"].startswith("nixl_")
-    assert "UCX" in software["plugins"]
-    assert software["ucx_version"].count(".") == 2
+    assert examined.report["software"]["ucx_version"] == ""  # NIXL is not used
     assert examined.found("no-secret")["level"] == "note"
     host = examined.host
     assert len(host["times"]) >= 3
     assert host["copy_bytes_per_second"] > host["bytes_per_second"] / 4 > 0
-    if has_cma():
-        assert (host["way"], host["carrier"]) == ("direct", "cma/memory")
-        assert "emulated-reads" not in examined.names
+    assert (host["way"], host["carrier"]) == ("packed", "stream")
     (link,) = measured_links(profile)
     assert link.way == host["way"]
 
@@ -125,6 +120,7 @@ def test_every_key_of_the_json_is_on_the_page(here):
         *report["software"],
         *report["reads"][0],
         *report["reads"][0]["times"][0],
+        *report["listeners"][0],
     }
     keys |= {key for name in ("gpus", "limits", "secret") for key in report[name]}
     assert [key for key in sorted(keys) if f"`{key}`" not in PAGE] == []
@@ -140,44 +136,70 @@ def test_a_wheel_for_another_cuda_is_found(tmp_path):
     (tmp_path / "torch" / "__init__.py").touch()
     (tmp_path / "torch" / "version.py").write_text('cuda = "99.0"\n')
     path = os.pathsep.join([str(tmp_path), *sys.path])
-    examined = examine(PYTHONPATH=path)
+    examined = examine(PYTHONPATH=path, KVFERRY_EXPOSE="fabric")
     assert examined.code == 1
-    assert examined.report["reads"] == []
     found = examined.found("wrong-wheel")
     assert found["level"] == "problem"
     assert "CUDA 99" in found["what"]
     assert "pip install --no-deps nixl-cu99" in found["cure"]
 
 
-TCP = FABRICS["tcp"]["UCX_TLS"]
+DIRECT = FABRICS["cma"]
+AUTO = {name: value for name, value in DIRECT.items() if name != "KVFERRY_WAY"}
 
 
-@pytest.mark.parametrize("how", ["careful", "fast"])
-def test_emulated_reads_are_found(how):
-    """With "fast" the transport takes them for direct ones; UCX itself does not."""
-    examined = examine(UCX_TLS=TCP, KVFERRY_EMULATED_READS=how)
+def test_direct_reads_and_what_they_open():
+    if not has_cma():
+        pytest.skip("processes of this host cannot read each other's memory")
+    examined = examine(before=(), **AUTO)
     assert examined.code == 0
-    assert examined.host["way"] == "emulated"
-    assert examined.host["carrier"].startswith("tcp/")
-    assert f"UCX_TLS={TCP}" in examined.found("emulated-reads")["cure"]
-    assert "no-cma" not in examined.names
+    assert (examined.host["way"], examined.host["carrier"]) == ("direct", "cma/memory")
+    software = examined.report["software"]
+    assert software["wheel"].startswith("nixl_")
+    assert "UCX" in software["plugins"]
+    assert software["ucx_version"].count(".") == 2
+    ucx = [each for each in examined.report["listeners"] if each["purpose"] == "ucx"]
+    assert ucx
+    for each in ucx:
+        assert each["address"].startswith("127.0.0.1:")
+        assert each["reach"] == "processes of this host"
+        assert "read and write all memory" in each["meaning"]
 
 
-def test_refused_emulation_stops_work():
-    examined = examine(UCX_TLS=TCP, KVFERRY_EMULATED_READS="refuse")
-    assert examined.code == 1
-    assert "KVFERRY_EMULATED_READS" in examined.found("read-failed")["what"]
+def test_every_socket_of_an_engine_is_listed(here, secret_file):
+    """Without a secret at loopback; with one where other hosts connect, encrypted."""
+    alone = here[0].report["listeners"]
+    assert [each["purpose"] for each in alone] == ["authority", "rank", "stream", "status"]
+    assert len({each["address"] for each in alone}) == 4
+    for each in alone[:3]:
+        assert each["address"].startswith("127.0.0.1:")
+        assert each["reach"] == "processes of this host"
+    assert alone[3]["reach"] == "this user and root, on this host"
+    shared = examine(KVFERRY_SECRET_FILE=str(secret_file("one"))).report["listeners"]
+    assert [each["purpose"] for each in shared] == ["authority", "rank", "stream", "status"]
+    assert all("ncrypted" in each["meaning"] for each in shared[:3])
+    (host,) = {each["address"].rpartition(":")[0] for each in shared[:3]}
+    assert host == own_address()
 
 
 def test_missing_cma_is_found():
-    examined = examine(before=WITHOUT_CMA)
+    examined = examine(before=WITHOUT_CMA, **AUTO)
     assert examined.code == 0
-    assert examined.host["way"] == "emulated"
+    assert examined.host["way"] == "packed"
     assert examined.host["cma_error"] == "Operation not permitted"
     found = examined.found("no-cma")
     assert "seccomp filter" in found["what"]
     assert "--cap-add=SYS_PTRACE" in found["cure"]
-    assert "no-cma" in examined.found("emulated-reads")["cure"]
+
+
+def test_a_fabric_that_is_not_there_is_found():
+    if Path("/sys/class/infiniband").exists():
+        pytest.skip("this machine may have an RDMA card")
+    examined = examine(KVFERRY_EXPOSE="fabric")
+    assert examined.code == 1
+    assert "unset KVFERRY_EXPOSE" in examined.found("read-failed")["cure"]
+    assert examined.report["listeners"] == []
+    assert "NIXL_ERR_BACKEND" in examined.report["listeners_error"]
 
 
 def test_low_memlock_and_a_stale_profile_are_found(tmp_path):
@@ -202,10 +224,15 @@ def test_low_memlock_and_a_stale_profile_are_found(tmp_path):
 
 
 def test_a_setting_that_is_refused_is_named():
-    environ = {"KVFERRY_READ_AGENTS": "many", "KVFERRY_MAPPED_READS": "maybe", "UCX_TLS": "tcp"}
-    first, second = setting_errors(environ)
-    assert "KVFERRY_READ_AGENTS='many'" in first
-    assert "KVFERRY_MAPPED_READS='maybe'" in second
+    first, second = setting_errors({"KVFERRY_WAY": "fast", "KVFERRY_EXPOSE": "all"})
+    assert "KVFERRY_WAY='fast'" in first
+    assert "KVFERRY_EXPOSE='all'" in second
+    (together,) = setting_errors({"KVFERRY_WAY": "direct"})
+    assert together == "KVFERRY_WAY=direct needs KVFERRY_EXPOSE=fabric"
+    wide = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "eth0"}
+    assert setting_errors(wide) == ()
+    (wide_error,) = setting_errors({**wide, "KVFERRY_EXPOSE": "fabric"})
+    assert "UCX_NET_DEVICES='eth0'" in wide_error
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o600])
@@ -275,7 +302,7 @@ def test_two_doctors_with_one_secret_and_with_two(secret_file):
         examined = examine("--peer", address, KVFERRY_SECRET_FILE=str(ours))
         assert examined.code == 0
         assert examined.report["peer"]["address"] == address
-        assert examined.host["way"] == ("direct" if has_cma() else "emulated")
+        assert examined.host["way"] == "packed"
         assert examined.report["secret"]["fingerprint"] in first
         for file in (str(other), ""):
             stranger = examine("--peer", address, KVFERRY_SECRET_FILE=file)

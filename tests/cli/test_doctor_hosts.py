@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cli.test_doctor import IS_ROOT, examine, listening, secret_file
+from tests.cli.test_doctor import AUTO, IS_ROOT, examine, listening, secret_file
 
 pytest.importorskip("nixl", exc_type=ImportError)
 
@@ -50,14 +50,18 @@ def inside(name: str) -> tuple[str, ...]:
     return ("ip", "netns", "exec", name)
 
 
-def test_two_containers_read_over_tcp_and_are_told_why(namespaces, secret_file):
+def test_two_containers_are_sent_the_bytes_and_direct_ones_are_told_why(namespaces, secret_file):
     there, here = namespaces
-    env = {"KVFERRY_SECRET_FILE": str(secret_file("one"))}
+    secret = {"KVFERRY_SECRET_FILE": str(secret_file("one"))}
+    env = {**secret, **AUTO}
     own_pids = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
     with listening(f"{THERE}:7777", before=(*inside(there), *own_pids), **env) as (_, address, _):
+        plain = examine("--peer", address, before=inside(here), **secret)
         examined = examine("--peer", address, before=inside(here), **env)
-    assert examined.code == 0
-    assert (examined.host["way"], examined.host["carrier"]) == ("emulated", "tcp/kvf0")
+    assert (plain.code, plain.host["way"], plain.host["carrier"]) == (0, "packed", "stream")
+    assert "no-cma" not in plain.names
+    assert examined.code == 0, examined.report["findings"]
+    assert (examined.host["way"], examined.host["carrier"]) == ("packed", "stream")
     assert examined.host["bytes_per_second"] > 0
     assert "different PID namespaces" in examined.found("no-cma")["what"]
     assert "--pid=host" in examined.found("no-cma")["cure"]

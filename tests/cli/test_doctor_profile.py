@@ -16,7 +16,7 @@ MACHINE = {"processor": "abacus", "num_cores": 3, "device": ""}
 VERSIONS = {"kvferry": "0.1", "nixl": "1.5.1", "torch": "2.13"}
 COSTS = {
     Way.DIRECT: Cost(5e-4, 3e-6, 4e9),
-    Way.EMULATED: Cost(1e-3, 2e-4, 3e8),
+    Way.PACKED: Cost(1e-3, 4e-7, 2e9),
     Way.MAPPED: Cost(1e-4, 1e-9, 9e11),
 }
 
@@ -42,7 +42,7 @@ def saved(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("way", "memory"), [(Way.DIRECT, "host"), (Way.EMULATED, "host"), (Way.MAPPED, "cuda:0")]
+    ("way", "memory"), [(Way.DIRECT, "host"), (Way.PACKED, "host"), (Way.MAPPED, "cuda:0")]
 )
 def test_plan_is_told_what_was_measured(saved, way, memory):
     (link,) = measured_links(saved(reads(way, memory)))
@@ -79,7 +79,7 @@ STALE = {
         {"some": [reads(Way.DIRECT, factor=5)]},
         "reads of host memory take 5 times as long as it says",
     ),
-    "another way": ({"some": [reads(Way.EMULATED)]}, "host memory was read direct, and is read emulated"),
+    "another way": ({"some": [reads(Way.PACKED)]}, "host memory was read direct, and is read packed"),
     "a new memory": ({"some": [reads(Way.MAPPED, "cuda:0")]}, "it has no times of cuda:0 memory"),
 }
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from kvferry.transport.ucx import FABRICS
 from tests.e2e.devices import Device
 
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -100,10 +101,11 @@ FEATURES = {
     "conv-ds": Feature(env={"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}, is_a_gpus=False),
     "sent": Feature(env=SENT, is_a_gpus=False),
     "sealed": Feature(env=SENT | SECRET, is_a_gpus=False),
+    "direct": Feature(env=FABRICS["cma"], is_a_gpus=False),
 }
 """Prefix caching, and the same with every block of a window kept; a step that is scheduled while the last one
-runs; vLLM's two model runners; the order of dimensions and steps in the state of a convolution; and workers
-that send what others read: as it is, and sealed."""
+runs; vLLM's two model runners; the order of dimensions and steps in the state of a convolution; and how
+bytes are read: sent as they are, sent sealed, or directly by NIXL."""
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 NOT_ON_CPU = {
     "kimi_linear": "vLLM has no kernels for KDA on a CPU",
@@ -359,8 +361,8 @@ def _pairs() -> Iterator[PairCase]:
         yield _pair("llama", Setting(features=(feature,)), WIDER)
     yield _pair("gemma3", Setting(features=(PREFIX, "async")))
     yield PairCase("nemotron_h", Setting(features=("async",)), Setting(features=("async",)))
-    # Workers that gather for their readers.
-    for feature in ("sent", "sealed"):
+    # Packed and direct reads, where mapped ones are usual.
+    for feature in ("sent", "sealed", "direct"):
         yield _pair("llama", Setting(features=(feature,)), WIDER)
         yield PairCase("nemotron_h", Setting(features=(feature,)), Setting(features=(feature,)))
     # Drafts: of the same kind, and of another (mixed regions).

@@ -231,6 +231,11 @@ TRANSPORT: dict[str, Explained] = {
         "Not urgent: for speed, allocate it so that it can be shared; the detail says what was tried.",
     ),
     "no-regions": Explained("A rank registers no memory.", _ORDER),
+    "not-here": Explained(
+        "The way that `KVFERRY_WAY` names is not open between these two ranks.",
+        "Leave `KVFERRY_WAY` unset: mapped reads need device memory on one host, direct ones"
+        " `KVFERRY_EXPOSE=fabric` on both sides.",
+    ),
     "not-direct": Explained(
         "NIXL cannot read the source's memory by itself, and no other way is allowed (`KVFERRY_WAY=direct`).",
         "Set `KVFERRY_EXPOSE=fabric` on both sides; use RDMA, or on one host a shared PID namespace; or leave"

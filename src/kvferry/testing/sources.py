@@ -2,7 +2,7 @@
 
     python -m kvferry.testing.sources cpu 3 1048576 64
 
-serves three ranks over NIXL, each with two regions of so many bytes, until its input ends. It prints one
+serves three ranks, each with two regions of so many bytes, until its input ends. It prints one
 line: the cards and the addresses. Both sides know the contents: ``contents(source_index, region_index, …)``.
 """
 
@@ -98,7 +98,7 @@ def serving(
     *,
     enter: Callable[[], None] | None = None,
 ) -> Iterator[Sources]:
-    """A process that serves ranks over NIXL, until the end of the block.
+    """A process that serves ranks, until the end of the block.
 
     ``enter`` is called in it before anything else: it may move it to another network namespace. Where its
     ranks are asked to gather then is said by the variable ``SOURCES_LISTEN``.
@@ -141,7 +141,8 @@ def _serve(device: str, num_sources: int, region_bytes: Sequence[int]) -> None:
             holder.add(f"region{j}", contents(i, j, num_bytes))
         transport.register(holder.regions)
         if transport.is_gathering:
-            services.append(gather_openly(transport, listen=os.environ.get(LISTEN, "tcp://127.0.0.1:*")))
+            listen = os.environ.get(LISTEN, "tcp://127.0.0.1:*")
+            services.append(gather_openly(transport, listen))
         names = ("name", "num_bytes", "address", "device")
         regions = [{name: getattr(region, name) for name in names} for region in holder.regions]
         told.append({"card": transport.card().hex(), "regions": regions})

@@ -111,8 +111,8 @@ class AgentThread:
             return AgentLink(self, warm_up.rank, self._memory)
         added.add_done_callback(self._forget_added)
         # UCX says the same of a peer that is dead and of one that cannot be read directly.
-        code = "not-direct" if warm_up.has_fabric_failed else "no-connection"
-        raise TransportError(code, f"{name}: {error}")
+        detail = f"{name}: {error}"
+        raise TransportError("not-direct" if warm_up.has_fabric_failed else "no-connection", detail)
 
     def submit(self, read: Read) -> None:
         """Have a read wait for its turn."""

@@ -368,7 +368,7 @@ class NixlTransport:
 
 NOT_HERE = "not-here"
 """The code of a way that this rank, or this peer's memory, does not have: nothing to tell anybody."""
-FALL_BACK = (NOT_HERE, "not-direct")
+FALL_BACK = (NOT_HERE, "not-direct", "nixl")
 """What leaves the next way to be tried after the direct one; all else is an error of the peer's."""
 
 

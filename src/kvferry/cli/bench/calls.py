@@ -16,7 +16,7 @@ from kvferry.core.runs import Runs
 from kvferry.errors import TransportError
 from kvferry.testing.fleet.measure import RankCard
 from kvferry.transport.nixl import NixlTransport
-from kvferry.transport.settings import Expose
+from kvferry.transport.settings import Expose, WayChoice
 
 NUM_BIG, NUM_ROUNDS = 2, 3
 SMALL_RUNS = 64
@@ -48,7 +48,7 @@ class CallTimes:
 
 def time_calls(medium: str, region: Region, source: RankCard, case: BenchCase) -> CallTimes:
     """Connect a transport of its own; large reads are those of ``case``."""
-    transport = NixlTransport(expose=Expose.FABRIC)
+    transport = NixlTransport(way=WayChoice.DIRECT, expose=Expose.FABRIC)
     transport.register([region])
     try:
         transport.connect("src", source.card, source.regions)

@@ -25,8 +25,8 @@ HELP = "\n\n".join(
                 "Rivals (--only NAME, as often as you like):",
                 "  direct        kvferry's transport over NIXL: list made, posted, ended",
                 "  mapped        kvferry's copy kernel over the source's device memory",
-                "  packed        the source gathers host memory, kvferry reads and scatters",
-                "  fetch         kvferry's whole fetch, ticket held and peer met",
+                "  packed        the source gathers and sends over TCP, kvferry scatters",
+                "  fetch         kvferry's whole fetch, by the best way, ticket held",
                 "  nixl          NIXL alone, given the same list of runs",
                 "  nixl-one-run  NIXL alone, as many bytes in one run",
                 "  copy          a plain copy of as many bytes within the reader",
@@ -34,14 +34,16 @@ HELP = "\n\n".join(
             )
         ),
         "Cases: runs of 256 B to 1 MiB, 64 to 16,384 of them in 16 layers, with the blocks scattered, half"
-        " of them consecutive, or all; host memory over CMA and over TCP, and the first GPU if there is one."
+        " of them consecutive, or all. Media: host memory over CMA (KVFERRY_EXPOSE=fabric on both sides, so"
+        " NIXL takes part), host memory over TCP (the default of kvferry), and the first GPU if there is"
+        " one. Media that need NIXL are left out where it is not installed."
         " Neighbouring blocks are merged into longer runs, as in a request. It takes some minutes; --quick"
         " takes some seconds and shows that it works.",
         examples(
             "kvferry bench --quick",
             "kvferry bench --json bench.json --plot bench.svg",
             "kvferry bench --memory cuda:0",
-            "kvferry bench --memory host --over tcp --run-bytes 16384 --only direct",
+            "kvferry bench --memory host --over tcp --run-bytes 16384 --only packed",
             "kvferry doctor --save here.json && kvferry bench --link here.json",
         ),
         "Exit codes: 0 all cells right; 1 a cell is wrong (the first is named), or a read failed; 2 bad"
@@ -98,14 +100,13 @@ def bench(
     from kvferry.cli.bench.plot import draw
     from kvferry.cli.bench.printing import show
     from kvferry.cli.bench.report import BenchVerdict
-    from kvferry.cli.bench.taking_part import asked_media, asked_rivals, check_nixl, new_report
+    from kvferry.cli.bench.taking_part import asked_media, asked_rivals, new_report, no_nixl
     from kvferry.cli.measured_link import measured_costs
     from kvferry.cli.progress import progress
 
-    check_nixl()
     _check_files(json_file, plot)
     report = new_report(measured_costs(link) if link else {})
-    fabrics = over or ([Fabric.CMA] if quick else list(Fabric))
+    fabrics = over or ([Fabric.TCP if no_nixl() else Fabric.CMA] if quick else list(Fabric))
     media = asked_media(memory or [], [fabric.value for fabric in fabrics], report)
     rivals = {medium: asked_rivals(medium, only or [], report) for medium in media}
     lengths = run_bytes or (grid.QUICK_RUN_BYTES if quick else grid.RUN_BYTES)

@@ -59,6 +59,11 @@ class Medium:
         return cls(f"host-{over}", "cpu", over)
 
     @property
+    def uses_nixl(self) -> bool:
+        """Whether NIXL can read it: its TCP is never used."""
+        return self.over != "tcp"
+
+    @property
     def title(self) -> str:
         """For people."""
         return f"host memory over {self.over.upper()}" if self.over else f"device memory, {self.device}"

@@ -24,7 +24,8 @@ from kvferry.cli.output import num_bytes
 from kvferry.cli.progress import Step
 from kvferry.errors import KVFerryError
 from kvferry.testing.fleet import Worker
-from kvferry.transport.ucx import CUDA_ENVIRONMENT, FABRICS, QUIET
+from kvferry.transport.settings import WAY_SETTING
+from kvferry.transport.ucx import CUDA_ENVIRONMENT, FABRICS, GPU_DRIVER, QUIET, UCX_EMULATES, UCX_TRANSPORTS
 
 MIN_TURNS = 3
 CASE_SECONDS = 4.0
@@ -32,10 +33,23 @@ CASE_SECONDS = 4.0
 CALL_SECONDS = 300.0
 
 
+TCP_ALONE = {UCX_TRANSPORTS: "tcp,self,cuda_copy" if GPU_DRIVER.exists() else "tcp,self", UCX_EMULATES: "y"}
+"""Of vLLM's own worker, so that it uses TCP between two processes of one host."""
+
+
 def environment(medium: Medium) -> dict[str, str]:
-    """What the processes of a kind of memory find in their environment."""
+    """What the processes of a kind of memory find in their environment; NIXL's where they need it."""
     quiet = {name: os.environ.get(name, value) for name, value in QUIET.items()}
-    return {**quiet, **(FABRICS[medium.over] if medium.over else CUDA_ENVIRONMENT)}
+    if not medium.uses_nixl:
+        return {**quiet, **FABRICS["tcp"]}
+    fabric = {name: value for name, value in FABRICS["cma"].items() if name != WAY_SETTING}
+    return {**quiet, **fabric, **(CUDA_ENVIRONMENT if medium.device != "cpu" else {})}
+
+
+def environment_of(rival: Rival, medium: Medium) -> dict[str, str]:
+    """What the processes of a rival that has its own find in their environment."""
+    tcp = TCP_ALONE if rival is Rival.VLLM and not medium.uses_nixl else {}
+    return {**environment(medium), **tcp}
 
 
 def measure(
@@ -53,7 +67,7 @@ def measure(
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         setup = BenchSetup(medium.device, largest(shapes), folder)
         shared = _Pair.start(stack, setup, environment(medium))
-        pairs = {rival: _Pair.start(stack, setup, environment(medium)) for rival in apart}
+        pairs = {rival: _Pair.start(stack, setup, environment_of(rival, medium)) for rival in apart}
         contest = _Contest(medium, shared, pairs, report)
         contest.enter(rivals)
         for cases in shapes:

@@ -34,9 +34,9 @@ class Rival(StrEnum):
     MAPPED = "mapped"
     """kvferry's copy kernel over the source's device memory."""
     PACKED = "packed"
-    """kvferry's transport: the source gathers into its ring, which is read and scattered."""
+    """kvferry's transport: the source gathers and sends, the reader scatters."""
     FETCH = "fetch"
-    """kvferry's whole fetch: from the call to the report, ticket held and peer met."""
+    """kvferry's whole fetch, by the way that it chooses itself; ticket held and peer met."""
     NIXL = "nixl"
     """NIXL alone, given the same list of runs."""
     ONE_RUN = "nixl-one-run"
@@ -61,6 +61,8 @@ class Rival(StrEnum):
         return self in (Rival.FETCH, Rival.VLLM)
 
 
+NIXL_RIVALS = (Rival.DIRECT, Rival.NIXL, Rival.ONE_RUN)
+"""Those that read by NIXL, as kvferry sets it up."""
 TRANSPORT_RIVALS = (Rival.DIRECT, Rival.MAPPED, Rival.PACKED)
 """One read of kvferry's transport: what a cost is told from."""
 

@@ -17,7 +17,7 @@ from kvferry.testing.fleet import until
 from kvferry.testing.fleet.measure import RankCard
 from kvferry.testing.packed import gather_openly
 from kvferry.transport.nixl import NixlTransport
-from kvferry.transport.settings import Expose
+from kvferry.transport.settings import Expose, WayChoice
 from kvferry.wire.ticket import Ticket
 
 
@@ -29,7 +29,7 @@ class BenchSource:
         self._setup = setup
         self._memory = BenchMemory(setup.device, setup.num_bytes)
         self._memory.write(contents(setup.num_bytes))
-        self._transport = NixlTransport(expose=Expose.FABRIC)
+        self._transport = NixlTransport()
         self._transport.register([self._memory.region])
         self._gathering = ExitStack()
         self._num_offers = 0
@@ -40,8 +40,8 @@ class BenchSource:
         return RankCard(self._transport.card(), (self._memory.region,))
 
     def gathering_card(self) -> RankCard:
-        """The same memory, by a transport that gathers for whoever asks."""
-        transport = NixlTransport(expose=Expose.NOTHING)
+        """The same memory, by a transport that sends to whoever asks."""
+        transport = NixlTransport(way=WayChoice.PACKED, expose=Expose.NOTHING)
         self._gathering.enter_context(closing(transport))
         transport.register([self._memory.region])
         self._gathering.enter_context(closing(gather_openly(transport)))

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from kvferry.cli.bench.grid import Medium
 from kvferry.cli.bench.machine import describe_machine, package_versions
 from kvferry.cli.bench.report import BenchReport, NotRun
-from kvferry.cli.bench.rivals import Rival
+from kvferry.cli.bench.rivals import NIXL_RIVALS, Rival
 from kvferry.cli.measured_link import MeasuredCosts
 from kvferry.errors import SpecError, TransportError
 from kvferry.transport.cuda import device_names
@@ -19,12 +19,13 @@ FIRST_DEVICE = "cuda:0"
 NO_DEVICE = "this machine has no CUDA device that kvferry can use"
 
 
-def check_nixl() -> None:
-    """Raise SpecError if NIXL, which carries everything here, is not installed."""
+def no_nixl() -> str:
+    """Why NIXL cannot be used; empty if it can."""
     try:
         check_installed()
     except TransportError as error:
-        raise SpecError(error.detail) from None
+        return error.detail
+    return ""
 
 
 def new_report(predicted_by: MeasuredCosts | None = None) -> BenchReport:
@@ -34,18 +35,20 @@ def new_report(predicted_by: MeasuredCosts | None = None) -> BenchReport:
 
 def asked_media(asked: Sequence[str], fabrics: Sequence[str], report: BenchReport) -> list[Medium]:
     """The kinds of memory to run; those that nobody asked for by name, and that are not there, are noted."""
+    media: list[Medium] = []
     hosts = [Medium.host(over) for over in fabrics]
     if not asked:
-        if _devices():
-            return [*hosts, Medium(FIRST_DEVICE, FIRST_DEVICE)]
-        report.not_run.append(NotRun(FIRST_DEVICE, "", NO_DEVICE))
-        return hosts
-    media: list[Medium] = []
+        asked = (HOST, FIRST_DEVICE) if _devices() else (HOST,)
+        if not _devices():
+            report.not_run.append(NotRun(FIRST_DEVICE, "", NO_DEVICE))
     for name in dict.fromkeys(asked):
         if name == HOST:
             media += hosts
         else:
             media.append(_device(name))
+    if why := no_nixl():
+        report.not_run += [NotRun(medium.name, "", why) for medium in media if medium.uses_nixl]
+        media = [medium for medium in media if not medium.uses_nixl]
     return media
 
 
@@ -79,10 +82,12 @@ def _why_not(rival: Rival, medium: Medium) -> str:
     """Why a rival cannot take part, as far as that is known before it is tried."""
     if rival is Rival.MAPPED and medium.device == "cpu":
         return "host memory is not mapped, device memory is"
-    if rival is Rival.PACKED and medium.device != "cpu":
-        return "only host memory is gathered so far"
+    if rival in NIXL_RIVALS and not medium.uses_nixl:
+        return "kvferry does not let NIXL use TCP"
     if rival is Rival.VLLM and find_spec("vllm") is None:
         return "vLLM is not installed in this environment"
+    if rival is Rival.VLLM and (why := no_nixl()):
+        return why
     return ""
 
 

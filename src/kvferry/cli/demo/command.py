@@ -17,11 +17,12 @@ HELP = "\n\n".join(
         "Move real bytes between engines of different shape, and check every cell by name.",
         "A prefill engine and a decode engine are started, each rank a process of its own, with a model's"
         " true dimensions and a few of its layers (by default KDA and MLA on shared tensors). Every item of"
-        " every state gets bytes of its own; several requests at a time are offered, leased and read over"
-        " NIXL, while others are written; what arrived is read back by name on every destination rank, and"
-        " nothing may be left behind: no lease, no read, no block. The last request is moved in turns with"
-        " NIXL alone, which gives the speeds.",
-        "With --transport memory nothing outside this process is touched, and NIXL is not needed: three"
+        " every state gets bytes of its own; several requests at a time are offered, leased and read, while"
+        " others are written; what arrived is read back by name on every destination rank, and nothing may"
+        " be left behind: no lease, no read, no block. The last request is moved several times, which gives"
+        " the speeds. The way of reading is that of the environment (KVFERRY_WAY, KVFERRY_EXPOSE): by"
+        " default mapped for device memory, packed for host memory.",
+        "With --transport memory nothing outside this process is touched: three"
         " models (KDA and MLA, MLA with an indexer, GQA), each at two unequal topologies, in a few seconds.",
         topology_help(),
         examples(
@@ -40,7 +41,7 @@ HELP = "\n\n".join(
 class Carrier(StrEnum):
     """What carries the bytes."""
 
-    NIXL = "nixl"
+    PROCESSES = "processes"
     MEMORY = "memory"
 
 
@@ -51,7 +52,7 @@ class Device(StrEnum):
     CUDA = "cuda"
 
 
-NUM_REQUESTS = {Carrier.NIXL: 7, Carrier.MEMORY: 3}
+NUM_REQUESTS = {Carrier.PROCESSES: 7, Carrier.MEMORY: 3}
 NUM_TOKENS_IN_MEMORY = 600
 
 
@@ -72,23 +73,25 @@ def demo(
     layers: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="About how many layers.", show_default="4")
     ] = None,
-    transport: Annotated[Carrier, typer.Option(help="What carries the bytes.")] = Carrier.NIXL,
+    transport: Annotated[Carrier, typer.Option(help="What carries the bytes.")] = Carrier.PROCESSES,
     device: Annotated[Device, typer.Option(help="Where the caches are.")] = Device.CPU,
     as_json: Json = False,
 ) -> None:
-    """Move real bytes over NIXL and check every cell by name."""
+    """Move real bytes between processes and check every cell by name."""
     from kvferry.cli.demo import pairs
     from kvferry.cli.demo.printing import show
     from kvferry.cli.demo.result import DemoReport, Verdict
     from kvferry.cli.progress import progress
 
     num_requests = requests or NUM_REQUESTS[transport]
-    if transport is Carrier.NIXL:
-        from kvferry.cli.demo.over_nixl import demonstrate_over_nixl
+    if transport is Carrier.PROCESSES:
+        from kvferry.cli.demo.between_processes import demonstrate_between_processes
 
-        pair = pairs.pair_over_nixl(model, src, dst, layers)
+        pair = pairs.pair_of_processes(model, src, dst, layers)
         with progress(num_requests + 1, "starting processes", visible=not as_json) as step:
-            report = DemoReport([demonstrate_over_nixl(pair, num_requests, tokens, device.value, step)])
+            report = DemoReport(
+                [demonstrate_between_processes(pair, num_requests, tokens, device.value, step)]
+            )
     else:
         from kvferry.cli.demo.in_memory import demonstrate_in_memory
 

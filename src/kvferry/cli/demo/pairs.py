@@ -35,8 +35,8 @@ class Pair:
             return described_to_fit(model, topology, side, num_tokens, num_requests)
 
 
-OVER_NIXL = Pair("kimi-linear-48b", "tp=4,block=512", "tp=2,block=960,layout=cross-layer")
-"""What is shown over NIXL where nothing else is asked for."""
+OF_PROCESSES = Pair("kimi-linear-48b", "tp=4,block=512", "tp=2,block=960,layout=cross-layer")
+"""What is shown between processes where nothing else is asked for."""
 IN_MEMORY = (
     Pair("kimi-linear-48b", "tp=4,block=256", "tp=8,block=96,layout=cross-layer"),
     Pair("deepseek-v3.2", "tp=3,block=64", "tp=5,block=128,layout=cross-layer"),
@@ -45,9 +45,9 @@ IN_MEMORY = (
 """What is shown in memory where nothing else is asked for."""
 
 
-def pair_over_nixl(model: str, src: str | None, dst: str | None, layers: int | None) -> Pair:
+def pair_of_processes(model: str, src: str | None, dst: str | None, layers: int | None) -> Pair:
     """The pair that was asked for; what was left open is the default's, if it is of that model."""
-    known = OVER_NIXL if model in ("", OVER_NIXL.model) else Pair(model, DEFAULT_SRC, DEFAULT_DST)
+    known = OF_PROCESSES if model in ("", OF_PROCESSES.model) else Pair(model, DEFAULT_SRC, DEFAULT_DST)
     return Pair(known.model, src or known.src, dst or known.dst, layers or NUM_LAYERS)
 
 

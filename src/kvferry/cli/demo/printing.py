@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvferry.cli.demo.result import DemoReport, MemoryResult, NixlResult, Speed, Verdict
+from kvferry.cli.demo.result import DemoReport, MemoryResult, ProcessResult, Speed, Verdict
 from kvferry.cli.output import (
     console,
     gigabytes_per_second,
@@ -12,7 +12,6 @@ from kvferry.cli.output import (
     milliseconds,
     num_bytes,
     print_table,
-    ratio,
     table,
     verdict,
     wrapped,
@@ -22,21 +21,21 @@ from kvferry.cli.output import (
 def show(report: DemoReport) -> None:
     """All of it; the last line says what was found."""
     for pair in report.pairs:
-        if isinstance(pair, NixlResult):
-            _show_over_nixl(pair)
+        if isinstance(pair, ProcessResult):
+            _show_processes(pair)
     in_memory = [pair for pair in report.pairs if isinstance(pair, MemoryResult)]
     if in_memory:
         _show_in_memory(in_memory)
     _conclude(report)
 
 
-def _show_over_nixl(result: NixlResult) -> None:
-    out = console()
+def _show_processes(result: ProcessResult) -> None:
+    out, ways = console(), " and ".join(result.ways) or "no"
     rows = [
         ("model", result.model),
         ("from", result.src),
         ("to", result.dst),
-        ("by", f"NIXL, {result.device} memory, {result.num_processes} processes"),
+        ("by", f"{ways} reads of {result.device} memory, {result.num_processes} processes"),
         ("moved", f"{num_bytes(result.total_bytes)} in {result.num_runs:,} runs"),
     ]
     labelled(out, rows)
@@ -45,11 +44,8 @@ def _show_over_nixl(result: NixlResult) -> None:
         return
     _show_speeds(result.speeds)
     plan, meet = milliseconds(result.plan_ms), milliseconds(result.meet_ms)
-    post = milliseconds(max(one.post_ms for one in result.speeds))
-    raw_post = milliseconds(max(one.raw_post_ms for one in result.speeds))
     rows = [
         ("planning", f"{plan}, once for all ranks; first contact {meet}, all told"),
-        ("posting", f"the caller waits {post}; with NIXL alone it would wait {raw_post}"),
         ("leases", f"{result.num_leases} outstanding"),
     ]
     labelled(out, rows)
@@ -57,18 +53,16 @@ def _show_over_nixl(result: NixlResult) -> None:
 
 
 def _show_speeds(speeds: Sequence[Speed]) -> None:
-    rows = table("dst", "bytes", "runs", "average run", "kvferry", "NIXL, same runs", "NIXL, one run")
+    rows = table("dst", "sources", "bytes", "runs", "average run", "time", "speed")
     for one in speeds:
         rows.add_row(
             str(one.dst_rank),
+            str(one.num_sources),
             num_bytes(one.total_bytes),
             f"{one.num_runs:,}",
             num_bytes(one.total_bytes / max(1, one.num_runs)),
-            gigabytes_per_second(one.gigabytes_per_second(one.move_ms)),
-            *(
-                f"{gigabytes_per_second(one.gigabytes_per_second(ms))} {ratio(ms / max(one.move_ms, 1e-6))}"
-                for ms in (one.raw_move_ms, one.one_run_move_ms)
-            ),
+            milliseconds(one.move_ms),
+            gigabytes_per_second(one.gigabytes_per_second),
         )
     print_table(console(), rows)
 

@@ -83,25 +83,21 @@ class Speed:
     total_bytes: int
     num_runs: int
     num_sources: int
-    post_ms: float
-    """The engine's own time until all reads were submitted."""
     move_ms: float
-    raw_post_ms: float
-    """By NIXL alone, the same runs, until the posts returned."""
-    raw_move_ms: float
-    one_run_move_ms: float
-    """By NIXL alone, the same bytes in one run per source rank."""
 
-    def gigabytes_per_second(self, milliseconds: float) -> float:
-        return self.total_bytes / milliseconds / 1e6 if milliseconds else 0.0
+    @property
+    def gigabytes_per_second(self) -> float:
+        return self.total_bytes / self.move_ms / 1e6 if self.move_ms else 0.0
 
 
 @dataclass
-class NixlResult(DemoResult):
+class ProcessResult(DemoResult):
     """Between processes."""
 
     device: str = "cpu"
     num_processes: int = 0
+    ways: list[str] = field(default_factory=list)
+    """By which ways the first request was read."""
     meet_ms: float = 0.0
     """From the first call to a connected and planned peer, on the slowest rank."""
     speeds: list[Speed] = field(default_factory=list)

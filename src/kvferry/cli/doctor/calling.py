@@ -16,10 +16,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvferry.channel.zmq import Channel, Contact, Received
-from kvferry.cli.doctor.observe import host_place
+from kvferry.cli.doctor.observe import host_place, own_address
 from kvferry.cli.doctor.seen import HostPlace, PeerSeen, ReadsSeen
 from kvferry.cli.doctor.two_processes import ServedMemory, read_from, serving_memory
 from kvferry.core.manifest import Region
+from kvferry.endpoint.listening import EVERY_HOST
 from kvferry.errors import SpecError
 from kvferry.testing.fleet.measure import RankCard
 from kvferry.transport.nixl_agent import NixlBuild
@@ -74,6 +75,7 @@ def listen(address: str, secret: Secret | None, memories: Sequence[str], say: Sa
     with ExitStack() as stack:
         channel = stack.enter_context(closing(Channel(listen=address, secret=secret)))
         host = address.removeprefix(SCHEME).rpartition(":")[0]
+        host = own_address() if host in EVERY_HOST else host
         served = [stack.enter_context(serving_memory(memory, host)) for memory in memories]
         answer = _answer(served)
         say(f"listening at {channel.address.removeprefix(SCHEME)}; Ctrl-C ends it")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from kvferry.cli.doctor.diagnosis import Condition, Diagnosis, Level
 from kvferry.cli.doctor.peer_checks import check_peer
@@ -27,11 +26,11 @@ def diagnose(observed: Observed) -> list[Diagnosis]:
 
 def check_nixl(observed: Observed) -> Iterator[Diagnosis]:
     """Whether NIXL can be imported at all, and whether its wheel fits the CUDA that is here."""
+    if not observed.uses_fabric:
+        return
     software = observed.software
     if software.nixl_error:
-        found = _not_imported(software.nixl_error, software.versions.get("nixl", ""))
-        is_needed = observed.settings.get(EXPOSE_SETTING) == Expose.FABRIC.value
-        yield found if is_needed else replace(found, level=Level.NOTE)
+        yield _not_imported(software.nixl_error, software.versions.get("nixl", ""))
         return
     wheel_cuda, driver = _wheel_cuda(software.wheel), observed.gpus.driver_cuda
     if wheel_cuda and driver and wheel_cuda > int(driver.partition(".")[0]):
@@ -61,14 +60,14 @@ def _not_imported(error: str, version: str) -> Diagnosis:
             Condition.WRONG_WHEEL,
             Level.PROBLEM,
             f"NIXL found CUDA {wanted[1]} here (it asks torch first), and {wanted[2]} is not installed.",
-            "NIXL does not start. It is needed for direct reads only (KVFERRY_EXPOSE=fabric).",
+            f"NIXL does not start, and {EXPOSE_SETTING}={Expose.FABRIC.value} needs it.",
             f"pip install --no-deps {wanted[2]}{f'=={version}' if version else ''}.",
         )
     return Diagnosis(
         Condition.NO_NIXL,
         Level.PROBLEM,
         f"NIXL cannot be imported: {error}.",
-        "It is needed for direct reads only (KVFERRY_EXPOSE=fabric).",
+        f"{EXPOSE_SETTING}={Expose.FABRIC.value} needs it; without that setting NIXL is not used.",
         'pip install "kvferry[nixl]"; or, without the CUDA build of torch that its wheels ask for:'
         " pip install --no-deps nixl nixl-cu12.",
     )
@@ -86,6 +85,8 @@ def _wheel_cuda(wheel: str) -> int:
 
 def check_nixl_version(observed: Observed) -> Iterator[Diagnosis]:
     """Whether NIXL's versions are those that kvferry was written for, and all of one kind."""
+    if not observed.uses_fabric:
+        return
     versions = observed.software.versions
     nixl, wheel = versions.get("nixl", ""), versions.get(observed.software.wheel.replace("_", "-"), "")
     if nixl and not _is_known_nixl(nixl):
@@ -154,7 +155,7 @@ def check_memlock(observed: Observed) -> Iterator[Diagnosis]:
     limit = limits.memlock_bytes
     if limit is None or limits.may_lock_all or limit >= limits.memory_bytes // 2:
         return
-    has_card = bool(limits.rdma_devices)
+    has_card = observed.uses_fabric and bool(limits.rdma_devices)
     yield Diagnosis(
         Condition.LOW_MEMLOCK,
         Level.PROBLEM if has_card else Level.NOTE,
@@ -162,7 +163,7 @@ def check_memlock(observed: Observed) -> Iterator[Diagnosis]:
         f" {num_bytes(limits.memory_bytes)}.",
         "An RDMA card locks all host memory that is registered with it: a cache of more than this limit"
         " cannot be"
-        f" registered{'.' if has_card else '. No such card is here, so it does no harm yet.'}",
+        f" registered{'.' if has_card else '. Engines with these settings use none.'}",
         "Set LimitMEMLOCK=infinity (systemd), memlock unlimited (/etc/security/limits.conf), --ulimit"
         " memlock=-1"
         " (docker), or add the capability IPC_LOCK (Kubernetes).",
@@ -172,13 +173,13 @@ def check_memlock(observed: Observed) -> Iterator[Diagnosis]:
 def check_rdma(observed: Observed) -> Iterator[Diagnosis]:
     """Whether an RDMA card that is here can be opened."""
     limits = observed.limits
-    if limits.rdma_devices and not limits.may_open_rdma:
+    if observed.uses_fabric and limits.rdma_devices and not limits.may_open_rdma:
         yield Diagnosis(
             Condition.NO_RDMA_ACCESS,
             Level.WARNING,
             f"The machine has {', '.join(limits.rdma_devices)}, and this process may open none of"
             " /dev/infiniband.",
-            "Reads between hosts go over TCP, with the help of the source's process: tens of times slower.",
+            "Caches of other hosts are then sent over TCP.",
             "Give the container the devices (docker: --device=/dev/infiniband; Kubernetes: the RDMA device"
             " plugin).",
         )
@@ -200,22 +201,22 @@ def check_gpus(observed: Observed) -> Iterator[Diagnosis]:
 def check_device_settings(observed: Observed) -> Iterator[Diagnosis]:
     """Variables that make reads of device memory slow, or impossible for others."""
     zcopy = UCX_GET_ZCOPY
-    if observed.settings.get(zcopy, "y").lower() in ("n", "no", "0", "off"):
+    if observed.uses_fabric and observed.settings.get(zcopy, "y").lower() in ("n", "no", "0", "off"):
         yield Diagnosis(
             Condition.GET_ZCOPY_OFF,
             Level.WARNING,
             f"{zcopy} is {observed.settings[zcopy]}.",
-            "Wherever the copy kernel cannot be used, device memory of this host is then read over TCP: 0.5"
-            " GB/s"
-            " instead of more than 1,000.",
+            "Where the copy kernel cannot be used, UCX then reads device memory of this host over TCP: 0.5"
+            " GB/s instead of more than 1,000.",
             f"Unset {zcopy}: kvferry sets it to y by itself.",
         )
-    if observed.gpus.names and not _takes_cuda(tls := observed.settings.get(UCX_TRANSPORTS, "")):
+    transports = observed.settings.get(UCX_TRANSPORTS, "")
+    if observed.uses_fabric and observed.gpus.names and not _takes_cuda(transports):
         yield Diagnosis(
             Condition.NO_CUDA_COPY,
             Level.PROBLEM,
-            f"{UCX_TRANSPORTS} is {tls}, without cuda_copy, and there is a GPU.",
-            "NIXL makes no agent then, also for host memory: no engine with kvferry starts.",
+            f"{UCX_TRANSPORTS} is {transports}, without cuda_copy, and there is a GPU.",
+            "NIXL then makes no agent, not even for host memory, and no engine starts.",
             f"Unset {UCX_TRANSPORTS}, or have it name cuda_copy among what UCX may use.",
         )
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
@@ -224,9 +225,8 @@ def check_device_settings(observed: Observed) -> Iterator[Diagnosis]:
                 Condition.VIRTUAL_MEMORY,
                 Level.NOTE,
                 f"{name} asks for expandable segments: torch puts device memory together from pieces.",
-                "Other processes open such memory by file descriptors only. kvferry's copy kernel can, on"
-                " one host and"
-                " where both processes reach one local socket; NIXL and UCX by themselves cannot.",
+                "Other processes open such memory by file descriptors, which kvferry passes over a Unix"
+                " socket; NIXL and UCX cannot.",
                 "If reads of device memory turn out slow (no-ipc), leave expandable_segments out.",
             )
 
@@ -249,10 +249,8 @@ def check_compiler(observed: Observed) -> Iterator[Diagnosis]:
             Condition.NO_COMPILER,
             Level.NOTE,
             f"Host memory is digested and gathered by numpy: {observed.no_compiler}.",
-            "Loads that are digested, and those of short runs that the source gathers, take longer"
-            " than they need to. Others pay nothing.",
-            "Where digests or packed reads are switched on: install a C++ compiler, or name one in"
-            " KVFERRY_COMPILER.",
+            "Packed reads of short runs, and digests, are slower.",
+            "Install a C++ compiler, or name one in KVFERRY_COMPILER.",
         )
 
 

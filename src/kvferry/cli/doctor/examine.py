@@ -12,10 +12,12 @@ from kvferry.cli.bench.machine import describe_machine
 from kvferry.cli.doctor import observe
 from kvferry.cli.doctor.calling import Say, call, listen, read_peer, whole_address
 from kvferry.cli.doctor.profile import compared_profile
-from kvferry.cli.doctor.seen import HOST, Observed, PeerSeen, ReadsSeen, SecretSeen, Software
-from kvferry.cli.doctor.two_processes import failed_read, read_from, serving_memory
+from kvferry.cli.doctor.seen import HOST, ListenerSeen, Observed, PeerSeen, ReadsSeen, SecretSeen, Software
+from kvferry.cli.doctor.sockets import engine_listeners
+from kvferry.cli.doctor.two_processes import failed_read, last_line, read_from, serving_memory
 from kvferry.errors import SpecError
 from kvferry.transport.nixl_agent import NixlBuild
+from kvferry.transport.settings import EXPOSE_SETTING, Expose
 from kvferry.wire.secret import Secret
 
 FIRST_DEVICE = "cuda:0"
@@ -73,24 +75,32 @@ class _Measured:
 def examine(memories: Sequence[str], peer: str, profile: Path | None, progress: Say) -> Observed:
     """Look at this machine, and read from another process of it, or from a peer."""
     address = whole_address("--peer", peer) if peer else ""
-    software = Software(observe.package_versions(), observe.nixl_error())
+    settings = observe.settings(os.environ)
+    software = Software(observe.package_versions())
     seen, secret = observe.secret(os.environ)
     errors = observe.setting_errors(os.environ)
     measured = _Measured()
+    listeners: tuple[ListenerSeen, ...] = ()
+    listeners_error = ""
     if not (errors or seen.error):
+        listeners, listeners_error = _listeners(memories, progress)
         measured = _read_peer(address, secret, memories, progress) if peer else _read_here(memories, progress)
     if build := measured.build:
         software = replace(software, wheel=build.wheel, ucx_version=build.ucx_version, plugins=build.plugins)
     gpus = observe.gpus()
+    if settings.get(EXPOSE_SETTING) == Expose.FABRIC.value:
+        software = replace(software, nixl_error=observe.nixl_error())
     observed = Observed(
         software=software,
         gpus=gpus,
         limits=observe.host_limits(),
         secret=seen,
-        settings=observe.settings(os.environ),
+        settings=settings,
         setting_errors=errors,
         no_compiler=observe.no_compiler(os.environ),
         reads=measured.reads,
+        listeners=listeners,
+        listeners_error=listeners_error,
         peer=measured.peer,
     )
     if profile is None:
@@ -98,6 +108,15 @@ def examine(memories: Sequence[str], peer: str, profile: Path | None, progress: 
     machine = describe_machine(", ".join(gpus.names))
     compared = compared_profile(profile, measured.reads, machine, software.versions)
     return replace(observed, profile=compared)
+
+
+def _listeners(memories: Sequence[str], progress: Say) -> tuple[tuple[ListenerSeen, ...], str]:
+    """The sockets of an engine that is started for it; or why it did not start."""
+    progress("starting an engine, to list its sockets")
+    try:
+        return engine_listeners(memories[-1]), ""
+    except Exception as error:  # of the process that was started: whatever it was, it is what was seen
+        return (), last_line(error)
 
 
 def _read_here(memories: Sequence[str], progress: Say) -> _Measured:

@@ -7,7 +7,7 @@ import logging
 import os
 import resource
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,7 +18,7 @@ from kvferry.endpoint.this_host import BOOT_ID
 from kvferry.errors import SpecError, TransportError
 from kvferry.host.compiler import NotCompiled, find_compiler
 from kvferry.transport.cuda import device_names
-from kvferry.transport.nixl import check_installed
+from kvferry.transport.nixl import NixlTransport, check_installed
 from kvferry.transport.settings import Expose, WayChoice
 from kvferry.transport.ucx import UCX_ALL, UcxSettings
 from kvferry.wire.secret import Purpose, Secret
@@ -47,6 +47,9 @@ CAP_IPC_LOCK = 14
 RDMA_DEVICES, RDMA_DOORS = Path("/sys/class/infiniband"), Path("/dev/infiniband")
 NAME_BYTES = 128
 FINGERPRINT_BYTES = 4
+LOOPBACK = "127.0.0.1"
+ANY_HOST = ("192.0.2.1", 9)
+"""Of the block for documentation: nothing is sent there. The kernel chooses our address by it."""
 
 
 def package_versions() -> dict[str, str]:
@@ -141,18 +144,21 @@ def settings(environ: Mapping[str, str]) -> dict[str, str]:
 
 def setting_errors(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Why kvferry refuses some of them."""
-    readers: tuple[Callable[[Mapping[str, str]], object], ...] = (
-        UcxSettings.from_environment,
-        WayChoice.from_environment,
-        Expose.from_environment,
-    )
     found = []
-    for read in readers:
+    for read in (WayChoice.from_environment, Expose.from_environment, _check_together):
         try:
             read(environ)
-        except (TransportError, SpecError) as error:
-            found.append(getattr(error, "detail", str(error)))
-    return tuple(found)
+        except TransportError as error:
+            found.append(error.detail)
+    return tuple(dict.fromkeys(found))
+
+
+def _check_together(environ: Mapping[str, str]) -> None:
+    """Raise TransportError if the ways need what is not exposed, or UCX's settings are refused."""
+    expose = Expose.from_environment(environ)
+    NixlTransport(way=WayChoice.from_environment(environ), expose=expose).close()
+    if expose is Expose.FABRIC:
+        UcxSettings.from_environment(environ)
 
 
 def no_compiler(environ: Mapping[str, str]) -> str:
@@ -209,3 +215,13 @@ def _namespace(kind: str) -> str:
         return os.readlink(f"/proc/self/ns/{kind}")
     except OSError:
         return ""
+
+
+def own_address() -> str:
+    """The address by which other hosts reach this one; loopback if it has no network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            asking.connect(ANY_HOST)
+        except OSError:
+            return LOOPBACK
+        return str(asking.getsockname()[0])

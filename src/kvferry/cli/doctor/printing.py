@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from kvferry.cli.doctor.diagnosis import Diagnosis, Level
-from kvferry.cli.doctor.seen import Observed, ReadsSeen
+from kvferry.cli.doctor.seen import ListenerSeen, Observed, ReadsSeen
 from kvferry.cli.output import (
     console,
     gigabytes_per_second,
@@ -49,6 +49,8 @@ def report_object(
         "settings": dict(observed.settings),
         "secret": asdict(observed.secret),
         "reads": [_reads_object(reads) for reads in observed.reads],
+        "listeners": [asdict(listener) for listener in observed.listeners],
+        "listeners_error": observed.listeners_error,
         "profile": asdict(observed.profile) if observed.profile else None,
         "peer": asdict(observed.peer) if observed.peer else None,
     }
@@ -72,6 +74,7 @@ def show(observed: Observed, found: Sequence[Diagnosis], machine: Mapping[str, A
     out.print()
     if observed.reads:
         _show_reads(out, observed)
+    _show_listeners(out, observed)
     for diagnosis in found:
         _show_diagnosis(out, diagnosis)
 
@@ -151,6 +154,24 @@ def _show_reads(out: Console, observed: Observed) -> None:
     for most in {one.most_runs.num_runs: one.most_runs for one in observed.reads if one.most_runs}.values():
         wrapped(out, [f"per run: of {most.num_runs:,} scattered runs of {num_bytes(most.run_bytes)}"])
     out.print()
+
+
+def _show_listeners(out: Console, observed: Observed) -> None:
+    rows = [(one.purpose, f"{_place(one)}: {one.reach}. {one.meaning}") for one in observed.listeners]
+    if observed.listeners_error:
+        rows.append(("unknown", f"no engine could be started: {observed.listeners_error}"))
+    if rows:
+        out.print("Sockets that an engine with these settings listens on", style="bold")
+        labelled(out, rows)
+        out.print()
+
+
+def _place(listener: ListenerSeen) -> str:
+    """Where another engine would listen: ports are chosen anew, and so are the names of files."""
+    if listener.kind == "tcp":
+        return f"TCP, a free port of {listener.address.rpartition(':')[0]}"
+    folder, slash, _ = listener.address.rpartition("/")
+    return f"Unix socket, {folder}{slash}…" if slash else "Unix socket without a file"
 
 
 def _show_diagnosis(out: Console, diagnosis: Diagnosis) -> None:

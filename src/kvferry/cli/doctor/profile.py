@@ -12,7 +12,6 @@ from kvferry.cli.doctor.seen import ProfileSeen, ReadsSeen
 from kvferry.cli.measured_link import measured_links
 from kvferry.core.cost import Traffic
 from kvferry.core.link_profile import LinkProfile
-from kvferry.core.way import Way
 from kvferry.errors import SpecError
 
 FORMAT = 1
@@ -46,7 +45,7 @@ def _times(reads: ReadsSeen) -> Iterator[dict[str, Any]]:
     for time in reads.times:
         yield {
             "medium": reads.memory,
-            "rival": (Way.MAPPED if reads.way is Way.MAPPED else Way.DIRECT).value,
+            "rival": reads.way.value,
             "way": reads.way.value,
             "run_bytes": time.run_bytes,
             "num_runs": time.num_runs,

@@ -8,13 +8,14 @@ from kvferry.cli.doctor.diagnosis import Condition, Diagnosis, Level
 from kvferry.cli.doctor.seen import HOST, HostLimits, Observed, ReadsSeen
 from kvferry.cli.output import gigabytes_per_second
 from kvferry.core.way import Way
-from kvferry.transport.settings import EXPOSE_SETTING, Expose
+from kvferry.transport.settings import EXPOSE_SETTING, WAY_SETTING, Expose, WayChoice
 from kvferry.transport.ucx import UCX_TRANSPORTS
 
 SLOW = 1 / 16
 """Of a plain copy's speed: a direct read of host memory that is slower than this says that something is
 wrong."""
 CMA = "cma"
+NO_BACKEND = "NIXL_ERR_BACKEND"
 
 
 def check_reads(observed: Observed) -> Iterator[Diagnosis]:
@@ -32,7 +33,7 @@ def check_reads(observed: Observed) -> Iterator[Diagnosis]:
             reads.memory != HOST
             and reads.way is not None
             and reads.way is not Way.MAPPED
-            and _is_one_machine(observed)
+            and _may_map(observed)
         ):
             yield _no_ipc(reads)
         if reads.memory == HOST and reads.way is Way.DIRECT and reads.times and reads.carrier.startswith(CMA):
@@ -50,11 +51,16 @@ def _wrong_bytes(reads: ReadsSeen) -> Diagnosis:
 
 
 def _failed(reads: ReadsSeen, observed: Observed) -> Diagnosis:
-    cure = "Look at the KVFERRY_ and UCX_ variables of this environment; KVFERRY_DEBUG=1 shows more."
-    if observed.peer is not None and not observed.peer.is_one_machine:
+    cure = "Check the KVFERRY_ and UCX_ variables of this environment; KVFERRY_DEBUG=1 shows more."
+    if NO_BACKEND in reads.error and UCX_TRANSPORTS not in observed.settings:
         cure = (
-            "The control channel works, and the bytes come over a second port of the other rank: let the"
-            " firewall pass both."
+            f"UCX found no fabric. With an RDMA card, check its port; without one, unset {EXPOSE_SETTING},"
+            f" or, for direct reads on one host, set {UCX_TRANSPORTS}=sm,tcp,self."
+        )
+    elif observed.peer is not None and not observed.peer.is_one_machine:
+        cure = (
+            "The control channel works. The source's rank listens at two more ports, which the kernel"
+            " chooses: let the firewall pass TCP between the two hosts."
         )
     return Diagnosis(
         Condition.READ_FAILED,
@@ -67,8 +73,12 @@ def _failed(reads: ReadsSeen, observed: Observed) -> Diagnosis:
 
 def _lacks_cma(reads: ReadsSeen, observed: Observed) -> bool:
     """Whether two processes of one machine are to read host memory by CMA, and cannot."""
-    is_asked = observed.settings.get(EXPOSE_SETTING) == Expose.FABRIC.value
-    if not is_asked or reads.memory != HOST or reads.way is Way.DIRECT or not _is_one_machine(observed):
+    if (
+        not observed.uses_fabric
+        or reads.memory != HOST
+        or reads.way is Way.DIRECT
+        or not _is_one_machine(observed)
+    ):
         return False
     return bool(reads.cma_error) or (observed.peer is not None and not observed.peer.shares_pids)
 
@@ -125,7 +135,7 @@ def _guard_cure(limits: HostLimits) -> str:
 
 def _tcp_fallback(reads: ReadsSeen, observed: Observed) -> Diagnosis:
     cards = ", ".join(observed.limits.rdma_devices)
-    if observed.settings.get(EXPOSE_SETTING) == Expose.FABRIC.value:
+    if observed.uses_fabric:
         asked = observed.settings.get(UCX_TRANSPORTS, "")
         cure = (f"{UCX_TRANSPORTS}={asked}: unset it, or add ib to it. " if asked else "") + (
             f"Set {EXPOSE_SETTING}={Expose.FABRIC.value} on both hosts. Check that the card's port is up"
@@ -133,14 +143,14 @@ def _tcp_fallback(reads: ReadsSeen, observed: Observed) -> Diagnosis:
         )
     else:
         cure = (
-            f"If nobody but the engines uses that network, {EXPOSE_SETTING}={Expose.FABRIC.value} on both"
-            " hosts has NIXL read over RDMA. Nobody has tried that yet: read docs/security.md first."
+            f"{EXPOSE_SETTING}={Expose.FABRIC.value} on both hosts lets NIXL read over RDMA. That is"
+            " untested, and opens all memory to that network: read docs/security.md first."
         )
     return Diagnosis(
         Condition.TCP_FALLBACK,
         Level.NOTE,
         f"{reads.memory.capitalize()} memory is sent over TCP, and the machine has {cards}.",
-        "RDMA would read by itself.",
+        "RDMA needs no processor time of the source.",
         cure,
     )
 
@@ -151,11 +161,10 @@ def _no_ipc(reads: ReadsSeen) -> Diagnosis:
         Level.WARNING,
         f"Memory of {reads.memory} in another process cannot be opened here:"
         f" {reads.reason or 'the transport did not say why'}.",
-        "The copy kernel moves short runs hundreds of times faster than a network connection.",
+        "Mapped reads are the fastest; the source's rank now sends the bytes, or NIXL reads them.",
         "Run both processes on one host, with the same devices visible, in one IPC and PID namespace"
         " (docker: --ipc=host"
-        " --pid=host); MIG slices and confidential computing have no such memory; both"
-        f" as one user; unset {EXPOSE_SETTING}.",
+        " --pid=host), as one user. MIG slices and confidential computing do not support it.",
     )
 
 
@@ -174,6 +183,13 @@ def _slow(reads: ReadsSeen) -> Iterator[Diagnosis]:
         " engines on one"
         " (numactl --cpunodebind).",
     )
+
+
+def _may_map(observed: Observed) -> bool:
+    """Whether two processes of one machine may read each other mapped, by their settings."""
+    is_open = observed.settings.get(EXPOSE_SETTING) != Expose.NOTHING.value
+    way = observed.settings.get(WAY_SETTING, WayChoice.AUTO.value)
+    return is_open and way in (WayChoice.AUTO.value, WayChoice.MAPPED.value) and _is_one_machine(observed)
 
 
 def _is_one_machine(observed: Observed) -> bool:

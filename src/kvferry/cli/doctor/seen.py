@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from kvferry.core.way import Way
+from kvferry.transport.settings import EXPOSE_SETTING, Expose
 
 HOST = "host"
 """The memory that is not a device's."""
@@ -134,6 +135,20 @@ class ReadsSeen:
 
 
 @dataclass(frozen=True, slots=True)
+class ListenerSeen:
+    """A socket that an engine with the present settings listens on."""
+
+    purpose: str
+    kind: str
+    """``tcp`` or ``unix``."""
+    address: str
+    reach: str
+    """Who can connect."""
+    meaning: str
+    """What they can do."""
+
+
+@dataclass(frozen=True, slots=True)
 class ProfileSeen:
     """A profile that was saved before, against what was measured now."""
 
@@ -200,5 +215,14 @@ class Observed:
     no_compiler: str = ""
     """Why digests of host memory cannot be taken by compiled code; empty if they can."""
     reads: tuple[ReadsSeen, ...] = ()
+    listeners: tuple[ListenerSeen, ...] = ()
+    """Sockets of an engine with these settings."""
+    listeners_error: str = ""
+    """Why no such engine could be started; empty if one was."""
     profile: ProfileSeen | None = None
     peer: PeerSeen | None = None
+
+    @property
+    def uses_fabric(self) -> bool:
+        """Whether engines with these settings use NIXL at all."""
+        return self.settings.get(EXPOSE_SETTING) == Expose.FABRIC.value

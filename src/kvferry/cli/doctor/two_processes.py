@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -57,4 +58,10 @@ def read_from(memory: str, source: RankCard, src_pid: int) -> tuple[ReadsSeen, N
 
 def failed_read(memory: str, error: Exception) -> ReadsSeen:
     """A probe that did not even come to reading, in the last line of what it said."""
-    return ReadsSeen(memory, error=str(error).strip().splitlines()[-1])
+    return ReadsSeen(memory, error=last_line(error))
+
+
+def last_line(error: Exception) -> str:
+    """Of what a process said; the class of its error means nothing to users."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[-1]
+    return re.sub(r"^kvferry\.errors\.\w+: ", "", line)

@@ -1,7 +1,7 @@
-"""The demonstration over NIXL: two engines of real processes, and requests on their way between them.
+"""The demonstration between processes: two engines, and requests on their way between them.
 
 Requests go in waves. While one wave is fetched, all of its requests at once, and checked, the next one is
-written at the source. The last request goes alone, several times, in turns with NIXL itself.
+written at the source. The last request goes alone, several times, which gives the speeds.
 """
 
 from __future__ import annotations
@@ -10,18 +10,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from statistics import median
 
 import kvferry
 from kvferry.cli.demo.pairs import MAX_MEMORY, Pair, check_memory, memory_bytes
-from kvferry.cli.demo.result import NixlResult, Speed
+from kvferry.cli.demo.result import ProcessResult, Speed
 from kvferry.cli.demo.samples import Sample, some_samples
 from kvferry.core.manifest import Manifest
 from kvferry.core.words import counted
-from kvferry.errors import KVFerryError, SpecError, TransportError
+from kvferry.errors import KVFerryError, SpecError
 from kvferry.runtime import Report, Timing
 from kvferry.testing.fleet import (
     BlockPool,
@@ -30,19 +28,16 @@ from kvferry.testing.fleet import (
     SourceAccount,
     SourceFleet,
     TrackedLoad,
-    call_all,
 )
 from kvferry.testing.fleet.accounts import LEASES
-from kvferry.testing.fleet.measure import MeasuredDestination, ReadTime
 from kvferry.transport.cuda import has_cuda
-from kvferry.transport.nixl import check_installed
 from kvferry.transport.ucx import CUDA_ENVIRONMENT
 from kvferry.wire.ticket import Ticket
 
 WAVE = 3
 """Requests that are fetched together."""
 TURNS = 7
-"""How often the last request is moved, by kvferry and by NIXL alone; speeds are medians."""
+"""How often the last request is moved; speeds are medians."""
 TIMING = Timing(lease=30, meet=20, read=60, retry=0.2)
 SETTLED_SECONDS = 10.0
 """How long leases and releases may take to settle when all is done."""
@@ -53,21 +48,20 @@ Step = Callable[[str], None]
 """Told what is done next, once per request and once when the engines are up."""
 
 
-def demonstrate_over_nixl(
+def demonstrate_between_processes(
     pair: Pair, num_requests: int, num_tokens: int | None, device: str, step: Step
-) -> NixlResult:
+) -> ProcessResult:
     """Start both engines, move and check everything, and stop them."""
     src, dst, num_tokens = _engines(pair, num_requests, num_tokens)
     env = _check_machine(device)
     samples = some_samples(dst, num_requests, num_tokens)
     _check_room(src, min(num_requests, 2 * WAVE), num_tokens)
     _check_room(dst, min(num_requests, WAVE), num_tokens)
-    result = NixlResult(pair.model, pair.src, pair.dst, device=device)
+    result = ProcessResult(pair.model, pair.src, pair.dst, device=device)
     src_names = _planned(result, src, dst)
-    destination_fleet = partial(DestinationFleet, actor=MeasuredDestination)
     with (
         closing(SourceFleet(src, timing=TIMING, device=device, env=env)) as source,
-        closing(destination_fleet(dst, timing=TIMING, device=device, env=env)) as destination,
+        closing(DestinationFleet(dst, timing=TIMING, device=device, env=env)) as destination,
     ):
         result.num_processes = len(source.workers()) + len(destination.workers())
         try:
@@ -100,10 +94,6 @@ def _engines(pair: Pair, num_requests: int, tokens: int | None) -> tuple[Manifes
 
 def _check_machine(device: str) -> dict[str, str]:
     """What the demonstration needs of this machine is there; the environment of its processes."""
-    try:
-        check_installed()
-    except TransportError as error:
-        raise SpecError(f"{error.detail}. Without NIXL: kvferry demo --transport memory") from None
     if device == "cpu":
         return {}
     if not has_cuda():
@@ -118,7 +108,7 @@ def _check_room(manifest: Manifest, num_requests: int, num_tokens: int) -> None:
         raise SpecError(f"--{manifest.engine}: the pool has no room for {wanted}: blocks=N makes it larger")
 
 
-def _planned(result: NixlResult, src: Manifest, dst: Manifest) -> dict[str, str]:
+def _planned(result: ProcessResult, src: Manifest, dst: Manifest) -> dict[str, str]:
     """Plan for every rank, as the ranks will, so that a refusal starts no process; the source's names."""
     if found := kvferry.compare(src, dst):
         raise kvferry.Refused(*found)
@@ -136,7 +126,7 @@ class _Mover:
     """Moves requests from one engine to the other, and notes what came of it."""
 
     def __init__(
-        self, result: NixlResult, source: SourceAccount, destination: DestinationAccount, step: Step
+        self, result: ProcessResult, source: SourceAccount, destination: DestinationAccount, step: Step
     ) -> None:
         self._result, self._step = result, step
         self._source, self._destination = source, destination
@@ -181,6 +171,7 @@ class _Mover:
         result.num_runs += sum(report.record.num_runs for report in reports)
         if result.num_requests == 1:
             result.meet_ms = max(1e3 * report.record.meet_seconds for report in reports)
+            result.ways = sorted({report.record.way for report in reports})
         return self._all_good(sample, reports)
 
     def _all_good(self, sample: Sample, reports: Sequence[Report]) -> bool:
@@ -199,39 +190,30 @@ class _Mover:
             for rank, one in enumerate(checked):
                 self._result.count(sample, what, rank, one)
 
-    # -- in turns with NIXL itself -----------------------------------------------------------------
+    # -- the speeds --------------------------------------------------------------------------------
 
     def measure(self, sample: Sample) -> None:
-        """Move one request several times: by kvferry, by NIXL with the same runs, by NIXL in one run."""
+        """Move one request several times."""
         self._source.prefill(sample.request_id, sample.num_tokens, wait_seconds=SETTLED_SECONDS)
         load = self._prepared(sample)
         turns = [self._turn(sample, 0, load)]
-        is_good = self._note(sample, turns[0].reports)
+        is_good = self._note(sample, turns[0])
         while is_good and len(turns) <= TURNS:
             turns.append(self._turn(sample, len(turns), load))
-            is_good = self._all_good(sample, turns[-1].reports)
+            is_good = self._all_good(sample, turns[-1])
         if is_good:
             self._check(sample, load)
-            self._result.speeds = _speeds(turns[1:])  # the first one set up what NIXL alone needs
+            self._result.speeds = [_speed(rank, turns[1:]) for rank in range(len(turns[0]))]
         self._source.give_back(sample.request_id)
         self._destination.pool.give_back(load.tables)
         self._step("")
 
-    def _turn(self, sample: Sample, number: int, load: TrackedLoad) -> _Turn:
-        """Move it once each way, always from and to the same blocks."""
+    def _turn(self, sample: Sample, number: int, load: TrackedLoad) -> list[Report]:
+        """Move it once, always from and to the same blocks; a report of each rank."""
         fleet = self._destination.fleet
-        call_all(fleet.ranks, "start_watch")
         name = f"{sample.request_id}, turn {number}"
         ticket = self._source.offer_again(name, sample.request_id, sample.num_tokens)
-        reports = fleet.wait(fleet.fetch(ticket, load.tables, load.need, kept=load.kept), pause=0.02)
-        if any(report.failure for report in reports):
-            return _Turn(reports)
-        return _Turn(
-            reports,
-            call_all(fleet.ranks, "post_seconds"),
-            call_all(fleet.ranks, "raw_same_runs"),
-            call_all(fleet.ranks, "raw_one_run"),
-        )
+        return fleet.wait(fleet.fetch(ticket, load.tables, load.need, kept=load.kept), pause=0.02)
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -248,33 +230,10 @@ class _Mover:
             time.sleep(0.05)
 
 
-@dataclass(frozen=True)
-class _Turn:
-    """One turn of a measurement; every list has one entry per destination rank."""
-
-    reports: Sequence[Report]
-    post_seconds: Sequence[float] = ()
-    same_runs: Sequence[ReadTime] = ()
-    one_run: Sequence[ReadTime] = ()
-
-
-def _speeds(turns: Sequence[_Turn]) -> list[Speed]:
-    return [_speed(rank, turns) for rank in range(len(turns[0].reports))]
-
-
-def _speed(rank: int, turns: Sequence[_Turn]) -> Speed:
-    record = turns[0].reports[rank].record
-    return Speed(
-        rank,
-        record.num_bytes,
-        record.num_runs,
-        record.num_sources,
-        post_ms=1e3 * median(turn.post_seconds[rank] for turn in turns),
-        move_ms=1e3 * median(turn.reports[rank].record.move_seconds for turn in turns),
-        raw_post_ms=1e3 * median(turn.same_runs[rank].post_seconds for turn in turns),
-        raw_move_ms=1e3 * median(turn.same_runs[rank].seconds for turn in turns),
-        one_run_move_ms=1e3 * median(turn.one_run[rank].seconds for turn in turns),
-    )
+def _speed(rank: int, turns: Sequence[Sequence[Report]]) -> Speed:
+    record = turns[0][rank].record
+    move_ms = 1e3 * median(reports[rank].record.move_seconds for reports in turns)
+    return Speed(rank, record.num_bytes, record.num_runs, record.num_sources, move_ms)
 
 
 def _waves(samples: Sequence[Sample]) -> Iterator[list[Sample]]:

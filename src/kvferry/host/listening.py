@@ -1,0 +1,87 @@
+"""The sockets that this process listens on, as the kernel lists them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address
+from pathlib import Path
+
+_LISTENS = "0A"
+_ACCEPTS = 1 << 16
+"""Of the flags of a Unix socket."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Listener:
+    """One socket."""
+
+    kind: str
+    """``tcp`` or ``unix``."""
+    address: str
+    """``HOST:PORT``, a path, or ``@NAME`` for a socket that has no file."""
+
+
+def listeners() -> set[Listener]:
+    """Every listening TCP or Unix socket of this process.
+
+    >>> import socket
+    >>> with socket.create_server(("127.0.0.1", 0)) as server:
+    ...     Listener("tcp", f"127.0.0.1:{server.getsockname()[1]}") in listeners()
+    True
+    >>> with socket.socket(socket.AF_UNIX) as server:
+    ...     server.bind("\\0a-name-of-no-file")
+    ...     server.listen()
+    ...     Listener("unix", "@a-name-of-no-file") in listeners()
+    True
+    """
+    inodes = set(_inodes())
+    return {listener for inode, listener in (*_tcp(), *_unix()) if inode in inodes}
+
+
+def _inodes() -> Iterator[str]:
+    """Of this process's sockets."""
+    for entry in os.scandir("/proc/self/fd"):
+        try:
+            target = os.readlink(entry.path)
+        except OSError:
+            continue  # closed meanwhile
+        if target.startswith("socket:["):
+            yield target.removeprefix("socket:[").removesuffix("]")
+
+
+def _tcp() -> Iterator[tuple[str, Listener]]:
+    for table in ("tcp", "tcp6"):
+        for fields in _rows(table):
+            if fields[3] == _LISTENS:
+                address, port = fields[1].split(":")
+                yield fields[9], Listener("tcp", f"{_host(address)}:{int(port, 16)}")
+
+
+def _unix() -> Iterator[tuple[str, Listener]]:
+    for fields in _rows("unix"):
+        if int(fields[3], 16) & _ACCEPTS:
+            yield fields[6], Listener("unix", fields[7] if len(fields) > 7 else "")
+
+
+def _rows(table: str) -> Iterator[list[str]]:
+    path = Path(f"/proc/self/net/{table}")
+    if path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines()[1:]:
+            yield line.split()
+
+
+def _host(text: str) -> str:
+    """As users write it.
+
+    >>> _host("0100007F"), _host("00000000000000000000000001000000")
+    ('127.0.0.1', '[::1]')
+    >>> _host("0000000000000000FFFF00000100007F")
+    '127.0.0.1'
+    """
+    data = b"".join(bytes.fromhex(text[at : at + 8])[::-1] for at in range(0, len(text), 8))
+    if len(data) == 4:
+        return str(IPv4Address(data))
+    address = IPv6Address(data)
+    return str(address.ipv4_mapped) if address.ipv4_mapped else f"[{address}]"
