@@ -50,7 +50,7 @@ class World:
         self.copier = DeviceCopier(self.cuda, places)  # type: ignore[arg-type]
         self.ends: list[tuple[int, str]] = []
 
-    def card(self) -> bytes:
+    def card(self) -> Card:
         pieces = [ExportedPiece(m.nbytes, h.hex()) for h, m in self.cuda.exported.items()]
         extents = [Extent(i, 1, 0, m.ctypes.data) for i, m in enumerate(self.cuda.exported.values())]
         export = Export(UUID, tuple(pieces), tuple(extents), self._probe.tobytes().hex())

@@ -467,7 +467,7 @@ def test_who_does_not_know_the_key_is_no_source():
         )
         world.sender.open(world.line.address, offer)
 
-    world.line.open_stream = offered
+    world.line.open_stream = offered  # type: ignore[method-assign]
     world.read(1, some(1, 512))
     assert world.wait(1).endswith("it was changed on its way")
     world.close()
