@@ -1,20 +1,27 @@
 """A source engine with one rank in a process of its own, to be attacked: ``python source_process.py HOST``.
 
 ``KVFERRY_SECRET_FILE`` names its secret, if it has one. It says where it listens, and answers each line that
-it reads: ``offer`` with a ticket, ``state`` with what it holds and how it is.
+it reads: ``offer`` with a ticket, ``state`` with what it holds and how it is. ``through ADDRESS`` has readers
+call its streams there; ``lie SEED`` has its rank lie to them, and ``lie`` no more; ``cut`` ends all streams,
+so that new ones are asked for. ``descriptors`` opens a socket that hands out a descriptor, as a rank with
+device memory has, and is answered with its name and token.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 import threading
 import time
 import zlib
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from kvferry import BlockTable, Identity, Manifest
@@ -22,9 +29,11 @@ from kvferry.endpoint import SourceEngine, SourceRank
 from kvferry.endpoint.secret_source import secret_from_environment
 from kvferry.models import Topology, describe, model_from_config
 from kvferry.runtime import Timing
+from kvferry.transport.descriptor_socket import DescriptorServer
 from kvferry.transport.nixl import NixlTransport
 from kvferry.wire.ticket import to_text
 from kvferry.wire.trust import Trust
+from tests.fuzz.mutations import mutated
 
 MODEL = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 64}
 BLOCKS, NUM_TOKENS = [5, 3, 9, 0, 2, 40, 41], 100
@@ -78,6 +87,46 @@ class Stalls:
         return longest
 
 
+class Liar:
+    """What a rank that has gone wrong says instead of what it should."""
+
+    def __init__(self, service: Any) -> None:
+        self._send = service._channel.send
+        self._pick: random.Random | None = None
+        service._channel.send = self._say
+
+    def lie(self, seed: str) -> None:
+        """From now on; without a seed, no more."""
+        self._pick = random.Random(seed) if seed else None
+
+    def _say(self, to: str, data: bytes) -> None:
+        if pick := self._pick:
+            data = self._lie(pick, data)
+        self._send(to, data)
+
+    @staticmethod
+    def _lie(pick: random.Random, data: bytes) -> bytes:
+        message = msgspec.msgpack.decode(data)
+        lies: dict[str, object] = {
+            "nonce": pick.getrandbits(63),
+            "address": pick.choice(
+                ("tcp://127.0.0.1:1", "tcp://127.0.0.1:99999", "no address", "", "tcp://[::1]")
+            ),
+            "stream_id": pick.randbytes(pick.choice((0, 1, 16, 5000))),
+            "key": pick.randbytes(pick.choice((0, 1, 15, 16, 32, 5000))),
+            "code": "x" * pick.choice((1, 300)),
+        }
+        name = pick.choice([*message])
+        if name in lies and pick.random() < 0.7:
+            return msgspec.msgpack.encode(message | {name: lies[name]})
+        return mutated(pick, data)
+
+
+def cut(sender: Any) -> None:
+    for stream in [*sender._streams.values()]:
+        sender._drop(stream)
+
+
 def main() -> None:
     listen = f"tcp://{sys.argv[1]}:*"
     manifest, buffers = with_memory("prefill")
@@ -95,8 +144,9 @@ def main() -> None:
 
     stalls, before, number = Stalls(), checksum(), 0
     said: dict[str, object] = {"pid": os.getpid(), "authority": engine.address}
-    if gathering := getattr(rank, "_service", None):
-        said |= {"rank": gathering.address, "streams": gathering._stream_address}
+    gathering: Any = rank._service
+    straight, liar = gathering._stream_address, Liar(gathering)
+    said |= {"rank": gathering.address, "streams": straight}
     print(json.dumps(said), flush=True)
     for line in sys.stdin:
         if line.strip() == "offer":
@@ -105,6 +155,18 @@ def main() -> None:
             number += 1
             ticket = engine.offer(f"request-{number}", {"full": BlockTable.of(BLOCKS)}, NUM_TOKENS)
             print(to_text(ticket), flush=True)
+        elif line.startswith("through"):
+            gathering._stream_address = line.removeprefix("through").strip() or straight
+            print("", flush=True)
+        elif line.strip() == "descriptors":
+            descriptors = DescriptorServer([os.open(os.devnull, os.O_RDONLY)])
+            print(f"{descriptors.name} {descriptors.token}", flush=True)
+        elif line.strip() == "cut":
+            gathering._streams.put(partial(cut, gathering._streams))
+            print("", flush=True)
+        elif line.startswith("lie"):
+            liar.lie(line.removeprefix("lie").strip())
+            print("", flush=True)
         else:
             said = {
                 "rss": memory_of("VmRSS"),
