@@ -140,7 +140,7 @@ def main() -> None:
         time.sleep(0.01)
 
     def checksum() -> int:
-        return sum(zlib.crc32(buffer) for buffer in buffers.values())
+        return sum(zlib.crc32(buffer.tobytes()) for buffer in buffers.values())
 
     stalls, before, number = Stalls(), checksum(), 0
     said: dict[str, object] = {"pid": os.getpid(), "authority": engine.address}
