@@ -1,11 +1,14 @@
 """The control channel, between two channels of this process."""
 
+import contextlib
+import resource
 import socket
 import time
 
 import pytest
 
-from kvferry.channel import Channel, Contact, ContactChange, Received
+from kvferry.channel import Channel, Contact, ContactChange, Received, connections
+from kvferry.channel import zmq as zmq_channel
 from kvferry.channel.zmq import MAX_CALLS
 from kvferry.errors import ChannelError
 from kvferry.wire.secret import Secret
@@ -43,6 +46,56 @@ def test_there_and_back(opened, secret):
     listener.send(received.reply_to, b"welcome")
     (answer,) = heard(caller)
     assert (answer.reply_to, answer.data) == (listener.address, b"welcome")
+
+
+def test_strangers_do_not_take_the_place_of_peers(opened, monkeypatch):
+    """Connections that said nothing once had a listener hang up on readers that were idle."""
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 16)
+    monkeypatch.setattr(connections, "MAX_STRANGERS", 8)
+    listener, caller = opened(listen="tcp://127.0.0.1:*"), opened()
+    caller.send(listener.address, b"hello")
+    (first,) = heard(listener)
+    host, _, port = listener.address.removeprefix("tcp://").rpartition(":")
+    with contextlib.ExitStack() as stack:
+        for _ in range(40):
+            stack.enter_context(socket.create_connection((host, int(port)), 10))
+            listener.wait(0.01)
+        assert listener.dropped["silent"] >= 30
+        assert len(listener._callers) <= 16
+        caller.send(listener.address, b"hello again")
+        (second,) = heard(listener)
+        assert second.reply_to == first.reply_to, "over the same connection"
+
+
+def test_strangers_leave_files_to_the_process(opened, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (80, 80))
+    listener = opened(listen="tcp://127.0.0.1:*")
+    host, _, port = listener.address.removeprefix("tcp://").rpartition(":")
+    with contextlib.ExitStack() as stack:
+        for _ in range(40):
+            stack.enter_context(socket.create_connection((host, int(port)), 10))
+            listener.wait(0.01)
+        assert len(listener._callers) <= 12
+
+
+def test_one_loud_peer_keeps_no_new_one_out(opened, monkeypatch):
+    """Its messages once had the listener take no connection until all of them were taken."""
+    monkeypatch.setattr(connections, "MAX_UNTAKEN_BYTES", 10_000)
+    monkeypatch.setattr(zmq_channel, "TAKE_SECONDS", 0.0)
+    listener, loud = opened(listen="tcp://127.0.0.1:*"), opened()
+    loud.send(listener.address, b"hello")
+    heard(listener)
+    for _ in range(500):
+        loud.send(listener.address, bytes(1000))
+    deadline = time.monotonic() + 10
+    while not listener.dropped["muted"] and time.monotonic() < deadline:
+        loud.wait(0.0)
+        listener.wait(0.06)
+    assert listener.dropped["muted"]
+    host, _, port = listener.address.removeprefix("tcp://").rpartition(":")
+    began = time.monotonic()
+    socket.create_connection((host, int(port)), 10).close()
+    assert time.monotonic() - began < 0.5, "its first packet was dropped"
 
 
 def test_a_route_ends_with_its_connection(opened):

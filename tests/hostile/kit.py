@@ -180,6 +180,11 @@ def zmq_silent(attack: Attack) -> None:
     crowd(attack, MOST_CALLERS, b"")
 
 
+def zmq_evict(attack: Attack) -> None:
+    """More connections than an engine keeps, so that it hangs up on its readers."""
+    crowd(attack, 4 * MOST_CALLERS, b"")
+
+
 def zmq_churn(attack: Attack) -> None:
     """Connections that come and go."""
     churn(attack, lambda: attack.pick.choice((b"", CURVE_GREETING, zmtp.GREETING)), is_reset=True)
@@ -619,6 +624,7 @@ AUTHORITY, RANK, STREAMS, HTTP, UCX = "authority", "rank", "streams", "http", "u
 CONTROL = (AUTHORITY, RANK)
 OUTSIDERS: dict[str, tuple[Callable[[Attack], None], tuple[str, ...]]] = {
     "zmq-silent": (zmq_silent, CONTROL),
+    "zmq-evict": (zmq_evict, CONTROL),
     "zmq-churn": (zmq_churn, CONTROL),
     "zmq-half-handshakes": (zmq_half_handshakes, CONTROL),
     "zmq-slow-greetings": (zmq_slow_greetings, CONTROL),

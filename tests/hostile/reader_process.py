@@ -1,6 +1,7 @@
 """A destination in a process of its own that loads what it is given tickets for, and checks every byte.
 
-For each line, a ticket, it says in JSON how long the load took and what went wrong, if anything.
+For each line, a ticket, it says in JSON how long the load took and what went wrong, if anything. ``fresh``
+before it has it loaded by a reader that is new, which connects and meets the source first.
 """
 
 from __future__ import annotations
@@ -39,7 +40,11 @@ def main() -> None:
         stream_reader.ANSWER_S = float(seconds_to_answer)
     manifest, buffers = with_memory("decode")
     expected = [cache_bytes(len(buffer), seed) for seed, buffer in enumerate(buffers.values())]
-    destination = Destination(manifest, 0, NixlTransport(), trust=trust(), timing=TIMING)
+
+    def new_destination() -> Destination:
+        return Destination(manifest, 0, NixlTransport(), trust=trust(), timing=TIMING)
+
+    usual = new_destination()
     need = {group.name: need_of(group, NUM_TOKENS) for group in manifest.groups}
     stalls, places = Stalls(), [np.ones(len(buffer), bool) for buffer in buffers.values()]
     """Where bytes of the request belong; from the first good load on that is known."""
@@ -48,7 +53,8 @@ def main() -> None:
         for buffer in buffers.values():
             buffer[:] = 0
         began = time.monotonic()
-        handle = destination.fetch(from_text(line.strip()), {"full": BlockTable.of(BLOCKS)}, need)
+        destination = new_destination() if line.startswith("fresh") else usual
+        handle = destination.fetch(from_text(line.split()[-1]), {"full": BlockTable.of(BLOCKS)}, need)
         reports: dict[int, Report] = {}
         while handle not in reports and time.monotonic() < began + LOAD_SECONDS:
             reports |= {report.handle: report for report in destination.poll()}
@@ -56,6 +62,8 @@ def main() -> None:
         seconds, error, num_bytes = time.monotonic() - began, "no report", 0
         if report := reports.get(handle):
             error, num_bytes = str(report.failure or ""), report.record.num_bytes
+        if destination is not usual:
+            destination.close()
         if not error:
             pairs = list(zip(buffers.values(), expected, strict=True))
             num_loaded = sum(int(np.count_nonzero(buffer)) for buffer, _ in pairs)
@@ -70,7 +78,7 @@ def main() -> None:
             error = "bytes outside of the request were written"
         said = {"seconds": seconds, "error": error, "rss": memory_of("VmRSS"), "stall": stalls.take()}
         print(json.dumps(said), flush=True)
-    destination.close()
+    usual.close()
 
 
 if __name__ == "__main__":

@@ -191,7 +191,7 @@ def main() -> int:
                 siege = stack.enter_context(besieged(given.code, is_same_host=is_same_host, **settings))
             one = siege.attack(name, given.seconds)
             print(one.row(), flush=True)
-            if not one.is_fine:
+            if not one.is_fine or one.fared.errors:
                 print(f"  {sorted({*one.fared.errors})[:2]} {dict(one.counts)}", flush=True)
             is_fine &= one.is_fine
         state = siege.world.state()
@@ -200,7 +200,7 @@ def main() -> int:
         if given.who == "host" and given.code == ROOT:
             one = attack_proxy(name, given.seconds)
             print(one.row(), flush=True)
-            if not one.is_fine:
+            if not one.is_fine or one.fared.errors:
                 print(f"  {sorted({*one.fared.errors})[:2]} {dict(one.counts)}", flush=True)
             is_fine &= one.is_fine
     return 0 if is_fine else 1
