@@ -8,7 +8,6 @@ import time
 import pytest
 
 from kvferry.channel import Channel, Contact, ContactChange, Received, connections
-from kvferry.channel import zmq as zmq_channel
 from kvferry.channel.zmq import MAX_CALLS
 from kvferry.errors import ChannelError
 from kvferry.wire.secret import Secret
@@ -76,26 +75,6 @@ def test_strangers_leave_files_to_the_process(opened, monkeypatch):
             stack.enter_context(socket.create_connection((host, int(port)), 10))
             listener.wait(0.01)
         assert len(listener._callers) <= 12
-
-
-def test_one_loud_peer_keeps_no_new_one_out(opened, monkeypatch):
-    """Its messages once had the listener take no connection until all of them were taken."""
-    monkeypatch.setattr(connections, "MAX_UNTAKEN_BYTES", 10_000)
-    monkeypatch.setattr(zmq_channel, "TAKE_SECONDS", 0.0)
-    listener, loud = opened(listen="tcp://127.0.0.1:*"), opened()
-    loud.send(listener.address, b"hello")
-    heard(listener)
-    for _ in range(500):
-        loud.send(listener.address, bytes(1000))
-    deadline = time.monotonic() + 10
-    while not listener.dropped["muted"] and time.monotonic() < deadline:
-        loud.wait(0.0)
-        listener.wait(0.06)
-    assert listener.dropped["muted"]
-    host, _, port = listener.address.removeprefix("tcp://").rpartition(":")
-    began = time.monotonic()
-    socket.create_connection((host, int(port)), 10).close()
-    assert time.monotonic() - began < 0.5, "its first packet was dropped"
 
 
 def test_a_route_ends_with_its_connection(opened):

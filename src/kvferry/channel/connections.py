@@ -31,7 +31,7 @@ too: they reach it after a day or more, and it connects again."""
 MAX_UNTAKEN_BYTES = 1 << 20
 """What all peers have sent since the last time that all messages were taken. ZeroMQ needs twenty times as
 much memory for short ones. Beyond it, whoever sent more than ``MUTED_BYTES`` is muted until all are taken,
-and where those who sent less are still too many, no connection is accepted."""
+and no connection is accepted."""
 MUTED_BYTES = 4 << 10
 MAX_BYTES = 128 << 20
 """Both, of all peers. The peers with the most of it are hung up on."""
@@ -63,9 +63,6 @@ class _Connection:
     """Whether a message was taken, and it was not looked at since."""
     num_unread: int = 0
     num_unfinished: int = 0
-    drained_then: int = 0
-    num_untaken: int = 0
-    """Bytes that came since all messages were taken."""
     is_closing: bool = False
     is_muted: bool = False
 
@@ -86,9 +83,6 @@ class _Connection:
         if self.has_spoken and is_drained:
             self.has_spoken, self.received_then = False, received
         self.num_unfinished = received - self.received_then
-        if is_drained:
-            self.drained_then = received
-        self.num_untaken = received - self.drained_then
 
 
 def _mute(one: socket.socket, *, is_muted: bool) -> None:
@@ -244,17 +238,15 @@ class TcpConnections:
                         _mute(each.socket, is_muted=False)
                 if self._listening is not None:
                     _mute(self._listening, is_muted=False)
-        elif sum(each.num_untaken for each in connections) > MAX_UNTAKEN_BYTES:
+        elif sum(each.num_unfinished for each in connections) > MAX_UNTAKEN_BYTES:
+            if self._listening is not None and not self._is_muted:
+                _mute(self._listening, is_muted=True)
             self._is_muted = True
             for each in connections:
-                if each.num_untaken > MUTED_BYTES and not each.is_muted:
+                if each.num_unfinished > MUTED_BYTES and not each.is_muted:
                     each.is_muted = True
                     self._counts["muted"] += 1
                     _mute(each.socket, is_muted=True)
-            # One loud peer is no reason to keep new ones out.
-            num_others = sum(each.num_untaken for each in connections if not each.is_muted)
-            if self._listening is not None and num_others > MAX_UNTAKEN_BYTES:
-                _mute(self._listening, is_muted=True)
 
     def _shut_out(self, peer: str) -> None:
         if len(self._shut) > MAX_SHUT:
