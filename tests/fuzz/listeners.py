@@ -41,7 +41,7 @@ from tests.fuzz.decoders import corpus
 from tests.fuzz.mutations import mutated
 from tests.hostile import zmtp
 from tests.hostile.source_process import CANARY
-from tests.hostile.world import MAX_STARVED_SECONDS, Fared, World, environment
+from tests.hostile.world import MAX_STARVED_SECONDS, MORE_MEMORY, MORE_MIB, Fared, World, environment
 
 CONNECT_SECONDS = 2.0
 HOST = "127.0.0.1"
@@ -387,7 +387,7 @@ class ProxyWorld:
         return 0
 
     @contextmanager
-    def loading(self, pause: float = 0.1) -> Iterator[Fared]:
+    def loading(self, pause: float = 0.1, *, more_mib: int = MORE_MIB) -> Iterator[Fared]:
         fared, is_over, before, peak = Fared(), threading.Event(), self.resident_mib(), 0
 
         def load_on() -> None:
@@ -415,7 +415,7 @@ class ProxyWorld:
             fared.is_alive = self.is_alive
             after = self.resident_mib()
             fared.grown_mib, fared.peak_mib = after - before, peak - before
-            fared.is_too_large = after > before * 1.1 + 32
+            fared.is_too_large = after > before * MORE_MEMORY + more_mib
             with suppress(OSError):
                 fared.num_files = len(os.listdir(f"/proc/{self._process.pid}/fd"))
 

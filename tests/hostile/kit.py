@@ -12,6 +12,7 @@ and its good readers fare meanwhile is measured by ``tests.hostile.siege``. For 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import errno
 import json
 import os
@@ -21,6 +22,7 @@ import select
 import socket
 import struct
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -333,6 +335,7 @@ class Member:
 
     def __init__(self, attack: Attack, **options: int) -> None:
         self.attack, self._context = attack, zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, 4 * MOST_CALLERS)
         self._options = options
         self.socket = self.new()
 
@@ -439,7 +442,11 @@ def member_open_streams(attack: Attack) -> None:
     def messages(member: Member) -> Iterator[bytes]:
         for number in range(1 << 60):
             long = ((1, 1),) * (4000 if number % 10 == 0 else 4)
-            yield wire.encode_rank_message(wire.OpenStream(number, _permit(attack), long))
+            ask = {"nonce": number, "permit": _permit(attack), "regions": long}
+            known = wire.OpenStream.__struct_fields__
+            yield wire.encode_rank_message(
+                wire.OpenStream(**{name: ask[name] for name in known if name in ask})
+            )
 
     flood(attack, messages)
 
@@ -610,6 +617,44 @@ def scan(host: str, most: int = 500) -> list[int]:
     return sorted(found)
 
 
+def local_user(pid: int) -> dict[str, str]:
+    """What a process of this user learns of an engine on the same host, without its ports."""
+    owner = os.stat(f"/proc/{pid}").st_uid
+    sockets = Path(tempfile.gettempdir()) / f"kvferry-{owner}" / "status"
+    found = {"list status sockets": _tried(lambda: os.listdir(sockets))}
+    found["open /proc/PID/mem"] = _tried(lambda: open(f"/proc/{pid}/mem", "rb").close())
+    found["list /proc/PID/fd"] = _tried(lambda: os.listdir(f"/proc/{pid}/fd"))
+    buffer = ctypes.create_string_buffer(8)
+    vector = struct.pack("@PN", ctypes.addressof(buffer), 8)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.process_vm_readv(pid, vector, 1, vector, 1, 0) < 0:
+        found["process_vm_readv"] = os.strerror(ctypes.get_errno())
+    else:
+        found["process_vm_readv"] = "DONE"
+    with open("/proc/net/unix", encoding="utf-8") as table:
+        names = {line.split()[-1] for line in table if " @kvferry-" in line}
+    for name in names:
+        found["descriptors"] = _tried(lambda name=name: _descriptors_at(name))  # type: ignore[misc]
+    return found
+
+
+def _tried(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except OSError as error:
+        return error.strerror or type(error).__name__
+    return "DONE"
+
+
+def _descriptors_at(name: str) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+        caller.settimeout(5)
+        caller.connect(f"\0{name[1:]}")
+        caller.sendall(bytes(32))
+        if not socket.recv_fds(caller, 1, 1)[1]:
+            raise ConnectionError(errno.ECONNREFUSED, "hung up on")
+
+
 def ucx_calls(attack: Attack) -> None:
     """Begins to talk as UCX does, and says what comes after that at random."""
     churn(attack, lambda: UCX_MAGIC + attack.pick.randbytes(attack.pick.choice((0, 5, 40, 400))))
@@ -690,18 +735,28 @@ def targets_of(places: list[str]) -> list[tuple[str, str]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.hostile.kit", description=__doc__)
-    parser.add_argument("places", nargs="+", metavar="[KIND=]HOST:PORT")
+    parser.add_argument("places", nargs="*", metavar="[KIND=]HOST:PORT")
     parser.add_argument("--seconds", type=float, default=30.0, help="in all")
     parser.add_argument("--secret-file", default="", help="attack as a member of the fleet, too")
     parser.add_argument("--only", action="append", choices=ATTACKS, help="may be given again")
     parser.add_argument("--scan", action="store_true", help="look for open ports of the hosts, and no more")
+    parser.add_argument(
+        "--local", type=int, default=0, metavar="PID", help="what of a process can be reached?"
+    )
     parser.add_argument("--user", type=int, default=0, help="become this user first")
     given = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if given.user:
+        # While their files can still be read.
+        "host".encode("idna")
+        from kvferry.wire import gather, messages, permit, secret, ticket  # noqa: F401
+
         os.setgid(given.user)
         os.setuid(given.user)
+    if given.local:
+        print(json.dumps(local_user(given.local)))
+        return 0
     if given.scan:
         for place in given.places:
             host = place.partition(":")[0]

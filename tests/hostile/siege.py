@@ -25,11 +25,13 @@ from typing import Any
 
 from tests.fuzz.listeners import ProxyWorld, secret_in
 from tests.hostile.kit import HTTP_CLIENTS, MEMBERS, OUTSIDERS
-from tests.hostile.world import ROOT, Fared, World, environment
+from tests.hostile.world import MORE_MIB, ROOT, Fared, World, environment
 from tests.transport.listening import listeners_of
 from tests.two_hosts import two_hosts
 
 NOBODY = 65534
+ALLOWED_MIB = {"member-big": 128, "member-deaf": 128, "http-large-bodies": 512}
+"""Documented limits allow these more: messages that wait, answers that are not read, bodies under way."""
 NICE = 5
 """On a machine of its own the kit would not take the engine's processors."""
 
@@ -93,6 +95,11 @@ class Siege:
         (found,) = self._kit("--scan", self.host)
         return {str(place): str(kind) for place, kind in found.items()}
 
+    def local(self) -> dict[str, str]:
+        """What another user of the same host can do to the engine's process."""
+        (found,) = self._kit("--local", str(self.world.source.pid), "--user", str(self._user))
+        return {str(what): str(became) for what, became in found.items()}
+
     def documented(self) -> set[str]:
         return {*self.world.addresses.values()}
 
@@ -106,7 +113,7 @@ class Siege:
 
     def attack(self, name: str, seconds: float) -> Besieged:
         member = ["--secret-file", self.secret_file] if name in MEMBERS and self.secret_file else []
-        with self.world.loading() as fared:
+        with self.world.loading(more_mib=ALLOWED_MIB.get(name, MORE_MIB)) as fared:
             (counts,) = self._kit(
                 "--only", name, "--seconds", str(seconds), *member, *self.targets, "--user", str(self._user)
             )
@@ -140,7 +147,7 @@ def attack_proxy(name: str, seconds: float) -> Besieged:
             "tests.hostile.kit",
             f"http={world.address}",
         ]
-        with world.loading() as fared:
+        with world.loading(more_mib=ALLOWED_MIB.get(name, MORE_MIB)) as fared:
             done = subprocess.run(
                 [*command, "--only", name, "--seconds", str(seconds)],
                 env=environment(),
@@ -184,6 +191,9 @@ def main() -> int:
             print(f"listened at: {sorted(siege.owned())}; documented: {sorted(siege.documented())}")
             siege.targets += [f"ucx={place}" for place in found if place not in siege.documented()]
             is_fine &= {*found} == siege.documented() and "ucx" not in found.values()
+        else:
+            siege.world.source.ask("descriptors")
+            print(f"another user: {siege.local()}")
         print(HEAD, flush=True)
         for name in names_for(siege, given.only):
             if not siege.world.source.is_alive or not siege.world.reader.is_alive:

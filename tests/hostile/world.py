@@ -164,7 +164,7 @@ class World:
         return str(json.loads(answer)["error"]) if answer else "the reader has ended"
 
     @contextmanager
-    def loading(self, pause: float = 0.1) -> Iterator[Fared]:
+    def loading(self, pause: float = 0.1, *, more_mib: int = MORE_MIB) -> Iterator[Fared]:
         """Load again and again meanwhile; all is known when it is over."""
         fared, is_over, before = Fared(), threading.Event(), self.state()
         thread = threading.Thread(target=self._load_on, args=(fared, is_over, pause))
@@ -179,7 +179,7 @@ class World:
             if after:
                 fared.grown_mib = after["rss"] - before["rss"]
                 fared.peak_mib = after["peak"] - before["rss"]
-                fared.is_too_large = after["rss"] > before["rss"] * MORE_MEMORY + MORE_MIB
+                fared.is_too_large = after["rss"] > before["rss"] * MORE_MEMORY + more_mib
                 fared.is_written = after["is_written"]
                 fared.stall_seconds, fared.num_files = after["stall"], after["files"]
 
