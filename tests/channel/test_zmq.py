@@ -1,11 +1,13 @@
 """The control channel, between two channels of this process."""
 
+import contextlib
+import resource
 import socket
 import time
 
 import pytest
 
-from kvferry.channel import Channel, Contact, ContactChange, Received
+from kvferry.channel import Channel, Contact, ContactChange, Received, connections
 from kvferry.channel.zmq import MAX_CALLS
 from kvferry.errors import ChannelError
 from kvferry.wire.secret import Secret
@@ -43,6 +45,36 @@ def test_there_and_back(opened, secret):
     listener.send(received.reply_to, b"welcome")
     (answer,) = heard(caller)
     assert (answer.reply_to, answer.data) == (listener.address, b"welcome")
+
+
+def test_strangers_do_not_take_the_place_of_peers(opened, monkeypatch):
+    """Connections that said nothing once had a listener hang up on readers that were idle."""
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 16)
+    monkeypatch.setattr(connections, "MAX_STRANGERS", 8)
+    listener, caller = opened(listen="tcp://127.0.0.1:*"), opened()
+    caller.send(listener.address, b"hello")
+    (first,) = heard(listener)
+    host, _, port = listener.address.removeprefix("tcp://").rpartition(":")
+    with contextlib.ExitStack() as stack:
+        for _ in range(40):
+            stack.enter_context(socket.create_connection((host, int(port)), 10))
+            listener.wait(0.01)
+        assert listener.dropped["silent"] >= 30
+        assert len(listener._callers) <= 16
+        caller.send(listener.address, b"hello again")
+        (second,) = heard(listener)
+        assert second.reply_to == first.reply_to, "over the same connection"
+
+
+def test_strangers_leave_files_to_the_process(opened, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (80, 80))
+    listener = opened(listen="tcp://127.0.0.1:*")
+    host, _, port = listener.address.removeprefix("tcp://").rpartition(":")
+    with contextlib.ExitStack() as stack:
+        for _ in range(40):
+            stack.enter_context(socket.create_connection((host, int(port)), 10))
+            listener.wait(0.01)
+        assert len(listener._callers) <= 12
 
 
 def test_a_route_ends_with_its_connection(opened):

@@ -4,6 +4,7 @@ import contextlib
 import socket
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -470,6 +471,32 @@ def test_who_does_not_know_the_key_is_no_source():
     world.line.open_stream = offered  # type: ignore[method-assign]
     world.read(1, some(1, 512))
     assert world.wait(1).endswith("it was changed on its way")
+    world.close()
+
+
+@pytest.mark.parametrize(
+    ("lie", "error"),
+    [
+        ({"key": b"short"}, "bad-key: a stream's key has 16 bytes, got 5"),
+        ({"address": "tcp://127.0.0.1:70000"}, "tcp://127.0.0.1:70000 has no port"),
+        ({"address": "tcp://127.0.0.9:5"}, "it is at another host than the rank, tcp://127.0.0.1:5"),
+        ({"address": "tcp://a.name.that.nobody.has:5"}, "another host than the rank, tcp://127.0.0.1:5"),
+    ],
+)
+def test_an_offer_that_makes_no_sense_fails_its_read_at_once(caplog, lie, error):
+    """A short key once kept the thread busy until the deadline, with a traceback in the log each time."""
+    world = World(is_sealed=True)
+
+    def offered(to, nonce, permit, regions):
+        tell = lambda told: world.mover.stream_offered(to, nonce, replace(told, **lie))  # noqa: E731
+        world.sender.open(world.line.address, tell)
+
+    world.line.open_stream = offered
+    began = time.monotonic()
+    world.read(1, some(1, 512))
+    assert world.wait(1).endswith(error)
+    assert time.monotonic() - began < stream_reader.ANSWER_S / 2
+    assert caplog.records == []
     world.close()
 
 

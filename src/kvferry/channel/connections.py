@@ -11,13 +11,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import socket
 import struct
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
 MAX_CONNECTIONS = 2048
-"""The one that has been silent for longest makes room."""
+"""Strangers make room first, then the one that has been silent for longest."""
+MAX_STRANGERS = 1024
+"""Connections without a message so far: the caller may not know the secret. The oldest makes room."""
+FILES_PER_STRANGER = 8
+"""One stranger for so many files that the process may have: each takes two, at two listeners."""
 MAX_UNREAD_BYTES = 32 << 20
 """Answers that one peer has not read: an engine's whole description, a few times over. More are dropped."""
 MAX_UNFINISHED_BYTES = 12 << 20
@@ -98,6 +103,13 @@ class TcpConnections:
         self._by_fd: OrderedDict[int, _Connection] = OrderedDict()
         """The one that has been silent for longest is first."""
         self._by_peer: dict[str, int] = {}
+        self._strangers: dict[int, None] = {}
+        """Those of which no message was taken yet, the oldest first."""
+        soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        is_unlimited = soft_limit == resource.RLIM_INFINITY
+        self._max_strangers = (
+            MAX_STRANGERS if is_unlimited else min(MAX_STRANGERS, soft_limit // FILES_PER_STRANGER)
+        )
         self._next_look = 0.0
         self._num_bytes = 0
         """What all of them keep, at most."""
@@ -124,17 +136,28 @@ class TcpConnections:
             return
         with contextlib.suppress(OSError):
             if port in (own.getsockname()[1], own.getpeername()[1]):  # its number may be another's by now
-                if len(self._by_fd) >= MAX_CONNECTIONS:
-                    oldest = next(iter(self._by_fd))
-                    self._by_fd.move_to_end(oldest)
-                    self._close(self._by_fd[oldest], "silent")
+                self._make_room()
                 self._by_fd[fd] = _Connection(own)
+                self._strangers[fd] = None
                 return
         own.close()
+
+    def _make_room(self) -> None:
+        is_full = len(self._by_fd) >= MAX_CONNECTIONS
+        if self._strangers and (is_full or len(self._strangers) >= self._max_strangers):
+            oldest = next(iter(self._strangers))
+        elif is_full:
+            oldest = next(iter(self._by_fd))
+        else:
+            return
+        self._strangers.pop(oldest, None)  # it is closed by and by
+        self._by_fd.move_to_end(oldest)
+        self._close(self._by_fd[oldest], "silent")
 
     def end(self, fd: int) -> None:
         """A connection has ended."""
         connection = self._by_fd.pop(fd, None)
+        self._strangers.pop(fd, None)
         if connection is not None:
             self._by_peer.pop(connection.peer, None)
             connection.socket.close()
@@ -142,6 +165,7 @@ class TcpConnections:
     def introduce(self, peer: str, fd: int) -> None:
         """A peer has this connection."""
         if fd in self._by_fd:
+            self._strangers.pop(fd, None)
             self._by_peer.pop(self._by_fd[fd].peer, None)
             self._by_fd[fd].peer = peer
             self._by_peer[peer] = fd

@@ -111,6 +111,7 @@ class SourceEngine:
         self._figures: Figures = {}
         self._shown_at = float("-inf")
         # These are the owner's alone.
+        self._told, self._told_until = StatusAnswer(b""), float("-inf")
         self._board = edges.make_board()
         self._authority = Authority(self._offers, num_ranks, timing, self._board.place if self._board else "")
         self._admitting: dict[str, Future[str]] = {}
@@ -278,9 +279,15 @@ class SourceEngine:
         self._channel.send(to, data)
 
     def _tell_status(self, to: str) -> list[SourceEffect]:
-        """Answer who asks how this engine is, if not everybody can ask."""
+        """Answer who asks how this engine is, if not everybody can ask.
+
+        A report takes milliseconds to write: those who ask again and again get the same one for a while.
+        """
         if self._may_tell:
-            return [Send(to, StatusAnswer(json.dumps(self._report()).encode()))]
+            if self._clock() >= self._told_until:
+                self._told = StatusAnswer(json.dumps(self._report()).encode())
+                self._told_until = self._clock() + SHOW_SECONDS
+            return [Send(to, self._told)]
         detail = "an insecure engine does not tell its status to the network: run kvferry status on its host"
         return [Send(to, Rejected("status", detail))]
 

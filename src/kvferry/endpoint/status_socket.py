@@ -16,6 +16,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any, Protocol
 
 from kvferry.errors import KVFerryError, SpecError
@@ -29,6 +30,9 @@ MAX_NAME_CHARACTERS = 32
 MAX_PATH_BYTES = 107
 """Of a socket's address, says Linux."""
 MAX_REPORT_BYTES = 4 << 20
+MAX_WAITING = 64
+"""Callers that wait to be told. Where there are more, a caller tries again."""
+AGAIN_SECONDS = 0.05
 CALL_SECONDS = 2.0
 """How long a caller may take to read what it is told."""
 ANSWER_SECONDS = 15.0
@@ -54,7 +58,7 @@ class StatusSocket:
         try:
             self._socket.bind(str(path))
             path.chmod(0o600)
-            self._socket.listen(8)
+            self._socket.listen(MAX_WAITING)
         except OSError:
             self._socket.close()
             raise
@@ -144,7 +148,7 @@ def read_status(path: Path) -> dict[str, Any]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
         asking.settimeout(ANSWER_SECONDS)
         try:
-            asking.connect(str(path))
+            _connect(asking, path)
             found = b"".join(_received(asking))
         except OSError as error:
             hint = ": the engine that it belonged to is gone" if error.errno == errno.ECONNREFUSED else ""
@@ -156,6 +160,18 @@ def read_status(path: Path) -> dict[str, Any]:
     if not isinstance(answer, dict):
         raise SpecError(f"{path}: this is no socket of an engine of kvferry's, or you are not its user")
     return answer
+
+
+def _connect(asking: socket.socket, path: Path) -> None:
+    deadline = monotonic() + ANSWER_SECONDS
+    while True:
+        try:
+            asking.connect(str(path))
+            return
+        except BlockingIOError:  # too many callers wait already
+            if monotonic() > deadline:
+                raise
+            sleep(AGAIN_SECONDS)
 
 
 def _received(asking: socket.socket) -> Iterator[bytes]:

@@ -20,6 +20,10 @@ HELLO_S = 10.0
 MAX_CALLERS = 64
 """Connections that have not named a stream yet; one more, and the oldest of them is cut off. A reader names
 its stream at once."""
+BACKLOG = 1024
+"""Connections that wait to be accepted. Beyond it the kernel drops first packets: readers lose a second."""
+ENOUGH_AT_ONCE = 16
+"""Callers that are accepted before others get their turn: too few to cut off one that has just come."""
 PAUSE_S = 0.2
 """How long nobody is let in after one could not be: it stays in the queue, and would be tried for ever."""
 
@@ -28,7 +32,7 @@ def listen_at(host: str) -> socket.socket:
     """A socket that waits for callers, at a port of its own."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((host, 0), family=family, backlog=MAX_CALLERS)
+        listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
     except OSError as error:
         raise TransportError("no-connection", f"cannot listen at {host}: {error}") from error
     listener.setblocking(False)
@@ -79,13 +83,17 @@ class StreamCallers:
         self._listener.close()
 
     def _accept(self) -> None:
-        try:
-            caller, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return  # it has gone by itself
-        except OSError as error:
-            self._pause(error)
-            return
+        for _ in range(ENOUGH_AT_ONCE):
+            try:
+                caller, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return  # it has gone by itself
+            except OSError as error:
+                self._pause(error)
+                return
+            self._let_in(caller)
+
+    def _let_in(self, caller: socket.socket) -> None:
         self._has_warned = False
         if len(self._callers) >= MAX_CALLERS:
             self._hang_up(next(iter(self._callers)))

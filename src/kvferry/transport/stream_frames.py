@@ -34,6 +34,9 @@ class StreamOffer:
 
     >>> StreamOffer("tcp://127.0.0.1:5", bytes(16)).host_and_port
     ('127.0.0.1', 5)
+    >>> StreamOffer("tcp://127.0.0.1:70000", bytes(16)).host_and_port
+    Traceback (most recent call last):
+    ValueError: tcp://127.0.0.1:70000 has no port
     """
 
     address: str
@@ -44,7 +47,17 @@ class StreamOffer:
     @property
     def host_and_port(self) -> tuple[str, int]:
         host, _, port = self.address.removeprefix("tcp://").rpartition(":")
+        if not (port.isdecimal() and 0 < int(port) < 1 << 16):
+            raise ValueError(f"{self.address} has no port")
         return host.strip("[]"), int(port)
+
+    def check_host(self, rank: str) -> None:
+        """Raise ValueError unless it is at the host of the rank that offers it, which listens at ``rank``.
+
+        A rank cannot have its readers call a third party, nor look up a name that never resolves.
+        """
+        if self.address.rpartition(":")[0] != rank.rpartition(":")[0]:
+            raise ValueError(f"it is at another host than the rank, {rank}")
 
 
 class Cursor:

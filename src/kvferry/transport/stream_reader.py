@@ -336,6 +336,7 @@ class StreamMover:
                 continue
             stream.offer = offer
             try:
+                offer.check_host(link.address)
                 stream.socket = start_call(offer)
             except (OSError, ValueError) as error:
                 self._lose(link, f"the stream of {link.name} at {offer.address} cannot be called: {error}")
@@ -348,11 +349,12 @@ class StreamMover:
         if stream.socket is None:
             return
         try:
+            frames = FrameReceiver(self.copier, offer.key, partial(self._sides_of, link))
             end_call(stream.socket, offer)
-        except OSError as error:
+        except (OSError, TransportError) as error:
             self._lose(link, f"the stream of {link.name} at {offer.address} cannot be called: {error}")
             return
-        stream.frames = FrameReceiver(self.copier, offer.key, partial(self._sides_of, link))
+        stream.frames = frames
         self._loop.watch(stream.socket, partial(self._receive, stream))
 
     def _receive(self, stream: _Stream) -> None:

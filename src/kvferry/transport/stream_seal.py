@@ -33,6 +33,8 @@ class FrameSeal:
     """
 
     def __init__(self, key: bytes) -> None:
+        if len(key) != KEY_BYTES:  # a peer's word
+            raise TransportError("bad-key", f"a stream's key has {KEY_BYTES} bytes, got {len(key)}")
         self._cipher, self._count = AESGCM(key), 0
 
     def seal(self, head: bytes, plain: memoryview, sealed: memoryview) -> None:
