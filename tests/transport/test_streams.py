@@ -491,7 +491,7 @@ def test_an_offer_that_makes_no_sense_fails_its_read_at_once(caplog, lie, error)
         tell = lambda told: world.mover.stream_offered(to, nonce, replace(told, **lie))  # noqa: E731
         world.sender.open(world.line.address, tell)
 
-    world.line.open_stream = offered
+    world.line.open_stream = offered  # type: ignore[method-assign]
     began = time.monotonic()
     world.read(1, some(1, 512))
     assert world.wait(1).endswith(error)
