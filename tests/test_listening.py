@@ -67,7 +67,7 @@ DOCUMENTED: dict[str, tuple[Documented, ...]] = {
     "library, with a secret": source("HOST"),
     "library: Destination": destination(),
     "kvferry demo": (*source(num_ranks=4, name="src"), *destination("dst", 2)),
-    "kvferry doctor": source(name="doctor")[1:3],
+    "kvferry doctor": (*source(name="doctor"), *source()[1:3]),
     "kvferry doctor --listen": (
         Documented("calls of doctors", "tcp", "HOST", 1, AUTHORITY),
         *source("HOST")[1:3],

@@ -43,14 +43,14 @@ def test_a_pair_can_be_watched_and_compared(nursery, tmp_path):
     lines = [line for line in dst.log.read_text().splitlines() if "kvferry: load of " in line]
     assert len(lines) == 2 * len(PROMPTS)
     account = re.compile(
-        r" at tcp://\S+: [\d,]+ bytes in [\d,]+ runs from 1 rank, direct, in [\d.]+ ms \(predicted [\d.]+\);"
+        r" at tcp://\S+: [\d,]+ bytes in [\d,]+ runs from 1 rank, packed, in [\d.]+ ms \(predicted [\d.]+\);"
     )
     assert all(account.search(line) for line in lines)
     assert 0 < src.num_offers() <= len(PROMPTS), "what the scheduler counts comes to the front end, too"
     (address,) = set(re.findall(r"requests can be fetched from (\S+)", src.log.read_text()))
     told = json.loads(kvferry("status", "--json").stdout)["engines"]
     readers = [one for one in told if address in [each["address"] for each in one.get("sources", ())]]
-    assert [reader["ended"] for reader in readers] == [{"read direct": len(PROMPTS)}] * 2
+    assert [reader["ended"] for reader in readers] == [{"read packed": len(PROMPTS)}] * 2
     assert {each["state"] for reader in readers for each in reader["sources"]} == {"met"}
     (source,) = json.loads(kvferry("status", address, "--json").stdout)["engines"]
     ended = {each["labels"].get("reason"): each["value"] for each in source["figures"]}

@@ -73,6 +73,7 @@ def chunk_terms(sides: Sequence[TermSide], memory: Places, *, is_gather: bool) -
     They have room in the chunk (``check_room``), so no run is too long for the kernel. Raises TransportError
     if one leaves its region.
 
+    >>> from kvferry.core.manifest import Region
     >>> memory = Places("ours", [Region("kv", 2000, address=4096)])
     >>> side = TermSide(np.array([0, 500]), np.array([8, 4]), np.array([0, 1000]))
     >>> for term in chunk_terms([side], memory, is_gather=True):

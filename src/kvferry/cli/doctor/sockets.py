@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from enum import StrEnum
 
 from kvferry.cli.bench.engine import cache_manifest
@@ -72,7 +73,8 @@ class EngineProbe:
         logging.disable(logging.WARNING)
         secret = secret_from_environment()
         trust, self._is_sealed = Trust(secret), secret is not None
-        listen = f"{SCHEME}{own_address() if secret else LOOPBACK}:*"
+        # On loopback: to look is not to open a door. With a secret an engine listens at its host's address.
+        listen, self._host = f"{SCHEME}{LOOPBACK}:*", own_address() if secret else LOOPBACK
         before = listeners()
         self._memory = BenchMemory(device_of(memory), SHAPE.total_bytes)
         manifest = cache_manifest("doctor", SHAPE, self._memory.region)
@@ -93,7 +95,16 @@ class EngineProbe:
         """Those of the engine, in the order of their purposes."""
         found = [(_refined(listener, purpose), listener) for listener, purpose in self._found.items()]
         found.sort(key=lambda each: (list(SocketPurpose).index(each[0]), each[1]))
-        return [seen(purpose, listener, is_sealed=self._is_sealed) for purpose, listener in found]
+        return [
+            seen(purpose, self._of_an_engine(purpose, listener), is_sealed=self._is_sealed)
+            for purpose, listener in found
+        ]
+
+    def _of_an_engine(self, purpose: SocketPurpose, listener: Listener) -> Listener:
+        """Where an engine would listen."""
+        if listener.kind != "tcp" or purpose is SocketPurpose.UCX:
+            return listener
+        return replace(listener, address=f"{self._host}:{listener.address.rpartition(':')[2]}")
 
     def close(self) -> None:
         self._rank.close()
