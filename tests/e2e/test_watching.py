@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import KVFERRY, PROMPTS, Nursery, ferry, prefill
+from tests.e2e.harness import KVFERRY, PROMPTS, Nursery, ferry, prefill, until
 from tests.e2e.needs import needs_vllm
 
 pytestmark = [pytest.mark.slow, *needs_vllm]
@@ -67,7 +67,9 @@ def test_engines_that_cannot_talk_say_why_and_how_to_see_it(nursery, tmp_path):
         engine.wait_ready()
     answer = dst.ask(PROMPTS[1], params=prefill(src, PROMPTS[1]))
     assert answer.finish_reason == "error"
-    (command,) = set(re.findall(r"kvferry (plan \S+ \S+ --dst-rank \d+)", dst.log.read_text()))
+    told = re.compile(r"kvferry (plan \S+ \S+ --dst-rank \d+)")
+    until(lambda: bool(told.search(dst.log.read_text())), "the worker has written what it was told")
+    (command,) = set(told.findall(dst.log.read_text()))
     plan = kvferry(*shlex.split(command))
     assert plan.returncode == 1
     assert "head" in plan.stdout + plan.stderr
