@@ -118,6 +118,7 @@ def test_a_ticket_binds_to_its_first_reader():
     assert acquire(source, ticket, "A") == Grant(5, ticket.ticket_id, 30_000, is_whole=False)
     assert acquire(source, ticket, "B").code == "taken"
     assert acquire(source, ticket, "A").ticket_id == ticket.ticket_id  # asked twice: the same answer
+    assert source.figures()[("kvferry_grants",)] == 1  # and counted once
 
 
 def test_a_lease_stands_on_the_board_until_it_ends():

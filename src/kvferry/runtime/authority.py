@@ -271,10 +271,11 @@ class Authority:
             return no(FailureCode.ENDED, "the ticket was read, given back or withdrawn, or its lease is over")
         if not self._may_last(now, lease):
             return no(FailureCode.ENDED, "its lease is over")
-        is_first = lease.reading is None
+        is_first, is_known = lease.reading is None, lease.is_held_by(ask.reader_rank)
         if refusal := lease.bind(ask):
             return no(*refusal)
-        self._tally.granted(ticket, is_first=is_first)
+        if not is_known:
+            self._tally.granted(ticket, is_first=is_first)
         self._extend(now, lease)
         proofs = make_proofs(ticket, {n: rank.join.rank_key for n, rank in self._ranks.items()})
         seen = (self._board, offers.mark(ticket.ticket_id)) if self._board else ()

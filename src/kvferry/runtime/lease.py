@@ -103,6 +103,10 @@ class Lease:
             self.reading.grants[ask.reader_rank] = _RankGrant(ask.attempt, ask.token)
         return refusal
 
+    def is_held_by(self, rank: int) -> bool:
+        """Whether this rank of its reader was granted it already: an ask that is sent again grants nothing new."""
+        return self.reading is not None and rank in self.reading.grants
+
     def _refusal(self, ask: Acquire) -> tuple[FailureCode, str] | None:
         if not ask.reader or not 0 <= ask.reader_rank < ask.reader_ranks <= MAX_READER_RANKS:
             detail = f"rank {ask.reader_rank} of {ask.reader_ranks} of {ask.reader!r}"
