@@ -19,9 +19,10 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.host.listening import Listener
 from kvferry.transport.descriptor_socket import DescriptorServer
 from tests.hostile.world import ROOT, Process, environment
-from tests.transport.listening import Listener, family_of, listeners_of
+from tests.transport.listening import family_of, listeners_of
 
 HOST = "127.0.0.2"
 """This machine, as others would call it: an address that an engine was told to listen at."""
@@ -92,7 +93,7 @@ def seen(listeners: set[Listener]) -> Counter[tuple[str, str]]:
 
 def _place(listener: Listener) -> str:
     if listener.kind != "unix":
-        return listener.address
+        return listener.host
     if listener.address.startswith("@"):
         return listener.address[: len("@kvferry-")]
     path = Path(listener.address)

@@ -105,11 +105,7 @@ class Siege:
 
     def owned(self) -> set[str]:
         """Where the engine's process listens for TCP, as its kernel has it."""
-        return {
-            f"{each.address}:{each.port}"
-            for each in listeners_of([self.world.source.pid])
-            if each.kind == "tcp"
-        }
+        return {each.address for each in listeners_of([self.world.source.pid]) if each.kind == "tcp"}
 
     def attack(self, name: str, seconds: float) -> Besieged:
         member = ["--secret-file", self.secret_file] if name in MEMBERS and self.secret_file else []

@@ -447,7 +447,8 @@ class World(RuleBasedStateMachine):
     def withdraw(self, which):
         offer = self.offers[which % len(self.offers)]
         if offer.ticket.generation == self.generation:
-            had_readers = bool(self.readers_of(offer))
+            # A reader whose clock stands still believes in a lease that has run out.
+            had_readers = offer.is_owned and bool(self.readers_of(offer))
             self.of_authority(self.authority.withdraw(self.src_now, offer.request_id))
             assert not had_readers or offer.is_owned, "withdrawn from under its reader"
 
@@ -1040,4 +1041,17 @@ def test_ranks_that_are_gone_do_not_make_an_engine_whole():
     world.fetch_give_up_and_fetch_again(0, 0, is_backwards=False)
     world.finish_merge(is_good=False)
     world.fetch_give_up_and_fetch_again(0, 0, is_backwards=True)
+    world.teardown()
+
+
+def test_a_reader_whose_clock_stands_still_does_not_forbid_a_withdrawal():
+    """Found by the world: its lease had run out, and it believed in it; the world took that for a fault."""
+    world = World()
+    world.begin([1], [0, 0, 0], is_late=False, has_boards=False)
+    world.serve(engine=0, rounds=1)
+    world.bend_a_clock(which=1, rate=0.0, is_real=True)
+    world.advance(seconds=9.0, has_tick=False)
+    world.calm(rounds=1, is_slow=False)
+    assert world.offers[0].releases == ["expired"]
+    world.withdraw(which=0)
     world.teardown()

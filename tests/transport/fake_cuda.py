@@ -60,7 +60,6 @@ class FakeCuda:
         """What is allocated or pinned, by address."""
         self._given_up: list[np.ndarray] = []
         """Kept, so that nobody else gets its addresses."""
-        self.pinned: dict[int, int] = {}
         """Host memory that the device reaches, by address."""
         self.exported: dict[bytes, np.ndarray] = {}
         self.mapped: list[Allocation] = []
@@ -116,18 +115,6 @@ class FakeCuda:
 
     def upload(self, address: int, data: bytes) -> None:
         ctypes.memmove(address, data, len(data))
-
-    def pin(self, address: int, num_bytes: int, *, is_read_only: bool = False) -> None:
-        self._may_fail("pin")
-        with self._lock:
-            if address in self.pinned:
-                self.faults.append("pinned twice")
-            self.pinned[address] = num_bytes
-
-    def unpin(self, address: int) -> None:
-        with self._lock:
-            if self.pinned.pop(address, None) is None:
-                self.faults.append("unpinned twice")
 
     # -- memory of others
 

@@ -62,7 +62,6 @@ class Device:
         assert len(self.cuda.memory) == self.num_buffers
         assert (self.cuda.num_streams, self.cuda.num_events) == (0, 0)
         assert not self.cuda.faults
-        assert not self.cuda.pinned
         assert not self.cuda.mapped
 
 

@@ -8,19 +8,19 @@ import pytest
 
 from kvferry import Region
 from kvferry.errors import TransportError
+from kvferry.host.listening import listeners
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.settings import Expose
 from kvferry.transport.ucx import FABRICS, UCX_DEVICES, UCX_TRANSPORTS
-from tests.transport.listening import listening
 
 
 def opened(**options):
     """Where a transport that is registered listens, and what its card's agent is called."""
-    memory, before = np.zeros(1 << 16, np.uint8), listening()
+    memory, before = np.zeros(1 << 16, np.uint8), listeners()
     transport = NixlTransport(**options)
     try:
         transport.register([Region("kv", memory.nbytes, address=memory.ctypes.data)])
-        return listening() - before
+        return listeners() - before
     finally:
         transport.close()
 
@@ -45,7 +45,7 @@ def test_where_ucx_is_told_to_use_tcp_it_listens_on_loopback(monkeypatch):
     monkeypatch.setenv(UCX_TRANSPORTS, FABRICS["cma"][UCX_TRANSPORTS])
     found = opened(expose=Expose.FABRIC)
     assert found, "UCX connects by TCP"
-    assert [address for address, _ in found if not ip_address(address).is_loopback] == []
+    assert [each for each in found if not ip_address(each.host).is_loopback] == []
 
 
 def test_ucx_is_not_allowed_to_listen_elsewhere(monkeypatch):

@@ -9,10 +9,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from kvferry.host.listening import listeners
 from kvferry.transport.cards import Card
 from kvferry.transport.settings import Expose
 from kvferry.transport.ucx import FABRICS
-from tests.transport.listening import listening
 from tests.vllm.conftest import Docks
 from tests.vllm.engine import Setup
 from tests.vllm.pairs import FAMILIES, Pair, assert_whole
@@ -66,11 +66,11 @@ def test_an_engine_listens_where_it_says_and_nowhere_else(
         path.write_text("0123456789abcdef" * 2)
         path.chmod(0o600)
         monkeypatch.setenv("KVFERRY_SECRET_FILE", str(path))
-    before = listening()
+    before = listeners()
     llama = FAMILIES["llama"]
     engine = docks.own(replace(llama, options=(*llama.options, ("listen", f"tcp://{host}:*"))))
-    opened = listening() - before
+    opened = [each for each in listeners() - before if each.kind == "tcp"]
     gathering = side(engine)._gathering
     assert gathering is not None
     assert len(opened) == 3, "the authority, the rank, and its streams"
-    assert {address for address, _ in opened} == {host}
+    assert {each.host for each in opened} == {host}

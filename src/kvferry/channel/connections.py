@@ -95,7 +95,7 @@ def _mute(one: socket.socket, *, is_muted: bool) -> None:
 
 
 class TcpConnections:
-    """TcpConnections by the number of ZeroMQ's file descriptor. Belongs to the channel's thread."""
+    """Connections by the number of ZeroMQ's file descriptor. Belongs to the channel's thread."""
 
     def __init__(self, counts: Counter[str]) -> None:
         """``counts``: connections that were muted or closed, by why."""
@@ -124,7 +124,7 @@ class TcpConnections:
         return len(self._by_fd)
 
     def listen(self, fd: int) -> None:
-        """TcpConnections are accepted by a socket of ZeroMQ's."""
+        """Connections are accepted by a socket of ZeroMQ's."""
         self._listening = socket.socket(fileno=os.dup(fd))
 
     def begin(self, fd: int, port: int) -> None:

@@ -28,9 +28,6 @@ from kvferry.wire.outline import regions_at
 
 log = log_of(__name__)
 
-USUAL_TOKENS = (1024, 256, 64, 16)
-"""Of a request by which ways are compared: the first that fits into both pools."""
-
 
 @dataclass(frozen=True, eq=False)
 class MetPeer:

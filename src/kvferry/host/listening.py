@@ -1,4 +1,4 @@
-"""The sockets that this process listens on, as the kernel lists them."""
+"""The sockets that a process listens on, as the kernel lists them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,21 @@ _ACCEPTS = 1 << 16
 
 @dataclass(frozen=True, slots=True, order=True)
 class Listener:
-    """One socket."""
+    """One socket. A UDP socket counts as soon as it has a port."""
 
     kind: str
-    """``tcp`` or ``unix``."""
+    """``tcp``, ``udp`` or ``unix``."""
     address: str
     """``HOST:PORT``, a path, or ``@NAME`` for a socket that has no file."""
 
+    @property
+    def host(self) -> str:
+        """Of a TCP or UDP socket."""
+        return self.address.rpartition(":")[0]
 
-def listeners() -> set[Listener]:
-    """Every listening TCP or Unix socket of this process.
+
+def listeners(pid: int | str = "self") -> set[Listener]:
+    """Every listening socket of a process. Raises OSError if it has ended.
 
     >>> import socket
     >>> with socket.create_server(("127.0.0.1", 0)) as server:
@@ -36,13 +41,13 @@ def listeners() -> set[Listener]:
     ...     Listener("unix", "@a-name-of-no-file") in listeners()
     True
     """
-    inodes = set(_inodes())
-    return {listener for inode, listener in (*_tcp(), *_unix()) if inode in inodes}
+    inodes = set(_inodes(pid))
+    return {listener for inode, listener in (*_internet(pid), *_unix(pid)) if inode in inodes}
 
 
-def _inodes() -> Iterator[str]:
-    """Of this process's sockets."""
-    for entry in os.scandir("/proc/self/fd"):
+def _inodes(pid: int | str) -> Iterator[str]:
+    """Of a process's sockets."""
+    for entry in os.scandir(f"/proc/{pid}/fd"):
         try:
             target = os.readlink(entry.path)
         except OSError:
@@ -51,25 +56,25 @@ def _inodes() -> Iterator[str]:
             yield target.removeprefix("socket:[").removesuffix("]")
 
 
-def _tcp() -> Iterator[tuple[str, Listener]]:
-    for table in ("tcp", "tcp6"):
-        for fields in _rows(table):
-            if fields[3] == _LISTENS:
-                address, port = fields[1].split(":")
-                yield fields[9], Listener("tcp", f"{_host(address)}:{int(port, 16)}")
+def _internet(pid: int | str) -> Iterator[tuple[str, Listener]]:
+    for table in ("tcp", "tcp6", "udp", "udp6"):
+        for fields in _rows(pid, table):
+            address, port = fields[1].split(":")
+            if fields[3] == _LISTENS if table.startswith("tcp") else int(port, 16):
+                yield fields[9], Listener(table[:3], f"{_host(address)}:{int(port, 16)}")
 
 
-def _unix() -> Iterator[tuple[str, Listener]]:
-    for fields in _rows("unix"):
+def _unix(pid: int | str) -> Iterator[tuple[str, Listener]]:
+    for fields in _rows(pid, "unix"):
         if int(fields[3], 16) & _ACCEPTS:
             yield fields[6], Listener("unix", fields[7] if len(fields) > 7 else "")
 
 
-def _rows(table: str) -> Iterator[list[str]]:
-    path = Path(f"/proc/self/net/{table}")
+def _rows(pid: int | str, table: str) -> Iterator[list[str]]:
+    path = Path(f"/proc/{pid}/net/{table}")
     if path.exists():
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines()[1:]:
-            yield line.split()
+            yield line.split(maxsplit=7) if table == "unix" else line.split()
 
 
 def _host(text: str) -> str:

@@ -12,7 +12,7 @@ import fcntl
 import os
 import re
 import secrets
-from mmap import MAP_SHARED, PROT_READ, mmap
+from mmap import mmap
 from weakref import finalize
 
 SEAL_FUTURE_WRITE = 0x10
@@ -56,16 +56,3 @@ def open_place(place: str, prefix: str) -> int:
         os.close(fd)
         raise OSError(f"{path} is something else")
     return fd
-
-
-def look_at(place: str, prefix: str, num_bytes: int) -> mmap:
-    """Somebody's memory; raises OSError if it is not there, too short, or could become so."""
-    fd = open_place(place, prefix)
-    try:
-        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-            raise OSError("it could be cut off")
-        if os.fstat(fd).st_size < num_bytes:
-            raise OSError(f"it has fewer than {num_bytes} bytes")
-        return mmap(fd, num_bytes, MAP_SHARED, PROT_READ)
-    finally:
-        os.close(fd)

@@ -104,7 +104,7 @@ class Lease:
         return refusal
 
     def is_held_by(self, rank: int) -> bool:
-        """Whether this rank of its reader was granted it already: an ask that is sent again grants nothing new."""
+        """Whether this rank of its reader was granted it already: an ask that is repeated grants nothing."""
         return self.reading is not None and rank in self.reading.grants
 
     def _refusal(self, ask: Acquire) -> tuple[FailureCode, str] | None:

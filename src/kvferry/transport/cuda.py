@@ -19,7 +19,7 @@ from kvferry.errors import TransportError
 
 INSTALL = 'install NVIDIA\'s bindings with: pip install "kvferry[cuda]" (torch 2.10 and later bring them)'
 NAME_BYTES = 128
-PORTABLE, DEVICE_MAP, READ_ONLY = 1, 2, 8
+PORTABLE, DEVICE_MAP = 1, 2
 """``CU_MEMHOSTREGISTER_…``, which not all bindings name."""
 
 
@@ -190,23 +190,6 @@ class Cuda:
         """Give pinned host memory back."""
         with self.current():
             call(self._cu.cuMemFreeHost, address)
-
-    def pin(self, address: int, num_bytes: int, *, is_read_only: bool = False) -> None:
-        """Let the device reach host memory at its own address, until ``unpin``; whole pages, taken now."""
-        flags = PORTABLE | DEVICE_MAP | (READ_ONLY if is_read_only else 0)
-        with self.current():
-            call(self._cu.cuMemHostRegister, address, num_bytes, flags)
-            try:
-                if int(call(self._cu.cuMemHostGetDevicePointer, address, 0)) != address:
-                    raise TransportError("cuda", "this device has host memory at other addresses")
-            except TransportError:
-                call(self._cu.cuMemHostUnregister, address)
-                raise
-
-    def unpin(self, address: int) -> None:
-        """The device reaches host memory no more. Nothing may be under way."""
-        with self.current():
-            call(self._cu.cuMemHostUnregister, address)
 
     def allocation_of(self, address: int) -> Allocation:
         """The allocation that an address lies in."""

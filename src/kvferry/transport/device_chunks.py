@@ -1,4 +1,4 @@
-"""Rings of a rank whose memory is a device's, there or on the host, and who copies: the copy kernel.
+"""Chunks of a rank whose memory is a device's: the copy kernel fills and empties them.
 
 The bytes of a chunk lie as ``pack`` says, whoever copies them.
 """

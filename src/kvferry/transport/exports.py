@@ -97,11 +97,10 @@ class Export:
 class Exporter:
     """The source's side: exports a rank's regions once, and hands out descriptors until it is closed."""
 
-    def __init__(self, cuda: Cuda, regions: Sequence[Region], probe_at: int = 0) -> None:
-        """``probe_at``: where the probe is put; 0: in memory of its own, wherever the driver has that."""
+    def __init__(self, cuda: Cuda, regions: Sequence[Region]) -> None:
         self._cuda = cuda
         self._server: DescriptorServer | None = None
-        self._probe, self._probe_at = 0, probe_at
+        self._probe = 0
         self._descriptors: list[int] = []
         try:
             self.export = self._exported(regions)
@@ -126,9 +125,7 @@ class Exporter:
                 )
             extents.append(Extent(first, len(row), region.address - row[0].address, region.address))
         probe = secrets.token_bytes(PROBE_BYTES)
-        if not self._probe_at:
-            self._probe = self._cuda.allocate(PROBE_BYTES)
-        at = self._probe_at or self._probe
+        at = self._probe = self._cuda.allocate(PROBE_BYTES)
         self._cuda.upload(at, probe)
         # The driver hands out small allocations from a larger one: the probe may not be where that begins.
         allocation = self._cuda.allocation_of(at)

@@ -31,7 +31,8 @@ class Gate:
     def __enter__(self) -> None:
         """A call comes in; raises TransportError if the gate is shut."""
         with self._changed:
-            self._check_open()
+            if self._is_shut:
+                raise TransportError("closed", "this transport was closed")
             self._num_inside += 1
 
     def __exit__(self, *raised: object) -> None:
@@ -39,11 +40,6 @@ class Gate:
             self._num_inside -= 1
             if self._is_shut:
                 self._changed.notify_all()
-
-    def check_open(self) -> None:
-        """Raise TransportError if the gate is shut: for a call that is inside, before it starts more."""
-        with self._changed:
-            self._check_open()
 
     def shut(self) -> None:
         """Let nobody in any more."""
@@ -54,7 +50,3 @@ class Gate:
         """Whether every call that was inside has left in time; the gate is shut."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._num_inside, timeout_s)
-
-    def _check_open(self) -> None:
-        if self._is_shut:
-            raise TransportError("closed", "this transport was closed")

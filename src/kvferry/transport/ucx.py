@@ -85,8 +85,8 @@ class UcxSettings:
         settings = {UCX_EMULATES: "n"}
         if environ.get(UCX_EMULATES, "n").lower() not in ("n", "no", "0", "off"):
             raise TransportError("bad-setting", f"{UCX_EMULATES}={environ[UCX_EMULATES]!r}: unset it")
-        transports = environ.get(UCX_TRANSPORTS, "")
-        if not transports:
+        transports = environ.get(UCX_TRANSPORTS)
+        if transports is None:
             settings[UCX_TRANSPORTS] = NO_TCP
         elif allows_tcp(transports):
             settings[UCX_DEVICES] = LOOPBACK_DEVICE
@@ -102,13 +102,17 @@ class UcxSettings:
 
 
 def allows_tcp(transports: str) -> bool:
-    """Whether UCX may use TCP, by what ``UCX_TLS`` says.
+    """Whether UCX may use TCP, by what ``UCX_TLS`` says: what is not understood may.
 
     >>> [allows_tcp(text) for text in ("sm,tcp", "all", "^tcp", "^ib", "ib,self")]
     [True, True, False, True, False]
+    >>> [allows_tcp(text) for text in ("", "rc,tcp:aux", "rc,t*", "^tcp:aux")]
+    [True, True, True, True]
     """
     names = set(transports.removeprefix("^").replace(" ", "").split(","))
-    return "tcp" not in names if transports.startswith("^") else bool(names & {"tcp", "all"})
+    if transports.startswith("^"):
+        return "tcp" not in names
+    return any(name in ("", "all") or "tcp" in name or set(name) & set("*?[") for name in names)
 
 
 def choices_told_in(folder: str) -> dict[str, str]:
