@@ -394,13 +394,15 @@ class ProxyWorld:
             nonlocal peak
             good_at = time.monotonic()
             while self.is_alive:
+                began = time.monotonic()
                 is_last, error = is_over.is_set(), self.load()
                 now, peak = time.monotonic(), max(peak, self.resident_mib())
                 fared.starved_seconds = max(fared.starved_seconds, now - good_at)
                 if error:
                     fared.errors.append(error)
                 else:
-                    fared.num_loads, good_at = fared.num_loads + 1, now
+                    fared.seconds.append(now - began)
+                    good_at = now
                 if is_last and (not error or now - good_at > 3 * MAX_STARVED_SECONDS):
                     return
                 is_over.wait(pause)
@@ -605,8 +607,9 @@ def _fuzz_reader(name: str, world: World, one: LyingSource, seed: int, seconds: 
         if error := world.load():
             error = world.load()  # the first may find its stream cut
             fared.errors.append(error) if error else None
-        fared.starved_seconds = max(fared.starved_seconds, time.monotonic() - asked)
-        fared.num_loads += not error
+        took = time.monotonic() - asked
+        fared.starved_seconds = max(fared.starved_seconds, took)
+        fared.seconds += [] if error else [took]
     fared.is_alive = world.source.is_alive and world.reader.is_alive
     fared.grown_mib = reader_mib(world) - first
     fared.is_too_large = fared.grown_mib > first * 0.1 + 32

@@ -3,6 +3,7 @@
     python -m tests.hostile.siege --seconds 10               each attack for so long
     python -m tests.hostile.siege --code CHECKOUT            the engine and its reader run other code
     python -m tests.hostile.siege --as user                  another user of the same host, without a secret
+    python -m tests.hostile.siege --soak 30                  30 minutes, attacked and left alone in turns
 
 The source engine runs in one network namespace, its reader and the kit in another one, joined by a cable:
 root is needed. The proxy is attacked on loopback.
@@ -11,11 +12,13 @@ root is needed. The proxy is attacked on loopback.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -167,11 +170,45 @@ def names_for(siege: Siege, chosen: Sequence[str]) -> list[str]:
     ]
 
 
+def quantile(seconds: Sequence[float], share: float) -> float:
+    """The time that this share of the loads took at most."""
+    return sorted(seconds)[min(len(seconds) - 1, int(share * len(seconds)))]
+
+
+def soak(siege: Siege, minutes: float, seconds: float) -> bool:
+    """One engine under all attacks, again and again; between them it is left alone, to compare."""
+    names, before = names_for(siege, ()), siege.world.state()["rss"]
+    quiet, attacked, errors = list[float](), list[float](), Counter[str]()
+    is_fine, longest, ends_at = True, 0.0, time.monotonic() + 60 * minutes
+    for turn in itertools.count():
+        with siege.world.loading() as alone:
+            time.sleep(seconds / 2)
+        one = siege.attack(names[turn % len(names)], seconds)
+        quiet += alone.seconds
+        attacked += one.fared.seconds
+        errors.update(one.fared.errors)
+        longest = max(longest, one.fared.starved_seconds)
+        is_fine &= one.is_fine and alone.is_fine
+        if not one.is_fine:
+            print(one.row(), flush=True)
+        if time.monotonic() > ends_at or not siege.world.source.is_alive:
+            break
+    time.sleep(10)
+    after = siege.world.state().get("rss", 0)
+    for name, times in (("left alone", quiet), ("attacked", attacked)):
+        figures = ", ".join(f"p{100 * share:g} {quantile(times, share):.3f} s" for share in (0.5, 0.99))
+        print(f"{name}: {len(times)} good loads, {figures}, longest {max(times):.2f} s")
+    print(f"attacks: {turn + 1}; failed: {dict(errors)}; longest wait {longest:.2f} s")
+    print(f"memory: {before} MiB before, {after} MiB after, x {after / before:.2f}", flush=True)
+    return is_fine
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.hostile.siege", description=__doc__)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--code", type=Path, default=ROOT)
     parser.add_argument("--as", dest="who", choices=["host", "user"], default="host")
+    parser.add_argument("--soak", type=float, default=0.0, metavar="MINUTES")
     parser.add_argument("--only", action="append", default=[])
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="an engine's setting"
@@ -190,6 +227,8 @@ def main() -> int:
         else:
             siege.world.source.ask("descriptors")
             print(f"another user: {siege.local()}")
+        if given.soak:
+            return 0 if soak(siege, given.soak, given.seconds) and is_fine else 1
         print(HEAD, flush=True)
         for name in names_for(siege, given.only):
             if not siege.world.source.is_alive or not siege.world.reader.is_alive:

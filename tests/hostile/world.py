@@ -84,7 +84,8 @@ class Process:
 class Fared:
     """How the good reader fared."""
 
-    num_loads: int = 0
+    seconds: list[float] = field(default_factory=list)
+    """How long each good load took."""
     errors: list[str] = field(default_factory=list)
     starved_seconds: float = 0.0
     """The longest time without a good load."""
@@ -98,6 +99,10 @@ class Fared:
     is_written: bool = False
     num_files: int = 0
     is_alive: bool = True
+
+    @property
+    def num_loads(self) -> int:
+        return len(self.seconds)
 
     @property
     def is_fine(self) -> bool:
@@ -187,13 +192,15 @@ class World:
         good_at = time.monotonic()
         while self.source.is_alive and self.reader.is_alive:
             is_last = is_over.is_set()
+            began = time.monotonic()
             error = self.load(is_fresh=len(fared.errors) + fared.num_loads & 1 == 1)
             now = time.monotonic()
             if error:
                 fared.errors.append(error)
             fared.starved_seconds = max(fared.starved_seconds, now - good_at)
             if not error:
-                fared.num_loads, good_at = fared.num_loads + 1, now
+                fared.seconds.append(now - began)
+                good_at = now
             if is_last and (not error or now - good_at > 3 * MAX_STARVED_SECONDS):
                 return
             is_over.wait(pause)
