@@ -35,6 +35,7 @@ collect_ignore = [
     "offloader.py",
     "pairs.py",
     "registered.py",
+    "sabotage.py",
     "toy.py",
 ]
 """No tests, and only a process with vLLM can import them."""
