@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -213,6 +214,10 @@ class Engine:
     def num_uncached_blocks(self) -> int:
         """Blocks that kvferry kept out of the prefix cache, say vLLM's metrics."""
         return self.call("num_uncached_blocks")
+
+    def totals(self, name: str, label: str = "") -> dict[str, int]:
+        """A counter of vLLM's metrics, by the values of one of its labels."""
+        return self.call("totals", name, label)
 
     def num_reads(self) -> int:
         """Reads in flight, on all ranks."""
@@ -672,6 +677,9 @@ class _Frontend:
     async def num_uncached_blocks(self) -> int:
         return _metric("vllm:kvferry_uncached_blocks")
 
+    async def totals(self, name: str, label: str) -> dict[str, int]:
+        return _totals(name, label)
+
     async def core(self, question: str, *values: Any) -> Any:
         """What ``inside`` answers in the engine core."""
         return await self._engine.engine_core.call_utility_async(f"_test_{question}", *values)
@@ -699,15 +707,19 @@ class _Frontend:
 
 
 def _metric(name: str) -> int:
+    return sum(_totals(name).values())
+
+
+def _totals(name: str, label: str = "") -> dict[str, int]:
     from prometheus_client import REGISTRY
 
-    return sum(
-        int(sample.value)
-        for metric in REGISTRY.collect()
-        if metric.name == name
-        for sample in metric.samples
-        if sample.name.endswith("_total")
-    )
+    totals = Counter[str]()
+    for metric in REGISTRY.collect():
+        if metric.name == name:
+            for sample in metric.samples:
+                if sample.name.endswith("_total"):
+                    totals[sample.labels.get(label, "")] += int(sample.value)
+    return dict(totals)
 
 
 if __name__ == "__main__":

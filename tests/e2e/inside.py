@@ -29,7 +29,7 @@ def teach(device: Device) -> None:
         _sleep_between_looks()
     _time_registering()
     _watch_loads()
-    _add(_engine_core_class(), num_free_blocks, groups, forget, mix_free_blocks)
+    _add(_engine_core_class(), num_free_blocks, groups, forget, mix_free_blocks, has_transfers)
     _add(_engine_core_class(), cuts_prompts, step_lengths, longest_step)
     _add(
         device.worker_class(),
@@ -82,6 +82,11 @@ def groups(core: Any) -> list[list[Any]]:
 def forget(core: Any) -> bool:
     """Find no prefix of what was there before; False if blocks are in use: then nothing is forgotten."""
     return bool(core.scheduler.reset_prefix_cache())
+
+
+def has_transfers(core: Any) -> bool:
+    """Whether a connector still saves, sends, or waits for a reader."""
+    return bool(core.scheduler.connector.has_pending_push_work())
 
 
 def mix_free_blocks(core: Any) -> None:

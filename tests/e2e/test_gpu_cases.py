@@ -6,7 +6,7 @@ import pytest
 
 from tests.e2e.devices import CPU
 from tests.e2e.needs import needs_vllm
-from tests.gpu.cases import PairCase, ServeCase, Setting
+from tests.gpu.cases import PREFIX, OffloadCase, Order, PairCase, ServeCase, Setting
 from tests.gpu.results import Outcome, Results, read
 from tests.gpu.run import Run, run_on
 
@@ -29,6 +29,18 @@ def test_a_pair_and_one_that_no_cpu_can_run(tmp_path: Path):
     assert good.found["src_cuts_prompts"]
     assert good.found["dst_cuts_prompts"]
     assert (unfit.outcome, unfit.why) == (Outcome.NOT_HERE, "vLLM has one layout on a CPU")
+
+
+@pytest.mark.parametrize(
+    ("family", "order"), [("llama", Order.OFFLOADING_FIRST), ("gemma3", Order.KVFERRY_FIRST)]
+)
+def test_beside_the_offloading_connector(tmp_path: Path, family: str, order: Order):
+    """vLLM's, with another worker that copies: its own needs a GPU."""
+    case = OffloadCase(family, Setting(16, features=(PREFIX,)), order)
+    run = Run(tmp_path / "cpu.json", Results({"device": "cpu"}))
+    assert run_on(CPU, run, [case], jobs=1, deadline=float("inf"), logs=tmp_path / "logs") == []
+    result = read(tmp_path / "cpu.json").by_case[case.name]
+    assert (result.outcome, result.why, result.found["close"]) == (Outcome.PASSED, "", 0)
 
 
 def test_servers_behind_the_proxy(tmp_path: Path):

@@ -164,6 +164,7 @@ class Kind(StrEnum):
     PAIR = "pair"
     REUSE = "reuse"
     CONVERSATION = "conversation"
+    OFFLOAD = "offload"
     FAULT = "fault"
     TIME = "time"
     SERVE = "serve"
@@ -219,6 +220,26 @@ class ConversationCase:
     @property
     def name(self) -> str:
         return f"{Kind.CONVERSATION}/{self.family}/{self.src}/{self.dst}/{self.num_steps}-steps"
+
+
+class Order(StrEnum):
+    """Of the two connectors in vLLM's MultiConnector, which loads from the first that has something."""
+
+    KVFERRY_FIRST = "kvferry-first"
+    OFFLOADING_FIRST = "offloading-first"
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadCase:
+    """kvferry beside vLLM's OffloadingConnector: loads, evictions, reads from the host, preemptions."""
+
+    family: str
+    setting: Setting
+    order: Order
+
+    @property
+    def name(self) -> str:
+        return f"{Kind.OFFLOAD}/{self.family}/{self.setting}/{self.order}"
 
 
 class Fault(StrEnum):
@@ -300,7 +321,8 @@ class ServeCase:
         return f"{Kind.SERVE}/{self.model}/{self.src}/{self.dst}/{self.num_clients}-clients"
 
 
-Case = DescribeCase | PairCase | ReuseCase | ConversationCase | FaultCase | TimeCase | LatencyCase | ServeCase
+Loading = PairCase | ReuseCase | ConversationCase | OffloadCase
+Case = DescribeCase | Loading | FaultCase | TimeCase | LatencyCase | ServeCase
 
 # -- the table ---------------------------------------------------------------------------------------------
 
@@ -408,6 +430,15 @@ def _conversations() -> Iterator[ConversationCase]:
         yield ConversationCase(family, replace(setting, block=src), replace(setting, block=dst))
 
 
+def _offloads() -> Iterator[OffloadCase]:
+    prefix = Setting(16, features=(PREFIX,))
+    exact = replace(prefix, backend="TRITON_ATTN", dtype="float32")
+    for setting in (exact, prefix):
+        for family in ("llama", "gemma3"):
+            for order in Order:
+                yield OffloadCase(family, setting, order)
+
+
 def _describes() -> Iterator[DescribeCase]:
     for family in ("llama", "gemma3", "gpt_oss", "gemma3n", "gemma4"):
         for block in (16, 64):
@@ -449,5 +480,5 @@ def all_cases() -> tuple[Case, ...]:
     """The whole table, in the order in which it is worth the most if time runs out."""
     faults = [FaultCase(family, PLAIN, fault) for family in ("llama", "nemotron_h") for fault in Fault]
     times, serves = list(_times()), list(_serves())
-    pairs: list[Case] = [*_pairs(), *_reuses(), *_conversations()]
+    pairs: list[Case] = [*_pairs(), *_reuses(), *_conversations(), *_offloads()]
     return (*pairs, *times[:3], *serves[:1], *faults, *_describes(), *times[3:], *serves[1:])

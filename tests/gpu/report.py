@@ -28,7 +28,7 @@ def text(results: Results, cases: Iterable[Case]) -> str:
     if results.machine.get("device") == "cpu":
         lines += ["", ON_CPU]
     lines += ["", *_counts(names, results), "", *_pairs(results), *_conversations(results)]
-    lines += [*_faults(results)]
+    lines += [*_offloads(results), *_faults(results)]
     lines += [*_describes(results), *_times(results), *_latency(results), *_serves(results)]
     lines += [*_not_passed(results)]
     return "\n".join(lines).rstrip() + "\n"
@@ -116,6 +116,28 @@ def _conversations(results: Results) -> Iterator[str]:
         "loaded, and that the decode and the prefill engine had cached; blocks filled in part, not cached."
     )
     head = ("engines", "steps", "close", "difference", "loaded", "cached", "kept out")
+    yield from _table(title, head, rows)
+
+
+def _offloads(results: Results) -> Iterator[str]:
+    rows = [
+        (
+            result.case.removeprefix(f"{Kind.OFFLOAD}/"),
+            f"{result.found['answers']}, {result.found['close']}",
+            f"{result.found['largest_difference']:.3f}",
+            f"{result.found['tokens_by_source']['p2p']:,}, {result.found['tokens_by_source']['host']:,}",
+            f"{result.found['stored_bytes'] / 1e6:.1f}, {result.found['loaded_bytes'] / 1e6:.1f}",
+            f"{result.found['preemptions_loaded']}, {result.found['preemptions_offloaded']}",
+            str(result.found["digests"]["equal"]),
+        )
+        for result in _of(results, Kind.OFFLOAD)
+    ]
+    title = (
+        "Beside vLLM's OffloadingConnector: no answer is wrong. Answers, and those that part by rounding;\n"
+        "prompt tokens from the prefill engine and from the host's memory; MB offloaded and read back;\n"
+        "preempted requests that were loaded and that were read back; loads with equal digests."
+    )
+    head = ("engines", "answers", "difference", "p2p, host", "MB", "preempted", "digests")
     yield from _table(title, head, rows)
 
 

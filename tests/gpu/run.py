@@ -25,6 +25,7 @@ from tests.gpu.cases import (
     FaultCase,
     LatencyCase,
     NotHere,
+    OffloadCase,
     PairCase,
     ReuseCase,
     ServeCase,
@@ -33,6 +34,7 @@ from tests.gpu.cases import (
 from tests.gpu.describe import run_describe
 from tests.gpu.engines import Engines
 from tests.gpu.faults import run_fault
+from tests.gpu.offloads import run_offload
 from tests.gpu.pairs import Wrong, run_pair
 from tests.gpu.prefixes import run_conversation, run_reuse
 from tests.gpu.results import Outcome, Result, Results, write
@@ -64,6 +66,8 @@ def run_case(engines: Engines, case: Case, found: dict[str, Any]) -> None:
             run_reuse(engines, case, found)
         case ConversationCase():
             run_conversation(engines, case, found)
+        case OffloadCase():
+            run_offload(engines, case, found)
         case FaultCase():
             run_fault(engines, case, found)
         case TimeCase():

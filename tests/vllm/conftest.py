@@ -32,7 +32,7 @@ collect_ignore = [
     "checkpoints.py",
     "conversations.py",
     "engine.py",
-    "offloader.py",
+    "host_tier.py",
     "pairs.py",
     "registered.py",
     "sabotage.py",

@@ -52,6 +52,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
@@ -60,6 +61,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from kvferry.testing.vllm.tiny import FAMILIES
 from kvferry.transport import Hub, MemoryTransport
+from tests.vllm.host_tier import OFFLOADING
 from tests.vllm.toy import Attention, Layer, Recurrent, Text, Totals, answer, forward, sample, whole
 
 Params = dict[str, Any]
@@ -102,12 +104,15 @@ class Setup:
     )
     connector: bool = True
     beside: str = ""
-    """Whether another connector stands ``before`` or ``behind`` ours in vLLM's MultiConnector."""
+    """Whether vLLM's OffloadingConnector stands ``before`` or ``behind`` ours in its MultiConnector."""
+    name: tuple[str, str] = ("KVFerryConnector", "kvferry.integrations.vllm")
+    """Of the connector: its class and module."""
 
     def config(self) -> VllmConfig:
+        connector, module = self.name
         transfer = {
-            "kv_connector": "KVFerryConnector",
-            "kv_connector_module_path": "kvferry.integrations.vllm",
+            "kv_connector": connector,
+            "kv_connector_module_path": module,
             "kv_role": self.role,
             "kv_load_failure_policy": self.policy,
             "kv_connector_extra_config": dict(self.options),
@@ -133,8 +138,7 @@ class Setup:
         return args.create_engine_config()
 
     def _with_another(self, ours: dict[str, Any]) -> dict[str, Any]:
-        path = {"kv_connector": "Offloader", "kv_connector_module_path": "tests.vllm.offloader"}
-        both = [ours, {**path, "kv_role": self.role}]
+        both = [ours, dict(OFFLOADING)]
         return {
             "kv_connector": "MultiConnector",
             "kv_role": self.role,
@@ -578,7 +582,9 @@ class Engine:
         """With a ``hub`` bytes move by the embedded transport, in weather that a test makes; else by NIXL."""
         self.setup = setup
         with _transport(hub):
-            self.core = EngineCore(setup.config(), InProcess, log_stats=False)
+            self.core = EngineCore(setup.config(), InProcess, log_stats=True)
+        self.reported: list[SchedulerStats] = []
+        """What vLLM's metrics are made of: of each step in which a connector did something."""
         self._answers: dict[str, Answer] = {}
         self._numbers = count()
         self.num_free_at_start = self.num_free
@@ -640,9 +646,15 @@ class Engine:
         outputs, has_run = self.core.step_fn()
         self.core.post_step(has_run)
         for of_client in (outputs or {}).values():
+            self._report(of_client.scheduler_stats)
             for output in of_client.outputs:
                 self._take(output)
         return has_run
+
+    def _report(self, stats: SchedulerStats | None) -> None:
+        hits = stats.connector_prefix_cache_stats if stats else None
+        if stats and (stats.kv_connector_stats or (hits and hits.hits)):
+            self.reported.append(stats)
 
     def _take(self, output: Any) -> None:
         found = self._answers[output.request_id]

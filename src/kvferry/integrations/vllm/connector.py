@@ -49,6 +49,11 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # vLLM 0.31 counts no sources
+    CacheHitSource = None
+
 log = log_of(__name__)
 
 
@@ -61,6 +66,9 @@ class Handshake(KVConnectorHandshakeMetadata):
 
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     """Fetches prefilled requests over NIXL, by proved plans."""
+
+    _cache_hit_source = CacheHitSource and CacheHitSource.P2P
+    """How ``vllm:prompt_tokens_cached_by_source`` counts loaded tokens."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -107,8 +115,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Head-major, so that a rank's heads are long runs."""
-        return "HND"
+        """Head-major, so that a rank's heads are long runs; in the words of vLLM's own connectors.
+
+        MultiConnector compares the words: the alias "HND" would not start beside an OffloadingConnector.
+        """
+        return "LBHNC"
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
