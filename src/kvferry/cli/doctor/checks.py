@@ -132,8 +132,8 @@ def check_vllm(observed: Observed) -> Iterator[Diagnosis]:
             Condition.VLLM_VERSION,
             Level.WARNING,
             f"vLLM {version} is newer than the versions that were tested: {supported_text()}.",
-            "The connector compares vLLM's hooks and cache layouts with what it expects when it starts. Layers"
-            " that it cannot check are only exchanged between engines that are set up alike.",
+            "The connector compares vLLM's hooks and cache layouts with what it expects when it starts."
+            " Layers that it cannot check are only exchanged between engines that are set up alike.",
             "Read the connector's log lines at start, or take a kvferry that was tested with this version.",
         )
     if standing is Standing.OLDER:

@@ -75,7 +75,8 @@ def check_contract(version: str, ours: type, bases: tuple[type, ...], *, must_be
             f" vLLM {supported_text()}"
         )
     if standing is not Standing.TESTED:
-        log.warning("vLLM %s is %s (%s); its hooks are as expected", version, standing.value, supported_text())
+        tested = supported_text()
+        log.warning("vLLM %s is %s (%s); its hooks are as expected", version, standing.value, tested)
     if new := sorted(set(hooks(*bases)) - KNOWN_HOOKS - {"__init__"}):
         log.warning("vLLM %s has hooks that kvferry does not know: %s", version, ", ".join(new))
 
