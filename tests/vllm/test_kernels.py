@@ -304,11 +304,13 @@ def mla_layer() -> Any:
 def allocate(config: Any, layer: Any) -> tuple[Any, Any]:
     """The layer's cache, cut and allocated by vLLM."""
     import torch
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
     from vllm.v1.worker.utils import allocate_kv_cache
 
-    groups = get_kv_cache_groups(config, {LAYER: layer.get_kv_cache_spec(config)})
-    found = get_kv_cache_config_from_groups(config, groups, available_memory=1 << 30)
+    from tests.vllm.corpus import allocated
+
+    planning: Any = vars(allocated)["planning"]
+    groups = planning.get_kv_cache_groups(config, {LAYER: layer.get_kv_cache_spec(config)})
+    found = planning.get_kv_cache_config_from_groups(config, groups, available_memory=1 << 30)
     layout = config.cache_config.get_resolved_kv_cache_layout()
     return found, allocate_kv_cache(found, torch.device("cpu"), layout)[LAYER]
 
