@@ -30,7 +30,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env demo test lint types imports check format bench law compatibility families faults fuzz soak load e2e e2e-inside e2e-full \
+.PHONY: help env demo test lint types imports check format bench law compatibility families faults fuzz soak load e2e e2e-inside e2e-core e2e-full \
         gpu serve vllm-startup kubernetes browser mutants package package-serve peers docs simulate clean
 
 help: ## show this list
@@ -132,6 +132,10 @@ load: $(READY) ## 2,000 requests at a time, every kind of cache, by each way of 
 INSIDE       := $(VLLM_ENV)/bin/python -m pytest -q -m "" -p no:cacheprovider
 INSIDE_FILES := $(filter-out %/test_faults.py,$(wildcard tests/vllm/test_*.py))
 
+# What a new series of vLLM is most likely to break.
+CORE_FILES := $(wildcard tests/vllm/test_scheduler*.py tests/vllm/test_describe_*.py) \
+              $(patsubst %,tests/vllm/test_%.py,kernels layout_check multi_connector plugin prefix_cache)
+
 # Then between whole engines.
 e2e: e2e-inside ## real vLLM on a CPU, tokens compared with one engine's: what CI runs of it (VLLM=0.33: that version)
 	@echo "==> e2e: between engines"
@@ -143,6 +147,10 @@ e2e-inside: $(VLLM_ENV)/.ready ## the part of it inside one process: vLLM's engi
 	@$(INSIDE) tests/vllm/test_faults.py -k llama
 	@$(INSIDE) tests/vllm/test_faults.py -k gemma3
 	@$(INSIDE) tests/vllm/test_faults.py -k "not llama and not gemma3"
+
+e2e-core: $(VLLM_ENV)/.ready ## the part of that which a new version is most likely to break (VLLM=0.33)
+	@echo "==> e2e: vLLM $(VLLM): engine core, kernels and layouts"
+	@set -e; for file in $(CORE_FILES); do $(INSIDE) $$file; done
 
 e2e-full: $(VLLM_ENV)/.ready ## all of it: most of an hour
 	@echo "==> e2e, all"

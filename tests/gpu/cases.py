@@ -395,9 +395,7 @@ def _pairs() -> Iterator[PairCase]:
     for other, this in ((of_other, PLAIN), (PLAIN, of_other)):
         yield PairCase("llama", replace(other, block=16), replace(this, block=64))
         yield PairCase("gemma3", replace(other, block=16), replace(this, block=16))
-        yield PairCase(
-            "deepseek_v3", replace(other, backend="TRITON_MLA"), replace(this, backend="TRITON_MLA")
-        )
+        yield PairCase("deepseek_v3", other, this)
         yield PairCase("nemotron_h", other, this)
     # Drafts: of the same kind, and of another (mixed regions).
     yield _pair("llama", Setting(draft="eagle:llama-eagle"), WIDER)

@@ -15,9 +15,13 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import nixl
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
+
+try:
+    from vllm.entrypoints.common.cli_args import make_arg_parser  # since 0.33
+except ImportError:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
 
 from kvferry.errors import SpecError
 from kvferry.integrations.vllm.shared.options import Options
