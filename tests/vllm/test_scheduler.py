@@ -14,6 +14,8 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 pytest.importorskip("nixl", reason="NIXL is not installed")
 
+from pydantic import ValidationError
+
 from tests.vllm.conftest import Docks
 from tests.vllm.engine import PREFILL, Setup, drive
 from tests.vllm.pairs import FAMILIES, LEASE_SECONDS, Pair, assert_whole
@@ -175,7 +177,12 @@ SHAPES = {
 @pytest.mark.parametrize(("family", "src", "dst"), SHAPES.values(), ids=SHAPES)
 def test_shapes(docks: Docks, prompt: Prompt, family: str, src: dict, dst: dict):
     setup = FAMILIES.get(family, replace(FAMILIES["llama"], family=family))
-    pair = own(docks, replace(setup, **src), replace(setup, **dst))
+    try:
+        pair = own(docks, replace(setup, **src), replace(setup, **dst))
+    except ValidationError as error:  # 0.33, whose worker for a CPU is that of the V1 runner
+        if "Async scheduling is not supported" not in str(error):
+            raise
+        pytest.skip("this vLLM has no asynchronous scheduling with pipeline parallelism here")
     for length in (5, 64, 131, 300):
         words = prompt(length)
         pair.assert_loaded(pair.ferry(words), words)
