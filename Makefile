@@ -89,7 +89,7 @@ simulate: $(READY) ## the whole runtime in virtual time: every law in RUNS seede
 	@echo "==> simulation: planted bugs, and how many seeds it took to find each"
 	@$(BIN)/pytest -q -s -m "" -k planted tests/testing/test_simulation.py
 	@echo "==> simulation: $(RUNS) runs of $(REQUESTS) requests"
-	@$(BIN)/python -m kvferry.testing.simulation --runs $(RUNS) --requests $(REQUESTS)
+	@$(BIN)/python -m tests.support.simulation --runs $(RUNS) --requests $(REQUESTS)
 
 compatibility: $(READY) ## write docs/compatibility.md: every model at twenty pairs, each counted twice
 	@$(BIN)/python tools/compatibility.py

@@ -25,9 +25,9 @@ from kvferry.runtime.lease import _RankGrant as RankGrant
 from kvferry.runtime.offers import Offers
 from kvferry.runtime.reader import Reader
 from kvferry.runtime.values import Send
-from kvferry.testing.simulation import Law, Trouble
-from kvferry.testing.simulation.boards import SimulatedBoard, SimulatedBoards
 from kvferry.wire.messages import Outcome
+from tests.support.simulation import Law, Trouble
+from tests.support.simulation.boards import SimulatedBoard, SimulatedBoards
 
 
 @dataclass(frozen=True)

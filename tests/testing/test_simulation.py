@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 
-from kvferry.testing.simulation import EVERY_TROUBLE, Law, Trouble, run, smaller
-from kvferry.testing.simulation.__main__ import main
-from kvferry.testing.simulation.world import SimulatedWorld
+from tests.support.simulation import EVERY_TROUBLE, Law, Trouble, run, smaller
+from tests.support.simulation.__main__ import main
+from tests.support.simulation.world import SimulatedWorld
 from tests.testing.planted_bugs import BUGS
 
 NUM_SEEDS = int(os.environ.get("KVFERRY_SIMULATED_RUNS", "25"))
@@ -72,7 +72,7 @@ def test_a_planted_bug_is_found(bug, monkeypatch, record_property):
 
 
 def digest(seed: int, hash_seed: str) -> str:
-    script = f"from kvferry.testing.simulation import run; print(run({seed}, 15).trace.digest())"
+    script = f"from tests.support.simulation import run; print(run({seed}, 15).trace.digest())"
     env = {**os.environ, "PYTHONHASHSEED": hash_seed}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env, check=True)
     return done.stdout

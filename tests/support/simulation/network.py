@@ -12,9 +12,9 @@ from typing import Protocol
 
 from kvferry.channel import Contact, ContactChange, Received
 from kvferry.errors import KVFerryError
-from kvferry.testing.simulation.boards import SimulatedBoards
-from kvferry.testing.simulation.timeline import Action, Timeline
-from kvferry.testing.simulation.trace import Trace
+from tests.support.simulation.boards import SimulatedBoards
+from tests.support.simulation.timeline import Action, Timeline
+from tests.support.simulation.trace import Trace
 
 Receive = Callable[[Received | ContactChange], None]
 

@@ -12,7 +12,9 @@ from kvferry.endpoint import Destination, SourceEngine, SourceRank
 from kvferry.endpoint.invitation import Invitation
 from kvferry.errors import SpecError
 from kvferry.runtime import Timing
-from kvferry.testing.simulation.cells import (
+from kvferry.wire.ticket import Ticket
+from kvferry.wire.trust import Trust
+from tests.support.simulation.cells import (
     DST_STALE,
     MISFIT,
     SRC_STALE,
@@ -24,14 +26,12 @@ from kvferry.testing.simulation.cells import (
     held_tokens,
     wanted_tokens,
 )
-from kvferry.testing.simulation.fabric import SimulatedFabric, SimulatedTransport
-from kvferry.testing.simulation.laws import Law, Laws, RankLoad, SimulatedLoad, SimulatedRequest
-from kvferry.testing.simulation.network import Network
-from kvferry.testing.simulation.process import SimulatedHost, SimulatedProcess
-from kvferry.testing.simulation.timeline import Timeline
-from kvferry.testing.simulation.trace import Trace
-from kvferry.wire.ticket import Ticket
-from kvferry.wire.trust import Trust
+from tests.support.simulation.fabric import SimulatedFabric, SimulatedTransport
+from tests.support.simulation.laws import Law, Laws, RankLoad, SimulatedLoad, SimulatedRequest
+from tests.support.simulation.network import Network
+from tests.support.simulation.process import SimulatedHost, SimulatedProcess
+from tests.support.simulation.timeline import Timeline
+from tests.support.simulation.trace import Trace
 
 LONGEST_QUEUE_SECONDS = 20.0
 """How long a request waits for blocks."""

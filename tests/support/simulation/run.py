@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvferry.testing.simulation.laws import LAW_BROKEN, Law, Violation
-from kvferry.testing.simulation.trace import Happening, Trace
-from kvferry.testing.simulation.troubles import Trouble
-from kvferry.testing.simulation.world import SimulatedWorld
+from tests.support.simulation.laws import LAW_BROKEN, Law, Violation
+from tests.support.simulation.trace import Happening, Trace
+from tests.support.simulation.troubles import Trouble
+from tests.support.simulation.world import SimulatedWorld
 
 NUM_SHOWN = 40
 """How many of the last events a failing run shows."""
@@ -41,7 +41,7 @@ class SimulatedRun:
     def command(self) -> str:
         """What plays it again."""
         troubles = "" if self.is_drawn else f" --troubles {','.join(sorted(self.troubles)) or 'none'}"
-        program = "python -m kvferry.testing.simulation"
+        program = "python -m tests.support.simulation"
         return f"{program} --seed {self.seed} --requests {self.num_requests}{troubles}"
 
     def summary(self) -> str:

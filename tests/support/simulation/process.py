@@ -11,9 +11,9 @@ from typing import Any
 from kvferry.endpoint.edges import Edges
 from kvferry.endpoint.owner import Owner
 from kvferry.log import log_of
-from kvferry.testing.simulation.network import Network, SimulatedChannel
-from kvferry.testing.simulation.timeline import Action, SimulatedClock, Timeline
 from kvferry.wire.secret import Secret
+from tests.support.simulation.network import Network, SimulatedChannel
+from tests.support.simulation.timeline import Action, SimulatedClock, Timeline
 
 log = log_of(__name__)
 

@@ -7,16 +7,18 @@ from random import Random
 
 from kvferry.core.way import Way
 from kvferry.runtime import FailureCode, Timing
-from kvferry.testing.simulation.boards import SimulatedBoards
-from kvferry.testing.simulation.cells import MAX_TOKENS, MISFIT, WEIGHTS
-from kvferry.testing.simulation.engines import SimulatedDestination, SimulatedSource, Surroundings
-from kvferry.testing.simulation.fabric import SimulatedFabric
-from kvferry.testing.simulation.laws import Law, Laws, SimulatedLoad, SimulatedRequest
-from kvferry.testing.simulation.network import Network, SimulatedChannel
-from kvferry.testing.simulation.process import SimulatedHost, SimulatedProcess
-from kvferry.testing.simulation.timeline import Action, Timeline
-from kvferry.testing.simulation.trace import SentMessage, Trace
-from kvferry.testing.simulation.troubles import (
+from kvferry.wire.secret import Secret
+from kvferry.wire.trust import Trust
+from tests.support.simulation.boards import SimulatedBoards
+from tests.support.simulation.cells import MAX_TOKENS, MISFIT, WEIGHTS
+from tests.support.simulation.engines import SimulatedDestination, SimulatedSource, Surroundings
+from tests.support.simulation.fabric import SimulatedFabric
+from tests.support.simulation.laws import Law, Laws, SimulatedLoad, SimulatedRequest
+from tests.support.simulation.network import Network, SimulatedChannel
+from tests.support.simulation.process import SimulatedHost, SimulatedProcess
+from tests.support.simulation.timeline import Action, Timeline
+from tests.support.simulation.trace import SentMessage, Trace
+from tests.support.simulation.troubles import (
     Liar,
     Trouble,
     digest_every,
@@ -26,8 +28,6 @@ from kvferry.testing.simulation.troubles import (
     link_quality,
     read_quality,
 )
-from kvferry.wire.secret import Secret
-from kvferry.wire.trust import Trust
 
 TIMING = Timing(lease=6.0, meet=4.0, read=15.0, retry=0.5)
 REQUEST_SECONDS = 0.4

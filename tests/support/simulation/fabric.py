@@ -20,11 +20,11 @@ from kvferry.core.product import Product, listed
 from kvferry.core.runs import Runs
 from kvferry.core.way import Way
 from kvferry.errors import TransportError
-from kvferry.testing.simulation.cells import Indices, NamedMemory
-from kvferry.testing.simulation.process import SimulatedProcess
-from kvferry.testing.simulation.timeline import Timeline
 from kvferry.transport.base import CANCELLED, Connected, DeviceEvent, ReadEnd
 from kvferry.transport.places import Places, checked
+from tests.support.simulation.cells import Indices, NamedMemory
+from tests.support.simulation.process import SimulatedProcess
+from tests.support.simulation.timeline import Timeline
 
 OUT_OF_ORDER = ("is not connected", "is connected already")
 """What the transport says to whom it is called by in the wrong order."""

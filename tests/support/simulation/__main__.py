@@ -1,7 +1,7 @@
 """Many simulated runs, on every core; or one again, with what led to its end.
 
-python -m kvferry.testing.simulation --runs 1000 --requests 50
-python -m kvferry.testing.simulation --seed 7 --requests 50
+python -m tests.support.simulation --runs 1000 --requests 50
+python -m tests.support.simulation --seed 7 --requests 50
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from kvferry.testing.simulation.many import run_many, say
-from kvferry.testing.simulation.run import run
-from kvferry.testing.simulation.troubles import Trouble
+from tests.support.simulation.many import run_many, say
+from tests.support.simulation.run import run
+from tests.support.simulation.troubles import Trouble
 
 
 def _troubles(text: str) -> frozenset[Trouble]:
@@ -22,7 +22,7 @@ def _troubles(text: str) -> frozenset[Trouble]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; 1 if a law was broken."""
-    parser = argparse.ArgumentParser(prog="python -m kvferry.testing.simulation", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.support.simulation", description=__doc__)
     parser.add_argument("--seed", type=int, help="play this one run, and tell what happened")
     parser.add_argument("--first", type=int, default=0, help="the first of many seeds")
     parser.add_argument("--runs", type=int, default=100, help="how many seeds")

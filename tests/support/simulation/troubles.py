@@ -6,8 +6,6 @@ from enum import StrEnum
 from random import Random
 
 from kvferry.errors import SpecError
-from kvferry.testing.simulation.fabric import ReadQuality
-from kvferry.testing.simulation.network import LinkQuality
 from kvferry.wire.messages import (
     TOKEN_BYTES,
     Acquire,
@@ -19,6 +17,8 @@ from kvferry.wire.messages import (
     encode,
 )
 from kvferry.wire.ticket import NotSaid, Ticket
+from tests.support.simulation.fabric import ReadQuality
+from tests.support.simulation.network import LinkQuality
 
 
 class Trouble(StrEnum):

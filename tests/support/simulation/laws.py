@@ -14,13 +14,13 @@ import numpy as np
 from kvferry.core.span import Spans
 from kvferry.errors import SpecError
 from kvferry.runtime import Failure, FailureCode, Released, Report
-from kvferry.testing.simulation.cells import WORD_BYTES, Content, Indices, NamedMemory, Placed
-from kvferry.testing.simulation.fabric import OUT_OF_ORDER, SimulatedRead
-from kvferry.testing.simulation.process import SimulatedProcess
-from kvferry.testing.simulation.timeline import SimulatedClock, Timeline
-from kvferry.testing.simulation.trace import Trace
 from kvferry.wire.messages import Grant, Renewal, decode_from_authority
 from kvferry.wire.ticket import Ticket
+from tests.support.simulation.cells import WORD_BYTES, Content, Indices, NamedMemory, Placed
+from tests.support.simulation.fabric import OUT_OF_ORDER, SimulatedRead
+from tests.support.simulation.process import SimulatedProcess
+from tests.support.simulation.timeline import SimulatedClock, Timeline
+from tests.support.simulation.trace import Trace
 
 LAW_BROKEN = "LAW BROKEN"
 """Who is said to have done it, in a trace."""

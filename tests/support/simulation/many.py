@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 
-from kvferry.testing.simulation.run import SimulatedRun, run, smaller
-from kvferry.testing.simulation.troubles import Trouble
+from tests.support.simulation.run import SimulatedRun, run, smaller
+from tests.support.simulation.troubles import Trouble
 
 CHUNK = 10
 """Seeds that a process takes at a time."""

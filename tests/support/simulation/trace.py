@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvferry.errors import SpecError
-from kvferry.testing.simulation.timeline import Timeline
 from kvferry.wire.messages import decode_from_authority, decode_to_authority
+from tests.support.simulation.timeline import Timeline
 
 MAX_SHOWN = 160
 """Characters of a message that are shown."""
