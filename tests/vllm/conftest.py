@@ -35,6 +35,7 @@ collect_ignore = [
     "host_tier.py",
     "pairs.py",
     "registered.py",
+    "routers.py",
     "toy.py",
 ]
 """No tests, and only a process with vLLM can import them."""
