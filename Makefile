@@ -5,7 +5,10 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-VLLM   := .venv-vllm
+# Which vLLM: 0.32 where nothing is said, whose CPU build is on package indexes. VLLM=0.33 is made on top of it.
+VLLM   ?=
+VLLM_BASE := .venv-vllm
+VLLM_ENV  := $(VLLM_BASE)$(addprefix -,$(VLLM))
 
 # How many examples `make law` tries per law.
 EXAMPLES ?= 20000
@@ -27,7 +30,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env demo test lint types imports check format bench law compatibility families faults fuzz soak load e2e e2e-full \
+.PHONY: help env demo test lint types imports check format bench law compatibility families faults fuzz soak load e2e e2e-inside e2e-full \
         gpu serve vllm-startup kubernetes browser mutants package package-serve peers docs simulate clean
 
 help: ## show this list
@@ -69,7 +72,7 @@ format: $(READY) ## rewrite files the way `make lint` wants them
 	@$(BIN)/ruff format .
 
 # Where the environment with vLLM has been made, its own worker takes part.
-BENCH := $(if $(wildcard $(VLLM)/.ready),$(VLLM)/bin/python,$(BIN)/python) -m kvferry bench
+BENCH := $(if $(wildcard $(VLLM_ENV)/.ready),$(VLLM_ENV)/bin/python,$(BIN)/python) -m kvferry bench
 
 bench: $(READY) ## time the core, meetings, every way to move bytes side by side, and whole fetches
 	@$(BIN)/python benchmarks/core.py
@@ -126,40 +129,42 @@ load: $(READY) ## 2,000 requests at a time, every kind of cache, by each way of 
 
 # Inside vLLM: kernels, allocator, engine core without a model. A process for each file and family: vLLM's layers
 # outlive their engines, and so do their caches.
-INSIDE       := $(VLLM)/bin/python -m pytest -q -m "" -p no:cacheprovider
+INSIDE       := $(VLLM_ENV)/bin/python -m pytest -q -m "" -p no:cacheprovider
 INSIDE_FILES := $(filter-out %/test_faults.py,$(wildcard tests/vllm/test_*.py))
 
 # Then between whole engines.
-e2e: $(VLLM)/.ready ## real vLLM on a CPU, tokens compared with one engine's: what CI runs of it
+e2e: e2e-inside ## real vLLM on a CPU, tokens compared with one engine's: what CI runs of it (VLLM=0.33: that version)
+	@echo "==> e2e: between engines"
+	@$(VLLM_ENV)/bin/python -m pytest -m chosen -p no:cacheprovider tests/e2e
+
+e2e-inside: $(VLLM_ENV)/.ready ## the part of it inside one process: vLLM's engine core, kernels and allocator
 	@echo "==> e2e: inside vLLM"
 	@set -e; for file in $(INSIDE_FILES); do $(INSIDE) $$file; done
 	@$(INSIDE) tests/vllm/test_faults.py -k llama
 	@$(INSIDE) tests/vllm/test_faults.py -k gemma3
 	@$(INSIDE) tests/vllm/test_faults.py -k "not llama and not gemma3"
-	@echo "==> e2e: between engines"
-	@$(VLLM)/bin/python -m pytest -m chosen -p no:cacheprovider tests/e2e
 
-e2e-full: $(VLLM)/.ready ## all of it: most of an hour
+e2e-full: $(VLLM_ENV)/.ready ## all of it: most of an hour
 	@echo "==> e2e, all"
 	@$(MAKE) e2e
-	@$(VLLM)/bin/python -m pytest -m "not chosen" -p no:cacheprovider tests/e2e
+	@$(VLLM_ENV)/bin/python -m pytest -m "not chosen" -p no:cacheprovider tests/e2e
 
 # Needs a Python that has vLLM already: nothing is installed. DEVICE=cpu tries the same on a CPU; ONLY="pair/llama fault"
 # takes a part; BUDGET=900 ends after so many seconds, and the same command goes on. docs/gpu.md has the rest.
 DEVICE ?= cuda
 BUDGET ?= 0
-GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(VLLM)/bin/python),$(PYTHON)),$(PYTHON))
+GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(VLLM_ENV)/bin/python),$(PYTHON)),$(PYTHON))
 
 gpu: ## real vLLM engines on this machine's GPU: pairs, faults, times, servers, manifests (PYTHON, BUDGET, ONLY, DEVICE)
 	@PYTHONPATH="$(CURDIR)/src:$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(GPU_PYTHON) -m tests.gpu run --device $(DEVICE) \
 		--budget $(BUDGET) $(foreach name,$(ONLY),--only '$(name)') $(if $(RESULTS),--results $(RESULTS)) \
 		$(if $(JOBS),--jobs $(JOBS)) $(if $(AGAIN),--again-failed)
 
-vllm-startup: $(VLLM)/.ready ## what the connector costs before it serves, beside vLLM's own
-	@$(VLLM)/bin/python benchmarks/vllm_startup.py
+vllm-startup: $(VLLM_ENV)/.ready ## what the connector costs before it serves, beside vLLM's own
+	@$(VLLM_ENV)/bin/python benchmarks/vllm_startup.py
 
-serve: $(VLLM)/.ready ## two vLLM servers on a CPU, kvferry between them: are the tokens those of one server alone?
-	@BIN=$(VLLM)/bin TINY_HOME=$(abspath $(VLLM)/tiny) examples/vllm/serve.sh
+serve: $(VLLM_ENV)/.ready ## two vLLM servers on a CPU, kvferry between them: are the tokens those of one server alone?
+	@BIN=$(VLLM_ENV)/bin TINY_HOME=$(abspath $(VLLM_ENV)/tiny) examples/vllm/serve.sh
 
 peers: $(READY) ## README's table of peers: what other connectors' own code makes of unequal TP (downloads 360 MB)
 	@$(BIN)/python tools/peers.py
@@ -196,7 +201,7 @@ $(VENV)/.mutants: $(READY)
 	@touch $@
 
 clean: ## remove .venv, caches and build products
-	rm -rf $(VENV) $(VLLM) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_BASE)* build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 define check_python
@@ -212,9 +217,13 @@ define check_python
 endef
 
 # The markers are made last, after a check that the environment works; a half-made environment is made anew.
-$(VLLM)/.ready: tools/vllm_env.sh tools/vllm_check.py tools/vllm_requirements.txt tools/torch_gpu_requirements.txt
+$(VLLM_BASE)/.ready: tools/vllm_env.sh tools/vllm_check.py tools/vllm_requirements.txt tools/torch_gpu_requirements.txt
 	$(check_python)
-	@tools/vllm_env.sh $(PYTHON) $(VLLM)
+	@tools/vllm_env.sh $(PYTHON) $(VLLM_BASE)
+	@touch $@
+
+$(VLLM_BASE)-%/.ready: $(VLLM_BASE)/.ready tools/vllm_overlay.sh tools/vllm_overlay_requirements.txt
+	@tools/vllm_overlay.sh $(VLLM_BASE) $(VLLM_BASE)-$* $*.0
 	@touch $@
 
 $(READY): pyproject.toml constraints.txt

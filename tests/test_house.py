@@ -100,6 +100,7 @@ LARGE_OBJECTS = {
     "Read": "one read on its way: what is left to post, what is posted, how it ends",
     "Reader": "one machine: its parts (meetings, questions, settlements) are machines already",
     "Record": "the account of a load: each field is a column",
+    "TcpConnections": "one table: connections in three orders, and the bounds of all of them",
     "ReportedDestination": "what one rank said of itself: each field is shown",
     "ReportedSource": "what one engine said of itself: each field is shown",
     "RequestAccount": "the account of a request through the proxy: each attribute is measured or told",

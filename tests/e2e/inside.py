@@ -38,6 +38,7 @@ def teach(device: Device) -> None:
         register_seconds,
         kernels,
         manifest,
+        layouts,
         snapshot,
         watch,
         last_load,
@@ -180,6 +181,37 @@ def manifest(worker: Any) -> bytes:
     return manifest_to_json(_manifest())
 
 
+def layouts(worker: Any) -> dict[str, Any]:
+    """How the check of layouts fares with this worker's layers: as they are, and with mistakes."""
+    from kvferry.integrations.vllm.worker.describe import WorkerRank, described_layers
+    from kvferry.integrations.vllm.worker.layout_check import LayoutDiffers, Untried, look
+    from tests.vllm.sabotage import sabotaged
+
+    side, dtype = _side(), worker.vllm_config.model_config.dtype
+    found: dict[str, Any] = {"tried": 0, "untried": {}, "wrong": {}, "mistakes": 0, "unnoticed": []}
+    started = time.perf_counter()
+    for layer in described_layers(
+        worker.vllm_config, side._config, side._test_caches, WorkerRank("", 0, 0, 1)
+    ):
+        try:
+            look(layer, dtype)
+            found["tried"] += 1
+        except Untried as why:
+            found["untried"][layer.name] = str(why)
+            continue
+        except LayoutDiffers as why:
+            found["wrong"][layer.name] = str(why)
+            continue
+        for what, wrong in sabotaged(layer):
+            found["mistakes"] += 1
+            try:
+                look(wrong, dtype)
+                found["unnoticed"].append(f"{layer.name}: {what}")
+            except LayoutDiffers:
+                pass
+    return found | {"seconds": time.perf_counter() - started}
+
+
 # -- what was moved: digests of both sides' memory, each at the moment that counts --------------------------
 
 _is_watching = False
@@ -247,7 +279,13 @@ def _watch_loads() -> None:
                 _kept["load"], _kept["dst"] = order, _memory(_kept["worker"])
         return found
 
-    worker_side._load, worker_side.results = load, results
+    register_before = worker_side.register
+
+    def register(side: Any, caches: Any) -> None:
+        side._test_caches = caches
+        register_before(side, caches)
+
+    worker_side._load, worker_side.results, worker_side.register = load, results, register
 
 
 def _memory(worker: Any) -> dict[str, Any]:

@@ -87,7 +87,9 @@ class Feature:
     is_a_gpus: bool = True
 
 
-PREFIX, DENSE = "prefix", "dense"
+PREFIX, DENSE, OTHER = "prefix", "dense", "other-vllm"
+OTHER_SITE = "KVFERRY_OTHER_VLLM"
+"""The variable that names a folder with another vLLM, in front of the packages of this Python."""
 SENT = {"KVFERRY_WAY": "packed"}
 SECRET = {"KVFERRY_SECRET": "R4tJm3k1Zz0c9Xw7QpVbS5uYhE2dNfLg", "VLLM_HOST_IP": "127.0.0.2"}
 """With a secret an engine listens at the address of its host, and what it sends is sealed."""
@@ -102,10 +104,11 @@ FEATURES = {
     "sent": Feature(env=SENT, is_a_gpus=False),
     "sealed": Feature(env=SENT | SECRET, is_a_gpus=False),
     "direct": Feature(env=FABRICS["cma"], is_a_gpus=False),
+    OTHER: Feature(is_a_gpus=False),
 }
 """Prefix caching, and the same with every block of a window kept; a step that is scheduled while the last one
 runs; vLLM's two model runners; the order of dimensions and steps in the state of a convolution; and how
-bytes are read: sent as they are, sent sealed, or directly by NIXL."""
+bytes are read: sent as they are, sent sealed, or directly by NIXL; and another version of vLLM."""
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 NOT_ON_CPU = {
     "kimi_linear": "vLLM has no kernels for KDA on a CPU",
@@ -387,6 +390,15 @@ def _pairs() -> Iterator[PairCase]:
     for feature in ("sent", "sealed", "direct"):
         yield _pair("llama", Setting(features=(feature,)), WIDER)
         yield PairCase("nemotron_h", Setting(features=(feature,)), Setting(features=(feature,)))
+    # Two versions of vLLM, each as the source of the other.
+    of_other = Setting(features=(OTHER,))
+    for other, this in ((of_other, PLAIN), (PLAIN, of_other)):
+        yield PairCase("llama", replace(other, block=16), replace(this, block=64))
+        yield PairCase("gemma3", replace(other, block=16), replace(this, block=16))
+        yield PairCase(
+            "deepseek_v3", replace(other, backend="TRITON_MLA"), replace(this, backend="TRITON_MLA")
+        )
+        yield PairCase("nemotron_h", other, this)
     # Drafts: of the same kind, and of another (mixed regions).
     yield _pair("llama", Setting(draft="eagle:llama-eagle"), WIDER)
     yield _pair("llama", Setting(draft="draft_model:llama-draft"))

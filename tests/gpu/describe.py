@@ -14,6 +14,7 @@ from kvferry.wire import manifest_from_json, manifest_to_json
 from tests.e2e.harness import Engine
 from tests.gpu.cases import DescribeCase, Kind
 from tests.gpu.engines import Engines
+from tests.gpu.pairs import Wrong
 from tests.gpu.results import Results
 
 NUM_TOKENS = 300
@@ -28,6 +29,10 @@ def run_describe(engines: Engines, case: DescribeCase, found: dict[str, Any]) ->
             portable(manifest_from_json(engine.workers("manifest")[0])), model=case.family, engine="engine"
         )
         found["kernels"] = sorted(engine.kernels())
+        found["layouts"] = layouts = engine.workers("layouts")[0]
+        found["register_seconds"] = engine.workers("register_seconds")[0]
+    if layouts["wrong"] or layouts["unnoticed"]:
+        raise Wrong(f"the check of layouts: {layouts['wrong'] or layouts['unnoticed']}")
     found |= {"manifest": json.loads(manifest_to_json(manifest)), "states": len(manifest.states)}
     proved = kvferry.prove(kvferry.plan(manifest, manifest, 0))
     request = sample_request(manifest, manifest, NUM_TOKENS, placement=Placement.SCATTERED)

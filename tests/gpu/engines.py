@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.e2e.devices import Device
 from tests.e2e.harness import KVFERRY, Engine, EngineError, Nursery
-from tests.gpu.cases import OTHER_ON_GPU, NotHere, Setting
+from tests.gpu.cases import OTHER, OTHER_ON_GPU, OTHER_SITE, NotHere, Setting
 from tests.gpu.models import ARGS, SMALL, make_config
 from tests.gpu.servers import Servers
 
@@ -39,6 +39,8 @@ class Engines:
     folder: Path
     """For configurations."""
     servers: Servers
+    other: Nursery | None = None
+    """Starts engines of another vLLM."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @contextmanager
@@ -95,8 +97,13 @@ class Engines:
     ) -> Engine:
         """An engine that will be ready."""
         args = {**setting.args(), **self._draft(setting), **more}
+        nursery = self.nursery
+        if OTHER in setting.features:
+            if self.other is None:
+                raise NotHere(f"{OTHER_SITE} names no folder with another vLLM")
+            nursery = self.other
         with self._lock:
-            return self.nursery.begin(model, connector, env=setting.env(), **args)
+            return nursery.begin(model, connector, env=setting.env(), **args)
 
     def begin_sized(
         self, model: Path, setting: Setting, connector: Mapping[str, Any] | None, **more: Any

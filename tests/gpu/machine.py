@@ -10,8 +10,8 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-VLLM = "0.32."
-"""The version that the harness reaches into."""
+from kvferry.integrations.supported import Standing, standing_of, supported_text
+
 _ASK = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
 
 
@@ -27,12 +27,12 @@ def look(device: str, python: str) -> dict[str, str]:
     for module in ("torch", "vllm", "nixl", "zmq", "msgspec"):
         if importlib.util.find_spec(module) is None:
             raise NoMachine(
-                f"{python} has no {module}. Name a Python that has vLLM {VLLM}x, NIXL, pyzmq and msgspec:"
+                f"{python} has no {module}. Name a Python that has vLLM, NIXL, pyzmq and msgspec:"
                 " PYTHON=/path/to/python make gpu"
             )
     vllm_version = _vllm_version()
-    if not vllm_version.startswith(VLLM):
-        raise NoMachine(f"{python} has vLLM {vllm_version}; these cases reach into vLLM {VLLM}x.")
+    if standing_of(vllm_version) is not Standing.TESTED:
+        raise NoMachine(f"{python} has vLLM {vllm_version}; these cases reach into vLLM {supported_text()}.")
     return {
         "device": _gpu(python) if device == "cuda" else "cpu",
         "vllm": vllm_version,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import time
@@ -17,6 +18,7 @@ from tests.e2e.devices import Device
 from tests.e2e.harness import Nursery
 from tests.gpu.cases import (
     LOOK_AT_MEMORY,
+    OTHER_SITE,
     Case,
     ConversationCase,
     DescribeCase,
@@ -154,7 +156,11 @@ def run_on(
         folder = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-gpu-")))
         nursery = ends.enter_context(Nursery(logs, device))
         servers = ends.enter_context(Servers(logs))
-        engines = Engines(nursery, device, folder, servers)
+        other = None
+        if site := os.environ.get(OTHER_SITE):
+            (logs / "other").mkdir(exist_ok=True)
+            other = ends.enter_context(Nursery(logs / "other", device, site=site))
+        engines = Engines(nursery, device, folder, servers, other)
         try:
             return run.run_all(cases, partial(run_case, engines), jobs=jobs, deadline=deadline)
         except KeyboardInterrupt:

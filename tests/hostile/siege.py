@@ -191,6 +191,7 @@ def soak(siege: Siege, minutes: float, seconds: float) -> bool:
         is_fine &= one.is_fine and alone.is_fine
         if not one.is_fine:
             print(one.row(), flush=True)
+        print(f"{turn} {one.attack}: {siege.world.state().get('rss', 0)} MiB", file=sys.stderr, flush=True)
         if time.monotonic() > ends_at or not siege.world.source.is_alive:
             break
     time.sleep(10)

@@ -36,6 +36,7 @@ collect_ignore = [
     "pairs.py",
     "registered.py",
     "routers.py",
+    "sabotage.py",
     "toy.py",
 ]
 """No tests, and only a process with vLLM can import them."""

@@ -48,6 +48,7 @@ from vllm.model_executor.layers.attention import Attention as AttentionLayer
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
@@ -385,11 +386,21 @@ class ToyWorker(Worker):  # type: ignore[misc]
             self.cache_config.get_resolved_kv_cache_layout(),
             [self._kernel_block(group.kv_cache_spec, group.layer_names) for group in self._groups],
         )
+        self._bind_caches()
         if kv_transfer_state.has_kv_transfer_group():
             kv_transfer_state.get_kv_transfer_group().register_kv_caches(self.caches)
         self.layers = [
             self._layer(name, group.kv_cache_spec) for group in self._groups for name in group.layer_names
         ]
+
+    def _bind_caches(self) -> None:
+        """To the layers, as a runner does, which also tells CPU attention its instruction set."""
+        for name, tensor in self.caches.items():
+            layer = self.compilation_config.static_forward_context[name]
+            layer.bind_kv_cache(tensor)
+            if isinstance(layer, AttentionLayer):
+                width, dtype = layer.head_size, layer.kv_cache_dtype
+                layer.isa = _get_attn_isa(layer.dtype, tensor.shape[-2], width, dtype)
 
     @property
     def _groups(self) -> Sequence[Any]:
@@ -421,6 +432,8 @@ class ToyWorker(Worker):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         kv_transfer_state.ensure_kv_transfer_shutdown()
+        for layer in self.compilation_config.static_forward_context.values():
+            layer.kv_cache = torch.tensor([])  # layers outlive their engine
 
     # -- a step
 

@@ -304,11 +304,13 @@ def mla_layer() -> Any:
 def allocate(config: Any, layer: Any) -> tuple[Any, Any]:
     """The layer's cache, cut and allocated by vLLM."""
     import torch
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
     from vllm.v1.worker.utils import allocate_kv_cache
 
-    groups = get_kv_cache_groups(config, {LAYER: layer.get_kv_cache_spec(config)})
-    found = get_kv_cache_config_from_groups(config, groups, available_memory=1 << 30)
+    from tests.vllm.corpus import allocated
+
+    planning: Any = vars(allocated)["planning"]
+    groups = planning.get_kv_cache_groups(config, {LAYER: layer.get_kv_cache_spec(config)})
+    found = planning.get_kv_cache_config_from_groups(config, groups, available_memory=1 << 30)
     layout = config.cache_config.get_resolved_kv_cache_layout()
     return found, allocate_kv_cache(found, torch.device("cpu"), layout)[LAYER]
 
@@ -569,3 +571,28 @@ def test_a_wrong_line_of_mla_is_found(home, monkeypatch):
     assert (written(rank, [5, 2]) != predicted(rank, [5, 2])).any()
     with pytest.raises(AssertionError):
         check_move(home, Side(AMX_MLA_BF16, 32), Side(AMX_MLA_BF16, 64), 77)
+
+
+# ------------------------------------------------------------------------------- the check at start
+
+
+@pytest.mark.parametrize("line", LINES, ids=str)
+def test_the_check_at_start_believes_the_rule_and_notices_every_mistake(line, home):
+    """``layout_check`` with the real layer, cache and kernel of each line."""
+    from kvferry.integrations.vllm.worker.describe import WorkerRank, described_layers
+    from kvferry.integrations.vllm.worker.layout_check import LayoutDiffers, look
+    from tests.vllm.pairs import case
+    from tests.vllm.sabotage import sabotaged
+
+    needs(line, only_writing=True)
+    rank = Rank(home, line, line.blocks[0])
+    rank.layer.bind_kv_cache(rank.tensor)
+    caches, dtype = {LAYER: rank.tensor}, rank.config.model_config.dtype
+    with cpu_of(line):
+        (layer,) = described_layers(rank.config, rank.cache_config, caches, WorkerRank("engine", 0, 0, 1))
+        look(layer, dtype)
+        mistakes = list(sabotaged(layer))
+        assert mistakes
+        for what, wrong in mistakes:
+            with case(what), pytest.raises(LayoutDiffers):
+                look(wrong, dtype)

@@ -1,9 +1,8 @@
-"""What the connector takes for granted of vLLM 0.32. Whatever changes there fails here, by name."""
+"""What the connector takes for granted of vLLM: what it compares at start, and what only tests look at."""
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
+import logging
 from typing import Any
 from unittest.mock import patch
 
@@ -12,96 +11,21 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 pytest.importorskip("nixl", reason="NIXL is not installed")
 
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorTransferResults,
     SupportsHMA,
 )
 from vllm.v1 import kv_cache_interface as interface
-from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from kvferry.errors import SpecError
 from kvferry.integrations.vllm import KVFerryConnector
+from kvferry.integrations.vllm.contract import LOADED_GROUPS, check_contract
 from tests.vllm.conftest import Docks
 from tests.vllm.pairs import FAMILIES
 
-HOOKS = {
-    "__init__": "self vllm_config role kv_cache_config",
-    "bind_connector_metadata": "self connector_metadata",
-    "bind_gpu_block_pool": "self gpu_block_pool",
-    "bind_kv_cache_manager": "self kv_cache_manager",
-    "build_connector_meta": "self scheduler_output",
-    "build_connector_worker_meta": "self",
-    "build_kv_connector_stats": "cls data",
-    "build_prom_metrics": "cls vllm_config metric_types labelnames per_engine_labelvalues",
-    "clear_connector_metadata": "self",
-    "finish_forward": "self",
-    "get_block_ids_with_load_errors": "self",
-    "get_external_cache_hit_sources": "self request num_external_tokens",
-    "get_finished": "self finished_req_ids",
-    "get_finished_count": "self",
-    "get_handshake_metadata": "self",
-    "get_kv_connector_kv_cache_events": "self",
-    "get_kv_connector_stats": "self",
-    "get_loaded_kv_cache_group_ids": "self request",
-    "get_mem_pool_context": "self",
-    "get_num_new_matched_tokens": "self request num_computed_tokens",
-    "get_required_kvcache_layout": "cls vllm_config",
-    "get_transfer_results": "self finished_req_ids",
-    "handle_preemptions": "self kv_connector_metadata",
-    "has_connector_metadata": "self",
-    "has_pending_block_frees": "self",
-    "has_pending_push_work": "self",
-    "on_new_request": "self request",
-    "register_finished_partial_tail": "self request block_ids partial_tail_offloads",
-    "register_kv_caches": "self kv_caches",
-    "request_finished": "self request block_ids",
-    "request_finished_all_groups": "self request block_ids",
-    "requires_kv_delivery": "property",
-    "requires_piecewise_for_cudagraph": "cls extra_config",
-    "reset_cache": "self",
-    "reset_capture_state": "self",
-    "role": "property",
-    "save_kv_layer": "self layer_name kv_layer attn_metadata kwargs",
-    "set_host_xfer_buffer_ops": "self copy_operation",
-    "set_xfer_handshake_metadata": "self metadata",
-    "set_xfer_handshake_metadata_pp_aware": "self metadata",
-    "shutdown": "self",
-    "start_load_kv": "self forward_context kwargs",
-    "supports_divergent_local_hybrid_hits": "property",
-    "take_events": "self",
-    "update_connector_output": "self connector_output",
-    "update_state_after_alloc": "self request blocks num_external_tokens",
-    "wait_for_layer_load": "self layer_name",
-    "wait_for_save": "self",
-}
-"""Every hook of 0.32: a new one may be one that a connector must answer."""
-
-_SPEC = "block_size dcp_sharded block_stride_alignment"
-_ATTENTION = (
-    f"{_SPEC} max_tp_shards num_kv_heads head_size dtype head_size_v kv_quant_mode page_size_padded"
-    " num_head_slots state_content_bytes tokens_per_state"
-)
-_FULL = f"{_ATTENTION} sliding_window attention_chunk_size non_causal"
-FIELDS: dict[type, str] = {
-    KVConnectorTransferResults: "finished_sending finished_recving failed_recving",
-    KVConnectorOutput: "finished_sending finished_recving kv_connector_stats kv_cache_events"
-    " kv_connector_worker_meta invalid_block_ids failed_recving expected_finished_count",
-    interface.KVCacheConfig: "num_blocks kv_cache_tensors kv_cache_groups prefix_cache_retention_interval"
-    " kv_cache_layout hash_block_size cache_hit_alignment_tokens hisparse_host_num_blocks"
-    " hisparse_host_block_stride hisparse_shared_host_pool kv_tp_replicas",
-    interface.KVCacheGroupSpec: "layer_names kv_cache_spec is_eagle_group host_resident enable_kv_transfer"
-    " role",
-    interface.KVCacheTensor: "size layers layer_stride block_stride offset host_resident",
-    interface.FullAttentionSpec: _FULL,
-    interface.SlidingWindowSpec: f"{_ATTENTION} sliding_window extra_retained_tokens",
-    interface.MLAAttentionSpec: f"{_FULL} cache_dtype_str alignment model_version cache_role"
-    " is_index_group_leader non_causal_multi_token_decode",
-    interface.MambaSpec: f"{_SPEC} shapes dtypes page_size_padded mamba_type mamba_cache_mode"
-    " num_speculative_blocks num_prefill_checkpoint_blocks prefill_checkpoint_alignment num_heads"
-    " tokens_per_state tp_replicated",
-    interface.UniformTypeKVCacheSpecs: f"{_SPEC} kv_cache_specs",
-}
 STATUSES = (
     "WAITING WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR WAITING_FOR_REMOTE_KVS WAITING_FOR_STREAMING_REQ RUNNING"
     " PREEMPTED FINISHED_STOPPED FINISHED_LENGTH_CAPPED FINISHED_ABORTED FINISHED_IGNORED FINISHED_ERROR"
@@ -113,36 +37,56 @@ REQUEST = (
 )
 
 
-def _hooks(*classes: type) -> dict[str, str]:
-    """Name -> parameters of what a class offers its connectors."""
-    found = {}
-    for cls in classes:
-        for name, hook in vars(cls).items():
-            value = getattr(hook, "__func__", hook)  # of a class method
-            if name.startswith("_") and name != "__init__":
-                continue
-            if isinstance(value, property):
-                found[name] = "property"
-            elif inspect.isfunction(value):
-                found[name] = " ".join(inspect.signature(value).parameters)
-    return found
+BASES = (KVConnectorBase_V1, SupportsHMA)
 
 
-def test_hooks():
-    assert _hooks(KVConnectorBase_V1, SupportsHMA) == HOOKS
+def check() -> None:
+    check_contract(vllm.__version__, KVFerryConnector, BASES, must_be_tested=False)
 
 
-def test_our_hooks_take_what_vllm_gives():
-    ours = _hooks(KVFerryConnector)
-    assert {name: ours[name] for name in ours if name in HOOKS} == {
-        name: HOOKS[name] for name in ours if name in HOOKS
-    }
-    assert set(ours) <= set(HOOKS), "a hook that vLLM never calls"
+def test_this_vllm_is_what_the_connector_expects(caplog: pytest.LogCaptureFixture):
+    logging.getLogger("kvferry").propagate = True
+    check()
+    assert not caplog.records, "a tested version has nothing new"
 
 
-@pytest.mark.parametrize("cls", FIELDS, ids=lambda cls: cls.__name__)
-def test_fields(cls: Any):
-    assert " ".join(field.name for field in dataclasses.fields(cls)) == FIELDS[cls]
+def test_a_renamed_hook_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(KVConnectorBase_V1, "begin_load_kv", KVConnectorBase_V1.start_load_kv, raising=False)
+    monkeypatch.delattr(KVConnectorBase_V1, "start_load_kv")
+    with pytest.raises(SpecError, match="there is no hook start_load_kv"):
+        check()
+
+
+def test_another_parameter_is_refused_by_name(docks: Docks, monkeypatch: pytest.MonkeyPatch):
+    def with_more(self: Any, request: Any, num_computed_tokens: int, deadline: float) -> None: ...
+
+    monkeypatch.setattr(KVConnectorBase_V1, "get_num_new_matched_tokens", with_more)
+    expected = r"get_num_new_matched_tokens takes \(self, request, num_computed_tokens, deadline\), expected"
+    with pytest.raises(SpecError, match=expected):
+        docks.own(FAMILIES["llama"])
+
+
+def test_a_missing_field_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(interface.KVCacheConfig, "transfer_group_ids")
+    with pytest.raises(SpecError, match="KVCacheConfig has no transfer_group_ids"):
+        check()
+
+
+def test_a_new_hook_is_named_in_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    logging.getLogger("kvferry").propagate = True
+    monkeypatch.setattr(KVConnectorBase_V1, "prefetch_kv", lambda self: None, raising=False)
+    check()
+    assert "hooks that kvferry does not know: prefetch_kv" in caplog.text
+
+
+def test_windows_are_refused_where_vllm_does_not_ask_what_is_loaded(
+    docks: Docks, monkeypatch: pytest.MonkeyPatch
+):
+    """As in 0.31."""
+    monkeypatch.delattr(KVConnectorBase_V1, LOADED_GROUPS, raising=False)
+    with pytest.raises(SpecError, match="or newer for this model"):
+        docks.own(FAMILIES["gemma3"])
+    docks.own(FAMILIES["llama"])
 
 
 def test_the_cache_configuration_says_what_is_transferred():

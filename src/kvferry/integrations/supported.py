@@ -1,5 +1,43 @@
-"""Which versions of other engines we are written for, for those who must not import them to find out."""
+"""Which versions of vLLM were tried, for those who must not import vLLM to find out."""
 
 from __future__ import annotations
 
-VLLM_SERIES = "0.32"
+import re
+from enum import StrEnum
+
+TESTED_VLLM = ("0.31", "0.32", "0.33")
+"""Series of vLLM with which the tests were run; the first with models of one full-attention group only."""
+
+
+class Standing(StrEnum):
+    """What is known of a version."""
+
+    TESTED = "tested"
+    NEWER = "newer than tested"
+    """It starts if the checks at start pass."""
+    OLDER = "older than supported"
+
+
+def standing_of(version: str) -> Standing:
+    """Where a version of vLLM stands. A build without a number counts as the newest there is.
+
+    >>> [standing_of(text).value for text in ("0.33.1+cpu", "0.34.0rc1", "0.30.2", "1.0.0", "dev")]
+    ['tested', 'newer than tested', 'older than supported', 'newer than tested', 'newer than tested']
+    """
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is None:
+        return Standing.NEWER
+    series = int(numbers[1]), int(numbers[2])
+    tested = [tuple(map(int, text.split("."))) for text in TESTED_VLLM]
+    if series in tested:
+        return Standing.TESTED
+    return Standing.OLDER if series < min(tested) else Standing.NEWER
+
+
+def supported_text() -> str:
+    """The tested series, as sentences name them.
+
+    >>> supported_text()
+    '0.31, 0.32 and 0.33'
+    """
+    return f"{', '.join(TESTED_VLLM[:-1])} and {TESTED_VLLM[-1]}"

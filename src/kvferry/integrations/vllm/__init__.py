@@ -1,4 +1,4 @@
-"""The connector for vLLM 0.32, from outside vLLM's tree.
+"""The connector for vLLM, from outside vLLM's tree.
 
 --kv-transfer-config '{"kv_connector": "KVFerryConnector",
                        "kv_connector_module_path": "kvferry.integrations.vllm", "kv_role": "kv_both"}'
@@ -6,13 +6,19 @@
 
 from contextlib import suppress
 
-from kvferry.integrations.vllm.version import check_version
+import vllm
 
-check_version()  # before anything of vLLM's is imported, whose absence would say less
+from kvferry.integrations.supported import supported_text
 
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: E402
+try:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from kvferry.integrations.vllm.connector import KVFerryConnector  # noqa: E402
+    from kvferry.integrations.vllm.connector import KVFerryConnector
+except ImportError as error:
+    raise ImportError(
+        f"kvferry's connector does not work with vLLM {vllm.__version__}: {error}. Tested are vLLM"
+        f" {supported_text()} (docs/vllm.md)"
+    ) from error
 
 with suppress(ValueError):  # it is there already
     # Inside MultiConnector, vLLM finds the class of a connector's figures by the connector's name alone.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import vllm
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -25,7 +26,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvferry.errors import KVFerryError, SpecError
 from kvferry.integrations.unread_settings import unread_settings
+from kvferry.integrations.vllm.contract import LOADED_GROUPS, check_contract
 from kvferry.integrations.vllm.scheduler.side import SchedulerSide
+from kvferry.integrations.vllm.shared.groups import check_one_group
 from kvferry.integrations.vllm.shared.options import Options, check_transfer_config, is_through_host
 from kvferry.integrations.vllm.shared.stats import LoadMetrics, LoadStats
 from kvferry.integrations.vllm.shared.step import StepMetadata
@@ -34,6 +37,7 @@ from kvferry.log import log_of
 from kvferry.wire.messages import Join, decode_to_authority, encode
 
 if TYPE_CHECKING:
+    from vllm.config.kv_transfer import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
         KVConnectorStats,
@@ -83,6 +87,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             host=get_ip(),
             is_through_host=is_through_host(transfer, current_platform.device_type),
         )
+        bases = (KVConnectorBase_V1, SupportsHMA)
+        check_contract(
+            vllm.__version__, KVFerryConnector, bases, must_be_tested=options.must_version_be_tested
+        )
+        if not hasattr(KVConnectorBase_V1, LOADED_GROUPS):
+            check_one_group(kv_cache_config, vllm.__version__)
         self._side: SchedulerSide | WorkerSide
         if role is KVConnectorRole.SCHEDULER:
             if unread := unread_settings(os.environ):
@@ -110,6 +120,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         MultiConnector compares the words: the alias "HND" would not start beside an OffloadingConnector.
         """
         return "LBHNC"
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Sleep mode frees memory that is registered for transfers."""
+        return False
 
     # -- worker ------------------------------------------------------------------------------------
 

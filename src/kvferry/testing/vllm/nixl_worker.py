@@ -2,7 +2,7 @@
 
 Both sides are vLLM's: the worker that registers caches and reads, the scheduler's listener for handshakes,
 the messages. What an engine would do is done here: a configuration, a request's block ids, a look for the
-end. Written for vLLM 0.32.
+end. Written for vLLM 0.32 and 0.33.
 """
 
 from __future__ import annotations

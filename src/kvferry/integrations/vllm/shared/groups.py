@@ -65,6 +65,16 @@ def _check_group(group: KVCacheGroupSpec, spec: KVCacheSpec) -> None:
         raise SpecError("kvferry cannot move cross-attention caches: their tokens are those of the encoder")
 
 
+def check_one_group(config: KVCacheConfig, version: str) -> None:
+    """Refuse windows and states where vLLM does not ask which groups a load writes: it would zero them."""
+    groups = [describe_group(config, index) for index in config.transfer_group_ids]
+    if len(groups) > 1 or groups[0].window or groups[0].addressing is Addressing.SLOT:
+        raise SpecError(
+            f"vLLM {version} may zero blocks of sliding windows and recurrent states while they are loaded:"
+            " take vLLM 0.32 or newer for this model"
+        )
+
+
 def _window(spec: KVCacheSpec) -> int:
     """Tokens that the next one reads. vLLM's window counts that one too, and frees what is before it."""
     match spec:

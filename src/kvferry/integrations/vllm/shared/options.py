@@ -34,7 +34,8 @@ _SECONDS = {
     "reconnect_seconds": "reconnect",
     "silence_seconds": "silence",
 }
-_KNOWN = {*_TEXTS, *_SECONDS, "insecure", "authorities", "backends", "digest", "expose", "way"}
+_WORDS = ("insecure", "authorities", "backends", "digest", "expose", "way", "layout_check", "vllm_version")
+_KNOWN = {*_TEXTS, *_SECONDS, *_WORDS}
 _INSTEAD = {
     "num_threads": "leave it out: as many threads read as there are cores for",
     "kv_lease_duration": "say lease_seconds",
@@ -80,6 +81,10 @@ class Options:
     """By which way workers read."""
     expose: Expose = Expose.HOST
     """What of a worker its readers can reach by themselves."""
+    is_layout_required: bool = False
+    """Whether an engine whose caches do not lie as expected is to end, rather than to move whole blocks."""
+    must_version_be_tested: bool = False
+    """Whether a version of vLLM that was not tested is refused."""
 
     @property
     def rank_listen(self) -> str:
@@ -126,6 +131,8 @@ class Options:
             digest_every=_digest_every(extra),
             way=WayChoice.PACKED if is_through_host else way,
             expose=Expose.NOTHING if is_through_host else expose,
+            is_layout_required=_is_said("layout_check", REQUIRED, extra),
+            must_version_be_tested=_is_said("vllm_version", "tested", extra),
         )
 
 
@@ -227,6 +234,15 @@ def _chosen(name: str, extra: Mapping[str, Any], default: C) -> C:
             return choice
     words = ", ".join(choice.value for choice in choices)
     raise SpecError(f"kv_connector_extra_config: {name} must be one of {words}, got {extra[name]!r}")
+
+
+def _is_said(name: str, word: str, extra: Mapping[str, Any]) -> bool:
+    """An option that is one word, or left out."""
+    if name in extra and extra[name] != word:
+        raise SpecError(
+            f"kv_connector_extra_config: {name} must be {word!r}, or left out, got {extra[name]!r}"
+        )
+    return name in extra
 
 
 def _secret(path: str) -> Secret | None:

@@ -90,7 +90,7 @@ def _adds_only_a_builder(cls: type) -> bool:
 
 # -- dtypes --------------------------------------------------------------------------------------------
 
-_DTYPES = {
+DTYPES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -103,9 +103,9 @@ _DTYPES = {
 
 def dtype_of(dtype: torch.dtype) -> str:
     """Our name of a dtype."""
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         raise SpecError(f"kvferry does not know the cache dtype {dtype}")
-    return _DTYPES[dtype]
+    return DTYPES[dtype]
 
 
 def _item(cache: CacheTensor, scale: str) -> Item | None:

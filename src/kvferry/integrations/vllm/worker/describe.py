@@ -30,6 +30,7 @@ from kvferry.errors import SpecError
 from kvferry.integrations.vllm.shared.groups import describe_group, group_name
 from kvferry.integrations.vllm.worker.attention_layouts import CacheTensor, Contents, known_attention
 from kvferry.integrations.vllm.worker.described_layer import DescribedLayer, regions_of
+from kvferry.integrations.vllm.worker.layout_check import LayoutCheck
 from kvferry.integrations.vllm.worker.opaque import opaque
 from kvferry.integrations.vllm.worker.recurrent_layouts import known_state
 
@@ -45,14 +46,23 @@ class WorkerRank:
 
 
 def describe(
-    vllm_config: VllmConfig, config: KVCacheConfig, caches: Mapping[str, torch.Tensor], worker: WorkerRank
+    vllm_config: VllmConfig,
+    config: KVCacheConfig,
+    caches: Mapping[str, torch.Tensor],
+    worker: WorkerRank,
+    check: LayoutCheck | None = None,
 ) -> Manifest:
-    """The manifest of one worker: its engine's states and groups as far as it has them, and its memory."""
+    """The manifest of one worker: its engine's states and groups as far as it has them, and its memory.
+
+    ``check``: how the layouts that are known are tried; without one they are believed.
+    """
     parallel = vllm_config.parallel_config
     if parallel.prefill_context_parallel_size > 1:
         raise SpecError("kvferry does not support prefill context parallelism in vLLM: set it to 1")
     dcp_size = parallel.decode_context_parallel_size
-    layers = list(_layers(vllm_config, config, caches, worker))
+    layers = list(described_layers(vllm_config, config, caches, worker))
+    if check is not None:
+        layers = check.settle(layers)
     regions = regions_of({layer.name: layer.cache.tensor for layer in layers})
     return Manifest(
         engine=worker.engine,
@@ -72,7 +82,7 @@ def describe(
 # -- layers --------------------------------------------------------------------------------------------
 
 
-def _layers(
+def described_layers(
     vllm_config: VllmConfig, config: KVCacheConfig, caches: Mapping[str, torch.Tensor], worker: WorkerRank
 ) -> Iterator[DescribedLayer]:
     """The layers that own a cache; those that share one are its aliases."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+import vllm
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
@@ -18,12 +19,14 @@ from kvferry.endpoint import Destination
 from kvferry.endpoint.invitation import Invitation
 from kvferry.endpoint.member_thread import MemberThread
 from kvferry.endpoint.rank_gathering import RankGathering, open_gathering
+from kvferry.integrations.supported import Standing, standing_of
 from kvferry.integrations.vllm.shared.dump import dump_refusal
 from kvferry.integrations.vllm.shared.identity import engine_identity
 from kvferry.integrations.vllm.shared.options import Options
 from kvferry.integrations.vllm.shared.stats import LoadStats
 from kvferry.integrations.vllm.shared.step import Load, StepMetadata
 from kvferry.integrations.vllm.worker.describe import WorkerRank, describe
+from kvferry.integrations.vllm.worker.layout_check import LayoutCheck
 from kvferry.log import log_of
 from kvferry.runtime import Failure, FailureCode, Released, Report
 from kvferry.runtime.figures import Changes
@@ -87,7 +90,13 @@ class WorkerSide:
         rank = pp.rank_in_group * tp.world_size + tp.rank_in_group
         place = WorkerRank(engine, rank, tp.rank_in_group, tp.world_size)
         identity = engine_identity(self._vllm_config, self._options)
-        manifest = replace(describe(self._vllm_config, self._config, caches, place), identity=identity)
+        check = LayoutCheck.of(
+            self._vllm_config,
+            is_tested=standing_of(vllm.__version__) is Standing.TESTED,
+            is_required=self._options.is_layout_required,
+        )
+        manifest = describe(self._vllm_config, self._config, caches, place, check)
+        manifest = replace(manifest, identity=identity)
         _wake_up_amx(caches)
         self._device = next((tensor.device for tensor in caches.values() if tensor.is_cuda), None)
         options = self._options

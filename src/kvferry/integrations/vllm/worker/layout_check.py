@@ -1,0 +1,233 @@
+"""Whether a layer's cache lies as its rule says: the layer's own writer stores a pattern, and we look for it.
+
+The writer is what vLLM calls in each forward pass to store keys and values (``do_kv_cache_update``). It is
+given the null block, which no request owns; what was there is put back. So a rule holds or fails in this
+process, with this version, platform and backend, before a byte is moved by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from inspect import signature
+from time import perf_counter
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVQuantMode
+
+from kvferry.core.box import TOKEN
+from kvferry.core.state import Kind
+from kvferry.core.view import View
+from kvferry.errors import SpecError
+from kvferry.integrations.vllm.worker.attention_layouts import DTYPES, class_path
+from kvferry.integrations.vllm.worker.described_layer import DescribedLayer, regions_of
+from kvferry.integrations.vllm.worker.opaque import opaque
+from kvferry.log import log_of
+
+log = log_of(__name__)
+
+CODES = 15
+"""Cells hold whole numbers up to this one, which every dtype of a cache has; 0: nothing was written."""
+NUM_PATTERNS = 2
+LATENT = "latent"
+DECODED = {name: dtype for dtype, name in DTYPES.items() if name != "uint8"}
+
+Codes = Mapping[str, torch.Tensor]
+"""By the name of a part: [token, head, channel], or [token, channel]."""
+Writer = Callable[[Codes], None]
+
+
+class Untried(Exception):
+    """There is no writer that can be called, or what it writes cannot be read here."""
+
+
+class LayoutDiffers(Exception):
+    """The pattern is elsewhere."""
+
+
+@dataclass(frozen=True)
+class LayoutCheck:
+    """What becomes of layers whose rule fails, or cannot be tried."""
+
+    dtype: torch.dtype
+    """What the model computes in: writers take it."""
+    is_tested: bool
+    """Whether this version of vLLM was tested: rules that cannot be tried are believed then."""
+    is_required: bool = False
+    """An engine whose rules fail does not start; else the layer is moved in whole blocks, or not at all."""
+    fused: str = ""
+    """A fused kernel that writes caches, too, and is not looked at; empty if there is none."""
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig, *, is_tested: bool, is_required: bool) -> LayoutCheck:
+        """The check that an engine needs."""
+        passes = vars(vllm_config.compilation_config.pass_config)
+        fused = [name for name in passes if name.startswith("fuse_") and "kvcache" in name and passes[name]]
+        return cls(vllm_config.model_config.dtype, is_tested, is_required, ", ".join(fused))
+
+    def settle(self, layers: Iterable[DescribedLayer]) -> list[DescribedLayer]:
+        """The layers, those that are not known after all as opaque blocks. Each kind is looked at once."""
+        started, findings, settled = perf_counter(), dict[Hashable, str](), list[DescribedLayer]()
+        for layer in layers:
+            kind = _kind(layer)
+            if kind not in findings:
+                findings[kind] = self._finding(layer)
+            settled.append(replace(layer, contents=opaque(layer.cache)) if findings[kind] else layer)
+        milliseconds = 1e3 * (perf_counter() - started)
+        log.info("layout check: %d kinds of caches in %.0f ms", len(findings), milliseconds)
+        return settled
+
+    def _finding(self, layer: DescribedLayer) -> str:
+        """Why a layer is not what its rule says; empty if it is."""
+        if layer.contents == opaque(layer.cache):
+            return ""
+        name = f"{layer.name} ({class_path(layer.cache.backend or type(layer.cache.layer))})"
+        try:
+            if self.fused and layer.page.kind is Kind.PAGED:
+                raise LayoutDiffers(f"{self.fused} writes it, too, and cannot be checked")
+            look(layer, self.dtype)
+            return ""
+        except Untried as why:
+            if self.is_tested:
+                log.debug("layout check: %s was not tried: %s", name, why)
+                return ""
+            finding = f"its layout cannot be checked ({why}), and this version of vLLM was not tested"
+        except LayoutDiffers as why:
+            finding = f"its cache is not laid out as kvferry expects ({why})"
+        if self.is_required:
+            raise SpecError(f"{name}: {finding}; layout_check is required")
+        log.warning("%s: %s: only engines that are set up alike can exchange it", name, finding)
+        return finding
+
+
+def look(layer: DescribedLayer, dtype: torch.dtype) -> None:
+    """Write patterns, and find each cell where the layer's views say; ``dtype`` is the model's.
+
+    Raises LayoutDiffers, or Untried.
+    """
+    # Which tokens a rank of context parallelism holds is the scheduler's matter, and not the writer's.
+    layer = replace(layer, cache=replace(layer.cache, num_turns=1))
+    tensor = layer.cache.tensor
+    write = _writer(layer, dtype)
+    views = {view.state.rpartition("/")[2]: view for view in layer.views(regions_of({"": tensor}))}
+    null_block = tensor[: tensor.shape[0] // layer.cache.num_blocks]
+    before = null_block.clone()
+    try:
+        for seed in range(NUM_PATTERNS):
+            codes = {name: _codes(layer, name, seed) for name in views}
+            null_block.zero_()
+            try:
+                write(codes)
+            except Exception as error:  # of a writer that this code does not know
+                raise Untried(f"its writer failed: {type(error).__name__}: {error}") from error
+            for name, view in views.items():
+                wrong = int((_found(layer, name, view) != codes[name].flatten()).sum())
+                if wrong:
+                    raise LayoutDiffers(f"{wrong} of {codes[name].numel()} cells of {name}")
+    finally:
+        null_block.copy_(before)
+        if tensor.is_cuda:
+            torch.cuda.synchronize(tensor.device)
+
+
+def _kind(layer: DescribedLayer) -> Hashable:
+    """What layers share of which one needs to be looked at."""
+    cache = layer.cache
+    return (
+        class_path(cache.backend),
+        class_path(type(cache.layer)),
+        class_path(type(getattr(cache.layer, "impl", None))),
+        str(getattr(cache.layer, "kv_cache_dtype", "")),
+        repr(cache.spec),
+        tuple(cache.tensor.shape),
+        tuple(cache.tensor.stride()),
+        layer.page,
+    )
+
+
+def _codes(layer: DescribedLayer, name: str, seed: int) -> torch.Tensor:
+    """A pattern for a part of one block: the same on every host, another one for each part and seed."""
+    part, spec = layer.page.part(name), layer.cache.spec
+    num_tokens = layer.cache.kernel_tokens * (layer.cache.tensor.shape[0] // layer.cache.num_blocks)
+    sizes = {"head": int(getattr(spec, "num_kv_heads", 1))}
+    shape = [num_tokens, *(sizes.get(dim.axis, dim.size) for dim in part.dims)]
+    generator = torch.Generator().manual_seed(1000 * seed + sum(name.encode()))
+    return torch.randint(1, CODES + 1, shape, generator=generator).to(torch.float32)
+
+
+def _found(layer: DescribedLayer, name: str, view: View) -> torch.Tensor:
+    """The numbers that lie where a view has its cells of block 0, in the order of a pattern."""
+    tensor, item = layer.cache.tensor, layer.page.part(name).item
+    places = torch.tensor([view.offset])
+    axes = dict(view.axes)
+    for axis in (TOKEN, *layer.page.part(name).axes):
+        places = (places[:, None] + torch.from_numpy(axes[axis].offsets().copy())[None, :]).flatten()
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    bytes_of = places[:, None] + torch.arange(item.num_bytes)[None, :]
+    cells = memory[bytes_of.to(tensor.device)].cpu()
+    return cells.view(DECODED[item.dtype]).to(torch.float32).flatten()
+
+
+# -- writers -------------------------------------------------------------------------------------------
+
+
+def _writer(layer: DescribedLayer, dtype: torch.dtype) -> Writer:
+    """The layer's own writer, for patterns."""
+    owner, parts = layer.cache.layer, layer.page.parts
+    takes, write = _WRITERS.get(tuple(part.name for part in parts), ((), None))
+    items = [(DECODED.get(part.item.dtype), part.item.num_bytes) for part in parts]
+    are_elements = all(dtype is not None and dtype.itemsize == num_bytes for dtype, num_bytes in items)
+    if write is None or not are_elements or layer.page.tokens_per_cell != 1:
+        raise Untried("only its kernels know what is inside")
+    update = getattr(getattr(owner, "impl", None), "do_kv_cache_update", None)
+    if update is None:
+        raise Untried("its backend has no operation that only writes")
+    bound = getattr(owner, "kv_cache", None)
+    if not isinstance(bound, torch.Tensor) or not bound.numel():
+        raise Untried("its cache is not bound")
+    taken = [name for name, given in signature(update).parameters.items() if given.default is given.empty]
+    if taken != list(takes):
+        raise Untried(f"its writer takes {', '.join(taken)}")
+    return partial(write, layer, update, dtype)
+
+
+def _write_k_and_v(
+    layer: DescribedLayer, update: Callable[..., None], dtype: torch.dtype, codes: Codes
+) -> None:
+    owner = layer.cache.layer
+    k, v = (_scaled(layer, name, codes[name], dtype) for name in "kv")
+    update(owner, k, v, owner.kv_cache, _slots(layer, len(k)))
+
+
+def _write_latents(
+    layer: DescribedLayer, update: Callable[..., None], dtype: torch.dtype, codes: Codes
+) -> None:
+    owner = layer.cache.layer
+    rows, width = _scaled(layer, "k", codes[LATENT], dtype), int(owner.kv_lora_rank)
+    latents, keys = rows[:, :width].contiguous(), rows[:, None, width:].contiguous()
+    update(latents, keys, owner.kv_cache, _slots(layer, len(rows)), owner.kv_cache_dtype, owner._k_scale)
+
+
+_WRITERS = {
+    ("k", "v"): (("layer", "key", "value", "kv_cache", "slot_mapping"), _write_k_and_v),
+    (LATENT,): (
+        ("kv_c_normed", "k_pe", "kv_cache", "slot_mapping", "kv_cache_dtype", "k_scale"),
+        _write_latents,
+    ),
+}
+"""By a page's parts: what a writer of it takes, and how it is called."""
+
+
+def _scaled(layer: DescribedLayer, scale: str, codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What the writer must be given for a cell to hold its code: it divides by the layer's scale."""
+    cache = layer.cache
+    factor = 1.0
+    if cache.spec.kv_quant_mode is not KVQuantMode.NONE:
+        factor = float(getattr(cache.layer, f"_{scale}_scale_float", 1.0))
+    return (codes * factor).to(cache.tensor.device, dtype)
+
+
+def _slots(layer: DescribedLayer, num_tokens: int) -> torch.Tensor:
+    return torch.arange(num_tokens, dtype=torch.int64, device=layer.cache.tensor.device)
