@@ -35,6 +35,7 @@ collect_ignore = [
     "host_tier.py",
     "pairs.py",
     "registered.py",
+    "routers.py",
     "sabotage.py",
     "toy.py",
 ]

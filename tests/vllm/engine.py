@@ -20,6 +20,7 @@ import json
 import pickle
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from unittest.mock import patch
 import numpy as np
 import numpy.typing as npt
 import torch
+from prometheus_client import REGISTRY
 from safetensors.torch import save_file
 from transformers import AutoConfig
 from vllm import SamplingParams
@@ -52,6 +54,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec
+from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
@@ -617,11 +620,21 @@ class Engine:
         **sampling_args: Any,
     ) -> Answer:
         """Hand in a request. ``params`` go through JSON, as through a router."""
-        request_id = request_id or f"request-{next(self._numbers)}"
         extra = {"kv_transfer_params": json.loads(json.dumps(params))} if params is not None else None
         sampling = SamplingParams(
             temperature=0, max_tokens=num_tokens, ignore_eos=True, extra_args=extra, **sampling_args
         )
+        return self.submit(prompt, sampling, request_id, lora)
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        request_id: str = "",
+        lora: LoRARequest | None = None,
+    ) -> Answer:
+        """The same, as vLLM's front end has it."""
+        request_id = request_id or f"request-{next(self._numbers)}"
         sampling.update_from_generation_config({}, 257)
         wanted = EngineCoreRequest(
             request_id=request_id,
@@ -665,6 +678,18 @@ class Engine:
             found.num_local = output.prefill_stats.num_local_cached_tokens
         if output.finish_reason is not None:
             found.finish_reason = str(output.finish_reason)
+
+    def totals(self) -> Counter[str]:
+        """Of vLLM's own metrics, as its front end makes them; those with sources by source."""
+        logger = PrometheusStatLogger(self.core.vllm_config, [0])
+        for stats in self.reported:
+            logger.record(stats, None)
+        totals: Counter[str] = Counter()
+        for found in (one for metric in REGISTRY.collect() for one in metric.samples):
+            name = found.name.removeprefix("vllm:")
+            if name.endswith("_total"):
+                totals[f"{name} {found.labels.get('source', '')}".strip()] += int(found.value)
+        return totals
 
     def run(self, condition: Callable[[], object], seconds: float = SECONDS) -> None:
         """Step until something is so."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,13 +11,11 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 pytest.importorskip("nixl", reason="NIXL is not installed")
 
-from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiConnector,
     MultiKVConnectorStats,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
-from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 import kvferry.integrations.vllm  # noqa: F401
 from kvferry.integrations.vllm.shared.stats import LoadStats
@@ -39,20 +36,6 @@ def pair_of(docks: Docks, family: str, place: str, **more: Any) -> Pair:
     pair = Pair(docks.own(setup), docks.own(replace(setup, **more)))
     assert all(isinstance(worker.connector, MultiConnector) for worker in pair.dst.workers)
     return pair
-
-
-def metrics_of(engine: Engine) -> Counter[str]:
-    """Totals of vLLM's own metrics, as its front end makes them; those with sources by source."""
-    logger = PrometheusStatLogger(engine.core.vllm_config, [0])
-    for stats in engine.reported:
-        logger.record(stats, None)
-    totals: Counter[str] = Counter()
-    for metric in REGISTRY.collect():
-        for sample in metric.samples:
-            name = sample.name.removeprefix("vllm:")
-            if name.endswith("_total"):
-                totals[f"{name} {sample.labels.get('source', '')}".strip()] += int(sample.value)
-    return totals
 
 
 def evict(engine: Engine) -> None:
@@ -91,7 +74,7 @@ def test_prompts_are_loaded_offloaded_and_read_again(
         pair.assert_right(answer, text)
         assert answer.num_external >= len(text) // 2
     pair.assert_whole()
-    found = metrics_of(pair.dst)
+    found = pair.dst.totals()
     assert found["kv_offload_store_bytes_total"] >= found["kv_offload_load_bytes_total"] > 0
     assert found["kvferry_loads_total"] == len(prompts)
     assert 0 <= sum(LENGTHS) - found["prompt_tokens_cached_by_source_total p2p"] <= len(LENGTHS)
@@ -111,7 +94,7 @@ def test_the_first_connector_loads_and_an_unused_ticket_is_given_back(
     evict(pair.dst)
     pair.assert_right(pair.ferry(text), text)
     assert_whole(pair.src, pair.dst, seconds=LEASE_SECONDS / 2)
-    found = metrics_of(pair.dst)
+    found = pair.dst.totals()
     assert bool(found["prompt_tokens_cached_by_source_total host"]) == (place == "before")
     assert found["kvferry_loads_total"] == (1 if place == "before" else 2)
 
