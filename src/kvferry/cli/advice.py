@@ -178,6 +178,10 @@ TRANSPORT: dict[str, Explained] = {
         "Run the same release of kvferry and of NIXL on both sides. If they are: somebody else answers at"
         " that address.",
     ),
+    "bad-key": Explained(
+        "A source named a stream whose key has the wrong length.",
+        "Run the same release of kvferry on both sides. If they are: somebody else answers at that address.",
+    ),
     "bad-device": Explained(
         "A region lies on something other than the host or one CUDA device.",
         "Describe regions on `cpu` or `cuda:N`, one CUDA device for each rank.",
