@@ -2,8 +2,8 @@
 
     python benchmarks/digest.py
 
-4,096 tokens in scattered blocks of a pool of 300; numpy, compiled code and a read of another process's memory
-(CMA) in turns, the best of each. See docs/performance.md.
+4,096 tokens in scattered blocks of a pool of 300; numpy and a read of another process's memory (CMA) in
+turns, the best of each. See docs/performance.md.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from kvferry import plan
 from kvferry.core.digest import DigestSide, digest_parts, num_bytes
 from kvferry.core.digest_cells import folded_sums, sums_by_numpy
 from kvferry.core.sample import Placement, sample_request
-from kvferry.endpoint.compiled_digest import compiled_sums
-from kvferry.host.compiler import NotCompiled, find_compiler
 from kvferry.models import Topology, describe, model_named
 
 ENGINES = (
@@ -79,11 +77,6 @@ def seconds_of(function: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    ways = {"numpy": sums_by_numpy}
-    try:
-        ways["compiled"] = compiled_sums(find_compiler(os.environ))
-    except NotCompiled as error:
-        print(f"no compiled code: {error}")
     other = OtherProcess()
     try:
         for name, topology in ENGINES:
@@ -96,11 +89,10 @@ def main() -> None:
             best: dict[str, float] = {}
             for _ in range(TURNS):
                 best["CMA"] = max(best.get("CMA", 0), CMA_BYTES / seconds_of(other.read))
-                for way, sums in ways.items():
-                    chunk_sums = partial(folded_sums, partial(sums, memory))
-                    side = DigestSide(engine, rank, request.src, memory, "src", chunk_sums)
-                    taken = seconds_of(partial(side.sums, parts))
-                    best[way] = max(best.get(way, 0), total / taken)
+                chunk_sums = partial(folded_sums, partial(sums_by_numpy, memory))
+                side = DigestSide(engine, rank, request.src, memory, "src", chunk_sums)
+                taken = seconds_of(partial(side.sums, parts))
+                best["digest"] = max(best.get("digest", 0), total / taken)
             cma = best.pop("CMA")
             print(f"{name:<15} {topology:<37} {total / 1e6:4.0f} MB  CMA {cma / 1e9:4.2f} GB/s", end="")
             for way, pace in best.items():

@@ -28,9 +28,7 @@ PYTHONS = ("3.11", "3.12", "3.13")
 MUST_HAVE = (
     "kvferry/py.typed",
     "kvferry/models/catalogue.json",
-    "kvferry/endpoint/digest.cpp",
     "kvferry/transport/copy.cu",
-    "kvferry/transport/copy_runs.cpp",
     "kvferry/transport/digest.cu",
     "kvferry/cli/status/page.html",
     "kvferry/cli/picture/templates/plan.html.j2",

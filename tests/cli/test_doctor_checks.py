@@ -117,7 +117,6 @@ CASES = {
         "problem",
         "vllm>=0.31",
     ),
-    "no compiler": (seen(no_compiler="this host has none"), "no-compiler", "note", "C++ compiler"),
     "a setting": (seen(setting_errors=("A=1: not so",)), "bad-setting", "problem", "unset the variable"),
     "nothing read": (reads(ReadsSeen("host", error="it is dead")), "read-failed", "problem", "KVFERRY_DEBUG"),
     "no fabric": (

@@ -9,10 +9,9 @@ from functools import partial
 
 import numpy as np
 
-from kvferry.core.digest_cells import Bytes, ChunkedCells, ChunkSums, folded_sums
+from kvferry.core.digest_cells import Bytes, ChunkedCells, ChunkSums, folded_sums, sums_by_numpy
 from kvferry.core.digest_keys import Words
 from kvferry.core.manifest import Rank, Region
-from kvferry.endpoint.compiled_digest import host_sums
 from kvferry.errors import SpecError, TransportError
 from kvferry.transport.digest_kernel import DigestKernel, digest_kernel
 
@@ -40,10 +39,9 @@ class DigestMemory:
         """Whether all of it is the host's: then several threads may share a digest."""
         return not self._kernels
 
-    def chunk_sums(self, total_bytes: int) -> ChunkSums:
-        """Who sums up a digest of so many bytes."""
-        host_bytes = total_bytes if self.host else 0
-        host = partial(folded_sums, host_sums().of(self.host, host_bytes))
+    def chunk_sums(self) -> ChunkSums:
+        """Who sums up a digest of it."""
+        host = partial(folded_sums, partial(sums_by_numpy, self.host))
         return host if self.is_of_host else partial(self._each_by_its_own, host)
 
     def _each_by_its_own(self, host: ChunkSums, wanted: Sequence[ChunkedCells]) -> list[Words]:

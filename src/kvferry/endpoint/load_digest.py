@@ -70,7 +70,7 @@ class LoadDigest:
     def sums(self, tables: Mapping[str, BlockTable], parts: Sequence[DigestPart], seed: int) -> list[Words]:
         """The sums of each part."""
         total_bytes = self._total_bytes(parts) if self._memory.host else 0
-        chunk_sums = self._memory.chunk_sums(total_bytes)
+        chunk_sums = self._memory.chunk_sums()
         side = DigestSide(self._manifest, self._rank, tables, self._memory.host, self._side, chunk_sums)
         if not self._memory.is_of_host:  # a device takes all parts at once
             self._check_wanted()

@@ -9,10 +9,8 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from kvferry.endpoint.compiled_digest import host_sums
 from kvferry.runtime.figures import Figures
 from kvferry.runtime.metric_table import METRICS, MetricSide
-from kvferry.transport.compiled_copies import host_copies
 from kvferry.wire.messages import PROTOCOL
 
 
@@ -27,8 +25,6 @@ def status_report(
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "up_seconds": round(up_seconds, 3),
-        "host_digests": host_sums().how,
-        "host_gathers": host_copies().how,
     }
     return {**about, **{key: _plain(value) for key, value in status.items()}, "figures": _shown(figures)}
 

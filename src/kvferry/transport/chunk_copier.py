@@ -57,7 +57,7 @@ class ChunkCopier(Protocol):
 
 
 class HostChunkCopier:
-    """By compiled code, or by numpy where there is none; in any thread."""
+    """By numpy; in any thread."""
 
     def __init__(self, memory: Places, chunk_bytes: int) -> None:
         self.memory, self.chunk_bytes = memory, chunk_bytes

@@ -18,12 +18,11 @@ from kvferry.core.product import Product, Term
 from kvferry.core.runs import Runs
 from kvferry.core.view import Ints
 from kvferry.errors import TransportError
-from kvferry.transport.compiled_copies import host_copies
 from kvferry.transport.lengths import one_length, sum_of, told_once
 from kvferry.transport.places import Places
 from kvferry.transport.slices import cut_long
 
-LONG_BYTES = 4096
+LONG_BYTES = 16384
 """From this length on a call per run costs less than its bytes."""
 FEW_ROWS = 8
 """Fewer rows of one length are copied one by one."""
@@ -90,10 +89,7 @@ def pack(memory: Places, sides: Sequence[TermSide], chunk: int, chunk_bytes: int
     """Copy what these name to ``chunk``, an address; raises TransportError, having copied nothing."""
     check_room(sides, chunk_bytes)
     for side, rows in [(side, side.rows(memory)) for side in sides]:
-        if by := host_copies().for_bytes(side.total_bytes):
-            by.gather(rows, side.num_bytes, side.steps, chunk)
-        else:
-            _copy(_places_in_chunk(side, chunk), np.add.outer(rows, side.steps), side.num_bytes)
+        _copy(_places_in_chunk(side, chunk), np.add.outer(rows, side.steps), side.num_bytes)
         chunk += side.total_bytes
 
 
@@ -103,10 +99,7 @@ def unpacker(memory: Places, sides: Sequence[TermSide]) -> Callable[[int], None]
 
     def unpack(chunk: int) -> None:
         for side, rows in placed:
-            if by := host_copies().for_bytes(side.total_bytes):
-                by.scatter(rows, side.num_bytes, side.steps, chunk)
-            else:
-                _copy(np.add.outer(rows, side.steps), _places_in_chunk(side, chunk), side.num_bytes)
+            _copy(np.add.outer(rows, side.steps), _places_in_chunk(side, chunk), side.num_bytes)
             chunk += side.total_bytes
 
     return unpack

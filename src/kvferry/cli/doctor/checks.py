@@ -251,18 +251,6 @@ def _takes_cuda(transports: str) -> bool:
     return not transports or is_named != transports.startswith("^")
 
 
-def check_compiler(observed: Observed) -> Iterator[Diagnosis]:
-    """Whether digests are taken, and short runs gathered, at the pace of memory."""
-    if observed.no_compiler:
-        yield Diagnosis(
-            Condition.NO_COMPILER,
-            Level.NOTE,
-            f"Host memory is digested and gathered by numpy: {observed.no_compiler}.",
-            "Packed reads of short runs, and digests, are slower.",
-            "Install a C++ compiler, or name one in KVFERRY_COMPILER.",
-        )
-
-
 def check_secret(observed: Observed) -> Iterator[Diagnosis]:
     """Whether there is a secret, whether it is good, and who else can read it."""
     secret = observed.secret
@@ -318,7 +306,6 @@ CHECKS: tuple[Callable[[Observed], Iterator[Diagnosis]], ...] = (
     check_device_settings,
     check_rdma,
     check_memlock,
-    check_compiler,
     check_secret,
     check_profile,
 )

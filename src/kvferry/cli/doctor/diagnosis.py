@@ -56,8 +56,6 @@ class Condition(StrEnum):
     """There is a GPU, and UCX was told to do without it, so that NIXL makes no agent."""
     VIRTUAL_MEMORY = "virtual-memory"
     """torch was told to put device memory together from pieces, which few can open in another process."""
-    NO_COMPILER = "no-compiler"
-    """There is no compiler here, so that numpy digests and gathers host memory."""
     NO_SECRET = "no-secret"
     """No secret is set: engines of other hosts are not talked to."""
     BAD_SECRET = "bad-secret"

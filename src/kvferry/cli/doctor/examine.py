@@ -97,7 +97,6 @@ def examine(memories: Sequence[str], peer: str, profile: Path | None, progress: 
         secret=seen,
         settings=settings,
         setting_errors=errors,
-        no_compiler=observe.no_compiler(os.environ),
         reads=measured.reads,
         listeners=listeners,
         listeners_error=listeners_error,

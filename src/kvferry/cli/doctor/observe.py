@@ -16,7 +16,6 @@ from kvferry.cli.doctor.seen import Gpus, HostLimits, HostPlace, SecretSeen
 from kvferry.endpoint.secret_source import SECRET, SECRET_FILE, secret_from_environment
 from kvferry.endpoint.this_host import BOOT_ID
 from kvferry.errors import SpecError, TransportError
-from kvferry.host.compiler import NotCompiled, find_compiler
 from kvferry.transport.cuda import device_names
 from kvferry.transport.nixl import NixlTransport, check_installed
 from kvferry.transport.settings import Expose, WayChoice
@@ -159,15 +158,6 @@ def _check_together(environ: Mapping[str, str]) -> None:
     NixlTransport(way=WayChoice.from_environment(environ), expose=expose).close()
     if expose is Expose.FABRIC:
         UcxSettings.from_environment(environ)
-
-
-def no_compiler(environ: Mapping[str, str]) -> str:
-    """Why digests of host memory cannot be taken by compiled code; empty if there is a compiler."""
-    try:
-        find_compiler(environ)
-    except NotCompiled as error:
-        return str(error)
-    return ""
 
 
 def secret(environ: Mapping[str, str]) -> tuple[SecretSeen, Secret | None]:

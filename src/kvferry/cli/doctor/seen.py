@@ -212,8 +212,6 @@ class Observed:
     """Of the environment: those that UCX, NIXL, CUDA and kvferry read, but for the secret."""
     setting_errors: tuple[str, ...] = ()
     """Why kvferry refuses some of them."""
-    no_compiler: str = ""
-    """Why digests of host memory cannot be taken by compiled code; empty if they can."""
     reads: tuple[ReadsSeen, ...] = ()
     listeners: tuple[ListenerSeen, ...] = ()
     """Sockets of an engine with these settings."""
