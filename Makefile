@@ -108,7 +108,7 @@ kubernetes: $(READY) ## check the example for Kubernetes against Kubernetes' own
 	@$(BIN)/kubernetes-validate --strict examples/kubernetes/*.yaml
 
 # SCREENSHOTS=folder keeps a picture of each page, at two widths, light and dark.
-browser: $(READY) ## drive the pages of --html and status --http in a real Chromium: keyboard, touch, text, axe
+browser: $(READY) ## drive the pages of --html in a real Chromium: keyboard, touch, text, axe
 	@$(BIN)/python tests/browser/chromium.py
 	@$(BIN)/python -m pip install --quiet -c constraints.txt playwright axe-playwright-python
 	@KVFERRY_SCREENSHOTS=$(SCREENSHOTS) $(BIN)/pytest -m "" tests/browser

@@ -83,7 +83,7 @@ DOCUMENTED: dict[str, tuple[Documented, ...]] = {
         Documented("descriptors of device memory", "unix", "@kvferry-", 1, "same user or root, and a token"),
     ),
 }
-"""By way of starting. All other commands open none, but for the page of ``kvferry status --http``."""
+"""By way of starting. All other commands open none."""
 
 
 def seen(listeners: set[Listener]) -> Counter[tuple[str, str]]:

@@ -30,7 +30,6 @@ MUST_HAVE = (
     "kvferry/models/catalogue.json",
     "kvferry/transport/copy.cu",
     "kvferry/transport/digest.cu",
-    "kvferry/cli/status/page.html",
     "kvferry/cli/picture/templates/plan.html.j2",
 )
 BARE = {"kvferry", "msgspec", "numpy", "pip", "setuptools"}

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from kvferry.cli.help_text import examples
 from kvferry.cli.options import Json
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from kvferry.cli.status.watch import ShowEngines
 
 HELP = "\n\n".join(
     (
@@ -26,13 +20,10 @@ HELP = "\n\n".join(
         "--watch looks again and again until Ctrl-C: peers, loads under way, rates by way, leases,"
         " quarantine. Engines may come and go meanwhile. Where the output is no terminal: a line for each"
         " engine and look; with --json: an object for each look.",
-        "--http serves the same as a page that can only be read: on this host alone, unless --allow-remote is"
-        " given. Nobody is asked for a password. /status.json has the numbers for programs.",
         "It only asks: no engine does anything else because of it, and no answer has keys or tickets in it.",
         examples(
             "kvferry status",
             "kvferry status --watch",
-            "kvferry status --http 127.0.0.1:8080",
             "kvferry status tcp://10.0.0.7:5555",
             "kvferry status --json",
         ),
@@ -59,25 +50,16 @@ def status(
     count: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="End after N looks.", show_default="go on")
     ] = None,
-    http: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Serve a page; port 0: any free one.", show_default="no")
-    ] = "",
-    allow_remote: Annotated[
-        bool, typer.Option("--allow-remote", help="Let other hosts see the page of --http.")
-    ] = False,
     as_json: Json = False,
 ) -> int:
     """What running engines are doing now."""
     from kvferry.cli.status.asking import EngineAsker, answers_of, secret_for
 
     secret = secret_for(engine, secret_file)
-    if watch or http:
+    if watch:
         from kvferry.cli.status.watch import display_for, watch_engines
 
-        displays = [_served(http, every, allow_remote=allow_remote)] if http else []
-        if watch:
-            displays.append(display_for(as_json=as_json, every=every))
-        watch_engines(EngineAsker(engine, secret), displays, every, count)
+        watch_engines(EngineAsker(engine, secret), display_for(as_json=as_json, every=every), every, count)
         return 0
     answers = answers_of(engine, secret)
     if as_json:
@@ -92,25 +74,3 @@ def status(
         if not answers:
             out.print("no engine of this user runs here; name its socket, or a source engine's address")
     return 0 if answers else NOT_FOUND
-
-
-def _served(http: str, every: float, *, allow_remote: bool) -> AbstractContextManager[ShowEngines]:
-    """The page; who may see it is decided before anybody can."""
-    from kvferry.cli.status.page import StatusServer, is_loopback, served
-    from kvferry.errors import SpecError
-    from kvferry.proxy.settings import host_and_port
-
-    host, port = host_and_port("--http", http)
-    if not is_loopback(host):
-        if not allow_remote:
-            raise SpecError(
-                f"--http {http}: other hosts could see the page, and nobody is asked for a password. Use"
-                " 127.0.0.1 and a tunnel (ssh -L), or say --allow-remote"
-            )
-        print(
-            f"kvferry: warning: whoever can reach {http} sees the names and numbers of all engines here",
-            file=sys.stderr,
-        )
-    server = StatusServer(host, port, every)
-    print(f"kvferry: the page is at {server.url}; Ctrl-C ends it", file=sys.stderr, flush=True)
-    return served(server)

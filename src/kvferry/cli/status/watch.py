@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
 from types import FrameType
 from typing import Any
@@ -30,22 +30,20 @@ NUM_TABLES = 6
 
 def watch_engines(
     asker: EngineAsker,
-    displays: Iterable[AbstractContextManager[ShowEngines]],
+    display: AbstractContextManager[ShowEngines],
     every: float,
     count: int | None,
 ) -> None:
     """Look each ``every`` seconds, ``count`` times or until Ctrl-C (or SIGTERM), which is no failure."""
     known = Watched()
-    with suppress(KeyboardInterrupt), _ended_by_sigterm(), ExitStack() as stack:
-        shows = [stack.enter_context(display) for display in displays]
+    with suppress(KeyboardInterrupt), _ended_by_sigterm(), display as show:
         num_looks = 0
         while True:
             begun = time.monotonic()
             looks = asker.look()
             now = time.monotonic()
             known = known.then(now, looks)
-            for show in shows:
-                show(known, now)
+            show(known, now)
             num_looks += 1
             if num_looks == count:
                 return
