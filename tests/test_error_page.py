@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from error_advice import ANSWERS, FAILURES, TICKETS, TRANSPORT
 
-from kvferry.cli.advice import ANSWERS, FAILURES, TICKETS, TRANSPORT
 from kvferry.cli.remedies import BY_CODE, BY_FIELD
 from kvferry.errors import Code
 from kvferry.runtime import FailureCode

@@ -1,8 +1,8 @@
 """Writes the tables of docs/errors.md: every error by its code, from the code.
 
 What a code means is its docstring (``kvferry.errors.Code``, ``kvferry.runtime.FailureCode``); what to do is
-in ``kvferry.cli.advice`` and ``remedies``. tests/test_error_page.py fails while a code is missing, or the
-page is old. Then:
+in ``error_advice`` and ``kvferry.cli.remedies``. tests/test_error_page.py fails while a code is missing, or
+the page is old. Then:
 
     python tools/error_page.py
 """
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
 
-from kvferry.cli.advice import (
+from error_advice import (
     ANSWERS,
     FAILURES,
     FETCH_TABLES,
@@ -25,6 +25,7 @@ from kvferry.cli.advice import (
     TRANSPORT,
     Explained,
 )
+
 from kvferry.cli.remedies import BY_CODE, BY_FIELD
 from kvferry.errors import Code
 from kvferry.runtime import FailureCode

@@ -65,7 +65,7 @@ class Handshake(KVConnectorHandshakeMetadata):
 
 
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
-    """Fetches prefilled requests over NIXL, by proved plans."""
+    """Fetches prefilled requests from other engines, by proved plans."""
 
     _cache_hit_source = CacheHitSource and CacheHitSource.P2P
     """How ``vllm:prompt_tokens_cached_by_source`` counts loaded tokens."""

@@ -1,7 +1,8 @@
 """What to do about failed loads, transports, sources that say no, and tickets: for docs/errors.md.
 
 What a ``FailureCode`` means is said beside it. The other codes here are plain words where they are raised, so
-that they are explained as well. What to do about two engines that were refused is in ``remedies``.
+that they are explained as well. What to do about two engines that were refused is in
+``kvferry.cli.remedies``.
 """
 
 from __future__ import annotations
