@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 def make(folder: Path) -> subprocess.CompletedProcess[str]:
     """Make the environment, with a pip that knows no index."""
-    command = ["make", f"VLLM={folder}", f"PYTHON={sys.executable}", f"{folder}/.ready"]
+    command = ["make", f"VLLM_BASE={folder}", f"PYTHON={sys.executable}", f"{folder}/.ready"]
     env = {
         name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "MAKE", "MFLAGS"))
     }

@@ -28,6 +28,8 @@ HOST = "127.0.0.2"
 """This machine, as others would call it: an address that an engine was told to listen at."""
 LOOK_SECONDS = 0.02
 PATIENCE_SECONDS = 90.0
+NUM_TRIES = 4
+"""On a busy machine, a socket that is there for a moment only may be gone before somebody looks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +164,19 @@ SERVES = ("kvferry doctor --listen", "kvferry proxy")
 def test_a_command(way: str, secret_file: str, *, has_secret: bool) -> None:
     """A secret opens nothing more: it is the address that a command was told which does."""
     wanted = documented(way, HOST)
-    found = listeners_while_it_runs(
-        [sys.executable, "-m", "kvferry", *COMMANDS[way].split()],
-        environment(secret_file if has_secret else ""),
-        lambda found: way in SERVES and seen(found).total() >= wanted.total(),
-    )
-    assert seen(found) == wanted
+    found = Counter[tuple[str, str]]()
+    for _ in range(NUM_TRIES):
+        found = seen(
+            listeners_while_it_runs(
+                [sys.executable, "-m", "kvferry", *COMMANDS[way].split()],
+                environment(secret_file if has_secret else ""),
+                lambda found: way in SERVES and seen(found).total() >= wanted.total(),
+            )
+        )
+        assert found <= wanted, "undocumented"
+        if found == wanted:
+            break
+    assert found == wanted
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -135,17 +135,17 @@ class World:
             env,
             logs / "source.log" if logs else None,
         )
-        try:
+        with ExitStack() as ends:
+            ends.callback(self.source.close)
             self.reader = Process(
                 [*reader_in, sys.executable, str(folder / "reader_process.py")],
                 env,
                 logs / "reader.log" if logs else None,
             )
+            ends.callback(self.reader.close)
             for number in range(6):  # memory that a first load needs is no growth
                 assert not self.load(is_fresh=number % 2 == 1), "the first load failed"
-        except BaseException:
-            self.source.close()
-            raise
+            ends.pop_all()  # all is well
         self.before = self.state()
 
     @property
