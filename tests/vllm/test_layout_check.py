@@ -66,7 +66,9 @@ def test_every_mistake_in_a_rule_is_caught(docks: Docks, name: str) -> None:
     assert num_mistakes >= len(attention(engine))
 
 
-def test_states_cannot_be_tried_and_are_believed_of_tested_versions_only(docks: Docks) -> None:
+def test_states_cannot_be_tried_and_are_believed_of_tested_versions_only(
+    docks: Docks, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = docks.own(FAMILIES["nemotron_h"])
     layers = list(layers_of(engine))
     states = [layer for layer in layers if layer.page.kind is Kind.RECURRENT]
@@ -74,7 +76,10 @@ def test_states_cannot_be_tried_and_are_believed_of_tested_versions_only(docks: 
     for layer in states:
         with pytest.raises(Untried, match="only its kernels know"):
             look(layer, DTYPE)
+    caplog.set_level(logging.INFO, "kvferry")
+    logging.getLogger("kvferry").propagate = True
     assert TRUSTING.settle(layers) == layers
+    assert "layout check: 1 of 2 kinds of caches checked" in caplog.text
     untested = replace(TRUSTING, is_tested=False).settle(layers)
     changed = [layer.page.kind for layer, was in zip(untested, layers, strict=True) if layer != was]
     assert changed == [Kind.RECURRENT] * len(states)

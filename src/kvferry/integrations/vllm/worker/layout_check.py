@@ -48,6 +48,15 @@ class LayoutDiffers(Exception):
 
 
 @dataclass(frozen=True)
+class Finding:
+    """What is known of one kind of cache."""
+
+    was_tried: bool
+    problem: str = ""
+    """Why its rule is not used; empty if it is."""
+
+
+@dataclass(frozen=True)
 class LayoutCheck:
     """What becomes of layers whose rule fails, or cannot be tried."""
 
@@ -69,37 +78,45 @@ class LayoutCheck:
 
     def settle(self, layers: Iterable[DescribedLayer]) -> list[DescribedLayer]:
         """The layers, those that are not known after all as opaque blocks. Each kind is looked at once."""
-        started, findings, settled = perf_counter(), dict[Hashable, str](), list[DescribedLayer]()
+        started, findings, settled = perf_counter(), dict[Hashable, Finding](), list[DescribedLayer]()
         for layer in layers:
             kind = _kind(layer)
             if kind not in findings:
                 findings[kind] = self._finding(layer)
-            settled.append(replace(layer, contents=opaque(layer.cache)) if findings[kind] else layer)
+            is_known = not findings[kind].problem
+            settled.append(layer if is_known else replace(layer, contents=opaque(layer.cache)))
         milliseconds = 1e3 * (perf_counter() - started)
-        log.info("layout check: %d kinds of caches in %.0f ms", len(findings), milliseconds)
+        num_tried = sum(finding.was_tried for finding in findings.values())
+        log.info(
+            "layout check: %d of %d kinds of caches checked in %.0f ms",
+            num_tried,
+            len(findings),
+            milliseconds,
+        )
         return settled
 
-    def _finding(self, layer: DescribedLayer) -> str:
-        """Why a layer is not what its rule says; empty if it is."""
+    def _finding(self, layer: DescribedLayer) -> Finding:
         if layer.contents == opaque(layer.cache):
-            return ""
+            return Finding(was_tried=False)
         name = f"{layer.name} ({class_path(layer.cache.backend or type(layer.cache.layer))})"
         try:
             if self.fused and layer.page.kind is Kind.PAGED:
                 raise LayoutDiffers(f"{self.fused} writes it, too, and cannot be checked")
             look(layer, self.dtype)
-            return ""
+            return Finding(was_tried=True)
         except Untried as why:
+            log.debug("layout check: %s was not checked: %s", name, why)
             if self.is_tested:
-                log.debug("layout check: %s was not tried: %s", name, why)
-                return ""
-            finding = f"its layout cannot be checked ({why}), and this version of vLLM was not tested"
+                return Finding(was_tried=False)
+            was_tried = False
+            problem = f"its layout cannot be checked ({why}), and this version of vLLM was not tested"
         except LayoutDiffers as why:
-            finding = f"its cache is not laid out as kvferry expects ({why})"
+            was_tried = True
+            problem = f"its cache is not laid out as kvferry expects ({why})"
         if self.is_required:
-            raise SpecError(f"{name}: {finding}; layout_check is required")
-        log.warning("%s: %s: only engines that are set up alike can exchange it", name, finding)
-        return finding
+            raise SpecError(f"{name}: {problem}; layout_check is required")
+        log.warning("%s: %s: only engines that are set up alike can exchange it", name, problem)
+        return Finding(was_tried, problem)
 
 
 def look(layer: DescribedLayer, dtype: torch.dtype) -> None:
