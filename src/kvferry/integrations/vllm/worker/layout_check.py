@@ -48,7 +48,7 @@ class LayoutDiffers(Exception):
 
 
 @dataclass(frozen=True)
-class Finding:
+class KindChecked:
     """What is known of one kind of cache."""
 
     was_tried: bool
@@ -78,36 +78,36 @@ class LayoutCheck:
 
     def settle(self, layers: Iterable[DescribedLayer]) -> list[DescribedLayer]:
         """The layers, those that are not known after all as opaque blocks. Each kind is looked at once."""
-        started, findings, settled = perf_counter(), dict[Hashable, Finding](), list[DescribedLayer]()
+        started, checked, settled = perf_counter(), dict[Hashable, KindChecked](), list[DescribedLayer]()
         for layer in layers:
             kind = _kind(layer)
-            if kind not in findings:
-                findings[kind] = self._finding(layer)
-            is_known = not findings[kind].problem
+            if kind not in checked:
+                checked[kind] = self._check(layer)
+            is_known = not checked[kind].problem
             settled.append(layer if is_known else replace(layer, contents=opaque(layer.cache)))
         milliseconds = 1e3 * (perf_counter() - started)
-        num_tried = sum(finding.was_tried for finding in findings.values())
+        num_tried = sum(each.was_tried for each in checked.values())
         log.info(
             "layout check: %d of %d kinds of caches checked in %.0f ms",
             num_tried,
-            len(findings),
+            len(checked),
             milliseconds,
         )
         return settled
 
-    def _finding(self, layer: DescribedLayer) -> Finding:
+    def _check(self, layer: DescribedLayer) -> KindChecked:
         if layer.contents == opaque(layer.cache):
-            return Finding(was_tried=False)
+            return KindChecked(was_tried=False)
         name = f"{layer.name} ({class_path(layer.cache.backend or type(layer.cache.layer))})"
         try:
             if self.fused and layer.page.kind is Kind.PAGED:
                 raise LayoutDiffers(f"{self.fused} writes it, too, and cannot be checked")
             look(layer, self.dtype)
-            return Finding(was_tried=True)
+            return KindChecked(was_tried=True)
         except Untried as why:
             log.debug("layout check: %s was not checked: %s", name, why)
             if self.is_tested:
-                return Finding(was_tried=False)
+                return KindChecked(was_tried=False)
             was_tried = False
             problem = f"its layout cannot be checked ({why}), and this version of vLLM was not tested"
         except LayoutDiffers as why:
@@ -116,7 +116,7 @@ class LayoutCheck:
         if self.is_required:
             raise SpecError(f"{name}: {problem}; layout_check is required")
         log.warning("%s: %s: only engines that are set up alike can exchange it", name, problem)
-        return Finding(was_tried, problem)
+        return KindChecked(was_tried, problem)
 
 
 def look(layer: DescribedLayer, dtype: torch.dtype) -> None:
