@@ -79,9 +79,7 @@ MANY_COLLABORATORS = {
     "kvferry.endpoint.source": "an edge: it puts the parts of a source engine together",
     "kvferry.integrations.vllm.worker.side": "an edge: vLLM's worker on one side, an endpoint on the other",
     "kvferry.runtime.reader": "one machine, whose parts are machines already",
-    "kvferry.transport.agent_thread": "a thread: its queue, its agent, its peers and what it has posted",
     "kvferry.transport.nixl": "an edge: it puts the ways together",
-    "kvferry.transport.stream_reader": "one thread: reads, their streams, and their scattering",
 }
 """Modules that import more of ours, and why: a file follows an idea, and knows few others."""
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.host.listening import Listener
-from kvferry.transport.descriptor_socket import DescriptorServer
+from kvferry.transport.exports import DescriptorServer
 from tests.hostile.world import ROOT, Process, environment
 from tests.transport.listening import family_of, listeners_of
 

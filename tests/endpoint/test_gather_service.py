@@ -16,7 +16,7 @@ from kvferry.endpoint.gather_service import GatherService
 from kvferry.errors import SpecError, TransportError
 from kvferry.runtime.ticket_guard import Admitted, GatherRefusal, Refusal, TicketGuard
 from kvferry.testing.packed import OpenGuard
-from kvferry.transport.chunk_copier import HostChunkCopier
+from kvferry.transport.pack import HostChunkCopier
 from kvferry.transport.places import Places
 from kvferry.transport.stream_frames import HEAD, HELLO, MAGIC, TAIL
 from kvferry.wire.gather import Gather, OpenStream, decode_from_rank, encode_rank_message

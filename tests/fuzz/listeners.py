@@ -34,7 +34,7 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from kvferry.transport.descriptor_socket import receive_descriptors
+from kvferry.transport.exports import receive_descriptors
 from kvferry.transport.stream_frames import HELLO, MAGIC
 from kvferry.wire.secret import Purpose, Secret
 from tests.fuzz.decoders import corpus

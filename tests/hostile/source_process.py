@@ -29,7 +29,7 @@ from kvferry.endpoint import SourceEngine, SourceRank
 from kvferry.endpoint.secret_source import secret_from_environment
 from kvferry.models import Topology, describe, model_from_config
 from kvferry.runtime import Timing
-from kvferry.transport.descriptor_socket import DescriptorServer
+from kvferry.transport.exports import DescriptorServer
 from kvferry.transport.nixl import NixlTransport
 from kvferry.wire.ticket import to_text
 from kvferry.wire.trust import Trust

@@ -12,10 +12,9 @@ from kvferry.core.product import Term
 from kvferry.core.runs import Runs, place
 from kvferry.core.view import Ints
 from kvferry.errors import TransportError
-from kvferry.transport.device_chunks import at_chunk, chunk_terms
-from kvferry.transport.lengths import one_length
 from kvferry.transport.pack import TermSide, check_room, check_term
-from kvferry.transport.places import Places
+from kvferry.transport.packed import at_chunk, chunk_terms
+from kvferry.transport.places import Places, one_length
 
 MEMORY = Places("ours", [Region("kv", 64, address=4096), Region("more", 64, address=8192)])
 CHUNK = 1 << 20

@@ -22,12 +22,19 @@ from kvferry.core.manifest import Region
 from kvferry.core.product import Product
 from kvferry.core.runs import Runs, place
 from kvferry.errors import TransportError
-from kvferry.transport import copy_kernel, copy_queue, exports, mapped
+from kvferry.transport import copy_kernel, exports, mapped
+from kvferry.transport import copy_kernel as copy_queue
 from kvferry.transport.base import CANCELLED
 from kvferry.transport.cards import Card
-from kvferry.transport.descriptor_socket import DescriptorServer, receive_descriptors
-from kvferry.transport.event_wait import EventWait
-from kvferry.transport.exports import PROBE_BYTES, Export, ExportedPiece, Extent
+from kvferry.transport.cuda import EventWait
+from kvferry.transport.exports import (
+    PROBE_BYTES,
+    DescriptorServer,
+    Export,
+    ExportedPiece,
+    Extent,
+    receive_descriptors,
+)
 from kvferry.transport.mapped import NUM_LANES, DeviceCopier
 from kvferry.transport.places import Places
 from tests.transport.fake_cuda import UUID, FakeCuda, FakeEvent

@@ -15,9 +15,8 @@ from kvferry.core.manifest import Region
 from kvferry.core.runs import place
 from kvferry.errors import TransportError
 from kvferry.transport import copy_kernel, packed
-from kvferry.transport.chunk_copier import HostChunkCopier
 from kvferry.transport.copy_kernel import CopyLimits
-from kvferry.transport.pack import TermSide
+from kvferry.transport.pack import HostChunkCopier, TermSide
 from kvferry.transport.packed import copiers_for
 from kvferry.transport.places import Places
 from tests.transport.fake_cuda import FakeCuda

@@ -27,8 +27,7 @@ from kvferry.core.manifest import Region
 from kvferry.testing.strategies import cases, engines, requests
 from kvferry.transport import digest_kernel
 from kvferry.transport.copy_kernel import CopyLimits
-from kvferry.transport.digest_kernel import DigestKernel
-from kvferry.transport.digest_table import LANE_WORDS, TERM, TILE_STEPS, tables_of
+from kvferry.transport.digest_kernel import LANE_WORDS, TERM, TILE_STEPS, DigestKernel, tables_of
 from tests.core.planted_faults import memory_of
 from tests.transport.fake_cuda import FakeCuda, FakeStream
 from tests.transport.kernel_on_cpu import kernel_on_cpu

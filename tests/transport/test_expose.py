@@ -13,8 +13,8 @@ from kvferry.errors import TransportError
 from kvferry.testing.sources import serving
 from kvferry.testing.transport_world import REGION_BYTES, stale_memory
 from kvferry.transport import nixl
+from kvferry.transport.agent import SlicePair
 from kvferry.transport.cards import Card
-from kvferry.transport.descriptors import SlicePair
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.nixl_agent import Agent
 from kvferry.transport.settings import Expose

@@ -7,11 +7,9 @@ import numpy as np
 import pytest
 
 from kvferry.core.manifest import Region
-from kvferry.transport.chunk_copier import HostChunkCopier
-from kvferry.transport.frame_receiver import ENOUGH_BYTES, FrameReceiver
-from kvferry.transport.pack import TermSide
+from kvferry.transport.pack import HostChunkCopier, TermSide
 from kvferry.transport.places import Places
-from kvferry.transport.stream_frames import HEAD, TAIL
+from kvferry.transport.stream_frames import ENOUGH_BYTES, HEAD, TAIL, FrameReceiver
 
 FRAME_BYTES = 3 * ENOUGH_BYTES + 1000
 SOON_S = 30.0

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from kvferry.core.manifest import Region
 from kvferry.core.runs import place
 from kvferry.errors import TransportError
-from kvferry.transport.lengths import one_length, sum_of
-from kvferry.transport.places import Places
+from kvferry.transport.places import Places, one_length, sum_of
 
 LENGTHS = (64, 16)
 RUN = st.tuples(st.integers(-1, 2), st.integers(0, 70), st.integers(-2, 70))

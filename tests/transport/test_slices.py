@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry import Runs, coalesce
-from kvferry.transport.slices import Limit, slices
+from kvferry.transport.places import Limit, slices
 
 
 @given(

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from kvferry.transport.socket_loop import SocketLoop
-from kvferry.transport.stream_callers import PAUSE_S, StreamCallers, listen_at
 from kvferry.transport.stream_frames import HELLO, MAGIC
+from kvferry.transport.stream_sender import PAUSE_S, StreamCallers, listen_at
 
 PATIENCE_S = 60.0
 STREAM_ID = bytes(range(16))

@@ -22,7 +22,7 @@ from kvferry.endpoint.edges import open_channel
 from kvferry.endpoint.gather_calls import GatherCalls
 from kvferry.testing.sources import serving
 from kvferry.transport.cards import Card, GatherPoint
-from kvferry.transport.chunk_copier import HostChunkCopier
+from kvferry.transport.pack import HostChunkCopier
 from kvferry.transport.places import Places
 from kvferry.transport.stream_reader import StreamLink, StreamMover
 

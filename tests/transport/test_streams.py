@@ -18,15 +18,13 @@ from kvferry.errors import TransportError
 from kvferry.transport import copy_kernel, stream_reader, stream_sender
 from kvferry.transport.base import CANCELLED
 from kvferry.transport.cards import GatherPoint
-from kvferry.transport.chunk_copier import HostChunkCopier
 from kvferry.transport.copy_kernel import CopyKernel, CopyLimits
-from kvferry.transport.device_chunks import DeviceChunkCopier
-from kvferry.transport.event_wait import EventWait
-from kvferry.transport.pack import src_of
+from kvferry.transport.cuda import EventWait
+from kvferry.transport.pack import HostChunkCopier, src_of
+from kvferry.transport.packed import DeviceChunkCopier
 from kvferry.transport.places import Places
-from kvferry.transport.stream_frames import HEAD, HELLO, MAGIC, TAIL, StreamOffer
+from kvferry.transport.stream_frames import HEAD, HELLO, MAGIC, SEAL_BYTES, TAIL, StreamOffer
 from kvferry.transport.stream_reader import StreamLink, StreamMover
-from kvferry.transport.stream_seal import SEAL_BYTES
 from kvferry.transport.stream_sender import StreamSender, TicketKey
 from tests.transport.fake_cuda import FakeCuda, FakeEvent
 from tests.transport.kernel_on_cpu import kernel_on_cpu

@@ -23,7 +23,7 @@ from kvferry.endpoint.gather_calls import GatherCalls
 from kvferry.integrations.vllm.shared.stats import LoadStats
 from kvferry.integrations.vllm.worker.side import WorkerSide
 from kvferry.runtime.values import Record
-from kvferry.transport import chunk_copier
+from kvferry.transport import pack as chunk_copier
 from kvferry.transport.cards import Card, GatherPoint
 from kvferry.transport.pack import pack
 from kvferry.transport.stream_frames import StreamOffer

@@ -12,8 +12,7 @@ from kvferry.core.product import Term
 from kvferry.core.view import Ints
 from kvferry.endpoint.edges import ControlChannel
 from kvferry.transport.base import Transport
-from kvferry.transport.gather_line import GatherAnswers, GatheringTransport
-from kvferry.transport.stream_frames import StreamOffer
+from kvferry.transport.stream_frames import GatherAnswers, GatheringTransport, StreamOffer
 from kvferry.wire.gather import (
     Gather,
     NotGathered,

@@ -19,8 +19,7 @@ from kvferry.endpoint.owner import Event, Owner
 from kvferry.errors import SpecError, TransportError
 from kvferry.log import is_worth_a_line, log_of
 from kvferry.runtime.ticket_guard import Admitted, GatherRefusal, Refusal, TicketGuard
-from kvferry.transport.chunk_copier import ChunkCopier
-from kvferry.transport.pack import TermSide, check_room
+from kvferry.transport.pack import ChunkCopier, TermSide, check_room
 from kvferry.transport.stream_frames import StreamOffer
 from kvferry.transport.stream_sender import StreamSender, TicketKey
 from kvferry.wire.bad_input import printable

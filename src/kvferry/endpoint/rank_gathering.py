@@ -11,7 +11,7 @@ from kvferry.endpoint.gather_service import GatherService
 from kvferry.endpoint.listening import advertised, check_listen
 from kvferry.runtime.ticket_guard import TicketGuard
 from kvferry.transport.base import Transport
-from kvferry.transport.gather_line import GatheringTransport
+from kvferry.transport.stream_frames import GatheringTransport
 from kvferry.wire.permit import RANK_KEY_BYTES
 from kvferry.wire.trust import Trust
 

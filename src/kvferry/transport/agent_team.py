@@ -26,7 +26,7 @@ from kvferry.log import log_of
 from kvferry.transport.agent_thread import AgentLink, AgentThread
 from kvferry.transport.base import Connected, DeviceEvent
 from kvferry.transport.cards import Card
-from kvferry.transport.slices import cut_long
+from kvferry.transport.places import cut_long
 
 log = log_of(__name__)
 

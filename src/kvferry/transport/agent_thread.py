@@ -7,33 +7,95 @@ which something was posted are then never reported, since nobody can know any mo
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from time import monotonic, sleep
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvferry.core.manifest import Region
 from kvferry.core.product import Product
-from kvferry.core.runs import Runs
+from kvferry.core.runs import Runs, place
 from kvferry.core.way import Way
 from kvferry.errors import TransportError
 from kvferry.log import is_worth_a_line, log_of
-from kvferry.transport.agent import FabricAgent
-from kvferry.transport.base import Connected, DeviceEvent
+from kvferry.transport.agent import FabricAgent, RegionTable
+from kvferry.transport.base import Connected, DeviceEvent, quietly
 from kvferry.transport.cards import Card
-from kvferry.transport.cuda import Cuda
-from kvferry.transport.descriptors import RegionTable
-from kvferry.transport.event_wait import EventWait
+from kvferry.transport.cuda import Cuda, EventWait
 from kvferry.transport.places import checked
-from kvferry.transport.quietly import quietly
 from kvferry.transport.reads import Read, Reads, RemoteRank
-from kvferry.transport.registered_agent import RegisteredAgent
-from kvferry.transport.ucx import UcxSettings
+from kvferry.transport.ucx import UcxSettings, prepare_for_cuda
+
+WARM_REGIONS, WARM_BYTES = 64, 4096
+"""What the first read touches: it is about ten times slower than the next."""
+
+
+class Scratch:
+    """Memory that warm-up reads may overwrite, on each device that real reads go to."""
+
+    def __init__(self, cuda: Cuda | None, devices: Iterable[str]) -> None:
+        self._cuda = cuda
+        self._buffers: list[NDArray[np.uint8]] = []
+        self.memory = RegionTable("scratch", [self._region(device) for device in dict.fromkeys(devices)])
+
+    def _region(self, device: str) -> Region:
+        num_bytes = WARM_REGIONS * WARM_BYTES
+        if self._cuda and device != "cpu":
+            return Region("scratch", num_bytes, self._cuda.allocate(num_bytes), device)
+        self._buffers.append(np.zeros(num_bytes, np.uint8))
+        return Region("scratch", num_bytes, self._buffers[-1].ctypes.data, device)
+
+    def first_bytes(self, regions: Sequence[Region]) -> Runs:
+        """The beginning of each region, to each device: whatever kinds of memory a real read will meet."""
+        regions = regions[:WARM_REGIONS]
+        src = np.array([place(i, 0) for i in range(len(regions))])
+        num_bytes = np.array([min(WARM_BYTES, region.num_bytes) for region in regions])
+        num_devices = len(self.memory.kinds)
+        dst = [place(i, 0) + np.arange(len(regions)) * WARM_BYTES for i in range(num_devices)]
+        return Runs(np.tile(src, num_devices), np.concatenate(dst), np.tile(num_bytes, num_devices))
+
+    def free(self) -> None:
+        """Give device memory back."""
+        for region in self.memory.places.regions:
+            if self._cuda and region.device != "cpu":
+                self._cuda.free(region.address)
+
+
+class RegisteredAgent:
+    """For one thread, the one that makes it."""
+
+    def __init__(self, memory: RegionTable, cuda: Cuda | None, make_agent: Callable[[], FabricAgent]) -> None:
+        if cuda:
+            prepare_for_cuda(os.environ)
+            cuda.bind_thread()
+        self.scratch = Scratch(cuda, [region.device for region in memory.places.regions])
+        self._registered: list[Any] = []
+        try:
+            self.agent = make_agent()
+            for table in (memory, self.scratch.memory):
+                for kind in dict.fromkeys(table.names.tolist()):
+                    self._registered.append(self.agent.register(kind, table.whole()[table.names == kind]))
+            self.metadata = self.agent.metadata()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give memory and agent up; nothing may be under way."""
+        for registered in self._registered:
+            quietly(self.agent.deregister, registered)
+        self.__dict__.pop("agent", None)  # NIXL ends its own threads when nobody knows it any more
+        quietly(self.scratch.free)
+
 
 T = TypeVar("T")
 

@@ -9,14 +9,17 @@ Every transport passes the laws in ``kvferry.testing.transport_laws``.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, ParamSpec, Protocol, TypeVar
 
 from kvferry.core.manifest import Region
 from kvferry.core.product import Product
 from kvferry.core.runs import Runs
 from kvferry.core.way import Way
+from kvferry.errors import TransportError
+from kvferry.log import log_of
 
 DeviceEvent = object
 """A mark in a stream of the device: the driver's own event, or its address as a number."""
@@ -156,3 +159,132 @@ class Transport(Protocol):
         deadline, it waits again.
         """
         ...
+
+
+P = ParamSpec("P")
+
+log = log_of(__name__)
+
+
+def quietly(work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+    """Do it; what goes wrong is worth a line, not a dead thread."""
+    try:
+        work(*args, **kwargs)
+    except TransportError as error:
+        log.warning("%s", error)
+    except Exception:
+        log.exception("unexpected; the thread goes on")
+
+
+class Gate:
+    """Lets calls in until it is shut; whoever shut it can wait for those inside. For any number of threads.
+
+    >>> gate = Gate()
+    >>> with gate:
+    ...     gate.shut()
+    ...     gate.wait_until_empty(timeout_s=0)
+    False
+    >>> gate.wait_until_empty(timeout_s=0)
+    True
+    >>> with gate:
+    ...     pass
+    Traceback (most recent call last):
+    kvferry.errors.TransportError: closed: this transport was closed
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_inside = 0
+        self._is_shut = False
+
+    def __enter__(self) -> None:
+        """A call comes in; raises TransportError if the gate is shut."""
+        with self._changed:
+            if self._is_shut:
+                raise TransportError("closed", "this transport was closed")
+            self._num_inside += 1
+
+    def __exit__(self, *raised: object) -> None:
+        with self._changed:
+            self._num_inside -= 1
+            if self._is_shut:
+                self._changed.notify_all()
+
+    def shut(self) -> None:
+        """Let nobody in any more."""
+        with self._changed:
+            self._is_shut = True
+
+    def wait_until_empty(self, timeout_s: float | None) -> bool:
+        """Whether every call that was inside has left in time; the gate is shut."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._num_inside, timeout_s)
+
+
+T = TypeVar("T")
+
+
+class Transfers(Generic[T]):
+    """What is under way and what has ended, by the caller's numbers. For any number of threads.
+
+    >>> transfers = Transfers()
+    >>> transfers.begin(7, "what belongs to it")
+    >>> transfers.find(7), transfers.num_under_way
+    ('what belongs to it', 1)
+    >>> transfers.end(7, "cable cut")
+    >>> transfers.begin(7, "another")
+    Traceback (most recent call last):
+    kvferry.errors.TransportError: under-way: the end of transfer 7 was not collected yet
+    >>> transfers.collect(), transfers.collect()
+    ([ReadEnd(transfer=7, error='cable cut')], [])
+    """
+
+    def __init__(self) -> None:
+        self.wake: Callable[[], None] = lambda: None
+        """Called, outside of any lock, when there is an end to collect."""
+        self._lock = threading.Lock()
+        self._under_way: dict[int, T] = {}
+        self._ends: dict[int, ReadEnd] = {}
+
+    @property
+    def num_under_way(self) -> int:
+        """Transfers that have not ended."""
+        return len(self._under_way)
+
+    def begin(self, transfer: int, what: T) -> None:
+        """Take a number; raises TransportError if it is taken."""
+        with self._lock:
+            if transfer in self._under_way or transfer in self._ends:
+                raise TransportError("under-way", f"the end of transfer {transfer} was not collected yet")
+            self._under_way[transfer] = what
+
+    def drop(self, transfer: int) -> None:
+        """Give a number back: the transfer could not be submitted, and has no end."""
+        with self._lock:
+            del self._under_way[transfer]
+
+    def find(self, transfer: int) -> T | None:
+        """What belongs to a transfer that has not ended."""
+        with self._lock:
+            return self._under_way.get(transfer)
+
+    def all_under_way(self) -> list[T]:
+        """What belongs to every transfer that has not ended, in the order of their begin."""
+        with self._lock:
+            return [*self._under_way.values()]
+
+    def end(self, transfer: int, error: str = "") -> None:
+        """Note the end of a transfer."""
+        with self._lock:
+            del self._under_way[transfer]
+            self._ends[transfer] = ReadEnd(transfer, error)
+        try:
+            self.wake()
+        except Exception:  # the caller's code, in a thread that serves others too
+            log.exception("the call that says that a transfer has ended raised an exception; it is ignored")
+
+    def collect(self) -> list[ReadEnd]:
+        """The ends since the last call."""
+        with self._lock:
+            ends, self._ends = self._ends, {}
+        return [*ends.values()]

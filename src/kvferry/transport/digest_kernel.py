@@ -1,21 +1,216 @@
-"""The digest kernel on a device: a table goes up, the kernel runs over it, the sums come back."""
+"""The digest kernel: cells to sum up become the table that ``digest.cu`` reads, and the sums come back.
+
+Before the kernel sees an address, it is checked against the memory that is really there: one bad address
+would destroy the engine's whole CUDA context.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvferry.core.digest_cells import ChunkedCells
+from kvferry.core.digest_cells import CellChunks, CellPattern, ChunkedCells
 from kvferry.core.digest_keys import Words
 from kvferry.core.manifest import Region
+from kvferry.core.view import Ints
 from kvferry.errors import TransportError
-from kvferry.transport.copy_kernel import NUM_ARGUMENTS, THREADS_PER_BLOCK, CopyLimits, compiled_kernel
+from kvferry.transport.copy_kernel import (
+    NUM_ARGUMENTS,
+    THREADS_PER_BLOCK,
+    WARP_SIZE,
+    CopyLimits,
+    compiled_kernel,
+)
 from kvferry.transport.cuda import Arguments, Cuda
-from kvferry.transport.digest_table import DigestTable, tables_of
+
+TILE_STEPS, LANE_WORDS = 16, 4
+"""A tile is so many loads of each lane, each of so many words; ``digest.cu`` has the same numbers."""
+LOAD_BYTES = 16
+"""The longest load, of four words of four bytes."""
+TERM = np.dtype(
+    [(name, "<u8") for name in ("first", "cells", "weights", "rows", "keys", "sum", "first_tile")]
+    + [(name, "<u4") for name in ("num_cells", "row_words", "cell_words", "cell_lanes", "cell_tiles")]
+    + [(name, "<u4") for name in ("is_long", "word_bytes", "unit_bytes")]
+)
+"""``struct Term`` of ``digest.cu``."""
+TERM_WORDS = TERM.itemsize // 8
+
+
+class _Shared(NamedTuple):
+    """What all layers have in common whose cells lie alike: one term for each chunk of tokens."""
+
+    terms: Words
+    """As plain words: numpy is slow at joining records. Arrays are told by where they are in the table;
+    ``first_tile`` is how many tiles a term has."""
+    num_terms: int
+    bits: int
+    """Every bit that is set in some distance or length: the lowest one is what all are aligned to."""
+    word_bytes: int
+    num_tiles: int
+    num_bytes: int
+    start: int
+    """Of the bytes that are read, from the first item of block 0 on."""
+    stop: int
+
+    def unit_bytes(self, first: int) -> int:
+        """What a device can read at once: it reads words at multiples of their length only."""
+        bits = self.bits | first
+        lowest = bits & -bits
+        are_fours = lowest == LOAD_BYTES == self.word_bytes * LANE_WORDS
+        return LOAD_BYTES if are_fours else min(lowest, self.word_bytes)
+
+
+class DigestTable:
+    """Some states of a request in the form of the kernel."""
+
+    def __init__(self, regions: Mapping[str, Region]) -> None:
+        self._regions = regions
+        self._arrays: list[Words] = []
+        self._array_words = 0
+        self._patterns: dict[CellPattern, tuple[int, int]] = {}
+        self._weights: dict[CellChunks, int] = {}
+        self._shared: dict[tuple[CellChunks, CellPattern, int], _Shared] = {}
+        self._states: list[_Shared] = []
+        self._firsts: list[int] = []
+        self.num_sums = 0
+
+    def add(self, wanted: ChunkedCells) -> None:
+        """Raises SpecError if a word is not in its region."""
+        blocks = wanted.blocks
+        region = self._regions[blocks.region]
+        key = wanted.chunks, blocks.pattern, blocks.block_stride
+        shared = self._shared.get(key)
+        if shared is None:
+            blocks.check_inside(region.num_bytes)
+            shared = self._shared[key] = self._new_shared(wanted)
+        elif blocks.offset + shared.start < 0 or blocks.offset + shared.stop > region.num_bytes:
+            blocks.check_inside(region.num_bytes)  # says what is wrong
+        self._states.append(shared)
+        self._firsts.append(region.address + blocks.offset)
+        self.num_sums += shared.num_terms
+
+    @property
+    def num_tiles(self) -> int:
+        return sum(shared.num_tiles for shared in self._states)
+
+    @property
+    def num_bytes(self) -> int:
+        """That the kernel reads of caches."""
+        return sum(shared.num_bytes for shared in self._states)
+
+    @property
+    def num_words(self) -> int:
+        """Words of 64 bits that the table takes; the sums come behind."""
+        return self.num_sums * TERM_WORDS + self._array_words
+
+    def words_with(self, wanted: ChunkedCells) -> int:
+        """How many words table and sums take together with one more state, at most."""
+        blocks, chunks = wanted
+        num_sums = self.num_sums + len(chunks.chunk_starts)
+        num_words = num_sums * (TERM_WORDS + 1) + self._array_words
+        if (chunks, blocks.pattern, blocks.block_stride) in self._shared:
+            return num_words
+        if blocks.pattern not in self._patterns:
+            num_words += len(blocks.pattern.rows.rows) + blocks.pattern.keys.size
+        return num_words + 2 * len(chunks.keys)
+
+    def write(self, table: Words, address: int) -> None:
+        """Write what the kernel reads, and sums of zero, for being put at ``address``."""
+        terms = np.concatenate([shared.terms for shared in self._states]).view(TERM)
+        counts = [shared.num_terms for shared in self._states]
+        units = map(_Shared.unit_bytes, self._states, self._firsts)
+        terms["first"] = np.repeat(np.array(self._firsts, np.uint64), counts)
+        terms["unit_bytes"] = np.repeat(np.fromiter(units, np.uint32, len(counts)), counts)
+        terms["first_tile"] = np.cumsum(terms["first_tile"]) - terms["first_tile"]
+        arrays = address + terms.nbytes
+        for name in ("cells", "weights", "rows", "keys"):
+            terms[name] = arrays + 8 * terms[name]
+        terms["sum"] = address + 8 * (self.num_words + np.arange(self.num_sums))
+        at = self.num_sums * TERM_WORDS
+        table[:at] = terms.view(np.uint64)
+        for array in self._arrays:
+            table[at : at + array.size] = array
+            at += array.size
+        table[at : at + self.num_sums] = 0
+
+    def split(self, sums: Words) -> list[Words]:
+        """The sums of each state."""
+        counts = [shared.num_terms for shared in self._states]
+        return [sums[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
+
+    def _put(self, values: NDArray[np.generic]) -> int:
+        """Where an array is, in words after the terms."""
+        self._arrays.append(np.ascontiguousarray(values).view(np.uint64).ravel())
+        self._array_words += values.size
+        return self._array_words - values.size
+
+    def _new_shared(self, wanted: ChunkedCells) -> _Shared:
+        pattern, chunks = wanted.blocks.pattern, wanted.chunks
+        rows, distances = pattern.rows, wanted.distances
+        if pattern not in self._patterns:
+            self._patterns[pattern] = self._put(rows.rows), self._put(rows.keys)
+        if chunks not in self._weights:
+            self._weights[chunks] = self._put(chunks.keys)
+        num_cells = np.diff(chunks.chunk_starts, append=len(chunks.keys))
+        terms = np.zeros(len(num_cells), TERM)
+        terms["cells"] = self._put(distances) + chunks.chunk_starts
+        terms["weights"] = self._weights[chunks] + chunks.chunk_starts
+        terms["rows"], terms["keys"] = self._patterns[pattern]
+        terms["num_cells"], terms["row_words"], terms["cell_words"] = (
+            num_cells,
+            rows.keys.shape[1],
+            rows.keys.size,
+        )
+        terms["word_bytes"] = pattern.word_bytes
+        _set_tiles(terms, num_cells, rows.keys.size)
+        bits = LOAD_BYTES | rows.keys.shape[1] * pattern.word_bytes
+        for each in (distances, rows.rows):
+            bits |= int(np.bitwise_or.reduce(each))
+        num_bytes = len(chunks.keys) * rows.keys.size * pattern.word_bytes
+        block_ids, stride = wanted.blocks.block_ids, wanted.blocks.block_stride
+        return _Shared(
+            terms.view(np.uint64),
+            len(terms),
+            bits,
+            pattern.word_bytes,
+            int(terms["first_tile"].sum()),
+            num_bytes,
+            int(block_ids[0]) * stride,
+            int(block_ids[-1]) * stride + pattern.span_bytes,
+        )
+
+
+def _set_tiles(terms: NDArray[np.void], num_cells: Ints, cell_words: int) -> None:
+    """Cut terms into tiles: a segment of many cells each, or many segments of few cells."""
+    lanes = min(WARP_SIZE, 1 << (-(-cell_words // LANE_WORDS) - 1).bit_length())
+    segments = -(-cell_words // (lanes * LANE_WORDS))
+    cell_steps = -(-num_cells // (WARP_SIZE // lanes))
+    is_long = cell_steps < min(TILE_STEPS, segments)
+    terms["cell_lanes"], terms["is_long"] = lanes, is_long
+    terms["cell_tiles"] = np.where(is_long, cell_steps, -(-cell_steps // TILE_STEPS))
+    terms["first_tile"] = terms["cell_tiles"] * np.where(is_long, -(-segments // TILE_STEPS), segments)
+
+
+def tables_of(
+    wanted: Sequence[ChunkedCells], regions: Mapping[str, Region], most_bytes: int
+) -> Iterator[DigestTable]:
+    """Tables that take, with their sums, so many bytes each; a state that does not fit has one of its own."""
+    table = DigestTable(regions)
+    for each in wanted:
+        if table.num_sums and 8 * table.words_with(each) > most_bytes:
+            yield table
+            table = DigestTable(regions)
+        table.add(each)
+    if table.num_sums:
+        yield table
+
 
 LIMITS = CopyLimits(num_blocks=0)
 """The whole device: a digest only reads, and is through in a third of the time that 32 blocks take. What it

@@ -24,10 +24,8 @@ from kvferry.core.product import Product, listed
 from kvferry.core.runs import Runs
 from kvferry.core.way import Way
 from kvferry.errors import SpecError, TransportError
-from kvferry.transport.base import CANCELLED, Connected, DeviceEvent, ReadEnd
-from kvferry.transport.gate import Gate
+from kvferry.transport.base import CANCELLED, Connected, DeviceEvent, Gate, ReadEnd, Transfers
 from kvferry.transport.places import Places, checked
-from kvferry.transport.transfers import Transfers
 
 CARD = b"kvferry/memory/"
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from time import monotonic
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,27 +28,56 @@ from kvferry.core.runs import Runs
 from kvferry.core.way import Way
 from kvferry.errors import TransportError
 from kvferry.log import log_of
-from kvferry.transport.agent import FabricAgent
+from kvferry.transport.agent import FabricAgent, RegionTable, SlicePair
 from kvferry.transport.agent_team import AgentTeam
 from kvferry.transport.agent_thread import AgentThread
-from kvferry.transport.base import Connected, DeviceEvent, ReadEnd
+from kvferry.transport.base import Connected, DeviceEvent, Gate, ReadEnd, Transfers
 from kvferry.transport.cards import Card
-from kvferry.transport.chunk_copier import ChunkCopier
 from kvferry.transport.copy_kernel import CopyLimits
 from kvferry.transport.cuda import Cuda
-from kvferry.transport.descriptors import RegionTable, SlicePair
-from kvferry.transport.device import RankDevice, device_of
-from kvferry.transport.gate import Gate
-from kvferry.transport.gather_line import GatherLine
-from kvferry.transport.link import Link
-from kvferry.transport.mapped import DeviceCopier
+from kvferry.transport.mapped import DeviceCopier, RankDevice, device_of
 from kvferry.transport.nixl_agent import UCX, Agent, check_installed
+from kvferry.transport.pack import ChunkCopier
 from kvferry.transport.packed import CHUNK_BYTES, PackedWay, copiers_for
 from kvferry.transport.places import Addresses, Places
 from kvferry.transport.settings import EXPOSE_SETTING, WAY_SETTING, Expose, WayChoice
+from kvferry.transport.stream_frames import GatherLine
 from kvferry.transport.stream_reader import StreamMover
-from kvferry.transport.transfers import Transfers
 from kvferry.transport.ucx import UcxSettings
+
+
+class Link(Protocol):
+    """One connected remote rank. Every call may come from any thread, and none blocks."""
+
+    @property
+    def connected(self) -> Connected:
+        """By which way it is read, and why not by a better one."""
+        ...
+
+    def read(
+        self,
+        transfer: int,
+        product: Product,
+        report: Callable[[str], None],
+        after: DeviceEvent | None,
+        permit: bytes = b"",
+    ) -> None:
+        """Check runs and submit them. ``report`` is called once, when all has ended, from whatever thread.
+
+        It gets the error, or an empty text. Raises TransportError if nothing was submitted, and no report
+        comes then. No byte is written before the device has come to ``after``. ``permit``: what the remote
+        rank wants to see, where it has to help.
+        """
+        ...
+
+    def cancel(self, transfer: int) -> None:
+        """Ask the fabric for nothing more of a transfer, if it has not ended."""
+        ...
+
+    def forget(self) -> None:
+        """Ask the fabric for nothing more. What it was asked for ends as it says, and is reported."""
+        ...
+
 
 __all__ = ["Agent", "NixlTransport", "RegionTable", "SlicePair", "check_installed"]
 

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.errors import TransportError
+from kvferry.transport.agent import SlicePair
+from kvferry.transport.base import quietly
 from kvferry.transport.cards import name_in
-from kvferry.transport.descriptors import SlicePair
-from kvferry.transport.quietly import quietly
 
 INSTALL = (
     'install it with: pip install "kvferry[nixl]". Its wheels ask for a CUDA build of torch, which kvferry'

@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +19,7 @@ from kvferry.core.product import Product, Term
 from kvferry.core.runs import Runs
 from kvferry.core.view import Ints
 from kvferry.errors import TransportError
-from kvferry.transport.lengths import one_length, sum_of, told_once
-from kvferry.transport.places import Places
-from kvferry.transport.slices import cut_long
+from kvferry.transport.places import Places, cut_long, one_length, sum_of, told_once
 
 LONG_BYTES = 16384
 """From this length on a call per run costs less than its bytes."""
@@ -238,3 +237,110 @@ def _rows(addresses: Ints, num_bytes: int) -> tuple[NDArray[np.void], Ints | sli
     lowest = int(addresses.min())
     num_rows = int(addresses.max()) - lowest + 1
     return np.asarray(_Memory(lowest, num_rows, num_bytes, 1)), addresses - lowest
+
+
+IN_PLACE_BYTES = 8 << 10
+"""Runs that are as long on average are not copied to a chunk before they are sent, nor after they were
+received: the kernel takes them from where they are, and puts them to where they belong."""
+
+
+class MemoryViews:
+    """Memory of a rank as Python's buffers, made once for each region."""
+
+    def __init__(self, memory: Places) -> None:
+        self.memory = memory
+        self._regions = [
+            memoryview((ctypes.c_ubyte * region.num_bytes).from_address(region.address)).cast("B")
+            for region in memory.regions
+        ]
+
+    def of(self, sides: Sequence[TermSide]) -> list[memoryview]:
+        """The bytes that these name, in their order in a chunk; all of them were checked."""
+        views = []
+        for side in sides:
+            places = np.add.outer(side.places, side.steps)
+            index, offset = Places.split(places.ravel())
+            lengths = np.repeat(side.num_bytes, len(side.steps))
+            for i, at, num_bytes in zip(index.tolist(), offset.tolist(), lengths.tolist(), strict=True):
+                views.append(self._regions[i][at : at + num_bytes])
+        return views
+
+
+def are_long(sides: Sequence[TermSide]) -> bool:
+    """Whether runs are so long that no chunk is needed."""
+    num_runs = sum(len(side.places) * len(side.steps) for side in sides)
+    return num_runs > 0 and sum(side.total_bytes for side in sides) >= IN_PLACE_BYTES * num_runs
+
+
+HostBytes = NDArray[np.uint8]
+
+
+class ChunkCopier(Protocol):
+    """For one thread. A copy is over when its call returns, also if it raises."""
+
+    @property
+    def memory(self) -> Places:
+        """The rank's own."""
+        ...
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The most that it copies at once."""
+        ...
+
+    def gather(self, sides: Sequence[TermSide], chunk: int) -> None:
+        """Copy what these name to a chunk, an address; raises TransportError if they leave either."""
+        ...
+
+    def scatterer(self, sides: Sequence[TermSide]) -> Callable[[int], None]:
+        """Who copies the bytes from a chunk, its address, to where these name; raises TransportError.
+
+        It can be made while the chunk is waited for.
+        """
+        ...
+
+    def views(self, sides: Sequence[TermSide]) -> list[memoryview]:
+        """What these name, where it lies, if the host had better touch it there; all of it was checked."""
+        ...
+
+    def new_chunk(self) -> HostBytes:
+        """A chunk in host memory, to be gathered into and scattered from."""
+        ...
+
+    def free_chunk(self, chunk: HostBytes) -> None:
+        """Give such memory back; nothing may be under way."""
+        ...
+
+    def close(self) -> None:
+        """Give up what it has; nothing may be under way."""
+        ...
+
+
+class HostChunkCopier:
+    """By numpy; in any thread."""
+
+    def __init__(self, memory: Places, chunk_bytes: int) -> None:
+        self.memory, self.chunk_bytes = memory, chunk_bytes
+        self._views = MemoryViews(memory)
+
+    def gather(self, sides: Sequence[TermSide], chunk: int) -> None:
+        """As ``ChunkCopier`` says."""
+        pack(self.memory, sides, chunk, self.chunk_bytes)
+
+    def scatterer(self, sides: Sequence[TermSide]) -> Callable[[int], None]:
+        """As ``ChunkCopier`` says."""
+        return unpacker(self.memory, sides)
+
+    def views(self, sides: Sequence[TermSide]) -> list[memoryview]:
+        """Long runs need no chunk."""
+        return self._views.of(sides) if are_long(sides) else []
+
+    def new_chunk(self) -> HostBytes:
+        """Any memory will do."""
+        return np.empty(self.chunk_bytes, np.uint8)
+
+    def free_chunk(self, chunk: HostBytes) -> None:
+        """Python does."""
+
+    def close(self) -> None:
+        """It has nothing."""

@@ -1,8 +1,14 @@
-"""Where places are: the regions of one rank as arrays, with the check that a run stays inside of one."""
+"""Where runs lie and how long they are: regions of one rank as arrays, lengths, and slices of long reads.
+
+On one host a post copies before it returns, and everywhere it costs time per run. So a read is posted slice
+by slice, and other peers get their turn in between. No slice has more than so many runs and so many bytes; a
+run that is longer is cut.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +18,65 @@ from kvferry.core.manifest import Region
 from kvferry.core.runs import REGION_SHIFT, Runs
 from kvferry.core.view import Ints
 from kvferry.errors import TransportError
-from kvferry.transport.lengths import told_once
+
+
+def one_length(num_bytes: int, num_runs: int) -> Ints:
+    """The lengths of so many runs, all of which are alike; in no room."""
+    return np.broadcast_to(np.array([num_bytes], np.int64), num_runs)
+
+
+def told_once(lengths: Ints) -> Ints:
+    """Lengths, or the first one where all are that one by making.
+
+    >>> told_once(one_length(8, 1000)).tolist(), told_once(np.array([8, 8])).tolist()
+    ([8], [8, 8])
+    """
+    return lengths[:1] if lengths.strides == (0,) else lengths
+
+
+def sum_of(lengths: Ints) -> int:
+    """Of all runs."""
+    once = told_once(lengths)
+    return int(once[0]) * len(lengths) if len(once) == 1 else int(lengths.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """How much one slice may hold."""
+
+    num_runs: int
+    num_bytes: int
+
+
+def slices(runs: Runs, limit: Limit) -> Iterator[Runs]:
+    """The runs in order, as slices.
+
+    >>> runs = Runs(np.array([0, 100, 200]), np.array([50, 10, 30]), np.array([4, 25, 4]))
+    >>> [part.num_bytes.tolist() for part in slices(runs, Limit(num_runs=2, num_bytes=10))]
+    [[4], [10], [10], [5, 4]]
+    """
+    runs = cut_long(runs, limit.num_bytes)
+    stops = np.cumsum(runs.num_bytes)
+    start, num_bytes = 0, 0
+    while start < len(runs):
+        stop = int(np.searchsorted(stops, num_bytes + limit.num_bytes, side="right"))
+        stop = min(stop, start + limit.num_runs)
+        yield runs.part(start, stop)
+        start, num_bytes = stop, int(stops[stop - 1])
+
+
+def cut_long(runs: Runs, max_bytes: int) -> Runs:
+    """Runs of at most ``max_bytes``."""
+    if not len(runs) or (runs.each_bytes or int(runs.num_bytes.max())) <= max_bytes:
+        return runs
+    num_parts = -(-runs.num_bytes // max_bytes)
+    at = np.repeat(np.arange(len(runs)), num_parts)
+    first = np.cumsum(num_parts) - num_parts
+    offsets = (np.arange(len(at)) - first[at]) * max_bytes
+    return Runs(
+        runs.src[at] + offsets, runs.dst[at] + offsets, np.minimum(runs.num_bytes[at] - offsets, max_bytes)
+    )
+
 
 OFFSET_MASK = (1 << REGION_SHIFT) - 1
 

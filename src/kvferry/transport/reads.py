@@ -28,11 +28,9 @@ from dataclasses import dataclass, field
 from kvferry.core.runs import Runs
 from kvferry.errors import TransportError
 from kvferry.log import is_worth_a_line, log_of
-from kvferry.transport.agent import FabricAgent
-from kvferry.transport.base import CANCELLED
+from kvferry.transport.agent import MAX_POSTED, FabricAgent, RegionTable, SlicePair, slice_pairs
+from kvferry.transport.base import CANCELLED, quietly
 from kvferry.transport.cards import Card
-from kvferry.transport.descriptors import MAX_POSTED, RegionTable, SlicePair, slice_pairs
-from kvferry.transport.quietly import quietly
 
 log = log_of(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from time import monotonic
 
 from kvferry.log import log_of
-from kvferry.transport.quietly import quietly
+from kvferry.transport.base import quietly
 
 log = log_of(__name__)
 

@@ -5,14 +5,24 @@
     reader ─▶ source   HELLO
     source ─▶ reader   HEAD, bytes, TAIL     once for each ask; the first frame has no bytes
 
-The bytes of a frame are those of a chunk (``pack``), sealed if the stream has a key (``stream_seal``). Asks
-and refusals travel on the control channel.
+The bytes of a frame are those of a chunk (``pack``), sealed with AES-128-GCM if the stream has a key: only
+this file imports cryptography. Asks and refusals travel on the control channel.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from struct import Struct
+from typing import Protocol, runtime_checkable
+
+from kvferry.core.manifest import Region
+from kvferry.core.product import Term
+from kvferry.errors import MissingPackage, TransportError
+from kvferry.transport.pack import ChunkCopier, HostBytes, TermSide
 
 MAGIC = b"kvfstrm2"
 STREAM_ID_BYTES = 16
@@ -103,3 +113,276 @@ class Cursor:
                 return
             num_bytes -= len(view)
             self._at += 1
+
+
+try:
+    from cryptography.exceptions import InvalidTag
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+except ModuleNotFoundError as error:
+    raise MissingPackage.named(error) from None
+
+KEY_BYTES = 16
+SEAL_BYTES = 16
+"""What a sealed frame is longer by."""
+NONCE_BYTES = 12
+
+
+class FrameSeal:
+    """One end of a stream: frames are counted, and each is sealed, or opened, in its turn.
+
+    A key is drawn for one stream and used in one direction, so no count ever comes twice under it.
+
+    >>> sender, receiver = FrameSeal(bytes(16)), FrameSeal(bytes(16))
+    >>> sealed, plain = bytearray(5 + SEAL_BYTES), bytearray(5)
+    >>> sender.seal(b"head", memoryview(b"bytes"), memoryview(sealed))
+    >>> receiver.open(b"head", memoryview(sealed), memoryview(plain))
+    >>> bytes(plain)
+    b'bytes'
+    >>> receiver.open(b"head", memoryview(sealed), memoryview(plain))  # once more
+    Traceback (most recent call last):
+    kvferry.errors.TransportError: bad-frame: it was changed on its way
+    """
+
+    def __init__(self, key: bytes) -> None:
+        if len(key) != KEY_BYTES:  # a peer's word
+            raise TransportError("bad-key", f"a stream's key has {KEY_BYTES} bytes, got {len(key)}")
+        self._cipher, self._count = AESGCM(key), 0
+
+    def seal(self, head: bytes, plain: memoryview, sealed: memoryview) -> None:
+        """Encrypt bytes into ``sealed``, which is longer by ``SEAL_BYTES``; the head is proved with them."""
+        self._cipher.encrypt_into(self._next(), plain, head, sealed)
+
+    def open(self, head: bytes, sealed: memoryview, plain: memoryview) -> None:
+        """Decrypt into ``plain``; raises TransportError if head or bytes are not those that were sealed."""
+        try:
+            self._cipher.decrypt_into(self._next(), sealed, head, plain)
+        except InvalidTag:
+            raise TransportError("bad-frame", "it was changed on its way") from None
+
+    def skip(self) -> None:
+        """A frame passed that nobody wants."""
+        self._next()
+
+    def _next(self) -> bytes:
+        self._count += 1
+        return self._count.to_bytes(NONCE_BYTES, "big")
+
+
+def start_call(offer: StreamOffer) -> socket.socket:
+    """A socket that is being connected; raises OSError or ValueError if the address makes no sense."""
+    host, port = offer.host_and_port
+    caller = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        caller.setblocking(False)
+        caller.connect_ex((host, port))
+    except BaseException:
+        caller.close()
+        raise
+    return caller
+
+
+def end_call(caller: socket.socket, offer: StreamOffer) -> None:
+    """Name the stream, now that the socket has room to send; raises OSError if it was not connected."""
+    if error := caller.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+        raise OSError(error, os.strerror(error))
+    caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    caller.sendall(HELLO.pack(MAGIC, offer.stream_id))
+
+
+class GatherLine(Protocol):
+    """How source ranks are asked for bytes. Every call may come from any thread, and none blocks."""
+
+    def listen(self, answers: GatherAnswers) -> None:
+        """Begin: answers go there, in the line's thread."""
+        ...
+
+    def ask(self, to: str, nonce: int, permit: bytes, terms: Sequence[Term], stream_id: bytes) -> None:
+        """Ask the rank at an address to send the source side of these terms over a stream."""
+        ...
+
+    def open_stream(self, to: str, nonce: int, permit: bytes, regions: Sequence[Region]) -> None:
+        """Ask the rank at an address for a stream; these are its regions, as far as we know."""
+        ...
+
+    def hang_up(self, address: str) -> None:
+        """Keep no connection to an address."""
+        ...
+
+    def close(self) -> None:
+        """Send what was said, and stop."""
+        ...
+
+
+class GatherAnswers(Protocol):
+    """Who wants to hear what source ranks answer."""
+
+    def not_gathered(self, sender: str, nonce: int, error: str) -> None:
+        """The rank refused."""
+        ...
+
+    def stream_offered(self, sender: str, nonce: int, offer: StreamOffer) -> None:
+        """The rank can be called there."""
+        ...
+
+    def lost(self, sender: str) -> None:
+        """The connection to a rank broke."""
+        ...
+
+
+@runtime_checkable
+class GatheringTransport(Protocol):
+    """What an endpoint asks of a transport that has the packed way, beside all else."""
+
+    @property
+    def is_gathering(self) -> bool:
+        """Whether the packed way is open; known once memory is registered."""
+        ...
+
+    def sender(self) -> ChunkCopier:
+        """For whoever sends this rank's bytes to its readers."""
+        ...
+
+    def gather_at(self, address: str) -> None:
+        """From now on readers are told where this rank is asked for bytes."""
+        ...
+
+    def ask_by(self, line: GatherLine) -> None:
+        """How other ranks are asked for bytes."""
+        ...
+
+
+ENOUGH_BYTES = 256 << 10
+"""The thread sleeps until so many bytes of a frame have come, or its end: each waking costs as much as
+copying some tens of kilobytes, and takes time from the kernel that receives them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivedFrame:
+    """A frame of which all bytes are in place."""
+
+    nonce: int
+    is_good: bool
+    """Whether the source says that its bytes count."""
+
+
+@dataclass(eq=False, slots=True)
+class _Frame:
+    head: bytes
+    sides: Sequence[TermSide]
+    """Where its bytes belong; none if nobody wants them."""
+    data: list[memoryview]
+    is_direct: bool
+    """Whether its bytes are written straight to where they belong."""
+    tail: bytearray = field(default_factory=lambda: bytearray(TAIL.size))
+
+
+class FrameReceiver:
+    """For one thread. It writes to memory in ``receive``, and at no other time."""
+
+    def __init__(
+        self,
+        copier: ChunkCopier,
+        key: bytes,
+        sides_of: Callable[[int, int], Sequence[TermSide]],
+    ) -> None:
+        """``sides_of``: where the bytes of a frame belong, by its number and length."""
+        self._copier, self._sides_of = copier, sides_of
+        self._seal = FrameSeal(key) if key else None
+        self._head = bytearray(HEAD.size)
+        self._cursor = Cursor([memoryview(self._head)])
+        self._frame: _Frame | None = None
+        self._worth_waking = 1
+        """As the kernel was told."""
+        self._scratch: HostBytes | None = None
+        """Where short runs wait to be scattered, and where what nobody wants goes."""
+        self._sealed = memoryview(b"")
+        """Where sealed frames wait to be opened."""
+
+    @property
+    def nonce(self) -> int:
+        """The number of the frame that is being received; 0 if there is none."""
+        return int(HEAD.unpack(self._frame.head)[0]) if self._frame else 0
+
+    def receive(self, stream: socket.socket) -> ArrivedFrame | None:
+        """Take what is there, by one call; a frame, if that was its end.
+
+        Raises OSError if the stream is lost, TransportError if what has come is no frame of ours.
+        """
+        num_bytes = stream.recvmsg_into(self._cursor.next_views())[0]
+        if not num_bytes:
+            raise ConnectionError("it was closed")
+        self._cursor.advance(num_bytes)
+        arrived = None if self._cursor.num_left else self._go_on()
+        self._wait_for_enough(stream)
+        return arrived
+
+    def _go_on(self) -> ArrivedFrame | None:
+        """After a head come its bytes; after these the frame is there, and the next head comes."""
+        if self._frame is None:
+            self._begin()
+            return None
+        frame, self._frame = self._frame, None
+        self._cursor = Cursor([memoryview(self._head)])
+        return self._end(frame)
+
+    def _wait_for_enough(self, stream: socket.socket) -> None:
+        """Have the kernel wake us for as much as is worth it, and never for more than is to come."""
+        if (enough := min(ENOUGH_BYTES, self._cursor.num_left)) != self._worth_waking:
+            self._worth_waking = enough
+            with suppress(OSError):  # nothing is lost: who waits looks by itself, too
+                stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, enough)
+
+    def ignore(self) -> None:
+        """The rest of the frame that is being received goes where it harms nobody."""
+        if frame := self._frame:
+            frame.sides = ()
+            if frame.is_direct and self._cursor.num_left > TAIL.size:
+                rest = self._chunk[: self._cursor.num_left - TAIL.size]
+                self._cursor = Cursor([rest, memoryview(frame.tail)])
+
+    def _begin(self) -> None:
+        head = bytes(self._head)
+        nonce, num_bytes = HEAD.unpack(head)
+        if num_bytes > (most := self._copier.chunk_bytes):
+            raise TransportError("bad-frame", f"a frame of {num_bytes} bytes: at most {most}")
+        sides = self._sides_of(nonce, num_bytes)
+        if self._seal:
+            views, data = [], [self._sealed_room(num_bytes + SEAL_BYTES)]
+        else:
+            views = self._copier.views(sides)
+            data = views or ([self._chunk[:num_bytes]] if num_bytes else [])
+        self._frame = _Frame(head, sides, data, is_direct=bool(views))
+        self._cursor = Cursor([*data, memoryview(self._frame.tail)])
+
+    def _end(self, frame: _Frame) -> ArrivedFrame:
+        nonce, num_bytes = HEAD.unpack(frame.head)
+        (is_good,) = TAIL.unpack(frame.tail)
+        is_wanted = is_good and (bool(frame.sides) or nonce == OPENED)
+        if self._seal and is_wanted:
+            self._seal.open(frame.head, frame.data[0], self._chunk[:num_bytes])
+        elif self._seal:
+            self._seal.skip()
+        if is_wanted and not frame.is_direct and frame.sides:
+            self._copier.scatterer(frame.sides)(self._scratch_array.ctypes.data)
+        return ArrivedFrame(nonce, is_good)
+
+    def close(self) -> None:
+        """Give its memory back; nothing more is received."""
+        scratch, self._scratch = self._scratch, None
+        if scratch is not None:
+            self._copier.free_chunk(scratch)
+
+    def _sealed_room(self, num_bytes: int) -> memoryview:
+        if len(self._sealed) < num_bytes:
+            self._sealed = memoryview(bytearray(max(num_bytes, self._copier.chunk_bytes + SEAL_BYTES)))
+        return self._sealed[:num_bytes]
+
+    @property
+    def _scratch_array(self) -> HostBytes:
+        if self._scratch is None:
+            self._scratch = self._copier.new_chunk()
+        return self._scratch
+
+    @property
+    def _chunk(self) -> memoryview:
+        return self._scratch_array.data

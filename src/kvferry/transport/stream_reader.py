@@ -22,18 +22,21 @@ from kvferry.core.product import Product, Term
 from kvferry.core.way import Way
 from kvferry.errors import TransportError
 from kvferry.log import log_of
-from kvferry.transport.base import CANCELLED, Connected, DeviceEvent
+from kvferry.transport.base import CANCELLED, Connected, DeviceEvent, quietly
 from kvferry.transport.cards import GatherPoint
-from kvferry.transport.chunk_copier import ChunkCopier
-from kvferry.transport.event_wait import EventWait
-from kvferry.transport.frame_receiver import ArrivedFrame, FrameReceiver
-from kvferry.transport.gather_line import GatherLine
-from kvferry.transport.pack import TermSide, check_term, dst_of, pieces
+from kvferry.transport.cuda import EventWait
+from kvferry.transport.pack import ChunkCopier, TermSide, check_term, dst_of, pieces
 from kvferry.transport.places import Places
-from kvferry.transport.quietly import quietly
 from kvferry.transport.socket_loop import SocketLoop
-from kvferry.transport.stream_call import end_call, start_call
-from kvferry.transport.stream_frames import OPENED, StreamOffer
+from kvferry.transport.stream_frames import (
+    OPENED,
+    ArrivedFrame,
+    FrameReceiver,
+    GatherLine,
+    StreamOffer,
+    end_call,
+    start_call,
+)
 
 log = log_of(__name__)
 
