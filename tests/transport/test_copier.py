@@ -348,7 +348,7 @@ def test_descriptors_come_to_who_knows_the_token_and_to_nobody_else() -> None:
         with pytest.raises(TransportError, match="0 of 300"):
             receive_descriptors(server.name, "00" * 32, 300)
         server.close()
-        assert not server._thread.is_alive()
+        assert not server._server._thread.is_alive()
         with pytest.raises(TransportError, match="no-descriptors"):
             receive_descriptors(server.name, server.token, 300)
 

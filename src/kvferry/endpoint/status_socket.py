@@ -5,15 +5,12 @@ Whoever connects is told, and nothing that it says is read. Only this user and r
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
 import re
 import secrets
 import socket
-import struct
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from time import monotonic, sleep
@@ -21,6 +18,7 @@ from typing import Any, Protocol
 
 from kvferry.errors import KVFerryError, SpecError
 from kvferry.host.private_files import own_folder
+from kvferry.host.user_server import UserServer
 from kvferry.log import log_of
 
 log = log_of(__name__)
@@ -50,43 +48,27 @@ class OpenStatus(Protocol):
 
 
 class StatusSocket:
-    """Tells whoever may ask; in a thread of its own."""
+    """Tells every process of this user that connects."""
 
     def __init__(self, path: Path, report: Callable[[], StatusReport]) -> None:
-        self._path, self._report, self._is_closing = path, report, False
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._path, self._report = path, report
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._socket.bind(str(path))
+            listening.bind(str(path))
             path.chmod(0o600)
-            self._socket.listen(MAX_WAITING)
+            listening.listen(MAX_WAITING)
         except OSError:
-            self._socket.close()
+            listening.close()
             raise
-        self._thread = threading.Thread(target=self._run, name="kvferry-status", daemon=True)
-        self._thread.start()
+        self._server = UserServer(listening, self._answer, name="kvferry-status", seconds=CALL_SECONDS)
 
     def close(self) -> None:
         """Nobody is told anything any more."""
-        self._is_closing = True
         self._path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # ends the accept
-        self._thread.join(CALL_SECONDS)
-        self._socket.close()
+        self._server.close()
 
-    def _run(self) -> None:
-        while not self._is_closing:
-            try:
-                caller, _ = self._socket.accept()
-            except OSError:
-                if self._is_closing:
-                    return
-                threading.Event().wait(1.0)  # no room for another file, perhaps: that may pass
-                continue
-            with caller, contextlib.suppress(OSError):
-                caller.settimeout(CALL_SECONDS)
-                if _user_of(caller) in (0, os.geteuid()):
-                    caller.sendall(self._text())
+    def _answer(self, caller: socket.socket) -> None:
+        caller.sendall(self._text())
 
     def _text(self) -> bytes:
         try:
@@ -96,13 +78,6 @@ class StatusSocket:
         except Exception:
             log.exception("an unexpected error while somebody asked for the status")
             return json.dumps({"error": "a bug; the engine's log says where"}).encode()
-
-
-def _user_of(caller: socket.socket) -> int:
-    form = "3i"
-    found = caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(form))
-    _, user, _ = struct.unpack(form, found)
-    return int(user)
 
 
 def status_folder() -> Path:
