@@ -100,12 +100,6 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             unit="s",
         ),
         Panel(
-            "Measured over predicted",
-            quantiles("kvferry_load_move_ratio"),
-            alarm_at=3,
-            about="Far above 1: loads wait for each other, or the link is not what it was.",
-        ),
-        Panel(
             "Bytes and runs of a load, median",
             (
                 (quantiles("kvferry_load_bytes")[0][0], "bytes"),

@@ -34,8 +34,7 @@ What to look at first:
 | --- | --- |
 | Do loads fail, and why? | `kvferry_loads_total` by `outcome`: all but `read` are failures |
 | Do the bytes come by the way that I expect? | `kvferry_loads_total` by `way` |
-| Are loads slower than the link allows? | `kvferry_load_move_ratio`: far above 1, loads wait for each \
-other, or the link is not what it was |
+| Do loads become slower? | `kvferry_load_seconds` by `part`: `move` is the transfer itself |
 | Do requests expire before anybody reads them? | `kvferry_leases_ended_total{reason="expired"}` |
 | Does memory stay pinned? | `kvferry_pinned_bytes`, `kvferry_leases` |
 | Is memory lost to reads that never end? | `kvferry_quarantined`: should be 0 |

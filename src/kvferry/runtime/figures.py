@@ -9,7 +9,6 @@ from dataclasses import fields
 from kvferry.runtime.metric_table import (
     LOAD_BYTES,
     LOAD_DIGESTS,
-    LOAD_MOVE_RATIO,
     LOAD_RUNS,
     LOAD_SECONDS,
     LOADED_BYTES,
@@ -98,8 +97,6 @@ def samples_of(record: Record) -> Iterator[Sample]:
     yield LOADED_RUNS, (), record.num_runs
     yield LOAD_BYTES, (), record.num_bytes
     yield LOAD_RUNS, (), record.num_runs
-    if record.predicted_seconds:
-        yield LOAD_MOVE_RATIO, (), record.move_seconds / record.predicted_seconds
 
 
 PARTS = tuple(field.name.removesuffix(SUFFIX) for field in fields(Record) if field.name.endswith(SUFFIX))

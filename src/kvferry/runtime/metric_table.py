@@ -9,7 +9,6 @@ from enum import StrEnum
 from kvferry.errors import SpecError
 
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
-RATIOS = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2, 3, 10, 30)
 BYTES = tuple(float(4**n) for n in range(6, 19))
 RUNS = tuple(float(4**n) for n in range(11))
 
@@ -138,21 +137,8 @@ LOAD_SECONDS = Metric(
     _HISTOGRAM,
     _DESTINATION,
     "Where the time of a load went",
-    (
-        (
-            "part",
-            "`meet` (of it `plan`), `post`, `move`, `digest`, `confirm`, `total`; `predicted`: what `move`"
-            " was expected to take",
-        ),
-    ),
+    (("part", "`meet` (of it `plan`), `post`, `move`, `digest`, `confirm`, `total`"),),
     SECONDS,
-)
-LOAD_MOVE_RATIO = Metric(
-    "kvferry_load_move_ratio",
-    _HISTOGRAM,
-    _DESTINATION,
-    "Time to move a load, measured over predicted",
-    buckets=RATIOS,
 )
 LOAD_DIGESTS = Metric(
     "kvferry_load_digests",

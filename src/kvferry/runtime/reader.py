@@ -248,19 +248,15 @@ class Reader:
         selection: Selection,
         num_runs: int | None = None,
         way: str = "",
-        predicted_seconds: float = 0.0,
     ) -> list[Effect]:
-        """The runs of a fetch are known, how many they are, and how their bytes will come: post them.
-
-        How long that is expected to take is for the record; nothing depends on it.
-        """
+        """The runs of a fetch are known, how many they are, and how their bytes will come: post them."""
         job = self._fetches.get(handle)
         if job is None or job.phase is not Phase.SELECTING:
             return []
         if job.covered_until <= now:
             failure = Failure(FailureCode.LEASE_LAPSED, "the source did not renew it in time")
             return self._fetches.fail(now, job, failure)
-        return self._fetches.post(now, job, selection, num_runs, way, predicted_seconds)
+        return self._fetches.post(now, job, selection, num_runs, way)
 
     def not_selected(self, now: float, handle: int, failure: Failure) -> list[Effect]:
         """The request does not fit: it fails alone."""

@@ -69,7 +69,6 @@ class LoadStats(KVConnectorStats):
         good = [record for record in records if is_good(record)]
         seconds = sum(record["move_seconds"] for record in good)
         num_bytes = sum(record["num_bytes"] for record in good)
-        ratios = [r["move_seconds"] / r["predicted_seconds"] for r in good if r["predicted_seconds"]]
         return {
             "loads": len(good),
             "failed loads": len(records) - len(good),
@@ -77,7 +76,6 @@ class LoadStats(KVConnectorStats):
             "runs": sum(record["num_runs"] for record in good),
             "median ms": round(1e3 * median(r["total_seconds"] for r in good), 3) if good else 0.0,
             "GB/s": round(num_bytes / seconds / 1e9, 3) if seconds else 0.0,
-            "times predicted": round(median(ratios), 2) if ratios else 0.0,
         }
 
     def _offered(self) -> dict[str, int | float]:
