@@ -20,9 +20,9 @@ from typing import NamedTuple
 import numpy as np
 
 from kvferry import Runs
+from kvferry.cli.link_profile import HOST_CMA, TCP_STREAM
 from kvferry.cli.measured_link import fitted
 from kvferry.core.cost import Cost, Traffic
-from kvferry.core.link_profile import HOST_CMA, TCP_STREAM
 from kvferry.testing.packed import AskingTransport
 from kvferry.testing.sources import Holder, serving
 from kvferry.transport.nixl import NixlTransport

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from kvferry.cli.link_profile import HOST_CMA, SAME_GPU, SAME_GPU_DIRECT, TCP_STREAM, LinkProfile, Origin
 from kvferry.core.cost import Cost, Traffic
-from kvferry.core.link_profile import LinkProfile, Origin, first_guess
 from kvferry.core.way import Way
 from kvferry.errors import SpecError
 
@@ -121,6 +121,14 @@ def _loads(times: Sequence[dict[str, Any]]) -> dict[tuple[str, Way], Loads]:
 
 
 def _profile(name: str, way: Way, is_on_device: bool, loads: Loads, machine: str) -> LinkProfile:
-    cost = fitted(first_guess(way, is_on_device=is_on_device).cost, loads)
+    cost = fitted(_first_guess(way, is_on_device).cost, loads)
     fit = how_close([(cost.of(traffic).seconds, seconds) for traffic, seconds in loads])
     return LinkProfile(name, way, cost, Origin.MEASURED, f"{machine}: {fit}")
+
+
+def _first_guess(way: Way, is_on_device: bool) -> LinkProfile:
+    if way is Way.MAPPED:
+        return SAME_GPU
+    if way is Way.PACKED:
+        return TCP_STREAM
+    return SAME_GPU_DIRECT if is_on_device else HOST_CMA
