@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvferry.runtime.metric_table import METRICS, MetricKind
+from kvferry.endpoint.metric_table import METRICS, MetricKind
 
 FILE = Path(__file__).resolve().parents[1] / "deploy" / "grafana" / "kvferry.json"
 

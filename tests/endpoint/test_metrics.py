@@ -1,6 +1,7 @@
 """What an operator sees of loads and leases: lines of the log, and metrics."""
 
 import logging
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +13,10 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from kvferry.endpoint.load_log import LoadLog, log_line
+from kvferry.endpoint.metric_table import METRICS, UNCACHED_BLOCKS, MetricKind
 from kvferry.endpoint.metrics import EngineMetrics
 from kvferry.runtime import Failure, FailureCode, Report, Timing
 from kvferry.runtime.figures import Figures
-from kvferry.runtime.metric_table import METRICS, UNCACHED_BLOCKS, MetricKind
 from kvferry.runtime.values import Record
 from kvferry.testing.faults import Faults
 from kvferry.transport.memory import Hub
@@ -254,3 +255,12 @@ def test_no_metric_has_a_name_that_prometheus_would_change():
         assert metric.name.startswith("kvferry_")
         assert not metric.name.endswith(("_total", "_count", "_sum", "_bucket", "_created"))
         assert not metric.help.endswith(".")
+
+
+def test_machines_count_by_names_that_the_table_has():
+    folder = Path(__file__).parents[2] / "src" / "kvferry" / "runtime"
+    named = {
+        name for path in folder.glob("*.py") for name in re.findall(r'"(kvferry_\w+)"', path.read_text())
+    }
+    assert len(named) == 14
+    assert named <= METRICS.keys()

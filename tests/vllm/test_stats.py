@@ -10,9 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
+from kvferry.endpoint.metric_table import LEASES, LEASES_ENDED, METRICS, OFFERS, QUARANTINED, Changes
 from kvferry.integrations.vllm.shared.stats import LoadMetrics, LoadStats
-from kvferry.runtime.figures import Changes
-from kvferry.runtime.metric_table import LEASES, LEASES_ENDED, METRICS, OFFERS, QUARANTINED
 from kvferry.runtime.values import Record
 
 GOOD = Record(

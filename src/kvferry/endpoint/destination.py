@@ -19,6 +19,7 @@ from kvferry.endpoint.gather_calls import ask_to_gather
 from kvferry.endpoint.load_digest import TakenDigests, check_digest_every
 from kvferry.endpoint.load_log import LoadLog
 from kvferry.endpoint.meeting import MetPeer, NotMet, failure_of, meet, remote_name, source_shown
+from kvferry.endpoint.metric_table import REJECTED_TICKETS, MetricSide, refused_messages
 from kvferry.endpoint.owner import Owner
 from kvferry.endpoint.posted_reads import PostedReads
 from kvferry.endpoint.selecting import Selecting
@@ -28,8 +29,7 @@ from kvferry.errors import SpecError
 from kvferry.log import log_of
 from kvferry.runtime import Failure, FailureCode, Fetch, Reader, Report, Timing
 from kvferry.runtime.admission import refusal
-from kvferry.runtime.figures import Figures, by_label, refused_messages
-from kvferry.runtime.metric_table import REJECTED_TICKETS, MetricSide
+from kvferry.runtime.figures import Figures, by_label
 from kvferry.runtime.values import (
     Build,
     Cancel,
@@ -219,7 +219,7 @@ class Destination:
     @property
     def figures(self) -> Figures:
         """Its counters and gauges, as they stood a moment ago; waits for nobody."""
-        rejected = by_label(REJECTED_TICKETS, self._log.num_rejected)
+        rejected = by_label(REJECTED_TICKETS.name, self._log.num_rejected)
         messages = refused_messages(MetricSide.DESTINATION, self._channel.refused, self._channel.dropped)
         return {**self._figures, **rejected, **messages}
 

@@ -22,9 +22,8 @@ from kvferry.runtime.active_fetches import ActiveFetches
 from kvferry.runtime.connections import Connections
 from kvferry.runtime.failure import Failure, FailureCode, denied
 from kvferry.runtime.fetch_job import FetchJob, Phase
-from kvferry.runtime.figures import Figures, by_label, figure
+from kvferry.runtime.figures import Figures, by_label
 from kvferry.runtime.meetings import AT_WORK, Lost, Meeting, Meetings
-from kvferry.runtime.metric_table import PEERS, PHASES, QUARANTINED, READS_IN_FLIGHT, RETRIES
 from kvferry.runtime.questions import Questions
 from kvferry.runtime.values import MAX_SHOWN, Drop, Effect, Fetch, HangUp, Peer, Send, Timing
 from kvferry.wire.limits import check_name
@@ -386,11 +385,11 @@ class Reader:
             "settle": self._fetches.settlements.num_repeated,
         }
         return {
-            **figure(QUARANTINED, num_quarantined),
-            **figure(READS_IN_FLIGHT, self.num_in_flight),
-            **by_label(PHASES, phases),
-            **by_label(PEERS, self._meetings.states | Counter(gone)),
-            **by_label(RETRIES, retries),
+            ("kvferry_quarantined",): num_quarantined,
+            ("kvferry_reads_in_flight",): self.num_in_flight,
+            **by_label("kvferry_loads_under_way", phases),
+            **by_label("kvferry_peers", self._meetings.states | Counter(gone)),
+            **by_label("kvferry_retries", retries),
         }
 
     @property

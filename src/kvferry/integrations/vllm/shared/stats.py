@@ -12,9 +12,17 @@ from prometheus_client import Counter, Gauge, Histogram
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from kvferry.endpoint.metric_table import (
+    DENIALS,
+    LEASES_ENDED,
+    METRICS,
+    OFFERS,
+    Metric,
+    MetricKind,
+    Sample,
+    samples_of,
+)
 from kvferry.endpoint.metrics import Instruments
-from kvferry.runtime.figures import Sample, samples_of
-from kvferry.runtime.metric_table import DENIALS, LEASES_ENDED, METRICS, OFFERS, Metric, MetricKind
 from kvferry.runtime.values import Record
 
 RECORDS, CHANGES = "records", "changes"
