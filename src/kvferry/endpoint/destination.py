@@ -126,11 +126,11 @@ class Destination:
         self._owner = Owner(f"kvferry-dst-{rank}", self._carry_out, self._tick, edges.clock)
         self._workers = edges.make_workers(f"kvferry-work-{rank}")
         self._channel = edges.open_channel("", trust.secret)
-        self._reads = PostedReads(transport, self._workers, self._owner.put, self._reader.ended)
+        self._reads = PostedReads(transport, self._workers, self._owner.put, self._reader.fetches.ended)
         self._selecting = Selecting(self._workers, self._owner.put, self._reader)
         if metrics:
             metrics.watch(self, lambda: self.figures)
-        steps = self._workers, self._owner.put, self._reader, edges.random_bytes
+        steps = self._workers, self._owner.put, self._reader.fetches, edges.random_bytes
         self._digests = TakenDigests(manifest, rank, *steps)
         edges.start_owner(self._owner)
         self._channel.start(f"kvferry-channel-{rank}", self._receive, lambda: self._owner.is_behind)
@@ -293,7 +293,7 @@ class Destination:
                     self._digests.take(effect, self._met.get(effect.peer))
                 case LookUp():
                     if self._is_shown(effect.board, effect.ticket_id, effect.mark):
-                        self._carry_out(self._reader.stood(self._clock(), effect.handle))
+                        self._carry_out(self._reader.fetches.stood(self._clock(), effect.handle))
                 case Cancel():
                     self._reads.cancel(effect.transfer)
                 case Drop():
@@ -323,7 +323,7 @@ class Destination:
 
     def _ranks_found(self, peer: Peer, shared: SharedPlan, seconds: float, now: float) -> list[Effect]:
         self._found[peer] = shared, seconds
-        return self._reader.found(now, peer, shared.ranks)
+        return self._reader.meetings.found(now, peer, shared.ranks)
 
     def _built(self, peer: Peer, met: MetPeer, now: float) -> list[Effect]:
         self._found.pop(peer, None)
@@ -333,15 +333,17 @@ class Destination:
         return self._reader.built(now, peer, met.plan_seconds)
 
     def _contact(self, change: ContactChange, now: float) -> list[Effect]:
+        connections = self._reader.connections
         match change.contact:
             case Contact.CALLING:
-                return self._reader.calling(now, change.address)
+                connections.calling(now, change.address)
             case Contact.CONNECTED:
-                return self._reader.connected(now, change.address)
+                connections.connected(change.address)
             case Contact.BROKEN:
-                return self._reader.disconnected(now, change.address)
+                connections.broken(now, change.address)
             case Contact.CLOSED:
-                return self._reader.closed(now, change.address)
+                connections.closed(change.address)
+        return []
 
     def _drop(self, peer: Peer) -> None:
         self._found.pop(peer, None)
