@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import count, islice
+from typing import TYPE_CHECKING
 
 from kvferry.channel import Contact, ContactChange, Received
 from kvferry.core.manifest import Manifest
@@ -14,7 +15,6 @@ from kvferry.core.request import BlockTable
 from kvferry.core.select import Slack
 from kvferry.core.span import Spans
 from kvferry.endpoint.edges import Edges
-from kvferry.endpoint.endpoint_metrics import EndpointMetrics
 from kvferry.endpoint.gather_calls import ask_to_gather
 from kvferry.endpoint.load_digest import TakenDigests, check_digest_every
 from kvferry.endpoint.load_log import LoadLog
@@ -50,6 +50,9 @@ from kvferry.wire.messages import decode_from_authority, encode
 from kvferry.wire.ticket import Ticket
 from kvferry.wire.trust import Trust
 
+if TYPE_CHECKING:
+    from kvferry.endpoint.metrics import EngineMetrics  # needs Prometheus' package, which may be absent
+
 log = log_of(__name__)
 
 POLL_SECONDS = 0.001
@@ -77,7 +80,7 @@ class Destination:
         num_ranks: int = 0,
         trust: Trust = Trust(),  # noqa: B008  (it is frozen)
         timing: Timing | None = None,
-        metrics: EndpointMetrics | None = None,
+        metrics: EngineMetrics | None = None,
         on_refusal: Callable[[Manifest, Failure], None] | None = None,
         digest_every: int = 0,
         accept_unknown_identity: bool = False,
@@ -126,7 +129,7 @@ class Destination:
         self._owner = Owner(f"kvferry-dst-{rank}", self._carry_out, self._tick, edges.clock)
         self._workers = edges.make_workers(f"kvferry-work-{rank}")
         self._channel = edges.open_channel("", trust.secret)
-        self._reads = PostedReads(transport, self._workers, self._owner.put, self._reader.fetches.ended)
+        self._reads = PostedReads(transport, self._workers, self._owner.put, self._reader.fetches)
         self._selecting = Selecting(self._workers, self._owner.put, self._reader)
         if metrics:
             metrics.watch(self, lambda: self.figures)

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from hmac import compare_digest
+from typing import TYPE_CHECKING
 
 from kvferry.channel import ContactChange, Received
 from kvferry.core.outline import Outline
 from kvferry.core.request import BlockTable
 from kvferry.endpoint.edges import Edges
-from kvferry.endpoint.endpoint_metrics import EndpointMetrics
 from kvferry.endpoint.invitation import Invitation
 from kvferry.endpoint.lease_log import LeaseLog
 from kvferry.endpoint.listening import advertised, check_listen
@@ -47,6 +47,9 @@ from kvferry.wire.outline import manifest_of_joins, outline_to_msgpack
 from kvferry.wire.ticket import NOT_SAID, NotSaid, Ticket
 from kvferry.wire.trust import Trust, is_loopback
 
+if TYPE_CHECKING:
+    from kvferry.endpoint.metrics import EngineMetrics  # needs Prometheus' package, which may be absent
+
 log = log_of(__name__)
 
 HERE = "here/"
@@ -75,7 +78,7 @@ class SourceEngine:
         credential: bytes = b"",
         trust: Trust = Trust(),  # noqa: B008  (it is frozen)
         timing: Timing | None = None,
-        metrics: EndpointMetrics | None = None,
+        metrics: EngineMetrics | None = None,
         edges: Edges | None = None,
     ) -> None:
         """``advertise``: the host that readers call, where it is not the one that ``listen`` names.
