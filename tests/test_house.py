@@ -78,7 +78,6 @@ MANY_COLLABORATORS = {
     "kvferry.endpoint.meeting": "from messages to a plan: each step is another module's",
     "kvferry.endpoint.source": "an edge: it puts the parts of a source engine together",
     "kvferry.integrations.vllm.worker.side": "an edge: vLLM's worker on one side, an endpoint on the other",
-    "kvferry.runtime.reader": "one machine, whose parts are machines already",
     "kvferry.transport.nixl": "an edge: it puts the ways together",
 }
 """Modules that import more of ours, and why: a file follows an idea, and knows few others."""

@@ -18,8 +18,8 @@ from typing import TextIO
 
 import kvferry
 from kvferry import Manifest, Refused, Slack, SpecError
+from kvferry.cli.link_profile import RDMA_400
 from kvferry.core.cost import Traffic
-from kvferry.core.link_profile import RDMA_400
 from kvferry.core.sample import sample_request
 from kvferry.models import Topology, catalogue, describe, model_named
 from kvferry.models.servable import why_not_served

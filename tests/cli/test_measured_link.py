@@ -7,9 +7,9 @@ import pytest
 from kvferry.cli.bench.grid import BenchCase, BlockOrder, CacheShape
 from kvferry.cli.bench.report import BenchReport, RivalTimes
 from kvferry.cli.bench.rivals import Rival
+from kvferry.cli.link_profile import Origin
 from kvferry.cli.measured_link import measured_links
 from kvferry.core.cost import Cost, Traffic
-from kvferry.core.link_profile import Origin
 from kvferry.core.way import Way
 from kvferry.errors import SpecError
 

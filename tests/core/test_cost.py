@@ -6,19 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry import Product, Runs, SpecError, Term
-from kvferry.core.cost import NO_TRAFFIC, Cost, CostTerm, Traffic, choose
-from kvferry.core.link_profile import (
-    LINK_PROFILES,
-    RDMA_400,
-    SAME_GPU,
-    SAME_GPU_DIRECT,
-    Origin,
-    first_guess,
-    link_profile,
-)
-from kvferry.core.way import Way
-
-MIB = 1 << 20
+from kvferry.core.cost import NO_TRAFFIC, Cost, CostTerm, Traffic
 
 
 def product(num_bytes, at=0, num_pairs=4):
@@ -84,89 +72,8 @@ def test_narrow_words_cost_more_where_words_are_moved():
     assert Cost(0, 0, 1e9, is_by_words=True).of(traffic).seconds == pytest.approx(3200e-9)
 
 
-PACKED_RUN_BYTES = (256, 512, 2048, 16384, 131_072, MIB)
-# What docs/performance.md has: traffic, seconds.
-MEASURED = {
-    SAME_GPU: [
-        (Traffic(1, 32_768, 512 * MIB), 801e-6),
-        (Traffic(1, 1_048_576, 512 * MIB), 954e-6),
-        (Traffic(1, 2_097_152, 512 * MIB), 1040e-6),
-        (Traffic(1, 131_072, 512 * MIB), 740e-6),
-        (Traffic(1, 512, 512 * MIB), 707e-6),
-        (Traffic(1, 8192, 128 * MIB), 221e-6),
-        (Traffic(1, 524_288, 524_288_000, num_words=65_536_000), 1769e-6),
-        (Traffic(1, 128, 2 * MIB), 105e-6),
-    ],
-    SAME_GPU_DIRECT: [
-        (Traffic(1, 32_768, 512 * MIB), 108e-3),  # 92 to 124
-        (Traffic(1, 131_072, 512 * MIB), 377e-3),
-        (Traffic(1, 512, 512 * MIB), 3.5e-3),
-        (Traffic(1, 8192, 128 * MIB), 29.6e-3),
-        (Traffic(1, 128, 2 * MIB), 1.1e-3),
-    ],
-}
-
-
-@pytest.mark.parametrize("profile", MEASURED, ids=lambda profile: profile.name)
-def test_a_measured_profile_tells_what_was_measured(profile):
-    """Within a quarter; 30 % is what people may count on."""
-    for traffic, seconds in MEASURED[profile]:
-        assert profile.cost.of(traffic).seconds == pytest.approx(seconds, rel=0.25)
-
-
-def test_the_prediction_for_rdma_is_the_published_share_of_the_line_rate():
-    runs = Traffic(1, 100_000, 100_000 * 16384)
-    assert runs.num_bytes / RDMA_400.cost.of(runs).seconds / 50e9 == pytest.approx(0.18, abs=0.01)
-
-
-def test_every_profile_says_where_its_numbers_come_from():
-    assert {each.name for each in LINK_PROFILES if each.origin is Origin.PREDICTED} == {"nvlink", "400Gb"}
-    for each in LINK_PROFILES:
-        assert ("benchmarks/" in each.source) is (each.origin is Origin.MEASURED)
-        assert each.source
-
-
-def test_an_unknown_link_is_refused_with_the_known_ones():
-    assert link_profile("same-gpu") is SAME_GPU
-    with pytest.raises(SpecError, match="no link profile 'wifi'; there are host-cma, tcp-stream, same-gpu"):
-        link_profile("wifi")
-
-
-@pytest.mark.parametrize("is_on_device", [False, True])
-@pytest.mark.parametrize("way", Way)
-def test_there_is_a_first_guess_for_every_way(way, is_on_device):
-    assert first_guess(way, is_on_device=is_on_device).way is way
-
-
-# -- choosing
-
-
-def test_nothing_to_choose_from_is_refused():
-    with pytest.raises(SpecError, match="no way to choose from"):
-        choose({}, NO_TRAFFIC)
-
-
-def test_on_one_device_the_kernel_always_wins():
-    """As the way is chosen today, when two ranks meet: a choice per load would say the same."""
-    costs = {Way.DIRECT: SAME_GPU_DIRECT.cost, Way.MAPPED: SAME_GPU.cost}
-    for num_bytes in (4096, MIB, 1024 * MIB):
-        assert choose(costs, Traffic(1, 1, num_bytes)) is Way.MAPPED
-        assert choose(costs, Traffic(1, num_bytes // 512, num_bytes)) is Way.MAPPED
-
-
-def test_of_equals_the_first_is_taken():
-    cost = Cost(1, 1, 1)
-    assert choose({Way.MAPPED: cost, Way.DIRECT: cost}, Traffic(1, 1, 1)) is Way.MAPPED
-
-
 costs = st.builds(Cost, st.floats(0, 1e-3), st.floats(0, 1e-4), st.floats(1e8, 1e13))
 traffics = st.builds(Traffic, st.integers(0, 100), st.integers(0, 10**7), st.integers(0, 10**12))
-
-
-@given(st.dictionaries(st.sampled_from(Way), costs, min_size=1), traffics)
-def test_no_way_is_cheaper_than_the_chosen_one(ways, traffic):
-    chosen = choose(ways, traffic)
-    assert all(ways[chosen].of(traffic).seconds <= cost.of(traffic).seconds for cost in ways.values())
 
 
 @given(costs, traffics, traffics)

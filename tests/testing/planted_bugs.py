@@ -115,8 +115,8 @@ def stale_slack(patch):
 
 
 def failed_reads_count(patch):
-    real = Reader.ended
-    patch.setattr(Reader, "ended", lambda self, now, transfer, error: real(self, now, transfer, ""))
+    real = ActiveFetches.ended
+    patch.setattr(ActiveFetches, "ended", lambda self, now, transfer, error: real(self, now, transfer, ""))
 
 
 def forged_tickets_count(patch):
@@ -134,7 +134,7 @@ def wrong_record(patch):
 
     def selected(self, now, handle, selection, *rest):
         effects = real(self, now, handle, selection, *rest)
-        if job := self._fetches.get(handle):
+        if job := self.fetches.get(handle):
             job.num_bytes += 1
         return effects
 

@@ -103,7 +103,6 @@ class Setup:
     options: tuple[tuple[str, Any], ...] = (
         ("listen", "tcp://127.0.0.1:*"),
         ("lease_seconds", 3.0),
-        ("meet_seconds", 8.0),
     )
     connector: bool = True
     beside: str = ""

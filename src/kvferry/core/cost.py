@@ -3,19 +3,18 @@
 One formula for every way: a sum of what a read, a run and a byte cost. The measured tables ask for a sum and
 not for the larger of two (``docs/performance.md``): runs are posted, or copied, one after another.
 
-A prediction is for choosing, and for people. It never changes what is moved, and is never a deadline.
+An estimate is for people. Nothing that is moved depends on it, and no deadline does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
 
 from kvferry.core.product import Product, Term
-from kvferry.core.way import Way
 from kvferry.core.words import counted
 from kvferry.errors import SpecError
 
@@ -166,17 +165,3 @@ class Estimate:
 
     def __str__(self) -> str:
         return f"{self.seconds * 1e3:.1f} ms, {self.share:.0%} of it for {self.reason}".replace("%", " %")
-
-
-def choose(costs: Mapping[Way, Cost], traffic: Traffic) -> Way:
-    """The cheapest of the ways that are possible; of equals, the first.
-
-    >>> direct, mapped = Cost(1e-4, 1e-5, 1.4e12), Cost(2e-4, 1.5e-10, 8e11)
-    >>> choose({Way.DIRECT: direct, Way.MAPPED: mapped}, Traffic(1, 1, 4096)).value
-    'direct'
-    >>> choose({Way.DIRECT: direct, Way.MAPPED: mapped}, Traffic(1, 32768, 1 << 29)).value
-    'mapped'
-    """
-    if not costs:
-        raise SpecError("there is no way to choose from")
-    return min(costs, key=lambda way: costs[way].of(traffic).seconds)

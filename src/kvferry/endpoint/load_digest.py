@@ -28,7 +28,8 @@ from kvferry.endpoint.meeting import MetPeer, failure_of
 from kvferry.endpoint.owner import Event
 from kvferry.errors import KVFerryError, SpecError
 from kvferry.log import log_of
-from kvferry.runtime import FailureCode, Reader
+from kvferry.runtime import FailureCode
+from kvferry.runtime.active_fetches import ActiveFetches
 from kvferry.runtime.lease_tally import rank_block_bytes
 from kvferry.runtime.values import Effect, TakeDigest
 from kvferry.wire.bad_input import printable
@@ -206,11 +207,11 @@ class TakenDigests:
         rank: int,
         workers: Workers,
         put: Callable[[Event[Effect]], None],
-        reader: Reader,
+        fetches: ActiveFetches,
         random_bytes: Callable[[int], bytes],
     ) -> None:
         self._manifest, self._rank, self._workers = manifest, rank, workers
-        self._put, self._reader, self._random_bytes = put, reader, random_bytes
+        self._put, self._fetches, self._random_bytes = put, fetches, random_bytes
         self._is_closed = False
 
     def take(self, wanted: TakeDigest, met: MetPeer | None) -> None:
@@ -229,16 +230,16 @@ class TakenDigests:
                 raise SpecError(f"{wanted.peer.engine} was forgotten before its digest could be asked for")
             parts = digest_parts(met.route.plan, fetch.request())
             questions = {src_rank: question_to_msgpack(seed, some) for src_rank, some in parts.items()}
-            self._put(lambda now: self._reader.digest_asked(now, handle, questions))
+            self._put(lambda now: self._fetches.digest_asked(now, handle, questions))
             # While the source ranks do the same.
             ours = LoadDigest(self._manifest, self._rank, "dst", lambda: not self._is_closed).taken(
                 fetch.dst, parts, seed
             )
         except Exception as error:
             failure = failure_of(error, FailureCode.NO_DIGEST)
-            self._put(lambda now: self._reader.not_digested(now, handle, failure))
+            self._put(lambda now: self._fetches.not_digested(now, handle, failure))
         else:
-            self._put(lambda now: self._reader.digest_taken(now, handle, ours))
+            self._put(lambda now: self._fetches.digest_taken(now, handle, ours))
 
 
 def check_digest_every(every: int, rank: Rank) -> None:

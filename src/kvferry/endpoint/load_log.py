@@ -81,10 +81,9 @@ def log_line(report: Report) -> str:
 
 
 def _moved(record: Record) -> str:
-    predicted = f" (predicted {record.predicted_seconds * 1e3:.1f})" if record.predicted_seconds else ""
     digest = f", digest {record.digest}" if record.digest else ""
     return (
         f"{counted(record.num_bytes, 'byte')} in {counted(record.num_runs, 'run')} from"
         f" {counted(record.num_sources, 'rank')}, {record.way or 'no way'},"
-        f" in {record.move_seconds * 1e3:.1f} ms{predicted}{digest}"
+        f" in {record.move_seconds * 1e3:.1f} ms{digest}"
     )

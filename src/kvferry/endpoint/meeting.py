@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from kvferry.core.cost import NO_TRAFFIC, Traffic
 from kvferry.core.identity import IdentityCheck, compare_identity
 from kvferry.core.lower import Route
 from kvferry.core.manifest import Manifest
@@ -58,14 +57,12 @@ class MetPeer:
         plan = self.route.plan
         return compare_identity(plan.src.identity, plan.dst.identity)
 
-    def traffic(self, selection: Selection) -> dict[Way, Traffic]:
-        """What the transport sees of a load, by way. Only where it needs the list is the list made."""
-        traffic: dict[Way, Traffic] = {}
-        for src_rank, product in selection.products.items():
-            way = self.links[src_rank].way
-            num_runs = None if way is Way.MAPPED else len(product.runs)
-            traffic[way] = traffic.get(way, NO_TRAFFIC) + Traffic.of([product], num_runs)
-        return traffic
+    def num_runs(self, selection: Selection) -> int:
+        """The runs that the transport sees of a load. The list is made here, except for the copy kernel."""
+        return sum(
+            product.num_runs if self.links[src_rank].way is Way.MAPPED else len(product.runs)
+            for src_rank, product in selection.products.items()
+        )
 
     def summary(self, peer: Peer) -> str:
         """What a person wants to know of the meeting, in a line."""
@@ -83,9 +80,7 @@ class MetPeer:
         return printable(line, MAX_WORDS)
 
 
-def source_shown(
-    peer: Peer, state: str, why: str, met: MetPeer | None, costs: Mapping[str, object]
-) -> dict[str, object]:
+def source_shown(peer: Peer, state: str, why: str, met: MetPeer | None) -> dict[str, object]:
     """One source engine as a person is shown it: how it stands, how its bytes come, and why not better."""
     links = met.links.values() if met else ()
     reasons = sorted({link.reason for link in links if link.reason})
@@ -97,7 +92,6 @@ def source_shown(
         "way": met.way if met else "",
         "ranks": list(met.links) if met else [],
         "why": why or "; ".join(reasons),
-        "costs": costs.get(f"{peer.engine}#{peer.generation}", {}),
     }
 
 

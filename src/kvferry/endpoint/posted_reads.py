@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 from kvferry.core.product import Product
@@ -11,6 +11,7 @@ from kvferry.endpoint.meeting import remote_name
 from kvferry.endpoint.owner import Event
 from kvferry.errors import KVFerryError
 from kvferry.log import log_of
+from kvferry.runtime.active_fetches import ActiveFetches
 from kvferry.runtime.values import Effect, PostReads
 from kvferry.transport.base import Transport
 
@@ -19,9 +20,6 @@ log = log_of(__name__)
 READS = "reads"
 """The workers' key: reads are submitted in order, by one thread."""
 CANCELLED = "cancelled before it was submitted"
-
-TellEnd = Callable[[float, int, str], Iterable[Effect]]
-"""How the machine hears of an end: when, which transfer, why it failed."""
 
 
 class PostedReads:
@@ -32,9 +30,9 @@ class PostedReads:
         transport: Transport,
         workers: Workers,
         put: Callable[[Event[Effect]], None],
-        ended: TellEnd,
+        fetches: ActiveFetches,
     ) -> None:
-        self._transport, self._workers, self._put, self._ended = transport, workers, put, ended
+        self._transport, self._workers, self._put, self._fetches = transport, workers, put, fetches
         self._cancelled: set[int] = set()
         """Transfers that are not wanted any more, until they end."""
         self._is_looking = False
@@ -67,9 +65,9 @@ class PostedReads:
             effects += self._end(end.transfer, end.error, now)
         return effects
 
-    def _end(self, transfer: int, error: str, now: float) -> Iterable[Effect]:
+    def _end(self, transfer: int, error: str, now: float) -> list[Effect]:
         self._cancelled.discard(transfer)
-        return self._ended(now, transfer, error)
+        return self._fetches.ended(now, transfer, error)
 
     # -- in a worker, in the owner where that is quick, or in a thread of the transport -------------
 

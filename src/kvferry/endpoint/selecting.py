@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
-from kvferry.core.select import Selection, select
+from kvferry.core.select import select
 from kvferry.endpoint.edges import Workers
 from kvferry.endpoint.meeting import MetPeer, failure_of
 from kvferry.endpoint.owner import Event
 from kvferry.runtime import FailureCode, Reader
-from kvferry.runtime.load_costs import TrafficByWay
 from kvferry.runtime.values import Effect, Select
 
 SELECTIONS = "selections"
@@ -18,20 +17,12 @@ SELECTIONS = "selections"
 QUICK_BLOCKS = 2048
 """Blocks of a fetch that is selected at once, a millisecond or two; and of all that are in one step."""
 
-TellSelected = Callable[[float, Select, Selection, TrafficByWay, str], Iterable[Effect]]
-
 
 class Selecting:
     """Has fetches selected; what comes of it is put into the owner's inbox."""
 
-    def __init__(
-        self,
-        workers: Workers,
-        put: Callable[[Event[Effect]], None],
-        reader: Reader,
-        selected: TellSelected,
-    ) -> None:
-        self._workers, self._put, self._reader, self._selected = workers, put, reader, selected
+    def __init__(self, workers: Workers, put: Callable[[Event[Effect]], None], reader: Reader) -> None:
+        self._workers, self._put, self._reader = workers, put, reader
         self._room = QUICK_BLOCKS
 
     def step(self) -> None:
@@ -51,10 +42,9 @@ class Selecting:
         handle, fetch = wanted.handle, wanted.fetch
         try:
             selection = select(met.route, fetch.request(), slack=fetch.slack)
-            # Whoever needs the list gets it here, not in a thread that others wait for.
-            traffic = met.traffic(selection)
+            num_runs = met.num_runs(selection)  # makes the lists here, not in a thread that others wait for
         except Exception as error:
             failure = failure_of(error, FailureCode.BAD_TABLES)
             self._put(lambda now: self._reader.not_selected(now, handle, failure))
         else:
-            self._put(lambda now: self._selected(now, wanted, selection, traffic, met.way))
+            self._put(lambda now: self._reader.selected(now, handle, selection, num_runs, met.way))

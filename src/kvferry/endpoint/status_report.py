@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from kvferry.endpoint.metric_table import METRICS, MetricSide
 from kvferry.runtime.figures import Figures
-from kvferry.runtime.metric_table import METRICS, MetricSide
 from kvferry.wire.messages import PROTOCOL
 
 

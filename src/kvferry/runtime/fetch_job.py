@@ -87,7 +87,6 @@ class FetchJob:
     num_runs: int = 0
     num_sources: int = 0
     way: str = ""
-    predicted_seconds: float = 0.0
 
     @property
     def key(self) -> tuple[Peer, bytes]:
@@ -149,7 +148,6 @@ class FetchJob:
             plan_seconds=self.plan_seconds,
             post_seconds=self.posted_at - self.met_at if self.has_posted else 0.0,
             move_seconds=self.ended_at - self.posted_at,
-            predicted_seconds=self.predicted_seconds,
             digest_seconds=max(0.0, self.checked_at - self.ended_at),
             digest=self.digest,
             confirm_seconds=now - self.confirming_from if self.phase is Phase.CONFIRMING else 0.0,

@@ -8,16 +8,7 @@ from math import prod
 
 from kvferry.core.manifest import Manifest, Rank
 from kvferry.core.request import HOLE
-from kvferry.runtime.figures import Figures, by_label, figure
-from kvferry.runtime.metric_table import (
-    DENIALS,
-    GRANTED_BYTES,
-    GRANTS,
-    LEASES_ENDED,
-    OFFERS,
-    PINNED_BYTES,
-    RENEWALS,
-)
+from kvferry.runtime.figures import Figures, by_label
 from kvferry.wire.ticket import Ticket
 
 
@@ -55,13 +46,13 @@ class LeaseTally:
     def figures(self) -> Figures:
         """Its counters and gauges."""
         return {
-            **figure(OFFERS, self._num_offers),
-            **figure(PINNED_BYTES, sum(self._pinned.values())),
-            **figure(GRANTS, self._num_grants),
-            **figure(GRANTED_BYTES, self._granted_bytes),
-            **by_label(LEASES_ENDED, dict(self._ended)),
-            **by_label(DENIALS, dict(self.denials)),
-            **by_label(RENEWALS, dict(self.renewals)),
+            ("kvferry_offers",): self._num_offers,
+            ("kvferry_pinned_bytes",): sum(self._pinned.values()),
+            ("kvferry_grants",): self._num_grants,
+            ("kvferry_granted_bytes",): self._granted_bytes,
+            **by_label("kvferry_leases_ended", self._ended),
+            **by_label("kvferry_denials", self.denials),
+            **by_label("kvferry_renewals", self.renewals),
         }
 
 

@@ -9,9 +9,9 @@ from statistics import median
 from typing import Any
 
 from kvferry.cli.doctor.seen import ProfileSeen, ReadsSeen
+from kvferry.cli.link_profile import LinkProfile
 from kvferry.cli.measured_link import measured_links
 from kvferry.core.cost import Traffic
-from kvferry.core.link_profile import LinkProfile
 from kvferry.errors import SpecError
 
 FORMAT = 1

@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.text import Text
 
 from kvferry.cli import output
-from kvferry.core.words import counted
 from kvferry.wire.bad_input import printable
 
 
@@ -65,22 +64,13 @@ def _show_loads(out: Console, report: dict[str, Any]) -> None:
         way = f", {source['way']} from rank {', '.join(map(str, source['ranks']))}" if source["way"] else ""
         why = f", since {_text(source['why'])}" if source["why"] else ""
         line = f"{_text(source['engine'])} at {_text(source['address'])}: {source['state']}{way}{why}"
-        output.wrapped(out, [line, *_costs(source["costs"])], "    ")
+        output.wrapped(out, [line], "    ")
     if report["loads"]:
         table = output.table("request", "from", "phase", "for", left=("request", "from", "phase"))
         for load in report["loads"]:
             where, since = f"{_text(load['engine'])} at {_text(load['address'])}", f"{load['seconds']:.1f} s"
             table.add_row(_text(load["request_id"]), where, load["phase"], since)
         output.print_table(out, table)
-
-
-def _costs(costs: dict[str, Any]) -> list[str]:
-    """What was learned of a link, in a line for each way."""
-    return [
-        f"  {way}: {cost['seconds_per_run'] * 1e6:.1f} µs per run, {cost['bytes_per_second'] / 1e9:.1f} GB/s,"
-        f" learned from {counted(cost['num_loads'], 'load')}"
-        for way, cost in costs.items()
-    ]
 
 
 def _figure(each: dict[str, Any]) -> str:

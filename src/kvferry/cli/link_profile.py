@@ -1,7 +1,6 @@
 """Known links: what moving costs over each, and where the numbers come from.
 
-A link profile is a first guess for a peer of which nothing is measured yet, and what ``kvferry plan`` tells
-people before anything runs. Machines differ; ``benchmarks/cost.py`` measures another one.
+``kvferry plan`` estimates a request by them. Machines differ: ``benchmarks/cost.py`` measures another one.
 """
 
 from __future__ import annotations
@@ -83,13 +82,6 @@ RDMA_400 = LinkProfile(
     "nine tenths of the line rate, and as much per run as gives the 18 % of it that a published deployment"
     " reaches with runs of 16 KiB",
 )
-ONE_PROCESS = LinkProfile(
-    "one-process",
-    Way.MEMORY,
-    Cost(seconds_per_read=1e-3, seconds_per_run=1.5e-7, bytes_per_second=1e10),
-    Origin.MEASURED,
-    "two cores of a Xeon: a call of memmove per run",
-)
 
 LINK_PROFILES = (
     HOST_CMA,
@@ -109,22 +101,3 @@ def link_profile(name: str) -> LinkProfile:
             return profile
     known = ", ".join(profile.name for profile in LINK_PROFILES)
     raise SpecError(f"there is no link profile {name!r}; there are {known}")
-
-
-def first_guess(way: Way, *, is_on_device: bool) -> LinkProfile:
-    """What to expect of a peer of which nothing is measured yet.
-
-    Nobody tells by which wire the fabric reads: it is taken for one of this host until loads say otherwise.
-
-    >>> first_guess(Way.DIRECT, is_on_device=True).name
-    'same-gpu-direct'
-    """
-    match way:
-        case Way.DIRECT:
-            return SAME_GPU_DIRECT if is_on_device else HOST_CMA
-        case Way.MAPPED:
-            return SAME_GPU
-        case Way.PACKED:
-            return TCP_STREAM
-        case Way.MEMORY:
-            return ONE_PROCESS

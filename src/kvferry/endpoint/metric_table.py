@@ -1,15 +1,21 @@
-"""Every metric, once: name, kind, help and labels. What is exposed, documented and drawn comes from here."""
+"""Every metric, once: name, kind, help and labels. What is exposed, documented and drawn comes from here.
+
+Machines count by name (``kvferry.runtime.figures``); here is what a name means, and what one load adds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from enum import StrEnum
 
 from kvferry.errors import SpecError
+from kvferry.runtime.figures import NO_WAY, Figures
+from kvferry.runtime.values import Record
+from kvferry.wire.messages import Outcome
 
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
-RATIOS = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2, 3, 10, 30)
 BYTES = tuple(float(4**n) for n in range(6, 19))
 RUNS = tuple(float(4**n) for n in range(11))
 
@@ -138,21 +144,8 @@ LOAD_SECONDS = Metric(
     _HISTOGRAM,
     _DESTINATION,
     "Where the time of a load went",
-    (
-        (
-            "part",
-            "`meet` (of it `plan`), `post`, `move`, `digest`, `confirm`, `total`; `predicted`: what `move`"
-            " was expected to take",
-        ),
-    ),
+    (("part", "`meet` (of it `plan`), `post`, `move`, `digest`, `confirm`, `total`"),),
     SECONDS,
-)
-LOAD_MOVE_RATIO = Metric(
-    "kvferry_load_move_ratio",
-    _HISTOGRAM,
-    _DESTINATION,
-    "Time to move a load, measured over predicted",
-    buckets=RATIOS,
 )
 LOAD_DIGESTS = Metric(
     "kvferry_load_digests",
@@ -226,21 +219,61 @@ REFUSED_MESSAGES = Metric(
 METRICS = {value.name: value for value in tuple(globals().values()) if isinstance(value, Metric)}
 """All of them, by name."""
 
+Sample = tuple[Metric, tuple[str, ...], float]
+"""A metric, the values of its labels, and by how much it changes; of a histogram: what is observed."""
 
-def markdown() -> Iterator[str]:
-    """The table for people, line by line."""
-    for side in MetricSide:
-        yield f"\n## {_TITLES[side]}\n"
-        yield "| metric | kind | what it says | labels |"
-        yield "| --- | --- | --- | --- |"
-        for metric in METRICS.values():
-            if metric.side is side:
-                labels = "; ".join(f"`{name}`: {values}" for name, values in metric.labels)
-                yield f"| `{metric.exposed}` | {metric.kind.value} | {metric.help} | {labels} |"
+SUFFIX = "_seconds"
 
 
-_TITLES = {
-    MetricSide.SOURCE: "Of a source engine (prefill)",
-    MetricSide.DESTINATION: "Of a destination engine (decode)",
-    MetricSide.BOTH: "Of both",
-}
+def refused_messages(side: MetricSide, *counts: Mapping[str, int]) -> dict[tuple[str, ...], float]:
+    """Messages that an endpoint dropped or refused, by why."""
+    found: Counter[str] = Counter()
+    for some in counts:
+        found.update(dict(some))
+    return {(REFUSED_MESSAGES.name, side.value, why): number for why, number in found.items()}
+
+
+class Changes:
+    """What has changed in the figures of one endpoint since they were last looked at.
+
+    Gauges are told as changes, too: so they add up over ranks and processes.
+
+    >>> changes = Changes()
+    >>> [number for *_, number in changes.since({("kvferry_grants",): 3, ("kvferry_leases", "offered"): 2})]
+    [3, 2]
+    >>> [(metric.name, number) for metric, _, number in changes.since({("kvferry_grants",): 3})]
+    [('kvferry_leases', -2)]
+    """
+
+    def __init__(self) -> None:
+        self._last: Figures = {}
+
+    def since(self, figures: Figures) -> list[Sample]:
+        """The changes from the last call to these figures. A gauge that is missing is 0; a counter stays."""
+        last = self._last
+        gauges = {key for key in last if METRICS[key[0]].kind is MetricKind.GAUGE}
+        moved = {
+            key: figures.get(key, 0) - last.get(key, 0) for key in (*figures, *(gauges - figures.keys()))
+        }
+        counters = {key: number for key, number in last.items() if key not in gauges}
+        self._last = counters | dict(figures)
+        return [(METRICS[key[0]], key[1:], number) for key, number in moved.items() if number]
+
+
+def samples_of(record: Record) -> Iterator[Sample]:
+    """What one load adds to the metrics."""
+    yield LOADS, (record.outcome, record.way or NO_WAY), 1
+    for name in PARTS:
+        yield LOAD_SECONDS, (name,), getattr(record, f"{name}{SUFFIX}")
+    if record.digest:
+        yield LOAD_DIGESTS, (record.digest,), 1
+    if record.outcome != Outcome.READ.value:
+        return
+    yield LOADED_BYTES, (), record.num_bytes
+    yield LOADED_RUNS, (), record.num_runs
+    yield LOAD_BYTES, (), record.num_bytes
+    yield LOAD_RUNS, (), record.num_runs
+
+
+PARTS = tuple(field.name.removesuffix(SUFFIX) for field in fields(Record) if field.name.endswith(SUFFIX))
+"""Of a load's time."""
