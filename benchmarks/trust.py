@@ -12,7 +12,7 @@ from statistics import median
 from kvferry.core.request import BlockTable, need_of
 from kvferry.models import Topology, describe, model_from_config
 from kvferry.runtime import Offers, Timing
-from kvferry.runtime.admission import refusal
+from kvferry.runtime.failure import refusal
 from kvferry.testing.fleet import DestinationFleet, SourceFleet
 from kvferry.wire.secret import Secret
 from kvferry.wire.ticket import from_text, to_text

@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvferry.endpoint import Destination, SourceEngine, ask_status
+from kvferry.endpoint import Destination, SourceEngine
+from kvferry.endpoint import status as ask_status
 from kvferry.models import Topology, describe
 from kvferry.testing.small import small
 from kvferry.transport.memory import Hub, MemoryTransport, placed

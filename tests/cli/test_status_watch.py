@@ -20,7 +20,7 @@ from kvferry.cli.status.reported import ReportedSource, reported
 from kvferry.cli.status.watch import draw
 from kvferry.cli.status.watched import FORGET_SECONDS, LATE_SECONDS, WINDOW_SECONDS, Look, Watched
 from kvferry.endpoint import SourceEngine
-from kvferry.endpoint.status_socket import open_status, read_status, sockets
+from kvferry.endpoint.status import open_status, read_status, sockets
 from kvferry.errors import SpecError
 from tests.cli.reported_engines import DESTINATION, SOURCE
 

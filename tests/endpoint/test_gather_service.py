@@ -12,7 +12,7 @@ from kvferry.channel import Received
 from kvferry.core.manifest import Region
 from kvferry.core.owned import BlockBytes
 from kvferry.endpoint.edges import ControlChannel
-from kvferry.endpoint.gather_service import GatherService
+from kvferry.endpoint.gathering import GatherService
 from kvferry.errors import SpecError, TransportError
 from kvferry.runtime.ticket_guard import Admitted, GatherRefusal, Refusal, TicketGuard
 from kvferry.testing.packed import OpenGuard

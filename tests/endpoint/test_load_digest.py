@@ -10,9 +10,10 @@ import pytest
 from kvferry import Span, SpecError, plan
 from kvferry.core.digest import digest_parts
 from kvferry.core.sample import sample_request
-from kvferry.endpoint import Destination, SourceEngine, SourceRank, digest_memory, load_digest
+from kvferry.endpoint import Destination, SourceEngine, SourceRank, load_digest
+from kvferry.endpoint import load_digest as digest_memory
 from kvferry.endpoint.load_digest import LoadDigest, NotWanted, answer_digest, check_digest_every
-from kvferry.endpoint.load_log import LoadLog
+from kvferry.endpoint.logs import LoadLog
 from kvferry.errors import TransportError
 from kvferry.models import Topology, describe
 from kvferry.runtime import FailureCode

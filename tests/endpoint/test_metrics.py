@@ -12,7 +12,7 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from kvferry.endpoint.load_log import LoadLog, log_line
+from kvferry.endpoint.logs import LoadLog, log_line
 from kvferry.endpoint.metric_table import METRICS, UNCACHED_BLOCKS, MetricKind
 from kvferry.endpoint.metrics import EngineMetrics
 from kvferry.runtime import Failure, FailureCode, Report, Timing

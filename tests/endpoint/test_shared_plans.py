@@ -11,7 +11,7 @@ import pytest
 from kvferry.core.sample import sample_request
 from kvferry.core.span import Span
 from kvferry.endpoint import Destination, SourceEngine, SourceRank
-from kvferry.endpoint.shared_plans import MadeOnce
+from kvferry.endpoint.meeting import MadeOnce
 from kvferry.models import Topology, describe
 from kvferry.runtime import FailureCode
 from kvferry.testing.pattern import check_rank, fill_rank

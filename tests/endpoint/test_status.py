@@ -10,8 +10,14 @@ import time
 import pytest
 
 from kvferry.endpoint import SourceEngine
-from kvferry.endpoint.ask_status import ask_status
-from kvferry.endpoint.status_socket import MAX_FILES, live_sockets, open_status, read_status, status_folder
+from kvferry.endpoint.status import (
+    MAX_FILES,
+    ask_status,
+    live_sockets,
+    open_status,
+    read_status,
+    status_folder,
+)
 from kvferry.errors import SpecError
 from kvferry.wire.messages import PROTOCOL
 from kvferry.wire.secret import Secret

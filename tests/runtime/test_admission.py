@@ -5,7 +5,7 @@ import pytest
 
 from kvferry.errors import SpecError
 from kvferry.runtime import FailureCode
-from kvferry.runtime.admission import refusal, text_refusal
+from kvferry.runtime.failure import refusal, text_refusal
 from kvferry.wire.secret import Secret
 from kvferry.wire.ticket import TableDoc, Ticket, from_text, is_sealed, seal, sign, to_text
 from kvferry.wire.trust import Trust

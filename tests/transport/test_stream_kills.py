@@ -19,7 +19,7 @@ from kvferry.core.manifest import Region
 from kvferry.core.product import Product
 from kvferry.core.runs import Runs
 from kvferry.endpoint.edges import open_channel
-from kvferry.endpoint.gather_calls import GatherCalls
+from kvferry.endpoint.gathering import GatherCalls
 from kvferry.testing.sources import serving
 from kvferry.transport.cards import Card, GatherPoint
 from kvferry.transport.pack import HostChunkCopier

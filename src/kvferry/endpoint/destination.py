@@ -15,20 +15,27 @@ from kvferry.core.request import BlockTable
 from kvferry.core.select import Slack
 from kvferry.core.span import Spans
 from kvferry.endpoint.edges import Edges
-from kvferry.endpoint.gather_calls import ask_to_gather
+from kvferry.endpoint.gathering import ask_to_gather
 from kvferry.endpoint.load_digest import TakenDigests, check_digest_every
-from kvferry.endpoint.load_log import LoadLog
-from kvferry.endpoint.meeting import MetPeer, NotMet, failure_of, meet, remote_name, source_shown
+from kvferry.endpoint.logs import LoadLog
+from kvferry.endpoint.meeting import (
+    MetPeer,
+    NotMet,
+    SharedPlan,
+    SharedPlans,
+    failure_of,
+    meet,
+    remote_name,
+    source_shown,
+)
 from kvferry.endpoint.metric_table import REJECTED_TICKETS, MetricSide, refused_messages
 from kvferry.endpoint.owner import Owner
-from kvferry.endpoint.posted_reads import PostedReads
-from kvferry.endpoint.selecting import Selecting
-from kvferry.endpoint.shared_plans import SharedPlan, SharedPlans
-from kvferry.endpoint.status_report import status_report
+from kvferry.endpoint.posted_reads import PostedReads, Selecting
+from kvferry.endpoint.status import status_report
 from kvferry.errors import SpecError
 from kvferry.log import log_of
 from kvferry.runtime import Failure, FailureCode, Fetch, Reader, Report, Timing
-from kvferry.runtime.admission import refusal
+from kvferry.runtime.failure import refusal
 from kvferry.runtime.figures import Figures, by_label
 from kvferry.runtime.values import (
     Build,

@@ -14,17 +14,15 @@ from kvferry.channel import ContactChange, Received
 from kvferry.core.outline import Outline
 from kvferry.core.request import BlockTable
 from kvferry.endpoint.edges import Edges
-from kvferry.endpoint.invitation import Invitation
-from kvferry.endpoint.lease_log import LeaseLog
-from kvferry.endpoint.listening import advertised, check_listen
+from kvferry.endpoint.invitation import Invitation, advertised, check_listen
+from kvferry.endpoint.logs import LeaseLog
 from kvferry.endpoint.metric_table import MetricSide, refused_messages
 from kvferry.endpoint.owner import Owner
-from kvferry.endpoint.status_report import status_report
+from kvferry.endpoint.status import status_report
 from kvferry.errors import KVFerryError, SpecError
 from kvferry.log import log_of
 from kvferry.runtime import Authority, Offers, Released, Timing
-from kvferry.runtime.figures import Figures
-from kvferry.runtime.lease_tally import block_bytes_of
+from kvferry.runtime.figures import Figures, block_bytes_of
 from kvferry.runtime.values import Merge, Send, Show, SourceEffect, Strike
 from kvferry.wire.bad_input import printable
 from kvferry.wire.messages import (

@@ -15,15 +15,11 @@ from heapq import heappop, heappush
 from itertools import islice
 
 from kvferry.core.words import counted
-from kvferry.runtime.assembly import Assembly, JoinedRank
-from kvferry.runtime.digest_relay import DigestRelay
+from kvferry.runtime.digest_checks import DigestRelay
 from kvferry.runtime.failure import FailureCode
-from kvferry.runtime.figures import Figures, by_label
-from kvferry.runtime.held_releases import HeldReleases
-from kvferry.runtime.lease import EndedReadings, Lease
-from kvferry.runtime.lease_tally import LeaseTally
+from kvferry.runtime.figures import Figures, LeaseTally, by_label
+from kvferry.runtime.lease import Assembly, EndedReadings, HeldReleases, JoinedRank, Lease, Offers
 from kvferry.runtime.member import NOT_JOINED
-from kvferry.runtime.offers import Offers
 from kvferry.runtime.values import MAX_SHOWN, Merge, Released, Send, Show, SourceEffect, Strike, Timing
 from kvferry.wire.messages import (
     MAX_BATCH,

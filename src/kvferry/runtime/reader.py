@@ -15,11 +15,10 @@ from itertools import count, islice
 
 from kvferry.core.select import Selection
 from kvferry.errors import SpecError
-from kvferry.runtime.acquire_queue import AcquireQueue
 from kvferry.runtime.active_fetches import ActiveFetches
 from kvferry.runtime.connections import Connections
 from kvferry.runtime.failure import Failure, FailureCode, denied
-from kvferry.runtime.fetch_job import FetchJob, Phase
+from kvferry.runtime.fetch_job import AcquireQueue, FetchJob, Phase
 from kvferry.runtime.figures import Figures, by_label
 from kvferry.runtime.meetings import AT_WORK, Lost, Meeting, Meetings
 from kvferry.runtime.questions import Questions

@@ -9,8 +9,7 @@ from kvferry.core.manifest import Manifest, Rank, Region
 from kvferry.core.owned import BlockBytes
 from kvferry.core.view import Ints
 from kvferry.endpoint.edges import open_channel
-from kvferry.endpoint.gather_calls import GatherCalls
-from kvferry.endpoint.gather_service import GatherService
+from kvferry.endpoint.gathering import GatherCalls, GatherService
 from kvferry.endpoint.secret_source import secret_from_environment
 from kvferry.runtime.ticket_guard import Admitted, TicketGuard
 from kvferry.transport.nixl import NixlTransport

@@ -13,8 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kvferry.cli.doctor.seen import Gpus, HostLimits, HostPlace, SecretSeen
+from kvferry.endpoint.invitation import BOOT_ID
 from kvferry.endpoint.secret_source import SECRET, SECRET_FILE, secret_from_environment
-from kvferry.endpoint.this_host import BOOT_ID
 from kvferry.errors import SpecError, TransportError
 from kvferry.transport.cuda import device_names
 from kvferry.transport.nixl import NixlTransport, check_installed

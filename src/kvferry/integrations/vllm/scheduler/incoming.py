@@ -10,8 +10,8 @@ from typing import Any
 
 from vllm.v1.request import Request
 
+from kvferry.endpoint.invitation import this_host
 from kvferry.endpoint.metric_table import REJECTED_TICKETS, UNCACHED_BLOCKS
-from kvferry.endpoint.this_host import this_host
 from kvferry.errors import SpecError
 from kvferry.integrations.vllm.scheduler.adapters import Adapters
 from kvferry.integrations.vllm.scheduler.outgoing import TICKET
@@ -19,7 +19,7 @@ from kvferry.integrations.vllm.scheduler.prefix_cache import PrefixCache
 from kvferry.integrations.vllm.scheduler.tables import BlockIds, Groups, digest, is_identified
 from kvferry.integrations.vllm.shared.step import Load, StepMetadata
 from kvferry.runtime import Released
-from kvferry.runtime.admission import refusal, text_refusal
+from kvferry.runtime.failure import refusal, text_refusal
 from kvferry.runtime.figures import Figures, by_label
 from kvferry.wire.ticket import Ticket, from_text
 from kvferry.wire.trust import Trust

@@ -1,25 +1,86 @@
-"""Where an endpoint of this host can be asked how it is: a socket in a folder of this user's alone.
-
-Whoever connects is told, and nothing that it says is read. Only this user and root may connect.
-"""
+"""The status of an endpoint: its report, the socket at which it answers, and asking one at its address."""
 
 from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import secrets
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, Protocol
 
+from kvferry.channel import Channel, Received
+from kvferry.endpoint.metric_table import METRICS, MetricSide
 from kvferry.errors import KVFerryError, SpecError
 from kvferry.host.private_files import own_folder
 from kvferry.host.user_server import UserServer
 from kvferry.log import log_of
+from kvferry.runtime.figures import Figures
+from kvferry.wire.messages import (
+    MAX_MESSAGE_BYTES,
+    PROTOCOL,
+    AskStatus,
+    Rejected,
+    StatusAnswer,
+    decode_from_authority,
+    encode,
+)
+from kvferry.wire.secret import Secret
+
+
+def status_report(
+    side: MetricSide, status: Mapping[str, object], figures: Figures, up_seconds: float
+) -> dict[str, Any]:
+    """How an endpoint is, with what a person needs to know which one it is."""
+    about = {
+        "side": side.value,
+        "kvferry": _version(),
+        "protocol": PROTOCOL,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "up_seconds": round(up_seconds, 3),
+    }
+    return {**about, **{key: _plain(value) for key, value in status.items()}, "figures": _shown(figures)}
+
+
+def _version() -> str:
+    try:
+        return version("kvferry")
+    except PackageNotFoundError:  # run from its source, not installed
+        return "unknown"
+
+
+def _shown(figures: Figures) -> list[dict[str, Any]]:
+    return [
+        {
+            "metric": METRICS[name].exposed,
+            "labels": dict(zip(METRICS[name].label_names, labels, strict=True)),
+            "value": value,
+        }
+        for (name, *labels), value in figures.items()
+        if value
+    ]
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON has: it knows no infinity, and no keys but text."""
+    match value:
+        case float() if not math.isfinite(value):
+            return None
+        case dict():
+            return {str(key): _plain(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_plain(each) for each in value]
+        case _:
+            return value
+
 
 log = log_of(__name__)
 
@@ -166,3 +227,38 @@ def live_sockets() -> list[Path]:
     for path in sockets():
         is_listening(path)
     return sockets()
+
+
+ASK_SECONDS = 5.0
+ASK_AGAIN_SECONDS = 1.0
+
+
+def ask_status(address: str, secret: Secret | None, seconds: float = ASK_SECONDS) -> dict[str, Any]:
+    """What the engine at an address says; raises SpecError if it says nothing, or no."""
+    channel = Channel(secret=secret, max_bytes=MAX_MESSAGE_BYTES)
+    until, again = time.monotonic() + seconds, 0.0
+    try:
+        while (now := time.monotonic()) < until:
+            if now >= again:
+                channel.send(address, encode(AskStatus(PROTOCOL)))
+                again = now + ASK_AGAIN_SECONDS
+            for received in channel.wait(min(until, again) - now):
+                if isinstance(received, Received):
+                    return _answer(address, received.data)
+    finally:
+        channel.close()
+    hint = "does it have this secret?" if secret else "if it has a secret, set KVFERRY_SECRET_FILE"
+    raise SpecError(f"{address} did not answer within {seconds:g} s: does the engine run? And {hint}")
+
+
+def _answer(address: str, data: bytes) -> dict[str, Any]:
+    match decode_from_authority(data):
+        case StatusAnswer(report):
+            answer = json.loads(report)
+            if isinstance(answer, dict):
+                return answer
+        case Rejected(_, detail):
+            raise SpecError(f"{address}: {detail}")
+        case _:
+            pass
+    raise SpecError(f"{address} answered something else: is it a source engine of kvferry's?")

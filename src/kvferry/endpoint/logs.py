@@ -1,4 +1,4 @@
-"""One line of the log for each load: what happened first, then how, and how long it took."""
+"""What an endpoint tells of loads and leases in the log: a line each, and not too many."""
 
 from __future__ import annotations
 
@@ -9,13 +9,47 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from kvferry.core.words import counted
-from kvferry.endpoint.log_limit import LogLimit
 from kvferry.log import is_worth_a_line, log_of
-from kvferry.runtime import FailureCode, Report
+from kvferry.runtime import FailureCode, Released, Report
 from kvferry.runtime.figures import NO_WAY
 from kvferry.runtime.values import Record
 from kvferry.wire.bad_input import printable
 from kvferry.wire.limits import MAX_WORDS
+from kvferry.wire.messages import Denial, Message
+
+LINES_PER_SECOND = 20
+BURST_LINES = 100
+
+
+class LogLimit:
+    """Whether one more line may be written. Time is an argument.
+
+    >>> limit = LogLimit()
+    >>> sum(limit.take(0.0) for _ in range(1000)), limit.pop_left_out()
+    (100, 900)
+    >>> sum(limit.take(1.0) for _ in range(1000)), limit.pop_left_out()
+    (20, 980)
+    """
+
+    def __init__(self) -> None:
+        self._left, self._since = float(BURST_LINES), float("-inf")
+        self._num_left_out = 0
+
+    def take(self, now: float) -> bool:
+        """Whether a line may be written now; if not, it is counted."""
+        self._left = min(float(BURST_LINES), self._left + (now - self._since) * LINES_PER_SECOND)
+        self._since = now
+        if self._left < 1:
+            self._num_left_out += 1
+            return False
+        self._left -= 1
+        return True
+
+    def pop_left_out(self) -> int:
+        """How many lines were left out since this was asked last."""
+        num, self._num_left_out = self._num_left_out, 0
+        return num
+
 
 log = log_of(__name__)
 
@@ -87,3 +121,34 @@ def _moved(record: Record) -> str:
         f" {counted(record.num_sources, 'rank')}, {record.way or 'no way'},"
         f" in {record.move_seconds * 1e3:.1f} ms{digest}"
     )
+
+
+_TROUBLES = {
+    "expired": "its lease expired: no reader asked for it, or kept it alive, in time",
+    "failed": "its reader could not read it, and said so",
+}
+"""Why a released request was not read; whoever withdraws one knows why."""
+
+
+class LeaseLog:
+    """Writes the lines of one source engine. Time is an argument."""
+
+    def __init__(self, engine: str) -> None:
+        self._engine, self._limit = engine, LogLimit()
+
+    def released(self, now: float, released: Released) -> None:
+        """A request's blocks are the engine's own again."""
+        if trouble := _TROUBLES.get(released.reason):
+            self._warn(now, f"{printable(released.request_id)} of {self._engine} was not read: {trouble}")
+
+    def sent(self, now: float, message: Message) -> None:
+        """A message goes to a reader, or to a rank."""
+        if isinstance(message, Denial):
+            what = f"{message.code}: {message.detail}" if message.detail else message.code
+            self._warn(now, f"{self._engine} denied a lease of its ticket {message.ticket_id}: {what}")
+
+    def _warn(self, now: float, line: str) -> None:
+        if self._limit.take(now):
+            log.warning("%s", line)
+            if num := self._limit.pop_left_out():
+                log.warning("%d more lines of %s like this were left out", num, self._engine)

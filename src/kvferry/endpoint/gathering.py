@@ -1,26 +1,27 @@
-"""A source rank that sends its readers what they may have: its own socket, and the thread that serves it.
-
-Whatever is asked for is checked first, by a ``TicketGuard``; the bytes go over streams (``StreamSender``),
-which wait for nobody.
-"""
+"""The packed way's control messages: a reader asks a source rank for bytes, and the rank checks and sends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.channel import ContactChange, Received
+from kvferry.channel import Contact, ContactChange, Received
+from kvferry.core.manifest import Manifest, Region
+from kvferry.core.owned import BlockBytes
+from kvferry.core.product import Term
 from kvferry.core.view import Ints
-from kvferry.endpoint.edges import ControlChannel
-from kvferry.endpoint.listening import advertised
+from kvferry.endpoint.edges import ControlChannel, Edges
+from kvferry.endpoint.invitation import advertised, check_listen
 from kvferry.endpoint.owner import Event, Owner
 from kvferry.errors import SpecError, TransportError
 from kvferry.log import is_worth_a_line, log_of
 from kvferry.runtime.ticket_guard import Admitted, GatherRefusal, Refusal, TicketGuard
+from kvferry.transport.base import Transport
 from kvferry.transport.pack import ChunkCopier, TermSide, check_room
-from kvferry.transport.stream_frames import StreamOffer
+from kvferry.transport.stream_frames import GatherAnswers, GatheringTransport, StreamOffer
 from kvferry.transport.stream_sender import StreamSender, TicketKey
 from kvferry.wire.bad_input import printable
 from kvferry.wire.gather import (
@@ -28,9 +29,12 @@ from kvferry.wire.gather import (
     NotGathered,
     OpenStream,
     StreamOffered,
+    decode_from_rank,
     decode_to_rank,
     encode_rank_message,
 )
+from kvferry.wire.permit import RANK_KEY_BYTES
+from kvferry.wire.trust import Trust
 
 log = log_of(__name__)
 
@@ -219,3 +223,110 @@ def _sides(ask: Gather) -> list[TermSide]:
             raise SpecError(f"gather: {len(num_bytes)} lengths of {len(places)} runs")
         sides.append(TermSide(places, np.broadcast_to(num_bytes, places.shape), steps))
     return sides
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RankGathering:
+    """What a rank has, once it gathers."""
+
+    address: str
+    """Where readers ask."""
+    service: GatherService
+    rank_key: bytes = field(repr=False)
+    """For the rank's own authority, and nobody else."""
+
+
+def open_gathering(
+    manifest: Manifest,
+    transport: Transport,
+    *,
+    listen: str,
+    advertise: str = "",
+    trust: Trust = Trust(),  # noqa: B008  (it is frozen)
+    edges: Edges | None = None,
+) -> RankGathering | None:
+    """Have the one rank of a manifest gather for readers; None if its transport, now registered, does not.
+
+    ``listen``, ``advertise``: where readers ask, and the host that they call, if it is another one. The
+    transport's card says so from now on.
+    """
+    if not isinstance(transport, GatheringTransport) or not transport.is_gathering:
+        return None
+    check_listen(listen, advertise, trust)
+    edges, (rank,) = edges or Edges(), manifest.ranks
+    rank_key = edges.random_bytes(RANK_KEY_BYTES)
+    guard = TicketGuard(rank_key, BlockBytes(manifest, rank))
+    channel = edges.open_channel(listen, trust.secret)
+    service = GatherService(
+        transport.sender(),
+        guard,
+        channel,
+        edges.clock,
+        advertise=advertise,
+        is_sealed=trust.secret is not None,
+    )
+    address = advertised(channel.address, advertise)
+    transport.gather_at(address)
+    return RankGathering(address, service, rank_key)
+
+
+class GatherCalls:
+    """Asks, and hands the answers over."""
+
+    def __init__(self, channel: ControlChannel, name: str) -> None:
+        self._channel, self._name = channel, name
+        self._answers: GatherAnswers | None = None
+
+    def listen(self, answers: GatherAnswers) -> None:
+        """Begin."""
+        self._answers = answers
+        self._channel.start(self._name, self._receive, lambda: False)
+
+    def ask(self, to: str, nonce: int, permit: bytes, terms: Sequence[Term], stream_id: bytes) -> None:
+        """Ask for the source side of these terms."""
+        ask = Gather(nonce, permit, tuple(map(_columns, terms)), stream_id)
+        self._channel.send(to, encode_rank_message(ask))
+
+    def open_stream(self, to: str, nonce: int, permit: bytes, regions: Sequence[Region]) -> None:
+        """Ask for a stream."""
+        known = tuple((region.address, region.num_bytes) for region in regions)
+        self._channel.send(to, encode_rank_message(OpenStream(nonce, permit, known)))
+
+    def hang_up(self, address: str) -> None:
+        """Keep no connection to an address."""
+        self._channel.hang_up(address)
+
+    def close(self) -> None:
+        """Send what was said, and stop."""
+        self._channel.close()
+
+    def _receive(self, received: Received | ContactChange) -> None:
+        answers = self._answers
+        if answers is None:
+            return
+        if isinstance(received, ContactChange):
+            if received.contact is Contact.BROKEN:
+                answers.lost(received.address)
+            return
+        sender = received.reply_to
+        match decode_from_rank(received.data):
+            case NotGathered(nonce, code, detail):
+                answers.not_gathered(sender, nonce, f"{code}: {detail}")
+            case StreamOffered(nonce, address, stream_id, key):
+                answers.stream_offered(sender, nonce, StreamOffer(address, stream_id, key))
+
+
+def ask_to_gather(transport: Transport, open_channel: Callable[[], ControlChannel]) -> None:
+    """Have a transport that is registered ask source ranks to gather, if that is its way."""
+    if isinstance(transport, GatheringTransport) and transport.is_gathering:
+        transport.ask_by(GatherCalls(open_channel(), "kvferry-gather-calls"))
+
+
+def _columns(term: Term) -> tuple[bytes, bytes, bytes]:
+    runs = term.pattern
+    lengths = runs.num_bytes[:1] if runs.each_bytes else runs.num_bytes
+    return _column(runs.src), _column(lengths), _column(term.steps[0])
+
+
+def _column(numbers: Ints) -> bytes:
+    return np.ascontiguousarray(numbers, "<i8").tobytes()
