@@ -1,9 +1,9 @@
 """How well the cost model tells the time of a read, and the coefficients that tell it best here.
 
-    python benchmarks/cost.py stream       one host, packed reads; also writes benchmarks/cost-stream.json
-    python benchmarks/cost.py cma          the same by NIXL (KVFERRY_EXPOSE=fabric)
-    python benchmarks/cost.py fetches      whole fetches, each with what was predicted for it
-    python benchmarks/cost.py cuda:0       such fetches on a device
+    python -m benchmarks.cost stream       one host, packed reads; also writes benchmarks/cost-stream.json
+    python -m benchmarks.cost cma          the same by NIXL (KVFERRY_EXPOSE=fabric)
+    python -m benchmarks.cost fetches      whole fetches, each with what was predicted for it
+    python -m benchmarks.cost cuda:0       such fetches on a device
 
 One source process, one reader, scattered runs. All sizes take turns; times are medians of the turns. "Known"
 is the link profile that ``kvferry plan`` uses; "fitted" is fitted to these very reads.
@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvferry import BlockTable, Runs, Span
+from kvferry.cli.processes import AskingTransport
 from kvferry.core.cost import Cost, Traffic
 from kvferry.core.link_profile import HOST_CMA, TCP_STREAM
 from kvferry.core.span import Spans
@@ -31,13 +32,13 @@ from kvferry.models.cache import attention
 from kvferry.runtime import Timing
 from kvferry.runtime.learned_cost import fitted
 from kvferry.runtime.values import Record
-from kvferry.testing.fleet import DestinationFleet, SourceFleet
-from kvferry.testing.fleet.actors import DestinationActor
-from kvferry.testing.packed import AskingTransport
-from kvferry.testing.sources import Holder, serving
+from kvferry.testing.transport_world import Holder
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.ucx import FABRICS
 from kvferry.wire.ticket import Ticket
+from tests.support.fleet import DestinationFleet, SourceFleet
+from tests.support.fleet.actors import DestinationActor
+from tests.support.sources import serving
 
 POOL_BYTES = 512 << 20
 RUN_BYTES = (256, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 1 << 20)

@@ -14,9 +14,9 @@ from kvferry.errors import TransportError
 from kvferry.models import Topology, describe
 from kvferry.runtime import FailureCode, Timing
 from kvferry.runtime.learned_cost import LearnedCost
-from kvferry.testing.faults import Faults
 from kvferry.testing.small import small
 from kvferry.transport.memory import Hub, MemoryTransport
+from tests.support.faults import Faults
 
 
 def until(is_so, seconds=20.0):

@@ -17,8 +17,8 @@ from kvferry.runtime import Failure, FailureCode, Report, Timing
 from kvferry.runtime.figures import Figures
 from kvferry.runtime.metric_table import METRICS, UNCACHED_BLOCKS, MetricKind
 from kvferry.runtime.values import Record
-from kvferry.testing.faults import Faults
 from kvferry.transport.memory import Hub
+from tests.support.faults import Faults
 
 RECORD = Record(
     "request-1",

@@ -13,7 +13,6 @@ from kvferry.core.product import Product
 from kvferry.core.runs import Runs
 from kvferry.core.way import Way
 from kvferry.errors import TransportError
-from kvferry.testing.sources import serving
 from kvferry.testing.transport_laws import TransportLaws
 from kvferry.testing.transport_world import REGION_BYTES, WHOLE, World, stale_memory, wait
 from kvferry.transport import ReadEnd, agent_team
@@ -22,6 +21,7 @@ from kvferry.transport.agent_thread import AgentLink
 from kvferry.transport.base import Connected
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.ucx import FABRICS, UcxSettings
+from tests.support.sources import serving
 
 TINY = ShareLimits(num_runs=2, host_bytes=4096)
 

@@ -19,10 +19,10 @@ from kvferry.channel.zmq import Channel, Contact, Received
 from kvferry.cli.doctor.observe import host_place, own_address
 from kvferry.cli.doctor.seen import HostPlace, PeerSeen, ReadsSeen
 from kvferry.cli.doctor.two_processes import ServedMemory, read_from, serving_memory
+from kvferry.cli.processes import RankCard
 from kvferry.core.manifest import Region
 from kvferry.endpoint.listening import EVERY_HOST
 from kvferry.errors import SpecError
-from kvferry.testing.fleet.measure import RankCard
 from kvferry.transport.nixl_agent import NixlBuild
 from kvferry.wire.secret import Secret
 from kvferry.wire.trust import is_loopback

@@ -81,11 +81,11 @@ def doctor(
     as_json: options.Json = False,
 ) -> None:
     """Is this machine ready to move caches? What to change?"""
-    from kvferry.cli.bench.machine import describe_machine
     from kvferry.cli.doctor.checks import diagnose
     from kvferry.cli.doctor.examine import asked_memories, examine, serve
     from kvferry.cli.doctor.printing import is_ready, report_object, show
     from kvferry.cli.doctor.profile import profile_document
+    from kvferry.cli.machine import describe_machine
 
     if listen and (peer or save or profile or as_json):
         raise SpecError(

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvferry.cli.bench.machine import describe_machine
 from kvferry.cli.doctor import observe
 from kvferry.cli.doctor.calling import Say, call, listen, read_peer, whole_address
 from kvferry.cli.doctor.profile import compared_profile
 from kvferry.cli.doctor.seen import HOST, ListenerSeen, Observed, PeerSeen, ReadsSeen, SecretSeen, Software
 from kvferry.cli.doctor.sockets import engine_listeners
 from kvferry.cli.doctor.two_processes import failed_read, last_line, read_from, serving_memory
+from kvferry.cli.machine import describe_machine, package_versions
 from kvferry.errors import SpecError
 from kvferry.transport.nixl_agent import NixlBuild
 from kvferry.transport.settings import EXPOSE_SETTING, Expose
@@ -76,7 +76,7 @@ def examine(memories: Sequence[str], peer: str, profile: Path | None, progress: 
     """Look at this machine, and read from another process of it, or from a peer."""
     address = whole_address("--peer", peer) if peer else ""
     settings = observe.settings(os.environ)
-    software = Software(observe.package_versions())
+    software = Software(package_versions())
     seen, secret = observe.secret(os.environ)
     errors = observe.setting_errors(os.environ)
     measured = _Measured()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,15 +18,14 @@ from pathlib import Path
 
 import numpy as np
 
-from kvferry.cli.bench.checks import Bytes, Stretch, contents
-from kvferry.cli.bench.memory import BenchMemory
+from kvferry.cli.bench.cases import BenchMemory, Bytes, Stretch, contents
+from kvferry.cli.bench.sides import timed_read
 from kvferry.cli.doctor.carrier import carrier_in
 from kvferry.cli.doctor.seen import HOST, ReadsSeen, TimedRead
+from kvferry.cli.processes import AskingTransport, RankCard, gather_openly
 from kvferry.core.runs import Runs
 from kvferry.core.way import Way
 from kvferry.errors import TransportError
-from kvferry.testing.fleet.measure import RankCard
-from kvferry.testing.packed import AskingTransport, gather_openly
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.nixl_agent import NixlBuild, describe_build
 
@@ -135,10 +133,8 @@ class ProbeReader:
         self._name = memory
         self._memory = BenchMemory(device_of(memory), room_bytes_of(memory))
         self._contents = contents(room_bytes_of(memory))
-        self._ended = threading.Event()
         self._transport = AskingTransport()
         self._transport.register([self._memory.region])
-        self._transport.on_end(self._ended.set)
 
     def read(self, source: RankCard, src_pid: int, log_folder: str) -> ReadsSeen:
         """Everything about one source. ``src_pid`` is 0 if it cannot be named here."""
@@ -193,17 +189,7 @@ class ProbeReader:
         return tuple(times), "", ""
 
     def _timed(self, size: ProbeSize) -> float:
-        runs = size.runs()
-        self._ended.clear()
-        started = time.perf_counter()
-        self._transport.read(1, "src", runs)
-        if not self._ended.wait(READ_SECONDS):
-            raise TransportError("late", f"a read did not end within {READ_SECONDS:g} s")
-        seconds = time.perf_counter() - started
-        (end,) = self._transport.poll()
-        if end.error:
-            raise TransportError("failed", end.error)
-        return seconds
+        return timed_read(self._transport, size.runs, READ_SECONDS)
 
     def _copy_speed(self) -> float:
         """A plain copy of as many bytes as the memory allows, within this process: the best of some turns."""

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from kvferry.cli.doctor.probe import ProbeReader, ProbeSource
 from kvferry.cli.doctor.seen import ReadsSeen
-from kvferry.testing.fleet import Worker
-from kvferry.testing.fleet.measure import RankCard
+from kvferry.cli.processes import RankCard, Worker
 from kvferry.transport.nixl_agent import NixlBuild
 from kvferry.transport.ucx import QUIET, choices_told_in
 
