@@ -13,9 +13,8 @@ from enum import StrEnum
 
 from kvferry.cli.bench.cases import BenchMemory, CacheShape, cache_manifest
 from kvferry.cli.doctor.observe import LOOPBACK, own_address
-from kvferry.cli.doctor.probe import device_of
+from kvferry.cli.doctor.probe import CALL_SECONDS, device_of, quiet_environment
 from kvferry.cli.doctor.seen import ListenerSeen
-from kvferry.cli.doctor.two_processes import CALL_SECONDS, quiet_environment
 from kvferry.cli.processes import Worker
 from kvferry.core.manifest import Region
 from kvferry.endpoint import SourceEngine, SourceRank
