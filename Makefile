@@ -76,13 +76,13 @@ format: $(READY) ## rewrite files the way `make lint` wants them
 	@$(BIN)/ruff format .
 
 # Where the environment with vLLM has been made, its own worker takes part.
-BENCH := $(if $(wildcard $(VLLM_ENV)/.ready),$(VLLM_ENV)/bin/python,$(BIN)/python) -m kvferry bench
+BENCH := $(if $(wildcard $(VLLM_ENV)/.ready),$(VLLM_ENV)/bin/python,$(BIN)/python) -m benchmarks.rivals
 
 bench: $(READY) ## time the core, meetings, every way to move bytes side by side, and whole fetches
-	@$(BIN)/python benchmarks/core.py
-	@$(BIN)/python benchmarks/meeting.py
+	@$(BIN)/python -m benchmarks.core
+	@$(BIN)/python -m benchmarks.meeting
 	@$(BENCH) --json benchmarks/bench.json
-	@$(BIN)/python benchmarks/runtime.py
+	@$(BIN)/python -m benchmarks.runtime
 
 law: $(READY) ## the long property run (EXAMPLES=20000)
 	@echo "==> laws, $(EXAMPLES) examples each"
@@ -177,7 +177,7 @@ gpu: ## real vLLM engines on this machine's GPU: pairs, faults, times, servers, 
 		$(if $(JOBS),--jobs $(JOBS)) $(if $(AGAIN),--again-failed)
 
 vllm-startup: $(VLLM_ENV)/.ready ## what the connector costs before it serves, beside vLLM's own
-	@$(VLLM_ENV)/bin/python benchmarks/vllm_startup.py
+	@$(VLLM_ENV)/bin/python -m benchmarks.vllm_startup
 
 serve: $(VLLM_ENV)/.ready ## two vLLM servers on a CPU, kvferry between them: are the tokens those of one server alone?
 	@BIN=$(VLLM_ENV)/bin TINY_HOME=$(abspath $(VLLM_ENV)/tiny) examples/vllm/serve.sh

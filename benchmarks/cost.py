@@ -1,7 +1,7 @@
 """How well the cost model tells the time of a read, and the coefficients that tell it best here.
 
-    python benchmarks/cost.py stream       one host, packed reads; also writes benchmarks/cost-stream.json
-    python benchmarks/cost.py cma          the same by NIXL (KVFERRY_EXPOSE=fabric)
+    python -m benchmarks.cost stream       one host, packed reads; also writes benchmarks/cost-stream.json
+    python -m benchmarks.cost cma          the same by NIXL (KVFERRY_EXPOSE=fabric)
 
 One source process, one reader, scattered runs. All sizes take turns; times are medians of the turns. "Known"
 is the link profile that ``kvferry plan`` uses; "fitted" is fitted to these very reads.
@@ -22,11 +22,12 @@ import numpy as np
 from kvferry import Runs
 from kvferry.cli.link_profile import HOST_CMA, TCP_STREAM
 from kvferry.cli.measured_link import fitted
+from kvferry.cli.processes import AskingTransport
 from kvferry.core.cost import Cost, Traffic
-from kvferry.testing.packed import AskingTransport
-from kvferry.testing.sources import Holder, serving
+from kvferry.testing.transport_world import Holder
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.ucx import FABRICS
+from tests.support.sources import serving
 
 POOL_BYTES = 512 << 20
 RUN_BYTES = (256, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 1 << 20)

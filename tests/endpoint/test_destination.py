@@ -11,9 +11,9 @@ from kvferry.endpoint import Destination
 from kvferry.errors import TransportError
 from kvferry.models import Topology, describe
 from kvferry.runtime import FailureCode, Timing
-from kvferry.testing.faults import Faults
 from kvferry.testing.small import small
 from kvferry.transport.memory import Hub, MemoryTransport
+from tests.support.faults import Faults
 
 
 def until(is_so, seconds=20.0):

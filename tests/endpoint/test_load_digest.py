@@ -16,9 +16,8 @@ from kvferry.endpoint.load_digest import LoadDigest, NotWanted, answer_digest, c
 from kvferry.endpoint.logs import LoadLog
 from kvferry.errors import TransportError
 from kvferry.models import Topology, describe
+from kvferry.pattern import fill_rank
 from kvferry.runtime import FailureCode
-from kvferry.testing.faults import Faults
-from kvferry.testing.pattern import fill_rank
 from kvferry.testing.small import small
 from kvferry.transport.memory import Hub, MemoryTransport, placed
 from kvferry.wire.digest import question_to_msgpack
@@ -26,6 +25,7 @@ from kvferry.wire.messages import DigestTask
 from kvferry.wire.outline import join_of
 from kvferry.wire.ticket import TableDoc
 from tests.endpoint.conftest import IDENTITY
+from tests.support.faults import Faults
 
 
 def fetched(pair, **kwargs):

@@ -18,8 +18,8 @@ from kvferry.endpoint.metrics import EngineMetrics
 from kvferry.runtime import Failure, FailureCode, Report, Timing
 from kvferry.runtime.figures import Figures
 from kvferry.runtime.values import Record
-from kvferry.testing.faults import Faults
 from kvferry.transport.memory import Hub
+from tests.support.faults import Faults
 
 RECORD = Record(
     "request-1",

@@ -15,7 +15,6 @@ from kvferry.core.product import Product
 from kvferry.core.runs import Runs
 from kvferry.core.way import Way
 from kvferry.errors import TransportError
-from kvferry.testing.sources import serving
 from kvferry.testing.transport_laws import TransportLaws
 from kvferry.testing.transport_world import REGION_BYTES, STALE, WHOLE, World, run, stale_memory, wait
 from kvferry.transport import ReadEnd, agent_team
@@ -24,6 +23,7 @@ from kvferry.transport.agent_thread import AgentLink
 from kvferry.transport.base import Connected
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.ucx import FABRICS, UcxSettings
+from tests.support.sources import serving
 from tests.transport.fake_cuda import FakeCuda, FakeEvent
 
 TINY = ShareLimits(num_runs=2, host_bytes=4096)

@@ -20,11 +20,11 @@ from kvferry.core.product import Product
 from kvferry.core.runs import Runs
 from kvferry.endpoint.edges import open_channel
 from kvferry.endpoint.gathering import GatherCalls
-from kvferry.testing.sources import serving
 from kvferry.transport.cards import Card, GatherPoint
 from kvferry.transport.pack import HostChunkCopier
 from kvferry.transport.places import Places
 from kvferry.transport.stream_reader import StreamLink, StreamMover
+from tests.support.sources import serving
 
 POOL_BYTES = 32 << 20
 KILLS = int(os.environ.get("KILLS", "3"))

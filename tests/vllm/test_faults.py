@@ -17,10 +17,10 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 pytest.importorskip("nixl", reason="NIXL is not installed")
 
-from kvferry.testing.faults import Faults
 from kvferry.transport import Hub
 from kvferry.transport.memory import Fail, Move, Step
 from kvferry.wire.ticket import TableDoc, Ticket, from_text, to_text
+from tests.support.faults import Faults
 from tests.vllm.conftest import Docks
 from tests.vllm.engine import PREFILL, Params, drive
 from tests.vllm.pairs import FAMILIES, Pair, assert_whole, case, with_policy

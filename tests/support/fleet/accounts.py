@@ -7,35 +7,26 @@ back when it is told that it may. It complains when it is told twice, or of some
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvferry.cli.demo.engines import LEASES
+from kvferry.cli.demo.pairs import BlockPool
+from kvferry.cli.processes import until
 from kvferry.core.request import BlockTable, need_of
 from kvferry.core.span import Span, Spans
 from kvferry.core.state import Addressing
 from kvferry.errors import KVFerryError
+from kvferry.pattern import KEPT, Checked
 from kvferry.runtime import Released, Report
-from kvferry.testing.fleet.engines import DestinationFleet, SourceFleet
-from kvferry.testing.fleet.pool import BlockPool
-from kvferry.testing.fleet.worker import call_all
-from kvferry.testing.pattern import KEPT, Checked
 from kvferry.wire.ticket import Ticket
-
-LEASES = "leases outstanding"
+from tests.support.fleet.engines import DestinationFleet, SourceFleet
+from tests.support.fleet.worker import call_all
 
 
 class Unbalanced(KVFerryError):
-    """Something was reported twice, or never asked for, or did not happen in time."""
-
-
-def until(condition: Callable[[], object], what: str, seconds: float = 30) -> None:
-    """Wait for a condition; ``Unbalanced`` if it does not come true in time."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise Unbalanced(f"not within {seconds:g} s: {what}")
-        time.sleep(0.005)
+    """Something was reported twice, or never asked for."""
 
 
 class SourceAccount:

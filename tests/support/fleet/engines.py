@@ -7,20 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvferry.core.identity import STATED, Identity
+from kvferry.cli.demo.engines import NUMBERED_CELLS
 from kvferry.core.manifest import Manifest
 from kvferry.core.request import BlockTable
 from kvferry.core.span import Spans
 from kvferry.endpoint import Invitation
 from kvferry.errors import KVFerryError
+from kvferry.pattern import Checked
 from kvferry.runtime import Released, Report, Timing
-from kvferry.testing.fleet.actors import AuthorityActor, DestinationActor, SourceActor
-from kvferry.testing.fleet.worker import Worker, call_all
-from kvferry.testing.pattern import Checked
 from kvferry.wire.ticket import Ticket
-
-NUMBERED_CELLS = Identity.of({STATED: "cells numbered by kvferry.testing"})
-"""What fills the caches of these engines, whichever model they are described after."""
+from tests.support.fleet.actors import AuthorityActor, DestinationActor, SourceActor
+from tests.support.fleet.worker import Worker, call_all
 
 
 class SourceFleet:

@@ -10,25 +10,18 @@ from uuid import uuid4
 
 import numpy as np
 
+from kvferry.cli.processes import RankCard
 from kvferry.core.manifest import Region
 from kvferry.core.product import Product, listed
 from kvferry.core.runs import Runs, place
-from kvferry.testing.fleet.actors import DestinationActor
-from kvferry.testing.sources import Holder
+from kvferry.testing.transport_world import Holder
 from kvferry.transport.base import Connected, DeviceEvent, ReadEnd, Transport
 from kvferry.transport.cards import Card
 from kvferry.transport.cuda import Cuda
 from kvferry.transport.nixl import Agent, NixlTransport, RegionTable, SlicePair
 from kvferry.transport.settings import Expose, WayChoice
 from kvferry.transport.ucx import UcxSettings
-
-
-@dataclass(frozen=True)
-class RankCard:
-    """What a transport is told of a peer."""
-
-    card: bytes
-    regions: tuple[Region, ...]
+from tests.support.fleet.actors import DestinationActor
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A process that holds one object and answers calls to its methods."""
+"""Processes that commands start: each holds one object and answers calls; and transports without engines."""
 
 from __future__ import annotations
 
@@ -12,11 +12,20 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
 
+from kvferry.core.manifest import Manifest, Rank, Region
+from kvferry.core.owned import BlockBytes
+from kvferry.core.view import Ints
+from kvferry.endpoint.edges import open_channel
+from kvferry.endpoint.gathering import GatherCalls, GatherService
+from kvferry.endpoint.secret_source import secret_from_environment
 from kvferry.errors import KVFerryError
+from kvferry.runtime.ticket_guard import Admitted, TicketGuard
+from kvferry.transport.nixl import NixlTransport
 
 STDOUT = 1
 START = 0
@@ -35,8 +44,6 @@ class Worker:
 
     A worker dies with the process that made it. Calls are answered one at a time, in order.
     """
-
-    _is_stopped = False
 
     def __init__(
         self, name: str, factory: Callable[..., Any], *args: Any, env: Mapping[str, str] | None = None
@@ -58,13 +65,7 @@ class Worker:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process exists, stopped or not."""
         return self._process.is_alive()
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the process can answer: neither dead nor stopped."""
-        return self.is_alive and not self._is_stopped
 
     def wait_ready(self, timeout: float = 60) -> None:
         """Wait until the object is made; raises what its making raised."""
@@ -108,20 +109,8 @@ class Worker:
         self._process.kill()
         self._process.join()
 
-    def stop(self) -> None:
-        """SIGSTOP: the process stays, and does nothing."""
-        os.kill(self.pid, signal.SIGSTOP)
-        self._is_stopped = True
-
-    def resume(self) -> None:
-        """SIGCONT."""
-        os.kill(self.pid, signal.SIGCONT)
-        self._is_stopped = False
-
     def close(self) -> None:
         """End the process: its object is closed first, if it can be."""
-        if self._is_stopped and self.is_alive:
-            self.resume()
         if self._process.is_alive():
             with contextlib.suppress(WorkerDied, Exception):
                 self.call("close", timeout=15)
@@ -180,3 +169,55 @@ def _serve(pipe: Connection, env: Mapping[str, str], factory: Callable[..., Any]
 def _portable(error: Exception) -> Exception:
     """The error with where it came from; foreign exception types may not survive the way."""
     return RuntimeError("".join(traceback.format_exception(error)))
+
+
+def until(condition: Callable[[], object], what: str, seconds: float = 30) -> None:
+    """Wait for a condition; KVFerryError if it does not come true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise KVFerryError(f"not within {seconds:g} s: {what}")
+        time.sleep(0.005)
+
+
+# -- two transports alone, without engines ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RankCard:
+    """What a transport is told of a peer."""
+
+    card: bytes
+    regions: tuple[Region, ...]
+
+
+class OpenGuard(TicketGuard):
+    """Lets everybody have everything."""
+
+    def __init__(self) -> None:
+        nothing = BlockBytes(Manifest("open", (), (), ()), Rank(0, (), ()))
+        super().__init__(b"", nothing)
+        self._everybody = Admitted(1, nothing.of_blocks({}))
+
+    def admit(self, permit: bytes) -> Admitted:
+        return self._everybody
+
+    def check(self, admitted: Admitted, terms: Sequence[tuple[Ints, Ints, Ints]]) -> None:
+        return None
+
+
+def gather_openly(transport: NixlTransport, listen: str = "tcp://127.0.0.1:*") -> GatherService:
+    """Have a transport that is registered send to everybody who knows the environment's secret, if any."""
+    secret = secret_from_environment()
+    channel, is_sealed = open_channel(listen, secret), secret is not None
+    service = GatherService(transport.sender(), OpenGuard(), channel, time.monotonic, is_sealed=is_sealed)
+    transport.gather_at(service.address)
+    return service
+
+
+class AskingTransport(NixlTransport):
+    """A transport that asks others to send as soon as it is registered, as a ``Destination`` would."""
+
+    def register(self, regions: Sequence[Region]) -> None:
+        super().register(regions)
+        self.ask_by(GatherCalls(open_channel("", secret_from_environment()), "kvferry-gather-calls"))

@@ -1,6 +1,6 @@
 """Ranks to read from, in a process of their own: what the laws of a transport and its benchmark need.
 
-    python -m kvferry.testing.sources cpu 3 1048576 64
+    python -m tests.support.sources cpu 3 1048576 64
 
 serves three ranks, each with two regions of so many bytes, until its input ends. It prints one
 line: the cards and the addresses. Both sides know the contents: ``contents(source_index, region_index, …)``.
@@ -15,26 +15,16 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO
 
-import numpy as np
-from numpy.typing import NDArray
-
+from kvferry.cli.processes import gather_openly
 from kvferry.core.manifest import Region
-from kvferry.testing.packed import gather_openly
-from kvferry.transport.cuda import Cuda
+from kvferry.testing.transport_world import Holder, Source, contents
 from kvferry.transport.nixl import NixlTransport
 
 LISTEN = "SOURCES_LISTEN"
-
-
-@dataclass(frozen=True)
-class Source:
-    """What a reader must know of a rank, and, to check, what it holds."""
-
-    card: bytes
-    regions: tuple[Region, ...]
-    contents: tuple[NDArray[np.uint8], ...]
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -43,50 +33,6 @@ class Sources:
 
     sources: tuple[Source, ...]
     pid: int
-
-
-def contents(source_index: int, region_index: int, num_bytes: int) -> NDArray[np.uint8]:
-    """What a region holds: bytes without a pattern, the same wherever they are asked for."""
-    return np.random.default_rng([source_index, region_index]).integers(0, 256, num_bytes, np.uint8)
-
-
-class Holder:
-    """Memory on the host or on a device, with room for regions."""
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self._cuda = None if device == "cpu" else Cuda(int(device.partition(":")[2] or 0))
-        self._arrays: list[NDArray[np.uint8]] = []
-        self.regions: tuple[Region, ...] = ()
-
-    def add(self, name: str, data: NDArray[np.uint8]) -> None:
-        """One more region that holds ``data``."""
-        address = self._cuda.allocate(data.nbytes) if self._cuda else data.ctypes.data
-        self._arrays.append(data)
-        self.regions += (Region(name, data.nbytes, address, self.device),)
-        self.store()
-
-    def store(self) -> None:
-        """Put the arrays' bytes to the device."""
-        if self._cuda:
-            for region, array in zip(self.regions, self._arrays, strict=True):
-                self._cuda.upload(region.address, array.tobytes())
-
-    def load(self) -> list[NDArray[np.uint8]]:
-        """What the regions hold now, as copies."""
-        if not self._cuda:
-            return [array.copy() for array in self._arrays]
-        return [
-            np.frombuffer(self._cuda.download(region.address, region.num_bytes), np.uint8).copy()
-            for region in self.regions
-        ]
-
-    def free(self) -> None:
-        """Give device memory back."""
-        if self._cuda:
-            for region in self.regions:
-                self._cuda.free(region.address)
-            self._cuda.close()
 
 
 @contextmanager
@@ -103,9 +49,10 @@ def serving(
     ``enter`` is called in it before anything else: it may move it to another network namespace. Where its
     ranks are asked to gather then is said by the variable ``SOURCES_LISTEN``.
     """
-    command = [sys.executable, "-m", "kvferry.testing.sources", device, str(num_sources)]
+    command = [sys.executable, "-m", "tests.support.sources", device, str(num_sources)]
     process = subprocess.Popen(
         [*command, *map(str, region_bytes)],
+        cwd=ROOT,
         env={**os.environ, **(env or {})},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
