@@ -49,9 +49,8 @@ from kvferry.cli.bench.measure import (
 )
 from kvferry.cli.bench.report import BenchReport, BenchVerdict, NotRun, RivalTimes, show
 from kvferry.cli.bench.sides import READ_SECONDS, BenchReader, BenchSource, Contender, Rival
-from kvferry.cli.output import milliseconds, num_bytes
+from kvferry.cli.output import milliseconds, num_bytes, progress
 from kvferry.cli.processes import RankCard, Worker
-from kvferry.cli.progress import progress
 from kvferry.core.manifest import Region
 from kvferry.core.runs import Runs
 from kvferry.errors import TransportError

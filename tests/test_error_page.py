@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from error_advice import ANSWERS, FAILURES, TICKETS, TRANSPORT
 
-from kvferry.cli.remedies import BY_CODE, BY_FIELD
+from kvferry.cli.output import BY_CODE, BY_FIELD
 from kvferry.errors import Code
 from kvferry.runtime import FailureCode
 from kvferry.runtime.member import NOT_JOINED

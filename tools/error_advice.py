@@ -2,7 +2,7 @@
 
 What a ``FailureCode`` means is said beside it. The other codes here are plain words where they are raised, so
 that they are explained as well. What to do about two engines that were refused is in
-``kvferry.cli.remedies``.
+``kvferry.cli.output``.
 """
 
 from __future__ import annotations

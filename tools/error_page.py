@@ -1,7 +1,7 @@
 """Writes the tables of docs/errors.md: every error by its code, from the code.
 
 What a code means is its docstring (``kvferry.errors.Code``, ``kvferry.runtime.FailureCode``); what to do is
-in ``error_advice`` and ``kvferry.cli.remedies``. tests/test_error_page.py fails while a code is missing, or
+in ``error_advice`` and ``kvferry.cli.output``. tests/test_error_page.py fails while a code is missing, or
 the page is old. Then:
 
     python tools/error_page.py
@@ -26,7 +26,7 @@ from error_advice import (
     Explained,
 )
 
-from kvferry.cli.remedies import BY_CODE, BY_FIELD
+from kvferry.cli.output import BY_CODE, BY_FIELD
 from kvferry.errors import Code
 from kvferry.runtime import FailureCode
 

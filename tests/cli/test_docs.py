@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.cli.app import COMMANDS
-from kvferry.cli.help_text import TOPOLOGY_KEYS
+from kvferry.cli.options import TOPOLOGY_KEYS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
 SESSION = "\n".join(re.findall(r"^```console\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))

@@ -9,7 +9,7 @@ import pytest
 
 import kvferry
 from kvferry.cli.app import COMMANDS
-from kvferry.cli.help_text import TOPOLOGY_KEYS
+from kvferry.cli.options import TOPOLOGY_KEYS
 from kvferry.models import Topology
 
 

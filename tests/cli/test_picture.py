@@ -19,8 +19,8 @@ from kvferry.cli.engines import described_with_room
 from kvferry.cli.output import num_bytes
 from kvferry.cli.picture.bands import piece_bytes, state_rows
 from kvferry.cli.picture.blocks import drawn_cells, engine_blocks
-from kvferry.cli.picture.colours import DARK, LIGHT
 from kvferry.cli.picture.plan_picture import PlanPicture
+from kvferry.cli.picture.render import DARK, LIGHT
 from kvferry.cli.picture.shapes import LogScale, strips
 from kvferry.core.view import NOT_HELD
 from kvferry.models import Topology, describe, model_named

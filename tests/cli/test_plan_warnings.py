@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from kvferry.cli.bill import SLOW
-from kvferry.cli.remedies import BY_CODE, BY_FIELD
+from kvferry.cli.output import BY_CODE, BY_FIELD
 from kvferry.core.manifest import MEANING
 from kvferry.errors import Code
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from kvferry.cli.engines import served_model
 from kvferry.cli.serve_command import ServeCommand, with_setting
-from kvferry.cli.served_model import served_model
 from kvferry.errors import SpecError
 
 SRC = "vllm serve Qwen/Qwen3-32B --tensor-parallel-size 8 --block-size 16 --port 8100 --enforce-eager"

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli.help_text import examples, topology_help
-from kvferry.cli.options import Config, Model
+from kvferry.cli.options import Config, Model, examples, topology_help
 
 HELP = "\n\n".join(
     (
@@ -42,8 +41,8 @@ def describe(
     """Write the manifest of an engine."""
     from dataclasses import replace
 
-    from kvferry.cli.bad_input import at
     from kvferry.cli.engines import chosen_model, listed_ranks
+    from kvferry.cli.options import at
     from kvferry.errors import SpecError
     from kvferry.models import Topology
     from kvferry.models import describe as described

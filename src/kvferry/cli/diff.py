@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvferry.cli.help_text import examples
-from kvferry.cli.options import Config, Json, Model
+from kvferry.cli.options import Config, Json, Model, examples
 
 if TYPE_CHECKING:
     from kvferry.cli.manifest_diff import Difference, Direction, ManifestDiff
@@ -45,11 +44,10 @@ def diff(
     as_json: Json = False,
 ) -> None:
     """In what two engines differ, and whether it matters."""
-    from kvferry.cli.asked import Asked
+    from kvferry.cli.asked import Asked, model_differences
     from kvferry.cli.engines import GivenModels, src_and_dst
     from kvferry.cli.manifest_diff import Effect, manifest_diff
-    from kvferry.cli.model_differences import model_differences
-    from kvferry.cli.picture.files import check_pictures, draw_diff
+    from kvferry.cli.picture.render import check_pictures, draw_diff
 
     check_pictures({"--html": html})
     sides = src_and_dst((), (first, second), GivenModels(model, config))
@@ -96,7 +94,7 @@ def _direction_object(direction: Direction) -> dict[str, object]:
 
 def _show(found: ManifestDiff, first: str, second: str) -> None:
     from kvferry.cli import output as page
-    from kvferry.cli.diff_words import WORDS, direction_time, sentence
+    from kvferry.cli.manifest_diff import WORDS, direction_time, sentence
 
     out = page.console()
     word = WORDS[found.effect]

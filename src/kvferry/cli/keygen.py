@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli.help_text import examples
+from kvferry.cli.options import examples
 
 HELP = "\n\n".join(
     (
@@ -32,7 +32,7 @@ def keygen(
     import os
     import secrets
 
-    from kvferry.cli.bad_input import at
+    from kvferry.cli.options import at
 
     text = secrets.token_urlsafe(32)
     if output is None:

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvferry.cli.asked import Asked, Billed
+from kvferry.cli.asked import WINDOW, Asked, Billed, without_requirement
 from kvferry.cli.bill import LinkBill
 from kvferry.cli.link_profile import RDMA_400
-from kvferry.cli.model_differences import WINDOW, without_requirement
-from kvferry.cli.output import cell_words
+from kvferry.cli.output import cell_words, milliseconds
 from kvferry.core.identity import compare_identity
 from kvferry.core.manifest import Manifest, compare
 from kvferry.core.state import State
@@ -295,3 +294,40 @@ def _engines(a: Manifest, b: Manifest) -> Iterator[Difference]:
 
 def _joined(words: set[str]) -> str:
     return ", ".join(sorted(words, key=lambda word: (len(word), word)))
+
+
+SENTENCES = {
+    None: "nothing differs",
+    "harmless": "nothing that matters differs",
+    "not tried": "what differs may cost time; ranks are missing, so nothing was planned",
+    "slower": "they can talk, slowly; see `kvferry plan`",
+    "refused": "they cannot talk",
+}
+WORDS = {
+    None: "SAME",
+    "harmless": "SAME",
+    "not tried": "NOTE",
+    "slower": "SLOW",
+    "refused": "REFUSED",
+}
+
+
+OTHER_MODEL = "not the same model: running engines would refuse each other, although the bytes would fit"
+
+
+def sentence(found: ManifestDiff) -> str:
+    """What came out, in a few words."""
+    return OTHER_MODEL if found.effect is Effect.REFUSED and found.bytes_fit else SENTENCES[found.effect]
+
+
+def direction_time(direction: Direction) -> str:
+    """What a request takes in one direction; empty if it moves nothing."""
+    if direction.is_refused:
+        return "refused"
+    if direction.lacks_ranks:
+        return "not tried: the manifest does not list all ranks"
+    bill = direction.over_network
+    if bill is None:
+        return ""
+    time, long = (milliseconds(1e3 * each) for each in (bill.seconds, bill.long_run_seconds))
+    return f"{time} over {bill.profile.name}; {long} in long runs"

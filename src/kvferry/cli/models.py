@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvferry.cli.help_text import examples
-from kvferry.cli.options import Json
+from kvferry.cli.options import Json, examples
 
 if TYPE_CHECKING:
     from kvferry.models import Model

@@ -1,12 +1,65 @@
-"""Options that several commands have."""
+"""What commands share: options, words of their helps, and where bad input came from."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from kvferry.errors import RequestError, SpecError
+
+TOPOLOGY_KEYS = {
+    "tp": "tensor parallel ranks",
+    "pp": "pipeline stages (pp=2), or the layers of each (pp=12+20)",
+    "cp": "context parallel ranks, which take turns at the tokens",
+    "interleave": "how many tokens such a turn lasts",
+    "block": "tokens per block; default: the model's",
+    "block.GROUP": "tokens per block of one group (block.window-1024=32)",
+    "kernel": "tokens per kernel block inside a block; default: not cut",
+    "blocks": "blocks in the pool; default: 4096, or what the request needs",
+    "layout": "HND, NHD, HND-halves, NHD-apart, cross-layer, cpu-vec, opaque …, or an order of the letters"
+    " LBHNKC (layer block head token K|V channel), outermost first",
+    "conv": "convolution states time-major (SD, the default) or channel-major (DS)",
+    "dtype": "of attention caches: bf16, fp16, fp8_e4m3 …; default: the model's",
+    "alloc": "separate: a region per layer; shared: groups share regions; auto (the default): shared if"
+    " layers are of several kinds",
+}
+"""Every key of a topology (``--src tp=4,block=16``) and what it means."""
+
+_COLUMN = 14
+
+
+def topology_help() -> str:
+    """The keys as a block that Click keeps as it is, 78 columns wide."""
+    import textwrap
+
+    lines = ["\b", "A topology is key=value,key=value with these keys, all optional:"]
+    for key, meaning in TOPOLOGY_KEYS.items():
+        indent = " " * _COLUMN
+        text = textwrap.fill(meaning, 78, initial_indent=f"  {key:<{_COLUMN - 2}}", subsequent_indent=indent)
+        lines += text.splitlines()
+    return "\n".join(lines)
+
+
+def examples(*lines: str) -> str:
+    """Examples as a block that Click keeps as it is."""
+    return "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Model = Annotated[str, typer.Option("--model", metavar="NAME", help="A model of `kvferry models`.")]
 Config = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="A model's config.json.")]
+
+
+@contextmanager
+def at(place: str) -> Iterator[None]:
+    """Say where bad input came from: a file, or an option and its value."""
+    try:
+        yield
+    except (SpecError, RequestError) as error:
+        raise SpecError(f"{place}: {error}") from None
+    except OSError as error:
+        raise SpecError(f"{place}: {error.strerror or error}") from None

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvferry.cli.help_text import examples, topology_help
-from kvferry.cli.options import Config, Json, Model
+from kvferry.cli.options import Config, Json, Model, examples, topology_help
 from kvferry.core.choices import MAX_RUNS_PER_BLOCK, Placement
 
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ def plan(
     """Can two engines talk, who sends what, and what does it cost?"""
     from kvferry.cli.asked import Asked
     from kvferry.cli.engines import GivenModels, src_and_dst
-    from kvferry.cli.picture.files import check_pictures, draw_plan
+    from kvferry.cli.picture.render import check_pictures, draw_plan
     from kvferry.cli.plan_answer import answer
     from kvferry.errors import SpecError
 
@@ -117,7 +116,7 @@ def plan(
     found = answer(asked, *sides, profiles)
     draw_plan(found, html, svg)
     if as_json:
-        from kvferry.cli.plan_json import as_object
+        from kvferry.cli.plan_page import as_object
 
         print(json.dumps(as_object(found), ensure_ascii=False))
     else:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli.help_text import examples
+from kvferry.cli.options import examples
 
 HELP = "\n\n".join(
     (

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvferry.cli.help_text import examples
-from kvferry.cli.options import Json
+from kvferry.cli.options import Json, examples
 from kvferry.core.choices import MAX_RUNS_PER_BLOCK
 
 if TYPE_CHECKING:
@@ -49,8 +48,8 @@ def runs(
     """The exact byte runs of one request."""
     import kvferry
     from kvferry.cli.asked import asked_ranks
-    from kvferry.cli.bad_input import at
     from kvferry.cli.engines import manifest_file
+    from kvferry.cli.options import at
 
     source, destination = manifest_file(src), manifest_file(dst)
     asked_ranks(destination, dst_rank)
@@ -68,7 +67,7 @@ def runs(
 
 
 def _request_file(path: Path) -> tuple[Request, Slack]:
-    from kvferry.cli.bad_input import at
+    from kvferry.cli.options import at
     from kvferry.wire.request import request_from_json
 
     with at(str(path)):

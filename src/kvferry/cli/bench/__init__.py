@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli.help_text import examples
+from kvferry.cli.options import examples
 from kvferry.errors import SpecError
 
 HELP = "\n\n".join(
@@ -93,7 +93,7 @@ def bench(
     from kvferry.cli.bench.measure import asked_media, asked_rivals, measure, new_report, no_nixl
     from kvferry.cli.bench.report import BenchVerdict, show
     from kvferry.cli.measured_link import measured_costs
-    from kvferry.cli.progress import progress
+    from kvferry.cli.output import progress
 
     if json_file and not json_file.parent.is_dir():
         raise SpecError(f"--json {json_file}: there is no folder {json_file.parent}")

@@ -14,9 +14,8 @@ from kvferry.cli.bench.report import BenchReport, NotRun, RivalTimes
 from kvferry.cli.bench.sides import BenchReader, BenchSource, Rival, Turn
 from kvferry.cli.machine import describe_machine, package_versions
 from kvferry.cli.measured_link import MeasuredCosts
-from kvferry.cli.output import num_bytes
+from kvferry.cli.output import Step, num_bytes
 from kvferry.cli.processes import Worker
-from kvferry.cli.progress import Step
 from kvferry.errors import KVFerryError, SpecError, TransportError
 from kvferry.transport.cuda import device_names
 from kvferry.transport.nixl import check_installed

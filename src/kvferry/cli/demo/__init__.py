@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli.help_text import examples, topology_help
-from kvferry.cli.options import Json, Model
+from kvferry.cli.options import Json, Model, examples, topology_help
 from kvferry.errors import SpecError
 
 HELP = "\n\n".join(
@@ -80,7 +79,7 @@ def demo(
     """Move real bytes between processes and check every cell by name."""
     from kvferry.cli.demo import moves, pairs
     from kvferry.cli.demo.report import DemoReport, Verdict, show
-    from kvferry.cli.progress import progress
+    from kvferry.cli.output import progress
 
     num_requests = requests or NUM_REQUESTS[transport]
     if transport is Carrier.PROCESSES:

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from kvferry.cli.bad_input import at
 from kvferry.cli.engines import chosen_model, described_to_fit
+from kvferry.cli.options import at
 from kvferry.cli.output import num_bytes
 from kvferry.core.manifest import Manifest
 from kvferry.core.request import BlockTable

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from kvferry.cli import options
-from kvferry.cli.help_text import examples
+from kvferry.cli.options import examples
 from kvferry.errors import SpecError
 
 HELP = "\n\n".join(

@@ -1,18 +1,29 @@
-"""All that the picture of a plan shows, as values."""
+"""What the pictures of a plan and of two manifests show, as values; and a plan on one sheet."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvferry.cli.output import finding_rows, milliseconds, num_bytes
+from kvferry.cli.manifest_diff import (
+    WORDS,
+    Difference,
+    Effect,
+    ManifestDiff,
+    StateFacts,
+    direction_time,
+    sentence,
+    state_facts,
+)
+from kvferry.cli.output import finding_rows, milliseconds, num_bytes, together
 from kvferry.cli.picture.bands import state_rows
-from kvferry.cli.picture.bill_chart import BillChart, bill_chart
 from kvferry.cli.picture.blocks import EngineBlocks, engine_blocks
-from kvferry.cli.picture.shapes import Strip, strips
+from kvferry.cli.picture.shapes import WIDTH, BillChart, HeldShape, Strip, bill_chart, strips
 from kvferry.cli.plan_answer import PlanAnswer
 from kvferry.cli.plan_page import summary
+from kvferry.core.manifest import Manifest
 from kvferry.core.words import counted
 
 PROVED = "is written exactly once, from the byte that means the same."
@@ -148,3 +159,124 @@ def _advice(answer: PlanAnswer) -> Iterator[Advice]:
     for each in answer.warnings:
         word = "slow" if each.code == "short-runs" else "note"
         yield Advice(word, each.message, (("why", each.reason), ("remedy", each.remedy)), each.command)
+
+
+TOP, ROW_HEIGHT, BOTTOM = 124, 182, 52
+ADVICE_HEIGHT = 24
+LABEL_WIDTH = 36
+"""Characters of a row's name on one line."""
+MOST_LINES = 3
+MOST_NUMBERS = 24
+"""Ranks of which each has its number; of more, some have."""
+
+
+@dataclass(frozen=True, slots=True)
+class SheetRow:
+    """One row: how far down it is, and its name on several lines."""
+
+    y: int
+    label: tuple[str, ...]
+    strip: Strip
+
+    def every(self, shapes: Sequence[HeldShape]) -> int:
+        """Which ranks have their number on the sheet: each, or one in so many."""
+        return -(-len(shapes) // MOST_NUMBERS)
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """Where the rows are."""
+
+    WIDTH: ClassVar[int] = 960
+    LEFT: ClassVar[int] = 340
+    """Where the strips begin."""
+    STRIP_WIDTH: ClassVar[int] = 588
+    height: int
+    rows: tuple[SheetRow, ...]
+
+    def x(self, shape: HeldShape) -> float:
+        """The middle of a rank's column."""
+        middle = shape.frame.x + shape.frame.width / 2
+        return self.LEFT + self.STRIP_WIDTH * middle / WIDTH
+
+
+def sheet(picture: PlanPicture) -> Sheet:
+    """All rows, one below the other."""
+    top = TOP + ADVICE_HEIGHT * len(picture.reasons)
+    rows = tuple(
+        SheetRow(top + ROW_HEIGHT * i, tuple(_label(strip.row.label)), strip)
+        for i, strip in enumerate(picture.strips)
+    )
+    return Sheet(top + ROW_HEIGHT * len(rows) + BOTTOM, rows)
+
+
+def _label(name: str) -> list[str]:
+    """A name on at most three lines, cut after its marks.
+
+    >>> _label("layers.{0-2,4-6,8-10,12-14,16-18,20-22,24-25}.linear/conv.q")
+    ['layers.{0-2,4-6,8-10,12-14,16-18,', '20-22,24-25}.linear/conv.q']
+    >>> [len(line) for line in _label("x" * 200)]
+    [35, 35, 35]
+    """
+    lines = [""]
+    for part in re.findall(rf".[^,./}}]{{0,{LABEL_WIDTH - 2}}}[,./}}]*", name):
+        if len(lines[-1]) + len(part) > LABEL_WIDTH:
+            lines.append("")
+        lines[-1] += part
+    return lines if len(lines) <= MOST_LINES else [*lines[: MOST_LINES - 1], f"{lines[MOST_LINES - 1][:-1]}…"]
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedSide:
+    """One of the two: what it was called, and what it is."""
+
+    letter: str
+    given: str
+    summary: str
+
+
+@dataclass(frozen=True, slots=True)
+class DiffPicture:
+    """The answer of ``kvferry diff``, ready to be drawn."""
+
+    found: ManifestDiff
+    sides: tuple[ComparedSide, ComparedSide]
+    states: tuple[StateFacts, ...]
+    blocks: tuple[EngineBlocks, ...]
+
+    @property
+    def word(self) -> str:
+        return WORDS[self.found.effect].lower()
+
+    @property
+    def sentence(self) -> str:
+        words = sentence(self.found).replace("`", "")
+        return f"{words[:1].upper()}{words[1:]}."
+
+    @property
+    def by_effect(self) -> dict[Effect, list[Difference]]:
+        """The differences, the worst first."""
+        return {
+            effect: some
+            for effect in Effect
+            if (some := [each for each in self.found.differences if each.effect is effect])
+        }
+
+    @property
+    def directions(self) -> tuple[tuple[str, str], ...]:
+        """What a request takes in each direction."""
+        said = ((each.name, direction_time(each)) for each in self.found.directions)
+        return tuple((name, time) for name, time in said if time)
+
+    def states_of(self, difference: Difference) -> str:
+        return together(difference.states)
+
+    def label(self, facts: StateFacts) -> str:
+        return together(facts.names)
+
+
+def diff_picture(found: ManifestDiff, a: Manifest, b: Manifest, given: tuple[str, str]) -> DiffPicture:
+    """Everything that there is to draw of a comparison."""
+    sides = (ComparedSide("a", given[0], summary(a)), ComparedSide("b", given[1], summary(b)))
+    blocks = tuple(engine_blocks(name, each) for name, each in (("a", a), ("b", b)) if each.ranks)
+    return DiffPicture(found, sides, state_facts(a, b), blocks)

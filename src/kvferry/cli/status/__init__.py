@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli.help_text import examples
-from kvferry.cli.options import Json
+from kvferry.cli.options import Json, examples
 
 HELP = "\n\n".join(
     (
