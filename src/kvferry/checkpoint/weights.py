@@ -9,14 +9,13 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from kvferry.checkpoint.kept_digests import FileState, keep, kept_digests, only_reader
+from kvferry.checkpoint.kept_digests import SHA256, FileState, keep, kept_digests, only_reader
 from kvferry.errors import SpecError
 from kvferry.log import log_of
 
@@ -26,7 +25,6 @@ NUM_THREADS = 4
 LONG_BYTES = 1_000_000_000
 """From here on reading is worth a line of the log."""
 PROGRESS_SECONDS = 10.0
-SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def weights_values(files: Sequence[Path]) -> dict[str, str]:

@@ -8,14 +8,13 @@ A prediction is for choosing, and for people. It never changes what is moved, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
 
 from kvferry.core.product import Product, Term
-from kvferry.core.way import Way
 from kvferry.core.words import counted
 from kvferry.errors import SpecError
 
@@ -54,10 +53,9 @@ class Traffic:
         Traffic(num_reads=1, num_runs=4, num_bytes=112, num_words=14)
         """
         some = [product for product in products if product.num_runs]
-        counted = sum(product.num_runs for product in some)
         return cls(
             len(some),
-            counted if num_runs is None else num_runs,
+            sum(product.num_runs for product in some) if num_runs is None else num_runs,
             sum(product.total_bytes for product in some),
             sum(_num_words(term) for product in some for term in product.terms),
         )
@@ -166,17 +164,3 @@ class Estimate:
 
     def __str__(self) -> str:
         return f"{self.seconds * 1e3:.1f} ms, {self.share:.0%} of it for {self.reason}".replace("%", " %")
-
-
-def choose(costs: Mapping[Way, Cost], traffic: Traffic) -> Way:
-    """The cheapest of the ways that are possible; of equals, the first.
-
-    >>> direct, mapped = Cost(1e-4, 1e-5, 1.4e12), Cost(2e-4, 1.5e-10, 8e11)
-    >>> choose({Way.DIRECT: direct, Way.MAPPED: mapped}, Traffic(1, 1, 4096)).value
-    'direct'
-    >>> choose({Way.DIRECT: direct, Way.MAPPED: mapped}, Traffic(1, 32768, 1 << 29)).value
-    'mapped'
-    """
-    if not costs:
-        raise SpecError("there is no way to choose from")
-    return min(costs, key=lambda way: costs[way].of(traffic).seconds)

@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from kvferry.core.digest_cells import Bytes, ChunkedCells, ChunkSums, folded_sums, sums_by_numpy
+from kvferry.core.digest_cells import Bytes, ChunkedCells, ChunkSums, sums_by_numpy
 from kvferry.core.digest_keys import Words
 from kvferry.core.manifest import Rank, Region
 from kvferry.errors import SpecError, TransportError
@@ -41,7 +41,7 @@ class DigestMemory:
 
     def chunk_sums(self) -> ChunkSums:
         """Who sums up a digest of it."""
-        host = partial(folded_sums, partial(sums_by_numpy, self.host))
+        host = partial(sums_by_numpy, self.host)
         return host if self.is_of_host else partial(self._each_by_its_own, host)
 
     def _each_by_its_own(self, host: ChunkSums, wanted: Sequence[ChunkedCells]) -> list[Words]:
