@@ -156,18 +156,9 @@ def join_of(
 ) -> Join:
     """What the one rank of a manifest says to its authority."""
     (rank,) = manifest.ranks
-    common = manifest_to_msgpack(replace(manifest, ranks=()))
-    described = describe_rank(rank, card)
-    return Join(
-        PROTOCOL,
-        manifest.engine,
-        rank.rank,
-        transport,
-        common,
-        described,
-        credential=credential,
-        rank_key=rank_key,
-    )
+    who = PROTOCOL, manifest.engine, rank.rank, transport
+    what = manifest_to_msgpack(replace(manifest, ranks=())), describe_rank(rank, card)
+    return Join(*who, *what, credential=credential, rank_key=rank_key)
 
 
 def describe_rank(rank: Rank, card: bytes) -> RankDescription:
