@@ -30,7 +30,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env demo test lint types imports check format bench law compatibility families faults fuzz soak load e2e e2e-inside e2e-core e2e-full \
+.PHONY: help env vllm-env demo test test-core test-rest lint types imports check format bench law compatibility families faults fuzz soak load e2e e2e-inside e2e-live e2e-core e2e-full \
         gpu serve vllm-startup kubernetes browser mutants package package-serve peers docs simulate clean
 
 help: ## show this list
@@ -46,9 +46,13 @@ CORE := tests/core tests/wire tests/requirements tests/test_everything.py tests/
         tests/test_packings.py tests/test_sabotage.py tests/test_public.py \
         src/kvferry/core src/kvferry/models src/kvferry/wire src/kvferry/errors.py
 
-test: $(READY) ## the quick test suite, doctests included: the core first, then the rest
+test: test-core test-rest ## the quick test suite, doctests included: the core first, then the rest
+
+test-core: $(READY) ## the part of it that starts no process
 	@echo "==> tests: the core"
 	@$(BIN)/pytest $(CORE)
+
+test-rest: $(READY) ## the part of it that needs processes, sockets or more time
 	@echo "==> tests: the rest"
 	@$(BIN)/pytest $(addprefix --ignore=,$(CORE))
 
@@ -65,20 +69,20 @@ imports: $(READY) ## the import rule: arrows point inward
 	@echo "==> imports"
 	@$(BIN)/lint-imports --no-logo
 
-check: test lint types imports ## all that CI checks
+check: lint types imports test-core ## before a commit: reads the code and tests the core; starts no process
 
 format: $(READY) ## rewrite files the way `make lint` wants them
 	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
 
 # Where the environment with vLLM has been made, its own worker takes part.
-BENCH := $(if $(wildcard $(VLLM_ENV)/.ready),$(VLLM_ENV)/bin/python,$(BIN)/python) -m kvferry bench
+BENCH := $(if $(wildcard $(VLLM_ENV)/.ready),$(VLLM_ENV)/bin/python,$(BIN)/python) -m benchmarks.rivals
 
 bench: $(READY) ## time the core, meetings, every way to move bytes side by side, and whole fetches
-	@$(BIN)/python benchmarks/core.py
-	@$(BIN)/python benchmarks/meeting.py
+	@$(BIN)/python -m benchmarks.core
+	@$(BIN)/python -m benchmarks.meeting
 	@$(BENCH) --json benchmarks/bench.json
-	@$(BIN)/python benchmarks/runtime.py
+	@$(BIN)/python -m benchmarks.runtime
 
 law: $(READY) ## the long property run (EXAMPLES=20000)
 	@echo "==> laws, $(EXAMPLES) examples each"
@@ -137,7 +141,11 @@ CORE_FILES := $(wildcard tests/vllm/test_scheduler*.py tests/vllm/test_describe_
               $(patsubst %,tests/vllm/test_%.py,kernels layout_check multi_connector plugin prefix_cache)
 
 # Then between whole engines.
-e2e: e2e-inside ## real vLLM on a CPU, tokens compared with one engine's: what CI runs of it (VLLM=0.33: that version)
+e2e: e2e-inside e2e-live ## real vLLM on a CPU, tokens compared with one engine's: what CI runs of it (VLLM=0.33: that version)
+
+vllm-env: $(VLLM_ENV)/.ready ## create or update the environment with vLLM (VLLM=0.33: that version)
+
+e2e-live: $(VLLM_ENV)/.ready ## the part of it between whole engines
 	@echo "==> e2e: between engines"
 	@$(VLLM_ENV)/bin/python -m pytest -m chosen -p no:cacheprovider tests/e2e
 
@@ -169,7 +177,7 @@ gpu: ## real vLLM engines on this machine's GPU: pairs, faults, times, servers, 
 		$(if $(JOBS),--jobs $(JOBS)) $(if $(AGAIN),--again-failed)
 
 vllm-startup: $(VLLM_ENV)/.ready ## what the connector costs before it serves, beside vLLM's own
-	@$(VLLM_ENV)/bin/python benchmarks/vllm_startup.py
+	@$(VLLM_ENV)/bin/python -m benchmarks.vllm_startup
 
 serve: $(VLLM_ENV)/.ready ## two vLLM servers on a CPU, kvferry between them: are the tokens those of one server alone?
 	@BIN=$(VLLM_ENV)/bin TINY_HOME=$(abspath $(VLLM_ENV)/tiny) examples/vllm/serve.sh

@@ -1,9 +1,9 @@
 """What a load costs between two processes that share a GPU: our copy kernel, NIXL, and a plain copy.
 
-    python benchmarks/device.py            reads, whole fetches, and who slows whom down; needs a GPU
-    python benchmarks/device.py reads      one part: reads, fetches or beside
-    python benchmarks/device.py fetches mapped    without what does not have that word in its name
-    python benchmarks/device.py beside another    the loop in another process only
+    python -m benchmarks.device            reads, whole fetches, and who slows whom down; needs a GPU
+    python -m benchmarks.device reads      one part: reads, fetches or beside
+    python -m benchmarks.device fetches mapped    without what does not have that word in its name
+    python -m benchmarks.device beside another    the loop in another process only
 
 ``beside`` needs torch, for something to compute. Every part is written to benchmarks/device.json.
 """
@@ -31,10 +31,7 @@ from kvferry import BlockTable, Product, Region, Runs, Span, Term
 from kvferry.models import Layer, Model, Topology, describe
 from kvferry.models.cache import attention
 from kvferry.runtime import Timing
-from kvferry.testing.fleet import DestinationFleet, SourceFleet
-from kvferry.testing.fleet.actors import DestinationActor
-from kvferry.testing.fleet.worker import Worker
-from kvferry.testing.sources import Holder, Source, serving
+from kvferry.testing.transport_world import Holder, Source
 from kvferry.transport.copy_kernel import CopyLimits
 from kvferry.transport.cuda import Cuda
 from kvferry.transport.mapped import Copy, DeviceCopier, MappedRank
@@ -42,6 +39,10 @@ from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.places import Places
 from kvferry.transport.settings import WAY_SETTING, Expose, WayChoice
 from kvferry.transport.ucx import CUDA_ENVIRONMENT, FABRICS
+from tests.support.fleet import DestinationFleet, SourceFleet
+from tests.support.fleet.actors import DestinationActor
+from tests.support.fleet.worker import Worker
+from tests.support.sources import serving
 
 DEVICE = "cuda:0"
 MIB = 1 << 20

@@ -1,6 +1,6 @@
 """What a digest costs: CPU time of one side, by model and layout, in memory that no cache holds.
 
-    python benchmarks/digest.py
+    python -m benchmarks.digest
 
 4,096 tokens in scattered blocks of a pool of 300; numpy and a read of another process's memory (CMA) in
 turns, the best of each. See docs/performance.md.

@@ -1,6 +1,6 @@
 """What a whole digest of device memory costs, by model: milliseconds per GB, table and waiting included.
 
-    python benchmarks/digest_device.py
+    python -m benchmarks.digest_device
 
 4,096 tokens in scattered blocks of a pool of 300, on the first GPU; the best of five turns. Needs a GPU.
 """

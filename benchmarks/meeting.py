@@ -1,8 +1,8 @@
 """What it costs to meet a source engine: of many ranks, and many engines of equal geometry.
 
     make bench                                   also writes benchmarks/meeting.json
-    python benchmarks/meeting.py 1024 [MODEL]    engines of so many ranks only
-    python benchmarks/meeting.py 256 engines     only meeting so many engines
+    python -m benchmarks.meeting 1024 [MODEL]    engines of so many ranks only
+    python -m benchmarks.meeting 256 engines     only meeting so many engines
 
 The authorities run in processes of their own, real messages over TCP; the memory transport, so that no
 fabric is measured, and addresses that nobody reads.

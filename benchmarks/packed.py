@@ -1,9 +1,9 @@
 """What packed reads take, with and without a secret, beside direct ones and one raw run.
 
-    python benchmarks/packed.py host       one host, host memory
-    python benchmarks/packed.py hosts      over a cable between two network namespaces; needs root
-    python benchmarks/packed.py cuda:0     one host, memory of a GPU
-    python benchmarks/packed.py host 128   128 MiB instead of 16
+    python -m benchmarks.packed host       one host, host memory
+    python -m benchmarks.packed hosts      over a cable between two network namespaces; needs root
+    python -m benchmarks.packed cuda:0     one host, memory of a GPU
+    python -m benchmarks.packed host 128   128 MiB instead of 16
 
 One source process for each column, one reader, scattered runs of one length. All ways take turns; times are
 medians of the turns, and the best. "Packed": no secret. "Sealed": the same with one, so that every frame is
@@ -26,11 +26,12 @@ from typing import Any
 import numpy as np
 
 from kvferry import Runs
+from kvferry.cli.processes import AskingTransport
 from kvferry.endpoint.secret_source import SECRET
-from kvferry.testing.packed import AskingTransport
-from kvferry.testing.sources import LISTEN, Holder, Source, serving
+from kvferry.testing.transport_world import Holder, Source
 from kvferry.transport.settings import EXPOSE_SETTING, WAY_SETTING, Expose, WayChoice
 from kvferry.transport.ucx import FABRICS
+from tests.support.sources import LISTEN, serving
 
 POOL_BYTES = 256 << 20
 RUN_BYTES = (256, 512, 2 << 10, 16 << 10, 128 << 10, 1 << 20)

@@ -1,7 +1,7 @@
 """What a direct fetch costs beside NIXL alone: the same run lists, the same two processes, turn by turn.
 
     make bench                                   host memory; also writes benchmarks/runtime.json
-    python benchmarks/runtime.py cuda:0          device memory
+    python -m benchmarks.runtime cuda:0          device memory
 
 64 layers × 512 blocks of 16 KiB (512 MiB), scattered (32,768 runs) and consecutive (64 runs, and one raw run
 beside them); then the caller's time in ``fetch`` while such a read is in flight, and how long one block takes
@@ -22,13 +22,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.raw_nixl import MeasuredDestination
 from kvferry import BlockTable, Manifest, Span
 from kvferry.models import Layer, Model, Topology, describe
 from kvferry.models.cache import attention
 from kvferry.runtime import Timing
-from kvferry.testing.fleet import DestinationFleet, SourceFleet
-from kvferry.testing.fleet.measure import MeasuredDestination
 from kvferry.transport.ucx import CUDA_ENVIRONMENT, FABRICS
+from tests.support.fleet import DestinationFleet, SourceFleet
 
 NUM_LAYERS, NUM_BLOCKS, BLOCK = 64, 512, 16
 POOL = NUM_BLOCKS + 128

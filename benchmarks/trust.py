@@ -1,6 +1,6 @@
 """What a secret costs: loads of 64 MiB over NIXL with and without one, in turns; and each proof by itself.
 
-python benchmarks/trust.py [--loads 30]
+python -m benchmarks.trust [--loads 30]
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from statistics import median
 from kvferry.core.request import BlockTable, need_of
 from kvferry.models import Topology, describe, model_from_config
 from kvferry.runtime import Offers, Timing
-from kvferry.runtime.admission import refusal
-from kvferry.testing.fleet import DestinationFleet, SourceFleet
+from kvferry.runtime.failure import refusal
 from kvferry.wire.secret import Secret
 from kvferry.wire.ticket import from_text, to_text
 from kvferry.wire.trust import Trust
+from tests.support.fleet import DestinationFleet, SourceFleet
 
 SECRET = b"of this benchmark, 128 bit"
 NUM_TOKENS, BLOCK = 4096, 16

@@ -1,6 +1,6 @@
 """How long a ticket that the decode engine does not need pins the prefill engine's blocks.
 
-    .venv-vllm/bin/python benchmarks/vllm_give_back.py [turns]      needs the environment of `make e2e`
+    .venv-vllm/bin/python -m benchmarks.vllm_give_back [turns]      needs the environment of `make e2e`
 
 Real vLLM engines on a CPU (llama, tiny), kvferry and vLLM's own NixlConnector. Seconds from the moment at
 which the decode engine has done what it does until all blocks of the prefill engine are free, the slowest

@@ -1,6 +1,6 @@
 """How long a load takes between two real vLLM engines that share a GPU: kvferry beside vLLM's own connector.
 
-    python benchmarks/vllm_gpu.py [FOLDER]       needs vLLM 0.32 with its GPU kernels, NIXL, and a GPU
+    python -m benchmarks.vllm_gpu [FOLDER]       needs vLLM 0.32 with its GPU kernels, NIXL, and a GPU
 
 An 8B-like cache (32 layers, 8 KV heads of 128, bf16: 128 KiB a token) under a small random model. One engine
 is asked for one token of a prompt that another one prefilled; the time of a two-token prompt is taken off.

@@ -10,12 +10,12 @@ from dataclasses import replace
 import compatibility
 import pytest
 from compatibility import CSV, PAGE, PAIRS
+from oracle_count import count_runs, needed_bytes
 
 import kvferry
 from kvferry import Slack
 from kvferry.core.sample import sample_request
 from kvferry.models import Topology, catalogue, describe, model_named
-from kvferry.testing.oracle_count import count_runs, needed_bytes
 
 LINES = {(each.model, each.src, each.dst): each for each in compatibility.from_csv(CSV)}
 

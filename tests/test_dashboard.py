@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from msgspec import Meta
 
-from kvferry.runtime.metric_table import METRICS, Metric, MetricKind
+from kvferry.endpoint.metric_table import METRICS, Metric, MetricKind
 
 # The part of Grafana's published schema (grafana-foundation-sdk, jsonschema/, which the file was held against
 # as of f178d5a: dashboard, timeseries, prometheus) that this one uses, said again: a field that is not in

@@ -26,14 +26,14 @@ from kvferry.core.digest_cells import Bytes
 from kvferry.core.manifest import Rank
 from kvferry.core.runs import REGION_SHIFT
 from kvferry.core.way import Way
-from kvferry.testing.sources import Holder, Source, serving
 from kvferry.testing.strategies import cases, engines, requests
-from kvferry.testing.transport_world import wait
+from kvferry.testing.transport_world import Holder, Source, wait
 from kvferry.transport import Transport, agent_team
 from kvferry.transport.agent_team import ShareLimits
 from kvferry.transport.cuda import has_cuda
 from kvferry.transport.memory import Hub, MemoryTransport
 from kvferry.transport.ucx import FABRICS, UcxSettings
+from tests.support.sources import serving
 
 NUM_EXAMPLES = int(os.environ.get("KVFERRY_LAW_EXAMPLES", "2000")) // 20
 NUM_BYTES = 8 << 20

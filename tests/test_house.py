@@ -74,11 +74,12 @@ MANY_IMPORTS, MANY_ATTRIBUTES = 15, 10
 
 MANY_COLLABORATORS = {
     "kvferry.endpoint.destination": "an edge: it puts the parts of a destination rank together",
+    "kvferry.endpoint.gathering": "both ends of the packed way's messages, with what each checks",
     "kvferry.endpoint.load_digest": "what a digest needs of plan, memory, device and machine",
     "kvferry.endpoint.meeting": "from messages to a plan: each step is another module's",
     "kvferry.endpoint.source": "an edge: it puts the parts of a source engine together",
+    "kvferry.endpoint.source_rank": "an edge: it puts the parts of a source rank together",
     "kvferry.integrations.vllm.worker.side": "an edge: vLLM's worker on one side, an endpoint on the other",
-    "kvferry.runtime.reader": "one machine, whose parts are machines already",
     "kvferry.transport.nixl": "an edge: it puts the ways together",
 }
 """Modules that import more of ours, and why: a file follows an idea, and knows few others."""

@@ -16,7 +16,7 @@ OPERATE = (ROOT / "docs" / "operate.md").read_text(encoding="utf-8")
 GOOD_START = OPERATE.partition("## What a good start looks like")[2].partition("## ")[0]
 CODES = {*Code, *FailureCode}
 METRICS = ("vllm:kvferry_", "kvferry_")
-ELSEWHERE = {"dtype", "encoding", "expired", "kvferry plan", "kv_transfer_params", "times predicted"}
+ELSEWHERE = {"dtype", "encoding", "expired", "kvferry plan", "kv_transfer_params"}
 """Names that are not messages."""
 
 

@@ -16,14 +16,15 @@ from functools import cache
 from pathlib import Path
 from typing import TextIO
 
+from oracle_count import count_runs, needed_bytes
+
 import kvferry
 from kvferry import Manifest, Refused, Slack, SpecError
+from kvferry.cli.link_profile import RDMA_400
 from kvferry.core.cost import Traffic
-from kvferry.core.link_profile import RDMA_400
 from kvferry.core.sample import sample_request
 from kvferry.models import Topology, catalogue, describe, model_named
 from kvferry.models.servable import why_not_served
-from kvferry.testing.oracle_count import count_runs, needed_bytes
 
 PAIRS = (
     ("tp=1", "tp=1"),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvferry.runtime.metric_table import METRICS, MetricKind
+from kvferry.endpoint.metric_table import METRICS, MetricKind
 
 FILE = Path(__file__).resolve().parents[1] / "deploy" / "grafana" / "kvferry.json"
 
@@ -98,12 +98,6 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                 ),
             ),
             unit="s",
-        ),
-        Panel(
-            "Measured over predicted",
-            quantiles("kvferry_load_move_ratio"),
-            alarm_at=3,
-            about="Far above 1: loads wait for each other, or the link is not what it was.",
         ),
         Panel(
             "Bytes and runs of a load, median",

@@ -118,8 +118,8 @@ FAILURES: dict[FailureCode, FailureAdvice] = {
     ),
     FailureCode.OVERDUE: FailureAdvice(
         "yes, if the ticket is still good",
-        "The link is too slow for this request, or stalls. Compare with `kvferry plan`; raise `read_seconds`"
-        " only if the time is expected.",
+        "The link is too slow for this request, or stalls. Compare with `kvferry plan`. With the library,"
+        " raise `Timing.read` only if the time is expected.",
     ),
     FailureCode.TOO_MANY_PEERS: FailureAdvice(
         _LATER,

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-from kvferry.runtime.metric_table import markdown
+from kvferry.endpoint.metric_table import METRICS, MetricSide
+
+TITLES = {
+    MetricSide.SOURCE: "Of a source engine (prefill)",
+    MetricSide.DESTINATION: "Of a destination engine (decode)",
+    MetricSide.BOTH: "Of both",
+}
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 
 HEAD = """# Every metric
 
-This page is written by `python tools/metrics_page.py` from `runtime/metric_table.py`; a test compares.
+This page is written by `python tools/metrics_page.py` from `endpoint/metric_table.py`; a test compares.
 
 * **In vLLM** the names begin with `vllm:` (`vllm:kvferry_loads_total`), stand beside vLLM's own metrics at
   `/metrics`, and have vLLM's labels (`model_name`, `engine`) before ours. There is nothing to switch on.
@@ -34,14 +41,25 @@ What to look at first:
 | --- | --- |
 | Do loads fail, and why? | `kvferry_loads_total` by `outcome`: all but `read` are failures |
 | Do the bytes come by the way that I expect? | `kvferry_loads_total` by `way` |
-| Are loads slower than the link allows? | `kvferry_load_move_ratio`: far above 1, loads wait for each \
-other, or the link is not what it was |
+| Do loads become slower? | `kvferry_load_seconds` by `part`: `move` is the transfer itself |
 | Do requests expire before anybody reads them? | `kvferry_leases_ended_total{reason="expired"}` |
 | Does memory stay pinned? | `kvferry_pinned_bytes`, `kvferry_leases` |
 | Is memory lost to reads that never end? | `kvferry_quarantined`: should be 0 |
 | Do tickets or messages come that do not belong here? | `kvferry_rejected_tickets_total`, \
 `kvferry_denials_total`, `kvferry_refused_messages_total` |
 """
+
+
+def markdown() -> Iterator[str]:
+    """The table for people, line by line."""
+    for side in MetricSide:
+        yield f"\n## {TITLES[side]}\n"
+        yield "| metric | kind | what it says | labels |"
+        yield "| --- | --- | --- | --- |"
+        for metric in METRICS.values():
+            if metric.side is side:
+                labels = "; ".join(f"`{name}`: {values}" for name, values in metric.labels)
+                yield f"| `{metric.exposed}` | {metric.kind.value} | {metric.help} | {labels} |"
 
 
 def page() -> str:

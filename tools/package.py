@@ -5,7 +5,7 @@ inside is checked, and what a package index would say. Then each Python that is 
 fresh environments: bare, with the command line, with NIXL. In the end nothing may be left.
 
 ``make package-serve`` tries it beside vLLM instead: two servers find the connector by its name alone, move a
-cache, and must answer as one server does. Nothing of this checkout takes part but the example's two files.
+cache, and must answer as one server does. Nothing of this checkout takes part but the example's files.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MUST_HAVE = (
 BARE = {"kvferry", "msgspec", "numpy", "pip", "setuptools"}
 PLAN = ("plan", "--model", "llama-3.1-70b", "--src", "tp=4", "--dst", "tp=8,block=64")
 MEMORY_DEMO = ("demo", "--transport", "memory", "--model", "gpt2", "--src", "tp=2", "--dst", "tp=3")
-EXAMPLE = ("serve.sh", "ask.py")
+EXAMPLE = ("examples/vllm/serve.sh", "examples/vllm/ask.py", "tests/support/vllm/tiny.py")
 NOT_FOR_USERS = ("PYTHONPATH", "PYTHONHOME", "PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT")
 """Set by developers and by ``make``: our sources on a path, our versions of everything."""
 NIXL_DEMO = ("demo", "--model", "gpt2", "--src", "tp=1", "--dst", "tp=2", "--layers", "2", "--requests", "2")
@@ -312,7 +312,7 @@ def serve(vllm: Environment, folder: Path) -> None:
     home = folder / "home"
     home.mkdir(parents=True)
     for name in EXAMPLE:
-        shutil.copy(ROOT / "examples" / "vllm" / name, folder / name)
+        shutil.copy(ROOT / name, folder)
     say("two servers, the connector by its name alone: a minute or two")
     started = time.perf_counter()
     env = users_environment(BIN=str(vllm.bin), HOME=str(home), MODEL="", PORT="")

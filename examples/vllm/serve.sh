@@ -58,15 +58,14 @@ await() {
 
 # make_tiny_model: a random one, in TINY_HOME unless it is there already. Its name changes with the code that makes it.
 make_tiny_model() {
-  local home=${TINY_HOME:-$work} kvferry made
-  kvferry=$("${bin}python" -c 'import kvferry, os; print(os.path.dirname(kvferry.__file__))')
-  MODEL=$home/llama-$(cksum < "$kvferry/testing/vllm/tiny.py" | cut -d ' ' -f 1)
+  local home=${TINY_HOME:-$work} tiny=$here/tiny.py made
+  [[ -e $tiny ]] || tiny=$here/../../tests/support/vllm/tiny.py
+  MODEL=$home/llama-$(cksum < "$tiny" | cut -d ' ' -f 1)
   [[ ! -d $MODEL ]] || return 0
   say "making a tiny model"
   mkdir -p "$home"
   made=$(mktemp -d "$home/making.XXXXXX")
-  "${bin}python" -c 'import sys, pathlib; from kvferry.testing.vllm import tiny
-tiny.make("llama", pathlib.Path(sys.argv[1]))' "$made" > "$work/model.log" 2>&1 || { cat "$work/model.log"; exit 1; }
+  "${bin}python" -P "$tiny" llama "$made" > "$work/model.log" 2>&1 || { cat "$work/model.log"; exit 1; }
   mv -T "$made/llama" "$MODEL" 2> /dev/null || [[ -d $MODEL ]] # somebody else may have been quicker
   rm -rf "$made"
 }

@@ -196,7 +196,6 @@ class MissingPackage(KVFerryError, ImportError):
         "cryptography": ("cryptography", "engine"),
         "hypothesis": ("hypothesis", "testing"),
         "jinja2": ("jinja2", "html"),
-        "matplotlib": ("matplotlib", "plot"),
         "prometheus_client": ("prometheus_client", "metrics"),
         "rich": ("rich", "cli"),
         "typer": ("typer", "cli"),

@@ -8,16 +8,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferry.cli.bench import measure, taking_part
-from kvferry.cli.bench.calls import CallTimes
-from kvferry.cli.bench.checks import contents, expected_pages, expected_whole
-from kvferry.cli.bench.engine import cache_manifest
-from kvferry.cli.bench.grid import NUM_LAYERS, RUN_BYTES, BenchCase, BlockOrder, CacheShape, Medium, grid
-from kvferry.cli.bench.memory import BenchMemory
-from kvferry.cli.bench.plot import draw
-from kvferry.cli.bench.printing import show
-from kvferry.cli.bench.report import BenchReport, NotRun, RivalTimes
-from kvferry.cli.bench.rivals import Rival
+from kvferry.cli.bench import measure
+from kvferry.cli.bench.cases import (
+    NUM_LAYERS,
+    RUN_BYTES,
+    BenchCase,
+    BenchMemory,
+    BlockOrder,
+    CacheShape,
+    Medium,
+    cache_manifest,
+    contents,
+    expected_pages,
+    expected_whole,
+    grid,
+)
+from kvferry.cli.bench.report import BenchReport, NotRun, RivalTimes, show
+from kvferry.cli.bench.sides import Rival
 from kvferry.core.manifest import Region
 from kvferry.core.sample import sample_request
 from kvferry.core.select import select
@@ -29,7 +36,6 @@ KEYS = {
     "machine",
     "versions",
     "times",
-    "calls",
     "not_run",
     "failures",
     "wrong",
@@ -51,7 +57,7 @@ TIME_KEYS = {
     "gb_per_s": float,
     "predicted_s": type(None),
 }
-HOST_RIVALS = {"direct", "packed", "fetch", "nixl", "nixl-one-run", "copy"}
+HOST_RIVALS = {"direct", "packed", "fetch", "copy"}
 
 
 # -- the grid
@@ -122,14 +128,9 @@ def test_a_byte_between_the_blocks_is_looked_at():
         ("--run-bytes 1048576 --runs 16384", "no case fits: one may have 64 MiB at most"),
         ("--memory gpu", "--memory gpu: say host, or cuda:N for a GPU"),
         ("--memory cuda:99", "--memory cuda:99: "),
-        (
-            "--only nobody",
-            "--only nobody: say one of direct, mapped, packed, fetch, nixl, nixl-one-run,",
-        ),
+        ("--only nobody", "--only nobody: say one of direct, mapped, packed, fetch, copy"),
         ("--over pigeon", "pigeon"),
         ("--turns 2", "--turns"),
-        ("--plot plot.pdf", "--plot plot.pdf: the name must end in .svg or .png"),
-        ("--plot nowhere/plot.svg", "--plot nowhere/plot.svg: there is no folder nowhere"),
         ("--link nowhere.json", "nowhere.json: No such file or directory"),
         ("--json nowhere/it.json", "--json nowhere/it.json: there is no folder nowhere"),
     ],
@@ -144,15 +145,6 @@ def test_bad_input_runs_nothing_and_writes_nothing(cli, tmp_path, monkeypatch, w
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_matplotlib_is_said_before_minutes_of_work(cli, tmp_path, monkeypatch):
-    pytest.importorskip("nixl", exc_type=ImportError)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(measure, "Worker", None)
-    ran = cli("bench", "--plot", tmp_path / "it.svg")
-    assert ran.code == 2
-    assert 'pip install "kvferry[plot]"' in ran.err
-
-
 # -- what is said
 
 
@@ -161,9 +153,9 @@ def made_up() -> BenchReport:
     report = BenchReport(machine, {"python": "3.11"})
     for run_bytes in (4096, 65536):
         for case in next(grid([run_bytes], [1024], list(BlockOrder), 1 << 30)):
-            for rival, milli in ((Rival.DIRECT, 8), (Rival.NIXL, 4), (Rival.COPY, 1)):
+            for rival, milli in ((Rival.DIRECT, 8), (Rival.COPY, 1), ("nixl", 4)):
                 seconds = (milli * 1e-3, milli * 2e-3, milli * 0.5e-3)
-                report.times.append(RivalTimes("host-cma", case, rival, rival.value, 1024, seconds))
+                report.times.append(RivalTimes("host-cma", case, rival, str(rival), 1024, seconds))
     report.not_run.append(NotRun("cuda:0", "", "there is none"))
     return report
 
@@ -200,17 +192,6 @@ def test_the_verdict_is_the_worst():
     assert BenchReport({}, {}).verdict == "failed"  # nobody ran: nothing was shown
 
 
-def test_a_plot_names_everybody_and_is_the_same_twice(tmp_path):
-    pytest.importorskip("matplotlib")
-    for name in ("one.svg", "two.svg", "it.png"):
-        draw(made_up(), tmp_path / name)
-    text = (tmp_path / "one.svg").read_text(encoding="utf-8")
-    assert [name for name in ("kvferry, direct", "NIXL, same list", "plain copy") if name not in text] == []
-    assert "host-cma, half-consecutive" in text
-    assert text == (tmp_path / "two.svg").read_text(encoding="utf-8")
-    assert (tmp_path / "it.png").read_bytes().startswith(b"\x89PNG")
-
-
 # -- over NIXL
 
 
@@ -229,13 +210,13 @@ def test_a_quick_run(cli, tmp_path):
         assert 0 < one["min_s"] <= one["median_s"] <= one["max_s"]
         assert (one["total_bytes"], one["num_turns"]) == (1 << 20, 3)
     ways = {one["rival"]: one["way"] for one in found["times"]}
-    assert (ways["nixl"], ways["copy"]) == ("nixl", "copy")
+    assert ways["copy"] == "copy"
     assert ways["direct"] == ways["fetch"] == "direct"
     assert ways["packed"] == "packed"
     assert {one["rival"] for one in found["not_run"]} >= {"mapped"}
     assert found["checked_bytes"] == len(found["times"]) << 20
     page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
-    keys = [*found, *found["machine"], *found["times"][0], *CallTimes.__annotations__, *found["not_run"][0]]
+    keys = [*found, *found["machine"], *found["times"][0], *found["not_run"][0]]
     assert [key for key in keys if f"`{key}`" not in page] == []
 
 
@@ -244,20 +225,18 @@ def test_over_tcp_nothing_of_nixl_takes_part(cli, tmp_path):
     ran = cli("bench", "--quick", "--memory", "host", "--over", "tcp", "--runs", "64", "--json", path)
     assert (ran.code, ran.err) == (0, "")
     found = json.loads(path.read_text(encoding="utf-8"))
-    assert {one["rival"]: one["way"] for one in found["times"] if one["rival"] != "vllm"} == {
+    assert {one["rival"]: one["way"] for one in found["times"]} == {
         "packed": "packed",
         "fetch": "packed",
         "copy": "copy",
     }
-    assert {one["rival"] for one in found["not_run"]} >= {"direct", "mapped", "nixl", "nixl-one-run"}
+    assert {one["rival"] for one in found["not_run"]} >= {"direct", "mapped"}
 
 
 def test_without_nixl_the_default_way_is_measured(cli, tmp_path, monkeypatch):
-    monkeypatch.setattr(taking_part, "no_nixl", lambda: "NIXL is not installed")
-    report = taking_part.new_report()
-    assert [medium.name for medium in taking_part.asked_media(["host"], ["cma", "tcp"], report)] == [
-        "host-tcp"
-    ]
+    monkeypatch.setattr(measure, "no_nixl", lambda: "NIXL is not installed")
+    report = measure.new_report()
+    assert [medium.name for medium in measure.asked_media(["host"], ["cma", "tcp"], report)] == ["host-tcp"]
     assert report.not_run == [NotRun("host-cma", "", "NIXL is not installed")]
 
 
@@ -276,7 +255,7 @@ def test_a_run_beside_what_was_predicted(cli, tmp_path):
 
 
 SPOILED = """
-from kvferry.cli.bench.reader import BenchReader
+from kvferry.cli.bench.sides import BenchReader
 
 class Spoiled(BenchReader):
     def turn(self, rival, case, offer):
@@ -307,13 +286,13 @@ def spoil_reader(monkeypatch, folder, spoil):
 def test_a_read_that_leaves_a_cell_wrong_fails_loudly(cli, tmp_path, monkeypatch, spoil):
     pytest.importorskip("nixl", exc_type=ImportError)
     spoil_reader(monkeypatch, tmp_path, SPOILS[spoil])
-    words = "--quick --memory host --runs 64 --only direct --only nixl --only copy"
+    words = "--quick --memory host --runs 64 --only direct --only copy"
     ran = cli("bench", *words.split())
     assert ran.code == 1
     assert "WRONG" in ran.out
     told = " ".join(ran.out.split())
     assert "host-cma, direct, 64 runs of 16 KiB, scattered: " in told
-    assert "host-cma, nixl, 64" not in told
+    assert "host-cma, copy, 64" not in told
     assert "cells wrong; the first, at byte " in told
 
 
@@ -321,18 +300,18 @@ def test_a_rival_that_fails_is_named_and_others_go_on(cli, tmp_path, monkeypatch
     pytest.importorskip("nixl", exc_type=ImportError)
     spoil_reader(monkeypatch, tmp_path, 'raise RuntimeError("the dog ate it")')
     path = tmp_path / "bench.json"
-    words = "--quick --memory host --runs 64 --only direct --only nixl"
+    words = "--quick --memory host --runs 64 --only direct --only copy"
     assert cli("bench", *words.split(), "--json", path).code == 1
     found = json.loads(path.read_text(encoding="utf-8"))
     assert (found["verdict"], found["failures"]) == (
         "failed",
         ["host-cma, direct: RuntimeError: the dog ate it"],
     )
-    assert {one["rival"] for one in found["times"]} == {"nixl"}
+    assert {one["rival"] for one in found["times"]} == {"copy"}
 
 
 def test_what_is_not_there_is_named_when_nobody_asked_for_it():
-    from kvferry.cli.bench.taking_part import asked_media, asked_rivals, new_report
+    from kvferry.cli.bench.measure import asked_media, asked_rivals, new_report
 
     report = new_report()
     media = asked_media([], ["cma", "tcp"], report)

@@ -101,9 +101,9 @@ def test_a_spoilt_transfer_is_found_and_named(cli, monkeypatch, spoil):
 
 def test_a_spoilt_stride_is_found_and_named(cli, monkeypatch):
     """The lowered program steps through the source's blocks with half their stride: nothing moves."""
-    from kvferry.cli.demo import in_memory
+    from kvferry.cli.demo import moves
 
-    route = in_memory._route
+    route = moves._route
 
     def spoilt(*args):
         made = route(*args)
@@ -113,7 +113,7 @@ def test_a_spoilt_stride_is_found_and_named(cli, monkeypatch):
                 object.__setattr__(bundle, "key", spoilt_key)
         return made
 
-    monkeypatch.setattr(in_memory, "_route", spoilt)
+    monkeypatch.setattr(moves, "_route", spoilt)
     ran = cli(*QUICK)
     assert ran.code == 2
     assert "not-proved: group full: wrong-source: layers.0.attn/k: lane full -> full: " in ran.err

@@ -6,9 +6,10 @@ import sys
 
 import pytest
 
-from kvferry.cli.demo import between_processes
+from kvferry.cli.demo import moves
+from kvferry.cli.demo.engines import DemoSource
+from kvferry.cli.demo.pairs import BlockPool
 from kvferry.core.request import BlockTable
-from kvferry.testing.fleet import BlockPool, SourceFleet
 from kvferry.transport.cuda import has_cuda
 from kvferry.transport.ucx import FABRICS
 
@@ -80,17 +81,17 @@ def test_by_nixl_where_that_is_asked_for(cli, monkeypatch):
 
 @pytest.fixture
 def offers(monkeypatch):
-    """Have something done before each offer: ``offers(change)``, with the fleet, tables and tokens."""
-    offer = SourceFleet.offer
+    """Have something done before each offer: ``offers(change)``, with the source, tables and tokens."""
+    offer = DemoSource.offer
 
     def install(change):
-        def changed(fleet, request_id, tables, num_tokens):
-            return offer(fleet, request_id, change(fleet, tables, num_tokens), num_tokens)
+        def changed(source, request_id, tables, num_tokens, **options):
+            return offer(source, request_id, change(source, tables, num_tokens), num_tokens, **options)
 
-        monkeypatch.setattr(SourceFleet, "offer", changed)
+        monkeypatch.setattr(DemoSource, "offer", changed)
         return offer
 
-    monkeypatch.setattr(between_processes, "SETTLED_SECONDS", 1.0)
+    monkeypatch.setattr(moves, "SETTLED_SECONDS", 1.0)
     return install
 
 
@@ -126,7 +127,7 @@ def test_a_lease_that_is_left_is_told(cli, offers):
 
 
 def test_blocks_that_are_left_are_told(cli, monkeypatch):
-    monkeypatch.setattr(between_processes, "SETTLED_SECONDS", 1.0)
+    monkeypatch.setattr(moves, "SETTLED_SECONDS", 1.0)
     monkeypatch.setattr(BlockPool, "give_back", lambda pool, tables: None)
     ran = cli(*QUICK, *FEW, "--json")
     assert ran.code == 1
@@ -165,7 +166,7 @@ def test_without_a_gpu_that_is_said(cli):
 
 
 def test_a_pair_that_is_refused_starts_nothing(cli, monkeypatch):
-    monkeypatch.setattr(between_processes, "SourceFleet", None)
+    monkeypatch.setattr(moves, "DemoSource", None)
     ran = cli(*QUICK[:-1], "block=24,dtype=fp8", *FEW)
     assert ran.code == 1
     assert "REFUSED" in ran.out

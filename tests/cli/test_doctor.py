@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from kvferry.channel.zmq import Channel, Received
-from kvferry.cli.doctor.diagnosis import Condition
 from kvferry.cli.doctor.observe import own_address, setting_errors, settings
 from kvferry.cli.doctor.observe import secret as seen_secret
 from kvferry.cli.doctor.probe import DEVICE_SIZES, vm_error
+from kvferry.cli.doctor.seen import Condition
 from kvferry.cli.measured_link import measured_links
 from kvferry.endpoint.secret_source import SECRET, SECRET_FILE, secret_from_file
 from kvferry.transport.ucx import FABRICS

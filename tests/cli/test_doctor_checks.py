@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.cli.doctor.carrier import carrier_in
 from kvferry.cli.doctor.checks import diagnose
-from kvferry.cli.doctor.diagnosis import Condition, Level
+from kvferry.cli.doctor.probe import carrier_in
 from kvferry.cli.doctor.seen import (
+    Condition,
     Gpus,
     HostLimits,
     HostPlace,
+    Level,
     Observed,
     PeerSeen,
     ProfileSeen,

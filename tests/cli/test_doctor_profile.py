@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from kvferry.cli.doctor.probe import SIZES
-from kvferry.cli.doctor.profile import compared_profile, profile_document
+from kvferry.cli.doctor.report import compared_profile, profile_document
 from kvferry.cli.doctor.seen import ReadsSeen, TimedRead
 from kvferry.cli.measured_link import measured_links
 from kvferry.core.cost import Cost, Traffic

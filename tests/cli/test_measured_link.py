@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from kvferry.cli.bench.grid import BenchCase, BlockOrder, CacheShape
+from kvferry.cli.bench.cases import BenchCase, BlockOrder, CacheShape
 from kvferry.cli.bench.report import BenchReport, RivalTimes
-from kvferry.cli.bench.rivals import Rival
+from kvferry.cli.bench.sides import Rival
+from kvferry.cli.link_profile import Origin
 from kvferry.cli.measured_link import measured_links
 from kvferry.core.cost import Cost, Traffic
-from kvferry.core.link_profile import Origin
 from kvferry.core.way import Way
 from kvferry.errors import SpecError
 
@@ -26,7 +26,7 @@ def report(sizes=((256, 64), (256, 16384), (65536, 64), (65536, 1024))):
             seconds = cost.of(Traffic(1, num_pages, case.total_bytes)).seconds
             turns = (seconds / 2, seconds, 3 * seconds)
             found.times.append(RivalTimes(medium, case, Rival(way), way, num_pages, turns))
-            found.times.append(RivalTimes(medium, case, Rival.NIXL, "nixl", num_pages, (9.0,)))
+            found.times.append(RivalTimes(medium, case, "nixl", "nixl", num_pages, (9.0,)))
     return found.as_object()
 
 

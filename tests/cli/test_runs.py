@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 import kvferry
+from kvferry import pattern
 from kvferry.core.runs import place
 from kvferry.core.sample import Placement, sample_request
 from kvferry.models import Topology, describe
-from kvferry.testing import oracle, pattern
+from kvferry.testing import oracle
 from kvferry.testing.small import small
 from kvferry.wire import manifest_to_json, request_to_json
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvferry.cli.status import printing
-from kvferry.endpoint import Destination, SourceEngine, ask_status
+from kvferry.endpoint import Destination, SourceEngine
+from kvferry.endpoint import status as ask_status
 from kvferry.models import Topology, describe
 from kvferry.testing.small import small
 from kvferry.transport.memory import Hub, MemoryTransport, placed
@@ -58,12 +58,6 @@ def test_sources_come_first_and_a_destination_that_never_loaded_says_so(cli):
     assert "loads    nothing so far\n" in shown
     assert "in flight" not in shown
     assert "sources" not in shown
-
-
-def test_one_load_is_no_loads():
-    cost = {"seconds_per_run": 1e-6, "bytes_per_second": 1e9, "num_loads": 1}
-    (line,) = printing._costs({"direct": cost})
-    assert line.endswith("learned from 1 load")
 
 
 def test_one_engine_is_asked_by_its_file_or_its_address(cli, engine):

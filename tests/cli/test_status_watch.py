@@ -16,11 +16,18 @@ from rich.console import Console
 
 from kvferry.cli.status.asking import EngineAsker
 from kvferry.cli.status.board import board, lines
-from kvferry.cli.status.reported import ReportedSource, reported
-from kvferry.cli.status.watch import draw
-from kvferry.cli.status.watched import FORGET_SECONDS, LATE_SECONDS, WINDOW_SECONDS, Look, Watched
+from kvferry.cli.status.printing import draw
+from kvferry.cli.status.reported import (
+    FORGET_SECONDS,
+    LATE_SECONDS,
+    WINDOW_SECONDS,
+    Look,
+    ReportedSource,
+    Watched,
+    reported,
+)
 from kvferry.endpoint import SourceEngine
-from kvferry.endpoint.status_socket import open_status, read_status, sockets
+from kvferry.endpoint.status import open_status, read_status, sockets
 from kvferry.errors import SpecError
 from tests.cli.reported_engines import DESTINATION, SOURCE
 

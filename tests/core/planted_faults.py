@@ -14,7 +14,7 @@ from kvferry.core.digest import DigestSide, differences, digest_parts
 from kvferry.core.digest_keys import Words
 from kvferry.core.sample import Placement, sample_request
 from kvferry.models import Topology, describe
-from kvferry.testing.pattern import Site, site
+from kvferry.pattern import Site, site
 from kvferry.testing.small import small
 
 Memory = dict[str, np.ndarray]

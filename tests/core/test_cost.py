@@ -7,18 +7,6 @@ from hypothesis import strategies as st
 
 from kvferry import Product, Runs, SpecError, Term
 from kvferry.core.cost import NO_TRAFFIC, Cost, CostTerm, Traffic
-from kvferry.core.link_profile import (
-    LINK_PROFILES,
-    RDMA_400,
-    SAME_GPU,
-    SAME_GPU_DIRECT,
-    Origin,
-    first_guess,
-    link_profile,
-)
-from kvferry.core.way import Way
-
-MIB = 1 << 20
 
 
 def product(num_bytes, at=0, num_pairs=4):
@@ -82,71 +70,6 @@ def test_narrow_words_cost_more_where_words_are_moved():
     traffic = Traffic(1, 1, 1600, num_words=200)
     assert Cost(0, 0, 1e9).of(traffic).seconds == pytest.approx(1600e-9)
     assert Cost(0, 0, 1e9, is_by_words=True).of(traffic).seconds == pytest.approx(3200e-9)
-
-
-PACKED_RUN_BYTES = (256, 512, 2048, 16384, 131_072, MIB)
-# What docs/performance.md has: traffic, seconds.
-MEASURED = {
-    SAME_GPU: [
-        (Traffic(1, 32_768, 512 * MIB), 801e-6),
-        (Traffic(1, 1_048_576, 512 * MIB), 954e-6),
-        (Traffic(1, 2_097_152, 512 * MIB), 1040e-6),
-        (Traffic(1, 131_072, 512 * MIB), 740e-6),
-        (Traffic(1, 512, 512 * MIB), 707e-6),
-        (Traffic(1, 8192, 128 * MIB), 221e-6),
-        (Traffic(1, 524_288, 524_288_000, num_words=65_536_000), 1769e-6),
-        (Traffic(1, 128, 2 * MIB), 105e-6),
-    ],
-    SAME_GPU_DIRECT: [
-        (Traffic(1, 32_768, 512 * MIB), 108e-3),  # 92 to 124
-        (Traffic(1, 131_072, 512 * MIB), 377e-3),
-        (Traffic(1, 512, 512 * MIB), 3.5e-3),
-        (Traffic(1, 8192, 128 * MIB), 29.6e-3),
-        (Traffic(1, 128, 2 * MIB), 1.1e-3),
-    ],
-}
-
-
-@pytest.mark.parametrize("profile", MEASURED, ids=lambda profile: profile.name)
-def test_a_measured_profile_tells_what_was_measured(profile):
-    """Within a quarter; 30 % is what people may count on."""
-    for traffic, seconds in MEASURED[profile]:
-        assert profile.cost.of(traffic).seconds == pytest.approx(seconds, rel=0.25)
-
-
-def test_the_prediction_for_rdma_is_the_published_share_of_the_line_rate():
-    runs = Traffic(1, 100_000, 100_000 * 16384)
-    assert runs.num_bytes / RDMA_400.cost.of(runs).seconds / 50e9 == pytest.approx(0.18, abs=0.01)
-
-
-def test_every_profile_says_where_its_numbers_come_from():
-    assert {each.name for each in LINK_PROFILES if each.origin is Origin.PREDICTED} == {"nvlink", "400Gb"}
-    for each in LINK_PROFILES:
-        assert ("benchmarks/" in each.source) is (each.origin is Origin.MEASURED)
-        assert each.source
-
-
-def test_an_unknown_link_is_refused_with_the_known_ones():
-    assert link_profile("same-gpu") is SAME_GPU
-    with pytest.raises(SpecError, match="no link profile 'wifi'; there are host-cma, tcp-stream, same-gpu"):
-        link_profile("wifi")
-
-
-@pytest.mark.parametrize("is_on_device", [False, True])
-@pytest.mark.parametrize("way", Way)
-def test_there_is_a_first_guess_for_every_way(way, is_on_device):
-    assert first_guess(way, is_on_device=is_on_device).way is way
-
-
-# -- choosing
-
-
-def test_on_one_device_the_kernel_is_always_cheaper():
-    """As the way is chosen today, when two ranks meet: a choice per load would say the same."""
-    for num_bytes in (4096, MIB, 1024 * MIB):
-        for num_runs in (1, num_bytes // 512):
-            traffic = Traffic(1, num_runs, num_bytes)
-            assert SAME_GPU.cost.of(traffic).seconds < SAME_GPU_DIRECT.cost.of(traffic).seconds
 
 
 costs = st.builds(Cost, st.floats(0, 1e-3), st.floats(0, 1e-4), st.floats(1e8, 1e13))

@@ -516,7 +516,7 @@ def _nurse(address: str, device: Device) -> None:
 
 def _make(family: str, directory: str) -> int:
     """In a fork, so that what is forked later starts clean."""
-    from kvferry.testing.vllm import tiny
+    from tests.support.vllm import tiny
 
     pid = os.fork()
     if pid:

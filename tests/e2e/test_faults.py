@@ -31,15 +31,15 @@ from tests.e2e.needs import needs_vllm
 
 pytestmark = [pytest.mark.slow, *needs_vllm]
 
-LEASE, MEET, READ = 4.0, 4.0, 20.0
+LEASE = 4.0
 FAILED = "failed"
 TICKET = "kvferry_ticket"
 _seeds = count(100)
 
 
 def connector(policy: str, **extra) -> dict:
-    """Short waits, so that tests are."""
-    extra = {"lease_seconds": LEASE, "meet_seconds": MEET, "read_seconds": READ, **extra}
+    """Short leases, so that tests are."""
+    extra = {"lease_seconds": LEASE, **extra}
     return {**KVFERRY, "kv_load_failure_policy": policy, "kv_connector_extra_config": extra}
 
 
@@ -344,7 +344,7 @@ def test_the_prefill_engine_dies_during_the_read(yard, slow_pair):
     src.kill()
     outcome = FAILED
     with suppress(EngineError):
-        answer = begun.result(READ + 30)
+        answer = begun.result(50)
         outcome = FAILED if answer.finish_reason == "error" else answer.tokens
     assert outcome == (FAILED if yard.policy == "fail" else yard.expected(prompt))
     until(lambda: dst.num_free_blocks() == free, "its blocks are back", seconds=LEASE + in_time())
@@ -364,7 +364,7 @@ def test_the_prefill_engine_sleeps_for_longer_than_its_lease(yard, slow_pair):
     assert dst.ask(other).tokens == yard.expected(other), "others are not delayed"
     outcome = FAILED
     with suppress(EngineError):
-        answer = begun.result(READ + 30)
+        answer = begun.result(50)
         outcome = FAILED if answer.finish_reason == "error" else answer.tokens
     assert outcome == (FAILED if yard.policy == "fail" else yard.expected(prompt))
     time.sleep(2 * LEASE)

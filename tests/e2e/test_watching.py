@@ -42,9 +42,7 @@ def test_a_pair_can_be_watched_and_compared(nursery, tmp_path):
     assert dst.num_loads() == 2 * len(PROMPTS), "one record per rank and request"
     lines = [line for line in dst.log.read_text().splitlines() if "kvferry: load of " in line]
     assert len(lines) == 2 * len(PROMPTS)
-    account = re.compile(
-        r" at tcp://\S+: [\d,]+ bytes in [\d,]+ runs from 1 rank, packed, in [\d.]+ ms \(predicted [\d.]+\);"
-    )
+    account = re.compile(r" at tcp://\S+: [\d,]+ bytes in [\d,]+ runs from 1 rank, packed, in [\d.]+ ms;")
     assert all(account.search(line) for line in lines)
     assert 0 < src.num_offers() <= len(PROMPTS), "what the scheduler counts comes to the front end, too"
     (address,) = set(re.findall(r"requests can be fetched from (\S+)", src.log.read_text()))

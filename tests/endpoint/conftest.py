@@ -14,8 +14,8 @@ from kvferry.core.sample import sample_request
 from kvferry.core.span import Span
 from kvferry.endpoint import Destination, SourceEngine, SourceRank
 from kvferry.models import Topology, describe
+from kvferry.pattern import check_rank, fill_rank
 from kvferry.runtime import Report
-from kvferry.testing.pattern import check_rank, fill_rank
 from kvferry.testing.small import small
 from kvferry.transport.memory import Hub, MemoryTransport, placed
 from kvferry.wire.trust import Trust

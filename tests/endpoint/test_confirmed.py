@@ -9,9 +9,9 @@ import time
 from kvferry.channel import Channel
 from kvferry.endpoint.edges import Edges
 from kvferry.runtime import Timing
-from kvferry.testing.faults import Faults
 from kvferry.transport.memory import Hub
 from kvferry.wire.messages import TOKEN_BYTES, Outcome, Settle, encode
+from tests.support.faults import Faults
 
 
 def until(is_so, seconds=20.0):

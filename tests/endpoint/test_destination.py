@@ -7,16 +7,13 @@ from dataclasses import replace
 import pytest
 
 from kvferry import SpecError
-from kvferry.core.cost import Traffic
-from kvferry.core.link_profile import ONE_PROCESS
 from kvferry.endpoint import Destination
 from kvferry.errors import TransportError
 from kvferry.models import Topology, describe
 from kvferry.runtime import FailureCode, Timing
-from kvferry.runtime.learned_cost import LearnedCost
-from kvferry.testing.faults import Faults
 from kvferry.testing.small import small
 from kvferry.transport.memory import Hub, MemoryTransport
+from tests.support.faults import Faults
 
 
 def until(is_so, seconds=20.0):
@@ -51,41 +48,6 @@ def test_a_fetch_says_where_its_time_went(pair_of):
     assert record.num_runs > 0
     num_cells, num_wrong = pair.check()
     assert (num_cells > 0, num_wrong) == (True, 0)
-
-
-def test_a_fetch_is_told_what_it_will_take_and_its_peer_is_learned(pair_of):
-    """The first prediction is what is usual for the way; the second one is what the first load took."""
-    pair = pair_of()
-    first = fetched(pair).record
-    usual = ONE_PROCESS.cost.of(Traffic(first.num_sources, first.num_runs, first.num_bytes))
-    assert first.predicted_seconds == usual.seconds
-    ((ways,),) = [pair.destination.status()["costs"].values()]
-    assert ways["memory"]["num_loads"] == 1
-    learned = LearnedCost(ONE_PROCESS.cost)
-    learned.learn(usual.traffic, first.move_seconds)
-    assert ways["memory"]["seconds_per_read"] == learned.cost.seconds_per_read
-    second = fetched(pair).record
-    assert second.predicted_seconds == learned.predict(usual.traffic).seconds
-
-
-def test_a_fetch_that_fails_teaches_nothing(pair_of):
-    pair = pair_of(transport=NoClearing)
-    report = fetched(pair)
-    assert report.failure is not None
-    assert report.record.predicted_seconds > 0
-    assert [ways["memory"]["num_loads"] for ways in pair.destination.status()["costs"].values()] == [0]
-
-
-def test_what_was_learned_of_a_peer_goes_with_it(pair_of, monkeypatch):
-    monkeypatch.setattr("kvferry.runtime.Reader.MAX_PEERS", 1)
-    hub = Hub()
-    pair, other = pair_of(hub=hub), pair_of(hub=hub)
-    assert fetched(pair).failure is None
-    (first,) = pair.destination.status()["costs"]
-    handle = pair.fetch(other.offer())
-    assert pair.reports()[handle].failure is None
-    (second,) = pair.destination.status()["costs"]
-    assert first != second
 
 
 def test_slack_that_cannot_be_cleared_fails_the_fetch(pair_of):

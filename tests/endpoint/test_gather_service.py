@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from kvferry.channel import Received
+from kvferry.cli.processes import OpenGuard
 from kvferry.core.manifest import Region
 from kvferry.core.owned import BlockBytes
 from kvferry.endpoint.edges import ControlChannel
-from kvferry.endpoint.gather_service import GatherService
+from kvferry.endpoint.gathering import GatherService
 from kvferry.errors import SpecError, TransportError
 from kvferry.runtime.ticket_guard import Admitted, GatherRefusal, Refusal, TicketGuard
-from kvferry.testing.packed import OpenGuard
 from kvferry.transport.pack import HostChunkCopier
 from kvferry.transport.places import Places
 from kvferry.transport.stream_frames import HEAD, HELLO, MAGIC, TAIL

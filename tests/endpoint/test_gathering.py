@@ -12,7 +12,7 @@ from kvferry.core.product import Term
 from kvferry.core.runs import Runs
 from kvferry.endpoint import Destination, SourceEngine, SourceRank
 from kvferry.endpoint.edges import open_channel
-from kvferry.endpoint.gather_calls import GatherCalls
+from kvferry.endpoint.gathering import GatherCalls
 from kvferry.transport import pack as chunk_copier
 from kvferry.transport.cards import Card, GatherPoint
 from kvferry.transport.nixl import NixlTransport

@@ -9,8 +9,7 @@ from collections import deque
 import pytest
 
 from kvferry.endpoint import SourceEngine
-from kvferry.endpoint.edges import Edges
-from kvferry.endpoint.lease_board import NO_MARK, NUM_MARKS, LeaseBoard, is_shown, make_board
+from kvferry.endpoint.edges import NO_MARK, NUM_MARKS, Edges, LeaseBoard, is_shown, make_board
 from kvferry.wire.messages import MARK_BYTES
 from kvferry.wire.outline import join_of
 from tests.endpoint.test_confirmed import until
@@ -51,7 +50,7 @@ def test_a_closed_board_shows_nothing():
 
 
 SHOW = """
-from kvferry.endpoint.lease_board import LeaseBoard
+from kvferry.endpoint.edges import LeaseBoard
 board = LeaseBoard()
 board.show(1, b"m" * 16)
 print(board.place, flush=True)

@@ -10,14 +10,14 @@ import pytest
 from kvferry import Span, SpecError, plan
 from kvferry.core.digest import digest_parts
 from kvferry.core.sample import sample_request
-from kvferry.endpoint import Destination, SourceEngine, SourceRank, digest_memory, load_digest
+from kvferry.endpoint import Destination, SourceEngine, SourceRank, load_digest
+from kvferry.endpoint import load_digest as digest_memory
 from kvferry.endpoint.load_digest import LoadDigest, NotWanted, answer_digest, check_digest_every
-from kvferry.endpoint.load_log import LoadLog
+from kvferry.endpoint.logs import LoadLog
 from kvferry.errors import TransportError
 from kvferry.models import Topology, describe
+from kvferry.pattern import fill_rank
 from kvferry.runtime import FailureCode
-from kvferry.testing.faults import Faults
-from kvferry.testing.pattern import fill_rank
 from kvferry.testing.small import small
 from kvferry.transport.memory import Hub, MemoryTransport, placed
 from kvferry.wire.digest import question_to_msgpack
@@ -25,6 +25,7 @@ from kvferry.wire.messages import DigestTask
 from kvferry.wire.outline import join_of
 from kvferry.wire.ticket import TableDoc
 from tests.endpoint.conftest import IDENTITY
+from tests.support.faults import Faults
 
 
 def fetched(pair, **kwargs):

@@ -1,6 +1,7 @@
 """What an operator sees of loads and leases: lines of the log, and metrics."""
 
 import logging
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +12,14 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from kvferry.endpoint.load_log import LoadLog, log_line
+from kvferry.endpoint.logs import LoadLog, log_line
+from kvferry.endpoint.metric_table import METRICS, UNCACHED_BLOCKS, MetricKind
 from kvferry.endpoint.metrics import EngineMetrics
 from kvferry.runtime import Failure, FailureCode, Report, Timing
 from kvferry.runtime.figures import Figures
-from kvferry.runtime.metric_table import METRICS, UNCACHED_BLOCKS, MetricKind
 from kvferry.runtime.values import Record
-from kvferry.testing.faults import Faults
 from kvferry.transport.memory import Hub
+from tests.support.faults import Faults
 
 RECORD = Record(
     "request-1",
@@ -28,7 +29,6 @@ RECORD = Record(
     num_sources=2,
     move_seconds=0.25,
     confirm_seconds=0.01,
-    predicted_seconds=0.2,
     total_seconds=0.3,
     way="direct",
     outcome="read",
@@ -55,7 +55,7 @@ def until(condition, seconds=30.0):
 def test_the_line_of_a_good_load():
     assert log_line(Report(1, None, RECORD)) == (
         "load of request-1 from prefill at tcp://10.0.0.7:5555: 4,096 bytes in 3 runs from 2 ranks, direct,"
-        " in 250.0 ms (predicted 200.0); 300.0 ms in all"
+        " in 250.0 ms; 300.0 ms in all"
     )
 
 
@@ -66,7 +66,7 @@ def test_the_line_of_a_failed_load_says_first_that_it_failed():
         "load of request-1 from prefill at tcp://10.0.0.7:5555 failed: no-answer: prefill was not met within"
         " 10 s; nothing was read; 300.0 ms in all"
     )
-    one = replace(RECORD, num_bytes=1, num_runs=1, num_sources=1, predicted_seconds=0.0)
+    one = replace(RECORD, num_bytes=1, num_runs=1, num_sources=1)
     assert "; 1 byte in 1 run from 1 rank, direct, in 250.0 ms, and does not count;" in log_line(
         Report(1, LOST, one)
     )
@@ -137,14 +137,8 @@ def test_a_good_load_is_counted(registry):
     assert sample("kvferry_loaded_runs_total") == 3
     assert sample("kvferry_load_bytes_sum") == 4096
     assert sample("kvferry_load_runs_sum") == 3
-    for part, seconds in (("move", 0.25), ("predicted", 0.2), ("confirm", 0.01), ("total", 0.3)):
+    for part, seconds in (("move", 0.25), ("confirm", 0.01), ("total", 0.3)):
         assert sample("kvferry_load_seconds_sum", {"part": part}) == seconds
-    assert sample("kvferry_load_move_ratio_sum") == 1.25
-
-
-def test_what_was_not_predicted_is_not_compared(registry):
-    EngineMetrics(registry).count(Report(1, None, replace(RECORD, predicted_seconds=0.0)))
-    assert registry.get_sample_value("kvferry_load_move_ratio_count") == 0
 
 
 def test_a_failed_load_counts_no_bytes(registry):
@@ -152,7 +146,6 @@ def test_a_failed_load_counts_no_bytes(registry):
     EngineMetrics(registry).count(Report(1, Failure(FailureCode.LEASE_ENDED), record))
     assert registry.get_sample_value("kvferry_loads_total", {"outcome": "lease-ended", "way": "none"}) == 1
     assert registry.get_sample_value("kvferry_loaded_bytes_total") == 0
-    assert registry.get_sample_value("kvferry_load_move_ratio_count") == 0
 
 
 def test_gauges_of_several_ranks_add_up(registry):
@@ -262,3 +255,12 @@ def test_no_metric_has_a_name_that_prometheus_would_change():
         assert metric.name.startswith("kvferry_")
         assert not metric.name.endswith(("_total", "_count", "_sum", "_bucket", "_created"))
         assert not metric.help.endswith(".")
+
+
+def test_machines_count_by_names_that_the_table_has():
+    folder = Path(__file__).parents[2] / "src" / "kvferry" / "runtime"
+    named = {
+        name for path in folder.glob("*.py") for name in re.findall(r'"(kvferry_\w+)"', path.read_text())
+    }
+    assert len(named) == 14
+    assert named <= METRICS.keys()

@@ -9,8 +9,8 @@ import pytest
 from kvferry.channel import Channel
 from kvferry.endpoint import owner as owner_module
 from kvferry.endpoint.channel_thread import ChannelThread
+from kvferry.endpoint.edges import WorkerThreads
 from kvferry.endpoint.owner import MANY_BYTES, MAX_AT_ONCE, Owner
-from kvferry.endpoint.workers import WorkerThreads
 from kvferry.errors import KVFerryError, SpecError
 
 
@@ -157,7 +157,7 @@ def test_workers_close_in_time_and_start_nothing_more():
 
 
 def test_idle_threads_end(monkeypatch):
-    monkeypatch.setattr("kvferry.endpoint.workers.IDLE_SECONDS", 0.05)
+    monkeypatch.setattr("kvferry.endpoint.edges.IDLE_SECONDS", 0.05)
     workers, done = WorkerThreads("idler"), threading.Semaphore(0)
     for _ in range(2):
         workers.submit("key", done.release)

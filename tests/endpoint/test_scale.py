@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.endpoint import Destination, SourceEngine, shared_plans
+from kvferry.endpoint import Destination, SourceEngine
+from kvferry.endpoint import meeting as shared_plans
 from kvferry.models import Topology, describe, model_named
 from kvferry.transport.memory import Hub, MemoryTransport
 from kvferry.wire.outline import join_of

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.core.request import BlockTable
-from kvferry.endpoint.selecting import QUICK_BLOCKS, SELECTIONS, Selecting
+from kvferry.endpoint.posted_reads import QUICK_BLOCKS, SELECTIONS, Selecting
 from kvferry.runtime.values import Fetch
 
 

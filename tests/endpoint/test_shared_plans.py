@@ -11,10 +11,10 @@ import pytest
 from kvferry.core.sample import sample_request
 from kvferry.core.span import Span
 from kvferry.endpoint import Destination, SourceEngine, SourceRank
-from kvferry.endpoint.shared_plans import MadeOnce
+from kvferry.endpoint.meeting import MadeOnce
 from kvferry.models import Topology, describe
+from kvferry.pattern import check_rank, fill_rank
 from kvferry.runtime import FailureCode
-from kvferry.testing.pattern import check_rank, fill_rank
 from kvferry.testing.small import small
 from kvferry.transport.memory import Hub, MemoryTransport, placed
 from tests.endpoint.conftest import IDENTITY

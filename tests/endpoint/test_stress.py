@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry
 
 from kvferry.endpoint.metrics import EngineMetrics
 from kvferry.runtime import Timing
-from kvferry.testing.faults import Faults
 from kvferry.transport.memory import Hub
+from tests.support.faults import Faults
 
 NUM_CALLERS = 32
 MOST_UNDER_WAY = 400

@@ -13,8 +13,8 @@ import zmq
 
 from kvferry.endpoint import SourceEngine
 from kvferry.endpoint.edges import Edges
+from kvferry.endpoint.invitation import this_host
 from kvferry.endpoint.secret_source import secret_from_environment, secret_from_file
-from kvferry.endpoint.this_host import this_host
 from kvferry.errors import SpecError
 from kvferry.runtime import FailureCode
 from kvferry.wire.messages import PROTOCOL, Join, RankDescription, decode_from_authority, encode
@@ -58,7 +58,7 @@ def test_this_host_is_the_boot_and_the_network_namespace():
     assert len(boot) == 36
     assert int(namespace) == os.stat("/proc/self/ns/net").st_ino
     again = subprocess.run(
-        [sys.executable, "-c", "from kvferry.endpoint.this_host import this_host; print(this_host())"],
+        [sys.executable, "-c", "from kvferry.endpoint.invitation import this_host; print(this_host())"],
         capture_output=True,
         text=True,
         check=True,

@@ -9,14 +9,14 @@ import pytest
 
 from kvferry.models import Topology, describe, model_from_config
 from kvferry.runtime import Timing
-from kvferry.testing.fleet import (
+from kvferry.transport.ucx import FABRICS
+from tests.support.fleet import (
     DestinationAccount,
     DestinationFleet,
     SourceAccount,
     SourceFleet,
     until,
 )
-from kvferry.transport.ucx import FABRICS
 
 TCP = FABRICS["tcp"]
 TIMING = Timing(lease=2.5, meet=4, read=6, retry=0.2)

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from kvferry.runtime import Timing
-from kvferry.testing.fleet import until
+from tests.support.fleet import until
 
 TIMING = Timing(lease=30, meet=20, read=30)
 """By default where it matters here; ``meet`` is longer than an engine is busy in these tests."""

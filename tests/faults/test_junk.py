@@ -8,7 +8,6 @@ import msgspec
 import pytest
 import zmq
 
-from kvferry.testing.fleet import until
 from kvferry.wire.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL,
@@ -19,6 +18,7 @@ from kvferry.wire.messages import (
     Renew,
     encode,
 )
+from tests.support.fleet import until
 
 TLS_HELLO = bytes.fromhex("16030100c8010000c40303") + bytes(range(32)) + bytes(160)
 NUM_EACH = 50

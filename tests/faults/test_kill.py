@@ -6,8 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry.testing.fleet import until
 from kvferry.transport.ucx import FABRICS
+from tests.support.fleet import until
 
 BIG = 2048
 """Tokens: 32 MiB, a read of some 50 ms."""

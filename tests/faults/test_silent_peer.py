@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 
-from kvferry.testing.fleet import until
+from tests.support.fleet import until
 
 NUM_REQUESTS = 40
 ROUNDS = 6

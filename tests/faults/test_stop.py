@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.testing.fleet import until
 from tests.faults.conftest import TIMING
+from tests.support.fleet import until
 
 BIG = 2048
 

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from kvferry.errors import SpecError
-from kvferry.testing.fleet import until
 from kvferry.wire.ticket import from_text, to_text
+from tests.support.fleet import until
 
 
 def flipped(ticket):

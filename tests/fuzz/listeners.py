@@ -549,7 +549,7 @@ def _proxy(stack: ExitStack) -> tuple[Any, Try]:
 
 def _status(stack: ExitStack) -> tuple[Any, Try]:
     world, _ = _engine(stack, is_secret=True)
-    from kvferry.endpoint.status_socket import read_status, sockets
+    from kvferry.endpoint.status import read_status, sockets
 
     (path,) = (path for path in sockets() if f"-{world.source.pid}-" in path.name)
     return world, UnixFuzz(str(path), lambda: "error" not in read_status(path))

@@ -27,7 +27,7 @@ from tests.gpu.cases import LOOK_AT_MEMORY, Fault, FaultCase
 from tests.gpu.engines import Engines, close_all, warm_up
 from tests.gpu.pairs import Wrong
 
-LEASE, MEET, READ = 30.0, 10.0, 20.0
+LEASE = 30.0
 SHORT_LEASE = 4.0
 """Where its end is what is tried."""
 FAILED = "failed"
@@ -51,7 +51,7 @@ wait for no step, and are under way together."""
 
 
 def _connector(port: int, lease: float) -> dict[str, Any]:
-    seconds = {"lease_seconds": lease, "meet_seconds": MEET, "read_seconds": READ}
+    seconds = {"lease_seconds": lease}
     listen = {"listen": f"tcp://127.0.0.1:{port}"} if port else {}
     return {**KVFERRY, "kv_load_failure_policy": "fail", "kv_connector_extra_config": {**seconds, **listen}}
 

@@ -174,7 +174,7 @@ def _places(
     engines: Engines, case: ServeCase, max_tokens: int
 ) -> Iterator[tuple[dict[str, Place], dict[str, str]]]:
     """Servers of each connector, all at once; and why one of them has none. Ours must serve."""
-    from kvferry.testing.vllm.tiny import byte_tokenizer
+    from tests.support.vllm.tiny import byte_tokenizer
 
     is_cpu = engines.device.name == "cpu"
     model = engines.sized(case.model, max_tokens)

@@ -78,7 +78,7 @@ def test_the_pairs_that_issue_asks_for():
 
 
 def test_every_family_can_be_made():
-    from kvferry.testing.vllm.tiny import FAMILIES
+    from tests.support.vllm.tiny import FAMILIES
 
     drafting = {case.src.draft.split(":")[-1] for case in PAIRS if case.src.draft}
     tiny = {case.family for case in (*PAIRS, *REUSES)}
@@ -275,7 +275,7 @@ def test_an_engine_that_is_asked_twice_gets_other_blocks():
 
 
 def test_on_a_gpu_another_model_has_the_widths_of_its_kernels(tmp_path):
-    from kvferry.testing.vllm.tiny import FAMILIES
+    from tests.support.vllm.tiny import FAMILIES
 
     made: Any = SimpleNamespace(make=lambda family: tmp_path / family)
     for device, name in ((CPU, "deepseek_v3"), (CUDA, "deepseek_v3-wide")):

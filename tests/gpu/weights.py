@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 WIDTH = 1.28
-"""Standard deviation times the square root of a matrix's inputs: as in ``kvferry.testing.vllm.tiny``."""
+"""Standard deviation times the square root of a matrix's inputs: as in ``tests.support.vllm.tiny``."""
 
 
 class Wide:

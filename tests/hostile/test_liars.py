@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.channel import Channel
 from kvferry.errors import ChannelError
-from kvferry.runtime.admission import refusal
+from kvferry.runtime.failure import refusal
 from kvferry.wire.ticket import Ticket
 from kvferry.wire.trust import Trust
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from kvferry import BlockTable, Identity, Manifest, Span
+from kvferry.cli.demo.pairs import BlockPool
 from kvferry.core.request import need_of
 from kvferry.core.span import Spans
 from kvferry.endpoint import Destination, SourceEngine, SourceRank
+from kvferry.pattern import check_rank, fill_rank
 from kvferry.runtime import Timing
-from kvferry.testing.fleet.pool import BlockPool
-from kvferry.testing.pattern import check_rank, fill_rank
 from kvferry.transport import Transport
 from kvferry.transport.memory import placed
 from kvferry.wire.ticket import Ticket

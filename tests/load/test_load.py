@@ -11,7 +11,8 @@ import pytest
 
 from kvferry.models import Topology, describe
 from kvferry.runtime import Timing
-from kvferry.testing.fleet import (
+from kvferry.testing.small import small
+from tests.support.fleet import (
     DestinationAccount,
     DestinationFleet,
     SourceAccount,
@@ -20,7 +21,6 @@ from kvferry.testing.fleet import (
     call_all,
     until,
 )
-from kvferry.testing.small import small
 
 ENV = {
     # One heap, which can be trimmed: Python's own holds on to a MiB for the sake of one object, and a heap

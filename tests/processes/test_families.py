@@ -13,8 +13,8 @@ from kvferry.core.span import Span
 from kvferry.core.state import Addressing
 from kvferry.models import Topology, describe
 from kvferry.runtime import Released, Timing
-from kvferry.testing.fleet import BlockPool, DestinationFleet, ProcessPool, SourceFleet, call_all
 from kvferry.testing.small import FAMILIES, small
+from tests.support.fleet import BlockPool, DestinationFleet, ProcessPool, SourceFleet, call_all
 
 pytest.importorskip("nixl", exc_type=ImportError)
 

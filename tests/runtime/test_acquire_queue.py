@@ -3,7 +3,7 @@
 import pytest
 
 from kvferry.runtime import Fetch, Reader, Report, Timing
-from kvferry.runtime.acquire_queue import AcquireQueue
+from kvferry.runtime.fetch_job import AcquireQueue
 from kvferry.runtime.values import Send
 from kvferry.wire.messages import Acquire, Denial, Grant, Renew
 from kvferry.wire.ticket import Ticket

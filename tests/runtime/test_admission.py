@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from kvferry.runtime import FailureCode
-from kvferry.runtime.admission import refusal, text_refusal
+from kvferry.runtime.failure import refusal, text_refusal
 from kvferry.wire.secret import Secret
 from kvferry.wire.ticket import TableDoc, Ticket, from_text, is_sealed, is_text_sealed, seal, sign, to_text
 from kvferry.wire.trust import Trust

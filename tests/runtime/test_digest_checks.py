@@ -8,7 +8,7 @@ from kvferry.core.digest import DigestPart, TakenDigest
 from kvferry.core.span import Span
 from kvferry.models import Topology, describe
 from kvferry.runtime import Failure, FailureCode, Reader, Report
-from kvferry.runtime.digest_relay import DigestRelay
+from kvferry.runtime.digest_checks import DigestRelay
 from kvferry.runtime.lease import Lease
 from kvferry.runtime.values import Send, TakeDigest
 from kvferry.testing.small import small

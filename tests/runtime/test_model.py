@@ -345,7 +345,7 @@ class World(RuleBasedStateMachine):
         return [
             job
             for rank in self.ranks
-            for job in rank.reader._fetches.by_handle.values()
+            for job in rank.reader.fetches.by_handle.values()
             if rank.fetched[job.handle][0] is offer
             and job.covered_until > self.clock(rank)
             and job.phase in (Phase.SELECTING, Phase.READING, Phase.CHECKING)
@@ -373,14 +373,14 @@ class World(RuleBasedStateMachine):
                 case LookUp():
                     is_live = effect.board == f"board {self.generation}"
                     if is_live and self.board.get(effect.ticket_id) == effect.mark:
-                        self.of_reader(rank, rank.reader.stood(self.clock(rank), effect.handle))
+                        self.of_reader(rank, rank.reader.fetches.stood(self.clock(rank), effect.handle))
                 case Cancel():
                     rank.reads[effect.transfer].is_cancelled = True
                 case Drop():
                     assert effect.peer not in rank.at_work_for, "dropped while being built"
                     rank.connected.discard(effect.peer)
                 case HangUp():
-                    called = {job.peer.authority for job in rank.reader._fetches.by_handle.values()}
+                    called = {job.peer.authority for job in rank.reader.fetches.by_handle.values()}
                     is_anew = any(isinstance(e, Send) and e.to == effect.address for e in effects)
                     assert is_anew or effect.address not in called, "hung up on somebody who is needed"
                 case Report():
@@ -394,7 +394,7 @@ class World(RuleBasedStateMachine):
         rank.builds.append(build)
 
     def on_post(self, rank, post):
-        handle = rank.reader._fetches.transfers[post.clear]
+        handle = rank.reader.fetches.transfers[post.clear]
         offer, fetched_at = rank.fetched[handle]
         assert offer is not None, "a forged ticket led to a read"
         generation = offer.ticket.generation
@@ -421,7 +421,7 @@ class World(RuleBasedStateMachine):
             assert is_wrong or report.failure.code is not FailureCode.DIGEST_DIFFERS, "a false alarm"
             return
         assert not (is_wrong and report.record.digest), "wrong bytes were reported as good"
-        every = rank.reader._fetches.checks._every
+        every = rank.reader.fetches.checks._every
         has_read = any(read.src_rank >= 0 for read in reads)
         assert every != 1 or not has_read or report.record.digest == "equal", "it was not checked"
         offer = rank.fetched[handle][0]
@@ -600,8 +600,8 @@ class World(RuleBasedStateMachine):
     @rule(engine=index, which=index, num_ranks=st.integers(1, 3))
     def abort(self, engine, which, num_ranks):
         for rank in self.engine(engine)[:num_ranks]:
-            if rank.reader._fetches.by_handle:
-                handles = list(rank.reader._fetches.by_handle)
+            if rank.reader.fetches.by_handle:
+                handles = list(rank.reader.fetches.by_handle)
                 handle = handles[which % len(handles)]
                 self.of_reader(rank, rank.reader.abort(self.clock(rank), handle))
 
@@ -635,7 +635,7 @@ class World(RuleBasedStateMachine):
         rank.finds.remove(find)
         if is_good:
             rank.found[find.peer] = set(ranks)
-            self.of_reader(rank, rank.reader.found(self.clock(rank), find.peer, ranks))
+            self.of_reader(rank, rank.reader.meetings.found(self.clock(rank), find.peer, ranks))
         else:
             failure = Failure(FailureCode.BAD_MANIFEST, "an outline that makes no sense")
             self.of_reader(rank, rank.reader.not_built(self.clock(rank), find.peer, failure))
@@ -682,13 +682,13 @@ class World(RuleBasedStateMachine):
         handle, now = wanted.handle, self.clock(rank)
         reads = [read for read in rank.reads.values() if read.handle == handle and read.src_rank >= 0]
         questions = {read.src_rank: b"question" for read in reads}
-        self.of_reader(rank, rank.reader.digest_asked(now, handle, questions))
+        self.of_reader(rank, rank.reader.fetches.digest_asked(now, handle, questions))
         if is_good:
             ours = OurDigest(frozenset(read.src_rank for read in reads if read.is_wrong))
-            self.of_reader(rank, rank.reader.digest_taken(now, handle, ours))
+            self.of_reader(rank, rank.reader.fetches.digest_taken(now, handle, ours))
         else:
             failure = Failure(FailureCode.NO_DIGEST, "memory that cannot be digested")
-            self.of_reader(rank, rank.reader.not_digested(now, handle, failure))
+            self.of_reader(rank, rank.reader.fetches.not_digested(now, handle, failure))
 
     def under_way(self, rank):
         reads = [read for read in rank.reads.values() if not (read.has_ended or read.is_stuck)]
@@ -731,8 +731,8 @@ class World(RuleBasedStateMachine):
 
     def do_poll(self, rank, repeat=0):
         for transfer, read in list(rank.reads.items()):
-            if read.has_ended and (repeat or transfer in rank.reader._fetches.transfers):
-                self.of_reader(rank, rank.reader.ended(self.clock(rank), transfer, read.error))
+            if read.has_ended and (repeat or transfer in rank.reader.fetches.transfers):
+                self.of_reader(rank, rank.reader.fetches.ended(self.clock(rank), transfer, read.error))
 
     # -- the network ------------------------------------------------------------------------------
 
@@ -805,7 +805,7 @@ class World(RuleBasedStateMachine):
     @rule(which=index, outcome=st.sampled_from(Outcome), is_delivered=st.booleans())
     def forge(self, which, outcome, is_delivered):
         """Somebody knows every name and number of a fetch that is under way, but not its token."""
-        rank, job = self.pick(lambda rank: list(rank.reader._fetches.by_handle.values()), which)
+        rank, job = self.pick(lambda rank: list(rank.reader.fetches.by_handle.values()), which)
         if job is None:
             return
         who = job.ticket.ticket_id, rank.engine, rank.reader.rank
@@ -826,7 +826,7 @@ class World(RuleBasedStateMachine):
     @rule(which=index, is_real=seldom)
     def steal(self, which, is_real):
         """Somebody has a copy of a ticket, asks for it under its reader's name, and settles it."""
-        rank, job = self.pick(lambda rank: list(rank.reader._fetches.by_handle.values()), which)
+        rank, job = self.pick(lambda rank: list(rank.reader.fetches.by_handle.values()), which)
         if job is None or not is_real:
             return
         who = rank.engine, rank.reader.rank
@@ -834,11 +834,12 @@ class World(RuleBasedStateMachine):
         settle = Settle(job.ticket.generation, job.ticket.ticket_id, *who, 1 << 40, FORGED, Outcome.READ)
         self.packets += [Packet(ADDRESS, "nobody", encode(message)) for message in (ask, settle)]
 
-    @rule(which=index, name=st.sampled_from(["calling", "connected", "disconnected", "closed"]))
+    @rule(which=index, name=st.sampled_from(["calling", "connected", "broken", "closed"]))
     def contact(self, which, name):
         """What the channel says of a rank's connection: too late, too often, or wrongly."""
         rank = self.ranks[which % len(self.ranks)]
-        getattr(rank.reader, name)(self.clock(rank), "nowhere" if which % 8 == 0 else ADDRESS)
+        when = (self.clock(rank),) if name in ("calling", "broken") else ()
+        getattr(rank.reader.connections, name)(*when, "nowhere" if which % 8 == 0 else ADDRESS)
 
     # -- time -------------------------------------------------------------------------------------
 
@@ -899,7 +900,7 @@ class World(RuleBasedStateMachine):
     def fencing(self):
         """Whatever cover a reader believes in is real, if clocks are: the blocks are still the ticket's."""
         for rank in self.ranks if self.are_clocks_true else ():
-            for job in rank.reader._fetches.by_handle.values():
+            for job in rank.reader.fetches.by_handle.values():
                 offer, _ = rank.fetched[job.handle]
                 if job.covered_until > self.clock(rank) and job.phase is not Phase.CONFIRMING:
                     assert offer is not None, "a forged ticket was granted"
@@ -909,7 +910,7 @@ class World(RuleBasedStateMachine):
     def leases_cover_what_readers_believe(self):
         """A granted fetch is bound to its engine, until a deadline that is no earlier than it believes."""
         for rank in self.ranks:
-            for job in rank.reader._fetches.by_handle.values():
+            for job in rank.reader.fetches.by_handle.values():
                 offer, _ = rank.fetched[job.handle]
                 if offer is not None and offer.is_owned and job.covered_until > self.clock(rank):
                     lease = self.authority._leases[offer.ticket.ticket_id]
@@ -934,10 +935,10 @@ class World(RuleBasedStateMachine):
         """What is under way is known to be under way, and is not reported."""
         for rank in self.ranks:
             in_flight = {number for number, read in rank.reads.items() if not read.has_ended}
-            assert in_flight <= set(rank.reader._fetches.transfers)
+            assert in_flight <= set(rank.reader.fetches.transfers)
             assert not {read.handle for n, read in rank.reads.items() if n in in_flight} & set(rank.reports)
-            assert set(rank.fetched) == set(rank.reports) | set(rank.reader._fetches.by_handle)
-            assert not set(rank.reports) & set(rank.reader._fetches.by_handle)
+            assert set(rank.fetched) == set(rank.reports) | set(rank.reader.fetches.by_handle)
+            assert not set(rank.reports) & set(rank.reader.fetches.by_handle)
 
     @invariant()
     def notices_arrive_in_order(self):
@@ -948,9 +949,9 @@ class World(RuleBasedStateMachine):
     @invariant()
     def bounded(self):
         for rank in self.ranks:
-            assert len(rank.reader._fetches.settlements) <= len(rank.fetched) + len(self.offers)
-            assert len(rank.reader._fetches.transfers) <= len(rank.reads)
-            assert len(rank.reader._fetches.checks._checks) <= len(rank.reader._fetches.by_handle)
+            assert len(rank.reader.fetches.settlements) <= len(rank.fetched) + len(self.offers)
+            assert len(rank.reader.fetches.transfers) <= len(rank.reads)
+            assert len(rank.reader.fetches.checks._checks) <= len(rank.reader.fetches.by_handle)
             assert len(rank.reader._questions) <= 40 * max(1, len(rank.fetched))
         if self.offers:
             assert self.authority.num_leases <= len(self.offers)
@@ -997,11 +998,11 @@ class World(RuleBasedStateMachine):
             reader = rank.reader
             assert set(rank.reports) == set(rank.fetched) - handles, "each is reported, if its reads ended"
             assert reader.num_quarantined == len(handles)
-            assert (set(reader._fetches.by_handle), set(reader._fetches.transfers)) == (handles, set(stuck))
-            assert len(reader._fetches.by_ticket) == len(handles)
+            assert (set(reader.fetches.by_handle), set(reader.fetches.transfers)) == (handles, set(stuck))
+            assert len(reader.fetches.by_ticket) == len(handles)
             assert not reader._questions
-            assert all(one.is_up for one in reader._connections._by_address.values())
-            assert not reader._fetches.settlements
+            assert all(one.is_up for one in reader.connections._by_address.values())
+            assert not reader.fetches.settlements
         authority = self.authority
         assert authority.num_leases == 0
         assert not authority._by_request
@@ -1021,8 +1022,8 @@ class World(RuleBasedStateMachine):
                     self.do_end(read)
             self.do_poll(rank)
             assert set(rank.reports) == set(rank.fetched)
-            assert not rank.reader._fetches.by_handle
-            assert not rank.reader._fetches.transfers
+            assert not rank.reader.fetches.by_handle
+            assert not rank.reader.fetches.transfers
 
 
 World.TestCase.settings = settings(

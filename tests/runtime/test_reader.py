@@ -68,13 +68,27 @@ class Driver:
         self.now = 0.0
 
     def __getattr__(self, name):
-        """Call the reader; keep the effects."""
+        """Call the reader, or the part of it that the event is for; keep the effects."""
+        parts = self.reader, self.reader.fetches, self.reader.meetings
+        event = next(getattr(part, name) for part in parts if hasattr(part, name))
 
         def call(*args):
-            self.effects = getattr(self.reader, name)(self.now, *args)
+            self.effects = event(self.now, *args)
             return self
 
         return call
+
+    def calling(self, address):
+        self.reader.connections.calling(self.now, address)
+        return self
+
+    def connected(self, address):
+        self.reader.connections.connected(address)
+        return self
+
+    def disconnected(self, address):
+        self.reader.connections.broken(self.now, address)
+        return self
 
     def answer(self, message, reply_to="src"):
         return self.receive(reply_to, message)
@@ -157,7 +171,7 @@ def described(question, ranks=None, generation=7):
 
 
 def is_empty(reader):
-    fetches = reader._fetches
+    fetches = reader.fetches
     return not (fetches.by_handle or fetches.by_ticket or fetches.transfers or fetches.settlements)
 
 
@@ -337,7 +351,7 @@ def test_slack_that_cannot_be_zeroed_fails_the_fetch_and_not_the_peer(it):
     post = it.only(PostReads)
     assert it.ended(post.clear, "no").of(Report) == []
     it.ended(*post.reads, "not submitted")
-    assert (it.failure(), it.reader._meetings.state(PEER)) == ("transport", Meeting.MET)
+    assert (it.failure(), it.reader.meetings.state(PEER)) == ("transport", Meeting.MET)
 
 
 def test_a_met_peer_serves_the_next_fetch_at_once(it):
@@ -603,7 +617,7 @@ def test_not_ready_is_tried_again_until_the_deadline(it):
 def test_a_peer_that_cannot_be_met_is_forgotten_whole(it, message, code):
     it.granted()
     it.answer(message)
-    assert (it.failure(), it.of(Drop), len(it.reader._meetings)) == (code, [Drop(PEER)], 0)
+    assert (it.failure(), it.of(Drop), len(it.reader.meetings)) == (code, [Drop(PEER)], 0)
 
 
 def describing(it, ranks=(0, 3)):
@@ -651,7 +665,7 @@ def test_ranks_of_another_start_are_not_taken(it):
     it.answer(described(question, generation=8))
     assert [(r.handle, r.failure.code) for r in it.of(Report)] == [(1, "restarted")]
     assert it.of(Drop) == [Drop(PEER)]
-    assert list(it.reader._fetches.by_handle) == [2]
+    assert list(it.reader.fetches.by_handle) == [2]
 
 
 def test_ranks_that_are_too_long_to_be_kept_fail_the_meeting(it, monkeypatch):
@@ -685,7 +699,7 @@ def test_a_denial_because_of_a_restart_forgets_the_peer(it):
     it.fetch(2, fetch_of(2))
     it.answer(Denial(it.only(Acquire).nonce, 2, "restarted"))
     assert (it.failure(), it.of(Drop)) == ("restarted", [Drop(PEER)])
-    assert list(it.reader._fetches.by_handle) == [1]  # what is under way ends by itself
+    assert list(it.reader.fetches.by_handle) == [1]  # what is under way ends by itself
 
 
 def test_a_refused_plan_fails_everybody_who_waits_and_nobody_else(it):
@@ -695,7 +709,7 @@ def test_a_refused_plan_fails_everybody_who_waits_and_nobody_else(it):
     it.at(1.0).answer(welcome())
     it.not_built(PEER, Failure(FailureCode.REFUSED, "why"))
     assert [(r.handle, r.failure.code) for r in it.of(Report)] == [(1, "refused"), (2, "refused")]
-    assert list(it.reader._fetches.by_handle) == [3]
+    assert list(it.reader.fetches.by_handle) == [3]
 
 
 def test_a_slow_build_fails_its_fetch_and_serves_the_next(it):
@@ -717,7 +731,7 @@ def test_a_meeting_that_was_given_up_does_not_fail_a_later_fetch(it):
     it.abort(1)
     assert it.reader.next_deadline() < 1.0  # somebody looks after it
     it.at(10.0).tick()
-    assert len(it.reader._meetings) == 0
+    assert len(it.reader.meetings) == 0
 
 
 def test_selection_has_a_deadline_and_a_late_one_posts_nothing(it):
@@ -735,7 +749,7 @@ def test_a_request_that_does_not_fit_fails_alone(it):
     it.granted(2, 2)
     it.not_selected(1, Failure(FailureCode.REQUEST, "too few blocks"))
     assert (it.failure(), it.outcome()) == ("request", Outcome.UNREAD)
-    assert list(it.reader._fetches.by_handle) == [2]
+    assert list(it.reader.fetches.by_handle) == [2]
 
 
 def test_too_many_peers_at_once(it, monkeypatch):
@@ -773,7 +787,7 @@ def test_who_waits_for_a_source_that_is_gone_is_told_at_once(it):
     codes = {report.handle: report.failure.code for report in it.of(Report)}
     assert codes == {1: "source-gone", 3: "source-gone"}
     assert "prefill at src is gone" in it.of(Report)[0].failure.detail
-    assert sorted(it.reader._fetches.by_handle) == [2, 4]
+    assert sorted(it.reader.fetches.by_handle) == [2, 4]
 
 
 def test_the_next_fetch_from_it_fails_at_once_and_nobody_is_called(it):
@@ -784,7 +798,7 @@ def test_the_next_fetch_from_it_fails_at_once_and_nobody_is_called(it):
     assert (it.failure(), it.of(Send)) == ("source-gone", [])
     it.hold(3, ticket(3))
     assert (it.failure(), it.of(Send)) == ("source-gone", [])
-    assert not it.reader._fetches.by_handle
+    assert not it.reader.fetches.by_handle
 
 
 def test_it_serves_again_when_it_answers_again(it):
@@ -835,7 +849,7 @@ def test_where_nobody_ever_answered_nothing_is_left_behind(it):
     it.at(2.0).tick()
     assert (it.failure(), it.of(HangUp), it.of(Settle)) == ("source-gone", [], [])
     assert is_empty(it.reader)
-    assert len(it.reader._meetings) == 0
+    assert len(it.reader.meetings) == 0
     assert it.at(11.9).tick().of(HangUp) == []  # it may only stand still
     assert it.at(12.0).tick().only(HangUp) == HangUp("src")
 
@@ -883,7 +897,7 @@ def test_an_unused_peer_that_is_gone_is_forgotten_whole(it):
 def test_a_peer_that_is_gone_is_kept_while_it_is_read_from(it):
     it.connected("src")
     it.reading()
-    assert (lost(it).of(Drop), it.reader._meetings.state(PEER)) == ([], Meeting.BROKEN)
+    assert (lost(it).of(Drop), it.reader.meetings.state(PEER)) == ([], Meeting.BROKEN)
 
 
 @pytest.mark.parametrize("error", ["", "flushed"])
@@ -1019,7 +1033,7 @@ def test_a_late_end_does_not_break_the_next_meeting(it):
     it.granted(2, 2)
     it.ended(late, "flushed")
     it.met()
-    assert it.reader._meetings.state(PEER) is Meeting.MET
+    assert it.reader.meetings.state(PEER) is Meeting.MET
 
 
 @pytest.mark.parametrize("is_selecting", [False, True])

@@ -23,7 +23,9 @@ import pytest
 
 from kvferry.models import Topology, describe
 from kvferry.runtime import Timing
-from kvferry.testing.fleet import (
+from kvferry.testing.small import small
+from kvferry.transport.ucx import FABRICS
+from tests.support.fleet import (
     DestinationAccount,
     DestinationFleet,
     SourceAccount,
@@ -31,10 +33,8 @@ from kvferry.testing.fleet import (
     TrackedLoad,
     until,
 )
-from kvferry.testing.fleet.actors import Health
-from kvferry.testing.fleet.worker import Worker
-from kvferry.testing.small import small
-from kvferry.transport.ucx import FABRICS
+from tests.support.fleet.actors import Health
+from tests.support.fleet.worker import Worker
 
 pytest.importorskip("nixl", exc_type=ImportError)
 

@@ -13,7 +13,7 @@ from kvferry.core.runs import REGION_SHIFT, Runs
 from kvferry.core.select import Selection
 from kvferry.core.select import select as real_select
 from kvferry.endpoint import destination as endpoint
-from kvferry.endpoint import selecting
+from kvferry.endpoint import posted_reads as selecting
 from kvferry.endpoint.destination import Destination
 from kvferry.endpoint.load_digest import LoadDigest
 from kvferry.endpoint.posted_reads import PostedReads
@@ -21,8 +21,8 @@ from kvferry.runtime.active_fetches import ActiveFetches
 from kvferry.runtime.authority import Authority
 from kvferry.runtime.digest_checks import DigestChecks
 from kvferry.runtime.fetch_job import FetchJob
+from kvferry.runtime.lease import Offers
 from kvferry.runtime.lease import _RankGrant as RankGrant
-from kvferry.runtime.offers import Offers
 from kvferry.runtime.reader import Reader
 from kvferry.runtime.values import Send
 from kvferry.wire.messages import Outcome
@@ -115,8 +115,8 @@ def stale_slack(patch):
 
 
 def failed_reads_count(patch):
-    real = Reader.ended
-    patch.setattr(Reader, "ended", lambda self, now, transfer, error: real(self, now, transfer, ""))
+    real = ActiveFetches.ended
+    patch.setattr(ActiveFetches, "ended", lambda self, now, transfer, error: real(self, now, transfer, ""))
 
 
 def forged_tickets_count(patch):
@@ -134,7 +134,7 @@ def wrong_record(patch):
 
     def selected(self, now, handle, selection, *rest):
         effects = real(self, now, handle, selection, *rest)
-        if job := self._fetches.get(handle):
+        if job := self.fetches.get(handle):
             job.num_bytes += 1
         return effects
 

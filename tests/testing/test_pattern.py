@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from kvferry import Addressing, BlockTable, Span
+from kvferry import Addressing, BlockTable, Span, pattern
 from kvferry.models import Topology, describe
-from kvferry.testing import oracle, pattern
+from kvferry.testing import oracle
 from kvferry.testing.small import FAMILIES, small
 
 TOPOLOGIES = ("tp=2,blocks=30", "tp=1,cp=2,blocks=30", "tp=3,blocks=30,layout=cross-layer")

@@ -4,8 +4,8 @@ import pytest
 
 from kvferry import SpecError
 from kvferry.models import Topology, describe
-from kvferry.testing.fleet import BlockPool
 from kvferry.testing.small import small
+from tests.support.fleet import BlockPool
 
 MANIFEST = describe(small("gqa"), Topology.parse("block=8,blocks=12"), "engine")
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from kvferry.cli.processes import AskingTransport, gather_openly
 from kvferry.core.manifest import Region
 from kvferry.core.runs import Runs
 from kvferry.errors import TransportError
-from kvferry.testing.packed import AskingTransport, gather_openly
-from kvferry.testing.sources import Holder, contents
+from kvferry.testing.transport_world import Holder, contents
 from kvferry.transport.base import CANCELLED
 from kvferry.transport.settings import Expose, WayChoice
 

@@ -1,6 +1,8 @@
 """Long reads that several NIXL agents share: the laws hold, and a read ends when all its shares have."""
 
 import os
+import threading
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -13,15 +15,16 @@ from kvferry.core.product import Product
 from kvferry.core.runs import Runs
 from kvferry.core.way import Way
 from kvferry.errors import TransportError
-from kvferry.testing.sources import serving
 from kvferry.testing.transport_laws import TransportLaws
-from kvferry.testing.transport_world import REGION_BYTES, WHOLE, World, stale_memory, wait
+from kvferry.testing.transport_world import REGION_BYTES, STALE, WHOLE, World, run, stale_memory, wait
 from kvferry.transport import ReadEnd, agent_team
 from kvferry.transport.agent_team import ShareLimits, TeamLink, share_out
 from kvferry.transport.agent_thread import AgentLink
 from kvferry.transport.base import Connected
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.ucx import FABRICS, UcxSettings
+from tests.support.sources import serving
+from tests.transport.fake_cuda import FakeCuda, FakeEvent
 
 TINY = ShareLimits(num_runs=2, host_bytes=4096)
 
@@ -55,7 +58,7 @@ class FakeAgentLink:
     def checked(self, product):
         return product.runs
 
-    def submit(self, transfer, runs, report, after):
+    def submit(self, transfer, runs, report):
         if self.refusal:
             raise TransportError("broken", self.refusal)
         self.reports.append(report)
@@ -66,7 +69,7 @@ class FakeAgentLink:
 
 def team_read(*links):
     ends: list[str] = []
-    TeamLink(links, TINY).read(7, Product.of(WHOLE), ends.append, None)
+    TeamLink(links, TINY).prepare(Product.of(WHOLE), None)(7, ends.append)
     return ends
 
 
@@ -136,3 +139,36 @@ class TestTeamOfAgents(TransportLaws):
             transport.read(1, "0", WHOLE)
             assert wait(transport, 1) == [ReadEnd(1)]
         assert len(set(asked)) == 3
+
+    def test_reads_wait_for_the_device_are_cancelled_forgotten_and_closed_while_they_do(
+        self, world, monkeypatch
+    ):
+        cuda = FakeCuda()
+        later, never = FakeEvent(), FakeEvent()
+        later.has_come, never.has_come = threading.Event(), threading.Event()
+        with world.reader(0) as transport, monkeypatch.context() as patch:
+            patch.setattr(NixlTransport, "_cuda", property(lambda _: cuda))
+            transport.read(1, "0", WHOLE, after=later)
+            transport.read(2, "0", WHOLE, after=later)
+            transport.cancel(2)
+            assert wait(transport, 1) == [ReadEnd(2, "cancelled")]
+            assert (world.holder.load()[0] == STALE).all(), "nothing is written before"
+            with pytest.raises(TransportError, match="out-of-bounds"):
+                transport.read(3, "0", run((0, 0), (0, 0), 1 << 40), after=later)
+            later.has_come.set()
+            assert wait(transport, 1) == [ReadEnd(1)]
+            assert (world.holder.load()[0] == world.sources[0].contents[0]).all()
+            transport.read(4, "0", WHOLE, after=never)
+            transport.forget("0")
+            (end,) = wait(transport, 1)
+            assert "forgotten" in end.error
+        with world.reader(0) as transport, monkeypatch.context() as patch:
+            patch.setattr(NixlTransport, "_cuda", property(lambda _: cuda))
+            transport.read(5, "0", WHOLE, after=never)
+            transport.close()
+            assert [(end.transfer, "closed" in end.error) for end in transport.poll()] == [(5, True)]
+        never.has_come.set()
+        soon = time.monotonic() + 60
+        while cuda.num_streams + cuda.num_events and time.monotonic() < soon:
+            time.sleep(0.01)
+        assert (cuda.num_streams, cuda.num_events) == (0, 0)

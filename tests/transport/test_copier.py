@@ -26,7 +26,6 @@ from kvferry.transport import copy_kernel, exports, mapped
 from kvferry.transport import copy_kernel as copy_queue
 from kvferry.transport.base import CANCELLED
 from kvferry.transport.cards import Card
-from kvferry.transport.cuda import EventWait
 from kvferry.transport.exports import (
     PROBE_BYTES,
     DescriptorServer,
@@ -35,6 +34,7 @@ from kvferry.transport.exports import (
     Extent,
     receive_descriptors,
 )
+from kvferry.transport.held import EventWait
 from kvferry.transport.mapped import NUM_LANES, DeviceCopier
 from kvferry.transport.places import Places
 from tests.transport.fake_cuda import UUID, FakeCuda, FakeEvent
@@ -102,7 +102,7 @@ def world() -> Iterator[World]:
 
 
 def read(world: World, link: mapped.MappedLink, transfer: int, runs: Runs, after: object = None) -> None:
-    link.read(transfer, Product.of(runs), world.end(transfer), after)
+    link.prepare(Product.of(runs), after)(transfer, world.end(transfer))
 
 
 def test_a_copy_whose_event_cannot_be_looked_at_ends_only_when_the_device_says_so(world: World) -> None:
@@ -135,7 +135,7 @@ def test_a_report_that_raises_costs_no_lane(world: World) -> None:
         raise RuntimeError("the caller's code")
 
     for i in range(NUM_LANES):
-        link.read(i, Product.of(cells(i)), bad, None)
+        link.prepare(Product.of(cells(i)), None)(i, bad)
     read(world, link, 99, cells(9))
     assert world.wait(1) == [(99, "")]
 
@@ -348,7 +348,7 @@ def test_descriptors_come_to_who_knows_the_token_and_to_nobody_else() -> None:
         with pytest.raises(TransportError, match="0 of 300"):
             receive_descriptors(server.name, "00" * 32, 300)
         server.close()
-        assert not server._thread.is_alive()
+        assert not server._server._thread.is_alive()
         with pytest.raises(TransportError, match="no-descriptors"):
             receive_descriptors(server.name, server.token, 300)
 

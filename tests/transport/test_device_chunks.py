@@ -56,8 +56,6 @@ class Device:
     def close(self) -> None:
         self.copiers.sender.free_chunk(self.chunk)
         self.copiers.close()
-        assert self.copiers.events
-        self.copiers.events._thread.join(PATIENCE_S)
         assert len(self.cuda.memory) == self.num_buffers
         assert (self.cuda.num_streams, self.cuda.num_events) == (0, 0)
         assert not self.cuda.faults
@@ -159,10 +157,14 @@ def test_a_copy_that_fails_is_waited_for_and_the_next_one_is_right(device: Devic
 
 
 def test_copiers_that_cannot_be_made_leave_nothing(kernel: ctypes.CDLL, monkeypatch: Any) -> None:
-    def no_thread(_: object) -> None:
-        raise TransportError("cuda", "out of memory")
+    made = [packed.DeviceChunkCopier]
 
-    monkeypatch.setattr(packed, "EventWait", no_thread)
+    def second(*args: Any) -> Any:
+        if not made:
+            raise TransportError("cuda", "out of memory")
+        return made.pop()(*args)
+
+    monkeypatch.setattr(packed, "DeviceChunkCopier", second)
     cuda: Any = FakeCuda(0.0, kernel)
     rank: Any = type("Rank", (), {"cuda": cuda, "limits": CopyLimits()})()
     with pytest.raises(TransportError, match="out of memory"):

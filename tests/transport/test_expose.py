@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from kvferry.errors import TransportError
-from kvferry.testing.sources import serving
 from kvferry.testing.transport_world import REGION_BYTES, stale_memory
 from kvferry.transport import nixl
 from kvferry.transport.agent import SlicePair
@@ -19,6 +18,7 @@ from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.nixl_agent import Agent
 from kvferry.transport.settings import Expose
 from kvferry.transport.ucx import FABRICS, UCX_TRANSPORTS, UcxSettings
+from tests.support.sources import serving
 
 pytest.importorskip("nixl", exc_type=ImportError)
 

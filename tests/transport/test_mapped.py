@@ -13,11 +13,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kvferry.cli.processes import AskingTransport
 from kvferry.core.way import Way
 from kvferry.errors import TransportError
-from kvferry.testing.packed import AskingTransport
-from kvferry.testing.sources import Holder, serving
-from kvferry.testing.transport_world import REGION_BYTES, WHOLE, run, scattered, stale_memory, wait
+from kvferry.testing.transport_world import REGION_BYTES, WHOLE, Holder, run, scattered, stale_memory, wait
 from kvferry.transport import ReadEnd
 from kvferry.transport.base import Connected
 from kvferry.transport.cards import Card
@@ -25,6 +24,7 @@ from kvferry.transport.cuda import Cuda, has_cuda
 from kvferry.transport.exports import Export
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.ucx import FABRICS
+from tests.support.sources import serving
 
 pytest.importorskip("nixl", exc_type=ImportError)
 pytestmark = pytest.mark.skipif(not has_cuda(), reason="no CUDA device")
@@ -257,7 +257,7 @@ READ_FOR_EVER = """
 import sys
 import numpy as np
 from kvferry import Region
-from kvferry.testing.sources import Holder
+from kvferry.testing.transport_world import Holder
 from kvferry.testing.transport_world import run
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.ucx import FABRICS

@@ -11,13 +11,12 @@ from kvferry import Rank, Region, SpecError
 from kvferry.core.sample import sample_request
 from kvferry.errors import TransportError
 from kvferry.models import Topology, describe
-from kvferry.testing.faults import Faults
 from kvferry.testing.small import small
-from kvferry.testing.sources import Source, contents
 from kvferry.testing.transport_laws import TransportLaws
-from kvferry.testing.transport_world import REGION_BYTES, STALE, World, run, stale_memory
+from kvferry.testing.transport_world import REGION_BYTES, STALE, Source, World, contents, run, stale_memory
 from kvferry.transport import Hub, MemoryTransport, ReadEnd, Transport
 from kvferry.transport.memory import placed
+from tests.support.faults import Faults
 
 
 def source_in(hub, index):

@@ -14,7 +14,6 @@ import pytest
 
 from kvferry import Region
 from kvferry.errors import TransportError
-from kvferry.testing.sources import serving
 from kvferry.testing.transport_laws import TransportLaws
 from kvferry.testing.transport_world import REGION_BYTES, WHOLE, World, stale_memory, wait
 from kvferry.transport import ReadEnd, Transport
@@ -22,6 +21,7 @@ from kvferry.transport.cards import Card
 from kvferry.transport.cuda import has_cuda
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.ucx import FABRICS
+from tests.support.sources import serving
 
 DIRECT = FABRICS["cma"]
 

@@ -4,10 +4,9 @@ from typing import ClassVar
 
 import pytest
 
+from kvferry.cli.processes import AskingTransport
 from kvferry.core.way import Way
 from kvferry.errors import TransportError
-from kvferry.testing.packed import AskingTransport
-from kvferry.testing.sources import serving
 from kvferry.testing.transport_laws import TransportLaws
 from kvferry.testing.transport_world import REGION_BYTES, WHOLE, World, stale_memory, wait
 from kvferry.transport.base import Connected, ReadEnd
@@ -15,6 +14,7 @@ from kvferry.transport.cards import Card
 from kvferry.transport.nixl import CLOSED_THERE
 from kvferry.transport.settings import Expose, WayChoice
 from kvferry.transport.ucx import FABRICS, UCX_TRANSPORTS
+from tests.support.sources import serving
 
 FABRIC = {"KVFERRY_EXPOSE": "fabric", UCX_TRANSPORTS: FABRICS["cma"][UCX_TRANSPORTS]}
 

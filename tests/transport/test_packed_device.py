@@ -5,16 +5,16 @@ from typing import ClassVar
 
 import pytest
 
+from kvferry.cli.processes import AskingTransport
 from kvferry.core.way import Way
 from kvferry.errors import TransportError
-from kvferry.testing.packed import AskingTransport
-from kvferry.testing.sources import serving
 from kvferry.testing.transport_laws import TransportLaws
 from kvferry.testing.transport_world import REGION_BYTES, WHOLE, World, stale_memory, wait
 from kvferry.transport.base import ReadEnd
 from kvferry.transport.cards import Card
 from kvferry.transport.cuda import Cuda, has_cuda
 from kvferry.transport.settings import WayChoice
+from tests.support.sources import serving
 
 pytestmark = pytest.mark.skipif(
     not has_cuda(), reason="no CUDA device: packed reads of device memory are not run"

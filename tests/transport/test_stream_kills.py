@@ -19,12 +19,12 @@ from kvferry.core.manifest import Region
 from kvferry.core.product import Product
 from kvferry.core.runs import Runs
 from kvferry.endpoint.edges import open_channel
-from kvferry.endpoint.gather_calls import GatherCalls
-from kvferry.testing.sources import serving
+from kvferry.endpoint.gathering import GatherCalls
 from kvferry.transport.cards import Card, GatherPoint
 from kvferry.transport.pack import HostChunkCopier
 from kvferry.transport.places import Places
 from kvferry.transport.stream_reader import StreamLink, StreamMover
+from tests.support.sources import serving
 
 POOL_BYTES = 32 << 20
 KILLS = int(os.environ.get("KILLS", "3"))
@@ -48,7 +48,7 @@ class Reader:
         ends: list[str] = []
         at = np.arange(0, POOL_BYTES, run_bytes)
         runs = Runs(at, np.flip(at).copy(), np.full(len(at), run_bytes))
-        self.link.read(1, Product.of(runs), ends.append, None)
+        self.link.prepare(Product.of(runs), None)(1, ends.append)
         deadline = time.monotonic() + PATIENCE_S
         while not ends:
             assert time.monotonic() < deadline
@@ -125,7 +125,7 @@ def test_a_reader_outlives_a_source_that_is_killed_and_its_read_fails():
             os.kill(served.pid, signal.SIGSTOP)
             ends: list[str] = []
             runs = Runs(np.array([0]), np.array([0]), np.array([POOL_BYTES]))
-            reader.link.read(2, Product.of(runs), ends.append, None)
+            reader.link.prepare(Product.of(runs), None)(2, ends.append)
             os.kill(served.pid, signal.SIGKILL)
             deadline = time.monotonic() + PATIENCE_S
             while not ends:

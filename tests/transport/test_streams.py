@@ -19,14 +19,13 @@ from kvferry.transport import copy_kernel, stream_reader, stream_sender
 from kvferry.transport.base import CANCELLED
 from kvferry.transport.cards import GatherPoint
 from kvferry.transport.copy_kernel import CopyKernel, CopyLimits
-from kvferry.transport.cuda import EventWait
 from kvferry.transport.pack import HostChunkCopier, src_of
 from kvferry.transport.packed import DeviceChunkCopier
 from kvferry.transport.places import Places
 from kvferry.transport.stream_frames import HEAD, HELLO, MAGIC, SEAL_BYTES, TAIL, StreamOffer
 from kvferry.transport.stream_reader import StreamLink, StreamMover
 from kvferry.transport.stream_sender import StreamSender, TicketKey
-from tests.transport.fake_cuda import FakeCuda, FakeEvent
+from tests.transport.fake_cuda import FakeCuda
 from tests.transport.kernel_on_cpu import kernel_on_cpu
 
 RANK = "tcp://127.0.0.1:5"
@@ -85,7 +84,7 @@ BY_HOST = partial(HostChunkCopier, chunk_bytes=CHUNK_BYTES)
 
 
 class World:
-    def __init__(self, *, is_sealed=False, copier=BY_HOST, events=None):
+    def __init__(self, *, is_sealed=False, copier=BY_HOST):
         self.src = HELD.copy()
         self.dst = np.zeros(POOL_BYTES, np.uint8)
         self.src_places, self.dst_places = (
@@ -95,17 +94,17 @@ class World:
         self.copiers = copier(self.src_places), copier(self.dst_places)
         self.sender = StreamSender(self.copiers[0], "127.0.0.1", is_sealed=is_sealed)
         self.line = Line(self.sender)
-        self.mover = StreamMover(self.copiers[1], self.line, events)
+        self.mover = StreamMover(self.copiers[1], self.line)
         self.line.listen(self.mover)
         self.link = StreamLink(self.mover, "src", GatherPoint(RANK, CHUNK_BYTES, b""), self.src_places)
         self.ends: dict[int, str] = {}
 
-    def read(self, transfer, runs, after=None):
+    def read(self, transfer, runs):
         def report(error):
             assert transfer not in self.ends
             self.ends[transfer] = error
 
-        self.link.read(transfer, Product.of(runs), report, after)
+        self.link.prepare(Product.of(runs), None)(transfer, report)
 
     def wait(self, transfer):
         return soon(lambda: transfer in self.ends and (self.ends[transfer] or "good"))
@@ -212,13 +211,11 @@ def test_a_source_that_sends_little_at_a_time_is_no_silent_one(bare, monkeypatch
             assert bare.wait(1) == "good"
 
 
-@pytest.mark.parametrize("is_held", [False, True])
 @pytest.mark.parametrize("is_lost", [False, True])
-def test_a_read_after_a_pause_or_over_a_stream_that_was_lost(cuda, monkeypatch, is_held, is_lost):
-    """Also one that waits for the device: nothing was asked for so far, so nothing is late."""
+def test_a_read_after_a_pause_or_over_a_stream_that_was_lost(monkeypatch, is_lost):
+    """Nothing was asked for so far, so nothing is late."""
     monkeypatch.setattr(stream_reader, "ANSWER_S", 0.5)
-    events = EventWait(cuda)
-    world = World(events=events)
+    world = World()
     world.read(1, some(3, 512))
     assert world.wait(1) == "good"
     if is_lost:
@@ -231,20 +228,11 @@ def test_a_read_after_a_pause_or_over_a_stream_that_was_lost(cuda, monkeypatch, 
         soon(lambda: world.link.stream is None)
     else:
         time.sleep(0.7)
-    event = FakeEvent() if is_held else None
-    if event:
-        event.has_come = threading.Event()
     runs = some(3, 512, seed=2)
-    world.read(2, runs, event)
-    time.sleep(0.7)
-    if event:
-        assert 2 not in world.ends
-        event.has_come.set()
+    world.read(2, runs)
     assert world.wait(2) == "good"
     assert world.has_all(runs)
     world.close()
-    events.close()
-    events._thread.join(PATIENCE_S)
 
 
 def test_no_runs_end_too_and_what_leaves_a_region_is_refused(bare):

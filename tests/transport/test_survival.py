@@ -6,12 +6,12 @@ import time
 import pytest
 
 from kvferry.errors import TransportError
-from kvferry.testing.sources import serving
 from kvferry.testing.transport_world import REGION_BYTES, STALE, WHOLE, run, stale_memory, wait
 from kvferry.transport import ReadEnd, reads
 from kvferry.transport.agent_thread import AgentThread
 from kvferry.transport.nixl import Agent, NixlTransport
 from kvferry.transport.ucx import FABRICS
+from tests.support.sources import serving
 
 pytest.importorskip("nixl", exc_type=ImportError)
 

@@ -62,8 +62,8 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 from vllm.v1.worker.utils import allocate_kv_cache, select_common_block_size
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from kvferry.testing.vllm.tiny import FAMILIES
 from kvferry.transport import Hub, MemoryTransport
+from tests.support.vllm.tiny import FAMILIES
 from tests.vllm.host_tier import OFFLOADING
 from tests.vllm.toy import Attention, Layer, Recurrent, Text, Totals, answer, forward, sample, whole
 
@@ -103,7 +103,6 @@ class Setup:
     options: tuple[tuple[str, Any], ...] = (
         ("listen", "tcp://127.0.0.1:*"),
         ("lease_seconds", 3.0),
-        ("meet_seconds", 8.0),
     )
     connector: bool = True
     beside: str = ""

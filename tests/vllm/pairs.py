@@ -10,8 +10,6 @@ from tests.vllm.engine import NUM_TOKENS, PREFILL, Answer, Engine, Params, Setup
 
 LEASE_SECONDS = 3.0
 """As ``Setup`` has it."""
-NOBODY_SECONDS = 1.0
-"""``meet_seconds`` where nobody will answer."""
 FAMILIES = {
     "llama": Setup(),  # one group
     "gemma3": Setup("gemma3"),  # two groups of windows and one of full attention
@@ -93,11 +91,6 @@ def case(name: str) -> Iterator[None]:
     except Exception as error:
         error.add_note(f"case: {name}")
         raise
-
-
-def impatient(setup: Setup) -> Setup:
-    """For sources that are gone: do not wait long for them."""
-    return replace(setup, options=(*setup.options, ("meet_seconds", NOBODY_SECONDS)))
 
 
 def with_policy(setup: Setup, policy: str) -> Setup:

@@ -1,4 +1,4 @@
-"""``kvferry bench`` where vLLM is installed: the worker of its own connector takes part, and is checked."""
+"""``benchmarks.rivals`` with vLLM: the worker of its own connector takes part, and is checked."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def test_the_worker_of_vllms_own_connector_takes_part(tmp_path):
     path = tmp_path / "bench.json"
     words = "--quick --memory host --run-bytes 256 --run-bytes 16384 --runs 64 --only vllm --only nixl"
     ran = subprocess.run(
-        [sys.executable, "-m", "kvferry", "bench", *words.split(), "--json", path],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        [sys.executable, "-m", "benchmarks.rivals", *words.split(), "--json", path],
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
         capture_output=True,
         text=True,
         check=False,

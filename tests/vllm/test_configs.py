@@ -107,7 +107,7 @@ def test_heads_of_layers_that_differ_are_told_by_their_width(width: int, num_hea
     from transformers import AutoConfig
 
     from kvferry.integrations.vllm.worker.describe import _total_heads
-    from kvferry.testing.vllm.tiny import FAMILIES
+    from tests.support.vllm.tiny import FAMILIES
 
     config = AutoConfig.for_model(**FAMILIES["gemma4"])
     model = SimpleNamespace(hf_text_config=config, get_total_num_kv_heads=lambda: config.num_key_value_heads)

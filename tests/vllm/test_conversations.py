@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 pytest.importorskip("nixl", reason="NIXL is not installed")
 
-from kvferry.runtime.metric_table import UNCACHED_BLOCKS
+from kvferry.endpoint.metric_table import UNCACHED_BLOCKS
 from tests.vllm.conftest import Docks
 from tests.vllm.conversations import Conversations
 from tests.vllm.engine import Setup

@@ -13,8 +13,8 @@ pytest.importorskip("nixl", reason="NIXL is not installed")
 
 from kvferry.integrations.vllm.shared.stats import LoadStats
 from kvferry.runtime.values import Record
-from kvferry.testing.faults import Faults
 from kvferry.transport import Hub
+from tests.support.faults import Faults
 from tests.vllm.conftest import Docks
 from tests.vllm.engine import Setup
 from tests.vllm.pairs import FAMILIES, Pair, with_policy

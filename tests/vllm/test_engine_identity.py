@@ -20,7 +20,7 @@ from vllm.lora.request import LoRARequest
 from kvferry.core.identity import Identity, compare_identity
 from kvferry.integrations.vllm.shared.identity import engine_identity
 from kvferry.integrations.vllm.shared.options import Options
-from kvferry.testing.vllm import tiny
+from tests.support.vllm import tiny
 from tests.vllm import checkpoints
 from tests.vllm.checkpoints import changed
 from tests.vllm.conftest import Docks

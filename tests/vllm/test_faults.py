@@ -17,13 +17,13 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 pytest.importorskip("nixl", reason="NIXL is not installed")
 
-from kvferry.testing.faults import Faults
 from kvferry.transport import Hub
 from kvferry.transport.memory import Fail, Move, Step
 from kvferry.wire.ticket import TableDoc, Ticket, from_text, to_text
+from tests.support.faults import Faults
 from tests.vllm.conftest import Docks
 from tests.vllm.engine import PREFILL, Params, drive
-from tests.vllm.pairs import FAMILIES, Pair, assert_whole, case, impatient, with_policy
+from tests.vllm.pairs import FAMILIES, Pair, assert_whole, case, with_policy
 
 Prompt = Callable[[int], list[int]]
 TICKET = "kvferry_ticket"
@@ -62,7 +62,7 @@ def pair(docks: Docks, family: str, policy: str):
 def own_pair(docks: Docks, family: str, policy: str) -> Pair:
     """Two engines to break."""
     setup = FAMILIES[family]
-    return Pair(docks.own(setup), docks.own(impatient(with_policy(setup, policy))))
+    return Pair(docks.own(setup), docks.own(with_policy(setup, policy)))
 
 
 def ticket_of(params: Params) -> Ticket:

@@ -62,6 +62,8 @@ def test_a_secret_among_the_options_is_refused_and_not_repeated():
         ({"way": "off"}, "way must be one of auto, mapped, direct, packed, got 'off'"),
         ({"way": True}, "way must be one of"),
         ({"way": ["auto"]}, "way must be one of"),
+        ({"lease_seconds": "10"}, "lease_seconds must be a number of seconds, got '10'"),
+        ({"meet_seconds": 10}, "unknown meet_seconds"),
         ({"expose": "all"}, "expose must be one of nothing, host, fabric, got 'all'"),
     ],
 )

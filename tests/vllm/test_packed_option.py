@@ -19,7 +19,7 @@ from kvferry.core.owned import BlockBytes
 from kvferry.core.product import Term
 from kvferry.core.runs import Runs
 from kvferry.endpoint.edges import open_channel
-from kvferry.endpoint.gather_calls import GatherCalls
+from kvferry.endpoint.gathering import GatherCalls
 from kvferry.integrations.vllm.shared.stats import LoadStats
 from kvferry.integrations.vllm.worker.side import WorkerSide
 from kvferry.runtime.values import Record

@@ -16,10 +16,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
+from kvferry.endpoint.metric_table import UNCACHED_BLOCKS
 from kvferry.errors import SpecError
 from kvferry.integrations.vllm import KVFerryConnector
 from kvferry.integrations.vllm.scheduler.prefix_cache import PrefixCache
-from kvferry.runtime.metric_table import UNCACHED_BLOCKS
 from kvferry.wire.ticket import from_text
 from tests.vllm.conftest import Docks
 from tests.vllm.engine import Engine, Setup

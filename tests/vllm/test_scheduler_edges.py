@@ -33,7 +33,7 @@ TICKET = "kvferry_ticket"
 def own(docks: Docks, family: str, **changes: Any) -> Pair:
     """No lease ends here, however slow the machine is: each ticket is read or given back."""
     setup = FAMILIES[family]
-    options = dict(setup.options) | {"lease_seconds": 60.0, "meet_seconds": 30.0}
+    options = dict(setup.options) | {"lease_seconds": 60.0}
     setup = replace(setup, options=tuple(options.items()))
     return Pair(docks.own(setup), docks.own(replace(setup, **changes)))
 

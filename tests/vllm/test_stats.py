@@ -10,9 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
+from kvferry.endpoint.metric_table import LEASES, LEASES_ENDED, METRICS, OFFERS, QUARANTINED, Changes
 from kvferry.integrations.vllm.shared.stats import LoadMetrics, LoadStats
-from kvferry.runtime.figures import Changes
-from kvferry.runtime.metric_table import LEASES, LEASES_ENDED, METRICS, OFFERS, QUARANTINED
 from kvferry.runtime.values import Record
 
 GOOD = Record(
@@ -22,7 +21,6 @@ GOOD = Record(
     num_runs=30,
     num_sources=1,
     move_seconds=0.004,
-    predicted_seconds=0.002,
     total_seconds=0.006,
     way="direct",
     outcome="read",
@@ -47,7 +45,6 @@ def test_the_periodic_line_has_what_a_person_wants_to_see():
         "runs": 60,
         "median ms": 5.0,
         "GB/s": 1.333,
-        "times predicted": 1.5,
     }
 
 
@@ -55,16 +52,16 @@ def test_an_interval_without_a_good_load_has_no_times():
     stats = LoadStats()
     assert stats.is_empty()
     stats.add(FAILED)
-    stats.add(replace(FAILED, predicted_seconds=0.0))
+    stats.add(FAILED)
     shown = stats.reduce()
-    assert (shown["loads"], shown["failed loads"], shown["times predicted"]) == (0, 2, 0.0)
+    assert (shown["loads"], shown["failed loads"], shown["median ms"], shown["GB/s"]) == (0, 2, 0.0, 0.0)
 
 
-def test_the_metrics_say_what_was_predicted_and_how_true_that_was():
+def test_the_metrics_say_where_the_time_of_loads_went():
     registry = CollectorRegistry()
     metrics = metrics_in(registry)
     stats = LoadStats()
-    for record in (GOOD, FAILED, replace(GOOD, predicted_seconds=0.0)):
+    for record in (GOOD, FAILED, GOOD):
         stats.add(record)
     metrics.observe(stats.data)
 
@@ -74,8 +71,7 @@ def test_the_metrics_say_what_was_predicted_and_how_true_that_was():
     assert sample("loads_total", outcome="read", way="direct") == 2
     assert sample("loads_total", outcome="lease-ended", way="direct") == 1
     assert sample("load_bytes_sum") == 8_000_000
-    assert sample("load_seconds_sum", part="predicted") == 0.004
-    assert (sample("load_move_ratio_count"), sample("load_move_ratio_sum")) == (1, 2.0)
+    assert (sample("load_seconds_count", part="move"), sample("load_seconds_sum", part="move")) == (3, 9.008)
 
 
 def test_changes_of_all_processes_add_up_and_survive_the_way_to_the_front_end():

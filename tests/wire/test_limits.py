@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from kvferry.core.request import BlockTable
-from kvferry.endpoint.load_log import log_line
+from kvferry.endpoint.logs import log_line
 from kvferry.errors import SpecError
 from kvferry.runtime import Failure, FailureCode, Offers, Reader, Report
 from kvferry.runtime.values import Record

@@ -7,11 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli import describe, diff, keygen, models, plan, proxy, runs
-from kvferry.cli.bench import command as bench
-from kvferry.cli.demo import command as demo
-from kvferry.cli.doctor import command as doctor
-from kvferry.cli.status import command as status
+from kvferry.cli import bench, demo, describe, diff, doctor, keygen, models, plan, proxy, runs, status
 
 COMMANDS: dict[str, tuple[Callable[..., int | None], str]] = {
     "plan": (plan.plan, plan.HELP),

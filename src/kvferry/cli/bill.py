@@ -9,8 +9,8 @@ from time import perf_counter
 
 import kvferry
 from kvferry import Code, Finding, Manifest, Product, Refused, Request, RequestError
+from kvferry.cli.link_profile import LinkProfile
 from kvferry.core.cost import NO_TRAFFIC, Cost, Estimate, Traffic
-from kvferry.core.link_profile import LinkProfile
 from kvferry.core.way import Way
 
 SLOW = 3.0

@@ -9,8 +9,8 @@ from itertools import product
 from kvferry.cli.asked import Asked, Billed
 from kvferry.cli.bill import LinkBill
 from kvferry.cli.engines import Side
+from kvferry.cli.link_profile import LinkProfile
 from kvferry.cli.serve_command import vllm_setting
-from kvferry.core.link_profile import LinkProfile
 from kvferry.errors import KVFerryError, SpecError
 from kvferry.models import Topology
 

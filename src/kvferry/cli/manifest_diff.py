@@ -9,10 +9,10 @@ from enum import StrEnum
 
 from kvferry.cli.asked import Asked, Billed
 from kvferry.cli.bill import LinkBill
+from kvferry.cli.link_profile import RDMA_400
 from kvferry.cli.model_differences import WINDOW, without_requirement
 from kvferry.cli.output import cell_words
 from kvferry.core.identity import compare_identity
-from kvferry.core.link_profile import RDMA_400
 from kvferry.core.manifest import Manifest, compare
 from kvferry.core.state import State
 from kvferry.core.view import BLOCK, View

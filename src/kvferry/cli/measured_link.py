@@ -9,16 +9,23 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+
+from kvferry.cli.link_profile import HOST_CMA, SAME_GPU, SAME_GPU_DIRECT, TCP_STREAM, LinkProfile, Origin
 from kvferry.core.cost import Cost, Traffic
-from kvferry.core.link_profile import LinkProfile, Origin, first_guess
 from kvferry.core.way import Way
 from kvferry.errors import SpecError
-from kvferry.runtime.learned_cost import fitted
 
 MIN_LOADS = 3
 """A read, a run and a byte are three unknowns."""
 CLOSE = 0.3
 """How far a prediction may be off to count as close."""
+
+HOLD_BACK = 1e-6
+"""How strongly a coefficient is held back towards its first guess: it decides only what the loads do not."""
+LEAST, MOST = 0.05, 100.0
+"""Bounds of a coefficient, as a factor of its first guess."""
+NUM_SWEEPS = 2000
 
 Loads = list[tuple[Traffic, float]]
 MeasuredCosts = Mapping[tuple[str, Way], Cost]
@@ -51,6 +58,32 @@ def how_close(pairs: Sequence[tuple[float, float]]) -> str:
     off = [abs(predicted / seconds - 1) for predicted, seconds in pairs]
     close = sum(each <= CLOSE for each in off)
     return f"{close} of {len(off)} sizes within {100 * CLOSE:.0f} %, median off by {100 * median(off):.0f} %"
+
+
+def fitted(first: Cost, loads: Loads) -> Cost:
+    """The cost with the smallest squared relative errors; each coefficient is near a guess, within bounds.
+
+    >>> truth = Cost(seconds_per_read=1e-3, seconds_per_run=4e-6, bytes_per_second=1e9)
+    >>> sizes = [Traffic(1, num_runs, num_bytes) for num_runs in (1, 9999) for num_bytes in (10**4, 10**8)]
+    >>> cost = fitted(Cost(1e-4, 1e-6, 5e9), [(size, truth.of(size).seconds) for size in sizes])
+    >>> f"{cost.seconds_per_read:.2e} {cost.seconds_per_run:.2e} {cost.bytes_per_second:.2e}"
+    '1.00e-03 4.00e-06 1.00e+09'
+    """
+    shares = np.array([[*first.of(traffic).parts.values()] for traffic, _ in loads])
+    shares /= np.array([[seconds] for _, seconds in loads])
+    products, sums = shares.T @ shares + HOLD_BACK * np.eye(3), shares.sum(axis=0) + HOLD_BACK
+    factors = np.ones(3)
+    for _ in range(NUM_SWEEPS):  # one factor after the other, within its bounds
+        for i in range(3):
+            best = factors[i] + (sums[i] - products[i] @ factors) / products[i, i]
+            factors[i] = min(MOST, max(LEAST, best))
+    reads, runs, num_bytes = factors.tolist()
+    return Cost(
+        first.seconds_per_read * reads,
+        first.seconds_per_run * runs,
+        first.bytes_per_second / num_bytes,
+        first.is_by_words,
+    )
 
 
 def _by_kind(path: Path) -> dict[tuple[str, Way], LinkProfile]:
@@ -88,6 +121,14 @@ def _loads(times: Sequence[dict[str, Any]]) -> dict[tuple[str, Way], Loads]:
 
 
 def _profile(name: str, way: Way, is_on_device: bool, loads: Loads, machine: str) -> LinkProfile:
-    cost = fitted(first_guess(way, is_on_device=is_on_device).cost, loads)
+    cost = fitted(_first_guess(way, is_on_device).cost, loads)
     fit = how_close([(cost.of(traffic).seconds, seconds) for traffic, seconds in loads])
     return LinkProfile(name, way, cost, Origin.MEASURED, f"{machine}: {fit}")
+
+
+def _first_guess(way: Way, is_on_device: bool) -> LinkProfile:
+    if way is Way.MAPPED:
+        return SAME_GPU
+    if way is Way.PACKED:
+        return TCP_STREAM
+    return SAME_GPU_DIRECT if is_on_device else HOST_CMA

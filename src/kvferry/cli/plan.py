@@ -14,7 +14,7 @@ from kvferry.cli.options import Config, Json, Model
 from kvferry.core.choices import MAX_RUNS_PER_BLOCK, Placement
 
 if TYPE_CHECKING:
-    from kvferry.core.link_profile import LinkProfile
+    from kvferry.cli.link_profile import LinkProfile
 
 MAX_TOKENS = 1 << 26
 
@@ -130,13 +130,12 @@ def plan(
 
 def asked_links(names: Sequence[str]) -> list[LinkProfile]:
     """The links to bill: known ones by their names, measured ones by the files that have them."""
-    from kvferry.core.link_profile import LINK_PROFILES, link_profile
+    from kvferry.cli.link_profile import LINK_PROFILES, link_profile
+    from kvferry.cli.measured_link import measured_links
 
     asked: list[LinkProfile] = []
     for name in dict.fromkeys(names):
         if name.endswith(".json"):
-            from kvferry.cli.measured_link import measured_links  # and with it the whole runtime
-
             asked += measured_links(Path(name))
         else:
             asked.append(link_profile(name))

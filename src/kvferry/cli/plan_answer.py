@@ -9,10 +9,10 @@ from kvferry.cli.asked import Asked, Billed
 from kvferry.cli.bill import Bill, LinkBill
 from kvferry.cli.cures import Cure, find_way
 from kvferry.cli.engines import Side
+from kvferry.cli.link_profile import LinkProfile
 from kvferry.cli.model_differences import model_differences
 from kvferry.cli.warned import Warned, not_served, warnings_of
 from kvferry.core.identity import IdentityCheck, compare_identity
-from kvferry.core.link_profile import LinkProfile
 from kvferry.errors import Finding
 from kvferry.models import Topology
 from kvferry.models.model import is_offline

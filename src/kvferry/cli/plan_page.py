@@ -8,12 +8,12 @@ from rich.console import Console
 
 from kvferry.cli import output as page
 from kvferry.cli.bill import Bill, LinkBill
+from kvferry.cli.link_profile import Origin
 from kvferry.cli.output import milliseconds, num_bytes, print_table, table, wrapped
 from kvferry.cli.plan_answer import PlanAnswer
 from kvferry.cli.warned import Warned
 from kvferry.core.choices import Placement
 from kvferry.core.cost import CostTerm, Estimate
-from kvferry.core.link_profile import Origin
 from kvferry.core.manifest import Manifest
 from kvferry.core.words import counted
 

@@ -9,8 +9,8 @@ from kvferry.cli.asked import Asked, Billed
 from kvferry.cli.bill import LinkBill
 from kvferry.cli.cures import Cure, find_cure
 from kvferry.cli.engines import Side
+from kvferry.cli.link_profile import RDMA_400
 from kvferry.cli.output import milliseconds, num_bytes, times
-from kvferry.core.link_profile import RDMA_400
 from kvferry.models import Topology
 from kvferry.models.servable import why_not_served
 

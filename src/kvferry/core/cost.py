@@ -3,7 +3,7 @@
 One formula for every way: a sum of what a read, a run and a byte cost. The measured tables ask for a sum and
 not for the larger of two (``docs/performance.md``): runs are posted, or copied, one after another.
 
-A prediction is for choosing, and for people. It never changes what is moved, and is never a deadline.
+An estimate is for people. Nothing that is moved depends on it, and no deadline does.
 """
 
 from __future__ import annotations

@@ -7,30 +7,36 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import count, islice
+from typing import TYPE_CHECKING
 
 from kvferry.channel import Contact, ContactChange, Received
 from kvferry.core.manifest import Manifest
 from kvferry.core.request import BlockTable
-from kvferry.core.select import Selection, Slack
+from kvferry.core.select import Slack
 from kvferry.core.span import Spans
 from kvferry.endpoint.edges import Edges
-from kvferry.endpoint.endpoint_metrics import EndpointMetrics
-from kvferry.endpoint.gather_calls import ask_to_gather
+from kvferry.endpoint.gathering import ask_to_gather
 from kvferry.endpoint.load_digest import TakenDigests, check_digest_every
-from kvferry.endpoint.load_log import LoadLog
-from kvferry.endpoint.meeting import MetPeer, NotMet, failure_of, meet, remote_name, source_shown
+from kvferry.endpoint.logs import LoadLog
+from kvferry.endpoint.meeting import (
+    MetPeer,
+    NotMet,
+    SharedPlan,
+    SharedPlans,
+    failure_of,
+    meet,
+    remote_name,
+    source_shown,
+)
+from kvferry.endpoint.metric_table import REJECTED_TICKETS, MetricSide, refused_messages
 from kvferry.endpoint.owner import Owner
-from kvferry.endpoint.posted_reads import PostedReads
-from kvferry.endpoint.selecting import Selecting
-from kvferry.endpoint.shared_plans import SharedPlan, SharedPlans
-from kvferry.endpoint.status_report import status_report
+from kvferry.endpoint.posted_reads import PostedReads, Selecting
+from kvferry.endpoint.status import status_report
 from kvferry.errors import SpecError
 from kvferry.log import log_of
 from kvferry.runtime import Failure, FailureCode, Fetch, Reader, Report, Timing
-from kvferry.runtime.admission import refusal
-from kvferry.runtime.figures import Figures, by_label, refused_messages
-from kvferry.runtime.load_costs import LoadCosts, TrafficByWay
-from kvferry.runtime.metric_table import REJECTED_TICKETS, MetricSide
+from kvferry.runtime.failure import refusal
+from kvferry.runtime.figures import Figures, by_label
 from kvferry.runtime.values import (
     Build,
     Cancel,
@@ -50,6 +56,9 @@ from kvferry.transport.base import Transport
 from kvferry.wire.messages import decode_from_authority, encode
 from kvferry.wire.ticket import Ticket
 from kvferry.wire.trust import Trust
+
+if TYPE_CHECKING:
+    from kvferry.endpoint.metrics import EngineMetrics  # needs Prometheus' package, which may be absent
 
 log = log_of(__name__)
 
@@ -78,7 +87,7 @@ class Destination:
         num_ranks: int = 0,
         trust: Trust = Trust(),  # noqa: B008  (it is frozen)
         timing: Timing | None = None,
-        metrics: EndpointMetrics | None = None,
+        metrics: EngineMetrics | None = None,
         on_refusal: Callable[[Manifest, Failure], None] | None = None,
         digest_every: int = 0,
         accept_unknown_identity: bool = False,
@@ -112,8 +121,7 @@ class Destination:
         self._figures: Figures = {}
         self._handles = count(1)
         self._reports: deque[Report] = deque()
-        regions = manifest.rank(rank).regions
-        transport.register(regions)
+        transport.register(manifest.rank(rank).regions)
         ask_to_gather(transport, lambda: edges.open_channel("", trust.secret))
         # These are the owner's alone.
         key = edges.random_bytes(32)
@@ -123,17 +131,16 @@ class Destination:
         self._found: dict[Peer, tuple[SharedPlan, float]] = {}
         """The plans of peers that are being met, and how long each took."""
         self._met: dict[Peer, MetPeer] = {}
-        self._costs = LoadCosts(is_on_device=any(region.device != "cpu" for region in regions))
         self._next_tick = float("-inf")
 
         self._owner = Owner(f"kvferry-dst-{rank}", self._carry_out, self._tick, edges.clock)
         self._workers = edges.make_workers(f"kvferry-work-{rank}")
         self._channel = edges.open_channel("", trust.secret)
-        self._reads = PostedReads(transport, self._workers, self._owner.put, self._reader.ended)
-        self._selecting = Selecting(self._workers, self._owner.put, self._reader, self._selected)
+        self._reads = PostedReads(transport, self._workers, self._owner.put, self._reader.fetches)
+        self._selecting = Selecting(self._workers, self._owner.put, self._reader)
         if metrics:
             metrics.watch(self, lambda: self.figures)
-        steps = self._workers, self._owner.put, self._reader, edges.random_bytes
+        steps = self._workers, self._owner.put, self._reader.fetches, edges.random_bytes
         self._digests = TakenDigests(manifest, rank, *steps)
         edges.start_owner(self._owner)
         self._channel.start(f"kvferry-channel-{rank}", self._receive, lambda: self._owner.is_behind)
@@ -222,7 +229,7 @@ class Destination:
     @property
     def figures(self) -> Figures:
         """Its counters and gauges, as they stood a moment ago; waits for nobody."""
-        rejected = by_label(REJECTED_TICKETS, self._log.num_rejected)
+        rejected = by_label(REJECTED_TICKETS.name, self._log.num_rejected)
         messages = refused_messages(MetricSide.DESTINATION, self._channel.refused, self._channel.dropped)
         return {**self._figures, **rejected, **messages}
 
@@ -250,9 +257,9 @@ class Destination:
 
     def _report(self) -> dict[str, object]:
         """What `kvferry status` is told; the owner's."""
-        now, costs, found = self._clock(), self._costs.status(), self._reader.sources()
+        now, found = self._clock(), self._reader.sources()
         sources = [
-            source_shown(peer, state, why, self._met.get(peer), costs)
+            source_shown(peer, state, why, self._met.get(peer))
             for peer, (state, why) in islice(found.items(), MAX_SOURCES_SHOWN)
         ]
         status = {
@@ -275,8 +282,7 @@ class Destination:
             for peer, met in self._met.items()
             for src_rank, link in met.links.items()
         }
-        shown = {"ways": ways, "plans": len(self._plans), "costs": self._costs.status()}
-        return self._reader.status() | shown
+        return self._reader.status() | {"ways": ways, "plans": len(self._plans)}
 
     # -- the owner's -------------------------------------------------------------------------------
 
@@ -297,7 +303,7 @@ class Destination:
                     self._digests.take(effect, self._met.get(effect.peer))
                 case LookUp():
                     if self._is_shown(effect.board, effect.ticket_id, effect.mark):
-                        self._carry_out(self._reader.stood(self._clock(), effect.handle))
+                        self._carry_out(self._reader.fetches.stood(self._clock(), effect.handle))
                 case Cancel():
                     self._reads.cancel(effect.transfer)
                 case Drop():
@@ -309,7 +315,6 @@ class Destination:
                     self._reports.append(effect)
                     if self._metrics:
                         self._metrics.count(effect)
-                    self._costs.end(effect.handle, None if effect.failure else effect.record.move_seconds)
 
     def _tick(self, now: float) -> float:
         """Look for ends, and, not too often, at every fetch; when to come again."""
@@ -328,42 +333,31 @@ class Destination:
 
     def _ranks_found(self, peer: Peer, shared: SharedPlan, seconds: float, now: float) -> list[Effect]:
         self._found[peer] = shared, seconds
-        return self._reader.found(now, peer, shared.ranks)
+        return self._reader.meetings.found(now, peer, shared.ranks)
 
     def _built(self, peer: Peer, met: MetPeer, now: float) -> list[Effect]:
         self._found.pop(peer, None)
         self._met[peer] = met
-        self._costs.met(peer, {link.way for link in met.links.values()})
         # A model that may be another one is worth a second look.
         log.log(logging.WARNING if met.identity.unknown else logging.INFO, "%s", met.summary(peer))
         return self._reader.built(now, peer, met.plan_seconds)
 
-    def _selected(
-        self, now: float, wanted: Select, selection: Selection, traffic: TrafficByWay, way: str
-    ) -> list[Effect]:
-        num_runs = sum(some.num_runs for some in traffic.values())
-        predicted = self._costs.predict(wanted.peer, traffic)
-        effects = self._reader.selected(now, wanted.handle, selection, num_runs, way, predicted)
-        if any(isinstance(effect, PostReads) for effect in effects):
-            is_waiting = wanted.fetch.after is not None
-            self._costs.begin(wanted.handle, wanted.peer, traffic, is_waiting=is_waiting)
-        return effects
-
     def _contact(self, change: ContactChange, now: float) -> list[Effect]:
+        connections = self._reader.connections
         match change.contact:
             case Contact.CALLING:
-                return self._reader.calling(now, change.address)
+                connections.calling(now, change.address)
             case Contact.CONNECTED:
-                return self._reader.connected(now, change.address)
+                connections.connected(change.address)
             case Contact.BROKEN:
-                return self._reader.disconnected(now, change.address)
+                connections.broken(now, change.address)
             case Contact.CLOSED:
-                return self._reader.closed(now, change.address)
+                connections.closed(change.address)
+        return []
 
     def _drop(self, peer: Peer) -> None:
         self._found.pop(peer, None)
         met = self._met.pop(peer, None)
-        self._costs.forget(peer)
         for src_rank in met.links if met else ():  # one that was not built has left nothing behind
             self._workers.submit(peer, partial(self._transport.forget, remote_name(peer, src_rank)))
 

@@ -2,23 +2,161 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
+from weakref import WeakMethod
 
 from kvferry.channel import SILENCE_SECONDS, Channel
 from kvferry.endpoint.channel_thread import ChannelThread, Receive, Turn
-from kvferry.endpoint.lease_board import is_shown, make_board
+from kvferry.endpoint.invitation import this_host
 from kvferry.endpoint.owner import Owner
-from kvferry.endpoint.status_socket import OpenStatus, StatusReport, open_status
-from kvferry.endpoint.this_host import this_host
-from kvferry.endpoint.workers import WorkerThreads
+from kvferry.endpoint.status import OpenStatus, StatusReport, open_status
+from kvferry.host.shared_memory import SharedMemory, open_place
+from kvferry.log import log_of
 from kvferry.runtime import Timing
-from kvferry.wire.messages import MAX_MESSAGE_BYTES
+from kvferry.wire.messages import MARK_BYTES, MAX_MESSAGE_BYTES
 from kvferry.wire.secret import Secret
+
+log = log_of(__name__)
+
+Work = Callable[[], object]
+
+IDLE_SECONDS = 2.0
+"""How long a thread waits for more work of its key: to start one takes as long as a short job."""
+
+_Queue = SimpleQueue[Work | None]
+"""Jobs; None says that there will be no more. No lock is held while one waits: a hand-over is what a short
+load spends its time on."""
+
+
+class WorkerThreads:
+    """A queue per key, each served by a thread that lasts a little longer than its work.
+
+    A fixed number of threads would not do: so many peers that do not answer would hold up all others.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._queues: dict[Hashable, _Queue] = {}
+        self._threads: set[threading.Thread] = set()
+        self._is_closed = False
+
+    def submit(self, key: Hashable, job: Work) -> None:
+        """Have a job done after all that was submitted under the same key."""
+        with self._lock:  # its thread leaves only while it holds this, with nothing in the queue
+            if self._is_closed:
+                return
+            queue = self._queues.get(key)
+            if queue is None:
+                queue = self._queues[key] = SimpleQueue()
+                thread = threading.Thread(target=self._serve, args=(key, queue), name=self._name, daemon=True)
+                self._threads.add(thread)
+                thread.start()
+            queue.put(job)
+
+    def close(self, seconds: float) -> bool:
+        """Start nothing more, and wait for what was started; whether all of it ended in time."""
+        deadline = time.monotonic() + seconds
+        with self._lock:
+            self._is_closed = True
+            for queue in self._queues.values():
+                queue.put(None)
+            threads = [*self._threads]
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in threads)
+
+    def _serve(self, key: Hashable, queue: _Queue) -> None:
+        while (job := self._next(key, queue)) is not None:
+            try:
+                job()
+            except Exception:
+                log.exception("a worker goes on after an unexpected error")
+            del job  # what it holds may be large
+            time.sleep(0)  # a caller may be waiting for the interpreter: let it in between two jobs
+
+    def _next(self, key: Hashable, queue: _Queue) -> Work | None:
+        try:
+            job = queue.get(timeout=IDLE_SECONDS)
+        except Empty:
+            job = None
+        if job is not None and not self._is_closed:
+            return job
+        with self._lock:
+            if not self._is_closed and not queue.empty():  # it came between the wait and the lock
+                return queue.get()
+            del self._queues[key]
+            self._threads.discard(threading.current_thread())
+            return None
+
+
+NUM_MARKS = 4096
+"""Leases are numbered; one that comes so much later takes the place, and the earlier one is asked for."""
+NAME = "kvferry-leases-"
+NO_MARK = bytes(MARK_BYTES)
+
+
+class LeaseBoard:
+    """The authority's own board."""
+
+    def __init__(self) -> None:
+        """Raises OSError where there is no such memory."""
+        self._shared = SharedMemory(NAME, NUM_MARKS * MARK_BYTES)
+        self._marks, self.place = self._shared.memory, self._shared.place
+        """Where readers look."""
+        leave = WeakMethod(self._leave)
+        os.register_at_fork(after_in_child=lambda: (it := leave()) and it())
+
+    def show(self, number: int, mark: bytes) -> None:
+        """A lease stands; on a closed board none does."""
+        if self._marks.closed:
+            return
+        start = number % NUM_MARKS * MARK_BYTES
+        self._marks[start : start + MARK_BYTES] = mark
+
+    def strike(self, number: int) -> None:
+        """It stands no more; or a later one that took its place has to be asked for."""
+        self.show(number, NO_MARK)
+
+    def close(self) -> None:
+        """No lease stands any more; once is enough."""
+        if not self._marks.closed:
+            self._marks[:] = bytes(len(self._marks))
+            self._leave()
+
+    def _leave(self) -> None:
+        """Let go of it, as a child that was forked must: it may get the number of its dead parent one day."""
+        self._shared.close()
+
+
+def make_board() -> LeaseBoard | None:
+    """A board, where this system has what it takes."""
+    with suppress(OSError):
+        return LeaseBoard()
+    return None
+
+
+def is_shown(place: str, number: int, mark: bytes) -> bool:
+    """Whether a lease stands, as far as can be seen from here; False says nothing."""
+    if len(mark) != MARK_BYTES or mark == NO_MARK:
+        return False
+    try:
+        fd = open_place(place, NAME)
+        try:
+            return os.pread(fd, MARK_BYTES, number % NUM_MARKS * MARK_BYTES) == mark
+        finally:
+            os.close(fd)
+    except OSError:
+        return False
 
 
 class ControlChannel(Protocol):

@@ -1,8 +1,14 @@
-"""What a source engine gives to its own ranks, so that nobody else takes their places."""
+"""Where an engine can be called, and from which host."""
 
 from __future__ import annotations
 
+import os
+import socket
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvferry.errors import SpecError
+from kvferry.wire.trust import Trust
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,3 +21,37 @@ class Invitation:
 
     address: str
     credential: bytes = field(repr=False)
+
+
+EVERY_HOST = ("0.0.0.0", "*", "[::]")
+
+
+def check_listen(listen: str, advertise: str, trust: Trust) -> None:
+    """Raise unless one may listen there, and others could call it."""
+    if not advertise and any(f"//{host}:" in listen for host in EVERY_HOST):
+        raise SpecError(f"listen={listen} is no address that a reader could call: say advertise=HOST")
+    trust.check_listen(listen)
+
+
+def advertised(address: str, host: str) -> str:
+    """The address with another host.
+
+    >>> advertised("tcp://0.0.0.0:5555", "10.0.0.7"), advertised("tcp://127.0.0.1:5555", "")
+    ('tcp://10.0.0.7:5555', 'tcp://127.0.0.1:5555')
+    """
+    return f"tcp://{host}:{address.rpartition(':')[2]}" if host else address
+
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+NETWORK_NAMESPACE = "/proc/self/ns/net"
+
+
+def this_host() -> str:
+    """The boot of this machine, and the network namespace of this process.
+
+    Two processes that have both in common share one loopback. Two pods of one machine do not.
+    """
+    try:
+        return f"{BOOT_ID.read_text(encoding='ascii').strip()}/{os.stat(NETWORK_NAMESPACE).st_ino}"
+    except OSError:  # no Linux: the name must do
+        return socket.gethostname()

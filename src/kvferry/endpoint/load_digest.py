@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+
+import numpy as np
 
 from kvferry.core.digest import (
     DigestPart,
@@ -18,23 +22,82 @@ from kvferry.core.digest import (
     num_bytes,
     sums_to_bytes,
 )
+from kvferry.core.digest_cells import Bytes, ChunkedCells, ChunkSums, sums_by_numpy
 from kvferry.core.digest_keys import Words
-from kvferry.core.manifest import Manifest, Rank
+from kvferry.core.manifest import Manifest, Rank, Region
 from kvferry.core.request import BlockTable
 from kvferry.core.state import check_range
-from kvferry.endpoint.digest_memory import DigestMemory
 from kvferry.endpoint.edges import Workers
 from kvferry.endpoint.meeting import MetPeer, failure_of
 from kvferry.endpoint.owner import Event
-from kvferry.errors import KVFerryError, SpecError
+from kvferry.errors import KVFerryError, SpecError, TransportError
 from kvferry.log import log_of
-from kvferry.runtime import FailureCode, Reader
-from kvferry.runtime.lease_tally import rank_block_bytes
+from kvferry.runtime import FailureCode
+from kvferry.runtime.active_fetches import ActiveFetches
+from kvferry.runtime.figures import rank_block_bytes
 from kvferry.runtime.values import Effect, TakeDigest
+from kvferry.transport.digest_kernel import DigestKernel, digest_kernel
 from kvferry.wire.bad_input import printable
 from kvferry.wire.digest import question_from_msgpack, question_to_msgpack
 from kvferry.wire.messages import DigestResult, DigestTask
 from kvferry.wire.ticket import TableDoc
+
+HOST = "cpu"
+
+
+class DigestMemory:
+    """Raises SpecError for memory that cannot be digested in this process."""
+
+    def __init__(self, rank: Rank) -> None:
+        for region in rank.regions:
+            if not region.address:
+                raise SpecError(f"region {region.name} has no address, so that it cannot be digested")
+        self._regions = {region.name: region for region in rank.regions}
+        self.host: Mapping[str, Bytes] = {
+            region.name: _bytes_at(region.address, region.num_bytes)
+            for region in rank.regions
+            if region.device == HOST
+        }
+        on_devices = {region.device: region for region in rank.regions if region.device != HOST}
+        self._kernels = {device: _kernel_of(region) for device, region in on_devices.items()}
+
+    @property
+    def is_of_host(self) -> bool:
+        """Whether all of it is the host's: then several threads may share a digest."""
+        return not self._kernels
+
+    def chunk_sums(self) -> ChunkSums:
+        """Who sums up a digest of it."""
+        host = partial(sums_by_numpy, self.host)
+        return host if self.is_of_host else partial(self._each_by_its_own, host)
+
+    def _each_by_its_own(self, host: ChunkSums, wanted: Sequence[ChunkedCells]) -> list[Words]:
+        if not self.host and len(self._kernels) == 1:
+            (kernel,) = self._kernels.values()
+            return kernel.sums(self._regions, wanted)
+        devices = [self._regions[each.blocks.region].device for each in wanted]
+        found: dict[int, Words] = {}
+        for device in sorted({*devices}):
+            at = [i for i, other in enumerate(devices) if other == device]
+            some = [wanted[i] for i in at]
+            sums = host(some) if device == HOST else self._kernels[device].sums(self._regions, some)
+            found.update(zip(at, sums, strict=True))
+        return [found[i] for i in range(len(wanted))]
+
+
+def _kernel_of(region: Region) -> DigestKernel:
+    index = re.fullmatch(r"cuda:(\d+)", region.device)
+    if index is None:
+        raise SpecError(f"memory on {region.device} (region {region.name}) cannot be digested")
+    try:
+        return digest_kernel(int(index[1]))
+    except TransportError as error:
+        raise SpecError(f"region {region.name} on {region.device} cannot be digested: {error}") from error
+
+
+def _bytes_at(address: int, num_bytes: int) -> Bytes:
+    return np.frombuffer(memoryview((ctypes.c_uint8 * num_bytes).from_address(address)), np.uint8)
+
 
 log = log_of(__name__)
 
@@ -206,11 +269,11 @@ class TakenDigests:
         rank: int,
         workers: Workers,
         put: Callable[[Event[Effect]], None],
-        reader: Reader,
+        fetches: ActiveFetches,
         random_bytes: Callable[[int], bytes],
     ) -> None:
         self._manifest, self._rank, self._workers = manifest, rank, workers
-        self._put, self._reader, self._random_bytes = put, reader, random_bytes
+        self._put, self._fetches, self._random_bytes = put, fetches, random_bytes
         self._is_closed = False
 
     def take(self, wanted: TakeDigest, met: MetPeer | None) -> None:
@@ -229,16 +292,16 @@ class TakenDigests:
                 raise SpecError(f"{wanted.peer.engine} was forgotten before its digest could be asked for")
             parts = digest_parts(met.route.plan, fetch.request())
             questions = {src_rank: question_to_msgpack(seed, some) for src_rank, some in parts.items()}
-            self._put(lambda now: self._reader.digest_asked(now, handle, questions))
+            self._put(lambda now: self._fetches.digest_asked(now, handle, questions))
             # While the source ranks do the same.
             ours = LoadDigest(self._manifest, self._rank, "dst", lambda: not self._is_closed).taken(
                 fetch.dst, parts, seed
             )
         except Exception as error:
             failure = failure_of(error, FailureCode.NO_DIGEST)
-            self._put(lambda now: self._reader.not_digested(now, handle, failure))
+            self._put(lambda now: self._fetches.not_digested(now, handle, failure))
         else:
-            self._put(lambda now: self._reader.digest_taken(now, handle, ours))
+            self._put(lambda now: self._fetches.digest_taken(now, handle, ours))
 
 
 def check_digest_every(every: int, rank: Rank) -> None:

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the endpoints in a process; ``kvferry.runtime.metric_table`` has all of them."""
+"""Prometheus metrics of the endpoints in a process; ``metric_table`` has all of them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from kvferry.endpoint.metric_table import METRICS, Changes, Metric, MetricKind, Sample, samples_of
 from kvferry.errors import MissingPackage
 from kvferry.runtime import Report
-from kvferry.runtime.figures import Changes, Figures, Sample, samples_of
-from kvferry.runtime.metric_table import METRICS, Metric, MetricKind
+from kvferry.runtime.figures import Figures
 
 try:
     from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram

@@ -1,17 +1,20 @@
-"""The reads of one destination rank, between its machine and its transport."""
+"""The reads of a destination rank: each is selected, then posted, then watched until it ends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 from kvferry.core.product import Product
+from kvferry.core.select import select
 from kvferry.endpoint.edges import Workers
-from kvferry.endpoint.meeting import remote_name
+from kvferry.endpoint.meeting import MetPeer, failure_of, remote_name
 from kvferry.endpoint.owner import Event
 from kvferry.errors import KVFerryError
 from kvferry.log import log_of
-from kvferry.runtime.values import Effect, PostReads
+from kvferry.runtime import FailureCode, Reader
+from kvferry.runtime.active_fetches import ActiveFetches
+from kvferry.runtime.values import Effect, PostReads, Select
 from kvferry.transport.base import Transport
 
 log = log_of(__name__)
@@ -19,9 +22,6 @@ log = log_of(__name__)
 READS = "reads"
 """The workers' key: reads are submitted in order, by one thread."""
 CANCELLED = "cancelled before it was submitted"
-
-TellEnd = Callable[[float, int, str], Iterable[Effect]]
-"""How the machine hears of an end: when, which transfer, why it failed."""
 
 
 class PostedReads:
@@ -32,9 +32,9 @@ class PostedReads:
         transport: Transport,
         workers: Workers,
         put: Callable[[Event[Effect]], None],
-        ended: TellEnd,
+        fetches: ActiveFetches,
     ) -> None:
-        self._transport, self._workers, self._put, self._ended = transport, workers, put, ended
+        self._transport, self._workers, self._put, self._fetches = transport, workers, put, fetches
         self._cancelled: set[int] = set()
         """Transfers that are not wanted any more, until they end."""
         self._is_looking = False
@@ -67,9 +67,9 @@ class PostedReads:
             effects += self._end(end.transfer, end.error, now)
         return effects
 
-    def _end(self, transfer: int, error: str, now: float) -> Iterable[Effect]:
+    def _end(self, transfer: int, error: str, now: float) -> list[Effect]:
         self._cancelled.discard(transfer)
-        return self._ended(now, transfer, error)
+        return self._fetches.ended(now, transfer, error)
 
     # -- in a worker, in the owner where that is quick, or in a thread of the transport -------------
 
@@ -119,3 +119,41 @@ class PostedReads:
         if transfer in self._cancelled:
             self._transport.cancel(transfer)
         return ""
+
+
+SELECTIONS = "selections"
+"""The workers' key: selecting computes, and more threads would not make it faster."""
+QUICK_BLOCKS = 2048
+"""Blocks of a fetch that is selected at once, a millisecond or two; and of all that are in one step."""
+
+
+class Selecting:
+    """Has fetches selected; what comes of it is put into the owner's inbox."""
+
+    def __init__(self, workers: Workers, put: Callable[[Event[Effect]], None], reader: Reader) -> None:
+        self._workers, self._put, self._reader = workers, put, reader
+        self._room = QUICK_BLOCKS
+
+    def step(self) -> None:
+        """The owner begins another step."""
+        self._room = QUICK_BLOCKS
+
+    def start(self, wanted: Select, met: MetPeer) -> None:
+        """The owner's to call."""
+        job, num_blocks = partial(self._select, wanted, met), wanted.fetch.num_blocks
+        if met.is_quick and num_blocks <= self._room:  # many of them would keep all others waiting
+            self._room -= num_blocks
+            job()
+        else:
+            self._workers.submit(SELECTIONS, job)
+
+    def _select(self, wanted: Select, met: MetPeer) -> None:
+        handle, fetch = wanted.handle, wanted.fetch
+        try:
+            selection = select(met.route, fetch.request(), slack=fetch.slack)
+            num_runs = met.num_runs(selection)  # makes the lists here, not in a thread that others wait for
+        except Exception as error:
+            failure = failure_of(error, FailureCode.BAD_TABLES)
+            self._put(lambda now: self._reader.not_selected(now, handle, failure))
+        else:
+            self._put(lambda now: self._reader.selected(now, handle, selection, num_runs, met.way))

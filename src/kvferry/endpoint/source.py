@@ -8,23 +8,21 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from hmac import compare_digest
+from typing import TYPE_CHECKING
 
 from kvferry.channel import ContactChange, Received
 from kvferry.core.outline import Outline
 from kvferry.core.request import BlockTable
 from kvferry.endpoint.edges import Edges
-from kvferry.endpoint.endpoint_metrics import EndpointMetrics
-from kvferry.endpoint.invitation import Invitation
-from kvferry.endpoint.lease_log import LeaseLog
-from kvferry.endpoint.listening import advertised, check_listen
+from kvferry.endpoint.invitation import Invitation, advertised, check_listen
+from kvferry.endpoint.logs import LeaseLog
+from kvferry.endpoint.metric_table import MetricSide, refused_messages
 from kvferry.endpoint.owner import Owner
-from kvferry.endpoint.status_report import status_report
+from kvferry.endpoint.status import status_report
 from kvferry.errors import KVFerryError, SpecError
 from kvferry.log import log_of
 from kvferry.runtime import Authority, Offers, Released, Timing
-from kvferry.runtime.figures import Figures, refused_messages
-from kvferry.runtime.lease_tally import block_bytes_of
-from kvferry.runtime.metric_table import MetricSide
+from kvferry.runtime.figures import Figures, block_bytes_of
 from kvferry.runtime.values import Merge, Send, Show, SourceEffect, Strike
 from kvferry.wire.bad_input import printable
 from kvferry.wire.messages import (
@@ -46,6 +44,9 @@ from kvferry.wire.messages import (
 from kvferry.wire.outline import manifest_of_joins, outline_to_msgpack
 from kvferry.wire.ticket import NOT_SAID, NotSaid, Ticket
 from kvferry.wire.trust import Trust, is_loopback
+
+if TYPE_CHECKING:
+    from kvferry.endpoint.metrics import EngineMetrics  # needs Prometheus' package, which may be absent
 
 log = log_of(__name__)
 
@@ -75,7 +76,7 @@ class SourceEngine:
         credential: bytes = b"",
         trust: Trust = Trust(),  # noqa: B008  (it is frozen)
         timing: Timing | None = None,
-        metrics: EndpointMetrics | None = None,
+        metrics: EngineMetrics | None = None,
         edges: Edges | None = None,
     ) -> None:
         """``advertise``: the host that readers call, where it is not the one that ``listen`` names.

@@ -3,19 +3,128 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
+from kvferry.channel import ContactChange, Received
 from kvferry.core.manifest import Manifest
 from kvferry.endpoint.edges import Edges
-from kvferry.endpoint.gather_service import GatherService
+from kvferry.endpoint.gathering import GatherService, open_gathering
 from kvferry.endpoint.invitation import Invitation
-from kvferry.endpoint.member_thread import MemberThread, RankDuties
-from kvferry.endpoint.rank_gathering import open_gathering
-from kvferry.runtime import Released, Timing
+from kvferry.endpoint.load_digest import DigestService
+from kvferry.endpoint.owner import Owner
+from kvferry.errors import SpecError
+from kvferry.log import log_of
+from kvferry.runtime import Member, Released, Timing
+from kvferry.runtime.member import Membership
+from kvferry.runtime.values import AnswerDigest, MemberEffect, Send
 from kvferry.transport.base import Transport
+from kvferry.wire.messages import DigestResult, Join, ReleaseAck, decode_from_authority, encode
 from kvferry.wire.outline import join_of
 from kvferry.wire.trust import Trust
+
+log = log_of(__name__)
+
+
+class RankDuties:
+    """What a rank does with what it hears; by default nothing. Called in the member's thread."""
+
+    def began(self, generation: int) -> None:
+        """It has joined a start of its engine."""
+
+    def released(self, generation: int, released: Released) -> None:
+        """A request of that start is released."""
+
+    def when_stopped(self, then: Callable[[], None]) -> None:
+        """Call ``then`` once nothing is done for what was released so far."""
+        then()
+
+
+class MemberThread:
+    """Owns the membership of one rank (``kvferry.runtime.Member``)."""
+
+    def __init__(
+        self,
+        authority: str,
+        manifest: Manifest,
+        join: Join,
+        *,
+        duties: RankDuties | None = None,
+        trust: Trust = Trust(),  # noqa: B008  (it is frozen)
+        timing: Timing | None = None,
+        edges: Edges | None = None,
+    ) -> None:
+        """``manifest``: of this rank's memory, which digests are taken of. ``edges`` are for simulations."""
+        edges, rank = edges or Edges(), join.rank
+        self._rank, self._authority = rank, authority
+        self._duties = duties or RankDuties()
+        self._state = Membership.JOINING
+        self._generation = 0
+        """The start of its engine that its duties were told of."""
+        self._member = Member(authority, join, timing)  # the owner's alone
+        self._owner = Owner(f"kvferry-src-{rank}", self._carry_out, self._tick, edges.clock)
+        workers = edges.make_workers(f"kvferry-src-{rank}-work")
+        self._digests = DigestService(manifest, rank, workers, self._say)
+        self._channel = edges.open_channel("", trust.secret)
+        edges.start_owner(self._owner)
+        self._channel.start(f"kvferry-src-{rank}-channel", self._receive, lambda: self._owner.is_behind)
+
+    @property
+    def state(self) -> Membership:
+        """Whether the authority knows this rank."""
+        return self._state
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether the authority knows this rank. Raises SpecError if it turned the rank away."""
+        if self._state is Membership.REFUSED:
+            raise SpecError(f"rank {self._rank} was turned away by {self._authority}: {self._member.refusal}")
+        return self._state is Membership.JOINED
+
+    def close(self) -> None:
+        """Say nothing more, and touch no memory any more."""
+        self._owner.close()
+        self._digests.close()
+        self._channel.close()
+
+    def _receive(self, received: Received | ContactChange) -> None:
+        if isinstance(received, ContactChange):
+            return  # the authority is asked now and then, wherever it went
+        message, reply_to = decode_from_authority(received.data), received.reply_to
+        self._owner.put(lambda now: self._member.receive(now, reply_to, message), len(received.data))
+
+    def _say(self, result: DigestResult) -> None:
+        """Have a digest sent to the authority; called in a worker."""
+        self._owner.put(lambda _: [Send(self._authority, result)])
+
+    # -- the owner's -------------------------------------------------------------------------------
+
+    def _carry_out(self, effects: Iterable[MemberEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send(to, ReleaseAck() as ack):
+                    # The engine may use the blocks as soon as its authority has it.
+                    self._duties.when_stopped(partial(self._channel.send, to, encode(ack)))
+                case Send():
+                    self._channel.send(effect.to, encode(effect.message))
+                case Released():
+                    self._digests.release(effect.ticket_id)
+                    self._duties.released(self._member.generation, effect)
+                case AnswerDigest():
+                    self._digests.take(effect.task)
+
+    def _tick(self, now: float) -> float:
+        self._carry_out(self._member.tick(now))
+        if self._member.generation != self._generation:
+            self._generation = self._member.generation
+            self._duties.began(self._generation)
+        if self._member.state is not self._state:
+            self._state, refusal = self._member.state, self._member.refusal
+            if self._state is Membership.REFUSED:
+                log.error("rank %d was turned away by %s: %s", self._rank, self._authority, refusal)
+            else:
+                log.info("rank %d of %s: %s", self._rank, self._authority, self._state.value)
+        return self._member.next_deadline()
 
 
 class SourceRank:

@@ -7,8 +7,8 @@ for an edge to carry out.
 
 from kvferry.runtime.authority import Authority
 from kvferry.runtime.failure import Failure, FailureCode
+from kvferry.runtime.lease import Offers
 from kvferry.runtime.member import Member
-from kvferry.runtime.offers import Offers
 from kvferry.runtime.reader import Reader
 from kvferry.runtime.values import Fetch, Released, Report, Timing
 

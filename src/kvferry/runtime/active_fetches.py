@@ -107,7 +107,6 @@ class ActiveFetches:
         selection: Selection,
         num_runs: int | None,
         way: str,
-        predicted_seconds: float,
     ) -> list[Effect]:
         """The runs of a fetch are known: post them."""
         job.phase, job.posted_at, job.ended_at = Phase.READING, now, now
@@ -115,7 +114,6 @@ class ActiveFetches:
         products = selection.products
         job.num_bytes, job.num_sources, job.way = selection.total_bytes, len(products), way
         job.num_runs = selection.num_runs if num_runs is None else num_runs
-        job.predicted_seconds = predicted_seconds
         job.clear = next(self._numbers)
         reads = {next(self._numbers): read for read in products.items()}
         job.in_flight = {job.clear, *reads}

@@ -15,16 +15,11 @@ from heapq import heappop, heappush
 from itertools import islice
 
 from kvferry.core.words import counted
-from kvferry.runtime.assembly import Assembly, JoinedRank
-from kvferry.runtime.digest_relay import DigestRelay
+from kvferry.runtime.digest_checks import DigestRelay
 from kvferry.runtime.failure import FailureCode
-from kvferry.runtime.figures import Figures, by_label, figure
-from kvferry.runtime.held_releases import HeldReleases
-from kvferry.runtime.lease import EndedReadings, Lease
-from kvferry.runtime.lease_tally import LeaseTally
+from kvferry.runtime.figures import Figures, LeaseTally, by_label
+from kvferry.runtime.lease import Assembly, EndedReadings, HeldReleases, JoinedRank, Lease, Offers
 from kvferry.runtime.member import NOT_JOINED
-from kvferry.runtime.metric_table import LEASES, UNHEARD_RELEASES
-from kvferry.runtime.offers import Offers
 from kvferry.runtime.values import MAX_SHOWN, Merge, Released, Send, Show, SourceEffect, Strike, Timing
 from kvferry.wire.messages import (
     MAX_BATCH,
@@ -170,8 +165,8 @@ class Authority:
         read = sum(1 for lease in self._leases.values() if lease.reading)
         leases = {"offered": len(self._leases) - read, "being-read": read}
         return {
-            **by_label(LEASES, leases),
-            **figure(UNHEARD_RELEASES, self._num_unheard),
+            **by_label("kvferry_leases", leases),
+            ("kvferry_unheard_releases",): self._num_unheard,
             **self._tally.figures(),
         }
 

@@ -1,7 +1,7 @@
 """One rank of a destination engine: meets peers, leases tickets, posts reads, settles.
 
-Each event has a method here: the engine's calls, an authority's answers, what the edge did, and time. How a
-fetch goes on from there, and ends, is told by ``active_fetches.py``.
+Events that concern several parts have a method here; those of one part go to it: ends and digests to
+``fetches``, found ranks to ``meetings``, what the channel says to ``connections``.
 
 * A lease is asked for at once, and kept alive from then on, also while the peer is still being met.
 * Names can be guessed. What proves to an authority who we are is a token, another one for each ticket.
@@ -11,20 +11,16 @@ from __future__ import annotations
 
 import hmac
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
 from itertools import count, islice
 
-from kvferry.core.digest import TakenDigest
 from kvferry.core.select import Selection
 from kvferry.errors import SpecError
-from kvferry.runtime.acquire_queue import AcquireQueue
 from kvferry.runtime.active_fetches import ActiveFetches
 from kvferry.runtime.connections import Connections
 from kvferry.runtime.failure import Failure, FailureCode, denied
-from kvferry.runtime.fetch_job import FetchJob, Phase
-from kvferry.runtime.figures import Figures, by_label, figure
+from kvferry.runtime.fetch_job import AcquireQueue, FetchJob, Phase
+from kvferry.runtime.figures import Figures, by_label
 from kvferry.runtime.meetings import AT_WORK, Lost, Meeting, Meetings
-from kvferry.runtime.metric_table import PEERS, PHASES, QUARANTINED, READS_IN_FLIGHT, RETRIES
 from kvferry.runtime.questions import Questions
 from kvferry.runtime.values import MAX_SHOWN, Drop, Effect, Fetch, HangUp, Peer, Send, Timing
 from kvferry.wire.limits import check_name
@@ -82,18 +78,18 @@ class Reader:
         self.reader, self.rank, self.num_ranks, self._key = reader, rank, num_ranks, key
         self._max_unmet = max_unmet
         self._timing = timing or Timing()
-        self._meetings = Meetings(reader, self._timing)
+        self.meetings = Meetings(reader, self._timing)
         self._questions = Questions(self._timing)
         self._acquires = AcquireQueue(self._timing)
-        self._connections = Connections(self._timing)
+        self.connections = Connections(self._timing)
         self._numbers = count(1)
-        self._fetches = ActiveFetches(
+        self.fetches = ActiveFetches(
             reader,
             rank,
             num_ranks,
             self._timing,
-            self._meetings,
-            self._connections,
+            self.meetings,
+            self.connections,
             self._numbers,
             digest_every,
         )
@@ -115,32 +111,32 @@ class Reader:
 
     def supply(self, now: float, handle: int, fetch: Fetch) -> list[Effect]:
         """Fetch what is held. If it failed meanwhile, its report is under way, and nothing is started."""
-        job = self._fetches.get(handle)
+        job = self.fetches.get(handle)
         if job is None or job.fetch is not None or job.phase is Phase.FAILING:
             return []
         if fetch.ticket != job.ticket:
             failure = Failure(FailureCode.TICKET, "another ticket was held under this handle")
-            return self._fetches.fail(now, job, failure)
+            return self.fetches.fail(now, job, failure)
         job.fetch, job.started, job.met_at = fetch, now, now
         if job.phase is Phase.HOLDING:
             job.phase = Phase.MEETING
-        return [*self._meet(now, job.peer), *self._fetches.advance(now, job)]
+        return [*self._meet(now, job.peer), *self.fetches.advance(now, job)]
 
     def _start(self, now: float, handle: int, ticket: Ticket, fetch: Fetch | None) -> list[Effect]:
-        if self._fetches.get(handle) is not None:
+        if self.fetches.get(handle) is not None:
             raise SpecError(f"a fetch with the handle {handle} is under way")
         job = self._job(now, handle, ticket, fetch)
         peer = job.peer
-        if not self._fetches.begin(job):
+        if not self.fetches.begin(job):
             failure = Failure(FailureCode.SPENT, "this ticket is being read already")
-            return self._fetches.fail(now, job, failure)
-        if self._connections.is_gone(peer):
+            return self.fetches.fail(now, job, failure)
+        if self.connections.is_gone(peer):
             job.is_settled = True  # nobody was asked for anything
-            return self._fetches.fail(now, job, self._fetches.source_gone(peer))
+            return self.fetches.fail(now, job, self.fetches.source_gone(peer))
         room = [*self._call_anew(peer.authority), *self._make_room(peer)]
         if overload := self._overload(peer):
             job.is_settled = True  # nobody was asked for anything
-            return [*room, *self._fetches.fail(now, job, Failure(FailureCode.TOO_MANY_PEERS, overload))]
+            return [*room, *self.fetches.fail(now, job, Failure(FailureCode.TOO_MANY_PEERS, overload))]
         self._called.add(peer.authority)
         self._acquires.add(job)
         return [*room, *self._acquire(now, self._acquires.due(now, peer.authority)), *self._meet(now, peer)]
@@ -155,14 +151,14 @@ class Reader:
 
     def _overload(self, peer: Peer) -> str:
         """Why a fetch from a peer cannot begin now; empty if it can. A peer that was met always has room."""
-        if self._meetings.is_met(peer):
+        if self.meetings.is_met(peer):
             return ""
-        is_new, unmet = peer not in self._meetings, self._meetings.unmet
-        if is_new and len(self._meetings) >= self.MAX_PEERS:
+        is_new, unmet = peer not in self.meetings, self.meetings.unmet
+        if is_new and len(self.meetings) >= self.MAX_PEERS:
             return f"{self.MAX_PEERS} engines are in use"
         if is_new and len(unmet) >= self._max_unmet:
             return f"{self._max_unmet} engines are being met for the first time"
-        if sum(self._fetches.num_of(each) for each in unmet) >= self.MAX_WAITING:
+        if sum(self.fetches.num_of(each) for each in unmet) >= self.MAX_WAITING:
             return f"{self.MAX_WAITING} fetches wait for engines that were not met yet"
         return ""
 
@@ -176,8 +172,8 @@ class Reader:
 
         Its engine does not need the ticket: if nothing was posted, the lease ends as declined.
         """
-        job = self._fetches.get(handle)
-        return [] if job is None else self._fetches.fail(now, job, Failure(FailureCode.ABORTED))
+        job = self.fetches.get(handle)
+        return [] if job is None else self.fetches.fail(now, job, Failure(FailureCode.ABORTED))
 
     def decline(self, now: float, handle: int, ticket: Ticket) -> list[Effect]:
         """End the lease of a ticket that this engine does not need; nothing is reported.
@@ -185,10 +181,10 @@ class Reader:
         A ticket that is held or read under a handle is given up by ``abort``.
         """
         job = self._job(now, handle, ticket, None)
-        if job.key in self._fetches.by_ticket:
+        if job.key in self.fetches.by_ticket:
             return []
         self._called.add(job.peer.authority)
-        return self._fetches.decline(now, job)
+        return self.fetches.decline(now, job)
 
     # -- what the authority answers ----------------------------------------------------------------
 
@@ -196,13 +192,13 @@ class Reader:
         """A message from the authority at ``reply_to``."""
         match message:
             case Welcome():
-                effects, lost = self._meetings.welcomed(now, reply_to, message)
+                effects, lost = self.meetings.welcomed(now, reply_to, message)
                 return [*effects, *self._lose(now, lost)]
             case RankDescriptions():
-                effects, lost = self._meetings.described(now, reply_to, message)
+                effects, lost = self.meetings.described(now, reply_to, message)
                 return [*effects, *self._lose(now, lost)]
             case Rejected():
-                return self._lose(now, self._meetings.rejected(reply_to, message))
+                return self._lose(now, self.meetings.rejected(reply_to, message))
             case Grant():
                 return self._granted(now, reply_to, message)
             case Denial():
@@ -210,24 +206,20 @@ class Reader:
             case Renewal():
                 return self._renewed(now, reply_to, message)
             case SettleAck():
-                return self._fetches.acknowledged(now, reply_to, message)
+                return self.fetches.acknowledged(now, reply_to, message)
             case DigestAnswer():
-                return self._fetches.digest_answered(now, reply_to, message)
+                return self.fetches.digest_answered(now, reply_to, message)
             case _:
                 pass  # for ranks of a source engine
         return []
 
     # -- what the edge did -------------------------------------------------------------------------
 
-    def found(self, now: float, peer: Peer, ranks: Collection[int]) -> list[Effect]:
-        """These ranks of the peer are read from."""
-        return self._meetings.found(now, peer, ranks)
-
     def built(self, now: float, peer: Peer, plan_seconds: float = 0.0) -> list[Effect]:
         """The peer is planned, proved and lowered, which took so long; and connected."""
-        if not self._meetings.built(peer):
+        if not self.meetings.built(peer):
             return [Drop(peer)]
-        jobs = self._fetches.of(peer)
+        jobs = self.fetches.of(peer)
         for job in jobs:
             job.plan_seconds = plan_seconds
             if job.is_early and job.phase is Phase.MEETING:  # whoever could be met is whole
@@ -235,7 +227,7 @@ class Reader:
                 self._acquires.add(job)
         asked = self._acquire(now, self._acquires.due(now, peer.authority))
         leased = [job for job in jobs if job.phase is not Phase.LEASING]
-        return [*asked, *(effect for job in leased for effect in self._fetches.advance(now, job))]
+        return [*asked, *(effect for job in leased for effect in self.fetches.advance(now, job))]
 
     def not_built(self, now: float, peer: Peer, failure: Failure) -> list[Effect]:
         """The peer cannot be served: everybody who waits for it is told."""
@@ -248,104 +240,58 @@ class Reader:
         selection: Selection,
         num_runs: int | None = None,
         way: str = "",
-        predicted_seconds: float = 0.0,
     ) -> list[Effect]:
-        """The runs of a fetch are known, how many they are, and how their bytes will come: post them.
-
-        How long that is expected to take is for the record; nothing depends on it.
-        """
-        job = self._fetches.get(handle)
+        """The runs of a fetch are known, how many they are, and how their bytes will come: post them."""
+        job = self.fetches.get(handle)
         if job is None or job.phase is not Phase.SELECTING:
             return []
         if job.covered_until <= now:
             failure = Failure(FailureCode.LEASE_LAPSED, "the source did not renew it in time")
-            return self._fetches.fail(now, job, failure)
-        return self._fetches.post(now, job, selection, num_runs, way, predicted_seconds)
+            return self.fetches.fail(now, job, failure)
+        return self.fetches.post(now, job, selection, num_runs, way)
 
     def not_selected(self, now: float, handle: int, failure: Failure) -> list[Effect]:
         """The request does not fit: it fails alone."""
-        job = self._fetches.get(handle)
-        return [] if job is None else self._fetches.fail(now, job, failure)
-
-    def ended(self, now: float, transfer: int, error: str) -> list[Effect]:
-        """The transport reports the end of a read; or the slack of a fetch is zeroed."""
-        return self._fetches.ended(now, transfer, error)
-
-    def stood(self, now: float, handle: int) -> list[Effect]:
-        """After its last byte, the lease of a fetch was seen to stand: it counts."""
-        return self._fetches.stood(now, handle)
-
-    def digest_asked(self, now: float, handle: int, questions: Mapping[int, bytes]) -> list[Effect]:
-        """What each source rank of a fetch is to be asked; our own digest comes later."""
-        return self._fetches.digest_asked(now, handle, questions)
-
-    def digest_taken(self, now: float, handle: int, ours: TakenDigest) -> list[Effect]:
-        """What a fetch has brought, digested."""
-        return self._fetches.digest_taken(now, handle, ours)
-
-    def not_digested(self, now: float, handle: int, failure: Failure) -> list[Effect]:
-        """What a fetch has brought could not be digested here."""
-        return self._fetches.not_digested(now, handle, failure)
-
-    # -- what the channel says of its connections ---------------------------------------------------
-
-    def calling(self, now: float, address: str) -> list[Effect]:
-        """A connection to an authority is being made."""
-        self._connections.calling(now, address)
-        return []
-
-    def connected(self, now: float, address: str) -> list[Effect]:
-        """It is there, and answers heartbeats from now on; also an authority that was gone."""
-        self._connections.connected(address)
-        return []
-
-    def disconnected(self, now: float, address: str) -> list[Effect]:
-        """A connection broke, or was refused; another one is tried."""
-        self._connections.broken(now, address)
-        return []
-
-    def closed(self, now: float, address: str) -> list[Effect]:
-        """No connection is wanted any more, since nobody used it for long."""
-        self._connections.closed(address)
-        return []
+        job = self.fetches.get(handle)
+        return [] if job is None else self.fetches.fail(now, job, failure)
 
     # -- time ---------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[Effect]:
         """Time has passed: notice who is gone, renew, repeat, give up, quarantine."""
-        gone = self._connections.tick(now)
+        gone = self.connections.tick(now)
         effects: list[Effect] = [effect for address in gone for effect in self._lose_sight(now, address)]
-        asked, lost = self._meetings.tick(now)
+        asked, lost = self.meetings.tick(now)
         effects += [*asked, *self._lose(now, lost)]
         effects += self._renewals(now)
-        effects += self._fetches.tick(now)
+        effects += self.fetches.tick(now)
         effects += self._acquire(now, self._acquires.tick(now))  # those given up made room
         self._questions.tick(now)
         return [*effects, *self._forget_the_gone(), *self._hang_up()]
 
     def _forget_the_gone(self) -> list[Effect]:
         """Peers that are gone, and that nothing needs any more: their memory is mapped here until then."""
-        gone = [peer for peer in self._connections.gone_peers if self._meetings.state(peer) is Meeting.BROKEN]
-        unused = [peer for peer in gone if not any(job.is_using_peer for job in self._fetches.of(peer))]
-        return [effect for peer in unused for effect in self._meetings.forget(peer)]
+        gone = [peer for peer in self.connections.gone_peers if self.meetings.state(peer) is Meeting.BROKEN]
+        unused = [peer for peer in gone if not any(job.is_using_peer for job in self.fetches.of(peer))]
+        return [effect for peer in unused for effect in self.meetings.forget(peer)]
 
     def _hang_up(self) -> list[Effect]:
         """Call nobody whom nobody has anything to say to: an address in a ticket may be of anything."""
-        busy = {job.peer.authority for job in self._fetches} if self._called else set()
-        idle = self._called - busy - self._meetings.addresses - self._fetches.settlements.addresses
-        idle = {address for address in idle if not self._connections.is_awaited(address)}
+        busy = {job.peer.authority for job in self.fetches} if self._called else set()
+        idle = self._called - busy - self.meetings.addresses - self.fetches.settlements.addresses
+        idle = {address for address in idle if not self.connections.is_awaited(address)}
         self._called -= idle
         for address in idle:
-            self._connections.closed(address)
+            self.connections.closed(address)
         return [HangUp(address) for address in sorted(idle)]
 
     def next_deadline(self) -> float:
         """When ``tick`` has something to do at the latest."""
         timing = self._timing
-        told = self._fetches.settlements, self._fetches.checks
-        parts = (self._connections, self._meetings, *told, self._questions, self._acquires)
+        told = self.fetches.settlements, self.fetches.checks
+        parts = (self.connections, self.meetings, *told, self._questions, self._acquires)
         deadlines = [part.next_deadline() for part in parts]
-        deadlines += [min(job.ask_at(timing), self._fetches.give_up_at(job)) for job in self._fetches]
+        deadlines += [min(job.ask_at(timing), self.fetches.give_up_at(job)) for job in self.fetches]
         return min(deadlines)
 
     def status(self) -> dict[str, object]:
@@ -353,17 +299,17 @@ class Reader:
         return {
             "reader": self.reader,
             "rank": self.rank,
-            "peers": [f"{peer.engine}#{peer.generation}" for peer in self._meetings.met],
-            "fetches": dict(Counter(job.phase.value for job in self._fetches)),
+            "peers": [f"{peer.engine}#{peer.generation}" for peer in self.meetings.met],
+            "fetches": dict(Counter(job.phase.value for job in self.fetches)),
             "in_flight": self.num_in_flight,
             "quarantined": self.num_quarantined,
-            "settling": len(self._fetches.settlements),
+            "settling": len(self.fetches.settlements),
         }
 
     def sources(self) -> dict[Peer, tuple[str, str]]:
         """Each source engine that is known: how it stands with it, and why it is gone if it is."""
-        known = {peer: (state.value, "") for peer, state in self._meetings.known.items()}
-        return known | {peer: ("gone", why) for peer, why in self._connections.gone_peers.items()}
+        known = {peer: (state.value, "") for peer, state in self.meetings.known.items()}
+        return known | {peer: ("gone", why) for peer, why in self.connections.gone_peers.items()}
 
     def shown_loads(self, now: float) -> list[dict[str, object]]:
         """The oldest loads that are under way, for people."""
@@ -376,79 +322,79 @@ class Reader:
                 "way": job.way,
                 "seconds": round(now - job.started, 1),
             }
-            for job in islice(self._fetches, MAX_SHOWN)
+            for job in islice(self.fetches, MAX_SHOWN)
         ]
 
     def figures(self) -> Figures:
         """Its counters and gauges."""
-        phases = Counter(job.phase.value for job in self._fetches)
+        phases = Counter(job.phase.value for job in self.fetches)
         num_quarantined = phases.pop(Phase.QUARANTINED.value, 0)
-        gone = {"gone": num} if (num := self._connections.num_gone) else {}
+        gone = {"gone": num} if (num := self.connections.num_gone) else {}
         retries = {
-            "hello": self._meetings.num_repeated,
+            "hello": self.meetings.num_repeated,
             "lease": self._questions.num_repeated,
-            "settle": self._fetches.settlements.num_repeated,
+            "settle": self.fetches.settlements.num_repeated,
         }
         return {
-            **figure(QUARANTINED, num_quarantined),
-            **figure(READS_IN_FLIGHT, self.num_in_flight),
-            **by_label(PHASES, phases),
-            **by_label(PEERS, self._meetings.states | Counter(gone)),
-            **by_label(RETRIES, retries),
+            ("kvferry_quarantined",): num_quarantined,
+            ("kvferry_reads_in_flight",): self.num_in_flight,
+            **by_label("kvferry_loads_under_way", phases),
+            **by_label("kvferry_peers", self.meetings.states | Counter(gone)),
+            **by_label("kvferry_retries", retries),
         }
 
     @property
     def num_in_flight(self) -> int:
         """Posted reads whose end was not reported yet."""
-        return len(self._fetches.transfers)
+        return len(self.fetches.transfers)
 
     @property
     def num_quarantined(self) -> int:
         """Fetches whose reads did not end in time."""
-        return sum(1 for job in self._fetches if job.phase is Phase.QUARANTINED)
+        return sum(1 for job in self.fetches if job.phase is Phase.QUARANTINED)
 
     # -- peers -------------------------------------------------------------------------------------
 
     def _meet(self, now: float, peer: Peer) -> list[Effect]:
-        is_broken = self._meetings.state(peer) is Meeting.BROKEN
-        is_used = is_broken and any(job.is_using_peer for job in self._fetches.of(peer))
-        return self._meetings.meet(now, peer, is_used=is_used)
+        is_broken = self.meetings.state(peer) is Meeting.BROKEN
+        is_used = is_broken and any(job.is_using_peer for job in self.fetches.of(peer))
+        return self.meetings.meet(now, peer, is_used=is_used)
 
     def _make_room(self, peer: Peer) -> list[Effect]:
-        if peer in self._meetings or len(self._meetings) < self.MAX_PEERS:
+        if peer in self.meetings or len(self.meetings) < self.MAX_PEERS:
             return []
-        return self._meetings.make_room({job.peer for job in self._fetches})
+        return self.meetings.make_room({job.peer for job in self.fetches})
 
     def _lose(self, now: float, lost: Lost) -> list[Effect]:
         """Forget peers whole, and tell everybody who waited for them."""
         effects: list[Effect] = []
         for peer, failure in lost:
-            effects += self._meetings.forget(peer)
-            for job in self._fetches.of(peer):
-                effects += [] if job.has_posted else self._fetches.fail(now, job, failure)
+            effects += self.meetings.forget(peer)
+            for job in self.fetches.of(peer):
+                effects += [] if job.has_posted else self.fetches.fail(now, job, failure)
         return effects
 
     def _lose_sight(self, now: float, address: str) -> list[Effect]:
         """Who was at an address is gone: whoever waits for it is told; reads in flight end by themselves."""
         effects: list[Effect] = []
-        jobs = self._fetches.at(address)
-        self._connections.lost(address, {*self._meetings.at(address), *(job.peer for job in jobs)})
+        jobs = self.fetches.at(address)
+        self.connections.lost(address, {*self.meetings.at(address), *(job.peer for job in jobs)})
         for job in jobs:
             if not job.has_posted or job.phase in (Phase.CHECKING, Phase.CONFIRMING):
-                job.is_settled = job.is_settled or not self._connections.has_answered(address)
-                effects += self._fetches.fail(now, job, self._fetches.source_gone(job.peer))
-        for peer in self._meetings.at(address):
-            if any(job.is_using_peer for job in self._fetches.of(peer)):
-                self._meetings.break_off(peer)
-            elif self._meetings.state(peer) not in AT_WORK:
-                effects += self._meetings.forget(peer)
+                job.is_settled = job.is_settled or not self.connections.has_answered(address)
+                effects += self.fetches.fail(now, job, self.fetches.source_gone(job.peer))
+        for peer in self.meetings.at(address):
+            if any(job.is_using_peer for job in self.fetches.of(peer)):
+                self.meetings.break_off(peer)
+            elif self.meetings.state(peer) not in AT_WORK:
+                effects += self.meetings.forget(peer)
         return effects
 
     def _call_anew(self, address: str) -> list[Effect]:
         """Another start of an engine has made a ticket: somebody must be there again."""
-        if not self._connections.gone(address):
+        if not self.connections.gone(address):
             return []
-        self._connections.forget(address)
+        self.connections.forget(address)
         return [HangUp(address)]
 
     # -- leases ------------------------------------------------------------------------------------
@@ -463,7 +409,7 @@ class Reader:
         return effects
 
     def _answered(self, reply_to: str, nonce: int) -> tuple[float, list[FetchJob]]:
-        return self._questions.answered(reply_to, nonce, lambda job: self._fetches.get(job.handle) is job)
+        return self._questions.answered(reply_to, nonce, lambda job: self.fetches.get(job.handle) is job)
 
     def _granted(self, now: float, reply_to: str, grant: Grant) -> list[Effect]:
         asked_at, jobs = self._answered(reply_to, grant.nonce)
@@ -473,8 +419,8 @@ class Reader:
                 job.covered_until = max(job.covered_until, asked_at + grant.lease_ms / 1000)
                 job.proofs, job.board, job.mark = grant.proofs, grant.board, grant.mark
                 # Whoever was met is whole: from then on a grant has every proof.
-                job.is_early = not grant.is_whole and not self._meetings.is_met(job.peer)
-                effects += self._fetches.advance(now, job)
+                job.is_early = not grant.is_whole and not self.meetings.is_met(job.peer)
+                effects += self.fetches.advance(now, job)
         return [*effects, *self._acquire(now, self._acquires.due(now, reply_to))]
 
     def _denied(self, now: float, reply_to: str, denial: Denial) -> list[Effect]:
@@ -484,8 +430,8 @@ class Reader:
             if job.phase is Phase.CONFIRMING:
                 continue  # a late copy of our asking; what counts is the answer to the settlement
             job.is_settled = job.is_settled or job.covered_until == float("-inf")
-            effects += self._fetches.fail(now, job, failure)
-            state = self._meetings.state(job.peer)
+            effects += self.fetches.fail(now, job, failure)
+            state = self.meetings.state(job.peer)
             if failure.code is FailureCode.RESTARTED and state not in (None, *AT_WORK):
                 effects += self._lose(now, [(job.peer, failure)])  # that start is gone for good
         return [*effects, *self._acquire(now, self._acquires.due(now, reply_to))]
@@ -493,7 +439,7 @@ class Reader:
     def _renewals(self, now: float) -> list[Effect]:
         """One renewal per peer for every lease that is a third gone."""
         due: dict[Peer, list[FetchJob]] = defaultdict(list)
-        for job in self._fetches:
+        for job in self.fetches:
             if now >= job.ask_at(self._timing):
                 due[job.peer].append(job)
         return [
@@ -515,8 +461,8 @@ class Reader:
         for job in jobs:
             if job.ticket.ticket_id in kept:
                 job.covered_until = max(job.covered_until, asked_at + renewal.lease_ms / 1000)
-                effects += self._fetches.advance(now, job)
+                effects += self.fetches.advance(now, job)
             elif job.phase is not Phase.CONFIRMING:  # else it ended because we said that we are through
                 failure = Failure(FailureCode.LEASE_ENDED, "the source did not renew it")
-                effects += self._fetches.fail(now, job, failure)
+                effects += self.fetches.fail(now, job, failure)
         return effects

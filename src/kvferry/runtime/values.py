@@ -251,8 +251,6 @@ class Record:
     """From there until both sides' digests were compared; 0 where none was asked for."""
     confirm_seconds: float = 0.0
     """From there until the source's authority had confirmed that the read counts."""
-    predicted_seconds: float = 0.0
-    """What moving was expected to take, with nothing else under way; 0 where nothing was posted."""
     total_seconds: float = 0.0
     way: str = ""
     """How its bytes came (``mapped``, ``direct`` …); several, joined by +, if not all of them came alike."""

@@ -19,11 +19,11 @@ from unittest import SkipTest
 import numpy as np
 
 from kvferry.core.runs import NO_RUNS, REGION_SHIFT, Runs, place
-from kvferry.testing.transport_storm import Storm
 from kvferry.testing.transport_world import (
     PATIENCE_S,
     REGION_BYTES,
     WHOLE,
+    Storm,
     World,
     after,
     check,

@@ -1,26 +1,83 @@
-"""Where the laws of transports are tried: a reader's memory, sources, and what a test asks of them."""
+"""Where the laws of transports are tried: memory, sources, threads that use one transport at once."""
 
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.core.manifest import Region
 from kvferry.core.runs import Runs, place
 from kvferry.errors import TransportError
-from kvferry.testing.sources import Holder, Source
-from kvferry.testing.transport_storm import Storm, runs_of
 from kvferry.transport.base import ReadEnd, Transport
+from kvferry.transport.cuda import Cuda
 
 REGION_BYTES = (24 << 20, (1 << 20) + 13)
 STALE = 0xA5
 """What the reader's memory holds at first."""
 PATIENCE_S = 20.0
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a reader must know of a rank, and, to check, what it holds."""
+
+    card: bytes
+    regions: tuple[Region, ...]
+    contents: tuple[NDArray[np.uint8], ...]
+
+
+def contents(source_index: int, region_index: int, num_bytes: int) -> NDArray[np.uint8]:
+    """What a region holds: bytes without a pattern, the same wherever they are asked for."""
+    return np.random.default_rng([source_index, region_index]).integers(0, 256, num_bytes, np.uint8)
+
+
+class Holder:
+    """Memory on the host or on a device, with room for regions."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self._cuda = None if device == "cpu" else Cuda(int(device.partition(":")[2] or 0))
+        self._arrays: list[NDArray[np.uint8]] = []
+        self.regions: tuple[Region, ...] = ()
+
+    def add(self, name: str, data: NDArray[np.uint8]) -> None:
+        """One more region that holds ``data``."""
+        address = self._cuda.allocate(data.nbytes) if self._cuda else data.ctypes.data
+        self._arrays.append(data)
+        self.regions += (Region(name, data.nbytes, address, self.device),)
+        self.store()
+
+    def store(self) -> None:
+        """Put the arrays' bytes to the device."""
+        if self._cuda:
+            for region, array in zip(self.regions, self._arrays, strict=True):
+                self._cuda.upload(region.address, array.tobytes())
+
+    def load(self) -> list[NDArray[np.uint8]]:
+        """What the regions hold now, as copies."""
+        if not self._cuda:
+            return [array.copy() for array in self._arrays]
+        return [
+            np.frombuffer(self._cuda.download(region.address, region.num_bytes), np.uint8).copy()
+            for region in self.regions
+        ]
+
+    def free(self) -> None:
+        """Give device memory back."""
+        if self._cuda:
+            for region in self.regions:
+                self._cuda.free(region.address)
+            self._cuda.close()
 
 
 @dataclass(frozen=True)
@@ -125,3 +182,116 @@ def grew(before: tuple[int, int], now: tuple[int, int]) -> bool:
 def threads_and_files() -> tuple[int, int]:
     """Threads and open files of this process."""
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+# -- many threads at once ------------------------------------------------------------------------
+
+CELL_BYTES = 96
+"""What one read brings, in two runs; each has a cell of its own in the first region."""
+
+
+class Storm:
+    """Threads that read, collect, cancel, clear, connect and forget, as fast as they can.
+
+    Reads are from the peer '0', which stays; others come and go, and two threads may use one name.
+    """
+
+    def __init__(self, transport: Transport, sources: Sequence[Source], max_reads: int) -> None:
+        self.accepted: list[int] = []
+        """Transfers that ``read`` took on."""
+        self.ends: list[ReadEnd] = []
+        self.wrong: list[BaseException] = []
+        """Whatever was raised, and is no TransportError."""
+        self._transport, self._sources, self._max_reads = transport, sources, max_reads
+        self._numbers, self._visits, self._clears = count(), count(), count(max_reads)
+        self._is_over = threading.Event()
+
+    @contextmanager
+    def blowing(self) -> Iterator[None]:
+        """The threads work until the block ends."""
+        work = [self._read, self._read, self._read, self._poll, self._poll, self._poll, self._cancel]
+        work += [self._clear, self._come_and_go, self._come_and_go]
+        threads = [threading.Thread(target=self._repeat, args=(one,)) for one in work]
+        switch_interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self._is_over.set()
+            for thread in threads:
+                thread.join()
+            sys.setswitchinterval(switch_interval)
+
+    def wait_for_reads(self, seconds: float) -> None:
+        """Until so many reads were taken on that the cells are used up, or the time is."""
+        deadline = time.monotonic() + seconds
+        while len(self.accepted) < self._max_reads and time.monotonic() < deadline:
+            time.sleep(1e-3)
+
+    def collect(self, seconds: float) -> None:
+        """The ends that the threads did not wait for."""
+        deadline = time.monotonic() + seconds
+        while len(self.ends) < len(self.accepted) and time.monotonic() < deadline:
+            self.ends += self._transport.poll()
+            time.sleep(1e-3)
+
+    def check(self) -> None:
+        """Nothing odd was raised, and each read that was taken on ended once."""
+        assert not self.wrong, self.wrong
+        assert self.accepted
+        assert Counter(end.transfer for end in self.ends) == Counter(self.accepted)
+
+    @property
+    def read_ends(self) -> list[ReadEnd]:
+        """The ends of reads: clearings are numbered after them."""
+        return [end for end in self.ends if end.transfer < self._max_reads]
+
+    def _repeat(self, work: Callable[[], None]) -> None:
+        while not self._is_over.is_set():
+            try:
+                work()
+            except TransportError as error:
+                if error.code == "closed" and work != self._poll:
+                    return
+            except BaseException as error:
+                self.wrong.append(error)
+                return
+            time.sleep(0)
+
+    def _read(self) -> None:
+        transfer = next(self._numbers)
+        if transfer >= self._max_reads:
+            time.sleep(1e-3)
+            return
+        self._transport.read(transfer, "0", runs_of(transfer))
+        self.accepted.append(transfer)
+
+    def _poll(self) -> None:
+        self.ends.extend(self._transport.poll())
+
+    def _cancel(self) -> None:
+        for transfer in self.accepted[-3:]:
+            self._transport.cancel(transfer)
+        time.sleep(1e-3)
+
+    def _clear(self) -> None:
+        transfer = next(self._clears)
+        self._transport.clear(transfer, Runs(np.array([0]), np.array([1 << 48]), np.array([CELL_BYTES])))
+        self.accepted.append(transfer)
+        time.sleep(1e-3)
+
+    def _come_and_go(self) -> None:
+        name = f"1/{next(self._visits) % 3}"
+        source = self._sources[1]
+        try:
+            self._transport.connect(name, source.card, source.regions)
+        finally:
+            self._transport.forget(name)
+
+
+def runs_of(transfer: int) -> Runs:
+    """Two runs to the cell of a transfer, from elsewhere."""
+    dst = CELL_BYTES * transfer + np.array([0, CELL_BYTES // 2])
+    return Runs(dst[::-1] + 1000, dst, np.full(2, CELL_BYTES // 2))

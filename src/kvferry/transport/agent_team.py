@@ -24,7 +24,7 @@ from kvferry.core.runs import Runs
 from kvferry.errors import TransportError
 from kvferry.log import log_of
 from kvferry.transport.agent_thread import AgentLink, AgentThread
-from kvferry.transport.base import Connected, DeviceEvent
+from kvferry.transport.base import Connected, DeviceEvent, Report, Start
 from kvferry.transport.cards import Card
 from kvferry.transport.places import cut_long
 
@@ -108,24 +108,22 @@ class TeamLink:
     def connected(self) -> Connected:
         return self._links[0].connected
 
-    def read(
-        self,
-        transfer: int,
-        product: Product,
-        report: Callable[[str], None],
-        after: DeviceEvent | None,
-        permit: bytes = b"",
-    ) -> None:
+    is_ordered = False
+
+    def prepare(self, product: Product, after: DeviceEvent | None, permit: bytes = b"") -> Start:
+        """Check that all runs are inside of their regions."""
+        return partial(self._start, self._links[0].checked(product))
+
+    def _start(self, runs: Runs, transfer: int, report: Report) -> None:
         """Share a read out, if it is long."""
-        runs = self._links[0].checked(product)
         shares = list(share_out(runs, self._num_shares(runs)))
         if len(shares) == 1:
-            self._links[0].submit(transfer, runs, report, after)
+            self._links[0].submit(transfer, runs, report)
             return
         read = _SharedRead(len(shares), report, partial(self.cancel, transfer))
         for i, (link, share) in enumerate(zip(self._links, shares, strict=False)):
             try:
-                link.submit(transfer, share, read.end, after)
+                link.submit(transfer, share, read.end)
             except TransportError as error:
                 if i == 0:
                     raise

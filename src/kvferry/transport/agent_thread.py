@@ -28,9 +28,9 @@ from kvferry.core.way import Way
 from kvferry.errors import TransportError
 from kvferry.log import is_worth_a_line, log_of
 from kvferry.transport.agent import FabricAgent, RegionTable
-from kvferry.transport.base import Connected, DeviceEvent, quietly
+from kvferry.transport.base import Connected, Report, quietly
 from kvferry.transport.cards import Card
-from kvferry.transport.cuda import Cuda, EventWait
+from kvferry.transport.cuda import Cuda
 from kvferry.transport.places import checked
 from kvferry.transport.reads import Read, Reads, RemoteRank
 from kvferry.transport.ucx import UcxSettings, prepare_for_cuda
@@ -129,7 +129,6 @@ class AgentThread:
     ) -> None:
         """``make_agent`` takes a name and settings for NIXL's UCX engine."""
         self._memory, self._cuda = memory, cuda
-        self._event_wait: EventWait | None = None
         self._changed = threading.Condition()
         self._inbox: deque[AgentJob] = deque()
         self._is_closing = False
@@ -180,19 +179,6 @@ class AgentThread:
         """Have a read wait for its turn."""
         self._put(AgentJob(partial(self._reads.submit, read), partial(self._reads.refuse, read)))
 
-    def submit_after(self, event: DeviceEvent, read: Read) -> None:
-        """Have a read wait for the device first."""
-        if self._cuda is None:
-            raise TransportError("no-device", "no device to wait for: this rank's memory is the host's")
-        with self._changed:
-            if self._is_closing:
-                raise TransportError("closed", "this transport was closed")
-            self._event_wait = self._event_wait or EventWait(self._cuda)
-            mark = self._event_wait.follow(event)
-        read.is_held = True
-        self.submit(read)
-        self._event_wait.submit(mark, lambda error: self.tell(lambda reads: reads.let_go(read, error)))
-
     def tell(self, do: Callable[[Reads], None]) -> None:
         """Have something done, unless the thread has ended."""
         with suppress(TransportError):
@@ -203,8 +189,6 @@ class AgentThread:
         with self._changed:
             self._is_closing = True
             self._changed.notify()
-            if self._event_wait:
-                self._event_wait.close()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -329,17 +313,6 @@ class AgentLink:
     def connected(self) -> Connected:
         return Connected(Way.DIRECT)
 
-    def read(
-        self,
-        transfer: int,
-        product: Product,
-        report: Callable[[str], None],
-        after: DeviceEvent | None,
-        permit: bytes = b"",
-    ) -> None:
-        """Have a read wait for its turn, and for the device before that."""
-        self.submit(transfer, self.checked(product), report, after)
-
     def checked(self, product: Product) -> Runs:
         """What there is to read, as a list; raises TransportError if a run leaves its region."""
         return checked(product.runs, self._rank.memory.places, self._dst.places)
@@ -349,15 +322,9 @@ class AgentLink:
         """Whether some of what is read is in host memory, on either side."""
         return any("DRAM" in memory.names for memory in (self._rank.memory, self._dst))
 
-    def submit(
-        self, transfer: int, runs: Runs, report: Callable[[str], None], after: DeviceEvent | None
-    ) -> None:
+    def submit(self, transfer: int, runs: Runs, report: Report) -> None:
         """Have runs that were checked wait for their turn."""
-        read = Read(self._rank, runs, self._dst, report, transfer)
-        if after is None:
-            self._thread.submit(read)
-        else:
-            self._thread.submit_after(after, read)
+        self._thread.submit(Read(self._rank, runs, self._dst, report, transfer))
 
     def cancel(self, transfer: int) -> None:
         """Post nothing more of a read."""

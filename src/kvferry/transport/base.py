@@ -161,6 +161,39 @@ class Transport(Protocol):
         ...
 
 
+Report = Callable[[str], None]
+"""Called once, when all of a read has ended, from whatever thread: with the error, or an empty text."""
+Start = Callable[[int, Report], None]
+"""Submits a read that was prepared, under the caller's number. Raises TransportError if nothing was
+submitted; no report comes then."""
+
+
+class Link(Protocol):
+    """One connected remote rank, read by one way. Every call may come from any thread, and none blocks."""
+
+    @property
+    def connected(self) -> Connected:
+        """By which way it is read, and why not by a better one."""
+        ...
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether the device itself has reads wait for ``after``; else they are held before (``held``)."""
+        ...
+
+    def prepare(self, product: Product, after: DeviceEvent | None, permit: bytes) -> Start:
+        """Check runs; raises TransportError. ``permit``: for a remote rank that has to help."""
+        ...
+
+    def cancel(self, transfer: int) -> None:
+        """Ask the fabric for nothing more of a transfer, if it has not ended."""
+        ...
+
+    def forget(self) -> None:
+        """Ask the fabric for nothing more. What it was asked for ends as it says, and is reported."""
+        ...
+
+
 P = ParamSpec("P")
 
 log = log_of(__name__)

@@ -28,7 +28,7 @@ from kvferry.core.way import Way
 from kvferry.errors import TransportError
 from kvferry.log import log_of
 from kvferry.transport.agent import RegionTable
-from kvferry.transport.base import CANCELLED, Connected, DeviceEvent, quietly
+from kvferry.transport.base import CANCELLED, Connected, DeviceEvent, Report, Start, quietly
 from kvferry.transport.cards import Card
 from kvferry.transport.copy_kernel import (
     CopyKernel,
@@ -71,6 +71,10 @@ class MappedRank:
     prepared: Patterns = field(default_factory=WeakKeyDictionary)
 
 
+def _nobody(error: str) -> None:
+    """Who is told of the end of a copy that was not submitted."""
+
+
 @dataclass(eq=False)
 class Copy:
     """A read, or a clearing, that has not ended."""
@@ -78,8 +82,7 @@ class Copy:
     rank: MappedRank | None
     """None: fill with zeros."""
     product: Product
-    report: Callable[[str], None]
-    """Called once, when it has ended, with the error or an empty text."""
+    report: Report = _nobody
     after: DeviceEvent | None = None
     """Nothing is written before the device has come to this mark of the engine's."""
     terms: list[Repeated] = field(default_factory=list)
@@ -126,14 +129,19 @@ class DeviceCopier:
 
     def clear(self, product: Product, report: Callable[[str], None], after: DeviceEvent | None) -> None:
         """Fill the destination places of a product with zeros."""
-        self.submit(Copy(None, product, report, after))
+        copy = Copy(None, product, report, after)
+        self.prepare(copy)
+        self.submit(copy)
+
+    def prepare(self, copy: Copy) -> None:
+        """Make what the kernel is to copy; raises TransportError if a run would leave its region."""
+        copy.terms = self._terms(copy)
 
     def submit(self, copy: Copy) -> None:
-        """Start a copy, or put it in line; never waits for the device.
+        """Start a copy that was prepared, or put it in line; never waits for the device.
 
-        Raises TransportError, with nothing written and no end to come, if a run would leave its region.
+        Raises TransportError, with nothing written and no end to come.
         """
-        copy.terms = self._terms(copy)
         with self._lock:
             if self._is_closed:
                 raise TransportError("closed", "this transport was closed")
@@ -238,27 +246,28 @@ class MappedLink:
     """A remote rank whose memory is open here, for a transport."""
 
     connected = Connected(Way.MAPPED)
+    is_ordered = True
 
     def __init__(self, copier: DeviceCopier, rank: MappedRank) -> None:
         self._copier, self._rank = copier, rank
         self._copies: dict[int, Copy] = {}
         """By transfer, those that have not ended."""
 
-    def read(
-        self,
-        transfer: int,
-        product: Product,
-        report: Callable[[str], None],
-        after: DeviceEvent | None,
-        permit: bytes = b"",
-    ) -> None:
+    def prepare(self, product: Product, after: DeviceEvent | None, permit: bytes = b"") -> Start:
+        """Check that all runs are inside of their regions."""
+        copy = Copy(self._rank, product, after=after)
+        self._copier.prepare(copy)
+        return partial(self._start, copy)
+
+    def _start(self, copy: Copy, transfer: int, report: Report) -> None:
         """Start a copy, or have it wait for a lane."""
 
         def end(error: str) -> None:
             self._copies.pop(transfer, None)
             report(error)
 
-        copy = self._copies[transfer] = Copy(self._rank, product, end, after)
+        copy.report = end
+        self._copies[transfer] = copy
         try:
             self._copier.submit(copy)
         except BaseException:

@@ -2,7 +2,7 @@
 
 It is the double of a real fabric: the same protocol, the same laws, no threads of its own and no clock. A
 read makes a step each time the reader polls; what a step does is asked of the hub's *weather*, so a test can
-delay, stall or fail any read (``kvferry.testing.faults``).
+delay, stall or fail any read (``tests.support.faults``).
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from time import monotonic
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,10 +30,11 @@ from kvferry.log import log_of
 from kvferry.transport.agent import FabricAgent, RegionTable, SlicePair
 from kvferry.transport.agent_team import AgentTeam
 from kvferry.transport.agent_thread import AgentThread
-from kvferry.transport.base import Connected, DeviceEvent, Gate, ReadEnd, Transfers
+from kvferry.transport.base import Connected, DeviceEvent, Gate, Link, ReadEnd, Report, Start, Transfers
 from kvferry.transport.cards import Card
 from kvferry.transport.copy_kernel import CopyLimits
 from kvferry.transport.cuda import Cuda
+from kvferry.transport.held import HeldReads
 from kvferry.transport.mapped import DeviceCopier, RankDevice, device_of
 from kvferry.transport.nixl_agent import UCX, Agent, check_installed
 from kvferry.transport.pack import ChunkCopier
@@ -44,40 +44,6 @@ from kvferry.transport.settings import EXPOSE_SETTING, WAY_SETTING, Expose, WayC
 from kvferry.transport.stream_frames import GatherLine
 from kvferry.transport.stream_reader import StreamMover
 from kvferry.transport.ucx import UcxSettings
-
-
-class Link(Protocol):
-    """One connected remote rank. Every call may come from any thread, and none blocks."""
-
-    @property
-    def connected(self) -> Connected:
-        """By which way it is read, and why not by a better one."""
-        ...
-
-    def read(
-        self,
-        transfer: int,
-        product: Product,
-        report: Callable[[str], None],
-        after: DeviceEvent | None,
-        permit: bytes = b"",
-    ) -> None:
-        """Check runs and submit them. ``report`` is called once, when all has ended, from whatever thread.
-
-        It gets the error, or an empty text. Raises TransportError if nothing was submitted, and no report
-        comes then. No byte is written before the device has come to ``after``. ``permit``: what the remote
-        rank wants to see, where it has to help.
-        """
-        ...
-
-    def cancel(self, transfer: int) -> None:
-        """Ask the fabric for nothing more of a transfer, if it has not ended."""
-        ...
-
-    def forget(self) -> None:
-        """Ask the fabric for nothing more. What it was asked for ends as it says, and is reported."""
-        ...
-
 
 __all__ = ["Agent", "NixlTransport", "RegionTable", "SlicePair", "check_installed"]
 
@@ -128,6 +94,7 @@ class NixlTransport:
         self._device: RankDevice | None = None
         self._team: AgentTeam | None = None
         self._packed: PackedWay | None = None
+        self._held: HeldReads | None = None
         self._lock = threading.Lock()
         self._links: dict[str, Link] = {}
 
@@ -294,13 +261,27 @@ class NixlTransport:
                 raise TransportError("unknown-peer", f"{peer!r} is not connected")
             self._transfers.begin(transfer, link)
             try:
-                link.read(transfer, Product.of(runs), partial(self._transfers.end, transfer), after, permit)
+                start = link.prepare(Product.of(runs), after if link.is_ordered else None, permit)
+                end = partial(self._transfers.end, transfer)
+                if after is None or link.is_ordered:
+                    start(transfer, end)
+                else:
+                    self._hold(transfer, link, start, end, after)
             except BaseException:
                 self._transfers.drop(transfer)
                 raise
 
+    def _hold(self, transfer: int, link: Link, start: Start, end: Report, after: DeviceEvent) -> None:
+        if self._cuda is None:
+            raise TransportError("no-device", "no device to wait for: this rank's memory is the host's")
+        with self._making:
+            self._held = self._held or HeldReads(self._cuda)
+        self._held.hold(transfer, link, start, end, after)
+
     def cancel(self, transfer: int) -> None:
         """Post nothing more of a read; what is posted ends as the fabric says."""
+        if self._held and self._held.cancel(transfer):
+            return
         if link := self._transfers.find(transfer):
             link.cancel(transfer)
 
@@ -348,6 +329,8 @@ class NixlTransport:
         with self._lock:
             link = self._links.pop(peer, None)
         if link:
+            if self._held:
+                self._held.end_all(f"peer {peer!r} was forgotten", link)
             link.forget()
 
     def close(self) -> None:
@@ -364,8 +347,10 @@ class NixlTransport:
             self._links.clear()
         for each in movers:  # all of them hear it before one is waited for
             each.close(0)
-        are_over = [each.close(max(0.0, deadline - monotonic())) for each in movers]
-        are_over.append(self._gate.wait_until_empty(max(0.0, deadline - monotonic())))
+        are_over = [self._gate.wait_until_empty(max(0.0, deadline - monotonic()))]
+        if self._held:
+            self._held.end_all("the transport was closed")
+        are_over += [each.close(max(0.0, deadline - monotonic())) for each in movers]
         if not all(are_over):
             raise TransportError(
                 "still-under-way",
@@ -378,6 +363,9 @@ class NixlTransport:
         packed, self._packed = self._packed, None
         if packed:
             packed.close()
+        held, self._held = self._held, None
+        if held:
+            held.close()
         device, self._device = self._device, None
         if device:
             device.close()

@@ -20,7 +20,7 @@ from kvferry.errors import TransportError
 from kvferry.transport.base import quietly
 from kvferry.transport.cards import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Card, GatherPoint, digest_of
 from kvferry.transport.copy_kernel import CopyKernel, CopyQueue, Prepared, Repeated
-from kvferry.transport.cuda import Cuda, EventWait
+from kvferry.transport.cuda import Cuda
 from kvferry.transport.mapped import RankDevice
 from kvferry.transport.pack import ChunkCopier, HostBytes, HostChunkCopier, TermSide, check_room
 from kvferry.transport.places import Places, told_once
@@ -132,14 +132,11 @@ class Copiers:
 
     sender: ChunkCopier
     receiver: ChunkCopier
-    events: EventWait | None = None
-    """Who waits for the device that the memory is on; None on the host."""
 
     def close(self) -> None:
         """Nothing may be under way."""
-        for each in (self.sender, self.receiver, self.events):
-            if each:
-                quietly(each.close)
+        for each in (self.sender, self.receiver):
+            quietly(each.close)
 
 
 def copiers_for(memory: Places, device: RankDevice | None, chunk_bytes: int = CHUNK_BYTES) -> Copiers:
@@ -154,10 +151,8 @@ def copiers_for(memory: Places, device: RankDevice | None, chunk_bytes: int = CH
         sender = DeviceChunkCopier(device.cuda, kernel, memory, chunk_bytes)
         undo.callback(sender.close)
         receiver = DeviceChunkCopier(device.cuda, kernel, memory, chunk_bytes)
-        undo.callback(receiver.close)
-        made = Copiers(sender, receiver, EventWait(device.cuda))
         undo.pop_all()
-    return made
+    return Copiers(sender, receiver)
 
 
 class PackedWay:
@@ -186,7 +181,7 @@ class PackedWay:
         if self.mover:
             raise TransportError("registered", "there is one line to the ranks that send")
         self._line = line
-        self.mover = StreamMover(self._copiers.receiver, line, self._copiers.events)
+        self.mover = StreamMover(self._copiers.receiver, line)
         line.listen(self.mover)
 
     def link(self, peer: str, card: Card, regions: Sequence[Region]) -> StreamLink:

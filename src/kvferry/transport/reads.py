@@ -60,13 +60,7 @@ class RemoteRank:
 
     @property
     def can_post(self) -> bool:
-        has_room = self.connection.num_posted < MAX_POSTED
-        return has_room and self.next_read is not None
-
-    @property
-    def next_read(self) -> Read | None:
-        """The first that may be posted."""
-        return next((read for read in self.waiting if not read.is_held), None)
+        return bool(self.waiting) and self.connection.num_posted < MAX_POSTED
 
 
 @dataclass(eq=False, slots=True)
@@ -81,8 +75,6 @@ class Read:
     transfer: int | None = None
     """The caller's number, if it can be cancelled."""
     unposted: Iterator[SlicePair] | None = None
-    is_held: bool = False
-    """Whether the device still writes where its bytes go: nothing of it is posted before that has ended."""
     is_waiting: bool = False
     num_posted: int = 0
     has_fabric_failed: bool = False
@@ -194,13 +186,6 @@ class Reads:
             read.rank.waiting.append(read)
         self._end_if_quiet(read)
 
-    def let_go(self, read: Read, error: str) -> None:
-        """The device has come to what a read was held for; or it failed."""
-        read.is_held = False
-        if error:
-            read.fail(error)
-            self._post_no_more(read)
-
     def refuse(self, read: Read, error: TransportError) -> None:
         """End a read of which nothing was posted."""
         read.fail(str(error))
@@ -218,8 +203,8 @@ class Reads:
         self._ranks.rotate(-1)
         for rank in ready:
             # Another rank of the same connection may have been first.
-            if rank.can_post and (read := rank.next_read):
-                self._post_next(read)
+            if rank.can_post:
+                self._post_next(rank.waiting[0])
         return bool(ready)
 
     def check_posted(self) -> bool:

@@ -22,9 +22,8 @@ from kvferry.core.product import Product, Term
 from kvferry.core.way import Way
 from kvferry.errors import TransportError
 from kvferry.log import log_of
-from kvferry.transport.base import CANCELLED, Connected, DeviceEvent, quietly
+from kvferry.transport.base import CANCELLED, Connected, DeviceEvent, Report, Start, quietly
 from kvferry.transport.cards import GatherPoint
-from kvferry.transport.cuda import EventWait
 from kvferry.transport.pack import ChunkCopier, TermSide, check_term, dst_of, pieces
 from kvferry.transport.places import Places
 from kvferry.transport.socket_loop import SocketLoop
@@ -62,8 +61,6 @@ class _Read:
     report: Callable[[str], None]
     asks: dict[int, _Ask] = field(default_factory=dict)
     """By nonce: those under way."""
-    is_held: bool = False
-    """Whether it waits for the device: nothing may be written before."""
     is_all_asked: bool = False
     error: str = ""
 
@@ -120,19 +117,16 @@ class StreamLink:
     def connected(self) -> Connected:
         return Connected(Way.PACKED)
 
-    def read(
-        self,
-        transfer: int,
-        product: Product,
-        report: Callable[[str], None],
-        after: DeviceEvent | None,
-        permit: bytes = b"",
-    ) -> None:
-        """Check that all runs are inside of their regions, and have them sent, after the event."""
+    is_ordered = False
+
+    def prepare(self, product: Product, after: DeviceEvent | None, permit: bytes = b"") -> Start:
+        """Check that all runs are inside of their regions."""
         for term in product.terms:
             check_term(term, self.src, self._mover.copier.memory)
-        parts = pieces(product, self._chunk_bytes)
-        self._mover.submit(_Read(self, transfer, permit, parts, report), after)
+        return partial(self._start, pieces(product, self._chunk_bytes), permit)
+
+    def _start(self, parts: Iterator[tuple[Term, ...]], permit: bytes, transfer: int, report: Report) -> None:
+        self._mover.submit(_Read(self, transfer, permit, parts, report))
 
     def cancel(self, transfer: int) -> None:
         """Ask for nothing more of a read; nothing of it is written any more when it ends."""
@@ -146,9 +140,8 @@ class StreamLink:
 class StreamMover:
     """Reads the ranks that send us what we ask for, in a thread of its own."""
 
-    def __init__(self, copier: ChunkCopier, line: GatherLine, events: EventWait | None = None) -> None:
-        """``events``: who waits for the device that the memory is on; None if it is the host's."""
-        self.copier, self._line, self._event_wait = copier, line, events
+    def __init__(self, copier: ChunkCopier, line: GatherLine) -> None:
+        self.copier, self._line = copier, line
         self._lock = threading.Lock()
         """Guards ``_is_closing``: what is submitted before that is ended by the thread."""
         self._is_closing = False
@@ -165,20 +158,12 @@ class StreamMover:
         """Have something done by the thread."""
         self._loop.put(event)
 
-    def submit(self, read: _Read, after: DeviceEvent | None) -> None:
-        """Have a read wait for its turn, and for the device before that."""
+    def submit(self, read: _Read) -> None:
+        """Have a read wait for its turn."""
         with self._lock:
             if self._is_closing:
                 raise TransportError("closed", "this transport was closed")
-            if after is None:
-                self.put(partial(self._begin, read))
-                return
-            if self._event_wait is None:
-                raise TransportError("no-device", "no device to wait for: this rank's memory is the host's")
-            mark = self._event_wait.follow(after)
-            read.is_held = True
             self.put(partial(self._begin, read))
-            self._event_wait.submit(mark, lambda error: self.put(partial(self._let_begin, read, error)))
 
     def close(self, timeout_s: float) -> bool:
         """Ask for nothing more; whether all has ended in time."""
@@ -211,16 +196,8 @@ class StreamMover:
             self._links.append(link)
         if link.is_forgotten:
             self.give_up(read, f"peer {link.name!r} was forgotten")
-        elif not read.is_held:
+        else:
             link.waiting.append(read)
-
-    def _let_begin(self, read: _Read, error: str) -> None:
-        """The device has come to the event that a read waits for; or it failed."""
-        read.is_held = False
-        if error:
-            self.give_up(read, error)
-        elif not read.error:
-            read.link.waiting.append(read)
 
     def give_up(self, read: _Read | None, error: str) -> None:
         """Ask for nothing more of a read, which ends: bytes of it that still come are written nowhere."""

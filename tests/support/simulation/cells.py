@@ -1,7 +1,7 @@
 """Memory whose every cell has a name: whoever reads a load back knows of each cell whose it is.
 
 Cells are four bytes, so that a cell is one word and a whole load one array operation. Where a cell sits is
-asked of ``kvferry.testing.pattern``, which shares nothing with the code that lowers and selects.
+asked of ``kvferry.pattern``, which shares nothing with the code that lowers and selects.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvferry.core.sample import table_extent
 from kvferry.core.span import Span, Spans
 from kvferry.core.state import Addressing, Group
 from kvferry.models import Topology, describe, model_from_config
-from kvferry.testing.pattern import site
+from kvferry.pattern import site
 
 Words = NDArray[np.uint32]
 Indices = NDArray[np.int64]

@@ -55,7 +55,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next-bf16": ("qwen3_next", BF16),
     "qwen3_next-bf16-tp2": ("qwen3_next", {**BF16, **TP2}),
 }
-"""File -> the tiny model (``kvferry.testing.vllm.tiny``), engine arguments, and its environment."""
+"""File -> the tiny model (``tests.support.vllm.tiny``), engine arguments, and its environment."""
 
 DUMP = {
     "kv_connector": "DumpConnector",

@@ -1,40 +1,101 @@
-"""Two processes of one kind of memory, and the rivals in them, turn by turn.
-
-A rival whose threads never rest has two processes of its own, with the same contents, which are stopped while
-others read.
-"""
+"""Who takes part on this machine, and turn after turn of all of them between two processes."""
 
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
+from platform import python_version
 from typing import Any
 
-from kvferry.cli.bench.grid import BenchCase, BlockOrder, Medium, largest
-from kvferry.cli.bench.memory import BenchSetup
-from kvferry.cli.bench.reader import BenchReader
+from kvferry.cli.bench.cases import BenchCase, Medium
 from kvferry.cli.bench.report import BenchReport, NotRun, RivalTimes
-from kvferry.cli.bench.rivals import Rival, Turn
-from kvferry.cli.bench.source import BenchSource
+from kvferry.cli.bench.sides import BenchReader, BenchSource, Rival, Turn
+from kvferry.cli.machine import describe_machine, package_versions
+from kvferry.cli.measured_link import MeasuredCosts
 from kvferry.cli.output import num_bytes
+from kvferry.cli.processes import Worker
 from kvferry.cli.progress import Step
-from kvferry.errors import KVFerryError
-from kvferry.testing.fleet import Worker
+from kvferry.errors import KVFerryError, SpecError, TransportError
+from kvferry.transport.cuda import device_names
+from kvferry.transport.nixl import check_installed
 from kvferry.transport.settings import WAY_SETTING
-from kvferry.transport.ucx import CUDA_ENVIRONMENT, FABRICS, GPU_DRIVER, QUIET, UCX_EMULATES, UCX_TRANSPORTS
+from kvferry.transport.ucx import CUDA_ENVIRONMENT, FABRICS, QUIET
 
 MIN_TURNS = 3
 CASE_SECONDS = 4.0
 """What the turns of one case may take; slow cases have fewer."""
 CALL_SECONDS = 300.0
+HOST, DEVICE = "host", "cuda:"
+FIRST_DEVICE = "cuda:0"
+NO_DEVICE = "this machine has no CUDA device that kvferry can use"
 
 
-TCP_ALONE = {UCX_TRANSPORTS: "tcp,self,cuda_copy" if GPU_DRIVER.exists() else "tcp,self", UCX_EMULATES: "y"}
-"""Of vLLM's own worker, so that it uses TCP between two processes of one host."""
+def no_nixl() -> str:
+    """Why NIXL cannot be used; empty if it can."""
+    try:
+        check_installed()
+    except TransportError as error:
+        return error.detail
+    return ""
+
+
+def _devices() -> list[str]:
+    try:
+        return device_names()
+    except TransportError:
+        return []
+
+
+def new_report(predicted_by: MeasuredCosts | None = None) -> BenchReport:
+    """A report that says where it was made."""
+    return BenchReport(
+        describe_machine(", ".join(_devices())),
+        {"python": python_version(), **package_versions()},
+        predicted_by or {},
+    )
+
+
+def asked_media(asked: Sequence[str], fabrics: Sequence[str], report: BenchReport) -> list[Medium]:
+    """The kinds of memory to run; those that nobody asked for by name, and that are not there, are noted."""
+    media: list[Medium] = []
+    if not asked:
+        asked = (HOST, FIRST_DEVICE) if _devices() else (HOST,)
+        if not _devices():
+            report.not_run.append(NotRun(FIRST_DEVICE, "", NO_DEVICE))
+    for name in dict.fromkeys(asked):
+        media += [Medium.host(over) for over in fabrics] if name == HOST else [_device(name)]
+    if why := no_nixl():
+        report.not_run += [NotRun(medium.name, "", why) for medium in media if medium.uses_nixl]
+        media = [medium for medium in media if not medium.uses_nixl]
+    return media
+
+
+def _device(name: str) -> Medium:
+    index = name.removeprefix(DEVICE)
+    if not name.startswith(DEVICE) or not index.isdecimal():
+        raise SpecError(f"--memory {name}: say {HOST}, or {DEVICE}N for a GPU")
+    names = _devices()
+    if not names:
+        raise SpecError(f"--memory {name}: {NO_DEVICE}")
+    if int(index) >= len(names):
+        raise SpecError(f"--memory {name}: the last device is {DEVICE}{len(names) - 1}")
+    return Medium(f"{DEVICE}{int(index)}", f"{DEVICE}{int(index)}")
+
+
+def asked_rivals(medium: Medium, asked: Sequence[str], report: BenchReport) -> list[str]:
+    """Who takes part; for those who cannot, the report says why."""
+    for name in asked:
+        if name not in list(Rival):
+            raise SpecError(f"--only {name}: say one of {', '.join(Rival)}")
+    why_not = {
+        Rival.MAPPED: "host memory is not mapped, device memory is" if medium.device == "cpu" else "",
+        Rival.DIRECT: "" if medium.uses_nixl else "kvferry does not let NIXL use TCP",
+    }
+    rivals = [rival for rival in Rival if not asked or rival in asked]
+    report.not_run += [NotRun(medium.name, rival, why_not[rival]) for rival in rivals if why_not.get(rival)]
+    return [rival for rival in rivals if not why_not.get(rival)]
 
 
 def environment(medium: Medium) -> dict[str, str]:
@@ -46,109 +107,66 @@ def environment(medium: Medium) -> dict[str, str]:
     return {**quiet, **fabric, **(CUDA_ENVIRONMENT if medium.device != "cpu" else {})}
 
 
-def environment_of(rival: Rival, medium: Medium) -> dict[str, str]:
-    """What the processes of a rival that has its own find in their environment."""
-    tcp = TCP_ALONE if rival is Rival.VLLM and not medium.uses_nixl else {}
-    return {**environment(medium), **tcp}
-
-
 def measure(
     medium: Medium,
     shapes: Sequence[Sequence[BenchCase]],
-    rivals: Sequence[Rival],
+    rivals: Sequence[str],
     num_turns: int,
     report: BenchReport,
     step: Step,
-    *,
-    with_calls: bool,
+    env: Mapping[str, str] | None = None,
+    sides: tuple[type[BenchSource], type[BenchReader]] | None = None,
 ) -> None:
-    """Run all cases, then time calls if asked to; what was found is added to the report."""
-    apart = [rival for rival in rivals if rival.is_apart]
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        setup = BenchSetup(medium.device, largest(shapes), folder)
-        shared = _Pair.start(stack, setup, environment(medium))
-        pairs = {rival: _Pair.start(stack, setup, environment_of(rival, medium)) for rival in apart}
-        contest = _Contest(medium, shared, pairs, report)
+    """Run all cases in two processes of their own; what was found is added to the report."""
+    source_type, reader_type = sides or (BenchSource, BenchReader)
+    env, size = {**environment(medium), **(env or {})}, max(cases[0].shape.total_bytes for cases in shapes)
+    with ExitStack() as stack:
+        source, reader = (
+            stack.enter_context(closing(Worker(f"bench-{name}", made, medium.device, size, env=env)))
+            for name, made in (("src", source_type), ("dst", reader_type))
+        )
+        contest = _Contest(medium, source, reader, report)
         contest.enter(rivals)
         for cases in shapes:
             contest.lay_out(cases)
             for case in cases:
                 contest.run(case, num_turns)
                 step(f"{medium.name}: {shown(case)}")
-        if with_calls:
-            contest.time_calls(case for cases in shapes for case in cases)
-
-
-@dataclass(frozen=True)
-class _Pair:
-    """A source process and a reader process."""
-
-    source: Worker
-    reader: Worker
-
-    @classmethod
-    def start(cls, stack: ExitStack, setup: BenchSetup, env: Mapping[str, str]) -> _Pair:
-        """Both end with the stack."""
-        source = stack.enter_context(closing(Worker("bench-src", BenchSource, setup, env=env)))
-        card = source.call("card", timeout=CALL_SECONDS)
-        reader = stack.enter_context(closing(Worker("bench-dst", BenchReader, setup, card, env=env)))
-        reader.wait_ready(CALL_SECONDS)
-        return cls(source, reader)
-
-    @contextmanager
-    def awake(self) -> Iterator[None]:
-        """Let both run for a while; before and after it they are stopped, and take no time from others."""
-        for worker in (self.source, self.reader):
-            worker.resume()
-        try:
-            yield
-        finally:
-            for worker in (self.source, self.reader):
-                worker.stop()
 
 
 class _Contest:
     """Who still takes part, and what each has done."""
 
-    def __init__(
-        self, medium: Medium, shared: _Pair, pairs: Mapping[Rival, _Pair], report: BenchReport
-    ) -> None:
-        """``pairs``: of those who do not share the processes of the others."""
-        self._medium, self._shared, self._pairs, self._report = medium, shared, pairs, report
-        self._rivals: list[Rival] = []
+    def __init__(self, medium: Medium, source: Worker, reader: Worker, report: BenchReport) -> None:
+        self._medium, self._report = medium, report
+        self._source = partial(source.call, timeout=CALL_SECONDS)
+        self._reader = partial(reader.call, timeout=CALL_SECONDS)
+        self._rivals: list[str] = []
 
-    def _source(self, rival: Rival) -> Worker:
-        return self._pairs.get(rival, self._shared).source
-
-    def _reader(self, rival: Rival) -> Worker:
-        return self._pairs.get(rival, self._shared).reader
-
-    def enter(self, rivals: Sequence[Rival]) -> None:
+    def enter(self, rivals: Sequence[str]) -> None:
         """Make those ready that can take part."""
         for rival in rivals:
             self._rivals.append(rival)
             self._try(rival, partial(self._add, rival))
 
-    def _add(self, rival: Rival) -> None:
-        card = self._ask(self._source(rival), "gathering_card") if rival is Rival.PACKED else None
-        self._ask(self._reader(rival), "add", rival, card)
+    def _add(self, rival: str) -> None:
+        self._reader("add", rival, self._source("card", rival))
 
     def lay_out(self, cases: Sequence[BenchCase]) -> None:
         """Get everybody ready for caches of another shape; first contact is over then."""
         for rival in [*self._rivals]:
             self._try(rival, partial(self._lay_out, rival, cases[0]))
 
-    def _lay_out(self, rival: Rival, case: BenchCase) -> None:
-        if rival.needs_offer:
-            self._ask(self._source(rival), "lay_out", rival, case.shape)
-        self._ask(self._reader(rival), "lay_out", rival, case.shape)
+    def _lay_out(self, rival: str, case: BenchCase) -> None:
+        self._source("lay_out", rival, case.shape)
+        self._reader("lay_out", rival, case.shape)
         self._turn(rival, case)
 
     def run(self, case: BenchCase, num_turns: int) -> None:
         """Every rival in each turn, not always the same one first; the last turn's bytes are looked at."""
         warm_up = sum(turn.seconds for turn in self._round(case, self._rivals).values())
         num_turns = max(MIN_TURNS, min(num_turns, int(CASE_SECONDS / max(warm_up, 1e-9))))
-        turns: dict[Rival, list[Turn]] = {}
+        turns: dict[str, list[Turn]] = {}
         for number in range(num_turns):
             first = number % max(1, len(self._rivals))
             order = self._rivals[first:] + self._rivals[:first]
@@ -160,72 +178,36 @@ class _Contest:
             seconds = tuple(turn.seconds for turn in turns[rival])
             self._report.add(RivalTimes(self._medium.name, case, rival, last.way, last.num_runs, seconds))
 
-    def time_calls(self, cases: Iterable[BenchCase]) -> None:
-        """What a call costs while the largest of these reads are under way."""
-        if Rival.DIRECT in self._rivals:
-            scattered = [case for case in cases if case.order is BlockOrder.SCATTERED]
-            largest_case = max(scattered, key=lambda case: case.total_bytes)
-            found = self._ask(self._shared.reader, "call_times", self._medium.name, largest_case)
-            self._report.calls.append(found)
-
-    def _round(
-        self, case: BenchCase, rivals: Sequence[Rival], *, is_checked: bool = False
-    ) -> dict[Rival, Turn]:
+    def _round(self, case: BenchCase, rivals: Sequence[str], *, is_checked: bool = False) -> dict[str, Turn]:
         """One read of each."""
-        done: dict[Rival, Turn] = {}
+        done: dict[str, Turn] = {}
         for rival in [*rivals]:
-            turn = self._try(rival, partial(self._turn, rival, case))
-            if turn is None:
-                continue
-            done[rival] = turn
-            if is_checked:
-                self._check(rival, case)
+            if turn := self._try(rival, partial(self._turn, rival, case)):
+                done[rival] = turn
+                if is_checked:
+                    self._check(rival, case)
         return done
 
-    def _turn(self, rival: Rival, case: BenchCase) -> Turn:
-        if rival.is_apart:  # its processes were just woken up, which is not to count
-            self._read(rival, case)
-        return self._read(rival, case)
+    def _turn(self, rival: str, case: BenchCase) -> Any:
+        return self._reader("turn", rival, case, self._source("offer", rival, case))
 
-    def _read(self, rival: Rival, case: BenchCase) -> Turn:
-        offer = self._ask(self._source(rival), "offer", rival, case) if rival.needs_offer else None
-        turn: Turn = self._ask(self._reader(rival), "turn", rival, case, offer)
-        return turn
-
-    def _check(self, rival: Rival, case: BenchCase) -> None:
+    def _check(self, rival: str, case: BenchCase) -> None:
         self._report.checked_bytes += case.total_bytes
-        with self._awake(rival):
-            wrong = self._ask(self._reader(rival), "first_wrong", rival, case)
-        if wrong:
-            self._report.wrong.append(f"{self._named(rival)}, {shown(case)}: {wrong}")
+        if wrong := self._reader("first_wrong", rival, case):
+            self._report.wrong.append(f"{self._medium.name}, {rival}, {shown(case)}: {wrong}")
 
-    def _try(self, rival: Rival, do: Callable[[], Any]) -> Any:
+    def _try(self, rival: str, do: Callable[[], Any]) -> Any:
         """Do something of a rival's; one that fails is out, and why is told."""
         try:
-            with self._awake(rival):
-                return do()
+            return do()
         except KVFerryError:  # a process is gone, and with it everybody
             raise
         except Exception as error:
             why = str(error).strip().splitlines()[-1]
             self._rivals.remove(rival)
-            if rival is Rival.VLLM:
-                self._report.not_run.append(NotRun(self._medium.name, rival.value, why))
-            else:
-                self._report.failures.append(f"{self._named(rival)}: {why}")
-            with self._awake(rival):
-                self._ask(self._reader(rival), "drop", rival)
+            self._report.failures.append(f"{self._medium.name}, {rival}: {why}")
+            self._reader("drop", rival)
             return None
-
-    def _awake(self, rival: Rival) -> AbstractContextManager[None]:
-        pair = self._pairs.get(rival)
-        return pair.awake() if pair else nullcontext()
-
-    def _named(self, rival: Rival) -> str:
-        return f"{self._medium.name}, {rival.value}"
-
-    def _ask(self, worker: Worker, method: str, *args: Any) -> Any:
-        return worker.call(method, *args, timeout=CALL_SECONDS)
 
 
 def shown(case: BenchCase) -> str:

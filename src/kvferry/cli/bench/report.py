@@ -1,17 +1,28 @@
-"""What a run of the benchmark found, as values."""
+"""What a run of the benchmark found, as values, and how it is shown."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from statistics import median
 from typing import Any
 
-from kvferry.cli.bench.calls import CallTimes
-from kvferry.cli.bench.grid import BenchCase
-from kvferry.cli.bench.rivals import TRANSPORT_RIVALS, Rival
-from kvferry.cli.measured_link import MeasuredCosts, known_cost
+from kvferry.cli.bench.cases import BenchCase
+from kvferry.cli.bench.sides import OURS, TRANSPORT_RIVALS
+from kvferry.cli.measured_link import MeasuredCosts, how_close, known_cost
+from kvferry.cli.output import (
+    console,
+    gigabytes_per_second,
+    labelled,
+    milliseconds,
+    num_bytes,
+    print_table,
+    ratio,
+    table,
+    verdict,
+    wrapped,
+)
 from kvferry.core.cost import Traffic
 
 FORMAT = 1
@@ -24,7 +35,7 @@ class BenchVerdict(StrEnum):
     RIGHT = "right"
     """Every rival that ran put every cell where it belongs."""
     FAILED = "failed"
-    """A read of ours or of NIXL's failed."""
+    """A read failed."""
     WRONG = "wrong"
     """A cell was wrong after a read."""
 
@@ -35,7 +46,7 @@ class RivalTimes:
 
     medium: str
     case: BenchCase
-    rival: Rival
+    rival: str
     way: str
     """What moved the bytes."""
     num_runs: int
@@ -62,7 +73,7 @@ class RivalTimes:
         case = self.case
         return {
             "medium": self.medium,
-            "rival": self.rival.value,
+            "rival": str(self.rival),
             "way": self.way,
             "run_bytes": case.shape.run_bytes,
             "num_pages": case.num_pages,
@@ -102,7 +113,6 @@ class BenchReport:
     predicted_by: MeasuredCosts = field(default_factory=dict)
     """What a profile says of each kind of memory and way."""
     times: list[RivalTimes] = field(default_factory=list)
-    calls: list[CallTimes] = field(default_factory=list)
     not_run: list[NotRun] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
@@ -130,17 +140,16 @@ class BenchReport:
             "machine": dict(self.machine),
             "versions": dict(self.versions),
             "times": [one.as_object() for one in self.times],
-            "calls": [one.as_object() for one in self.calls],
-            "not_run": [{"medium": one.medium, "rival": one.rival, "why": one.why} for one in self.not_run],
+            "not_run": [asdict(one) for one in self.not_run],
             "failures": self.failures,
             "wrong": self.wrong,
             "checked_bytes": self.checked_bytes,
         }
 
 
-def by_case(times: Iterable[RivalTimes]) -> dict[BenchCase, dict[Rival, RivalTimes]]:
+def by_case(times: Iterable[RivalTimes]) -> dict[BenchCase, dict[str, RivalTimes]]:
     """Who took how long for each case; only times of one kind of memory and one run are ever compared."""
-    found: dict[BenchCase, dict[Rival, RivalTimes]] = {}
+    found: dict[BenchCase, dict[str, RivalTimes]] = {}
     for one in times:
         found.setdefault(one.case, {})[one.rival] = one
     return found
@@ -149,3 +158,84 @@ def by_case(times: Iterable[RivalTimes]) -> dict[BenchCase, dict[Rival, RivalTim
 def speed_ratio(ours: RivalTimes, theirs: RivalTimes) -> float:
     """How many times as fast ``ours`` is, by medians."""
     return theirs.median / ours.median
+
+
+SHORT = {"half-consecutive": "half"}
+
+
+def show(report: BenchReport) -> None:
+    """All of it; the last line says what was found."""
+    for medium in dict.fromkeys(one.medium for one in report.times):
+        times = [one for one in report.times if one.medium == medium]
+        present = list(dict.fromkeys(one.rival for one in times))
+        others = [one for one in present if one not in OURS]
+        for rival in [one for one in present if one in OURS] or present:
+            _show_rival(rival, times, [one for one in others if one != rival])
+    _show_machine(report)
+    _conclude(report)
+
+
+def _show_rival(rival: str, times: Sequence[RivalTimes], others: Sequence[str]) -> None:
+    """One of ours, case by case, beside everybody else of the same run."""
+    mine = [one for one in times if one.rival == rival]
+    ways = ", ".join(dict.fromkeys(one.way for one in mine))
+    out = console()
+    by = "" if ways == rival else f" ({ways})"
+    out.print(f"{mine[0].medium}: {rival}{by}", style="bold")
+    is_predicted = any(one.predicted_seconds for one in mine)
+    times_of = ("time", "profile", "spread") if is_predicted else ("time", "spread")
+    rows = table("runs", "of", "blocks", *times_of, "speed", *others, left=["blocks"])
+    cases = by_case(times)
+    for one in mine:
+        beside = cases[one.case]
+        rows.add_row(
+            f"{one.case.num_pages:,}",
+            num_bytes(one.case.shape.run_bytes),
+            SHORT.get(one.case.order.value, one.case.order.value),
+            milliseconds(1e3 * one.median),
+            *([milliseconds(1e3 * (one.predicted_seconds or 0))] if is_predicted else []),
+            ratio(one.spread),
+            gigabytes_per_second(one.gigabytes_per_second),
+            *(ratio(speed_ratio(one, beside[other])) if other in beside else "·" for other in others),
+        )
+    print_table(out, rows)
+    if is_predicted:
+        told = [(one.predicted_seconds, one.median) for one in mine if one.predicted_seconds]
+        wrapped(out, [f"by the profile: {how_close(told)}"])
+        out.print()
+
+
+def _show_machine(report: BenchReport) -> None:
+    machine, out = report.machine, console()
+    rows = [
+        ("machine", f"{machine['processor']}, {machine['num_cores']} cores, {machine['system']}"),
+        ("device", machine["device"]),
+        ("load", f"{machine['load']:g} when it began"),
+        ("versions", ", ".join(f"{name} {number}" for name, number in report.versions.items())),
+        *_not_run(report.not_run),
+    ]
+    labelled(out, rows)
+    out.print()
+
+
+def _not_run(not_run: Sequence[NotRun]) -> list[tuple[str, str]]:
+    """Who did not take part, and why; the same for several kinds of memory is said once."""
+    media: dict[tuple[str, str], list[str]] = {}
+    for one in not_run:
+        media.setdefault((one.rival, one.why), []).append(one.medium)
+    return [
+        ("not run", f"{rival} ({', '.join(names)}): {why}" if rival else f"{', '.join(names)}: {why}")
+        for (rival, why), names in media.items()
+    ]
+
+
+def _conclude(report: BenchReport) -> None:
+    """What was found; after a failure, what failed and the first wrong cell of each read."""
+    out = console()
+    num_reads = len(report.times)
+    if report.verdict is BenchVerdict.RIGHT:
+        text = f"{num_reads:,} reads checked cell by cell, {num_bytes(report.checked_bytes)}, 0 wrong"
+        out.print(f"right: {text}", style="bold green")
+        return
+    verdict(out, report.verdict.upper(), f"{num_reads:,} reads checked, {len(report.wrong)} of them wrong")
+    wrapped(out, [*report.wrong, *report.failures])

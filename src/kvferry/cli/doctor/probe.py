@@ -9,27 +9,54 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import threading
+import re
+import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from kvferry.cli.bench.checks import Bytes, Stretch, contents
-from kvferry.cli.bench.memory import BenchMemory
-from kvferry.cli.doctor.carrier import carrier_in
+from kvferry.cli.bench.cases import BenchMemory, Bytes, Stretch, contents
+from kvferry.cli.bench.sides import timed_read
 from kvferry.cli.doctor.seen import HOST, ReadsSeen, TimedRead
+from kvferry.cli.processes import AskingTransport, RankCard, Worker, gather_openly
 from kvferry.core.runs import Runs
 from kvferry.core.way import Way
 from kvferry.errors import TransportError
-from kvferry.testing.fleet.measure import RankCard
-from kvferry.testing.packed import AskingTransport, gather_openly
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.nixl_agent import NixlBuild, describe_build
+from kvferry.transport.ucx import QUIET, choices_told_in
+
+_ROW = re.compile(r"\|\s*\S+\s*\|\s*(?P<how>[^|]*?)\s*\|\s*(?P<by>[^|]*?/[^|]*?)\s*\|")
+
+
+def carrier_in(log: str) -> str:
+    """What the last reads of another process are carried by; empty if nothing.
+
+    >>> carrier_in('''
+    ... [1.5] [vm:7:0]   | an-agent intra-node cfg#1                                        |
+    ... [1.5] [vm:7:0]   | remote memory read by ucp_get*(multi) into host memory from host |
+    ... [1.5] [vm:7:0]   +--------+-------------+-------------------------------------------+
+    ... [1.5] [vm:7:0]   | Range  | Description |                  Config                   |
+    ... [1.5] [vm:7:0]   +--------+-------------+-------------------------------------------+
+    ... [1.5] [vm:7:0]   | 0..inf | zero-copy   | cma/memory                                |
+    ... [1.5] [vm:7:0]   +--------+-------------+-------------------------------------------+''')
+    'cma/memory'
+    """
+    found, is_read, is_self = "", False, False
+    for line in log.splitlines():
+        if " cfg#" in line:
+            is_self, is_read = " self cfg#" in line, False
+        elif " by ucp_" in line:
+            is_read = "ucp_get" in line and not is_self
+        elif is_read and (row := _ROW.search(line)):
+            found = row["by"]
+    return found
+
 
 READ_SECONDS = 60.0
 NUM_TURNS = 5
@@ -135,10 +162,8 @@ class ProbeReader:
         self._name = memory
         self._memory = BenchMemory(device_of(memory), room_bytes_of(memory))
         self._contents = contents(room_bytes_of(memory))
-        self._ended = threading.Event()
         self._transport = AskingTransport()
         self._transport.register([self._memory.region])
-        self._transport.on_end(self._ended.set)
 
     def read(self, source: RankCard, src_pid: int, log_folder: str) -> ReadsSeen:
         """Everything about one source. ``src_pid`` is 0 if it cannot be named here."""
@@ -193,17 +218,7 @@ class ProbeReader:
         return tuple(times), "", ""
 
     def _timed(self, size: ProbeSize) -> float:
-        runs = size.runs()
-        self._ended.clear()
-        started = time.perf_counter()
-        self._transport.read(1, "src", runs)
-        if not self._ended.wait(READ_SECONDS):
-            raise TransportError("late", f"a read did not end within {READ_SECONDS:g} s")
-        seconds = time.perf_counter() - started
-        (end,) = self._transport.poll()
-        if end.error:
-            raise TransportError("failed", end.error)
-        return seconds
+        return timed_read(self._transport, size.runs, READ_SECONDS)
 
     def _copy_speed(self) -> float:
         """A plain copy of as many bytes as the memory allows, within this process: the best of some turns."""
@@ -261,3 +276,49 @@ def vm_error(pid: int, address: int) -> str:
     if read(pid, ctypes.byref(ours), 1, ctypes.byref(theirs), 1, 0) == 1:
         return ""
     return os.strerror(ctypes.get_errno())
+
+
+CALL_SECONDS = 180.0
+
+
+@dataclass(frozen=True)
+class ServedMemory:
+    """Memory that a process serves, ours or another doctor's."""
+
+    memory: str
+    card: RankCard
+    pid: int
+
+
+def quiet_environment() -> dict[str, str]:
+    """The environment as it is, but for libraries that would be loud beside our report."""
+    return {name: os.environ.get(name, value) for name, value in QUIET.items()}
+
+
+@contextmanager
+def serving_memory(memory: str, host: str = "127.0.0.1") -> Iterator[ServedMemory]:
+    """A process that serves one kind of memory at a host, until the end of the block."""
+    listen, env = f"tcp://{host}:*", quiet_environment()
+    with closing(Worker("doctor-src", ProbeSource, memory, listen, env=env)) as worker:
+        yield ServedMemory(memory, worker.call("card", timeout=CALL_SECONDS), worker.pid)
+
+
+def read_from(memory: str, source: RankCard, src_pid: int) -> tuple[ReadsSeen, NixlBuild | None]:
+    """Read it in a process of its own, by which NIXL; whatever goes wrong there is what was seen.
+
+    ``src_pid`` is 0 if the source's process cannot be named here.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvferry-doctor-") as folder:
+        env = {**quiet_environment(), **choices_told_in(folder)}
+        with closing(Worker("doctor-dst", ProbeReader, memory, env=env)) as worker:
+            try:
+                seen = worker.call("read", source, src_pid, folder, timeout=CALL_SECONDS)
+                return seen, worker.call("build", timeout=CALL_SECONDS)
+            except Exception as error:
+                return ReadsSeen(memory, error=last_line(error)), None
+
+
+def last_line(error: Exception) -> str:
+    """Of what a process said; the class of its error means nothing to users."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[-1]
+    return re.sub(r"^kvferry\.errors\.\w+: ", "", line)

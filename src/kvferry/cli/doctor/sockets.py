@@ -11,18 +11,15 @@ from contextlib import closing
 from dataclasses import replace
 from enum import StrEnum
 
-from kvferry.cli.bench.engine import cache_manifest
-from kvferry.cli.bench.grid import CacheShape
-from kvferry.cli.bench.memory import BenchMemory
+from kvferry.cli.bench.cases import BenchMemory, CacheShape, cache_manifest
 from kvferry.cli.doctor.observe import LOOPBACK, own_address
-from kvferry.cli.doctor.probe import device_of
+from kvferry.cli.doctor.probe import CALL_SECONDS, device_of, quiet_environment
 from kvferry.cli.doctor.seen import ListenerSeen
-from kvferry.cli.doctor.two_processes import CALL_SECONDS, quiet_environment
+from kvferry.cli.processes import Worker
 from kvferry.core.manifest import Region
 from kvferry.endpoint import SourceEngine, SourceRank
 from kvferry.endpoint.secret_source import secret_from_environment
 from kvferry.host.listening import Listener, listeners
-from kvferry.testing.fleet import Worker
 from kvferry.transport.cards import Card, GatherPoint
 from kvferry.transport.nixl import NixlTransport
 from kvferry.wire.trust import Trust, is_loopback

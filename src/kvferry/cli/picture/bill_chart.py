@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.cli.bill import LinkBill
+from kvferry.cli.link_profile import RDMA_400, Origin
 from kvferry.cli.output import milliseconds
 from kvferry.cli.picture.shapes import LogScale
 from kvferry.core.cost import CostTerm
-from kvferry.core.link_profile import RDMA_400, Origin
 
 WORDS = {CostTerm.READS: "starting reads", CostTerm.RUNS: "runs", CostTerm.BYTES: "bytes"}
 

@@ -9,11 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvferry.cli.status.reported import reported
-from kvferry.cli.status.watched import Look
-from kvferry.endpoint.ask_status import ask_status
+from kvferry.cli.status.reported import Look, reported
 from kvferry.endpoint.secret_source import secret_from_environment, secret_from_file
-from kvferry.endpoint.status_socket import is_listening, live_sockets, read_status, sockets
+from kvferry.endpoint.status import ask_status, is_listening, live_sockets, read_status, sockets
 from kvferry.errors import SpecError
 from kvferry.wire.bad_input import printable
 from kvferry.wire.secret import Secret

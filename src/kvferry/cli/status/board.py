@@ -13,11 +13,13 @@ from kvferry.cli.status.reported import (
     GRANTED,
     OFFERED,
     READ,
+    WINDOW_SECONDS,
     ReportedDestination,
     ReportedSource,
     SeenSource,
+    Watched,
+    WatchedEngine,
 )
-from kvferry.cli.status.watched import WINDOW_SECONDS, Watched, WatchedEngine
 from kvferry.core.words import counted
 from kvferry.runtime.figures import NO_WAY
 

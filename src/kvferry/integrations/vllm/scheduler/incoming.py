@@ -10,7 +10,8 @@ from typing import Any
 
 from vllm.v1.request import Request
 
-from kvferry.endpoint.this_host import this_host
+from kvferry.endpoint.invitation import this_host
+from kvferry.endpoint.metric_table import REJECTED_TICKETS, UNCACHED_BLOCKS
 from kvferry.errors import SpecError
 from kvferry.integrations.vllm.scheduler.adapters import Adapters
 from kvferry.integrations.vllm.scheduler.outgoing import TICKET
@@ -18,9 +19,8 @@ from kvferry.integrations.vllm.scheduler.prefix_cache import PrefixCache
 from kvferry.integrations.vllm.scheduler.tables import BlockIds, Groups, digest, is_identified
 from kvferry.integrations.vllm.shared.step import Load, StepMetadata
 from kvferry.runtime import Released
-from kvferry.runtime.admission import refusal, text_refusal
-from kvferry.runtime.figures import Figures, by_label, figure
-from kvferry.runtime.metric_table import REJECTED_TICKETS, UNCACHED_BLOCKS
+from kvferry.runtime.failure import refusal, text_refusal
+from kvferry.runtime.figures import Figures, by_label
 from kvferry.wire.ticket import Ticket, from_text
 from kvferry.wire.trust import Trust
 
@@ -72,8 +72,8 @@ class Incoming:
     def figures(self) -> Figures:
         """The counters of what no worker has seen: tickets, and blocks kept out of the prefix cache."""
         return {
-            **by_label(REJECTED_TICKETS, dict(self._rejected)),
-            **figure(UNCACHED_BLOCKS, self._num_kept_out),
+            **by_label(REJECTED_TICKETS.name, self._rejected),
+            (UNCACHED_BLOCKS.name,): self._num_kept_out,
         }
 
     def new_request(self, request: Request) -> None:

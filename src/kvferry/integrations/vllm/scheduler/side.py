@@ -11,6 +11,7 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
+from kvferry.endpoint.metric_table import Changes
 from kvferry.integrations.vllm.scheduler.adapters import Adapters
 from kvferry.integrations.vllm.scheduler.incoming import Incoming
 from kvferry.integrations.vllm.scheduler.outgoing import Outgoing
@@ -20,7 +21,6 @@ from kvferry.integrations.vllm.shared.dump import dump_engine
 from kvferry.integrations.vllm.shared.options import Options
 from kvferry.integrations.vllm.shared.stats import LoadStats
 from kvferry.integrations.vllm.shared.step import StepMetadata
-from kvferry.runtime.figures import Changes
 from kvferry.wire.messages import Join
 
 if TYPE_CHECKING:

@@ -27,15 +27,9 @@ UNCHECKED = "unchecked"
 """The identity that accepts what is not known."""
 REQUIRED = "required"
 """What is the default. Any other text is an identity by itself."""
-_SECONDS = {
-    "lease_seconds": "lease",
-    "meet_seconds": "meet",
-    "read_seconds": "read",
-    "reconnect_seconds": "reconnect",
-    "silence_seconds": "silence",
-}
+_LEASE = "lease_seconds"
 _WORDS = ("insecure", "authorities", "backends", "digest", "expose", "way", "layout_check", "vllm_version")
-_KNOWN = {*_TEXTS, *_SECONDS, *_WORDS}
+_KNOWN = {*_TEXTS, _LEASE, *_WORDS}
 _INSTEAD = {
     "num_threads": "leave it out: as many threads read as there are cores for",
     "kv_lease_duration": "say lease_seconds",
@@ -115,7 +109,6 @@ class Options:
         if unknown := _unknown_options(extra):
             raise SpecError(unknown)
         texts = {name: _text(name, extra.get(name, "")) for name in _TEXTS}
-        seconds = {_SECONDS[name]: _number(name, extra[name]) for name in _SECONDS if name in extra}
         trust = Trust(_secret(texts["secret_file"]), _insecure(extra), _authorities(extra))
         address = "127.0.0.1" if trust.is_one_host else f"[{host}]" if ":" in host else host
         way = _chosen("way", extra, WayChoice.from_environment(os.environ))
@@ -126,7 +119,7 @@ class Options:
             trust=trust,
             dump=texts["dump"],
             identity=texts["identity"],
-            timing=Timing(**seconds),
+            timing=_timing(extra),
             backend=_backend(extra),
             digest_every=_digest_every(extra),
             way=WayChoice.PACKED if is_through_host else way,
@@ -269,7 +262,11 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
-def _number(name: str, value: Any) -> float:
+def _timing(extra: Mapping[str, Any]) -> Timing:
+    """How long leases last is the deployment's; the other waits are those that every engine has."""
+    if _LEASE not in extra:
+        return Timing()
+    value = extra[_LEASE]
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise SpecError(f"kv_connector_extra_config: {name} must be a number of seconds, got {value!r}")
-    return float(value)
+        raise SpecError(f"kv_connector_extra_config: {_LEASE} must be a number of seconds, got {value!r}")
+    return Timing(lease=float(value))

@@ -12,9 +12,17 @@ from prometheus_client import Counter, Gauge, Histogram
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from kvferry.endpoint.metric_table import (
+    DENIALS,
+    LEASES_ENDED,
+    METRICS,
+    OFFERS,
+    Metric,
+    MetricKind,
+    Sample,
+    samples_of,
+)
 from kvferry.endpoint.metrics import Instruments
-from kvferry.runtime.figures import Sample, samples_of
-from kvferry.runtime.metric_table import DENIALS, LEASES_ENDED, METRICS, OFFERS, Metric, MetricKind
 from kvferry.runtime.values import Record
 
 RECORDS, CHANGES = "records", "changes"
@@ -69,7 +77,6 @@ class LoadStats(KVConnectorStats):
         good = [record for record in records if is_good(record)]
         seconds = sum(record["move_seconds"] for record in good)
         num_bytes = sum(record["num_bytes"] for record in good)
-        ratios = [r["move_seconds"] / r["predicted_seconds"] for r in good if r["predicted_seconds"]]
         return {
             "loads": len(good),
             "failed loads": len(records) - len(good),
@@ -77,7 +84,6 @@ class LoadStats(KVConnectorStats):
             "runs": sum(record["num_runs"] for record in good),
             "median ms": round(1e3 * median(r["total_seconds"] for r in good), 3) if good else 0.0,
             "GB/s": round(num_bytes / seconds / 1e9, 3) if seconds else 0.0,
-            "times predicted": round(median(ratios), 2) if ratios else 0.0,
         }
 
     def _offered(self) -> dict[str, int | float]:

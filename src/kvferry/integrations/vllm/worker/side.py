@@ -16,9 +16,10 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvferry.core.manifest import Manifest
 from kvferry.endpoint import Destination
+from kvferry.endpoint.gathering import RankGathering, open_gathering
 from kvferry.endpoint.invitation import Invitation
-from kvferry.endpoint.member_thread import MemberThread
-from kvferry.endpoint.rank_gathering import RankGathering, open_gathering
+from kvferry.endpoint.metric_table import Changes
+from kvferry.endpoint.source_rank import MemberThread
 from kvferry.integrations.supported import Standing, standing_of
 from kvferry.integrations.vllm.shared.dump import dump_refusal
 from kvferry.integrations.vllm.shared.identity import engine_identity
@@ -29,7 +30,6 @@ from kvferry.integrations.vllm.worker.describe import WorkerRank, describe
 from kvferry.integrations.vllm.worker.layout_check import LayoutCheck
 from kvferry.log import log_of
 from kvferry.runtime import Failure, FailureCode, Released, Report
-from kvferry.runtime.figures import Changes
 from kvferry.transport.base import Transport
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.settings import Expose

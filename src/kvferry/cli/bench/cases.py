@@ -1,0 +1,323 @@
+"""What is measured: kinds of memory, caches of one shape, requests of them, and what must have arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.core.identity import STATED, Identity
+from kvferry.core.manifest import Manifest, Region
+from kvferry.core.product import Product, Term
+from kvferry.core.runs import Runs
+from kvferry.core.view import Ints
+from kvferry.errors import SpecError
+from kvferry.models import Layer, Model, Topology, describe
+from kvferry.models.cache import attention
+from kvferry.transport.cuda import Cuda
+
+Bytes = NDArray[np.uint8]
+
+NUM_LAYERS = 16
+"""A request has its blocks in so many layers, at the same places of each."""
+TOKENS_PER_BLOCK = 32
+HEAD_BYTES = 128
+"""The most bytes of a head's K of one token; longer runs have more heads."""
+MIN_RUN_BYTES, MAX_RUN_BYTES = 256, 1 << 20
+
+RUN_BYTES = (256, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
+NUM_RUNS = (64, 1024, 16384)
+QUICK_RUN_BYTES, QUICK_NUM_RUNS = (16 << 10,), (1024,)
+
+HOST_BYTES, DEVICE_BYTES = 64 << 20, 512 << 20
+"""The most bytes of a case."""
+
+
+class BlockOrder(StrEnum):
+    """How the blocks of a request lie in the pools of both sides."""
+
+    SCATTERED = "scattered"
+    """No two are neighbours."""
+    HALF = "half-consecutive"
+    """The first half is in a row, of the others no two are neighbours."""
+    CONSECUTIVE = "consecutive"
+    """All are in a row, so that each layer is one run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Medium:
+    """Where the memory is, and what carries its bytes."""
+
+    name: str
+    device: str
+    """'cpu' or 'cuda:N'."""
+    over: str = ""
+    """'cma' or 'tcp', of host memory."""
+
+    @classmethod
+    def host(cls, over: str) -> Medium:
+        """Memory of the host.
+
+        >>> Medium.host("cma").name
+        'host-cma'
+        """
+        return cls(f"host-{over}", "cpu", over)
+
+    @property
+    def uses_nixl(self) -> bool:
+        """Whether NIXL can read it: its TCP is never used."""
+        return self.over != "tcp"
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return f"host memory over {self.over.upper()}" if self.over else f"device memory, {self.device}"
+
+    @property
+    def max_bytes(self) -> int:
+        """The most bytes of a case."""
+        return HOST_BYTES if self.device == "cpu" else DEVICE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """The caches of both sides: layers of blocks, one behind the other in one piece of memory.
+
+    >>> shape = CacheShape(run_bytes=4096, num_blocks=8)
+    >>> shape.num_heads, shape.head_dim, shape.total_bytes
+    (1, 32, 524288)
+    """
+
+    run_bytes: int
+    """One block of one layer."""
+    num_blocks: int
+    """Blocks of the pool."""
+
+    def __post_init__(self) -> None:
+        if not (MIN_RUN_BYTES <= self.run_bytes <= MAX_RUN_BYTES and self.run_bytes.bit_count() == 1):
+            raise SpecError(
+                f"runs of {self.run_bytes} bytes: say a power of two from {MIN_RUN_BYTES} to {MAX_RUN_BYTES}"
+            )
+
+    @property
+    def layer_bytes(self) -> int:
+        """The pool of one layer."""
+        return self.num_blocks * self.run_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return NUM_LAYERS * self.layer_bytes
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of two bytes."""
+        return min(HEAD_BYTES, self._token_bytes // 2) // 2
+
+    @property
+    def num_heads(self) -> int:
+        return self._token_bytes // (4 * self.head_dim)
+
+    @property
+    def _token_bytes(self) -> int:
+        return self.run_bytes // TOKENS_PER_BLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class BenchCase:
+    """One request: so many runs of one length, before neighbours are merged, and where they lie."""
+
+    shape: CacheShape
+    num_pages: int
+    """Blocks of a layer, counted over all layers."""
+    order: BlockOrder
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the request, each in every layer."""
+        return self.num_pages // NUM_LAYERS
+
+    @property
+    def total_bytes(self) -> int:
+        return self.num_pages * self.shape.run_bytes
+
+    def block_ids(self) -> tuple[Ints, Ints]:
+        """Of the source and of the destination, the same in every process.
+
+        >>> shape = CacheShape(256, 16)
+        >>> [ids.tolist() for ids in BenchCase(shape, 128, BlockOrder.HALF).block_ids()]
+        [[0, 1, 2, 3, 5, 11, 7, 9], [0, 1, 2, 3, 7, 5, 11, 9]]
+        """
+        random = np.random.default_rng(self.num_pages)
+        return self._ids(random), self._ids(random)
+
+    def _ids(self, random: np.random.Generator) -> Ints:
+        num_first = {
+            BlockOrder.SCATTERED: 0,
+            BlockOrder.HALF: self.num_blocks // 2,
+            BlockOrder.CONSECUTIVE: self.num_blocks,
+        }[self.order]
+        rest = num_first + 1 + 2 * random.permutation(self.num_blocks - num_first)
+        return np.concatenate([np.arange(num_first), rest])
+
+    def product(self) -> Product:
+        """What a reader is asked for, made anew: its list is made when it is first needed."""
+        starts = np.arange(NUM_LAYERS) * self.shape.layer_bytes
+        pattern = Runs(starts, starts, np.full(NUM_LAYERS, self.shape.run_bytes))
+        steps = np.stack(self.block_ids()) * self.shape.run_bytes
+        return Product((Term(pattern, steps, self.shape.run_bytes),))
+
+
+def grid(
+    run_bytes: Sequence[int], num_runs: Sequence[int], orders: Sequence[BlockOrder], max_bytes: int
+) -> Iterator[list[BenchCase]]:
+    """All cases that are not too big, those of one shape together; raises SpecError on numbers that fit none.
+
+    >>> [len(cases) for cases in grid([256, 1 << 20], [64, 16384], list(BlockOrder), 64 << 20)]
+    [6, 3]
+    """
+    for number in num_runs:
+        if number < NUM_LAYERS or number % NUM_LAYERS:
+            raise SpecError(f"{number} runs: say a multiple of {NUM_LAYERS}, the number of layers")
+    made = []
+    for each in run_bytes:
+        CacheShape(each, 1)
+        fitting = [number for number in num_runs if number * each <= max_bytes]
+        if fitting:
+            # Blocks that are no neighbours take every other place of the pool.
+            shape = CacheShape(each, 2 * max(fitting) // NUM_LAYERS)
+            made.append([BenchCase(shape, number, order) for number in fitting for order in orders])
+    if not made:
+        raise SpecError(f"no case fits: one may have {max_bytes >> 20} MiB at most")
+    yield from made
+
+
+GROUP = "full"
+NUMBERED_CELLS = Identity.of({STATED: "cells numbered by kvferry bench"})
+
+
+def cache_manifest(engine: str, shape: CacheShape, memory: Region) -> Manifest:
+    """An engine of one rank, whose layers lie one behind the other in one piece of memory."""
+    cache = attention(shape.num_heads, shape.head_dim, "bf16")
+    model = Model("bench", tuple(Layer(f"layers.{i}", (cache,)) for i in range(NUM_LAYERS)))
+    manifest = describe(model, Topology(block=TOKENS_PER_BLOCK, blocks=shape.num_blocks), engine)
+    (rank,) = manifest.ranks
+    regions = tuple(
+        replace(region, address=memory.address + i * shape.layer_bytes, device=memory.device)
+        for i, region in enumerate(rank.regions)
+    )
+    return replace(manifest, ranks=(replace(rank, regions=regions),), identity=NUMBERED_CELLS)
+
+
+# -- what must have arrived, said without kvferry's own lists ----------------------------------------
+
+CELL_BYTES = 8
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+
+
+def contents(num_bytes: int) -> Bytes:
+    """What the source holds: each cell of eight bytes has a number of its own, and none is 0.
+
+    >>> cells = contents(1 << 20).view(np.uint64)
+    >>> len(np.unique(cells)) == len(cells), bool(cells.all())
+    (True, True)
+    """
+    return ((np.arange(num_bytes // CELL_BYTES, dtype=np.uint64) + np.uint64(1)) * _ODD).view(np.uint8)
+
+
+@dataclass(frozen=True, eq=False)
+class Stretch:
+    """Bytes in a row of the destination, and what they must be after a read. Before it, they are zeros."""
+
+    start: int
+    wanted: Bytes
+
+
+def expected_pages(case: BenchCase, source: Bytes) -> list[Stretch]:
+    """After a read of a case's blocks: a stretch for each layer, with the blocks between still zeros."""
+    shape = case.shape
+    src_ids, dst_ids = case.block_ids()
+    pool = source[: shape.total_bytes].reshape(NUM_LAYERS, shape.num_blocks, shape.run_bytes)
+    image = np.zeros((NUM_LAYERS, 2 * case.num_blocks, shape.run_bytes), np.uint8)
+    image[:, dst_ids] = pool[:, src_ids]
+    return [Stretch(layer * shape.layer_bytes, image[layer].ravel()) for layer in range(NUM_LAYERS)]
+
+
+def expected_whole(case: BenchCase, source: Bytes) -> list[Stretch]:
+    """After a read of as many bytes in one run, from the beginning to the beginning."""
+    return [Stretch(0, source[: case.total_bytes])]
+
+
+def first_wrong(stretch: Stretch, found: Bytes) -> str:
+    """The first cell that is not what it must be, and how many there are; empty if all are right.
+
+    >>> stretch = Stretch(4096, contents(64))
+    >>> found = stretch.wanted.copy()
+    >>> first_wrong(stretch, found)
+    ''
+    >>> found[17] ^= 1
+    >>> first_wrong(stretch, found)
+    '1 of 8 cells wrong; the first, at byte 4112, is 0xdaa66d2c7ddf753f instead of 0xdaa66d2c7ddf743f'
+    """
+    wanted, got = (array.view(np.uint64) for array in (stretch.wanted, found))
+    wrong = np.flatnonzero(wanted != got)
+    if not len(wrong):
+        return ""
+    first = int(wrong[0])
+    return (
+        f"{len(wrong):,} of {len(wanted):,} cells wrong; the first, at byte"
+        f" {stretch.start + CELL_BYTES * first}, is {int(got[first]):#x} instead of {int(wanted[first]):#x}"
+    )
+
+
+ALIGNMENT = 4096
+
+
+class BenchMemory:
+    """One region, which starts with zeros."""
+
+    def __init__(self, device: str, num_bytes: int) -> None:
+        self.cuda = None if device == "cpu" else Cuda(int(device.partition(":")[2]))
+        room = np.zeros(0 if self.cuda else num_bytes + ALIGNMENT, np.uint8)
+        skip = -room.ctypes.data % ALIGNMENT
+        self.host = room[skip : skip + num_bytes]
+        """The bytes, if they are the host's."""
+        address = self.cuda.allocate(num_bytes) if self.cuda else self.host.ctypes.data
+        self.region = Region("kv", num_bytes, address, device)
+        if self.cuda:
+            self.cuda.clear([(address, num_bytes)])
+
+    def write(self, data: Bytes) -> None:
+        """Put bytes at the beginning."""
+        if self.cuda:
+            self.cuda.upload(self.region.address, data.tobytes())
+        else:
+            self.host[: len(data)] = data
+
+    def wipe(self, stretches: Sequence[Stretch]) -> None:
+        """Make these places zeros."""
+        if self.cuda:
+            self.cuda.clear((self.region.address + one.start, len(one.wanted)) for one in stretches)
+            return
+        for one in stretches:
+            self.host[one.start : one.start + len(one.wanted)] = 0
+
+    def first_wrong(self, stretches: Sequence[Stretch]) -> str:
+        """The first cell of these places that is not what it must be; empty if all are right."""
+        for one in stretches:
+            if wrong := first_wrong(one, self._read(one.start, len(one.wanted))):
+                return wrong
+        return ""
+
+    def _read(self, start: int, num_bytes: int) -> Bytes:
+        if self.cuda:
+            return np.frombuffer(self.cuda.download(self.region.address + start, num_bytes), np.uint8)
+        return self.host[start : start + num_bytes]
+
+    def close(self) -> None:
+        """Give device memory back."""
+        if self.cuda:
+            self.cuda.free(self.region.address)
+            self.cuda.close()

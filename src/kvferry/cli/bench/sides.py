@@ -1,0 +1,315 @@
+"""The two processes of a benchmark: memory that is read, and whoever reads it into the other process."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+from kvferry.cli.bench.cases import (
+    GROUP,
+    TOKENS_PER_BLOCK,
+    BenchCase,
+    BenchMemory,
+    Bytes,
+    CacheShape,
+    Stretch,
+    cache_manifest,
+    contents,
+    expected_pages,
+    expected_whole,
+)
+from kvferry.cli.processes import AskingTransport, RankCard, gather_openly, until
+from kvferry.core.request import BlockTable
+from kvferry.core.span import Span
+from kvferry.endpoint import Destination, SourceEngine, SourceRank
+from kvferry.errors import TransportError
+from kvferry.runtime import Timing
+from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.settings import Expose, WayChoice
+from kvferry.wire.ticket import Ticket
+
+READ_SECONDS = 120.0
+POLL_SECONDS = 10e-6
+BENCH_TIMING = Timing(lease=300, meet=60, read=300)
+"""A slow fabric may take minutes; nobody is to give up meanwhile."""
+
+
+class Rival(StrEnum):
+    """Everybody who can be asked for."""
+
+    DIRECT = "direct"
+    """kvferry's transport over NIXL: list made, posted in slices, ended."""
+    MAPPED = "mapped"
+    """kvferry's copy kernel over the source's device memory."""
+    PACKED = "packed"
+    """kvferry's transport: the source gathers and sends, the reader scatters."""
+    FETCH = "fetch"
+    """kvferry's whole fetch, by the way that it chooses itself; ticket held and peer met."""
+    COPY = "copy"
+    """As many bytes copied in a row within the reader's process."""
+
+
+TRANSPORT_RIVALS = (Rival.DIRECT, Rival.MAPPED, Rival.PACKED)
+"""One read of kvferry's transport: what a cost is told from."""
+OURS = (*TRANSPORT_RIVALS, Rival.FETCH)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One read of one rival."""
+
+    seconds: float
+    way: str
+    """What moved the bytes."""
+    num_runs: int
+
+
+class BenchSource:
+    """Memory with known contents, and whoever hands it out."""
+
+    def __init__(self, device: str, num_bytes: int) -> None:
+        logging.disable(logging.WARNING)  # the report says which way was taken
+        self._memory = BenchMemory(device, num_bytes)
+        self._memory.write(contents(num_bytes))
+        self._open = ExitStack()
+        self._num_offers = 0
+        self._offering: dict[str, Any] = {}
+        self._card = self._served(NixlTransport())
+
+    def _served(self, transport: NixlTransport) -> RankCard:
+        self._open.enter_context(closing(transport))
+        transport.register([self._memory.region])
+        return RankCard(transport.card(), (self._memory.region,))
+
+    def card(self, rival: str) -> RankCard:
+        """What a reader is told; for packed reads of a transport that sends to whoever asks."""
+        if rival != Rival.PACKED:
+            return self._card
+        transport = NixlTransport(way=WayChoice.PACKED, expose=Expose.NOTHING)
+        served = self._served(transport)
+        self._open.enter_context(closing(gather_openly(transport)))
+        return RankCard(transport.card(), served.regions)
+
+    def lay_out(self, rival: str, shape: CacheShape) -> None:
+        """Get ready to offer requests of caches of this shape to a rival."""
+        if before := self._offering.pop(rival, None):
+            before.close()
+        if offering := self.offering(rival, shape):
+            self._offering[rival] = offering
+
+    def offering(self, rival: str, shape: CacheShape) -> Any:
+        """What tells a rival of every request; None if nothing does."""
+        return _OfferingEngine(shape, self._memory) if rival == Rival.FETCH else None
+
+    def offer(self, rival: str, case: BenchCase) -> Any:
+        """What the reader must be told of one request."""
+        self._num_offers += 1
+        offering = self._offering.get(rival)
+        return offering.offer(f"bench-{self._num_offers}", case) if offering else None
+
+    def close(self) -> None:
+        for offering in self._offering.values():
+            offering.close()
+        self._open.close()
+        self._memory.close()
+
+
+class _OfferingEngine:
+    """A source engine of kvferry's."""
+
+    def __init__(self, shape: CacheShape, memory: BenchMemory) -> None:
+        manifest = cache_manifest("src", shape, memory.region)
+        self._engine = SourceEngine("src", 1, timing=BENCH_TIMING)
+        self._rank = SourceRank(self._engine.invitation, manifest, NixlTransport())
+        until(lambda: self._rank.is_joined and self._engine.is_whole, "the source rank joins its engine")
+
+    def offer(self, request_id: str, case: BenchCase) -> Ticket:
+        self._engine.poll()
+        self._rank.poll()
+        tables = {GROUP: BlockTable.of(case.block_ids()[0])}
+        return self._engine.offer(request_id, tables, case.num_blocks * TOKENS_PER_BLOCK)
+
+    def close(self) -> None:
+        self._rank.close()
+        self._engine.close()
+
+
+class Contender:
+    """A rival in the reader's process."""
+
+    way = ""
+    is_whole = False
+    """Whether it moves as many bytes in a row instead of the case's blocks."""
+
+    def lay_out(self, shape: CacheShape) -> None:
+        """Get ready for caches of another shape."""
+
+    def read(self, case: BenchCase, offer: Any) -> float:
+        """Move a case's bytes; seconds from asking to knowing that all is in."""
+        raise NotImplementedError
+
+    def num_runs(self, case: BenchCase) -> int:
+        """How many runs it moves them in."""
+        return 1 if self.is_whole else len(case.product().runs)
+
+    def close(self) -> None:
+        """Give everything up."""
+
+
+class TransportReads(Contender):
+    """One ``read`` of kvferry's transport."""
+
+    def __init__(self, memory: BenchMemory, source: RankCard, transport: NixlTransport) -> None:
+        self._transport = transport
+        self._transport.register([memory.region])
+        self.way = self._transport.connect("src", source.card, source.regions).way.value
+
+    def read(self, case: BenchCase, offer: Any) -> float:
+        return timed_read(self._transport, case.product, READ_SECONDS)
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+def timed_read(transport: NixlTransport, runs: Callable[[], Any], patience: float) -> float:
+    """Seconds of one read of the peer ``src``, from the call to its end."""
+    wanted, ended = runs(), threading.Event()
+    transport.on_end(ended.set)
+    started = time.perf_counter()
+    transport.read(1, "src", wanted)
+    is_over = ended.wait(patience)
+    seconds = time.perf_counter() - started
+    if not is_over:
+        raise TransportError("late", f"a read did not end within {patience:g} s")
+    (end,) = transport.poll()
+    if end.error:
+        raise TransportError("failed", end.error)
+    return seconds
+
+
+class Fetches(Contender):
+    """A whole fetch."""
+
+    _destination: Destination | None = None
+
+    def __init__(self, memory: BenchMemory) -> None:
+        self._memory = memory
+
+    def lay_out(self, shape: CacheShape) -> None:
+        self.close()
+        manifest = cache_manifest("dst", shape, self._memory.region)
+        self._destination = Destination(manifest, 0, NixlTransport(), timing=BENCH_TIMING)
+
+    def read(self, case: BenchCase, offer: Any) -> float:
+        assert self._destination is not None
+        tables = {GROUP: BlockTable.of(case.block_ids()[1])}
+        need = {GROUP: (Span(0, case.num_blocks * TOKENS_PER_BLOCK),)}
+        held = self._destination.hold(offer)
+        time.sleep(0.005)  # so that the lease is granted: a request waits for its blocks meanwhile
+        started = time.perf_counter()
+        self._destination.fetch(offer, tables, need, held=held)
+        while not (reports := self._destination.poll()):
+            time.sleep(POLL_SECONDS)
+        seconds = time.perf_counter() - started
+        if reports[0].failure is not None:
+            raise TransportError("failed", str(reports[0].failure))
+        self.way = reports[0].record.way
+        return seconds
+
+    def close(self) -> None:
+        if self._destination is not None:
+            self._destination.close()
+
+
+class PlainCopy(Contender):
+    """What memory allows, within one process."""
+
+    way = "copy"
+    is_whole = True
+
+    def __init__(self, memory: BenchMemory, source: Bytes) -> None:
+        self._memory = memory
+        self._original = BenchMemory(memory.region.device, len(source))
+        self._original.write(source)
+
+    def read(self, case: BenchCase, offer: Any) -> float:
+        src, dst, num_bytes = self._original, self._memory, case.total_bytes
+        started = time.perf_counter()
+        if dst.cuda:
+            dst.cuda.copy(src.region.address, dst.region.address, num_bytes)
+        else:
+            np.copyto(dst.host[:num_bytes], src.host[:num_bytes])
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        self._original.close()
+
+
+class BenchReader:
+    """Memory that all rivals read into, one after the other; what each has written is looked at."""
+
+    def __init__(self, device: str, num_bytes: int) -> None:
+        logging.disable(logging.WARNING)  # the report says which way was taken
+        self._memory = BenchMemory(device, num_bytes)
+        self._contents = contents(num_bytes)
+        self._expected: dict[tuple[BenchCase, bool], list[Stretch]] = {}
+        """Of the case at hand."""
+        self._contenders: dict[str, Contender] = {}
+
+    def add(self, rival: str, source: RankCard) -> None:
+        """Have a rival take part."""
+        self._contenders[rival] = self.make(rival, source)
+
+    def make(self, rival: str, source: RankCard) -> Contender:
+        """A rival, ready to read but for the shape of the caches."""
+        if rival == Rival.FETCH:
+            return Fetches(self._memory)
+        if rival == Rival.COPY:
+            return PlainCopy(self._memory, self._contents)
+        kind, expose = {
+            Rival.DIRECT: (NixlTransport, Expose.FABRIC),
+            Rival.MAPPED: (NixlTransport, Expose.HOST),
+            Rival.PACKED: (AskingTransport, Expose.NOTHING),
+        }[Rival(rival)]
+        return TransportReads(self._memory, source, kind(way=WayChoice(rival), expose=expose))
+
+    def lay_out(self, rival: str, shape: CacheShape) -> None:
+        """Get a rival ready for caches of this shape."""
+        self._contenders[rival].lay_out(shape)
+
+    def turn(self, rival: str, case: BenchCase, offer: Any) -> Turn:
+        """One read into memory that was wiped."""
+        contender = self._contenders[rival]
+        self._memory.wipe(self._wanted(contender, case))
+        seconds = contender.read(case, offer)
+        return Turn(seconds, contender.way, contender.num_runs(case))
+
+    def first_wrong(self, rival: str, case: BenchCase) -> str:
+        """The first cell that a rival's last read left wrong; empty if all are right."""
+        return self._memory.first_wrong(self._wanted(self._contenders[rival], case))
+
+    def _wanted(self, contender: Contender, case: BenchCase) -> list[Stretch]:
+        key = case, contender.is_whole
+        if key not in self._expected:
+            self._expected = {known: one for known, one in self._expected.items() if known[0] == case}
+            expected = expected_whole if contender.is_whole else expected_pages
+            self._expected[key] = expected(case, self._contents)
+        return self._expected[key]
+
+    def drop(self, rival: str) -> None:
+        """Do without a rival from now on."""
+        if contender := self._contenders.pop(rival, None):
+            contender.close()
+
+    def close(self) -> None:
+        for contender in self._contenders.values():
+            contender.close()
+        self._memory.close()

@@ -1,0 +1,223 @@
+"""Processes that commands start: each holds one object and answers calls; and transports without engines."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from multiprocessing.connection import Connection
+from typing import Any
+
+from kvferry.core.manifest import Manifest, Rank, Region
+from kvferry.core.owned import BlockBytes
+from kvferry.core.view import Ints
+from kvferry.endpoint.edges import open_channel
+from kvferry.endpoint.gathering import GatherCalls, GatherService
+from kvferry.endpoint.secret_source import secret_from_environment
+from kvferry.errors import KVFerryError
+from kvferry.runtime.ticket_guard import Admitted, TicketGuard
+from kvferry.transport.nixl import NixlTransport
+
+STDOUT = 1
+START = 0
+"""The number of the first answer: that the object is made."""
+
+_spawn = multiprocessing.get_context("spawn")
+_numbers = count(START + 1)
+
+
+class WorkerDied(KVFerryError):
+    """The process is gone, or does not answer."""
+
+
+class Worker:
+    """Makes ``factory(*args)`` in a new process; ``call`` runs a method of it there and returns the result.
+
+    A worker dies with the process that made it. Calls are answered one at a time, in order.
+    """
+
+    def __init__(
+        self, name: str, factory: Callable[..., Any], *args: Any, env: Mapping[str, str] | None = None
+    ) -> None:
+        self.name = name
+        self._pipe, theirs = _spawn.Pipe()
+        self._lock = threading.Lock()
+        self._process = _spawn.Process(
+            target=_serve, args=(theirs, dict(env or {}), factory, args), name=name, daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        self._start = START
+        self._is_ready = False
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid or 0
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
+    def wait_ready(self, timeout: float = 60) -> None:
+        """Wait until the object is made; raises what its making raised."""
+        if not self._is_ready:
+            self._answer(self._start, "start", timeout)
+            self._is_ready = True
+
+    def call(self, method: str, *args: Any, timeout: float = 60, **kwargs: Any) -> Any:
+        """Run a method there; raises what it raised, or ``WorkerDied``."""
+        self.wait_ready(timeout)
+        with self._lock:
+            return self._answer(self._ask(method, args, kwargs), method, timeout)
+
+    def _ask(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+        """Send a call; the number of its answer."""
+        number = next(_numbers)
+        try:
+            self._pipe.send((number, method, args, kwargs))
+        except (BrokenPipeError, OSError) as error:
+            raise WorkerDied(f"{self.name} is gone") from error
+        return number
+
+    def _answer(self, number: int, method: str, timeout: float) -> Any:
+        """Wait for an answer; late ones, to calls that were given up, are dropped."""
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                if not self._pipe.poll(max(0.0, deadline - time.monotonic())):
+                    raise WorkerDied(f"{self.name} did not answer {method} within {timeout:g} s")
+                answered, is_good, result = self._pipe.recv()
+            except (EOFError, ConnectionResetError) as error:
+                raise WorkerDied(f"{self.name} died during {method}") from error
+            if answered == number:
+                break
+        if is_good:
+            return result
+        raise result
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for the end."""
+        self._process.kill()
+        self._process.join()
+
+    def close(self) -> None:
+        """End the process: its object is closed first, if it can be."""
+        if self._process.is_alive():
+            with contextlib.suppress(WorkerDied, Exception):
+                self.call("close", timeout=15)
+            with contextlib.suppress(OSError):
+                self._pipe.send(None)
+            self._process.join(5)
+            if self._process.is_alive():
+                self.kill()
+        self._pipe.close()
+
+
+def call_all(
+    workers: Sequence[Worker], method: str, *args: Any, timeout: float = 60, **kwargs: Any
+) -> list[Any]:
+    """Run a method in all of these at once; the results, or what the first that failed raised."""
+    numbers: list[int] = []
+    results: list[Any] = []
+    errors: list[Exception] = []
+    with contextlib.ExitStack() as held:
+        for worker in workers:
+            worker.wait_ready(timeout)
+            held.enter_context(worker._lock)
+            numbers.append(worker._ask(method, args, kwargs))
+        for worker, number in zip(workers, numbers, strict=True):
+            try:
+                results.append(worker._answer(number, method, timeout))
+            except Exception as error:
+                errors.append(error)
+    if errors:
+        raise errors[0]
+    return results
+
+
+def _serve(pipe: Connection, env: Mapping[str, str], factory: Callable[..., Any], args: Any) -> None:
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who made this process decides when it ends
+    os.dup2(sys.stderr.fileno(), STDOUT)  # UCX logs to standard output, which is not ours
+    os.environ.update(env)
+    try:
+        served = factory(*args)
+        pipe.send((START, True, None))
+    except Exception as error:
+        pipe.send((START, False, _portable(error)))
+        return
+    with contextlib.suppress(EOFError, OSError):
+        while (asked := pipe.recv()) is not None:
+            number, method, arguments, keywords = asked
+            try:
+                pipe.send((number, True, getattr(served, method)(*arguments, **keywords)))
+            except Exception as error:
+                pipe.send((number, False, _portable(error)))
+    # Libraries with threads of their own may not survive an orderly exit; nothing is left to tidy up.
+    os._exit(0)
+
+
+def _portable(error: Exception) -> Exception:
+    """The error with where it came from; foreign exception types may not survive the way."""
+    return RuntimeError("".join(traceback.format_exception(error)))
+
+
+def until(condition: Callable[[], object], what: str, seconds: float = 30) -> None:
+    """Wait for a condition; KVFerryError if it does not come true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise KVFerryError(f"not within {seconds:g} s: {what}")
+        time.sleep(0.005)
+
+
+# -- two transports alone, without engines ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RankCard:
+    """What a transport is told of a peer."""
+
+    card: bytes
+    regions: tuple[Region, ...]
+
+
+class OpenGuard(TicketGuard):
+    """Lets everybody have everything."""
+
+    def __init__(self) -> None:
+        nothing = BlockBytes(Manifest("open", (), (), ()), Rank(0, (), ()))
+        super().__init__(b"", nothing)
+        self._everybody = Admitted(1, nothing.of_blocks({}))
+
+    def admit(self, permit: bytes) -> Admitted:
+        return self._everybody
+
+    def check(self, admitted: Admitted, terms: Sequence[tuple[Ints, Ints, Ints]]) -> None:
+        return None
+
+
+def gather_openly(transport: NixlTransport, listen: str = "tcp://127.0.0.1:*") -> GatherService:
+    """Have a transport that is registered send to everybody who knows the environment's secret, if any."""
+    secret = secret_from_environment()
+    channel, is_sealed = open_channel(listen, secret), secret is not None
+    service = GatherService(transport.sender(), OpenGuard(), channel, time.monotonic, is_sealed=is_sealed)
+    transport.gather_at(service.address)
+    return service
+
+
+class AskingTransport(NixlTransport):
+    """A transport that asks others to send as soon as it is registered, as a ``Destination`` would."""
+
+    def register(self, regions: Sequence[Region]) -> None:
+        super().register(regions)
+        self.ask_by(GatherCalls(open_channel("", secret_from_environment()), "kvferry-gather-calls"))

@@ -1,0 +1,332 @@
+"""The packed way's control messages: a reader asks a source rank for bytes, and the rank checks and sends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from kvferry.channel import Contact, ContactChange, Received
+from kvferry.core.manifest import Manifest, Region
+from kvferry.core.owned import BlockBytes
+from kvferry.core.product import Term
+from kvferry.core.view import Ints
+from kvferry.endpoint.edges import ControlChannel, Edges
+from kvferry.endpoint.invitation import advertised, check_listen
+from kvferry.endpoint.owner import Event, Owner
+from kvferry.errors import SpecError, TransportError
+from kvferry.log import is_worth_a_line, log_of
+from kvferry.runtime.ticket_guard import Admitted, GatherRefusal, Refusal, TicketGuard
+from kvferry.transport.base import Transport
+from kvferry.transport.pack import ChunkCopier, TermSide, check_room
+from kvferry.transport.stream_frames import GatherAnswers, GatheringTransport, StreamOffer
+from kvferry.transport.stream_sender import StreamSender, TicketKey
+from kvferry.wire.bad_input import printable
+from kvferry.wire.gather import (
+    Gather,
+    NotGathered,
+    OpenStream,
+    StreamOffered,
+    decode_from_rank,
+    decode_to_rank,
+    encode_rank_message,
+)
+from kvferry.wire.permit import RANK_KEY_BYTES
+from kvferry.wire.trust import Trust
+
+log = log_of(__name__)
+
+LOOPBACK = "127.0.0.1"
+REFUSED_FOR = {
+    "too-much": GatherRefusal.TOO_MUCH,
+    "out-of-bounds": GatherRefusal.NOT_ITS_BYTES,
+    "unknown-region": GatherRefusal.NOT_ITS_BYTES,
+}
+"""What a transport says of bytes that cannot be gathered; all else is the device's, or a bug."""
+
+
+class _Answer(NamedTuple):
+    to: str
+    message: NotGathered | StreamOffered
+
+
+class GatherService:
+    """Sends what readers ask for, if the guard lets it."""
+
+    def __init__(
+        self,
+        copier: ChunkCopier,
+        guard: TicketGuard,
+        channel: ControlChannel,
+        clock: Callable[[], float],
+        *,
+        advertise: str = "",
+        is_sealed: bool = False,
+    ) -> None:
+        """``advertise``: the host that readers call, if it is another one than we listen at.
+
+        ``is_sealed``: whether what is sent is encrypted.
+        """
+        self._copier, self._channel = copier, channel
+        host = channel.address.removeprefix("tcp://").rpartition(":")[0].strip("[]") or LOOPBACK
+        self._streams = StreamSender(copier, host, is_sealed=is_sealed)
+        self._stream_address = advertised(f"tcp://{host}:{self._streams.port}", advertise)
+        # The owner's alone:
+        self._guard = guard
+        self._num_gathered = 0
+        self._owner: Owner[_Answer] = Owner("kvferry-gather", self._carry_out, lambda _: float("inf"), clock)
+        # It rides on the channel's thread: an answer need not be handed over.
+        channel.start("kvferry-gather", self._receive, lambda: self._owner.is_behind, self._owner.turn)
+
+    # -- from any thread ---------------------------------------------------------------------------
+
+    @property
+    def address(self) -> str:
+        """Where readers ask."""
+        return self._channel.address
+
+    def begin(self, generation: int) -> None:
+        """The engine has started anew: what its earlier starts had on offer is over."""
+        self._put(lambda _: self._begin(generation))
+
+    def revoke(self, generation: int, ticket_id: int, then: Callable[[], None]) -> None:
+        """Send nothing of a ticket any more; ``then`` is called when nothing of it is being sent.
+
+        ``generation``: the start of the engine that the ticket is of.
+        """
+        self._put(lambda _: self._revoke(TicketKey(generation, ticket_id), then))
+
+    def when_revoked(self, then: Callable[[], None]) -> None:
+        """Call ``then`` once nothing is sent of what was revoked so far."""
+        self._put(lambda _: self._when_quiet(then))
+
+    def status(self) -> dict[str, object]:
+        """What a person wants to know."""
+        return {"gathered": self._num_gathered, "refused": dict(self._guard.refused)}
+
+    def close(self) -> None:
+        """Send nothing more."""
+        self._channel.close()  # after a last turn
+        self._streams.close()
+
+    def _put(self, event: Event[_Answer]) -> None:
+        self._owner.put(event)
+        self._channel.wake()
+
+    def _receive(self, received: Received | ContactChange) -> None:
+        if isinstance(received, ContactChange):
+            return
+        to = received.reply_to
+        match decode_to_rank(received.data):  # raises for junk, which the channel counts; so does _sides
+            case Gather() as ask:
+                sides = _sides(ask)
+                self._owner.put(lambda _: self._ask(to, ask, sides))
+            case OpenStream() as question:
+                self._owner.put(lambda _: self._open_stream(to, question))
+
+    # -- the owner's -------------------------------------------------------------------------------
+
+    def _carry_out(self, answers: Iterable[_Answer]) -> None:
+        for answer in answers:
+            self._channel.send(answer.to, encode_rank_message(answer.message))
+
+    def _begin(self, generation: int) -> list[_Answer]:
+        self._guard.begin(generation)
+        self._streams.revoke(lambda ticket: ticket.generation != generation)
+        return []
+
+    def _revoke(self, ended: TicketKey, then: Callable[[], None]) -> list[_Answer]:
+        self._begin(ended.generation)  # first: a new start forgets what has ended
+        self._guard.end(ended.ticket_id)
+        self._streams.revoke(lambda ticket: ticket == ended)
+        return self._when_quiet(then)
+
+    def _when_quiet(self, then: Callable[[], None]) -> list[_Answer]:
+        """What is gathered is gathered by the thread of the streams, which has heard of it before."""
+        self._streams.put(then)
+        return []
+
+    def _open_stream(self, to: str, question: OpenStream) -> list[_Answer]:
+        nonce, regions = question.nonce, self._copier.memory.regions
+        admitted = self._guard.admit(question.permit)
+        if isinstance(admitted, Refusal):
+            return [self._refuse(to, nonce, admitted)]
+        ours = tuple((each.address, each.num_bytes) for each in regions)
+        if question.regions != ours:
+            detail = "its regions are not those that the reader was told of"
+            return [self._refuse(to, nonce, self._guard.refuse(GatherRefusal.NOT_ITS_BYTES, detail))]
+
+        def offered(offer: StreamOffer | None) -> list[_Answer]:
+            if offer:
+                return [_Answer(to, StreamOffered(nonce, offer.address, offer.stream_id, offer.key))]
+            return [self._refuse(to, nonce, self._guard.refuse(GatherRefusal.TOO_MUCH, "too many streams"))]
+
+        self._streams.open(self._stream_address, lambda offer: self._put(lambda _: offered(offer)))
+        return []
+
+    def _ask(self, to: str, ask: Gather, sides: list[TermSide]) -> list[_Answer]:
+        """Have bytes sent; whatever of it is revoked meanwhile is not."""
+        admitted = self._guard.admit(ask.permit)
+        if isinstance(admitted, Refusal):
+            return [self._refuse(to, ask.nonce, admitted)]
+        if refusal := self._refusal(admitted, sides):
+            return [self._refuse(to, ask.nonce, refusal)]
+        self._num_gathered += 1
+
+        def refuse(why: str | TransportError) -> None:
+            if isinstance(why, TransportError):
+                self._put(lambda _: [self._refuse(to, ask.nonce, self._refuse_for(why))])
+            else:
+                self._put(lambda _: [_Answer(to, NotGathered(ask.nonce, GatherRefusal.ENDED.value, why))])
+
+        ticket = TicketKey(admitted.generation, admitted.ticket_id)
+        self._streams.send(ask.stream_id, ticket, ask.nonce, sides, refuse)
+        return []
+
+    def _refusal(self, admitted: Admitted, sides: list[TermSide]) -> Refusal | None:
+        """Why bytes are not sent; whoever sends them has nobody to tell."""
+        refusal = self._guard.check(admitted, _terms(sides))
+        if refusal is None:
+            try:
+                check_room(sides, self._copier.chunk_bytes)
+                for side in sides:
+                    side.check(self._copier.memory)
+            except TransportError as error:
+                refusal = self._refuse_for(error)
+        return refusal
+
+    def _refuse_for(self, error: TransportError) -> Refusal:
+        return self._guard.refuse(REFUSED_FOR.get(error.code, GatherRefusal.CANNOT), str(error))
+
+    def _refuse(self, to: str, nonce: int, refusal: Refusal) -> _Answer:
+        number = sum(self._guard.refused.values())
+        if is_worth_a_line(number):
+            log.warning("refused to send, number %d: %s: %s", number, refusal.code, refusal.detail)
+        return _Answer(to, NotGathered(nonce, refusal.code.value, printable(refusal.detail)))
+
+
+def _terms(sides: list[TermSide]) -> list[tuple[Ints, Ints, Ints]]:
+    """As the guard wants them."""
+    return [(side.places, side.num_bytes, side.steps) for side in sides]
+
+
+def _sides(ask: Gather) -> list[TermSide]:
+    """What is asked for, as arrays; raises SpecError if it makes none."""
+    sides = []
+    for columns in ask.terms:
+        if any(len(column) % 8 or not column for column in columns):
+            raise SpecError("gather: a column has whole numbers of 8 bytes, and one at least")
+        places, num_bytes, steps = (np.frombuffer(column, "<i8") for column in columns)
+        if len(num_bytes) not in (1, len(places)):
+            raise SpecError(f"gather: {len(num_bytes)} lengths of {len(places)} runs")
+        sides.append(TermSide(places, np.broadcast_to(num_bytes, places.shape), steps))
+    return sides
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RankGathering:
+    """What a rank has, once it gathers."""
+
+    address: str
+    """Where readers ask."""
+    service: GatherService
+    rank_key: bytes = field(repr=False)
+    """For the rank's own authority, and nobody else."""
+
+
+def open_gathering(
+    manifest: Manifest,
+    transport: Transport,
+    *,
+    listen: str,
+    advertise: str = "",
+    trust: Trust = Trust(),  # noqa: B008  (it is frozen)
+    edges: Edges | None = None,
+) -> RankGathering | None:
+    """Have the one rank of a manifest gather for readers; None if its transport, now registered, does not.
+
+    ``listen``, ``advertise``: where readers ask, and the host that they call, if it is another one. The
+    transport's card says so from now on.
+    """
+    if not isinstance(transport, GatheringTransport) or not transport.is_gathering:
+        return None
+    check_listen(listen, advertise, trust)
+    edges, (rank,) = edges or Edges(), manifest.ranks
+    rank_key = edges.random_bytes(RANK_KEY_BYTES)
+    guard = TicketGuard(rank_key, BlockBytes(manifest, rank))
+    channel = edges.open_channel(listen, trust.secret)
+    service = GatherService(
+        transport.sender(),
+        guard,
+        channel,
+        edges.clock,
+        advertise=advertise,
+        is_sealed=trust.secret is not None,
+    )
+    address = advertised(channel.address, advertise)
+    transport.gather_at(address)
+    return RankGathering(address, service, rank_key)
+
+
+class GatherCalls:
+    """Asks, and hands the answers over."""
+
+    def __init__(self, channel: ControlChannel, name: str) -> None:
+        self._channel, self._name = channel, name
+        self._answers: GatherAnswers | None = None
+
+    def listen(self, answers: GatherAnswers) -> None:
+        """Begin."""
+        self._answers = answers
+        self._channel.start(self._name, self._receive, lambda: False)
+
+    def ask(self, to: str, nonce: int, permit: bytes, terms: Sequence[Term], stream_id: bytes) -> None:
+        """Ask for the source side of these terms."""
+        ask = Gather(nonce, permit, tuple(map(_columns, terms)), stream_id)
+        self._channel.send(to, encode_rank_message(ask))
+
+    def open_stream(self, to: str, nonce: int, permit: bytes, regions: Sequence[Region]) -> None:
+        """Ask for a stream."""
+        known = tuple((region.address, region.num_bytes) for region in regions)
+        self._channel.send(to, encode_rank_message(OpenStream(nonce, permit, known)))
+
+    def hang_up(self, address: str) -> None:
+        """Keep no connection to an address."""
+        self._channel.hang_up(address)
+
+    def close(self) -> None:
+        """Send what was said, and stop."""
+        self._channel.close()
+
+    def _receive(self, received: Received | ContactChange) -> None:
+        answers = self._answers
+        if answers is None:
+            return
+        if isinstance(received, ContactChange):
+            if received.contact is Contact.BROKEN:
+                answers.lost(received.address)
+            return
+        sender = received.reply_to
+        match decode_from_rank(received.data):
+            case NotGathered(nonce, code, detail):
+                answers.not_gathered(sender, nonce, f"{code}: {detail}")
+            case StreamOffered(nonce, address, stream_id, key):
+                answers.stream_offered(sender, nonce, StreamOffer(address, stream_id, key))
+
+
+def ask_to_gather(transport: Transport, open_channel: Callable[[], ControlChannel]) -> None:
+    """Have a transport that is registered ask source ranks to gather, if that is its way."""
+    if isinstance(transport, GatheringTransport) and transport.is_gathering:
+        transport.ask_by(GatherCalls(open_channel(), "kvferry-gather-calls"))
+
+
+def _columns(term: Term) -> tuple[bytes, bytes, bytes]:
+    runs = term.pattern
+    lengths = runs.num_bytes[:1] if runs.each_bytes else runs.num_bytes
+    return _column(runs.src), _column(lengths), _column(term.steps[0])
+
+
+def _column(numbers: Ints) -> bytes:
+    return np.ascontiguousarray(numbers, "<i8").tobytes()

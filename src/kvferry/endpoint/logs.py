@@ -1,0 +1,154 @@
+"""What an endpoint tells of loads and leases in the log: a line each, and not too many."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from kvferry.core.words import counted
+from kvferry.log import is_worth_a_line, log_of
+from kvferry.runtime import FailureCode, Released, Report
+from kvferry.runtime.figures import NO_WAY
+from kvferry.runtime.values import Record
+from kvferry.wire.bad_input import printable
+from kvferry.wire.limits import MAX_WORDS
+from kvferry.wire.messages import Denial, Message
+
+LINES_PER_SECOND = 20
+BURST_LINES = 100
+
+
+class LogLimit:
+    """Whether one more line may be written. Time is an argument.
+
+    >>> limit = LogLimit()
+    >>> sum(limit.take(0.0) for _ in range(1000)), limit.pop_left_out()
+    (100, 900)
+    >>> sum(limit.take(1.0) for _ in range(1000)), limit.pop_left_out()
+    (20, 980)
+    """
+
+    def __init__(self) -> None:
+        self._left, self._since = float(BURST_LINES), float("-inf")
+        self._num_left_out = 0
+
+    def take(self, now: float) -> bool:
+        """Whether a line may be written now; if not, it is counted."""
+        self._left = min(float(BURST_LINES), self._left + (now - self._since) * LINES_PER_SECOND)
+        self._since = now
+        if self._left < 1:
+            self._num_left_out += 1
+            return False
+        self._left -= 1
+        return True
+
+    def pop_left_out(self) -> int:
+        """How many lines were left out since this was asked last."""
+        num, self._num_left_out = self._num_left_out, 0
+        return num
+
+
+log = log_of(__name__)
+
+
+class LoadLog:
+    """Writes the lines of one destination rank. Time is an argument.
+
+    Tickets of others cause failures, so their lines are limited, and the rest is counted. Where more loads
+    end well than anybody would read, the rest of their lines are for who debugs.
+    """
+
+    def __init__(self) -> None:
+        self._good, self._failed = LogLimit(), LogLimit()
+        self._num_ended: Counter[str] = Counter()
+        self._read_bytes: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self.num_rejected: Mapping[str, int] = {}
+        """Tickets that were not used, by code. Never changed, but replaced: anybody may look at it."""
+
+    def ended(self, now: float, report: Report) -> None:
+        """A load has ended."""
+        self._num_ended[" ".join(filter(None, (report.record.outcome, report.record.way)))] += 1
+        if report.failure is None:
+            self._read_bytes[report.record.way or NO_WAY] += report.record.num_bytes
+        if report.failure is None or report.failure.code is FailureCode.ABORTED:
+            _write(logging.INFO if self._good.take(now) else logging.DEBUG, report)
+        elif self._failed.take(now):
+            _write(logging.WARNING, report)
+            if num := self._failed.pop_left_out():
+                log.warning("%d more failed loads have no line here", num)
+
+    def status(self) -> dict[str, object]:
+        """Loads that ended, by outcome and way; the bytes of those that ended well, by way."""
+        return {"ended": dict(self._num_ended), "read_bytes": dict(self._read_bytes)}
+
+    def rejected(self, report: Report) -> None:
+        """A ticket was not used; from any thread."""
+        code = report.record.outcome
+        with self._lock:
+            self.num_rejected = {**self.num_rejected, code: self.num_rejected.get(code, 0) + 1}
+            number = sum(self.num_rejected.values())
+        if is_worth_a_line(number):
+            log.warning("rejected ticket number %d: %s", number, log_line(report))
+
+
+def _write(level: int, report: Report) -> None:
+    """The line of a report, and what it says as values, if anybody listens."""
+    if log.isEnabledFor(level):
+        log.log(level, "%s", log_line(report), extra={"kvferry": asdict(report.record)})
+
+
+def log_line(report: Report) -> str:
+    """The account of a load in one readable line."""
+    record, failure = report.record, report.failure
+    name, engine = printable(record.request_id), printable(record.engine)
+    head = f"load of {name} from {engine} at {printable(record.address)}"
+    in_all = f"{record.total_seconds * 1e3:.1f} ms in all"
+    if failure is None:
+        return f"{head}: {_moved(record)}; {in_all}"
+    read = f"{_moved(record)}, and does not count" if record.way else "nothing was read"
+    what = "was given up by this engine" if failure.code is FailureCode.ABORTED else "failed"
+    return f"{head} {what}: {printable(str(failure), MAX_WORDS)}; {read}; {in_all}"
+
+
+def _moved(record: Record) -> str:
+    digest = f", digest {record.digest}" if record.digest else ""
+    return (
+        f"{counted(record.num_bytes, 'byte')} in {counted(record.num_runs, 'run')} from"
+        f" {counted(record.num_sources, 'rank')}, {record.way or 'no way'},"
+        f" in {record.move_seconds * 1e3:.1f} ms{digest}"
+    )
+
+
+_TROUBLES = {
+    "expired": "its lease expired: no reader asked for it, or kept it alive, in time",
+    "failed": "its reader could not read it, and said so",
+}
+"""Why a released request was not read; whoever withdraws one knows why."""
+
+
+class LeaseLog:
+    """Writes the lines of one source engine. Time is an argument."""
+
+    def __init__(self, engine: str) -> None:
+        self._engine, self._limit = engine, LogLimit()
+
+    def released(self, now: float, released: Released) -> None:
+        """A request's blocks are the engine's own again."""
+        if trouble := _TROUBLES.get(released.reason):
+            self._warn(now, f"{printable(released.request_id)} of {self._engine} was not read: {trouble}")
+
+    def sent(self, now: float, message: Message) -> None:
+        """A message goes to a reader, or to a rank."""
+        if isinstance(message, Denial):
+            what = f"{message.code}: {message.detail}" if message.detail else message.code
+            self._warn(now, f"{self._engine} denied a lease of its ticket {message.ticket_id}: {what}")
+
+    def _warn(self, now: float, line: str) -> None:
+        if self._limit.take(now):
+            log.warning("%s", line)
+            if num := self._limit.pop_left_out():
+                log.warning("%d more lines of %s like this were left out", num, self._engine)

@@ -1,0 +1,264 @@
+"""The status of an endpoint: its report, the socket at which it answers, and asking one at its address."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any, Protocol
+
+from kvferry.channel import Channel, Received
+from kvferry.endpoint.metric_table import METRICS, MetricSide
+from kvferry.errors import KVFerryError, SpecError
+from kvferry.host.private_files import own_folder
+from kvferry.host.user_server import UserServer
+from kvferry.log import log_of
+from kvferry.runtime.figures import Figures
+from kvferry.wire.messages import (
+    MAX_MESSAGE_BYTES,
+    PROTOCOL,
+    AskStatus,
+    Rejected,
+    StatusAnswer,
+    decode_from_authority,
+    encode,
+)
+from kvferry.wire.secret import Secret
+
+
+def status_report(
+    side: MetricSide, status: Mapping[str, object], figures: Figures, up_seconds: float
+) -> dict[str, Any]:
+    """How an endpoint is, with what a person needs to know which one it is."""
+    about = {
+        "side": side.value,
+        "kvferry": _version(),
+        "protocol": PROTOCOL,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "up_seconds": round(up_seconds, 3),
+    }
+    return {**about, **{key: _plain(value) for key, value in status.items()}, "figures": _shown(figures)}
+
+
+def _version() -> str:
+    try:
+        return version("kvferry")
+    except PackageNotFoundError:  # run from its source, not installed
+        return "unknown"
+
+
+def _shown(figures: Figures) -> list[dict[str, Any]]:
+    return [
+        {
+            "metric": METRICS[name].exposed,
+            "labels": dict(zip(METRICS[name].label_names, labels, strict=True)),
+            "value": value,
+        }
+        for (name, *labels), value in figures.items()
+        if value
+    ]
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON has: it knows no infinity, and no keys but text."""
+    match value:
+        case float() if not math.isfinite(value):
+            return None
+        case dict():
+            return {str(key): _plain(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_plain(each) for each in value]
+        case _:
+            return value
+
+
+log = log_of(__name__)
+
+MAX_FILES = 256
+MAX_NAME_CHARACTERS = 32
+MAX_PATH_BYTES = 107
+"""Of a socket's address, says Linux."""
+MAX_REPORT_BYTES = 4 << 20
+MAX_WAITING = 64
+"""Callers that wait to be told. Where there are more, a caller tries again."""
+AGAIN_SECONDS = 0.05
+CALL_SECONDS = 2.0
+"""How long a caller may take to read what it is told."""
+ANSWER_SECONDS = 15.0
+"""How long an endpoint may take to answer; more than its owner is waited for."""
+
+StatusReport = Mapping[str, object]
+
+
+class OpenStatus(Protocol):
+    """What stays open until it is closed."""
+
+    def close(self) -> None:
+        """Nobody is told anything any more."""
+        ...
+
+
+class StatusSocket:
+    """Tells every process of this user that connects."""
+
+    def __init__(self, path: Path, report: Callable[[], StatusReport]) -> None:
+        self._path, self._report = path, report
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listening.bind(str(path))
+            path.chmod(0o600)
+            listening.listen(MAX_WAITING)
+        except OSError:
+            listening.close()
+            raise
+        self._server = UserServer(listening, self._answer, name="kvferry-status", seconds=CALL_SECONDS)
+
+    def close(self) -> None:
+        """Nobody is told anything any more."""
+        self._path.unlink(missing_ok=True)
+        self._server.close()
+
+    def _answer(self, caller: socket.socket) -> None:
+        caller.sendall(self._text())
+
+    def _text(self) -> bytes:
+        try:
+            return json.dumps(self._report()).encode()
+        except KVFerryError as error:
+            return json.dumps({"error": str(error)}).encode()
+        except Exception:
+            log.exception("an unexpected error while somebody asked for the status")
+            return json.dumps({"error": "a bug; the engine's log says where"}).encode()
+
+
+def status_folder() -> Path:
+    """Where this user's sockets are; made if it is not there."""
+    folder = own_folder() / "status"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def open_status(name: str, report: Callable[[], StatusReport]) -> OpenStatus | None:
+    """Let an endpoint be asked. One that cannot be asked works all the same: it says so once, in the log."""
+    try:
+        folder = status_folder()
+        if len(os.listdir(folder)) >= MAX_FILES:
+            live_sockets()
+        if len(os.listdir(folder)) >= MAX_FILES:
+            raise SpecError(f"{folder} has {MAX_FILES} files or more")
+        plain = re.sub(r"[^A-Za-z0-9_.-]", "_", name)[-MAX_NAME_CHARACTERS:].lstrip(".")
+        path = folder / f"{plain}-{os.getpid()}-{secrets.token_hex(2)}.sock"
+        if len(os.fsencode(path)) > MAX_PATH_BYTES:
+            raise SpecError(f"{path} is too long: a socket's address has at most {MAX_PATH_BYTES} bytes")
+        return StatusSocket(path, report)
+    except (SpecError, OSError) as error:
+        log.info("`kvferry status` cannot ask %s, which works all the same: %s", name, error)
+        return None
+
+
+def is_listening(path: Path) -> bool:
+    """Whether anybody listens at a socket. Where its process was killed, the file is removed."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        asking.settimeout(CALL_SECONDS)
+        try:
+            asking.connect(str(path))
+        except OSError as error:
+            if error.errno == errno.ECONNREFUSED:
+                path.unlink(missing_ok=True)
+            return error.errno not in (errno.ECONNREFUSED, errno.ENOENT)
+    return True
+
+
+def read_status(path: Path) -> dict[str, Any]:
+    """What an endpoint says at its socket; raises SpecError if nobody does."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        asking.settimeout(ANSWER_SECONDS)
+        try:
+            _connect(asking, path)
+            found = b"".join(_received(asking))
+        except OSError as error:
+            hint = ": the engine that it belonged to is gone" if error.errno == errno.ECONNREFUSED else ""
+            raise SpecError(f"{path}: {error.strerror or error}{hint}") from None
+    try:
+        answer = json.loads(found)
+    except ValueError:
+        answer = None
+    if not isinstance(answer, dict):
+        raise SpecError(f"{path}: this is no socket of an engine of kvferry's, or you are not its user")
+    return answer
+
+
+def _connect(asking: socket.socket, path: Path) -> None:
+    deadline = monotonic() + ANSWER_SECONDS
+    while True:
+        try:
+            asking.connect(str(path))
+            return
+        except BlockingIOError:  # too many callers wait already
+            if monotonic() > deadline:
+                raise
+            sleep(AGAIN_SECONDS)
+
+
+def _received(asking: socket.socket) -> Iterator[bytes]:
+    num_bytes = 0
+    while num_bytes < MAX_REPORT_BYTES and (part := asking.recv(1 << 16)):
+        num_bytes += len(part)
+        yield part
+
+
+def sockets() -> list[Path]:
+    """The sockets of this user's endpoints, and of those that were killed."""
+    return sorted(status_folder().glob("*.sock"))
+
+
+def live_sockets() -> list[Path]:
+    """The sockets of this user's endpoints that run; those of dead ones are removed."""
+    for path in sockets():
+        is_listening(path)
+    return sockets()
+
+
+ASK_SECONDS = 5.0
+ASK_AGAIN_SECONDS = 1.0
+
+
+def ask_status(address: str, secret: Secret | None, seconds: float = ASK_SECONDS) -> dict[str, Any]:
+    """What the engine at an address says; raises SpecError if it says nothing, or no."""
+    channel = Channel(secret=secret, max_bytes=MAX_MESSAGE_BYTES)
+    until, again = time.monotonic() + seconds, 0.0
+    try:
+        while (now := time.monotonic()) < until:
+            if now >= again:
+                channel.send(address, encode(AskStatus(PROTOCOL)))
+                again = now + ASK_AGAIN_SECONDS
+            for received in channel.wait(min(until, again) - now):
+                if isinstance(received, Received):
+                    return _answer(address, received.data)
+    finally:
+        channel.close()
+    hint = "does it have this secret?" if secret else "if it has a secret, set KVFERRY_SECRET_FILE"
+    raise SpecError(f"{address} did not answer within {seconds:g} s: does the engine run? And {hint}")
+
+
+def _answer(address: str, data: bytes) -> dict[str, Any]:
+    match decode_from_authority(data):
+        case StatusAnswer(report):
+            answer = json.loads(report)
+            if isinstance(answer, dict):
+                return answer
+        case Rejected(_, detail):
+            raise SpecError(f"{address}: {detail}")
+        case _:
+            pass
+    raise SpecError(f"{address} answered something else: is it a source engine of kvferry's?")
