@@ -19,7 +19,7 @@ import numpy as np
 
 from kvferry import plan
 from kvferry.core.digest import DigestSide, digest_parts, num_bytes
-from kvferry.core.digest_cells import folded_sums, sums_by_numpy
+from kvferry.core.digest_cells import sums_by_numpy
 from kvferry.core.sample import Placement, sample_request
 from kvferry.models import Topology, describe, model_named
 
@@ -89,7 +89,7 @@ def main() -> None:
             best: dict[str, float] = {}
             for _ in range(TURNS):
                 best["CMA"] = max(best.get("CMA", 0), CMA_BYTES / seconds_of(other.read))
-                chunk_sums = partial(folded_sums, partial(sums_by_numpy, memory))
+                chunk_sums = partial(sums_by_numpy, memory)
                 side = DigestSide(engine, rank, request.src, memory, "src", chunk_sums)
                 taken = seconds_of(partial(side.sums, parts))
                 best["digest"] = max(best.get("digest", 0), total / taken)

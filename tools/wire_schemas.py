@@ -24,7 +24,7 @@ from msgspec import inspect
 
 from kvferry.core.manifest import VERSION
 from kvferry.transport import cards
-from kvferry.wire.gather import KINDS, FromRank, ToRank
+from kvferry.wire.gather import FromRank, ToRank
 from kvferry.wire.manifest import ManifestDoc
 from kvferry.wire.messages import PROTOCOL, FromAuthority, ToAuthority, encode
 from kvferry.wire.permit import Permit
@@ -96,7 +96,7 @@ def sample(kind: inspect.Type) -> Any:
 
 def recorded() -> dict[str, str]:
     """A message of each kind as it is said today, in hexadecimal."""
-    kinds = [*get_args(ToAuthority), *get_args(FromAuthority), *KINDS]
+    kinds = [kind for some in (ToAuthority, FromAuthority, ToRank, FromRank) for kind in get_args(some)]
     return {kind.__name__: encode(sample(inspect.type_info(kind))).hex() for kind in kinds}
 
 

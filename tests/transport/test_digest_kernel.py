@@ -19,7 +19,6 @@ from kvferry.core.digest_cells import (
     CellPattern,
     ChunkedCells,
     Dimension,
-    folded_sums,
     sums_by_numpy,
 )
 from kvferry.core.digest_keys import Words
@@ -75,7 +74,7 @@ def chunked(blocks: CellBlocks, num_chunks: int = 2) -> ChunkedCells:
 def assert_found(on_cpu: ctypes.CDLL, memory: Memory, wanted: Sequence[ChunkedCells]) -> None:
     """By several warps, in several launches."""
     found = sums_on_cpu(on_cpu, memory, 3, CopyLimits(launch_bytes=4096), wanted)
-    expected = folded_sums(partial(sums_by_numpy, memory), wanted)
+    expected = sums_by_numpy(memory, wanted)
     assert [sums.tolist() for sums in found] == [sums.tolist() for sums in expected]
 
 
@@ -179,7 +178,7 @@ def test_a_device_takes_one_digest_after_another(
         pattern = CellPattern(4, (Dimension(num_words, 4, False),), (), keys, 0, np.zeros(1, np.int64))
         some = [CellBlocks(str(i), "kv", pattern, 4 * i, 4 * num_words, np.arange(3)) for i in range(9)]
         wanted = [chunked(blocks) for blocks in some]
-        expected = folded_sums(partial(sums_by_numpy, memory), wanted)
+        expected = sums_by_numpy(memory, wanted)
         assert [sums.tolist() for sums in kernel.sums(regions, wanted)] == [one.tolist() for one in expected]
     assert not cuda.faults
 

@@ -46,7 +46,7 @@ PAIRS = {
 def test_conversations(docks: Docks, name: str):
     engines = [docks.own(setup) for setup in PAIRS[name]]
     outcome = Conversations(engines, SEED).run(STEPS)
-    kept_out = [e.core.scheduler.connector._side._incoming.figures[(UNCACHED_BLOCKS.name,)] for e in engines]
+    kept_out = [e.core.scheduler.connector._side.incoming.figures[(UNCACHED_BLOCKS.name,)] for e in engines]
     print(f"\n{name}: {dict(outcome.counts)}, kept out {kept_out}, hit rate {outcome.hit_rate:.3f}")
     assert outcome.wrong == []
     assert outcome.counts["answers"] >= STEPS / 2

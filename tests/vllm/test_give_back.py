@@ -109,7 +109,7 @@ WAYS = [
 
 def counted(engine: Engine) -> Figures:
     """What the engine has counted of tickets and loads that no worker has seen."""
-    figures = engine.core.scheduler.connector._side._incoming.figures
+    figures = engine.core.scheduler.connector._side.incoming.figures
     return {name: number for name, number in figures.items() if number}
 
 

@@ -145,7 +145,7 @@ def test_blocks_are_not_freed_while_a_rank_gathers(
         assert destination is not None
         destination._owner.close()  # a reader that is gone renews nothing
     scheduler = src.core.scheduler
-    drive(engines, lambda: scheduler.connector._side._outgoing._ending)  # the workers are told of it now
+    drive(engines, lambda: scheduler.connector._side.outgoing._ending)  # the workers are told of it now
     until = time.monotonic() + 0.2  # nothing shows that a thing will never happen
     drive(engines, lambda: time.monotonic() > until)
     assert src.num_free == num_free

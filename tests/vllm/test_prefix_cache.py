@@ -197,7 +197,7 @@ def test_chunks_that_end_inside_of_blocks_are_refused(docks: Docks):
 
 def num_uncached(engine: Engine) -> float:
     """What the counter of blocks that were kept out stands at."""
-    return engine.core.scheduler.connector._side._incoming.figures[(UNCACHED_BLOCKS.name,)]
+    return engine.core.scheduler.connector._side.incoming.figures[(UNCACHED_BLOCKS.name,)]
 
 
 def managers(engine: Engine):

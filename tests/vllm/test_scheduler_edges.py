@@ -166,12 +166,12 @@ def test_an_engines_own_ticket_pins_nothing(docks: Docks, prompt: Prompt):
     engine, words = own(docks, "llama").src, prompt(100)
     alone = Pair(engine, engine)
     alone.assert_right(alone.ferry(words), words)
-    assert engine.core.scheduler.connector._side._outgoing.num_leases == 0
+    assert engine.core.scheduler.connector._side.outgoing.num_leases == 0
 
 
 def test_more_prefills_than_can_be_on_offer(docks: Docks, prompt: Prompt):
     pair = own(docks, "llama")
-    pair.src.core.scheduler.connector._side._outgoing._source._offers.MAX_OPEN = 1
+    pair.src.core.scheduler.connector._side.outgoing._source._offers.MAX_OPEN = 1
     prompts = [prompt(40) for _ in range(2)]
     answers = [pair.src.ask(words, 1, dict(PREFILL)) for words in prompts]
     pair.drive(*answers)

@@ -7,26 +7,23 @@ tensors are split into files does. Digests are kept: only a file that is new, or
 from __future__ import annotations
 
 import hashlib
-import io
 import os
-import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
 
-from kvferry.checkpoint.kept_digests import FileState, keep, kept_digests, only_reader
+from kvferry.checkpoint.kept_digests import SHA256, FileState, keep, kept_digests, only_reader
 from kvferry.errors import SpecError
 from kvferry.log import log_of
 
 log = log_of(__name__)
 
 NUM_THREADS = 4
+READ_BYTES = 1 << 20
 LONG_BYTES = 1_000_000_000
 """From here on reading is worth a line of the log."""
 PROGRESS_SECONDS = 10.0
-SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def weights_values(files: Sequence[Path]) -> dict[str, str]:
@@ -107,23 +104,14 @@ class _Progress:
             log.info("read %.1f GB of weights in %.1f s", self._total / 1e9, seconds)
 
 
-class _Counted(io.FileIO):
-    """A file that tells how much of it was read."""
-
-    def __init__(self, path: Path, done: dict[Path, int]) -> None:
-        super().__init__(path)
-        self._path, self._done = path, done
-
-    def readinto(self, buffer: Any) -> int:
-        num_bytes = super().readinto(buffer) or 0
-        self._done[self._path] += num_bytes
-        return num_bytes
-
-
 def _sha256(path: Path, done: dict[Path, int]) -> tuple[FileState, str]:
-    with _Counted(path, done) as file:
+    """A file's digest, and the state in which it was read; ``done`` tells how much of it was, so far."""
+    hasher = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
         before = FileState.of(path, os.fstat(file.fileno()))
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        while part := file.read(READ_BYTES):
+            hasher.update(part)
+            done[path] += len(part)
         if FileState.of(path, os.fstat(file.fileno())) != before:
             raise SpecError(f"{path.name} was written while it was read")
-    return before, digest
+    return before, hasher.hexdigest()

@@ -97,7 +97,7 @@ def _bytes(model: Model) -> tuple[int, int]:
         if cache.is_recurrent:
             fixed += cell
         elif cache.window:
-            fixed += cell * (cache.window + cache.sinks) / cache.page.tokens_per_cell
+            fixed += cell * cache.window / cache.page.tokens_per_cell
         else:
             growing += cell / cache.page.tokens_per_cell
     return round(growing), round(fixed)

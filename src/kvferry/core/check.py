@@ -179,9 +179,8 @@ class Checker:
         ours, theirs = (
             (s.kind, s.dtype, s.tokens_per_cell, s.encoding, s.tail, s.item_bytes) for s in (state, found[0])
         )
-        if ours != theirs or {(a.name, a.size) for a in state.axes} != {
-            (a.name, a.size) for a in found[0].axes
-        }:
+        our_sizes, their_sizes = ({(a.name, a.size) for a in s.axes} for s in (state, found[0]))
+        if ours != theirs or our_sizes != their_sizes:
             raise Refused(Finding(Code.STATE_DIFFERS, state=state.name))
         return found[0]
 
@@ -277,10 +276,8 @@ class Checker:
         src_regions, dst_regions = _region_places(rank), _region_places(self._dst_rank)
         by_kind: dict[tuple[int, int, int], tuple[View, View, int, list[int], list[int]]] = {}
         for source, state in lane.states:
-            src_view, dst_view = (
-                views.get((state if bundle.is_blank else source).name),
-                self._dst_views[state.name],
-            )
+            src_view = views.get((state if bundle.is_blank else source).name)
+            dst_view = self._dst_views[state.name]
             if src_view is None or (src_view.block_stride, dst_view.block_stride) != bundle[1:3]:
                 continue
             kind = id(src_view.axes), id(dst_view.axes), state.item_bytes

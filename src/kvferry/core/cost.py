@@ -53,10 +53,9 @@ class Traffic:
         Traffic(num_reads=1, num_runs=4, num_bytes=112, num_words=14)
         """
         some = [product for product in products if product.num_runs]
-        counted = sum(product.num_runs for product in some)
         return cls(
             len(some),
-            counted if num_runs is None else num_runs,
+            sum(product.num_runs for product in some) if num_runs is None else num_runs,
             sum(product.total_bytes for product in some),
             sum(_num_words(term) for product in some for term in product.terms),
         )

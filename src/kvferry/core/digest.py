@@ -34,7 +34,6 @@ from kvferry.core.digest_cells import (
     CellPattern,
     ChunkedCells,
     ChunkSums,
-    folded_sums,
     is_inside,
     sums_by_numpy,
 )
@@ -107,7 +106,6 @@ class DigestDifference:
 class _Located(NamedTuple):
     """Where the cells of a part are; parts of many layers share it."""
 
-    cells: Ints
     block_ids: Ints
     """Each once, in order."""
     block_index: Ints
@@ -155,7 +153,7 @@ class DigestSide:
         """
         asked = [self._asked(part, seed) for part in parts]
         some = [each for each in asked if each]
-        sums_of = self.chunk_sums or partial(folded_sums, partial(sums_by_numpy, self.memory))
+        sums_of = self.chunk_sums or partial(sums_by_numpy, self.memory)
         found = iter(sums_of(some))
         keys = keys_of_names(seed, [f"state {part.src_state}" for part in parts])
         none = np.zeros(0, np.uint64)
@@ -205,7 +203,7 @@ class DigestSide:
         ids, inside = places.locate(cells)
         block_ids, block_index = np.unique(ids, return_inverse=True)
         keys = keys_of(seed, TOKEN, cells)
-        located = _Located(cells, block_ids, block_index, inside, keys, _chunk_starts(cells, state))
+        located = _Located(block_ids, block_index, inside, keys, _chunk_starts(cells, state))
         self._known[*key, seed] = located
         return located
 

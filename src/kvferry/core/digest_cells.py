@@ -141,10 +141,6 @@ class CellBlocks(NamedTuple):
             )
 
 
-CellSums = Callable[[Sequence[CellBlocks]], list[Words]]
-"""The sum of each cell of each block, also of those that nobody asked for: blocks × cells, for each state."""
-
-
 @dataclass(frozen=True, eq=False)
 class CellChunks:
     """The needed cells of some blocks, one by one, and how their sums become one for each chunk of tokens.
@@ -185,18 +181,13 @@ ChunkSums = Callable[[Sequence[ChunkedCells]], list[Words]]
 """The sum of each chunk, for each state."""
 
 
-def folded_sums(cell_sums: CellSums, wanted: Sequence[ChunkedCells]) -> list[Words]:
-    """``ChunkSums`` of the sums of cells."""
-    per_cell = cell_sums([each.blocks for each in wanted])
-    return [each.chunks.folded(sums) for each, sums in zip(wanted, per_cell, strict=True)]
-
-
-def sums_by_numpy(memory: Mapping[str, Bytes], wanted: Sequence[CellBlocks]) -> list[Words]:
-    """``CellSums`` of host memory, by region."""
-    return [_sums_of_blocks(memory[each.region], each) for each in wanted]
+def sums_by_numpy(memory: Mapping[str, Bytes], wanted: Sequence[ChunkedCells]) -> list[Words]:
+    """``ChunkSums`` of host memory, by region."""
+    return [each.chunks.folded(_sums_of_blocks(memory[each.blocks.region], each.blocks)) for each in wanted]
 
 
 def _sums_of_blocks(memory: Bytes, wanted: CellBlocks) -> Words:
+    """The sum of each cell of each block, also of those that nobody asked for: blocks × cells."""
     pattern, block_ids = wanted.pattern, wanted.block_ids
     blocks: NDArray[np.unsignedinteger] = np.ndarray(
         (int(block_ids[-1]) + 1, *(d.num_values for d in pattern.dimensions)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from kvferry.core.plan import Plan
 
@@ -48,14 +49,6 @@ def name_together(names: Sequence[str]) -> str:
 
 def _ranges(numbers: Iterable[int]) -> Iterable[str]:
     """Neighbouring numbers as ranges."""
-    start = last = None
-    for number in numbers:
-        if start is None or last is None:
-            start = last = number
-        elif number == last + 1:
-            last = number
-        else:
-            yield f"{start}-{last}" if last > start else f"{start}"
-            start = last = number
-    if start is not None and last is not None:
-        yield f"{start}-{last}" if last > start else f"{start}"
+    for _, neighbours in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        first, *rest = (number for _, number in neighbours)
+        yield f"{first}-{rest[-1]}" if rest else f"{first}"

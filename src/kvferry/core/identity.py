@@ -32,8 +32,8 @@ class Identity:
     """What makes cells of equal shape mean the same: architecture, configuration, weights.
 
     >>> theirs = Identity.of({"architecture": "llama", "config.rope_theta": "10000.0"}, {"weights": "dummy"})
-    >>> theirs.why_unknown("weights.content"), theirs.why_unknown("config.vocab_size")
-    ('dummy', '')
+    >>> theirs.unknown_above("weights.content"), theirs.unknown_above("config.vocab_size")
+    ('weights', None)
     """
 
     known: tuple[tuple[str, str], ...] = ()
@@ -74,10 +74,6 @@ class Identity:
     def has_below(self, top: str) -> bool:
         """Whether a value is known of this part, or of one below it."""
         return top in {name.partition(".")[0] for name in self.value}
-
-    def why_unknown(self, name: str) -> str:
-        """Why a part is not known; empty if this engine would know it, had it such a part."""
-        return self.reason.get(self.unknown_above(name) or "", "")
 
     def unknown_above(self, name: str) -> str | None:
         """The part, this one or one above it, that is not known."""

@@ -27,7 +27,7 @@ from kvferry.core.plan import Piece, Plan
 from kvferry.core.prove import Proof
 from kvferry.core.runs import NO_RUNS, Runs, coalesce, place
 from kvferry.core.span import Spans
-from kvferry.core.state import Group, Kind, State, Tail
+from kvferry.core.state import Group, State
 from kvferry.core.view import NOT_HELD, AxisMap, Ints, View
 from kvferry.errors import Code, Finding, Refused
 
@@ -98,10 +98,9 @@ class Patterns:
         return self._made.get((geometry, shape), lambda key: _pattern(*key, self._offsets_of))
 
     def _offsets_of(self, axis: AxisMap) -> Ints:
-        offsets = self._offsets.get(axis)
-        if offsets is None:
-            offsets = self._offsets[axis] = axis.offsets()
-        return offsets
+        if axis not in self._offsets:
+            self._offsets[axis] = axis.offsets()
+        return self._offsets[axis]
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,16 +125,15 @@ class Bundle:
         if num_runs > MAX_PATTERN:
             note = f"{num_runs:,} runs per block of all states together, at most {MAX_PATTERN:,} are made"
             raise Refused(Finding(Code.TOO_MANY_RUNS, state=self.piece_sets[0].state, note=note))
-        columns: list[tuple[Ints, Ints, Ints]] = []
-        for one, (_, src_places, dst_places, _) in zip(patterns, self.piece_sets, strict=True):
-            columns.append(
-                (
-                    np.add.outer(src_places, one.src).ravel(),
-                    np.add.outer(dst_places, one.dst).ravel(),
-                    np.tile(one.num_bytes, len(src_places)),
-                )
+        placed = [
+            (
+                np.add.outer(each.src_places, one.src).ravel(),
+                np.add.outer(each.dst_places, one.dst).ravel(),
+                np.tile(one.num_bytes, len(each.src_places)),
             )
-        return coalesce(*(np.concatenate(column) for column in zip(*columns, strict=True)))
+            for one, each in zip(patterns, self.piece_sets, strict=True)
+        ]
+        return coalesce(*(np.concatenate(column) for column in zip(*placed, strict=True)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,18 +151,6 @@ class Lane:
     bundles: tuple[Bundle, ...]
     blanks: tuple[Bundle, ...]
     """The destination's views paired with themselves: where zeros go."""
-
-    @property
-    def kind(self) -> Kind:
-        return self.key.kind
-
-    @property
-    def tokens_per_cell(self) -> int:
-        return self.key.tokens_per_cell
-
-    @property
-    def tail(self) -> Tail:
-        return self.key.tail
 
 
 @dataclass(frozen=True, eq=False)
@@ -304,8 +290,8 @@ class _BundleSorter:
 
 def _check_budget(lane: Lane, budget: int) -> None:
     """Refuse a lane whose cells would move in crumbs, before anybody waits for it."""
-    src_cells = lane.src_group.tokens_per_block // lane.tokens_per_cell
-    dst_cells = lane.dst_group.tokens_per_block // lane.tokens_per_cell
+    src_cells = lane.src_group.tokens_per_block // lane.key.tokens_per_cell
+    dst_cells = lane.dst_group.tokens_per_block // lane.key.tokens_per_cell
     shape = Shape(0, 0, min(src_cells, dst_cells))
     nests = dst_cells % src_cells == 0 or src_cells % dst_cells == 0
     segments = -(-dst_cells // shape.num_cells) + (not nests)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 MAX_WORK = 20_000
 """How many branches are followed before a layout counts as too tangled to be proved."""
@@ -253,14 +253,7 @@ def _in_pages(views: Sequence[Blocks]) -> bool:
     return all(view.stride == stride and view.first.stop <= start + stride for view in views)
 
 
-class _Extent(Protocol):
-    @property
-    def base(self) -> int: ...
-    @property
-    def stop(self) -> int: ...
-
-
-E = TypeVar("E", bound=_Extent)
+E = TypeVar("E", Comb, Blocks)
 Indexed = list[tuple[int, Comb]]
 
 

@@ -150,12 +150,12 @@ def _products(lane: Lane, request: Request, slack: Slack) -> _Products:
     need, kept = _needed_cells(lane, request)
     if not need:
         return _Products(lane, [], [])
-    src = Walk(lane.src_group, request.src, lane.tokens_per_cell, "src")
-    dst = Walk(lane.dst_group, request.dst, lane.tokens_per_cell, "dst")
+    src = Walk(lane.src_group, request.src, lane.key.tokens_per_cell, "src")
+    dst = Walk(lane.dst_group, request.dst, lane.key.tokens_per_cell, "dst")
     src.check(need, lane.src_period)
     dst.check(need, lane.dst_period)
     free: Spans = ()
-    if slack is Slack.CLEAR and lane.kind is Kind.PAGED:
+    if slack is Slack.CLEAR and lane.key.kind is Kind.PAGED:
         free = subtract(dst.touched(need), (*need, *dst.kept(kept, need)))
         # What a ring holds beyond the need are other tokens: nothing to copy along.
         need = _stretched(lane, need, free, src, dst) if free and not src.is_ring else need
@@ -212,17 +212,17 @@ def _check_tokens(manifest: Manifest, request: Request) -> None:
 def _needed_cells(lane: Lane, request: Request) -> tuple[Spans, Spans]:
     """The needed and the kept cells of a lane, from the tokens of its destination group."""
     name = lane.dst_group.name
-    if lane.kind is Kind.RECURRENT:
+    if lane.key.kind is Kind.RECURRENT:
         return normal(request.need.get(name, (Span(0, 1),))), ()
     if name not in request.need:
         raise RequestError("need-missing", name, "say which tokens it needs (an empty list for none)")
     need, kept = normal(request.need[name]), normal(request.kept.get(name, ()))
     if both := intersect(need, kept):
         raise RequestError("need-kept", name, f"tokens {show(both)} are both needed and kept")
-    size = lane.tokens_per_cell
+    size = lane.key.tokens_per_cell
     if size == 1:
         return need, kept
-    need, kept = (_whole_cells(spans, size, lane.tail) for spans in (need, kept))
+    need, kept = (_whole_cells(spans, size, lane.key.tail) for spans in (need, kept))
     # Of complete cells this never happens: such a cell belongs to whoever has its last token.
     if both := intersect(need, kept):
         detail = f"of cells {show(both)} some tokens are needed, others kept; {size} tokens move as one cell"

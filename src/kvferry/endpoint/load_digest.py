@@ -22,7 +22,7 @@ from kvferry.core.digest import (
     num_bytes,
     sums_to_bytes,
 )
-from kvferry.core.digest_cells import Bytes, ChunkedCells, ChunkSums, folded_sums, sums_by_numpy
+from kvferry.core.digest_cells import Bytes, ChunkedCells, ChunkSums, sums_by_numpy
 from kvferry.core.digest_keys import Words
 from kvferry.core.manifest import Manifest, Rank, Region
 from kvferry.core.request import BlockTable
@@ -68,7 +68,7 @@ class DigestMemory:
 
     def chunk_sums(self) -> ChunkSums:
         """Who sums up a digest of it."""
-        host = partial(folded_sums, partial(sums_by_numpy, self.host))
+        host = partial(sums_by_numpy, self.host)
         return host if self.is_of_host else partial(self._each_by_its_own, host)
 
     def _each_by_its_own(self, host: ChunkSums, wanted: Sequence[ChunkedCells]) -> list[Words]:

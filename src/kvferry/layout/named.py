@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 
 from kvferry.errors import SpecError
-from kvferry.layout.order import BLOCK, LAYER, Fork, Order, Step, Tile
+from kvferry.layout.order import BLOCK, LAYER, Fork, Order, Tile
 
 _LETTERS = {"L": LAYER, "B": BLOCK, "H": "head", "N": "token", "K": "part", "C": "channel"}
 
@@ -47,13 +47,16 @@ class Layout:
 
     name: str
     order: Order
-    outer: Order
-    """``(layer, block)`` or ``(block, layer)``."""
 
     @property
     def across_layers(self) -> bool:
         """Whether a block holds all layers of its group."""
-        return self.outer[0] == BLOCK
+        return self.order.index(BLOCK) < self.order.index(LAYER)
+
+    @property
+    def outer(self) -> Order:
+        """``(layer, block)`` or ``(block, layer)``."""
+        return (BLOCK, LAYER) if self.across_layers else (LAYER, BLOCK)
 
 
 def packed_interior(name: str) -> Order:
@@ -77,17 +80,14 @@ def layout(name: str) -> Layout:
     if packed := _PACKING.fullmatch(PACKED.get(name, name)):
         outer, k, v = packed.groups()
         fork = Fork.of(k=_interior(name, k), v=_interior(name, v))
-        nested = (LAYER, BLOCK) if outer.index("L") < outer.index("B") else (BLOCK, LAYER)
-        return Layout(name, (*(_LETTERS[letter] for letter in outer), fork), nested)
+        return Layout(name, (*(_LETTERS[letter] for letter in outer), fork))
     letters = NAMED.get(name, "LBHNKC" if name == OPAQUE else name)
     if "K" not in letters:
         letters = letters.replace("C", "KC")
     if sorted(letters) != sorted(_LETTERS):
         known = ", ".join([*NAMED, *PACKED, OPAQUE])
         raise SpecError(f"no layout {name!r}: name one of {known}, or order the letters LBHNKC")
-    steps: tuple[Step, ...] = tuple(_LETTERS[letter] for letter in letters)
-    outer = (LAYER, BLOCK) if letters.index("L") < letters.index("B") else (BLOCK, LAYER)
-    return Layout(name, steps, outer)
+    return Layout(name, tuple(_LETTERS[letter] for letter in letters))
 
 
 _PACKING = re.compile(r"((?=.*L)(?=.*B)(?=.*H)[LBH]{3})\[([NCnc0-9]+)\|([NCnc0-9]+)\]")

@@ -38,7 +38,6 @@ class Cache:
     """What it is called after its layer: ``attn``, ``mamba``, ``indexer`` …"""
     page: Page
     window: int = 0
-    sinks: int = 0
     tokens_per_block: int = 0
     """A block size of its own; 0: the engine's."""
     page_multiple: int = 1
@@ -69,8 +68,8 @@ class Cache:
         return replace(self, page=page, tokens_per_block=num_tokens, page_multiple=1)
 
 
-def attention(heads: int, dim: int, dtype: str, *, v_dim: int = 0, window: int = 0, sinks: int = 0) -> Cache:
+def attention(heads: int, dim: int, dtype: str, *, window: int = 0) -> Cache:
     """Attention over K and V, one pair per KV head."""
     item = Item.of(dtype)
-    page = Page(k_and_v(heads, (dim, v_dim or dim), (item, item)))
-    return Cache("attn", page, window=window, sinks=sinks)
+    page = Page(k_and_v(heads, (dim, dim), (item, item)))
+    return Cache("attn", page, window=window)

@@ -173,7 +173,6 @@ class _Engine:
                 addressing=Addressing.SLOT if is_slot else Addressing.TABLE,
                 pool=POOL if self.is_shared else "",
                 window=cache.window,
-                sinks=cache.sinks,
             )
 
     # -- where one rank keeps it -------------------------------------------------------------------

@@ -35,13 +35,11 @@ def _latent(config: Config) -> Cache:
     return Cache("attn", latent(width, Item.of(config.kv_dtype)))
 
 
-def _uniform(config: Config) -> tuple[Layer, ...]:
-    """Attention of one kind, or of kinds that ``layer_types`` names: Llama, Mixtral, GLM-4-MoE, GPT-2 …"""
-    return _by_types(config, config.layer_types())
+def _uniform(config: Config, pattern: int = 0) -> tuple[Layer, ...]:
+    """Attention of one kind, or of kinds that ``layer_types`` names: Llama, Mixtral, GLM-4-MoE, GPT-2 …
 
-
-def _by_turns(config: Config, pattern: int) -> tuple[Layer, ...]:
-    """Window layers, and a full one at every ``pattern``-th place: Gemma-2, Gemma-3, gpt-oss."""
+    With a ``pattern``, layers have windows, but for every ``pattern``-th: Gemma-2, Gemma-3, gpt-oss.
+    """
     return _by_types(config, config.layer_types(pattern))
 
 
@@ -337,9 +335,9 @@ FAMILIES: dict[str, Family] = {
     ),
     **dict.fromkeys(("qwen2", "qwen3"), _qwen),
     **dict.fromkeys(("falcon", "RefinedWeb", "RefinedWebModel"), _falcon),
-    **dict.fromkeys(("gemma2", "gpt_oss"), partial(_by_turns, pattern=2)),
-    **dict.fromkeys(("gemma3", "gemma3_text"), partial(_by_turns, pattern=6)),
-    **dict.fromkeys(("gemma3n", "gemma3n_text"), partial(_by_turns, pattern=5)),
+    **dict.fromkeys(("gemma2", "gpt_oss"), partial(_uniform, pattern=2)),
+    **dict.fromkeys(("gemma3", "gemma3_text"), partial(_uniform, pattern=6)),
+    **dict.fromkeys(("gemma3n", "gemma3n_text"), partial(_uniform, pattern=5)),
     **dict.fromkeys(("gemma4", "gemma4_text"), _gemma4),
     **dict.fromkeys(("llama4", "llama4_text"), _llama4),
     **dict.fromkeys(("minimax", "minimax_m2"), _minimax),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -15,51 +16,39 @@ class ProxyMetrics:
     """What an operator watches of a proxy."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
-        self._requests = Counter(
-            "kvferry_proxy_requests",
-            "Requests that ended, by outcome",
-            ["path", "outcome"],
-            registry=registry,
+        self.registry = CollectorRegistry()
+        counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
+        self._requests = counter(
+            "kvferry_proxy_requests", "Requests that ended, by outcome", ["path", "outcome"]
         )
         self._seconds = Histogram(
             "kvferry_proxy_seconds",
             "Seconds from a request's arrival to: its ticket, its first byte, its end",
             ["until"],
             buckets=SECONDS,
-            registry=registry,
+            registry=self.registry,
         )
-        self.under_way = Gauge(
-            "kvferry_proxy_requests_under_way", "Requests that have not ended", registry=registry
-        )
-        self.aborted = Counter(
+        self.under_way = gauge("kvferry_proxy_requests_under_way", "Requests that have not ended")
+        self.aborted = counter(
             "kvferry_proxy_aborted_connections",
             "Connections that were closed: no-request, answer-not-taken, too-many",
             ["reason"],
-            registry=registry,
         )
-        self.asked = Counter(
+        self.asked = counter(
             "kvferry_proxy_server_requests",
             "Requests to a server, by result: ok, refused, failed, unreachable",
             ["role", "server", "result"],
-            registry=registry,
         )
-        self.ready = Gauge(
-            "kvferry_proxy_server_ready", "1 while a server is ready", ["role", "server"], registry=registry
-        )
-        self.retries = Counter(
-            "kvferry_proxy_retries", "Requests that were sent to another server", ["role"], registry=registry
-        )
-        self.stripped = Counter(
+        self.ready = gauge("kvferry_proxy_server_ready", "1 while a server is ready", ["role", "server"])
+        self.retries = counter("kvferry_proxy_retries", "Requests that were sent to another server", ["role"])
+        self.stripped = counter(
             "kvferry_proxy_stripped_requests",
             "Requests with fields that are not a client's to send, which were removed",
-            registry=registry,
         )
-        self.without_ticket = Counter(
+        self.without_ticket = counter(
             "kvferry_proxy_without_ticket",
             "Requests that a decode server got without a ticket: they do not fit one, or none was given",
             ["reason"],
-            registry=registry,
         )
 
     def count(self, account: RequestAccount) -> None:

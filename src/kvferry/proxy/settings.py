@@ -93,16 +93,11 @@ def _server_url(place: str, text: str) -> str:
 
 
 def listen_address(text: str) -> tuple[str, int]:
-    """Host and port of ``--listen``."""
-    return host_and_port("--listen", text)
+    """Host and port of ``--listen``.
 
-
-def host_and_port(option: str, text: str) -> tuple[str, int]:
-    """Host and port that an option names.
-
-    >>> host_and_port("--listen", "127.0.0.1:8000"), host_and_port("--listen", "[::]:0")
+    >>> listen_address("127.0.0.1:8000"), listen_address("[::]:0")
     (('127.0.0.1', 8000), ('::', 0))
-    >>> host_and_port("--listen", "8000")
+    >>> listen_address("8000")
     Traceback (most recent call last):
     kvferry.errors.SpecError: --listen 8000: a host and a port are needed, such as 127.0.0.1:8000
     """
@@ -110,5 +105,5 @@ def host_and_port(option: str, text: str) -> tuple[str, int]:
     is_number = port.isascii() and port.isdigit() and int(port) < 1 << 16
     is_bare_v6 = ":" in host and not (host.startswith("[") and host.endswith("]"))
     if not host or not is_number or is_bare_v6 or "/" in host:
-        raise SpecError(f"{option} {text}: a host and a port are needed, such as 127.0.0.1:8000")
+        raise SpecError(f"--listen {text}: a host and a port are needed, such as 127.0.0.1:8000")
     return host.strip("[]"), int(port)

@@ -13,13 +13,11 @@ from kvferry.core.span import Span, Spans, count, normal
 from kvferry.core.state import check_range
 from kvferry.errors import SpecError
 from kvferry.wire.limits import Name
-from kvferry.wire.reading import read_msgpack
+from kvferry.wire.reading import SpanDoc, read_msgpack, span_docs
 
 MAX_COORDINATE = 1 << 40
 MAX_SPANS = 1 << 16
 """Of one box, and of the cells that are asked for."""
-
-SpanDoc = tuple[int, int]
 
 
 class StatesDoc(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,8 +59,8 @@ def question_from_msgpack(data: bytes) -> tuple[int, list[DigestPart]]:
 
 def _states_doc(parts: Sequence[DigestPart]) -> StatesDoc:
     box = parts[0].box
-    axes = {name: _span_docs(spans) for name, spans in box.axes}
-    return StatesDoc(tuple(part.src_state for part in parts), axes, box.period, _span_docs(parts[0].cells))
+    axes = {name: span_docs(spans) for name, spans in box.axes}
+    return StatesDoc(tuple(part.src_state for part in parts), axes, box.period, span_docs(parts[0].cells))
 
 
 def _parts(doc: StatesDoc, boxes: dict[Box, Box], known: dict[Spans, Spans]) -> list[DigestPart]:
@@ -72,10 +70,6 @@ def _parts(doc: StatesDoc, boxes: dict[Box, Box], known: dict[Spans, Spans]) -> 
     cells = _spans(doc.cells)
     box, cells = boxes.setdefault(box, box), known.setdefault(cells, cells)
     return [DigestPart(state, state, box, cells) for state in doc.states]
-
-
-def _span_docs(spans: Spans) -> tuple[SpanDoc, ...]:
-    return tuple((span.start, span.stop) for span in spans)
 
 
 def _spans(docs: tuple[SpanDoc, ...]) -> Spans:

@@ -6,8 +6,6 @@ remembered between two of them. Nothing is repeated: a lost message fails its re
 
 from __future__ import annotations
 
-from typing import get_args
-
 import msgspec
 
 from kvferry.wire.limits import Name, Words
@@ -65,7 +63,6 @@ FromRank = NotGathered | StreamOffered
 _encoder = msgspec.msgpack.Encoder()
 _to_rank = msgspec.msgpack.Decoder(ToRank)
 _from_rank = msgspec.msgpack.Decoder(FromRank)
-KINDS = (*get_args(ToRank), *get_args(FromRank))
 
 
 def encode_rank_message(message: ToRank | FromRank) -> bytes:

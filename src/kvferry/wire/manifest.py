@@ -19,7 +19,7 @@ from kvferry.core.state import Addressing, Axis, Group, Kind, State, Tail
 from kvferry.core.view import AxisMap, Digit, View
 from kvferry.errors import SpecError
 from kvferry.wire.bad_input import PlacedPart, first_wrong, key_step
-from kvferry.wire.reading import read_json, read_msgpack
+from kvferry.wire.reading import Doc, read_json, read_msgpack
 from kvferry.wire.text import write_json
 
 READABLE = range(1, VERSION + 1)
@@ -186,23 +186,12 @@ def check_count(what: str, count: int, limit: int) -> None:
 
 
 def _state(doc: StateDoc) -> State:
-    return State(
-        doc.name,
-        tuple(Axis(name, size) for name, size in doc.axes.items()),
-        item_bytes=doc.item_bytes,
-        dtype=doc.dtype,
-        kind=doc.kind,
-        tokens_per_cell=doc.tokens_per_cell,
-        tail=doc.tail,
-        encoding=doc.encoding,
-        aliases=doc.aliases,
-    )
+    axes = tuple(Axis(name, size) for name, size in doc.axes.items())
+    return State(**{**msgspec.structs.asdict(doc), "axes": axes})
 
 
 def _group(doc: GroupDoc) -> Group:
-    return Group(
-        doc.name, doc.num_blocks, doc.tokens_per_block, doc.addressing, doc.pool, doc.window, doc.sinks
-    )
+    return Group(*msgspec.structs.astuple(doc))
 
 
 def _identity(doc: IdentityDoc) -> Identity:
@@ -210,7 +199,7 @@ def _identity(doc: IdentityDoc) -> Identity:
 
 
 def _region(doc: RegionDoc) -> Region:
-    return Region(doc.name, doc.num_bytes, doc.address, doc.device)
+    return Region(*msgspec.structs.astuple(doc))
 
 
 class RankBuilder:
@@ -331,15 +320,20 @@ def _rank_alone(
 
 def doc_of_manifest(manifest: Manifest) -> ManifestDoc:
     """What is written of a manifest."""
-    return ManifestDoc(
-        version=manifest.version,
-        engine=manifest.engine,
-        states=tuple(_state_doc(state) for state in manifest.states),
-        groups=tuple(_group_doc(group) for group in manifest.groups),
-        ranks=tuple(doc_of_rank(rank) for rank in manifest.ranks),
-        model=manifest.model,
+    return _doc(
+        ManifestDoc,
+        manifest,
+        states=tuple(map(_state_doc, manifest.states)),
+        groups=tuple(map(_group_doc, manifest.groups)),
+        ranks=tuple(map(doc_of_rank, manifest.ranks)),
         identity=_identity_doc(manifest.identity),
     )
+
+
+def _doc(schema: type[Doc], value: object, **written: object) -> Doc:
+    """What a schema has of a value: its fields as they are, but for those that are written otherwise."""
+    same = {name: getattr(value, name) for name in schema.__struct_fields__ if name not in written}
+    return schema(**same, **written)
 
 
 def _identity_doc(identity: Identity) -> IdentityDoc:
@@ -348,48 +342,22 @@ def _identity_doc(identity: Identity) -> IdentityDoc:
 
 
 def _state_doc(state: State) -> StateDoc:
-    return StateDoc(
-        name=state.name,
-        item_bytes=state.item_bytes,
-        dtype=state.dtype,
-        axes={axis.name: axis.size for axis in state.axes},
-        kind=state.kind,
-        tokens_per_cell=state.tokens_per_cell,
-        tail=state.tail,
-        encoding=state.encoding,
-        aliases=state.aliases,
-    )
+    return _doc(StateDoc, state, axes={axis.name: axis.size for axis in state.axes})
 
 
 def _group_doc(group: Group) -> GroupDoc:
-    return GroupDoc(
-        name=group.name,
-        num_blocks=group.num_blocks,
-        tokens_per_block=group.tokens_per_block,
-        addressing=group.addressing,
-        pool="" if group.pool == group.name else group.pool,
-        window=group.window,
-        sinks=group.sinks,
-    )
+    return _doc(GroupDoc, group, pool="" if group.pool == group.name else group.pool)
 
 
 def doc_of_rank(rank: Rank) -> RankDoc:
     """What is written of one rank."""
-    regions = tuple(
-        RegionDoc(region.name, region.num_bytes, region.address, region.device) for region in rank.regions
-    )
-    return RankDoc(rank.rank, regions, tuple(_view_doc(view) for view in rank.views))
+    regions = tuple(_doc(RegionDoc, region) for region in rank.regions)
+    return RankDoc(rank.rank, regions, tuple(map(_view_doc, rank.views)))
 
 
 def _view_doc(view: View) -> ViewDoc:
-    return ViewDoc(
-        state=view.state,
-        group=view.group,
-        region=view.region,
-        block_stride=view.block_stride,
-        offset=view.offset,
-        axes={name: _axis_map_doc(axis_map) for name, axis_map in view.axes},
-    )
+    axes = {name: _axis_map_doc(axis_map) for name, axis_map in view.axes}
+    return ViewDoc(view.state, view.group, view.region, view.block_stride, view.offset, axes)
 
 
 def _axis_map_doc(axis_map: AxisMap) -> AxisMapDoc:

@@ -198,7 +198,7 @@ class Settle(msgspec.Struct, frozen=True, tag=True):
     declined: Ticket | None = None
     """The ticket, if the reader's engine does not need it: once every rank is through, its lease ends. The
     ticket proves itself, so that this also counts for a rank that was not granted it, whichever of its
-    messages came first. A peer of version 3 goes by ``outcome``.
+    messages came first.
     """
 
     @property
@@ -396,11 +396,9 @@ def too_long(data: bytes) -> str:
     found = _TAG.match(data[:64])
     kind = found[1].decode() if found else "unknown"
     limit = _MAX_BYTES.get(kind, MAX_SHORT_BYTES)
-    return (
-        f"a message of the kind {kind} has at most {limit} bytes, got {len(data)}"
-        if len(data) > limit
-        else ""
-    )
+    if len(data) <= limit:
+        return ""
+    return f"a message of the kind {kind} has at most {limit} bytes, got {len(data)}"
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -32,7 +32,7 @@ from kvferry.wire.manifest import (
     manifest_to_msgpack,
 )
 from kvferry.wire.messages import PROTOCOL, Join, RankDescription
-from kvferry.wire.reading import read_msgpack
+from kvferry.wire.reading import SpanDoc, read_msgpack, span_docs
 
 MAX_SPANS = 1 << 18
 """Spans of all boxes of an outline."""
@@ -41,7 +41,7 @@ MAX_SPANS = 1 << 18
 class BoxDoc(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """``{"axes": {"head": [[0, 2]]}}``: what a rank holds of a state."""
 
-    axes: dict[str, tuple[tuple[int, int], ...]]
+    axes: dict[str, tuple[SpanDoc, ...]]
     period: int = 1
 
 
@@ -78,8 +78,7 @@ def outline_to_msgpack(outline: Outline) -> bytes:
 
 
 def _box_doc(box: Box) -> BoxDoc:
-    spans = {name: tuple((span.start, span.stop) for span in spans) for name, spans in box.axes}
-    return BoxDoc(spans, box.period)
+    return BoxDoc({name: span_docs(spans) for name, spans in box.axes}, box.period)
 
 
 def outline_from_msgpack(data: bytes, engine: str) -> Outline:
@@ -157,18 +156,9 @@ def join_of(
 ) -> Join:
     """What the one rank of a manifest says to its authority."""
     (rank,) = manifest.ranks
-    common = manifest_to_msgpack(replace(manifest, ranks=()))
-    described = describe_rank(rank, card)
-    return Join(
-        PROTOCOL,
-        manifest.engine,
-        rank.rank,
-        transport,
-        common,
-        described,
-        credential=credential,
-        rank_key=rank_key,
-    )
+    who = PROTOCOL, manifest.engine, rank.rank, transport
+    what = manifest_to_msgpack(replace(manifest, ranks=())), describe_rank(rank, card)
+    return Join(*who, *what, credential=credential, rank_key=rank_key)
 
 
 def describe_rank(rank: Rank, card: bytes) -> RankDescription:

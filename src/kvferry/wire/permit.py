@@ -8,7 +8,6 @@ hears from its authority (``ReleaseNotice``).
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 from collections.abc import Iterable, Mapping
 
@@ -42,33 +41,23 @@ def make_proofs(ticket: Ticket, rank_keys: Mapping[int, bytes]) -> dict[int, byt
     """
     if not any(rank_keys.values()):
         return {}
-    digest = _digest(ticket)
-    return {rank: _proof(digest, key) for rank, key in rank_keys.items() if key}
+    fingerprint = ticket.fingerprint
+    return {rank: _proof(fingerprint, key) for rank, key in rank_keys.items() if key}
 
 
 def permits_for(ticket: Ticket, proofs: Mapping[int, bytes], ranks: Iterable[int]) -> dict[int, bytes]:
     """What a reader shows to each of these ranks, as bytes; nothing to one that wants none."""
-    return {
-        rank: msgspec.msgpack.encode(Permit(_bare(ticket), proofs[rank])) for rank in ranks if rank in proofs
-    }
+    bare = ticket.unsealed
+    return {rank: msgspec.msgpack.encode(Permit(bare, proofs[rank])) for rank in ranks if rank in proofs}
 
 
 def read_permit(data: bytes, rank_key: bytes) -> Ticket:
     """The ticket of a permit; raises SpecError unless the authority of the rank with this key granted it."""
     permit = decode_msgpack(data, Permit)
-    if not hmac.compare_digest(permit.proof, _proof(_digest(permit.ticket), rank_key)):
+    if not hmac.compare_digest(permit.proof, _proof(permit.ticket.fingerprint, rank_key)):
         raise SpecError("permit: this rank's authority did not grant the ticket")
     return permit.ticket
 
 
-def _bare(ticket: Ticket) -> Ticket:
-    """Without the fleet's seal, which is of the ticket's text."""
-    return msgspec.structs.replace(ticket, seal=b"") if ticket.seal else ticket
-
-
-def _digest(ticket: Ticket) -> bytes:
-    return hashlib.sha256(msgspec.msgpack.encode(_bare(ticket))).digest()
-
-
-def _proof(digest: bytes, rank_key: bytes) -> bytes:
-    return hmac.digest(rank_key, b"gather\0" + digest, "sha256")
+def _proof(fingerprint: bytes, rank_key: bytes) -> bytes:
+    return hmac.digest(rank_key, b"gather\0" + fingerprint, "sha256")

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
+from kvferry.core.span import Spans
 from kvferry.errors import SpecError
 from kvferry.wire.bad_input import rule_and_path, schema_error, shown, spec_error
 from kvferry.wire.repeated_keys import check_json_keys, check_msgpack_keys
@@ -26,6 +27,15 @@ MAX_LOCATED_BYTES = 1 << 20
 Doc = TypeVar("Doc", bound=msgspec.Struct)
 Decode = Callable[..., Any]
 """``msgspec.json.decode`` or ``msgspec.msgpack.decode``."""
+
+
+SpanDoc = tuple[int, int]
+"""``[start, stop]``: the integers from start up to, not including, stop."""
+
+
+def span_docs(spans: Spans) -> tuple[SpanDoc, ...]:
+    """Spans as they are written."""
+    return tuple((span.start, span.stop) for span in spans)
 
 
 class VersionTag(msgspec.Struct, frozen=True):

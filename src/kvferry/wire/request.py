@@ -13,7 +13,7 @@ from kvferry.core.span import Span, Spans, normal
 from kvferry.core.state import check_range
 from kvferry.errors import SpecError
 from kvferry.wire.bad_input import PlacedPart, first_wrong, key_step
-from kvferry.wire.reading import read_json
+from kvferry.wire.reading import SpanDoc, read_json, span_docs
 from kvferry.wire.text import write_json
 
 MAX_BLOCK_ID = (1 << 40) - 1
@@ -33,10 +33,6 @@ class BlockTableDoc(_Schema, frozen=True):
 
     block_ids: tuple[int | None, ...]
     first_token: int = 0
-
-
-SpanDoc = tuple[int, int]
-"""``[start, stop]``: the tokens from start up to, not including, stop."""
 
 
 class RequestDoc(_Schema, frozen=True):
@@ -75,8 +71,8 @@ def request_to_json(request: Request, *, slack: Slack = Slack.CLEAR, indent: int
     doc = RequestDoc(
         src={group: _table_doc(table) for group, table in request.src.items()},
         dst={group: _table_doc(table) for group, table in request.dst.items()},
-        need={group: _span_docs(spans) for group, spans in request.need.items()},
-        kept={group: _span_docs(spans) for group, spans in request.kept.items()},
+        need={group: span_docs(spans) for group, spans in request.need.items()},
+        kept={group: span_docs(spans) for group, spans in request.kept.items()},
         slack=slack,
     )
     return write_json(doc, indent)
@@ -125,7 +121,3 @@ def _parts(doc: RequestDoc) -> Iterator[PlacedPart]:
 def _table_doc(table: BlockTable) -> BlockTableDoc:
     ids = (None if block_id == HOLE else block_id for block_id in table.block_ids.tolist())
     return BlockTableDoc(tuple(ids), table.first_token)
-
-
-def _span_docs(spans: Spans) -> tuple[SpanDoc, ...]:
-    return tuple((span.start, span.stop) for span in spans)

@@ -19,7 +19,7 @@ MAX_TICKET_BYTES = 4 << 20
 
 NotSaid = msgspec.UnsetType
 NOT_SAID = msgspec.UNSET
-"""The value of a field that a peer left out: one of an earlier version of the protocol may."""
+"""The value of a field that a peer left out."""
 
 
 class TableDoc(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,12 +64,17 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The proof of the fleet, over the ticket's text: whoever made it knows the fleet's secret."""
     held_from: int | NotSaid = NOT_SAID
     """Every block table holds the cells of all tokens from this one on, so that a reader can fill its own
-    blocks to their edges. Unset: the source does not say; sources of protocol 3 have no such field."""
+    blocks to their edges. Unset: the source does not say."""
+
+    @property
+    def unsealed(self) -> Ticket:
+        """The ticket without the fleet's seal, which is of its text."""
+        return msgspec.structs.replace(self, seal=b"") if self.seal else self
 
     @property
     def fingerprint(self) -> bytes:
         """What it is known by: all that it says, its proof too. Anybody can write down a number."""
-        return hashlib.sha256(msgspec.msgpack.encode(msgspec.structs.replace(self, seal=b""))).digest()
+        return hashlib.sha256(msgspec.msgpack.encode(self.unsealed)).digest()
 
     def block_tables(self) -> Mapping[str, BlockTable]:
         """The tables as the core wants them; raises SpecError on senseless ones."""
@@ -128,24 +133,18 @@ def to_text(ticket: Ticket) -> str:
 
 
 def _body(ticket: Ticket) -> str:
-    bare = msgspec.structs.replace(ticket, seal=b"") if ticket.seal else ticket
-    return _base64(msgspec.msgpack.encode(bare))
+    return _base64(msgspec.msgpack.encode(ticket.unsealed))
 
 
 def _base64(data: bytes) -> str:
     return base64.urlsafe_b64encode(data).decode("ascii")
 
 
-def from_text(text: str, key: bytes = b"") -> Ticket:
-    """The ticket in a text; raises SpecError if there is none. Each ticket has one text only.
-
-    With the fleet's ``key``, nothing of a text without the right seal is looked at.
-    """
+def from_text(text: str) -> Ticket:
+    """The ticket in a text; raises SpecError if there is none. Each ticket has one text only."""
     if len(text) > MAX_TICKET_BYTES:
         raise SpecError(f"ticket: at most {MAX_TICKET_BYTES} characters are read, got {len(text)}")
     body, _, proof = text.partition(".")
-    if key and not is_text_sealed(text, key):
-        raise SpecError("ticket: whoever made it does not know this fleet's secret")
     ticket = msgspec.structs.replace(decode_msgpack(_decoded(body), Ticket), seal=_decoded(proof))
     if to_text(ticket) != text:  # base64 has spare bits, msgpack longer forms: another text, the same ticket
         raise SpecError("ticket: not written the way that tickets are written")

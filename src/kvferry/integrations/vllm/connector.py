@@ -184,7 +184,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return self._scheduler.matched(request, num_computed_tokens)
+        return self._scheduler.incoming.matched(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         return self._kv_cache_config.transfer_group_ids
@@ -192,13 +192,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+        self._scheduler.incoming.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return self._scheduler.step(scheduler_output.num_scheduled_tokens.keys())
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._scheduler.freed(connector_output.finished_sending or ())
+        self._scheduler.outgoing.freed(connector_output.finished_sending or ())
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.finished(request, (block_ids,))

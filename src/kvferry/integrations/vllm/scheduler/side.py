@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
@@ -43,13 +43,13 @@ class SchedulerSide:
         if self._must_bind:
             self.groups.check_reuse()
         adapters = Adapters(is_unchecked=options.is_identity_unchecked)
-        self._outgoing = Outgoing(vllm_config, self.groups, options, engine, adapters)
-        self._incoming = Incoming(self.groups, adapters, self._outgoing.take_back, options.trust)
+        self.outgoing = Outgoing(vllm_config, self.groups, options, engine, adapters)
+        self.incoming = Incoming(self.groups, adapters, self.outgoing.take_back, options.trust)
 
     def bind(self, manager: KVCacheManager) -> None:
         """The engine's prefix cache is known."""
         if self._is_consumer:
-            self._incoming.bind(PrefixCache.of(manager, self.groups.windows))
+            self.incoming.bind(PrefixCache.of(manager, self.groups.windows))
         self._is_bound = True
 
     def admit(self, joins: Sequence[Join]) -> None:
@@ -59,48 +59,38 @@ class SchedulerSide:
         if self._options.dump:
             dump_engine(self._options.dump, joins)
         if self._is_producer:
-            self._outgoing.admit(joins)
+            self.outgoing.admit(joins)
 
     def new_request(self, request: Request) -> None:
         if self._is_producer:
-            self._outgoing.new_request(request)
+            self.outgoing.new_request(request)
         if self._is_consumer:
-            self._incoming.new_request(request)
-
-    def matched(self, request: Request, num_computed: int) -> tuple[int, bool]:
-        return self._incoming.matched(request, num_computed)
-
-    def allocated(self, request: Request, block_ids: BlockIds, num_external: int) -> None:
-        self._incoming.allocated(request, block_ids, num_external)
+            self.incoming.new_request(request)
 
     def finished(self, request: Request, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
-        loaded_from = self._incoming.take_held_from(request.request_id)
-        self._incoming.finished(request)
-        return self._outgoing.finished(request, block_ids, loaded_from)
+        loaded_from = self.incoming.take_held_from(request.request_id)
+        self.incoming.finished(request)
+        return self.outgoing.finished(request, block_ids, loaded_from)
 
     @property
     def must_step(self) -> bool:
         """Whether blocks are pinned, whose release the engine has to notice."""
-        return self._outgoing.has_pinned or self._incoming.has_news
+        return self.outgoing.has_pinned or self.incoming.has_news
 
     def step(self, scheduled: Collection[str]) -> StepMetadata:
         """What happened since the last step; the next one computes tokens of these requests."""
-        if not scheduled and self._outgoing.has_pinned and not self._incoming.has_news:
+        if not scheduled and self.outgoing.has_pinned and not self.incoming.has_news:
             time.sleep(IDLE_SECONDS)  # steps are made only to notice releases: no need to hurry
-        step = self._incoming.step(self._outgoing.released())
-        step.invitation, step.generation = self._outgoing.take_invitation(), self._outgoing.generation
-        step.is_prefilling = self._outgoing.is_prefilling(scheduled)
+        step = self.incoming.step(self.outgoing.released())
+        step.invitation, step.generation = self.outgoing.take_invitation(), self.outgoing.generation
+        step.is_prefilling = self.outgoing.is_prefilling(scheduled)
         return step
-
-    def freed(self, request_ids: Iterable[str]) -> None:
-        """Requests that all workers have sent."""
-        self._outgoing.freed(request_ids)
 
     def stats(self) -> LoadStats | None:
         """What has been counted since the last call."""
         stats = LoadStats()
-        stats.change(self._changes.since({**self._outgoing.figures, **self._incoming.figures}))
+        stats.change(self._changes.since({**self.outgoing.figures, **self.incoming.figures}))
         return None if stats.is_empty() else stats
 
     def close(self) -> None:
-        self._outgoing.close()
+        self.outgoing.close()

@@ -124,15 +124,11 @@ def _spec_of(spec: KVCacheSpec, layer: str) -> KVCacheSpec:
 
 def _contents(cache: CacheTensor) -> Contents:
     """What is known of a layer's cache, or that nothing is."""
-    match cache.spec:
-        case MambaSpec():
-            found = known_state(cache)
-        case CircularBufferSpec():
-            found = None
-        case AttentionSpec():
-            found = known_attention(cache)
-        case _:
-            found = None
+    found = None
+    if isinstance(cache.spec, MambaSpec):
+        found = known_state(cache)
+    elif isinstance(cache.spec, AttentionSpec) and not isinstance(cache.spec, CircularBufferSpec):
+        found = known_attention(cache)
     return found or opaque(cache)
 
 

@@ -171,8 +171,6 @@ def regions_of(caches: Mapping[str, torch.Tensor]) -> dict[int, Region]:
     for tensor in caches.values():
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in regions:
-            kind, index = tensor.device.type, tensor.device.index or 0
-            device = "cpu" if kind == "cpu" else f"{kind}:{index}"
-            name = f"allocation-{len(regions)}"
+            name, device = f"allocation-{len(regions)}", str(tensor.device)
             regions[storage.data_ptr()] = Region(name, storage.nbytes(), storage.data_ptr(), device)
     return regions

@@ -62,7 +62,8 @@ class WorkerSide:
         self._vllm_config, self._config, self._options = vllm_config, config, options
         self._destination: Destination | None = None
         self._manifest: Manifest | None = None
-        self._join: Join | None = None
+        self.join: Join | None = None
+        """What the lease authority must know of this worker."""
         self._member: MemberThread | None = None
         """What takes the digests that readers ask for."""
         self._gathering: RankGathering | None = None
@@ -107,18 +108,18 @@ class WorkerSide:
             transport,
             reader=f"{engine}#{self._vllm_config.instance_id}",
             num_ranks=tp.world_size * pp.world_size,
-            trust=self._options.trust,
-            timing=self._options.timing,
-            on_refusal=lambda source, failure: self._refused(source, manifest, rank, failure),
-            digest_every=self._options.digest_every,
-            accept_unknown_identity=self._options.is_identity_unchecked,
+            trust=options.trust,
+            timing=options.timing,
+            on_refusal=lambda source, why: dump_refusal(options.dump, source, manifest, rank, str(why)),
+            digest_every=options.digest_every,
+            accept_unknown_identity=options.is_identity_unchecked,
         )
         self._manifest = manifest
         if self._vllm_config.kv_transfer_config.is_kv_producer:
             self._gathering = self._open_gathering(manifest, transport)
         rank_key = self._gathering.rank_key if self._gathering else b""
         if self._gathering or options.expose is not Expose.NOTHING:  # else nobody can read from this worker
-            self._join = join_of(manifest, transport.kind, transport.card(), rank_key=rank_key)
+            self.join = join_of(manifest, transport.kind, transport.card(), rank_key=rank_key)
 
     def _open_gathering(self, manifest: Manifest, transport: Transport) -> RankGathering | None:
         """Send to readers what they ask for."""
@@ -127,14 +128,6 @@ class WorkerSide:
         if gathering is not None:
             log.info("rank %d is asked for bytes at %s", manifest.ranks[0].rank, gathering.address)
         return gathering
-
-    def _refused(self, source: Manifest, manifest: Manifest, rank: int, failure: Failure) -> None:
-        dump_refusal(self._options.dump, source, manifest, rank, str(failure))
-
-    @property
-    def join(self) -> Join | None:
-        """What the lease authority must know of this worker."""
-        return self._join
 
     def mark(self, step: StepMetadata) -> None:
         """Mark where the device is when a step's loads are ordered.
@@ -184,8 +177,8 @@ class WorkerSide:
         """Be there for digests. Releases come with vLLM's steps, and do not wait for the end of a digest: one
         that is taken too late counts for nobody.
         """
-        if self._join is not None and self._manifest is not None and self._member is None:
-            join = self._join.invited(invitation.credential)
+        if self.join is not None and self._manifest is not None and self._member is None:
+            join = self.join.invited(invitation.credential)
             trust, timing = self._options.trust, self._options.timing
             self._member = MemberThread(invitation.address, self._manifest, join, trust=trust, timing=timing)
 
