@@ -41,7 +41,7 @@ from kvferry import (
     select,
 )
 from kvferry.models import Layer, Model, Topology, describe
-from kvferry.models.cache import attention
+from kvferry.models.model import attention
 
 BLOCK = 16
 HEADS, DIM = 8, 128

@@ -29,7 +29,7 @@ import numpy as np
 
 from kvferry import BlockTable, Product, Region, Runs, Span, Term
 from kvferry.models import Layer, Model, Topology, describe
-from kvferry.models.cache import attention
+from kvferry.models.model import attention
 from kvferry.runtime import Timing
 from kvferry.testing.transport_world import Holder, Source
 from kvferry.transport.copy_kernel import CopyLimits

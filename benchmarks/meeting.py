@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvferry import Identity, Manifest, lower, plan, prove
-from kvferry.core.outline import Outline
+from kvferry.core.manifest import Outline
 from kvferry.endpoint import Destination, SourceEngine
 from kvferry.models import Topology, describe, model_named
 from kvferry.runtime import Timing

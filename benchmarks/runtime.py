@@ -25,7 +25,7 @@ from rich.table import Table
 from benchmarks.raw_nixl import MeasuredDestination
 from kvferry import BlockTable, Manifest, Span
 from kvferry.models import Layer, Model, Topology, describe
-from kvferry.models.cache import attention
+from kvferry.models.model import attention
 from kvferry.runtime import Timing
 from kvferry.transport.ucx import CUDA_ENVIRONMENT, FABRICS
 from tests.support.fleet import DestinationFleet, SourceFleet

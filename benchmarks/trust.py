@@ -13,9 +13,8 @@ from kvferry.core.request import BlockTable, need_of
 from kvferry.models import Topology, describe, model_from_config
 from kvferry.runtime import Offers, Timing
 from kvferry.runtime.failure import refusal
-from kvferry.wire.secret import Secret
+from kvferry.wire.secret import Secret, Trust
 from kvferry.wire.ticket import from_text, to_text
-from kvferry.wire.trust import Trust
 from tests.support.fleet import DestinationFleet, SourceFleet
 
 SECRET = b"of this benchmark, 128 bit"

@@ -26,8 +26,8 @@ from kvferry import Axis, BlockTable, Group, Identity, Manifest, Rank, Region, S
 from kvferry.endpoint import Destination, SourceEngine, SourceRank
 from kvferry.endpoint.secret_source import secret_from_file
 from kvferry.transport.nixl import NixlTransport
+from kvferry.wire.secret import Trust
 from kvferry.wire.ticket import from_text, to_text
-from kvferry.wire.trust import Trust
 
 LAYERS, HEADS, CHANNELS, TOKENS = 2, 8, 64, 100
 

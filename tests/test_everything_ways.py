@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvferry import Product, Runs, Term, lower, plan, prove, select
+from kvferry.core.choices import Way
 from kvferry.core.digest import DigestSide, differences, digest_parts
 from kvferry.core.digest_cells import Bytes
 from kvferry.core.manifest import Rank
 from kvferry.core.runs import REGION_SHIFT
-from kvferry.core.way import Way
 from kvferry.testing.strategies import cases, engines, requests
 from kvferry.testing.transport_world import Holder, Source, wait
 from kvferry.transport import Transport, agent_team

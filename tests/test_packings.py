@@ -9,7 +9,7 @@ import pytest
 from kvferry import lower, plan, prove, select
 from kvferry.core.sample import Placement, sample_request
 from kvferry.models import Layer, Model, Topology, describe
-from kvferry.models.cache import attention
+from kvferry.models.model import attention
 from kvferry.testing import oracle
 
 HEADS, DIM = 2, 32

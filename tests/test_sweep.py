@@ -9,7 +9,7 @@ import pytest
 from kvferry import Manifest, lower, plan, prove, select
 from kvferry.core.sample import sample_request
 from kvferry.models import Layer, Model, Topology, describe
-from kvferry.models.cache import attention
+from kvferry.models.model import attention
 from kvferry.testing import oracle
 
 HEADS = (1, 2, 4, 6, 8, 12, 16, 24, 32)

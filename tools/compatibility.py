@@ -20,11 +20,10 @@ from oracle_count import count_runs, needed_bytes
 
 import kvferry
 from kvferry import Manifest, Refused, Slack, SpecError
-from kvferry.cli.link_profile import RDMA_400
-from kvferry.core.cost import Traffic
+from kvferry.cli.link_profile import RDMA_400, Traffic
 from kvferry.core.sample import sample_request
 from kvferry.models import Topology, catalogue, describe, model_named
-from kvferry.models.servable import why_not_served
+from kvferry.models.topology import why_not_served
 
 PAIRS = (
     ("tp=1", "tp=1"),

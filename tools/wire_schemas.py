@@ -27,10 +27,9 @@ from kvferry.transport import cards
 from kvferry.wire.gather import FromRank, ToRank
 from kvferry.wire.manifest import ManifestDoc
 from kvferry.wire.messages import PROTOCOL, FromAuthority, ToAuthority, encode
-from kvferry.wire.permit import Permit
-from kvferry.wire.runs import SelectionDoc
-from kvferry.wire.text import laid_out
-from kvferry.wire.ticket import Ticket
+from kvferry.wire.reading import laid_out
+from kvferry.wire.request import SelectionDoc
+from kvferry.wire.ticket import Permit, Ticket
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests" / "wire" / "schemas"
 RECORDED = FOLDER.with_name("recorded")

@@ -11,11 +11,10 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvferry.core.explain import explain
     from kvferry.core.identity import Identity
     from kvferry.core.lower import Route, lower
     from kvferry.core.manifest import Manifest, Rank, Region, compare
-    from kvferry.core.plan import Piece, Plan, plan
+    from kvferry.core.plan import Piece, Plan, explain, plan
     from kvferry.core.product import Product, Term
     from kvferry.core.prove import Proof, prove
     from kvferry.core.request import HOLE, BlockTable, Request, need_of
@@ -72,11 +71,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "kvferry.core.explain": "explain",
+    "kvferry.core.plan": "Piece Plan explain plan",
     "kvferry.core.identity": "Identity",
     "kvferry.core.lower": "Route lower",
     "kvferry.core.manifest": "Manifest Rank Region compare",
-    "kvferry.core.plan": "Piece Plan plan",
     "kvferry.core.product": "Product Term",
     "kvferry.core.prove": "Proof prove",
     "kvferry.core.request": "HOLE BlockTable Request need_of",

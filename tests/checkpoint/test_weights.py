@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from kvferry import SpecError
-from kvferry.checkpoint import kept_digests, weights, weights_values
-from kvferry.checkpoint.kept_digests import FileState, keep
+from kvferry.checkpoint import weights, weights_values
+from kvferry.checkpoint import weights as kept_digests
+from kvferry.checkpoint.weights import FileState, keep
 from tests.checkpoint.conftest import write
 
 

@@ -20,7 +20,7 @@ from kvferry.cli.doctor.seen import (
     Software,
     TimedRead,
 )
-from kvferry.core.way import Way
+from kvferry.core.choices import Way
 
 GIB = 1 << 30
 TIMES = (TimedRead(4096, 512, (0.012,)), TimedRead(1, 64 << 20, (0.016,)))

@@ -8,9 +8,9 @@ import pytest
 from kvferry.cli.doctor.probe import SIZES
 from kvferry.cli.doctor.report import compared_profile, profile_document
 from kvferry.cli.doctor.seen import ReadsSeen, TimedRead
+from kvferry.cli.link_profile import Cost, Traffic
 from kvferry.cli.measured_link import measured_links
-from kvferry.core.cost import Cost, Traffic
-from kvferry.core.way import Way
+from kvferry.core.choices import Way
 
 MACHINE = {"processor": "abacus", "num_cores": 3, "device": ""}
 VERSIONS = {"kvferry": "0.1", "nixl": "1.5.1", "torch": "2.13"}

@@ -3,8 +3,15 @@
 import pytest
 
 from kvferry import SpecError
-from kvferry.cli.link_profile import LINK_PROFILES, RDMA_400, SAME_GPU, SAME_GPU_DIRECT, Origin, link_profile
-from kvferry.core.cost import Traffic
+from kvferry.cli.link_profile import (
+    LINK_PROFILES,
+    RDMA_400,
+    SAME_GPU,
+    SAME_GPU_DIRECT,
+    Origin,
+    Traffic,
+    link_profile,
+)
 
 MIB = 1 << 20
 # What docs/performance.md has: traffic, seconds.

@@ -7,10 +7,9 @@ import pytest
 from kvferry.cli.bench.cases import BenchCase, BlockOrder, CacheShape
 from kvferry.cli.bench.report import BenchReport, RivalTimes
 from kvferry.cli.bench.sides import Rival
-from kvferry.cli.link_profile import Origin
+from kvferry.cli.link_profile import Cost, Origin, Traffic
 from kvferry.cli.measured_link import measured_links
-from kvferry.core.cost import Cost, Traffic
-from kvferry.core.way import Way
+from kvferry.core.choices import Way
 from kvferry.errors import SpecError
 
 TRUTH = {("host-cma", "direct"): Cost(1e-3, 5e-6, 2e9), ("cuda:0", "mapped"): Cost(2e-4, 1e-9, 1e12)}

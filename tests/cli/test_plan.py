@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 import kvferry
-from kvferry.cli.link_profile import LINK_PROFILES, RDMA_400
-from kvferry.core.cost import Traffic
+from kvferry.cli.link_profile import LINK_PROFILES, RDMA_400, Traffic
 from kvferry.core.sample import Placement, sample_request
 from kvferry.models import Topology, describe, model_named
 from kvferry.wire import manifest_to_json

@@ -11,7 +11,7 @@ import numpy as np
 from kvferry import Manifest, Plan, Request, Selection, lower, plan, prove, select
 from kvferry.core.addresses import needed_cells
 from kvferry.core.digest import DigestSide, differences, digest_parts
-from kvferry.core.digest_keys import Words
+from kvferry.core.digest_cells import Words
 from kvferry.core.sample import Placement, sample_request
 from kvferry.models import Topology, describe
 from kvferry.pattern import Site, site

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry import Product, Runs, SpecError, Term
-from kvferry.core.cost import NO_TRAFFIC, Cost, CostTerm, Traffic
+from kvferry.cli.link_profile import NO_TRAFFIC, Cost, CostTerm, Traffic
 
 
 def product(num_bytes, at=0, num_pairs=4):

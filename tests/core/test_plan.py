@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from kvferry import Code, Refused, Span, View, lower, plan, prove
-from kvferry.core.shard import Sharding, held
+from kvferry.layout.pages import Sharding, held
 
 LAYERS = tuple(f"layers.{i}/k" for i in range(12))
 

@@ -3,8 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry import Span, SpecError
-from kvferry.core.shard import Sharding, held, stages, turn
 from kvferry.core.span import normal
+from kvferry.layout.pages import Sharding, held, stages, turn
 
 sizes = st.integers(1, 64)
 

@@ -18,7 +18,7 @@ from kvferry.pattern import check_rank, fill_rank
 from kvferry.runtime import Report
 from kvferry.testing.small import small
 from kvferry.transport.memory import Hub, MemoryTransport, placed
-from kvferry.wire.trust import Trust
+from kvferry.wire.secret import Trust
 
 IDENTITY = Identity.of({"weights": "cells numbered by these tests"})
 

@@ -9,8 +9,7 @@ from kvferry.channel import Channel, Received
 from kvferry.endpoint import secret_source
 from kvferry.endpoint.secret_source import secret_from_file
 from kvferry.errors import SpecError
-from kvferry.wire.secret import Purpose, Secret
-from kvferry.wire.trust import Trust
+from kvferry.wire.secret import Purpose, Secret, Trust
 
 OLD, NEW = (f"{character}f00ba4{character * 32}7e5d91" for character in "ab")
 STEPS = ((OLD, NEW), (NEW, OLD), (NEW,))

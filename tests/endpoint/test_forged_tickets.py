@@ -11,8 +11,7 @@ import msgspec
 import pytest
 
 from kvferry.runtime import FailureCode
-from kvferry.wire.secret import Secret
-from kvferry.wire.trust import Trust
+from kvferry.wire.secret import Secret, Trust
 
 FLEET = Trust(Secret(b"of this fleet, 128 bit"))
 SECONDS = 3

@@ -18,9 +18,8 @@ from kvferry.transport.cards import Card, GatherPoint
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.pack import pack
 from kvferry.transport.settings import Expose, WayChoice
-from kvferry.wire.permit import make_proofs, permits_for
-from kvferry.wire.secret import Secret
-from kvferry.wire.trust import Trust
+from kvferry.wire.secret import Secret, Trust
+from kvferry.wire.ticket import make_proofs, permits_for
 
 SECRETS = {"open": None, "secret": Secret(bytes(range(16)))}
 

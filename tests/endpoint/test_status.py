@@ -20,9 +20,8 @@ from kvferry.endpoint.status import (
 )
 from kvferry.errors import SpecError
 from kvferry.wire.messages import PROTOCOL
-from kvferry.wire.secret import Secret
+from kvferry.wire.secret import Secret, Trust
 from kvferry.wire.ticket import to_text
-from kvferry.wire.trust import Trust
 
 FLEET = Trust(Secret(bytes(range(32))))
 

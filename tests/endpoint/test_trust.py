@@ -18,8 +18,7 @@ from kvferry.endpoint.secret_source import secret_from_environment, secret_from_
 from kvferry.errors import SpecError
 from kvferry.runtime import FailureCode
 from kvferry.wire.messages import PROTOCOL, Join, RankDescription, decode_from_authority, encode
-from kvferry.wire.secret import Purpose, Secret
-from kvferry.wire.trust import Trust
+from kvferry.wire.secret import Purpose, Secret, Trust
 
 FLEET = Trust(Secret(b"of this fleet, 128 bit"))
 

@@ -16,7 +16,7 @@ import msgspec
 from kvferry import BlockTable, Request, Slack, Span
 from kvferry.core.box import Box
 from kvferry.core.digest import DigestPart
-from kvferry.core.outline import Outline
+from kvferry.core.manifest import Outline
 from kvferry.errors import KVFerryError
 from kvferry.models import Topology, describe
 from kvferry.testing.small import small

@@ -398,7 +398,7 @@ def flood(attack: Attack, messages: Callable[[Member], Iterator[bytes]], *, is_d
 def _permit(attack: Attack) -> bytes:
     import msgspec
 
-    from kvferry.wire.permit import Permit
+    from kvferry.wire.ticket import Permit
 
     return msgspec.msgpack.encode(Permit(_ticket(attack), attack.pick.randbytes(32)))
 
@@ -750,7 +750,7 @@ def main() -> int:
     if given.user:
         # While their files can still be read.
         "host".encode("idna")
-        from kvferry.wire import gather, messages, permit, secret, ticket  # noqa: F401
+        from kvferry.wire import ticket as permit  # noqa: F401
 
         os.setgid(given.user)
         os.setuid(given.user)

@@ -31,8 +31,8 @@ from kvferry.models import Topology, describe, model_from_config
 from kvferry.runtime import Timing
 from kvferry.transport.exports import DescriptorServer
 from kvferry.transport.nixl import NixlTransport
+from kvferry.wire.secret import Trust
 from kvferry.wire.ticket import to_text
-from kvferry.wire.trust import Trust
 from tests.fuzz.mutations import mutated
 
 MODEL = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 64}

@@ -17,8 +17,7 @@ from kvferry.models import Topology, describe, model_from_config
 from kvferry.runtime import FailureCode, Timing
 from kvferry.transport.memory import Hub, MemoryTransport
 from kvferry.wire.messages import PROTOCOL, RankDescription, RankDescriptions, Welcome, encode
-from kvferry.wire.secret import Secret
-from kvferry.wire.trust import Trust
+from kvferry.wire.secret import Secret, Trust
 
 FLEET = Trust(Secret(b"of this fleet, 128 bit"))
 MODEL = {"model_type": "llama", "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 64}

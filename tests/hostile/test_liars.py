@@ -10,8 +10,8 @@ import pytest
 from kvferry.channel import Channel
 from kvferry.errors import ChannelError
 from kvferry.runtime.failure import refusal
+from kvferry.wire.secret import Trust
 from kvferry.wire.ticket import Ticket
-from kvferry.wire.trust import Trust
 
 SECONDS = 5
 

@@ -9,14 +9,36 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.core.shard import turn
 from kvferry.core.state import Kind, Tail
 from kvferry.core.view import NOT_HELD, AxisMap, Digit
 from kvferry.errors import SpecError
-from kvferry.layout.named import NAMED, OPAQUE, PACKED, layout, packed_interior
-from kvferry.layout.order import Fork, Leaf, Order, Spot, Tile, grow, in_kernel_blocks, num_bytes, spots
-from kvferry.layout.pages import Page, delta_net, mamba1, mamba2, opaque_slot, time_major
-from kvferry.layout.parts import Item, PagePart
+from kvferry.layout.order import (
+    NAMED,
+    OPAQUE,
+    PACKED,
+    Fork,
+    Leaf,
+    Order,
+    Spot,
+    Tile,
+    grow,
+    in_kernel_blocks,
+    layout,
+    num_bytes,
+    packed_interior,
+    spots,
+)
+from kvferry.layout.pages import (
+    Item,
+    Page,
+    PagePart,
+    delta_net,
+    mamba1,
+    mamba2,
+    opaque_slot,
+    time_major,
+    turn,
+)
 from kvferry.layout.share import RankShare, with_turns
 
 Cell = tuple[str, str, tuple[tuple[str, int], ...]]

@@ -4,8 +4,7 @@ import pytest
 
 from kvferry.core.span import Span
 from kvferry.errors import SpecError
-from kvferry.layout.pages import Page, k_and_v, opaque_block, values_then_scales
-from kvferry.layout.parts import Item
+from kvferry.layout.pages import Item, Page, k_and_v, opaque_block, values_then_scales
 from kvferry.layout.share import RankShare, num_cells
 
 BF16 = Item.of("bf16")

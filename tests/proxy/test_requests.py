@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.proxy.account import RequestOutcome
+from kvferry.proxy.metrics import RequestOutcome
 from tests.proxy.conftest import (
     PROMPT,
     TICKET,

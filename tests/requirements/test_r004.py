@@ -75,12 +75,12 @@ def _holders(manifest: Manifest, piece) -> int:
 
 
 QUESTIONS = {
-    "which part of an axis does a rank hold": "core/shard.py::held",
+    "which part of an axis does a rank hold": "layout/pages.py::held",
     "how many ranks does a topology have": "models/topology.py::num_ranks",
     "where in its topology does a rank stand": "models/describe.py::rank",
-    "would an engine start with so many ranks": "models/servable.py::why_not_served",
+    "would an engine start with so many ranks": "models/topology.py::why_not_served",
     "how many tokens are in a block that ranks share": "models/describe.py::groups",
-    "into how many shards do whole blocks divide": "models/cache.py::as_opaque",
+    "into how many shards do whole blocks divide": "models/model.py::as_opaque",
     "how many heads does a model of vLLM's have": "integrations/vllm/worker/describe.py::_total_heads",
     "whose turn at the tokens is it in vLLM": "integrations/vllm/worker/described_layer.py::_share",
     "which rank is a worker of vLLM's": "integrations/vllm/worker/side.py::register",

@@ -5,9 +5,8 @@ import pytest
 
 from kvferry.runtime import FailureCode
 from kvferry.runtime.failure import refusal, text_refusal
-from kvferry.wire.secret import Secret
+from kvferry.wire.secret import Secret, Trust
 from kvferry.wire.ticket import TableDoc, Ticket, from_text, is_sealed, is_text_sealed, seal, sign, to_text
-from kvferry.wire.trust import Trust
 
 HERE = "boot-1/4026531840"
 FLEET = Trust(Secret(b"of this fleet, 128 bit"))

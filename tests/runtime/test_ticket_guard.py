@@ -9,8 +9,7 @@ from kvferry.core.owned import BlockBytes
 from kvferry.models import Topology, describe
 from kvferry.runtime.ticket_guard import Admitted, EndedTickets, GatherRefusal, Refusal, TicketGuard
 from kvferry.testing.small import small
-from kvferry.wire.permit import make_proofs, permits_for
-from kvferry.wire.ticket import Ticket, tables_to_wire
+from kvferry.wire.ticket import Ticket, make_proofs, permits_for, tables_to_wire
 
 KEY = bytes(range(32))
 SRC = describe(small("gqa"), Topology(block=8, blocks=20), "prefill")

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.core.choices import Way
 from kvferry.core.product import Product
 from kvferry.core.runs import Runs
-from kvferry.core.way import Way
 from kvferry.errors import TransportError
 from kvferry.testing.transport_laws import TransportLaws
 from kvferry.testing.transport_world import REGION_BYTES, STALE, WHOLE, World, run, stale_memory, wait

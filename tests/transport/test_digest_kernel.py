@@ -19,9 +19,9 @@ from kvferry.core.digest_cells import (
     CellPattern,
     ChunkedCells,
     Dimension,
+    Words,
     sums_by_numpy,
 )
-from kvferry.core.digest_keys import Words
 from kvferry.core.manifest import Region
 from kvferry.testing.strategies import cases, engines, requests
 from kvferry.transport import digest_kernel

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvferry.cli.processes import AskingTransport
-from kvferry.core.way import Way
+from kvferry.core.choices import Way
 from kvferry.errors import TransportError
 from kvferry.testing.transport_world import REGION_BYTES, WHOLE, Holder, run, scattered, stale_memory, wait
 from kvferry.transport import ReadEnd

@@ -6,7 +6,7 @@ from typing import ClassVar
 import pytest
 
 from kvferry.cli.processes import AskingTransport
-from kvferry.core.way import Way
+from kvferry.core.choices import Way
 from kvferry.errors import TransportError
 from kvferry.testing.transport_laws import TransportLaws
 from kvferry.testing.transport_world import REGION_BYTES, WHOLE, World, stale_memory, wait

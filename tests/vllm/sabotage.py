@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from kvferry.core.manifest import Region
 from kvferry.core.view import AxisMap, Digit, View
-from kvferry.integrations.vllm.worker.attention_layouts import Contents
 from kvferry.integrations.vllm.worker.described_layer import DescribedLayer, regions_of
+from kvferry.integrations.vllm.worker.layouts import Contents
 from kvferry.layout.order import Fork, Order
 
 

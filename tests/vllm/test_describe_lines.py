@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVQuantMode
 
 from kvferry import Manifest, compare
 from kvferry.core.view import View
-from kvferry.integrations.vllm.worker.attention_layouts import ATTENTION_LAYOUTS
+from kvferry.integrations.vllm.worker.layouts import ATTENTION_LAYOUTS
 from kvferry.testing.oracle import byte_offset
 from tests.vllm.corpus.allocated import Cut, Worker, bare, workers
 from tests.vllm.corpus.families import gqa

@@ -542,7 +542,7 @@ UNSEEN_BY_MOVES = {"amx-k-tile-of-32"}
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_line_is_found(home, monkeypatch, name):
     """The tests above can fail: they do if the table is wrong."""
-    from kvferry.integrations.vllm.worker import attention_layouts
+    from kvferry.integrations.vllm.worker import layouts as attention_layouts
 
     line, order = WRONG[name]
     needs(line)
@@ -557,7 +557,7 @@ def test_a_wrong_line_is_found(home, monkeypatch, name):
 
 def test_a_wrong_line_of_mla_is_found(home, monkeypatch):
     """The same, with all tokens of a channel side by side."""
-    from kvferry.integrations.vllm.worker import attention_layouts
+    from kvferry.integrations.vllm.worker import layouts as attention_layouts
 
     needs(AMX_MLA_BF16)
     rank = Rank(home, AMX_MLA_BF16, 64)

@@ -28,8 +28,7 @@ from kvferry.transport.cards import Card, GatherPoint
 from kvferry.transport.pack import pack
 from kvferry.transport.stream_frames import StreamOffer
 from kvferry.wire.messages import Join, decode_to_authority
-from kvferry.wire.permit import make_proofs, permits_for
-from kvferry.wire.ticket import from_text
+from kvferry.wire.ticket import from_text, make_proofs, permits_for
 from tests.vllm.conftest import Docks
 from tests.vllm.engine import PREFILL, Engine, Setup, drive
 from tests.vllm.pairs import FAMILIES, Pair, assert_whole

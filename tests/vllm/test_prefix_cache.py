@@ -19,7 +19,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from kvferry.endpoint.metric_table import UNCACHED_BLOCKS
 from kvferry.errors import SpecError
 from kvferry.integrations.vllm import KVFerryConnector
-from kvferry.integrations.vllm.scheduler.prefix_cache import PrefixCache
+from kvferry.integrations.vllm.scheduler.incoming import PrefixCache
 from kvferry.wire.ticket import from_text
 from tests.vllm.conftest import Docks
 from tests.vllm.engine import Engine, Setup

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvferry import KVFerryError, SpecError
 from kvferry.wire import manifest as manifest_module
 from kvferry.wire import manifest_from_json, manifest_from_msgpack, reading, request_from_json
-from kvferry.wire.bad_input import shown
+from kvferry.wire.reading import shown
 
 MAP = {"digits": [[4, 64]]}
 GOOD: dict[str, Any] = {

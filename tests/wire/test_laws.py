@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from kvferry import SpecError
 from kvferry.wire import reading, request_from_json
-from kvferry.wire.repeated_keys import check_json_keys, check_msgpack_keys
+from kvferry.wire.reading import WIDTH, check_json_keys, check_msgpack_keys, laid_out, write_json
 from kvferry.wire.request import MAX_BLOCK_ID, MAX_SPANS, MAX_TOKENS
-from kvferry.wire.text import WIDTH, laid_out, write_json
 
 SCALARS = st.none() | st.booleans() | st.integers(-(1 << 31), 1 << 31) | st.text(max_size=50)
 KEYS = st.text(st.sampled_from("abcdefgh"), min_size=1, max_size=8)

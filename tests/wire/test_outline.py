@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry import Refused, SpecError, plan
-from kvferry.core.outline import Outline
+from kvferry.core.manifest import Outline
 from kvferry.models import Topology, describe, model_named
 from kvferry.testing.small import small
 from kvferry.testing.strategies import cases, engines

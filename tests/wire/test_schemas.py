@@ -7,8 +7,8 @@ import pytest
 import wire_schemas
 
 from kvferry.core.manifest import VERSION
-from kvferry.wire.limits import Name
 from kvferry.wire.messages import PROTOCOL, Hello
+from kvferry.wire.reading import Name
 
 
 @pytest.mark.parametrize("name", wire_schemas.current())

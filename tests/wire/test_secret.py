@@ -8,8 +8,7 @@ import traceback
 import pytest
 
 from kvferry.errors import SpecError
-from kvferry.wire.secret import Purpose, Secret
-from kvferry.wire.trust import Trust
+from kvferry.wire.secret import Purpose, Secret, Trust
 
 TEXT = "3q2-7wAAq83vEjRWeJCrzf7cuph2VDIQ"
 

@@ -2,7 +2,7 @@
 
 import json
 
-from kvferry.wire.text import WIDTH, laid_out
+from kvferry.wire.reading import WIDTH, laid_out
 
 
 def test_names_are_written_as_they_are_whatever_their_letters():

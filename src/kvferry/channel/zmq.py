@@ -21,8 +21,7 @@ from enum import StrEnum
 from itertools import count
 from typing import Any
 
-from kvferry.channel.connections import TcpConnections
-from kvferry.channel.inbox import Inbox
+from kvferry.channel.connections import Inbox, TcpConnections
 from kvferry.errors import ChannelError, MissingPackage
 from kvferry.wire.secret import Purpose, Secret
 

@@ -6,18 +6,110 @@ tensors are split into files does. Digests are kept: only a file that is new, or
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import json
 import os
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
-from kvferry.checkpoint.kept_digests import SHA256, FileState, keep, kept_digests, only_reader
+from kvferry.checkpoint.config import config_values, short_digest
 from kvferry.errors import SpecError
+from kvferry.host.private_files import cache_folder, write_private
 from kvferry.log import log_of
 
 log = log_of(__name__)
+
+NAME = "weights.json"
+MAX_KEPT = 8192
+"""Files; the ones that were kept first are dropped."""
+SETTLED_NS = 2_000_000_000
+"""A file that was written so recently may be written again under the same times."""
+SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class FileState(NamedTuple):
+    """What changes whenever a file is written, or replaced by another one."""
+
+    path: str
+    num_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path, found: os.stat_result | None = None) -> FileState:
+        """That of a file, or of the open file that is there."""
+        found = found or path.stat()
+        return cls(os.path.realpath(path), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+
+    @property
+    def is_settled(self) -> bool:
+        return time.time_ns() - max(self.mtime_ns, self.ctime_ns) > SETTLED_NS
+
+
+def kept_digests() -> dict[FileState, str]:
+    """All that is kept."""
+    try:
+        opened = os.open(cache_folder() / NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(opened, encoding="utf-8") as file:
+            return dict(map(_entry, json.load(file)))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        _warn("kept digests of weights cannot be used, and are taken again", str(error))
+        return {}
+
+
+def _entry(entry: list[object]) -> tuple[FileState, str]:
+    *state, digest = entry
+    if not (isinstance(digest, str) and SHA256.fullmatch(digest)):
+        raise SpecError(f"{NAME} has no digest in {entry!r:.200}")
+    return FileState(*state), digest  # type: ignore[arg-type]
+
+
+def keep(state: FileState, digest: str) -> None:
+    """Keep the digest of a file. What two processes keep at once, one of them takes again another time."""
+    if not state.is_settled:
+        return
+    kept = {each: text for each, text in kept_digests().items() if each.path != state.path}
+    entries = [[*each, text] for each, text in {**kept, state: digest}.items()]
+    try:
+        write_private(cache_folder(), NAME, json.dumps(entries[-MAX_KEPT:]).encode())
+    except (OSError, ValueError) as error:
+        _warn("digests of weights are not kept: the next start reads the weights again", str(error))
+
+
+@cache
+def _warn(what: str, why: str) -> None:
+    """Once: a checkpoint has hundreds of files."""
+    log.warning("%s: %s", what, why)
+
+
+@contextmanager
+def only_reader() -> Iterator[None]:
+    """Let one process of this user read at a time, where that can be arranged."""
+    with ExitStack() as stack:
+        with suppress(OSError, ValueError):
+            lock = os.open(cache_folder() / "weights.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            stack.callback(os.close, lock)
+            _wait_for(lock)
+        yield
+
+
+def _wait_for(lock: int) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        log.info("another process of this user reads weights: waiting for its digests")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
 
 NUM_THREADS = 4
 READ_BYTES = 1 << 20
@@ -115,3 +207,38 @@ def _sha256(path: Path, done: dict[Path, int]) -> tuple[FileState, str]:
         if FileState.of(path, os.fstat(file.fileno())) != before:
             raise SpecError(f"{path.name} was written while it was read")
     return before, hasher.hexdigest()
+
+
+ADAPTER_NAMES = frozenset(
+    {
+        "base_model_name_or_path",
+        "revision",
+        "peft_version",
+        "task_type",
+        "inference_mode",
+        "init_lora_weights",
+    }
+)
+"""What an adapter's configuration says about names and its training."""
+
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
+"""Of these, engines load the first that is there."""
+
+
+def adapter_digest(folder: Path) -> str:
+    """What identifies the adapter in a folder, wherever it is and whatever it is called.
+
+    Raises ``SpecError`` if it is not made of a configuration and one file of weights.
+    """
+    config_file = folder / "adapter_config.json"
+    try:
+        config = json.loads(config_file.read_bytes())
+        found = [path for path in map(folder.joinpath, WEIGHTS) if path.exists()][:1]
+        weights = file_digests(found).values()
+    except (OSError, ValueError) as error:  # a SpecError is a ValueError
+        raise SpecError(f"the adapter in {folder} cannot be read: {error}") from None
+    if not found:
+        raise SpecError(f"the adapter in {folder} has none of {', '.join(WEIGHTS)}")
+    if not isinstance(config, dict):
+        raise SpecError(f"{config_file}: a JSON object is expected")
+    return short_digest(json.dumps([config_values(config, without=ADAPTER_NAMES), *weights], sort_keys=True))

@@ -9,9 +9,8 @@ from time import perf_counter
 
 import kvferry
 from kvferry import Code, Finding, Manifest, Product, Refused, Request, RequestError
-from kvferry.cli.link_profile import LinkProfile
-from kvferry.core.cost import NO_TRAFFIC, Cost, Estimate, Traffic
-from kvferry.core.way import Way
+from kvferry.cli.link_profile import NO_TRAFFIC, Cost, Estimate, LinkProfile, Traffic
+from kvferry.core.choices import Way
 
 SLOW = 3.0
 """From this many times the time of long runs on, a pair is called slow."""

@@ -1,16 +1,168 @@
-"""Known links: what moving costs over each, and where the numbers come from.
+"""What moving costs: the formula, known links, and where their numbers come from.
 
-``kvferry plan`` estimates a request by them. Machines differ: ``benchmarks/cost.py`` measures another one.
+One formula for every way: a sum of what a read, a run and a byte cost. Machines differ: ``measured_link`` fits the
+formula to what was measured on one of them, and ``benchmarks/cost.py`` compares the two.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvferry.core.cost import Cost
-from kvferry.core.way import Way
+import numpy as np
+
+from kvferry.core.choices import Way
+from kvferry.core.product import Product, Term
+from kvferry.core.words import counted
 from kvferry.errors import SpecError
+
+WORD_BYTES = 16
+"""The widest word that a kernel copies at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What is moved, as far as it decides the time.
+
+    >>> Traffic(num_reads=1, num_runs=4, num_bytes=64) + Traffic(num_reads=1, num_runs=2, num_bytes=8)
+    Traffic(num_reads=2, num_runs=6, num_bytes=72, num_words=5)
+    """
+
+    num_reads: int
+    """One per source rank."""
+    num_runs: int
+    num_bytes: int
+    num_words: int = -1
+    """Words of 16 bytes, or of fewer where the addresses allow no more; if not said, all are of 16."""
+
+    def __post_init__(self) -> None:
+        if min(self.num_reads, self.num_runs, self.num_bytes) < 0:
+            raise SpecError(f"traffic is counted from 0 up, got {self}")
+        if self.num_words < 0:
+            object.__setattr__(self, "num_words", -(-self.num_bytes // WORD_BYTES))
+
+    @classmethod
+    def of(cls, products: Iterable[Product], num_runs: int | None = None) -> Traffic:
+        """What products move, one read each. No list is made; ``num_runs`` is known to those who have it.
+
+        >>> from kvferry.core.runs import Runs
+        >>> pattern = Runs(np.array([0, 64]), np.array([0, 64]), np.array([32, 24]))
+        >>> Traffic.of([Product((Term(pattern, np.array([[0, 1024], [4096, 0]])),))])
+        Traffic(num_reads=1, num_runs=4, num_bytes=112, num_words=14)
+        """
+        some = [product for product in products if product.num_runs]
+        return cls(
+            len(some),
+            sum(product.num_runs for product in some) if num_runs is None else num_runs,
+            sum(product.total_bytes for product in some),
+            sum(_num_words(term) for product in some for term in product.terms),
+        )
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(
+            self.num_reads + other.num_reads,
+            self.num_runs + other.num_runs,
+            self.num_bytes + other.num_bytes,
+            self.num_words + other.num_words,
+        )
+
+    @property
+    def average_run_bytes(self) -> float:
+        return self.num_bytes / self.num_runs if self.num_runs else 0.0
+
+
+NO_TRAFFIC = Traffic(0, 0, 0)
+
+
+def _num_words(term: Term) -> int:
+    """How many words the runs of a term are, as wide as all their addresses allow."""
+    bits = term.pattern.bits | WORD_BYTES | int(np.bitwise_or.reduce(term.steps.ravel(), initial=0))
+    return term.total_bytes // (bits & -bits)
+
+
+class CostTerm(StrEnum):
+    """What a part of the time is spent on."""
+
+    READS = "reads"
+    RUNS = "runs"
+    BYTES = "bytes"
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a read, a run and a byte cost.
+
+    >>> cost = Cost(seconds_per_read=1e-4, seconds_per_run=2e-6, bytes_per_second=5e9)
+    >>> print(cost.of(Traffic(num_reads=2, num_runs=32768, num_bytes=32768 * 512)))
+    69.1 ms, 95 % of it for 32,768 runs of 512 bytes
+    """
+
+    seconds_per_read: float
+    seconds_per_run: float
+    bytes_per_second: float
+    is_by_words: bool = False
+    """Whether words are moved, as our kernel does: bytes in words of half the width take twice as long."""
+
+    def __post_init__(self) -> None:
+        fixed = (self.seconds_per_read, self.seconds_per_run)
+        if not (all(0 <= value < float("inf") for value in fixed) and self.bytes_per_second > 0):
+            raise SpecError(f"a cost is in seconds of 0 or more, and at a speed, got {self}")
+
+    def of(self, traffic: Traffic) -> Estimate:
+        """The seconds that traffic takes, if nothing else is under way."""
+        num_bytes = traffic.num_words * WORD_BYTES if self.is_by_words else traffic.num_bytes
+        return Estimate(
+            traffic,
+            reads_seconds=traffic.num_reads * self.seconds_per_read,
+            runs_seconds=traffic.num_runs * self.seconds_per_run,
+            bytes_seconds=num_bytes / self.bytes_per_second,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A predicted time, and what it is made of."""
+
+    traffic: Traffic
+    reads_seconds: float
+    runs_seconds: float
+    bytes_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.reads_seconds + self.runs_seconds + self.bytes_seconds
+
+    @property
+    def parts(self) -> dict[CostTerm, float]:
+        """The seconds by what they are spent on."""
+        seconds = (self.reads_seconds, self.runs_seconds, self.bytes_seconds)
+        return dict(zip(CostTerm, seconds, strict=True))
+
+    @property
+    def mostly(self) -> CostTerm:
+        """What most of the time is spent on."""
+        return max(self.parts, key=self.parts.__getitem__)
+
+    @property
+    def share(self) -> float:
+        """The part of the time that is spent on that."""
+        return self.parts[self.mostly] / self.seconds if self.seconds else 0.0
+
+    @property
+    def reason(self) -> str:
+        """What most of the time is spent on, with its number."""
+        traffic = self.traffic
+        match self.mostly:
+            case CostTerm.READS:
+                return f"starting {counted(traffic.num_reads, 'read')}"
+            case CostTerm.RUNS:
+                return f"{traffic.num_runs:,} runs of {traffic.average_run_bytes:,.0f} bytes"
+            case CostTerm.BYTES:
+                return f"{traffic.num_bytes:,} bytes"
+
+    def __str__(self) -> str:
+        return f"{self.seconds * 1e3:.1f} ms, {self.share:.0%} of it for {self.reason}".replace("%", " %")
 
 
 class Origin(StrEnum):

@@ -11,9 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.cli.link_profile import HOST_CMA, SAME_GPU, SAME_GPU_DIRECT, TCP_STREAM, LinkProfile, Origin
-from kvferry.core.cost import Cost, Traffic
-from kvferry.core.way import Way
+from kvferry.cli.link_profile import (
+    HOST_CMA,
+    SAME_GPU,
+    SAME_GPU_DIRECT,
+    TCP_STREAM,
+    Cost,
+    LinkProfile,
+    Origin,
+    Traffic,
+)
+from kvferry.core.choices import Way
 from kvferry.errors import SpecError
 
 MIN_LOADS = 3

@@ -13,7 +13,7 @@ from kvferry.cli.options import Json, examples
 
 if TYPE_CHECKING:
     from kvferry.models import Model
-    from kvferry.models.cache import Cache
+    from kvferry.models.model import Cache
 
 HELP = "\n\n".join(
     (

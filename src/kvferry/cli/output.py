@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.core.explain import name_together
+from kvferry.core.plan import name_together
 from kvferry.core.state import State
 from kvferry.core.words import counted
 from kvferry.errors import Code, Finding

@@ -16,7 +16,7 @@ from kvferry.core.identity import IdentityCheck, compare_identity
 from kvferry.errors import Finding, KVFerryError, SpecError
 from kvferry.models import Topology
 from kvferry.models.model import is_offline
-from kvferry.models.servable import why_not_served
+from kvferry.models.topology import why_not_served
 
 HEAD_MAJOR = "HND"
 """The layout in which a rank's heads are long runs, whatever the other side's ranks hold."""

@@ -9,11 +9,10 @@ from rich.console import Console
 
 from kvferry.cli import output as page
 from kvferry.cli.bill import Bill, LinkBill
-from kvferry.cli.link_profile import Origin
+from kvferry.cli.link_profile import CostTerm, Estimate, Origin
 from kvferry.cli.output import finding_object, milliseconds, num_bytes, print_table, remedy, table, wrapped
 from kvferry.cli.plan_answer import PlanAnswer, Warned
 from kvferry.core.choices import Placement
-from kvferry.core.cost import CostTerm, Estimate
 from kvferry.core.manifest import Manifest
 from kvferry.core.words import counted
 

@@ -59,7 +59,7 @@ def runs(
     with at(str(request)):
         selection = kvferry.select(route, asked, slack=slack)
     if as_json:
-        from kvferry.wire.runs import selection_to_json
+        from kvferry.wire.request import selection_to_json
 
         sys.stdout.write(selection_to_json(plan, selection).decode())
     else:

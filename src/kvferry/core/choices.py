@@ -28,3 +28,20 @@ class Slack(StrEnum):
     """Copy them along where that makes fewer runs, else name them to be zeroed. Nothing stale is left."""
     LEAVE = "leave"
     """Leave them: the engine clears its blocks itself."""
+
+
+class Way(StrEnum):
+    """How the bytes of a remote rank come; DESIGN: the ways to move.
+
+    >>> Way("mapped") is Way.MAPPED
+    True
+    """
+
+    DIRECT = "direct"
+    """The fabric reads the remote memory, run by run."""
+    MAPPED = "mapped"
+    """Its device memory is open in this process, and a kernel of ours copies."""
+    PACKED = "packed"
+    """The remote rank gathers them and sends them over a stream; we scatter them."""
+    MEMORY = "memory"
+    """Both ranks are in this process."""

@@ -34,10 +34,12 @@ from kvferry.core.digest_cells import (
     CellPattern,
     ChunkedCells,
     ChunkSums,
+    Words,
     is_inside,
+    keys_of,
+    keys_of_names,
     sums_by_numpy,
 )
-from kvferry.core.digest_keys import Words, keys_of, keys_of_names
 from kvferry.core.manifest import Manifest, Rank
 from kvferry.core.plan import Plan
 from kvferry.core.request import BlockTable, Request

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from kvferry.channel import Channel, ContactChange, Received
 from kvferry.errors import KVFerryError
 from kvferry.log import is_worth_a_line, log_of
-from kvferry.wire.bad_input import printable
+from kvferry.wire.reading import printable
 
 log = log_of(__name__)
 

@@ -54,8 +54,8 @@ from kvferry.runtime.values import (
 )
 from kvferry.transport.base import Transport
 from kvferry.wire.messages import decode_from_authority, encode
+from kvferry.wire.secret import Trust
 from kvferry.wire.ticket import Ticket
-from kvferry.wire.trust import Trust
 
 if TYPE_CHECKING:
     from kvferry.endpoint.metrics import EngineMetrics  # needs Prometheus' package, which may be absent

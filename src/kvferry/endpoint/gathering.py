@@ -23,7 +23,6 @@ from kvferry.transport.base import Transport
 from kvferry.transport.pack import ChunkCopier, TermSide, check_room
 from kvferry.transport.stream_frames import GatherAnswers, GatheringTransport, StreamOffer
 from kvferry.transport.stream_sender import StreamSender, TicketKey
-from kvferry.wire.bad_input import printable
 from kvferry.wire.gather import (
     Gather,
     NotGathered,
@@ -33,8 +32,9 @@ from kvferry.wire.gather import (
     decode_to_rank,
     encode_rank_message,
 )
-from kvferry.wire.permit import RANK_KEY_BYTES
-from kvferry.wire.trust import Trust
+from kvferry.wire.reading import printable
+from kvferry.wire.secret import Trust
+from kvferry.wire.ticket import RANK_KEY_BYTES
 
 log = log_of(__name__)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvferry.errors import SpecError
-from kvferry.wire.trust import Trust
+from kvferry.wire.secret import Trust
 
 
 @dataclass(frozen=True, slots=True)

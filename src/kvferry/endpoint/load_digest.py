@@ -22,8 +22,7 @@ from kvferry.core.digest import (
     num_bytes,
     sums_to_bytes,
 )
-from kvferry.core.digest_cells import Bytes, ChunkedCells, ChunkSums, sums_by_numpy
-from kvferry.core.digest_keys import Words
+from kvferry.core.digest_cells import Bytes, ChunkedCells, ChunkSums, Words, sums_by_numpy
 from kvferry.core.manifest import Manifest, Rank, Region
 from kvferry.core.request import BlockTable
 from kvferry.core.state import check_range
@@ -37,9 +36,9 @@ from kvferry.runtime.active_fetches import ActiveFetches
 from kvferry.runtime.figures import rank_block_bytes
 from kvferry.runtime.values import Effect, TakeDigest
 from kvferry.transport.digest_kernel import DigestKernel, digest_kernel
-from kvferry.wire.bad_input import printable
 from kvferry.wire.digest import question_from_msgpack, question_to_msgpack
 from kvferry.wire.messages import DigestResult, DigestTask
+from kvferry.wire.reading import printable
 from kvferry.wire.ticket import TableDoc
 
 HOST = "cpu"

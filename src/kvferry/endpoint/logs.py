@@ -13,9 +13,8 @@ from kvferry.log import is_worth_a_line, log_of
 from kvferry.runtime import FailureCode, Released, Report
 from kvferry.runtime.figures import NO_WAY
 from kvferry.runtime.values import Record
-from kvferry.wire.bad_input import printable
-from kvferry.wire.limits import MAX_WORDS
 from kvferry.wire.messages import Denial, Message
+from kvferry.wire.reading import MAX_WORDS, printable
 
 LINES_PER_SECOND = 20
 BURST_LINES = 100

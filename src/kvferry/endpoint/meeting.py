@@ -12,14 +12,13 @@ from threading import Condition
 from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
 
+from kvferry.core.choices import Way
 from kvferry.core.identity import IdentityCheck, compare_identity
 from kvferry.core.lower import Route, lower
-from kvferry.core.manifest import Manifest
-from kvferry.core.outline import Outline
+from kvferry.core.manifest import Manifest, Outline
 from kvferry.core.plan import Plan, plan
 from kvferry.core.prove import prove
 from kvferry.core.select import Selection
-from kvferry.core.way import Way
 from kvferry.core.words import counted
 from kvferry.errors import KVFerryError, Refused, RequestError, SpecError, TransportError
 from kvferry.log import log_of
@@ -27,10 +26,9 @@ from kvferry.runtime import Failure, FailureCode
 from kvferry.runtime.failure import unfit
 from kvferry.runtime.values import Build, Peer
 from kvferry.transport.base import Connected, Transport
-from kvferry.wire.bad_input import printable
-from kvferry.wire.limits import MAX_WORDS
 from kvferry.wire.messages import RankDescription
 from kvferry.wire.outline import outline_from_msgpack, regions_at, with_ranks
+from kvferry.wire.reading import MAX_WORDS, printable
 
 Value = TypeVar("Value")
 

@@ -11,7 +11,7 @@ from hmac import compare_digest
 from typing import TYPE_CHECKING
 
 from kvferry.channel import ContactChange, Received
-from kvferry.core.outline import Outline
+from kvferry.core.manifest import Outline
 from kvferry.core.request import BlockTable
 from kvferry.endpoint.edges import Edges
 from kvferry.endpoint.invitation import Invitation, advertised, check_listen
@@ -24,7 +24,6 @@ from kvferry.log import log_of
 from kvferry.runtime import Authority, Offers, Released, Timing
 from kvferry.runtime.figures import Figures, block_bytes_of
 from kvferry.runtime.values import Merge, Send, Show, SourceEffect, Strike
-from kvferry.wire.bad_input import printable
 from kvferry.wire.messages import (
     TOO_LONG,
     AskStatus,
@@ -42,8 +41,9 @@ from kvferry.wire.messages import (
     too_long,
 )
 from kvferry.wire.outline import manifest_of_joins, outline_to_msgpack
+from kvferry.wire.reading import printable
+from kvferry.wire.secret import Trust, is_loopback
 from kvferry.wire.ticket import NOT_SAID, NotSaid, Ticket
-from kvferry.wire.trust import Trust, is_loopback
 
 if TYPE_CHECKING:
     from kvferry.endpoint.metrics import EngineMetrics  # needs Prometheus' package, which may be absent

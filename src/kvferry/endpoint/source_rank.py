@@ -21,7 +21,7 @@ from kvferry.runtime.values import AnswerDigest, MemberEffect, Send
 from kvferry.transport.base import Transport
 from kvferry.wire.messages import DigestResult, Join, ReleaseAck, decode_from_authority, encode
 from kvferry.wire.outline import join_of
-from kvferry.wire.trust import Trust
+from kvferry.wire.secret import Trust
 
 log = log_of(__name__)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from enum import StrEnum
 
 TESTED_VLLM = ("0.31", "0.32", "0.33")
@@ -41,3 +42,24 @@ def supported_text() -> str:
     '0.31, 0.32 and 0.33'
     """
     return f"{', '.join(TESTED_VLLM[:-1])} and {TESTED_VLLM[-1]}"
+
+
+_UNREAD = ("VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT")
+
+
+def unread_settings(environment: Mapping[str, str]) -> str:
+    """What is set for NixlConnector, and what to say here instead; empty if nothing is.
+
+    >>> unread_settings({"VLLM_NIXL_SIDE_CHANNEL_PORT": "5600", "VLLM_HOST_IP": "10.0.0.7"})
+    'VLLM_NIXL_SIDE_CHANNEL_PORT: set, but not read by kvferry. Where readers call this engine is said by ...
+    >>> unread_settings({"VLLM_HOST_IP": "10.0.0.7"})
+    ''
+    """
+    names = [name for name in _UNREAD if name in environment]
+    if not names:
+        return ""
+    return (
+        f"{', '.join(names)}: set, but not read by kvferry. Where readers call this engine is said by"
+        " the options listen (tcp://HOST:PORT) and advertise (HOST) in kv_connector_extra_config; without"
+        " them kvferry takes a free port, at VLLM_HOST_IP if there is a secret, else on loopback"
+    )

@@ -2,13 +2,127 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
+from itertools import pairwise
 
-from kvferry.core.shard import Sharding
+from kvferry.core.span import Span
 from kvferry.core.state import Axis, Kind, State, Tail
+from kvferry.core.view import Digit
+from kvferry.errors import SpecError
 from kvferry.layout.order import Fork, Order
-from kvferry.layout.parts import Dim, Item, PagePart
+
+
+class Sharding(StrEnum):
+    """How an axis is spread over the ranks of tensor parallelism."""
+
+    WHOLE = "whole"
+    """Every rank holds all of it (MLA latents, indexer keys)."""
+    EVEN = "even"
+    """Equal parts; sizes that do not divide are refused (recurrent states)."""
+    SPREAD = "spread"
+    """Each rank holds whatever its share touches: equal parts where they divide, one coordinate on
+    several ranks where there are more ranks than coordinates (KV heads)."""
+
+
+def held(sharding: Sharding, size: int, rank: int, num_ranks: int, *, what: str = "an axis") -> Span:
+    """The coordinates of an axis of ``size`` that rank ``rank`` of ``num_ranks`` holds.
+
+    >>> [str(held(Sharding.SPREAD, 8, r, 4)) for r in range(4)]
+    ['[0, 2)', '[2, 4)', '[4, 6)', '[6, 8)']
+    >>> [str(held(Sharding.SPREAD, 2, r, 4)) for r in range(4)]
+    ['[0, 1)', '[0, 1)', '[1, 2)', '[1, 2)']
+    >>> held(Sharding.EVEN, 8, 0, 3)
+    Traceback (most recent call last):
+    kvferry.errors.SpecError: an axis of 8 does not divide over 3 ranks
+    """
+    if sharding is Sharding.WHOLE:
+        return Span(0, size)
+    if sharding is Sharding.EVEN and size % num_ranks:
+        raise SpecError(f"{what} of {size} does not divide over {num_ranks} ranks")
+    return Span(rank * size // num_ranks, -(-(rank + 1) * size // num_ranks))
+
+
+def stages(num_layers: int, sizes: Sequence[int] | int) -> list[range]:
+    """The layers of each pipeline stage: given sizes, or a number of stages as equal as can be.
+
+    >>> stages(7, 2), stages(7, [2, 5])
+    ([range(0, 3), range(3, 7)], [range(0, 2), range(2, 7)])
+    """
+    if isinstance(sizes, int):
+        if not 1 <= sizes <= num_layers:
+            raise SpecError(f"{num_layers} layers do not make {sizes} pipeline stages")
+        edges = [stage * num_layers // sizes for stage in range(sizes + 1)]
+    else:
+        if sum(sizes) != num_layers or min(sizes, default=0) < 1:
+            raise SpecError(f"pipeline stages {list(sizes)} do not add up to {num_layers} layers")
+        edges = [sum(sizes[:stage]) for stage in range(len(sizes) + 1)]
+    return [range(a, b) for a, b in pairwise(edges)]
+
+
+def turn(rank: int, num_ranks: int) -> Digit:
+    """The digit of the token axis that says whose turn it is under context parallelism.
+
+    >>> turn(1, 4)
+    Digit(size=4, stride=0, held=Span(start=1, stop=2))
+    """
+    return Digit(num_ranks, 0, None if num_ranks == 1 else Span(rank, rank + 1))
+
+
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "uint8": 1}
+"""Bytes of an element, by our name of its dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """The smallest thing that is never cut: an element, or a packed row, or a whole opaque block.
+
+    >>> Item.of("bf16"), Item("uint8", 132, "fp8 row, fp32 scale").num_bytes
+    (Item(dtype='bf16', num_bytes=2, encoding='plain'), 132)
+    """
+
+    dtype: str
+    num_bytes: int
+    encoding: str = "plain"
+    """What else both sides must share to read it."""
+
+    @classmethod
+    def of(cls, dtype: str) -> Item:
+        """A plain element of a dtype."""
+        return cls(dtype, DTYPE_BYTES[dtype])
+
+
+@dataclass(frozen=True, slots=True)
+class Dim:
+    """An axis of a part, its size over all ranks, and how tensor parallelism spreads it."""
+
+    axis: str
+    size: int
+    sharding: Sharding = Sharding.WHOLE
+
+
+@dataclass(frozen=True, slots=True)
+class PagePart:
+    """One state of a layer: K, V, a latent, a scale, one piece of a convolution …"""
+
+    name: str
+    dims: tuple[Dim, ...]
+    item: Item
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of its axes."""
+        return tuple(dim.axis for dim in self.dims)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one cell, over all ranks."""
+        total = self.item.num_bytes
+        for dim in self.dims:
+            total *= dim.size
+        return total
+
 
 EVEN, SPREAD = Sharding.EVEN, Sharding.SPREAD
 

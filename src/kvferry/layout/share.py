@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry.core.box import TOKEN
-from kvferry.core.shard import held, turn
 from kvferry.core.span import Span
 from kvferry.core.state import Kind
 from kvferry.core.view import AxisMap, Digit
 from kvferry.errors import SpecError
 from kvferry.layout.order import Leaf
-from kvferry.layout.pages import Page
-from kvferry.layout.parts import PagePart
+from kvferry.layout.pages import Page, PagePart, held, turn
 
 Axes = tuple[tuple[str, AxisMap], ...]
 """As a view has them."""

@@ -1,8 +1,7 @@
 """Descriptions made offline: a model's config and a topology in, an engine's manifest out."""
 
-from kvferry.models.catalogue import catalogue, model_named
 from kvferry.models.describe import describe
-from kvferry.models.families import model_from_config
+from kvferry.models.families import catalogue, model_from_config, model_named
 from kvferry.models.model import Layer, Model
 from kvferry.models.topology import Topology
 

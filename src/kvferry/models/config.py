@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from kvferry.errors import SpecError
-from kvferry.models.cache import dtype_name
+from kvferry.models.model import dtype_name
 
 MAX_LAYERS = 10_000
 

@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from kvferry.core.manifest import Manifest, Rank, Region
-from kvferry.core.shard import stages
 from kvferry.core.state import Addressing, Group, State
 from kvferry.core.view import View
 from kvferry.errors import SpecError
-from kvferry.layout.named import OPAQUE, layout
 from kvferry.layout.order import (
     BLOCK,
     LAYER,
+    OPAQUE,
     Leaf,
     Node,
     Order,
@@ -23,14 +22,13 @@ from kvferry.layout.order import (
     Row,
     grow,
     in_kernel_blocks,
+    layout,
     num_bytes,
     spots,
 )
-from kvferry.layout.pages import Page, time_major
-from kvferry.layout.parts import PagePart
+from kvferry.layout.pages import Page, PagePart, stages, time_major
 from kvferry.layout.share import RankShare, num_cells
-from kvferry.models.cache import Cache
-from kvferry.models.model import Model
+from kvferry.models.model import Cache, Model
 from kvferry.models.topology import Topology
 
 POOL = "pool"

@@ -5,7 +5,74 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kvferry.core.identity import Identity
-from kvferry.models.cache import Cache
+from kvferry.core.state import Kind
+from kvferry.errors import SpecError
+from kvferry.layout.pages import DTYPE_BYTES, Item, Page, Sharding, k_and_v, opaque_block
+
+_HF_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "fp8": "fp8_e4m3"}
+
+
+def dtype_name(name: str) -> str:
+    """Our name of a dtype, from ours or from a config's.
+
+    >>> dtype_name("bfloat16"), dtype_name("torch.float32")
+    ('bf16', 'fp32')
+    """
+    short = name.removeprefix("torch.")
+    found = _HF_NAMES.get(short, short)
+    if found not in DTYPE_BYTES:
+        raise SpecError(f"no dtype {name!r}: name one of {', '.join(DTYPE_BYTES)}")
+    return found
+
+
+ATTENTION_PARTS = frozenset({"k", "v", "latent"})
+"""The parts that follow an engine's choice of cache dtype, and that its attention kernels may hide."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """One cache of one layer."""
+
+    name: str
+    """What it is called after its layer: ``attn``, ``mamba``, ``indexer`` …"""
+    page: Page
+    window: int = 0
+    tokens_per_block: int = 0
+    """A block size of its own; 0: the engine's."""
+    page_multiple: int = 1
+    """Pages are padded to a multiple of this many bytes."""
+
+    @property
+    def is_attention(self) -> bool:
+        return {part.name for part in self.page.parts} <= ATTENTION_PARTS
+
+    @property
+    def is_recurrent(self) -> bool:
+        return self.page.kind is Kind.RECURRENT
+
+    def with_dtype(self, dtype: str) -> Cache:
+        """The cache with all of its parts in another dtype."""
+        parts = tuple(replace(part, item=Item.of(dtype)) for part in self.page.parts)
+        return replace(self, page=replace(self.page, parts=parts))
+
+    def as_opaque(self, num_ranks: int, num_tokens: int) -> Cache:
+        """The cache in whole blocks of an unknown kernel."""
+        dims = [dim for part in self.page.parts for dim in part.dims]
+        heads = max((dim.size for dim in dims if dim.sharding is not Sharding.WHOLE), default=1)
+        shards = min(heads, num_ranks)
+        if heads % shards or num_ranks % shards:
+            raise SpecError(f"opaque blocks of {heads} heads do not divide over {num_ranks} ranks")
+        block_bytes = sum(part.num_bytes for part in self.page.parts) * num_tokens // shards
+        page = opaque_block(block_bytes, shards, num_tokens, f"opaque block of {num_tokens} tokens")
+        return replace(self, page=page, tokens_per_block=num_tokens, page_multiple=1)
+
+
+def attention(heads: int, dim: int, dtype: str, *, window: int = 0) -> Cache:
+    """Attention over K and V, one pair per KV head."""
+    item = Item.of(dtype)
+    page = Page(k_and_v(heads, (dim, dim), (item, item)))
+    return Cache("attn", page, window=window)
+
 
 OFFLINE = "described offline"
 

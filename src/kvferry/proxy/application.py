@@ -15,20 +15,23 @@ import msgspec
 from aiohttp import web
 
 from kvferry.proxy import bodies
-from kvferry.proxy.account import RequestAccount, RequestOutcome, log, request_name
-from kvferry.proxy.answers import (
+from kvferry.proxy.metrics import ProxyMetrics, RequestAccount, RequestOutcome, log, request_name
+from kvferry.proxy.servers import (
+    CHECK_SECONDS,
     NAME_HEADER,
     ErrorAnswer,
     EventStream,
+    ModelServer,
+    ServerFailed,
+    ServerPool,
     check_status,
     error_response,
+    failures_of,
     passed_on,
     payload_of,
     refuse,
     refuse_busy,
 )
-from kvferry.proxy.metrics import ProxyMetrics
-from kvferry.proxy.servers import CHECK_SECONDS, ModelServer, ServerFailed, ServerPool, failures_of
 from kvferry.proxy.settings import ProxySettings, Role
 
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")

@@ -2,12 +2,90 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import time
+import uuid
+from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from kvferry.proxy.account import RequestAccount, RequestOutcome
+log = logging.getLogger("kvferry.proxy")
+
+PLAIN = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+class RequestOutcome(StrEnum):
+    """How a request ended."""
+
+    ANSWERED = "answered"
+    """The whole answer went out."""
+    REFUSED = "refused"
+    """The request is wrong, or not allowed: the proxy or a server said so."""
+    BUSY = "busy"
+    """Too many requests are under way."""
+    PREFILL_FAILED = "prefill-failed"
+    DECODE_FAILED = "decode-failed"
+    """A server failed before the client saw anything of the answer."""
+    BROKE_OFF = "broke-off"
+    """A decode server failed while its answer went out."""
+    CLIENT_GONE = "client-gone"
+    """The client hung up, or did not take its answer."""
+    CUT_SHORT = "cut-short"
+    """The proxy stopped, and the request took longer than it waited."""
+
+
+def request_name(asked: str) -> str:
+    """A name that no other request has; one that a client wishes for is the beginning of it.
+
+    >>> request_name("order-17").startswith("order-17-"), len(request_name("no good name\\n"))
+    (True, 16)
+    """
+    own = uuid.uuid4().hex[:16]
+    return f"{asked}-{own}" if PLAIN.fullmatch(asked) else own
+
+
+@dataclass(slots=True)
+class RequestAccount:
+    """What became of a request, and when."""
+
+    path: str
+    name: str
+    outcome: RequestOutcome = RequestOutcome.CLIENT_GONE
+    """Until something else is known: a request whose client has gone ends without a word."""
+    status: int = 0
+    """The HTTP status that the client got; 0: none."""
+    prefill: str = ""
+    decode: str = ""
+    """The servers that served it."""
+    num_retries: int = 0
+    body_bytes: int = 0
+    """How much of the body is in memory."""
+    started: float = field(default_factory=time.monotonic)
+    prefilled: float = 0.0
+    """When the ticket was there, by the same clock; 0: never."""
+    first_byte: float = 0.0
+    """When the first byte of the answer came."""
+
+    def since(self, moment: float) -> float:
+        """Seconds from the start to a moment."""
+        return moment - self.started
+
+    def line(self) -> str:
+        """The account in one line."""
+        parts = [f"{self.path} {self.status or 'no answer'} {self.outcome}", f"request {self.name}"]
+        if self.prefill:
+            took = f" in {self.since(self.prefilled):.3f} s" if self.prefilled else ""
+            parts.append(f"prefill {self.prefill}{took}")
+        if self.decode:
+            first = f", first byte after {self.since(self.first_byte):.3f} s" if self.first_byte else ""
+            parts.append(f"decode {self.decode}{first}")
+        if self.num_retries:
+            parts.append(f"{self.num_retries} {'retry' if self.num_retries == 1 else 'retries'}")
+        return "; ".join((*parts, f"{self.since(time.monotonic()):.3f} s in all"))
+
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 

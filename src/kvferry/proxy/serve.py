@@ -4,15 +4,114 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
+from functools import partial
+from typing import Any
 
 from aiohttp import web
 
 from kvferry.errors import SpecError
-from kvferry.proxy.account import log
 from kvferry.proxy.application import Proxy
-from kvferry.proxy.connections import BoundedRunner, raise_file_limit
-from kvferry.proxy.settings import ProxySettings
+from kvferry.proxy.metrics import ProxyMetrics, log
+from kvferry.proxy.settings import ProxyLimits, ProxySettings
+
+SPARE_FILES = 64
+"""File descriptors that are neither a client's connection nor a server's."""
+
+
+def max_connections(max_requests: int, max_files: int) -> int:
+    """Half of the connections may be idle. A request needs two files: connections to its client and a server.
+
+    >>> max_connections(4096, 1 << 20), max_connections(4096, 1024)
+    (8192, 480)
+    """
+    return max(1, min(2 * max_requests, (max_files - SPARE_FILES) // 2))
+
+
+def raise_file_limit() -> None:
+    """Set the soft limit of open files to the hard one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def file_limit() -> int:
+    """How many files this process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 30 if soft == resource.RLIM_INFINITY else soft
+
+
+class BoundedRunner(web.AppRunner):
+    """Runs an application behind a ``BoundedServer``."""
+
+    def __init__(self, app: web.Application, limits: ProxyLimits, metrics: ProxyMetrics, **more: Any) -> None:
+        super().__init__(app, **more)
+        self._limits, self._metrics = limits, metrics
+
+    async def _make_server(self) -> BoundedServer:
+        return BoundedServer(await super()._make_server(), self._limits, self._metrics)
+
+
+class BoundedServer(web.Server):
+    """Closes connections that hold a place without a request.
+
+    A client has ``client_seconds`` for the headers of its first request, and to take each answer. A new
+    connection beyond the limit takes the place of the one that has been without a request for the longest.
+    """
+
+    def __init__(self, server: web.Server, limits: ProxyLimits, metrics: ProxyMetrics) -> None:
+        super().__init__(
+            self._handle,
+            request_factory=server.request_factory,
+            handler_cancellation=server.handler_cancellation,
+            **server._kwargs,
+        )
+        self._handle_request, self._metrics = server.request_handler, metrics
+        self._seconds = limits.client_seconds
+        self._max_connections = max_connections(limits.max_requests, file_limit())
+        self._open: dict[web.RequestHandler, asyncio.Transport] = {}
+        self._idle: dict[web.RequestHandler, asyncio.TimerHandle] = {}
+        """Connections without a request, the oldest first, and when they are looked at."""
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        """Take a connection, in the place of another one if there are too many."""
+        super().connection_made(handler, transport)
+        self._open[handler] = transport
+        if len(self._open) > self._max_connections:
+            self._abort(next(iter(self._idle), handler), "too-many")
+        if handler in self._open:
+            self._idle[handler] = self._loop.call_later(
+                self._seconds, partial(self._abort, handler, "no-request")
+            )
+
+    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+        """Forget a connection."""
+        super().connection_lost(handler, exc)
+        self._open.pop(handler, None)
+        self._not_idle(handler)
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        handler = request.protocol
+        self._not_idle(handler)
+        try:
+            return await self._handle_request(request)
+        finally:
+            if handler in self._open:
+                self._idle[handler] = self._loop.call_later(self._seconds, self._abort_unread, handler)
+
+    def _not_idle(self, handler: web.RequestHandler) -> None:
+        if timer := self._idle.pop(handler, None):
+            timer.cancel()
+
+    def _abort_unread(self, handler: web.RequestHandler) -> None:
+        if self._open[handler].get_write_buffer_size():
+            self._abort(handler, "answer-not-taken")
+
+    def _abort(self, handler: web.RequestHandler, reason: str) -> None:
+        self._metrics.aborted.labels(reason).inc()
+        self._not_idle(handler)
+        self._open.pop(handler).abort()
+
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

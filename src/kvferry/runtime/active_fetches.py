@@ -42,7 +42,7 @@ from kvferry.runtime.values import (
     Timing,
 )
 from kvferry.wire.messages import DigestAnswer, DigestRequest, Outcome, Settle, SettleAck
-from kvferry.wire.permit import permits_for
+from kvferry.wire.ticket import permits_for
 
 
 class ActiveFetches:

@@ -48,8 +48,7 @@ from kvferry.wire.messages import (
     Welcome,
     is_spoken,
 )
-from kvferry.wire.permit import make_proofs
-from kvferry.wire.ticket import Ticket
+from kvferry.wire.ticket import Ticket, make_proofs
 
 
 @dataclass(slots=True)

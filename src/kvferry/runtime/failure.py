@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvferry.errors import RequestError
+from kvferry.wire.secret import SET_A_SECRET, Trust, is_loopback
 from kvferry.wire.ticket import Ticket, is_sealed, is_text_sealed
-from kvferry.wire.trust import SET_A_SECRET, Trust, is_loopback
 
 
 class FailureCode(StrEnum):

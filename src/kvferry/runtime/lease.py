@@ -13,8 +13,8 @@ from kvferry.core.request import BlockTable
 from kvferry.errors import SpecError
 from kvferry.runtime.failure import FailureCode
 from kvferry.runtime.values import Released
-from kvferry.wire.limits import MAX_REQUEST_ID, check_name
 from kvferry.wire.messages import MARK_BYTES, TOKEN_BYTES, Acquire, Join, Outcome, Settle
+from kvferry.wire.reading import MAX_REQUEST_ID, check_name
 from kvferry.wire.ticket import NOT_SAID, NotSaid, Ticket, is_proved, seal, sign, tables_to_wire
 
 MAX_READER_RANKS = 1 << 16

@@ -23,7 +23,6 @@ from kvferry.runtime.figures import Figures, by_label
 from kvferry.runtime.meetings import AT_WORK, Lost, Meeting, Meetings
 from kvferry.runtime.questions import Questions
 from kvferry.runtime.values import MAX_SHOWN, Drop, Effect, Fetch, HangUp, Peer, Send, Timing
-from kvferry.wire.limits import check_name
 from kvferry.wire.messages import (
     MAX_BATCH,
     TOKEN_BYTES,
@@ -39,6 +38,7 @@ from kvferry.wire.messages import (
     SettleAck,
     Welcome,
 )
+from kvferry.wire.reading import check_name
 from kvferry.wire.ticket import Ticket
 
 

@@ -10,7 +10,7 @@ from enum import StrEnum
 from kvferry.core.owned import BlockBytes, OwnedBytes
 from kvferry.core.view import Ints
 from kvferry.errors import SpecError
-from kvferry.wire.permit import read_permit
+from kvferry.wire.ticket import read_permit
 
 
 class GatherRefusal(StrEnum):

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, ParamSpec, Protocol, TypeVar
 
+from kvferry.core.choices import Way
 from kvferry.core.manifest import Region
 from kvferry.core.product import Product
 from kvferry.core.runs import Runs
-from kvferry.core.way import Way
 from kvferry.errors import TransportError
 from kvferry.log import log_of
 

@@ -16,8 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.core.digest_cells import CellChunks, CellPattern, ChunkedCells
-from kvferry.core.digest_keys import Words
+from kvferry.core.digest_cells import CellChunks, CellPattern, ChunkedCells, Words
 from kvferry.core.manifest import Region
 from kvferry.core.view import Ints
 from kvferry.errors import TransportError

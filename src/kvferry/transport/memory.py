@@ -19,10 +19,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.core.choices import Way
 from kvferry.core.manifest import Rank, Region
 from kvferry.core.product import Product, listed
 from kvferry.core.runs import Runs
-from kvferry.core.way import Way
 from kvferry.errors import SpecError, TransportError
 from kvferry.transport.base import CANCELLED, Connected, DeviceEvent, Gate, ReadEnd, Transfers
 from kvferry.transport.places import Places, checked

@@ -21,10 +21,10 @@ from time import monotonic
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.core.choices import Way
 from kvferry.core.manifest import Region
 from kvferry.core.product import Product
 from kvferry.core.runs import Runs
-from kvferry.core.way import Way
 from kvferry.errors import TransportError
 from kvferry.log import log_of
 from kvferry.transport.agent import FabricAgent, RegionTable, SlicePair

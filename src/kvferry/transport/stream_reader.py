@@ -18,8 +18,8 @@ from functools import partial
 from itertools import count
 from time import monotonic
 
+from kvferry.core.choices import Way
 from kvferry.core.product import Product, Term
-from kvferry.core.way import Way
 from kvferry.errors import TransportError
 from kvferry.log import log_of
 from kvferry.transport.base import CANCELLED, Connected, DeviceEvent, Report, Start, quietly

@@ -10,8 +10,7 @@ from kvferry.wire.manifest import (
     manifest_to_json,
     manifest_to_msgpack,
 )
-from kvferry.wire.request import request_from_json, request_to_json
-from kvferry.wire.runs import selection_to_json
+from kvferry.wire.request import request_from_json, request_to_json, selection_to_json
 
 __all__ = [
     "manifest_from_json",

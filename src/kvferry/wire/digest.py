@@ -12,8 +12,7 @@ from kvferry.core.digest import DigestPart
 from kvferry.core.span import Span, Spans, count, normal
 from kvferry.core.state import check_range
 from kvferry.errors import SpecError
-from kvferry.wire.limits import Name
-from kvferry.wire.reading import SpanDoc, read_msgpack, span_docs
+from kvferry.wire.reading import Name, SpanDoc, read_msgpack, span_docs
 
 MAX_COORDINATE = 1 << 40
 MAX_SPANS = 1 << 16

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
-from kvferry.wire.limits import Name, Words
 from kvferry.wire.messages import decoded
+from kvferry.wire.reading import Name, Words
 
 Column = bytes
 """Whole numbers of 64 bits, signed, the lowest byte first."""

@@ -18,9 +18,7 @@ from kvferry.core.span import Span
 from kvferry.core.state import Addressing, Axis, Group, Kind, State, Tail
 from kvferry.core.view import AxisMap, Digit, View
 from kvferry.errors import SpecError
-from kvferry.wire.bad_input import PlacedPart, first_wrong, key_step
-from kvferry.wire.reading import Doc, read_json, read_msgpack
-from kvferry.wire.text import write_json
+from kvferry.wire.reading import Doc, PlacedPart, first_wrong, key_step, read_json, read_msgpack, write_json
 
 READABLE = range(1, VERSION + 1)
 """A manifest of version 1 is one of version 2 that says nothing about its model."""

@@ -15,7 +15,7 @@ from typing import TypeVar, get_args
 import msgspec
 
 from kvferry.errors import SpecError
-from kvferry.wire.limits import Name, Words
+from kvferry.wire.reading import Name, Words
 from kvferry.wire.ticket import TableDoc, Ticket
 
 PROTOCOL = 5

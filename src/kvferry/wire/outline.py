@@ -13,8 +13,7 @@ from dataclasses import replace
 import msgspec
 
 from kvferry.core.box import TOKEN, Box
-from kvferry.core.manifest import VERSION, Holders, Manifest, Rank, Region, check_apart, merge
-from kvferry.core.outline import Outline
+from kvferry.core.manifest import VERSION, Holders, Manifest, Outline, Rank, Region, check_apart, merge
 from kvferry.core.span import Span, Spans, normal
 from kvferry.core.state import MAX_AXIS, Kind, State, check_range
 from kvferry.core.view import MAX_PARTS

@@ -6,14 +6,13 @@ import base64
 import binascii
 import hashlib
 import hmac
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
 from kvferry.core.request import BlockTable, check_tables
 from kvferry.errors import SpecError
-from kvferry.wire.limits import Name, RequestId
-from kvferry.wire.reading import decode_msgpack
+from kvferry.wire.reading import Name, RequestId, decode_msgpack
 
 MAX_TICKET_BYTES = 4 << 20
 
@@ -156,3 +155,49 @@ def _decoded(text: str) -> bytes:
         return base64.urlsafe_b64decode(text.encode("ascii", "replace"))
     except (binascii.Error, ValueError) as error:
         raise SpecError(f"ticket: not base64: {error}") from None
+
+
+RANK_KEY_BYTES = 32
+"""Of the key that a rank draws at its start."""
+
+
+class Permit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A ticket, and the proof that its authority granted it."""
+
+    ticket: Ticket
+    proof: bytes
+
+
+def make_proofs(ticket: Ticket, rank_keys: Mapping[int, bytes]) -> dict[int, bytes]:
+    """The proofs of a granted ticket, for every rank that has a key.
+
+    >>> ticket = Ticket("prefill", 7, 1, "req-1", "tcp://127.0.0.1:5555", 300, {}, lease_ms=30_000)
+    >>> proofs = make_proofs(ticket, {0: bytes(32), 1: b""})
+    >>> [*proofs], read_permit(permits_for(ticket, proofs, [0, 1])[0], bytes(32)) == ticket
+    ([0], True)
+    >>> read_permit(permits_for(ticket, proofs, [0])[0], b"another rank's key")
+    Traceback (most recent call last):
+    kvferry.errors.SpecError: permit: this rank's authority did not grant the ticket
+    """
+    if not any(rank_keys.values()):
+        return {}
+    fingerprint = ticket.fingerprint
+    return {rank: _proof(fingerprint, key) for rank, key in rank_keys.items() if key}
+
+
+def permits_for(ticket: Ticket, proofs: Mapping[int, bytes], ranks: Iterable[int]) -> dict[int, bytes]:
+    """What a reader shows to each of these ranks, as bytes; nothing to one that wants none."""
+    bare = ticket.unsealed
+    return {rank: msgspec.msgpack.encode(Permit(bare, proofs[rank])) for rank in ranks if rank in proofs}
+
+
+def read_permit(data: bytes, rank_key: bytes) -> Ticket:
+    """The ticket of a permit; raises SpecError unless the authority of the rank with this key granted it."""
+    permit = decode_msgpack(data, Permit)
+    if not hmac.compare_digest(permit.proof, _proof(permit.ticket.fingerprint, rank_key)):
+        raise SpecError("permit: this rank's authority did not grant the ticket")
+    return permit.ticket
+
+
+def _proof(fingerprint: bytes, rank_key: bytes) -> bytes:
+    return hmac.digest(rank_key, b"gather\0" + fingerprint, "sha256")

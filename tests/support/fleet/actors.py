@@ -19,9 +19,8 @@ from kvferry.endpoint import Invitation, SourceEngine
 from kvferry.runtime import Released, Timing
 from kvferry.transport.base import Transport
 from kvferry.transport.nixl import NixlTransport
-from kvferry.wire.secret import Secret
+from kvferry.wire.secret import Secret, Trust
 from kvferry.wire.ticket import Ticket
-from kvferry.wire.trust import Trust
 
 
 @dataclass(frozen=True)

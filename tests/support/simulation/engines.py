@@ -12,8 +12,8 @@ from kvferry.endpoint import Destination, SourceEngine, SourceRank
 from kvferry.endpoint.invitation import Invitation
 from kvferry.errors import SpecError
 from kvferry.runtime import Timing
+from kvferry.wire.secret import Trust
 from kvferry.wire.ticket import Ticket
-from kvferry.wire.trust import Trust
 from tests.support.simulation.cells import (
     DST_STALE,
     MISFIT,

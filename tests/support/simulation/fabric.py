@@ -15,10 +15,10 @@ from typing import Protocol
 
 import numpy as np
 
+from kvferry.core.choices import Way
 from kvferry.core.manifest import Region
 from kvferry.core.product import Product, listed
 from kvferry.core.runs import Runs
-from kvferry.core.way import Way
 from kvferry.errors import TransportError
 from kvferry.transport.base import CANCELLED, Connected, DeviceEvent, ReadEnd
 from kvferry.transport.places import Places, checked

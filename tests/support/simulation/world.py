@@ -5,10 +5,9 @@ from __future__ import annotations
 from functools import partial
 from random import Random
 
-from kvferry.core.way import Way
+from kvferry.core.choices import Way
 from kvferry.runtime import FailureCode, Timing
-from kvferry.wire.secret import Secret
-from kvferry.wire.trust import Trust
+from kvferry.wire.secret import Secret, Trust
 from tests.support.simulation.boards import SimulatedBoards
 from tests.support.simulation.cells import MAX_TOKENS, MISFIT, WEIGHTS
 from tests.support.simulation.engines import SimulatedDestination, SimulatedSource, Surroundings

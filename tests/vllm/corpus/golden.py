@@ -11,8 +11,7 @@ from itertools import permutations
 from pathlib import Path
 
 import kvferry
-from kvferry.cli.link_profile import link_profile
-from kvferry.core.cost import Traffic
+from kvferry.cli.link_profile import Traffic, link_profile
 from kvferry.core.manifest import Manifest, compare
 from kvferry.core.sample import Placement, sample_request
 from kvferry.core.select import Selection

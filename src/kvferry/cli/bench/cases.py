@@ -16,7 +16,7 @@ from kvferry.core.runs import Runs
 from kvferry.core.view import Ints
 from kvferry.errors import SpecError
 from kvferry.models import Layer, Model, Topology, describe
-from kvferry.models.cache import attention
+from kvferry.models.model import attention
 from kvferry.transport.cuda import Cuda
 
 Bytes = NDArray[np.uint8]

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvferry.cli.bench.cases import BenchCase
 from kvferry.cli.bench.sides import OURS, TRANSPORT_RIVALS
+from kvferry.cli.link_profile import Traffic
 from kvferry.cli.measured_link import MeasuredCosts, how_close, known_cost
 from kvferry.cli.output import (
     console,
@@ -23,7 +24,6 @@ from kvferry.cli.output import (
     verdict,
     wrapped,
 )
-from kvferry.core.cost import Traffic
 
 FORMAT = 1
 """The version of the JSON document."""

@@ -22,8 +22,8 @@ from kvferry.runtime import Report, Timing
 from kvferry.transport.base import Transport
 from kvferry.transport.cuda import Cuda
 from kvferry.transport.nixl import NixlTransport
+from kvferry.wire.secret import Trust
 from kvferry.wire.ticket import Ticket
-from kvferry.wire.trust import Trust
 
 NUMBERED_CELLS = Identity.of({STATED: "cells numbered by kvferry.pattern"})
 """What fills the caches of these engines, whichever model they are described after."""

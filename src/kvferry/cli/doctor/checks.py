@@ -17,7 +17,7 @@ from kvferry.cli.doctor.seen import (
     SecretSeen,
 )
 from kvferry.cli.output import gigabytes_per_second, num_bytes
-from kvferry.core.way import Way
+from kvferry.core.choices import Way
 from kvferry.integrations.supported import TESTED_VLLM, Standing, standing_of, supported_text
 from kvferry.transport.settings import EXPOSE_SETTING, WAY_SETTING, Expose, WayChoice
 from kvferry.transport.ucx import UCX_GET_ZCOPY, UCX_TRANSPORTS

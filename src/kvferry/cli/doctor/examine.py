@@ -37,8 +37,7 @@ from kvferry.endpoint.invitation import EVERY_HOST
 from kvferry.errors import SpecError
 from kvferry.transport.nixl_agent import NixlBuild
 from kvferry.transport.settings import EXPOSE_SETTING, Expose
-from kvferry.wire.secret import Secret
-from kvferry.wire.trust import is_loopback
+from kvferry.wire.secret import Secret, is_loopback
 
 FORMAT = 1
 QUESTION, ANSWER = "kvferry doctor asks", "kvferry doctor answers"

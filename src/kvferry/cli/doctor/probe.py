@@ -24,8 +24,8 @@ from kvferry.cli.bench.cases import BenchMemory, Bytes, Stretch, contents
 from kvferry.cli.bench.sides import timed_read
 from kvferry.cli.doctor.seen import HOST, ReadsSeen, TimedRead
 from kvferry.cli.processes import AskingTransport, RankCard, Worker, gather_openly
+from kvferry.core.choices import Way
 from kvferry.core.runs import Runs
-from kvferry.core.way import Way
 from kvferry.errors import TransportError
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.nixl_agent import NixlBuild, describe_build

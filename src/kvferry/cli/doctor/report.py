@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from kvferry.cli.doctor.seen import Diagnosis, Level, ListenerSeen, Observed, ProfileSeen, ReadsSeen
-from kvferry.cli.link_profile import LinkProfile
+from kvferry.cli.link_profile import LinkProfile, Traffic
 from kvferry.cli.measured_link import measured_links
 from kvferry.cli.output import (
     console,
@@ -25,7 +25,6 @@ from kvferry.cli.output import (
     table,
     wrapped,
 )
-from kvferry.core.cost import Traffic
 from kvferry.core.words import counted
 from kvferry.errors import SpecError
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
 
-from kvferry.core.way import Way
+from kvferry.core.choices import Way
 from kvferry.transport.settings import EXPOSE_SETTING, Expose
 
 HOST = "host"

@@ -22,7 +22,7 @@ from kvferry.endpoint.secret_source import secret_from_environment
 from kvferry.host.listening import Listener, listeners
 from kvferry.transport.cards import Card, GatherPoint
 from kvferry.transport.nixl import NixlTransport
-from kvferry.wire.trust import Trust, is_loopback
+from kvferry.wire.secret import Trust, is_loopback
 
 SCHEME = "tcp://"
 SHAPE = CacheShape(run_bytes=4096, num_blocks=4)

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from math import ceil, floor, log10
 
 from kvferry.cli.bill import LinkBill
-from kvferry.cli.link_profile import RDMA_400, Origin
+from kvferry.cli.link_profile import RDMA_400, CostTerm, Origin
 from kvferry.cli.output import milliseconds
 from kvferry.cli.picture.bands import Band, HeldShare, StateRow
-from kvferry.core.cost import CostTerm
 
 WIDTH = 1000.0
 """Of every strip. A page stretches it to the width that it has."""

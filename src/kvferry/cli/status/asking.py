@@ -13,7 +13,7 @@ from kvferry.cli.status.reported import Look, reported
 from kvferry.endpoint.secret_source import secret_from_environment, secret_from_file
 from kvferry.endpoint.status import ask_status, is_listening, live_sockets, read_status, sockets
 from kvferry.errors import SpecError
-from kvferry.wire.bad_input import printable
+from kvferry.wire.reading import printable
 from kvferry.wire.secret import Secret
 
 PATIENCE_SECONDS = 1.0

@@ -20,7 +20,7 @@ from kvferry.cli import output
 from kvferry.cli.status.asking import EngineAsker
 from kvferry.cli.status.board import Board, BoardTable, board, lines
 from kvferry.cli.status.reported import Watched
-from kvferry.wire.bad_input import printable
+from kvferry.wire.reading import printable
 
 # -- again and again -------------------------------------------------------------------------------
 

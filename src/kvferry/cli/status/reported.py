@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from kvferry.errors import SpecError
-from kvferry.wire.bad_input import printable
+from kvferry.wire.reading import printable
 
 StatusJson = Mapping[str, Any]
 """What an engine answered."""

@@ -11,8 +11,7 @@ from vllm.v1.request import Request, RequestStatus
 from kvferry.endpoint import SourceEngine
 from kvferry.endpoint.invitation import Invitation
 from kvferry.errors import SpecError
-from kvferry.integrations.vllm.scheduler.adapters import Adapters
-from kvferry.integrations.vllm.scheduler.tables import BlockIds, Groups, digest, is_identified
+from kvferry.integrations.vllm.scheduler.tables import Adapters, BlockIds, Groups, digest, is_identified
 from kvferry.integrations.vllm.shared.options import Options
 from kvferry.log import log_of
 from kvferry.runtime import Released

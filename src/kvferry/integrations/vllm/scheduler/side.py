@@ -12,11 +12,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from kvferry.endpoint.metric_table import Changes
-from kvferry.integrations.vllm.scheduler.adapters import Adapters
-from kvferry.integrations.vllm.scheduler.incoming import Incoming
+from kvferry.integrations.vllm.scheduler.incoming import Incoming, PrefixCache, cannot_keep_out
 from kvferry.integrations.vllm.scheduler.outgoing import Outgoing
-from kvferry.integrations.vllm.scheduler.prefix_cache import PrefixCache, cannot_keep_out
-from kvferry.integrations.vllm.scheduler.tables import BlockIds, Groups
+from kvferry.integrations.vllm.scheduler.tables import Adapters, BlockIds, Groups
 from kvferry.integrations.vllm.shared.dump import dump_engine
 from kvferry.integrations.vllm.shared.options import Options
 from kvferry.integrations.vllm.shared.stats import LoadStats

@@ -4,20 +4,112 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
+from vllm.lora.utils import get_adapter_absolute_path
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheConfig, MambaSpec
 from vllm.v1.request import Request
 
-from kvferry.core.held import held_from
-from kvferry.core.request import HOLE, BlockTable
+from kvferry.checkpoint import adapter_digest
+from kvferry.core.request import HOLE, BlockTable, held_from
 from kvferry.core.span import Span, Spans
-from kvferry.core.state import Addressing
+from kvferry.core.state import Addressing, Group
 from kvferry.errors import SpecError
-from kvferry.integrations.vllm.scheduler.adapters import Adapters
-from kvferry.integrations.vllm.scheduler.filling import Filling, filling
 from kvferry.integrations.vllm.shared.groups import describe_group, needed_tokens, spec_of_group
+from kvferry.log import log_of
+
+
+@dataclass(frozen=True)
+class Filling:
+    """What a load brings, group by group."""
+
+    need: dict[str, Spans]
+    """The tokens to load."""
+    partial: dict[str, range]
+    """Blocks that get only their last tokens, or none, by their places in the block table."""
+    held_from: int
+    """From this token on, the load leaves no cell of its blocks unfilled."""
+
+
+def filling(
+    groups: Iterable[Group],
+    tables: Mapping[str, BlockTable],
+    need: Mapping[str, Spans],
+    num_tokens: int,
+    num_kept: int,
+    held_from: int | None,
+) -> Filling:
+    """Load whole blocks if the source holds all tokens from ``held_from`` on; else say which stay partial.
+
+    ``num_kept`` tokens are here already. A window of 60 tokens needs 50 of the second block's 64 tokens:
+
+    >>> window, table = Group("window", 9, 64, window=60), {"window": BlockTable.of([HOLE, 4, 7])}
+    >>> need = {"window": (Span(78, 138),)}
+    >>> filling([window], table, need, 138, 0, held_from=64).need
+    {'window': (Span(start=64, stop=138),)}
+    >>> filling([window], table, need, 138, 0, held_from=65).partial
+    {'window': range(1, 2)}
+    """
+    wanted, partial, oldest = dict(need), dict[str, range](), 0
+    for group in groups:
+        if group.addressing is not Addressing.TABLE:
+            continue
+        size = group.tokens_per_block
+        first = _first_own_block(tables[group.name], -(-num_kept // size))
+        # A chunk of local attention may begin right behind the loaded tokens: nothing is needed then.
+        start = need[group.name][0].start if need[group.name] else num_tokens
+        if first * size >= start:
+            continue
+        if held_from is not None and first * size >= held_from:
+            wanted[group.name] = (Span(first * size, num_tokens),)
+        else:
+            partial[group.name], oldest = range(first, -(-start // size)), max(oldest, start)
+    return Filling(wanted, partial, oldest)
+
+
+def _first_own_block(table: BlockTable, first: int) -> int:
+    """The place of the first block from ``first`` on that is no hole."""
+    own = np.flatnonzero(table.block_ids[first:] != HOLE)
+    return first + int(own[0]) if own.size else len(table.block_ids)
+
+
+log = log_of(__name__)
+
+MAX_ADAPTERS = 4096
+"""Adapters that are remembered."""
+
+
+class Adapters:
+    """What each adapter is; its files are read once, when it is first used."""
+
+    def __init__(self, *, is_unchecked: bool = False) -> None:
+        """``is_unchecked``: an adapter whose content is not known is taken by its name, not refused."""
+        self._is_unchecked = is_unchecked
+        self._known: dict[tuple[int, str], str] = {}
+
+    def identity(self, adapter: LoRARequest) -> str:
+        """What must be equal on both sides. An engine keeps what it loaded, so later files do not count."""
+        key = (adapter.lora_int_id, adapter.lora_path)
+        if key not in self._known or adapter.load_inplace:
+            if len(self._known) >= MAX_ADAPTERS:
+                self._known.pop(next(iter(self._known)))
+            self._known[key] = self._read(adapter)
+        return self._known[key]
+
+    def _read(self, adapter: LoRARequest) -> str:
+        try:
+            return f"content {adapter_digest(Path(get_adapter_absolute_path(adapter.lora_path)))}"
+        except SpecError as error:
+            if not self._is_unchecked:
+                raise
+            log.warning("LoRA adapter %s is compared by its name only: %s", adapter.lora_name, error)
+            return f"name {adapter.lora_name}"
+
 
 NULL_BLOCK = 0
 """vLLM's own null block: a hole in a block table."""

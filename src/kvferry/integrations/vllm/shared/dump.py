@@ -10,10 +10,9 @@ from kvferry.errors import SpecError
 from kvferry.host.private_files import own_folder, write_private
 from kvferry.log import log_of
 from kvferry.wire import manifest_to_json
-from kvferry.wire.bad_input import printable
-from kvferry.wire.limits import MAX_WORDS
 from kvferry.wire.messages import Join
 from kvferry.wire.outline import manifest_of_joins
+from kvferry.wire.reading import MAX_WORDS, printable
 
 log = log_of(__name__)
 

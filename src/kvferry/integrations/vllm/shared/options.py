@@ -14,8 +14,7 @@ from kvferry.errors import SpecError
 from kvferry.runtime import Timing
 from kvferry.transport.nixl_agent import UCX
 from kvferry.transport.settings import WAY_SETTING, Expose, WayChoice
-from kvferry.wire.secret import Secret
-from kvferry.wire.trust import Trust
+from kvferry.wire.secret import Secret, Trust
 
 C = TypeVar("C", bound=Enum)
 

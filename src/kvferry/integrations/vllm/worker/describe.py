@@ -28,11 +28,15 @@ from vllm.v1.kv_cache_interface import (
 from kvferry.core.manifest import Manifest, Rank
 from kvferry.errors import SpecError
 from kvferry.integrations.vllm.shared.groups import describe_group, group_name
-from kvferry.integrations.vllm.worker.attention_layouts import CacheTensor, Contents, known_attention
 from kvferry.integrations.vllm.worker.described_layer import DescribedLayer, regions_of
 from kvferry.integrations.vllm.worker.layout_check import LayoutCheck
-from kvferry.integrations.vllm.worker.opaque import opaque
-from kvferry.integrations.vllm.worker.recurrent_layouts import known_state
+from kvferry.integrations.vllm.worker.layouts import (
+    CacheTensor,
+    Contents,
+    known_attention,
+    known_state,
+    opaque,
+)
 
 
 @dataclass(frozen=True)

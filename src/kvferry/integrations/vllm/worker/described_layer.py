@@ -12,10 +12,9 @@ from kvferry.core.manifest import Region
 from kvferry.core.state import Kind, State
 from kvferry.core.view import View
 from kvferry.errors import SpecError
-from kvferry.integrations.vllm.worker.attention_layouts import CacheTensor, Contents
+from kvferry.integrations.vllm.worker.layouts import CacheTensor, Contents
 from kvferry.layout.order import PART, Leaf, Spot, grow, num_bytes, spots
-from kvferry.layout.pages import Page
-from kvferry.layout.parts import PagePart
+from kvferry.layout.pages import Page, PagePart
 from kvferry.layout.share import RankShare
 
 

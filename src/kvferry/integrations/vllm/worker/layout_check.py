@@ -21,9 +21,8 @@ from kvferry.core.box import TOKEN
 from kvferry.core.state import Kind
 from kvferry.core.view import View
 from kvferry.errors import SpecError
-from kvferry.integrations.vllm.worker.attention_layouts import DTYPES, class_path
 from kvferry.integrations.vllm.worker.described_layer import DescribedLayer, regions_of
-from kvferry.integrations.vllm.worker.opaque import opaque
+from kvferry.integrations.vllm.worker.layouts import DTYPES, class_path, opaque
 from kvferry.log import log_of
 
 log = log_of(__name__)

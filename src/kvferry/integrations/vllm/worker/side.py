@@ -33,9 +33,9 @@ from kvferry.runtime import Failure, FailureCode, Released, Report
 from kvferry.transport.base import Transport
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.settings import Expose
-from kvferry.wire.bad_input import printable
 from kvferry.wire.messages import Join
 from kvferry.wire.outline import join_of
+from kvferry.wire.reading import printable
 from kvferry.wire.ticket import Ticket
 
 log = log_of(__name__)
