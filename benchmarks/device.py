@@ -37,8 +37,7 @@ from kvferry.transport.cuda import Cuda
 from kvferry.transport.mapped import Copy, DeviceCopier, MappedRank
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.places import Places
-from kvferry.transport.settings import WAY_SETTING, Expose, WayChoice
-from kvferry.transport.ucx import CUDA_ENVIRONMENT, FABRICS
+from kvferry.transport.settings import CUDA_ENVIRONMENT, FABRICS, WAY_SETTING, Expose, WayChoice
 from tests.support.fleet import DestinationFleet, SourceFleet
 from tests.support.fleet.actors import DestinationActor
 from tests.support.fleet.worker import Worker

@@ -29,8 +29,7 @@ from kvferry import Runs
 from kvferry.cli.processes import AskingTransport
 from kvferry.endpoint.secret_source import SECRET
 from kvferry.testing.transport_world import Holder, Source
-from kvferry.transport.settings import EXPOSE_SETTING, WAY_SETTING, Expose, WayChoice
-from kvferry.transport.ucx import FABRICS
+from kvferry.transport.settings import EXPOSE_SETTING, FABRICS, WAY_SETTING, Expose, WayChoice
 from tests.support.sources import LISTEN, serving
 
 POOL_BYTES = 256 << 20

@@ -19,8 +19,7 @@ from kvferry.transport.base import Connected, DeviceEvent, ReadEnd, Transport
 from kvferry.transport.cards import Card
 from kvferry.transport.cuda import Cuda
 from kvferry.transport.nixl import Agent, NixlTransport, RegionTable, SlicePair
-from kvferry.transport.settings import Expose, WayChoice
-from kvferry.transport.ucx import UcxSettings
+from kvferry.transport.settings import Expose, UcxSettings, WayChoice
 from tests.support.fleet.actors import DestinationActor
 
 

@@ -55,8 +55,7 @@ from kvferry.core.manifest import Region
 from kvferry.core.runs import Runs
 from kvferry.errors import TransportError
 from kvferry.transport.nixl import NixlTransport
-from kvferry.transport.settings import Expose, WayChoice
-from kvferry.transport.ucx import GPU_DRIVER, UCX_EMULATES, UCX_TRANSPORTS
+from kvferry.transport.settings import GPU_DRIVER, UCX_EMULATES, UCX_TRANSPORTS, Expose, WayChoice
 
 FOLDER = "KVFERRY_BENCH_FOLDER"
 """For files that both processes of vLLM's workers need."""

@@ -27,7 +27,7 @@ from kvferry import BlockTable, Manifest, Span
 from kvferry.models import Layer, Model, Topology, describe
 from kvferry.models.model import attention
 from kvferry.runtime import Timing
-from kvferry.transport.ucx import CUDA_ENVIRONMENT, FABRICS
+from kvferry.transport.settings import CUDA_ENVIRONMENT, FABRICS
 from tests.support.fleet import DestinationFleet, SourceFleet
 
 NUM_LAYERS, NUM_BLOCKS, BLOCK = 64, 512, 16

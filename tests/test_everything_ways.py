@@ -32,7 +32,7 @@ from kvferry.transport import Transport, agent_team
 from kvferry.transport.agent_team import ShareLimits
 from kvferry.transport.cuda import has_cuda
 from kvferry.transport.memory import Hub, MemoryTransport
-from kvferry.transport.ucx import FABRICS, UcxSettings
+from kvferry.transport.settings import FABRICS, UcxSettings
 from tests.support.sources import serving
 
 NUM_EXAMPLES = int(os.environ.get("KVFERRY_LAW_EXAMPLES", "2000")) // 20

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvferry.runtime import Timing
-from kvferry.transport.ucx import FABRICS
+from kvferry.transport.settings import FABRICS
 from tests.two_hosts import Host, two_hosts
 
 ROOT = Path(__file__).parents[1]

@@ -24,9 +24,9 @@ from msgspec import inspect
 
 from kvferry.core.manifest import VERSION
 from kvferry.transport import cards
-from kvferry.wire.gather import FromRank, ToRank
 from kvferry.wire.manifest import ManifestDoc
 from kvferry.wire.messages import PROTOCOL, FromAuthority, ToAuthority, encode
+from kvferry.wire.rank_asks import FromRank, ToRank
 from kvferry.wire.reading import laid_out
 from kvferry.wire.request import SelectionDoc
 from kvferry.wire.ticket import Permit, Ticket

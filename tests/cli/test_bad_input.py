@@ -167,6 +167,6 @@ def test_a_bug_is_called_a_bug(cli, monkeypatch):
 
 
 def test_a_reader_that_leaves_early_is_no_error():
-    command = f"{sys.executable} -m kvferry.cli describe --model deepseek-v3 --at tp=32 | head -c 20"
+    command = f"{sys.executable} -m kvferry describe --model deepseek-v3 --at tp=32 | head -c 20"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
     assert (len(done.stdout), done.stderr) == (20, "")

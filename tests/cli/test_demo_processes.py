@@ -11,7 +11,7 @@ from kvferry.cli.demo.engines import DemoSource
 from kvferry.cli.demo.pairs import BlockPool
 from kvferry.core.request import BlockTable
 from kvferry.transport.cuda import has_cuda
-from kvferry.transport.ucx import FABRICS
+from kvferry.transport.settings import FABRICS
 
 QUICK = ("demo", "--model", "llama-3.1-8b", "--src", "block=16", "--dst", "block=24,layout=NHD")
 FEW = ("--layers", "1", "--tokens", "200", "--requests", "2")

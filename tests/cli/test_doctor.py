@@ -19,13 +19,13 @@ from kvferry.cli.doctor.observe import own_address, setting_errors, settings
 from kvferry.cli.doctor.observe import secret as seen_secret
 from kvferry.cli.doctor.probe import DEVICE_SIZES, vm_error
 from kvferry.cli.doctor.seen import Condition
-from kvferry.cli.measured_link import measured_links
+from kvferry.cli.link_profile import measured_links
 from kvferry.endpoint.secret_source import SECRET, SECRET_FILE, secret_from_file
-from kvferry.transport.ucx import FABRICS
+from kvferry.transport.settings import FABRICS
 
 pytest.importorskip("nixl", exc_type=ImportError)
 
-DOCTOR = (sys.executable, "-m", "kvferry.cli", "doctor")
+DOCTOR = (sys.executable, "-m", "kvferry", "doctor")
 WITHOUT_CMA = (sys.executable, str(Path(__file__).with_name("without_cma.py")))
 PAGE = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
 LONG = 300
@@ -267,7 +267,7 @@ def test_the_secret_is_no_setting():
 def secret_file(tmp_path):
     def make(name: str, mode: int = 0o600) -> Path:
         path = tmp_path / name
-        argv = [sys.executable, "-m", "kvferry.cli", "keygen", "-o", str(path)]
+        argv = [sys.executable, "-m", "kvferry", "keygen", "-o", str(path)]
         subprocess.run(argv, check=True, timeout=LONG)
         path.chmod(mode)
         return path

@@ -8,8 +8,7 @@ import pytest
 from kvferry.cli.doctor.probe import SIZES
 from kvferry.cli.doctor.report import compared_profile, profile_document
 from kvferry.cli.doctor.seen import ReadsSeen, TimedRead
-from kvferry.cli.link_profile import Cost, Traffic
-from kvferry.cli.measured_link import measured_links
+from kvferry.cli.link_profile import Cost, Traffic, measured_links
 from kvferry.core.choices import Way
 
 MACHINE = {"processor": "abacus", "num_cores": 3, "device": ""}

@@ -50,7 +50,7 @@ def test_help_imports_no_more_than_it_needs():
 
 
 def test_a_poor_terminal_gets_question_marks():
-    argv = [sys.executable, "-m", "kvferry.cli", "plan", "--full", "--model", "gpt2", "--src", "tp=2"]
+    argv = [sys.executable, "-m", "kvferry", "plan", "--full", "--model", "gpt2", "--src", "tp=2"]
     env = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([*argv, "--dst", "tp=3"], capture_output=True, text=True, check=True, env=env)
     assert "PROVED" in done.stdout
@@ -59,6 +59,6 @@ def test_a_poor_terminal_gets_question_marks():
 
 def test_the_package_runs():
     done = subprocess.run(
-        [sys.executable, "-m", "kvferry.cli", "models"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "kvferry", "models"], capture_output=True, text=True, check=True
     )
     assert "llama-3.1-70b" in done.stdout

@@ -7,8 +7,7 @@ import pytest
 from kvferry.cli.bench.cases import BenchCase, BlockOrder, CacheShape
 from kvferry.cli.bench.report import BenchReport, RivalTimes
 from kvferry.cli.bench.sides import Rival
-from kvferry.cli.link_profile import Cost, Origin, Traffic
-from kvferry.cli.measured_link import measured_links
+from kvferry.cli.link_profile import Cost, Origin, Traffic, measured_links
 from kvferry.core.choices import Way
 from kvferry.errors import SpecError
 

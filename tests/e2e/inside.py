@@ -250,7 +250,7 @@ def sums(worker: Any, side: str, request: bytes, question: bytes, states: list[s
     """
     from kvferry.core.digest import DigestSide, sums_to_bytes
     from kvferry.wire import request_from_json
-    from kvferry.wire.digest import question_from_msgpack
+    from kvferry.wire.rank_asks import question_from_msgpack
 
     seed, asked = question_from_msgpack(question)
     parts = [replace(part, state=state) for part, state in zip(asked, states, strict=True)]

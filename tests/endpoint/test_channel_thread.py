@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvferry.channel import Channel, Received
-from kvferry.endpoint.channel_thread import WAIT_SECONDS, ChannelThread
+from kvferry.endpoint.edges import WAIT_SECONDS, ChannelThread
 from kvferry.endpoint.owner import MAX_AT_ONCE, Owner
 
 LONG = 1e9

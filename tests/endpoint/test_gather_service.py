@@ -19,7 +19,7 @@ from kvferry.runtime.ticket_guard import Admitted, GatherRefusal, Refusal, Ticke
 from kvferry.transport.pack import HostChunkCopier
 from kvferry.transport.places import Places
 from kvferry.transport.stream_frames import HEAD, HELLO, MAGIC, TAIL
-from kvferry.wire.gather import Gather, OpenStream, decode_from_rank, encode_rank_message
+from kvferry.wire.rank_asks import Gather, OpenStream, decode_from_rank, encode_rank_message
 from tests.runtime.test_ticket_guard import KEY, SRC, permit, ticket
 
 

@@ -20,9 +20,9 @@ from kvferry.pattern import fill_rank
 from kvferry.runtime import FailureCode
 from kvferry.testing.small import small
 from kvferry.transport.memory import Hub, MemoryTransport, placed
-from kvferry.wire.digest import question_to_msgpack
 from kvferry.wire.messages import DigestTask
 from kvferry.wire.outline import join_of
+from kvferry.wire.rank_asks import question_to_msgpack
 from kvferry.wire.ticket import TableDoc
 from tests.endpoint.conftest import IDENTITY
 from tests.support.faults import Faults

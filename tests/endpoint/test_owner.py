@@ -8,8 +8,7 @@ import pytest
 
 from kvferry.channel import Channel
 from kvferry.endpoint import owner as owner_module
-from kvferry.endpoint.channel_thread import ChannelThread
-from kvferry.endpoint.edges import WorkerThreads
+from kvferry.endpoint.edges import ChannelThread, WorkerThreads
 from kvferry.endpoint.owner import MANY_BYTES, MAX_AT_ONCE, Owner
 from kvferry.errors import KVFerryError, SpecError
 

@@ -164,7 +164,7 @@ def test_two_secrets_are_refused(tmp_path):
 
 def test_keygen_writes_what_is_read(tmp_path):
     path = tmp_path / "secret"
-    argv = [sys.executable, "-m", "kvferry.cli", "keygen"]
+    argv = [sys.executable, "-m", "kvferry", "keygen"]
     subprocess.run([*argv, "-o", str(path)], check=True)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert secret_from_file(path).key(Purpose.TICKETS)

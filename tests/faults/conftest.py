@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.models import Topology, describe, model_from_config
 from kvferry.runtime import Timing
-from kvferry.transport.ucx import FABRICS
+from kvferry.transport.settings import FABRICS
 from tests.support.fleet import (
     DestinationAccount,
     DestinationFleet,

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry.transport.ucx import FABRICS
+from kvferry.transport.settings import FABRICS
 from tests.support.fleet import until
 
 BIG = 2048

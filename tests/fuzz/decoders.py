@@ -31,8 +31,8 @@ from kvferry.wire import (
     request_to_json,
 )
 from kvferry.wire import messages as m
-from kvferry.wire.digest import question_from_msgpack, question_to_msgpack
-from kvferry.wire.gather import (
+from kvferry.wire.outline import outline_from_msgpack, outline_to_msgpack
+from kvferry.wire.rank_asks import (
     FromRank,
     Gather,
     NotGathered,
@@ -42,8 +42,9 @@ from kvferry.wire.gather import (
     decode_from_rank,
     decode_to_rank,
     encode_rank_message,
+    question_from_msgpack,
+    question_to_msgpack,
 )
-from kvferry.wire.outline import outline_from_msgpack, outline_to_msgpack
 from kvferry.wire.secret import Secret
 from kvferry.wire.ticket import TableDoc, Ticket, from_text, to_text
 

@@ -11,7 +11,7 @@ from kvferry.core.digest import cells_of, digest_parts
 from kvferry.core.manifest import Manifest
 from kvferry.core.plan import Plan
 from kvferry.wire import manifest_from_json, request_from_json
-from kvferry.wire.digest import question_to_msgpack
+from kvferry.wire.rank_asks import question_to_msgpack
 from tests.e2e.harness import Engine
 
 SEED = 20_26

@@ -415,7 +415,7 @@ def _ticket(attack: Attack) -> Any:
 
 
 def _gather_kinds() -> Any:
-    from kvferry.wire import gather
+    from kvferry.wire import rank_asks as gather
 
     return gather
 

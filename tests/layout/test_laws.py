@@ -32,14 +32,15 @@ from kvferry.layout.pages import (
     Item,
     Page,
     PagePart,
+    RankShare,
     delta_net,
     mamba1,
     mamba2,
     opaque_slot,
     time_major,
     turn,
+    with_turns,
 )
-from kvferry.layout.share import RankShare, with_turns
 
 Cell = tuple[str, str, tuple[tuple[str, int], ...]]
 """Layer, part, and a coordinate on each axis."""

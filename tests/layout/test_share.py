@@ -4,8 +4,7 @@ import pytest
 
 from kvferry.core.span import Span
 from kvferry.errors import SpecError
-from kvferry.layout.pages import Item, Page, k_and_v, opaque_block, values_then_scales
-from kvferry.layout.share import RankShare, num_cells
+from kvferry.layout.pages import Item, Page, RankShare, k_and_v, num_cells, opaque_block, values_then_scales
 
 BF16 = Item.of("bf16")
 PAGE = Page(k_and_v(8, (64, 64), (BF16, BF16)))

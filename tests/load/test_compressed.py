@@ -20,8 +20,7 @@ from kvferry.models import Model, Topology, describe
 from kvferry.testing.small import small
 from kvferry.transport.memory import Hub, MemoryTransport
 from kvferry.transport.nixl import NixlTransport
-from kvferry.transport.settings import Expose, WayChoice
-from kvferry.transport.ucx import FABRICS, UcxSettings
+from kvferry.transport.settings import FABRICS, Expose, UcxSettings, WayChoice
 from tests.load.both_roles import Engine, drive
 
 pytest.importorskip("nixl", exc_type=ImportError)

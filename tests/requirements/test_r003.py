@@ -12,8 +12,7 @@ from kvferry.core.sample import sample_request
 from kvferry.testing.oracle import check
 from kvferry.transport.memory import placed
 from kvferry.transport.nixl import Agent, NixlTransport
-from kvferry.transport.settings import Expose
-from kvferry.transport.ucx import FABRICS, UCX_TRANSPORTS
+from kvferry.transport.settings import FABRICS, UCX_TRANSPORTS, Expose
 
 TP_PAIRS = [(1, 1), (2, 2), (1, 2), (2, 4), (4, 4)]
 

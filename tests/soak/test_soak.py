@@ -24,7 +24,7 @@ import pytest
 from kvferry.models import Topology, describe
 from kvferry.runtime import Timing
 from kvferry.testing.small import small
-from kvferry.transport.ucx import FABRICS
+from kvferry.transport.settings import FABRICS
 from tests.support.fleet import (
     DestinationAccount,
     DestinationFleet,

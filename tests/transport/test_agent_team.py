@@ -22,7 +22,7 @@ from kvferry.transport.agent_team import ShareLimits, TeamLink, share_out
 from kvferry.transport.agent_thread import AgentLink
 from kvferry.transport.base import Connected
 from kvferry.transport.nixl import NixlTransport
-from kvferry.transport.ucx import FABRICS, UcxSettings
+from kvferry.transport.settings import FABRICS, UcxSettings
 from tests.support.sources import serving
 from tests.transport.fake_cuda import FakeCuda, FakeEvent
 

@@ -16,8 +16,7 @@ from kvferry.transport.agent import SlicePair
 from kvferry.transport.cards import Card
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.nixl_agent import Agent
-from kvferry.transport.settings import Expose
-from kvferry.transport.ucx import FABRICS, UCX_TRANSPORTS, UcxSettings
+from kvferry.transport.settings import FABRICS, UCX_TRANSPORTS, Expose, UcxSettings
 from tests.support.sources import serving
 
 pytest.importorskip("nixl", exc_type=ImportError)

@@ -10,8 +10,7 @@ from kvferry import Region
 from kvferry.errors import TransportError
 from kvferry.host.listening import listeners
 from kvferry.transport.nixl import NixlTransport
-from kvferry.transport.settings import Expose
-from kvferry.transport.ucx import FABRICS, UCX_DEVICES, UCX_TRANSPORTS
+from kvferry.transport.settings import FABRICS, UCX_DEVICES, UCX_TRANSPORTS, Expose
 
 
 def opened(**options):

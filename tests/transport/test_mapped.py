@@ -23,7 +23,7 @@ from kvferry.transport.cards import Card
 from kvferry.transport.cuda import Cuda, has_cuda
 from kvferry.transport.exports import Export
 from kvferry.transport.nixl import NixlTransport
-from kvferry.transport.ucx import FABRICS
+from kvferry.transport.settings import FABRICS
 from tests.support.sources import serving
 
 pytest.importorskip("nixl", exc_type=ImportError)
@@ -260,7 +260,7 @@ from kvferry import Region
 from kvferry.testing.transport_world import Holder
 from kvferry.testing.transport_world import run
 from kvferry.transport.nixl import NixlTransport
-from kvferry.transport.ucx import FABRICS
+from kvferry.transport.settings import FABRICS
 holder, transport = Holder("cuda:0"), NixlTransport()
 num_bytes = int(sys.argv[2])
 holder.add("kv", np.zeros(num_bytes, np.uint8))

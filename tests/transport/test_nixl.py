@@ -20,7 +20,7 @@ from kvferry.transport import ReadEnd, Transport
 from kvferry.transport.cards import Card
 from kvferry.transport.cuda import has_cuda
 from kvferry.transport.nixl import NixlTransport
-from kvferry.transport.ucx import FABRICS
+from kvferry.transport.settings import FABRICS
 from tests.support.sources import serving
 
 DIRECT = FABRICS["cma"]

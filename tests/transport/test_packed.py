@@ -12,8 +12,7 @@ from kvferry.testing.transport_world import REGION_BYTES, WHOLE, World, stale_me
 from kvferry.transport.base import Connected, ReadEnd
 from kvferry.transport.cards import Card
 from kvferry.transport.nixl import CLOSED_THERE
-from kvferry.transport.settings import Expose, WayChoice
-from kvferry.transport.ucx import FABRICS, UCX_TRANSPORTS
+from kvferry.transport.settings import FABRICS, UCX_TRANSPORTS, Expose, WayChoice
 from tests.support.sources import serving
 
 FABRIC = {"KVFERRY_EXPOSE": "fabric", UCX_TRANSPORTS: FABRICS["cma"][UCX_TRANSPORTS]}

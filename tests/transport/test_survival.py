@@ -10,7 +10,7 @@ from kvferry.testing.transport_world import REGION_BYTES, STALE, WHOLE, run, sta
 from kvferry.transport import ReadEnd, reads
 from kvferry.transport.agent_thread import AgentThread
 from kvferry.transport.nixl import Agent, NixlTransport
-from kvferry.transport.ucx import FABRICS
+from kvferry.transport.settings import FABRICS
 from tests.support.sources import serving
 
 pytest.importorskip("nixl", exc_type=ImportError)

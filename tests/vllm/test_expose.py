@@ -11,8 +11,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from kvferry.host.listening import listeners
 from kvferry.transport.cards import Card
-from kvferry.transport.settings import Expose
-from kvferry.transport.ucx import FABRICS
+from kvferry.transport.settings import FABRICS, Expose
 from tests.vllm.conftest import Docks
 from tests.vllm.engine import Setup
 from tests.vllm.pairs import FAMILIES, Pair, assert_whole

@@ -1,6 +1,6 @@
 """The second oracle: vLLM's own CPU kernels.
 
-What ``attention_layouts`` says of the order inside a block is compared with where the kernel that writes
+What ``layouts`` says of the order inside a block is compared with where the kernel that writes
 the cache puts each cell. Then keys and values are written by that kernel at the source's block size, moved
 by kvferry, and compared with what the same kernel writes at the destination's block size: cell by cell, and
 in what attention reads from both.

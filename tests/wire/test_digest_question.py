@@ -4,7 +4,7 @@ from kvferry import plan
 from kvferry.core.digest import digest_parts
 from kvferry.core.sample import sample_request
 from kvferry.models import Topology, describe, model_named
-from kvferry.wire.digest import question_from_msgpack, question_to_msgpack
+from kvferry.wire.rank_asks import question_from_msgpack, question_to_msgpack
 
 
 def test_equal_boxes_and_cells_arrive_as_one_object() -> None:

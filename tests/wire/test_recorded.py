@@ -6,7 +6,6 @@ from typing import get_args
 import pytest
 import wire_schemas
 
-from kvferry.wire.gather import FromRank, ToRank, decode_from_rank, decode_to_rank
 from kvferry.wire.messages import (
     OLDEST_PROTOCOL,
     PROTOCOL,
@@ -16,6 +15,7 @@ from kvferry.wire.messages import (
     decode_to_authority,
     encode,
 )
+from kvferry.wire.rank_asks import FromRank, ToRank, decode_from_rank, decode_to_rank
 
 DECODERS = {
     kind.__name__: decode

@@ -129,8 +129,7 @@ def plan(
 
 def asked_links(names: Sequence[str]) -> list[LinkProfile]:
     """The links to bill: known ones by their names, measured ones by the files that have them."""
-    from kvferry.cli.link_profile import LINK_PROFILES, link_profile
-    from kvferry.cli.measured_link import measured_links
+    from kvferry.cli.link_profile import LINK_PROFILES, link_profile, measured_links
 
     asked: list[LinkProfile] = []
     for name in dict.fromkeys(names):

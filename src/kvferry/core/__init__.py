@@ -3,5 +3,5 @@
 Standard library and numpy only; no I/O, no clock. Read in this order: ``state`` (what a cache is made
 of), ``view`` (where its cells sit), ``manifest`` (an engine's description, and ``compare``), ``plan``
 (who sends what), ``prove`` (the laws; ``overlap`` decides who shares a byte), ``lower`` (bytes, once per
-peer), ``select`` (runs, per request; ``walk`` finds the blocks).
+peer), ``select`` (runs, per request).
 """

@@ -23,7 +23,7 @@ from kvferry.transport.base import Transport
 from kvferry.transport.pack import ChunkCopier, TermSide, check_room
 from kvferry.transport.stream_frames import GatherAnswers, GatheringTransport, StreamOffer
 from kvferry.transport.stream_sender import StreamSender, TicketKey
-from kvferry.wire.gather import (
+from kvferry.wire.rank_asks import (
     Gather,
     NotGathered,
     OpenStream,
@@ -45,6 +45,12 @@ REFUSED_FOR = {
     "unknown-region": GatherRefusal.NOT_ITS_BYTES,
 }
 """What a transport says of bytes that cannot be gathered; all else is the device's, or a bug."""
+
+
+# A source rank that sends its readers what they may have: its own socket, and the thread that serves it.
+#
+# Whatever is asked for is checked first, by a ``TicketGuard``; the bytes go over streams (``StreamSender``),
+# which wait for nobody.
 
 
 class _Answer(NamedTuple):

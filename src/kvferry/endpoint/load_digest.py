@@ -36,8 +36,8 @@ from kvferry.runtime.active_fetches import ActiveFetches
 from kvferry.runtime.figures import rank_block_bytes
 from kvferry.runtime.values import Effect, TakeDigest
 from kvferry.transport.digest_kernel import DigestKernel, digest_kernel
-from kvferry.wire.digest import question_from_msgpack, question_to_msgpack
 from kvferry.wire.messages import DigestResult, DigestTask
+from kvferry.wire.rank_asks import question_from_msgpack, question_to_msgpack
 from kvferry.wire.reading import printable
 from kvferry.wire.ticket import TableDoc
 

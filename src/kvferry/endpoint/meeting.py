@@ -33,6 +33,13 @@ from kvferry.wire.reading import MAX_WORDS, printable
 Value = TypeVar("Value")
 
 
+# Plans of a destination rank, one for all source engines of equal geometry.
+#
+# What is planned, proved and lowered depends on what engines say of their states, boxes, views and regions,
+# not on their names or on where their memory is. It is made once and kept while somebody who is met needs
+# it.
+
+
 class MadeOnce(Generic[Value]):
     """Values by key: each is made once, whoever asks first, and kept while somebody has it."""
 

@@ -231,6 +231,14 @@ OPAQUE = "opaque"
 """Whole blocks of an unknown kernel: moved as they are, or not at all."""
 
 
+# Layouts by name.
+#
+# A layout orders the letters L (layer), B (block), H (head), N (token), K (K or V) and C (channel),
+# outermost first; any permutation is a layout. Where K is left out it stands before C: K and V packed per
+# token. Where K and V are ordered differently inside a block and head, brackets say how: ``LBH[CN|NC]`` has
+# K transposed.
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """An order for plain attention, and how blocks and layers nest for every other kind of cache."""

@@ -26,8 +26,7 @@ from kvferry.layout.order import (
     num_bytes,
     spots,
 )
-from kvferry.layout.pages import Page, PagePart, stages, time_major
-from kvferry.layout.share import RankShare, num_cells
+from kvferry.layout.pages import Page, PagePart, RankShare, num_cells, stages, time_major
 from kvferry.models.model import Cache, Model
 from kvferry.models.topology import Topology
 

@@ -158,6 +158,14 @@ class FetchJob:
         )
 
 
+# Which leases are asked for now: to one authority, only so many questions are open at a time.
+#
+# A source that is asked for more than it can answer must not be asked for the same again and again, nor may
+# what it is told of good loads wait behind. So the rest waits here, where it costs nobody anything. The
+# newest ticket goes first: whoever waits longest has the least time left, and may be given up before an
+# answer comes.
+
+
 @dataclass(slots=True)
 class _Asked:
     job: FetchJob

@@ -33,7 +33,7 @@ from kvferry.transport.cards import Card
 from kvferry.transport.cuda import Cuda
 from kvferry.transport.places import checked
 from kvferry.transport.reads import Read, Reads, RemoteRank
-from kvferry.transport.ucx import UcxSettings, prepare_for_cuda
+from kvferry.transport.settings import UcxSettings, prepare_for_cuda
 
 WARM_REGIONS, WARM_BYTES = 64, 4096
 """What the first read touches: it is about ten times slower than the next."""

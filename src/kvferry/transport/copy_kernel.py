@@ -278,6 +278,11 @@ SHORT_BYTES = 8 << 20
 """Up to so many, the kernel reads its table from the host's memory: to upload it first would take longer."""
 
 
+# One copy at a time on a device: a stream, room for the table that the kernel reads, and the copy's end.
+#
+# Whoever puts a copy here decides in which thread, and who waits for its end.
+
+
 class CopyQueue:
     """For one copy at a time, by whichever thread; the device must be current there."""
 

@@ -35,6 +35,11 @@ MAX_AT_ONCE = 250
 ANSWER_SECONDS = 5.0
 
 
+# File descriptors from one process to another of the same host and user, for those who know a token.
+#
+# The socket has no name in the file system: it goes with its process, and is seen in its network namespace.
+
+
 class DescriptorServer:
     """Hands the same descriptors to every process of this user that shows the token."""
 

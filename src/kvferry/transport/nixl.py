@@ -40,10 +40,9 @@ from kvferry.transport.nixl_agent import UCX, Agent, check_installed
 from kvferry.transport.pack import ChunkCopier
 from kvferry.transport.packed import CHUNK_BYTES, PackedWay, copiers_for
 from kvferry.transport.places import Addresses, Places
-from kvferry.transport.settings import EXPOSE_SETTING, WAY_SETTING, Expose, WayChoice
+from kvferry.transport.settings import EXPOSE_SETTING, WAY_SETTING, Expose, UcxSettings, WayChoice
 from kvferry.transport.stream_frames import GatherLine
 from kvferry.transport.stream_reader import StreamMover
-from kvferry.transport.ucx import UcxSettings
 
 __all__ = ["Agent", "NixlTransport", "RegionTable", "SlicePair", "check_installed"]
 

@@ -31,6 +31,11 @@ ANY_ROOM = (1 << 63) - 1
 """Of a chunk, for whose room others look."""
 
 
+# Chunks of a rank whose memory is a device's: the copy kernel fills and empties them.
+#
+# The bytes of a chunk lie as ``pack`` says, whoever copies them.
+
+
 class DeviceChunkCopier:
     """By the copy kernel, in a stream of its own, from and to chunks that the device reaches."""
 

@@ -1,9 +1,16 @@
-"""The two settings of a transport, as users write them: its way to read, and what it opens to readers."""
+"""Settings of a transport: its way to read, what it opens to readers, and what UCX is told.
+
+UCX takes settings from the environment of the process (``UCX_…``); NIXL adds those that an agent is made
+with, and lets the environment win. So both are looked at here, together, and nowhere else.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import TypeVar
 
 from kvferry.errors import TransportError
@@ -71,3 +78,124 @@ def chosen(setting: str, environ: Mapping[str, str], default: C) -> C:
     except ValueError:
         words = ", ".join(choice.value for choice in choices)
         raise TransportError("bad-setting", f"{setting}={value!r}: one of {words}") from None
+
+
+UCX_EMULATES = "UCX_PROTO_EMULATION_ENABLE"
+UCX_TRANSPORTS = "UCX_TLS"
+UCX_GET_ZCOPY = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
+UCX_DEVICES = "UCX_NET_DEVICES"
+LOOPBACK_DEVICE = "lo"
+UCX_ALL = "UCX_"
+"""What the names of all its settings begin with."""
+NO_TCP = "^tcp"
+"""What an agent may use if the environment does not say. RDMA protects memory by keys; UCX's TCP has none,
+and serves any address of the process to whoever reaches its port."""
+
+FEW_AGENTS, MOST_AGENTS = 4, 8
+"""How many agents share a long read: up to so many all cores are used, from then on half of them."""
+
+CUDA_ENVIRONMENT = {UCX_GET_ZCOPY: "y"}
+"""What the environment must have before an agent is made that reads or serves CUDA memory.
+
+Without it, reads of device memory on one host go through TCP: 0.5 GB/s instead of 1,300.
+"""
+
+GPU_DRIVER = Path("/dev/nvidiactl")
+"""A file of NVIDIA's driver. The driver itself is not called: a process that has must not fork any more."""
+
+
+def fabrics(*, has_gpu: bool) -> dict[str, dict[str, str]]:
+    """The environment of processes of one host that are to read each other directly by CMA, or over TCP.
+
+    For direct reads UCX sends its own messages over TCP, on loopback. Where a GPU is, NIXL makes no agent
+    without ``cuda_copy``; where none is, UCX warns of it.
+
+    >>> fabrics(has_gpu=False)["cma"]
+    {'KVFERRY_EXPOSE': 'fabric', 'KVFERRY_WAY': 'direct', 'UCX_TLS': 'sm,tcp,self'}
+    """
+    transports = f"sm,tcp,self{',cuda_copy,cuda_ipc' if has_gpu else ''}"
+    direct = {EXPOSE_SETTING: Expose.FABRIC.value, WAY_SETTING: WayChoice.DIRECT.value}
+    return {"cma": {**direct, UCX_TRANSPORTS: transports}, "tcp": {WAY_SETTING: WayChoice.PACKED.value}}
+
+
+FABRICS = fabrics(has_gpu=GPU_DRIVER.exists())
+"""Those of this machine."""
+
+QUIET = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
+"""For a process whose report says what went wrong: loud libraries would drown it."""
+
+
+@dataclass(frozen=True, slots=True)
+class UcxSettings:
+    """How the agents of one transport use UCX.
+
+    >>> UcxSettings.from_environment({"UCX_TLS": "sm,tcp,self"}).engine_config
+    'PROTO_EMULATION_ENABLE=n,NET_DEVICES=lo'
+    >>> UcxSettings.from_environment({"UCX_TLS": "all", "UCX_NET_DEVICES": "eth0"})
+    Traceback (most recent call last):
+    kvferry.errors.TransportError: bad-setting: UCX_TLS='all' with UCX_NET_DEVICES='eth0' opens TCP ports ...
+    """
+
+    engine_config: str = ""
+    """For NIXL's UCX engine; what the environment has, too, stays as it is there."""
+    num_agents: int = 1
+    """How many agents share a long read."""
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> UcxSettings:
+        """The settings of agents that are made in this environment.
+
+        Raises TransportError if UCX would listen where other hosts reach it, or emulate reads: a reader that
+        dies in the middle of an emulated read ends its source's process (UCX 1.23).
+        """
+        settings = {UCX_EMULATES: "n"}
+        if environ.get(UCX_EMULATES, "n").lower() not in ("n", "no", "0", "off"):
+            raise TransportError("bad-setting", f"{UCX_EMULATES}={environ[UCX_EMULATES]!r}: unset it")
+        transports = environ.get(UCX_TRANSPORTS)
+        if transports is None:
+            settings[UCX_TRANSPORTS] = NO_TCP
+        elif allows_tcp(transports):
+            settings[UCX_DEVICES] = LOOPBACK_DEVICE
+            if (devices := environ.get(UCX_DEVICES, LOOPBACK_DEVICE)) != LOOPBACK_DEVICE:
+                raise TransportError(
+                    "bad-setting",
+                    f"{UCX_TRANSPORTS}={transports!r} with {UCX_DEVICES}={devices!r} opens TCP ports through"
+                    " which anybody can read and write this process's memory: leave tcp out, or unset"
+                    f" {UCX_DEVICES}",
+                )
+        config = ",".join(f"{name.removeprefix(UCX_ALL)}={value}" for name, value in settings.items())
+        return cls(config, default_agents(len(os.sched_getaffinity(0))))
+
+
+def allows_tcp(transports: str) -> bool:
+    """Whether UCX may use TCP, by what ``UCX_TLS`` says: what is not understood may.
+
+    >>> [allows_tcp(text) for text in ("sm,tcp", "all", "^tcp", "^ib", "ib,self")]
+    [True, True, False, True, False]
+    >>> [allows_tcp(text) for text in ("", "rc,tcp:aux", "rc,t*", "^tcp:aux")]
+    [True, True, True, True]
+    """
+    names = set(transports.removeprefix("^").replace(" ", "").split(","))
+    if transports.startswith("^"):
+        return "tcp" not in names
+    return any(name in ("", "all") or "tcp" in name or set(name) & set("*?[") for name in names)
+
+
+def choices_told_in(folder: str) -> dict[str, str]:
+    """What the environment of a process says that is to write down, in a folder, what UCX reads by."""
+    return {"UCX_PROTO_INFO": "y", "UCX_LOG_FILE": f"{folder}/ucx.%p.log"}
+
+
+def prepare_for_cuda(environ: MutableMapping[str, str]) -> None:
+    """Tell UCX, in this environment, what it needs for CUDA memory; what is set there stays."""
+    for name, value in CUDA_ENVIRONMENT.items():
+        environ.setdefault(name, value)
+
+
+def default_agents(num_cores: int) -> int:
+    """How many agents share a long read.
+
+    >>> [default_agents(num_cores) for num_cores in (1, 2, 4, 8, 12, 16, 128)]
+    [1, 2, 4, 4, 6, 8, 8]
+    """
+    return min(MOST_AGENTS, max(min(FEW_AGENTS, num_cores), num_cores // 2))

@@ -218,6 +218,12 @@ _RAW_ITEMS = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _TEXT = msgspec.msgpack.Decoder(str)
 
 
+# Keys that one object has twice: a decoder takes the last, a person may mean the first. Refused.
+#
+# msgspec drops the first without a word. So a document that was read is written anew: if it comes out as long
+# as it was, nothing was lost. Only otherwise a slower look finds out what was lost, and where.
+
+
 class _Members(list[tuple[str, object]]):
     """An object with every member that was written."""
 

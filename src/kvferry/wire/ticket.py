@@ -161,6 +161,14 @@ RANK_KEY_BYTES = 32
 """Of the key that a rank draws at its start."""
 
 
+# Permits: what a reader shows to a source rank, so that the rank gathers a ticket's blocks for it.
+#
+# A rank does not know the key that tickets are signed with. It gives a key of its own to its authority when
+# it joins; the authority puts a proof under that key into every grant. So the rank can tell by itself,
+# without asking anybody, that a ticket is its engine's and was granted. That the lease has not ended is
+# what the rank hears from its authority (``ReleaseNotice``).
+
+
 class Permit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A ticket, and the proof that its authority granted it."""
 

@@ -92,7 +92,7 @@ def bench(
     from kvferry.cli.bench import cases as grid
     from kvferry.cli.bench.measure import asked_media, asked_rivals, measure, new_report, no_nixl
     from kvferry.cli.bench.report import BenchVerdict, show
-    from kvferry.cli.measured_link import measured_costs
+    from kvferry.cli.link_profile import measured_costs
     from kvferry.cli.output import progress
 
     if json_file and not json_file.parent.is_dir():

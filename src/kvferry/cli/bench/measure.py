@@ -12,15 +12,14 @@ from typing import Any
 from kvferry.cli.bench.cases import BenchCase, Medium
 from kvferry.cli.bench.report import BenchReport, NotRun, RivalTimes
 from kvferry.cli.bench.sides import BenchReader, BenchSource, Rival, Turn
+from kvferry.cli.link_profile import MeasuredCosts
 from kvferry.cli.machine import describe_machine, package_versions
-from kvferry.cli.measured_link import MeasuredCosts
 from kvferry.cli.output import Step, num_bytes
 from kvferry.cli.processes import Worker
 from kvferry.errors import KVFerryError, SpecError, TransportError
 from kvferry.transport.cuda import device_names
 from kvferry.transport.nixl import check_installed
-from kvferry.transport.settings import WAY_SETTING
-from kvferry.transport.ucx import CUDA_ENVIRONMENT, FABRICS, QUIET
+from kvferry.transport.settings import CUDA_ENVIRONMENT, FABRICS, QUIET, WAY_SETTING
 
 MIN_TURNS = 3
 CASE_SECONDS = 4.0

@@ -10,8 +10,7 @@ from typing import Any
 
 from kvferry.cli.bench.cases import BenchCase
 from kvferry.cli.bench.sides import OURS, TRANSPORT_RIVALS
-from kvferry.cli.link_profile import Traffic
-from kvferry.cli.measured_link import MeasuredCosts, how_close, known_cost
+from kvferry.cli.link_profile import MeasuredCosts, Traffic, how_close, known_cost
 from kvferry.cli.output import (
     console,
     gigabytes_per_second,

@@ -38,7 +38,7 @@ from kvferry.pattern import KEPT, STALE, check_rank, fill_rank
 from kvferry.runtime import Report
 from kvferry.transport.cuda import has_cuda
 from kvferry.transport.memory import Hub, MemoryTransport, placed
-from kvferry.transport.ucx import CUDA_ENVIRONMENT
+from kvferry.transport.settings import CUDA_ENVIRONMENT
 
 Memories = Mapping[int, dict[str, NDArray[np.uint8]]]
 Step = Callable[[str], None]

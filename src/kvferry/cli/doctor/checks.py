@@ -19,8 +19,14 @@ from kvferry.cli.doctor.seen import (
 from kvferry.cli.output import gigabytes_per_second, num_bytes
 from kvferry.core.choices import Way
 from kvferry.integrations.supported import TESTED_VLLM, Standing, standing_of, supported_text
-from kvferry.transport.settings import EXPOSE_SETTING, WAY_SETTING, Expose, WayChoice
-from kvferry.transport.ucx import UCX_GET_ZCOPY, UCX_TRANSPORTS
+from kvferry.transport.settings import (
+    EXPOSE_SETTING,
+    UCX_GET_ZCOPY,
+    UCX_TRANSPORTS,
+    WAY_SETTING,
+    Expose,
+    WayChoice,
+)
 
 # -- the other host --------------------------------------------------------------------------------
 

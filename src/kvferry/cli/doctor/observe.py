@@ -18,8 +18,7 @@ from kvferry.endpoint.secret_source import SECRET, SECRET_FILE, secret_from_envi
 from kvferry.errors import SpecError, TransportError
 from kvferry.transport.cuda import device_names
 from kvferry.transport.nixl import NixlTransport, check_installed
-from kvferry.transport.settings import Expose, WayChoice
-from kvferry.transport.ucx import UCX_ALL, UcxSettings
+from kvferry.transport.settings import UCX_ALL, Expose, UcxSettings, WayChoice
 from kvferry.wire.secret import Purpose, Secret
 
 SETTINGS = (

@@ -29,7 +29,7 @@ from kvferry.core.runs import Runs
 from kvferry.errors import TransportError
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.nixl_agent import NixlBuild, describe_build
-from kvferry.transport.ucx import QUIET, choices_told_in
+from kvferry.transport.settings import QUIET, choices_told_in
 
 _ROW = re.compile(r"\|\s*\S+\s*\|\s*(?P<how>[^|]*?)\s*\|\s*(?P<by>[^|]*?/[^|]*?)\s*\|")
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from kvferry.cli.doctor.seen import Diagnosis, Level, ListenerSeen, Observed, ProfileSeen, ReadsSeen
-from kvferry.cli.link_profile import LinkProfile, Traffic
-from kvferry.cli.measured_link import measured_links
+from kvferry.cli.link_profile import LinkProfile, Traffic, measured_links
 from kvferry.cli.output import (
     console,
     gigabytes_per_second,

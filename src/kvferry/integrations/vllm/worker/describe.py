@@ -1,8 +1,8 @@
 """What a vLLM worker's cache is made of, as a manifest.
 
 Addresses, strides and sizes are read from the tensors; the kind of each layer from its own specification,
-unwrapped from whatever holds it; the order inside a block from ``attention_layouts``, that of a recurrent
-slot from ``recurrent_layouts``; what neither knows is ``opaque``.
+unwrapped from whatever holds it; the order inside a block, and inside a recurrent slot, from
+``layouts``.
 
 A worker of a pipeline stage describes its own layers. Names of layers, and the numbers of groups, are those
 of the whole model on every stage, so the stages' manifests merge into the engine's.

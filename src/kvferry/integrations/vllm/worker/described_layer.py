@@ -14,8 +14,7 @@ from kvferry.core.view import View
 from kvferry.errors import SpecError
 from kvferry.integrations.vllm.worker.layouts import CacheTensor, Contents
 from kvferry.layout.order import PART, Leaf, Spot, grow, num_bytes, spots
-from kvferry.layout.pages import Page, PagePart
-from kvferry.layout.share import RankShare
+from kvferry.layout.pages import Page, PagePart, RankShare
 
 
 @dataclass(frozen=True)

@@ -320,6 +320,13 @@ def known_attention(cache: CacheTensor) -> Contents | None:
     return rule(cache) if rule else None
 
 
+# What a recurrent layer's slot is made of: one rule per layer class.
+#
+# A slot holds what the layer's own ``get_state_shape`` lists, one after another: as a rule a convolution's
+# last inputs and a recurrent state. A layer that is not listed, or keeps more than its rule knows (rings and
+# records of speculative decoding), is opaque (``opaque``).
+
+
 @dataclass(frozen=True)
 class _Slot:
     """How a slot's convolution and state are stored."""
@@ -413,6 +420,13 @@ def known_state(cache: CacheTensor) -> Contents | None:
     if rule is None or num_arrays != len(cache.spec.shapes):
         return None
     return rule(cache.layer, _Slot.of(cache.spec))
+
+
+# Caches whose inside is not known: a block, or a slot, is one item.
+#
+# It can be moved as it is or not at all. Whatever decides how a kernel may have written it is in the tag,
+# which both sides must share: the backend, the dtype, the shape of a block with its heads, the kernel's own
+# block. Equal engines work; the others are refused, and the tags say why.
 
 
 def opaque(cache: CacheTensor) -> Contents:

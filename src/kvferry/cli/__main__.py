@@ -1,8 +1,0 @@
-"""``python -m kvferry.cli``."""
-
-import sys
-
-from kvferry.cli import main
-
-if __name__ == "__main__":
-    sys.exit(main())
