@@ -21,10 +21,9 @@ import numpy as np
 
 from kvferry import Runs
 from kvferry.cli.link_profile import HOST_CMA, TCP_STREAM, Cost, Traffic, fitted
-from kvferry.cli.processes import AskingTransport
+from kvferry.cli.processes import FABRICS, AskingTransport
 from kvferry.testing.transport_world import Holder
 from kvferry.transport.nixl import NixlTransport
-from kvferry.transport.settings import FABRICS
 from tests.support.sources import serving
 
 POOL_BYTES = 512 << 20

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from kvferry import BlockTable, Product, Region, Runs, Span, Term
+from kvferry.cli.processes import FABRICS
 from kvferry.models import Layer, Model, Topology, describe
 from kvferry.models.model import attention
 from kvferry.runtime import Timing
@@ -37,7 +38,7 @@ from kvferry.transport.cuda import Cuda
 from kvferry.transport.mapped import Copy, DeviceCopier, MappedRank
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.places import Places
-from kvferry.transport.settings import CUDA_ENVIRONMENT, FABRICS, WAY_SETTING, Expose, WayChoice
+from kvferry.transport.settings import CUDA_ENVIRONMENT, WAY_SETTING, Expose, WayChoice
 from tests.support.fleet import DestinationFleet, SourceFleet
 from tests.support.fleet.actors import DestinationActor
 from tests.support.fleet.worker import Worker

@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 
 from kvferry import Runs
-from kvferry.cli.processes import AskingTransport
+from kvferry.cli.processes import FABRICS, AskingTransport
 from kvferry.endpoint.secret_source import SECRET
 from kvferry.testing.transport_world import Holder, Source
-from kvferry.transport.settings import EXPOSE_SETTING, FABRICS, WAY_SETTING, Expose, WayChoice
+from kvferry.transport.settings import EXPOSE_SETTING, WAY_SETTING, Expose, WayChoice
 from tests.support.sources import LISTEN, serving
 
 POOL_BYTES = 256 << 20

@@ -50,12 +50,12 @@ from kvferry.cli.bench.measure import (
 from kvferry.cli.bench.report import BenchReport, BenchVerdict, NotRun, RivalTimes, show
 from kvferry.cli.bench.sides import READ_SECONDS, BenchReader, BenchSource, Contender, Rival
 from kvferry.cli.output import milliseconds, num_bytes, progress
-from kvferry.cli.processes import RankCard, Worker
+from kvferry.cli.processes import GPU_DRIVER, RankCard, Worker
 from kvferry.core.manifest import Region
 from kvferry.core.runs import Runs
 from kvferry.errors import TransportError
 from kvferry.transport.nixl import NixlTransport
-from kvferry.transport.settings import GPU_DRIVER, UCX_EMULATES, UCX_TRANSPORTS, Expose, WayChoice
+from kvferry.transport.settings import UCX_EMULATES, UCX_TRANSPORTS, Expose, WayChoice
 
 FOLDER = "KVFERRY_BENCH_FOLDER"
 """For files that both processes of vLLM's workers need."""

@@ -24,10 +24,11 @@ from rich.table import Table
 
 from benchmarks.raw_nixl import MeasuredDestination
 from kvferry import BlockTable, Manifest, Span
+from kvferry.cli.processes import FABRICS
 from kvferry.models import Layer, Model, Topology, describe
 from kvferry.models.model import attention
 from kvferry.runtime import Timing
-from kvferry.transport.settings import CUDA_ENVIRONMENT, FABRICS
+from kvferry.transport.settings import CUDA_ENVIRONMENT
 from tests.support.fleet import DestinationFleet, SourceFleet
 
 NUM_LAYERS, NUM_BLOCKS, BLOCK = 64, 512, 16

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kvferry.transport.settings import FABRICS
+from kvferry.cli.processes import FABRICS
 
 LENGTHS = (1024, 4096)
 TURNS = 15

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvferry import Product, Runs, Term, lower, plan, prove, select
+from kvferry.cli.processes import FABRICS
 from kvferry.core.choices import Way
 from kvferry.core.digest import DigestSide, differences, digest_parts
 from kvferry.core.digest_cells import Bytes
@@ -32,7 +33,7 @@ from kvferry.transport import Transport, agent_team
 from kvferry.transport.agent_team import ShareLimits
 from kvferry.transport.cuda import has_cuda
 from kvferry.transport.memory import Hub, MemoryTransport
-from kvferry.transport.settings import FABRICS, UcxSettings
+from kvferry.transport.settings import UcxSettings
 from tests.support.sources import serving
 
 NUM_EXAMPLES = int(os.environ.get("KVFERRY_LAW_EXAMPLES", "2000")) // 20

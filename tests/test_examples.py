@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from kvferry.cli.processes import FABRICS
 from kvferry.runtime import Timing
-from kvferry.transport.settings import FABRICS
 from tests.two_hosts import Host, two_hosts
 
 ROOT = Path(__file__).parents[1]

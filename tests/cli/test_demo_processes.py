@@ -9,9 +9,9 @@ import pytest
 from kvferry.cli.demo import moves
 from kvferry.cli.demo.engines import DemoSource
 from kvferry.cli.demo.pairs import BlockPool
+from kvferry.cli.processes import FABRICS
 from kvferry.core.request import BlockTable
 from kvferry.transport.cuda import has_cuda
-from kvferry.transport.settings import FABRICS
 
 QUICK = ("demo", "--model", "llama-3.1-8b", "--src", "block=16", "--dst", "block=24,layout=NHD")
 FEW = ("--layers", "1", "--tokens", "200", "--requests", "2")

@@ -20,8 +20,8 @@ from kvferry.cli.doctor.observe import secret as seen_secret
 from kvferry.cli.doctor.probe import DEVICE_SIZES, vm_error
 from kvferry.cli.doctor.seen import Condition
 from kvferry.cli.link_profile import measured_links
+from kvferry.cli.processes import FABRICS
 from kvferry.endpoint.secret_source import SECRET, SECRET_FILE, secret_from_file
-from kvferry.transport.settings import FABRICS
 
 pytest.importorskip("nixl", exc_type=ImportError)
 

@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.transport.settings import FABRICS, UCX_TRANSPORTS
+from kvferry.cli.processes import FABRICS
+from kvferry.transport.settings import UCX_TRANSPORTS
 from tests.e2e.harness import KVFERRY, MLA_ARGS, PROMPTS, STOCK, Engine, Nursery, ferry
 from tests.e2e.needs import HAS_AMX, needs_cpu
 from tests.support.vllm.tiny import FAMILIES

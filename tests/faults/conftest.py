@@ -7,9 +7,9 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
+from kvferry.cli.processes import FABRICS
 from kvferry.models import Topology, describe, model_from_config
 from kvferry.runtime import Timing
-from kvferry.transport.settings import FABRICS
 from tests.support.fleet import (
     DestinationAccount,
     DestinationFleet,

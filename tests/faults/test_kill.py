@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry.transport.settings import FABRICS
+from kvferry.cli.processes import FABRICS
 from tests.support.fleet import until
 
 BIG = 2048

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from kvferry.transport.settings import FABRICS
+from kvferry.cli.processes import FABRICS
 from tests.e2e.devices import Device
 
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}

@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 import pytest
 
 from kvferry import compare
+from kvferry.cli.processes import FABRICS
 from kvferry.layout.pages import values_then_scales
 from kvferry.models import Model, Topology, describe
 from kvferry.testing.small import small
 from kvferry.transport.memory import Hub, MemoryTransport
 from kvferry.transport.nixl import NixlTransport
-from kvferry.transport.settings import FABRICS, Expose, UcxSettings, WayChoice
+from kvferry.transport.settings import Expose, UcxSettings, WayChoice
 from tests.load.both_roles import Engine, drive
 
 pytest.importorskip("nixl", exc_type=ImportError)

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from kvferry import BlockTable, Manifest, Request, Span, SpecError, lower, plan, prove, select
+from kvferry.cli.processes import FABRICS
 from kvferry.core.sample import sample_request
 from kvferry.testing.oracle import check
 from kvferry.transport.memory import placed
 from kvferry.transport.nixl import Agent, NixlTransport
-from kvferry.transport.settings import FABRICS, UCX_TRANSPORTS, Expose
+from kvferry.transport.settings import UCX_TRANSPORTS, Expose
 
 TP_PAIRS = [(1, 1), (2, 2), (1, 2), (2, 4), (4, 4)]
 

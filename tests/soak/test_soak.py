@@ -21,10 +21,10 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.cli.processes import FABRICS
 from kvferry.models import Topology, describe
 from kvferry.runtime import Timing
 from kvferry.testing.small import small
-from kvferry.transport.settings import FABRICS
 from tests.support.fleet import (
     DestinationAccount,
     DestinationFleet,

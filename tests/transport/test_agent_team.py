@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.cli.processes import FABRICS
 from kvferry.core.choices import Way
 from kvferry.core.product import Product
 from kvferry.core.runs import Runs
@@ -22,7 +23,7 @@ from kvferry.transport.agent_team import ShareLimits, TeamLink, share_out
 from kvferry.transport.agent_thread import AgentLink
 from kvferry.transport.base import Connected
 from kvferry.transport.nixl import NixlTransport
-from kvferry.transport.settings import FABRICS, UcxSettings
+from kvferry.transport.settings import UcxSettings
 from tests.support.sources import serving
 from tests.transport.fake_cuda import FakeCuda, FakeEvent
 

@@ -9,6 +9,7 @@ from uuid import uuid4
 import numpy as np
 import pytest
 
+from kvferry.cli.processes import FABRICS
 from kvferry.errors import TransportError
 from kvferry.testing.transport_world import REGION_BYTES, stale_memory
 from kvferry.transport import nixl
@@ -16,7 +17,7 @@ from kvferry.transport.agent import SlicePair
 from kvferry.transport.cards import Card
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.nixl_agent import Agent
-from kvferry.transport.settings import FABRICS, UCX_TRANSPORTS, Expose, UcxSettings
+from kvferry.transport.settings import UCX_TRANSPORTS, Expose, UcxSettings
 from tests.support.sources import serving
 
 pytest.importorskip("nixl", exc_type=ImportError)

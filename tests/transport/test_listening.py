@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from kvferry import Region
+from kvferry.cli.processes import FABRICS
 from kvferry.errors import TransportError
 from kvferry.host.listening import listeners
 from kvferry.transport.nixl import NixlTransport
-from kvferry.transport.settings import FABRICS, UCX_DEVICES, UCX_TRANSPORTS, Expose
+from kvferry.transport.settings import UCX_DEVICES, UCX_TRANSPORTS, Expose
 
 
 def opened(**options):

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvferry.cli.processes import AskingTransport
+from kvferry.cli.processes import FABRICS, AskingTransport
 from kvferry.core.choices import Way
 from kvferry.errors import TransportError
 from kvferry.testing.transport_world import REGION_BYTES, WHOLE, Holder, run, scattered, stale_memory, wait
@@ -23,7 +23,6 @@ from kvferry.transport.cards import Card
 from kvferry.transport.cuda import Cuda, has_cuda
 from kvferry.transport.exports import Export
 from kvferry.transport.nixl import NixlTransport
-from kvferry.transport.settings import FABRICS
 from tests.support.sources import serving
 
 pytest.importorskip("nixl", exc_type=ImportError)
@@ -260,7 +259,7 @@ from kvferry import Region
 from kvferry.testing.transport_world import Holder
 from kvferry.testing.transport_world import run
 from kvferry.transport.nixl import NixlTransport
-from kvferry.transport.settings import FABRICS
+from kvferry.cli.processes import FABRICS
 holder, transport = Holder("cuda:0"), NixlTransport()
 num_bytes = int(sys.argv[2])
 holder.add("kv", np.zeros(num_bytes, np.uint8))

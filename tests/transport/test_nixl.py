@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from kvferry import Region
+from kvferry.cli.processes import FABRICS
 from kvferry.errors import TransportError
 from kvferry.testing.transport_laws import TransportLaws
 from kvferry.testing.transport_world import REGION_BYTES, WHOLE, World, stale_memory, wait
@@ -20,7 +21,6 @@ from kvferry.transport import ReadEnd, Transport
 from kvferry.transport.cards import Card
 from kvferry.transport.cuda import has_cuda
 from kvferry.transport.nixl import NixlTransport
-from kvferry.transport.settings import FABRICS
 from tests.support.sources import serving
 
 DIRECT = FABRICS["cma"]

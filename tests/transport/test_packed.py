@@ -4,7 +4,7 @@ from typing import ClassVar
 
 import pytest
 
-from kvferry.cli.processes import AskingTransport
+from kvferry.cli.processes import FABRICS, AskingTransport
 from kvferry.core.choices import Way
 from kvferry.errors import TransportError
 from kvferry.testing.transport_laws import TransportLaws
@@ -12,7 +12,7 @@ from kvferry.testing.transport_world import REGION_BYTES, WHOLE, World, stale_me
 from kvferry.transport.base import Connected, ReadEnd
 from kvferry.transport.cards import Card
 from kvferry.transport.nixl import CLOSED_THERE
-from kvferry.transport.settings import FABRICS, UCX_TRANSPORTS, Expose, WayChoice
+from kvferry.transport.settings import UCX_TRANSPORTS, Expose, WayChoice
 from tests.support.sources import serving
 
 FABRIC = {"KVFERRY_EXPOSE": "fabric", UCX_TRANSPORTS: FABRICS["cma"][UCX_TRANSPORTS]}

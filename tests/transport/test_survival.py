@@ -5,12 +5,12 @@ import time
 
 import pytest
 
+from kvferry.cli.processes import FABRICS
 from kvferry.errors import TransportError
 from kvferry.testing.transport_world import REGION_BYTES, STALE, WHOLE, run, stale_memory, wait
 from kvferry.transport import ReadEnd, reads
 from kvferry.transport.agent_thread import AgentThread
 from kvferry.transport.nixl import Agent, NixlTransport
-from kvferry.transport.settings import FABRICS
 from tests.support.sources import serving
 
 pytest.importorskip("nixl", exc_type=ImportError)

@@ -9,9 +9,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from kvferry.cli.processes import FABRICS
 from kvferry.host.listening import listeners
 from kvferry.transport.cards import Card
-from kvferry.transport.settings import FABRICS, Expose
+from kvferry.transport.settings import Expose
 from tests.vllm.conftest import Docks
 from tests.vllm.engine import Setup
 from tests.vllm.pairs import FAMILIES, Pair, assert_whole

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from kvferry.core.manifest import Manifest, Rank, Region
@@ -26,6 +27,7 @@ from kvferry.endpoint.secret_source import secret_from_environment
 from kvferry.errors import KVFerryError
 from kvferry.runtime.ticket_guard import Admitted, TicketGuard
 from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.settings import EXPOSE_SETTING, UCX_TRANSPORTS, WAY_SETTING, Expose, WayChoice
 
 STDOUT = 1
 START = 0
@@ -33,6 +35,35 @@ START = 0
 
 _spawn = multiprocessing.get_context("spawn")
 _numbers = count(START + 1)
+
+GPU_DRIVER = Path("/dev/nvidiactl")
+"""A file of NVIDIA's driver. The driver itself is not called: a process that has must not fork any more."""
+
+
+def fabrics(*, has_gpu: bool) -> dict[str, dict[str, str]]:
+    """The environment of processes of one host that are to read each other directly by CMA, or over TCP.
+
+    For direct reads UCX sends its own messages over TCP, on loopback. Where a GPU is, NIXL makes no agent
+    without ``cuda_copy``; where none is, UCX warns of it.
+
+    >>> fabrics(has_gpu=False)["cma"]
+    {'KVFERRY_EXPOSE': 'fabric', 'KVFERRY_WAY': 'direct', 'UCX_TLS': 'sm,tcp,self'}
+    """
+    transports = f"sm,tcp,self{',cuda_copy,cuda_ipc' if has_gpu else ''}"
+    direct = {EXPOSE_SETTING: Expose.FABRIC.value, WAY_SETTING: WayChoice.DIRECT.value}
+    return {"cma": {**direct, UCX_TRANSPORTS: transports}, "tcp": {WAY_SETTING: WayChoice.PACKED.value}}
+
+
+FABRICS = fabrics(has_gpu=GPU_DRIVER.exists())
+"""Those of this machine."""
+
+QUIET = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
+"""For a process whose report says what went wrong: loud libraries would drown it."""
+
+
+def choices_told_in(folder: str) -> dict[str, str]:
+    """What the environment of a process says that is to write down, in a folder, what UCX reads by."""
+    return {"UCX_PROTO_INFO": "y", "UCX_LOG_FILE": f"{folder}/ucx.%p.log"}
 
 
 class WorkerDied(KVFerryError):

@@ -10,7 +10,6 @@ import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from typing import TypeVar
 
 from kvferry.errors import TransportError
@@ -100,30 +99,6 @@ CUDA_ENVIRONMENT = {UCX_GET_ZCOPY: "y"}
 Without it, reads of device memory on one host go through TCP: 0.5 GB/s instead of 1,300.
 """
 
-GPU_DRIVER = Path("/dev/nvidiactl")
-"""A file of NVIDIA's driver. The driver itself is not called: a process that has must not fork any more."""
-
-
-def fabrics(*, has_gpu: bool) -> dict[str, dict[str, str]]:
-    """The environment of processes of one host that are to read each other directly by CMA, or over TCP.
-
-    For direct reads UCX sends its own messages over TCP, on loopback. Where a GPU is, NIXL makes no agent
-    without ``cuda_copy``; where none is, UCX warns of it.
-
-    >>> fabrics(has_gpu=False)["cma"]
-    {'KVFERRY_EXPOSE': 'fabric', 'KVFERRY_WAY': 'direct', 'UCX_TLS': 'sm,tcp,self'}
-    """
-    transports = f"sm,tcp,self{',cuda_copy,cuda_ipc' if has_gpu else ''}"
-    direct = {EXPOSE_SETTING: Expose.FABRIC.value, WAY_SETTING: WayChoice.DIRECT.value}
-    return {"cma": {**direct, UCX_TRANSPORTS: transports}, "tcp": {WAY_SETTING: WayChoice.PACKED.value}}
-
-
-FABRICS = fabrics(has_gpu=GPU_DRIVER.exists())
-"""Those of this machine."""
-
-QUIET = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
-"""For a process whose report says what went wrong: loud libraries would drown it."""
-
 
 @dataclass(frozen=True, slots=True)
 class UcxSettings:
@@ -179,11 +154,6 @@ def allows_tcp(transports: str) -> bool:
     if transports.startswith("^"):
         return "tcp" not in names
     return any(name in ("", "all") or "tcp" in name or set(name) & set("*?[") for name in names)
-
-
-def choices_told_in(folder: str) -> dict[str, str]:
-    """What the environment of a process says that is to write down, in a folder, what UCX reads by."""
-    return {"UCX_PROTO_INFO": "y", "UCX_LOG_FILE": f"{folder}/ucx.%p.log"}
 
 
 def prepare_for_cuda(environ: MutableMapping[str, str]) -> None:

@@ -15,11 +15,11 @@ from kvferry.cli.bench.sides import BenchReader, BenchSource, Rival, Turn
 from kvferry.cli.link_profile import MeasuredCosts
 from kvferry.cli.machine import describe_machine, package_versions
 from kvferry.cli.output import Step, num_bytes
-from kvferry.cli.processes import Worker
+from kvferry.cli.processes import FABRICS, QUIET, Worker
 from kvferry.errors import KVFerryError, SpecError, TransportError
 from kvferry.transport.cuda import device_names
 from kvferry.transport.nixl import check_installed
-from kvferry.transport.settings import CUDA_ENVIRONMENT, FABRICS, QUIET, WAY_SETTING
+from kvferry.transport.settings import CUDA_ENVIRONMENT, WAY_SETTING
 
 MIN_TURNS = 3
 CASE_SECONDS = 4.0

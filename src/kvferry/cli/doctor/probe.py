@@ -23,13 +23,12 @@ import numpy as np
 from kvferry.cli.bench.cases import BenchMemory, Bytes, Stretch, contents
 from kvferry.cli.bench.sides import timed_read
 from kvferry.cli.doctor.seen import HOST, ReadsSeen, TimedRead
-from kvferry.cli.processes import AskingTransport, RankCard, Worker, gather_openly
+from kvferry.cli.processes import QUIET, AskingTransport, RankCard, Worker, choices_told_in, gather_openly
 from kvferry.core.choices import Way
 from kvferry.core.runs import Runs
 from kvferry.errors import TransportError
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.nixl_agent import NixlBuild, describe_build
-from kvferry.transport.settings import QUIET, choices_told_in
 
 _ROW = re.compile(r"\|\s*\S+\s*\|\s*(?P<how>[^|]*?)\s*\|\s*(?P<by>[^|]*?/[^|]*?)\s*\|")
 
