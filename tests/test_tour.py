@@ -1,6 +1,7 @@
 """docs/tour.md shows what really comes out, and docs/glossary.md has every word."""
 
 import doctest
+import os
 import re
 import subprocess
 import sys
@@ -53,6 +54,60 @@ def test_every_file_on_the_tour_exists():
     named = set(re.findall(r"`([\w/]+(?:\.py|/))`", TOUR)) - {"src/kvferry/"}
     assert len(named) > 12
     assert [path for path in sorted(named) if not (ROOT / "src" / "kvferry" / path).exists()] == []
+
+
+TRACED_LOAD = """
+import sys, threading, time
+from kvferry import BlockTable, need_of
+from kvferry.endpoint import Destination, SourceEngine, SourceRank
+from kvferry.models import Topology, describe
+from kvferry.transport.nixl import NixlTransport
+from two_processes import MODEL, NUM_TOKENS, with_memory
+
+passed = set()
+
+def note(frame, event, arg):
+    passed.add(frame.f_code.co_filename)
+
+def load():
+    ticket = engine.offer(f"request at {time.monotonic()}", {"full": BlockTable.of(range(7))}, NUM_TOKENS)
+    destination.fetch(ticket, {"full": BlockTable.of(range(4))}, need)
+    while not (reports := destination.poll()):
+        time.sleep(0.001)
+    assert reports[0].failure is None
+    while not engine.poll():
+        time.sleep(0.001)
+
+threading.setprofile(note)
+src, src_memory = with_memory(describe(MODEL, Topology(block=16, blocks=8), "prefill"))
+dst, dst_memory = with_memory(describe(MODEL, Topology(block=32, blocks=8, layout="NHD"), "decode"))
+need = {group.name: need_of(group, NUM_TOKENS) for group in dst.groups}
+engine = SourceEngine("prefill", num_ranks=1)
+rank = SourceRank(engine.invitation, src, NixlTransport())
+destination = Destination(dst, 0, NixlTransport())
+load()
+passed.clear()
+sys.setprofile(note)
+load()
+sys.setprofile(None)
+print(*passed, sep="\\n")
+destination.close(), rank.close(), engine.close()
+"""
+
+
+def test_a_load_passes_no_file_that_the_tour_does_not_name():
+    """The second one between two engines, over TCP, on both sides."""
+    ran = subprocess.run(
+        [sys.executable, "-c", TRACED_LOAD],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'examples'}", "KVFERRY_WAY": "packed"},
+    )
+    passed = {file.partition("/src/kvferry/")[2] for file in ran.stdout.splitlines()} - {""}
+    assert len(passed) > 30
+    assert passed - set(re.findall(r"`([\w/]+\.py)`", TOUR)) == set()
 
 
 def test_every_word_of_the_design_is_in_the_glossary():
