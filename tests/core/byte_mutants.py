@@ -181,7 +181,7 @@ MUTANTS = [
         ),
     ),
     *_mutants(
-        "walk",
+        "select",
         (
             "index, inside = np.divmod(cells - self.first, self.num_cells)",
             "index, inside = np.divmod(cells, self.num_cells)",

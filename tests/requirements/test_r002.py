@@ -59,7 +59,7 @@ def test_one_route_serves_every_request_of_every_family(engine, family):
         assert check(planned, request, select(route, request)) == [], num_tokens
 
 
-@pytest.mark.parametrize("name", ["plan", "prove", "lower", "select", "walk", "runs", "overlap"])
+@pytest.mark.parametrize("name", ["plan", "prove", "lower", "select", "runs", "overlap"])
 def test_the_core_names_no_model_family(name):
     """R002-1: outside of docstrings and comments, no family, attention kind or backend is named."""
     text = (ROOT / "core" / f"{name}.py").read_text(encoding="utf-8")
