@@ -165,7 +165,7 @@ WAYS = {
     "memory": within_memory,
     "direct": partial(between_processes, "cpu", CMA, Way.DIRECT),
     "direct, by a team": partial(between_processes, "cpu", CMA, Way.DIRECT, settings=TEAM),
-    "packed": partial(between_processes, "cpu", {}, Way.PACKED, kind="testing.packed:AskingTransport"),
+    "packed": partial(between_processes, "cpu", {}, Way.PACKED, kind="cli.processes:AskingTransport"),
     "mapped": partial(between_processes, "cuda:0", {}, Way.MAPPED),
     "direct, on a device": partial(between_processes, "cuda:0", CMA, Way.DIRECT),
 }

@@ -41,6 +41,8 @@ from kvferry.wire.rank_asks import question_from_msgpack, question_to_msgpack
 from kvferry.wire.reading import printable
 from kvferry.wire.ticket import TableDoc
 
+log = log_of(__name__)
+
 HOST = "cpu"
 
 
@@ -97,8 +99,6 @@ def _kernel_of(region: Region) -> DigestKernel:
 def _bytes_at(address: int, num_bytes: int) -> Bytes:
     return np.frombuffer(memoryview((ctypes.c_uint8 * num_bytes).from_address(address)), np.uint8)
 
-
-log = log_of(__name__)
 
 DIGESTS = "digests"
 """The workers' key: one digest at a time, since each is all that a core can do."""

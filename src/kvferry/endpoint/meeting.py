@@ -30,6 +30,8 @@ from kvferry.wire.messages import RankDescription
 from kvferry.wire.outline import outline_from_msgpack, regions_at, with_ranks
 from kvferry.wire.reading import MAX_WORDS, printable
 
+log = log_of(__name__)
+
 Value = TypeVar("Value")
 
 
@@ -134,9 +136,6 @@ def _digest_of(ranks: Mapping[int, RankDescription]) -> bytes:
         digest.update(b"%d %d " % (number, len(description.layout)))
         digest.update(description.layout)
     return digest.digest()
-
-
-log = log_of(__name__)
 
 
 @dataclass(frozen=True, eq=False)

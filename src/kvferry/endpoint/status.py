@@ -34,6 +34,8 @@ from kvferry.wire.messages import (
 )
 from kvferry.wire.secret import Secret
 
+log = log_of(__name__)
+
 
 def status_report(
     side: MetricSide, status: Mapping[str, object], figures: Figures, up_seconds: float
@@ -81,8 +83,6 @@ def _plain(value: Any) -> Any:
         case _:
             return value
 
-
-log = log_of(__name__)
 
 MAX_FILES = 256
 MAX_NAME_CHARACTERS = 32

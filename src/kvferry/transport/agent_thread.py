@@ -35,6 +35,8 @@ from kvferry.transport.places import checked
 from kvferry.transport.reads import Read, Reads, RemoteRank
 from kvferry.transport.settings import UcxSettings, prepare_for_cuda
 
+log = log_of(__name__)
+
 WARM_REGIONS, WARM_BYTES = 64, 4096
 """What the first read touches: it is about ten times slower than the next."""
 
@@ -99,7 +101,6 @@ class RegisteredAgent:
 
 T = TypeVar("T")
 
-log = log_of(__name__)
 
 SHORTEST_NAP, LONGEST_NAP = 5e-6, 1e-3
 """Seconds between two looks at the transfers under way."""

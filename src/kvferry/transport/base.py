@@ -21,6 +21,8 @@ from kvferry.core.runs import Runs
 from kvferry.errors import TransportError
 from kvferry.log import log_of
 
+log = log_of(__name__)
+
 DeviceEvent = object
 """A mark in a stream of the device: the driver's own event, or its address as a number."""
 
@@ -195,8 +197,6 @@ class Link(Protocol):
 
 
 P = ParamSpec("P")
-
-log = log_of(__name__)
 
 
 def quietly(work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:

@@ -139,10 +139,15 @@ def _base64(data: bytes) -> str:
     return base64.urlsafe_b64encode(data).decode("ascii")
 
 
-def from_text(text: str) -> Ticket:
-    """The ticket in a text; raises SpecError if there is none. Each ticket has one text only."""
+def from_text(text: str, key: bytes = b"") -> Ticket:
+    """The ticket in a text; raises SpecError if there is none. Each ticket has one text only.
+
+    With the fleet's ``key``, nothing of a text without the right seal is looked at.
+    """
     if len(text) > MAX_TICKET_BYTES:
         raise SpecError(f"ticket: at most {MAX_TICKET_BYTES} characters are read, got {len(text)}")
+    if key and not is_text_sealed(text, key):
+        raise SpecError("ticket: whoever made it does not know this fleet's secret")
     body, _, proof = text.partition(".")
     ticket = msgspec.structs.replace(decode_msgpack(_decoded(body), Ticket), seal=_decoded(proof))
     if to_text(ticket) != text:  # base64 has spare bits, msgpack longer forms: another text, the same ticket

@@ -23,6 +23,8 @@ from kvferry.errors import SpecError
 from kvferry.integrations.vllm.shared.groups import describe_group, needed_tokens, spec_of_group
 from kvferry.log import log_of
 
+log = log_of(__name__)
+
 
 @dataclass(frozen=True)
 class Filling:
@@ -77,8 +79,6 @@ def _first_own_block(table: BlockTable, first: int) -> int:
     own = np.flatnonzero(table.block_ids[first:] != HOLE)
     return first + int(own[0]) if own.size else len(table.block_ids)
 
-
-log = log_of(__name__)
 
 MAX_ADAPTERS = 4096
 """Adapters that are remembered."""
