@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from kvferry.transport.places import Places
 from kvferry.transport.stream_reader import StreamLink, StreamMover
 from tests.support.sources import serving
 
+ROOT = Path(__file__).parents[2]
 POOL_BYTES = 32 << 20
 KILLS = int(os.environ.get("KILLS", "3"))
 PATIENCE_S = 60.0
@@ -70,7 +72,7 @@ def victim(source):
     """A process that reads for ever, and has begun."""
     regions = [(region.name, region.num_bytes, region.address) for region in source.regions]
     told = json.dumps({"card": source.card.hex(), "regions": regions})
-    process = subprocess.Popen([sys.executable, __file__, told], stdout=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-m", __name__, told], cwd=ROOT, stdout=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdout.readline() == b"reading\n"
     return process

@@ -11,6 +11,6 @@ from collections.abc import Sequence
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 good, 1 refused or wrong, 2 bad usage or input."""
-    from kvferry.cli.app import run_command
+    from kvferry.cli.run_command import run_command
 
     return run_command(list(sys.argv[1:] if argv is None else argv))

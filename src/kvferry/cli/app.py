@@ -1,18 +1,13 @@
-"""All commands by name, and running one: exit codes, and every error as one line (``--json``: one object)."""
+"""All commands, by name."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from collections.abc import Callable, Sequence
-from io import TextIOWrapper
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 from kvferry.cli import bench, demo, describe, diff, doctor, keygen, models, plan, proxy, runs, status
-from kvferry.errors import KVFerryError, MissingPackage, Refused
 
 COMMANDS: dict[str, tuple[Callable[..., int | None], str]] = {
     "plan": (plan.plan, plan.HELP),
@@ -67,89 +62,3 @@ def root(
 
     Exit codes: 0 good; 1 refused, or bytes found wrong; 2 bad usage or input.
     """
-
-
-GOOD, REFUSED, BAD_INPUT, BUG, INTERRUPTED, CUT_OFF = 0, 1, 2, 3, 130, 141
-
-STDOUT = 1
-
-DEBUG = "KVFERRY_DEBUG"
-"""The environment variable that lets an unforeseen error out with its traceback."""
-
-
-def run_command(argv: Sequence[str]) -> int:
-    """Run the command line ``argv``; whatever happens becomes an exit code and a message."""
-    as_json = "--json" in argv
-    _never_choke()
-    try:
-        code = app(list(argv), prog_name="kvferry", standalone_mode=False)
-        sys.stdout.flush()
-        return code or GOOD
-    except Refused as refused:
-        return _refuse(refused, as_json=as_json)
-    except KVFerryError as error:
-        return _say(str(error), as_json=as_json)
-    except ModuleNotFoundError as error:
-        if not MissingPackage.is_of_ours(error):
-            return _bug(error, as_json=as_json)
-        return _say(str(MissingPackage.named(error)), as_json=as_json)
-    except BrokenPipeError:
-        return _quiet()
-    except SystemExit as ended:  # Typer makes 1 of a broken pipe, and ends so when it has completed a word
-        return _quiet() if ended.code else GOOD
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except Exception as error:
-        if usage := getattr(error, "format_message", None):
-            return _say(_with_hint(usage(), argv), as_json=as_json)
-        return _bug(error, as_json=as_json)
-
-
-def _bug(error: Exception, *, as_json: bool) -> int:
-    if os.environ.get(DEBUG):
-        raise error
-    what = f"{type(error).__name__}: {error}".rstrip(": ")
-    message = f"a bug, please report it ({DEBUG}=1 shows where): {what}"
-    return _say(message, as_json=as_json, code=BUG)
-
-
-def _never_choke() -> None:
-    """Characters that the terminal cannot show become question marks."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")
-
-
-def _refuse(refused: Refused, *, as_json: bool) -> int:
-    from kvferry.cli import output
-
-    if as_json:
-        found = [output.finding_object(finding) for finding in refused.findings]
-        answer = {"verdict": "refused", "findings": found, "num_more_findings": refused.num_more}
-        print(json.dumps(answer, ensure_ascii=False))
-    else:
-        out = output.console()
-        output.verdict(out, "REFUSED", "these two engines, as described")
-        output.findings(out, {finding: [0] for finding in refused.findings}, 1, refused.num_more)
-    return REFUSED
-
-
-def _with_hint(message: str, argv: Sequence[str]) -> str:
-
-    command = next((word for word in argv[:1] if word in COMMANDS), "")
-    return f"{message.rstrip('.')}; see `kvferry {command}{' ' * bool(command)}--help`"
-
-
-def _say(message: str, *, as_json: bool, code: int = BAD_INPUT) -> int:
-    line = " ".join(message.split())
-    if as_json:
-        print(json.dumps({"verdict": "error", "message": line}, ensure_ascii=False))
-    else:
-        print(f"kvferry: {line}", file=sys.stderr)
-    return code
-
-
-def _quiet() -> int:
-    """The reader of our output has gone (``| head``): say nothing more, not even at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
-    return CUT_OFF
