@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvferry.wire import messages
+from kvferry.wire import messages, rank_asks
 
 ROOT = Path(__file__).parents[1]
 TOUR = (ROOT / "docs" / "tour.md").read_text(encoding="utf-8")
@@ -115,8 +115,9 @@ def test_every_word_of_the_design_is_in_the_glossary():
 
 
 def test_every_message_is_in_the_glossary():
-    structs = [value for value in vars(messages).values() if isinstance(value, msgspec.StructMeta)]
-    names = [struct.__name__ for struct in structs if struct.__module__ == messages.__name__]
+    found = [value for module in (messages, rank_asks) for value in vars(module).values()]
+    structs = [each for each in found if isinstance(each, msgspec.StructMeta) and each.__struct_config__.tag]
+    names = [struct.__name__ for struct in structs]
     assert len(names) > 10
     assert [name for name in names if name not in WORDS] == []
 

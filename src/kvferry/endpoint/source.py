@@ -185,7 +185,7 @@ class SourceEngine:
 
         The device must have finished writing the blocks. A name can be offered again once ``poll`` has said
         that it is released. ``held_from``: every table holds the cells of all tokens from this one on
-        (``core.held``), so that a destination can fill whole blocks of its own.
+        (``core.request``), so that a destination can fill whole blocks of its own.
         """
         ticket = self._offers.make(request_id, tables, num_tokens, digest, held_from)
         now = self._clock()

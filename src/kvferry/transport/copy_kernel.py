@@ -7,13 +7,11 @@ would destroy the engine's whole CUDA context. The checks are as quick as the pr
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +20,8 @@ from numpy.typing import NDArray
 from kvferry.core.product import Product
 from kvferry.core.runs import Runs
 from kvferry.core.view import Ints
-from kvferry.errors import TransportError
+from kvferry.errors import SpecError, TransportError
+from kvferry.host.private_files import cache_folder, write_private
 from kvferry.transport.base import DeviceEvent
 from kvferry.transport.cuda import Arguments, Cuda, compile_kernel, compiler_version
 from kvferry.transport.places import Places, cut_long
@@ -247,29 +246,13 @@ def source() -> str:
 def compiled_kernel(name: str, text: str, architecture: str) -> bytes:
     """A kernel for an architecture: compiled once, and kept in the user's cache folder."""
     mark = hashlib.sha256(f"{text}\0{architecture}\0{compiler_version()}".encode()).hexdigest()[:32]
-    path = _cache_folder() / f"{name}-{architecture}-{mark}.cubin"
-    try:
-        if path.stat().st_uid == os.getuid():
-            return path.read_bytes()
-    except OSError:
-        pass
+    kept = f"{name}-{architecture}-{mark}.cubin"
+    with suppress(OSError, SpecError):
+        return (cache_folder() / kept).read_bytes()
     binary = compile_kernel(text, architecture)
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_bytes(binary)
-        draft.replace(path)
-    except OSError:
-        pass  # a folder that cannot be written costs a compilation at each start, nothing else
+    with suppress(OSError, SpecError):  # without a folder it is compiled at each start
+        write_private(cache_folder(), kept, binary)
     return binary
-
-
-def _cache_folder() -> Path:
-    try:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:  # a user without a home, as in many containers
-        base = os.devnull
-    return Path(base) / "kvferry"
 
 
 TABLE_BYTES = 4 << 20

@@ -140,7 +140,7 @@ class Grant(msgspec.Struct, frozen=True, tag=True):
     ticket_id: int
     lease_ms: int
     proofs: dict[int, bytes] = {}
-    """What each rank of the engine that gathers for readers wants to see with this ticket (``wire.permit``).
+    """What each rank of the engine that gathers for readers wants to see with this ticket (``wire.ticket``).
     Whoever has one can have that rank gather the ticket's blocks until the lease ends."""
     is_whole: bool = True
     """Whether every rank had joined. If not, some proofs are missing, and come if it is asked for again."""
@@ -235,7 +235,7 @@ class DigestRequest(msgspec.Struct, frozen=True, tag=True):
     token: bytes
     src_rank: int
     question: bytes
-    """Which parts of which states, msgpack (``wire.digest``)."""
+    """Which parts of which states, msgpack (``wire.rank_asks``)."""
 
 
 class DigestAnswer(msgspec.Struct, frozen=True, tag=True):

@@ -1,7 +1,8 @@
 """What a source rank is asked for by readers: bytes to send, and digests of what it sent.
 
-A rank's own socket takes these messages and no others. Each ask carries its permit, so nothing has to be
-remembered between two of them. Nothing is repeated: a lost message fails its read, by a deadline.
+A rank's own socket takes asks for bytes, and no other message. Each carries its permit, so nothing has to be
+remembered between two of them. Nothing is repeated: a lost message fails its read, by a deadline. Questions
+for digests come by way of the authority (``wire.messages``); here is what they ask for.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Gather(msgspec.Struct, frozen=True, tag=True):
     nonce: int
     """The reader's own number of this ask."""
     permit: bytes
-    """That the bytes may be had (``wire.permit``)."""
+    """That the bytes may be had (``wire.ticket``)."""
     terms: tuple[tuple[Column, Column, Column], ...]
     """Patterns over blocks: places in block 0; lengths, or one that is the length of all; how far each block
     is from block 0. Run by run of the pattern, the bytes of all blocks follow each other."""
