@@ -70,10 +70,10 @@ def check_nixl(observed: Observed) -> Iterator[Diagnosis]:
             f"Update the driver, or: pip uninstall nixl-cu{wheel[1]}; pip install --no-deps"
             f" nixl-cu{int(wheel[1]) - 1}.",
         )
-    if software.plugins and "UCX" not in software.plugins:
+    if software.wheel and "UCX" not in software.plugins:
         yield problem(
             Condition.NO_UCX,
-            f"NIXL has no plugin UCX, only {', '.join(software.plugins)}.",
+            f"NIXL has no plugin UCX (found: {', '.join(software.plugins) or 'none'}).",
             "kvferry reads by UCX.",
             "Unset NIXL_PLUGIN_DIR, or let it name the folder with libplugin_UCX.so; else install NIXL"
             " again.",
