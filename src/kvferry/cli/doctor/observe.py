@@ -38,7 +38,6 @@ SETTINGS = (
 )
 CAP_IPC_LOCK = 14
 RDMA_DEVICES, RDMA_DOORS = Path("/sys/class/infiniband"), Path("/dev/infiniband")
-NAME_BYTES = 128
 FINGERPRINT_BYTES = 4
 SCHEME, LOOPBACK = "tcp://", "127.0.0.1"
 ANY_HOST = ("192.0.2.1", 9)
@@ -46,7 +45,7 @@ ANY_HOST = ("192.0.2.1", 9)
 
 
 def gpus() -> Gpus:
-    """Devices by the driver itself, so that a missing binding is noticed."""
+    """Devices; counted by the driver itself, so that a missing binding is noticed."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -57,19 +56,10 @@ def gpus() -> Gpus:
     cuda = f"{number.value // 1000}.{number.value % 1000 // 10}"
     if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(number)):
         return Gpus(cuda)
-    names = tuple(_device_name(driver, i) for i in range(number.value))
     try:
-        device_names()
+        return Gpus(cuda, tuple(device_names()))
     except TransportError as error:
-        return Gpus(cuda, names, error.detail)
-    return Gpus(cuda, names)
-
-
-def _device_name(driver: ctypes.CDLL, index: int) -> str:
-    device, name = ctypes.c_int(), ctypes.create_string_buffer(NAME_BYTES)
-    if driver.cuDeviceGet(ctypes.byref(device), index) or driver.cuDeviceGetName(name, NAME_BYTES, device):
-        return f"device {index}"
-    return name.value.decode(errors="replace")
+        return Gpus(cuda, tuple(f"device {i}" for i in range(number.value)), error.detail)
 
 
 def host_limits() -> HostLimits:

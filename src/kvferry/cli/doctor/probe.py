@@ -202,18 +202,7 @@ _ROW = re.compile(r"\|\s*\S+\s*\|\s*[^|]*?\s*\|\s*(?P<by>[^|]*?/[^|]*?)\s*\|")
 
 
 def carrier_in(log: str) -> str:
-    """UCX's lane for the last reads of another process; empty if there is none.
-
-    >>> carrier_in('''
-    ... [1.5] [vm:7:0]   | an-agent intra-node cfg#1                                        |
-    ... [1.5] [vm:7:0]   | remote memory read by ucp_get*(multi) into host memory from host |
-    ... [1.5] [vm:7:0]   +--------+-------------+-------------------------------------------+
-    ... [1.5] [vm:7:0]   | Range  | Description |                  Config                   |
-    ... [1.5] [vm:7:0]   +--------+-------------+-------------------------------------------+
-    ... [1.5] [vm:7:0]   | 0..inf | zero-copy   | cma/memory                                |
-    ... [1.5] [vm:7:0]   +--------+-------------+-------------------------------------------+''')
-    'cma/memory'
-    """
+    """UCX's lane for the last reads of another process, by its tables of protocols; empty without one."""
     found, is_read, is_self = "", False, False
     for line in log.splitlines():
         if " cfg#" in line:

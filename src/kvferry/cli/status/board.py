@@ -206,11 +206,21 @@ def _leases(engines: Sources) -> BoardTable:
     columns = ("request", "tokens", "reader", "lease left")
     found = [lease for _, last in engines for lease in last.leases]
     found.sort(key=lambda lease: math.inf if lease.seconds_left is None else lease.seconds_left)
-    rows = []
-    for each in found:
-        left = NOTHING if each.seconds_left is None else f"{each.seconds_left:.0f} s"
-        rows.append((each.request_id, f"{each.num_tokens:,}", each.reader or "nobody yet", left))
+    rows = [
+        (
+            each.request_id,
+            f"{each.num_tokens:,}",
+            each.reader or "nobody yet",
+            seconds_left(each.seconds_left),
+        )
+        for each in found
+    ]
     return BoardTable("Leases, those that end next first", columns, ("request", "reader"), rows)
+
+
+def seconds_left(seconds: float | None) -> str:
+    """Of a lease; None: it has no end."""
+    return NOTHING if seconds is None else f"{seconds:.0f} s"
 
 
 def _speed(bytes_per_second: float) -> str:

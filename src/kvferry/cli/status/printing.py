@@ -17,7 +17,7 @@ from rich.text import Text
 
 from kvferry.cli import output
 from kvferry.cli.status.asking import EngineAsker
-from kvferry.cli.status.board import Board, board, lines
+from kvferry.cli.status.board import Board, board, lines, seconds_left
 from kvferry.cli.status.reported import Watched
 from kvferry.wire.reading import printable
 
@@ -153,9 +153,8 @@ def _show_leases(out: Console, report: dict[str, Any]) -> None:
     if report["leases"]:
         table = output.table("request", "tokens", "reader", "lease left", left=("request", "reader"))
         for lease in report["leases"]:
-            reader = _text(lease["reader"]) or "nobody yet"
-            cells = (str(lease["num_tokens"]), reader, f"{lease['seconds_left']:.0f} s")
-            table.add_row(_text(lease["request_id"]), *cells)
+            reader, left = _text(lease["reader"]) or "nobody yet", seconds_left(lease["seconds_left"])
+            table.add_row(_text(lease["request_id"]), str(lease["num_tokens"]), reader, left)
         output.print_table(out, table)
 
 
