@@ -100,8 +100,6 @@ LARGE_OBJECTS = {
     "Reader": "one machine: its parts (meetings, questions, settlements) are machines already",
     "Record": "the account of a load: each field is a column",
     "TcpConnections": "one table: connections in three orders, and the bounds of all of them",
-    "ReportedDestination": "what one rank said of itself: each field is shown",
-    "ReportedSource": "what one engine said of itself: each field is shown",
     "RequestAccount": "the account of a request through the proxy: each attribute is measured or told",
     "SourceEngine": "an edge: one attribute for each part that it puts together, half of them its arguments",
     "SourceRank": "an edge: its machine, its channels, and what it does for readers (digests, gathering)",

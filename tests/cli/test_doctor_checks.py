@@ -29,7 +29,7 @@ DIRECT_READS = replace(HOST_READS, way=Way.DIRECT, carrier="cma/memory")
 DEVICE_READS = ReadsSeen("cuda:0", Way.MAPPED, "", "copy kernel", TIMES, 9e9)
 VERSIONS = {"kvferry": "0.1", "nixl": "1.5.1", "nixl-cu12": "1.5.1", "vllm": "0.32.0"}
 OURS = HostPlace("here", "boot-1", "pid:[1]", 0, VERSIONS)
-PEER = PeerSeen("10.0.0.7:7777", OURS, "", True, "", replace(OURS, name="there", boot="boot-2"), 0.01)
+PEER = PeerSeen("10.0.0.7:7777", OURS, "", True, "", replace(OURS, name="there", boot="boot-2"))
 NEIGHBOUR = replace(PEER, theirs=replace(OURS, name="a container"))
 GOOD = Observed(
     Software(VERSIONS, "", "nixl_cu12", "1.23.0", ("POSIX", "UCX")),
@@ -273,7 +273,7 @@ CASES = {
 
 @pytest.mark.parametrize(("observed", "name", "level", "cure"), CASES.values(), ids=CASES.keys())
 def test_what_is_found_has_a_name_and_a_cure(observed, name, level, cure):
-    (found,) = (one for one in diagnose(observed) if one.condition == name)
+    (found,) = (one for one in diagnose(observed) if one.name == name)
     assert found.level == level
     assert cure in found.cure
     for text in (found.what, found.why, found.cure):

@@ -7,7 +7,7 @@ import pytest
 
 from kvferry.cli.doctor.probe import SIZES
 from kvferry.cli.doctor.report import compared_profile, profile_document
-from kvferry.cli.doctor.seen import ReadsSeen, TimedRead
+from kvferry.cli.doctor.seen import Gpus, HostLimits, Observed, ReadsSeen, SecretSeen, Software, TimedRead
 from kvferry.cli.link_profile import Cost, Traffic, measured_links
 from kvferry.core.choices import Way
 
@@ -30,11 +30,15 @@ def reads(way, memory="host", factor=1.0):
     return ReadsSeen(memory, way, "", "somehow", times, 9e9)
 
 
+def observed(*some, machine=MACHINE, versions=VERSIONS):
+    return Observed(Software(versions), Gpus(), HostLimits(1 << 30), SecretSeen(), machine, reads=some)
+
+
 @pytest.fixture
 def saved(tmp_path):
     def save(*some):
         path = tmp_path / "here.json"
-        path.write_text(json.dumps(profile_document(some, MACHINE, VERSIONS)))
+        path.write_text(json.dumps(profile_document(observed(*some))))
         return path
 
     return save
@@ -56,8 +60,8 @@ def test_plan_takes_the_file(cli, saved):
     assert [link["link"] for link in cli(*argv).answer["links"]] == ["here/host"]
 
 
-def compared(path, *some, machine=MACHINE, versions=VERSIONS):
-    return compared_profile(path, some, machine, versions)
+def compared(path, *some, **changes):
+    return compared_profile(path, observed(*some, **changes))
 
 
 def test_a_profile_of_this_machine_is_true(saved):
@@ -98,4 +102,4 @@ def test_what_is_no_profile_is_said(tmp_path):
 
 def test_reads_that_failed_are_not_saved():
     failed = [ReadsSeen("host", error="it is dead"), replace(reads(Way.DIRECT), wrong="1 of 8 cells")]
-    assert profile_document(failed, MACHINE, VERSIONS) == {}
+    assert profile_document(observed(*failed)) == {}

@@ -82,7 +82,6 @@ def doctor(
     from kvferry.cli.doctor.checks import diagnose
     from kvferry.cli.doctor.examine import asked_memories, examine, serve
     from kvferry.cli.doctor.report import compared_profile, is_ready, profile_document, report_object, show
-    from kvferry.cli.machine import describe_machine
 
     if listen and (peer or save or profile or as_json):
         raise SpecError(
@@ -95,16 +94,14 @@ def doctor(
         serve(listen, memories, _say)
         return
     observed = examine(memories, peer, _progress)
-    machine = describe_machine(", ".join(observed.gpus.names))
     if profile:
-        compared = compared_profile(profile, observed.reads, machine, observed.software.versions)
-        observed = replace(observed, profile=compared)
+        observed = replace(observed, profile=compared_profile(profile, observed))
     found = diagnose(observed)
     if as_json:
-        print(json.dumps(report_object(observed, found, machine), ensure_ascii=False))
+        print(json.dumps(report_object(observed, found), ensure_ascii=False))
     else:
-        show(observed, found, machine)
-    if save and (document := profile_document(observed.reads, machine, observed.software.versions)):
+        show(observed, found)
+    if save and (document := profile_document(observed)):
         save.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     elif save:
         _say(f"no read came to a good end, so {save} is not written")

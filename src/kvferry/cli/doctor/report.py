@@ -1,4 +1,4 @@
-"""What a doctor tells people and tools, and the profile that ``kvferry plan --link`` takes."""
+"""The report of an examination, for people and tools, and the profile that ``kvferry plan --link`` takes."""
 
 from __future__ import annotations
 
@@ -30,96 +30,77 @@ from kvferry.errors import SpecError
 if TYPE_CHECKING:
     from rich.console import Console
 
-
 # -- profiles --------------------------------------------------------------------------------------
 
 
 FORMAT = 1
 """The version of the document: a part of what ``kvferry bench --json`` writes."""
 FAR_OFF = 3.0
-"""How many times as long, or as short, reads may take before a profile counts as stale: machines are busy at
-times."""
+"""A profile is stale if reads take so many times as long, or as short. Busy machines vary by less."""
 MACHINE = ("processor", "num_cores", "device")
 PACKAGES = ("kvferry", "nixl")
 
 
-def profile_document(
-    reads: Sequence[ReadsSeen], machine: Mapping[str, Any], versions: Mapping[str, str]
-) -> dict[str, Any]:
-    """The document; empty if there is nothing to write."""
-    times = [time for one in reads for time in _times(one)]
-    if not times:
-        return {}
-    return {
-        "format": FORMAT,
-        "made_by": "kvferry doctor",
-        "machine": dict(machine),
-        "versions": dict(versions),
-        "times": times,
-    }
-
-
-def _times(reads: ReadsSeen) -> Iterator[dict[str, Any]]:
-    if reads.way is None or reads.wrong or reads.error:
-        return
-    for time in reads.times:
-        yield {
+def profile_document(observed: Observed) -> dict[str, Any]:
+    """The document; empty if no read succeeded."""
+    times = [
+        {
             "medium": reads.memory,
-            "rival": reads.way.value,
-            "way": reads.way.value,
+            "rival": reads.way,
+            "way": reads.way,
             "run_bytes": time.run_bytes,
             "num_runs": time.num_runs,
             "total_bytes": time.total_bytes,
             "num_turns": len(time.seconds),
             "median_s": time.median_seconds,
         }
+        for reads in observed.reads
+        if not (reads.wrong or reads.error)
+        for time in reads.times
+    ]
+    about = {"machine": dict(observed.machine), "versions": dict(observed.software.versions)}
+    return {"format": FORMAT, "made_by": "kvferry doctor", **about, "times": times} if times else {}
 
 
-def compared_profile(
-    path: Path, reads: Sequence[ReadsSeen], machine: Mapping[str, Any], versions: Mapping[str, str]
-) -> ProfileSeen:
-    """A saved profile against what was measured now."""
+def compared_profile(path: Path, observed: Observed) -> ProfileSeen:
+    """A saved profile against the present measurement."""
     try:
         links = {link.name.rpartition("/")[2]: link for link in measured_links(path)}
         document = json.loads(path.read_text(encoding="utf-8"))
     except SpecError as error:
         return ProfileSeen(str(path), str(error).removeprefix(f"{path}: "))
     found = (
-        *_unlike(document.get("machine"), machine, MACHINE),
-        *_unlike(document.get("versions"), versions, PACKAGES),
-        *(difference for one in reads for difference in _unlike_reads(links.get(one.memory), one)),
+        *_unlike(document.get("machine"), observed.machine, MACHINE),
+        *_unlike(document.get("versions"), observed.software.versions, PACKAGES),
+        *(_unlike_reads(links.get(one.memory), one) for one in observed.reads if one.times),
     )
-    return ProfileSeen(str(path), "", found)
+    return ProfileSeen(str(path), "", tuple(filter(None, found)))
 
 
 def _unlike(before: Any, now: Mapping[str, Any], names: Sequence[str]) -> Iterator[str]:
-    """Named values that are not what they were; what nobody wrote down is not compared."""
+    """Named values that have changed; values that were not written down are not compared."""
     for name in names:
         if isinstance(before, dict) and name in before and before[name] != now.get(name):
             yield f"{name.replace('_', ' ')} was {before[name] or 'none'}, and is {now.get(name) or 'none'}"
 
 
-def _unlike_reads(link: LinkProfile | None, reads: ReadsSeen) -> Iterator[str]:
-    if reads.way is None or not reads.times:
-        return
+def _unlike_reads(link: LinkProfile | None, reads: ReadsSeen) -> str:
+    """How reads of one kind of memory have changed; empty if they have not."""
     if link is None:
-        yield f"it has no times of {reads.memory} memory"
-        return
+        return f"it has no times of {reads.memory} memory"
     if link.way is not reads.way:
-        yield f"{reads.memory} memory was read {link.way.value}, and is read {reads.way.value}"
-        return
-    ratio = median(
+        return f"{reads.memory} memory was read {link.way}, and is read {reads.way}"
+    factor = median(
         time.median_seconds / link.cost.of(Traffic(1, time.num_runs, time.total_bytes)).seconds
         for time in reads.times
     )
-    if not 1 / FAR_OFF <= ratio <= FAR_OFF:
-        yield f"reads of {reads.memory} memory take {ratio:.2g} times as long as it says"
+    is_far_off = not 1 / FAR_OFF <= factor <= FAR_OFF
+    return f"reads of {reads.memory} memory take {factor:.2g} times as long as it says" if is_far_off else ""
 
 
-# -- for people, and tools -------------------------------------------------------------------------
+# -- for tools, and for people ---------------------------------------------------------------------
 
 
-READY, NOT_READY = "READY", "NOT READY"
 STYLES = {Level.PROBLEM: "bold red", Level.WARNING: "bold yellow", Level.NOTE: "bold"}
 
 
@@ -128,88 +109,59 @@ def is_ready(found: Sequence[Diagnosis]) -> bool:
     return all(diagnosis.level is not Level.PROBLEM for diagnosis in found)
 
 
-def report_object(
-    observed: Observed, found: Sequence[Diagnosis], machine: Mapping[str, Any]
-) -> dict[str, Any]:
+def report_object(observed: Observed, found: Sequence[Diagnosis]) -> dict[str, Any]:
     """Plain data, for ``--json``."""
     return {
         "verdict": "ready" if is_ready(found) else "not-ready",
-        "findings": [diagnosis.as_object() for diagnosis in found],
-        "machine": dict(machine),
-        "software": asdict(observed.software),
-        "gpus": asdict(observed.gpus),
-        "limits": asdict(observed.limits),
-        "settings": dict(observed.settings),
-        "secret": asdict(observed.secret),
-        "reads": [_reads_object(reads) for reads in observed.reads],
-        "listeners": [asdict(listener) for listener in observed.listeners],
-        "listeners_error": observed.listeners_error,
-        "profile": asdict(observed.profile) if observed.profile else None,
-        "peer": asdict(observed.peer) if observed.peer else None,
+        "findings": [asdict(diagnosis) for diagnosis in found],
+        **asdict(observed),
+        "reads": [
+            {
+                **asdict(reads),
+                "bytes_per_second": reads.bytes_per_second,
+                "seconds_per_run": reads.seconds_per_run,
+                "times": [{**asdict(one), "median_seconds": one.median_seconds} for one in reads.times],
+            }
+            for reads in observed.reads
+        ],
     }
 
 
-def _reads_object(reads: ReadsSeen) -> dict[str, Any]:
-    return {
-        **asdict(reads),
-        "way": reads.way.value if reads.way else None,
-        "bytes_per_second": reads.bytes_per_second,
-        "seconds_per_run": reads.seconds_per_run,
-        "times": [{**asdict(one), "median_seconds": one.median_seconds} for one in reads.times],
-    }
-
-
-def show(observed: Observed, found: Sequence[Diagnosis], machine: Mapping[str, Any]) -> None:
-    """For people: the verdict, the machine, what reads did, and each finding with its cure."""
+def show(observed: Observed, found: Sequence[Diagnosis]) -> None:
+    """For people: the verdict, the machine, its reads and sockets, and each finding with its cure."""
     out = console()
-    _show_verdict(out, found)
-    labelled(out, _about(observed, machine))
-    out.print()
-    if observed.reads:
-        _show_reads(out, observed)
-    _show_listeners(out, observed)
-    for diagnosis in found:
-        _show_diagnosis(out, diagnosis)
-
-
-def _show_verdict(out: Console, found: Sequence[Diagnosis]) -> None:
-    numbers = [
-        counted(number, level.value)
-        for level in Level
-        if (number := sum(one.level is level for one in found))
-    ]
-    word, style, rest = READY, "bold green", "nothing found that stops work"
+    word, style, rest = "READY", "bold green", "nothing found that stops work"
     if not is_ready(found):
-        word, style, rest = NOT_READY, "bold red", "something found that stops work"
+        word, style, rest = "NOT READY", "bold red", "something found that stops work"
     out.print(Text.assemble((word, style), f"  {rest}"), soft_wrap=True)
-    if numbers:
-        out.print(f"  {', '.join(numbers)}")
+    levels = [one.level for one in found]
+    if found:
+        out.print("  " + ", ".join(counted(levels.count(one), one.value) for one in Level if one in levels))
+    labelled(out, _about(observed))
+    out.print()
+    _show_reads(out, observed)
+    _show_listeners(out, observed)
+    for one in found:
+        out.print(Text.assemble((one.level.value, STYLES[one.level]), f"  {one.name}"))
+        labelled(out, [("", one.what), ("why", one.why), ("do", one.cure)])
+        out.print()
 
 
-def _about(observed: Observed, machine: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _about(observed: Observed) -> list[tuple[str, str]]:
     software, gpus, limits, secret = observed.software, observed.gpus, observed.limits, observed.secret
+    machine, peer = observed.machine, observed.peer
+    where = f"{machine['processor']}, {machine['num_cores']} cores, {num_bytes(limits.memory_bytes)}"
     versions = ", ".join(f"{name} {version}" for name, version in software.versions.items())
-    ucx = f"UCX {software.ucx_version}, from {software.wheel}" if software.ucx_version else ""
-    memlock = (
-        "no limit" if limits.memlock_bytes is None or limits.may_lock_all else num_bytes(limits.memlock_bytes)
-    )
-    peer = observed.peer
+    nixl = f"UCX {software.ucx_version}, from {software.wheel}; plugins {', '.join(software.plugins)}"
+    devices = f"{', '.join(gpus.names) or 'none'} (driver for CUDA {gpus.driver_cuda})"
+    memlock = None if limits.may_lock_all else limits.memlock_bytes
     return [
-        (
-            "machine",
-            f"{machine['processor']}, {machine['num_cores']} cores, {num_bytes(limits.memory_bytes)}, load"
-            f" {machine['load']}",
-        ),
+        ("machine", f"{where}, load {machine['load']}"),
         ("packages", versions),
-        ("NIXL", f"{ucx}; plugins {', '.join(software.plugins)}" if ucx else ""),
-        (
-            "GPUs",
-            f"{', '.join(gpus.names) or 'none'} (driver for CUDA {gpus.driver_cuda})"
-            if gpus.driver_cuda
-            else "no CUDA driver",
-        ),
+        ("NIXL", nixl if software.ucx_version else ""),
+        ("GPUs", devices if gpus.driver_cuda else "no CUDA driver"),
         ("RDMA", ", ".join(limits.rdma_devices) or "no card"),
-        ("may lock", memlock),
+        ("may lock", "no limit" if memlock is None else num_bytes(memlock)),
         ("settings", ", ".join(f"{name}={value}" for name, value in observed.settings.items())),
         ("secret", f"{secret.origin}, fingerprint {secret.fingerprint}" if secret.fingerprint else ""),
         ("peer", f"{peer.address}, host {peer.theirs.name}" if peer and peer.theirs else ""),
@@ -217,32 +169,22 @@ def _about(observed: Observed, machine: Mapping[str, Any]) -> list[tuple[str, st
 
 
 def _show_reads(out: Console, observed: Observed) -> None:
+    if not observed.reads:
+        return
     whom = f"of {observed.peer.address}" if observed.peer else "of another process"
     out.print(f"Reads {whom}, each checked cell by cell", style="bold")
-    made = table(
-        "memory",
-        "way",
-        "carried by",
-        "speed",
-        "a plain copy",
-        "",
-        "per run",
-        left=("memory", "way", "carried by"),
-    )
+    texts = ("memory", "way", "carried by")
+    made = table(*texts, "speed", "a plain copy", "", "per run", left=texts)
     for reads in observed.reads:
-        way = reads.way.value if reads.way else "none"
-        if not reads.times:
-            made.add_row(reads.memory, way, reads.carrier, "-", "-", "", "-")
-            continue
-        made.add_row(
-            reads.memory,
-            way,
-            reads.carrier,
-            gigabytes_per_second(reads.bytes_per_second / 1e9),
-            gigabytes_per_second(reads.copy_bytes_per_second / 1e9),
-            ratio(reads.bytes_per_second / reads.copy_bytes_per_second),
+        speed, copy_speed = reads.bytes_per_second, reads.copy_bytes_per_second
+        cells = (
+            gigabytes_per_second(speed / 1e9),
+            gigabytes_per_second(copy_speed / 1e9),
+            ratio(speed / copy_speed) if copy_speed else "",
             microseconds(reads.seconds_per_run),
         )
+        way = reads.way.value if reads.way else "none"
+        made.add_row(reads.memory, way, reads.carrier, *(cells if reads.times else ("-", "-", "", "-")))
     print_table(out, made)
     for most in {one.most_runs.num_runs: one.most_runs for one in observed.reads if one.most_runs}.values():
         wrapped(out, [f"per run: of {most.num_runs:,} scattered runs of {num_bytes(most.run_bytes)}"])
@@ -260,16 +202,8 @@ def _show_listeners(out: Console, observed: Observed) -> None:
 
 
 def _place(listener: ListenerSeen) -> str:
-    """Where another engine would listen: ports are chosen anew, and so are the names of files."""
+    """Without the parts that every engine chooses anew: ports, and the names of files."""
     if listener.kind == "tcp":
         return f"TCP, a free port of {listener.address.rpartition(':')[0]}"
     folder, slash, _ = listener.address.rpartition("/")
     return f"Unix socket, {folder}{slash}…" if slash else "Unix socket without a file"
-
-
-def _show_diagnosis(out: Console, diagnosis: Diagnosis) -> None:
-    out.print(
-        Text.assemble((diagnosis.level.value, STYLES[diagnosis.level]), f"  {diagnosis.condition.value}")
-    )
-    labelled(out, [("", diagnosis.what), ("why", diagnosis.why), ("do", diagnosis.cure)])
-    out.print()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
-from functools import partial
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -48,50 +46,35 @@ def _ask(place: str, secret: Secret | None) -> dict[str, Any]:
     return {"socket": place, **read_status(Path(place))}
 
 
-class _Question:
-    """One engine is asked, in a thread of its own: one that is stopped keeps nobody waiting."""
-
-    def __init__(self, ask: Callable[[], Look]) -> None:
-        self._look: Look | None = None
-        self._ask = ask
-        # A daemon: whoever ends the watch does not wait for an engine that does not answer.
-        self._thread = threading.Thread(target=self._run, name="kvferry-ask", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._look = self._ask()
-        except Exception as error:  # nobody else would see it, and the place would be waited for for ever
-            self._look = Look(error=f"a bug, please report it: {printable(repr(error))}")
-
-    def answer(self, until: float) -> Look | None:
-        """What came of it, if it comes in time."""
-        self._thread.join(max(0.0, until - time.monotonic()))
-        return self._look
-
-
 class EngineAsker:
     """Asks the same engines again and again; each has at most one question to answer."""
 
     def __init__(self, engine: str, secret: Secret | None) -> None:
         self._engine, self._secret = engine, secret
-        self._open: dict[str, _Question] = {}
+        self._open: dict[str, Future[Look]] = {}
         if not engine:
-            live_sockets()  # removes what killed processes have left
+            live_sockets()  # removes the files of killed processes
 
     def look(self) -> dict[str, Look]:
-        """How each engine stands; one that has not answered yet says so, and is not asked again meanwhile."""
-        late = dict(self._open)
+        """How each engine stands; one that has not answered yet is not asked again meanwhile."""
         places = [self._engine] if self._engine else [str(path) for path in sockets()]
-        asked = {place: late.get(place) or _Question(partial(self._ask, place)) for place in places}
-        until = time.monotonic() + PATIENCE_SECONDS
-        looks = {place: question.answer(0.0 if place in late else until) for place, question in asked.items()}
-        self._open = {place: asked[place] for place, look in looks.items() if look is None}
+        asked = {place: self._open.get(place) or self._asked(place) for place in places}
+        wait([asked[place] for place in asked if place not in self._open], PATIENCE_SECONDS)
+        looks = {place: future.result() for place, future in asked.items() if future.done()}
+        self._open = {place: future for place, future in asked.items() if place not in looks}
         return {
-            place: look or UNANSWERED
-            for place, look in looks.items()
-            if self._engine or not (look and look.is_gone)  # what was not named and is gone is not looked for
+            place: looks.get(place, UNANSWERED)
+            for place in places
+            if self._engine or place not in looks or not looks[place].is_gone
         }
+
+    def _asked(self, place: str) -> Future[Look]:
+        """Ask in a daemon thread: an engine that does not answer delays neither the others nor the end."""
+        future = Future[Look]()
+        threading.Thread(
+            target=lambda: future.set_result(self._ask(place)), name="kvferry-ask", daemon=True
+        ).start()
+        return future
 
     def _ask(self, place: str) -> Look:
         try:
@@ -102,3 +85,5 @@ class EngineAsker:
         except SpecError as error:
             is_gone = "://" not in place and not is_listening(Path(place))
             return Look(error=printable(str(error)), is_gone=is_gone)
+        except Exception as error:  # else the question would stay open for ever
+            return Look(error=f"a bug, please report it: {printable(repr(error))}")

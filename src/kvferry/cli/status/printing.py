@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict
-from types import FrameType
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from kvferry.cli import output
 from kvferry.cli.status.asking import EngineAsker
-from kvferry.cli.status.board import Board, BoardTable, board, lines
+from kvferry.cli.status.board import Board, board, lines, seconds_left
 from kvferry.cli.status.reported import Watched
 from kvferry.wire.reading import printable
 
@@ -33,37 +32,22 @@ NUM_TABLES = 6
 
 
 def watch_engines(
-    asker: EngineAsker,
-    display: AbstractContextManager[ShowEngines],
-    every: float,
-    count: int | None,
+    asker: EngineAsker, display: AbstractContextManager[ShowEngines], every: float, count: int | None
 ) -> None:
     """Look each ``every`` seconds, ``count`` times or until Ctrl-C (or SIGTERM), which is no failure."""
     known = Watched()
-    with suppress(KeyboardInterrupt), _ended_by_sigterm(), display as show:
-        num_looks = 0
-        while True:
-            begun = time.monotonic()
-            looks = asker.look()
-            now = time.monotonic()
-            known = known.then(now, looks)
-            show(known, now)
-            num_looks += 1
-            if num_looks == count:
-                return
-            time.sleep(max(0.0, begun + every - time.monotonic()))
-
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """A terminal is left as it was found, whoever ends the watch."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, end)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # the terminal is restored
     try:
-        yield
+        with suppress(KeyboardInterrupt), display as show:
+            for num_looks in itertools.count(1):
+                begun = time.monotonic()
+                looks = asker.look()
+                now = time.monotonic()
+                known = known.then(now, looks)
+                show(known, now)
+                if num_looks == count:
+                    break
+                time.sleep(max(0.0, begun + every - time.monotonic()))
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -72,17 +56,8 @@ def display_for(*, as_json: bool, every: float) -> AbstractContextManager[ShowEn
     """Tables on a terminal, else a line for each engine and look, or an object for each look."""
     out = output.console()
     if as_json:
-        return _each(_print_object)
-    return on_terminal(out, every) if out.is_terminal else _each(_print_lines)
-
-
-@contextmanager
-def _each(show: ShowEngines) -> Iterator[ShowEngines]:
-    yield show
-
-
-def _print_object(known: Watched, now: float) -> None:
-    print(json.dumps(as_object(known, now), ensure_ascii=False), flush=True)
+        return nullcontext(_print_object)
+    return on_terminal(out, every) if out.is_terminal else nullcontext(_print_lines)
 
 
 def _print_lines(known: Watched, now: float) -> None:
@@ -91,8 +66,7 @@ def _print_lines(known: Watched, now: float) -> None:
         print(f"{clock} {line}", flush=True)
 
 
-def as_object(known: Watched, now: float) -> dict[str, Any]:
-    """What is known, for programs."""
+def _print_object(known: Watched, now: float) -> None:
     engines = [
         {
             "place": place,
@@ -106,7 +80,8 @@ def as_object(known: Watched, now: float) -> dict[str, Any]:
         }
         for place, each in known.engines.items()
     ]
-    return {"at": round(time.time(), 3), "engines": engines, "unanswered": dict(known.unanswered)}
+    shown = {"at": round(time.time(), 3), "engines": engines, "unanswered": known.unanswered}
+    print(json.dumps(shown, ensure_ascii=False), flush=True)
 
 
 @contextmanager
@@ -135,22 +110,15 @@ def draw(shown: Board, when: str) -> RenderableType:
         word, _, rest = warning.partition("  ")
         parts.append(Text.assemble((word, output.STYLES.get(word, "bold red")), f"  {rest}"))
     for each in shown.tables:
-        parts += [Text(), Text(each.title, "bold"), _drawn(each)]
+        table = output.table(*each.columns, left=each.text_columns)
+        for column in table.columns:
+            column.no_wrap, column.overflow = column.justify == "right", "ellipsis"
+        for row in each.rows:
+            table.add_row(*row)
+        parts += [Text(), Text(each.title, "bold"), table]
         if each.num_more:
             parts.append(Text(f"… and {each.num_more} more", "dim"))
     return Group(*parts)
-
-
-def _drawn(shown: BoardTable) -> Table:
-    table = output.table()
-    for column in shown.columns:
-        is_text = column in shown.text_columns
-        table.add_column(
-            column, justify="left" if is_text else "right", no_wrap=not is_text, overflow="ellipsis"
-        )
-    for row in shown.rows:
-        table.add_row(*row)
-    return table
 
 
 # -- one answer, whole -----------------------------------------------------------------------------
@@ -185,9 +153,8 @@ def _show_leases(out: Console, report: dict[str, Any]) -> None:
     if report["leases"]:
         table = output.table("request", "tokens", "reader", "lease left", left=("request", "reader"))
         for lease in report["leases"]:
-            reader = _text(lease["reader"]) or "nobody yet"
-            cells = (str(lease["num_tokens"]), reader, f"{lease['seconds_left']:.0f} s")
-            table.add_row(_text(lease["request_id"]), *cells)
+            reader, left = _text(lease["reader"]) or "nobody yet", seconds_left(lease["seconds_left"])
+            table.add_row(_text(lease["request_id"]), str(lease["num_tokens"]), reader, left)
         output.print_table(out, table)
 
 

@@ -5,17 +5,16 @@ Whatever else an engine said is left out, and nonsense is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from kvferry.errors import SpecError
 from kvferry.wire.reading import printable
 
 StatusJson = Mapping[str, Any]
 """What an engine answered."""
-
-N = TypeVar("N", int, float)
 
 MAX_NAME = 64
 """Characters of a name that are shown where many engines share a screen."""
@@ -53,14 +52,31 @@ class SeenLease:
     """None: it has no end."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReportedDestination:
-    """How a rank of a destination engine stands."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportedEngine:
+    """How an engine stands, or one rank of it."""
 
     name: str
     host: str
     pid: int
     up_seconds: float
+    counts: Mapping[str, float]
+    """They only grow. Of a destination: loads that ended, by outcome and way (``read direct``). Of a source:
+    requests offered, and leases that ended by why (``ended: expired``)."""
+    byte_counts: Mapping[str, float]
+    """They only grow. Of a destination: bytes of loads that ended well, by way. Of a source: bytes that
+    destinations began to read."""
+
+    @property
+    def title(self) -> str:
+        """Side and name, in a few words."""
+        return f"source {self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportedDestination(ReportedEngine):
+    """How a rank of a destination engine stands."""
+
     rank: int
     phases: Mapping[str, int]
     """Loads under way."""
@@ -69,25 +85,16 @@ class ReportedDestination:
     num_quarantined: int
     sources: tuple[SeenSource, ...]
     loads: tuple[SeenLoad, ...]
-    counts: Mapping[str, float]
-    """What only grows: loads that ended, by outcome and way (``read direct``)."""
-    byte_counts: Mapping[str, float]
-    """What only grows: bytes of loads that ended well, by way."""
 
     @property
     def title(self) -> str:
-        """Which one it is, in a few words."""
         return f"destination {self.name} rank {self.rank}"
 
 
-@dataclass(frozen=True, slots=True)
-class ReportedSource:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportedSource(ReportedEngine):
     """How a source engine stands."""
 
-    name: str
-    host: str
-    pid: int
-    up_seconds: float
     address: str
     ranks: str
     """How many of how many have joined."""
@@ -95,18 +102,7 @@ class ReportedSource:
     num_being_read: int
     pinned_bytes: float
     leases: tuple[SeenLease, ...]
-    counts: Mapping[str, float]
-    """What only grows: requests offered, and leases that ended by why (``ended: expired``)."""
-    byte_counts: Mapping[str, float]
-    """What only grows: bytes that destinations began to read."""
 
-    @property
-    def title(self) -> str:
-        """Which one it is, in a few words."""
-        return f"source {self.name}"
-
-
-ReportedEngine = ReportedDestination | ReportedSource
 
 OFFERED = "offered"
 GRANTED = "granted"
@@ -115,11 +111,10 @@ READ = "read"
 """How the count of loads that ended well begins; the way follows."""
 
 
-def reported(answer: StatusJson) -> ReportedEngine:
-    """An engine's answer as values; raises SpecError if it is none that this version can read."""
+def reported(answer: StatusJson) -> ReportedDestination | ReportedSource:
+    """An engine's answer as values; raises SpecError if this version cannot read it."""
     try:
-        side = answer["side"]
-        return _source(answer) if side == "source" else _destination(answer)
+        return _source(answer) if answer["side"] == "source" else _destination(answer)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         what = printable(f"{type(error).__name__}: {error}", MAX_NAME)
         version = printable(str(answer.get("kvferry", "unknown")), MAX_NAME)
@@ -129,14 +124,18 @@ def reported(answer: StatusJson) -> ReportedEngine:
         ) from None
 
 
+def _process(answer: StatusJson) -> dict[str, Any]:
+    """The fields that both sides have alike."""
+    pid, up_seconds = int(answer["pid"]), float(answer["up_seconds"])
+    return {"host": _text(answer["host"]), "pid": pid, "up_seconds": up_seconds}
+
+
 def _destination(answer: StatusJson) -> ReportedDestination:
     return ReportedDestination(
+        **_process(answer),
         name=_text(answer["reader"]),
-        host=_text(answer["host"]),
-        pid=int(answer["pid"]),
-        up_seconds=float(answer["up_seconds"]),
         rank=int(answer["rank"]),
-        phases=_numbers(answer["fetches"], int),
+        phases={_text(phase): int(number) for phase, number in answer["fetches"].items()},
         num_reads=int(answer["in_flight"]),
         num_quarantined=int(answer["quarantined"]),
         sources=tuple(
@@ -149,59 +148,43 @@ def _destination(answer: StatusJson) -> ReportedDestination:
             )
             for each in answer["loads"]
         ),
-        counts=_numbers(answer["ended"], float),
-        byte_counts=_numbers(answer["read_bytes"], float),
+        counts={_text(name): float(number) for name, number in answer["ended"].items()},
+        byte_counts={_text(way): float(number) for way, number in answer["read_bytes"].items()},
     )
 
 
 def _source(answer: StatusJson) -> ReportedSource:
-    figures = answer["figures"]
-    reasons = {
-        f"{ENDED}{reason}": number for reason, number in _figures(figures, "kvferry_leases_ended_total")
-    }
+    figures: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    for each in answer["figures"]:
+        label = _text(" ".join(map(str, each["labels"].values())))
+        figures[each["metric"]][label] = float(each["value"])
+    total = {metric: sum(values.values()) for metric, values in figures.items()}
+    ended = figures["kvferry_leases_ended_total"]
     return ReportedSource(
+        **_process(answer),
         name=_text(answer["engine"]),
-        host=_text(answer["host"]),
-        pid=int(answer["pid"]),
-        up_seconds=float(answer["up_seconds"]),
         address=_text(answer["address"]),
         ranks=_text(answer["ranks"]),
         num_offered=int(answer["offered"]),
         num_being_read=int(answer["being_read"]),
-        pinned_bytes=_total(figures, "kvferry_pinned_bytes"),
-        leases=tuple(
-            SeenLease(
-                _text(each["request_id"]),
-                int(each["num_tokens"]),
-                _text(each["reader"]),
-                None if each["seconds_left"] is None else float(each["seconds_left"]),
-            )
-            for each in answer["leases"]
-        ),
-        counts={OFFERED: _total(figures, "kvferry_offers_total"), **reasons},
-        byte_counts={GRANTED: _total(figures, "kvferry_granted_bytes_total")},
+        pinned_bytes=total.get("kvferry_pinned_bytes", 0.0),
+        leases=tuple(_lease(each) for each in answer["leases"]),
+        counts={
+            OFFERED: total.get("kvferry_offers_total", 0.0),
+            **{f"{ENDED}{reason}": number for reason, number in ended.items()},
+        },
+        byte_counts={GRANTED: total.get("kvferry_granted_bytes_total", 0.0)},
     )
 
 
-def _figures(figures: list[StatusJson], metric: str) -> list[tuple[str, float]]:
-    """The numbers of one metric, by the values of its labels. What is 0 is not among the figures."""
-    return [
-        (_text(" ".join(map(str, each["labels"].values()))), float(each["value"]))
-        for each in figures
-        if each["metric"] == metric
-    ]
-
-
-def _total(figures: list[StatusJson], metric: str) -> float:
-    return sum(number for _, number in _figures(figures, metric))
-
-
-def _numbers(counts: Mapping[str, Any], kind: Callable[[Any], N]) -> dict[str, N]:
-    return {_text(name): kind(number) for name, number in counts.items()}
+def _lease(each: StatusJson) -> SeenLease:
+    left, num_tokens = each["seconds_left"], int(each["num_tokens"])
+    reader, seconds_left = _text(each["reader"]), None if left is None else float(left)
+    return SeenLease(_text(each["request_id"]), num_tokens, reader, seconds_left)
 
 
 def _text(value: object) -> str:
-    """What a peer may have named: short, on one line, without control characters."""
+    """A name that a peer chose: short, on one line, without control characters."""
     return printable(str(value), MAX_NAME)
 
 
@@ -276,22 +259,14 @@ class WatchedEngine:
             return self  # a busy machine is no news
         if look.engine is None:
             return replace(self, error=look.error, is_gone=look.is_gone)
-        if _is_another_life(self.last, look.engine):
-            return WatchedEngine((look.engine,), now)
-        begin = look.engine.up_seconds - WINDOW_SECONDS
-        return WatchedEngine((*_since(begin, self.history), look.engine), now)
-
-
-def _is_another_life(before: ReportedEngine, now: ReportedEngine) -> bool:
-    """Whether the engine was started anew, so that its counts began at 0 again."""
-    same = (before.title, before.host, before.pid) == (now.title, now.host, now.pid)
-    return not same or now.up_seconds < before.up_seconds
-
-
-def _since(begin: float, history: tuple[ReportedEngine, ...]) -> tuple[ReportedEngine, ...]:
-    """What is not older than a time, and one more, so that the whole window is covered."""
-    num_old = sum(each.up_seconds <= begin for each in history)
-    return history[max(0, num_old - 1) :]
+        last, engine = self.last, look.engine
+        is_same = (last.title, last.host, last.pid) == (engine.title, engine.host, engine.pid)
+        if not is_same or engine.up_seconds < last.up_seconds:
+            return WatchedEngine((engine,), now)  # started anew: its counts began at 0 again
+        begin = engine.up_seconds - WINDOW_SECONDS
+        num_old = sum(each.up_seconds <= begin for each in self.history)
+        recent = self.history[max(0, num_old - 1) :]  # with one old look, which covers the whole window
+        return WatchedEngine((*recent, engine), now)
 
 
 @dataclass(frozen=True, slots=True)
