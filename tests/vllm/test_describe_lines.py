@@ -4,8 +4,10 @@ Backends that need a GPU cannot run here; but how they split a cache into K and 
 theirs, and it is asked where a cell is.
 """
 
+import ast
 import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +27,7 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVQuantMode
 
 from kvferry import Manifest, compare
 from kvferry.core.view import View
-from kvferry.integrations.vllm.worker.layouts import ATTENTION_LAYOUTS
+from kvferry.integrations.vllm.worker.layouts import ATTENTION_LAYOUTS, RECURRENT_LAYOUTS
 from kvferry.testing.oracle import byte_offset
 from tests.vllm.corpus.allocated import Cut, Worker, bare, workers
 from tests.vllm.corpus.families import gqa
@@ -115,7 +117,17 @@ def offset_of(view: View, block: int, token: int, head: int, channel: int) -> in
 def test_a_backend_is_known_by_its_class_not_by_its_name() -> None:
     """AITER's backend has FlashAttention's name."""
     assert AiterFlashAttentionBackend.get_name() == FlashAttentionBackend.get_name()
-    assert all("." in path for path in ATTENTION_LAYOUTS)
+
+
+@pytest.mark.parametrize("path", [*ATTENTION_LAYOUTS, *RECURRENT_LAYOUTS])
+def test_every_rule_is_for_a_class_that_vllm_has(path: str) -> None:
+    """Read, not imported: most of them need a GPU. A wrong name would make the layer opaque without a word."""
+    module, _, name = path.rpartition(".")
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    assert name in {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 def test_scales_of_their_own_travel_with_each_head_and_token() -> None:
