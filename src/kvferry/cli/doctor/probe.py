@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvferry.cli.bench.cases import BenchMemory, Bytes, Stretch, contents
+from kvferry.cli.bench.cases import Stretch, cache_memory, contents, first_wrong_in, wipe
 from kvferry.cli.bench.sides import timed_read
 from kvferry.cli.doctor.seen import HOST, ReadsSeen, TimedRead
 from kvferry.cli.processes import QUIET, AskingTransport, RankCard, Worker, choices_told_in, gather_openly
@@ -29,6 +29,7 @@ from kvferry.core.runs import Runs
 from kvferry.errors import TransportError
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.nixl_agent import NixlBuild, describe_build
+from kvferry.transport.region_memory import Bytes
 
 _ROW = re.compile(r"\|\s*\S+\s*\|\s*(?P<how>[^|]*?)\s*\|\s*(?P<by>[^|]*?/[^|]*?)\s*\|")
 
@@ -137,20 +138,19 @@ class ProbeSource:
 
     def __init__(self, memory: str, listen: str = "tcp://127.0.0.1:*") -> None:
         logging.disable(logging.WARNING)  # what there is to say, a diagnosis says
-        self._memory = BenchMemory(device_of(memory), room_bytes_of(memory))
-        self._memory.write(contents(room_bytes_of(memory)))
+        self._memory = cache_memory(device_of(memory), contents(room_bytes_of(memory)))
         self._transport = NixlTransport()
-        self._transport.register([self._memory.region])
+        self._transport.register(self._memory.regions)
         self._service = gather_openly(self._transport, listen)
 
     def card(self) -> RankCard:
         """What a reader must know."""
-        return RankCard(self._transport.card(), (self._memory.region,))
+        return RankCard(self._transport.card(), self._memory.regions)
 
     def close(self) -> None:
         self._service.close()
         self._transport.close()
-        self._memory.close()
+        self._memory.free()
 
 
 class ProbeReader:
@@ -159,10 +159,10 @@ class ProbeReader:
     def __init__(self, memory: str) -> None:
         logging.disable(logging.WARNING)
         self._name = memory
-        self._memory = BenchMemory(device_of(memory), room_bytes_of(memory))
+        self._memory = cache_memory(device_of(memory), np.zeros(room_bytes_of(memory), np.uint8))
         self._contents = contents(room_bytes_of(memory))
         self._transport = AskingTransport()
-        self._transport.register([self._memory.region])
+        self._transport.register(self._memory.regions)
 
     def read(self, source: RankCard, src_pid: int, log_folder: str) -> ReadsSeen:
         """Everything about one source. ``src_pid`` is 0 if it cannot be named here."""
@@ -202,10 +202,10 @@ class ProbeReader:
         times: list[TimedRead] = []
         for size in sizes_of(self._name):
             expected = size.expected(self._contents)
-            self._memory.wipe([expected])
+            wipe(self._memory, [expected])
             try:
                 warm_up = self._timed(size)
-                if wrong := self._memory.first_wrong([expected]):
+                if wrong := first_wrong_in(self._memory, [expected]):
                     return tuple(times), f"{size.num_runs:,} runs of {size.run_bytes:,} bytes: {wrong}", ""
                 num_turns = min(NUM_TURNS, int(CASE_SECONDS / warm_up))
                 seconds = tuple(self._timed(size) for _ in range(num_turns)) or (warm_up,)
@@ -221,23 +221,23 @@ class ProbeReader:
 
     def _copy_speed(self) -> float:
         """A plain copy of as many bytes as the memory allows, within this process: the best of some turns."""
-        num_bytes = self._memory.region.num_bytes // 2
+        num_bytes = self._memory.regions[0].num_bytes // 2
         copy = self._device_copy(num_bytes) if self._memory.cuda else self._host_copy(num_bytes)
         copy()
         return num_bytes / min(_seconds(copy) for _ in range(NUM_TURNS))
 
     def _host_copy(self, num_bytes: int) -> Callable[[], None]:
-        src, dst = self._contents[:num_bytes], self._memory.host[:num_bytes]
+        src, dst = self._contents[:num_bytes], self._memory.read(0, num_bytes)
         return lambda: np.copyto(dst, src)
 
     def _device_copy(self, num_bytes: int) -> Callable[[], None]:
-        cuda, start = self._memory.cuda, self._memory.region.address
+        cuda, start = self._memory.cuda, self._memory.regions[0].address
         assert cuda is not None
         return lambda: cuda.copy(start, start + num_bytes, num_bytes)
 
     def close(self) -> None:
         self._transport.close()
-        self._memory.close()
+        self._memory.free()
 
 
 def _seconds(work: Callable[[], None]) -> float:

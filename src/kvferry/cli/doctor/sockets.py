@@ -11,7 +11,9 @@ from contextlib import closing
 from dataclasses import replace
 from enum import StrEnum
 
-from kvferry.cli.bench.cases import BenchMemory, CacheShape, cache_manifest
+import numpy as np
+
+from kvferry.cli.bench.cases import CacheShape, cache_manifest, cache_memory
 from kvferry.cli.doctor.observe import LOOPBACK, own_address
 from kvferry.cli.doctor.probe import CALL_SECONDS, device_of, quiet_environment
 from kvferry.cli.doctor.seen import ListenerSeen
@@ -73,8 +75,8 @@ class EngineProbe:
         # On loopback: to look is not to open a door. With a secret an engine listens at its host's address.
         listen, self._host = f"{SCHEME}{LOOPBACK}:*", own_address() if secret else LOOPBACK
         before = listeners()
-        self._memory = BenchMemory(device_of(memory), SHAPE.total_bytes)
-        manifest = cache_manifest("doctor", SHAPE, self._memory.region)
+        self._memory = cache_memory(device_of(memory), np.zeros(SHAPE.total_bytes, np.uint8))
+        manifest = cache_manifest("doctor", SHAPE, self._memory.regions[0])
         self._engine = SourceEngine("doctor", 1, listen=listen, trust=trust)
         engine_has = listeners()
         transport = _WatchedTransport()
@@ -106,7 +108,7 @@ class EngineProbe:
     def close(self) -> None:
         self._rank.close()
         self._engine.close()
-        self._memory.close()
+        self._memory.free()
 
 
 class _WatchedTransport(NixlTransport):
