@@ -22,8 +22,8 @@ import numpy as np
 from kvferry import Runs
 from kvferry.cli.link_profile import HOST_CMA, TCP_STREAM, Cost, Traffic, fitted
 from kvferry.cli.processes import FABRICS, AskingTransport
-from kvferry.testing.transport_world import Holder
 from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.region_memory import RegionMemory
 from tests.support.sources import serving
 
 POOL_BYTES = 512 << 20
@@ -76,7 +76,7 @@ def timed(transport: NixlTransport, runs: Runs) -> float:
 def measure(most_runs: int) -> list[Case]:
     """All sizes, in turns."""
     with serving(1, [POOL_BYTES], "cpu") as served:
-        source, holder, transport = served.sources[0], Holder("cpu"), AskingTransport()
+        source, holder, transport = served.sources[0], RegionMemory("cpu"), AskingTransport()
         holder.add("kv", np.zeros(POOL_BYTES, np.uint8))
         transport.register(holder.regions)
         transport.connect("src", source.card, source.regions)

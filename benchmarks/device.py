@@ -32,12 +32,13 @@ from kvferry.cli.processes import FABRICS
 from kvferry.models import Layer, Model, Topology, describe
 from kvferry.models.model import attention
 from kvferry.runtime import Timing
-from kvferry.testing.transport_world import Holder, Source
+from kvferry.testing.transport_world import Source
 from kvferry.transport.copy_kernel import CopyLimits
 from kvferry.transport.cuda import Cuda
 from kvferry.transport.mapped import Copy, DeviceCopier, MappedRank
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.places import Places
+from kvferry.transport.region_memory import RegionMemory
 from kvferry.transport.settings import CUDA_ENVIRONMENT, WAY_SETTING, Expose, WayChoice
 from tests.support.fleet import DestinationFleet, SourceFleet
 from tests.support.fleet.actors import DestinationActor
@@ -94,7 +95,9 @@ CASES = {
 
 
 @contextmanager
-def reader(holder: Holder, source: Source, how: WayChoice, limits: CopyLimits) -> Iterator[NixlTransport]:
+def reader(
+    holder: RegionMemory, source: Source, how: WayChoice, limits: CopyLimits
+) -> Iterator[NixlTransport]:
     transport = NixlTransport(way=how, expose=Expose.FABRIC, copy_limits=limits)
     transport.register(holder.regions)
     try:
@@ -142,7 +145,7 @@ def plain_copy_seconds(cuda: Cuda, region: Region) -> float:
 
 def reads() -> list[dict[str, Any]]:
     cuda, rows = Cuda(0), []
-    holder = Holder(DEVICE)
+    holder = RegionMemory(DEVICE)
     holder.add("kv", np.zeros(REGION, np.uint8))
     ways = [
         ("mapped, all of the device", WayChoice.MAPPED, ALL),
@@ -194,14 +197,14 @@ class TimedDestination(DestinationActor):
 
     def timed(self, ticket: Any, tables: Any, need: Any) -> tuple[float, Any]:
         """Hold, wait until that is granted, then fetch: seconds to the report, and its record."""
-        held = self._endpoint.hold(ticket)
+        held = self.hold(ticket)
         time.sleep(0.02)
         for _ in range(20):  # awake, as an engine is: the machine that runs it is not idle
-            self._endpoint.poll()
+            self.poll()
             time.sleep(0.0001)
         started = time.perf_counter()
-        self._endpoint.fetch(ticket, tables, need, held=held)
-        while not (reports := self._endpoint.poll()):
+        self.fetch(ticket, tables, need, held=held)
+        while not (reports := self.poll()):
             time.sleep(10e-6)
         seconds = time.perf_counter() - started
         if reports[0].failure is not None:

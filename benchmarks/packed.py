@@ -28,7 +28,8 @@ import numpy as np
 from kvferry import Runs
 from kvferry.cli.processes import FABRICS, AskingTransport
 from kvferry.endpoint.secret_source import SECRET
-from kvferry.testing.transport_world import Holder, Source
+from kvferry.testing.transport_world import Source
+from kvferry.transport.region_memory import RegionMemory
 from kvferry.transport.settings import EXPOSE_SETTING, WAY_SETTING, Expose, WayChoice
 from tests.support.sources import LISTEN, serving
 
@@ -57,7 +58,7 @@ def timed(transport: AskingTransport, runs: Runs) -> float:
     return time.perf_counter() - started
 
 
-def connected(env: Mapping[str, str], holder: Holder, source: Source) -> AskingTransport:
+def connected(env: Mapping[str, str], holder: RegionMemory, source: Source) -> AskingTransport:
     """A reader with these settings."""
     way, expose = WayChoice.from_environment(env), Expose.from_environment(env)
     transport = AskingTransport(way=way, expose=expose)
@@ -99,7 +100,7 @@ def compare(over: str, host: Any = None) -> None:
     device = over if over.startswith("cuda") else "cpu"
     listen = {LISTEN: f"tcp://{host.address}:*"} if host else {}
     whole = Runs(np.array([0]), np.array([0]), np.array([TOTAL_BYTES]))
-    holder = Holder(device)
+    holder = RegionMemory(device)
     holder.add("kv", np.zeros(POOL_BYTES, np.uint8))
     with ExitStack() as stack:
         readers: dict[str, AskingTransport] = {}

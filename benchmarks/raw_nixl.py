@@ -14,11 +14,11 @@ from kvferry.cli.processes import RankCard
 from kvferry.core.manifest import Region
 from kvferry.core.product import Product, listed
 from kvferry.core.runs import Runs, place
-from kvferry.testing.transport_world import Holder
 from kvferry.transport.base import Connected, DeviceEvent, ReadEnd, Transport
 from kvferry.transport.cards import Card
 from kvferry.transport.cuda import Cuda
 from kvferry.transport.nixl import Agent, NixlTransport, RegionTable, SlicePair
+from kvferry.transport.region_memory import RegionMemory
 from kvferry.transport.settings import Expose, UcxSettings, WayChoice
 from tests.support.fleet.actors import DestinationActor
 
@@ -104,7 +104,7 @@ class RawNixl:
         device = regions[0].device
         if device != "cpu":
             Cuda(int(device.partition(":")[2] or 0)).bind_thread()
-        self._scratch = Holder(device)
+        self._scratch = RegionMemory(device)
         self._scratch.add("scratch", np.zeros(num_scratch_bytes, np.uint8))
         self._scratch_index = len(regions)
         self._dst = RegionTable("dst", [*regions, *self._scratch.regions])
@@ -204,7 +204,7 @@ class MeasuredDestination(DestinationActor):
     def _opened(self) -> RawNixl:
         if self._raw is None:
             num_bytes = max(1, sum(runs.total_bytes for _, runs in self._recording.reads))
-            self._raw = RawNixl(self._memory.regions, self._recording.peers, num_bytes)
+            self._raw = RawNixl(self.memory.regions, self._recording.peers, num_bytes)
         return self._raw
 
     def close(self) -> None:

@@ -34,7 +34,6 @@ from kvferry.cli.bench.cases import (
     NUM_LAYERS,
     TOKENS_PER_BLOCK,
     BenchCase,
-    BenchMemory,
     BlockOrder,
     CacheShape,
     Medium,
@@ -55,6 +54,7 @@ from kvferry.core.manifest import Region
 from kvferry.core.runs import Runs
 from kvferry.errors import TransportError
 from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.region_memory import Bytes, RegionMemory
 from kvferry.transport.settings import UCX_EMULATES, UCX_TRANSPORTS, Expose, WayChoice
 
 FOLDER = "KVFERRY_BENCH_FOLDER"
@@ -85,10 +85,10 @@ class ForeignSource(BenchSource):
 
 
 class _OfferingWorker:
-    def __init__(self, shape: CacheShape, memory: BenchMemory) -> None:
+    def __init__(self, shape: CacheShape, memory: RegionMemory) -> None:
         from benchmarks.nixl_worker import NixlSource
 
-        self._worker = NixlSource(worker_caches(shape), memory.region, memory.host)
+        self._worker = NixlSource(worker_caches(shape), memory.regions[0], host_bytes(memory))
 
     def offer(self, request_id: str, case: BenchCase) -> Any:
         return self._worker.offer(request_id, case.block_ids()[0].tolist())
@@ -107,12 +107,12 @@ class ForeignReader(BenchReader):
             return OwnWorker(self._memory)
         if rival not in list(Foreign):
             return super().make(rival, source)
-        self._raw = self._raw or RawNixl([self._memory.region], {"src": source}, SCRATCH_BYTES)
+        self._raw = self._raw or RawNixl(self._memory.regions, {"src": source}, SCRATCH_BYTES)
         return RawList(self._raw) if rival == Foreign.NIXL else RawOneRun(self._raw)
 
     def call_times(self, medium: str, source: RankCard, case: BenchCase) -> CallTimes:
         """What calls of a transport cost while reads of a case are under way."""
-        return time_calls(medium, self._memory.region, source, case)
+        return time_calls(medium, self._memory.regions[0], source, case)
 
     def close(self) -> None:
         if self._raw:
@@ -150,14 +150,14 @@ class OwnWorker(Contender):
     way = "vllm"
     _worker: Any = None
 
-    def __init__(self, memory: BenchMemory) -> None:
+    def __init__(self, memory: RegionMemory) -> None:
         self._memory = memory
 
     def lay_out(self, shape: CacheShape) -> None:
         from benchmarks.nixl_worker import NixlReader
 
         self.close()
-        self._worker = NixlReader(worker_caches(shape), self._memory.region, self._memory.host)
+        self._worker = NixlReader(worker_caches(shape), self._memory.regions[0], host_bytes(self._memory))
 
     def read(self, case: BenchCase, offer: Any) -> float:
         return float(self._worker.load(offer, case.block_ids()[1].tolist(), READ_SECONDS))
@@ -168,6 +168,11 @@ class OwnWorker(Contender):
     def close(self) -> None:
         if self._worker is not None:
             self._worker.close()
+
+
+def host_bytes(memory: RegionMemory) -> Bytes:
+    """The memory, if it is the host's; else nothing."""
+    return np.zeros(0, np.uint8) if memory.cuda else memory.arrays()[0]
 
 
 def worker_caches(shape: CacheShape) -> Any:

@@ -45,9 +45,9 @@ class TimedDestination(MeasuredDestination):
         """One fetch, from the call to its report."""
         self._recording.start()
         started = time.perf_counter()
-        self._endpoint.fetch(ticket, tables, need)
+        self.fetch(ticket, tables, need)
         called = time.perf_counter()
-        while not (reports := self._endpoint.poll()):
+        while not (reports := self.poll()):
             time.sleep(0.0002)
         ended = time.perf_counter()
         if reports[0].failure is not None:
@@ -76,8 +76,8 @@ class TimedDestination(MeasuredDestination):
         took: list[float] = []
         for ticket in small:
             started = time.perf_counter()
-            self._endpoint.fetch(ticket, tables, need)
-            while not (reports := self._endpoint.poll()):
+            self.fetch(ticket, tables, need)
+            while not (reports := self.poll()):
                 time.sleep(1e-5)
             took.append(1e6 * (time.perf_counter() - started))
             if reports[0].failure is not None:
@@ -87,15 +87,15 @@ class TimedDestination(MeasuredDestination):
     def busy(self, big: list[Any], small: list[Any], tables: Any, need: Any) -> list[float]:
         """Microseconds in ``fetch`` of small requests while big ones are in flight."""
         took: list[float] = []
-        waiting = {self._endpoint.fetch(ticket, *asked) for ticket, *asked in big}
+        waiting = {self.fetch(ticket, *asked) for ticket, *asked in big}
         for ticket in small:
             started = time.perf_counter()
-            handle = self._endpoint.fetch(ticket, tables, need)
+            handle = self.fetch(ticket, tables, need)
             took.append(1e6 * (time.perf_counter() - started))
             waiting.add(handle)
             time.sleep(0.001)  # near 1,000 requests a second
         while waiting:
-            for report in self._endpoint.poll():
+            for report in self.poll():
                 if report.failure is not None:
                     raise RuntimeError(str(report.failure))
                 waiting.discard(report.handle)

@@ -28,11 +28,12 @@ from kvferry.core.digest_cells import Bytes
 from kvferry.core.manifest import Rank
 from kvferry.core.runs import REGION_SHIFT
 from kvferry.testing.strategies import cases, engines, requests
-from kvferry.testing.transport_world import Holder, Source, wait
+from kvferry.testing.transport_world import Source, wait
 from kvferry.transport import Transport, agent_team
 from kvferry.transport.agent_team import ShareLimits
 from kvferry.transport.cuda import has_cuda
 from kvferry.transport.memory import Hub, MemoryTransport
+from kvferry.transport.region_memory import RegionMemory
 from kvferry.transport.settings import UcxSettings
 from tests.support.sources import serving
 
@@ -48,7 +49,7 @@ class Track:
 
     reader: Transport
     source: Source
-    holder: Holder
+    holder: RegionMemory
     number: int = 0
 
     def check(self, reads: Product, blank: Product) -> Bytes:
@@ -134,7 +135,7 @@ def between_processes(
         for name, value in env.items():
             patch.setenv(name, value)
         patch.setattr(agent_team, "ShareLimits", partial(ShareLimits, num_runs=2, host_bytes=4096))
-        holder, source = Holder(device), served.sources[0]
+        holder, source = RegionMemory(device), served.sources[0]
         holder.add("all", np.full(NUM_BYTES, 0xEE, np.uint8))
         reader = make(**options)
         reader.register(holder.regions)
@@ -145,7 +146,7 @@ def between_processes(
 
 
 def within_memory() -> Iterator[Track]:
-    hub, holders = Hub(), [Holder("cpu") for _ in range(2)]
+    hub, holders = Hub(), [RegionMemory("cpu") for _ in range(2)]
     contents = np.random.default_rng(1).integers(1, 255, NUM_BYTES, np.uint8)
     holders[0].add("all", contents)
     holders[1].add("all", np.full(NUM_BYTES, 0xEE, np.uint8))

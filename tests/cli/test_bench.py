@@ -13,15 +13,17 @@ from kvferry.cli.bench.cases import (
     NUM_LAYERS,
     RUN_BYTES,
     BenchCase,
-    BenchMemory,
     BlockOrder,
     CacheShape,
     Medium,
     cache_manifest,
+    cache_memory,
     contents,
     expected_pages,
     expected_whole,
+    first_wrong_in,
     grid,
+    wipe,
 )
 from kvferry.cli.bench.report import BenchReport, NotRun, RivalTimes, show
 from kvferry.cli.bench.sides import Rival
@@ -104,16 +106,18 @@ def test_a_run_is_a_block_of_a_layer_as_engines_describe_it(run_bytes):
 
 def test_a_byte_between_the_blocks_is_looked_at():
     case = BenchCase(CacheShape(256, 8), 64, BlockOrder.SCATTERED)
-    memory, source = BenchMemory("cpu", case.shape.total_bytes), contents(case.shape.total_bytes)
+    source = contents(case.shape.total_bytes)
+    memory = cache_memory("cpu", np.zeros_like(source))
+    (host,) = memory.arrays()
     wanted = expected_pages(case, source)
-    memory.wipe(wanted)
+    wipe(memory, wanted)
     for stretch in wanted:
-        memory.host[stretch.start : stretch.start + len(stretch.wanted)] = stretch.wanted
-    assert memory.first_wrong(wanted) == ""
-    assert not memory.host[:256].any()  # block 0 of layer 0 is nobody's
-    memory.host[7] = 1
-    assert memory.first_wrong(wanted).startswith("1 of 256 cells wrong; the first, at byte 0, ")
-    assert memory.first_wrong(expected_whole(case, source)) != ""
+        host[stretch.start : stretch.start + len(stretch.wanted)] = stretch.wanted
+    assert first_wrong_in(memory, wanted) == ""
+    assert not host[:256].any()  # block 0 of layer 0 is nobody's
+    host[7] = 1
+    assert first_wrong_in(memory, wanted).startswith("1 of 256 cells wrong; the first, at byte 0, ")
+    assert first_wrong_in(memory, expected_whole(case, source)) != ""
 
 
 # -- what is refused
@@ -261,7 +265,7 @@ class Spoiled(BenchReader):
     def turn(self, rival, case, offer):
         done = super().turn(rival, case, offer)
         if rival == "direct":
-            memory, size = self._memory.host, case.shape.run_bytes
+            memory, size = self._memory.arrays()[0], case.shape.run_bytes
             block = int(case.block_ids()[1][-1])
             at = case.shape.layer_bytes + block * size
             {spoil}

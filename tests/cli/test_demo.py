@@ -101,19 +101,17 @@ def test_a_spoilt_transfer_is_found_and_named(cli, monkeypatch, spoil):
 
 def test_a_spoilt_stride_is_found_and_named(cli, monkeypatch):
     """The lowered program steps through the source's blocks with half their stride: nothing moves."""
-    from kvferry.cli.demo import moves
+    lower = kvferry.lower
 
-    route = moves._route
-
-    def spoilt(*args):
-        made = route(*args)
+    def spoilt(proof):
+        made = lower(proof)
         for lane in made.lanes:
             for bundle in lane.bundles:
                 spoilt_key = bundle.key._replace(src_stride=bundle.key.src_stride // 2)
                 object.__setattr__(bundle, "key", spoilt_key)
         return made
 
-    monkeypatch.setattr(moves, "_route", spoilt)
+    monkeypatch.setattr(kvferry, "lower", spoilt)
     ran = cli(*QUICK)
     assert ran.code == 2
     assert "not-proved: group full: wrong-source: layers.0.attn/k: lane full -> full: " in ran.err

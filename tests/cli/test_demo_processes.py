@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from kvferry.cli.demo import moves
-from kvferry.cli.demo.engines import DemoSource
-from kvferry.cli.demo.pairs import BlockPool
+from kvferry.cli.demo.engines import BlockPool
+from kvferry.cli.demo.moves import DemoTransfers
 from kvferry.cli.processes import FABRICS
 from kvferry.core.request import BlockTable
 from kvferry.transport.cuda import has_cuda
@@ -81,14 +81,14 @@ def test_by_nixl_where_that_is_asked_for(cli, monkeypatch):
 
 @pytest.fixture
 def offers(monkeypatch):
-    """Have something done before each offer: ``offers(change)``, with the source, tables and tokens."""
-    offer = DemoSource.offer
+    """Have something done before each offer: ``offers(change)``, with the transfers, tables and tokens."""
+    offer = DemoTransfers.offer
 
     def install(change):
-        def changed(source, request_id, tables, num_tokens, **options):
-            return offer(source, request_id, change(source, tables, num_tokens), num_tokens, **options)
+        def changed(transfers, request_id, tables, num_tokens):
+            return offer(transfers, request_id, change(transfers, tables, num_tokens), num_tokens)
 
-        monkeypatch.setattr(DemoSource, "offer", changed)
+        monkeypatch.setattr(DemoTransfers, "offer", changed)
         return offer
 
     monkeypatch.setattr(moves, "SETTLED_SECONDS", 1.0)
@@ -98,7 +98,7 @@ def offers(monkeypatch):
 def test_a_wrong_block_is_found_and_named(cli, offers):
     """The source offers its blocks in another order than it wrote them."""
 
-    def swapped(_fleet, tables, _num_tokens):
+    def swapped(_transfers, tables, _num_tokens):
         ids = tables["full"].block_ids.copy()
         ids[[3, 4]] = ids[[4, 3]]
         return {"full": BlockTable.of(ids)}
@@ -113,10 +113,10 @@ def test_a_wrong_block_is_found_and_named(cli, offers):
 
 
 def test_a_lease_that_is_left_is_told(cli, offers):
-    def with_another(fleet, tables, num_tokens):
-        if not hasattr(fleet, "is_ghostly"):
-            fleet.is_ghostly = True
-            offer(fleet, "nobody-fetches-this", tables, num_tokens)
+    def with_another(transfers, tables, num_tokens):
+        if not hasattr(transfers, "is_ghostly"):
+            transfers.is_ghostly = True
+            offer(transfers, "nobody-fetches-this", tables, num_tokens)
         return tables
 
     offer = offers(with_another)
@@ -141,11 +141,11 @@ def test_blocks_that_are_left_are_told(cli, monkeypatch):
 def test_a_source_that_dies_fails_the_demo(cli, offers):
     num_offers = 0
 
-    def killing(fleet, tables, _num_tokens):
+    def killing(transfers, tables, _num_tokens):
         nonlocal num_offers
         num_offers += 1
         if num_offers == 2:  # the first request has arrived
-            fleet.ranks[0].kill()
+            transfers.sources[0].kill()
         return tables
 
     offers(killing)
@@ -166,7 +166,7 @@ def test_without_a_gpu_that_is_said(cli):
 
 
 def test_a_pair_that_is_refused_starts_nothing(cli, monkeypatch):
-    monkeypatch.setattr(moves, "DemoSource", None)
+    monkeypatch.setattr(moves, "DemoTransfers", None)
     ran = cli(*QUICK[:-1], "block=24,dtype=fp8", *FEW)
     assert ran.code == 1
     assert "REFUSED" in ran.out

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from kvferry import BlockTable, Identity, Manifest, Span
-from kvferry.cli.demo.pairs import BlockPool
+from kvferry.cli.demo.engines import BlockPool
 from kvferry.core.request import need_of
 from kvferry.core.span import Spans
 from kvferry.endpoint import Destination, SourceEngine, SourceRank

@@ -18,8 +18,9 @@ from kvferry.cli.processes import AskingTransport, gather_openly
 from kvferry.core.manifest import Region
 from kvferry.core.runs import Runs
 from kvferry.errors import TransportError
-from kvferry.testing.transport_world import Holder, contents
+from kvferry.testing.transport_world import contents
 from kvferry.transport.base import CANCELLED
+from kvferry.transport.region_memory import RegionMemory
 from kvferry.transport.settings import Expose, WayChoice
 
 NUM_CELLS, CELL_BYTES, NUM_ROOMS = 256, 512, 8
@@ -33,7 +34,7 @@ class Node:
 
     def __init__(self, number: int) -> None:
         self.room = np.zeros((NUM_ROOMS, HELD_BYTES), np.uint8)
-        holder = Holder("cpu")
+        holder = RegionMemory("cpu")
         holder.add("held", contents(number, 0, HELD_BYTES))
         holder.add("room", self.room.reshape(-1))
         self.transport = AskingTransport(way=WayChoice.PACKED, expose=Expose.NOTHING, chunk_bytes=CHUNK_BYTES)

@@ -16,13 +16,14 @@ import pytest
 from kvferry.cli.processes import FABRICS, AskingTransport
 from kvferry.core.choices import Way
 from kvferry.errors import TransportError
-from kvferry.testing.transport_world import REGION_BYTES, WHOLE, Holder, run, scattered, stale_memory, wait
+from kvferry.testing.transport_world import REGION_BYTES, WHOLE, run, scattered, stale_memory, wait
 from kvferry.transport import ReadEnd
 from kvferry.transport.base import Connected
 from kvferry.transport.cards import Card
 from kvferry.transport.cuda import Cuda, has_cuda
 from kvferry.transport.exports import Export
 from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.region_memory import RegionMemory
 from tests.support.sources import serving
 
 pytest.importorskip("nixl", exc_type=ImportError)
@@ -166,7 +167,7 @@ KILL_BYTES, NUM_READS = 256 << 20, 600
 
 def test_a_killed_source_hurts_nobody_and_its_memory_comes_back(cuda):
     """The reader's context lives, copies end, and the dead engine's memory is free once it is forgotten."""
-    holder, transport = Holder(DEVICE), NixlTransport()
+    holder, transport = RegionMemory(DEVICE), NixlTransport()
     holder.add("kv", np.zeros(KILL_BYTES, np.uint8))
     transport.register(holder.regions)
     num_mid_copy = 0
@@ -256,11 +257,11 @@ READ_FOR_EVER = """
 import sys
 import numpy as np
 from kvferry import Region
-from kvferry.testing.transport_world import Holder
+from kvferry.transport.region_memory import RegionMemory
 from kvferry.testing.transport_world import run
 from kvferry.transport.nixl import NixlTransport
 from kvferry.cli.processes import FABRICS
-holder, transport = Holder("cuda:0"), NixlTransport()
+holder, transport = RegionMemory("cuda:0"), NixlTransport()
 num_bytes = int(sys.argv[2])
 holder.add("kv", np.zeros(num_bytes, np.uint8))
 transport.register(holder.regions)
@@ -283,7 +284,7 @@ def test_a_reader_that_is_killed_while_it_copies_hurts_no_source():
                 assert process.stdout.readline() == "mapped\n"
                 time.sleep(0.02 * i)
                 process.kill()
-        holder, transport = Holder(DEVICE), NixlTransport()
+        holder, transport = RegionMemory(DEVICE), NixlTransport()
         holder.add("kv", np.zeros(KILL_BYTES, np.uint8))
         transport.register(holder.regions)
         transport.connect("src", source.card, source.regions)

@@ -11,8 +11,9 @@ import numpy as np
 
 from kvferry.cli.processes import AskingTransport, gather_openly
 from kvferry.core.runs import Runs
-from kvferry.testing.transport_world import Holder, contents
+from kvferry.testing.transport_world import contents
 from kvferry.transport.base import CANCELLED
+from kvferry.transport.region_memory import RegionMemory
 from kvferry.transport.settings import Expose, WayChoice
 
 NUM_RANKS, NUM_READS, NUM_CELLS, CELL_BYTES = 4, 40, 256, 512
@@ -25,7 +26,7 @@ class Node:
     def __init__(self, number):
         self.held = contents(number, 0, NUM_CELLS * CELL_BYTES)
         self.room = np.zeros((NUM_READS, NUM_CELLS * CELL_BYTES), np.uint8)
-        holder = Holder("cpu")
+        holder = RegionMemory("cpu")
         holder.add("held", self.held)
         holder.add("room", self.room.reshape(-1))
         self.regions = holder.regions

@@ -19,7 +19,7 @@ from kvferry.core.manifest import Region
 from kvferry.core.runs import Runs, place
 from kvferry.errors import TransportError
 from kvferry.transport.base import ReadEnd, Transport
-from kvferry.transport.cuda import Cuda
+from kvferry.transport.region_memory import RegionMemory
 
 REGION_BYTES = (24 << 20, (1 << 20) + 13)
 STALE = 0xA5
@@ -41,51 +41,12 @@ def contents(source_index: int, region_index: int, num_bytes: int) -> NDArray[np
     return np.random.default_rng([source_index, region_index]).integers(0, 256, num_bytes, np.uint8)
 
 
-class Holder:
-    """Memory on the host or on a device, with room for regions."""
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self._cuda = None if device == "cpu" else Cuda(int(device.partition(":")[2] or 0))
-        self._arrays: list[NDArray[np.uint8]] = []
-        self.regions: tuple[Region, ...] = ()
-
-    def add(self, name: str, data: NDArray[np.uint8]) -> None:
-        """One more region that holds ``data``."""
-        address = self._cuda.allocate(data.nbytes) if self._cuda else data.ctypes.data
-        self._arrays.append(data)
-        self.regions += (Region(name, data.nbytes, address, self.device),)
-        self.store()
-
-    def store(self) -> None:
-        """Put the arrays' bytes to the device."""
-        if self._cuda:
-            for region, array in zip(self.regions, self._arrays, strict=True):
-                self._cuda.upload(region.address, array.tobytes())
-
-    def load(self) -> list[NDArray[np.uint8]]:
-        """What the regions hold now, as copies."""
-        if not self._cuda:
-            return [array.copy() for array in self._arrays]
-        return [
-            np.frombuffer(self._cuda.download(region.address, region.num_bytes), np.uint8).copy()
-            for region in self.regions
-        ]
-
-    def free(self) -> None:
-        """Give device memory back."""
-        if self._cuda:
-            for region in self.regions:
-                self._cuda.free(region.address)
-            self._cuda.close()
-
-
 @dataclass(frozen=True)
 class World:
     """Where the laws are tried."""
 
     make: Callable[[], Transport]
-    holder: Holder
+    holder: RegionMemory
     """The reader's memory, of ``REGION_BYTES``."""
     sources: Sequence[Source]
     stopped: Callable[[], AbstractContextManager[object]] | None = None
@@ -104,9 +65,9 @@ class World:
             transport.close()
 
 
-def stale_memory(device: str = "cpu") -> Holder:
+def stale_memory(device: str = "cpu") -> RegionMemory:
     """A reader's memory."""
-    holder = Holder(device)
+    holder = RegionMemory(device)
     for i, num_bytes in enumerate(REGION_BYTES):
         holder.add(f"region{i}", np.full(num_bytes, STALE, np.uint8))
     return holder

@@ -6,7 +6,7 @@ processes that serve one fleet after another. ``SourceAccount`` and ``Destinatio
 requests, blocks and reports, as a scheduler would.
 """
 
-from kvferry.cli.demo.pairs import BlockPool
+from kvferry.cli.demo.engines import BlockPool
 from kvferry.cli.processes import until
 from tests.support.fleet.accounts import DestinationAccount, SourceAccount, TrackedLoad, Unbalanced
 from tests.support.fleet.engines import DestinationFleet, SourceFleet

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.cli.demo.engines import LEASES
-from kvferry.cli.demo.pairs import BlockPool
+from kvferry.cli.demo.engines import BlockPool
+from kvferry.cli.demo.moves import LEASES
 from kvferry.cli.processes import until
 from kvferry.core.request import BlockTable, need_of
 from kvferry.core.span import Span, Spans

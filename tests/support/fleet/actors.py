@@ -6,21 +6,17 @@ import ctypes
 import gc
 import os
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvferry.cli.demo.engines import DestinationProcess, SourceProcess
 from kvferry.core.manifest import Manifest
-from kvferry.core.request import BlockTable
-from kvferry.core.select import Slack
-from kvferry.core.span import Spans
 from kvferry.endpoint import Invitation, SourceEngine
-from kvferry.runtime import Released, Timing
+from kvferry.runtime import Timing
 from kvferry.transport.base import Transport
 from kvferry.transport.nixl import NixlTransport
 from kvferry.wire.secret import Secret, Trust
-from kvferry.wire.ticket import Ticket
 
 
 @dataclass(frozen=True)
@@ -49,39 +45,22 @@ def trust_in(secret: bytes) -> Trust:
     return Trust(Secret(secret)) if secret else Trust()
 
 
-class AuthorityActor:
+class AuthorityActor(SourceEngine):
     """The lease authority of a source engine."""
 
     def __init__(self, engine: str, num_ranks: int, listen: str, secret: bytes, timing: Timing) -> None:
-        self._engine = SourceEngine(engine, num_ranks, listen=listen, trust=trust_in(secret), timing=timing)
+        super().__init__(engine, num_ranks, listen=listen, trust=trust_in(secret), timing=timing)
 
-    def invitation(self) -> Invitation:
-        return self._engine.invitation
+    def get(self, name: str) -> Any:
+        """A property: a worker's calls are of methods."""
+        return getattr(self, name)
 
     def hold_interpreter(self, seconds: int) -> None:
         """Let no other thread of this process run Python for so long."""
         ctypes.PyDLL(None).sleep(seconds)
 
-    def is_whole(self) -> bool:
-        return self._engine.is_whole
-
-    def offer(self, request_id: str, tables: Mapping[str, BlockTable], num_tokens: int) -> Ticket:
-        return self._engine.offer(request_id, tables, num_tokens)
-
-    def withdraw(self, request_id: str) -> None:
-        self._engine.withdraw(request_id)
-
-    def poll(self) -> list[Released]:
-        return self._engine.poll()
-
-    def status(self) -> dict[str, object]:
-        return self._engine.status()
-
     def health(self) -> Health:
         return health()
-
-    def close(self) -> None:
-        self._engine.close()
 
 
 class SourceActor(SourceProcess):
@@ -91,12 +70,6 @@ class SourceActor(SourceProcess):
         self, manifest: Manifest, rank: int, invitation: Invitation, secret: bytes, device: str
     ) -> None:
         super().__init__(manifest, rank, invitation, device, trust_in(secret))
-
-    def is_joined(self) -> bool:
-        return self._endpoint.is_joined
-
-    def poll(self) -> list[Released]:
-        return self._endpoint.poll()
 
     def health(self) -> Health:
         return health()
@@ -108,31 +81,16 @@ class DestinationActor(DestinationProcess):
     def __init__(
         self, manifest: Manifest, rank: int, reader: str, secret: bytes, timing: Timing, device: str
     ) -> None:
-        self._transport = self.make_transport()
-        super().__init__(manifest, rank, reader, timing, device, trust_in(secret), self._transport)
+        super().__init__(manifest, rank, reader, timing, device, trust_in(secret), self.make_transport())
 
     def make_transport(self) -> Transport:
         return NixlTransport()
 
-    def fetch(
-        self,
-        ticket: Ticket,
-        tables: Mapping[str, BlockTable],
-        need: Mapping[str, Spans],
-        kept: Mapping[str, Spans] | None = None,
-        slack: Slack = Slack.CLEAR,
-    ) -> int:
-        return self._endpoint.fetch(ticket, tables, need, kept=kept, slack=slack)
-
-    def abort(self, handle: int) -> None:
-        self._endpoint.abort(handle)
-
     def fingerprint(self) -> int:
         """A checksum of all memory: unchanged means that nothing was written."""
-        self._memory.load()
         checksum = 0
-        for buffer in self._memory.host.values():
-            checksum = zlib.crc32(buffer.tobytes(), checksum)
+        for array in self.memory.arrays():
+            checksum = zlib.crc32(array.tobytes(), checksum)
         return checksum
 
     def health(self) -> Health:

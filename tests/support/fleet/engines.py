@@ -37,7 +37,7 @@ class SourceFleet:
         self.manifest = manifest = replace(manifest, identity=NUMBERED_CELLS)
         args = (manifest.engine, len(manifest.ranks), listen, secret, timing)
         self.authority = start(f"{manifest.engine}-authority", AuthorityActor, *args, env=env)
-        invitation: Invitation = self.authority.call("invitation")
+        invitation: Invitation = self.authority.call("get", "invitation")
         self.address = invitation.address
         self.ranks = [
             start(
@@ -58,7 +58,7 @@ class SourceFleet:
         for rank in self.ranks:
             rank.wait_ready(seconds)
         deadline = time.monotonic() + seconds
-        while not self.authority.call("is_whole"):
+        while not self.authority.call("get", "is_whole"):
             if time.monotonic() > deadline:
                 raise KVFerryError(f"{self.manifest.engine}: not all ranks joined within {seconds:g} s")
             time.sleep(0.02)

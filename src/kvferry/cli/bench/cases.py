@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvferry.core.identity import STATED, Identity
 from kvferry.core.manifest import Manifest, Region
@@ -17,9 +16,7 @@ from kvferry.core.view import Ints
 from kvferry.errors import SpecError
 from kvferry.models import Layer, Model, Topology, describe
 from kvferry.models.model import attention
-from kvferry.transport.cuda import Cuda
-
-Bytes = NDArray[np.uint8]
+from kvferry.transport.region_memory import Bytes, RegionMemory
 
 NUM_LAYERS = 16
 """A request has its blocks in so many layers, at the same places of each."""
@@ -272,52 +269,27 @@ def first_wrong(stretch: Stretch, found: Bytes) -> str:
     )
 
 
+def wipe(memory: RegionMemory, stretches: Sequence[Stretch]) -> None:
+    """Fill these places with zeros."""
+    for one in stretches:
+        memory.clear(one.start, len(one.wanted))
+
+
+def first_wrong_in(memory: RegionMemory, stretches: Sequence[Stretch]) -> str:
+    """The first wrong cell of these places; empty if all are right."""
+    found = (first_wrong(one, memory.read(one.start, len(one.wanted))) for one in stretches)
+    return next(filter(None, found), "")
+
+
 ALIGNMENT = 4096
 
 
-class BenchMemory:
-    """One region, which starts with zeros."""
-
-    def __init__(self, device: str, num_bytes: int) -> None:
-        self.cuda = None if device == "cpu" else Cuda(int(device.partition(":")[2]))
-        room = np.zeros(0 if self.cuda else num_bytes + ALIGNMENT, np.uint8)
-        skip = -room.ctypes.data % ALIGNMENT
-        self.host = room[skip : skip + num_bytes]
-        """The bytes, if they are the host's."""
-        address = self.cuda.allocate(num_bytes) if self.cuda else self.host.ctypes.data
-        self.region = Region("kv", num_bytes, address, device)
-        if self.cuda:
-            self.cuda.clear([(address, num_bytes)])
-
-    def write(self, data: Bytes) -> None:
-        """Put bytes at the beginning."""
-        if self.cuda:
-            self.cuda.upload(self.region.address, data.tobytes())
-        else:
-            self.host[: len(data)] = data
-
-    def wipe(self, stretches: Sequence[Stretch]) -> None:
-        """Make these places zeros."""
-        if self.cuda:
-            self.cuda.clear((self.region.address + one.start, len(one.wanted)) for one in stretches)
-            return
-        for one in stretches:
-            self.host[one.start : one.start + len(one.wanted)] = 0
-
-    def first_wrong(self, stretches: Sequence[Stretch]) -> str:
-        """The first cell of these places that is not what it must be; empty if all are right."""
-        for one in stretches:
-            if wrong := first_wrong(one, self._read(one.start, len(one.wanted))):
-                return wrong
-        return ""
-
-    def _read(self, start: int, num_bytes: int) -> Bytes:
-        if self.cuda:
-            return np.frombuffer(self.cuda.download(self.region.address + start, num_bytes), np.uint8)
-        return self.host[start : start + num_bytes]
-
-    def close(self) -> None:
-        """Give device memory back."""
-        if self.cuda:
-            self.cuda.free(self.region.address)
-            self.cuda.close()
+def cache_memory(device: str, data: Bytes) -> RegionMemory:
+    """One region that holds these bytes; on the host it starts at a page, as engines' caches do."""
+    room = np.empty(data.nbytes + ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % ALIGNMENT
+    aligned = room[start : start + data.nbytes]
+    aligned[:] = data
+    memory = RegionMemory(device)
+    memory.add("kv", aligned)
+    return memory

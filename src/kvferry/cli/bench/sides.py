@@ -17,14 +17,15 @@ from kvferry.cli.bench.cases import (
     GROUP,
     TOKENS_PER_BLOCK,
     BenchCase,
-    BenchMemory,
-    Bytes,
     CacheShape,
     Stretch,
     cache_manifest,
+    cache_memory,
     contents,
     expected_pages,
     expected_whole,
+    first_wrong_in,
+    wipe,
 )
 from kvferry.cli.processes import AskingTransport, RankCard, gather_openly, until
 from kvferry.core.request import BlockTable
@@ -33,6 +34,7 @@ from kvferry.endpoint import Destination, SourceEngine, SourceRank
 from kvferry.errors import TransportError
 from kvferry.runtime import Timing
 from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.region_memory import Bytes, RegionMemory
 from kvferry.transport.settings import Expose, WayChoice
 from kvferry.wire.ticket import Ticket
 
@@ -77,8 +79,7 @@ class BenchSource:
 
     def __init__(self, device: str, num_bytes: int) -> None:
         logging.disable(logging.WARNING)  # the report says which way was taken
-        self._memory = BenchMemory(device, num_bytes)
-        self._memory.write(contents(num_bytes))
+        self._memory = cache_memory(device, contents(num_bytes))
         self._open = ExitStack()
         self._num_offers = 0
         self._offering: dict[str, Any] = {}
@@ -86,8 +87,8 @@ class BenchSource:
 
     def _served(self, transport: NixlTransport) -> RankCard:
         self._open.enter_context(closing(transport))
-        transport.register([self._memory.region])
-        return RankCard(transport.card(), (self._memory.region,))
+        transport.register(self._memory.regions)
+        return RankCard(transport.card(), self._memory.regions)
 
     def card(self, rival: str) -> RankCard:
         """What a reader is told; for packed reads of a transport that sends to whoever asks."""
@@ -119,14 +120,14 @@ class BenchSource:
         for offering in self._offering.values():
             offering.close()
         self._open.close()
-        self._memory.close()
+        self._memory.free()
 
 
 class _OfferingEngine:
     """A source engine of kvferry's."""
 
-    def __init__(self, shape: CacheShape, memory: BenchMemory) -> None:
-        manifest = cache_manifest("src", shape, memory.region)
+    def __init__(self, shape: CacheShape, memory: RegionMemory) -> None:
+        manifest = cache_manifest("src", shape, memory.regions[0])
         self._engine = SourceEngine("src", 1, timing=BENCH_TIMING)
         self._rank = SourceRank(self._engine.invitation, manifest, NixlTransport())
         until(lambda: self._rank.is_joined and self._engine.is_whole, "the source rank joins its engine")
@@ -167,9 +168,9 @@ class Contender:
 class TransportReads(Contender):
     """One ``read`` of kvferry's transport."""
 
-    def __init__(self, memory: BenchMemory, source: RankCard, transport: NixlTransport) -> None:
+    def __init__(self, memory: RegionMemory, source: RankCard, transport: NixlTransport) -> None:
         self._transport = transport
-        self._transport.register([memory.region])
+        self._transport.register(memory.regions)
         self.way = self._transport.connect("src", source.card, source.regions).way.value
 
     def read(self, case: BenchCase, offer: Any) -> float:
@@ -200,12 +201,12 @@ class Fetches(Contender):
 
     _destination: Destination | None = None
 
-    def __init__(self, memory: BenchMemory) -> None:
+    def __init__(self, memory: RegionMemory) -> None:
         self._memory = memory
 
     def lay_out(self, shape: CacheShape) -> None:
         self.close()
-        manifest = cache_manifest("dst", shape, self._memory.region)
+        manifest = cache_manifest("dst", shape, self._memory.regions[0])
         self._destination = Destination(manifest, 0, NixlTransport(), timing=BENCH_TIMING)
 
     def read(self, case: BenchCase, offer: Any) -> float:
@@ -235,22 +236,21 @@ class PlainCopy(Contender):
     way = "copy"
     is_whole = True
 
-    def __init__(self, memory: BenchMemory, source: Bytes) -> None:
+    def __init__(self, memory: RegionMemory, source: Bytes) -> None:
         self._memory = memory
-        self._original = BenchMemory(memory.region.device, len(source))
-        self._original.write(source)
+        self._original = cache_memory(memory.device, source)
 
     def read(self, case: BenchCase, offer: Any) -> float:
         src, dst, num_bytes = self._original, self._memory, case.total_bytes
         started = time.perf_counter()
         if dst.cuda:
-            dst.cuda.copy(src.region.address, dst.region.address, num_bytes)
+            dst.cuda.copy(src.regions[0].address, dst.regions[0].address, num_bytes)
         else:
-            np.copyto(dst.host[:num_bytes], src.host[:num_bytes])
+            np.copyto(dst.read(0, num_bytes), src.read(0, num_bytes))
         return time.perf_counter() - started
 
     def close(self) -> None:
-        self._original.close()
+        self._original.free()
 
 
 class BenchReader:
@@ -258,7 +258,7 @@ class BenchReader:
 
     def __init__(self, device: str, num_bytes: int) -> None:
         logging.disable(logging.WARNING)  # the report says which way was taken
-        self._memory = BenchMemory(device, num_bytes)
+        self._memory = cache_memory(device, np.zeros(num_bytes, np.uint8))
         self._contents = contents(num_bytes)
         self._expected: dict[tuple[BenchCase, bool], list[Stretch]] = {}
         """Of the case at hand."""
@@ -288,13 +288,13 @@ class BenchReader:
     def turn(self, rival: str, case: BenchCase, offer: Any) -> Turn:
         """One read into memory that was wiped."""
         contender = self._contenders[rival]
-        self._memory.wipe(self._wanted(contender, case))
+        wipe(self._memory, self._wanted(contender, case))
         seconds = contender.read(case, offer)
         return Turn(seconds, contender.way, contender.num_runs(case))
 
     def first_wrong(self, rival: str, case: BenchCase) -> str:
         """The first cell that a rival's last read left wrong; empty if all are right."""
-        return self._memory.first_wrong(self._wanted(self._contenders[rival], case))
+        return first_wrong_in(self._memory, self._wanted(self._contenders[rival], case))
 
     def _wanted(self, contender: Contender, case: BenchCase) -> list[Stretch]:
         key = case, contender.is_whole
@@ -312,4 +312,4 @@ class BenchReader:
     def close(self) -> None:
         for contender in self._contenders.values():
             contender.close()
-        self._memory.close()
+        self._memory.free()

@@ -77,29 +77,29 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Move real bytes between processes and check every cell by name."""
-    from kvferry.cli.demo import moves, pairs
-    from kvferry.cli.demo.report import DemoReport, Verdict, show
+    from kvferry.cli.demo import engines, moves
+    from kvferry.cli.demo.report import Verdict, as_object, show, worst
     from kvferry.cli.output import progress
 
     num_requests = requests or NUM_REQUESTS[transport]
     if transport is Carrier.PROCESSES:
-        pair = pairs.pair_of_processes(model, src, dst, layers)
+        known = engines.OF_PROCESSES
+        pair = known if model in ("", known.model) else engines.Pair(model)
+        pair = pair.with_options(src, dst, layers)
         with progress(num_requests + 1, "starting processes", visible=not as_json) as step:
-            report = DemoReport(
-                [moves.demonstrate_between_processes(pair, num_requests, tokens, device.value, step)]
-            )
+            results = [moves.demonstrate_between_processes(pair, num_requests, tokens, device.value, step)]
     else:
         if device is not Device.CPU:
             raise SpecError("--device cuda: --transport memory moves host memory only")
+        if not model and (src or dst or layers):
+            raise SpecError("--src, --dst and --layers belong to a --model: name one of `kvferry models`")
         num_tokens = tokens or NUM_TOKENS_IN_MEMORY
-        some = pairs.pairs_in_memory(model, src, dst, layers)
-        with progress(len(some) * num_requests, "moving and checking", visible=not as_json) as step:
-            report = DemoReport(
-                [moves.demonstrate_in_memory(each, num_requests, num_tokens, step) for each in some]
-            )
+        pairs = [engines.Pair(model).with_options(src, dst, layers)] if model else engines.IN_MEMORY
+        with progress(len(pairs) * num_requests, "moving and checking", visible=not as_json) as step:
+            results = [moves.demonstrate_in_memory(each, num_requests, num_tokens, step) for each in pairs]
     if as_json:
-        print(json.dumps(report.as_object(), ensure_ascii=False))
+        print(json.dumps(as_object(results), ensure_ascii=False))
     else:
-        show(report)
-    if report.verdict is not Verdict.VERIFIED:
+        show(results)
+    if worst(results) is not Verdict.VERIFIED:
         raise typer.Exit(1)

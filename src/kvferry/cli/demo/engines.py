@@ -1,88 +1,205 @@
-"""The engines of a demonstration: each rank is a process, with real memory and a real transport."""
+"""The engines of a demonstration: which ones, which requests and blocks, and the ranks' processes."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import random
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvferry.cli.demo.pairs import BlockPool
-from kvferry.cli.processes import Worker, call_all, until
-from kvferry.core.identity import STATED, Identity
-from kvferry.core.manifest import Manifest, Rank, Region
-from kvferry.core.request import BlockTable
-from kvferry.core.span import Span, Spans
-from kvferry.endpoint import Destination, Invitation, SourceEngine, SourceRank
-from kvferry.errors import KVFerryError
+from kvferry import BlockTable, Group, Identity, Manifest, Span, SpecError
+from kvferry.cli.engines import chosen_model, described_to_fit
+from kvferry.cli.options import at
+from kvferry.core.identity import STATED
+from kvferry.core.sample import table_extent
+from kvferry.core.span import Spans
+from kvferry.endpoint import Destination, Invitation, SourceRank
+from kvferry.models import Model
 from kvferry.pattern import STALE, Checked, check_rank, fill_rank
-from kvferry.runtime import Report, Timing
+from kvferry.runtime import Timing
 from kvferry.transport.base import Transport
-from kvferry.transport.cuda import Cuda
 from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.region_memory import RegionMemory
 from kvferry.wire.secret import Trust
-from kvferry.wire.ticket import Ticket
 
 NUMBERED_CELLS = Identity.of({STATED: "cells numbered by kvferry.pattern"})
-"""What fills the caches of these engines, whichever model they are described after."""
-DEMO_TIMING = Timing(lease=30, meet=20, read=60, retry=0.2)
-START_SECONDS = 60.0
-LEASES = "leases outstanding"
+"""The model identity of these engines, whichever model they are described after."""
+NUM_LAYERS = 4
 
 
-class RankMemory:
-    """A rank's regions as real memory: host buffers, or device memory with a mirror on the host."""
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two engines of one model, shortened to about so many layers; each side is a topology."""
 
-    def __init__(self, rank: Rank, device: str) -> None:
-        self.host: dict[str, NDArray[np.uint8]] = {}
-        self._cuda = Cuda(int(device.partition(":")[2] or 0)) if device.startswith("cuda") else None
-        regions = []
-        for region in rank.regions:
-            buffer = self.host[region.name] = np.full(region.num_bytes, STALE, np.uint8)
-            address = self._cuda.allocate(region.num_bytes) if self._cuda else buffer.ctypes.data
-            regions.append(replace(region, address=address, device=device))
-        self.regions: tuple[Region, ...] = tuple(regions)
-        self.store()
+    model: str
+    src: str = "tp=2"
+    dst: str = "tp=4,layout=NHD"
+    num_layers: int = NUM_LAYERS
 
-    def store(self) -> None:
-        """Make the device hold what the host mirror says."""
-        if self._cuda:
-            for region in self.regions:
-                self._cuda.upload(region.address, self.host[region.name].tobytes())
+    def with_options(self, src: str | None, dst: str | None, layers: int | None) -> Pair:
+        """This pair, with the options that were given."""
+        return Pair(self.model, src or self.src, dst or self.dst, layers or self.num_layers)
 
-    def load(self) -> None:
-        """Make the host mirror say what the device holds."""
-        if self._cuda:
-            for region in self.regions:
-                data = self._cuda.download(region.address, region.num_bytes)
-                self.host[region.name][:] = np.frombuffer(data, np.uint8)
+    def manifest(self, side: str, num_tokens: int, num_requests: int) -> Manifest:
+        """The engine of one side (``src`` or ``dst``), with room for so many requests."""
+        topology = self.src if side == "src" else self.dst
+        model = shortened(chosen_model(self.model, None), self.num_layers)
+        with at(f"--{side} {topology}"):
+            manifest = described_to_fit(model, topology, side, num_tokens, num_requests)
+        return replace(manifest, identity=NUMBERED_CELLS)
 
 
-class SourceProcess:
-    """One rank of a source engine, with memory that can be filled."""
+OF_PROCESSES = Pair("kimi-linear-48b", "tp=4,block=512", "tp=2,block=960,layout=cross-layer")
+"""The default between processes."""
+IN_MEMORY = (
+    Pair("kimi-linear-48b", "tp=4,block=256", "tp=8,block=96,layout=cross-layer"),
+    Pair("deepseek-v3.2", "tp=3,block=64", "tp=5,block=128,layout=cross-layer"),
+    Pair("llama-3.1-70b", "tp=4,block=16,layout=HND", "tp=6,block=24,layout=NHD"),
+)
+"""The default in memory."""
+
+
+def shortened(model: Model, num_layers: int) -> Model:
+    """The model with about so many layers: the first ones of each kind, in their order.
+
+    >>> from kvferry.models import model_named
+    >>> [layer.name for layer in shortened(model_named("kimi-linear-48b"), 4).layers]
+    ['layers.0', 'layers.1', 'layers.3', 'layers.7']
+    """
+    kinds = {layer.caches for layer in model.layers if layer.caches}
+    each = -(-num_layers // max(1, len(kinds)))
+    seen: Counter[object] = Counter()
+    kept = []
+    for layer in model.layers:
+        seen[layer.caches] += 1
+        if layer.caches and seen[layer.caches] <= each:
+            kept.append(layer)
+    return replace(model, layers=tuple(kept))
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One request that is to be moved."""
+
+    request_id: str
+    num_tokens: int
+    num_kept: int = 0
+    """How many first tokens the destination has already."""
+
+
+def some_samples(dst: Manifest, num_requests: int, num_tokens: int) -> list[Sample]:
+    """Requests of many lengths, the last one the longest.
+
+    Every third, the first among them, has a prefix that is there already.
+    """
+    whole_blocks = max(group.tokens_per_block for group in dst.groups)
+    samples = []
+    for number in range(1, num_requests):
+        tokens = max(1, num_tokens - 37 * number * num_tokens // (37 * num_requests + 1))
+        kept = tokens // 2 // whole_blocks * whole_blocks if number % 3 == 1 else 0
+        samples.append(Sample(f"request-{number}", tokens, kept))
+    return [*samples, Sample(f"request-{num_requests}", num_tokens)]
+
+
+class BlockPool:
+    """Hands out block tables for requests, scattered over the pool, and takes them back."""
+
+    def __init__(self, manifest: Manifest, seed: int = 0) -> None:
+        self._groups = manifest.groups
+        self._random = random.Random(seed)
+        self._free = {group.pool: set(range(group.num_blocks)) for group in manifest.groups}
+        self._total = self.num_free
+
+    @property
+    def num_free(self) -> int:
+        return sum(map(len, self._free.values()))
+
+    @property
+    def num_missing(self) -> int:
+        """Blocks that are out; 0 when every request gave its own back."""
+        return self._total - self.num_free
+
+    def take(self, num_tokens: int) -> dict[str, BlockTable] | None:
+        """Tables for a request of so many tokens; None if the pool cannot hold it now."""
+        wanted: Counter[str] = Counter()
+        for group in self._groups:
+            wanted[group.pool] += table_extent(group, num_tokens)[1]
+        if any(count > len(self._free[pool]) for pool, count in wanted.items()):
+            return None
+        return {group.name: self._table(group, num_tokens) for group in self._groups}
+
+    def _table(self, group: Group, num_tokens: int) -> BlockTable:
+        """Blocks at random: which ones depends on what is free, not on the order in which it came back."""
+        first_token, num_blocks = table_extent(group, num_tokens)
+        taken = self._random.sample(sorted(self._free[group.pool]), num_blocks)
+        self._free[group.pool].difference_update(taken)
+        return BlockTable.of(taken, first_token)
+
+    def give_back(self, tables: Mapping[str, BlockTable]) -> None:
+        """The request's blocks are free again."""
+        for group in self._groups:
+            ids = set(tables[group.name].block_ids.tolist()) if group.name in tables else set()
+            if ids & self._free[group.pool]:
+                raise SpecError(f"blocks of group {group.name} are given back twice")
+            self._free[group.pool] |= ids
+
+
+# -- ranks -----------------------------------------------------------------------------------------
+
+
+class RankCells:
+    """The memory of one rank, stale at first, whose cells are written and checked by name."""
+
+    def __init__(self, manifest: Manifest, rank: int, device: str = "cpu") -> None:
+        self.rank, self.memory = rank, RegionMemory(device)
+        described = manifest.rank(rank)
+        for region in described.regions:
+            self.memory.add(region.name, np.full(region.num_bytes, STALE, np.uint8))
+        self.placed = replace(described, regions=self.memory.regions)
+        ranks = tuple(self.placed if one.rank == rank else one for one in manifest.ranks)
+        self.manifest = replace(manifest, ranks=ranks)
+
+    def fill(self, tables: Mapping[str, BlockTable], tokens: Mapping[str, Spans], salt: str = "") -> None:
+        """Write the pattern of these tokens, by group. Nothing may be in flight."""
+        arrays = self.memory.arrays()
+        fill_rank(self._named(arrays), self.manifest, self.rank, tables, tokens, salt)
+        self.memory.store(arrays)
+
+    def fill_all(self, tables: Mapping[str, BlockTable], num_tokens: int, salt: str = "") -> None:
+        """Write the pattern of a request's first tokens in every group."""
+        self.fill(tables, {group.name: (Span(0, num_tokens),) for group in self.manifest.groups}, salt)
+
+    def check(
+        self,
+        tables: Mapping[str, BlockTable],
+        tokens: Mapping[str, Spans],
+        names: Mapping[str, str],
+        salt: str = "",
+    ) -> Checked:
+        """Compare these tokens with the pattern that was written under these names."""
+        arrays = self._named(self.memory.arrays())
+        return check_rank(arrays, self.manifest, self.rank, tables, tokens, names, salt)
+
+    def _named(self, arrays: list[np.ndarray]) -> dict[str, np.ndarray]:
+        return {region.name: array for region, array in zip(self.memory.regions, arrays, strict=True)}
+
+
+class SourceProcess(SourceRank):
+    """A source rank with memory that can be filled; runs in a process of its own."""
 
     def __init__(
         self, manifest: Manifest, rank: int, invitation: Invitation, device: str, trust: Trust | None = None
     ) -> None:
-        self._manifest, self._rank = manifest, rank
-        self._memory = RankMemory(manifest.rank(rank), device)
-        own = replace(manifest, ranks=(replace(manifest.rank(rank), regions=self._memory.regions),))
-        self._endpoint = SourceRank(invitation, own, NixlTransport(), trust=trust or Trust())
-
-    def fill(self, tables: Mapping[str, BlockTable], num_tokens: int, salt: str) -> None:
-        """Write a request's pattern into its blocks."""
-        tokens = {group.name: (Span(0, num_tokens),) for group in self._manifest.groups}
-        fill_rank(self._memory.host, self._manifest, self._rank, tables, tokens, salt)
-        self._memory.store()
-
-    def close(self) -> None:
-        self._endpoint.close()
+        cells = RankCells(manifest, rank, device)
+        self.fill = cells.fill_all
+        own = replace(manifest, ranks=(cells.placed,))
+        super().__init__(invitation, own, NixlTransport(), trust=trust or Trust())
 
 
-class DestinationProcess:
-    """One rank of a destination engine, with memory that can be checked."""
+class DestinationProcess(Destination):
+    """A destination rank with memory that can be filled and checked; runs in a process of its own."""
 
     def __init__(
         self,
@@ -94,149 +211,7 @@ class DestinationProcess:
         trust: Trust | None = None,
         transport: Transport | None = None,
     ) -> None:
-        self._rank = rank
-        self._memory = RankMemory(manifest.rank(rank), device)
-        ranks = tuple(
-            replace(r, regions=self._memory.regions) if r.rank == rank else r for r in manifest.ranks
-        )
-        self._manifest = replace(manifest, ranks=ranks)
-        self._endpoint = Destination(
-            self._manifest,
-            rank,
-            transport or NixlTransport(),
-            reader=reader,
-            trust=trust or Trust(),
-            timing=timing,
-        )
-
-    def fill(self, tables: Mapping[str, BlockTable], tokens: Mapping[str, Spans], salt: str) -> None:
-        """Write the pattern of tokens that are here already, while nothing is in flight."""
-        self._memory.load()
-        fill_rank(self._memory.host, self._manifest, self._rank, tables, tokens, salt)
-        self._memory.store()
-
-    def fetch(
-        self,
-        ticket: Ticket,
-        tables: Mapping[str, BlockTable],
-        need: Mapping[str, Spans],
-        kept: Mapping[str, Spans] | None = None,
-    ) -> int:
-        return self._endpoint.fetch(ticket, tables, need, kept=kept)
-
-    def poll(self) -> list[Report]:
-        return self._endpoint.poll()
-
-    def check(
-        self, tables: Mapping[str, BlockTable], need: Mapping[str, Spans], names: Mapping[str, str], salt: str
-    ) -> Checked:
-        """Look at every needed cell of a request."""
-        self._memory.load()
-        return check_rank(self._memory.host, self._manifest, self._rank, tables, need, names, salt)
-
-    def status(self) -> dict[str, object]:
-        return self._endpoint.status()
-
-    def close(self) -> None:
-        self._endpoint.close()
-
-
-class DemoSource:
-    """A source engine: its authority in this process, each rank in one of its own, and its blocks."""
-
-    def __init__(self, manifest: Manifest, device: str, env: Mapping[str, str]) -> None:
-        manifest = replace(manifest, identity=NUMBERED_CELLS)
-        self.pool = BlockPool(manifest)
-        self._out: dict[str, Mapping[str, BlockTable]] = {}
-        """The blocks of every request that was offered and not released."""
-        self._engine = SourceEngine(manifest.engine, len(manifest.ranks), timing=DEMO_TIMING)
-        invitation = self._engine.invitation
-        self.ranks = [
-            Worker(f"src-{each.rank}", SourceProcess, manifest, each.rank, invitation, device, env=env)
-            for each in manifest.ranks
-        ]
-
-    def wait_ready(self) -> None:
-        """Until every rank has joined."""
-        for rank in self.ranks:
-            rank.wait_ready(START_SECONDS)
-        until(lambda: self._engine.is_whole, "all ranks of the source join it", START_SECONDS)
-
-    def prefill(self, request_id: str, num_tokens: int, seconds: float) -> dict[str, BlockTable]:
-        """Take blocks once there are some, and write a request's pattern on every rank."""
-        deadline = time.monotonic() + seconds
-        while (tables := self.pool.take(num_tokens)) is None:
-            if time.monotonic() > deadline:
-                raise KVFerryError(f"the source has no blocks for {num_tokens} tokens")
-            self.poll()
-            time.sleep(0.01)
-        call_all(self.ranks, "fill", tables, num_tokens, request_id)
-        return tables
-
-    def offer(
-        self, request_id: str, tables: Mapping[str, BlockTable], num_tokens: int, *, is_last: bool = True
-    ) -> Ticket:
-        """Offer a request; its blocks come back when it is released, unless they are offered again."""
-        self._out[request_id] = tables if is_last else {}
-        return self._engine.offer(request_id, tables, num_tokens)
-
-    def poll(self) -> None:
-        """Take back the blocks of what was released."""
-        for released in self._engine.poll():
-            self.pool.give_back(self._out.pop(released.request_id, {}))
-
-    def left(self) -> dict[str, int]:
-        """What is not over."""
-        self.poll()
-        status: dict[str, int] = self._engine.status()  # type: ignore[assignment]
-        are_alive = all(rank.is_alive for rank in self.ranks)
-        return {
-            LEASES: status["offered"] + status["being_read"],
-            "source blocks not given back": self.pool.num_missing,
-            "releases not confirmed by every rank": status["unheard"] if are_alive else 0,
-        }
-
-    def close(self) -> None:
-        for rank in self.ranks:
-            rank.close()
-        self._engine.close()
-
-
-class DemoDestination:
-    """A destination engine: each rank a process, and its blocks."""
-
-    def __init__(self, manifest: Manifest, device: str, env: Mapping[str, str]) -> None:
-        manifest = replace(manifest, identity=NUMBERED_CELLS)
-        self.groups, self.pool = manifest.groups, BlockPool(manifest, seed=1)
-        self._reports: dict[tuple[int, int], Report] = {}
-        args = (f"{manifest.engine}#{time.time_ns()}", DEMO_TIMING, device)
-        self.ranks = [
-            Worker(f"dst-{each.rank}", DestinationProcess, manifest, each.rank, *args, env=env)
-            for each in manifest.ranks
-        ]
-
-    def wait(self, handles: Sequence[int], seconds: float) -> list[Report]:
-        """Until every rank has reported its handle; the reports, one per rank. Others' reports are kept."""
-        wanted = list(enumerate(handles))
-
-        def are_in() -> bool:
-            for index, reports in enumerate(call_all(self.ranks, "poll")):
-                self._reports |= {(index, report.handle): report for report in reports}
-            return all(key in self._reports for key in wanted)
-
-        until(are_in, "every rank of the destination reports a load", seconds)
-        return [self._reports.pop(key) for key in wanted]
-
-    def left(self) -> dict[str, int]:
-        """What is not over."""
-        left = {"destination blocks not given back": self.pool.num_missing}
-        for rank in self.ranks:
-            status = rank.call("status")
-            left[f"fetches at {rank.name}"] = sum(status["fetches"].values())
-            for what in ("in_flight", "settling", "quarantined"):
-                left[f"reads {what.replace('_', ' ')} at {rank.name}"] = int(status[what])
-        return left
-
-    def close(self) -> None:
-        for rank in self.ranks:
-            rank.close()
+        cells = RankCells(manifest, rank, device)
+        self.memory, self.fill, self.check = cells.memory, cells.fill, cells.check
+        transport, trust = transport or NixlTransport(), trust or Trust()
+        super().__init__(cells.manifest, rank, transport, reader=reader, trust=trust, timing=timing)

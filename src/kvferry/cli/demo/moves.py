@@ -7,144 +7,114 @@ request goes alone, several times, which gives the speeds.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from statistics import median
 
-import numpy as np
-from numpy.typing import NDArray
-
 import kvferry
-from kvferry.cli.demo.engines import DEMO_TIMING, LEASES, DemoDestination, DemoSource
-from kvferry.cli.demo.pairs import (
-    MAX_MEMORY,
+from kvferry import BlockTable, KVFerryError, Manifest, Span, SpecError
+from kvferry.cli.demo.engines import (
     BlockPool,
+    DestinationProcess,
     Pair,
+    RankCells,
     Sample,
-    check_memory,
-    memory_bytes,
+    SourceProcess,
     some_samples,
 )
-from kvferry.cli.demo.report import MemoryResult, ProcessResult, Speed
-from kvferry.cli.processes import call_all
-from kvferry.core.manifest import Manifest
-from kvferry.core.request import BlockTable, Request, need_of
+from kvferry.cli.demo.report import DemoResult, Speed
+from kvferry.cli.output import Step, num_bytes
+from kvferry.cli.processes import Worker, call_all, until
 from kvferry.core.sample import Placement, sample_request
-from kvferry.core.span import Span, Spans
 from kvferry.core.words import counted
-from kvferry.errors import KVFerryError, SpecError
-from kvferry.pattern import KEPT, STALE, check_rank, fill_rank
-from kvferry.runtime import Report
+from kvferry.endpoint import SourceEngine
+from kvferry.pattern import KEPT
+from kvferry.runtime import Report, Timing
 from kvferry.transport.cuda import has_cuda
-from kvferry.transport.memory import Hub, MemoryTransport, placed
 from kvferry.transport.settings import CUDA_ENVIRONMENT
+from kvferry.wire.ticket import Ticket
 
-Memories = Mapping[int, dict[str, NDArray[np.uint8]]]
-Step = Callable[[str], None]
-"""Told what is done next, once per request and once when the engines are up."""
+MAX_MEMORY = 4 << 30
+"""Bytes that the two engines may take together."""
 
 
-def demonstrate_in_memory(pair: Pair, num_requests: int, num_tokens: int, step: Step) -> MemoryResult:
-    """Plan every destination rank once, then move and check each request; ``step`` is called after each."""
+def _memory_bytes(*manifests: Manifest) -> int:
+    return sum(region.num_bytes for each in manifests for rank in each.ranks for region in rank.regions)
+
+
+def _check_memory(*manifests: Manifest) -> None:
+    total = _memory_bytes(*manifests)
+    if total > MAX_MEMORY:
+        raise SpecError(
+            f"the two engines would take {num_bytes(total)} of memory, more than {num_bytes(MAX_MEMORY)}:"
+            " fewer --tokens, --layers or ranks take less"
+        )
+
+
+def _routes(result: DemoResult, src: Manifest, dst: Manifest) -> list[kvferry.Route]:
+    """Plan for every destination rank, as the ranks themselves do."""
+    if found := kvferry.compare(src, dst):
+        raise kvferry.Refused(*found)
+    started = time.perf_counter()
+    routes = [kvferry.lower(kvferry.prove(kvferry.plan(src, dst, rank.rank))) for rank in dst.ranks]
+    result.plan_ms = 1e3 * (time.perf_counter() - started)
+    return routes
+
+
+def _src_names(plan: kvferry.Plan) -> dict[str, str]:
+    return {state: plan.src_name(state) for state in plan.states}
+
+
+# -- in memory -------------------------------------------------------------------------------------
+
+
+def demonstrate_in_memory(pair: Pair, num_requests: int, num_tokens: int, step: Step) -> DemoResult:
+    """Plan every destination rank once, then move and check each request."""
     src, dst = (pair.manifest(side, num_tokens, num_requests=2) for side in ("src", "dst"))
-    check_memory(src, dst)
-    result = MemoryResult(pair.model, pair.src, pair.dst)
-    src_memory, dst_memory = _memories(src), _memories(dst)
-    transports = _transports(src, src_memory, dst, dst_memory)
-    routes = [_route(result, src, dst, rank.rank) for rank in dst.ranks]
+    _check_memory(src, dst)
+    result = DemoResult(pair.model, pair.src, pair.dst)
+    routes = _routes(result, src, dst)
     for number, sample in enumerate(some_samples(dst, num_requests, num_tokens)):
         placement = Placement.CONSECUTIVE if number % 2 else Placement.SCATTERED
         request = sample_request(src, dst, sample.num_tokens, num_kept=sample.num_kept, placement=placement)
-        _lay_out(src, dst, src_memory, dst_memory, request)
+        sources = {rank.rank: RankCells(src, rank.rank) for rank in src.ranks}
+        for source in sources.values():
+            source.fill_all(request.src, sample.num_tokens)
         for route in routes:
-            if _move(result, sample, transports[route.plan.dst_rank], route, request):
-                _check(result, sample, route.plan, dst_memory, request)
+            cells = RankCells(dst, route.plan.dst_rank)
+            cells.fill(request.dst, request.kept, KEPT)
+            _move(result, route, request, sources, cells)
+            names = _src_names(route.plan)
+            result.count(sample, "", cells.rank, cells.check(request.dst, request.need, names))
+            kept = cells.check(request.dst, request.kept, {name: name for name in names}, KEPT)
+            result.count(sample, "kept ", cells.rank, kept)
         result.num_requests += 1
         step("")
     return result
 
 
-def _memories(manifest: Manifest) -> Memories:
-    """Memory for every rank."""
-    return {
-        rank.rank: {region.name: np.empty(region.num_bytes, np.uint8) for region in rank.regions}
-        for rank in manifest.ranks
-    }
-
-
-def _transports(
-    src: Manifest, src_memory: Memories, dst: Manifest, dst_memory: Memories
-) -> dict[int, MemoryTransport]:
-    """A transport for every destination rank, connected to every source rank (a peer is its rank)."""
-    hub = Hub()
-    sources = []
-    for rank in src.ranks:
-        regions = placed(rank, src_memory[rank.rank])
-        source = MemoryTransport(hub)
-        source.register(regions)
-        sources.append((str(rank.rank), source.card(), regions))
-    transports = {}
-    for rank in dst.ranks:
-        transports[rank.rank] = MemoryTransport(hub)
-        transports[rank.rank].register(placed(rank, dst_memory[rank.rank]))
-        for peer, card, regions in sources:
-            transports[rank.rank].connect(peer, card, regions)
-    return transports
-
-
-def _route(result: MemoryResult, src: Manifest, dst: Manifest, dst_rank: int) -> kvferry.Route:
-    started = time.perf_counter()
-    route = kvferry.lower(kvferry.prove(kvferry.plan(src, dst, dst_rank)))
-    result.plan_ms += 1e3 * (time.perf_counter() - started)
-    return route
-
-
-def _lay_out(
-    src: Manifest, dst: Manifest, src_memory: Memories, dst_memory: Memories, request: Request
-) -> None:
-    """Stale bytes everywhere; then the request at the source, and at the destination what it kept."""
-    for memory in (*src_memory.values(), *dst_memory.values()):
-        for region in memory.values():
-            region.fill(STALE)
-    last = max((span.stop for spans in request.need.values() for span in spans), default=0)
-    all_tokens = {group.name: (Span(0, last),) for group in src.groups}
-    for rank, memory in src_memory.items():
-        fill_rank(memory, src, rank, request.src, all_tokens)
-    for rank, memory in dst_memory.items():
-        fill_rank(memory, dst, rank, request.dst, request.kept, KEPT)
-
-
 def _move(
-    result: MemoryResult, sample: Sample, transport: MemoryTransport, route: kvferry.Route, request: Request
-) -> bool:
-    """Copy what one destination rank needs; whether that went well."""
+    result: DemoResult,
+    route: kvferry.Route,
+    request: kvferry.Request,
+    sources: Mapping[int, RankCells],
+    cells: RankCells,
+) -> None:
+    """Select and copy what one destination rank needs."""
     started = time.perf_counter()
     selection = kvferry.select(route, request)
     selected = time.perf_counter()
-    for src_rank, product in selection.products.items():
-        transport.read(src_rank, str(src_rank), product)
-    transport.clear(max(selection.products, default=0) + 1, selection.blank)
-    failed = [end for end in transport.poll() if end.error]
+    dst = cells.memory
+    for src_rank, runs in selection.reads.items():
+        src = sources[src_rank].memory
+        for src_region, src_start, dst_region, dst_start, length in runs:
+            dst.read(dst_start, length, dst_region)[:] = src.read(src_start, length, src_region)
+    for _, _, region, start, length in selection.zeros:
+        dst.clear(start, length, region)
     result.select_ms += 1e3 * (selected - started)
     result.copy_ms += 1e3 * (time.perf_counter() - selected)
     result.num_runs += selection.num_runs
     result.total_bytes += selection.total_bytes
-    for end in failed:
-        result.fail(sample, route.plan.dst_rank, f"reading from source rank {end.transfer}: {end.error}")
-    return not failed
-
-
-def _check(
-    result: MemoryResult, sample: Sample, plan: kvferry.Plan, memories: Memories, request: Request
-) -> None:
-    """Read what was needed and what was kept back by name, through the destination's views."""
-    memory, rank = memories[plan.dst_rank], plan.dst_rank
-    names = {state: plan.src_name(state) for state in plan.states}
-    moved = check_rank(memory, plan.dst, rank, request.dst, request.need, names)
-    kept = check_rank(memory, plan.dst, rank, request.dst, request.kept, {n: n for n in names}, KEPT)
-    result.count(sample, "", rank, moved)
-    result.count(sample, "kept ", rank, kept)
 
 
 # -- between processes -----------------------------------------------------------------------------
@@ -157,36 +127,30 @@ SETTLED_SECONDS = 10.0
 """How long leases and releases may take to settle when all is done."""
 MAX_PROCESSES = 64
 DEFAULT_TOKENS = 8000
+DEMO_TIMING = Timing(lease=30, meet=20, read=60, retry=0.2)
+LEASES = "leases outstanding"
 
 
 def demonstrate_between_processes(
     pair: Pair, num_requests: int, num_tokens: int | None, device: str, step: Step
-) -> ProcessResult:
+) -> DemoResult:
     """Start both engines, move and check everything, and stop them."""
     src, dst, num_tokens = _engines(pair, num_requests, num_tokens)
     if device == "cuda" and not has_cuda():
         raise SpecError("--device cuda: this machine has no CUDA driver, or no device that it can use")
-    env = {**CUDA_ENVIRONMENT} if device == "cuda" else {}
+    result = DemoResult(pair.model, pair.src, pair.dst, device=device)
+    names: dict[str, str] = {}
+    for route in _routes(result, src, dst):  # a refusal starts no process
+        names |= _src_names(route.plan)
     samples = some_samples(dst, num_requests, num_tokens)
-    _check_room(src, min(num_requests, 2 * WAVE), num_tokens)
-    _check_room(dst, min(num_requests, WAVE), num_tokens)
-    result = ProcessResult(pair.model, pair.src, pair.dst, device=device)
-    src_names = _planned(result, src, dst)
-    with (
-        closing(DemoSource(src, device, env)) as source,
-        closing(DemoDestination(dst, device, env)) as destination,
-    ):
-        result.num_processes = 1 + len(source.ranks) + len(destination.ranks)
+    with closing(DemoTransfers(result, src, dst, names, step)) as transfers:
         try:
-            source.wait_ready()
-            for rank in destination.ranks:
-                rank.wait_ready()
+            transfers.wait_ready()
             step("moving and checking")
-            mover = _Mover(result, source, destination, src_names, step)
             for first in range(0, len(samples) - 1, WAVE):
-                mover.move(samples[:-1][first : first + WAVE])
-            mover.measure(samples[-1])
-            mover.settle()
+                transfers.move(samples[:-1][first : first + WAVE])
+            transfers.measure(samples[-1])
+            transfers.settle()
         except KVFerryError as error:
             result.failures.append(str(error))
     return result
@@ -194,154 +158,189 @@ def demonstrate_between_processes(
 
 def _engines(pair: Pair, num_requests: int, tokens: int | None) -> tuple[Manifest, Manifest, int]:
     """Both engines with room for two waves and for one, and the tokens of the longest request."""
+    room = {"src": min(num_requests, 2 * WAVE), "dst": min(num_requests, WAVE)}
     num_tokens = tokens or DEFAULT_TOKENS
     while True:
-        src = pair.manifest("src", num_tokens, min(num_requests, 2 * WAVE) + 1)
-        dst = pair.manifest("dst", num_tokens, min(num_requests, WAVE) + 1)
-        if tokens is not None or num_tokens == 1 or memory_bytes(src, dst) <= MAX_MEMORY:
+        src, dst = (pair.manifest(side, num_tokens, number + 1) for side, number in room.items())
+        if tokens is not None or num_tokens == 1 or _memory_bytes(src, dst) <= MAX_MEMORY:
             break
-        num_tokens //= 2  # nobody asked for so many
-    check_memory(src, dst)
+        num_tokens //= 2  # the default is too long for this model
+    _check_memory(src, dst)
     if len(src.ranks) + len(dst.ranks) >= MAX_PROCESSES:
         raise SpecError(f"each rank is a process; at most {MAX_PROCESSES} are started")
+    for manifest in (src, dst):
+        pool, number = BlockPool(manifest), room[manifest.engine]
+        if not all(pool.take(num_tokens) for _ in range(number)):
+            wanted = f"room for {counted(number, 'request')} of {num_tokens} tokens"
+            raise SpecError(f"--{manifest.engine}: the pool has no {wanted}: blocks=N makes it larger")
     return src, dst, num_tokens
 
 
-def _check_room(manifest: Manifest, num_requests: int, num_tokens: int) -> None:
-    pool = BlockPool(manifest)
-    if not all(pool.take(num_tokens) for _ in range(num_requests)):
-        wanted = f"{counted(num_requests, 'request')} of {num_tokens} tokens"
-        raise SpecError(f"--{manifest.engine}: the pool has no room for {wanted}: blocks=N makes it larger")
-
-
-def _planned(result: ProcessResult, src: Manifest, dst: Manifest) -> dict[str, str]:
-    """Plan for every rank, as the ranks will, so that a refusal starts no process; the source's names."""
-    if found := kvferry.compare(src, dst):
-        raise kvferry.Refused(*found)
-    names: dict[str, str] = {}
-    started = time.perf_counter()
-    for rank in dst.ranks:
-        plan = kvferry.plan(src, dst, rank.rank)
-        kvferry.lower(kvferry.prove(plan))
-        names |= {state: plan.src_name(state) for state in plan.states}
-    result.plan_ms = 1e3 * (time.perf_counter() - started)
-    return names
-
-
-@dataclass(frozen=True)
-class _Load:
-    """A request on its way: its blocks on both sides, and which tokens the destination needs and has."""
-
-    src: Mapping[str, BlockTable]
-    dst: Mapping[str, BlockTable]
-    need: Mapping[str, Spans]
-    kept: Mapping[str, Spans]
-
-
-class _Mover:
-    """Moves requests from one engine to the other, and notes what came of it."""
+class DemoTransfers:
+    """Two engines, each rank a process; moves requests from one to the other, and notes the results."""
 
     def __init__(
-        self,
-        result: ProcessResult,
-        source: DemoSource,
-        destination: DemoDestination,
-        src_names: Mapping[str, str],
-        step: Step,
+        self, result: DemoResult, src: Manifest, dst: Manifest, src_names: Mapping[str, str], step: Step
     ) -> None:
-        self._result, self._step = result, step
-        self._source, self._destination, self._src_names = source, destination, src_names
+        self._result, self._src_names, self._step, self._groups = result, src_names, step, dst.groups
+        self._src_pool, self._dst_pool = BlockPool(src), BlockPool(dst, seed=1)
+        self._out: dict[str, Mapping[str, BlockTable]] = {}
+        """The source blocks of requests that are to be released."""
+        self._engine = SourceEngine(src.engine, len(src.ranks), timing=DEMO_TIMING)
+        device, env = result.device, CUDA_ENVIRONMENT if result.device == "cuda" else {}
+        invitation, reader = self._engine.invitation, f"{dst.engine}#{time.time_ns()}"
+        self.sources = [
+            Worker(f"src-{one.rank}", SourceProcess, src, one.rank, invitation, device, env=env)
+            for one in src.ranks
+        ]
+        self._destinations = [
+            Worker(f"dst-{one.rank}", DestinationProcess, dst, one.rank, reader, DEMO_TIMING, device, env=env)
+            for one in dst.ranks
+        ]
+        result.num_processes = 1 + len(src.ranks) + len(dst.ranks)
+
+    def wait_ready(self) -> None:
+        """Until every rank is up, and the source's have joined it."""
+        for rank in (*self.sources, *self._destinations):
+            rank.wait_ready()
+        until(lambda: self._engine.is_whole, "all ranks of the source join it", 60)
 
     def move(self, wave: Sequence[Sample]) -> None:
-        """Offer a wave, fetch it, all at once, and check each of its requests when it is in."""
-        loads = [self._prepared(sample) for sample in wave]
+        """Fetch all requests of a wave at once, and check each of them."""
+        requests = [self._prepared(sample) for sample in wave]
+        self._out |= {sample.request_id: request.src for sample, request in zip(wave, requests, strict=True)}
         handles = [
-            self._started(sample.request_id, sample, load) for sample, load in zip(wave, loads, strict=True)
+            self._started(sample.request_id, sample, request)
+            for sample, request in zip(wave, requests, strict=True)
         ]
-        for sample, load, some in zip(wave, loads, handles, strict=True):
-            if self._note(sample, self._destination.wait(some, DEMO_TIMING.read)):
-                self._check(sample, load)
-            self._destination.pool.give_back(load.dst)
-            self._step("")
-
-    def _prepared(self, sample: Sample) -> _Load:
-        """Take blocks, and write the request at the source, and at the destination what it has already."""
-        src = self._source.prefill(sample.request_id, sample.num_tokens, SETTLED_SECONDS)
-        dst = self._destination.pool.take(sample.num_tokens)
-        if dst is None:
-            raise KVFerryError(f"the destination has no blocks for {sample.num_tokens} tokens")
-        groups, num_kept = self._destination.groups, sample.num_kept
-        need = {group.name: need_of(group, sample.num_tokens, num_kept) for group in groups}
-        paged = [group.name for group in groups if group.addressing is kvferry.Addressing.TABLE]
-        kept = {name: (Span(0, num_kept),) for name in paged} if num_kept else {}
-        if kept:
-            call_all(self._destination.ranks, "fill", dst, kept, KEPT)
-        return _Load(src, dst, need, kept)
-
-    def _started(self, name: str, sample: Sample, load: _Load, *, is_last: bool = True) -> list[int]:
-        """Offer a request and start to fetch it; a handle of each rank."""
-        ticket = self._source.offer(name, load.src, sample.num_tokens, is_last=is_last)
-        return call_all(self._destination.ranks, "fetch", ticket, load.dst, load.need, load.kept)
-
-    def _note(self, sample: Sample, reports: Sequence[Report]) -> bool:
-        """Add the reports of one request, one per rank, to the result; whether all are good."""
-        result = self._result
-        result.num_requests += 1
-        result.total_bytes += sum(report.record.num_bytes for report in reports)
-        result.num_runs += sum(report.record.num_runs for report in reports)
-        if result.num_requests == 1:
-            result.meet_ms = max(1e3 * report.record.meet_seconds for report in reports)
-            result.ways = sorted({report.record.way for report in reports})
-        return self._all_good(sample, reports)
-
-    def _all_good(self, sample: Sample, reports: Sequence[Report]) -> bool:
-        """Whether no rank reported a failure; those that did are noted."""
-        for rank, report in enumerate(reports):
-            if report.failure:
-                self._result.fail(sample, rank, report.failure)
-        return not any(report.failure for report in reports)
-
-    def _check(self, sample: Sample, load: _Load) -> None:
-        """Every needed cell, and every cell that was there already, by name, on every rank."""
-        own_names = {name: name for name in self._src_names}
-        for what, tokens, names, salt in (
-            ("", load.need, self._src_names, sample.request_id),
-            ("kept ", load.kept, own_names, KEPT),
-        ):
-            checked = call_all(self._destination.ranks, "check", load.dst, tokens, names, salt)
-            for rank, one in enumerate(checked):
-                self._result.count(sample, what, rank, one)
+        for sample, request, reports in zip(wave, requests, self._reports(handles), strict=True):
+            if self._are_good(sample, reports):
+                self._check(sample, request)
+            self._finish(request, reports)
 
     def measure(self, sample: Sample) -> None:
         """Move one request several times, always from and to the same blocks."""
-        load = self._prepared(sample)
-        turns = [self._turn(sample, 0, load)]
-        is_good = self._note(sample, turns[0])
-        while is_good and len(turns) <= TURNS:
-            turns.append(self._turn(sample, len(turns), load))
-            is_good = self._all_good(sample, turns[-1])
-        if is_good:
-            self._check(sample, load)
+        request = self._prepared(sample)
+        turns: list[list[Report]] = []
+        while len(turns) <= TURNS:
+            handles = self._started(f"{sample.request_id}, turn {len(turns)}", sample, request)
+            turns += self._reports([handles])
+            if not self._are_good(sample, turns[-1]):
+                break
+        else:
+            self._check(sample, request)
             self._result.speeds = [_speed(rank, turns[1:]) for rank in range(len(turns[0]))]
-        self._source.pool.give_back(load.src)
-        self._destination.pool.give_back(load.dst)
-        self._step("")
+        self._src_pool.give_back(request.src)
+        self._finish(request, turns[0])
 
-    def _turn(self, sample: Sample, number: int, load: _Load) -> list[Report]:
-        """Move it once; a report of each rank."""
-        handles = self._started(f"{sample.request_id}, turn {number}", sample, load, is_last=False)
-        return self._destination.wait(handles, DEMO_TIMING.read)
+    def _prepared(self, sample: Sample) -> kvferry.Request:
+        """Take blocks; write the request at the source, and the prefix that the destination has already."""
+        src, dst = (self._taken(pool, sample.num_tokens) for pool in (self._src_pool, self._dst_pool))
+        call_all(self.sources, "fill", src, sample.num_tokens, sample.request_id)
+        need = {one.name: kvferry.need_of(one, sample.num_tokens, sample.num_kept) for one in self._groups}
+        paged = [one.name for one in self._groups if one.addressing is kvferry.Addressing.TABLE]
+        kept = {name: (Span(0, sample.num_kept),) for name in paged} if sample.num_kept else {}
+        if kept:
+            call_all(self._destinations, "fill", dst, kept, KEPT)
+        return kvferry.Request(src, dst, need, kept)
+
+    def _taken(self, pool: BlockPool, num_tokens: int) -> dict[str, BlockTable]:
+        """Blocks for a request, once enough of them are free."""
+        tables: dict[str, BlockTable] = {}
+
+        def is_taken() -> bool:
+            self._take_back()
+            tables.update(pool.take(num_tokens) or {})
+            return bool(tables)
+
+        until(is_taken, f"a pool has blocks for {num_tokens} tokens", SETTLED_SECONDS)
+        return tables
+
+    def _take_back(self) -> None:
+        """Free the source blocks of released requests."""
+        for released in self._engine.poll():
+            self._src_pool.give_back(self._out.pop(released.request_id, {}))
+
+    def offer(self, request_id: str, tables: Mapping[str, BlockTable], num_tokens: int) -> Ticket:
+        """Offer a request of the source."""
+        return self._engine.offer(request_id, tables, num_tokens)
+
+    def _started(self, request_id: str, sample: Sample, request: kvferry.Request) -> list[int]:
+        """Offer a request and start to fetch it; a handle of each rank."""
+        ticket = self.offer(request_id, request.src, sample.num_tokens)
+        return call_all(self._destinations, "fetch", ticket, request.dst, request.need, kept=request.kept)
+
+    def _reports(self, handles: Sequence[Sequence[int]]) -> list[list[Report]]:
+        """Wait for requests, given by a handle of each rank; their reports in the same order."""
+        found: dict[tuple[int, int], Report] = {}
+
+        def are_in() -> bool:
+            for rank, reports in enumerate(call_all(self._destinations, "poll")):
+                found.update({(rank, report.handle): report for report in reports})
+            return len(found) == sum(map(len, handles))
+
+        until(are_in, "every rank of the destination reports its loads", DEMO_TIMING.read)
+        return [[found[key] for key in enumerate(some)] for some in handles]
+
+    def _are_good(self, sample: Sample, reports: Sequence[Report]) -> bool:
+        """Whether no rank reported a failure; failures are noted."""
+        failed = [(rank, report.failure) for rank, report in enumerate(reports) if report.failure]
+        self._result.failures += [f"{sample.request_id}: dst rank {rank}: {why}" for rank, why in failed]
+        return not failed
+
+    def _check(self, sample: Sample, request: kvferry.Request) -> None:
+        """Every needed cell, and every cell that was there already, by name, on every rank."""
+        own_names = {name: name for name in self._src_names}
+        for what, tokens, names, salt in (
+            ("", request.need, self._src_names, sample.request_id),
+            ("kept ", request.kept, own_names, KEPT),
+        ):
+            checked = call_all(self._destinations, "check", request.dst, tokens, names, salt)
+            for rank, one in enumerate(checked):
+                self._result.count(sample, what, rank, one)
+
+    def _finish(self, request: kvferry.Request, reports: Sequence[Report]) -> None:
+        """Free the destination's blocks, and add the reports, one per rank, to the result."""
+        self._dst_pool.give_back(request.dst)
+        result, records = self._result, [report.record for report in reports]
+        result.num_requests += 1
+        result.total_bytes += sum(record.num_bytes for record in records)
+        result.num_runs += sum(record.num_runs for record in records)
+        if result.num_requests == 1:
+            result.meet_ms = max(1e3 * record.meet_seconds for record in records)
+            result.ways = sorted({record.way for record in records})
+        self._step("")
 
     def settle(self) -> None:
         """Wait until everything came back; what did not is a leak."""
         deadline = time.monotonic() + SETTLED_SECONDS
-        while True:
-            left = self._source.left() | self._destination.left()
-            self._result.num_leases = left[LEASES]
-            self._result.leaks = [f"{count} {what}" for what, count in left.items() if count]
-            if not self._result.leaks or time.monotonic() > deadline:
-                return
+        while any((left := self._left()).values()) and time.monotonic() < deadline:
             time.sleep(0.05)
+        self._result.num_leases = left[LEASES]
+        self._result.leaks = [f"{count} {what}" for what, count in left.items() if count]
+
+    def _left(self) -> dict[str, int]:
+        """How much of each kind is not over."""
+        self._take_back()
+        status: dict[str, int] = self._engine.status()  # type: ignore[assignment]
+        are_alive = all(rank.is_alive for rank in self.sources)
+        left = {
+            LEASES: status["offered"] + status["being_read"],
+            "source blocks not given back": self._src_pool.num_missing,
+            "releases not confirmed by every rank": status["unheard"] if are_alive else 0,
+            "destination blocks not given back": self._dst_pool.num_missing,
+        }
+        for rank in self._destinations:
+            shown = rank.call("status")
+            left[f"fetches at {rank.name}"] = sum(shown["fetches"].values())
+            for what in ("in_flight", "settling", "quarantined"):
+                left[f"reads {what.replace('_', ' ')} at {rank.name}"] = int(shown[what])
+        return left
+
+    def close(self) -> None:
+        for rank in (*self.sources, *self._destinations):
+            rank.close()
+        self._engine.close()
 
 
 def _speed(rank: int, turns: Sequence[Sequence[Report]]) -> Speed:

@@ -12,8 +12,10 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
+
 from kvferry.cli.bench.cases import CacheShape, cache_manifest
-from kvferry.cli.doctor.probe import CALL_SECONDS, allocate, last_line, quiet_environment
+from kvferry.cli.doctor.probe import CALL_SECONDS, holding, last_line, quiet_environment
 from kvferry.cli.doctor.seen import Gpus, HostLimits, ListenerSeen, Observed, SecretSeen
 from kvferry.cli.processes import Worker, WorkerDied
 from kvferry.core.manifest import Region
@@ -189,10 +191,11 @@ def _engine_sockets(memory: str, trust: Trust) -> dict[Listener, str]:
     listen = f"{SCHEME}{LOOPBACK}:*"
     with ExitStack() as stack:
         before = listeners()
-        held = stack.enter_context(closing(allocate(memory, SHAPE.total_bytes)))
+        held = holding(memory, np.zeros(SHAPE.total_bytes, np.uint8))
+        stack.callback(held.free)
         engine = stack.enter_context(closing(SourceEngine("doctor", 1, listen=listen, trust=trust)))
         engine_has, transport = listeners(), _WatchedTransport()
-        manifest = cache_manifest("doctor", SHAPE, held.region)
+        manifest = cache_manifest("doctor", SHAPE, held.regions[0])
         rank = SourceRank(engine.invitation, manifest, transport, listen=listen, trust=trust)
         stack.enter_context(closing(rank))
         found = {

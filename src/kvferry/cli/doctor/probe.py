@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvferry.cli.bench.cases import BenchMemory, Bytes, Stretch, contents
+from kvferry.cli.bench.cases import Stretch, cache_memory, contents, first_wrong_in, wipe
 from kvferry.cli.bench.sides import timed_read
 from kvferry.cli.doctor.seen import HOST, ReadsSeen, TimedRead
 from kvferry.cli.processes import QUIET, AskingTransport, Worker, choices_told_in, gather_openly
@@ -28,6 +28,7 @@ from kvferry.core.manifest import Region
 from kvferry.core.runs import Runs
 from kvferry.errors import TransportError
 from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.region_memory import Bytes, RegionMemory
 
 READ_SECONDS = 60.0
 NUM_TURNS = 5
@@ -91,9 +92,14 @@ def sizes_of(memory: str) -> tuple[ProbeSize, ...]:
     return SIZES if memory == HOST else DEVICE_SIZES
 
 
-def allocate(memory: str, num_bytes: int) -> BenchMemory:
+def holding(memory: str, data: Bytes) -> RegionMemory:
     """Memory of a kind, by the name that users have for it."""
-    return BenchMemory("cpu" if memory == HOST else memory, num_bytes)
+    return cache_memory("cpu" if memory == HOST else memory, data)
+
+
+def probe_contents(memory: str) -> Bytes:
+    """What is read of a kind of memory."""
+    return contents(max(size.room_bytes for size in sizes_of(memory)))
 
 
 @dataclass(frozen=True)
@@ -112,20 +118,19 @@ class ProbeSource:
     def __init__(self, memory: str, listen: str) -> None:
         logging.disable(logging.WARNING)  # findings say the same
         self._name = memory
-        self._memory = allocate(memory, max(size.room_bytes for size in sizes_of(memory)))
-        self._memory.write(contents(self._memory.region.num_bytes))
+        self._memory = holding(memory, probe_contents(memory))
         self._transport = NixlTransport()
-        self._transport.register([self._memory.region])
+        self._transport.register(self._memory.regions)
         self._service = gather_openly(self._transport, listen)
 
     def served(self) -> ServedMemory:
         """What a reader must know."""
-        return ServedMemory(self._name, self._transport.card(), self._memory.region, os.getpid())
+        return ServedMemory(self._name, self._transport.card(), self._memory.regions[0], os.getpid())
 
     def close(self) -> None:
         self._service.close()
         self._transport.close()
-        self._memory.close()
+        self._memory.free()
 
 
 class ProbeReader:
@@ -134,10 +139,10 @@ class ProbeReader:
     def __init__(self, memory: str) -> None:
         logging.disable(logging.WARNING)
         self._name = memory
-        self._memory = allocate(memory, max(size.room_bytes for size in sizes_of(memory)))
-        self._contents = contents(self._memory.region.num_bytes)
+        self._contents = probe_contents(memory)
+        self._memory = holding(memory, np.zeros_like(self._contents))
         self._transport = AskingTransport()
-        self._transport.register([self._memory.region])
+        self._transport.register(self._memory.regions)
 
     def read(self, source: ServedMemory, log_folder: str, *, shares_pids: bool) -> ReadsSeen:
         """Everything about one source."""
@@ -159,9 +164,9 @@ class ProbeReader:
         """Time each size, until one brings a wrong cell; that cell, or nothing."""
         for size in sizes_of(self._name):
             expected = size.expected(self._contents)
-            self._memory.wipe([expected])
+            wipe(self._memory, [expected])
             warm_up = self._timed(size)
-            if wrong := self._memory.first_wrong([expected]):
+            if wrong := first_wrong_in(self._memory, [expected]):
                 return f"{size.num_runs:,} runs of {size.run_bytes:,} bytes: {wrong}"
             num_turns = min(NUM_TURNS, int(CASE_SECONDS / warm_up))
             seconds = tuple(self._timed(size) for _ in range(num_turns)) or (warm_up,)
@@ -175,20 +180,21 @@ class ProbeReader:
 
     def _copy_speed(self) -> float:
         """Bytes per second of a plain copy within this process, the best of some turns."""
-        cuda, region, half = self._memory.cuda, self._memory.region, self._memory.region.num_bytes // 2
+        cuda, (region,) = self._memory.cuda, self._memory.regions
+        half = region.num_bytes // 2
 
         def copy() -> None:
             if cuda:
                 cuda.copy(region.address, region.address + half, half)
             else:
-                np.copyto(self._memory.host[:half], self._contents[:half])
+                np.copyto(self._memory.read(0, half), self._contents[:half])
 
         copy()
         return half / min(timeit.repeat(copy, repeat=NUM_TURNS, number=1))
 
     def close(self) -> None:
         self._transport.close()
-        self._memory.close()
+        self._memory.free()
 
 
 def _logged(folder: str) -> str:
