@@ -22,7 +22,7 @@ import numpy as np
 from kvferry import Runs
 from kvferry.cli.link_profile import HOST_CMA, TCP_STREAM, Cost, Traffic, fitted
 from kvferry.cli.processes import FABRICS, AskingTransport
-from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.process import ProcessTransport
 from kvferry.transport.region_memory import RegionMemory
 from tests.support.sources import serving
 
@@ -61,7 +61,7 @@ def scattered(run_bytes: int, num_runs: int) -> Runs:
     return Runs(src, dst, np.full(len(src), run_bytes))
 
 
-def timed(transport: NixlTransport, runs: Runs) -> float:
+def timed(transport: ProcessTransport, runs: Runs) -> float:
     """Seconds of a read, from the call to its end."""
     started = time.perf_counter()
     transport.read(0, "src", runs)

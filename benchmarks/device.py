@@ -36,8 +36,8 @@ from kvferry.testing.transport_world import Source
 from kvferry.transport.copy_kernel import CopyLimits
 from kvferry.transport.cuda import Cuda
 from kvferry.transport.mapped import Copy, DeviceCopier, MappedRank
-from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.places import Places
+from kvferry.transport.process import ProcessTransport
 from kvferry.transport.region_memory import RegionMemory
 from kvferry.transport.settings import CUDA_ENVIRONMENT, WAY_SETTING, Expose, WayChoice
 from tests.support.fleet import DestinationFleet, SourceFleet
@@ -97,8 +97,8 @@ CASES = {
 @contextmanager
 def reader(
     holder: RegionMemory, source: Source, how: WayChoice, limits: CopyLimits
-) -> Iterator[NixlTransport]:
-    transport = NixlTransport(way=how, expose=Expose.FABRIC, copy_limits=limits)
+) -> Iterator[ProcessTransport]:
+    transport = ProcessTransport(way=how, expose=Expose.FABRIC, copy_limits=limits)
     transport.register(holder.regions)
     try:
         transport.connect("src", source.card, source.regions)
@@ -107,7 +107,7 @@ def reader(
         transport.close()
 
 
-def read_seconds(transport: NixlTransport, product: Product, number: int) -> float:
+def read_seconds(transport: ProcessTransport, product: Product, number: int) -> float:
     ended = threading.Event()
     transport.on_end(ended.set)
     started = time.perf_counter()

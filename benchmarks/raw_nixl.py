@@ -17,7 +17,7 @@ from kvferry.core.runs import Runs, place
 from kvferry.transport.base import Connected, DeviceEvent, ReadEnd, Transport
 from kvferry.transport.cards import Card
 from kvferry.transport.cuda import Cuda
-from kvferry.transport.nixl import Agent, NixlTransport, RegionTable, SlicePair
+from kvferry.transport.process import Agent, ProcessTransport, RegionTable, SlicePair
 from kvferry.transport.region_memory import RegionMemory
 from kvferry.transport.settings import Expose, UcxSettings, WayChoice
 from tests.support.fleet.actors import DestinationActor
@@ -181,7 +181,7 @@ class MeasuredDestination(DestinationActor):
     _raw: RawNixl | None = None
 
     def make_transport(self) -> Transport:
-        self._recording = RecordingTransport(NixlTransport(way=WayChoice.DIRECT, expose=Expose.FABRIC))
+        self._recording = RecordingTransport(ProcessTransport(way=WayChoice.DIRECT, expose=Expose.FABRIC))
         return self._recording
 
     def start_watch(self) -> None:

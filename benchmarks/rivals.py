@@ -53,7 +53,7 @@ from kvferry.cli.processes import GPU_DRIVER, RankCard, Worker
 from kvferry.core.manifest import Region
 from kvferry.core.runs import Runs
 from kvferry.errors import TransportError
-from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.process import ProcessTransport
 from kvferry.transport.region_memory import Bytes, RegionMemory
 from kvferry.transport.settings import UCX_EMULATES, UCX_TRANSPORTS, Expose, WayChoice
 
@@ -216,7 +216,7 @@ class CallTimes:
 
 def time_calls(medium: str, region: Region, source: RankCard, case: BenchCase) -> CallTimes:
     """Connect a transport of its own; large reads are those of ``case``."""
-    transport = NixlTransport(way=WayChoice.DIRECT, expose=Expose.FABRIC)
+    transport = ProcessTransport(way=WayChoice.DIRECT, expose=Expose.FABRIC)
     transport.register([region])
     try:
         transport.connect("src", source.card, source.regions)
@@ -232,7 +232,7 @@ def time_calls(medium: str, region: Region, source: RankCard, case: BenchCase) -
     return CallTimes(medium, first, second, len(calls), p50, p99, max(calls), idle)
 
 
-def _read_seconds(transport: NixlTransport, runs: Runs) -> float:
+def _read_seconds(transport: ProcessTransport, runs: Runs) -> float:
     ended = threading.Event()
     transport.on_end(ended.set)
     started = time.perf_counter()
@@ -243,7 +243,7 @@ def _read_seconds(transport: NixlTransport, runs: Runs) -> float:
     return seconds
 
 
-def _busy(transport: NixlTransport, case: BenchCase) -> list[float]:
+def _busy(transport: ProcessTransport, case: BenchCase) -> list[float]:
     """How long the calls of small reads take while large reads are under way."""
     runs = case.product().runs
     small = Runs(runs.src[:SMALL_RUNS], runs.dst[:SMALL_RUNS], runs.num_bytes[:SMALL_RUNS])
@@ -263,7 +263,7 @@ def _busy(transport: NixlTransport, case: BenchCase) -> list[float]:
     return calls
 
 
-def _collect(transport: NixlTransport, under_way: set[int]) -> None:
+def _collect(transport: ProcessTransport, under_way: set[int]) -> None:
     deadline = time.monotonic() + READ_SECONDS
     while under_way:
         _look(transport, under_way)
@@ -272,7 +272,7 @@ def _collect(transport: NixlTransport, under_way: set[int]) -> None:
         time.sleep(PAUSE_SECONDS)
 
 
-def _look(transport: NixlTransport, under_way: set[int]) -> None:
+def _look(transport: ProcessTransport, under_way: set[int]) -> None:
     for end in transport.poll():
         if end.error:
             raise TransportError("failed", end.error)

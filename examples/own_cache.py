@@ -25,7 +25,7 @@ import numpy as np
 from kvferry import Axis, BlockTable, Group, Identity, Manifest, Rank, Region, State, View, need_of
 from kvferry.endpoint import Destination, SourceEngine, SourceRank
 from kvferry.endpoint.secret_source import secret_from_file
-from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.process import ProcessTransport
 from kvferry.wire.secret import Trust
 from kvferry.wire.ticket import from_text, to_text
 
@@ -99,7 +99,7 @@ def offer(args: argparse.Namespace, trust: Trust) -> None:
     ours = manifest("prefill", [rank(0, cache, views_of_source(cache))], group)
     engine = SourceEngine("prefill", num_ranks=1, listen=args.listen, trust=trust)
     any_port = args.listen.rpartition(":")[0] + ":*"  # where it is asked to gather, if it does
-    readable = SourceRank(engine.invitation, ours, NixlTransport(), listen=any_port, trust=trust)
+    readable = SourceRank(engine.invitation, ours, ProcessTransport(), listen=any_port, trust=trust)
     ticket = engine.offer("request-1", {"all": BlockTable.of(blocks)}, TOKENS)
     args.ticket.write_text(to_text(ticket))
     print(f"offered at {engine.address}: {args.ticket}", flush=True)
@@ -123,7 +123,7 @@ def fetch(args: argparse.Namespace, trust: Trust) -> None:
     ]
     # The manifest has all ranks; the reader's name is the same on all, and another one at the next start.
     destination = Destination(
-        manifest("decode", ranks, group), args.rank, NixlTransport(), reader=args.reader, trust=trust
+        manifest("decode", ranks, group), args.rank, ProcessTransport(), reader=args.reader, trust=trust
     )
     ticket = from_text(args.ticket.read_text(), trust.ticket_key)
     destination.fetch(ticket, {"all": BlockTable.of(blocks)}, {"all": need_of(group, TOKENS)})

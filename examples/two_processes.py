@@ -18,7 +18,7 @@ import numpy as np
 from kvferry import BlockTable, Identity, Manifest, need_of
 from kvferry.endpoint import Destination, SourceEngine, SourceRank
 from kvferry.models import Topology, describe, model_from_config
-from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.process import ProcessTransport
 
 MODEL = model_from_config(
     {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 64}
@@ -39,7 +39,7 @@ def prefill(pipe: Connection) -> None:
     """The source engine: head-major blocks of 16 tokens."""
     manifest, buffers = with_memory(describe(MODEL, Topology(block=16, blocks=64), "prefill"))
     engine = SourceEngine("prefill", num_ranks=1)
-    rank = SourceRank(engine.invitation, manifest, NixlTransport())
+    rank = SourceRank(engine.invitation, manifest, ProcessTransport())
     for buffer in buffers.values():
         buffer[:] = np.random.default_rng(7).integers(1, 256, len(buffer), dtype=np.uint8)
 
@@ -56,7 +56,7 @@ def prefill(pipe: Connection) -> None:
 def decode(pipe: Connection) -> None:
     """The destination engine: token-major blocks of 32 tokens."""
     manifest, buffers = with_memory(describe(MODEL, Topology(block=32, blocks=32, layout="NHD"), "decode"))
-    destination = Destination(manifest, 0, NixlTransport())
+    destination = Destination(manifest, 0, ProcessTransport())
     need = {group.name: need_of(group, NUM_TOKENS) for group in manifest.groups}
     destination.fetch(pipe.recv(), {"full": BlockTable.of([7, 1, 30, 12])}, need)
     while not (reports := destination.poll()):

@@ -13,7 +13,7 @@ from kvferry.cli.output import BY_CODE, BY_FIELD
 from kvferry.errors import Code
 from kvferry.runtime import FailureCode
 from kvferry.runtime.member import NOT_JOINED
-from kvferry.transport.nixl import NOT_HERE
+from kvferry.transport.process import NOT_HERE
 from kvferry.wire.messages import TOO_LONG
 
 ROOT = Path(__file__).resolve().parents[1]

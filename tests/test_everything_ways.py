@@ -126,7 +126,11 @@ def check_way(track: Track) -> None:
 
 
 def between_processes(
-    device: str, env: dict[str, str], way: Way, kind: str = "transport.nixl:NixlTransport", **options: object
+    device: str,
+    env: dict[str, str],
+    way: Way,
+    kind: str = "transport.process:ProcessTransport",
+    **options: object,
 ) -> Iterator[Track]:
     pytest.importorskip("nixl", exc_type=ImportError)
     module, name = kind.split(":")

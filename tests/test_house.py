@@ -80,7 +80,7 @@ MANY_COLLABORATORS = {
     "kvferry.endpoint.source": "an edge: it puts the parts of a source engine together",
     "kvferry.endpoint.source_rank": "an edge: it puts the parts of a source rank together",
     "kvferry.integrations.vllm.worker.side": "an edge: vLLM's worker on one side, an endpoint on the other",
-    "kvferry.transport.nixl": "an edge: it puts the ways together",
+    "kvferry.transport.process": "an edge: it puts the ways together",
 }
 """Modules that import more of ours, and why: a file follows an idea, and knows few others."""
 
@@ -94,7 +94,7 @@ LARGE_OBJECTS = {
     "Destination": "an edge: one attribute for each part that it puts together, half of them its arguments",
     "FetchJob": "a record in the making: when each phase began, and what each brought",
     "Incoming": "what the scheduler knows of requests with a ticket, until the next step tells the workers",
-    "NixlTransport": "an edge: its settings, and what is made once",
+    "ProcessTransport": "an edge: its settings, and what is made once",
     "Options": "the options of the connector: one field for each",
     "Read": "one read on its way: what is left to post, what is posted, how it ends",
     "Reader": "one machine: its parts (meetings, questions, settlements) are machines already",

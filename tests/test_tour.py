@@ -61,7 +61,7 @@ import sys, threading, time
 from kvferry import BlockTable, need_of
 from kvferry.endpoint import Destination, SourceEngine, SourceRank
 from kvferry.models import Topology, describe
-from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.process import ProcessTransport
 from two_processes import MODEL, NUM_TOKENS, with_memory
 
 passed = set()
@@ -83,8 +83,8 @@ src, src_memory = with_memory(describe(MODEL, Topology(block=16, blocks=8), "pre
 dst, dst_memory = with_memory(describe(MODEL, Topology(block=32, blocks=8, layout="NHD"), "decode"))
 need = {group.name: need_of(group, NUM_TOKENS) for group in dst.groups}
 engine = SourceEngine("prefill", num_ranks=1)
-rank = SourceRank(engine.invitation, src, NixlTransport())
-destination = Destination(dst, 0, NixlTransport())
+rank = SourceRank(engine.invitation, src, ProcessTransport())
+destination = Destination(dst, 0, ProcessTransport())
 load()
 passed.clear()
 sys.setprofile(note)

@@ -15,8 +15,8 @@ from kvferry.endpoint.edges import open_channel
 from kvferry.endpoint.gathering import GatherCalls
 from kvferry.transport import pack as chunk_copier
 from kvferry.transport.cards import Card, GatherPoint
-from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.pack import pack
+from kvferry.transport.process import ProcessTransport
 from kvferry.transport.settings import Expose, WayChoice
 from kvferry.wire.secret import Secret, Trust
 from kvferry.wire.ticket import make_proofs, permits_for
@@ -25,7 +25,7 @@ SECRETS = {"open": None, "secret": Secret(bytes(range(16)))}
 
 
 def transport(expose=Expose.HOST):
-    return NixlTransport(way=WayChoice.PACKED, expose=expose, chunk_bytes=4096)
+    return ProcessTransport(way=WayChoice.PACKED, expose=expose, chunk_bytes=4096)
 
 
 class Gathering:

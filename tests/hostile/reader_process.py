@@ -17,7 +17,7 @@ from kvferry import BlockTable, need_of
 from kvferry.endpoint import Destination
 from kvferry.runtime import Report
 from kvferry.transport import stream_reader
-from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.process import ProcessTransport
 from kvferry.wire.ticket import from_text
 from tests.hostile.source_process import (
     BLOCKS,
@@ -42,7 +42,7 @@ def main() -> None:
     expected = [cache_bytes(len(buffer), seed) for seed, buffer in enumerate(buffers.values())]
 
     def new_destination() -> Destination:
-        return Destination(manifest, 0, NixlTransport(), trust=trust(), timing=TIMING)
+        return Destination(manifest, 0, ProcessTransport(), trust=trust(), timing=TIMING)
 
     usual = new_destination()
     need = {group.name: need_of(group, NUM_TOKENS) for group in manifest.groups}

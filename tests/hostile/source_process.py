@@ -30,7 +30,7 @@ from kvferry.endpoint.secret_source import secret_from_environment
 from kvferry.models import Topology, describe, model_from_config
 from kvferry.runtime import Timing
 from kvferry.transport.exports import DescriptorServer
-from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.process import ProcessTransport
 from kvferry.wire.secret import Trust
 from kvferry.wire.ticket import to_text
 from tests.fuzz.mutations import mutated
@@ -134,7 +134,7 @@ def main() -> None:
         buffer[:] = cache_bytes(len(buffer), seed)
     engine = SourceEngine("prefill", 1, listen=listen, trust=trust(), timing=TIMING)
     rank = SourceRank(
-        engine.invitation, manifest, NixlTransport(), listen=listen, trust=trust(), timing=TIMING
+        engine.invitation, manifest, ProcessTransport(), listen=listen, trust=trust(), timing=TIMING
     )
     while not (rank.is_joined and engine.is_whole):
         time.sleep(0.01)

@@ -20,7 +20,7 @@ from kvferry.layout.pages import values_then_scales
 from kvferry.models import Model, Topology, describe
 from kvferry.testing.small import small
 from kvferry.transport.memory import Hub, MemoryTransport
-from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.process import ProcessTransport
 from kvferry.transport.settings import Expose, UcxSettings, WayChoice
 from tests.load.both_roles import Engine, drive
 
@@ -71,8 +71,8 @@ def transports(way):
         hub = Hub()
         return lambda: MemoryTransport(hub)
     if way == "packed":
-        return lambda: NixlTransport(way=WayChoice.PACKED, chunk_bytes=CHUNK_BYTES)
-    return lambda: NixlTransport(
+        return lambda: ProcessTransport(way=WayChoice.PACKED, chunk_bytes=CHUNK_BYTES)
+    return lambda: ProcessTransport(
         way=WayChoice.DIRECT,
         expose=Expose.FABRIC,
         settings=UcxSettings.from_environment(FABRICS["cma"]),

@@ -12,7 +12,7 @@ from kvferry.cli.processes import FABRICS
 from kvferry.core.sample import sample_request
 from kvferry.testing.oracle import check
 from kvferry.transport.memory import placed
-from kvferry.transport.nixl import Agent, NixlTransport
+from kvferry.transport.process import Agent, ProcessTransport
 from kvferry.transport.settings import UCX_TRANSPORTS, Expose
 
 TP_PAIRS = [(1, 1), (2, 2), (1, 2), (2, 4), (4, 4)]
@@ -52,7 +52,7 @@ def test_the_fabric_hears_of_each_tensor_once(engine, family, alloc, monkeypatch
     (rank,) = engine(family, f"alloc={alloc}").ranks
     tensors = {region.name: np.zeros(region.num_bytes, np.uint8) for region in rank.regions}
     monkeypatch.setenv(UCX_TRANSPORTS, FABRICS["cma"][UCX_TRANSPORTS])
-    with closing(NixlTransport(expose=Expose.FABRIC)) as transport:
+    with closing(ProcessTransport(expose=Expose.FABRIC)) as transport:
         transport.register(placed(rank, tensors))
     given = Counter((tensor.ctypes.data, tensor.nbytes) for tensor in tensors.values())
     own = {at for at in heard if not any(_overlap(at, tensor) for tensor in given)}  # the transport's scratch

@@ -21,7 +21,7 @@ from typing import IO
 from kvferry.cli.processes import gather_openly
 from kvferry.core.manifest import Region
 from kvferry.testing.transport_world import Source, contents
-from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.process import ProcessTransport
 from kvferry.transport.region_memory import RegionMemory
 
 LISTEN = "SOURCES_LISTEN"
@@ -84,7 +84,7 @@ def _told(stdout: IO[str]) -> Iterator[Source]:
 def _serve(device: str, num_sources: int, region_bytes: Sequence[int]) -> None:
     holders, transports, services, told = [], [], [], []
     for i in range(num_sources):
-        holder, transport = RegionMemory(device), NixlTransport()
+        holder, transport = RegionMemory(device), ProcessTransport()
         for j, num_bytes in enumerate(region_bytes):
             holder.add(f"region{j}", contents(i, j, num_bytes))
         transport.register(holder.regions)

@@ -22,7 +22,7 @@ from kvferry.transport import ReadEnd, agent_team
 from kvferry.transport.agent_team import ShareLimits, TeamLink, share_out
 from kvferry.transport.agent_thread import AgentLink
 from kvferry.transport.base import Connected
-from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.process import ProcessTransport
 from kvferry.transport.settings import UcxSettings
 from tests.support.sources import serving
 from tests.transport.fake_cuda import FakeCuda, FakeEvent
@@ -124,7 +124,7 @@ class TestTeamOfAgents(TransportLaws):
         for name, value in FABRICS["cma"].items():
             monkeypatch.setenv(name, value)
         settings = replace(UcxSettings.from_environment(os.environ), num_agents=3)
-        yield World(partial(NixlTransport, settings=settings), holder, served.sources, None)
+        yield World(partial(ProcessTransport, settings=settings), holder, served.sources, None)
         holder.free()
 
     def test_it_really_shares(self, world, monkeypatch):
@@ -148,7 +148,7 @@ class TestTeamOfAgents(TransportLaws):
         later, never = FakeEvent(), FakeEvent()
         later.has_come, never.has_come = threading.Event(), threading.Event()
         with world.reader(0) as transport, monkeypatch.context() as patch:
-            patch.setattr(NixlTransport, "_cuda", property(lambda _: cuda))
+            patch.setattr(ProcessTransport, "_cuda", property(lambda _: cuda))
             transport.read(1, "0", WHOLE, after=later)
             transport.read(2, "0", WHOLE, after=later)
             transport.cancel(2)
@@ -164,7 +164,7 @@ class TestTeamOfAgents(TransportLaws):
             (end,) = wait(transport, 1)
             assert "forgotten" in end.error
         with world.reader(0) as transport, monkeypatch.context() as patch:
-            patch.setattr(NixlTransport, "_cuda", property(lambda _: cuda))
+            patch.setattr(ProcessTransport, "_cuda", property(lambda _: cuda))
             transport.read(5, "0", WHOLE, after=never)
             transport.close()
             assert [(end.transfer, "closed" in end.error) for end in transport.poll()] == [(5, True)]

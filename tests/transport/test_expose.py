@@ -12,11 +12,11 @@ import pytest
 from kvferry.cli.processes import FABRICS
 from kvferry.errors import TransportError
 from kvferry.testing.transport_world import REGION_BYTES, stale_memory
-from kvferry.transport import nixl
+from kvferry.transport import process
 from kvferry.transport.agent import SlicePair
 from kvferry.transport.cards import Card
-from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.nixl_agent import Agent
+from kvferry.transport.process import ProcessTransport
 from kvferry.transport.settings import UCX_TRANSPORTS, Expose, UcxSettings
 from tests.support.sources import serving
 
@@ -86,10 +86,10 @@ def test_memory_of_host_and_device_at_once_needs_nixl(monkeypatch):
         def close(self):
             pass
 
-    monkeypatch.setattr(nixl, "device_of", lambda *_, **__: Mixed())
-    monkeypatch.setattr(nixl, "AgentTeam", None)  # no agent is made
+    monkeypatch.setattr(process, "device_of", lambda *_, **__: Mixed())
+    monkeypatch.setattr(process, "AgentTeam", None)  # no agent is made
     holder = stale_memory()
-    transport = NixlTransport(expose=Expose.HOST)
+    transport = ProcessTransport(expose=Expose.HOST)
     with pytest.raises(TransportError, match="bad-device: some of this rank's memory is the host's"):
         transport.register(holder.regions)
     transport.close()

@@ -10,14 +10,14 @@ from kvferry import Region
 from kvferry.cli.processes import FABRICS
 from kvferry.errors import TransportError
 from kvferry.host.listening import listeners
-from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.process import ProcessTransport
 from kvferry.transport.settings import UCX_DEVICES, UCX_TRANSPORTS, Expose
 
 
 def opened(**options):
     """Where a transport that is registered listens, and what its card's agent is called."""
     memory, before = np.zeros(1 << 16, np.uint8), listeners()
-    transport = NixlTransport(**options)
+    transport = ProcessTransport(**options)
     try:
         transport.register([Region("kv", memory.nbytes, address=memory.ctypes.data)])
         return listeners() - before

@@ -22,7 +22,7 @@ from kvferry.transport.base import Connected
 from kvferry.transport.cards import Card
 from kvferry.transport.cuda import Cuda, has_cuda
 from kvferry.transport.exports import Export
-from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.process import ProcessTransport
 from kvferry.transport.region_memory import RegionMemory
 from tests.support.sources import serving
 
@@ -96,7 +96,7 @@ def test_a_direct_read_waits_for_the_event_too(holder, cuda, monkeypatch):
     for name, value in FABRICS["cma"].items():
         monkeypatch.setenv(name, value)
     with serving(1, REGION_BYTES, DEVICE, FABRICS["cma"]) as served:
-        _waits_for_the_event(NixlTransport(), served.sources[0], holder, cuda)
+        _waits_for_the_event(ProcessTransport(), served.sources[0], holder, cuda)
 
 
 def _waits_for_the_event(transport, source, holder, cuda):
@@ -167,7 +167,7 @@ KILL_BYTES, NUM_READS = 256 << 20, 600
 
 def test_a_killed_source_hurts_nobody_and_its_memory_comes_back(cuda):
     """The reader's context lives, copies end, and the dead engine's memory is free once it is forgotten."""
-    holder, transport = RegionMemory(DEVICE), NixlTransport()
+    holder, transport = RegionMemory(DEVICE), ProcessTransport()
     holder.add("kv", np.zeros(KILL_BYTES, np.uint8))
     transport.register(holder.regions)
     num_mid_copy = 0
@@ -259,9 +259,9 @@ import numpy as np
 from kvferry import Region
 from kvferry.transport.region_memory import RegionMemory
 from kvferry.testing.transport_world import run
-from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.process import ProcessTransport
 from kvferry.cli.processes import FABRICS
-holder, transport = RegionMemory("cuda:0"), NixlTransport()
+holder, transport = RegionMemory("cuda:0"), ProcessTransport()
 num_bytes = int(sys.argv[2])
 holder.add("kv", np.zeros(num_bytes, np.uint8))
 transport.register(holder.regions)
@@ -284,7 +284,7 @@ def test_a_reader_that_is_killed_while_it_copies_hurts_no_source():
                 assert process.stdout.readline() == "mapped\n"
                 time.sleep(0.02 * i)
                 process.kill()
-        holder, transport = RegionMemory(DEVICE), NixlTransport()
+        holder, transport = RegionMemory(DEVICE), ProcessTransport()
         holder.add("kv", np.zeros(KILL_BYTES, np.uint8))
         transport.register(holder.regions)
         transport.connect("src", source.card, source.regions)

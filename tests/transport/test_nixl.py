@@ -20,7 +20,7 @@ from kvferry.testing.transport_world import REGION_BYTES, WHOLE, World, stale_me
 from kvferry.transport import ReadEnd, Transport
 from kvferry.transport.cards import Card
 from kvferry.transport.cuda import has_cuda
-from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.process import ProcessTransport
 from tests.support.sources import serving
 
 DIRECT = FABRICS["cma"]
@@ -43,7 +43,7 @@ class NixlLaws(TransportLaws):
         for name, value in self.env.items():
             monkeypatch.setenv(name, value)
         holder = stale_memory(self.device)
-        yield World(NixlTransport, holder, served.sources)
+        yield World(ProcessTransport, holder, served.sources)
         holder.free()
 
 
@@ -77,7 +77,7 @@ def direct(monkeypatch):
 
 def test_a_killed_source_gives_an_error(holder):
     with serving(1, REGION_BYTES, env=DIRECT) as served:
-        transport = NixlTransport()
+        transport = ProcessTransport()
         transport.register(holder.regions)
         transport.connect("src", served.sources[0].card, served.sources[0].regions)
         os.kill(served.pid, signal.SIGKILL)
@@ -93,7 +93,7 @@ def test_a_killed_source_gives_an_error(holder):
 @pytest.mark.timed
 def test_waiting_costs_no_cpu():
     memory = np.zeros(4096, np.uint8)
-    transport = NixlTransport()
+    transport = ProcessTransport()
     transport.register([Region("kv", 4096, memory.ctypes.data)])
     before = time.process_time()
     time.sleep(0.5)
@@ -103,7 +103,7 @@ def test_waiting_costs_no_cpu():
 
 
 def test_it_is_a_transport():
-    transport: Transport = NixlTransport()
+    transport: Transport = ProcessTransport()
     assert transport.kind == "nixl"
     transport.close()
 
@@ -111,7 +111,7 @@ def test_it_is_a_transport():
 def test_our_own_card_and_a_card_of_junk_are_refused():
     memory = np.zeros(4096, np.uint8)
     regions = [Region("kv", 4096, memory.ctypes.data)]
-    transport = NixlTransport()
+    transport = ProcessTransport()
     transport.register(regions)
     for card, code in ((transport.card(), "bad-card"), (Card("x", b"junk").to_bytes(), "bad-card")):
         with pytest.raises(TransportError, match=code):
@@ -123,7 +123,7 @@ def test_a_spoilt_card_harms_nobody_else(holder):
     """Whatever its metadata: the checksum is right, the peer is not."""
     rng = np.random.default_rng(0)
     with serving(2, REGION_BYTES, env=DIRECT) as served:
-        (spoilt_source, source), transport = served.sources, NixlTransport(connect_timeout_s=2)
+        (spoilt_source, source), transport = served.sources, ProcessTransport(connect_timeout_s=2)
         transport.register(holder.regions)
         told = Card.from_bytes(spoilt_source.card)
         for _ in range(20):
@@ -146,19 +146,19 @@ def test_a_spoilt_card_harms_nobody_else(holder):
 
 def test_no_regions_are_refused():
     with pytest.raises(TransportError, match="no-regions"):
-        NixlTransport().register([])
+        ProcessTransport().register([])
 
 
 def test_without_nixl_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "nixl", None)
     memory = np.zeros(64, np.uint8)
     with pytest.raises(TransportError, match=r'pip install "kvferry\[nixl\]"'):
-        NixlTransport().register([Region("kv", 64, memory.ctypes.data)])
+        ProcessTransport().register([Region("kv", 64, memory.ctypes.data)])
 
 
 def test_a_backend_that_cannot_be_made_is_refused_with_those_that_there_are(holder):
     """RA-5: whoever asks for another backend learns what NIXL has here."""
-    transport = NixlTransport(backend="NO_SUCH_PLUGIN")
+    transport = ProcessTransport(backend="NO_SUCH_PLUGIN")
     with pytest.raises(TransportError, match=r"backend NO_SUCH_PLUGIN \(plugins here: .*UCX"):
         transport.register(holder.regions)
     assert transport.kind == "nixl/NO_SUCH_PLUGIN"

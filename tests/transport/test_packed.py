@@ -11,7 +11,7 @@ from kvferry.testing.transport_laws import TransportLaws
 from kvferry.testing.transport_world import REGION_BYTES, WHOLE, World, stale_memory, wait
 from kvferry.transport.base import Connected, ReadEnd
 from kvferry.transport.cards import Card
-from kvferry.transport.nixl import CLOSED_THERE
+from kvferry.transport.process import CLOSED_THERE
 from kvferry.transport.settings import UCX_TRANSPORTS, Expose, WayChoice
 from tests.support.sources import serving
 

@@ -10,7 +10,7 @@ from kvferry.errors import TransportError
 from kvferry.testing.transport_world import REGION_BYTES, STALE, WHOLE, run, stale_memory, wait
 from kvferry.transport import ReadEnd, reads
 from kvferry.transport.agent_thread import AgentThread
-from kvferry.transport.nixl import Agent, NixlTransport
+from kvferry.transport.process import Agent, ProcessTransport
 from tests.support.sources import serving
 
 pytest.importorskip("nixl", exc_type=ImportError)
@@ -87,7 +87,7 @@ def direct(monkeypatch):
 
 
 def transport_of(spoilt, holder, served, **timeouts):
-    transport = NixlTransport(make_agent=spoilt.make, **timeouts)
+    transport = ProcessTransport(make_agent=spoilt.make, **timeouts)
     transport.register(holder.regions)
     connect(transport, "src", served.sources[0])
     return transport
@@ -219,7 +219,7 @@ def test_who_asked_for_what_ends_the_thread_hears_of_it(spoilt, holder, near):
 
 @pytest.mark.parametrize("call", ["register", "metadata"])
 def test_memory_that_cannot_be_registered_is_an_error_and_can_be_tried_again(spoilt, holder, call):
-    transport = NixlTransport(make_agent=spoilt.make)
+    transport = ProcessTransport(make_agent=spoilt.make)
     spoilt.spoil(call)
     with pytest.raises(TransportError, match="spoilt"):
         transport.register(holder.regions)

@@ -573,7 +573,7 @@ def _transport(hub: Hub | None) -> Iterator[None]:
     if hub is None:
         yield
         return
-    with patch("kvferry.integrations.vllm.worker.side.NixlTransport", lambda **_: MemoryTransport(hub)):
+    with patch("kvferry.integrations.vllm.worker.side.ProcessTransport", lambda **_: MemoryTransport(hub)):
         yield
 
 

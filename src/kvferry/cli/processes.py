@@ -26,7 +26,7 @@ from kvferry.endpoint.gathering import GatherCalls, GatherService
 from kvferry.endpoint.secret_source import secret_from_environment
 from kvferry.errors import KVFerryError
 from kvferry.runtime.ticket_guard import Admitted, TicketGuard
-from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.process import ProcessTransport
 from kvferry.transport.settings import EXPOSE_SETTING, UCX_TRANSPORTS, WAY_SETTING, Expose, WayChoice
 
 STDOUT = 1
@@ -237,7 +237,7 @@ class OpenGuard(TicketGuard):
         return None
 
 
-def gather_openly(transport: NixlTransport, listen: str = "tcp://127.0.0.1:*") -> GatherService:
+def gather_openly(transport: ProcessTransport, listen: str = "tcp://127.0.0.1:*") -> GatherService:
     """Have a transport that is registered send to everybody who knows the environment's secret, if any."""
     secret = secret_from_environment()
     channel, is_sealed = open_channel(listen, secret), secret is not None
@@ -246,7 +246,7 @@ def gather_openly(transport: NixlTransport, listen: str = "tcp://127.0.0.1:*") -
     return service
 
 
-class AskingTransport(NixlTransport):
+class AskingTransport(ProcessTransport):
     """A transport that asks others to send as soon as it is registered, as a ``Destination`` would."""
 
     def register(self, regions: Sequence[Region]) -> None:

@@ -1,7 +1,7 @@
 """The edge at which bytes move: one small protocol, and what stands behind it.
 
-The transport between processes is ``kvferry.transport.nixl.NixlTransport``; importing this room does not
-load it.
+The transport between processes is ``kvferry.transport.process.ProcessTransport``; importing this room does
+not load it.
 """
 
 from kvferry.transport.base import ReadEnd, Transport

@@ -15,7 +15,7 @@ from kvferry.core.manifest import Manifest
 from kvferry.endpoint import Invitation, SourceEngine
 from kvferry.runtime import Timing
 from kvferry.transport.base import Transport
-from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.process import ProcessTransport
 from kvferry.wire.secret import Secret, Trust
 
 
@@ -84,7 +84,7 @@ class DestinationActor(DestinationProcess):
         super().__init__(manifest, rank, reader, timing, device, trust_in(secret), self.make_transport())
 
     def make_transport(self) -> Transport:
-        return NixlTransport()
+        return ProcessTransport()
 
     def fingerprint(self) -> int:
         """A checksum of all memory: unchanged means that nothing was written."""

@@ -22,7 +22,7 @@ from kvferry.core.span import Spans
 from kvferry.endpoint import Destination, SourceEngine, SourceRank
 from kvferry.integrations.vllm.shared.groups import group_name
 from kvferry.runtime import Timing
-from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.process import ProcessTransport
 from tests.vllm.corpus.allocated import NUM_BLOCKS, STALE, Worker
 from tests.vllm.corpus.families import Plane, planes
 
@@ -49,14 +49,14 @@ def _fetch(src: Sequence[Worker], dst: Sequence[Worker], request: Request, num_t
     with ExitStack() as stack:
         engine = stack.enter_context(closing(SourceEngine("src", len(src))))
         for worker in src:
-            stack.enter_context(closing(SourceRank(engine.invitation, worker.manifest, NixlTransport())))
+            stack.enter_context(closing(SourceRank(engine.invitation, worker.manifest, ProcessTransport())))
         ticket = engine.offer("request", request.src, num_tokens)
         destinations = []
         for number, worker in enumerate(dst):
             destination = Destination(
                 worker.manifest,
                 number,
-                NixlTransport(),
+                ProcessTransport(),
                 reader="dst#1",
                 num_ranks=len(dst),
                 timing=TIMING,

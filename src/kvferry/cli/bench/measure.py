@@ -18,7 +18,7 @@ from kvferry.cli.output import Step, num_bytes
 from kvferry.cli.processes import FABRICS, QUIET, Worker
 from kvferry.errors import KVFerryError, SpecError, TransportError
 from kvferry.transport.cuda import device_names
-from kvferry.transport.nixl import check_installed
+from kvferry.transport.process import check_installed
 from kvferry.transport.settings import CUDA_ENVIRONMENT, WAY_SETTING
 
 MIN_TURNS = 3

@@ -33,7 +33,7 @@ from kvferry.core.span import Span
 from kvferry.endpoint import Destination, SourceEngine, SourceRank
 from kvferry.errors import TransportError
 from kvferry.runtime import Timing
-from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.process import ProcessTransport
 from kvferry.transport.region_memory import Bytes, RegionMemory
 from kvferry.transport.settings import Expose, WayChoice
 from kvferry.wire.ticket import Ticket
@@ -83,9 +83,9 @@ class BenchSource:
         self._open = ExitStack()
         self._num_offers = 0
         self._offering: dict[str, Any] = {}
-        self._card = self._served(NixlTransport())
+        self._card = self._served(ProcessTransport())
 
-    def _served(self, transport: NixlTransport) -> RankCard:
+    def _served(self, transport: ProcessTransport) -> RankCard:
         self._open.enter_context(closing(transport))
         transport.register(self._memory.regions)
         return RankCard(transport.card(), self._memory.regions)
@@ -94,7 +94,7 @@ class BenchSource:
         """What a reader is told; for packed reads of a transport that sends to whoever asks."""
         if rival != Rival.PACKED:
             return self._card
-        transport = NixlTransport(way=WayChoice.PACKED, expose=Expose.NOTHING)
+        transport = ProcessTransport(way=WayChoice.PACKED, expose=Expose.NOTHING)
         served = self._served(transport)
         self._open.enter_context(closing(gather_openly(transport)))
         return RankCard(transport.card(), served.regions)
@@ -129,7 +129,7 @@ class _OfferingEngine:
     def __init__(self, shape: CacheShape, memory: RegionMemory) -> None:
         manifest = cache_manifest("src", shape, memory.regions[0])
         self._engine = SourceEngine("src", 1, timing=BENCH_TIMING)
-        self._rank = SourceRank(self._engine.invitation, manifest, NixlTransport())
+        self._rank = SourceRank(self._engine.invitation, manifest, ProcessTransport())
         until(lambda: self._rank.is_joined and self._engine.is_whole, "the source rank joins its engine")
 
     def offer(self, request_id: str, case: BenchCase) -> Ticket:
@@ -168,7 +168,7 @@ class Contender:
 class TransportReads(Contender):
     """One ``read`` of kvferry's transport."""
 
-    def __init__(self, memory: RegionMemory, source: RankCard, transport: NixlTransport) -> None:
+    def __init__(self, memory: RegionMemory, source: RankCard, transport: ProcessTransport) -> None:
         self._transport = transport
         self._transport.register(memory.regions)
         self.way = self._transport.connect("src", source.card, source.regions).way.value
@@ -180,7 +180,7 @@ class TransportReads(Contender):
         self._transport.close()
 
 
-def timed_read(transport: NixlTransport, runs: Callable[[], Any], patience: float) -> float:
+def timed_read(transport: ProcessTransport, runs: Callable[[], Any], patience: float) -> float:
     """Seconds of one read of the peer ``src``, from the call to its end."""
     wanted, ended = runs(), threading.Event()
     transport.on_end(ended.set)
@@ -207,7 +207,7 @@ class Fetches(Contender):
     def lay_out(self, shape: CacheShape) -> None:
         self.close()
         manifest = cache_manifest("dst", shape, self._memory.regions[0])
-        self._destination = Destination(manifest, 0, NixlTransport(), timing=BENCH_TIMING)
+        self._destination = Destination(manifest, 0, ProcessTransport(), timing=BENCH_TIMING)
 
     def read(self, case: BenchCase, offer: Any) -> float:
         assert self._destination is not None
@@ -275,8 +275,8 @@ class BenchReader:
         if rival == Rival.COPY:
             return PlainCopy(self._memory, self._contents)
         kind, expose = {
-            Rival.DIRECT: (NixlTransport, Expose.FABRIC),
-            Rival.MAPPED: (NixlTransport, Expose.HOST),
+            Rival.DIRECT: (ProcessTransport, Expose.FABRIC),
+            Rival.MAPPED: (ProcessTransport, Expose.HOST),
             Rival.PACKED: (AskingTransport, Expose.NOTHING),
         }[Rival(rival)]
         return TransportReads(self._memory, source, kind(way=WayChoice(rival), expose=expose))

@@ -20,7 +20,7 @@ from kvferry.models import Model
 from kvferry.pattern import STALE, Checked, check_rank, fill_rank
 from kvferry.runtime import Timing
 from kvferry.transport.base import Transport
-from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.process import ProcessTransport
 from kvferry.transport.region_memory import RegionMemory
 from kvferry.wire.secret import Trust
 
@@ -195,7 +195,7 @@ class SourceProcess(SourceRank):
         cells = RankCells(manifest, rank, device)
         self.fill = cells.fill_all
         own = replace(manifest, ranks=(cells.placed,))
-        super().__init__(invitation, own, NixlTransport(), trust=trust or Trust())
+        super().__init__(invitation, own, ProcessTransport(), trust=trust or Trust())
 
 
 class DestinationProcess(Destination):
@@ -213,5 +213,5 @@ class DestinationProcess(Destination):
     ) -> None:
         cells = RankCells(manifest, rank, device)
         self.memory, self.fill, self.check = cells.memory, cells.fill, cells.check
-        transport, trust = transport or NixlTransport(), trust or Trust()
+        transport, trust = transport or ProcessTransport(), trust or Trust()
         super().__init__(cells.manifest, rank, transport, reader=reader, trust=trust, timing=timing)

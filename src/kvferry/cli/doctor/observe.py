@@ -25,8 +25,8 @@ from kvferry.errors import SpecError, TransportError
 from kvferry.host.listening import Listener, listeners
 from kvferry.transport.cards import Card, GatherPoint
 from kvferry.transport.cuda import device_names
-from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.nixl_agent import describe_build
+from kvferry.transport.process import ProcessTransport
 from kvferry.transport.settings import UCX_ALL, Expose, UcxSettings, WayChoice
 from kvferry.wire.secret import Purpose, Secret, Trust, is_loopback
 
@@ -110,7 +110,7 @@ def setting_errors(environ: Mapping[str, str]) -> tuple[str, ...]:
 def _check_together(environ: Mapping[str, str]) -> None:
     """Raise TransportError if the way needs what is not exposed, or UCX's settings are rejected."""
     expose = Expose.from_environment(environ)
-    NixlTransport(way=WayChoice.from_environment(environ), expose=expose).close()
+    ProcessTransport(way=WayChoice.from_environment(environ), expose=expose).close()
     if expose is Expose.FABRIC:
         UcxSettings.from_environment(environ)
 
@@ -208,7 +208,7 @@ def _engine_sockets(memory: str, trust: Trust) -> dict[Listener, str]:
         return found
 
 
-class _WatchedTransport(NixlTransport):
+class _WatchedTransport(ProcessTransport):
     """Notes which sockets there are once its memory is registered."""
 
     registered: frozenset[Listener] = frozenset()

@@ -27,7 +27,7 @@ from kvferry.core.choices import Way
 from kvferry.core.manifest import Region
 from kvferry.core.runs import Runs
 from kvferry.errors import TransportError
-from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.process import ProcessTransport
 from kvferry.transport.region_memory import Bytes, RegionMemory
 
 READ_SECONDS = 60.0
@@ -119,7 +119,7 @@ class ProbeSource:
         logging.disable(logging.WARNING)  # findings say the same
         self._name = memory
         self._memory = holding(memory, probe_contents(memory))
-        self._transport = NixlTransport()
+        self._transport = ProcessTransport()
         self._transport.register(self._memory.regions)
         self._service = gather_openly(self._transport, listen)
 

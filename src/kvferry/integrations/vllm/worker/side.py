@@ -31,7 +31,7 @@ from kvferry.integrations.vllm.worker.layout_check import LayoutCheck
 from kvferry.log import log_of
 from kvferry.runtime import Failure, FailureCode, Released, Report
 from kvferry.transport.base import Transport
-from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.process import ProcessTransport
 from kvferry.transport.settings import Expose
 from kvferry.wire.messages import Join
 from kvferry.wire.outline import join_of
@@ -101,7 +101,7 @@ class WorkerSide:
         _wake_up_amx(caches)
         self._device = next((tensor.device for tensor in caches.values() if tensor.is_cuda), None)
         options = self._options
-        transport = NixlTransport(way=options.way, expose=options.expose, backend=options.backend)
+        transport = ProcessTransport(way=options.way, expose=options.expose, backend=options.backend)
         self._destination = Destination(
             manifest,
             rank,

@@ -44,7 +44,7 @@ from kvferry.transport.settings import EXPOSE_SETTING, WAY_SETTING, Expose, UcxS
 from kvferry.transport.stream_frames import GatherLine
 from kvferry.transport.stream_reader import StreamMover
 
-__all__ = ["Agent", "NixlTransport", "RegionTable", "SlicePair", "check_installed"]
+__all__ = ["Agent", "ProcessTransport", "RegionTable", "SlicePair", "check_installed"]
 
 log = log_of(__name__)
 
@@ -56,7 +56,7 @@ MIXED = (
 )
 
 
-class NixlTransport:
+class ProcessTransport:
     """Reads by the best way. Its own calls take a lock or a queue, never the fabric."""
 
     def __init__(
