@@ -14,7 +14,6 @@ class NamedLog(logging.LoggerAdapter[logging.Logger]):
     """Writes lines that begin with ``kvferry:``."""
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Called for each line that is written."""
         return f"kvferry: {msg}", kwargs
 
 

@@ -79,7 +79,6 @@ class Site:
         return hashes[..., None].view(np.uint8)[..., :item_bytes]
 
     def wrong_at(self, index: tuple[int, ...], wanted: Bytes, found: Bytes) -> Wrong:
-        """The item at an index, by name."""
         (_, cell), *rest = [(name, int(at[i])) for (name, at), i in zip(self.axes, index, strict=True)]
         return Wrong(
             self.state.name, cell, tuple(rest), wanted[:8].tobytes().hex(), found[:8].tobytes().hex()
@@ -167,7 +166,6 @@ def _items(memory: Bytes, where: Site) -> tuple[NDArray[np.unsignedinteger], Int
 
 
 def _as_items(patterns: Bytes, items: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
-    """Patterns in the units of ``items``."""
     if items.dtype.itemsize == 1:
         return patterns
     return np.ascontiguousarray(patterns).view(items.dtype)[..., 0]

@@ -280,7 +280,7 @@ def test_a_terminal_is_left_as_it_was(engine, own_folder, number):
     master, slave = pty.openpty()
     env = {**os.environ, "TMPDIR": own_folder, "TERM": "xterm", "COLUMNS": "60", "LINES": "40"}
     argv = [sys.executable, "-m", "kvferry", "status", "--watch", "--every", "0.1"]
-    with subprocess.Popen(argv, stdout=slave, stderr=slave, env=env) as process:
+    with subprocess.Popen(argv, stdout=slave, stderr=slave, env=env, preexec_fn=hear_interrupts) as process:
         os.close(slave)
         seen = b""
         while b"Sources: leases" not in seen:
@@ -295,6 +295,11 @@ def test_a_terminal_is_left_as_it_was(engine, own_folder, number):
     assert "\x1b[?25h" in seen.decode()
     assert "Sources: leases" in left
     assert "Traceback" not in left
+
+
+def hear_interrupts():
+    """Where tests run in the background of a shell, SIGINT is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def read_all(master):

@@ -155,7 +155,6 @@ class TcpConnections:
         self._close(self._by_fd[oldest], "silent")
 
     def end(self, fd: int) -> None:
-        """A connection has ended."""
         connection = self._by_fd.pop(fd, None)
         self._strangers.pop(fd, None)
         if connection is not None:
@@ -163,7 +162,6 @@ class TcpConnections:
             connection.socket.close()
 
     def introduce(self, peer: str, fd: int) -> None:
-        """A peer has this connection."""
         if fd in self._by_fd:
             self._strangers.pop(fd, None)
             self._by_peer.pop(self._by_fd[fd].peer, None)
@@ -171,7 +169,6 @@ class TcpConnections:
             self._by_peer[peer] = fd
 
     def is_known(self, peer: str) -> bool:
-        """Whether we know which connection a peer has."""
         return peer in self._by_peer
 
     def is_heard(self, peer: str) -> bool:
@@ -206,7 +203,6 @@ class TcpConnections:
             self._close(connection, why)
 
     def seconds_to_look(self, now: float) -> float:
-        """After how long to look at the connections again."""
         return max(0.0, self._next_look - now) if self._by_fd else float("inf")
 
     def look(self, now: float) -> None:
@@ -330,7 +326,6 @@ class Inbox:
         return len(self._queues)
 
     def has_room(self, peer: str, num_bytes: int) -> bool:
-        """Whether a message of that length may wait."""
         weight, queue = num_bytes + MESSAGE_BYTES, self._queues.get(peer)
         share = MAX_WAITING_BYTES // (len(self._queues) + (queue is None))
         waiting = queue.num_bytes if queue is not None else 0
@@ -339,7 +334,6 @@ class Inbox:
         return waiting + weight <= share and self._num_bytes + weight <= MAX_WAITING_BYTES
 
     def put(self, peer: str, data: bytes) -> None:
-        """Let a message wait."""
         queue = self._queues.setdefault(peer, _Queue())
         weight = len(data) + MESSAGE_BYTES
         queue.messages.append(data)
@@ -371,7 +365,6 @@ class Inbox:
         return taken
 
     def forget(self, peer: str) -> None:
-        """Drop what a peer has waiting."""
         del self._refused[peer]
         queue = self._queues.pop(peer, None)
         if queue is not None:

@@ -92,8 +92,6 @@ class Contact(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ContactChange:
-    """News of the connection to an address."""
-
     address: str
     contact: Contact
 

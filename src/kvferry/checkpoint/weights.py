@@ -55,7 +55,6 @@ class FileState(NamedTuple):
 
 
 def kept_digests() -> dict[FileState, str]:
-    """All that is kept."""
     try:
         opened = os.open(cache_folder() / NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(opened, encoding="utf-8") as file:

@@ -57,7 +57,6 @@ def _configs(src: Side, dst: Side) -> Iterator[Finding]:
 
 
 def _flags(src: Side, dst: Side) -> Iterator[Finding]:
-    """Flags of the two commands."""
     if src.command is None or dst.command is None:
         return
     dtypes = (src.model_dtype, dst.model_dtype)
@@ -81,7 +80,6 @@ def short_window(source: Manifest, destination: Manifest) -> int:
 
 
 def _windows(source: Manifest, destination: Manifest) -> Iterator[Finding]:
-    """How far back layers look."""
     for ours, theirs in _window_pairs(source, destination):
         if ours != theirs:
             yield _difference(WINDOW, *(f"{each} tokens" if each else NOT_SET for each in (ours, theirs)))
@@ -106,8 +104,6 @@ DEFAULT_TOKENS = 4096
 
 @dataclass(frozen=True)
 class Billed:
-    """Two engines, the request that was billed, and its bill."""
-
     source: Manifest
     destination: Manifest
     tokens: int
@@ -199,7 +195,6 @@ def fitting_tokens(source: Manifest, destination: Manifest) -> int:
 
 
 def asked_ranks(destination: Manifest, dst_rank: int | None) -> Sequence[int]:
-    """The destination ranks to plan for."""
     known = [rank.rank for rank in destination.ranks]
     if dst_rank is None:
         return known

@@ -124,7 +124,6 @@ class Bill:
 
 
 def _longest(cost: Cost, traffics: Sequence[tuple[Flow, Traffic]]) -> tuple[str, Estimate]:
-    """The rank that takes longest, and how long."""
     received: dict[int, Traffic] = defaultdict(lambda: NO_TRAFFIC)
     sent: dict[int, Traffic] = defaultdict(lambda: NO_TRAFFIC)
     for flow, traffic in traffics:

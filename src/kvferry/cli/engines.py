@@ -28,8 +28,6 @@ VARIANTS = ("-instruct", "-base", "-chat", "-it", "-pt", "-thinking")
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model's name and its configuration."""
-
     name: str
     config: Mapping[str, Any]
     file: Path | None = None
@@ -37,7 +35,6 @@ class ServedModel:
 
     @property
     def model(self) -> Model:
-        """Its caches."""
         with at(str(self.file or self.name)):
             return model_from_config(self.config, self.name)
 
@@ -158,7 +155,6 @@ class Side:
 
     @cached_property
     def topology(self) -> str:
-        """How the engine is set up, in the words of a topology."""
         return self.command.topology if self.command else self.text
 
     @cached_property
@@ -203,7 +199,6 @@ class Side:
 
     @property
     def ignored_flags(self) -> tuple[str, ...]:
-        """Flags of its command that were not read."""
         return self.command.ignored if self.command else ()
 
     @cached_property
@@ -212,7 +207,6 @@ class Side:
         return served_model(self.command.model) if self.command and not self.is_named else None
 
     def with_setting(self, key: str, value: str) -> Side:
-        """The side with one setting changed."""
         if self.command:
             # vLLM's CPU build knows the model's own dtype by this name alone.
             word = "auto" if key == "dtype" and value == self.own_dtype else value
@@ -277,7 +271,6 @@ def _with_model_of(side: Side, other: Side) -> Side:
 
 
 def manifest_file(path: Path) -> Manifest:
-    """A manifest from a JSON file."""
     from kvferry.wire.manifest import manifest_from_json
 
     with at(str(path)):

@@ -253,7 +253,6 @@ LINK_PROFILES = (
 
 
 def link_profile(name: str) -> LinkProfile:
-    """The link profile of a name."""
     for profile in LINK_PROFILES:
         if profile.name == name:
             return profile
@@ -283,7 +282,6 @@ def measured_links(path: Path) -> list[LinkProfile]:
 
 
 def measured_costs(path: Path) -> MeasuredCosts:
-    """The same as costs."""
     return {kind: profile.cost for kind, profile in _by_kind(path).items()}
 
 

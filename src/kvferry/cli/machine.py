@@ -47,7 +47,6 @@ def package_versions() -> dict[str, str]:
 
 
 def _processor() -> str:
-    """Its name, where the system tells it."""
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
         key, _, value = line.partition(":")
         if key.strip() in ("model name", "Model"):

@@ -251,7 +251,6 @@ class StateFacts:
 
 
 def state_facts(a: Manifest, b: Manifest) -> tuple[StateFacts, ...]:
-    """All that is compared of each state, side by side."""
     names = dict.fromkeys(state.name for manifest in (a, b) for state in manifest.states)
     found: dict[tuple[str, tuple[StateFact, ...]], list[str]] = {}
     for name in names:
@@ -316,7 +315,6 @@ OTHER_MODEL = "not the same model: running engines would refuse each other, alth
 
 
 def sentence(found: ManifestDiff) -> str:
-    """What came out, in a few words."""
     return OTHER_MODEL if found.effect is Effect.REFUSED and found.bytes_fit else SENTENCES[found.effect]
 
 

@@ -63,7 +63,6 @@ def models(
 
 
 def entry(name: str) -> Entry:
-    """What is listed of a model."""
     from kvferry.models import catalogue, model_named
 
     model = model_named(name)

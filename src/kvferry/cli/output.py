@@ -206,7 +206,6 @@ STYLES = {"PROVED": "bold green", "SAME": "bold green", "SLOW": "bold yellow", "
 
 
 def verdict(out: Console, word: str, rest: str) -> None:
-    """The one word that matters, and what it is about."""
     out.print(Text.assemble((word, STYLES.get(word, "bold red")), f"  {rest}"), soft_wrap=True)
 
 
@@ -245,7 +244,6 @@ def finding_rows(
 
 
 def finding_object(finding: Finding) -> dict[str, object]:
-    """One reason for a refusal as plain data."""
     return {**asdict(finding), "code": finding.code.value}
 
 

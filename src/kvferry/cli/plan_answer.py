@@ -31,8 +31,6 @@ GREAT_SPEEDUP = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting of one side."""
-
     side: str
     """``src`` or ``dst``."""
     key: str
@@ -153,8 +151,6 @@ def _settings(side: Side) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """One warning, for people and for programs."""
-
     code: str
     """``short-runs`` or ``not-served``."""
     message: str

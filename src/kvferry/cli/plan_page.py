@@ -27,7 +27,6 @@ FITS = "The bytes would fit. What moving them takes, once both sides serve the s
 
 
 def show(answer: PlanAnswer, *, full: bool) -> None:
-    """The answer: in short, or with everything that there is to show."""
     out, bill, billed = page.console(), answer.bill, answer.billed
     asked = f"{counted(len(billed.ranks), 'destination rank')}"
     page.verdict(out, "REFUSED" if answer.findings else "PROVED", asked)
@@ -66,7 +65,6 @@ def _show_way(out: Console, answer: PlanAnswer) -> None:
 
 
 def _show_warnings(out: Console, warnings: Sequence[Warned]) -> None:
-    """Each with what to do about it, and the command that shows that it helps."""
     for each in warnings:
         out.print()
         page.verdict(out, "SLOW" if each.code == "short-runs" else "NOTE", each.message)
@@ -75,7 +73,6 @@ def _show_warnings(out: Console, warnings: Sequence[Warned]) -> None:
 
 
 def summary(manifest: Manifest) -> str:
-    """An engine in a few words."""
     blocks = sorted({group.tokens_per_block for group in manifest.groups if group.addressing == "table"})
     size = f", blocks of {'/'.join(map(str, blocks))} tokens" if blocks else ""
     return f"{manifest.model or manifest.engine}, {counted(len(manifest.ranks), 'rank')}{size}"
@@ -158,7 +155,6 @@ def _show_matrix(out: Console, bill: Bill) -> None:
 
 
 def as_object(answer: PlanAnswer) -> object:
-    """The whole answer as plain data."""
     bill, billed, check = answer.bill, answer.billed, answer.identity
     same = {"num_equal": check.num_equal, "unknown": [finding_object(each) for each in check.unknown]}
     warned = [asdict(each) for each in answer.warnings]

@@ -49,7 +49,6 @@ def held_offsets(axis: AxisMap) -> tuple[Ints, Ints]:
 
 
 def num_held(digit: Digit) -> int:
-    """How many values of a digit a rank holds."""
     return digit.size if digit.held is None else digit.held.stop - digit.held.start
 
 

@@ -165,7 +165,6 @@ class CellPattern:
 
     @cached_property
     def rows(self) -> CellRows:
-        """The same, as lists of distances."""
         cells = _distances([self.dimensions[i] for i in self.token_digits])
         in_cell = [d for d in self.dimensions if not d.is_token]
         row_words = 1
@@ -181,8 +180,6 @@ class CellPattern:
 
 
 class CellBlocks(NamedTuple):
-    """The blocks of one state of a request."""
-
     state: str
     region: str
     pattern: CellPattern

@@ -57,7 +57,6 @@ class Identity:
     def of(
         cls, known: Mapping[str, str], unknown: Mapping[str, str] | None = None, *, is_required: bool = False
     ) -> Identity:
-        """An identity of these parts."""
         sides = (tuple(sorted(parts.items())) for parts in (known, unknown or {}))
         return cls(*sides, is_required=is_required)
 
@@ -92,8 +91,6 @@ def _check_length(name: str, length: int, least: int, most: int) -> None:
 
 @dataclass(frozen=True)
 class IdentityCheck:
-    """What a comparison of two identities found."""
-
     num_equal: int
     """Parts that both sides know, and that are equal."""
     differing: tuple[Finding, ...]
@@ -102,7 +99,6 @@ class IdentityCheck:
 
     @property
     def sentence(self) -> str:
-        """The outcome in words."""
         if self.differing:
             return f"the models differ in {', '.join(found.field for found in self.differing)}"
         parts = f"{counted(self.num_equal, 'part')} of the identity"

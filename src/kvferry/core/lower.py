@@ -74,7 +74,6 @@ class KeptRuns(Generic[K]):
         return len(self._runs)
 
     def get(self, key: K, make: Callable[[K], Runs]) -> Runs:
-        """Those of this key."""
         runs = self._runs.get(key)
         if runs is None:
             runs = make(key)

@@ -32,7 +32,6 @@ class _Work:
         self._left = MAX_WORK + WORK_PER_COMB * num_combs
 
     def spend(self) -> None:
-        """Count one branch."""
         self._left -= 1
         if self._left < 0:
             raise Tangled
@@ -92,7 +91,6 @@ class Blocks(NamedTuple):
 
     @property
     def base(self) -> int:
-        """The first byte."""
         return self.first.base
 
     @property

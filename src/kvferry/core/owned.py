@@ -79,7 +79,6 @@ class BlockBytes:
         }
 
     def of_blocks(self, tables: Mapping[str, BlockTable]) -> OwnedBytes:
-        """The bytes of a request's blocks."""
         return OwnedBytes(self, {name: np.unique(table.block_ids) for name, table in tables.items()})
 
 

@@ -177,7 +177,6 @@ class _Look(NamedTuple):
     """Why two cells sit on one byte, or may; empty if each has its own."""
 
     def blocks(self, offset: int) -> Blocks:
-        """Its blocks, if it begins at ``offset``."""
         return Blocks(replace(self.page, base=offset), self.block_stride, self.num_blocks)
 
 
@@ -246,7 +245,6 @@ class _Clash(NamedTuple):
 
 
 def _clashes(offsets: Sequence[int], looks: Sequence[_Look]) -> Iterator[_Clash]:
-    """Which views of a region can be live at once on one byte."""
     combs = [replace(look.pages, base=offset) for offset, look in zip(offsets, looks, strict=True)]
     by_group: dict[str, list[int]] = defaultdict(list)
     by_pool: dict[str, list[int]] = defaultdict(list)

@@ -73,7 +73,6 @@ class Runs:
         return some
 
     def where(self, which: NDArray[np.bool_]) -> Runs:
-        """Those of the runs that are marked."""
         return self if which.all() else Runs(self.src[which], self.dst[which], self.num_bytes[which])
 
 

@@ -156,8 +156,6 @@ class Selection:
 
 
 class _Products(NamedTuple):
-    """All that a lane contributes."""
-
     lane: Lane
     reads: list[tuple[int, Term]]
     """Each with its source rank."""
@@ -389,7 +387,6 @@ def _alike(keys: Ints, order: Ints) -> Iterator[tuple[Shape, Ints | slice]]:
 
 
 def _spread(lane: Lane, bundle: Bundle, shape: Shape, src_ids: Ints, dst_ids: Ints) -> Term:
-    """A pattern over all its block pairs."""
     pattern, (_, src_stride, dst_stride, _) = bundle.pattern(shape), bundle.key
     steps = np.empty((2, len(src_ids)), np.int64)
     np.multiply(src_ids, src_stride, out=steps[0])

@@ -214,7 +214,6 @@ class View:
         return cls.of(state, group, region, block_stride=block_stride, axes=maps, offset=offset)
 
     def axis(self, name: str) -> AxisMap:
-        """The map of one axis."""
         return dict(self.axes)[name]
 
     def box(self) -> Box:

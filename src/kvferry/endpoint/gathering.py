@@ -90,7 +90,6 @@ class GatherService:
 
     @property
     def address(self) -> str:
-        """Where readers ask."""
         return self._channel.address
 
     def begin(self, generation: int) -> None:
@@ -109,11 +108,9 @@ class GatherService:
         self._put(lambda _: self._when_quiet(then))
 
     def status(self) -> dict[str, object]:
-        """What a person wants to know."""
         return {"gathered": self._num_gathered, "refused": dict(self._guard.refused)}
 
     def close(self) -> None:
-        """Send nothing more."""
         self._channel.close()  # after a last turn
         self._streams.close()
 
@@ -214,7 +211,6 @@ class GatherService:
 
 
 def _terms(sides: list[TermSide]) -> list[tuple[Ints, Ints, Ints]]:
-    """As the guard wants them."""
     return [(side.places, side.num_bytes, side.steps) for side in sides]
 
 
@@ -233,8 +229,6 @@ def _sides(ask: Gather) -> list[TermSide]:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RankGathering:
-    """What a rank has, once it gathers."""
-
     address: str
     """Where readers ask."""
     service: GatherService
@@ -277,14 +271,11 @@ def open_gathering(
 
 
 class GatherCalls:
-    """Asks, and hands the answers over."""
-
     def __init__(self, channel: ControlChannel, name: str) -> None:
         self._channel, self._name = channel, name
         self._answers: GatherAnswers | None = None
 
     def listen(self, answers: GatherAnswers) -> None:
-        """Begin."""
         self._answers = answers
         self._channel.start(self._name, self._receive, lambda: False)
 
@@ -294,12 +285,10 @@ class GatherCalls:
         self._channel.send(to, encode_rank_message(ask))
 
     def open_stream(self, to: str, nonce: int, permit: bytes, regions: Sequence[Region]) -> None:
-        """Ask for a stream."""
         known = tuple((region.address, region.num_bytes) for region in regions)
         self._channel.send(to, encode_rank_message(OpenStream(nonce, permit, known)))
 
     def hang_up(self, address: str) -> None:
-        """Keep no connection to an address."""
         self._channel.hang_up(address)
 
     def close(self) -> None:

@@ -68,7 +68,6 @@ class DigestMemory:
         return not self._kernels
 
     def chunk_sums(self) -> ChunkSums:
-        """Who sums up a digest of it."""
         host = partial(sums_by_numpy, self.host)
         return host if self.is_of_host else partial(self._each_by_its_own, host)
 
@@ -130,7 +129,6 @@ class LoadDigest:
         self._memory, self._is_wanted = DigestMemory(self._rank), is_wanted
 
     def sums(self, tables: Mapping[str, BlockTable], parts: Sequence[DigestPart], seed: int) -> list[Words]:
-        """The sums of each part."""
         total_bytes = self._total_bytes(parts) if self._memory.host else 0
         chunk_sums = self._memory.chunk_sums()
         side = DigestSide(self._manifest, self._rank, tables, self._memory.host, self._side, chunk_sums)

@@ -45,7 +45,6 @@ class LogLimit:
         return True
 
     def pop_left_out(self) -> int:
-        """How many lines were left out since this was asked last."""
         num, self._num_left_out = self._num_left_out, 0
         return num
 
@@ -69,7 +68,6 @@ class LoadLog:
         """Tickets that were not used, by code. Never changed, but replaced: anybody may look at it."""
 
     def ended(self, now: float, report: Report) -> None:
-        """A load has ended."""
         self._num_ended[" ".join(filter(None, (report.record.outcome, report.record.way)))] += 1
         if report.failure is None:
             self._read_bytes[report.record.way or NO_WAY] += report.record.num_bytes
@@ -101,7 +99,6 @@ def _write(level: int, report: Report) -> None:
 
 
 def log_line(report: Report) -> str:
-    """The account of a load in one readable line."""
     record, failure = report.record, report.failure
     name, engine = printable(record.request_id), printable(record.engine)
     head = f"load of {name} from {engine} at {printable(record.address)}"
@@ -136,12 +133,10 @@ class LeaseLog:
         self._engine, self._limit = engine, LogLimit()
 
     def released(self, now: float, released: Released) -> None:
-        """A request's blocks are the engine's own again."""
         if trouble := _TROUBLES.get(released.reason):
             self._warn(now, f"{printable(released.request_id)} of {self._engine} was not read: {trouble}")
 
     def sent(self, now: float, message: Message) -> None:
-        """A message goes to a reader, or to a rank."""
         if isinstance(message, Denial):
             what = f"{message.code}: {message.detail}" if message.detail else message.code
             self._warn(now, f"{self._engine} denied a lease of its ticket {message.ticket_id}: {what}")

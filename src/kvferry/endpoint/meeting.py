@@ -175,7 +175,6 @@ class MetPeer:
         )
 
     def summary(self, peer: Peer) -> str:
-        """What a person wants to know of the meeting, in a line."""
         reasons = sorted({link.reason for link in self.links.values() if link.reason})
         why = f", since {'; '.join(reasons)}" if reasons else ""
         states = (

@@ -21,8 +21,6 @@ RUNS = tuple(float(4**n) for n in range(11))
 
 
 class MetricKind(StrEnum):
-    """What is done with a number."""
-
     COUNTER = "counter"
     """It only grows: things that happened."""
     GAUGE = "gauge"
@@ -32,8 +30,6 @@ class MetricKind(StrEnum):
 
 
 class MetricSide(StrEnum):
-    """Whose metric it is."""
-
     SOURCE = "source"
     DESTINATION = "destination"
     BOTH = "both"
@@ -261,7 +257,6 @@ class Changes:
 
 
 def samples_of(record: Record) -> Iterator[Sample]:
-    """What one load adds to the metrics."""
     yield LOADS, (record.outcome, record.way or NO_WAY), 1
     for name in PARTS:
         yield LOAD_SECONDS, (name,), getattr(record, f"{name}{SUFFIX}")

@@ -60,7 +60,6 @@ class EngineMetrics:
         self._instruments = Instruments(make)
 
     def count(self, report: Report) -> None:
-        """One load ended."""
         self._instruments.add(samples_of(report.record))
 
     def watch(self, endpoint: object, figures: Callable[[], Figures]) -> None:

@@ -135,7 +135,6 @@ class Selecting:
         self._room = QUICK_BLOCKS
 
     def step(self) -> None:
-        """The owner begins another step."""
         self._room = QUICK_BLOCKS
 
     def start(self, wanted: Select, met: MetPeer) -> None:

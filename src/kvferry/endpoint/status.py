@@ -40,7 +40,6 @@ log = log_of(__name__)
 def status_report(
     side: MetricSide, status: Mapping[str, object], figures: Figures, up_seconds: float
 ) -> dict[str, Any]:
-    """How an endpoint is, with what a person needs to know which one it is."""
     about = {
         "side": side.value,
         "kvferry": _version(),
@@ -101,8 +100,6 @@ StatusReport = Mapping[str, object]
 
 
 class OpenStatus(Protocol):
-    """What stays open until it is closed."""
-
     def close(self) -> None:
         """Nobody is told anything any more."""
         ...
@@ -124,7 +121,6 @@ class StatusSocket:
         self._server = UserServer(listening, self._answer, name="kvferry-status", seconds=CALL_SECONDS)
 
     def close(self) -> None:
-        """Nobody is told anything any more."""
         self._path.unlink(missing_ok=True)
         self._server.close()
 

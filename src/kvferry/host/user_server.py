@@ -69,7 +69,6 @@ class UserServer:
             log.warning("%s: a caller got no answer (%d by now): %s", self._name, self._num_refused, why)
 
     def close(self) -> None:
-        """Answer nobody any more."""
         self._is_closed = True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # closing alone would leave the thread in accept()

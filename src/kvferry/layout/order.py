@@ -89,7 +89,6 @@ class Spot:
 
 
 def num_bytes(node: Node) -> int:
-    """The bytes that a node takes."""
     match node:
         case Leaf():
             return node.item_bytes

@@ -90,7 +90,6 @@ class Item:
 
     @classmethod
     def of(cls, dtype: str) -> Item:
-        """A plain element of a dtype."""
         return cls(dtype, DTYPE_BYTES[dtype])
 
 
@@ -113,7 +112,6 @@ class PagePart:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The names of its axes."""
         return tuple(dim.axis for dim in self.dims)
 
     @property
@@ -145,7 +143,6 @@ class Page:
         return self.tail is Tail.PARTIAL
 
     def part(self, name: str) -> PagePart:
-        """The part of that name."""
         return next(part for part in self.parts if part.name == name)
 
     def states(self, name: str, aliases: tuple[str, ...] = ()) -> Iterator[State]:
@@ -290,7 +287,6 @@ class RankShare:
     tokens_per_turn: int = 1
 
     def held(self, part: PagePart, where: str = "") -> dict[str, Span]:
-        """The coordinates of a part that this rank holds."""
         what = f"{where}/{part.name}" if where else part.name
         return {
             dim.axis: held(dim.sharding, dim.size, self.rank, self.num_ranks, what=f"{what}: {dim.axis}")

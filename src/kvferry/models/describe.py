@@ -175,7 +175,6 @@ class _Engine:
     # -- where one rank keeps it -------------------------------------------------------------------
 
     def rank(self, rank: int) -> Rank:
-        """The regions and views of one rank."""
         topology = self.topology
         rest, tp_rank = divmod(rank, topology.tp)
         stage, cp_rank = divmod(rest, topology.cp)
@@ -241,7 +240,6 @@ class _Engine:
             yield region, caches, self._tree(caches, share, widest)
 
     def _tree(self, caches: Sequence[LayerCache], share: RankShare, widest: int) -> Node:
-        """Blocks over caches, or whatever else the layout orders."""
 
         def padded(size: int) -> int:
             return max(widest, size)

@@ -36,7 +36,6 @@ def _check_types(key: str, types: Iterable[object], known: Collection[str]) -> N
 
 
 def _attention(config: Config, heads: int = 0, *, window: int = 0) -> Cache:
-    """Plain attention with the config's KV heads."""
     return attention(heads or config.kv_heads, config.head_dim, config.kv_dtype, window=window)
 
 

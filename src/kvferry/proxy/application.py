@@ -89,7 +89,6 @@ class Proxy:
     # -- what clients ask
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
-        """A completion of either kind."""
         account = RequestAccount(request.path, request_name(request.headers.get(NAME_HEADER, "")))
         with self._accounted(account):
             try:
@@ -138,7 +137,6 @@ class Proxy:
         return web.json_response({"alive": True})
 
     async def show_metrics(self, _: web.Request) -> web.Response:
-        """The proxy's own metrics."""
         return web.Response(body=self.metrics.text(), content_type="text/plain", charset="utf-8")
 
     # -- a completion

@@ -65,7 +65,6 @@ class BodyBuffer:
             raise BodyRejected(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
 
     def add(self, part: bytes) -> None:
-        """The next part."""
         self.expect(len(part))
         self._check_utf8(part)
         self._num_structure += len(part) - len(part.translate(None, STRUCTURE))
@@ -75,7 +74,6 @@ class BodyBuffer:
         self._text += part
 
     def fields(self) -> Fields:
-        """The fields of the whole body."""
         self._check_utf8(b"", is_last=True)
         return fields_in(self._text)
 
@@ -179,7 +177,6 @@ def has_many_prompts(prompt: object) -> bool:
 
 
 def prefill_body(body: Fields) -> Fields:
-    """The request that a prefill server gets."""
     kept = {name: value for name, value in body.items() if name not in ABOUT_THE_ANSWER}
     return {**kept, "max_tokens": 1, "stream": False, TRANSFER: ASK_FOR_TICKET}
 

@@ -18,8 +18,6 @@ PLAIN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 class RequestOutcome(StrEnum):
-    """How a request ended."""
-
     ANSWERED = "answered"
     """The whole answer went out."""
     REFUSED = "refused"
@@ -49,8 +47,6 @@ def request_name(asked: str) -> str:
 
 @dataclass(slots=True)
 class RequestAccount:
-    """What became of a request, and when."""
-
     path: str
     name: str
     outcome: RequestOutcome = RequestOutcome.CLIENT_GONE
@@ -74,7 +70,6 @@ class RequestAccount:
         return moment - self.started
 
     def line(self) -> str:
-        """The account in one line."""
         parts = [f"{self.path} {self.status or 'no answer'} {self.outcome}", f"request {self.name}"]
         if self.prefill:
             took = f" in {self.since(self.prefilled):.3f} s" if self.prefilled else ""
@@ -91,8 +86,6 @@ SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
 class ProxyMetrics:
-    """What an operator watches of a proxy."""
-
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
@@ -130,7 +123,6 @@ class ProxyMetrics:
         )
 
     def count(self, account: RequestAccount) -> None:
-        """A request has ended."""
         self._requests.labels(account.path, account.outcome).inc()
         moments = {"ticket": account.prefilled, "first-byte": account.first_byte}
         if account.outcome is RequestOutcome.ANSWERED:

@@ -36,7 +36,6 @@ def raise_file_limit() -> None:
 
 
 def file_limit() -> int:
-    """How many files this process may have open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1 << 30 if soft == resource.RLIM_INFINITY else soft
 
@@ -85,7 +84,6 @@ class BoundedServer(web.Server):
             )
 
     def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
-        """Forget a connection."""
         super().connection_lost(handler, exc)
         self._open.pop(handler, None)
         self._not_idle(handler)

@@ -58,7 +58,6 @@ class ModelServer:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """While it has one of our requests."""
         self.num_requests += 1
         try:
             yield
@@ -108,7 +107,6 @@ class ServerPool:
             self.mark(server, is_ready=False)
 
     def mark(self, server: ModelServer, *, is_ready: bool) -> None:
-        """A server was found ready, or not."""
         if server.is_ready != is_ready:
             log.warning("%s is %s", server, "ready" if is_ready else "not ready")
         server.is_ready = is_ready
@@ -162,18 +160,15 @@ def error_response(status: int, message: str, *, retry_after: str = "") -> web.R
 
 
 def refuse(status: int, message: str) -> NoReturn:
-    """The request is wrong."""
     raise ErrorAnswer(error_response(status, message), RequestOutcome.REFUSED)
 
 
 def refuse_busy(message: str) -> NoReturn:
-    """There is no room for the request."""
     response = error_response(HTTPStatus.SERVICE_UNAVAILABLE, f"{message}: try again later", retry_after="1")
     raise ErrorAnswer(response, RequestOutcome.BUSY)
 
 
 def passed_on(answer: aiohttp.ClientResponse, payload: bytes) -> web.Response:
-    """A server's answer, whole."""
     headers = {RETRY_HEADER: answer.headers[RETRY_HEADER]} if RETRY_HEADER in answer.headers else {}
     return web.Response(body=payload, status=answer.status, content_type=answer.content_type, headers=headers)
 
@@ -181,7 +176,6 @@ def passed_on(answer: aiohttp.ClientResponse, payload: bytes) -> web.Response:
 async def payload_of(
     answer: aiohttp.ClientResponse, server: ModelServer, max_bytes: int = MAX_ANSWER_BYTES
 ) -> bytes:
-    """The whole of a server's answer."""
     payload = bytearray()
     with failures_of(server):
         while part := await answer.content.readany():

@@ -11,16 +11,12 @@ from kvferry.errors import SpecError
 
 
 class Role(StrEnum):
-    """What a server does for a request."""
-
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 @dataclass(frozen=True, slots=True)
 class ProxyLimits:
-    """How long, how large, how many."""
-
     num_retries: int = 1
     """How many more servers of a kind a request may be sent to after one failed."""
     connect_seconds: float = 5.0
@@ -41,8 +37,6 @@ class ProxyLimits:
 
 @dataclass(frozen=True, slots=True)
 class ProxySettings:
-    """All that a proxy needs to know."""
-
     host: str
     port: int
     """0: any that is free."""
@@ -51,7 +45,6 @@ class ProxySettings:
     limits: ProxyLimits = ProxyLimits()
 
     def urls(self, role: Role) -> tuple[str, ...]:
-        """The servers of a kind."""
         return self.prefill if role is Role.PREFILL else self.decode
 
 

@@ -82,15 +82,12 @@ class ActiveFetches:
         return self.by_handle.get(handle)
 
     def of(self, peer: Peer) -> list[FetchJob]:
-        """Those that read from a peer."""
         return [job for job in self.at(peer.authority) if job.peer == peer]
 
     def at(self, address: str) -> list[FetchJob]:
-        """Those that read from whoever is at an address."""
         return list(self._by_address.get(address, {}).values())
 
     def num_of(self, peer: Peer) -> int:
-        """How many read from a peer."""
         return self._num_of[peer]
 
     def begin(self, job: FetchJob) -> bool:
@@ -108,7 +105,6 @@ class ActiveFetches:
         num_runs: int | None,
         way: str,
     ) -> list[Effect]:
-        """The runs of a fetch are known: post them."""
         job.phase, job.posted_at, job.ended_at = Phase.READING, now, now
         job.is_checked = bool(selection.products) and self.checks.is_due()
         products = selection.products
@@ -136,7 +132,6 @@ class ActiveFetches:
         return self.fail(now, job, Failure(FailureCode.TRANSPORT, error))
 
     def advance(self, now: float, job: FetchJob) -> list[Effect]:
-        """Take every step that is possible now."""
         is_met = self._meetings.is_met(job.peer)
         if job.phase is Phase.LEASING and job.covered_until > now and not (job.is_early and is_met):
             job.phase = Phase.MEETING
@@ -191,17 +186,14 @@ class ActiveFetches:
         return self.checks.ask(now, job, requests)
 
     def digest_taken(self, now: float, handle: int, ours: TakenDigest) -> list[Effect]:
-        """What a fetch has brought, digested."""
         self.checks.taken(handle, ours)
         return self._compare(now, self._checking(handle))
 
     def not_digested(self, now: float, handle: int, failure: Failure) -> list[Effect]:
-        """What a fetch has brought could not be digested here."""
         job = self._checking(handle)
         return [] if job is None else self._not_equal(now, job, failure)
 
     def digest_answered(self, now: float, reply_to: str, answer: DigestAnswer) -> list[Effect]:
-        """A source rank's digest, or why there is none."""
         found = self.checks.answered(reply_to, answer)
         if found is None:
             return []
@@ -229,7 +221,6 @@ class ActiveFetches:
     # -- the end -----------------------------------------------------------------------------------
 
     def source_gone(self, peer: Peer) -> Failure:
-        """What a fetch is told whose source is gone."""
         reason = self._connections.gone(peer.authority)
         return Failure(FailureCode.SOURCE_GONE, f"{peer.engine} at {peer.authority} is gone: {reason}")
 
@@ -252,7 +243,6 @@ class ActiveFetches:
         return [*cancels, *self.advance(now, job)]
 
     def _cancels(self, job: FetchJob) -> list[Effect]:
-        """Nobody wants the rest of its reads, if they were wanted until now."""
         if job.failure is not None:
             return []
         return [Cancel(transfer) for transfer in sorted(job.in_flight) if transfer != job.clear]
@@ -272,7 +262,6 @@ class ActiveFetches:
         return job.give_up_at(self._timing)
 
     def _give_up(self, now: float, job: FetchJob) -> list[Effect]:
-        """Its phase has lasted too long."""
         match job.phase:
             case Phase.LEASING:
                 failure = Failure(FailureCode.NO_ANSWER, "no lease was granted in time")
@@ -324,7 +313,6 @@ class ActiveFetches:
         return self.settlements.settle(now, job, settle, seconds)
 
     def _report(self, now: float, job: FetchJob, outcome: Outcome) -> list[Effect]:
-        """The one report."""
         self.checks.drop(job.handle)
         del self.by_handle[job.handle]
         self._num_of[job.peer] -= 1

@@ -115,7 +115,6 @@ class Authority:
 
     @property
     def num_leases(self) -> int:
-        """How many requests are pinned."""
         return len(self._leases)
 
     @property
@@ -132,7 +131,6 @@ class Authority:
         return ""
 
     def status(self) -> dict[str, object]:
-        """What a person wants to know."""
         read = sum(1 for lease in self._leases.values() if lease.reading)
         return {
             "engine": self._offers.engine,
@@ -160,7 +158,6 @@ class Authority:
         ]
 
     def figures(self) -> Figures:
-        """Its counters and gauges."""
         read = sum(1 for lease in self._leases.values() if lease.reading)
         leases = {"offered": len(self._leases) - read, "being-read": read}
         return {
@@ -172,7 +169,6 @@ class Authority:
     # -- events ------------------------------------------------------------------------------------
 
     def receive(self, now: float, reply_to: str, message: ToAuthority) -> list[SourceEffect]:
-        """A message came; its answer goes to ``reply_to``."""
         match message:
             case Hello():
                 return [Send(reply_to, self._greet(message))]
@@ -220,7 +216,6 @@ class Authority:
         return effects
 
     def next_deadline(self) -> float:
-        """When ``tick`` has something to do at the latest."""
         deadlines = [self._ended.next_deadline(), self._held.next_deadline()]
         deadlines += [self._by_deadline[0][0]] if self._by_deadline else []
         pending = [self._notices[rank] for rank in self._ranks if self._notices[rank].unheard]
@@ -322,7 +317,6 @@ class Authority:
         return ack(FailureCode.LEASE_ENDED, "the source holds no lease for this read any more"), []
 
     def _settled(self, now: float, lease: Lease) -> list[SourceEffect]:
-        """A rank is through with its ticket; perhaps all of them are."""
         reading = lease.reading
         outcomes = reading.outcomes if reading else set()
         if reading is None or not outcomes:

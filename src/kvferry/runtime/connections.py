@@ -52,13 +52,11 @@ class Connections:
         return len(self._by_address)
 
     def calling(self, now: float, address: str) -> None:
-        """The channel begins to call an address."""
         known = self._by_address.get(address)
         if known is None or not known.reason:
             self._by_address[address] = _Connection(now)
 
     def connected(self, address: str) -> None:
-        """Who is there has answered."""
         self._by_address[address] = _Connection(0.0, is_up=True, was_up=True)
 
     def broken(self, now: float, address: str) -> None:
@@ -69,7 +67,6 @@ class Connections:
         known.is_broken = True
 
     def closed(self, address: str) -> None:
-        """The channel does not call it any more."""
         known = self._by_address.get(address)
         if known is not None and not known.reason:
             del self._by_address[address]
@@ -91,12 +88,10 @@ class Connections:
         return {peer: known.reason for known in gone for peer in known.peers}
 
     def is_gone(self, peer: Peer) -> bool:
-        """Whether this very peer is gone."""
         known = self._by_address.get(peer.authority)
         return known is not None and peer in known.peers
 
     def lost(self, address: str, peers: Set[Peer]) -> None:
-        """These were at an address whose connection is gone."""
         self._by_address[address].peers = peers
 
     def forget(self, address: str) -> None:
@@ -146,5 +141,4 @@ class Connections:
         return one.since + (self._timing.reconnect if one.is_broken else self._timing.silence)
 
     def next_deadline(self) -> float:
-        """When ``tick`` has something to do at the latest."""
         return min(map(self._deadline, self._by_address.values()), default=FOREVER)

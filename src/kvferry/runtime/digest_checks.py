@@ -49,7 +49,6 @@ class DigestChecks:
         return [Send(job.peer.authority, request) for request in requests.values()]
 
     def taken(self, handle: int, ours: TakenDigest) -> None:
-        """Our own digest of a fetch is there."""
         if handle in self._checks:
             self._checks[handle].ours = ours
 
@@ -90,7 +89,6 @@ class DigestChecks:
         return Failure(FailureCode.NO_DIGEST, f"{who} took no digest within {self._timing.read:g} s")
 
     def drop(self, handle: int) -> None:
-        """A fetch is over."""
         self._checks.pop(handle, None)
 
     def tick(self, now: float) -> list[Effect]:
@@ -103,7 +101,6 @@ class DigestChecks:
         return effects
 
     def next_deadline(self) -> float:
-        """When ``tick`` has something to do at the latest."""
         retry = self._timing.retry
         unanswered = (check.sent_at + retry for check in self._checks.values() if check.requests)
         return min(unanswered, default=float("inf"))

@@ -13,8 +13,6 @@ from kvferry.wire.ticket import Ticket
 
 
 class Phase(StrEnum):
-    """Where a fetch is."""
-
     LEASING = "leasing"
     MEETING = "meeting"
     HOLDING = "holding"
@@ -36,8 +34,6 @@ _LEASED = (Phase.MEETING, Phase.HOLDING, Phase.SELECTING, Phase.READING, Phase.C
 
 @dataclass(slots=True, eq=False)
 class FetchJob:
-    """A fetch under way."""
-
     handle: int
     ticket: Ticket
     fetch: Fetch | None
@@ -95,7 +91,6 @@ class FetchJob:
 
     @property
     def has_posted(self) -> bool:
-        """Whether reads were asked for."""
         return self.clear > 0
 
     @property
@@ -136,7 +131,6 @@ class FetchJob:
         return max(self.ended_at, self.checked_at)
 
     def record(self, now: float, outcome: Outcome) -> Record:
-        """The account of the fetch, which is over."""
         return Record(
             request_id=self.ticket.request_id,
             engine=self.peer.engine,
@@ -188,11 +182,9 @@ class AcquireQueue:
         self._waiting: dict[str, list[FetchJob]] = {}
 
     def add(self, job: FetchJob) -> None:
-        """It wants a lease."""
         self._waiting.setdefault(job.peer.authority, []).append(job)
 
     def due(self, now: float, address: str) -> list[FetchJob]:
-        """For whom the authority at an address is to be asked now."""
         asked = {h: each for h, each in self._asked.pop(address, {}).items() if _is_wanted(each.job)}
         waiting = self._waiting.pop(address, [])
         due = [self._again(now, each) for each in asked.values() if now >= each.again_at]
@@ -218,7 +210,6 @@ class AcquireQueue:
         return [job for address in {**self._asked, **self._waiting} for job in self.due(now, address)]
 
     def next_deadline(self) -> float:
-        """When ``tick`` has something to do at the latest."""
         return min(
             (e.again_at for asked in self._asked.values() for e in asked.values() if _is_wanted(e.job)),
             default=float("inf"),

@@ -35,7 +35,6 @@ class LeaseTally:
         """Bytes of each ticket that is pinned."""
 
     def offered(self, ticket: Ticket) -> None:
-        """A ticket's blocks are pinned."""
         self._num_offers += 1
         self._pinned[ticket.ticket_id] = sum(
             self.block_bytes.get(group, 0) * sum(block_id != HOLE for block_id in table.block_ids)
@@ -48,12 +47,10 @@ class LeaseTally:
         self._granted_bytes += self._pinned.get(ticket.ticket_id, 0) if is_first else 0
 
     def ended_lease(self, ticket: Ticket, reason: str) -> None:
-        """A ticket's blocks are free."""
         self._ended[reason] += 1
         self._pinned.pop(ticket.ticket_id, None)
 
     def figures(self) -> Figures:
-        """Its counters and gauges."""
         return {
             ("kvferry_offers",): self._num_offers,
             ("kvferry_pinned_bytes",): sum(self._pinned.values()),

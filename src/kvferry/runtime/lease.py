@@ -23,8 +23,6 @@ MAX_READER_RANKS = 1 << 16
 
 @dataclass(slots=True)
 class _RankGrant:
-    """What one rank of a reader was granted."""
-
     attempt: int
     """The latest attempt that is known of it."""
     token: bytes
@@ -169,13 +167,11 @@ class EndedReadings:
         return len(self._by_ticket)
 
     def remember(self, now: float, ticket_id: int, reading: Reading) -> None:
-        """A lease has ended."""
         if len(self._by_ticket) >= self.MAX_READINGS:
             del self._by_ticket[next(iter(self._by_ticket))]
         self._by_ticket[ticket_id] = now + self._seconds, reading
 
     def find(self, ticket_id: int) -> Reading | None:
-        """How a ticket was read, if that is remembered."""
         known = self._by_ticket.get(ticket_id)
         return None if known is None else known[1]
 
@@ -185,7 +181,6 @@ class EndedReadings:
             del self._by_ticket[next(iter(self._by_ticket))]
 
     def next_deadline(self) -> float:
-        """When the oldest is forgotten."""
         return next((until for until, _ in self._by_ticket.values()), float("inf"))
 
 
@@ -289,8 +284,6 @@ class Assembly(StrEnum):
 
 @dataclass(slots=True)
 class JoinedRank:
-    """One rank of this engine that joined."""
-
     reply_to: str
     join: Join
 
@@ -337,5 +330,4 @@ class HeldReleases:
         return told
 
     def next_deadline(self) -> float:
-        """When something is to be told at the latest."""
         return self._held[0].tell_by if self._held else float("inf")

@@ -40,8 +40,6 @@ MAX_RANKS_BYTES = 64 << 20
 
 
 class Meeting(StrEnum):
-    """How far it is with a peer."""
-
     GREETING = "greeting"
     """The hello is repeated until it is answered."""
     PLANNING = "planning"
@@ -126,31 +124,25 @@ class Meetings:
         return float("-inf") if known is None else known.since
 
     def is_met(self, peer: Peer) -> bool:
-        """Whether the peer can be read from."""
         return self.state(peer) in (Meeting.MET, Meeting.BROKEN)
 
     def at(self, address: str) -> list[Peer]:
-        """The peers whose authority is at an address."""
         return [peer for peer in self._known if peer.authority == address]
 
     @property
     def addresses(self) -> set[str]:
-        """Where the peers that are known listen."""
         return {peer.authority for peer in self._known}
 
     @property
     def met(self) -> list[Peer]:
-        """The peers that can be read from."""
         return [peer for peer in self._known if self.is_met(peer)]
 
     @property
     def known(self) -> dict[Peer, Meeting]:
-        """How far it is with each peer."""
         return {peer: known.state for peer, known in self._known.items()}
 
     @property
     def states(self) -> Counter[str]:
-        """How many peers are how far."""
         return Counter(known.state.value for known in self._known.values())
 
     def meet(self, now: float, peer: Peer, *, is_used: bool) -> list[Effect]:
@@ -179,7 +171,6 @@ class Meetings:
         return []
 
     def forget(self, peer: Peer) -> list[Effect]:
-        """Forget a peer whole."""
         self._known.pop(peer, None)
         self.unmet.discard(peer)
         return [Drop(peer)]
@@ -196,7 +187,6 @@ class Meetings:
         return [known.peer for known in waiting if known.peer.authority == address]
 
     def welcomed(self, now: float, address: str, welcome: Welcome) -> tuple[list[Effect], Lost]:
-        """The authority at an address says who it is."""
         effects: list[Effect] = []
         lost: Lost = []
         for peer in self._greeted_at(address):
@@ -222,7 +212,6 @@ class Meetings:
         return self._go_on(now, known, known.asked)
 
     def described(self, now: float, address: str, answer: RankDescriptions) -> tuple[list[Effect], Lost]:
-        """The authority at an address describes ranks."""
         for known in self._waiting():
             asked = known.asked
             if asked is None or (known.peer.authority, asked.nonce) != (address, answer.nonce):
@@ -252,7 +241,6 @@ class Meetings:
         return Send(peer.authority, DescribeRanks(asked.nonce, peer.generation, missing))
 
     def rejected(self, address: str, message: Rejected) -> Lost:
-        """The authority at an address turns us away."""
         if message.code == "not-ready":
             return []  # the hello is repeated until the deadline of the meeting
         failure = denied(message.code, message.detail)
@@ -291,11 +279,9 @@ class Meetings:
         return min(deadlines, default=float("inf"))
 
     def _waiting(self) -> list[_Known]:
-        """Those whose authority has to answer something."""
         asking = (Meeting.GREETING, Meeting.DESCRIBING)
         return [known for known in self._known.values() if known.state in asking]
 
     def no_answer(self, peer: Peer) -> Failure:
-        """What is told to who waited too long for a peer."""
         detail = f"{peer.engine} was not met within {self._timing.meet:g} s"
         return Failure(FailureCode.NO_ANSWER, detail)

@@ -31,7 +31,6 @@ class Questions:
         return len(self._by_nonce)
 
     def ask(self, now: float, nonce: int, authority: str, jobs: Sequence[FetchJob]) -> None:
-        """A question for these fetches is being sent."""
         self._by_nonce[nonce] = _Question(now, authority, tuple(jobs))
         self.num_repeated += any(job.is_asking for job in jobs)
         for job in jobs:
@@ -56,7 +55,6 @@ class Questions:
             del self._by_nonce[next(iter(self._by_nonce))]
 
     def next_deadline(self) -> float:
-        """When the oldest question is too old."""
         oldest = next(iter(self._by_nonce.values()), None)
         return float("inf") if oldest is None else oldest.asked_at + self._timing.lease
 
@@ -85,7 +83,6 @@ class Settlements:
 
     @property
     def addresses(self) -> set[str]:
-        """Whom something is still being told."""
         return {settlement.to for settlement in self._by_attempt.values()}
 
     def settle(self, now: float, job: FetchJob, message: Settle, seconds: float) -> list[Effect]:

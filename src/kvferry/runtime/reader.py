@@ -189,7 +189,6 @@ class Reader:
     # -- what the authority answers ----------------------------------------------------------------
 
     def receive(self, now: float, reply_to: str, message: FromAuthority) -> list[Effect]:
-        """A message from the authority at ``reply_to``."""
         match message:
             case Welcome():
                 effects, lost = self.meetings.welcomed(now, reply_to, message)
@@ -295,7 +294,6 @@ class Reader:
         return min(deadlines)
 
     def status(self) -> dict[str, object]:
-        """What a person wants to know."""
         return {
             "reader": self.reader,
             "rank": self.rank,
@@ -326,7 +324,6 @@ class Reader:
         ]
 
     def figures(self) -> Figures:
-        """Its counters and gauges."""
         phases = Counter(job.phase.value for job in self.fetches)
         num_quarantined = phases.pop(Phase.QUARANTINED.value, 0)
         gone = {"gone": num} if (num := self.connections.num_gone) else {}

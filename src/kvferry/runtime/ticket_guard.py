@@ -30,8 +30,6 @@ class GatherRefusal(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """No, and why."""
-
     code: GatherRefusal
     detail: str
 
@@ -73,7 +71,6 @@ class EndedTickets:
         return len(self._later)
 
     def add(self, ticket_id: int) -> None:
-        """It has ended."""
         if ticket_id >= self._below:
             self._later.add(ticket_id)
         if len(self._later) > self.MAX_KEPT:
@@ -100,7 +97,6 @@ class TicketGuard:
 
     @property
     def refused(self) -> Mapping[str, int]:
-        """How often something was refused, by why."""
         return self._refused
 
     def begin(self, generation: int) -> None:
@@ -113,13 +109,11 @@ class TicketGuard:
             self._ended = EndedTickets()
 
     def end(self, ticket_id: int) -> None:
-        """A ticket has ended."""
         self._ended.add(ticket_id)
         for permit in [each for each, known in self._admitted.items() if known.ticket_id == ticket_id]:
             del self._admitted[permit]
 
     def admit(self, permit: bytes) -> Admitted | Refusal:
-        """The ticket of a permit, if it may be gathered for."""
         if known := self._admitted.get(permit):
             return known
         try:

@@ -62,7 +62,6 @@ class Fetch:
         return sum(len(table.block_ids) for table in self.dst.values())
 
     def request(self) -> Request:
-        """The request as ``select`` wants it."""
         return Request(self.ticket.block_tables(), self.dst, self.need, self.kept)
 
 
@@ -232,8 +231,6 @@ Effect = Send | FindRanks | Build | Select | PostReads | TakeDigest | LookUp | C
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The account of a fetch."""
-
     request_id: str
     engine: str
     num_bytes: int = 0

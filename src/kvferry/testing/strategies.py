@@ -156,7 +156,6 @@ def _kept(num_tokens: int, block: int, is_opaque: bool) -> st.SearchStrategy[int
 
 
 def engines(case: Case) -> tuple[Manifest, Manifest]:
-    """The two engines of a case."""
     model = small(case.family)
     return describe(model, case.src, "src"), describe(model, case.dst, "dst")
 

@@ -43,8 +43,6 @@ def contents(source_index: int, region_index: int, num_bytes: int) -> NDArray[np
 
 @dataclass(frozen=True)
 class World:
-    """Where the laws are tried."""
-
     make: Callable[[], Transport]
     holder: RegionMemory
     """The reader's memory, of ``REGION_BYTES``."""
@@ -66,7 +64,6 @@ class World:
 
 
 def stale_memory(device: str = "cpu") -> RegionMemory:
-    """A reader's memory."""
     holder = RegionMemory(device)
     for i, num_bytes in enumerate(REGION_BYTES):
         holder.add(f"region{i}", np.full(num_bytes, STALE, np.uint8))
@@ -119,7 +116,6 @@ def refused(work: Callable[[], object]) -> str:
 
 
 def check(world: World, expected: list[NDArray[np.uint8]]) -> None:
-    """The reader's memory holds exactly this."""
     for got, want in zip(world.holder.load(), expected, strict=True):
         wrong = np.flatnonzero(got != want)
         assert not len(wrong), f"{len(wrong)} bytes are wrong, the first at {wrong[0]}"
@@ -136,12 +132,10 @@ def check_storm(world: World, storm: Storm) -> None:
 
 
 def grew(before: tuple[int, int], now: tuple[int, int]) -> bool:
-    """Whether there are more threads or files than before."""
     return now[0] > before[0] or now[1] > before[1]
 
 
 def threads_and_files() -> tuple[int, int]:
-    """Threads and open files of this process."""
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 

@@ -99,8 +99,6 @@ class AgentTeam:
 
 
 class TeamLink:
-    """A remote rank that several agents read."""
-
     def __init__(self, links: Sequence[AgentLink], limits: ShareLimits) -> None:
         self._links, self._limits = links, limits
 
@@ -130,7 +128,6 @@ class TeamLink:
                 read.end(str(error))
 
     def cancel(self, transfer: int) -> None:
-        """Post nothing more of a read."""
         for link in self._links:
             link.cancel(transfer)
 

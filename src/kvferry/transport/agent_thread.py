@@ -66,7 +66,6 @@ class Scratch:
         return Runs(np.tile(src, num_devices), np.concatenate(dst), np.tile(num_bytes, num_devices))
 
     def free(self) -> None:
-        """Give device memory back."""
         for region in self.memory.places.regions:
             if self._cuda and region.device != "cpu":
                 self._cuda.free(region.address)
@@ -111,8 +110,6 @@ PAUSE_S = 0.05
 
 
 class AgentJob(NamedTuple):
-    """Something that the thread is asked to do."""
-
     do: Callable[[], None]
     refuse: Callable[[TransportError], None]
     """Tells the caller that it will not be done."""
@@ -177,7 +174,6 @@ class AgentThread:
         raise TransportError("not-direct" if warm_up.has_fabric_failed else "no-connection", detail)
 
     def submit(self, read: Read) -> None:
-        """Have a read wait for its turn."""
         self._put(AgentJob(partial(self._reads.submit, read), partial(self._reads.refuse, read)))
 
     def tell(self, do: Callable[[Reads], None]) -> None:
@@ -194,7 +190,6 @@ class AgentThread:
         return not self._thread.is_alive()
 
     def _ask(self, work: Callable[[], T]) -> Future[T]:
-        """Have something done, and get what comes of it."""
         future: Future[T] = Future()
 
         def do() -> None:
@@ -305,8 +300,6 @@ class AgentThread:
 
 
 class AgentLink:
-    """A remote rank that the thread of an agent reads."""
-
     def __init__(self, thread: AgentThread, rank: RemoteRank, dst: RegionTable) -> None:
         self._thread, self._rank, self._dst = thread, rank, dst
 
@@ -328,7 +321,6 @@ class AgentLink:
         self._thread.submit(Read(self._rank, runs, self._dst, report, transfer))
 
     def cancel(self, transfer: int) -> None:
-        """Post nothing more of a read."""
         self._thread.tell(lambda reads: reads.cancel(transfer))
 
     def forget(self) -> None:

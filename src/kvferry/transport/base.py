@@ -244,7 +244,6 @@ class Gate:
                 self._changed.notify_all()
 
     def shut(self) -> None:
-        """Let nobody in any more."""
         with self._changed:
             self._is_shut = True
 
@@ -281,7 +280,6 @@ class Transfers(Generic[T]):
 
     @property
     def num_under_way(self) -> int:
-        """Transfers that have not ended."""
         return len(self._under_way)
 
     def begin(self, transfer: int, what: T) -> None:
@@ -307,7 +305,6 @@ class Transfers(Generic[T]):
             return [*self._under_way.values()]
 
     def end(self, transfer: int, error: str = "") -> None:
-        """Note the end of a transfer."""
         with self._lock:
             del self._under_way[transfer]
             self._ends[transfer] = ReadEnd(transfer, error)

@@ -81,7 +81,6 @@ class GatherPoint:
     """Of the rank's regions: a reader that was told of others must not ask."""
 
     def to_bytes(self) -> bytes:
-        """For a card."""
         return POINT.pack(self.chunk_bytes, self.regions_digest) + self.address.encode()
 
     @classmethod

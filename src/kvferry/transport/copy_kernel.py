@@ -239,7 +239,6 @@ class CopyKernel:
 
 
 def source() -> str:
-    """The kernel's text."""
     return files(__package__).joinpath("copy.cu").read_text(encoding="utf-8")
 
 

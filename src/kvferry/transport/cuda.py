@@ -143,7 +143,6 @@ class Cuda:
             return int(call(self._cu.cuMemAlloc, num_bytes))
 
     def free(self, address: int) -> None:
-        """Give device memory back."""
         with self.current():
             call(self._cu.cuMemFree, address)
 
@@ -187,12 +186,10 @@ class Cuda:
         return np.frombuffer(memoryview(buffer), np.uint8)
 
     def free_pinned(self, address: int) -> None:
-        """Give pinned host memory back."""
         with self.current():
             call(self._cu.cuMemFreeHost, address)
 
     def allocation_of(self, address: int) -> Allocation:
-        """The allocation that an address lies in."""
         with self.current():
             base, num_bytes = call(self._cu.cuMemGetAddressRange, address)
         return Allocation(int(base), int(num_bytes))
@@ -271,12 +268,10 @@ class Cuda:
         return call(self._cu.cuStreamCreate, self._cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
 
     def free_stream(self, stream: Any) -> None:
-        """Give a stream up."""
         with self.current():
             call(self._cu.cuStreamDestroy, stream)
 
     def wait_stream(self, stream: Any) -> None:
-        """Block until everything in a stream is done."""
         call(self._cu.cuStreamSynchronize, stream)
 
     def make_event(self) -> Event:
@@ -284,19 +279,15 @@ class Cuda:
         return call(self._cu.cuEventCreate, self._cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 
     def free_event(self, event: Event) -> None:
-        """Give an event up."""
         call(self._cu.cuEventDestroy, event)
 
     def record(self, event: Event, stream: Any) -> None:
-        """Put an event behind all that is in a stream."""
         call(self._cu.cuEventRecord, event, stream)
 
     def wait_event(self, event: Event) -> None:
-        """Block until the stream has come to an event."""
         call(self._cu.cuEventSynchronize, event)
 
     def has_come_to(self, event: Event) -> bool:
-        """Whether the device has come to an event."""
         (status,) = self._cu.cuEventQuery(event)
         if status == self._cu.CUresult.CUDA_ERROR_NOT_READY:
             return False
@@ -308,11 +299,9 @@ class Cuda:
         call(self._cu.cuStreamWaitEvent, stream, event, 0)
 
     def upload_later(self, address: int, pinned: int, num_bytes: int, stream: Any) -> None:
-        """Copy from pinned host memory, in a stream."""
         call(self._cu.cuMemcpyHtoDAsync, address, pinned, num_bytes, stream)
 
     def download_later(self, pinned: int, address: int, num_bytes: int, stream: Any) -> None:
-        """Copy to pinned host memory, in a stream."""
         call(self._cu.cuMemcpyDtoHAsync, pinned, address, num_bytes, stream)
 
     # -- kernels -----------------------------------------------------------------------------------
@@ -326,7 +315,6 @@ class Cuda:
     def launch(
         self, kernel: Any, num_blocks: int, num_threads: int, stream: Any, arguments: Arguments
     ) -> None:
-        """Start a kernel, in a stream."""
         grid = (num_blocks, 1, 1, num_threads, 1, 1, 0)
         call(self._cu.cuLaunchKernel, kernel, *grid, stream, arguments.address, 0)
 

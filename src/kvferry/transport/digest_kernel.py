@@ -282,5 +282,4 @@ def digest_kernel(device_index: int) -> DigestKernel:
 
 
 def source() -> str:
-    """The kernel's text."""
     return files(__package__).joinpath("digest.cu").read_text(encoding="utf-8")

@@ -135,7 +135,6 @@ class Export:
     """Why this memory cannot be opened by other processes; empty if it can."""
 
     def to_bytes(self) -> bytes:
-        """For a card."""
         return json.dumps(asdict(self), separators=(",", ":")).encode()
 
     @classmethod
@@ -273,7 +272,6 @@ class Opened:
         return opened
 
     def _map(self, export: Export, regions: Sequence[Region]) -> list[Region]:
-        """The regions at their addresses in this process."""
         virtual = [i for i, piece in enumerate(export.pieces) if not piece.handle]
         descriptors = receive_descriptors(export.socket, export.token, len(virtual)) if virtual else []
         try:
@@ -333,7 +331,6 @@ def _inside(row: Allocation, extent: Extent, region: Region) -> Region:
 
 
 def _number(value: object) -> int:
-    """A size, an index or an address of a card."""
     if type(value) is not int or not 0 <= value <= MAX_NUMBER:
         raise ValueError(f"{value!r:.40} is no size and no place")
     return value

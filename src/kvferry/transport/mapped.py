@@ -202,7 +202,6 @@ class DeviceCopier:
         return repeated(copy.product, prepared)
 
     def _next(self, lane: CopyLane, ended: Copy, error: str) -> None:
-        """A lane is through with a copy, and takes the next one."""
         with self._lock:
             following = self._waiting.popleft() if self._waiting else None
         if following:
@@ -243,8 +242,6 @@ class DeviceCopier:
 
 
 class MappedLink:
-    """A remote rank whose memory is open here, for a transport."""
-
     connected = Connected(Way.MAPPED)
     is_ordered = True
 
@@ -275,7 +272,6 @@ class MappedLink:
             raise
 
     def cancel(self, transfer: int) -> None:
-        """Do not start a copy that waits."""
         if copy := self._copies.get(transfer):
             self._copier.cancel(copy)
 

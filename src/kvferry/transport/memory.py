@@ -69,7 +69,6 @@ class Fair:
     """Whatever was asked for arrives at the next poll."""
 
     def step(self, peer: str, transfer: int) -> Step:
-        """All of it."""
         return Move()
 
 
@@ -98,7 +97,6 @@ class Hub:
             self._changed.wait_for(lambda: not self._num_copying[name])
 
     def knows(self, name: str) -> bool:
-        """Whether a transport of that name is there and has not left."""
         return name in self._regions
 
     def has(self, name: str, region: Region) -> bool:
@@ -204,7 +202,6 @@ class MemoryTransport:
             return CARD + self._hub_name.encode()
 
     def connect(self, peer: str, card: bytes, regions: Sequence[Region]) -> Connected:
-        """Get ready to read from another transport of the hub."""
         with self._gate, self._lock:
             self._ours()
             hub_name = card.removeprefix(CARD).decode(errors="replace")

@@ -49,7 +49,6 @@ class TermSide:
 
     @property
     def lowest_places(self) -> Ints:
-        """Where the runs of its pattern are in its lowest block."""
         return self.places + self.lowest if self.lowest else self.places
 
     def check(self, memory: Places) -> None:
@@ -71,12 +70,10 @@ class TermSide:
 
 
 def src_of(term: Term) -> TermSide:
-    """Where a term is read from."""
     return TermSide(term.pattern.src, _lengths(term.pattern), term.steps[0])
 
 
 def dst_of(term: Term) -> TermSide:
-    """Where a term is written to."""
     return TermSide(term.pattern.dst, _lengths(term.pattern), term.steps[1])
 
 
@@ -166,7 +163,6 @@ def check_term(term: Term, src: Places, dst: Places) -> None:
 
 
 def check_room(sides: Sequence[TermSide], chunk_bytes: int) -> None:
-    """Refuse what does not fit into a chunk."""
     # The longest alone, first: sums of longer ones might overflow.
     longest = max((int(told_once(side.num_bytes).max()) for side in sides), default=0)
     if (num_bytes := max(longest, sum(side.total_bytes for side in sides))) > chunk_bytes:
@@ -324,11 +320,9 @@ class HostChunkCopier:
         self._views = MemoryViews(memory)
 
     def gather(self, sides: Sequence[TermSide], chunk: int) -> None:
-        """As ``ChunkCopier`` says."""
         pack(self.memory, sides, chunk, self.chunk_bytes)
 
     def scatterer(self, sides: Sequence[TermSide]) -> Callable[[int], None]:
-        """As ``ChunkCopier`` says."""
         return unpacker(self.memory, sides)
 
     def views(self, sides: Sequence[TermSide]) -> list[memoryview]:

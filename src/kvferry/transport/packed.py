@@ -44,12 +44,10 @@ class DeviceChunkCopier:
         self._queue = CopyQueue(cuda, kernel)
 
     def gather(self, sides: Sequence[TermSide], chunk: int) -> None:
-        """As ``ChunkCopier`` says."""
         check_room(sides, self.chunk_bytes)
         self._copy(chunk_terms(sides, self.memory, is_gather=True), chunk, is_gather=True)
 
     def scatterer(self, sides: Sequence[TermSide]) -> Callable[[int], None]:
-        """As ``ChunkCopier`` says."""
         check_room(sides, self.chunk_bytes)
         return partial(self._copy, chunk_terms(sides, self.memory, is_gather=False), is_gather=False)
 
@@ -62,7 +60,6 @@ class DeviceChunkCopier:
         return self._cuda.pinned_array(self._cuda.allocate_pinned(self.chunk_bytes), self.chunk_bytes)
 
     def free_chunk(self, chunk: HostBytes) -> None:
-        """As ``ChunkCopier`` says."""
         self._cuda.free_pinned(int(chunk.ctypes.data))
 
     def close(self) -> None:
@@ -172,7 +169,6 @@ class PackedWay:
 
     @property
     def sender(self) -> ChunkCopier:
-        """Who gathers what this rank sends."""
         return self._copiers.sender
 
     def advertise(self, address: str) -> None:

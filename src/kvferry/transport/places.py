@@ -35,7 +35,6 @@ def told_once(lengths: Ints) -> Ints:
 
 
 def sum_of(lengths: Ints) -> int:
-    """Of all runs."""
     once = told_once(lengths)
     return int(once[0]) * len(lengths) if len(once) == 1 else int(lengths.sum())
 
@@ -66,7 +65,6 @@ def slices(runs: Runs, limit: Limit) -> Iterator[Runs]:
 
 
 def cut_long(runs: Runs, max_bytes: int) -> Runs:
-    """Runs of at most ``max_bytes``."""
     if not len(runs) or (runs.each_bytes or int(runs.num_bytes.max())) <= max_bytes:
         return runs
     num_parts = -(-runs.num_bytes // max_bytes)
@@ -84,8 +82,6 @@ Addresses = NDArray[np.uint64]
 
 
 class Found(NamedTuple):
-    """Where runs are."""
-
     region: int
     room: int
     """How far all of them can be moved up."""

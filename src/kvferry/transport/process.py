@@ -160,7 +160,6 @@ class ProcessTransport:
         return self._packed is not None
 
     def sender(self) -> ChunkCopier:
-        """For whoever sends this rank's bytes to its readers."""
         with self._gate:
             self._ours()
             if self._packed is None:
@@ -390,7 +389,6 @@ FALL_BACK = (NOT_HERE, "not-direct", "nixl")
 
 
 def _with_reasons(error: TransportError, reasons: Sequence[str]) -> TransportError:
-    """An error of the last way, with why the ways before it were closed."""
     return TransportError(error.code, "; ".join((error.detail, *reasons)))
 
 

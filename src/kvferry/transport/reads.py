@@ -47,8 +47,6 @@ class Connection:
 
 @dataclass(eq=False, slots=True)
 class RemoteRank:
-    """All that is known of one connected rank."""
-
     name: str
     connection: Connection
     memory: RegionTable
@@ -120,13 +118,11 @@ class Reads:
 
     @property
     def can_post(self) -> bool:
-        """Whether a slice waits that could be posted now."""
         return any(rank.can_post for rank in self._ranks)
 
     # ---- remote ranks
 
     def connect(self, name: str, card: Card, memory: RegionTable) -> RemoteRank:
-        """Make a rank known to the agent."""
         if card.agent == self._agent.name:
             raise TransportError("bad-card", f"{name}: this is our own card")
         connection = self._connections.get(card.agent) or Connection(card)
@@ -176,7 +172,6 @@ class Reads:
     # ---- reads
 
     def submit(self, read: Read) -> None:
-        """Have a read wait for its turn."""
         if read.transfer is not None:
             self._by_transfer[read.transfer] = read
         if read.rank.is_forgotten:

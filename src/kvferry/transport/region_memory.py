@@ -54,7 +54,6 @@ class RegionMemory:
                 self.cuda.upload(region.address, array.tobytes())
 
     def clear(self, start: int, num_bytes: int, region_index: int = 0) -> None:
-        """Fill a part of a region with zeros."""
         if self.cuda:
             self.cuda.clear([(self.regions[region_index].address + start, num_bytes)])
         else:
@@ -65,7 +64,6 @@ class RegionMemory:
         return [array.copy() for array in self.arrays()]
 
     def free(self) -> None:
-        """Release device memory."""
         if self.cuda:
             for region in self.regions:
                 self.cuda.free(region.address)

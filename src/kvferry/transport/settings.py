@@ -20,8 +20,6 @@ C = TypeVar("C", bound=Enum)
 
 
 class WayChoice(Enum):
-    """By which way a rank reads others."""
-
     AUTO = "auto"
     """Mapped where possible, else direct, else packed."""
     MAPPED = "mapped"

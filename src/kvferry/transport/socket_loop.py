@@ -40,7 +40,6 @@ class SocketLoop:
     # ---- from any thread
 
     def start(self) -> None:
-        """Begin."""
         self._thread.start()
 
     def put(self, event: Callable[[], None]) -> None:
@@ -70,7 +69,6 @@ class SocketLoop:
             self._selector.register(which, events, ready)
 
     def ignore(self, which: socket.socket) -> None:
-        """Look at a socket no more."""
         if which.fileno() >= 0 and which in self._selector.get_map():
             self._selector.unregister(which)
 

@@ -104,7 +104,6 @@ class Cursor:
         self._views, self._at = [*head, memoryview(bytes(num_zeros)), memoryview(TAIL.pack(False))], 0
 
     def advance(self, num_bytes: int) -> None:
-        """So many bytes have gone."""
         self.num_left -= num_bytes
         while num_bytes:
             view = self._views[self._at]

@@ -133,7 +133,6 @@ class StreamLink:
         self._mover.put(lambda: self._mover.give_up(self.reads.get(transfer), CANCELLED))
 
     def forget(self) -> None:
-        """Ask for nothing more."""
         self._mover.put(lambda: self._mover.forget(self))
 
 
@@ -155,11 +154,9 @@ class StreamMover:
     # ---- from any thread
 
     def put(self, event: Callable[[], None]) -> None:
-        """Have something done by the thread."""
         self._loop.put(event)
 
     def submit(self, read: _Read) -> None:
-        """Have a read wait for its turn."""
         with self._lock:
             if self._is_closing:
                 raise TransportError("closed", "this transport was closed")
@@ -214,7 +211,6 @@ class StreamMover:
         self._end_if_over(read)
 
     def forget(self, link: StreamLink) -> None:
-        """Ask a rank for nothing more."""
         link.is_forgotten = True
         self._lose(link, f"peer {link.name!r} was forgotten")
         self._let_go(link)
@@ -304,7 +300,6 @@ class StreamMover:
     # ---- in the thread: streams
 
     def _call(self, link: StreamLink, read: _Read) -> None:
-        """Ask a rank for a stream."""
         nonce = next(self._nonces)
         link.stream = _Stream(link, read, nonce, monotonic())
         self._line.open_stream(link.address, nonce, read.permit, link.src.regions)
@@ -338,7 +333,6 @@ class StreamMover:
         self._loop.watch(stream.socket, partial(self._receive, stream))
 
     def _receive(self, stream: _Stream) -> None:
-        """Take what has come."""
         link = stream.link
         for _ in range(ENOUGH_AT_ONCE):
             if stream.socket is None or stream.frames is None:
@@ -366,7 +360,6 @@ class StreamMover:
         return [dst_of(term) for term in ask.terms]
 
     def _take(self, stream: _Stream, arrived: ArrivedFrame) -> None:
-        """All of a frame is there."""
         if arrived.nonce == OPENED:
             stream.nonce = 0
         elif ask := self._asks.get(arrived.nonce):

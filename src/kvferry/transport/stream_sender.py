@@ -97,7 +97,6 @@ class StreamCallers:
         return min(self._listens_again, *(each.until for each in self._callers.values()), float("inf"))
 
     def close(self) -> None:
-        """Let nobody in any more."""
         for caller in [*self._callers]:
             self._hang_up(caller)
         self._listens_again = float("inf")
@@ -196,8 +195,6 @@ class _Frame:
 
 @dataclass(eq=False, slots=True)
 class _Stream:
-    """What is sent to one reader."""
-
     offer: StreamOffer
     since: float
     """When it was offered, or bytes went over it last."""
@@ -269,7 +266,6 @@ class StreamSender:
         self._loop.put(event)
 
     def close(self) -> None:
-        """Close all connections."""
         self._loop.put(self._close)
         self._loop.join()
 
@@ -297,7 +293,6 @@ class StreamSender:
         then(offer)
 
     def _let_in(self, stream_id: bytes, reader: socket.socket) -> bool:
-        """Whether somebody who named a stream gets it."""
         stream = self._streams.get(stream_id)
         if stream is None or stream.socket is not None:
             return False
@@ -403,7 +398,6 @@ class StreamSender:
                 stream.cursor.make_worthless()
 
     def _drop(self, stream: _Stream) -> None:
-        """A reader is gone."""
         del self._streams[stream.offer.stream_id]
         if stream.socket is not None:
             self._loop.ignore(stream.socket)

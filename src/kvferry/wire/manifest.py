@@ -67,8 +67,6 @@ class ViewDoc(_Schema, frozen=True):
 
 
 class RegionDoc(_Schema, frozen=True):
-    """A piece of memory."""
-
     name: str
     num_bytes: int
     address: int = 0
@@ -76,8 +74,6 @@ class RegionDoc(_Schema, frozen=True):
 
 
 class RankDoc(_Schema, frozen=True):
-    """One rank: its memory and its views."""
-
     rank: int
     regions: tuple[RegionDoc, ...]
     views: tuple[ViewDoc, ...]
@@ -178,7 +174,6 @@ def _check_product(doc: ManifestDoc) -> None:
 
 
 def check_count(what: str, count: int, limit: int) -> None:
-    """Refuse more of something than is read."""
     if count > limit:
         raise SpecError(f"at most {limit} {what} are read, got {count}")
 
@@ -213,7 +208,6 @@ class RankBuilder:
         self._axes: dict[tuple[tuple[str, AxisMap], ...], tuple[tuple[str, AxisMap], ...]] = {}
 
     def make(self, doc: RankDoc) -> Rank:
-        """One rank with its regions and views."""
         _check_regions(doc)
         return Rank(doc.rank, tuple(map(_region, doc.regions)), tuple(map(self.view, doc.views)))
 
@@ -234,7 +228,6 @@ class RankBuilder:
         return known
 
     def has(self, doc: AxisMapDoc) -> bool:
-        """Whether an axis map was made already."""
         return doc in self._maps
 
     def _count(self, axis_map: AxisMap) -> None:
@@ -317,7 +310,6 @@ def _rank_alone(
 
 
 def doc_of_manifest(manifest: Manifest) -> ManifestDoc:
-    """What is written of a manifest."""
     return _doc(
         ManifestDoc,
         manifest,
@@ -348,7 +340,6 @@ def _group_doc(group: Group) -> GroupDoc:
 
 
 def doc_of_rank(rank: Rank) -> RankDoc:
-    """What is written of one rank."""
     regions = tuple(_doc(RegionDoc, region) for region in rank.regions)
     return RankDoc(rank.rank, regions, tuple(map(_view_doc, rank.views)))
 

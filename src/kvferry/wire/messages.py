@@ -407,7 +407,6 @@ _from_authority = msgspec.msgpack.Decoder(FromAuthority)
 
 
 def encode(message: Message) -> bytes:
-    """A message as bytes."""
     return _encoder.encode(message)
 
 

@@ -52,8 +52,6 @@ class HoldersDoc(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OutlineDoc(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The whole document."""
-
     version: int
     common: ManifestDoc
     boxes: tuple[BoxDoc, ...]
@@ -161,7 +159,6 @@ def join_of(
 
 
 def describe_rank(rank: Rank, card: bytes) -> RankDescription:
-    """A rank as its readers have to know it."""
     bare = tuple(Region(region.name, region.num_bytes) for region in rank.regions)
     layout = msgspec.msgpack.encode(doc_of_rank(Rank(0, bare, rank.views)))
     return RankDescription(layout, tuple((r.address, r.device) for r in rank.regions), card)

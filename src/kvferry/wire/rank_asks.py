@@ -75,7 +75,6 @@ _from_rank = msgspec.msgpack.Decoder(FromRank)
 
 
 def encode_rank_message(message: ToRank | FromRank) -> bytes:
-    """A message as bytes."""
     return _encoder.encode(message)
 
 

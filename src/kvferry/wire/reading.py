@@ -208,7 +208,6 @@ def printable(text: str, length: int = MAX_RULE) -> str:
 
 
 def clipped(text: str, length: int) -> str:
-    """The text, its end left out if it is longer than ``length``."""
     return text if len(text) <= length else f"{text[:length]}…"
 
 
@@ -306,7 +305,6 @@ SpanDoc = tuple[int, int]
 
 
 def span_docs(spans: Spans) -> tuple[SpanDoc, ...]:
-    """Spans as they are written."""
     return tuple((span.start, span.stop) for span in spans)
 
 

@@ -143,8 +143,6 @@ class ZeroDoc(msgspec.Struct, frozen=True):
 
 
 class SelectionDoc(msgspec.Struct, frozen=True):
-    """The whole document."""
-
     version: int
     dst_rank: int
     num_runs: int

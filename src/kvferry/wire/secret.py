@@ -154,7 +154,6 @@ class Trust:
         return self.secret.keys(Purpose.TICKETS) if self.secret is not None else ()
 
     def check_listen(self, address: str) -> None:
-        """Raise unless an engine may listen there."""
         if self.is_one_host and not is_loopback(address):
             raise SpecError(
                 f"{address} can be called from other hosts, and this engine has no secret: set one"

@@ -92,7 +92,6 @@ def tables_to_wire(tables: Mapping[str, BlockTable]) -> dict[str, TableDoc]:
 
 
 def sign(ticket: Ticket, key: bytes) -> Ticket:
-    """The ticket with its proof."""
     return msgspec.structs.replace(ticket, mac=_mac(ticket, key))
 
 

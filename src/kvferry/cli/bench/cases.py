@@ -70,12 +70,10 @@ class Medium:
 
     @property
     def title(self) -> str:
-        """For people."""
         return f"host memory over {self.over.upper()}" if self.over else f"device memory, {self.device}"
 
     @property
     def max_bytes(self) -> int:
-        """The most bytes of a case."""
         return HOST_BYTES if self.device == "cpu" else DEVICE_BYTES
 
 
@@ -101,7 +99,6 @@ class CacheShape:
 
     @property
     def layer_bytes(self) -> int:
-        """The pool of one layer."""
         return self.num_blocks * self.run_bytes
 
     @property

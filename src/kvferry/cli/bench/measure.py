@@ -47,7 +47,6 @@ def _devices() -> list[str]:
 
 
 def new_report(predicted_by: MeasuredCosts | None = None) -> BenchReport:
-    """A report that says where it was made."""
     return BenchReport(
         describe_machine(", ".join(_devices())),
         {"python": python_version(), **package_versions()},
@@ -142,7 +141,6 @@ class _Contest:
         self._rivals: list[str] = []
 
     def enter(self, rivals: Sequence[str]) -> None:
-        """Make those ready that can take part."""
         for rival in rivals:
             self._rivals.append(rival)
             self._try(rival, partial(self._add, rival))
@@ -177,7 +175,6 @@ class _Contest:
             self._report.add(RivalTimes(self._medium.name, case, rival, last.way, last.num_runs, seconds))
 
     def _round(self, case: BenchCase, rivals: Sequence[str], *, is_checked: bool = False) -> dict[str, Turn]:
-        """One read of each."""
         done: dict[str, Turn] = {}
         for rival in [*rivals]:
             if turn := self._try(rival, partial(self._turn, rival, case)):
@@ -209,5 +206,4 @@ class _Contest:
 
 
 def shown(case: BenchCase) -> str:
-    """A case in words."""
     return f"{case.num_pages:,} runs of {num_bytes(case.shape.run_bytes)}, {case.order.value}"

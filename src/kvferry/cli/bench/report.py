@@ -41,8 +41,6 @@ class BenchVerdict(StrEnum):
 
 @dataclass(frozen=True)
 class RivalTimes:
-    """How long one rival took for one case, turn by turn."""
-
     medium: str
     case: BenchCase
     rival: str
@@ -68,7 +66,6 @@ class RivalTimes:
         return max(self.seconds) / min(self.seconds)
 
     def as_object(self) -> dict[str, Any]:
-        """Plain data."""
         case = self.case
         return {
             "medium": self.medium,
@@ -89,7 +86,6 @@ class RivalTimes:
 
     @property
     def traffic(self) -> Traffic:
-        """What moving it costs is told from this."""
         return Traffic(1, self.num_runs, self.case.total_bytes)
 
 
@@ -132,7 +128,6 @@ class BenchReport:
         return BenchVerdict.FAILED if self.failures or not self.times else BenchVerdict.RIGHT
 
     def as_object(self) -> dict[str, Any]:
-        """Plain data, for ``--json``."""
         return {
             "format": FORMAT,
             "verdict": self.verdict.value,
@@ -163,7 +158,6 @@ SHORT = {"half-consecutive": "half"}
 
 
 def show(report: BenchReport) -> None:
-    """All of it; the last line says what was found."""
     for medium in dict.fromkeys(one.medium for one in report.times):
         times = [one for one in report.times if one.medium == medium]
         present = list(dict.fromkeys(one.rival for one in times))
@@ -175,7 +169,6 @@ def show(report: BenchReport) -> None:
 
 
 def _show_rival(rival: str, times: Sequence[RivalTimes], others: Sequence[str]) -> None:
-    """One of ours, case by case, beside everybody else of the same run."""
     mine = [one for one in times if one.rival == rival]
     ways = ", ".join(dict.fromkeys(one.way for one in mine))
     out = console()

@@ -45,8 +45,6 @@ BENCH_TIMING = Timing(lease=300, meet=60, read=300)
 
 
 class Rival(StrEnum):
-    """Everybody who can be asked for."""
-
     DIRECT = "direct"
     """kvferry's transport over NIXL: list made, posted in slices, ended."""
     MAPPED = "mapped"
@@ -100,7 +98,6 @@ class BenchSource:
         return RankCard(transport.card(), served.regions)
 
     def lay_out(self, rival: str, shape: CacheShape) -> None:
-        """Get ready to offer requests of caches of this shape to a rival."""
         if before := self._offering.pop(rival, None):
             before.close()
         if offering := self.offering(rival, shape):
@@ -158,7 +155,6 @@ class Contender:
         raise NotImplementedError
 
     def num_runs(self, case: BenchCase) -> int:
-        """How many runs it moves them in."""
         return 1 if self.is_whole else len(case.product().runs)
 
     def close(self) -> None:
@@ -197,8 +193,6 @@ def timed_read(transport: ProcessTransport, runs: Callable[[], Any], patience: f
 
 
 class Fetches(Contender):
-    """A whole fetch."""
-
     _destination: Destination | None = None
 
     def __init__(self, memory: RegionMemory) -> None:
@@ -265,7 +259,6 @@ class BenchReader:
         self._contenders: dict[str, Contender] = {}
 
     def add(self, rival: str, source: RankCard) -> None:
-        """Have a rival take part."""
         self._contenders[rival] = self.make(rival, source)
 
     def make(self, rival: str, source: RankCard) -> Contender:
@@ -282,7 +275,6 @@ class BenchReader:
         return TransportReads(self._memory, source, kind(way=WayChoice(rival), expose=expose))
 
     def lay_out(self, rival: str, shape: CacheShape) -> None:
-        """Get a rival ready for caches of this shape."""
         self._contenders[rival].lay_out(shape)
 
     def turn(self, rival: str, case: BenchCase, offer: Any) -> Turn:
@@ -305,7 +297,6 @@ class BenchReader:
         return self._expected[key]
 
     def drop(self, rival: str) -> None:
-        """Do without a rival from now on."""
         if contender := self._contenders.pop(rival, None):
             contender.close()
 

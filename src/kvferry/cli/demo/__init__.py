@@ -38,15 +38,11 @@ HELP = "\n\n".join(
 
 
 class Carrier(StrEnum):
-    """What carries the bytes."""
-
     PROCESSES = "processes"
     MEMORY = "memory"
 
 
 class Device(StrEnum):
-    """Where the caches are."""
-
     CPU = "cpu"
     CUDA = "cuda"
 

@@ -39,7 +39,6 @@ class Pair:
     num_layers: int = NUM_LAYERS
 
     def with_options(self, src: str | None, dst: str | None, layers: int | None) -> Pair:
-        """This pair, with the options that were given."""
         return Pair(self.model, src or self.src, dst or self.dst, layers or self.num_layers)
 
     def manifest(self, side: str, num_tokens: int, num_requests: int) -> Manifest:
@@ -138,7 +137,6 @@ class BlockPool:
         return BlockTable.of(taken, first_token)
 
     def give_back(self, tables: Mapping[str, BlockTable]) -> None:
-        """The request's blocks are free again."""
         for group in self._groups:
             ids = set(tables[group.name].block_ids.tolist()) if group.name in tables else set()
             if ids & self._free[group.pool]:
@@ -168,7 +166,6 @@ class RankCells:
         self.memory.store(arrays)
 
     def fill_all(self, tables: Mapping[str, BlockTable], num_tokens: int, salt: str = "") -> None:
-        """Write the pattern of a request's first tokens in every group."""
         self.fill(tables, {group.name: (Span(0, num_tokens),) for group in self.manifest.groups}, salt)
 
     def check(

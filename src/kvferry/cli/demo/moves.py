@@ -100,7 +100,6 @@ def _move(
     sources: Mapping[int, RankCells],
     cells: RankCells,
 ) -> None:
-    """Select and copy what one destination rank needs."""
     started = time.perf_counter()
     selection = kvferry.select(route, request)
     selected = time.perf_counter()
@@ -134,7 +133,6 @@ LEASES = "leases outstanding"
 def demonstrate_between_processes(
     pair: Pair, num_requests: int, num_tokens: int | None, device: str, step: Step
 ) -> DemoResult:
-    """Start both engines, move and check everything, and stop them."""
     src, dst, num_tokens = _engines(pair, num_requests, num_tokens)
     if device == "cuda" and not has_cuda():
         raise SpecError("--device cuda: this machine has no CUDA driver, or no device that it can use")
@@ -262,7 +260,6 @@ class DemoTransfers:
             self._src_pool.give_back(self._out.pop(released.request_id, {}))
 
     def offer(self, request_id: str, tables: Mapping[str, BlockTable], num_tokens: int) -> Ticket:
-        """Offer a request of the source."""
         return self._engine.offer(request_id, tables, num_tokens)
 
     def _started(self, request_id: str, sample: Sample, request: kvferry.Request) -> list[int]:
@@ -320,7 +317,6 @@ class DemoTransfers:
         self._result.leaks = [f"{count} {what}" for what, count in left.items() if count]
 
     def _left(self) -> dict[str, int]:
-        """How much of each kind is not over."""
         self._take_back()
         status: dict[str, int] = self._engine.status()  # type: ignore[assignment]
         are_alive = all(rank.is_alive for rank in self.sources)

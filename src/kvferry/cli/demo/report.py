@@ -98,12 +98,10 @@ class DemoResult:
 
 
 def worst(results: Sequence[DemoResult]) -> Verdict:
-    """The verdict on all pairs of engines together."""
     return min((result.verdict for result in results), key=list(Verdict).index)
 
 
 def as_object(results: Sequence[DemoResult]) -> dict[str, object]:
-    """All results as plain data."""
     totals = {
         key: sum(getattr(one, key) for one in results) for key in ("num_requests", "num_cells", "num_wrong")
     }
@@ -112,7 +110,6 @@ def as_object(results: Sequence[DemoResult]) -> dict[str, object]:
 
 
 def show(results: Sequence[DemoResult]) -> None:
-    """All of it; the last line says what was found."""
     out = console()
     if results[0].num_processes:
         _show_processes(out, results[0])

@@ -124,6 +124,5 @@ def _say(text: str) -> None:
 
 
 def _progress(text: str) -> None:
-    """For a person who waits."""
     if sys.stderr.isatty():
         _say(text)

@@ -189,7 +189,6 @@ def check_peer(observed: Observed) -> Iterator[Diagnosis]:
 
 
 def check_reads(observed: Observed) -> Iterator[Diagnosis]:
-    """Every kind of memory that was tried."""
     for reads in observed.reads:
         check = check_host_reads if reads.memory == HOST else check_device_reads
         yield from check_any_reads(reads, observed)
@@ -439,7 +438,6 @@ def check_secret(observed: Observed) -> Iterator[Diagnosis]:
 
 
 def check_profile(observed: Observed) -> Iterator[Diagnosis]:
-    """Whether a saved profile is still true."""
     profile = observed.profile
     if profile is not None and (profile.error or profile.differences):
         yield warning(

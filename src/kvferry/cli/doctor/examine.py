@@ -196,7 +196,6 @@ def _unpacked(data: bytes, kind: str) -> dict[str, Any]:
 
 
 def host_place() -> HostPlace:
-    """Where this process is."""
     boot, pids = observe.file_text(BOOT_ID), os.readlink("/proc/self/ns/pid")
     return HostPlace(socket.gethostname(), boot, pids, os.geteuid(), package_versions())
 

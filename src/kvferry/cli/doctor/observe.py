@@ -65,7 +65,6 @@ def gpus() -> Gpus:
 
 
 def host_limits() -> HostLimits:
-    """What the system lets this process do."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     lines = (line.partition(":") for line in file_text("/proc/self/status").splitlines())
     status = {key: value.strip() for key, _, value in lines}
@@ -97,7 +96,6 @@ def settings(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def setting_errors(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Why kvferry rejects some of them."""
     found = []
     for read in (WayChoice.from_environment, Expose.from_environment, _check_together):
         try:

@@ -53,7 +53,6 @@ class ProbeSize:
 
     @property
     def room_bytes(self) -> int:
-        """How much memory it reaches over."""
         return self._num_places * self.run_bytes
 
     @cached_property
@@ -62,7 +61,6 @@ class ProbeSize:
         return np.random.default_rng(self.num_runs).permutation(dst), dst
 
     def runs(self) -> Runs:
-        """Which bytes go where."""
         src, dst = self._places
         return Runs(src * self.run_bytes, dst * self.run_bytes, np.full(self.num_runs, self.run_bytes))
 
@@ -88,7 +86,6 @@ DEVICE_SIZES = (*SIZES, ProbeSize(1, 256 << 20))
 
 
 def sizes_of(memory: str) -> tuple[ProbeSize, ...]:
-    """The sizes of reads of a kind of memory."""
     return SIZES if memory == HOST else DEVICE_SIZES
 
 
@@ -98,7 +95,6 @@ def holding(memory: str, data: Bytes) -> RegionMemory:
 
 
 def probe_contents(memory: str) -> Bytes:
-    """What is read of a kind of memory."""
     return contents(max(size.room_bytes for size in sizes_of(memory)))
 
 
@@ -113,8 +109,6 @@ class ServedMemory:
 
 
 class ProbeSource:
-    """Memory to read from."""
-
     def __init__(self, memory: str, listen: str) -> None:
         logging.disable(logging.WARNING)  # findings say the same
         self._name = memory
@@ -124,7 +118,6 @@ class ProbeSource:
         self._service = gather_openly(self._transport, listen)
 
     def served(self) -> ServedMemory:
-        """What a reader must know."""
         return ServedMemory(self._name, self._transport.card(), self._memory.regions[0], os.getpid())
 
     def close(self) -> None:
@@ -145,7 +138,6 @@ class ProbeReader:
         self._transport.register(self._memory.regions)
 
     def read(self, source: ServedMemory, log_folder: str, *, shares_pids: bool) -> ReadsSeen:
-        """Everything about one source."""
         may_ask = shares_pids and self._name == HOST
         cma_error = vm_error(source.pid, source.region.address) if may_ask else ""
         way, times = None, list[TimedRead]()

@@ -63,7 +63,6 @@ def profile_document(observed: Observed) -> dict[str, Any]:
 
 
 def compared_profile(path: Path, observed: Observed) -> ProfileSeen:
-    """A saved profile against the present measurement."""
     try:
         links = {link.name.rpartition("/")[2]: link for link in measured_links(path)}
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -110,7 +109,6 @@ def is_ready(found: Sequence[Diagnosis]) -> bool:
 
 
 def report_object(observed: Observed, found: Sequence[Diagnosis]) -> dict[str, Any]:
-    """Plain data, for ``--json``."""
     return {
         "verdict": "ready" if is_ready(found) else "not-ready",
         "findings": [asdict(diagnosis) for diagnosis in found],
@@ -128,7 +126,6 @@ def report_object(observed: Observed, found: Sequence[Diagnosis]) -> dict[str, A
 
 
 def show(observed: Observed, found: Sequence[Diagnosis]) -> None:
-    """For people: the verdict, the machine, its reads and sockets, and each finding with its cure."""
     out = console()
     word, style, rest = "READY", "bold green", "nothing found that stops work"
     if not is_ready(found):

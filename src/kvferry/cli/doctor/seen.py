@@ -189,8 +189,6 @@ class PeerSeen:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """One examination."""
-
     software: Software
     gpus: Gpus
     limits: HostLimits
@@ -263,8 +261,6 @@ class Condition(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """One finding."""
-
     level: Level
     name: Condition
     what: str

@@ -85,7 +85,6 @@ class StateRow:
 
     @property
     def parts(self) -> tuple[tuple[Band, BandPart], ...]:
-        """Each part of each band, as a table lists them."""
         return tuple((band, part) for band in self.bands for part in band.parts)
 
 

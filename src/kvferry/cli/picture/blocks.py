@@ -49,7 +49,6 @@ class Track:
 
     @property
     def extent_bytes(self) -> int:
-        """From its first byte to its last."""
         return max(c.offset + c.num_bytes for c in self.cells) - min(c.offset for c in self.cells)
 
 

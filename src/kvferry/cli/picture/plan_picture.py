@@ -47,8 +47,6 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class KeyNumber:
-    """A number that matters, with what it counts."""
-
     value: str
     words: str
 
@@ -115,7 +113,6 @@ class PlanPicture:
 
     @property
     def key_numbers(self) -> tuple[KeyNumber, ...]:
-        """What the request moves, in a few numbers."""
         bill, first = self.answer.bill, self.chart.first
         if not bill.num_runs:
             return ()
@@ -141,7 +138,6 @@ class PlanPicture:
 
 
 def plan_picture(answer: PlanAnswer) -> PlanPicture:
-    """Everything that there is to draw of an answer."""
     rows = state_rows(answer.asked, answer.billed) if answer.bytes_fit else ()
     drawn = strips(rows, answer.billed.ranks)
     sides = (("source", answer.billed.source), ("destination", answer.billed.destination))
@@ -185,8 +181,6 @@ class SheetRow:
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """Where the rows are."""
-
     WIDTH: ClassVar[int] = 960
     LEFT: ClassVar[int] = 340
     """Where the strips begin."""
@@ -201,7 +195,6 @@ class Sheet:
 
 
 def sheet(picture: PlanPicture) -> Sheet:
-    """All rows, one below the other."""
     top = TOP + ADVICE_HEIGHT * len(picture.reasons)
     rows = tuple(
         SheetRow(top + ROW_HEIGHT * i, tuple(_label(strip.row.label)), strip)
@@ -228,8 +221,6 @@ def _label(name: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class ComparedSide:
-    """One of the two: what it was called, and what it is."""
-
     letter: str
     given: str
     summary: str
@@ -264,7 +255,6 @@ class DiffPicture:
 
     @property
     def directions(self) -> tuple[tuple[str, str], ...]:
-        """What a request takes in each direction."""
         said = ((each.name, direction_time(each)) for each in self.found.directions)
         return tuple((name, time) for name, time in said if time)
 
@@ -276,7 +266,6 @@ class DiffPicture:
 
 
 def diff_picture(found: ManifestDiff, a: Manifest, b: Manifest, given: tuple[str, str]) -> DiffPicture:
-    """Everything that there is to draw of a comparison."""
     sides = (ComparedSide("a", given[0], summary(a)), ComparedSide("b", given[1], summary(b)))
     blocks = tuple(engine_blocks(name, each) for name, each in (("a", a), ("b", b)) if each.ranks)
     return DiffPicture(found, sides, state_facts(a, b), blocks)

@@ -168,7 +168,6 @@ def check_pictures(asked: Mapping[str, Path | None]) -> None:
 
 
 def draw_plan(answer: PlanAnswer, html: Path | None, svg: Path | None) -> None:
-    """Write the pictures that were asked for."""
     if html is None and svg is None:
         return
     from kvferry.cli.picture.plan_picture import plan_picture, sheet

@@ -24,16 +24,12 @@ THINNEST = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Rect:
-    """A rectangle: where it begins and how wide it is."""
-
     x: float
     width: float
 
 
 @dataclass(frozen=True, slots=True)
 class BandShape:
-    """A band, and the outline that it is drawn as."""
-
     band: Band
     path: str
 
@@ -169,8 +165,6 @@ WORDS = {CostTerm.READS: "starting reads", CostTerm.RUNS: "runs", CostTerm.BYTES
 
 @dataclass(frozen=True, slots=True)
 class TimePart:
-    """What a part of a time is spent on."""
-
     term: str
     """``reads``, ``runs`` or ``bytes``."""
     words: str
@@ -179,8 +173,6 @@ class TimePart:
 
 @dataclass(frozen=True, slots=True)
 class LinkRow:
-    """One kind of link: its line of the chart."""
-
     bill: LinkBill
     is_first: bool
     """Whether the page shows this one until another is chosen."""
@@ -196,8 +188,6 @@ class LinkRow:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A mark of the axis."""
-
     percent: float
     words: str
 

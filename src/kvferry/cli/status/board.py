@@ -35,8 +35,6 @@ NOTHING = "–"
 
 @dataclass(frozen=True, slots=True)
 class BoardTable:
-    """One table: each row has a cell for each column."""
-
     title: str
     columns: Cells
     text_columns: Cells
@@ -48,8 +46,6 @@ class BoardTable:
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """All that is shown at one moment."""
-
     summary: str
     warnings: tuple[str, ...]
     """What an operator should look at, worst first."""
@@ -57,7 +53,6 @@ class Board:
 
 
 def board(watched: Watched, now: float, max_rows: int) -> Board:
-    """What is shown of the engines, each table cut to so many rows."""
     destinations, sources = _answering(watched, ReportedDestination), _answering(watched, ReportedSource)
     tables = (
         _destinations(destinations),
@@ -79,7 +74,6 @@ def board(watched: Watched, now: float, max_rows: int) -> Board:
 
 
 def _answering(watched: Watched, side: type[E]) -> list[tuple[WatchedEngine, E]]:
-    """Engines of one side, and what each said last."""
     engines = (each for each in watched.engines.values() if not each.error)
     return [(each, each.last) for each in engines if isinstance(each.last, side)]
 

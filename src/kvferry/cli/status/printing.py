@@ -103,7 +103,6 @@ def on_terminal(out: Console, every: float) -> Iterator[ShowEngines]:
 
 
 def draw(shown: Board, when: str) -> RenderableType:
-    """A board as Rich draws it."""
     head = f" · {when} · Ctrl-C ends"
     parts: list[RenderableType] = [Text.assemble(("kvferry status", "bold"), head), Text(shown.summary)]
     for warning in shown.warnings:

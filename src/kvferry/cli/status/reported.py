@@ -93,8 +93,6 @@ class ReportedDestination(ReportedEngine):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedSource(ReportedEngine):
-    """How a source engine stands."""
-
     address: str
     ranks: str
     """How many of how many have joined."""
@@ -229,7 +227,6 @@ class WatchedEngine:
 
     @property
     def last(self) -> ReportedEngine:
-        """How it stood when it answered last."""
         return self.history[-1]
 
     @property
@@ -239,7 +236,6 @@ class WatchedEngine:
 
     @property
     def bytes_per_second(self) -> dict[str, float]:
-        """How fast each of its counts of bytes grows."""
         return self._rates(self.history[0].byte_counts, self.last.byte_counts)
 
     def grown(self, name: str) -> float:

@@ -123,7 +123,6 @@ class Incoming:
         """Of requests whose first loaded blocks were filled in part."""
 
     def bind(self, cache: PrefixCache) -> None:
-        """vLLM has made its prefix cache."""
         self._cache = cache
 
     @property
@@ -266,12 +265,10 @@ class Incoming:
         self._dropped.append((request_id, ticket))
 
     def step(self, released: list[Released]) -> StepMetadata:
-        """What the workers must do."""
         step = StepMetadata(released, self._dropped, self._known, self._loads)
         self._known, self._loads, self._dropped = [], [], []
         return step
 
     @property
     def has_news(self) -> bool:
-        """Whether the workers wait for something."""
         return bool(self._known or self._loads or self._dropped)

@@ -179,7 +179,6 @@ class Outgoing:
 
     @property
     def figures(self) -> Figures:
-        """The counters and gauges of a producer."""
         return self._source.figures if self._source is not None else {}
 
     def released(self) -> list[Released]:
@@ -198,7 +197,6 @@ class Outgoing:
         return invitation
 
     def close(self) -> None:
-        """Stop listening."""
         if self._source is not None:
             self._source.close()
 

@@ -45,13 +45,11 @@ class SchedulerSide:
         self.incoming = Incoming(self.groups, adapters, self.outgoing.take_back, options.trust)
 
     def bind(self, manager: KVCacheManager) -> None:
-        """The engine's prefix cache is known."""
         if self._is_consumer:
             self.incoming.bind(PrefixCache.of(manager, self.groups.windows))
         self._is_bound = True
 
     def admit(self, joins: Sequence[Join]) -> None:
-        """Every worker's memory is known."""
         if self._must_bind and not self._is_bound:
             raise cannot_keep_out("call of the hook bind_kv_cache_manager")
         if self._options.dump:

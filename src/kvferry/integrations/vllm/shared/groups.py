@@ -25,7 +25,6 @@ POOL = "blocks"
 
 
 def group_name(index: int) -> str:
-    """Our name of a KV cache group."""
     return f"group-{index}"
 
 

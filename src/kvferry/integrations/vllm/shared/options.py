@@ -147,7 +147,6 @@ def check_transfer_config(config: TransferConfig, device: str) -> None:
 
 
 def is_through_host(config: TransferConfig, device: str) -> bool:
-    """Whether caches on a device are to pass through the host's memory."""
     return device != HOST and config.kv_buffer_device == HOST
 
 

@@ -36,11 +36,9 @@ class LoadStats(KVConnectorStats):
     data: dict[str, Any] = field(default_factory=dict)
 
     def add(self, record: Record) -> None:
-        """One load ended."""
         self._records.append(asdict(record))
 
     def change(self, samples: Iterable[Sample]) -> None:
-        """Counters and gauges of this process have changed."""
         self._merge([metric.name, list(labels), number] for metric, labels, number in samples)
 
     @property
@@ -101,7 +99,6 @@ class LoadStats(KVConnectorStats):
 
 
 def is_good(record: dict[str, Any]) -> bool:
-    """Whether a record is of a load that ended well."""
     return bool(record["outcome"] == "read")
 
 

@@ -41,8 +41,6 @@ from kvferry.integrations.vllm.worker.layouts import (
 
 @dataclass(frozen=True)
 class WorkerRank:
-    """Where a worker stands in its engine."""
-
     engine: str
     rank: int
     tp_rank: int
@@ -127,7 +125,6 @@ def _spec_of(spec: KVCacheSpec, layer: str) -> KVCacheSpec:
 
 
 def _contents(cache: CacheTensor) -> Contents:
-    """What is known of a layer's cache, or that nothing is."""
     found = None
     if isinstance(cache.spec, MambaSpec):
         found = known_state(cache)

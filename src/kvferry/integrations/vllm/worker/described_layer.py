@@ -38,11 +38,9 @@ class DescribedLayer:
 
     @property
     def states(self) -> Iterator[State]:
-        """What both engines must understand."""
         return self.page.states(self.name, self.aliases)
 
     def views(self, regions: Mapping[int, Region]) -> Iterator[View]:
-        """Where this rank's boxes of the states sit."""
         tensor = self.cache.tensor
         storage = tensor.untyped_storage().data_ptr()
         start = tensor.data_ptr() - storage

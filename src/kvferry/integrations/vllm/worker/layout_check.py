@@ -48,8 +48,6 @@ class LayoutDiffers(Exception):
 
 @dataclass(frozen=True)
 class KindChecked:
-    """What is known of one kind of cache."""
-
     was_tried: bool
     problem: str = ""
     """Why its rule is not used; empty if it is."""
@@ -70,7 +68,6 @@ class LayoutCheck:
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, *, is_tested: bool, is_required: bool) -> LayoutCheck:
-        """The check that an engine needs."""
         passes = vars(vllm_config.compilation_config.pass_config)
         fused = [name for name in passes if name.startswith("fuse_") and "kvcache" in name and passes[name]]
         return cls(vllm_config.model_config.dtype, is_tested, is_required, ", ".join(fused))
@@ -190,7 +187,6 @@ def _found(layer: DescribedLayer, name: str, view: View) -> torch.Tensor:
 
 
 def _writer(layer: DescribedLayer, dtype: torch.dtype) -> Writer:
-    """The layer's own writer, for patterns."""
     owner, parts = layer.cache.layer, layer.page.parts
     takes, write = _WRITERS.get(tuple(part.name for part in parts), ((), None))
     items = [(DECODED.get(part.item.dtype), part.item.num_bytes) for part in parts]

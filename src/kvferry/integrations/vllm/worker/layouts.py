@@ -94,7 +94,6 @@ class CacheTensor:
 
 
 def class_path(cls: type | None) -> str:
-    """The full name of a class."""
     return "none" if cls is None else f"{cls.__module__}.{cls.__qualname__}"
 
 
@@ -118,7 +117,6 @@ DTYPES = {
 
 
 def dtype_of(dtype: torch.dtype) -> str:
-    """Our name of a dtype."""
     if dtype not in DTYPES:
         raise SpecError(f"kvferry does not know the cache dtype {dtype}")
     return DTYPES[dtype]

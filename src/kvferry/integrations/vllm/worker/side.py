@@ -122,7 +122,6 @@ class WorkerSide:
             self.join = join_of(manifest, transport.kind, transport.card(), rank_key=rank_key)
 
     def _open_gathering(self, manifest: Manifest, transport: Transport) -> RankGathering | None:
-        """Send to readers what they ask for."""
         listen, advertise, trust = self._options.rank_listen, self._options.advertise, self._options.trust
         gathering = open_gathering(manifest, transport, listen=listen, advertise=advertise, trust=trust)
         if gathering is not None:
@@ -150,7 +149,6 @@ class WorkerSide:
             torch.cuda.current_stream(self._device).synchronize()
 
     def start(self, step: StepMetadata) -> None:
-        """Take in what the scheduler says."""
         if step.invitation is not None:
             self._join_authority(step.invitation)
         for released in step.released:
@@ -188,7 +186,6 @@ class WorkerSide:
             self._ongoing[request_id], self._requests[handle] = _Ongoing(ticket, handle), request_id
 
     def _load(self, load: Load) -> None:
-        """Begin a load that vLLM waits for, or have it fail."""
         request_id, destination = load.request_id, self._destination
         ongoing = self._ongoing.pop(request_id, None)
         lost = ongoing.lost if ongoing else None
