@@ -275,12 +275,21 @@ def test_an_answer_that_makes_no_sense_is_no_bug(engine):
                 reported(bad)
 
 
+HEARS_INTERRUPTS = """
+import signal, sys
+from kvferry.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(main())
+"""
+"""Where tests run in the background of a shell, SIGINT is ignored."""
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_terminal_is_left_as_it_was(engine, own_folder, number):
     master, slave = pty.openpty()
     env = {**os.environ, "TMPDIR": own_folder, "TERM": "xterm", "COLUMNS": "60", "LINES": "40"}
-    argv = [sys.executable, "-m", "kvferry", "status", "--watch", "--every", "0.1"]
-    with subprocess.Popen(argv, stdout=slave, stderr=slave, env=env, preexec_fn=hear_interrupts) as process:
+    argv = [sys.executable, "-c", HEARS_INTERRUPTS, "status", "--watch", "--every", "0.1"]
+    with subprocess.Popen(argv, stdout=slave, stderr=slave, env=env) as process:
         os.close(slave)
         seen = b""
         while b"Sources: leases" not in seen:
@@ -295,11 +304,6 @@ def test_a_terminal_is_left_as_it_was(engine, own_folder, number):
     assert "\x1b[?25h" in seen.decode()
     assert "Sources: leases" in left
     assert "Traceback" not in left
-
-
-def hear_interrupts():
-    """Where tests run in the background of a shell, SIGINT is ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def read_all(master):
