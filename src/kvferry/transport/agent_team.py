@@ -24,7 +24,7 @@ from kvferry.core.runs import Runs
 from kvferry.errors import TransportError
 from kvferry.log import log_of
 from kvferry.transport.agent_thread import AgentLink, AgentThread
-from kvferry.transport.base import Connected, DeviceEvent, Report, Start
+from kvferry.transport.base import Connected, DeviceEvent, OnEnd, Start
 from kvferry.transport.cards import Card
 from kvferry.transport.places import cut_long
 
@@ -112,13 +112,13 @@ class TeamLink:
         """Check that all runs are inside of their regions."""
         return partial(self._start, self._links[0].checked(product))
 
-    def _start(self, runs: Runs, transfer: int, report: Report) -> None:
+    def _start(self, runs: Runs, transfer: int, on_end: OnEnd) -> None:
         """Share a read out, if it is long."""
         shares = list(share_out(runs, self._num_shares(runs)))
         if len(shares) == 1:
-            self._links[0].submit(transfer, runs, report)
+            self._links[0].submit(transfer, runs, on_end)
             return
-        read = _SharedRead(len(shares), report, partial(self.cancel, transfer))
+        read = _SharedRead(len(shares), on_end, partial(self.cancel, transfer))
         for i, (link, share) in enumerate(zip(self._links, shares, strict=False)):
             try:
                 link.submit(transfer, share, read.end)
@@ -145,8 +145,8 @@ class TeamLink:
 class _SharedRead:
     """Ends when all its shares have ended. The first error counts, and ends the others early."""
 
-    def __init__(self, num_shares: int, report: Callable[[str], None], cancel: Callable[[], None]) -> None:
-        self._report, self._cancel = report, cancel
+    def __init__(self, num_shares: int, on_end: OnEnd, cancel: Callable[[], None]) -> None:
+        self._on_end, self._cancel = on_end, cancel
         self._lock = threading.Lock()
         self._num_left, self._error = num_shares, ""
 
@@ -156,7 +156,7 @@ class _SharedRead:
             is_over, is_first = not self._num_left, bool(error and not self._error)
             self._error = self._error or error
         if is_over:
-            self._report(self._error)
+            self._on_end(self._error)
         elif is_first:
             self._cancel()
 

@@ -28,7 +28,7 @@ from kvferry.core.runs import Runs, place
 from kvferry.errors import TransportError
 from kvferry.log import is_worth_a_line, log_of
 from kvferry.transport.agent import FabricAgent, RegionTable
-from kvferry.transport.base import Connected, Report, quietly
+from kvferry.transport.base import Connected, OnEnd, quietly
 from kvferry.transport.cards import Card
 from kvferry.transport.cuda import Cuda
 from kvferry.transport.places import checked
@@ -282,11 +282,11 @@ class AgentThread:
             log.exception("a job of the thread that owns a NIXL agent failed")
             quietly(job.refuse, _ours(error))
 
-    def _add(self, name: str, card: Card, memory: RegionTable, report: Callable[[str], None]) -> Read:
+    def _add(self, name: str, card: Card, memory: RegionTable, on_end: OnEnd) -> Read:
         if self._is_closing:
             raise TransportError("closed", "this transport was closed")
         runs = self._scratch.first_bytes(memory.places.regions)
-        warm_up = Read(self._reads.connect(name, card, memory), runs, self._scratch.memory, report)
+        warm_up = Read(self._reads.connect(name, card, memory), runs, self._scratch.memory, on_end)
         self._reads.submit(warm_up)
         return warm_up
 
@@ -316,9 +316,9 @@ class AgentLink:
         """Whether some of what is read is in host memory, on either side."""
         return any("DRAM" in memory.names for memory in (self._rank.memory, self._dst))
 
-    def submit(self, transfer: int, runs: Runs, report: Report) -> None:
+    def submit(self, transfer: int, runs: Runs, on_end: OnEnd) -> None:
         """Have runs that were checked wait for their turn."""
-        self._thread.submit(Read(self._rank, runs, self._dst, report, transfer))
+        self._thread.submit(Read(self._rank, runs, self._dst, on_end, transfer))
 
     def cancel(self, transfer: int) -> None:
         self._thread.tell(lambda reads: reads.cancel(transfer))

@@ -163,9 +163,9 @@ class Transport(Protocol):
         ...
 
 
-Report = Callable[[str], None]
+OnEnd = Callable[[str], None]
 """Called once, when all of a read has ended, from whatever thread: with the error, or an empty text."""
-Start = Callable[[int, Report], None]
+Start = Callable[[int, OnEnd], None]
 """Submits a read that was prepared, under the caller's number. Raises TransportError if nothing was
 submitted; no report comes then."""
 

@@ -15,7 +15,7 @@ from queue import SimpleQueue
 
 from kvferry.errors import TransportError
 from kvferry.log import log_of
-from kvferry.transport.base import CANCELLED, DeviceEvent, Link, Report, Start, quietly
+from kvferry.transport.base import CANCELLED, DeviceEvent, Link, OnEnd, Start, quietly
 from kvferry.transport.cuda import Cuda, Event
 
 log = log_of(__name__)
@@ -81,7 +81,7 @@ class EventWait:
 class _Held:
     link: Link
     start: Start
-    report: Report
+    on_end: OnEnd
 
 
 class HeldReads:
@@ -93,9 +93,9 @@ class HeldReads:
         """Also held while a read is started: what cancels it comes before that, or after it."""
         self._held: dict[int, _Held] = {}
 
-    def hold(self, transfer: int, link: Link, start: Start, report: Report, after: DeviceEvent) -> None:
+    def hold(self, transfer: int, link: Link, start: Start, on_end: OnEnd, after: DeviceEvent) -> None:
         """Start a read when the device has come to an event, unless it is ended before; never blocks."""
-        mark, held = self._events.follow(after), _Held(link, start, report)
+        mark, held = self._events.follow(after), _Held(link, start, on_end)
         with self._lock:
             self._held[transfer] = held
         self._events.submit(mark, partial(self._let_go, transfer, held))
@@ -105,7 +105,7 @@ class HeldReads:
         with self._lock:
             held = self._held.pop(transfer, None)
         if held:
-            held.report(CANCELLED)
+            held.on_end(CANCELLED)
         return held is not None
 
     def end_all(self, error: str, link: Link | None = None) -> None:
@@ -114,7 +114,7 @@ class HeldReads:
             ended = [number for number, held in self._held.items() if link in (None, held.link)]
             reads = [self._held.pop(number) for number in ended]
         for held in reads:
-            held.report(error)
+            held.on_end(error)
 
     def close(self) -> None:
         """End the thread; nothing may be held."""
@@ -127,8 +127,8 @@ class HeldReads:
             del self._held[transfer]
             if not error:
                 try:
-                    held.start(transfer, held.report)
+                    held.start(transfer, held.on_end)
                 except TransportError as failure:
                     error = str(failure)
         if error:
-            held.report(error)
+            held.on_end(error)

@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from queue import SimpleQueue
 from time import sleep
 from weakref import WeakKeyDictionary
@@ -28,7 +28,7 @@ from kvferry.core.runs import Runs
 from kvferry.errors import TransportError
 from kvferry.log import log_of
 from kvferry.transport.agent import RegionTable
-from kvferry.transport.base import CANCELLED, Connected, DeviceEvent, Report, Start, quietly
+from kvferry.transport.base import CANCELLED, Connected, DeviceEvent, OnEnd, Start, quietly
 from kvferry.transport.cards import Card
 from kvferry.transport.copy_kernel import (
     CopyKernel,
@@ -71,22 +71,21 @@ class MappedRank:
     prepared: Patterns = field(default_factory=WeakKeyDictionary)
 
 
-def _nobody(error: str) -> None:
-    """Who is told of the end of a copy that was not submitted."""
-
-
 @dataclass(eq=False)
 class Copy:
     """A read, or a clearing, that has not ended."""
 
     rank: MappedRank | None
     """None: fill with zeros."""
-    product: Product
-    report: Report = _nobody
-    after: DeviceEvent | None = None
+    terms: Sequence[Repeated]
+    """What the kernel is to copy."""
+    on_end: OnEnd
+    after: DeviceEvent | None
     """Nothing is written before the device has come to this mark of the engine's."""
-    terms: list[Repeated] = field(default_factory=list)
-    num_bytes: int = 0
+
+    @cached_property
+    def num_bytes(self) -> int:
+        return sum(term.num_bytes for term in self.terms)
 
 
 class DeviceCopier:
@@ -127,18 +126,12 @@ class DeviceCopier:
             raise TransportError("closed", "this transport was closed")
         return MappedLink(self, rank)
 
-    def clear(self, product: Product, report: Callable[[str], None], after: DeviceEvent | None) -> None:
+    def clear(self, product: Product, on_end: OnEnd, after: DeviceEvent | None) -> None:
         """Fill the destination places of a product with zeros."""
-        copy = Copy(None, product, report, after)
-        self.prepare(copy)
-        self.submit(copy)
-
-    def prepare(self, copy: Copy) -> None:
-        """Make what the kernel is to copy; raises TransportError if a run would leave its region."""
-        copy.terms = self._terms(copy)
+        self.submit(Copy(None, self.terms(None, product), on_end, after))
 
     def submit(self, copy: Copy) -> None:
-        """Start a copy that was prepared, or put it in line; never waits for the device.
+        """Start a copy, or put it in line; never waits for the device.
 
         Raises TransportError, with nothing written and no end to come.
         """
@@ -188,10 +181,9 @@ class DeviceCopier:
             self.forget(rank)
         return True
 
-    def _terms(self, copy: Copy) -> list[Repeated]:
-        """What the kernel is to copy, checked against the memory that is there."""
-        known = copy.rank.prepared if copy.rank else self._clearing
-        src = copy.rank.places if copy.rank else None
+    def terms(self, rank: MappedRank | None, product: Product) -> list[Repeated]:
+        """What the kernel is to copy; raises TransportError if a run would leave its region."""
+        known, src = (rank.prepared, rank.places) if rank else (self._clearing, None)
 
         def prepared(pattern: Runs) -> tuple[Prepared, ...]:
             found = known.get(pattern)
@@ -199,7 +191,7 @@ class DeviceCopier:
                 found = known[pattern] = prepare(pattern, src, self._ours)
             return found
 
-        return repeated(copy.product, prepared)
+        return repeated(product, prepared)
 
     def _next(self, lane: CopyLane, ended: Copy, error: str) -> None:
         with self._lock:
@@ -228,7 +220,7 @@ class DeviceCopier:
             with self._lock:
                 copy.rank.num_copies -= 1
             self._unmap_if_quiet(copy.rank)
-        copy.report(error)
+        copy.on_end(error)
 
     def _unmap_if_quiet(self, rank: MappedRank) -> None:
         with self._lock:
@@ -252,19 +244,18 @@ class MappedLink:
 
     def prepare(self, product: Product, after: DeviceEvent | None, permit: bytes = b"") -> Start:
         """Check that all runs are inside of their regions."""
-        copy = Copy(self._rank, product, after=after)
-        self._copier.prepare(copy)
-        return partial(self._start, copy)
+        return partial(self._start, self._copier.terms(self._rank, product), after)
 
-    def _start(self, copy: Copy, transfer: int, report: Report) -> None:
+    def _start(
+        self, terms: Sequence[Repeated], after: DeviceEvent | None, transfer: int, on_end: OnEnd
+    ) -> None:
         """Start a copy, or have it wait for a lane."""
 
         def end(error: str) -> None:
             self._copies.pop(transfer, None)
-            report(error)
+            on_end(error)
 
-        copy.report = end
-        self._copies[transfer] = copy
+        copy = self._copies[transfer] = Copy(self._rank, terms, end, after)
         try:
             self._copier.submit(copy)
         except BaseException:
@@ -298,7 +289,6 @@ class CopyLane:
         """Queue a copy on the device; in any thread, one at a time."""
         error = ""
         try:
-            copy.num_bytes = sum(term.num_bytes for term in copy.terms)
             with self._cuda.current_for_launches():
                 self._queue.put(copy.terms, copy.num_bytes, copy.after)
         except TransportError as failure:

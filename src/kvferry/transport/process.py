@@ -30,7 +30,7 @@ from kvferry.log import log_of
 from kvferry.transport.agent import FabricAgent, RegionTable, SlicePair
 from kvferry.transport.agent_team import AgentTeam
 from kvferry.transport.agent_thread import AgentThread
-from kvferry.transport.base import Connected, DeviceEvent, Gate, Link, ReadEnd, Report, Start, Transfers
+from kvferry.transport.base import Connected, DeviceEvent, Gate, Link, OnEnd, ReadEnd, Start, Transfers
 from kvferry.transport.cards import Card
 from kvferry.transport.copy_kernel import CopyLimits
 from kvferry.transport.cuda import Cuda
@@ -269,7 +269,7 @@ class ProcessTransport:
                 self._transfers.drop(transfer)
                 raise
 
-    def _hold(self, transfer: int, link: Link, start: Start, end: Report, after: DeviceEvent) -> None:
+    def _hold(self, transfer: int, link: Link, start: Start, end: OnEnd, after: DeviceEvent) -> None:
         if self._cuda is None:
             raise TransportError("no-device", "no device to wait for: this rank's memory is the host's")
         with self._making:

@@ -22,14 +22,14 @@ remove      nothing is under way; the agent may keep what it knew
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvferry.core.runs import Runs
 from kvferry.errors import TransportError
 from kvferry.log import is_worth_a_line, log_of
 from kvferry.transport.agent import MAX_POSTED, FabricAgent, RegionTable, SlicePair, slice_pairs
-from kvferry.transport.base import CANCELLED, quietly
+from kvferry.transport.base import CANCELLED, OnEnd, quietly
 from kvferry.transport.cards import Card
 
 log = log_of(__name__)
@@ -68,8 +68,7 @@ class Read:
     rank: RemoteRank
     runs: Runs
     dst: RegionTable
-    report: Callable[[str], None]
-    """Called once, when it has ended, with the error or an empty text."""
+    on_end: OnEnd
     transfer: int | None = None
     """The caller's number, if it can be cancelled."""
     unposted: Iterator[SlicePair] | None = None
@@ -278,7 +277,7 @@ class Reads:
         read.has_ended = True
         if read.transfer is not None:
             self._by_transfer.pop(read.transfer, None)
-        quietly(read.report, read.error)
+        quietly(read.on_end, read.error)
         self._remove_if_quiet(read.rank)
 
 

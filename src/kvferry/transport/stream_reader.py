@@ -22,7 +22,7 @@ from kvferry.core.choices import Way
 from kvferry.core.product import Product, Term
 from kvferry.errors import TransportError
 from kvferry.log import log_of
-from kvferry.transport.base import CANCELLED, Connected, DeviceEvent, Report, Start, quietly
+from kvferry.transport.base import CANCELLED, Connected, DeviceEvent, OnEnd, Start, quietly
 from kvferry.transport.cards import GatherPoint
 from kvferry.transport.pack import ChunkCopier, TermSide, check_term, dst_of, pieces
 from kvferry.transport.places import Places
@@ -58,7 +58,7 @@ class _Read:
     transfer: int
     permit: bytes
     pieces: Iterator[tuple[Term, ...]]
-    report: Callable[[str], None]
+    on_end: OnEnd
     asks: dict[int, _Ask] = field(default_factory=dict)
     """By nonce: those under way."""
     is_all_asked: bool = False
@@ -125,8 +125,8 @@ class StreamLink:
             check_term(term, self.src, self._mover.copier.memory)
         return partial(self._start, pieces(product, self._chunk_bytes), permit)
 
-    def _start(self, parts: Iterator[tuple[Term, ...]], permit: bytes, transfer: int, report: Report) -> None:
-        self._mover.submit(_Read(self, transfer, permit, parts, report))
+    def _start(self, parts: Iterator[tuple[Term, ...]], permit: bytes, transfer: int, on_end: OnEnd) -> None:
+        self._mover.submit(_Read(self, transfer, permit, parts, on_end))
 
     def cancel(self, transfer: int) -> None:
         """Ask for nothing more of a read; nothing of it is written any more when it ends."""
@@ -223,7 +223,7 @@ class StreamMover:
     def _end_if_over(self, read: _Read) -> None:
         if read.has_ended and read.link.reads.get(read.transfer) is read:
             del read.link.reads[read.transfer]
-            quietly(read.report, read.error)
+            quietly(read.on_end, read.error)
             self._let_go(read.link)
 
     def _let_go(self, link: StreamLink) -> None:
