@@ -48,7 +48,7 @@ CORE := tests/core tests/wire tests/requirements tests/test_everything.py tests/
 
 test: test-core test-rest ## the quick test suite, doctests included: the core first, then the rest
 
-test-core: $(READY) ## the part of it that starts no process
+test-core: $(READY) ## the core tests: planning, checking, wire format
 	@echo "==> tests: the core"
 	@$(BIN)/pytest $(CORE)
 
@@ -69,7 +69,7 @@ imports: $(READY) ## the import rule: arrows point inward
 	@echo "==> imports"
 	@$(BIN)/lint-imports --no-logo
 
-check: lint types imports test-core ## before a commit: reads the code and tests the core; starts no process
+check: lint types imports test-core ## before a commit: lint, types, imports and the core tests
 
 format: $(READY) ## rewrite files the way `make lint` wants them
 	@$(BIN)/ruff check --fix-only .
