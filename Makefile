@@ -109,7 +109,7 @@ faults: $(READY) ## kill, stop and restart processes, forge tickets, throw junk:
 # The schemas take 110 MB: they are fetched when they are asked for.
 kubernetes: $(READY) ## check the example for Kubernetes against Kubernetes' own schemas
 	@$(BIN)/python -m pip install --quiet -c constraints.txt kubernetes-validate
-	@$(BIN)/kubernetes-validate --strict examples/kubernetes/*.yaml
+	@$(BIN)/kubernetes-validate --strict examples/kubernetes/prefill-decode.yaml
 
 # SCREENSHOTS=folder keeps a picture of each page, at two widths, light and dark.
 browser: $(READY) ## drive the pages of --html in a real Chromium: keyboard, touch, text, axe
@@ -131,14 +131,15 @@ load: $(READY) ## 2,000 requests at a time, every kind of cache, by each way of 
 	@echo "==> load"
 	@$(BIN)/pytest -s -m "" tests/load
 
-# Inside vLLM: kernels, allocator, engine core without a model. A process for each file and family: vLLM's layers
-# outlive their engines, and so do their caches.
-INSIDE       := $(VLLM_ENV)/bin/python -m pytest -q -m "" -p no:cacheprovider
+# Inside vLLM: kernels, allocator, engine core without a model.
+INSIDE       := $(VLLM_ENV)/bin/python -m tests.vllm
 INSIDE_FILES := $(filter-out %/test_faults.py,$(wildcard tests/vllm/test_*.py))
+
+FAULT_PARTS  := $(foreach part,llama gemma3 "not+llama+and+not+gemma3",'tests/vllm/test_faults.py -k $(subst +, ,$(part))')
 
 # What a new series of vLLM is most likely to break.
 CORE_FILES := $(wildcard tests/vllm/test_scheduler*.py tests/vllm/test_describe_*.py) \
-              $(patsubst %,tests/vllm/test_%.py,kernels layout_check multi_connector plugin prefix_cache)
+              $(patsubst %,tests/vllm/test_%.py,kernels layout_check multi_connector plugin prefix_cache read_back)
 
 # Then between whole engines.
 e2e: e2e-inside e2e-live ## real vLLM on a CPU, tokens compared with one engine's: what CI runs of it (VLLM=0.33: that version)
@@ -151,14 +152,11 @@ e2e-live: $(VLLM_ENV)/.ready ## the part of it between whole engines
 
 e2e-inside: $(VLLM_ENV)/.ready ## the part of it inside one process: vLLM's engine core, kernels and allocator
 	@echo "==> e2e: inside vLLM"
-	@set -e; for file in $(INSIDE_FILES); do $(INSIDE) $$file; done
-	@$(INSIDE) tests/vllm/test_faults.py -k llama
-	@$(INSIDE) tests/vllm/test_faults.py -k gemma3
-	@$(INSIDE) tests/vllm/test_faults.py -k "not llama and not gemma3"
+	@$(INSIDE) $(INSIDE_FILES) $(FAULT_PARTS)
 
 e2e-core: $(VLLM_ENV)/.ready ## the part of that which a new version is most likely to break (VLLM=0.33)
 	@echo "==> e2e: vLLM $(VLLM): engine core, kernels and layouts"
-	@set -e; for file in $(CORE_FILES); do $(INSIDE) $$file; done
+	@$(INSIDE) $(CORE_FILES)
 
 e2e-full: $(VLLM_ENV)/.ready ## all of it: most of an hour
 	@echo "==> e2e, all"
@@ -166,7 +164,7 @@ e2e-full: $(VLLM_ENV)/.ready ## all of it: most of an hour
 	@$(VLLM_ENV)/bin/python -m pytest -m "not chosen" -p no:cacheprovider tests/e2e
 
 # Needs a Python that has vLLM already: nothing is installed. DEVICE=cpu tries the same on a CPU; ONLY="pair/llama fault"
-# takes a part; BUDGET=900 ends after so many seconds, and the same command goes on. docs/gpu.md has the rest.
+# takes a part; BUDGET=900 ends after so many seconds, and the same command goes on. docs/lab/gpu.md has the rest.
 DEVICE ?= cuda
 BUDGET ?= 0
 GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(VLLM_ENV)/bin/python),$(PYTHON)),$(PYTHON))

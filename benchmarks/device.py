@@ -35,11 +35,14 @@ from kvferry.runtime import Timing
 from kvferry.testing.transport_world import Source
 from kvferry.transport.copy_kernel import CopyLimits
 from kvferry.transport.cuda import Cuda
-from kvferry.transport.mapped import Copy, DeviceCopier, MappedRank
+from kvferry.transport.exports import Opened
+from kvferry.transport.mapped import DeviceCopier, MappedLink
 from kvferry.transport.places import Places
 from kvferry.transport.process import ProcessTransport
+from kvferry.transport.reads import Read
 from kvferry.transport.region_memory import RegionMemory
 from kvferry.transport.settings import CUDA_ENVIRONMENT, WAY_SETTING, Expose, WayChoice
+from kvferry.transport.transfers import Transfers
 from tests.support.fleet import DestinationFleet, SourceFleet
 from tests.support.fleet.actors import DestinationActor
 from tests.support.fleet.worker import Worker
@@ -364,13 +367,6 @@ class Loops:
         return [before.elapsed_time(end) for before, end in pairwise(ends)][20:]
 
 
-class Nothing:
-    """What was not opened need not be closed."""
-
-    def close(self) -> None:
-        pass
-
-
 def beside() -> list[dict[str, Any]]:
     import torch
 
@@ -387,8 +383,10 @@ def beside() -> list[dict[str, Any]]:
             alone = np.array(timer(name))
             for num_blocks in (8, 16, 32, 64, 0):
                 for launch_mib in (16, 64, 512):
-                    copier = DeviceCopier(cuda, dst, CopyLimits(num_blocks, launch_mib * MIB))
-                    with copying(copier, MappedRank("it", Nothing(), src), product) as moved:
+                    transfers, limits = Transfers(), CopyLimits(num_blocks, launch_mib * MIB)
+                    copier = DeviceCopier(transfers, cuda, dst, limits)
+                    link = copier.link("it", Opened(cuda, src.regions))
+                    with copying(transfers, link, product) as moved:
                         before, started = moved[0], time.perf_counter()
                         took = np.array(timer(name))
                         speed = (moved[0] - before) / (time.perf_counter() - started) / 1e9
@@ -408,14 +406,14 @@ def beside() -> list[dict[str, Any]]:
 
 
 @contextmanager
-def copying(copier: DeviceCopier, rank: Any, product: Product) -> Iterator[list[int]]:
+def copying(transfers: Transfers, link: MappedLink, product: Product) -> Iterator[list[int]]:
     """One copy after another, meanwhile; how many bytes, so far."""
     moved, is_over = [0], threading.Event()
 
     def feed() -> None:
         while not is_over.is_set():
             ended = threading.Event()
-            copier.submit(Copy(rank, product, lambda _, ended=ended: ended.set()))
+            transfers.submit(Read(link.prepare(product, None), lambda _, ended=ended: ended.set()))
             ended.wait()
             moved[0] += product.total_bytes
 

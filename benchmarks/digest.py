@@ -3,7 +3,7 @@
     python -m benchmarks.digest
 
 4,096 tokens in scattered blocks of a pool of 300; numpy and a read of another process's memory (CMA) in
-turns, the best of each. See docs/performance.md.
+turns, the best of each. See docs/lab/performance.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 
 from kvferry import plan
-from kvferry.core.digest import DigestSide, digest_parts, num_bytes
+from kvferry.core.digest import DigestSide, digest_parts, most_bytes
 from kvferry.core.digest_cells import sums_by_numpy
 from kvferry.core.sample import Placement, sample_request
 from kvferry.models import Topology, describe, model_named
@@ -85,7 +85,7 @@ def main() -> None:
             (parts,) = digest_parts(plan(engine, engine, 0), request).values()
             rank = engine.rank(0)
             memory = {region.name: np.full(region.num_bytes, 7, np.uint8) for region in rank.regions}
-            total = sum(num_bytes(engine, part) for part in parts)
+            total = sum(most_bytes(engine, part) for part in parts)
             best: dict[str, float] = {}
             for _ in range(TURNS):
                 best["CMA"] = max(best.get("CMA", 0), CMA_BYTES / seconds_of(other.read))

@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 
 from kvferry import plan
-from kvferry.core.digest import digest_parts, num_bytes
+from kvferry.core.digest import digest_parts, most_bytes
 from kvferry.core.sample import Placement, sample_request
 from kvferry.endpoint.load_digest import LoadDigest
 from kvferry.models import Topology, describe, model_named
@@ -42,7 +42,7 @@ def main() -> None:
             for region in rank.regions
         )
         here = replace(engine, ranks=(replace(rank, regions=regions), *engine.ranks[1:]))
-        total, best = sum(num_bytes(engine, part) for part in parts), float("inf")
+        total, best = sum(most_bytes(engine, part) for part in parts), float("inf")
         for turn in range(TURNS):
             started = time.perf_counter()
             LoadDigest(here, 0, "src", lambda: True).sums(request.src, parts, turn)

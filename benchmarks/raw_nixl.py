@@ -17,7 +17,9 @@ from kvferry.core.runs import Runs, place
 from kvferry.transport.base import Connected, DeviceEvent, ReadEnd, Transport
 from kvferry.transport.cards import Card
 from kvferry.transport.cuda import Cuda
-from kvferry.transport.process import Agent, ProcessTransport, RegionTable, SlicePair
+from kvferry.transport.nixl_agent import Agent, SlicePair
+from kvferry.transport.places import RegionTable
+from kvferry.transport.process import ProcessTransport
 from kvferry.transport.region_memory import RegionMemory
 from kvferry.transport.settings import Expose, UcxSettings, WayChoice
 from tests.support.fleet.actors import DestinationActor
@@ -135,7 +137,7 @@ class RawNixl:
         """As many bytes of each peer as these lists have, in as few runs as its regions allow, to scratch."""
         lists, at = [], 0
         for peer, runs in reads:
-            num_bytes = _from_start(self._peers[peer][1].places.regions, runs.total_bytes)
+            num_bytes = _from_start(self._peers[peer][1].regions, runs.total_bytes)
             src = [place(index, 0) for index in num_bytes]
             stops = at + np.cumsum(list(num_bytes.values()))
             dst = [

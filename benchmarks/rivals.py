@@ -1,4 +1,4 @@
-"""kvferry's ways beside NIXL alone and the worker of vLLM's own NixlConnector, as `kvferry bench` measures.
+"""kvferry's ways beside NIXL alone and the worker of vLLM's own NixlConnector, in turns.
 
     make bench                                              all of it; writes benchmarks/bench.json
     python -m benchmarks.rivals --quick --memory host       some seconds
@@ -27,10 +27,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import rival_cases as grid
 from benchmarks.raw_nixl import RawNixl
-from kvferry.cli.bench import QUICK_TURNS, TURNS, Fabric
-from kvferry.cli.bench import cases as grid
-from kvferry.cli.bench.cases import (
+from benchmarks.rival_cases import (
     NUM_LAYERS,
     TOKENS_PER_BLOCK,
     BenchCase,
@@ -38,7 +37,7 @@ from kvferry.cli.bench.cases import (
     CacheShape,
     Medium,
 )
-from kvferry.cli.bench.measure import (
+from benchmarks.rival_measure import (
     asked_media,
     asked_rivals,
     environment,
@@ -46,8 +45,8 @@ from kvferry.cli.bench.measure import (
     new_report,
     no_nixl,
 )
-from kvferry.cli.bench.report import BenchReport, BenchVerdict, NotRun, RivalTimes, show
-from kvferry.cli.bench.sides import READ_SECONDS, BenchReader, BenchSource, Contender, Rival
+from benchmarks.rival_report import BenchReport, BenchVerdict, NotRun, RivalTimes, show
+from benchmarks.rival_sides import READ_SECONDS, BenchReader, BenchSource, Contender, Rival
 from kvferry.cli.output import milliseconds, num_bytes, progress
 from kvferry.cli.processes import GPU_DRIVER, RankCard, Worker
 from kvferry.core.manifest import Region
@@ -56,6 +55,16 @@ from kvferry.errors import TransportError
 from kvferry.transport.process import ProcessTransport
 from kvferry.transport.region_memory import Bytes, RegionMemory
 from kvferry.transport.settings import UCX_EMULATES, UCX_TRANSPORTS, Expose, WayChoice
+
+TURNS, QUICK_TURNS = 7, 3
+
+
+class Fabric(StrEnum):
+    """What carries bytes of host memory."""
+
+    CMA = "cma"
+    TCP = "tcp"
+
 
 FOLDER = "KVFERRY_BENCH_FOLDER"
 """For files that both processes of vLLM's workers need."""

@@ -1,4 +1,4 @@
-"""A cache of your own, described by hand and moved between two hosts.
+"""A cache of your own, described by hand and transferred between two hosts.
 
 On the host that has the cache (10.0.0.7), then on the other one:
 
@@ -31,7 +31,7 @@ from kvferry.wire.ticket import from_text, to_text
 
 LAYERS, HEADS, CHANNELS, TOKENS = 2, 8, 64, 100
 
-# What both sides must agree on: names, axes, items. Not where anything is.
+# Names, axes and items, on which both sides must agree; addresses may differ.
 STATES = [
     State(
         f"layers.{layer}/{part}", (Axis("head", HEADS), Axis("channel", CHANNELS)), item_bytes=2, dtype="fp16"
@@ -39,7 +39,7 @@ STATES = [
     for layer in range(LAYERS)
     for part in "kv"
 ]
-IDENTITY = Identity.of({"weights": "an example, version 1"})  # whatever shapes the numbers
+IDENTITY = Identity.of({"weights": "an example, version 1"})  # everything that determines the numbers
 
 
 def views_of_source(cache: np.ndarray) -> Iterator[View]:
@@ -72,7 +72,7 @@ def views_of_reader(cache: np.ndarray, first_head: int) -> Iterator[View]:
 
 
 def rank(number: int, cache: np.ndarray, views: Iterator[View], *, is_mine: bool = True) -> Rank:
-    """A rank whose memory is one array. Where the memory of others is, nobody has to know."""
+    """A rank whose memory is one array; addresses of other ranks are not needed."""
     region = Region("cache", cache.nbytes, address=cache.ctypes.data if is_mine else 0)
     return Rank(number, (region,), tuple(views))
 
@@ -83,13 +83,13 @@ def manifest(engine: str, ranks: list[Rank], group: Group) -> Manifest:
 
 
 def numbers() -> np.ndarray:
-    """What the model would have computed: [layer, K or V, token, head, channel]."""
+    """The values that the model would have computed: [layer, K or V, token, head, channel]."""
     shape = (LAYERS, 2, TOKENS, HEADS, CHANNELS)
     return np.random.default_rng(7).integers(1, 1000, shape).astype(np.float16)
 
 
 def offer(args: argparse.Namespace, trust: Trust) -> None:
-    """The engine that has computed the request."""
+    """The engine that has prefilled the request."""
     blocks = [5, 3, 9, 0, 2, 40, 41]
     cache = np.zeros((64, LAYERS, 2, 16, HEADS, CHANNELS), np.float16)
     for token in range(TOKENS):
@@ -98,7 +98,7 @@ def offer(args: argparse.Namespace, trust: Trust) -> None:
     group = Group("all", num_blocks=64, tokens_per_block=16)
     ours = manifest("prefill", [rank(0, cache, views_of_source(cache))], group)
     engine = SourceEngine("prefill", num_ranks=1, listen=args.listen, trust=trust)
-    any_port = args.listen.rpartition(":")[0] + ":*"  # where it is asked to gather, if it does
+    any_port = args.listen.rpartition(":")[0] + ":*"  # address for packed reads
     readable = SourceRank(engine.invitation, ours, ProcessTransport(), listen=any_port, trust=trust)
     ticket = engine.offer("request-1", {"all": BlockTable.of(blocks)}, TOKENS)
     args.ticket.write_text(to_text(ticket))
@@ -111,7 +111,7 @@ def offer(args: argparse.Namespace, trust: Trust) -> None:
 
 
 def fetch(args: argparse.Namespace, trust: Trust) -> None:
-    """The engine that goes on with it, or one rank of it."""
+    """The engine that decodes the request, or one of its ranks."""
     blocks = [7, 1, 30, 12]
     num_heads = HEADS // args.num_ranks
     mine = slice(args.rank * num_heads, (args.rank + 1) * num_heads)
@@ -121,7 +121,7 @@ def fetch(args: argparse.Namespace, trust: Trust) -> None:
         rank(each, cache, views_of_reader(cache, each * num_heads), is_mine=each == args.rank)
         for each in range(args.num_ranks)
     ]
-    # The manifest has all ranks; the reader's name is the same on all, and another one at the next start.
+    # The manifest has all ranks; the reader's name is the same on all ranks, and new at each start.
     destination = Destination(
         manifest("decode", ranks, group), args.rank, ProcessTransport(), reader=args.reader, trust=trust
     )

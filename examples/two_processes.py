@@ -2,8 +2,8 @@
 
     python examples/two_processes.py
 
-An engine needs four things from kvferry: a manifest of its memory, a transport, an endpoint, and a ``poll``
-in its step loop. Everything else here (numpy buffers, a pipe for the ticket) stands for the engine itself.
+An engine needs a manifest of its memory, a transport, an endpoint, and a ``poll`` in its step loop.
+The rest (numpy buffers, a pipe for the ticket) stands for the engine itself.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from kvferry.transport.process import ProcessTransport
 MODEL = model_from_config(
     {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 64}
 )
-IDENTITY = Identity.of({"weights": "random, seed 7"})  # an engine says all that shapes its numbers
+IDENTITY = Identity.of({"weights": "random, seed 7"})  # everything that determines the numbers
 NUM_TOKENS = 100
 
 
 def with_memory(manifest: Manifest) -> tuple[Manifest, dict[str, np.ndarray]]:
-    """The manifest with the addresses of real buffers: an engine has its own, on a GPU perhaps."""
+    """The manifest with the addresses of real buffers; an engine uses its own memory."""
     (rank,) = manifest.ranks
     buffers = {region.name: np.zeros(region.num_bytes, np.uint8) for region in rank.regions}
     regions = tuple(replace(region, address=buffers[region.name].ctypes.data) for region in rank.regions)
@@ -44,11 +44,11 @@ def prefill(pipe: Connection) -> None:
         buffer[:] = np.random.default_rng(7).integers(1, 256, len(buffer), dtype=np.uint8)
 
     ticket = engine.offer("request-1", {"full": BlockTable.of([5, 3, 9, 0, 2, 40, 41])}, NUM_TOKENS)
-    pipe.send(ticket)  # in real life it travels with the request, through the router
+    pipe.send(ticket)  # in production the router passes it on with the request
     while not (released := engine.poll()):
         time.sleep(0.001)
-    pipe.recv()  # the other side has said its line
-    print(f"prefill: the blocks of {released[0].request_id} are mine again ({released[0].reason})")
+    pipe.recv()  # wait until the destination has printed its line
+    print(f"prefill: the blocks of {released[0].request_id} were released ({released[0].reason})")
     rank.close()
     engine.close()
 

@@ -14,8 +14,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvferry import Slack, lower, plan, prove, select
+from kvferry.models import Topology
 from kvferry.testing import oracle
-from kvferry.testing.strategies import Case, cases, engines, requests
+from kvferry.testing.strategies import (
+    PACKINGS,
+    SEPARATE_LAYOUTS,
+    WINDOWED,
+    Case,
+    cases,
+    engines,
+    ratio,
+    requests,
+)
 
 NUM_EXAMPLES = int(os.environ.get("KVFERRY_LAW_EXAMPLES", "2000"))
 LEAST_SHARE = 0.01
@@ -23,9 +33,40 @@ LEAST_SHARE = 0.01
 seen: dict[str, Counter[str]] = defaultdict(Counter)
 
 
-def count(case: Case) -> None:
-    for dimension, value in case.labels.items():
-        seen[dimension][value] += 1
+def labels(case: Case) -> dict[str, str]:
+    """The value of every dimension that the law runs over."""
+    src, dst = case.src, case.dst
+    src_tokens, dst_tokens = src.block * src.cp, dst.block * dst.cp
+    return {
+        "family": case.family,
+        "opaque": str(src.layout == "opaque"),
+        "window": str(case.family in WINDOWED),
+        "tp": ratio(src.tp, dst.tp),
+        "block": ratio(src_tokens, dst_tokens),
+        "src pp": stage_kind(src),
+        "dst pp": stage_kind(dst),
+        "cp": sides(src.cp > 1, dst.cp > 1),
+        "layouts": "same" if src.layout == dst.layout else "different",
+        "src layout": layout_kind(src.layout),
+        "dst layout": layout_kind(dst.layout),
+        "packing": sides(src.layout in PACKINGS, dst.layout in PACKINGS),
+        "kernel": sides(src.kernel > 0, dst.kernel > 0),
+        "prefix": "none" if not case.num_kept else "inside" if case.num_kept % dst_tokens else "blocks",
+        "tail": "partial" if case.num_tokens % dst_tokens else "full",
+        "slack": case.slack.value,
+    }
+
+
+def stage_kind(topology: Topology) -> str:
+    return "uneven" if not isinstance(topology.pp, int) else "one" if topology.pp == 1 else "two"
+
+
+def layout_kind(name: str) -> str:
+    return "packed" if name in PACKINGS else "apart" if name in SEPARATE_LAYOUTS else name
+
+
+def sides(has_src: bool, has_dst: bool) -> str:
+    return f"{'src' * has_src}{'dst' * has_dst}" or "none"
 
 
 @settings(
@@ -45,7 +86,8 @@ def check_everything(data: st.DataObject) -> None:
     for runs in selection.reads.values():
         ends = {(s + n, d + n) for s, d, n in zip(runs.src, runs.dst, runs.num_bytes, strict=True)}
         assert not ends & set(zip(runs.src, runs.dst, strict=True)), "two runs touch on both sides"
-    count(case)
+    for dimension, value in labels(case).items():
+        seen[dimension][value] += 1
 
 
 def test_everything_at_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,6 @@ from kvferry.core.runs import REGION_SHIFT
 from kvferry.testing.strategies import cases, engines, requests
 from kvferry.testing.transport_world import Source, wait
 from kvferry.transport import Transport, agent_team
-from kvferry.transport.agent_team import ShareLimits
 from kvferry.transport.cuda import has_cuda
 from kvferry.transport.memory import Hub, MemoryTransport
 from kvferry.transport.region_memory import RegionMemory
@@ -138,7 +137,8 @@ def between_processes(
     with serving(1, [NUM_BYTES], device, env) as served, pytest.MonkeyPatch.context() as patch:
         for name, value in env.items():
             patch.setenv(name, value)
-        patch.setattr(agent_team, "ShareLimits", partial(ShareLimits, num_runs=2, host_bytes=4096))
+        patch.setattr(agent_team, "SHARE_RUNS", 2)
+        patch.setattr(agent_team, "SHARE_HOST_BYTES", 4096)
         holder, source = RegionMemory(device), served.sources[0]
         holder.add("all", np.full(NUM_BYTES, 0xEE, np.uint8))
         reader = make(**options)

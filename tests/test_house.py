@@ -96,7 +96,7 @@ LARGE_OBJECTS = {
     "Incoming": "what the scheduler knows of requests with a ticket, until the next step tells the workers",
     "ProcessTransport": "an edge: its settings, and what is made once",
     "Options": "the options of the connector: one field for each",
-    "Read": "one read on its way: what is left to post, what is posted, how it ends",
+    "ProxyMetrics": "one attribute for each metric",
     "Reader": "one machine: its parts (meetings, questions, settlements) are machines already",
     "Record": "the account of a load: each field is a column",
     "TcpConnections": "one table: connections in three orders, and the bounds of all of them",

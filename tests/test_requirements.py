@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-PAGE = TESTS.parent / "docs" / "requirements.md"
+PAGE = TESTS.parent / "docs" / "lab" / "requirements.md"
 
 DEMANDS = {"R003": 8, "R004": 5, "R002": 16, "R000": 10, "R001": 8, "RB": 9, "RA": 9}
 """How many demands each document has."""

@@ -1,5 +1,6 @@
 """The site's own text: links of the repository work on it, and what GitHub shows it shows."""
 
+import json
 import re
 from pathlib import Path
 
@@ -19,9 +20,7 @@ def test_links_lead_to_pages_of_the_site():
     assert with_links_of_the_site(page, "") == (
         "[a](cli.md#kvferry-plan) [b](contributing.md) [c](files/examples/own_cache.py.md) [d](https://x.org/y)"
     )
-    assert (
-        with_links_of_the_site("[errors.md](errors.md#x)", "docs") == "[Every error by its code](errors.md#x)"
-    )
+    assert with_links_of_the_site("[errors.md](errors.md#x)", "docs") == "[Errors](errors.md#x)"
     page = "[a](errors.md) [b](../README.md#x) [c](#here)\n```\n[d](../README.md)\n```\n"
     assert with_links_of_the_site(page, "docs") == (
         "[a](errors.md) [b](readme.md#x) [c](#here)\n```\n[d](../README.md)\n```\n"
@@ -67,25 +66,31 @@ def test_the_page_of_proofs_has_the_table_of_the_readme():
     assert table("docs/why.md", "all 368 legal pairs") == table("README.md", "all 368 legal pairs")
 
 
-def test_the_readme_says_what_the_page_of_proofs_measured():
-    readme = (site_pages.ROOT / "README.md").read_text(encoding="utf-8")
-    for row in table("docs/why.md", "4,096 tokens of an 8B")[1:]:
-        for time in filter(None, map(number, row[1:3])):
-            assert re.search(rf"\s{time:g}\D", readme)
-
-
-def test_a_picture_is_drawn_from_its_table():
+def test_plots_are_those_of_the_result_files():
     pytest.importorskip("matplotlib")
     import site_pictures
 
-    pages = "".join(path.read_text(encoding="utf-8") for path in site_pages.ROOT.glob("docs/*.md"))
-    assert sorted(re.findall("<!-- picture: (.*) -->", pages)) == sorted(site_pictures.PICTURES)
+    pages = [site_pages.ROOT / "README.md", *site_pages.ROOT.glob("docs/*.md")]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    assert {*re.findall(r"plots/([\w-]+)\.svg", text)} == {*site_pictures.PICTURES}
+    for name in site_pictures.PICTURES:
+        file = site_pages.ROOT / "docs" / "plots" / f"{name}.svg"
+        drawn = site_pictures.as_file(name)
+        assert file.read_text(encoding="utf-8") == drawn, "run python tools/site_pictures.py"
     drawn = site_pictures.picture("peers")
     _, *rows = table("README.md", "all 368 legal pairs")
-    for name, right, refused, wrong in rows:
-        assert f"{name}: right {right}, refused {refused}, silently wrong {wrong}" in drawn
+    for name, right, rejected, wrong in rows:
+        assert f"{name}: right {right}, rejected {rejected}, silently wrong {wrong}" in drawn
         assert f">{right}</text>" in drawn
     assert site_pictures.INK not in drawn
+
+
+def test_result_files_say_how_they_were_measured():
+    for path in sorted((site_pages.ROOT / "benchmarks" / "results").glob("*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        for key in ("title", "measured", "command", "date", "hardware", "versions", "unit"):
+            assert result[key], f"{path.name}: {key}"
+        assert all(len(row) == len(result["columns"]) for row in result["rows"])
 
 
 def test_a_cell_is_read_without_its_marks():

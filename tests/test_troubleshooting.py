@@ -11,9 +11,9 @@ from kvferry.runtime import FailureCode
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-OURS, _, FOREIGN = PAGE.partition("## What others print")
+OURS, _, FOREIGN = PAGE.partition("## Messages from other software")
 OPERATE = (ROOT / "docs" / "operate.md").read_text(encoding="utf-8")
-GOOD_START = OPERATE.partition("## What a good start looks like")[2].partition("## ")[0]
+GOOD_START = OPERATE.partition("## Log lines of a healthy start")[2].partition("## ")[0]
 CODES = {*Code, *FailureCode}
 METRICS = ("vllm:kvferry_", "kvferry_")
 ELSEWHERE = {"dtype", "encoding", "expired", "kvferry plan", "kv_transfer_params"}

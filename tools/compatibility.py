@@ -144,39 +144,39 @@ def _page(lines: Sequence[Line]) -> Iterator[str]:
     slow = sum(each.verdict == "slow" for each in lines)
     yield "# Compatibility: families by topologies"
     yield ""
-    yield "Written by `make compatibility` from a run, not by hand. Every model of the catalogue, in its true"
-    yield "dimensions, at twenty pairs of topologies. Each pair is planned, proved and lowered for every"
-    yield f"destination rank; the bytes and runs of a request of {NUM_TOKENS} tokens in consecutive blocks"
-    yield "are those that the test kit's oracle counts from the views alone."
-    yield "[compatibility.csv](compatibility.csv) has the numbers."
+    yield "`make compatibility` generates this page. It plans, proves and lowers every model of the"
+    yield "catalogue, in its true dimensions, at twenty pairs of topologies, for every destination rank."
+    yield f"The bytes and runs of a request of {NUM_TOKENS} tokens in consecutive blocks equal those counted"
+    yield "by an independent oracle; [compatibility.csv](compatibility.csv) has them. No engine runs: see"
+    yield "[live tests](support.md)."
     yield ""
-    yield f"{len(lines)} pairs: {proved} proved ({slow} of them slow), {_num(lines, 'refused')} refused,"
-    yield f"{_num(lines, 'impossible')} that no engine can be."
+    yield f"{len(lines)} pairs: {proved} proved ({slow} of them slow), {_num(lines, 'refused')} rejected,"
+    yield f"{_num(lines, 'impossible')} impossible."
     yield ""
     yield "| sign | meaning |"
     yield "| --- | --- |"
     yield "| ✓ | proved |"
     yield (
-        "| slow | proved; its runs are short: by the prediction for direct reads over 400 Gb/s it takes at"
-        " least three times as long as long runs would; `kvferry plan` names the cure |"
+        "| slow | proved, but short runs make it at least three times as long as long runs would, as"
+        " predicted for direct reads over 400 Gb/s; `kvferry plan` names the setting that helps |"
     )
-    yield "| no | refused, by name: here because the two sides keep another dtype |"
-    yield "| · | no engine can be set up so: heads or blocks do not divide |"
-    yield "| … * | vLLM itself would not start with one of the two, because heads do not divide |"
+    yield "| no | rejected: the cache dtypes differ |"
+    yield "| · | impossible: heads or blocks do not divide |"
+    yield "| … * | vLLM does not start with one of the two, because heads do not divide |"
     yield ""
     yield "| | source | destination |"
     yield "| --- | --- | --- |"
     for number, (src, dst) in enumerate(PAIRS, 1):
         yield f"| {number} | `{src}` | `{dst}` |"
     yield ""
-    yield f"| family | model | {' | '.join(str(number) for number in range(1, len(PAIRS) + 1))} |"
-    yield f"| --- | --- |{' --- |' * len(PAIRS)}"
+    yield f"|family|model|{'|'.join(str(number) for number in range(1, len(PAIRS) + 1))}|"
+    yield f"|---|---|{'---|' * len(PAIRS)}"
     by_model: dict[tuple[str, str], dict[tuple[str, str], Line]] = {}
     for each in lines:
         by_model.setdefault((each.family, each.model), {})[each.src, each.dst] = each
     for (family, model), found in sorted(by_model.items()):
         signs = (_sign(found[pair]) for pair in PAIRS)
-        yield f"| {family} | {model} | {' | '.join(signs)} |"
+        yield f"|{family}|{model}|{'|'.join(signs)}|"
 
 
 def _num(lines: Sequence[Line], verdict: str) -> int:

@@ -86,7 +86,14 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     ),
     "Loads (decode)": (
         Panel("Loads per second, by way", ((rate("kvferry_loads", "way"), "{{way}}"),)),
-        Panel("Bytes per second", ((rate("kvferry_loaded_bytes"), "bytes"),), unit="Bps"),
+        Panel(
+            "Bytes per second",
+            (
+                (rate("kvferry_loaded_bytes"), "bytes"),
+                (rate("kvferry_loaded_early_bytes"), "during the prefill"),
+            ),
+            unit="Bps",
+        ),
         Panel("Seconds of a load, in all", quantiles("kvferry_load_seconds", 'part="total"'), unit="s"),
         Panel(
             "Where the time goes, seconds per load",
@@ -137,6 +144,17 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel("Bytes granted per second", ((rate("kvferry_granted_bytes"), "granted"),), unit="Bps"),
         Panel("Renewals per second", ((rate("kvferry_renewals", "answer"), "{{answer}}"),)),
         Panel("Releases that ranks have not confirmed", ((total("kvferry_unheard_releases"), "unheard"),)),
+    ),
+    "Conversations": (
+        Panel(
+            "Earlier turns offered and claimed, per second (decode)",
+            ((rate("kvferry_soft_offers"), "offered"), (rate("kvferry_claims", "outcome"), "{{outcome}}")),
+        ),
+        Panel(
+            "Prompts with an earlier turn, per second (prefill)",
+            ((rate("kvferry_read_backs", "outcome"), "{{outcome}}"),),
+        ),
+        Panel("Prompt tokens read back per second", ((rate("kvferry_read_back_tokens"), "tokens"),)),
     ),
     "What does not belong here": (
         Panel("Rejected tickets per second", ((rate("kvferry_rejected_tickets", "code"), "{{code}}"),)),

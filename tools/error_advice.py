@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from kvferry.runtime import FailureCode
 
-BUG = "Report it, with the log's traceback and both manifests."
-CALLER = "Correct the engine that calls kvferry: the detail names the group and the tokens."
+BUG = "Report it with the traceback and both manifests."
+CALLER = "Fix the calling engine; the detail names the group and the tokens."
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,291 +33,251 @@ class Explained:
 
 
 _NEVER, _LATER, _AS_IT_IS = "never", "later", "never as it is"
-SOURCE_TABLES = FailureAdvice(_NEVER, "Correct the source engine: its ticket does not fit its own manifest.")
-FETCH_TABLES = FailureAdvice(_AS_IT_IS, CALLER)
-_SAME_SECRET = (
-    "Give both engines the same secret (`KVFERRY_SECRET_FILE`; `kvferry keygen -o FILE` makes one)."
-)
+_SAME_SECRET = "Give both engines the same secret (`kvferry keygen -o FILE`, `KVFERRY_SECRET_FILE`)."
 
 FAILURES: dict[FailureCode, FailureAdvice] = {
     FailureCode.ABORTED: FailureAdvice(
-        "", "Nothing: the client went away, or the engine gave the request up."
+        "", "None: the client disconnected, or the engine aborted the request."
     ),
     FailureCode.REFUSED: FailureAdvice(
-        "never, until one side changes", "Read the findings in the detail: each is a code of the table below."
+        "never, until one side changes",
+        "See the findings in the detail; their codes are under [refusals](#incompatible-engines).",
     ),
     FailureCode.NO_ANSWER: FailureAdvice(
         _LATER,
-        "Check that the decode host reaches the address in the source's line `requests can be fetched from`:"
-        " routes, firewalls, `advertise`. Right after a start, wait until all ranks are up.",
+        "Check that the decode host reaches the address in the source's log line `requests can be fetched"
+        " from`. After a start, wait until all ranks are up.",
     ),
     FailureCode.SOURCE_GONE: FailureAdvice(
         "once it answers again",
-        "Look at the source's own log: it was killed, stopped or cut off. Restart it; the router sends the"
-        " request to another.",
+        "Check the source's log and restart it.",
     ),
-    FailureCode.RESTARTED: FailureAdvice(
-        _NEVER, "Prefill again. Nothing else: the old engine's cache is gone."
-    ),
-    FailureCode.PROTOCOL: FailureAdvice(_NEVER, "Run releases of kvferry that speak a common version."),
+    FailureCode.RESTARTED: FailureAdvice(_NEVER, "Prefill again: the cache is gone."),
+    FailureCode.PROTOCOL: FailureAdvice(_NEVER, "Run kvferry releases with a common protocol version."),
     FailureCode.FORGED: FailureAdvice(
         _NEVER,
-        f"{_SAME_SECRET} If they have it: somebody between the engines changes tickets, or a client sends"
-        " its own; let the router drop `kv_transfer_params` of clients.",
+        f"{_SAME_SECRET} If both have it, tickets are modified in transit or made up by clients: let"
+        f" the router drop `kv_transfer_params` of clients.",
     ),
     FailureCode.ELSEWHERE: FailureAdvice("never, until both have a secret", _SAME_SECRET),
     FailureCode.NO_SECRET: FailureAdvice("never, until it has one", _SAME_SECRET),
     FailureCode.NOT_ALLOWED: FailureAdvice(
-        _NEVER, "Add the source's address to `authorities` of the decode engine, or remove the list."
+        _NEVER, "Add the source to `authorities` of the decode engine, or remove the list."
     ),
     FailureCode.ENDED: FailureAdvice(
         _NEVER,
-        "Prefill again. If it happens often, requests wait longer between prefill and decode than"
-        " `lease_seconds`: raise it, or look for what makes the router or the decode engine slow.",
+        "Prefill again. If it recurs, requests wait longer than `lease_seconds` between prefill and"
+        " decode: raise it, or find the delay.",
     ),
-    FailureCode.TAKEN: FailureAdvice(
-        _NEVER, "One ticket is one request at one engine: let the router send it to a single decode engine."
-    ),
-    FailureCode.SPENT: FailureAdvice(
-        _NEVER, "One ticket is one request: let the router prefill again for each try."
-    ),
-    FailureCode.TICKET: FailureAdvice(_NEVER, "Fetch with the ticket that was held under this handle."),
+    FailureCode.TAKEN: FailureAdvice(_NEVER, "Let the router send each ticket to one decode engine."),
+    FailureCode.SPENT: FailureAdvice(_NEVER, "Let the router prefill again for each attempt."),
+    FailureCode.TICKET: FailureAdvice(_NEVER, "Fetch with the ticket held under this handle."),
     FailureCode.READER: FailureAdvice(
-        _NEVER, "Give all ranks of the destination one reader name, and each its own rank number."
+        _NEVER, "Use one reader name for all ranks, and a unique rank number for each."
     ),
     FailureCode.DENIED: FailureAdvice(
-        "", "Read the detail; it is a code of [a source that says no](#a-source-that-says-no)."
+        "", "See the detail; its code is under [rejections by a source](#rejections-by-a-source)."
     ),
     FailureCode.LEASE_ENDED: FailureAdvice(
         _NEVER,
-        "Prefill again. If it happens often: the source was stopped or very busy for longer than"
-        " `lease_seconds`, or the read takes too long for this link.",
+        "Prefill again. If it recurs, the source was suspended or busy for longer than `lease_seconds`, or"
+        " the link is too slow.",
     ),
     FailureCode.LEASE_LAPSED: FailureAdvice(
-        _NEVER, "Prefill again. If it happens often, raise `lease_seconds`: the control channel is slow."
+        _NEVER, "Prefill again. If it recurs, raise `lease_seconds`: the control channel is slow."
     ),
     FailureCode.UNCONFIRMED: FailureAdvice(
         _NEVER,
-        "Prefill again. The source fell silent right after the read: see its log.",
+        "Prefill again. The source stopped answering after the read: check its log.",
     ),
     FailureCode.DIGEST_DIFFERS: FailureAdvice(
         _NEVER,
-        "Prefill again. If it happens twice, take the two hosts out of service and test their memory, network"
-        " cards and drivers: bytes change on the way. Keep the line: it names state, rank and tokens.",
+        "Prefill again. If it recurs, take the hosts out of service and test memory, network cards and"
+        " drivers. Keep the log line.",
     ),
     FailureCode.NO_DIGEST: FailureAdvice(
         "never, until both sides can",
-        "Read the detail. Both sides digest host memory and CUDA's, and a source rank must be a"
-        " `SourceRank` or a worker of vLLM's; else leave `digest_every` at 0, or vLLM's option `digest` at"
-        " `off`.",
+        "See the detail. Digests need host or CUDA memory on both sides, and a `SourceRank` or vLLM worker"
+        " as source; otherwise set `digest_every` to 0 (vLLM: `digest` to `off`).",
     ),
     FailureCode.TRANSPORT: FailureAdvice(
-        "yes, if the ticket is still good",
-        "Read what the fabric says in the detail: most often the source's process died, or a link went"
-        " down. The peer is met anew before its next read.",
+        "yes, while the ticket is valid",
+        "See the detail; usually the source's process died or a link went down. kvferry reconnects before"
+        " the next read.",
     ),
     FailureCode.OVERDUE: FailureAdvice(
-        "yes, if the ticket is still good",
-        "The link is too slow for this request, or stalls. Compare with `kvferry plan`. With the library,"
-        " raise `Timing.read` only if the time is expected.",
+        "yes, while the ticket is valid",
+        "The link is too slow or stalls. Compare with `kvferry plan`. Raise `Timing.read` only if the"
+        " duration is expected.",
     ),
     FailureCode.TOO_MANY_PEERS: FailureAdvice(
         _LATER,
-        "Let one decode engine serve fewer prefill engines; or somebody sends tickets of invented engines.",
+        "Connect fewer prefill engines to one decode engine, or check for forged tickets.",
     ),
     FailureCode.NOT_CONNECTED: FailureAdvice(
-        _LATER, "Read the detail: it begins with a code of [the transport](#the-transport)."
+        _LATER, "See the detail; it starts with a [transport](#transport) code."
     ),
     FailureCode.BAD_MANIFEST: FailureAdvice(
         _NEVER,
-        "Correct what describes the source engine; vLLM's connector: report it, with the dumped manifest.",
+        "Fix the source's manifest. With vLLM, report it with the dumped manifest.",
     ),
     FailureCode.BAD_TABLES: FailureAdvice(_NEVER, CALLER),
     FailureCode.UNEXPECTED: FailureAdvice("", BUG),
-    FailureCode.SRC_GROUP_UNKNOWN: SOURCE_TABLES,
-    FailureCode.SRC_TABLE_MISSING: SOURCE_TABLES,
-    FailureCode.SRC_TABLE_SHORT: SOURCE_TABLES,
-    FailureCode.SRC_TABLE_START: SOURCE_TABLES,
-    FailureCode.SRC_TABLE_LENGTH: SOURCE_TABLES,
-    FailureCode.SRC_RING_SHORT: SOURCE_TABLES,
-    FailureCode.SRC_HOLE: SOURCE_TABLES,
-    FailureCode.SRC_BLOCK_RANGE: SOURCE_TABLES,
-    FailureCode.SRC_BLOCK_TWICE: SOURCE_TABLES,
-    FailureCode.DST_GROUP_UNKNOWN: FETCH_TABLES,
-    FailureCode.DST_TABLE_MISSING: FETCH_TABLES,
-    FailureCode.DST_TABLE_SHORT: FETCH_TABLES,
-    FailureCode.DST_TABLE_START: FETCH_TABLES,
-    FailureCode.DST_TABLE_LENGTH: FETCH_TABLES,
-    FailureCode.DST_RING_SHORT: FETCH_TABLES,
-    FailureCode.DST_HOLE: FETCH_TABLES,
-    FailureCode.DST_BLOCK_RANGE: FETCH_TABLES,
-    FailureCode.DST_BLOCK_TWICE: FETCH_TABLES,
-    FailureCode.NEED_GROUP_UNKNOWN: FETCH_TABLES,
-    FailureCode.KEPT_GROUP_UNKNOWN: FETCH_TABLES,
-    FailureCode.KEPT_SLOT: FETCH_TABLES,
-    FailureCode.NEED_MISSING: FETCH_TABLES,
-    FailureCode.NEED_KEPT: FETCH_TABLES,
     FailureCode.NOT_PROVED: FailureAdvice(
         _AS_IT_IS,
-        "Report it with the message and both engines' manifests (vLLM's option `dump`). Until it is fixed,"
-        " give both engines the same block size and layout.",
+        "Report it with both manifests (vLLM: option `dump`). As a workaround, use equal block sizes and"
+        " layouts.",
     ),
     FailureCode.TOO_MANY_RUNS: FailureAdvice(
-        _AS_IT_IS, "Give both sides the same layout or larger blocks, or load the request in parts."
+        _AS_IT_IS, "Use the same layout or larger blocks, or load the request in parts."
     ),
-    FailureCode.REQUEST: FETCH_TABLES,
+    FailureCode.SRC_TABLES: FailureAdvice(
+        _NEVER, "Fix the source engine: its ticket does not match its manifest."
+    ),
+    FailureCode.REQUEST: FailureAdvice(_AS_IT_IS, CALLER),
 }
 """What to do about a load that failed."""
 
 
-_OTHER_WAY = "Not urgent: mend what the detail says, for speed."
-_ORDER = "Correct the code that calls the transport: connect, submit and close in order."
+_OTHER_WAY = "Optional, for speed: fix the cause in the detail."
+_ORDER = "Fix the order of calls to the transport."
 
 TRANSPORT: dict[str, Explained] = {
     "bad-card": Explained(
-        "What a source gave out to be read by makes no sense.",
-        "Run the same release of kvferry and of NIXL on both sides. If they are: somebody else answers at"
-        " that address.",
+        "The source's card is invalid.",
+        "Run the same kvferry and NIXL releases on both sides, and check who listens at the address.",
     ),
     "bad-key": Explained(
-        "A source named a stream whose key has the wrong length.",
-        "Run the same release of kvferry on both sides. If they are: somebody else answers at that address.",
+        "The stream's key has the wrong length.",
+        "Run the same kvferry release on both sides, and check who listens at the address.",
     ),
     "bad-device": Explained(
-        "A region lies on something other than the host or one CUDA device.",
-        "Describe regions on `cpu` or `cuda:N`, one CUDA device for each rank.",
+        "A region is neither on the host nor on the rank's CUDA device.",
+        "Use `cpu` or `cuda:N`, one CUDA device per rank.",
     ),
     "bad-frame": Explained(
-        "What came over a stream is not what its source was asked for, or was changed on its way.",
-        "If it comes again: somebody or something changes bytes between the two hosts.",
+        "A frame does not match the request, or was modified in transit.",
+        "If it recurs, check the network between the two hosts.",
     ),
-    "bad-probe": Explained("Memory that was mapped is not the source's.", _OTHER_WAY),
+    "bad-probe": Explained("The mapped memory is not the source's.", _OTHER_WAY),
     "bad-setting": Explained(
-        "A variable of the environment has a value that is not understood, or not built yet for this rank.",
-        "Correct the variable that the message names; it says what is allowed.",
+        "An environment variable has an invalid or unsupported value.",
+        "Correct the variable; the message lists the valid values.",
     ),
     "broken": Explained(
-        "The thread that calls NIXL has stopped after repeated errors.",
+        "The NIXL thread stopped after repeated errors.",
         "Restart the engine; the log has the reason.",
     ),
-    "closed": Explained("The transport was closed.", "Nothing, while an engine shuts down."),
+    "closed": Explained("The transport was closed.", "None during shutdown."),
     "cuda": Explained(
         "A call to CUDA failed.",
-        "Not urgent where two engines of one host meet. Else read the detail: it is CUDA's own word.",
+        "Optional during first contact on one host; otherwise see CUDA's error in the detail.",
     ),
-    "failed": Explained("A read of a benchmark failed.", "Read the detail: it is the fabric's own word."),
-    "kind": Explained(
-        "The two sides use different transports.", "Use one: `nixl` on both sides (`memory` is for tests)."
-    ),
+    "failed": Explained("A benchmark read failed.", "See the fabric's error in the detail."),
+    "kind": Explained("The two sides use different transports.", "Use the same transport on both sides."),
     "known-peer": Explained("A peer is connected a second time.", _ORDER),
-    "late": Explained(
-        "A read of a benchmark did not end in time.", "Look for a link that stalls: `kvferry bench --quick`."
-    ),
+    "late": Explained("A benchmark read timed out.", "Check the link: `kvferry bench --quick`."),
     "nixl": Explained(
         "A call to NIXL failed.",
-        "Read the detail: it is NIXL's own word. `UCX_LOG_LEVEL=info` makes UCX say more.",
+        "See NIXL's error in the detail; `UCX_LOG_LEVEL=info` adds UCX logs.",
     ),
     "no-address": Explained(
-        "A region has no address.", "Use the manifest of a running engine: one made offline has no addresses."
+        "A region has no address.",
+        "Use the manifest of a running engine; offline manifests have no addresses.",
     ),
     "no-connection": Explained(
-        "The source's memory could not be reached in time.",
-        "The detail names the way. Direct: check that UCX may use a network that both hosts share. Otherwise"
-        " check that the ports of the source's ranks can be reached.",
+        "Connecting to the source's memory timed out.",
+        "The detail names the mode. Direct: check that UCX uses a network that both hosts share. Otherwise"
+        " check that the ports of the source's ranks are reachable.",
     ),
     "no-cuda": Explained(
-        "CUDA's driver, or its Python bindings, cannot be loaded.",
-        'Not urgent: for speed, install `"kvferry[cuda]"` beside a driver.',
+        "The CUDA driver or its Python bindings cannot be loaded.",
+        "Optional, for speed: install the extra `cuda` and a driver.",
     ),
-    "no-descriptors": Explained("The source's device memory could not be opened.", _OTHER_WAY),
-    "no-device": Explained("Somebody waits for a device, and this rank's memory is the host's.", _ORDER),
+    "no-descriptors": Explained("The source's device memory cannot be opened.", _OTHER_WAY),
+    "no-device": Explained("A call refers to a device, but this rank uses host memory.", _ORDER),
     "no-export": Explained(
         "The source cannot share its device memory.",
-        "Not urgent: for speed, allocate it so that it can be shared; the detail says what was tried.",
+        "Optional, for speed: allocate it as shareable memory; the detail lists the attempts.",
     ),
     "no-regions": Explained("A rank registers no memory.", _ORDER),
     "not-here": Explained(
-        "The way that `KVFERRY_WAY` names is not open between these two ranks.",
-        "Leave `KVFERRY_WAY` unset: mapped reads need device memory on one host, direct ones"
+        "The mode in `KVFERRY_WAY` is not available between these two ranks.",
+        "Unset `KVFERRY_WAY`. Mapped reads need device memory on one host, direct reads"
         " `KVFERRY_EXPOSE=fabric` on both sides.",
     ),
     "not-direct": Explained(
-        "NIXL cannot read the source's memory by itself, and no other way is allowed (`KVFERRY_WAY=direct`).",
-        "Set `KVFERRY_EXPOSE=fabric` on both sides; use RDMA, or on one host a shared PID namespace; or leave"
-        " `KVFERRY_WAY` unset.",
+        "NIXL cannot read the source's memory one-sidedly, and `KVFERRY_WAY=direct` excludes other modes.",
+        "Set `KVFERRY_EXPOSE=fabric` on both sides; use RDMA or, on one host, a shared PID namespace; or"
+        " unset `KVFERRY_WAY`.",
     ),
     "not-installed": Explained(
         "NIXL cannot be imported.",
-        'Install it: `pip install "kvferry[nixl]"`; the wheel must fit the CUDA of torch (`nixl-cu12`,'
-        " `nixl-cu13`).",
+        'Install it: `pip install ".[nixl]"`; the wheel must match torch (`nixl-cu12`, `nixl-cu13`).',
     ),
     "not-mapped": Explained(
-        "The source's device memory cannot be mapped here: it is on another host, or on a device that this"
-        " process does not see.",
-        "Not urgent: on one host, let both processes see both devices (`CUDA_VISIBLE_DEVICES`).",
+        "The source's device memory is on another host, or on a device that this process does not see.",
+        "Optional: on one host, make both devices visible to both processes (`CUDA_VISIBLE_DEVICES`).",
     ),
     "not-packed": Explained(
-        "The source's rank sends nothing to readers, or this one has no channel to ask it.",
-        "Use a `SourceRank` and a `Destination`, which open both; in vLLM the source's role must not be"
-        " `kv_consumer`.",
+        "The source rank does not send, or this reader has no channel to it.",
+        "Use `SourceRank` and `Destination`; in vLLM the source's role must not be `kv_consumer`.",
     ),
-    "not-registered": Explained("A transport is used before its memory is registered.", _ORDER),
+    "not-registered": Explained("The transport is used before memory is registered.", _ORDER),
     "out-of-bounds": Explained("A read would leave its region.", BUG),
     "registered": Explained("Memory is registered a second time.", _ORDER),
     "still-under-way": Explained(
-        "Reads had not ended when the transport was closed: their memory must stay.",
-        "Keep the memory until the process ends; look for a link that stalls.",
+        "Reads were in flight when the transport was closed.",
+        "Keep the memory until the process ends; check the link.",
     ),
-    "too-much": Explained("A reader asks for more at once than a source rank sends.", BUG),
-    "bad-chunk": Explained("A chunk of the packed way is too short or too long.", _ORDER),
-    "under-way": Explained("A transfer's number is used again before its end was collected.", _ORDER),
+    "too-much": Explained("A reader requested more than the limit at once.", BUG),
+    "bad-chunk": Explained("A packed chunk has an invalid size.", _ORDER),
+    "under-way": Explained("A transfer number is reused before its end was collected.", _ORDER),
     "unexpected": Explained("A bug.", BUG),
-    "unknown-peer": Explained("A read names a peer that is not connected.", _ORDER),
-    "unknown-region": Explained("A read names a region that does not exist.", BUG),
+    "unknown-peer": Explained("A read refers to an unconnected peer.", _ORDER),
+    "unknown-region": Explained("A read refers to an unknown region.", BUG),
 }
 """The codes of ``TransportError``."""
 
 ANSWERS: dict[str, Explained] = {
     "join": Explained(
-        "A process asked to be a rank of this engine, and is not, or does not fit to the others.",
-        "Start all ranks of an engine from one configuration; the detail says what does not fit.",
+        "A process asked to join the engine and does not belong to it, or does not match the other ranks.",
+        "Start all ranks from one configuration; the detail names the mismatch.",
     ),
-    "not-joined": Explained(
-        "A rank speaks that this start of the engine does not know.", "Nothing: it joins again."
-    ),
+    "not-joined": Explained("A rank is unknown to this engine process.", "None: it joins again."),
     "not-ready": Explained(
-        "Not all ranks of the source have joined.", "Wait; if it stays, look for the rank that did not start."
+        "Not all ranks of the source have joined.", "Wait; if it persists, find the rank that did not start."
     ),
     "protocol": Explained(
-        "The two sides speak different versions of the protocol.", "Run releases that speak a common version."
+        "The protocol versions are incompatible.", "Run releases with a common protocol version."
     ),
     "status": Explained(
-        "Somebody asked over the network how the engine is, and may not know.",
-        "Ask on the engine's host, or with the fleet's secret (`kvferry status --secret-file FILE ADDRESS`).",
+        "A status request over the network is not authorised.",
+        "Run `kvferry status` on the engine's host, or with `--secret-file FILE ADDRESS`.",
     ),
     "too-long": Explained(
-        "A message was longer than its kind may be.",
-        "A request with very many blocks, or junk at the port. If it is a request of yours, report it.",
+        "A message exceeds the limit of its type.",
+        "If it was your own request, report it; otherwise, foreign traffic reaches the port.",
     ),
 }
 """What a source says when it turns somebody away."""
 
 TICKETS: dict[str, Explained] = {
     "no-ticket": Explained(
-        "The request says that somebody else prefilled it, and carries no ticket.",
-        "Use kvferry on the prefill side too, and a router that passes all of `kv_transfer_params` on.",
+        "The request refers to a remote prefill, but has no ticket.",
+        "Use kvferry on the prefill engine, and a router that passes `kv_transfer_params` unchanged.",
     ),
     "unreadable": Explained(
-        "The text is no ticket, or was changed or cut on its way.",
-        "Use kvferry on the prefill side too; then look at what the router does to `kv_transfer_params`.",
+        "The ticket is invalid, modified or truncated.",
+        "Use kvferry on the prefill engine, then check how the router handles `kv_transfer_params`.",
     ),
     "other-prompt": Explained(
-        "The ticket was made for another prompt or LoRA adapter; the words say which, if that can be told.",
-        "Let the router send the same body to both engines; use one tokenizer and chat template on both.",
+        "The ticket was issued for another prompt, LoRA adapter or `cache_salt`.",
+        "Let the router send the same body to both engines; use the same tokenizer and chat template.",
     ),
     "state-too-long": Explained(
         "The recurrent state includes more tokens than may be loaded for this prompt.",
-        "Let the router ask the prefill engine for one token: `max_tokens` and `max_completion_tokens` of 1.",
+        "Let the router set `max_tokens` and `max_completion_tokens` to 1 for the prefill.",
     ),
 }
 """Tickets that vLLM's connector does not use, as its metrics name them."""

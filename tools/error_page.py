@@ -12,15 +12,13 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
 
 from error_advice import (
     ANSWERS,
     FAILURES,
-    FETCH_TABLES,
-    SOURCE_TABLES,
     TICKETS,
     TRANSPORT,
     Explained,
@@ -56,28 +54,19 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 def explained(codes: Mapping[str, Explained]) -> str:
     """Codes that are plain words where they are raised."""
     rows = ((f"`{code}`", each.meaning, each.cure) for code, each in codes.items())
-    return table(("code", "what happened", "what to do"), rows)
+    return table(("code", "meaning", "fix"), rows)
 
 
 def tables() -> dict[str, str]:
     """Every table of the page, by its name."""
     failed, refused = meanings(FailureCode), meanings(Code)
 
-    def alike(advice: object) -> Iterator[tuple[str, ...]]:
-        return ((f"`{code}`", failed[code]) for code, each in FAILURES.items() if each is advice)
-
-    failures = (
-        (f"`{code}`", failed[code], advice.again, advice.cure)
-        for code, advice in FAILURES.items()
-        if advice not in (SOURCE_TABLES, FETCH_TABLES)
-    )
+    failures = ((f"`{code}`", failed[code], advice.again, advice.cure) for code, advice in FAILURES.items())
     refusals = [(f"`{code}`", refused[code], cure) for code, cure in BY_CODE.items()]
     refusals += [(f"`state-differs`, field `{name}`", "", cure) for name, cure in BY_FIELD.items()]
     return {
-        "failures": table(("code", "what happened", "another try", "what to do"), failures),
-        "source tables": table(("code", "what happened"), alike(SOURCE_TABLES)),
-        "fetch tables": table(("code", "what happened"), alike(FETCH_TABLES)),
-        "refusals": table(("code", "what was found", "what to do"), refusals),
+        "failures": table(("code", "meaning", "retry", "fix"), failures),
+        "refusals": table(("code", "meaning", "fix"), refusals),
         "transport": explained(TRANSPORT),
         "answers": explained(ANSWERS),
         "tickets": explained(TICKETS),

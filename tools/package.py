@@ -214,7 +214,7 @@ def try_bare(python: str, folder: Path, wheel: Path) -> None:
     fresh.python("import kvferry; kvferry.plan")
     seconds = time.perf_counter() - started
     said = fresh.kvferry("--help", ok=(2,)).stderr
-    if 'pip install "kvferry[cli]"' not in said:
+    if 'pip install ".[cli]"' not in said:
         raise Failed(f"a bare `kvferry --help` says {said!r}")
     ours, all_three = fresh.megabytes("kvferry"), fresh.megabytes("kvferry", "numpy", "msgspec")
     say(f"bare: {ours:.1f} MB, {all_three:.0f} with numpy and msgspec; first import {seconds * 1e3:.0f} ms")

@@ -32,7 +32,7 @@ from site_plans import draw_all, shown
 LOG = getLogger("mkdocs.kvferry")
 
 SEARCHED_FIRST = {"errors.md": 4, "troubleshooting.md": 2}
-SEARCHED_LAST = {"reference.md": 0.02, "requirements.md": 0.02, "changelog.md": 0.02}
+SEARCHED_LAST = {"reference.md": 0.02, "changelog.md": 0.02}
 """What somebody with a question is looking for, and what not."""
 
 
@@ -62,7 +62,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     if not page.file.src_uri.startswith(("files/", "reference")):
         for problem in not_understood(page.markdown or "", html):
             LOG.warning("%s: %s", page.file.src_uri, problem)
-    html = re.sub(r"<!-- picture: (\w+) -->", lambda wanted: picture(wanted[1]), html)
+    html = re.sub(r'<img [^>]*src="plots/([\w-]+)\.svg"[^>]*>', lambda wanted: picture(wanted[1]), html)
     return re.sub(r"<!-- plan: (\w+) -->", lambda wanted: shown(wanted[1]), html)
 
 

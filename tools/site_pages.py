@@ -46,7 +46,7 @@ def within(target: str, folder: str) -> str | None:
 
 def place_of(path: str) -> str:
     """Where on the site a file of the repository is."""
-    if path.startswith("docs/"):
+    if path.startswith("docs/") and not path.startswith("docs/lab/"):
         return path.removeprefix("docs/")
     return FRONT_PAGES.get(path, f"files/{path}.md")
 

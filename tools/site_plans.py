@@ -21,7 +21,7 @@ PLANS = {
 """By the name that pages use: what is to be drawn."""
 
 FRONT_PLAN = "kvferry plan --model qwen3-32b --src tp=2,block=16 --dst tp=4,block=64"
-"""README's picture, docs/plan.svg; ``python tools/site_plans.py`` draws it anew."""
+"""The picture of docs/index.md, docs/plan.svg; ``python tools/site_plans.py`` draws it anew."""
 
 
 def draw(command: str, *pictures: Path) -> None:

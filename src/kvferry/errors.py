@@ -24,22 +24,22 @@ from typing import ClassVar
 
 
 class Code(StrEnum):
-    """Why something was refused. The text of a code is stable: tools may match on it.
+    """The reason of a refusal. The text of a code is stable: tools may match on it.
 
     >>> Code("not-held") is Code.NOT_HELD
     True
     """
 
     VERSION = "version"
-    """The two manifests speak different schema versions."""
+    """The manifests have different schema versions."""
     IDENTITY_DIFFERS = "identity-differs"
-    """The two engines do not run the same model: a part of its identity has two values."""
+    """The engines do not run the same model: a part of the identity differs."""
     IDENTITY_UNKNOWN = "identity-unknown"
-    """A part of a model's identity is not known, and one of the engines does not accept that."""
+    """A part of a model's identity is unknown, and one of the engines requires it."""
     MISSING_STATE = "missing-state"
     """The destination needs a state that no rank of the source engine has."""
     STATE_DIFFERS = "state-differs"
-    """Both sides have the state, but a cell of it is not the same thing on both."""
+    """Both sides have the state, but in different formats."""
     UNKNOWN_RANK = "unknown-rank"
     """The manifest has no such rank."""
     NOT_HELD = "not-held"
@@ -47,7 +47,7 @@ class Code(StrEnum):
     OUT_OF_BOUNDS = "out-of-bounds"
     """A view reaches past the end of its region."""
     CELLS_COLLIDE = "cells-collide"
-    """Two cells of one view sit on the same byte."""
+    """Two cells of one view share a byte."""
     VIEWS_OVERLAP = "views-overlap"
     """Two states that can be live at once share a byte."""
     GAP = "gap"
@@ -59,13 +59,13 @@ class Code(StrEnum):
     WRONG_SOURCE = "wrong-source"
     """A piece that reads cells which its source rank does not hold."""
     TURNS_TOO_MANY = "turns-too-many"
-    """The two sides' context-parallel turns have no common period that is short enough."""
+    """The context-parallel interleaving of the two sides has no short common period."""
     TOO_MANY_RUNS = "too-many-runs"
-    """The plan is right, but a block, or a request, would shatter into more runs than the limit allows."""
+    """The plan is correct, but a block or a request needs more runs than the limit."""
 
 
 class KVFerryError(Exception):
-    """The root of the tree: catch this to catch whatever kvferry reports.
+    """The base class of all errors of kvferry.
 
     >>> issubclass(Refused, KVFerryError) and issubclass(RequestError, KVFerryError)
     True
@@ -73,7 +73,7 @@ class KVFerryError(Exception):
 
 
 class SpecError(KVFerryError, ValueError):
-    """A description that breaks a rule of its own; the message states place, rule and value.
+    """An invalid description, setting or file; the message names place, rule and value.
 
     >>> issubclass(SpecError, ValueError)
     True
@@ -98,7 +98,7 @@ class Finding:
     dst: str = ""
     """What the destination has there."""
     note: str = ""
-    """What else a person should know, the mend if there is one."""
+    """Further explanation, with the fix if there is one."""
 
     def __str__(self) -> str:
         sides = [f"source has {self.src}"] * bool(self.src)
@@ -117,7 +117,7 @@ def _of_all(alike: Sequence[Finding]) -> str:
 
 
 class Refused(KVFerryError):
-    """A pair of engines that kvferry will not move bytes between; nothing is left behind.
+    """Two incompatible engines, with every finding; nothing was transferred.
 
     >>> error = Refused(Finding(Code.GAP, state="layers.0/k", field="head [2, 4)"))
     >>> error.codes, str(error)
@@ -155,7 +155,7 @@ class Refused(KVFerryError):
 
 
 class RequestError(KVFerryError):
-    """A request that does not fit the two engines: it fails alone, before anything is posted.
+    """A request that does not fit the two engines; it fails before anything is transferred.
 
     >>> str(RequestError("src-table-short", "full", "tokens [32, 48) lie past its 2 blocks"))
     'src-table-short: group full: tokens [32, 48) lie past its 2 blocks'
@@ -188,7 +188,7 @@ class MissingPackage(KVFerryError, ImportError):
     """A part of kvferry needs a package that is not installed: the extra that brings it is named.
 
     >>> str(MissingPackage.named(ModuleNotFoundError(name="zmq.utils")))
-    'pyzmq is needed for this, and is not installed: pip install "kvferry[engine]"'
+    'pyzmq is needed for this, and is not installed: pip install ".[engine]" in a clone of kvferry'
     """
 
     EXTRAS: ClassVar[dict[str, tuple[str, str]]] = {
@@ -213,6 +213,7 @@ class MissingPackage(KVFerryError, ImportError):
         """The same, by the name of the extra."""
         package, extra = cls.EXTRAS[(error.name or "").partition(".")[0]]
         return cls(
-            f'{package} is needed for this, and is not installed: pip install "kvferry[{extra}]"',
+            f"{package} is needed for this, and is not installed:"
+            f' pip install ".[{extra}]" in a clone of kvferry',
             name=error.name,
         )

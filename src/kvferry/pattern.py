@@ -10,12 +10,13 @@ is exact, and slow.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.core.digest_cells import STEP, Bytes, Words, stirred
 from kvferry.core.manifest import Manifest
 from kvferry.core.request import HOLE, BlockTable
 from kvferry.core.span import Span, Spans
@@ -26,9 +27,6 @@ STALE = 0xA5
 """What memory holds before anything is written to it."""
 KEPT = "kept"
 """Salt of the pattern that stands for tokens which a destination has already."""
-
-Bytes = NDArray[np.uint8]
-Hashes = NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,34 +66,15 @@ class Site:
     def patterns(self, name: str, salt: str = "") -> Bytes:
         """The bytes of each item, as the last dimension, for a state that both engines know as ``name``."""
         digest = hashlib.blake2b(f"{salt}\0{name}".encode(), digest_size=8).digest()
-        hashes: Hashes = np.array(int.from_bytes(digest, "little"), np.uint64)
+        hashes: Words = np.array(int.from_bytes(digest, "little"), np.uint64)
         for _, coordinates in self.axes:
-            hashes = _mixed(hashes[..., None] + coordinates.astype(np.uint64) * _STEP)
+            hashes = stirred(hashes[..., None] + coordinates.astype(np.uint64) * STEP)
         item_bytes = self.state.item_bytes
         if item_bytes > 8:
             words = np.arange(-(-item_bytes // 8), dtype=np.uint64)
-            hashes = _mixed(hashes[..., None] + words * _STEP)
+            hashes = stirred(hashes[..., None] + words * STEP)
             return hashes.view(np.uint8)[..., :item_bytes]
         return hashes[..., None].view(np.uint8)[..., :item_bytes]
-
-    def wrong_at(self, index: tuple[int, ...], wanted: Bytes, found: Bytes) -> Wrong:
-        (_, cell), *rest = [(name, int(at[i])) for (name, at), i in zip(self.axes, index, strict=True)]
-        return Wrong(
-            self.state.name, cell, tuple(rest), wanted[:8].tobytes().hex(), found[:8].tobytes().hex()
-        )
-
-
-_STEP = np.uint64(0x9E3779B97F4A7C15)
-
-
-def _mixed(values: Hashes) -> Hashes:
-    """The finaliser of SplitMix64: every bit of the input moves every bit of the result."""
-    values ^= values >> np.uint64(30)
-    values *= np.uint64(0xBF58476D1CE4E5B9)
-    values ^= values >> np.uint64(27)
-    values *= np.uint64(0x94D049BB133111EB)
-    values ^= values >> np.uint64(31)
-    return values
 
 
 def cells_of(state: State, tokens: Iterable[Span]) -> Ints:
@@ -135,13 +114,17 @@ def site(manifest: Manifest, view: View, table: BlockTable, cells: Ints) -> Site
     return Site(state, tuple(held), offsets)
 
 
-def fill(memory: Bytes, where: Site, name: str, salt: str = "") -> None:
-    """Write the pattern of every item of a site into its region."""
-    items, at = _items(memory, where)
-    items[at] = _as_items(where.patterns(name, salt), items)
+def _sites(
+    manifest: Manifest, rank: int, tables: Mapping[str, BlockTable], tokens: Mapping[str, Spans]
+) -> Iterator[tuple[View, Site]]:
+    """Every view of a rank with the items that it has of these tokens."""
+    for view in manifest.rank(rank).views:
+        if view.group in tables and view.group in tokens:
+            cells = cells_of(manifest.state_by_name[view.state], tokens[view.group])
+            yield view, site(manifest, view, tables[view.group], cells)
 
 
-def check(memory: Bytes, where: Site, name: str, salt: str = "") -> Checked:
+def _check(memory: Bytes, where: Site, name: str, salt: str) -> Checked:
     """Read every item of a site back and compare it with its pattern."""
     items, at = _items(memory, where)
     patterns = where.patterns(name, salt)
@@ -152,9 +135,13 @@ def check(memory: Bytes, where: Site, name: str, salt: str = "") -> Checked:
     if not num_wrong:
         return Checked(where.offsets.size, 0)
     index = tuple(int(i) for i in np.argwhere(wrong)[0])
-    start = int(where.offsets[index])
-    found = memory[start : start + where.state.item_bytes]
-    return Checked(where.offsets.size, num_wrong, where.wrong_at(index, patterns[index], found))
+    start, num_bytes = int(where.offsets[index]), min(where.state.item_bytes, 8)
+    (_, cell), *coordinates = [
+        (axis, int(some[i])) for (axis, some), i in zip(where.axes, index, strict=True)
+    ]
+    wanted, found = patterns[index][:num_bytes], memory[start : start + num_bytes]
+    first = Wrong(where.state.name, cell, tuple(coordinates), wanted.tobytes().hex(), found.tobytes().hex())
+    return Checked(where.offsets.size, num_wrong, first)
 
 
 def _items(memory: Bytes, where: Site) -> tuple[NDArray[np.unsignedinteger], Ints]:
@@ -180,10 +167,9 @@ def fill_rank(
     salt: str = "",
 ) -> None:
     """Write the pattern of these tokens (by group) into one rank's memory, through all of its views."""
-    for view in manifest.rank(rank).views:
-        if view.group in tables and view.group in tokens:
-            cells = cells_of(manifest.state_by_name[view.state], tokens[view.group])
-            fill(memory[view.region], site(manifest, view, tables[view.group], cells), view.state, salt)
+    for view, where in _sites(manifest, rank, tables, tokens):
+        items, at = _items(memory[view.region], where)
+        items[at] = _as_items(where.patterns(view.state, salt), items)
 
 
 def check_rank(
@@ -201,11 +187,9 @@ def check_rank(
     """
     num_cells = num_wrong = 0
     first: Wrong | None = None
-    for view in manifest.rank(rank).views:
-        if view.state in names and view.group in tables and view.group in tokens:
-            cells = cells_of(manifest.state_by_name[view.state], tokens[view.group])
-            where = site(manifest, view, tables[view.group], cells)
-            one = check(memory[view.region], where, names[view.state], salt)
+    for view, where in _sites(manifest, rank, tables, tokens):
+        if view.state in names:
+            one = _check(memory[view.region], where, names[view.state], salt)
             num_cells += one.num_cells
             num_wrong += one.num_wrong
             first = first or one.first

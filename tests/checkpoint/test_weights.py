@@ -70,7 +70,7 @@ def test_weights_need_not_be_in_safetensors_files(tmp_path):
 
 
 def test_no_files_are_no_weights(tmp_path):
-    with pytest.raises(SpecError, match="no files with weights"):
+    with pytest.raises(SpecError, match="no weight files were found"):
         weights_values([])
     with pytest.raises(FileNotFoundError):
         weights_values([tmp_path / "gone.safetensors"])
@@ -85,7 +85,7 @@ def test_a_file_that_is_written_while_it_is_read_is_refused(tmp_path, monkeypatc
             path.write_bytes(b"ab")
 
     monkeypatch.setattr(hashlib, "sha256", Writing)
-    with pytest.raises(SpecError, match=r"a\.safetensors was written while it was read"):
+    with pytest.raises(SpecError, match=r"a\.safetensors changed while it was hashed"):
         weights_values([path])
 
 
@@ -247,7 +247,7 @@ def test_a_cache_folder_that_is_not_ours_alone_is_not_used(files, reads, tmp_pat
     assert weights_values(files) == first
     assert len(reads) == 2 * len(files)
     assert not cache(tmp_path).exists()
-    assert caplog.text.count("are not kept: the next start reads the weights again") == 1
+    assert caplog.text.count("cannot be cached: the next start reads the weights again") == 1
 
 
 def test_a_link_in_place_of_the_cache_is_not_followed(files, reads, tmp_path):
@@ -288,6 +288,6 @@ def test_a_long_read_is_told_with_its_progress(files, monkeypatch, caplog):
     monkeypatch.setattr(weights, "PROGRESS_SECONDS", 0)
     weights_values(files)
     lines = [record.getMessage() for record in caplog.records]
-    assert lines[0] == "kvferry: reading 0.0 GB of weights to know the model: digests are kept"
-    assert "kvferry: reading 0.0 GB of weights to know the model: 100 %" in lines
-    assert lines[-1].startswith("kvferry: read 0.0 GB of weights in 0.")
+    assert lines[0] == "kvferry: hashing 0.0 GB of weights to identify the model; the hashes are cached"
+    assert "kvferry: hashing 0.0 GB of weights to identify the model: 100 %" in lines
+    assert lines[-1].startswith("kvferry: hashed 0.0 GB of weights in 0.")

@@ -1,38 +1,47 @@
-"""``kvferry demo --transport memory``: everything right, and nothing wrong that it would not name."""
+"""What ``kvferry demo`` checks by, in one process: nothing wrong that it would not name."""
 
 import pytest
 
 import kvferry
+from kvferry.cli.demo.engines import Pair, RankCells, some_samples
+from kvferry.cli.demo.moves import DemoResult, show
 from kvferry.core.runs import Runs
+from kvferry.core.sample import Placement, sample_request
+from kvferry.pattern import KEPT
 
-QUICK = (
-    "demo",
-    "--transport",
-    "memory",
-    "--model",
-    "llama-3.1-8b",
-    "--layers",
-    1,
-    "--tokens",
-    70,
-    "--requests",
-    2,
-)
+QUICK = (Pair("llama-3.1-8b", num_layers=1), 70)
 
 
-def test_the_demo_as_it_comes(cli):
-    ran = cli("demo", "--transport", "memory", "--tokens", 60, "--requests", 1)
-    assert (ran.code, ran.err) == (0, "")
-    last = ran.out.splitlines()[-1]
-    assert last.startswith("verified: ")
-    assert last.endswith(" cells of 3 requests, 0 wrong")
-    assert "\x1b" not in ran.out
-    assert max(map(len, ran.out.splitlines())) <= 80
+def demonstrated(pair, num_tokens):
+    """Two requests of a pair, moved in this process, run by run."""
+    src, dst = (pair.manifest(side, num_tokens, num_requests=2) for side in ("src", "dst"))
+    result = DemoResult(pair.model, pair.src, pair.dst)
+    routes = [kvferry.lower(kvferry.prove(kvferry.plan(src, dst, rank.rank))) for rank in dst.ranks]
+    for sample, placement in zip(some_samples(dst, 2, num_tokens), Placement, strict=True):
+        request = sample_request(src, dst, sample.num_tokens, num_kept=sample.num_kept, placement=placement)
+        sources = {rank.rank: RankCells(src, rank.rank) for rank in src.ranks}
+        for source in sources.values():
+            source.fill_all(request.src, sample.num_tokens)
+        for route in routes:
+            cells = RankCells(dst, route.plan.dst_rank)
+            cells.fill(request.dst, request.kept, KEPT)
+            move(route, request, sources, cells.memory)
+            names = {state: route.plan.src_name(state) for state in route.plan.states}
+            result.count(sample, "", cells.rank, cells.check(request.dst, request.need, names))
+            kept = cells.check(request.dst, request.kept, {name: name for name in names}, KEPT)
+            result.count(sample, "kept ", cells.rank, kept)
+        result.num_requests += 1
+    return result
 
 
-def test_one_request_is_one_request(cli):
-    ran = cli("demo", "--transport", "memory", "--model", "gpt2", "--layers", 1, "--requests", 1)
-    assert ran.out.splitlines()[-1].endswith(" cells of 1 request, 0 wrong")
+def move(route, request, sources, dst):
+    selection = kvferry.select(route, request)
+    for src_rank, runs in selection.reads.items():
+        src = sources[src_rank].memory
+        for src_region, src_start, dst_region, dst_start, length in runs:
+            dst.read(dst_start, length, dst_region)[:] = src.read(src_start, length, src_region)
+    for _, _, region, start, length in selection.zeros:
+        dst.clear(start, length, region)
 
 
 @pytest.mark.parametrize(
@@ -46,13 +55,10 @@ def test_one_request_is_one_request(cli):
         ("llama-3.1-8b", "layout=opaque", "layout=opaque,pp=2"),
     ],
 )
-def test_other_families(cli, model, src, dst):
-    few = ("--layers", 2, "--tokens", 150, "--requests", 2)
-    ran = cli("demo", "--transport", "memory", "--model", model, "--src", src, "--dst", dst, *few, "--json")
-    assert ran.code == 0, ran
-    answer = ran.answer
-    assert (answer["verdict"], answer["num_wrong"], answer["num_requests"]) == ("verified", 0, 2)
-    assert answer["num_cells"] > 0
+def test_other_families(model, src, dst):
+    result = demonstrated(Pair(model, src, dst, 2), 150)
+    assert (result.verdict, result.num_wrong, result.num_requests) == ("verified", 0, 2)
+    assert result.num_cells > 0
 
 
 def sabotaged(monkeypatch, spoil):
@@ -85,21 +91,20 @@ def swap_two_runs(runs):
 
 
 @pytest.mark.parametrize("spoil", [drop_a_run, read_the_next_item, swap_two_runs])
-def test_a_spoilt_transfer_is_found_and_named(cli, monkeypatch, spoil):
+def test_a_spoilt_transfer_is_found_and_named(monkeypatch, capsys, spoil):
     sabotaged(monkeypatch, spoil)
-    ran = cli(*QUICK, "--json")
-    assert ran.code == 1
-    assert ran.answer["verdict"] == "wrong"
-    assert ran.answer["num_wrong"] > 0
-    assert "dst rank 0: layers.0.attn/" in ran.answer["pairs"][0]["first_wrong"]
-    for_people = cli(*QUICK)
-    assert for_people.code == 1
-    assert "WRONG" in for_people.out
-    assert "first: llama-3.1-8b, request-1: dst rank 0: layers.0.attn/" in for_people.out
-    assert "verified" not in for_people.out
+    result = demonstrated(*QUICK)
+    assert result.verdict == "wrong"
+    assert result.num_wrong > 0
+    assert "dst rank 0: layers.0.attn/" in result.first_wrong
+    show(result)
+    out = capsys.readouterr().out
+    assert "WRONG" in out
+    assert "first: llama-3.1-8b, request-1: dst rank 0: layers.0.attn/" in out
+    assert "verified" not in out
 
 
-def test_a_spoilt_stride_is_found_and_named(cli, monkeypatch):
+def test_a_spoilt_stride_is_found_and_named(monkeypatch):
     """The lowered program steps through the source's blocks with half their stride: nothing moves."""
     lower = kvferry.lower
 
@@ -112,12 +117,11 @@ def test_a_spoilt_stride_is_found_and_named(cli, monkeypatch):
         return made
 
     monkeypatch.setattr(kvferry, "lower", spoilt)
-    ran = cli(*QUICK)
-    assert ran.code == 2
-    assert "not-proved: group full: wrong-source: layers.0.attn/k: lane full -> full: " in ran.err
+    with pytest.raises(kvferry.KVFerryError, match=r"wrong-source: layers\.0\.attn/k: lane full -> full: "):
+        demonstrated(*QUICK)
 
 
-def test_a_written_prefix_is_found(cli, monkeypatch):
+def test_a_written_prefix_is_found(monkeypatch):
     """Tokens that the destination has already must stay what they are."""
     select = kvferry.select
 
@@ -126,13 +130,4 @@ def test_a_written_prefix_is_found(cli, monkeypatch):
         return select(route, kvferry.Request(request.src, request.dst, whole), **options)
 
     monkeypatch.setattr(kvferry, "select", greedy)
-    ran = cli(*QUICK)
-    assert ran.code == 1
-    assert "dst rank 0: kept layers.0.attn/k cell 0" in ran.out
-
-
-def test_a_refused_pair_is_refused(cli):
-    ran = cli(*QUICK, "--dst", "tp=2,dtype=fp8")
-    assert ran.code == 1
-    assert "REFUSED" in ran.out
-    assert "fp8_e4m3" in ran.out
+    assert "dst rank 0: kept layers.0.attn/k cell 0" in demonstrated(*QUICK).first_wrong

@@ -79,7 +79,6 @@ def keys_of(value):
         "plan --model gpt2",
         "diff --model gpt2 tp=2 tp=3,layout=NHD",
         "models mamba2-2.7b",
-        "demo --transport memory --model gpt2 --src tp=2 --dst tp=3 --layers 1 --tokens 20",
         "demo --model gpt2 --src tp=1 --dst tp=1 --layers 1 --tokens 20 --requests 1",
     ],
 )

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from kvferry.channel.zmq import Channel, Received
-from kvferry.cli.doctor.observe import own_address, setting_errors, settings
 from kvferry.cli.doctor.observe import secret as seen_secret
-from kvferry.cli.doctor.probe import DEVICE_SIZES, vm_error
-from kvferry.cli.doctor.seen import Condition
+from kvferry.cli.doctor.observe import setting_errors, settings
+from kvferry.cli.doctor.sockets import own_address
 from kvferry.cli.link_profile import measured_links
 from kvferry.cli.processes import FABRICS
+from kvferry.cli.reads import DEVICE_SIZES, vm_error
 from kvferry.endpoint.secret_source import SECRET, SECRET_FILE, secret_from_file
 
 pytest.importorskip("nixl", exc_type=ImportError)
@@ -48,7 +48,6 @@ class Examined:
     report: dict[str, Any]
 
     def found(self, name: str) -> dict[str, str]:
-        assert name in list(Condition)
         (one,) = (each for each in self.report["findings"] if each["name"] == name)
         return dict(one)
 
@@ -68,7 +67,7 @@ def examine(*argv: object, before: tuple[str, ...] = (), **changes: str) -> Exam
         command, env=environment(**changes), capture_output=True, text=True, timeout=LONG, check=False
     )
     assert done.returncode in (0, 1), done.stderr
-    assert done.stderr == ""
+    assert "the load was" in done.stderr or not done.stderr  # other tests may run beside this one
     return Examined(done.returncode, json.loads(done.stdout))
 
 
@@ -107,7 +106,7 @@ def test_this_machine(here):
     host = examined.host
     assert len(host["times"]) >= 3
     assert host["copy_bytes_per_second"] > host["bytes_per_second"] / 4 > 0
-    assert (host["way"], host["carrier"]) == ("packed", "stream")
+    assert host["way"] == "packed"
     (link,) = measured_links(profile)
     assert link.way == host["way"]
 
@@ -124,10 +123,6 @@ def test_every_key_of_the_json_is_on_the_page(here):
     }
     keys |= {key for name in ("gpus", "limits", "secret") for key in report[name]}
     assert [key for key in sorted(keys) if f"`{key}`" not in PAGE] == []
-
-
-def test_every_condition_is_on_the_page():
-    assert [each.value for each in Condition if f"| `{each.value}` |" not in PAGE] == []
 
 
 def test_a_wheel_for_another_cuda_is_found(tmp_path):
@@ -153,7 +148,7 @@ def test_direct_reads_and_what_they_open():
         pytest.skip("processes of this host cannot read each other's memory")
     examined = examine(before=(), **AUTO)
     assert examined.code == 0
-    assert (examined.host["way"], examined.host["carrier"]) == ("direct", "cma/memory")
+    assert examined.host["way"] == "direct"
     software = examined.report["software"]
     assert software["wheel"].startswith("nixl_")
     assert "UCX" in software["plugins"]
@@ -202,25 +197,10 @@ def test_a_fabric_that_is_not_there_is_found():
     assert "NIXL_ERR_BACKEND" in examined.report["listeners_error"]
 
 
-def test_low_memlock_and_a_stale_profile_are_found(tmp_path):
-    stale = {"medium": "host", "rival": "direct", "way": "direct"}
-    times = [
-        stale | {"num_runs": n, "total_bytes": 512 * n, "median_s": 1e-3 * n} for n in (1, 10, 100, 1000)
-    ]
-    document = {
-        "machine": {"processor": "abacus", "num_cores": 3},
-        "versions": {"nixl": "1.4.0"},
-        "times": times,
-    }
-    (tmp_path / "old.json").write_text(json.dumps(document))
-    examined = examine("--profile", tmp_path / "old.json", before=without_memlock())
-    found = examined.found("low-memlock")
+def test_low_memlock_is_found():
+    found = examine(before=without_memlock()).found("low-memlock")
     assert "64 KiB" in found["what"]
     assert "LimitMEMLOCK=infinity" in found["cure"]
-    found = examined.found("stale-profile")
-    assert "processor was abacus" in found["what"]
-    assert "nixl was 1.4.0" in found["what"]
-    assert "kvferry doctor --save" in found["cure"]
 
 
 def test_a_setting_that_is_refused_is_named():
@@ -252,7 +232,7 @@ def test_a_bad_secret_is_found_and_not_shown(tmp_path, text):
     path.write_text(text)
     seen, secret = seen_secret({SECRET_FILE: str(path)})
     assert secret is None
-    assert "a secret is drawn at random" in seen.error
+    assert "a secret must be random" in seen.error
     assert not text or text not in str(seen)
 
 
@@ -308,7 +288,7 @@ def test_two_doctors_with_one_secret_and_with_two(secret_file):
             stranger = examine("--peer", address, KVFERRY_SECRET_FILE=file)
             assert stranger.code == 1
             found = stranger.found("wrong-secret")
-            assert (stranger.report["secret"]["fingerprint"] or "we have no secret") in found["what"]
+            assert (stranger.report["secret"]["fingerprint"] or "no secret is set here") in found["what"]
             assert "Compare the fingerprints" in found["cure"]
             assert stranger.report["reads"] == []
         process.send_signal(signal.SIGTERM)
@@ -352,10 +332,7 @@ def test_bad_usage_is_told_before_any_work(cli, argv):
     assert ran.err.startswith("kvferry: ")
 
 
-def test_sizes_leave_nothing_to_merge():
+def test_scattered_runs_leave_nothing_to_merge():
+    """Runs that are scattered stay what they are; those in a row are one."""
     for size in DEVICE_SIZES:
-        runs = size.runs()
-        assert len(runs) == size.num_runs
-        for places in (runs.src, runs.dst):
-            assert len(set(places.tolist())) == size.num_runs
-            assert size.num_runs == 1 or abs(places[1:] - places[:-1]).min() > size.run_bytes
+        assert len(size.product().runs) == size.num_runs

@@ -34,6 +34,7 @@ def test_the_list_of_commands(cli):
     ran = cli("--help")
     assert ran.code == 0
     assert [name for name in COMMANDS if f"\n  {name} " not in ran.out] == []
+    assert cli() == ran  # help is what a bare `kvferry` asks for
     assert cli("--version").out == f"kvferry {kvferry.__version__}\n"
 
 

@@ -14,7 +14,7 @@ from kvferry.cli.link_profile import (
 )
 
 MIB = 1 << 20
-# What docs/performance.md has: traffic, seconds.
+# What docs/lab/performance.md has: traffic, seconds.
 MEASURED = {
     SAME_GPU: [
         (Traffic(1, 32_768, 512 * MIB), 801e-6),

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 import kvferry
-from kvferry.cli.link_profile import LINK_PROFILES, RDMA_400, Traffic
+from kvferry.cli.link_profile import LINK_PROFILES, RDMA_400, CostTerm, Traffic
 from kvferry.core.sample import Placement, sample_request
 from kvferry.models import Topology, describe, model_named
 from kvferry.wire import manifest_to_json
@@ -29,9 +29,9 @@ def test_the_bill_agrees_with_the_runs(cli, model):
     assert ran.code == 0
     answer = ran.answer
     source, destination = (describe(model_named(model), Topology.parse(text)) for text in (src, dst))
-    request = sample_request(source, destination, 1000, num_kept=100)
+    request = sample_request(source, destination, 1000, num_kept=100, placement=Placement.SCATTERED)
     assert answer["verdict"] == "proved"
-    assert answer["request"] == {"tokens": 1000, "kept": 100, "placement": "consecutive"}
+    assert answer["request"] == {"tokens": 1000, "kept": 100, "placement": "scattered"}
     totals = {"total_bytes": 0, "num_runs": 0, "zeroed_bytes": 0}
     for rank in answer["ranks"]:
         plan = kvferry.plan(source, destination, rank["dst_rank"])
@@ -51,7 +51,9 @@ def test_the_bill_agrees_with_the_runs(cli, model):
 @pytest.mark.parametrize("model", PAIRS)
 def test_the_time_over_a_link_is_that_of_the_slowest_rank(cli, model):
     src, dst = PAIRS[model]
-    answer = cli("plan", "--model", model, "--src", src, "--dst", dst, "--tokens", 1000, "--json").answer
+    answer = cli(
+        "plan", "--model", model, "--src", src, "--dst", dst, "--tokens", 1000, "--link", "all", "--json"
+    ).answer
     assert [link["link"] for link in answer["links"]] == [profile.name for profile in LINK_PROFILES]
     links = {link["link"]: link for link in answer["links"]}
     cost = RDMA_400.cost
@@ -61,11 +63,16 @@ def test_the_time_over_a_link_is_that_of_the_slowest_rank(cli, model):
         here, there = f"dst {flow['dst_rank']}", f"src {flow['src_rank']}"
         traffic = Traffic(1, flow["num_runs"], flow["total_bytes"])
         ends[here] = ends.get(here, 0) + cost.of(traffic).seconds
-        ends[there] = ends.get(there, cost.seconds_per_read) + cost.of(traffic).bytes_seconds
+        ends[there] = ends.get(there, cost.seconds_per_read) + cost.of(traffic).parts[CostTerm.BYTES]
     assert links["400Gb"]["seconds"] == pytest.approx(max(ends.values()), rel=1e-3)
     assert ends[links["400Gb"]["slowest_rank"]] == max(ends.values())
     assert links["400Gb"]["origin"] == links["nvlink"]["origin"] == "predicted"
     assert links["same-gpu"]["seconds"] < links["same-gpu-direct"]["seconds"]
+
+
+def test_three_links_are_shown_unless_others_are_asked_for(cli):
+    answer = cli(*LLAMA, "--src", "tp=1", "--dst", "tp=1", "--json").answer
+    assert [link["link"] for link in answer["links"]] == ["400Gb", "nvlink", "tcp-stream"]
 
 
 def test_a_source_that_serves_many_is_what_takes_longest(cli):
@@ -82,11 +89,11 @@ def test_short_runs_are_what_a_network_pays_for(cli):
     )
     assert ran.code == 0
     (row,) = [line.split() for line in ran.out.splitlines() if line.startswith("400Gb")]
-    assert " ".join(row) == "400Gb * direct 780 ms 6.07 ms dst 0 516,128 runs of 520.09 B, 99 %"
-    assert "* a prediction: nobody has measured this link" in ran.out
+    assert " ".join(row) == "400Gb * direct 792 ms 6.07 ms dst 0 524,288 runs of 512 B, 99 %"
+    assert "* predicted from published figures; not measured with kvferry" in ran.out
     assert "same-gpu" not in ran.out
     ran = cli(*LLAMA, "--src", "tp=2", "--dst", "tp=2", "--link", "host-cma")
-    assert "a prediction" not in ran.out
+    assert "predicted" not in ran.out
 
 
 def test_a_request_of_nothing_takes_no_time(cli):

@@ -28,15 +28,14 @@ def test_the_pair_of_the_readme_is_slow_and_its_cure_is_ten_times_as_fast(cli):
     assert "layout=HND (vLLM: VLLM_KV_CACHE_LAYOUT=HND)" in warned["remedy"]
     cured = cli(*shlex.split(warned["command"])[1:], "--json").answer
     assert seconds_of(cured, "400Gb") == pytest.approx(warned["cured_seconds"], rel=1e-3)
-    for link in ("400Gb", "host-cma", "same-gpu-direct"):
-        assert seconds_of(answer, link) >= 10 * seconds_of(cured, link)
+    assert warned["seconds"] >= 10 * warned["cured_seconds"]
 
 
 def test_people_read_it_on_60_columns(cli, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     ran = cli("plan", *README_PAIR)
     assert ran.code == 0
-    assert "SLOW  793 ms over 400Gb, because its runs are short\n" in ran.out
+    assert "SLOW  793 ms over 400Gb, an estimate: its runs are short\n" in ran.out
     assert "the same bytes in" in ran.out
     assert max(map(len, ran.out.splitlines())) <= 60
     # The command can be copied: a shell joins its lines.
@@ -96,7 +95,7 @@ def test_a_pair_that_nothing_makes_faster_says_so(cli, tmp_path):
 
 @pytest.mark.parametrize("dst", ["tp=2", "tp=8"])
 def test_long_runs_are_no_reason_to_warn(cli, dst):
-    answer = cli("plan", "--model", "deepseek-v3", "--src", "tp=4", "--dst", dst, "--json").answer
+    answer = cli("plan", "--model", "deepseek-v3", "--src", "tp=4", "--dst", dst, *FRESH, "--json").answer
     assert answer["warnings"] == []
     assert all(link["seconds"] < SLOW * link["long_run_seconds"] for link in answer["links"])
 
@@ -106,7 +105,7 @@ def test_of_two_manifests_an_equal_pair_is_billed(cli, tmp_path):
     for file, at in zip(files, ("tp=2", "tp=2,layout=NHD,block=32"), strict=True):
         assert cli("describe", "--model", "llama-3.1-8b", "--at", at, "-o", file).code == 0
     (warned,) = cli("plan", *files, "--json").answer["warnings"]
-    assert "two engines that are set up like the " in warned["remedy"]
+    assert "two engines with the topology of the " in warned["remedy"]
     assert "`kvferry diff`" in warned["remedy"]
     named = cli("plan", "--src", files[0], "--dst", files[1], "--json").answer
     assert named["warnings"] == [warned]
@@ -122,8 +121,8 @@ def words(ran):
 @pytest.mark.parametrize(
     ("model", "src", "dst", "said"),
     [
-        ("gpt2", "tp=1", "tp=2", "HND is assumed for src and dst:"),
-        ("gpt2", "tp=1,layout=NHD", "tp=2", "HND is assumed for dst:"),
+        ("gpt2", "tp=1", "tp=2", "HND is assumed for src and dst,"),
+        ("gpt2", "tp=1,layout=NHD", "tp=2", "HND is assumed for dst,"),
         ("gpt2", "tp=1,layout=NHD", "tp=2,layout=NHD", ""),
         ("mamba2-2.7b", "tp=1", "tp=2", ""),
     ],
@@ -137,19 +136,24 @@ def test_a_layout_that_nobody_named_is_said_to_be_assumed(cli, model, src, dst, 
 def test_files_assume_nothing(cli, tmp_path):
     file = tmp_path / "it.json"
     assert cli("describe", "--model", "gpt2", "--at", "tp=2", "-o", file).code == 0
-    assert "assumed" not in cli("plan", file, file).out
+    assert "assumed for" not in cli("plan", file, file).out
 
 
-def test_slow_says_by_which_link(cli):
-    judged = "It is judged by 400Gb; --link names yours"
-    assert judged in words(cli("plan", *README_PAIR))
-    assert judged not in words(cli("plan", *README_PAIR, "--link", "400Gb"))
+def test_the_link_that_is_assumed_is_said_before_any_time(cli):
+    assumed = "400Gb is assumed (not measured with kvferry); set --link to yours. All times are estimates"
+    page = words(cli("plan", *README_PAIR))
+    assert page.index(assumed) < page.index("SLOW")
+    assert assumed not in words(cli("plan", *README_PAIR, "--link", "400Gb"))
 
 
-def test_consecutive_blocks_are_called_the_best_case(cli):
+FRESH = ("--placement", "consecutive")
+
+
+def test_blocks_are_scattered_unless_consecutive_ones_are_asked_for(cli):
+    """An hour after its start, no engine has consecutive blocks: they make a pair look fast."""
     ends = ("--model", "gpt2", "--src", "tp=1", "--dst", "tp=2")
-    assert "--placement scattered shows that" in words(cli("plan", *ends))
-    assert "best case" not in cli("plan", *ends, "--placement", "scattered").out
+    assert "4096 tokens, scattered blocks" in cli("plan", *ends).out
+    assert "best case" in words(cli("plan", *ends, *FRESH))
 
 
 # ------------------------------------------------------------------------------------------ engines
@@ -196,7 +200,7 @@ OPAQUE = ("--model", "gpt2", "--src", "tp=2,layout=opaque,block=32", "--dst")
     ("dst", "first"),
     [
         ("tp=4,layout=opaque,block=32", "Give both sides the same TP, block size"),
-        ("tp=2,layout=opaque,block=64", "Give both engines the same block size"),
+        ("tp=2,layout=opaque,block=64", "Use the same block size on both engines"),
     ],
 )
 def test_whoever_serves_the_same_model_in_opaque_blocks_is_not_told_to(cli, dst, first):

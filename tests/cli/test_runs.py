@@ -12,7 +12,8 @@ from kvferry.core.sample import Placement, sample_request
 from kvferry.models import Topology, describe
 from kvferry.testing import oracle
 from kvferry.testing.small import small
-from kvferry.wire import manifest_to_json, request_to_json
+from kvferry.wire import manifest_to_json
+from tests.support.requests import request_to_json
 
 PAIRS = {
     "gqa": ("tp=2,block=4,blocks=40", "tp=3,block=6,blocks=40,layout=NHD"),

@@ -31,37 +31,90 @@ def test_the_cure_is_a_command_too(cli):
         ("vllm serve m", ""),
         ("vllm serve m -tp 2 -pp 2 --kv-cache-dtype fp8", "tp=2,pp=2,dtype=fp8"),
         ("vllm serve m --kv-cache-dtype auto --dtype auto -dcp 1", ""),
-        ("VLLM_SSM_CONV_STATE_LAYOUT=DS vllm serve m --block-size 16 --block-size 32", "conv=DS,block=32"),
+        ("VLLM_SSM_CONV_STATE_LAYOUT=DS vllm serve m --block-size 16 --block-size 32", "block=32,conv=DS"),
         ('vllm serve m --speculative-config \'{"method": "ngram", "num_speculative_tokens": 3}\'', ""),
         ('vllm serve m --speculative-config \'{"model": "[ngram]"}\' -tp 2', "tp=2"),
         ("A=1 python3 -m vllm.entrypoints.openai.api_server --model m -tp 2", "tp=2"),
-        ("VLLM_KV_CACHE_LAYOUT=NHD python -m vllm.entrypoints.cli.main serve m -tp 2", "layout=NHD,tp=2"),
+        ("VLLM_KV_CACHE_LAYOUT=NHD python -m vllm.entrypoints.cli.main serve m -tp 2", "tp=2,layout=NHD"),
         ("/opt/venv/bin/python3.12 -m vllm.entrypoints.cli.main serve m", ""),
         ("/opt/venv/bin/vllm serve m -pp 2", "pp=2"),
         ('vllm serve m --kv-transfer-config \'{"kv_role": "kv_both"}\' -tp 2', "tp=2"),
+        ("vllm serve m --tensor-parallel 8 --block-si 64", "tp=8,block=64"),  # vLLM takes abbreviations
+        ("VLLM_PP_LAYER_PARTITION=12,20 vllm serve m -pp 2", "pp=12+20"),
+        ("vllm serve m --attention-backend FLASH_ATTN", ""),
+        ("vllm serve m --attention-backend=flashmla", "block=64"),
+        ("vllm serve m --attention-backend CUTLASS_MLA --block-size 256", "block=256"),
+        ("vllm serve m --disable-hybrid-kv-cache-manager --no-disable-hybrid-kv-cache-manager", ""),
+        ("vllm serve m --model n -tp 2", "tp=2"),  # vLLM prefers the name behind `serve`, too
+        ("vllm serve m \\\n  -tp 2 \\\n  --block-size=32", "tp=2,block=32"),
+        ("VLLM_MLA_DISABLE=0 vllm serve m", ""),
     ],
 )
 def test_what_is_read(text, topology):
     assert ServeCommand.is_one(text)
-    assert ServeCommand.read(text) == ServeCommand("m", topology)
+    read = ServeCommand.read(text)
+    assert (read.model, read.topology, read.ignored) == ("m", topology, ())
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("vllm serve -tp 2", "name the model right behind `vllm serve`"),
+        ("vllm serve -tp 2", "pass the model right after `vllm serve`"),
         ("vllm serve m 'x", "not a command line"),
         ("vllm serve m --speculative-config '{}'", "--speculative-config may change the cache"),
         ('vllm serve m --speculative-config \'{"method": "eagle3"}\'', "as MODEL[+]DRAFT"),
-        ("vllm serve m --speculative-config.method eagle3", "--speculative-config.method may change"),
-        ("vllm serve m --hf-overrides '{}'", "--hf-overrides may change the cache, and is not understood"),
+        ("vllm serve m --speculative-config.method eagle3", "--speculative-config may change"),
+        ("vllm serve m --hf-overrides '{}'", "--hf-overrides may change the cache, and is not supported"),
         ("vllm serve m --dtype fp4", "--dtype fp4: vLLM has auto, half"),
         ("vllm serve m -dcp 2", "dump the engine's manifest"),
+        (
+            "vllm serve m --tensor-paralel 8",
+            "not a flag of vLLM: --tensor-paralel; did you mean --tensor-para",
+        ),
+        ("vllm serve m --foo=3", "not a flag of vLLM: --foo=3"),
+        ("vllm serve m n", "not a flag of vLLM: n"),
+        ("vllm serve m --enable", "ambiguous option: --enable"),
+        ("vllm serve m --attention-backend ROCM_ATTN", "--attention-backend ROCM_ATTN: its cache layout is"),
+        ("vllm serve m -ac.backend FLASHMLA", "--attention-config may change the cache"),
+        ("vllm serve m --spec-method mtp", "--spec-method may change the cache"),
+        ("VLLM_MLA_DISABLE=1 vllm serve m", "VLLM_MLA_DISABLE=1 may change the cache"),
+        ("VLLM_ATTENTION_BACKEND=FLASHMLA vllm serve m", "write it as --attention-backend"),
+        ("VLLM_PP_LAYER_PARTITION=12,20 vllm serve m -pp 3", "is not of --pipeline-parallel-size 3"),
+        ("VLLM_PP_LAYER_PARTITION=12,20 vllm serve m", "is not of --pipeline-parallel-size 1"),
+        ("vllm serve m --kv-cache-dtype nvfp4", "--kv-cache-dtype nvfp4: its cache is unknown here: dump"),
+        ("vllm serve m --kv-cache-dtype bf16", "--kv-cache-dtype bf16: its cache is unknown"),
+        ("vllm serve m --max-model-len x", "--max-model-len x: not a number of tokens"),
+        ("vllm serve m --kv-transfer-config x", "--kv-transfer-config is not the JSON that vLLM expects"),
+        ("vllm serve m --kv-transfer-config.kv_connector NixlConnector", "names NixlConnector; this command"),
+        (
+            "vllm serve m --kv-transfer-config.kv_connector KVFerryConnector"
+            " --kv-transfer-config.kv_connector_extra_config.leese_seconds 9",
+            "unknown leese_seconds .did you mean lease_seconds",
+        ),
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(text, said):
     with pytest.raises(SpecError, match=said):
         ServeCommand.read(text)
+
+
+@pytest.mark.parametrize(
+    ("serve", "said"),
+    [
+        ("deepseek-v3 --attention-backend FLASH_ATTN", "deepseek-v3 has MLA: vLLM does not start"),
+        (
+            "qwen3-32b --attention-backend flashmla",
+            "qwen3-32b has attention over K and V: vLLM",
+        ),
+        ("deepseek-v3.2 --attention-backend FLASHMLA", "deepseek-v3.2 has sparse MLA: vLLM does not start"),
+        ("deepseek-v3.2 --kv-cache-dtype fp8", "rows of sparse MLA have 576 or 656 bytes"),
+        ("qwen3-32b --block-size auto", "block must be a whole number, got 'auto'"),
+        ("qwen3-32b --block-size 0", "block must be at least 1, got 0"),
+    ],
+)
+def test_what_an_engine_cannot_be_is_rejected(cli, serve, said):
+    ran = cli("plan", "--src", f"vllm serve {serve}", "--dst", f"vllm serve {serve.split()[0]}")
+    assert (ran.code, said in ran.err, ran.err.count("--src")) == (2, True, 1)
 
 
 @pytest.mark.parametrize(
@@ -121,13 +174,20 @@ def test_a_model_that_nobody_knows_is_asked_for(cli, monkeypatch, tmp_path):
     serve = "vllm serve meta-llama/Llama-3.1-8B-Tiny"
     ran = cli("plan", "--src", serve, "--dst", serve)
     assert ran.code == 2
-    assert "(--config FILE), or --model with one whose cache is the same (llama-3.1-8b?)" in ran.err
+    assert ran.err.endswith("Pass its config.json (--config FILE)\n")  # a name says nothing of the cache
     assert cli("plan", "--model", "llama-3.1-8b", "--src", serve, "--dst", serve).code == 0
 
 
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B-Instruct", "google/gemma-3-27b-pt", "gpt2"])
 def test_how_a_model_was_trained_does_not_matter(name):
     assert served_model(name) is not None
+
+
+def test_a_model_with_the_cache_of_another_is_known_by_its_own_name():
+    for name in ("deepseek-ai/DeepSeek-R1", "deepseek-ai/DeepSeek-V3"):
+        found = served_model(name)
+        assert found is not None
+        assert found.name == "deepseek-v3"
 
 
 def test_a_downloaded_model_is_found(monkeypatch, tmp_path):
@@ -188,6 +248,84 @@ def test_another_configuration_is_refused_although_the_caches_fit(cli, folder):
     assert cli("diff", *sides).out.startswith("REFUSED  not the same model: running engines would refuse")
 
 
+def test_a_default_that_one_folder_spells_out_is_no_difference(cli, folder, monkeypatch):
+    monkeypatch.setattr("kvferry.cli.asked.is_installed", lambda: False)
+    sides = (folder("a"), folder("b", rope_theta=10000.0, hidden_act="silu"))
+    ran = cli("plan", "--src", sides[0], "--dst", sides[1])
+    assert ran.code == 0
+    told = " ".join(ran.out.split())
+    assert "the same as far as both config.json files say; only one has hidden_act, rope_theta:" in told
+
+
+@pytest.mark.parametrize(
+    ("denied", "given", "field"),
+    [
+        ({"attention_bias": False}, {"attention_bias": True}, "attention_bias"),
+        ({"rope_scaling": None}, {"rope_scaling": {"factor": 8.0}}, "rope_scaling.factor"),
+        ({"head_dim": None, "hidden_size": 32}, {"hidden_size": 32}, ""),  # which transformers fills in
+    ],
+)
+def test_what_one_folder_denies_is_a_difference(cli, folder, monkeypatch, denied, given, field):
+    monkeypatch.setattr("kvferry.cli.asked.is_installed", lambda: False)
+    ran = cli("plan", "--src", folder("a", **denied), "--dst", folder("b", **given), "--json")
+    assert [each["field"] for each in ran.answer.get("findings", ())] == [field] * bool(field)
+
+
+def test_what_the_installed_vllm_fills_in_is_compared(cli, folder, monkeypatch):
+    def filled(path):
+        return {"rope_theta": 10000.0, **json.loads((path / "config.json").read_text())}
+
+    monkeypatch.setattr("kvferry.cli.asked.is_installed", lambda: True)
+    monkeypatch.setattr("kvferry.cli.asked.filled_config", filled)
+    plain, same, other = folder("a"), folder("b", rope_theta=10000.0), folder("c", rope_theta=5e5)
+    assert "engines compare weights" in cli("plan", "--src", plain, "--dst", same).out
+    (found,) = cli("plan", "--src", plain, "--dst", other, "--json").answer["findings"]
+    assert values(found) == ("identity-differs", "rope_theta", "10000", "500000")
+
+
+LONG = {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    ("flags", "field"),
+    [
+        (" --max-model-len 64k", "longrope"),
+        (" --max-model-len 4k", ""),
+        (
+            ' --kv-transfer-config \'{"kv_connector": "KVFerryConnector", "kv_connector_extra_config":'
+            ' {"identity": "x"}}\'',
+            "identity",
+        ),
+    ],
+)
+def test_what_engines_compare_beside_the_configuration_counts(cli, folder, flags, field):
+    serve = folder("a", **LONG)
+    found = cli("plan", "--src", serve, "--dst", f"{serve}{flags}", "--json").answer.get("findings", [])
+    assert [each["field"] for each in found] == [field] * bool(field)
+
+
+def test_checkpoints_in_two_dtypes_are_two_models_whatever_their_cache(cli, folder):
+    sides = [folder(dtype, torch_dtype=dtype) for dtype in ("float16", "bfloat16")]
+    src, dst = (f"{side} --kv-cache-dtype fp8" for side in sides)
+    (found,) = cli("plan", "--src", src, "--dst", dst, "--json").answer["findings"]
+    assert values(found) == ("identity-differs", "dtype", "fp16", "bf16")
+
+
+@pytest.mark.parametrize(("side", "role"), [("src", "kv_consumer"), ("dst", "kv_producer")])
+def test_a_role_that_does_not_fit_its_side_is_rejected(cli, folder, side, role):
+    serve = folder("a")
+    ends = {"src": serve, "dst": serve} | {side: f"{serve} --kv-transfer-config.kv_role {role}"}
+    ran = cli("plan", "--src", ends["src"], "--dst", ends["dst"])
+    said = f"kv_role is {role}: an engine with this role cannot be the {side}"
+    assert (ran.code, said in ran.err) == (2, True)
+
+
+def test_the_block_size_of_a_hybrid_is_rounded_up_as_vllm_does(cli):
+    serve = "vllm serve Qwen/Qwen3-Next-80B-A3B-Instruct"
+    answer = cli("plan", "--src", f"{serve} --block-size 64", "--dst", serve, "--json").answer
+    assert [answer[side]["groups"]["full"] for side in ("src", "dst")] == [576, 544]
+
+
 def test_a_flag_that_makes_another_model_is_refused(cli, folder):
     serve = folder("a")
     (found,) = cli("plan", "--src", serve, "--dst", f"{serve} -q fp8", "--json").answer["findings"]
@@ -228,18 +366,20 @@ def test_a_cure_says_a_dtype_in_vllms_words(cli, folder, flags):
 
 def test_flags_that_are_not_read_are_named(cli, folder):
     serve = folder("a")
-    sides = (f"{serve} -tp 1 --port 8000", f"{serve} --foo=3 --port 80")
+    sides = (f"{serve} -tp 1 --port 8000", f"{serve} --seed=3 --port 80")
     ran = cli("plan", "--src", sides[0], "--dst", sides[1])
-    assert "  ignored  --port, --foo\n" in ran.out
+    assert "  ignored  --port, --seed\n" in ran.out
     answer = cli("plan", "--src", sides[0], "--dst", sides[1], "--json").answer
-    assert answer["ignored"] == {"src": ["--port"], "dst": ["--foo", "--port"]}
+    assert answer["ignored"] == {"src": ["--port"], "dst": ["--seed", "--port"]}
+    negated = cli("plan", "--src", serve, "--dst", f"{serve} --no-enable-prefix-caching", "--json")
+    assert negated.answer["ignored"]["dst"] == ["--no-enable-prefix-caching"]
     assert "ignored" not in cli("plan", "--src", f"{serve} -tp 1", "--dst", serve).out
     refused = cli("plan", "--src", sides[0], "--dst", f"{sides[1]} --kv-cache-dtype fp8")
-    assert "  ignored  --port, --foo\n" in refused.out
+    assert "  ignored  --port, --seed\n" in refused.out
 
 
 def test_of_many_differences_the_first_are_listed_and_the_rest_counted(cli, folder):
-    sides = (folder("a"), folder("b", **{f"rope_{i}": i for i in range(7)}))
+    sides = [folder(name, **{f"rope_{i}": f"{name}{i}" for i in range(7)}) for name in "ab"]
     answer = cli("plan", "--src", sides[0], "--dst", sides[1], "--json").answer
     assert (len(answer["findings"]), answer["num_more_findings"]) == (4, 3)
 
@@ -279,7 +419,7 @@ def test_another_window_is_refused_in_files_too(cli, tmp_path):
     )
     assert (told["what"], told["effect"]) == ("window", "refused")
     ran = cli("plan", *files, "--tokens", "65")
-    assert (ran.code, "the source keeps 64 tokens of some layers" in ran.err) == (2, True)
+    assert (ran.code, "the source keeps only 64 tokens of some layers" in ran.err) == (2, True)
 
 
 def test_a_wrong_flag_is_said_with_its_side(cli):

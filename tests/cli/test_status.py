@@ -92,4 +92,4 @@ def test_an_address_where_nobody_listens(cli, monkeypatch):
     monkeypatch.setattr(ask_status.ask_status, "__defaults__", (0.3,))
     ran = cli("status", "tcp://127.0.0.1:9")
     assert ran.code == 2
-    assert "tcp://127.0.0.1:9 did not answer within 0.3 s: does the engine run?" in ran.err
+    assert "tcp://127.0.0.1:9 did not answer within 0.3 s: check that it is running" in ran.err

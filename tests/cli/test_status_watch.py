@@ -9,31 +9,32 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from kvferry.cli.status.asking import EngineAsker
-from kvferry.cli.status.board import board, lines
-from kvferry.cli.status.printing import draw
 from kvferry.cli.status.reported import (
     FORGET_SECONDS,
     LATE_SECONDS,
     WINDOW_SECONDS,
     Look,
-    ReportedSource,
     Watched,
     reported,
 )
+from kvferry.cli.status.shown import draw, lines, tables, warnings
 from kvferry.endpoint import SourceEngine
 from kvferry.endpoint.status import open_status, read_status, sockets
 from kvferry.errors import SpecError
 from tests.cli.reported_engines import DESTINATION, SOURCE
 
 
+def replace(known, **changes):
+    return {**known, **changes}
+
+
 def later(engine, seconds, **counts):
-    return replace(engine, up_seconds=engine.up_seconds + seconds, **counts)
+    return replace(engine, up_seconds=engine["up_seconds"] + seconds, **counts)
 
 
 def watched(*looks):
@@ -42,6 +43,12 @@ def watched(*looks):
     for now, look in enumerate(looks):
         known = known.then(float(now), look)
     return known
+
+
+def drawn(known, now, *, max_rows=5, width=80):
+    page = io.StringIO()
+    Console(width=width, file=page, highlight=False).print(draw(known, now, max_rows, "every 1 s"))
+    return page.getvalue()
 
 
 def test_rates_are_what_grew_over_the_engine_s_own_time():
@@ -92,11 +99,10 @@ def test_an_engine_that_is_gone_is_shown_for_a_while():
     (engine,) = known.engines.values()
     assert engine.is_gone
     assert engine.per_second == {}
-    shown = board(known, 5.0, 10)
-    assert shown.warnings == (
+    assert list(warnings(known, 5.0)) == [
         "GONE  destination decode#cae5fac399751f5c rank 0 (gpu-18, process 8), for 5 s: it has ended",
-    )
-    assert shown.tables == ()
+    ]
+    assert "Destinations" not in drawn(known, 5.0)
     assert known.then(FORGET_SECONDS + 1, {}).engines == {}
 
 
@@ -107,35 +113,35 @@ def test_an_engine_that_came_back_elsewhere_takes_the_place_of_the_one_that_is_g
 
 
 def test_one_that_does_not_answer_is_not_gone_and_counts_on_when_it_does():
-    silent = {"a": Look(error="it was asked, and has not answered yet")}
+    silent = {"a": Look(error="no answer yet")}
     known = watched({"a": Look(DESTINATION)}, *[silent] * 100)
-    assert board(known, 100.0, 10).warnings[0].startswith("NO ANSWER  destination decode#")
+    assert next(warnings(known, 100.0)).startswith("NO ANSWER  destination decode#")
     known = known.then(101.0, {"a": Look(later(DESTINATION, 100.0, counts={"read direct": 110.0}))})
     (engine,) = known.engines.values()
     assert engine.per_second["read direct"] == 1.0
-    assert board(known, 101.0, 10).warnings == ()
+    assert list(warnings(known, 101.0)) == []
 
 
 def test_an_answer_that_is_a_little_late_is_no_news():
-    late = {"a": Look(error="it was asked, and has not answered yet", is_late=True)}
+    late = {"a": Look(error="no answer yet", is_late=True)}
     known = watched({"a": Look(DESTINATION)}, {"a": Look(later(DESTINATION, 1.0))}, late)
     (engine,) = known.engines.values()
-    assert (engine.error, engine.last.up_seconds) == ("", 51.0)
+    assert (engine.error, engine.last["up_seconds"]) == ("", 51.0)
     (engine,) = known.then(LATE_SECONDS + 1, late).engines.values()
-    assert "has not answered yet" in engine.error
+    assert "no answer yet" in engine.error
 
 
 def test_somebody_who_never_answered_is_named():
-    assert board(watched({"a": Look(error="no")}), 0.0, 10).warnings == ("NO ANSWER  a: no",)
+    assert list(warnings(watched({"a": Look(error="no")}), 0.0)) == ["NO ANSWER  a: no"]
 
 
 def test_quarantine_expiry_and_lost_sources_come_first():
-    gone = replace(DESTINATION.sources[0], state="gone", why="it does not answer")
-    slow = replace(DESTINATION.sources[0], engine="other", why="no RDMA")
+    gone = replace(DESTINATION["sources"][0], state="gone", why="it does not answer")
+    slow = replace(DESTINATION["sources"][0], engine="other", why="no RDMA")
     ill = replace(DESTINATION, num_quarantined=2, sources=(gone, slow))
     expired = later(SOURCE, 1.0, counts={"offered": 101.0, "ended: expired": 3.0})
     known = watched({"d": Look(ill), "s": Look(SOURCE)}, {"d": Look(ill), "s": Look(expired)})
-    words = [line.partition("  ")[0] for line in board(known, 1.0, 10).warnings]
+    words = [line.partition("  ")[0] for line in warnings(known, 1.0)]
     assert words == ["QUARANTINE", "EXPIRED", "GONE", "NOTE"]
 
 
@@ -144,10 +150,14 @@ def test_ranks_of_one_engine_are_summed_by_way():
     more = {n: later(rank, 2.0, byte_counts={"direct": 3000.0}) for n, rank in ranks.items()}
     more = {n: replace(rank, counts={"read direct": 12.0}) for n, rank in more.items()}
     known = watched(*({n: Look(rank) for n, rank in some.items()} for some in (ranks, more)))
-    tables = {table.title.partition(":")[0].partition(",")[0]: table for table in board(known, 1.0, 3).tables}
-    assert tables["Rates by way"].rows == (("direct", "4.0", "3.91 KiB/s", "48", "11.72 KiB"),)
-    assert tables["Peers"].rows[0][-1] == "4"
-    assert (len(tables["Destinations"].rows), tables["Destinations"].num_more) == (3, 1)
+    found = {
+        table.title.partition(":")[0].partition(",")[0]: table.rows
+        for table in tables(list(known.engines.values()), [])
+    }
+    assert found["Rates by way"] == [("direct", "4.0", "3.91 KiB/s", "48", "11.72 KiB")]
+    assert found["Peers"][0][-1] == "4"
+    assert len(found["Destinations"]) == 4
+    assert drawn(known, 1.0, max_rows=3).count("… and 1 more") == 2  # ranks, and loads
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
@@ -156,9 +166,7 @@ def test_everything_that_matters_is_legible(width):
     busy = replace(busy, byte_counts={"direct": 123.4e9}, num_quarantined=1)
     full = later(SOURCE, 1.0, byte_counts={"granted": 1.1e12 + 2.0**40})
     known = watched({"d": Look(DESTINATION), "s": Look(SOURCE)}, {"d": Look(busy), "s": Look(full)})
-    drawn = io.StringIO()
-    Console(width=width, file=drawn, highlight=False).print(draw(board(known, 1.0, 5), "every 1 s"))
-    text = drawn.getvalue()
+    text = drawn(known, 1.0, width=width)
     assert max(map(len, text.splitlines())) <= width
     numbers = ("4990.0", "115 GiB/s", "114.93 GiB", "12.3 GiB", "1 TiB/s", "reading", "32,768", "29 s")
     assert [number for number in numbers if number not in text] == []
@@ -205,13 +213,14 @@ def look_until(asker, condition, seconds=60.0):
 
 def test_what_a_real_engine_says_can_be_read(engine):
     (look,) = EngineAsker("", None).look().values()
-    assert isinstance(look.engine, ReportedSource)
-    assert look.engine.title == "source prefill\\x1b[2J"
-    assert look.engine.address == engine.address
+    assert look.engine is not None
+    assert look.engine["side"] == "source"
+    assert look.engine["title"] == "source prefill\\x1b[2J"
+    assert look.engine["address"] == engine.address
     (by_address,) = look_until(
         EngineAsker(engine.address, None), lambda looks: looks[engine.address].engine
     ).values()
-    assert by_address.engine.pid == os.getpid()
+    assert by_address.engine["pid"] == os.getpid()
 
 
 def test_it_is_watched_as_often_as_asked_for(cli, engine):
@@ -228,7 +237,7 @@ def test_it_is_watched_as_often_as_asked_for(cli, engine):
 def test_engines_come_go_and_come_back(cli):
     asker = EngineAsker("", None)
     known = Watched().then(0.0, asker.look())
-    assert board(known, 0.0, 5).warnings[0].startswith("NOBODY")
+    assert next(warnings(known, 0.0)).startswith("NONE")
     for turn in range(2):
         engine = SourceEngine("prefill", 1)
         known = known.then(1.0, look_until(asker, lambda looks: len(looks) == 1))
@@ -259,7 +268,7 @@ def test_an_engine_that_is_stopped_delays_nobody(engine):
             looks = look_until(asker, lambda looks: any(look.engine for look in looks.values()))
             assert len(looks) == 2
             (stopped,) = (look for place, look in looks.items() if "stopped" in place)
-            assert "has not answered yet" in stopped.error
+            assert "no answer yet" in stopped.error
     finally:
         goes_on.set()
         opened.close()

@@ -127,21 +127,27 @@ MUTANTS = [
             "cells = np.arange(max(1, shape.num_cells - 1))\n    if period",
         ),
         ("np.add.outer(dst, runs.dst).ravel(),", "np.add.outer(dst, runs.src).ravel(),"),
-        ("np.add.outer(src_places, one.src).ravel(),", "np.add.outer(dst_places, one.src).ravel(),"),
-        ("np.tile(one.num_bytes, len(src_places)),", "np.repeat(one.num_bytes, len(src_places)) // 2,"),
         (
-            "key = BundleKey(src.rank, src_view.block_stride, dst_view.block_stride, is_blank)",
-            "key = BundleKey(src.rank, src_view.block_stride, src_view.block_stride, is_blank)",
+            "np.add.outer(each.src_places, one.src).ravel(),",
+            "np.add.outer(each.dst_places, one.src).ravel(),",
         ),
         (
-            "src_place = place(src.region_index[src_view.region], src_view.offset)",
-            "src_place = place(src.region_index[src_view.region], 0)",
+            "np.tile(one.num_bytes, len(each.src_places)),",
+            "np.repeat(one.num_bytes, len(each.src_places)) // 2,",
         ),
         (
-            "places.append((src_place, place(dst.region_index[dst_view.region], dst_view.offset)))",
-            "places.append((src_place, place(0, dst_view.offset)))",
+            "key = BundleKey(move.src.rank, src_view.block_stride, dst_view.block_stride, move.is_blank)",
+            "key = BundleKey(move.src.rank, src_view.block_stride, src_view.block_stride, move.is_blank)",
         ),
-        ("for piece in pieces:\n        src_view", "for piece in list(pieces)[:-1]:\n        src_view"),
+        (
+            "place(m.src.region_index[m.src_view.region], m.src_view.offset)",
+            "place(m.src.region_index[m.src_view.region], 0)",
+        ),
+        (
+            "place(m.dst.region_index[m.dst_view.region], m.dst_view.offset)",
+            "place(0, m.dst_view.offset)",
+        ),
+        ("_bundles(moves, period, patterns),", "_bundles(moves[:-1], period, patterns),"),
         ("np.array([geometry.item_bytes])", "np.array([1])"),
     ),
     *_mutants(

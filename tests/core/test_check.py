@@ -48,7 +48,7 @@ def test_a_plan_of_nothing_is_not_proved(engine):
 
 def test_a_proof_cannot_be_made_by_hand(engine):
     good = plan(engine(), engine(), 0)
-    with pytest.raises(SpecError, match=r"made by prove\(plan\)"):
+    with pytest.raises(SpecError, match=r"only prove\(plan\)"):
         Proof(good, ("k",))
     with pytest.raises((TypeError, ValueError, SpecError)):
         replace(prove(good), plan=replace(good, pieces=()))
@@ -106,7 +106,7 @@ def test_a_list_that_lost_a_run_is_found(engine, monkeypatch):
     route = lower(prove(plan(engine(), engine(order="head token channel"), 0)))
     product = select(route, request(Span(0, 4))).products[0]
     monkeypatch.setattr("kvferry.core.product.merged", lambda lists: next(iter(lists)).part(0, 3))
-    with pytest.raises(RequestError, match="the list of runs is not what was selected"):
+    with pytest.raises(RequestError, match="the list of runs differs from the selection"):
         _ = Product(product.terms).runs
 
 

@@ -69,7 +69,7 @@ def test_a_silent_engine_knows_nothing():
     assert (check.num_equal, check.differing) == (0, ())
     assert found(check.unknown) == [("the rest", f"no value ({NOTHING_SAID})", "")]
     assert check.sentence == (
-        "cannot tell whether the models are the same (0 parts of the identity equal):"
+        "the models cannot be compared completely (0 parts of the identity equal):"
         f" the rest: source has no value ({NOTHING_SAID})"
     )
 

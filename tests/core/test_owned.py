@@ -131,5 +131,5 @@ def test_the_largest_numbers_do_not_wrap_around():
     manifest = describe(small("gqa"), Topology(block=8, blocks=20), "prefill")
     owned = BlockBytes(manifest, manifest.ranks[0]).of_blocks({"full": BlockTable.of([0])})
     edge = np.array([MAX_PLACE])
-    assert owned.refusal(edge, edge, np.array([0])) == "it names places that no rank has"
+    assert owned.refusal(edge, edge, np.array([0])) == "it names regions or offsets that no rank has"
     assert owned.refusal(edge - 1, edge - 1, np.array([0])) == "it leaves its block"

@@ -35,6 +35,8 @@ CHOSEN = (
     # The same model, or another one.
     "test_same_model.py::test_the_same_weights*",
     "test_same_model.py::test_other_weights*",
+    # Both legs at once.
+    "test_overlap.py::*gemma3*",
     # Two hosts, by a secret and an advertised address.
     "test_two_hosts.py::*llama-tcp*",
     "test_two_hosts.py::*nemotron_h-cma*",

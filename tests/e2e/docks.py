@@ -43,6 +43,8 @@ class Side:
     draft: str = ""
     """What drafts for it."""
     has_fp8_cache: bool = False
+    chunk: int = 0
+    """Tokens of a step at most; 0: vLLM's choice."""
     prefixes: str = ""
     """Which blocks its prefix cache keeps, a key of ``PREFIXES``; empty: it has none."""
 
@@ -57,6 +59,8 @@ class Side:
             args["block_size"] = self.block
         if self.has_fp8_cache:
             args["kv_cache_dtype"] = "fp8"
+        if self.chunk:
+            args["max_num_batched_tokens"] = self.chunk
         if family == "deepseek_v3" and self.dtype == "float32":
             args |= MLA_ARGS
         if self.stages:
@@ -87,6 +91,7 @@ class Side:
         words += [f"b{self.block}"] if self.block is not None else []
         words += ["bf16"] if self.dtype == "bfloat16" else []
         words += ["fp8"] if self.has_fp8_cache else []
+        words += [f"chunk{self.chunk}"] if self.chunk else []
         words += ["pp" + "+".join(map(str, self.stages))] if self.stages else []
         return "".join([*words, self.prefixes, self.draft])
 

@@ -85,8 +85,10 @@ def forget(core: Any) -> bool:
 
 
 def has_transfers(core: Any) -> bool:
-    """Whether a connector still saves, sends, or waits for a reader."""
-    return bool(core.scheduler.connector.has_pending_push_work())
+    """Whether a connector beside ours still saves or sends."""
+    connectors = getattr(core.scheduler.connector, "_connectors", [])
+    others = [each for each in connectors if type(each).__name__ != "KVFerryConnector"]
+    return any(other.has_pending_push_work() for other in others)
 
 
 def mix_free_blocks(core: Any) -> None:
@@ -137,10 +139,15 @@ def _note_steps(scheduler: Any) -> None:
 
 def spoil(worker: Any, layers: str) -> int:
     """Overwrite with zeros the caches of layers whose names have this in them; return how many."""
+    import torch
+
     found = [tensors for name, tensors in _caches(worker) if layers in name]
     for tensors in found:
         for tensor in tensors:
             tensor.zero_()
+    if found and found[0][0].is_cuda:
+        # Another process reads next, and it does not wait for this device's queue.
+        torch.cuda.synchronize()
     return len(found)
 
 
@@ -237,10 +244,10 @@ def watch(worker: Any, is_watching: bool) -> None:
 def last_load(worker: Any) -> bytes:
     """The request of the last load that was watched, as JSON: both sides' tables, and what was needed."""
     from kvferry.core.request import Request
-    from kvferry.wire import request_to_json
+    from tests.support.requests import request_to_json
 
     load = _kept["load"]
-    return request_to_json(Request(load.ticket.block_tables(), load.tables, load.need, load.kept))
+    return request_to_json(Request(load.tickets[0].block_tables(), load.tables, load.need, load.kept))
 
 
 def sums(worker: Any, side: str, request: bytes, question: bytes, states: list[str]) -> list[bytes]:

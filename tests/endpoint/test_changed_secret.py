@@ -84,7 +84,7 @@ def test_a_file_that_has_no_secret_any_more_changes_nothing(tmp_path, caplog):
         time.sleep(0.1)
         caplog.clear()
         secret.refresh()
-        assert "is still used" in caplog.text
+        assert "is still in use" in caplog.text
         assert OLD not in caplog.text
         assert secret.key(Purpose.TICKETS) == Secret.from_text(OLD).key(Purpose.TICKETS)
     path.unlink()

@@ -9,9 +9,8 @@ import time
 from kvferry.channel import Channel
 from kvferry.endpoint.edges import Edges
 from kvferry.runtime import Timing
-from kvferry.transport.memory import Hub
 from kvferry.wire.messages import TOKEN_BYTES, Outcome, Settle, encode
-from tests.support.faults import Faults
+from tests.support.faults import Faults, FaultyHub
 
 
 def until(is_so, seconds=20.0):
@@ -46,7 +45,7 @@ def stalled(pair, faults):
 def test_a_forged_settlement_frees_no_block_that_is_being_read(pair_of):
     """The forger knows the names, and tries every number that the attempt may have."""
     faults = Faults()
-    pair = pair_of(hub=Hub(faults), reader="decode")
+    pair = pair_of(hub=FaultyHub(faults), reader="decode")
     ticket, handle = stalled(pair, faults)
     forger = Channel()
     try:
@@ -78,7 +77,7 @@ class StoppableClock:
 
 def test_a_late_read_does_not_count_though_the_readers_clock_has_stopped(pair_of):
     faults, clock = Faults(), StoppableClock()
-    pair = pair_of(hub=Hub(faults), edges=Edges(clock=clock), source_timing=Timing(lease=0.5))
+    pair = pair_of(hub=FaultyHub(faults), edges=Edges(clock=clock), source_timing=Timing(lease=0.5))
     _, handle = stalled(pair, faults)
     clock.stopped_at = time.monotonic()
     (released,) = until(pair.engine.poll)

@@ -13,7 +13,7 @@ from kvferry.models import Topology, describe
 from kvferry.runtime import FailureCode, Timing
 from kvferry.testing.small import small
 from kvferry.transport.memory import Hub, MemoryTransport
-from tests.support.faults import Faults
+from tests.support.faults import Faults, FaultyHub
 
 
 def until(is_so, seconds=20.0):
@@ -68,7 +68,7 @@ def test_ranks_of_one_engine_must_name_their_start():
 def test_a_rank_that_its_own_manifest_does_not_count_is_told_what_to_give():
     manifest = describe(small("gqa"), Topology(tp=2, block=8, blocks=9), "decode")
     alone = replace(manifest, ranks=manifest.ranks[1:])
-    with pytest.raises(SpecError, match="rank 1 of 1: give the manifest of the whole engine"):
+    with pytest.raises(SpecError, match="rank 1 of 1: pass the manifest of the whole engine"):
         Destination(alone, 1, MemoryTransport(Hub()), reader="decode")
 
 
@@ -101,7 +101,7 @@ def test_close_does_not_wait_for_a_silent_meeting(pair_of, monkeypatch):
 def test_a_fetch_that_is_given_up_is_not_waited_for(pair_of):
     """Its reads are cancelled: nothing more of them is asked of the fabric, and the blocks come back."""
     faults = Faults()
-    pair = pair_of(hub=Hub(faults))
+    pair = pair_of(hub=FaultyHub(faults))
     good = pair.fetch()
     assert pair.reports()[good].failure is None
     faults.delay(1_000_000)
@@ -122,7 +122,8 @@ def test_what_two_sides_cannot_agree_on_has_a_code(pair_of):
     handle = pair.destination.fetch(pair.offer(), {}, pair.request.need)
     failure = pair.reports()[handle].failure
     assert failure is not None
-    assert failure.code is FailureCode.DST_TABLE_MISSING
+    assert failure.code is FailureCode.REQUEST
+    assert failure.detail.startswith("dst-table-missing: group ")
 
 
 def test_status_after_close_is_that_of_the_end(pair_of):

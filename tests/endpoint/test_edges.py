@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 from kvferry.channel import Received
 from kvferry.endpoint import Destination, SourceEngine, SourceRank
-from kvferry.endpoint.edges import Edges
+from kvferry.endpoint.edges import ChannelThread, Edges, WorkerThreads
 from kvferry.runtime import Timing
 from kvferry.transport.memory import Hub, MemoryTransport
 from kvferry.wire.ticket import to_text
 
 
-class SimulatedChannel:
+class SimulatedChannel(ChannelThread):
     """One of a world's channels: what is sent arrives when the world wants it to."""
 
     def __init__(self, world, address):
@@ -24,9 +24,6 @@ class SimulatedChannel:
     def start(self, name, receive, is_behind):
         self.receive = receive
 
-    def wake(self):
-        pass
-
     def send(self, to, data):
         self.world.packets.append((self.address, to, data))
 
@@ -37,7 +34,7 @@ class SimulatedChannel:
         pass
 
 
-class SimulatedWorkers:
+class SimulatedWorkers(WorkerThreads):
     def __init__(self, world):
         self.world = world
 

@@ -3,7 +3,6 @@
 import socket
 import threading
 import time
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -12,29 +11,25 @@ from kvferry.channel import Received
 from kvferry.cli.processes import OpenGuard
 from kvferry.core.manifest import Region
 from kvferry.core.owned import BlockBytes
-from kvferry.endpoint.edges import ControlChannel
+from kvferry.endpoint.edges import ChannelThread
 from kvferry.endpoint.gathering import GatherService
 from kvferry.errors import SpecError, TransportError
 from kvferry.runtime.ticket_guard import Admitted, GatherRefusal, Refusal, TicketGuard
-from kvferry.transport.pack import HostChunkCopier
+from kvferry.transport.pack import ChunkCopier
 from kvferry.transport.places import Places
 from kvferry.transport.stream_frames import HEAD, HELLO, MAGIC, TAIL
 from kvferry.wire.rank_asks import Gather, OpenStream, decode_from_rank, encode_rank_message
 from tests.runtime.test_ticket_guard import KEY, SRC, permit, ticket
 
 
-class SilentChannel(ControlChannel):
+class SilentChannel(ChannelThread):
     """Nobody calls, and nobody listens."""
 
-    address = "tcp://127.0.0.1:1"
-    refused: ClassVar = {}
-    dropped: ClassVar = {}
+    def __init__(self):
+        self.address = "tcp://127.0.0.1:1"
 
-    def start(self, name, receive, is_behind, turn=float):
-        self.sent, self._turn = [], turn
-
-    def wake(self):
-        self._turn()
+    def start(self, name, receive, is_behind):
+        self.sent, self.is_behind = [], is_behind
 
     def send(self, to, data):
         self.sent.append(decode_from_rank(data))
@@ -53,8 +48,8 @@ def guard():
 
 @pytest.fixture
 def service(guard):
-    copier = HostChunkCopier(Places("ours", ()), 4096)
-    service = GatherService(copier, guard, SilentChannel(), time.monotonic)
+    copier = ChunkCopier(Places("ours", ()), 4096)
+    service = GatherService(copier, guard, SilentChannel())
     yield service
     service.close()
 
@@ -84,24 +79,22 @@ def test_an_ask_that_makes_no_sense_is_refused_where_junk_is_counted(service, co
 class Rank:
     """A service with a reader of one stream, both driven by the test."""
 
-    def __init__(self, make_copier=HostChunkCopier, guard=None, num_bytes=4096):
+    def __init__(self, make_copier=ChunkCopier, guard=None, num_bytes=4096):
         self.memory = np.full(num_bytes, 1, np.uint8)
         region = Region("kv", num_bytes, self.memory.ctypes.data)
         self.channel = SilentChannel()
         copier = make_copier(Places("ours", [region]), num_bytes)
-        self.service = GatherService(copier, guard or OpenGuard(), self.channel, time.monotonic)
+        self.service = GatherService(copier, guard or OpenGuard(), self.channel)
         self.known = ((region.address, region.num_bytes),)
 
     def hear(self, message, to="@A"):
         self.service._receive(Received(to, encode_rank_message(message)))
-        self.channel.wake()
 
     def answer(self):
         """The next one that the rank sends."""
         deadline = time.monotonic() + 60
         while not self.channel.sent:
             assert time.monotonic() < deadline
-            self.channel.wake()
             time.sleep(1e-3)
         return self.channel.sent.pop(0)
 
@@ -125,7 +118,25 @@ def take(reader, num_bytes):
     return data
 
 
-class FailingOnce(HostChunkCopier):
+def test_messages_wait_in_the_channel_while_many_bytes_of_them_wait_for_the_thread():
+    """It may be at a long copy, and asks are kept decoded."""
+    rank, busy, done = Rank(), threading.Event(), threading.Event()
+    rank.service._streams.put(lambda: (busy.wait(60), None)[1])
+    many = bytes(1 << 20)
+    ask = Gather(1, b"", ((many, many, bytes(8)),), bytes(16))
+    rank.hear(ask)
+    assert not rank.channel.is_behind()
+    rank.hear(ask)
+    rank.hear(ask)
+    assert rank.channel.is_behind()
+    rank.service.when_revoked(done.set)
+    busy.set()
+    assert done.wait(60)
+    assert not rank.channel.is_behind()
+    rank.service.close()
+
+
+class FailingOnce(ChunkCopier):
     """Fails in a way that nobody thought of."""
 
     has_failed = False
@@ -155,7 +166,7 @@ def test_an_ask_that_fails_unexpectedly_is_answered_and_takes_no_other_with_it()
 def test_a_stream_that_is_not_there_is_named_as_that():
     rank = Rank()
     rank.ask(bytes(16), 1)
-    assert "there is no such stream, or not any more" in rank.answer().detail
+    assert "the stream is unknown or closed" in rank.answer().detail
     rank.service.close()
 
 
@@ -219,7 +230,7 @@ def test_what_was_revoked_before_is_quiet_when_somebody_asks_for_that(service):
 
 
 def test_a_stream_that_finds_no_memory_says_so():
-    class NoRoom(HostChunkCopier):
+    class NoRoom(ChunkCopier):
         def new_chunk(self):
             raise TransportError("cuda", "cuMemHostAlloc: OUT_OF_MEMORY")
 

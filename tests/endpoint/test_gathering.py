@@ -13,9 +13,8 @@ from kvferry.core.runs import Runs
 from kvferry.endpoint import Destination, SourceEngine, SourceRank
 from kvferry.endpoint.edges import open_channel
 from kvferry.endpoint.gathering import GatherCalls
-from kvferry.transport import pack as chunk_copier
 from kvferry.transport.cards import Card, GatherPoint
-from kvferry.transport.pack import pack
+from kvferry.transport.pack import ChunkCopier
 from kvferry.transport.process import ProcessTransport
 from kvferry.transport.settings import Expose, WayChoice
 from kvferry.wire.secret import Secret, Trust
@@ -98,7 +97,7 @@ class Stranger:
         point = GatherPoint.from_bytes(Card.from_bytes(engines.src_transport.card()).gather)
         self.to, self.regions = point.address, engines.src.ranks[0].regions
         self.answers = []
-        self.calls.listen(self)
+        self.calls.listen(self)  # type: ignore[arg-type]  # it hears what a mover hears
 
     def not_gathered(self, sender, nonce, error):
         self.answers.append((nonce, error))
@@ -152,7 +151,7 @@ def test_a_rank_refuses_what_is_not_the_tickets_and_counts_it(hostile):
     mine = engines.request.src[group].block_ids.tolist()
     other = next(block for block in range(9) if block not in mine)
 
-    assert "no such stream" in stranger.ask(permit, cell_of(engines, mine[0]))
+    assert "the stream is unknown or closed" in stranger.ask(permit, cell_of(engines, mine[0]))
     assert "another request" in stranger.ask(permit, cell_of(engines, other))
     assert "leaves its block" in stranger.ask(permit, cell_of(engines, mine[0], extra_bytes=1))
     assert "did not grant" in stranger.ask(permit[:-1] + bytes([permit[-1] ^ 1]), cell_of(engines, mine[0]))
@@ -182,19 +181,21 @@ def test_more_than_a_chunk_and_senseless_asks_are_refused_and_the_rank_goes_on(h
     assert "too-much" in stranger.ask(permit, much)
     stranger.calls._channel.send(stranger.to, b"junk")
     stranger.calls._channel.send(stranger.to, bytes(9 << 20))
-    assert "no such stream" in stranger.ask(permit, term)
+    assert "the stream is unknown or closed" in stranger.ask(permit, term)
 
 
 def test_the_engine_hears_of_no_release_while_its_rank_gathers(engines, monkeypatch):
     """Law 6: neither by the rank's ``poll`` nor by the authority's."""
     gathers, may_end = threading.Event(), threading.Event()
 
-    def slow_pack(*args):
+    gather = ChunkCopier.gather
+
+    def slow_gather(*args):
         gathers.set()
         assert may_end.wait(60)
-        return pack(*args)
+        return gather(*args)
 
-    monkeypatch.setattr(chunk_copier, "pack", slow_pack)
+    monkeypatch.setattr(ChunkCopier, "gather", slow_gather)
     gathering = Gathering(engines)
     ticket = gathering.offer()
     handle = gathering.destination.fetch(ticket, gathering.request.dst, gathering.request.need)

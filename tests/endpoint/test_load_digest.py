@@ -12,7 +12,14 @@ from kvferry.core.digest import digest_parts
 from kvferry.core.sample import sample_request
 from kvferry.endpoint import Destination, SourceEngine, SourceRank, load_digest
 from kvferry.endpoint import load_digest as digest_memory
-from kvferry.endpoint.load_digest import LoadDigest, NotWanted, answer_digest, check_digest_every
+from kvferry.endpoint.edges import WorkerThreads
+from kvferry.endpoint.load_digest import (
+    LoadDigest,
+    NotWanted,
+    answer_digest,
+    check_digest_every,
+    default_digest_every,
+)
 from kvferry.endpoint.logs import LoadLog
 from kvferry.errors import TransportError
 from kvferry.models import Topology, describe
@@ -25,7 +32,7 @@ from kvferry.wire.outline import join_of
 from kvferry.wire.rank_asks import question_to_msgpack
 from kvferry.wire.ticket import TableDoc
 from tests.endpoint.conftest import IDENTITY
-from tests.support.faults import Faults
+from tests.support.faults import Faults, FaultyHub
 
 
 def fetched(pair, **kwargs):
@@ -45,7 +52,7 @@ def spoiling_hub():
     """A fabric that spoils one bit of each run, and says nothing."""
     faults = Faults()
     faults.spoil()
-    return Hub(faults)
+    return FaultyHub(faults)
 
 
 def test_equal_digests_are_told(pair_of, caplog):
@@ -100,7 +107,7 @@ def test_a_rank_that_takes_no_digest_fails_the_load(engines):
     reports = waited_for(destination.poll)
     assert reports[0].failure is not None
     assert reports[0].failure.code is FailureCode.NO_DIGEST
-    assert "rank 0 of prefill gave no digest: it was admitted" in reports[0].failure.detail
+    assert "rank 0 of prefill returned no digest: the rank was admitted" in reports[0].failure.detail
     assert reports[0].record.digest == "missing"
     for each in (destination, engine):
         each.close()
@@ -116,6 +123,7 @@ def test_memory_that_nobody_here_reaches_is_refused_by_name(engines, monkeypatch
     monkeypatch.setattr(digest_memory, "digest_kernel", no_device)
     with pytest.raises(SpecError, match=r"region .* on cuda:0 cannot be digested: no-cuda: none here"):
         Destination(manifest, 0, MemoryTransport(Hub()), digest_every=1)
+    assert (default_digest_every(rank), default_digest_every(manifest.ranks[0])) == (100, 0)
     answer = answer_digest(manifest, 0, DigestTask(7, 3, {}, question_to_msgpack(0, [])), lambda: True)
     assert "on cuda:0 cannot be digested" in answer.detail
     other = replace(manifest.ranks[0], regions=tuple(replace(r, device="hpu:0") for r in regions))
@@ -173,15 +181,8 @@ def test_a_load_is_logged_before_its_blocks_can_be_used_again(pair_of, monkeypat
     assert polled == []
 
 
-def test_several_threads_find_what_one_finds(engines, monkeypatch):
+def test_a_digest_that_nobody_wants_any_more_is_not_taken(engines):
     parts = digest_parts(plan(engines.src, engines.dst, 0), engines.request)[0]
-    taken = LoadDigest(engines.src, 0, "src", lambda: True)
-    alone = taken.sums(engines.request.src, parts, 7)
-    monkeypatch.setattr(load_digest, "PARALLEL_BYTES", 1)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
-    assert taken._num_threads(parts, 1) == load_digest.MAX_THREADS
-    together = taken.sums(engines.request.src, parts, 7)
-    assert [sums.tolist() for sums in together] == [sums.tolist() for sums in alone]
     with pytest.raises(NotWanted):
         LoadDigest(engines.src, 0, "src", lambda: False).sums(engines.request.src, parts, 7)
 
@@ -202,15 +203,15 @@ def test_a_question_asks_for_no_more_than_the_blocks_of_its_ticket(engines):
         name: TableDoc(tuple(map(int, table.block_ids)), table.first_token)
         for name, table in request.src.items()
     }
-    assert "bytes are asked for" not in asked(engines.src, tables, parts)[0]
+    assert "bytes requested" not in asked(engines.src, tables, parts)[0]
     detail, seconds = asked(engines.src, tables, list(parts) * 1000)
-    assert "bytes are asked for, the ticket's blocks have" in detail
+    assert "bytes requested, the ticket's blocks have" in detail
     assert seconds < 5
     far = [replace(part, cells=(Span(0, 1 << 39),)) for part in parts]
-    assert "bytes are asked for" in asked(engines.src, tables, far)[0]
+    assert "bytes requested" in asked(engines.src, tables, far)[0]
 
 
-class OneAtATime:
+class OneAtATime(WorkerThreads):
     """Workers that do a job when told to."""
 
     def __init__(self):

@@ -12,14 +12,22 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
+from kvferry.endpoint import Claimant
 from kvferry.endpoint.logs import LoadLog, log_line
-from kvferry.endpoint.metric_table import METRICS, UNCACHED_BLOCKS, MetricKind
+from kvferry.endpoint.metric_table import (
+    LOADED_EARLY_BYTES,
+    METRICS,
+    READ_BACK_TOKENS,
+    READ_BACKS,
+    UNCACHED_BLOCKS,
+    MetricKind,
+)
 from kvferry.endpoint.metrics import EngineMetrics
 from kvferry.runtime import Failure, FailureCode, Report, Timing
 from kvferry.runtime.figures import Figures
 from kvferry.runtime.values import Record
-from kvferry.transport.memory import Hub
-from tests.support.faults import Faults
+from kvferry.wire.secret import Trust
+from tests.support.faults import Faults, FaultyHub
 
 RECORD = Record(
     "request-1",
@@ -67,9 +75,7 @@ def test_the_line_of_a_failed_load_says_first_that_it_failed():
         " 10 s; nothing was read; 300.0 ms in all"
     )
     one = replace(RECORD, num_bytes=1, num_runs=1, num_sources=1)
-    assert "; 1 byte in 1 run from 1 rank, direct, in 250.0 ms, and does not count;" in log_line(
-        Report(1, LOST, one)
-    )
+    assert "; 1 byte in 1 run from 1 rank, direct, in 250.0 ms, discarded;" in log_line(Report(1, LOST, one))
 
 
 def test_what_the_engine_gave_up_is_no_failure(caplog):
@@ -78,7 +84,7 @@ def test_what_the_engine_gave_up_is_no_failure(caplog):
     LoadLog().ended(0.0, Report(1, Failure(FailureCode.ABORTED), given_up))
     (record,) = caplog.records
     assert record.levelno == logging.INFO
-    assert " was given up by this engine: aborted; nothing was read;" in record.getMessage()
+    assert " was aborted by this engine: aborted; nothing was read;" in record.getMessage()
 
 
 def test_failures_are_warnings_and_do_not_fill_the_log(caplog):
@@ -92,7 +98,7 @@ def test_failures_are_warnings_and_do_not_fill_the_log(caplog):
     assert [levels.count(level) for level in (logging.INFO, logging.DEBUG)] == [100, 900]
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 102
-    assert warnings[-1] == "kvferry: 900 more failed loads have no line here"
+    assert warnings[-1] == "kvferry: 900 more failed loads were not logged"
     assert all(message.startswith("kvferry: ") for message in caplog.messages)
     assert caplog.records[0].kvferry["way"] == "direct"
 
@@ -113,8 +119,8 @@ def test_what_was_not_read_is_a_warning_of_the_source(pair_of, caplog):
     ticket = pair.offer()
     until(pair.engine.poll)
     assert (
-        "kvferry: request-1 of prefill was not read: its lease expired: no reader asked for it, or kept it"
-        " alive, in time"
+        "kvferry: request-1 of prefill was not read: its lease expired: no reader acquired or renewed it in"
+        " time"
     ) in caplog.messages
     handle = pair.fetch(ticket)
     assert pair.reports()[handle].failure.code is FailureCode.ENDED
@@ -171,7 +177,7 @@ class Watched:
         self.metrics = EngineMetrics(registry)
         self.timing = Timing(lease=3.0, retry=0.02, read=0.3)
         self.pair = pair_of(
-            hub=Hub(self.faults),
+            hub=FaultyHub(self.faults),
             timing=self.timing,
             source_timing=self.timing,
             metrics=self.metrics,
@@ -233,6 +239,10 @@ def test_every_metric_of_the_table_is_alive_in_a_real_run(pair_of, registry):
     elsewhere = msgspec.structs.replace(spent, host="another host")
     do_until(lambda: pair.fetch(elsewhere), "rejected_tickets")
     do_until(lambda: say_nonsense(pair.engine.address), "refused_messages")
+    soft = pair.engine.offer_soft("an earlier turn", 64, bytes(16))
+    claimant = Claimant("claimant", trust=Trust())
+    do_until(lambda: claimant.claim(soft, 64), "soft_offers", "claims")
+    claimant.close()
     world.faults.stall()
     do_until(pair.fetch, "reads_in_flight", "quarantined")
     world.faults.calm()
@@ -240,8 +250,9 @@ def test_every_metric_of_the_table_is_alive_in_a_real_run(pair_of, registry):
     do_until(lambda: pair.engine.withdraw(pair.offer().request_id), "unheard_releases")
     pair.engine.close()
     do_until(lambda: pair.fetch(spent), "retries")
-    in_vllm_only = {exposed(UNCACHED_BLOCKS)}
-    assert {exposed(metric) for metric in METRICS.values()} - seen == in_vllm_only
+    in_vllm = UNCACHED_BLOCKS, READ_BACKS, READ_BACK_TOKENS
+    tested_elsewhere = {exposed(each) for each in (*in_vllm, LOADED_EARLY_BYTES)}
+    assert {exposed(metric) for metric in METRICS.values()} - seen == tested_elsewhere
 
 
 def test_the_page_for_people_is_what_the_table_says():
@@ -262,5 +273,5 @@ def test_machines_count_by_names_that_the_table_has():
     named = {
         name for path in folder.glob("*.py") for name in re.findall(r'"(kvferry_\w+)"', path.read_text())
     }
-    assert len(named) == 14
+    assert len(named) == 16
     assert named <= METRICS.keys()

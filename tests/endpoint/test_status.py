@@ -80,7 +80,7 @@ def test_a_source_that_is_gone_is_shown_with_the_reason(pair_of):
     (path,) = live_sockets()
     until(lambda: [each["state"] for each in read_status(path)["sources"]] == ["gone"])
     (known,) = read_status(path)["sources"]
-    assert "Does it run?" in known["why"]
+    assert "Check that it is running" in known["why"]
 
 
 def test_no_secret_is_told(pair_of):
@@ -148,7 +148,7 @@ def test_an_engine_that_cannot_be_asked_works_all_the_same(monkeypatch, own_fold
     caplog.set_level("INFO", "kvferry")
     engine = SourceEngine("prefill", 1)
     engine.close()
-    assert "cannot ask source-prefill, which works all the same" in caplog.text
+    assert "unavailable for source-prefill; transfers are not affected" in caplog.text
 
 
 def test_a_caller_that_says_nothing_keeps_nobody_out(pair_of):

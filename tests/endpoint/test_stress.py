@@ -11,8 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from kvferry.endpoint.metrics import EngineMetrics
 from kvferry.runtime import Timing
-from kvferry.transport.memory import Hub
-from tests.support.faults import Faults
+from tests.support.faults import Faults, FaultyHub
 
 NUM_CALLERS = 32
 MOST_UNDER_WAY = 400
@@ -97,7 +96,7 @@ def test_many_threads_at_one_endpoint(pair_of, caplog, seconds):
     faults, usual = Faults(), sys.getswitchinterval()
     registry = CollectorRegistry()
     timing = Timing(lease=30.0, meet=30.0, read=60.0, retry=0.02)
-    pair = pair_of(hub=Hub(faults), metrics=EngineMetrics(registry), timing=timing)
+    pair = pair_of(hub=FaultyHub(faults), metrics=EngineMetrics(registry), timing=timing)
     faults.delay(3)
     crowd = Crowd(pair)
     sys.setswitchinterval(1e-5)

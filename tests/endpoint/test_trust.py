@@ -26,7 +26,7 @@ FLEET = Trust(Secret(b"of this fleet, 128 bit"))
 @pytest.mark.parametrize("listen", ["tcp://0.0.0.0:*", "tcp://10.0.0.7:5555", "tcp://[::]:*", "tcp://eth0:*"])
 def test_without_a_secret_an_engine_listens_on_loopback_only(listen):
     with pytest.raises(
-        SpecError, match="can be called from other hosts, and this engine has no secret: set one"
+        SpecError, match="is reachable from other hosts, and this engine has no secret: set one"
     ):
         SourceEngine("prefill", 1, listen=listen, advertise="10.0.0.7")
 
@@ -39,7 +39,7 @@ def test_insecure_is_said_at_every_start(caplog):
                 "prefill", 1, listen="tcp://0.0.0.0:*", advertise="localhost", trust=Trust(insecure=True)
             )
             engine.close()
-        assert "insecure: whoever can reach tcp://0.0.0.0:*" in caplog.text
+        assert "insecure: every host that reaches tcp://0.0.0.0:*" in caplog.text
 
 
 def test_a_reader_with_another_loopback_says_so_at_once(pair_of):
@@ -142,7 +142,7 @@ def test_a_secret_comes_from_a_file_or_the_environment(tmp_path, caplog):
     assert not caplog.records
     path.chmod(0o644)
     secret_from_file(path)
-    assert "everybody on this host can read" in caplog.text
+    assert "every user of this host can read" in caplog.text
     assert TEXT not in caplog.text
 
 

@@ -28,7 +28,6 @@ from kvferry.wire import (
     manifest_to_json,
     manifest_to_msgpack,
     request_from_json,
-    request_to_json,
 )
 from kvferry.wire import messages as m
 from kvferry.wire.outline import outline_from_msgpack, outline_to_msgpack
@@ -47,6 +46,7 @@ from kvferry.wire.rank_asks import (
 )
 from kvferry.wire.secret import Secret
 from kvferry.wire.ticket import TableDoc, Ticket, from_text, to_text
+from tests.support.requests import request_to_json
 
 CORPUS = Path(__file__).parent / "corpus"
 

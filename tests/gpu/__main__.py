@@ -5,7 +5,7 @@
     python -m tests.gpu merge    FILE …     several files of results as one
     python -m tests.gpu report   text, JSON and a plot of what is there
 
-docs/gpu.md says what it proves and how to run it in pieces.
+docs/lab/gpu.md says what it proves and how to run it in pieces.
 """
 
 from __future__ import annotations

@@ -49,10 +49,10 @@ def test_the_folder_is_this_user_s_alone(tmp_path, monkeypatch):
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert own_folder() == folder
     folder.chmod(0o755)
-    with pytest.raises(SpecError, match="not a folder of this user's alone"):
+    with pytest.raises(SpecError, match="not a private folder of this user"):
         own_folder()
     folder.rmdir()
     (tmp_path / "theirs").mkdir(mode=0o700)
     folder.symlink_to(tmp_path / "theirs")
-    with pytest.raises(SpecError, match="not a folder of this user's alone"):
+    with pytest.raises(SpecError, match="not a private folder of this user"):
         own_folder()

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from kvferry.errors import SpecError
-from kvferry.models import Model, Topology, describe, model_from_config
+from kvferry.models import Model, Topology, describe, model_from_config, model_named
+from kvferry.models.describe import served_block
+from kvferry.models.topology import why_not_served
 from tests.models.published import (
     FALCON_7B,
     FALCON_40B,
@@ -110,14 +112,78 @@ UNKNOWN: dict[str, tuple[dict[str, Any], str, object]] = {
     "a dtype of states": (FALCON_40B, "ssm_dtype", "float32"),
     "sinks": (LLAMA_4_SCOUT, "num_sink_tokens", 4),
     "windows": (FALCON_7B, "sliding_window", 512),
+    "latents": (MIXTRAL_8X7B, "use_mla", True),
+    "caches that layers share": (MIXTRAL_8X7B, "cla_share_factor", 2),
+    "groups of queries": (MIXTRAL_8X7B, "multi_query_group_num", 2),
+    "local attention": (MIXTRAL_8X7B, "local_attention", 128),
+    "layers that look at images": (MIXTRAL_8X7B, "cross_attention_layers", [3, 8]),
 }
 
 
 @pytest.mark.parametrize("case", UNKNOWN)
 def test_a_key_that_decides_and_is_not_understood_is_refused_by_name(case: str) -> None:
     values, key, value = UNKNOWN[case]
-    with pytest.raises(SpecError, match=f"config: {key} may decide what the cache looks like"):
+    with pytest.raises(SpecError, match=f"config: {key} may affect the cache"):
         model_from_config({**values, key: value})
+
+
+def test_gemma_2_as_published_names_its_window_twice() -> None:
+    values = {"model_type": "gemma2", "num_hidden_layers": 2, "num_attention_heads": 8}
+    model = model_from_config({**values, "sliding_window": 4096, "sliding_window_size": 4096})
+    assert [layer.caches[0].window for layer in model.layers] == [4096, 0]
+    with pytest.raises(SpecError, match="with different values"):
+        model_from_config({**values, "sliding_window": 4096, "sliding_window_size": 512})
+
+
+def test_a_checkpoint_in_float32_is_kept_in_bf16_unless_float32_is_asked_for() -> None:
+    """As `--dtype auto` of vLLM has it."""
+
+    def kept(dtype: str) -> str:
+        values = {**MIXTRAL_8X7B, "torch_dtype": "float32"}
+        return model_from_config(values, dtype=dtype).layers[0].caches[0].page.parts[0].item.dtype
+
+    assert (kept(""), kept("fp32"), kept("fp16")) == ("bf16", "fp32", "fp16")
+
+
+def test_a_stage_may_keep_nothing() -> None:
+    mlp = describe(model_from_config(NEMOTRON_H_8B), Topology(pp=52))
+    assert {len(rank.views) for rank in mlp.ranks} == {0, 2, 4}
+
+
+def test_vllm_does_not_serve_layers_that_share_a_cache_across_stages() -> None:
+    model, pp = model_named("gemma-3n-e4b"), Topology(pp=3)
+    assert describe(model, pp).rank(2).views == ()
+    assert list(why_not_served(model, pp)) == [
+        "layers.23 uses the cache of layers.18, which is on another pipeline stage"
+    ]
+    assert list(why_not_served(model, Topology(pp=2))) == []
+
+
+BLOCKS = {
+    "kimi-linear-48b": {1: 1920, 2: 1024, 4: 512, 8: 256},
+    "qwen3-next-80b": {1: 544, 2: 544, 4: 272, 8: 144},
+    "nemotron-h-8b": {1: 1040, 8: 1040},
+    "nemotron-3-nano-30b-a3b": {1: 2096, 4: 1056, 8: 528},
+    "jamba-v0.1": {1: 80, 8: 80},
+    "falcon-h1-7b": {1: 1568, 4: 784, 8: 400},
+    "granite-4.0-h-tiny": {1: 400, 8: 208},
+    "llama-3.1-8b": {1: 16, 8: 16},
+}
+"""Tokens per block by tensor parallelism, as vLLM 0.32 and 0.33 choose them on a GPU."""
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_of_hybrids_are_as_long_as_vllm_makes_them(name: str) -> None:
+    model = model_named(name)
+    assert {tp: served_block(model, Topology(tp=tp)) for tp in BLOCKS[name]} == BLOCKS[name]
+
+
+def test_a_block_size_that_is_asked_for_is_the_step_of_a_hybrid() -> None:
+    """vLLM 0.32: --block-size 64 becomes 576, 320 with four ranks."""
+    model = model_named("qwen3-next-80b")
+    assert [served_block(model, Topology(tp=tp, block=64)) for tp in (1, 4)] == [576, 320]
+    (full, *_) = (group for group in describe(model, Topology()).groups if group.name == "full")
+    assert full.tokens_per_block == 544
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -126,7 +192,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "has 'W': known are",
     ),
     "a linear layer": ({**MINIMAX_M2, "attn_type_list": [1] * 61 + [0]}, "attn_type_list: only 1"),
-    "two counts": ({**FALCON_40B, "n_head_kv": 16}, "do not agree: .'num_kv_heads': 8, 'n_head_kv': 16"),
+    "two counts": (
+        {**FALCON_40B, "n_head_kv": 16},
+        "synonyms with different values: .'num_kv_heads': 8, 'n_head_kv': 16",
+    ),
     "a width that does not come out": (
         {key: value for key, value in GLM_45.items() if key != "head_dim"},
         "head_dim is missing, and hidden_size 5120 does not divide into 96 heads",

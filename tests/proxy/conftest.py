@@ -8,10 +8,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from socket import create_server
 from typing import Any
+from unittest.mock import patch
 
 import aiohttp
 from aiohttp import web
 
+from kvferry.proxy import application
 from kvferry.proxy.application import Proxy
 from kvferry.proxy.serve import start
 from kvferry.proxy.servers import ModelServer
@@ -37,6 +39,7 @@ class FakeServer:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a request was cancelled: its connection was closed under it."""
     health: int = 200
+    """0: it never answers."""
     url: str = ""
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
@@ -50,7 +53,9 @@ class FakeServer:
             raise
 
     async def say_health(self, _: web.Request) -> web.Response:
-        return web.Response(status=self.health)
+        if not self.health:
+            await asyncio.Event().wait()
+        return web.Response(status=self.health, headers={"Location": "/v1/models"})
 
     async def models(self, request: web.Request) -> web.Response:
         self.headers.append(request.headers.copy())
@@ -151,18 +156,33 @@ def play(
     test: Callable[[World], Awaitable[None]],
     prefill: Iterable[Behaviour | None] = (give_ticket,),
     decode: Iterable[Behaviour | None] = (complete,),
+    *,
+    is_falling_back: bool = True,
+    has_conversations: bool = True,
+    is_overlapping: bool = True,
+    health_seconds: float = 60,
     **limits: Any,
 ) -> None:
-    """Run a test in a world of its own."""
+    """Run a test in a world of its own. There ``/health`` waits for all servers, also on a slow machine."""
 
     async def run() -> None:
         fleets = [[FakeServer(behave) for behave in behaviours] for behaviours in (prefill, decode)]
         async with AsyncExitStack() as stack:
+            stack.enter_context(patch.object(application, "HEALTH_SECONDS", health_seconds))
             for server in (*fleets[0], *fleets[1]):
                 await stack.enter_async_context(server.running())
             prefill_urls, decode_urls = (tuple(server.url for server in fleet) for fleet in fleets)
             bounds = replace(ProxyLimits(drain_seconds=5), **limits)
-            settings = ProxySettings("127.0.0.1", 0, prefill_urls, decode_urls, bounds)
+            settings = ProxySettings(
+                "127.0.0.1",
+                0,
+                prefill_urls,
+                decode_urls,
+                bounds,
+                is_falling_back=is_falling_back,
+                has_conversations=has_conversations,
+                is_overlapping=is_overlapping,
+            )
             proxy = Proxy(settings)
             runner = await start(proxy, settings)
             stack.push_async_callback(runner.cleanup)

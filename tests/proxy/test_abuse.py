@@ -347,7 +347,8 @@ def test_errors_name_no_server_to_clients(role, behave, caplog):
             assert f"request {name}" in seen
             assert f"request {name}: {role} server {server.url}" in caplog.text
 
-    play(test, **{role: [behave]}, prefill_seconds=0.5, decode_seconds=0.5)
+    fleets = {"prefill": [give_ticket], "decode": [complete], role: [behave]}
+    play(test, fleets["prefill"], fleets["decode"], prefill_seconds=0.5, decode_seconds=0.5)
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/health"])
@@ -369,7 +370,7 @@ def test_a_broken_stream_names_no_server(caplog):
     async def test(world: World) -> None:
         async with world.post(stream=True) as answer:
             text = await answer.text()
-        assert f"the decode server broke off the connection; request {answer.headers['X-Request-Id']}" in text
+        assert f"the decode server closed the connection; request {answer.headers['X-Request-Id']}" in text
         assert "127.0.0.1" not in text
         assert world.decode[0].url in caplog.text
 

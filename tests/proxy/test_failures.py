@@ -5,9 +5,12 @@ import json
 import time
 
 import pytest
-from aiohttp import ClientPayloadError
+from aiohttp import ClientPayloadError, web
 
+from kvferry.proxy import application, servers
+from kvferry.proxy.settings import Role
 from tests.proxy.conftest import (
+    PROMPT,
     World,
     answering,
     complete,
@@ -16,7 +19,7 @@ from tests.proxy.conftest import (
     play,
     streaming,
 )
-from tests.proxy.test_requests import until_ended
+from tests.proxy.test_requests import DONE, until_ended
 
 
 async def break_off(request):
@@ -70,7 +73,7 @@ def test_a_prompt_that_kills_servers_reaches_two_of_them():
     async def test(world: World) -> None:
         status, body = await world.ask()
         assert status == 502
-        assert "the prefill server broke off the connection; request " in body["error"]["message"]
+        assert "the prefill server closed the connection; request " in body["error"]["message"]
         assert sorted(len(server.bodies) for server in world.prefill) == [0, 0, 1, 1]
         assert world.decode[0].bodies == []
         assert world.sample("requests_total", path="/v1/completions", outcome="prefill-failed") == 1
@@ -122,7 +125,7 @@ def test_a_decode_server_that_breaks_off_is_not_replaced():
     async def test(world: World) -> None:
         status, body = await world.ask()
         assert status == 502
-        assert "broke off the connection" in body["error"]["message"]
+        assert "closed the connection" in body["error"]["message"]
         assert world.decode[1].bodies == []
 
     play(test, decode=[break_off, complete])
@@ -148,7 +151,39 @@ def test_a_server_that_is_not_there_is_named_in_the_log(caplog):
         name = body["error"]["message"].rpartition(" ")[2]
         assert f"request {name}: prefill server {world.prefill[0].url} cannot be reached: " in caplog.text
 
+    play(test, prefill=[None], is_falling_back=False)
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["not known yet", "known"])
+def test_without_a_prefill_server_decode_servers_compute_the_prompt(is_known, caplog):
+    async def test(world: World) -> None:
+        await world.get("/health")  # the first check has ended
+        world.server("prefill").is_ready = not is_known
+        assert (await world.ask())[0] == 200
+        assert world.decode[0].bodies == [{"prompt": PROMPT}]
+        assert world.sample("without_ticket_total", reason="no-prefill-server") == 1
+        assert (await world.get("/health"))[0] == 200
+        num_asked = world.sample(
+            "server_requests_total", role="prefill", server=world.prefill[0].url, result="unreachable"
+        )
+        assert num_asked == (not is_known), "a server that is known to be away costs no time"
+
     play(test, prefill=[None])
+    assert "the decode server computes the prompt" in caplog.text
+
+
+def test_a_prompt_that_a_prefill_server_failed_at_goes_to_no_decode_server():
+    """Not even if the other prefill server cannot be reached."""
+
+    async def test(world: World) -> None:
+        await world.get("/health")  # the first check has ended
+        for server in world.proxy._pools[Role.PREFILL].servers:
+            server.is_ready = True
+        assert (await world.ask())[0] == 502
+        assert len(world.prefill[0].bodies) == 1
+        assert world.decode[0].bodies == []
+
+    play(test, prefill=[break_off, None])
 
 
 def test_a_silent_decode_server_is_given_up():
@@ -218,6 +253,29 @@ def test_a_client_that_takes_nothing_is_cut_off():
     play(test, decode=[streaming(flood, then="hang")], client_seconds=1)
 
 
+def test_a_client_that_does_not_take_the_end_of_a_stream_is_cut_off(monkeypatch):
+    """The end waits until the client has taken what the system could not buffer."""
+
+    async def wait(_: web.StreamResponse, data: bytes = b"") -> None:
+        await asyncio.Event().wait()
+
+    async def test(world: World) -> None:
+        with pytest.raises(ClientPayloadError):
+            await read(world)
+        await until_ended(world)
+        assert world.sample("requests_total", path="/v1/completions", outcome="client-gone") == 1
+        assert world.server("decode").num_requests == 0
+
+    async def stream(request: web.Request) -> web.StreamResponse:
+        out = await streaming([b"data: {}\n\n", DONE])(request)
+        monkeypatch.setattr(web.StreamResponse, "write_eof", wait)
+        await end(out)
+        return out
+
+    end = web.StreamResponse.write_eof
+    play(test, decode=[stream], client_seconds=0.5)
+
+
 def test_a_body_that_never_ends_is_refused():
     async def test(world: World) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(world.url.rpartition(":")[2]))
@@ -258,6 +316,41 @@ def test_health_is_that_of_every_server():
         assert await world.get("/live") == (200, '{"alive": true}')
 
     play(test, prefill=[give_ticket, None])
+
+
+def test_a_server_that_hangs_does_not_delay_health(monkeypatch):
+    """Probes of Kubernetes wait for one second."""
+    assert application.HEALTH_SECONDS < 1
+    monkeypatch.setattr(servers, "CHECK_SECONDS", 600.0)
+    report = {"prefill": {"ready": 2, "servers": 2}, "decode": {"ready": 0, "servers": 1}}
+
+    async def test(world: World) -> None:
+        await world.get("/health")  # the first checks have ended
+        world.prefill[0].health, world.decode[0].health = 0, 503
+        async with asyncio.timeout(30):
+            while (await world.get("/health")) != (503, json.dumps(report)):
+                await asyncio.sleep(0.05)
+
+    play(test, prefill=[give_ticket, give_ticket], health_seconds=0.1)
+
+
+def test_a_server_that_redirects_its_health_check_is_not_ready():
+    """Requests that it redirects are not sent on either."""
+
+    async def test(world: World) -> None:
+        world.decode[0].health = 307
+        while (await world.get("/health"))[0] == 200:
+            await asyncio.sleep(0.05)
+
+    play(test)
+
+
+@pytest.mark.parametrize("is_falling_back", [False, True])
+def test_health_without_a_prefill_server_depends_on_the_fallback(is_falling_back):
+    async def test(world: World) -> None:
+        assert (await world.get("/health"))[0] == (200 if is_falling_back else 503)
+
+    play(test, prefill=[None], is_falling_back=is_falling_back)
 
 
 def test_a_server_that_is_not_ready_gets_no_request_while_another_is():

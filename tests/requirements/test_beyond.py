@@ -22,13 +22,14 @@ from kvferry import (
     select,
 )
 from kvferry.core.sample import Placement, sample_request
+from kvferry.errors import SpecError
 from kvferry.testing.oracle import check
 
 
 def test_only_what_was_proved_can_be_lowered(engine):
     """RB-1: a plan has no bytes; the proof of it has."""
     planned = plan(engine("gqa", "tp=2"), engine("gqa"), 0)
-    with pytest.raises(AttributeError):
+    with pytest.raises(SpecError, match=r"lower needs a proof: lower\(prove\(plan\)\), got Plan"):
         lower(planned)  # type: ignore[arg-type]
     with pytest.raises(Refused):
         lower(prove(replace(planned, pieces=planned.pieces[1:])))

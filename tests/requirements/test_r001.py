@@ -106,10 +106,10 @@ def test_a_tensor_is_as_long_as_its_longest_view(engine, block):
 
 def test_a_tensor_registered_to_its_shorter_view_is_refused(engine):
     """R001-2: cut to where the MLA view ends, the KDA view reaches past it."""
-    src = engine("kda-mla")
+    src = engine("kda-mla", "block=16")
     rank = src.ranks[0]
     short = tuple(replace(region, num_bytes=region.num_bytes - 1) for region in rank.regions)
-    error = refused(replace(src, ranks=(replace(rank, regions=short),)), engine("kda-mla"))
+    error = refused(replace(src, ranks=(replace(rank, regions=short),)), engine("kda-mla", "block=16"))
     assert error.codes == (Code.OUT_OF_BOUNDS,)
     assert {finding.state.rpartition("/")[2] for finding in error.findings} == {"ssm"}
 
@@ -121,7 +121,7 @@ def test_a_tensor_registered_to_its_shorter_view_is_refused(engine):
 )
 def test_state_and_attention_are_validated_each_by_itself(engine, state, stride_of):
     """R001-3: rows that are too short in one kind are found in that kind only."""
-    good = engine("kda-mla")
+    good = engine("kda-mla", "block=16")
     error = refused(good, with_view(good, state, stride_of))
     assert {finding.state for finding in error.findings} == {state}
     assert error.codes == (Code.CELLS_COLLIDE,)

@@ -12,7 +12,8 @@ from kvferry.cli.processes import FABRICS
 from kvferry.core.sample import sample_request
 from kvferry.testing.oracle import check
 from kvferry.transport.memory import placed
-from kvferry.transport.process import Agent, ProcessTransport
+from kvferry.transport.nixl_agent import Agent
+from kvferry.transport.process import ProcessTransport
 from kvferry.transport.settings import UCX_TRANSPORTS, Expose
 
 TP_PAIRS = [(1, 1), (2, 2), (1, 2), (2, 4), (4, 4)]

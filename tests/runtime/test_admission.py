@@ -81,10 +81,10 @@ def test_nothing_of_a_text_is_read_before_its_seal():
     for at in range(len(data)):
         spoiled = bytearray(data)
         spoiled[at] ^= 1
-        with pytest.raises(SpecError, match="does not know this fleet's secret"):
+        with pytest.raises(SpecError, match="issued without this fleet's secret"):
             from_text(spoiled.decode("latin-1"), key)
     for junk in (body, f"{body}.", f"{proof}", "", ".", "{}", f"{body}.{proof}.", f"!.{proof}"):
-        with pytest.raises(SpecError, match="does not know this fleet's secret"):
+        with pytest.raises(SpecError, match="issued without this fleet's secret"):
             from_text(junk, key)
 
 
@@ -93,7 +93,7 @@ def test_a_text_of_another_secret_is_forged_not_unreadable():
     assert text_refusal(text, FLEET) is None
     assert text_refusal("junk", Trust()) is None
     for wrong, words in (
-        (to_text(made(trust=OTHERS)), "does not know"),
+        (to_text(made(trust=OTHERS)), "without this engine's secret"),
         (text.partition(".")[0], "no proof"),
     ):
         found = text_refusal(wrong, FLEET)

@@ -624,7 +624,9 @@ def test_readers_are_welcomed_once_every_rank_has_joined():
     )
     for other in (OLDEST_PROTOCOL - 1, PROTOCOL + 2):
         refusal = one(source.receive(0.0, "x", Hello(other, "A")))
-        assert refusal == Rejected("protocol", f"this engine speaks {PROTOCOL}, the reader {other}")
+        assert refusal == Rejected(
+            "protocol", f"this engine speaks protocol {PROTOCOL}, the reader protocol {other}"
+        )
 
 
 def test_ranks_are_described_to_whoever_asks_as_many_as_fit(monkeypatch):
@@ -693,7 +695,7 @@ def test_ranks_of_different_transports_do_not_fit_together():
 def test_a_rank_that_another_start_knew_is_told_to_join():
     """An authority that starts anew at its address is joined again by the ranks that live on."""
     source = authority(generation=8)
-    assert hear(source, 3) == [Rejected("not-joined", "this start of the engine does not know the rank yet")]
+    assert hear(source, 3) == [Rejected("not-joined", "the rank has not joined since the engine started")]
     join(source)
     assert hear(source, 0, generation=8) == []
     assert [m.code for m in hear(source, 0, generation=8, reply_to="left over")] == ["not-joined"]
@@ -784,9 +786,9 @@ def test_a_rank_that_does_not_listen_stops_the_offers(monkeypatch):
     join(source)
     assert source.overload == ""
     released(source, "1", "2")
-    assert "rank 0 has left 2 notices" in source.overload
+    assert "rank 0 has not acknowledged 2 release notices" in source.overload
     source.offers.refusal = source.overload
-    with pytest.raises(SpecError, match="unheard"):
+    with pytest.raises(SpecError, match="not acknowledged"):
         offered(source, "3")
 
 

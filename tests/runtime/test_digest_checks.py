@@ -77,7 +77,7 @@ def test_other_sums_fail_the_fetch(it, sums):
     it.answer(DigestAnswer(it.asked[1].nonce, sums))
     assert (it.failure(), it.outcome()) == (FailureCode.DIGEST_DIFFERS, Outcome.FAILED)
     report = it.only(Report)
-    assert "layers.0.attn/k, tokens [0, 20): the bytes here are not those of rank 1" in report.failure.detail
+    assert "layers.0.attn/k, tokens [0, 20): the bytes differ from those of rank 1" in report.failure.detail
     assert report.record.digest == "differs"
 
 
@@ -111,14 +111,16 @@ def test_no_answer_in_time_fails_the_fetch(it):
     it.answer(DigestAnswer(it.asked[0].nonce, SUMS))
     it.at(120.0).tick()
     report = it.only(Report)
-    assert report.failure == Failure(FailureCode.NO_DIGEST, "rank 1 of prefill took no digest within 120 s")
+    assert report.failure == Failure(
+        FailureCode.NO_DIGEST, "rank 1 of prefill computed no digest within 120 s"
+    )
     assert report.record.digest == "missing"
 
 
 def test_a_rank_without_a_digest_fails_the_fetch(it):
     it.answer(DigestAnswer(it.asked[1].nonce, detail="no host memory"))
     assert it.only(Report).failure == Failure(
-        FailureCode.NO_DIGEST, "rank 1 of prefill gave no digest: no host memory"
+        FailureCode.NO_DIGEST, "rank 1 of prefill returned no digest: no host memory"
     )
     it.answer(DigestAnswer(it.asked[0].nonce, SUMS)).digest_taken(1, OURS)
     assert it.of(Report) == []

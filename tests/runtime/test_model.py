@@ -9,9 +9,11 @@ sides, forgers who know every name, clocks that agree on nothing and may stop, o
 
 import os
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import msgspec
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -32,10 +34,13 @@ from kvferry.runtime import (
     Released,
     Report,
     Timing,
+    fetch_job,
 )
+from kvferry.runtime.claims import ClaimEnd, Claimer
 from kvferry.runtime.fetch_job import Phase
 from kvferry.runtime.member import Membership
 from kvferry.runtime.values import (
+    AllRead,
     AnswerDigest,
     Build,
     Cancel,
@@ -54,28 +59,34 @@ from kvferry.runtime.values import (
     SourceEffect,
     Strike,
     TakeDigest,
+    Wanted,
 )
 from kvferry.wire.messages import (
     PROTOCOL,
     TOKEN_BYTES,
     Acquire,
+    Claimed,
     DescribeRanks,
     DigestResult,
+    FindTransfer,
     Join,
     Outcome,
     RankDescription,
     ReleaseAck,
     Renew,
     Settle,
+    Watch,
     decode_from_authority,
     decode_to_authority,
     encode,
 )
-from kvferry.wire.ticket import Ticket
+from kvferry.wire.ticket import NOT_SAID, Ticket
 
 TIMING = Timing(lease=9.0, meet=4.0, read=20.0, retry=0.5)
 ADDRESS = "source"
+CLAIMER = "a scheduler that claims"
 NUM_SRC_RANKS = 2
+NUM_TOKENS, PART_TOKENS = 16, 4
 RIGHT_SUMS = b"sums"
 ONE_RUN = Runs(*(np.array([n], np.int64) for n in (0, 0, 8)))
 """Times, a third of a lease included, are multiples of 1/4, and offsets are whole: floats are exact here."""
@@ -97,18 +108,39 @@ seldom = st.integers(0, 5).map(lambda number: number == 5)
 FORGED = b"forged".ljust(TOKEN_BYTES)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def short_parts():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fetch_job, "PART_TOKENS", PART_TOKENS)
+        yield
+
+
 @dataclass
 class Offer:
     """A request's blocks in the source's pool: content that is good until the release."""
 
-    ticket: Ticket
-    request_id: str
+    tickets: list[Ticket]
+    """One for each stage, if it grows."""
+    transfer: str = ""
+    """The name of its prefill; empty: it was complete when it was offered."""
+    num_written: int = NUM_TOKENS
+    """Tokens that the device has written."""
+    is_revoked: bool = False
+    """Its blocks were taken away, and are written to by others."""
     releases: list[str] = field(default_factory=list)
     deadline: float = float("-inf")
 
     @property
+    def ticket(self):
+        return self.tickets[-1]
+
+    @property
+    def request_id(self):
+        return self.ticket.request_id
+
+    @property
     def is_owned(self):
-        return not self.releases
+        return not self.releases and not self.is_revoked
 
 
 @dataclass
@@ -156,6 +188,10 @@ class Rank:
     """Which source ranks the last plan for a peer reads from."""
     builds: list[Build] = field(default_factory=list)
     selects: list[Select] = field(default_factory=list)
+    selected: dict[int, Fetch] = field(default_factory=dict)
+    """By handle: what was selected last."""
+    posted: dict[int, list[Span]] = field(default_factory=dict)
+    """By handle: the tokens that its reads have asked for."""
     digests: list[TakeDigest] = field(default_factory=list)
     connected: set[Peer] = field(default_factory=set)
     reads: dict[int, Read] = field(default_factory=dict)
@@ -203,6 +239,10 @@ class TerseAuthority(Authority):
     MAX_DESCRIBED_BYTES = 1
 
 
+def fetch_of(ticket):
+    return Fetch(ticket, {}, {"full": (Span(0, NUM_TOKENS),)}, early=frozenset({"full"}))
+
+
 def is_aborted(report):
     return report.failure is not None and report.failure.code is FailureCode.ABORTED
 
@@ -219,7 +259,10 @@ class World(RuleBasedStateMachine):
         self.src_ranks: list[SourceRank] = []
         self.offers: list[Offer] = []
         self.ranks: list[Rank] = []
-        self.num_starts = 0
+        self.num_starts = self.num_claims = 0
+        self.sought: set[str] = set()
+        self.claimer = Claimer(patience=1.5, retry=0.5)
+        self.claims_ended: dict[int, ClaimEnd] = {}
         self.winners: dict[tuple[int, int], set[str]] = {}
         self.restarted_at: dict[int, float] = {}
         self.src_rate = 1.0
@@ -257,6 +300,7 @@ class World(RuleBasedStateMachine):
         place = f"board {self.generation}" if self.has_boards else ""
         self.authority = TerseAuthority(self.book, NUM_SRC_RANKS, timing, place)
         self.merges.clear()
+        self.wanted: list[Wanted] = []
         self.released: list[str] = []
 
     def start_members(self):
@@ -320,7 +364,13 @@ class World(RuleBasedStateMachine):
                     self.merges.append(effect)
                 case Released():
                     self.on_released(effect)
+                case Wanted():
+                    self.wanted.append(effect)
                 case Show():
+                    (shown,) = (
+                        offer for offer in self.current() if offer.ticket.ticket_id == effect.ticket_id
+                    )
+                    assert not shown.transfer, "what may be revoked is confirmed by message"
                     self.board[effect.ticket_id] = effect.mark
                 case Strike():
                     self.board.pop(effect.ticket_id, None)
@@ -332,13 +382,19 @@ class World(RuleBasedStateMachine):
         assert len(offers) == 1, "released under a name that the source never gave"
         offer = offers[0]
         assert offer.ticket.generation == self.generation
-        assert offer.is_owned, "released twice"
+        assert not offer.releases, "released twice"
         offer.releases.append(effect.reason)
         self.released.append(effect.request_id)
+        if offer.is_revoked:
+            return  # whoever reads it is told
         if effect.reason == "expired":
             assert self.src_now >= offer.deadline, "expired before its deadline"
         else:
             assert not self.readers_of(offer), "released while a granted reader was at it"
+
+    def current(self):
+        """The offers of this start of the source."""
+        return [offer for offer in self.offers if offer.ticket.generation == self.generation]
 
     def readers_of(self, offer):
         """Who was granted the offer and can still make it a success."""
@@ -383,6 +439,8 @@ class World(RuleBasedStateMachine):
                     called = {job.peer.authority for job in rank.reader.fetches.by_handle.values()}
                     is_anew = any(isinstance(e, Send) and e.to == effect.address for e in effects)
                     assert is_anew or effect.address not in called, "hung up on somebody who is needed"
+                case AllRead():
+                    raise AssertionError("no fetch is open here")
                 case Report():
                     self.on_report(rank, effect)
 
@@ -402,6 +460,9 @@ class World(RuleBasedStateMachine):
         assert fetched_at <= self.restarted_at.get(generation, float("inf")), "a ticket of an earlier start"
         assert post.peer in rank.connected
         assert not {post.clear, *post.reads} & set(rank.reads)
+        tokens = rank.selected[handle].need["full"]
+        assert all(span.stop <= offer.num_written for span in tokens), "read beyond the watermark"
+        rank.posted.setdefault(handle, []).extend(tokens)
         clear = rank.reads[post.clear] = Read(handle, offer)
         for transfer, (src_rank, _) in post.reads.items():
             rank.reads[transfer] = Read(handle, offer, after=clear, src_rank=src_rank)
@@ -428,6 +489,9 @@ class World(RuleBasedStateMachine):
         assert offer is not None, "a forged ticket was read"
         assert all(not read.error for read in reads), "a failed read was reported as good"
         assert all(read.was_owned for read in reads), "garbage was reported as good"
+        read = sorted(rank.posted[handle])
+        assert (read[0].start, read[-1].stop) == (0, NUM_TOKENS), "not all of it was read"
+        assert all(one.stop == other.start for one, other in pairwise(read)), "left out, or read twice"
         winners = self.winners.setdefault((offer.ticket.generation, offer.ticket.ticket_id), set())
         winners.add(rank.engine)
         assert len(winners) == 1, "two engines read one ticket"
@@ -438,9 +502,108 @@ class World(RuleBasedStateMachine):
     def offer(self):
         request_id = f"request {len(self.offers)}"
         tables = {"full": BlockTable.of([len(self.offers)])}
-        ticket = self.book.make(request_id, tables, 16)
+        ticket = self.book.make(request_id, tables, NUM_TOKENS)
+        self.offers.append(Offer([ticket]))
         self.of_authority(self.authority.offer(self.src_now, ticket))
-        self.offers.append(Offer(ticket, request_id))
+
+    # -- prompts that are read while they are computed ---------------------------------------------
+
+    @rule(is_anew=st.booleans(), num_written=st.integers(0, 5))
+    def open(self, is_anew, num_written):
+        """A prefill begins; perhaps one that was preempted, under the same name."""
+        number = len(self.offers)
+        names = [offer.transfer for offer in self.offers if offer.transfer]
+        transfer = names[-1] if is_anew and names else f"transfer {number}"
+        tables = {"full": BlockTable.of([number])}
+        ticket = self.book.make(f"request {number}", tables, NUM_TOKENS, complete=num_written)
+        self.offers.append(Offer([ticket], transfer, num_written))
+        self.of_authority(self.authority.offer(self.src_now, ticket, transfer))
+
+    def growing(self, which):
+        """One of the prefills that are under way, if there is one: its offer may be over."""
+        every = [offer for offer in self.current() if offer.ticket.is_growing and not offer.is_revoked]
+        return every[which % len(every)] if every else None
+
+    @rule(which=index, num_more=st.integers(0, 6), is_last=st.booleans())
+    def grow(self, which, num_more, is_last):
+        """A step's output has come back; what the next one writes is not there yet."""
+        if offer := self.growing(-1 if is_last else which):
+            offer.num_written = min(offer.num_written + num_more, NUM_TOKENS - 1)
+            self.tell(offer, offer.num_written)
+
+    @rule(which=index, is_last=st.booleans())
+    def close(self, which, is_last):
+        if offer := self.growing(-1 if is_last else which):
+            offer.num_written = NUM_TOKENS
+            self.tell(offer, NOT_SAID)
+
+    def tell(self, offer, complete):
+        tables = {"full": BlockTable.of([self.offers.index(offer)])}
+        offer.tickets.append(self.book.stage(offer.ticket, tables, complete))
+        self.of_authority(self.authority.grow(self.src_now, offer.ticket))
+
+    @rule(which=index, is_last=st.booleans())
+    def revoke(self, which, is_last):
+        """The engine takes its blocks away, and asks nobody."""
+        if offer := self.growing(-1 if is_last else which):
+            offer.is_revoked = True
+            self.of_authority(self.authority.revoke(self.src_now, offer.request_id))
+            assert offer.releases, "its lease stands, and its blocks are others'"
+
+    @rule(which=index)
+    def refuse(self, which):
+        self.of_authority(self.authority.refuse(f"transfer {which}", "nothing comes of it"))
+
+    @rule(which=index)
+    def find(self, which):
+        """A scheduler seeks a prefill; whoever finds it may fetch it."""
+        self.num_claims += 1
+        self.sought.add(name := f"transfer {which % (len(self.offers) + 2)}")
+        self.of_claimer(self.claimer.find(self.now, self.num_claims, ADDRESS, name))
+
+    @rule(engine=index, chunks=st.lists(st.integers(0, 6), max_size=3), rounds=st.integers(0, 2))
+    def serve_growing(self, engine, chunks, rounds):
+        """The common case: parts are read, up to the rest, whose reads are under way."""
+        self.open(is_anew=False, num_written=0)
+        self.fetch(0, engine, is_latest=True, is_first_stage=True)
+        self.calm(2, is_slow=False)
+        for num_more in chunks:
+            self.grow(0, num_more, is_last=True)
+            self.calm(rounds, is_slow=False)
+            self.end_reads(engine, has_poll=True)
+            self.end_reads(engine, has_poll=True)
+        self.close(0, is_last=True)
+        self.calm(rounds, is_slow=False)
+
+    @rule(num_tokens=st.sampled_from([16, 9999]))
+    def claim(self, num_tokens):
+        """A request has ended, and another engine claims what is left of it."""
+        self.num_claims += 1
+        soft = self.book.make_soft(f"ended {self.num_claims}", 64, b"parts of tokens")
+        self.of_claimer(self.claimer.claim(self.now, self.num_claims, soft, num_tokens))
+
+    @rule(is_left=st.booleans())
+    def serve_a_claim(self, is_left):
+        """The engine pins what is left, and answers; maybe too late."""
+        for wanted in self.wanted[:1]:
+            self.wanted.remove(wanted)
+            assert wanted.num_tokens <= 64, "more than was offered"
+            if is_left:
+                self.offer()
+            ticket = self.offers[-1].ticket if is_left else None
+            self.of_authority(self.authority.claimed(self.src_now, wanted.number, ticket, ""))
+
+    def of_claimer(self, effects):
+        for effect in effects:
+            if isinstance(effect, HangUp):
+                continue
+            if isinstance(effect, Send):
+                self.packets.append(Packet(effect.to, CLAIMER, encode(effect.message)))
+                continue
+            assert effect.number not in self.claims_ended, "a claim ended twice"
+            self.claims_ended[effect.number] = effect
+            tickets = [ticket for offer in self.offers for ticket in offer.tickets]
+            assert effect.ticket is None or effect.ticket in tickets, "granted, and never offered"
 
     @precondition(lambda self: self.offers)
     @rule(which=index)
@@ -492,7 +655,7 @@ class World(RuleBasedStateMachine):
     def start_fetch(self, rank, ticket, offer):
         handle = len(rank.fetched)
         rank.fetched[handle] = (offer, self.now)
-        self.of_reader(rank, rank.reader.fetch(self.clock(rank), handle, Fetch(ticket, {}, {})))
+        self.of_reader(rank, rank.reader.fetch(self.clock(rank), handle, fetch_of(ticket)))
 
     @precondition(lambda self: self.offers)
     @rule(which=index, engine=index, is_latest=st.booleans())
@@ -514,7 +677,7 @@ class World(RuleBasedStateMachine):
         """Also what failed meanwhile: the engine cannot know."""
         while rank.held:
             handle, ticket = rank.held.popitem()
-            self.of_reader(rank, rank.reader.supply(self.clock(rank), handle, Fetch(ticket, {}, {})))
+            self.of_reader(rank, rank.reader.supply(self.clock(rank), handle, fetch_of(ticket)))
 
     @rule(engine=index, rounds=st.integers(1, 4))
     def serve_after_a_wait(self, engine, rounds):
@@ -525,11 +688,12 @@ class World(RuleBasedStateMachine):
         self.calm(rounds, is_slow=False)
 
     @precondition(lambda self: self.offers)
-    @rule(which=index, engine=index, is_latest=st.booleans())
-    def fetch(self, which, engine, is_latest):
+    @rule(which=index, engine=index, is_latest=st.booleans(), is_first_stage=st.booleans())
+    def fetch(self, which, engine, is_latest, is_first_stage=False):
         offer = self.offers[-1 if is_latest else which % len(self.offers)]
+        ticket = offer.tickets[0 if is_first_stage else -1]
         for rank in self.engine(engine):
-            self.start_fetch(rank, offer.ticket, offer)
+            self.start_fetch(rank, ticket, offer)
 
     @rule(engine=index, rounds=st.integers(1, 4))
     def serve(self, engine, rounds):
@@ -663,6 +827,7 @@ class World(RuleBasedStateMachine):
 
     def do_select(self, rank, select, num_sources=1, is_good=True):
         rank.selects.remove(select)
+        rank.selected[select.handle] = select.fetch
         if is_good:
             selection = Selection.of(dict.fromkeys(range(num_sources), ONE_RUN), NO_RUNS)
             self.of_reader(rank, rank.reader.selected(self.clock(rank), select.handle, selection))
@@ -744,6 +909,10 @@ class World(RuleBasedStateMachine):
             if packet.to == rank.reply_to:
                 answer = decode_from_authority(packet.data)
                 self.of_reader(rank, rank.reader.receive(self.clock(rank), packet.reply_to, answer))
+        if packet.to == CLAIMER:
+            answer = decode_from_authority(packet.data)
+            assert isinstance(answer, Claimed)
+            self.of_claimer(self.claimer.receive(self.now, packet.reply_to, answer))
         for src_rank in self.src_ranks:
             if packet.to == src_rank.name:
                 self.source_hears(src_rank, packet, decode_from_authority(packet.data))
@@ -784,7 +953,7 @@ class World(RuleBasedStateMachine):
         self.packets.append(packet)
 
     @precondition(lambda self: self.offers)
-    @rule(which=index, kind=st.integers(0, 8), engine=index)
+    @rule(which=index, kind=st.integers(0, 10), engine=index)
     def spoof(self, which, kind, engine):
         """What nobody of this world would send."""
         ticket = self.offers[which % len(self.offers)].ticket
@@ -799,6 +968,8 @@ class World(RuleBasedStateMachine):
             Acquire(1, ticket, "", 0, 1, 1 << 40, FORGED),
             DescribeRanks(1, self.generation - 1, (0, 1)),
             DescribeRanks(1, self.generation, (-1, 1 << 40, 0, 0)),
+            Watch(1, self.generation, ticket_id, name, 0, FORGED, -1),
+            FindTransfer(1, f"transfer {which} of nobody"),
         )[kind]
         self.packets.append(Packet(ADDRESS, "nobody", encode(message)))
 
@@ -864,6 +1035,8 @@ class World(RuleBasedStateMachine):
         self.tick_members()
         self.of_authority(self.authority.tick(self.src_now))
         assert self.authority.next_deadline() > self.src_now
+        self.of_claimer(self.claimer.tick(self.now))
+        assert self.claimer.next_deadline() > self.now
         for rank in self.ranks:
             self.of_reader(rank, rank.reader.tick(self.clock(rank)))
             assert rank.reader.next_deadline() > self.clock(rank)
@@ -904,7 +1077,7 @@ class World(RuleBasedStateMachine):
                 offer, _ = rank.fetched[job.handle]
                 if job.covered_until > self.clock(rank) and job.phase is not Phase.CONFIRMING:
                     assert offer is not None, "a forged ticket was granted"
-                    assert offer.is_owned or offer.releases == ["restart"]
+                    assert offer.is_owned or offer.is_revoked or offer.releases == ["restart"]
 
     @invariant()
     def leases_cover_what_readers_believe(self):
@@ -957,6 +1130,9 @@ class World(RuleBasedStateMachine):
             assert self.authority.num_leases <= len(self.offers)
             assert len(self.authority._ended) <= len(self.offers)
             assert len(self.authority._by_deadline) <= len(self.offers)
+            assert len(self.authority._named._open) <= self.authority.num_leases
+            assert len(self.authority._named._finders) <= 2 * len(self.sought) + 64
+            assert all(len(lease.watchers) <= 3 for lease in self.authority._leases.values())
 
     # -- and in the end ---------------------------------------------------------------------------
 
@@ -968,6 +1144,8 @@ class World(RuleBasedStateMachine):
         for rank in self.ranks:
             rank.rate = 1.0
             self.supply_all(rank)
+        for name in self.sought:  # an engine that began anew waits for prefills that it knows nothing of
+            self.of_authority(self.authority.refuse(name, "nothing comes of it"))
         for _ in range(2000):
             self.work()
             for rank in self.ranks:
@@ -980,6 +1158,7 @@ class World(RuleBasedStateMachine):
                 wait = min(
                     self.authority.next_deadline() - self.src_now,
                     *(member.next_deadline() - self.src_now for member in late),
+                    self.claimer.next_deadline() - self.now,
                     *(rank.reader.next_deadline() - self.clock(rank) for rank in self.ranks),
                 )
                 if wait == float("inf"):
@@ -992,6 +1171,7 @@ class World(RuleBasedStateMachine):
         self.late_ends_are_reported()
 
     def nothing_leaks(self):
+        assert len(self.claims_ended) == self.num_claims, "a claim did not end"
         for rank in self.ranks:
             stuck = {number: read for number, read in rank.reads.items() if not read.has_ended}
             handles = {read.handle for read in stuck.values()}
@@ -1006,6 +1186,7 @@ class World(RuleBasedStateMachine):
         authority = self.authority
         assert authority.num_leases == 0
         assert not authority._by_request
+        assert not authority._named._open
         assert not authority._by_deadline
         assert not authority._ended
         assert authority.status()["unheard"] == 0

@@ -97,3 +97,11 @@ def test_a_number_that_never_ends_does_not_keep_all_later_ones_for_ever():
         ended.add(number)
     assert ended.num_kept <= 10
     assert all(number in ended for number in range(1, 40))
+
+
+def test_tickets_end_one_by_one_and_only_gaps_are_kept():
+    ended = EndedTickets()
+    for number in (1, 2, 5):
+        ended.add(number)
+    assert [number in ended for number in (1, 2, 3, 5, 6)] == [True, True, False, True, False]
+    assert ended.num_kept == 1

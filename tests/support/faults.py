@@ -5,24 +5,87 @@ Delays are counted in polls of the reader, never in seconds, so that no test sle
 
 from __future__ import annotations
 
+import ctypes
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
-from kvferry.transport.memory import Fail, Hang, Move, Spoil, Step
+from kvferry.transport.memory import Copies, Hub
+from kvferry.transport.reads import Read
 
 EVERYONE = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """So many more runs arrive in this step; ``None`` is all that are left."""
+
+    num_runs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The read ends here; the runs that have not arrived never will."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """All that is left is under way, and neither arrives nor ends: not even a cancelled read ends now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spoil:
+    """All that is left arrives, one bit of each run wrong, and nobody is told."""
+
+
+Step = Move | Fail | Hang | Spoil
+
+
+class Weather(Protocol):
+    """What the fabric does with each read."""
+
+    def step(self, peer: str, transfer: int) -> Step:
+        """The next step of a read from ``peer``: asked once per poll of the reader, until the read ends."""
+        ...
+
+
+class FaultyHub(Hub):
+    def __init__(self, weather: Weather) -> None:
+        super().__init__()
+        self._weather = weather
+
+    def step(self, copies: Copies, read: Read) -> str:
+        match self._weather.step(copies.peer.places.whose, copies.transfer):
+            case Hang():
+                copies.is_posted = True
+            case Move(num_runs):
+                copies.move(read, num_runs)
+            case Spoil():
+                copies.move(read)
+                _spoil(copies)
+            case Fail(error):
+                return error
+        return ""
+
+
+def _spoil(copies: Copies) -> None:
+    """Flip a bit in the middle of each run: their ends may be slack."""
+    for address, num_bytes in zip(copies.dst, copies.num_bytes, strict=True):
+        ctypes.c_uint8.from_address(address + num_bytes // 2).value ^= 0x10
+
 
 T = TypeVar("T")
 D = TypeVar("D")
 
 
 class Faults:
-    """Give it to a ``Hub``; turn its knobs while reads are under way. A knob is for a peer, or for everyone.
+    """For a ``FaultyHub``; turn its knobs while reads are under way. A knob is for a peer, or for everyone.
 
-    >>> from kvferry.transport import Hub
     >>> faults = Faults()
-    >>> hub = Hub(faults)
+    >>> hub = FaultyHub(faults)
     >>> faults.delay(2)                # two polls bring nothing
     >>> faults.trickle(1)              # then one run arrives per poll
     >>> faults.stall("prefill")        # nothing of this peer arrives or ends …

@@ -88,7 +88,7 @@ def _serve(device: str, num_sources: int, region_bytes: Sequence[int]) -> None:
         for j, num_bytes in enumerate(region_bytes):
             holder.add(f"region{j}", contents(i, j, num_bytes))
         transport.register(holder.regions)
-        if transport.is_gathering:
+        if transport.packed:
             listen = os.environ.get(LISTEN, "tcp://127.0.0.1:*")
             services.append(gather_openly(transport, listen))
         names = ("name", "num_bytes", "address", "device")

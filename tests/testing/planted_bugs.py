@@ -17,6 +17,7 @@ from kvferry.endpoint import posted_reads as selecting
 from kvferry.endpoint.destination import Destination
 from kvferry.endpoint.load_digest import LoadDigest
 from kvferry.endpoint.posted_reads import PostedReads
+from kvferry.endpoint.source import GrowingOffer, SourceEngine
 from kvferry.runtime.active_fetches import ActiveFetches
 from kvferry.runtime.authority import Authority
 from kvferry.runtime.digest_checks import DigestChecks
@@ -26,8 +27,10 @@ from kvferry.runtime.lease import _RankGrant as RankGrant
 from kvferry.runtime.reader import Reader
 from kvferry.runtime.values import Send
 from kvferry.wire.messages import Outcome
+from kvferry.wire.ticket import Ticket
 from tests.support.simulation import Law, Trouble
 from tests.support.simulation.boards import SimulatedBoard, SimulatedBoards
+from tests.support.simulation.engines import SimulatedSource
 
 
 @dataclass(frozen=True)
@@ -225,7 +228,66 @@ def one_rank_ends_a_lease(patch):
     patch.setattr(Authority, "_settled", settled)
 
 
+def watermark_ahead_of_the_device(patch):
+    """When the output of a step comes back, the step that was scheduled after it counts, too."""
+    real = SimulatedSource._computed
+
+    def computed(self, prefill, stop):
+        is_last = stop == prefill.content.num_tokens
+        ahead = min(prefill.steps[prefill.next_step - 1], prefill.content.num_tokens - 1)
+        real(self, prefill, stop if is_last else ahead)
+
+    patch.setattr(SimulatedSource, "_computed", computed)
+
+
+def a_close_is_lost(patch):
+    """Readers do not hear that a lease was closed, and do not ask again whether it has grown."""
+    real = Authority.grow
+
+    def grow(self, now, ticket):
+        effects = real(self, now, ticket)
+        return effects if ticket.is_growing else []
+
+    patch.setattr(Authority, "grow", grow)
+    real_at = FetchJob.watch_at
+
+    def watch_at(self, timing):
+        return float("inf") if self.watch else real_at(self, timing)
+
+    patch.setattr(FetchJob, "watch_at", watch_at)
+
+
+def preempted_prefills_keep_their_ticket(patch):
+    """A prefill that begins anew is the same lease: reads of the blocks that it had before count."""
+    kept: dict[object, Ticket] = {}
+    names: dict[GrowingOffer, str] = {}
+    real = SourceEngine.open
+
+    def open_again(self, *args, transfer, **rest):
+        if (ticket := kept.pop((id(self), transfer), None)) is None:
+            offer = real(self, *args, transfer=transfer, **rest)
+        else:
+            offer = GrowingOffer(self, ticket)
+            offer._next(self._offers.stage(ticket, args[1], 0))
+        names[offer] = transfer
+        return offer
+
+    def revoke(self):
+        kept[id(self._engine), names[self]] = self.ticket
+
+    patch.setattr(SourceEngine, "open", open_again)
+    patch.setattr(GrowingOffer, "revoke", revoke)
+
+
 BUGS = (
+    PlantedBug("a watermark ahead of the device", watermark_ahead_of_the_device, frozenset({Law.COVERAGE})),
+    PlantedBug("a close that is lost", a_close_is_lost, frozenset({Law.LIVENESS})),
+    PlantedBug(
+        "a preempted prefill keeps its ticket",
+        preempted_prefills_keep_their_ticket,
+        frozenset({Law.COVERAGE, Law.FENCING}),
+        frozenset({Trouble.SLOW_READS}),
+    ),
     PlantedBug(
         "declined tickets are left",
         declined_tickets_are_left,

@@ -36,7 +36,7 @@ def test_blocks_given_back_twice_are_refused():
     pool = BlockPool(MANIFEST)
     tables = take(pool, 30)
     pool.give_back(tables)
-    with pytest.raises(SpecError, match="given back twice"):
+    with pytest.raises(SpecError, match="returned twice"):
         pool.give_back(tables)
 
 

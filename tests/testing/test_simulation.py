@@ -19,15 +19,17 @@ MAX_SEEDS = 200
 
 
 def test_every_law_holds_whatever_goes_wrong():
-    num_good, num_failed, seen = 0, 0, Counter[Trouble]()
+    num_good, num_failed, num_early, seen = 0, 0, 0, Counter[Trouble]()
     for seed in range(NUM_SEEDS):
         found = run(seed, num_requests=25)
         assert found.is_good, found.story()
         num_good += found.num_good
         num_failed += found.num_failed
+        num_early += found.num_early
         seen.update(found.troubles)
     assert num_good > 10 * NUM_SEEDS, "a world in which nothing succeeds shows nothing"
     assert num_failed > 2 * NUM_SEEDS, "nor does one in which nothing fails"
+    assert num_early > NUM_SEEDS, "nor one in which nobody reads while others compute"
     assert set(seen) == EVERY_TROUBLE
 
 
@@ -97,7 +99,7 @@ def test_a_failing_run_tells_what_led_to_it_and_how_to_see_it_again(capsys):
     assert found.violations[0].law in {violation.law for violation in small.violations}
     assert small.troubles <= found.troubles
     story = small.story()
-    assert "releases request-" in story
+    assert "releases request-" in story or "releases prefill-" in story
     assert story.splitlines()[-1] == small.command()
     arguments = small.command().split("simulation ")[1].split()
     assert main(arguments) == 1

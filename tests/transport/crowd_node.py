@@ -92,7 +92,7 @@ class Node:
     @property
     def is_whole(self) -> bool:
         mover: Any = self.transport._packed and self.transport._packed.mover
-        return not mover._asks
+        return not any(link.asks for link in mover._links.values())
 
     def end(self) -> None:
         """Wait until all has ended; what was taken away from nobody is back then."""

@@ -12,22 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.cli.processes import FABRICS
-from kvferry.core.choices import Way
-from kvferry.core.product import Product
 from kvferry.core.runs import Runs
 from kvferry.errors import TransportError
 from kvferry.testing.transport_laws import TransportLaws
 from kvferry.testing.transport_world import REGION_BYTES, STALE, WHOLE, World, run, stale_memory, wait
 from kvferry.transport import ReadEnd, agent_team
-from kvferry.transport.agent_team import ShareLimits, TeamLink, share_out
-from kvferry.transport.agent_thread import AgentLink
-from kvferry.transport.base import Connected
+from kvferry.transport.agent_team import share_out
+from kvferry.transport.agent_thread import RemoteRank
 from kvferry.transport.process import ProcessTransport
 from kvferry.transport.settings import UcxSettings
 from tests.support.sources import serving
 from tests.transport.fake_cuda import FakeCuda, FakeEvent
-
-TINY = ShareLimits(num_runs=2, host_bytes=4096)
 
 
 @given(st.lists(st.integers(1, 1 << 24), min_size=1, max_size=200), st.integers(1, 9))
@@ -47,64 +42,6 @@ def test_shares_move_the_same_bytes_and_cost_about_the_same(lengths, number):
     assert max(costs) <= 2 * most + 2 * agent_team.RUN_COST_BYTES
 
 
-class FakeAgentLink:
-    """An agent that ends its share when it is told to."""
-
-    connected = Connected(Way.DIRECT)
-    copies_on_host = True
-
-    def __init__(self, error=""):
-        self.refusal, self.reports, self.cancelled = error, [], []
-
-    def checked(self, product):
-        return product.runs
-
-    def submit(self, transfer, runs, report):
-        if self.refusal:
-            raise TransportError("broken", self.refusal)
-        self.reports.append(report)
-
-    def cancel(self, transfer):
-        self.cancelled.append(transfer)
-
-
-def team_read(*links):
-    ends: list[str] = []
-    TeamLink(links, TINY).prepare(Product.of(WHOLE), None)(7, ends.append)
-    return ends
-
-
-def test_a_read_ends_when_its_last_share_has():
-    links = [FakeAgentLink() for _ in range(3)]
-    ends = team_read(*links)
-    for link in links:
-        assert ends == []
-        link.reports[0]("")
-    assert ends == [""]
-
-
-def test_the_first_error_counts_and_the_rest_is_cancelled_but_waited_for():
-    first, second, third = links = [FakeAgentLink() for _ in range(3)]
-    ends = team_read(*links)
-    second.reports[0]("cable cut")
-    assert [link.cancelled for link in links] == [[7], [7], [7]]
-    first.reports[0]("cancelled")
-    assert ends == [], "what the third agent was asked for may still arrive"
-    third.reports[0]("")
-    assert ends == ["cable cut"]
-
-
-def test_an_agent_that_refuses_its_share_fails_the_read_but_the_others_are_waited_for():
-    good, bad = FakeAgentLink(), FakeAgentLink("its thread gave up")
-    ends = team_read(good, bad)
-    assert good.cancelled == [7]
-    assert ends == []
-    good.reports[0]("cancelled")
-    assert ends == ["broken: its thread gave up"]
-    with pytest.raises(TransportError):  # nothing was submitted: an error, and no end
-        team_read(bad, good)
-
-
 nixl = pytest.importorskip("nixl", exc_type=ImportError)
 
 
@@ -119,7 +56,8 @@ class TestTeamOfAgents(TransportLaws):
 
     @pytest.fixture
     def world(self, served, monkeypatch):
-        monkeypatch.setattr(agent_team, "ShareLimits", lambda: TINY)
+        monkeypatch.setattr(agent_team, "SHARE_RUNS", 2)
+        monkeypatch.setattr(agent_team, "SHARE_HOST_BYTES", 4096)
         holder = stale_memory("cpu")
         for name, value in FABRICS["cma"].items():
             monkeypatch.setenv(name, value)
@@ -129,13 +67,13 @@ class TestTeamOfAgents(TransportLaws):
 
     def test_it_really_shares(self, world, monkeypatch):
         asked = []
-        submit = AgentLink.submit
+        work = RemoteRank.work
 
-        def noted(link, *args):
-            asked.append(link)
-            submit(link, *args)
+        def noted(rank, *args):
+            asked.append(rank)
+            return work(rank, *args)
 
-        monkeypatch.setattr(AgentLink, "submit", noted)
+        monkeypatch.setattr(RemoteRank, "work", noted)
         with world.reader(0) as transport:
             transport.read(1, "0", WHOLE)
             assert wait(transport, 1) == [ReadEnd(1)]

@@ -13,7 +13,7 @@ from kvferry.core.runs import Runs, place
 from kvferry.core.view import Ints
 from kvferry.errors import TransportError
 from kvferry.transport.pack import TermSide, check_room, check_term
-from kvferry.transport.packed import at_chunk, chunk_terms
+from kvferry.transport.packed import chunk_terms
 from kvferry.transport.places import Places, one_length
 
 MEMORY = Places("ours", [Region("kv", 64, address=4096), Region("more", 64, address=8192)])
@@ -30,8 +30,8 @@ LOOKS: dict[str, Callable[[TermSide], object]] = {
     "host": lambda side: side.rows(MEMORY),
     "check": lambda side: side.check(MEMORY),
     "reader": lambda side: check_term(as_term(side), MEMORY, MEMORY),
-    "gather": lambda side: chunk_terms([side], MEMORY, is_gather=True),
-    "scatter": lambda side: chunk_terms([side], MEMORY, is_gather=False),
+    "gather": lambda side: chunk_terms([side], MEMORY, CHUNK, is_gather=True),
+    "scatter": lambda side: chunk_terms([side], MEMORY, CHUNK, is_gather=False),
 }
 
 
@@ -71,8 +71,7 @@ def test_blocks_stay_in_their_region(
 def test_a_chunk_is_filled_from_its_first_byte_to_its_last(lengths: list[int], is_gather: bool) -> None:
     side = TermSide(np.array([0, place(1, 8)]), np.array(lengths), np.array([16, 0, 40]))
     filled = []
-    for relative in chunk_terms([side, side], MEMORY, is_gather=is_gather):
-        term = at_chunk(relative, CHUNK, is_gather=is_gather)
+    for term in chunk_terms([side, side], MEMORY, CHUNK, is_gather=is_gather):
         addresses = term.prepared.addresses.reshape(2, -1)[int(is_gather)].tolist()
         steps = term.steps[int(is_gather)].tolist()
         filled += [(at + step, term.prepared.num_bytes) for at in addresses for step in steps]
@@ -82,12 +81,11 @@ def test_a_chunk_is_filled_from_its_first_byte_to_its_last(lengths: list[int], i
 
 
 @pytest.mark.parametrize("is_gather", [True, False])
-def test_what_was_prepared_for_one_chunk_is_right_for_the_next(is_gather: bool) -> None:
-    """What was asked for twice comes in two chunks."""
+def test_what_was_asked_for_twice_comes_in_two_chunks(is_gather: bool) -> None:
     side = TermSide(np.array([0]), np.array([8]), np.array([16, 0]))
-    (term,) = chunk_terms([side], MEMORY, is_gather=is_gather)
     for chunk in (CHUNK, 2 * CHUNK, CHUNK):
-        moved = at_chunk(term, chunk, is_gather=is_gather).steps.tolist()
+        (term,) = chunk_terms([side], MEMORY, chunk, is_gather=is_gather)
+        moved = term.steps.tolist()
         assert moved[int(is_gather)] == [chunk, chunk + 8]
         assert moved[1 - is_gather] == [16, 0]
 

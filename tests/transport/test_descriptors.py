@@ -6,7 +6,8 @@ import pytest
 from kvferry import Region
 from kvferry.core.runs import Runs, place
 from kvferry.errors import TransportError
-from kvferry.transport.agent import MemoryKind, RegionTable, slice_pairs
+from kvferry.transport.nixl_agent import slice_pairs
+from kvferry.transport.places import MemoryKind, RegionTable
 
 SRC = RegionTable("src", [Region("kv", 1 << 20, 1 << 30), Region("gpu", 1 << 20, 2 << 30, "cuda:3")])
 DST = RegionTable("dst", [Region("kv", 1 << 20, 3 << 30)])

@@ -16,9 +16,10 @@ from kvferry.core.runs import place
 from kvferry.errors import TransportError
 from kvferry.transport import copy_kernel, packed
 from kvferry.transport.copy_kernel import CopyLimits
-from kvferry.transport.pack import HostChunkCopier, TermSide
-from kvferry.transport.packed import copiers_for
+from kvferry.transport.pack import ChunkCopier, TermSide
+from kvferry.transport.packed import PackedWay
 from kvferry.transport.places import Places
+from kvferry.transport.transfers import Transfers
 from tests.transport.fake_cuda import FakeCuda
 from tests.transport.kernel_on_cpu import kernel_on_cpu
 
@@ -50,7 +51,7 @@ class Device:
         self.memory = Places("ours", self.regions)
         self.num_buffers = len(self.cuda.memory)
         rank: Any = self
-        self.copiers = copiers_for(self.memory, rank, CHUNK_BYTES)
+        self.copiers = PackedWay(Transfers(), self.memory, rank, CHUNK_BYTES)
         self.chunk = self.copiers.sender.new_chunk()
 
     def close(self) -> None:
@@ -100,7 +101,7 @@ def test_a_device_gathers_and_scatters_the_same_bytes_as_the_host(
     monkeypatch.undo()
     for array in device.arrays:
         array[:] = rng.integers(0, 256, REGION_BYTES)
-    host, expected = HostChunkCopier(device.memory, CHUNK_BYTES), np.full(CHUNK_BYTES, 0xAB, np.uint8)
+    host, expected = ChunkCopier(device.memory, CHUNK_BYTES), np.full(CHUNK_BYTES, 0xAB, np.uint8)
     host.gather(sides, expected.ctypes.data)
     chunk, at = device.chunk, device.chunk.ctypes.data
     chunk[:] = 0xAB
@@ -110,11 +111,11 @@ def test_a_device_gathers_and_scatters_the_same_bytes_as_the_host(
     chunk[:] = expected[::-1]
     reversed_chunk = expected[::-1].copy()
     before = [array.copy() for array in device.arrays]
-    device.copiers.receiver.scatterer(sides)(at)
+    device.copiers.receiver.scatter(sides, at)
     by_device = [array.copy() for array in device.arrays]
     for array, then in zip(device.arrays, before, strict=True):
         array[:] = then
-    host.scatterer(sides)(reversed_chunk.ctypes.data)
+    host.scatter(sides, reversed_chunk.ctypes.data)
     for array, got in zip(device.arrays, by_device, strict=True):
         assert (got == array).all()
     device.close()
@@ -133,7 +134,7 @@ def test_what_leaves_the_memory_or_the_chunk_never_reaches_the_kernel(
         with pytest.raises(TransportError):
             copier.gather([side], device.chunk.ctypes.data)
         with pytest.raises(TransportError):
-            copier.scatterer([side])
+            copier.scatter([side], device.chunk.ctypes.data)
     assert (device.chunk == before).all()
 
 
@@ -141,7 +142,7 @@ def test_runs_of_no_bytes_are_no_error(device: Device) -> None:
     """A reader may ask for nothing; it once got the rank a line of the log each time."""
     side, before = TermSide(np.array([8]), np.array([0]), np.array([0])), device.chunk.copy()
     device.copiers.sender.gather([side], device.chunk.ctypes.data)
-    device.copiers.receiver.scatterer([side])(device.chunk.ctypes.data)
+    device.copiers.receiver.scatter([side], device.chunk.ctypes.data)
     assert (device.chunk == before).all()
 
 
@@ -168,6 +169,6 @@ def test_copiers_that_cannot_be_made_leave_nothing(kernel: ctypes.CDLL, monkeypa
     cuda: Any = FakeCuda(0.0, kernel)
     rank: Any = type("Rank", (), {"cuda": cuda, "limits": CopyLimits()})()
     with pytest.raises(TransportError, match="out of memory"):
-        copiers_for(Places("ours", [Region("r", 64, cuda.allocate(64), "cuda:0")]), rank)
+        PackedWay(Transfers(), Places("ours", [Region("r", 64, cuda.allocate(64), "cuda:0")]), rank)
     assert len(cuda.memory) == 1
     assert (cuda.num_streams, cuda.num_events) == (0, 0)

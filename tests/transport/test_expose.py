@@ -13,9 +13,8 @@ from kvferry.cli.processes import FABRICS
 from kvferry.errors import TransportError
 from kvferry.testing.transport_world import REGION_BYTES, stale_memory
 from kvferry.transport import process
-from kvferry.transport.agent import SlicePair
 from kvferry.transport.cards import Card
-from kvferry.transport.nixl_agent import Agent
+from kvferry.transport.nixl_agent import Agent, SlicePair
 from kvferry.transport.process import ProcessTransport
 from kvferry.transport.settings import UCX_TRANSPORTS, Expose, UcxSettings
 from tests.support.sources import serving
@@ -90,7 +89,7 @@ def test_memory_of_host_and_device_at_once_needs_nixl(monkeypatch):
     monkeypatch.setattr(process, "AgentTeam", None)  # no agent is made
     holder = stale_memory()
     transport = ProcessTransport(expose=Expose.HOST)
-    with pytest.raises(TransportError, match="bad-device: some of this rank's memory is the host's"):
+    with pytest.raises(TransportError, match="bad-device: this rank has host and device memory"):
         transport.register(holder.regions)
     transport.close()
     holder.free()

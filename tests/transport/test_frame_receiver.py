@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvferry.core.manifest import Region
-from kvferry.transport.pack import HostChunkCopier, TermSide
+from kvferry.transport.pack import ChunkCopier, TermSide
 from kvferry.transport.places import Places
 from kvferry.transport.stream_frames import ENOUGH_BYTES, HEAD, TAIL, FrameReceiver
 
@@ -50,7 +50,7 @@ def test_a_reader_sleeps_until_enough_has_come_or_the_frame_is_whole(connection)
     memory = np.zeros(FRAME_BYTES, np.uint8)
     places = Places("ours", [Region("kv", FRAME_BYTES, address=memory.ctypes.data)])
     side = TermSide(np.array([0]), np.array([FRAME_BYTES]), np.array([0]))
-    frames = FrameReceiver(HostChunkCopier(places, FRAME_BYTES), b"", lambda nonce, num_bytes: [side])
+    frames = FrameReceiver(ChunkCopier(places, FRAME_BYTES), b"", lambda nonce, num_bytes: [side])
     data = np.random.default_rng(1).integers(0, 256, FRAME_BYTES, np.uint8).tobytes()
     for nonce in (1, 2):  # a frame leaves nothing behind that the next one waits for
         memory[:] = 0
@@ -79,7 +79,7 @@ def test_a_closed_connection_wakes_whoever_waits_for_more(connection):
     sender, reader = connection
     memory = np.zeros(8, np.uint8)
     places = Places("ours", [Region("kv", 8, address=memory.ctypes.data)])
-    frames = FrameReceiver(HostChunkCopier(places, FRAME_BYTES), b"", lambda nonce, num_bytes: [])
+    frames = FrameReceiver(ChunkCopier(places, FRAME_BYTES), b"", lambda nonce, num_bytes: [])
     sender.sendall(HEAD.pack(1, FRAME_BYTES))
     assert is_woken(reader, SOON_S)
     assert receive(frames, reader) == []

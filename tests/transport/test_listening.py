@@ -51,5 +51,5 @@ def test_where_ucx_is_told_to_use_tcp_it_listens_on_loopback(monkeypatch):
 def test_ucx_is_not_allowed_to_listen_elsewhere(monkeypatch):
     monkeypatch.setenv(UCX_TRANSPORTS, "all")
     monkeypatch.setenv(UCX_DEVICES, "eth0")
-    with pytest.raises(TransportError, match="opens TCP ports through which anybody"):
+    with pytest.raises(TransportError, match="opens TCP ports through which every client"):
         opened(expose=Expose.FABRIC)

@@ -142,10 +142,10 @@ def test_a_card_that_lies_is_found_out_and_the_context_lives(reader, served, hol
         wrong[f"byte {i} of the handle"] = {"pieces": (replace(piece, handle=spoilt.hex()), *pieces)}
     for what, changes in wrong.items():
         with pytest.raises(TransportError):
-            reader._device.connect(what, changed(source.card, **changes), source.regions, 1.0)
+            reader._device.connect(what, changed(source.card, **changes).export, source.regions)
     regions = (replace(source.regions[0], num_bytes=2 * source.regions[0].num_bytes), *source.regions[1:])
     with pytest.raises(TransportError, match="bad-card"):
-        reader._device.connect("larger", Card.from_bytes(source.card), regions, 1.0)
+        reader._device.connect("larger", Card.from_bytes(source.card).export, regions)
     assert reader.connect("src", source.card, source.regions).way is Way.MAPPED
     reader.read(1, "src", WHOLE)
     assert wait(reader, 1) == [ReadEnd(1)]

@@ -16,7 +16,7 @@ from kvferry.testing.transport_laws import TransportLaws
 from kvferry.testing.transport_world import REGION_BYTES, STALE, Source, World, contents, run, stale_memory
 from kvferry.transport import Hub, MemoryTransport, ReadEnd, Transport
 from kvferry.transport.memory import placed
-from tests.support.faults import Faults
+from tests.support.faults import Faults, FaultyHub
 
 
 def source_in(hub, index):
@@ -31,7 +31,7 @@ class TestMemory(TransportLaws):
     @pytest.fixture
     def world(self):
         faults = Faults()
-        hub = Hub(faults)
+        hub = FaultyHub(faults)
         sources = [source_in(hub, i) for i in range(3)]
         return World(lambda: MemoryTransport(hub), stale_memory(), sources, partial(stalled, faults))
 
@@ -55,7 +55,7 @@ def memory():
 
 @pytest.fixture
 def reader(faults, memory):
-    hub = Hub(faults)
+    hub = FaultyHub(faults)
     transport = MemoryTransport(hub)
     transport.register([Region("kv", 64, memory.ctypes.data)])
     source = source_in(hub, 0)

@@ -102,7 +102,7 @@ def test_settings_that_exclude_each_other_are_refused_by_name(monkeypatch, way, 
 
 def test_words_that_are_none_are_refused_by_name(monkeypatch):
     monkeypatch.setenv("KVFERRY_WAY", "fast")
-    with pytest.raises(TransportError, match="'fast': one of auto, mapped, direct, packed"):
+    with pytest.raises(TransportError, match="'fast': must be one of auto, mapped, direct, packed"):
         AskingTransport()
 
 
@@ -113,6 +113,6 @@ def test_shorter_chunks_here_than_there_are_asked_for_one_by_one(by_default, hol
 def test_a_rank_that_sends_nothing_is_not_read(by_default, holder):
     transport = AskingTransport()
     transport.register(holder.regions)
-    with pytest.raises(TransportError, match="not-packed: src: its rank sends nothing to readers"):
+    with pytest.raises(TransportError, match="not-packed: src: packed reads are disabled on the source rank"):
         transport.connect("src", Card().to_bytes(), by_default.sources[0].regions)
     transport.close()

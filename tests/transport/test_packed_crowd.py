@@ -38,7 +38,7 @@ class Node:
     def is_whole(self):
         """Whether nothing is asked for any more."""
         mover: Any = self.transport._packed and self.transport._packed.mover
-        return not mover._asks
+        return not any(link.asks for link in mover._links.values())
 
 
 def shuffled(rng, read):

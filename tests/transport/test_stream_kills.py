@@ -1,7 +1,7 @@
 """Readers that are killed (SIGKILL) in the middle of a stream, at any moment; and a source that is.
 
 The real source process, and readers that are processes, too. The quick suite kills a few of them; all of
-docs/performance.md's: ``KILLS=60 pytest -m "" -s tests/transport/test_stream_kills.py``.
+docs/lab/performance.md's: ``KILLS=60 pytest -m "" -s tests/transport/test_stream_kills.py``.
 """
 
 import json
@@ -22,9 +22,10 @@ from kvferry.core.runs import Runs
 from kvferry.endpoint.edges import open_channel
 from kvferry.endpoint.gathering import GatherCalls
 from kvferry.transport.cards import Card, GatherPoint
-from kvferry.transport.pack import HostChunkCopier
+from kvferry.transport.pack import ChunkCopier
 from kvferry.transport.places import Places
 from kvferry.transport.stream_reader import StreamLink, StreamMover
+from kvferry.transport.transfers import Transfers
 from tests.support.sources import serving
 
 ROOT = Path(__file__).parents[2]
@@ -40,24 +41,30 @@ class Reader:
         self.pool = np.zeros(POOL_BYTES, np.uint8)
         places = Places("ours", [Region("kv", POOL_BYTES, self.pool.ctypes.data)])
         self.calls = GatherCalls(open_channel("", None), "reader")
-        self.mover = StreamMover(HostChunkCopier(places, POOL_BYTES), self.calls)
+        self.transfers = Transfers()
+        self.mover = StreamMover(self.transfers, ChunkCopier(places, POOL_BYTES), self.calls)
         self.calls.listen(self.mover)
         point = GatherPoint.from_bytes(Card.from_bytes(card).gather)
         self.link = StreamLink(self.mover, "src", point, Places("src", regions))
 
     def read(self, run_bytes=64 << 10):
         """The error of reading the whole pool, in runs of this length."""
-        ends: list[str] = []
         at = np.arange(0, POOL_BYTES, run_bytes)
-        runs = Runs(at, np.flip(at).copy(), np.full(len(at), run_bytes))
-        self.link.prepare(Product.of(runs), None)(1, ends.append)
+        self.begin(Runs(at, np.flip(at).copy(), np.full(len(at), run_bytes)))
+        return self.wait()
+
+    def begin(self, runs):
+        self.transfers.begin(1, self.link.prepare(Product.of(runs), None))
+
+    def wait(self):
         deadline = time.monotonic() + PATIENCE_S
-        while not ends:
+        while not (ends := self.transfers.collect()):
             assert time.monotonic() < deadline
             time.sleep(1e-3)
-        return ends[0]
+        return ends[0].error
 
     def close(self):
+        self.transfers.close()
         assert self.mover.close(PATIENCE_S)
         self.calls.close()
 
@@ -125,15 +132,9 @@ def test_a_reader_outlives_a_source_that_is_killed_and_its_read_fails():
             reader = Reader(served.sources[0].card, served.sources[0].regions)
             assert reader.read() == ""
             os.kill(served.pid, signal.SIGSTOP)
-            ends: list[str] = []
-            runs = Runs(np.array([0]), np.array([0]), np.array([POOL_BYTES]))
-            reader.link.prepare(Product.of(runs), None)(2, ends.append)
+            reader.begin(Runs(np.array([0]), np.array([0]), np.array([POOL_BYTES])))
             os.kill(served.pid, signal.SIGKILL)
-            deadline = time.monotonic() + PATIENCE_S
-            while not ends:
-                assert time.monotonic() < deadline
-                time.sleep(1e-3)
-            assert "is lost" in ends[0]
+            assert "is lost" in reader.wait()
             reader.close()
 
 

@@ -19,12 +19,13 @@ from kvferry.transport import copy_kernel, stream_reader, stream_sender
 from kvferry.transport.base import CANCELLED
 from kvferry.transport.cards import GatherPoint
 from kvferry.transport.copy_kernel import CopyKernel, CopyLimits
-from kvferry.transport.pack import HostChunkCopier, src_of
+from kvferry.transport.pack import ChunkCopier, src_of
 from kvferry.transport.packed import DeviceChunkCopier
 from kvferry.transport.places import Places
 from kvferry.transport.stream_frames import HEAD, HELLO, MAGIC, SEAL_BYTES, TAIL, StreamOffer
 from kvferry.transport.stream_reader import StreamLink, StreamMover
 from kvferry.transport.stream_sender import StreamSender, TicketKey
+from kvferry.transport.transfers import Transfers
 from tests.transport.fake_cuda import FakeCuda
 from tests.transport.kernel_on_cpu import kernel_on_cpu
 
@@ -62,13 +63,13 @@ class Line:
         self.asked = []
 
     def open_stream(self, to, nonce, permit, regions):
-        self.sender.open(self.address, lambda offer: self.answers.stream_offered(to, nonce, offer))
+        self.sender.put(lambda: self.answers.stream_offered(to, nonce, self.sender.open(self.address)))
 
     def ask(self, to, nonce, permit, terms, stream_id):
         self.asked.append(nonce)
         sides = [src_of(term) for term in terms]
         refuse = lambda why: self.answers.not_gathered(to, nonce, why)  # noqa: E731
-        self.sender.send(stream_id, TICKET, nonce, sides, refuse)
+        self.sender.put(lambda: self.sender.send(stream_id, TICKET, nonce, sides, refuse))
 
     def listen(self, answers):
         self.answers = answers
@@ -80,7 +81,7 @@ class Line:
         pass
 
 
-BY_HOST = partial(HostChunkCopier, chunk_bytes=CHUNK_BYTES)
+BY_HOST = partial(ChunkCopier, chunk_bytes=CHUNK_BYTES)
 
 
 class World:
@@ -94,17 +95,20 @@ class World:
         self.copiers = copier(self.src_places), copier(self.dst_places)
         self.sender = StreamSender(self.copiers[0], "127.0.0.1", is_sealed=is_sealed)
         self.line = Line(self.sender)
-        self.mover = StreamMover(self.copiers[1], self.line)
+        self.transfers = Transfers()
+        self.transfers.wake = self.collect
+        self.mover = StreamMover(self.transfers, self.copiers[1], self.line)
         self.line.listen(self.mover)
         self.link = StreamLink(self.mover, "src", GatherPoint(RANK, CHUNK_BYTES, b""), self.src_places)
         self.ends: dict[int, str] = {}
 
     def read(self, transfer, runs):
-        def report(error):
-            assert transfer not in self.ends
-            self.ends[transfer] = error
+        self.transfers.begin(transfer, self.link.prepare(Product.of(runs), None))
 
-        self.link.prepare(Product.of(runs), None)(transfer, report)
+    def collect(self):
+        for end in self.transfers.collect():
+            assert end.transfer not in self.ends
+            self.ends[end.transfer] = end.error
 
     def wait(self, transfer):
         return soon(lambda: transfer in self.ends and (self.ends[transfer] or "good"))
@@ -115,7 +119,7 @@ class World:
     def raw_reader(self):
         """A reader that the test drives: it named its stream, and was let in."""
         offers: list[Any] = []
-        self.sender.open(self.line.address, offers.append)
+        self.sender.put(lambda: offers.append(self.sender.open(self.line.address)))
         (offer,) = soon(lambda: offers)
         reader = socket.create_connection(("127.0.0.1", self.sender.port), timeout=PATIENCE_S)
         reader.sendall(HELLO.pack(MAGIC, offer.stream_id))
@@ -125,9 +129,10 @@ class World:
 
     def send(self, offer, nonce, runs, refuse=lambda why: None):
         sides = [src_of(term) for term in Product.of(runs).terms]
-        self.sender.send(offer.stream_id, TICKET, nonce, sides, refuse)
+        self.sender.put(lambda: self.sender.send(offer.stream_id, TICKET, nonce, sides, refuse))
 
     def close(self):
+        self.transfers.close()
         assert self.mover.close(PATIENCE_S)
         self.sender.close()
         for copier in self.copiers:
@@ -267,7 +272,7 @@ def test_a_ticket_is_revoked_at_once_though_its_reader_receives_nothing(bare, ru
         bare.send(offer, nonce, some(CHUNK_BYTES // run_bytes, run_bytes, seed=nonce), refused.append)
     soon(lambda: bare.sender._streams[offer.stream_id].is_full)
     held, revoked = bare.src.copy(), threading.Event()
-    bare.sender.revoke(lambda ticket: ticket == TICKET)
+    bare.sender.put(lambda: bare.sender.revoke(lambda ticket: ticket == TICKET))
     bare.sender.put(revoked.set)
     assert revoked.wait(PATIENCE_S)
     bare.src[:] = 0  # another request's
@@ -289,17 +294,21 @@ def test_a_read_of_a_revoked_ticket_fails(bare, monkeypatch):
     bare.read(1, some(20, 1 << 20, 1 << 20))
     soon(lambda: len(bare.line.asked) > 2)
     done = threading.Event()
-    bare.sender.revoke(lambda ticket: ticket == TICKET)
+    bare.sender.put(lambda: bare.sender.revoke(lambda ticket: ticket == TICKET))
     bare.sender.put(done.set)
     assert done.wait(PATIENCE_S)
-    assert bare.wait(1) in ("good", "src sends nothing: its lease is over")
+    assert bare.wait(1) in (
+        "good",
+        "src rejected the read: its lease is over",
+        "src stopped sending: its lease is over",
+    )
 
 
 def test_nothing_of_a_cancelled_read_is_written_after_its_end(bare):
     for transfer in range(8):
         bare.read(transfer, some(20, 1 << 20, 1 << 20, seed=transfer))
         time.sleep(2e-3 * transfer)
-        bare.link.cancel(transfer)
+        bare.transfers.cancel(transfer)
         assert bare.wait(transfer) in ("good", CANCELLED)
         quiet = bare.dst.copy()
         time.sleep(5e-3)
@@ -325,7 +334,7 @@ def test_the_rest_of_a_frame_that_was_cancelled_harms_nobody(bare, run_bytes):
     (first,) = soon(lambda: bare.line.asked)
     source.sendall(HEAD.pack(first, num_bytes) + b"1" * (num_bytes // 2))
     soon(lambda: bare.link.stream.frames.nonce == first)
-    bare.link.cancel(1)
+    bare.transfers.cancel(1)
     assert bare.wait(1) == CANCELLED
     bare.dst[:] = 0  # another request's by now
     source.sendall(b"1" * (num_bytes - num_bytes // 2) + good)
@@ -343,8 +352,8 @@ def test_a_lost_stream_fails_what_waits_and_the_next_read_opens_another(bare):
     assert bare.wait(1) == "good"
     bare.line.ask = lambda *_: None
     bare.read(2, some(10, 512))
-    soon(lambda: 2 in bare.link.reads)
-    bare.mover.put(lambda: bare.link.stream.socket.shutdown(socket.SHUT_RDWR))
+    soon(lambda: bare.link.asks)
+    bare.mover._loop.put(lambda: bare.link.stream.socket.shutdown(socket.SHUT_RDWR))
     assert bare.wait(2) == "the stream of src is lost: it was closed"
     del bare.line.ask
     runs = some(10, 512, seed=3)
@@ -362,12 +371,61 @@ def test_a_silent_source_fails_the_read_by_a_deadline(bare, monkeypatch):
     assert bare.wait(2) == "src sent nothing within 0.2 s"
 
 
+def test_a_silent_source_fails_the_read_by_a_deadline_though_it_is_asked_for_more(bare, monkeypatch):
+    bare.read(1, some(1, 512))
+    assert bare.wait(1) == "good"
+    monkeypatch.setattr(stream_reader, "ANSWER_S", 0.2)
+    asked: list[int] = []
+    bare.line.ask = lambda to, nonce, *_: asked.append(nonce)
+    for transfer in range(2, stream_reader.MAX_ASKED):
+        bare.read(transfer, some(1, 512))
+        soon(lambda: len(asked) == transfer - 1 or 2 in bare.ends)  # noqa: B023
+        if 2 in bare.ends:
+            break
+        time.sleep(0.05)
+    assert bare.ends[2] == "src sent nothing within 0.2 s"
+
+
+@pytest.mark.parametrize("is_open", [False, True], ids=["being opened", "open"])
+def test_a_source_that_takes_its_offer_back_leaves_no_connection(bare, is_open):
+    """Each refusal once left a connection behind, and those that it was asked for without a deadline."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    bare.line.address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+    asked: list[int] = []
+    opened: list[int] = []
+    offer = bare.line.open_stream
+
+    def open_stream(to, nonce, *rest):
+        opened.append(nonce)
+        offer(to, nonce, *rest)
+
+    bare.line.open_stream = open_stream
+    bare.line.ask = lambda to, nonce, *_: asked.append(nonce)
+    bare.read(1, some(1, 512))
+    source, _ = listener.accept()
+    source.settimeout(PATIENCE_S)
+    assert len(exactly(source, HELLO.size)) == HELLO.size
+    if is_open:
+        source.sendall(HEAD.pack(0, 0) + TAIL.pack(True))
+        soon(lambda: asked)
+    bare.mover.not_gathered(RANK, 0 if is_open else opened[0], "ended: no")
+    if is_open:  # no question has this number
+        source.sendall(HEAD.pack(asked[0], 512) + bytes(512) + TAIL.pack(True))
+        assert bare.wait(1) == "good"
+        assert bare.link.stream is not None
+    else:
+        assert bare.wait(1) == "src rejected the stream: ended: no"
+        assert source.recv(1) == b"", "it is hung up on"
+    source.close()
+    listener.close()
+
+
 def test_a_source_that_offers_no_stream_fails_the_read_that_asked_for_it_alone(bare):
     """The next read may have a better permit."""
     offer = bare.line.open_stream
     bare.line.open_stream = lambda to, nonce, *_: bare.mover.not_gathered(to, nonce, "ended: it is over")
     bare.read(1, some(1, 512))
-    assert bare.wait(1) == "src offers no stream: ended: it is over"
+    assert bare.wait(1) == "src rejected the stream: ended: it is over"
     refusals = iter([True])
 
     def refuse_once(to, nonce, permit, regions):
@@ -379,7 +437,10 @@ def test_a_source_that_offers_no_stream_fails_the_read_that_asked_for_it_alone(b
     bare.line.open_stream = refuse_once
     for transfer in (2, 3):
         bare.read(transfer, some(1, 512, seed=transfer))
-    assert [bare.wait(transfer) for transfer in (2, 3)] == ["src offers no stream: ended: it is over", "good"]
+    assert [bare.wait(transfer) for transfer in (2, 3)] == [
+        "src rejected the stream: ended: it is over",
+        "good",
+    ]
 
 
 def test_a_source_that_answers_no_question_for_a_stream_fails_the_read_by_a_deadline(bare, monkeypatch):
@@ -440,7 +501,7 @@ def test_what_was_changed_on_its_way_does_not_count(run_bytes):
     world = World(is_sealed=True)
     between = Between(world)
     world.read(1, some(8, run_bytes))
-    assert world.wait(1).endswith("bad-frame: it was changed on its way")
+    assert world.wait(1).endswith("bad-frame: it was modified in transit")
     between.listener.close()
     world.close()
 
@@ -452,11 +513,11 @@ def test_who_does_not_know_the_key_is_no_source():
         offer = lambda told: world.mover.stream_offered(  # noqa: E731
             to, nonce, StreamOffer(told.address, told.stream_id, b"k" * 16)
         )
-        world.sender.open(world.line.address, offer)
+        world.sender.put(lambda: offer(world.sender.open(world.line.address)))
 
     world.line.open_stream = offered  # type: ignore[method-assign]
     world.read(1, some(1, 512))
-    assert world.wait(1).endswith("it was changed on its way")
+    assert world.wait(1).endswith("it was modified in transit")
     world.close()
 
 
@@ -465,8 +526,11 @@ def test_who_does_not_know_the_key_is_no_source():
     [
         ({"key": b"short"}, "bad-key: a stream's key has 16 bytes, got 5"),
         ({"address": "tcp://127.0.0.1:70000"}, "tcp://127.0.0.1:70000 has no port"),
-        ({"address": "tcp://127.0.0.9:5"}, "it is at another host than the rank, tcp://127.0.0.1:5"),
-        ({"address": "tcp://a.name.that.nobody.has:5"}, "another host than the rank, tcp://127.0.0.1:5"),
+        ({"address": "tcp://127.0.0.9:5"}, "its host is not that of the rank, tcp://127.0.0.1:5"),
+        (
+            {"address": "tcp://a.name.that.nobody.has:5"},
+            "its host is not that of the rank, tcp://127.0.0.1:5",
+        ),
     ],
 )
 def test_an_offer_that_makes_no_sense_fails_its_read_at_once(caplog, lie, error):
@@ -475,7 +539,7 @@ def test_an_offer_that_makes_no_sense_fails_its_read_at_once(caplog, lie, error)
 
     def offered(to, nonce, permit, regions):
         tell = lambda told: world.mover.stream_offered(to, nonce, replace(told, **lie))  # noqa: E731
-        world.sender.open(world.line.address, tell)
+        world.sender.put(lambda: tell(world.sender.open(world.line.address)))
 
     world.line.open_stream = offered  # type: ignore[method-assign]
     began = time.monotonic()
@@ -489,7 +553,7 @@ def test_an_offer_that_makes_no_sense_fails_its_read_at_once(caplog, lie, error)
 def test_what_is_sealed_cannot_be_read_on_its_way():
     world = World(is_sealed=True)
     offers: list[Any] = []
-    world.sender.open(world.line.address, offers.append)
+    world.sender.put(lambda: offers.append(world.sender.open(world.line.address)))
     (offer,) = soon(lambda: offers)
     with socket.create_connection(("127.0.0.1", world.sender.port), timeout=PATIENCE_S) as reader:
         reader.sendall(HELLO.pack(MAGIC, offer.stream_id))
@@ -509,7 +573,7 @@ def test_the_oldest_idle_stream_loses_its_place_and_one_that_is_used_does_not(ba
     bare.sender._max_streams = 3
     held = [bare.raw_reader() for _ in range(3)]
     offers: list[Any] = []
-    bare.sender.open(bare.line.address, offers.append)
+    bare.sender.put(lambda: offers.append(bare.sender.open(bare.line.address)))
     soon(lambda: offers)
     assert offers == [None], "all of them were used just now"
     time.sleep(0.3)
@@ -531,7 +595,7 @@ def test_what_waits_to_be_sent_is_bounded_by_its_bytes(bare, monkeypatch):
     for nonce in range(1, 200):
         bare.send(offer, nonce, some(1000, 512, seed=nonce), refused.append)
     soon(lambda: refused)
-    assert {*refused} == {"too much waits to be sent already"}
+    assert {*refused} == {"the send queue is full"}
     assert len(bare.sender._streams[offer.stream_id].frames) < 20
     reader.close()
 
@@ -549,7 +613,7 @@ def test_a_source_that_sends_what_was_not_asked_for_is_left(bare):
     source, _ = listener.accept()
     callers.append(source)
     source.sendall(HEAD.pack(0, 0) + TAIL.pack(True))
-    assert bare.wait(1).endswith("bad-frame: 9 bytes for an ask of 512")
+    assert bare.wait(1).endswith("bad-frame: 9 bytes received, 512 requested")
     source.close()
     listener.close()
 
@@ -557,6 +621,7 @@ def test_a_source_that_sends_what_was_not_asked_for_is_left(bare):
 def test_closing_ends_what_waits(bare):
     bare.line.ask = lambda *_: None
     bare.read(1, some(1, 512))
+    bare.transfers.close()
     assert bare.mover.close(PATIENCE_S)
     assert bare.wait(1) == "the transport was closed"
     with pytest.raises(TransportError, match="closed"):

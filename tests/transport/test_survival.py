@@ -8,9 +8,10 @@ import pytest
 from kvferry.cli.processes import FABRICS
 from kvferry.errors import TransportError
 from kvferry.testing.transport_world import REGION_BYTES, STALE, WHOLE, run, stale_memory, wait
-from kvferry.transport import ReadEnd, reads
+from kvferry.transport import ReadEnd, agent_thread
 from kvferry.transport.agent_thread import AgentThread
-from kvferry.transport.process import Agent, ProcessTransport
+from kvferry.transport.nixl_agent import Agent
+from kvferry.transport.process import ProcessTransport
 from tests.support.sources import serving
 
 pytest.importorskip("nixl", exc_type=ImportError)
@@ -254,7 +255,7 @@ LEFT_BEHIND: list[object] = []
 
 def test_if_the_thread_must_end_everybody_hears_it(spoilt, holder, near, monkeypatch):
     """What waits ends with an error, what comes later is refused, and what was posted is never reported."""
-    monkeypatch.setattr(reads, "MAX_POSTED", 1)
+    monkeypatch.setattr(agent_thread, "MAX_POSTED", 1)
     transport = transport_of(spoilt, holder, near, close_timeout_s=0.3)
     LEFT_BEHIND.append(holder)
     spoilt.is_stopped = True

@@ -75,9 +75,16 @@ class Docks:
         return engine
 
     def _start(self, setup: Setup, hub: Hub | None = None) -> Engine:
+        from pydantic import ValidationError
+
         from tests.vllm.engine import Engine
 
-        return Engine(setup, hub)
+        try:
+            return Engine(setup, hub)
+        except ValidationError as error:  # 0.33, whose worker for a CPU is that of the V1 runner
+            if "Async scheduling is not supported" not in str(error):
+                raise
+            pytest.skip("this vLLM has no asynchronous scheduling with pipeline parallelism here")
 
     @property
     def all_shared(self) -> list[Engine]:

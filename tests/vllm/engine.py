@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,8 @@ class Setup:
     prefix_caching: bool = True
     is_async: bool = False
     """Whether a step is scheduled before the last one's tokens are known."""
+    is_late: bool = False
+    """Whether workers begin a step only when its output is awaited: as late as a device can be."""
     chunk: int = 1024
     """How many tokens are computed in one step at most."""
     options: tuple[tuple[str, Any], ...] = (
@@ -260,7 +262,23 @@ class InProcess(Executor):  # type: ignore[misc]  # vLLM is not there when types
         for worker, config in zip(self.workers, kv_cache_configs, strict=True):
             self._call(worker, "initialize_from_config", config)
 
+    is_late = False
+    """Whether workers begin a step only when its output is awaited."""
+
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
+        step: Future[Any]
+        if self.is_late:
+            step = Awaited(partial(self._run, pickle.loads(pickle.dumps(scheduler_output))))
+        else:
+            step = _given(self._run(scheduler_output))
+        if scheduler_output.total_num_scheduled_tokens:
+            self._sampled, step = step, _given(None)
+        return step if non_block else step.result()
+
+    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
+        return self._sampled if non_block else self._sampled.result()
+
+    def _run(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         steps = [self._call(worker, "execute_model", self._sent(scheduler_output)) for worker in self.workers]
         tokens = {
             request_id: sample([step.totals[request_id] for step in steps]) for request_id in steps[0].totals
@@ -268,16 +286,8 @@ class InProcess(Executor):  # type: ignore[misc]  # vLLM is not there when types
         self.collective_rpc("accept", args=(tokens,))
         outputs = [_output(scheduler_output, tokens, step.connector) for step in steps]
         if self.kv_output_aggregator is not None:
-            output = self.kv_output_aggregator.aggregate(outputs)
-        else:
-            output = outputs[0]
-        if not scheduler_output.total_num_scheduled_tokens:
-            return _given(output, non_block)
-        self._sampled = output
-        return _given(None, non_block)
-
-    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
-        return _given(self._sampled, non_block)
+            return self.kv_output_aggregator.aggregate(outputs)
+        return outputs[0]
 
     def _sent(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
         """What reaches a worker of several is a copy that went through pickle."""
@@ -289,9 +299,20 @@ class InProcess(Executor):  # type: ignore[misc]  # vLLM is not there when types
         pass
 
 
-def _given(value: Any, non_block: bool) -> Any:
-    if not non_block:
-        return value
+class Awaited(Future[ModelRunnerOutput]):
+    """A step that begins when somebody waits for its output."""
+
+    def __init__(self, run: Callable[[], ModelRunnerOutput]) -> None:
+        super().__init__()
+        self._run = run
+
+    def result(self, timeout: float | None = None) -> ModelRunnerOutput:
+        if not self.done():
+            self.set_result(self._run())
+        return super().result(timeout)
+
+
+def _given(value: Any) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(value)
     return future
@@ -585,6 +606,7 @@ class Engine:
         self.setup = setup
         with _transport(hub):
             self.core = EngineCore(setup.config(), InProcess, log_stats=True)
+        self.core.model_executor.is_late = setup.is_late
         self.reported: list[SchedulerStats] = []
         """What vLLM's metrics are made of: of each step in which a connector did something."""
         self._answers: dict[str, Answer] = {}
@@ -616,6 +638,7 @@ class Engine:
         params: Params | None = None,
         request_id: str = "",
         lora: LoRARequest | None = None,
+        cache_salt: str | None = None,
         **sampling_args: Any,
     ) -> Answer:
         """Hand in a request. ``params`` go through JSON, as through a router."""
@@ -623,7 +646,7 @@ class Engine:
         sampling = SamplingParams(
             temperature=0, max_tokens=num_tokens, ignore_eos=True, extra_args=extra, **sampling_args
         )
-        return self.submit(prompt, sampling, request_id, lora)
+        return self.submit(prompt, sampling, request_id, lora, cache_salt)
 
     def submit(
         self,
@@ -631,6 +654,7 @@ class Engine:
         sampling: SamplingParams,
         request_id: str = "",
         lora: LoRARequest | None = None,
+        cache_salt: str | None = None,
     ) -> Answer:
         """The same, as vLLM's front end has it."""
         request_id = request_id or f"request-{next(self._numbers)}"
@@ -643,7 +667,7 @@ class Engine:
             pooling_params=None,
             arrival_time=time.time(),
             lora_request=lora,
-            cache_salt=None,
+            cache_salt=cache_salt,
             data_parallel_rank=None,
         )
         found = self._answers[request_id] = Answer(request_id)

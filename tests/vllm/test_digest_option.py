@@ -13,8 +13,7 @@ pytest.importorskip("nixl", reason="NIXL is not installed")
 
 from kvferry.integrations.vllm.shared.stats import LoadStats
 from kvferry.runtime.values import Record
-from kvferry.transport import Hub
-from tests.support.faults import Faults
+from tests.support.faults import Faults, FaultyHub
 from tests.vllm.conftest import Docks
 from tests.vllm.engine import Setup
 from tests.vllm.pairs import FAMILIES, Pair, with_policy
@@ -82,7 +81,7 @@ def test_a_byte_that_changed_on_its_way_does_not_count(
 ):
     """The fabric says that all went well. The log names state, rank and tokens; the next load is good."""
     setup, faults = FAMILIES[family], Faults()
-    hub = Hub(faults)
+    hub = FaultyHub(faults)
     pair = Pair(docks.own(setup, hub), docks.own(with_digest(with_policy(setup, policy), "full"), hub))
     faults.spoil()
     words = prompt(LENGTH)
@@ -101,7 +100,7 @@ def test_a_byte_that_changed_on_its_way_does_not_count(
 def test_without_the_digest_nobody_notices(docks: Docks, prompt: Prompt):
     """What the test above would prove nothing without."""
     faults = Faults()
-    hub, setup = Hub(faults), FAMILIES["llama"]
+    hub, setup = FaultyHub(faults), FAMILIES["llama"]
     pair = Pair(docks.own(setup, hub), docks.own(setup, hub))
     faults.spoil()
     words = prompt(LENGTH)

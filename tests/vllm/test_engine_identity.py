@@ -249,18 +249,29 @@ def test_a_lora_adapter_is_its_content_not_its_name(
         assert (answer.num_external > 0) == (reason == "length")
 
 
+def test_a_ticket_is_for_prompts_with_its_salt(docks: Docks, prompt: Callable[[int], list[int]]) -> None:
+    src, dst = (docks.own(Setup(blocks=64)) for _ in range(2))
+    for theirs, ours in (("a", "a"), ("a", "b"), ("a", None), (None, "a")):
+        text = prompt(100)
+        prefilled = src.ask(text, 1, dict(PREFILL), cache_salt=theirs)
+        src.finish(prefilled)
+        answer = dst.ask(text, params=prefilled.params, cache_salt=ours)
+        drive([src, dst], partial(getattr, answer, "is_done"))
+        assert answer.finish_reason == ("length" if ours == theirs else "error"), (theirs, ours)
+
+
 def test_a_ticket_for_another_adapter_is_not_called_another_prompt(
     docks: Docks,
     prompt: Callable[[int], list[int]],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A ticket has one digest of both: what differs is told where it can be, else both are named."""
+    """A ticket has one digest of both: both are named."""
     src, dst = (docks.own(Setup(blocks=64)) for _ in range(2))
     poems = adapter(tmp_path / "poems", 0.5, 1)
     cases = [
-        (None, poems, "the ticket was made without a LoRA adapter: this request has poems"),
-        (poems, None, "another prompt, or with a LoRA adapter: this request has none"),
+        (None, poems, "another prompt, cache_salt or LoRA adapter than this request's (poems)"),
+        (poems, None, "another prompt, cache_salt or LoRA adapter than this request's (none)"),
     ]
     for theirs, ours, words in cases:
         text = prompt(100)

@@ -17,10 +17,8 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 pytest.importorskip("nixl", reason="NIXL is not installed")
 
-from kvferry.transport import Hub
-from kvferry.transport.memory import Fail, Move, Step
 from kvferry.wire.ticket import TableDoc, Ticket, from_text, to_text
-from tests.support.faults import Faults
+from tests.support.faults import Fail, Faults, FaultyHub, Move, Step
 from tests.vllm.conftest import Docks
 from tests.vllm.engine import PREFILL, Params, drive
 from tests.vllm.pairs import FAMILIES, Pair, assert_whole, case, with_policy
@@ -413,7 +411,7 @@ class Storm:
 
     def __init__(self, docks: Docks, family: str, policy: str) -> None:
         self.faults = Faults()
-        hub = Hub(self.faults)
+        hub = FaultyHub(self.faults)
         setup = FAMILIES[family]
         self.pair = Pair(docks.own(setup, hub), docks.own(with_policy(setup, policy), hub))
 
@@ -458,7 +456,7 @@ class OneRankFails:
 def test_one_rank_fails(docks: Docks, prompt: Prompt, policy: str, cut: dict[str, Any]):
     """What the other rank has loaded does not count, and vLLM hears of the failure once both have ended."""
     setup = replace(FAMILIES["gemma3"], **cut)
-    hub = Hub(OneRankFails())
+    hub = FaultyHub(OneRankFails())
     pair = Pair(docks.own(setup, hub), docks.own(with_policy(setup, policy), hub))
     words = prompt(LENGTH)
     pair.assert_refused(pair.ferry(words), words)

@@ -74,7 +74,7 @@ def test_states_cannot_be_tried_and_are_believed_of_tested_versions_only(
     states = [layer for layer in layers if layer.page.kind is Kind.RECURRENT]
     assert states
     for layer in states:
-        with pytest.raises(Untried, match="only its kernels know"):
+        with pytest.raises(Untried, match="known to its kernels only"):
             look(layer, DTYPE)
     caplog.set_level(logging.INFO, "kvferry")
     logging.getLogger("kvferry").propagate = True
@@ -122,7 +122,7 @@ def test_another_order_inside_blocks_is_noticed_at_start(
     src, equal, longer = docks.own(llama), docks.own(llama), docks.own(replace(llama, block=64))
     lines = {each.message for each in caplog.records if "not laid out as kvferry expects" in each.message}
     assert len(lines) == 2, "one line for each kind of cache"
-    assert all("only engines that are set up alike" in line for line in lines)
+    assert all("only identically configured engines" in line for line in lines)
     text = prompt(100)
     pair = Pair(src, equal)
     pair.assert_loaded(pair.ferry(text), text)

@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 
-import kvferry.integrations.vllm  # noqa: F401
+from kvferry.integrations.vllm import KVFerryConnector
 from kvferry.integrations.vllm.shared.stats import LoadStats
 from tests.vllm.conftest import Docks
 from tests.vllm.engine import Engine, Setup, drive
@@ -40,7 +40,9 @@ def pair_of(docks: Docks, family: str, place: str, **more: Any) -> Pair:
 
 def evict(engine: Engine) -> None:
     """Empty the device's prefix cache; what is offloaded stays. First, let every save end."""
-    engine.run(lambda: not engine.core.scheduler.connector.has_pending_push_work())
+    connectors = engine.core.scheduler.connector._connectors
+    others = [each for each in connectors if type(each) is not KVFerryConnector]
+    engine.run(lambda: not any(other.has_pending_push_work() for other in others))
     engine.run(engine.core.scheduler.reset_prefix_cache)
 
 

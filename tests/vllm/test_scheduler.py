@@ -14,7 +14,6 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 pytest.importorskip("nixl", reason="NIXL is not installed")
 
-from pydantic import ValidationError
 
 from tests.vllm.conftest import Docks
 from tests.vllm.engine import PREFILL, Setup, drive
@@ -177,12 +176,7 @@ SHAPES = {
 @pytest.mark.parametrize(("family", "src", "dst"), SHAPES.values(), ids=SHAPES)
 def test_shapes(docks: Docks, prompt: Prompt, family: str, src: dict, dst: dict):
     setup = FAMILIES.get(family, replace(FAMILIES["llama"], family=family))
-    try:
-        pair = own(docks, replace(setup, **src), replace(setup, **dst))
-    except ValidationError as error:  # 0.33, whose worker for a CPU is that of the V1 runner
-        if "Async scheduling is not supported" not in str(error):
-            raise
-        pytest.skip("this vLLM has no asynchronous scheduling with pipeline parallelism here")
+    pair = own(docks, replace(setup, **src), replace(setup, **dst))
     for length in (5, 64, 131, 300):
         words = prompt(length)
         pair.assert_loaded(pair.ferry(words), words)

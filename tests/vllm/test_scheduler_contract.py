@@ -53,7 +53,7 @@ def test_this_vllm_is_what_the_connector_expects(caplog: pytest.LogCaptureFixtur
 def test_a_renamed_hook_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(KVConnectorBase_V1, "begin_load_kv", KVConnectorBase_V1.start_load_kv, raising=False)
     monkeypatch.delattr(KVConnectorBase_V1, "start_load_kv")
-    with pytest.raises(SpecError, match="there is no hook start_load_kv"):
+    with pytest.raises(SpecError, match="the hook start_load_kv is missing"):
         check()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,6 +17,7 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
+from kvferry.integrations.vllm.shared.step import StepMetadata
 from kvferry.wire.ticket import from_text, to_text
 from tests.vllm.engine import PREFILL, Answer, Engine
 from tests.vllm.pairs import FAMILIES, Pair
@@ -188,7 +190,7 @@ def test_a_step_that_computes_for_another_engine_says_so(docks: Docks, prompt: P
 
     def recorded(output: Any) -> Any:
         step = build(output)
-        steps.append((sorted(output.num_scheduled_tokens), step.is_prefilling))
+        steps.append((sorted(output.num_scheduled_tokens), step.is_for_others))
         return step
 
     with pytest.MonkeyPatch.context() as patch:
@@ -196,7 +198,22 @@ def test_a_step_that_computes_for_another_engine_says_so(docks: Docks, prompt: P
         for params in (PREFILL, None):
             answer = pair.src.ask(prompt(40), 1, params)
             pair.src.finish(answer)
-    computed = [is_prefilling for request_ids, is_prefilling in steps if request_ids]
-    idle = [is_prefilling for request_ids, is_prefilling in steps if not request_ids]
+    computed = [is_for_others for request_ids, is_for_others in steps if request_ids]
+    idle = [is_for_others for request_ids, is_for_others in steps if not request_ids]
     assert computed == [True, False]
     assert not any(idle)
+
+
+def test_a_worker_waits_for_its_draft_model_where_others_read(docks: Docks) -> None:
+    side = own(docks, "llama").src.workers[0].connector._side
+    waits: list[bool] = []
+    stream = SimpleNamespace(synchronize=lambda: waits.append(True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "current_stream", lambda device: stream)
+        patch.setattr(side, "_device", torch.device("cuda"))
+        for speculative_config in (None, "eagle"):
+            patch.setattr(side, "_vllm_config", SimpleNamespace(speculative_config=speculative_config))
+            for is_for_others in (False, True):
+                side.mark(StepMetadata(is_for_others=is_for_others))
+                side.finish_step()
+    assert len(waits) == 1

@@ -122,7 +122,10 @@ def head(doc):
     ("change", "rule"),
     [
         (lambda doc: doc.update(version=99), "version"),
-        (lambda doc: doc["common"].update(ranks=[{"rank": 0, "regions": [], "views": []}]), "lists no ranks"),
+        (
+            lambda doc: doc["common"].update(ranks=[{"rank": 0, "regions": [], "views": []}]),
+            "ranks are not allowed",
+        ),
         (lambda doc: doc["holders"].append(doc["holders"][0]), "given twice"),
         (lambda doc: doc["holders"][0].update(states=[999]), "state must be an integer from 0 to"),
         (lambda doc: doc["holders"][0].update(states=[-1]), "state must be an integer from 0 to"),

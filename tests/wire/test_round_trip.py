@@ -36,8 +36,8 @@ from kvferry.wire import (
     manifest_to_json,
     manifest_to_msgpack,
     request_from_json,
-    request_to_json,
 )
+from tests.support.requests import request_to_json
 
 names = st.text(min_size=1, max_size=8)
 strides = st.integers(0, 1 << 47)

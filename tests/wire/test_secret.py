@@ -52,3 +52,9 @@ def test_a_key_is_for_one_purpose_and_one_secret():
 def test_a_secret_and_insecure_exclude_each_other():
     with pytest.raises(SpecError, match="choose one"):
         Trust(Secret.from_text(TEXT), insecure=True)
+
+
+def test_a_short_secret_is_refused():
+    with pytest.raises(SpecError, match="at least 16 bytes"):
+        Secret(bytes(range(15)))
+    assert Secret(bytes(range(16))).keys(Purpose.TICKETS)

@@ -169,7 +169,7 @@ class Channel:
 
     def _listen(self, listen: str) -> None:
         if not listen.startswith(SCHEME):
-            raise ChannelError(f"cannot listen at {listen}: say {SCHEME}HOST:PORT")
+            raise ChannelError(f"cannot listen at {listen}: use {SCHEME}HOST:PORT")
         socket = self._socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.HEARTBEAT_IVL, LISTENER_HEARTBEAT_MS)

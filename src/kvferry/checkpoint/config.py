@@ -78,6 +78,23 @@ def _is_unset(value: object) -> bool:
     return value is None or value is False or (isinstance(value, str | list | tuple | Mapping) and not value)
 
 
+def rope_factors(config: Mapping[str, Any], max_model_len: int = 0) -> str:
+    """By which factors a LongRoPE model rotates: the longest allowed request decides. Empty: another model.
+
+    >>> config = {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 4096}
+    >>> rope_factors(config), rope_factors(config, 65536)
+    ('short factors', 'long factors')
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if "longrope" not in (rope.get("rope_type"), rope.get("type")):
+        return ""
+    own = config.get("original_max_position_embeddings")
+    longest = own or rope.get("original_max_position_embeddings", 0)
+    # What vLLM allows by itself: as long as the short factors hold, if the configuration says how long.
+    allowed = max_model_len or own or config.get("max_position_embeddings", 0)
+    return "long factors" if allowed > longest else "short factors"
+
+
 def canonical(value: object) -> str:
     """A value as text, the same for the same meaning: 10000.0 is 10000, and the order of keys is none.
 

@@ -62,7 +62,7 @@ def kept_digests() -> dict[FileState, str]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        _warn("kept digests of weights cannot be used, and are taken again", str(error))
+        _warn("the cached weight hashes cannot be read and are computed again", str(error))
         return {}
 
 
@@ -82,7 +82,7 @@ def keep(state: FileState, digest: str) -> None:
     try:
         write_private(cache_folder(), NAME, json.dumps(entries[-MAX_KEPT:]).encode())
     except (OSError, ValueError) as error:
-        _warn("digests of weights are not kept: the next start reads the weights again", str(error))
+        _warn("weight hashes cannot be cached: the next start reads the weights again", str(error))
 
 
 @cache
@@ -106,7 +106,7 @@ def _wait_for(lock: int) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        log.info("another process of this user reads weights: waiting for its digests")
+        log.info("another process of this user is hashing weights: waiting for its result")
         fcntl.flock(lock, fcntl.LOCK_EX)
 
 
@@ -120,7 +120,7 @@ PROGRESS_SECONDS = 10.0
 def weights_values(files: Sequence[Path]) -> dict[str, str]:
     """What identifies the weights in these files; raises if one of them cannot be read."""
     if not files:
-        raise SpecError("there are no files with weights")
+        raise SpecError("no weight files were found")
     digests = _known(files)
     if len(digests) < len(set(files)):
         with only_reader():  # the ranks of an engine start together: one reads, the others wait for it
@@ -180,19 +180,19 @@ class _Progress:
         self._next = self._started + PROGRESS_SECONDS
         self._is_long = total >= LONG_BYTES
         if self._is_long:
-            log.info("reading %.1f GB of weights to know the model: digests are kept", total / 1e9)
+            log.info("hashing %.1f GB of weights to identify the model; the hashes are cached", total / 1e9)
 
     def show(self, num_bytes: int) -> None:
         now = time.monotonic()
         if self._is_long and self._next <= now:
             percent = 100 * num_bytes // self._total
-            log.info("reading %.1f GB of weights to know the model: %d %%", self._total / 1e9, percent)
+            log.info("hashing %.1f GB of weights to identify the model: %d %%", self._total / 1e9, percent)
             self._next = now + PROGRESS_SECONDS
 
     def end(self) -> None:
         if self._is_long:
             seconds = time.monotonic() - self._started
-            log.info("read %.1f GB of weights in %.1f s", self._total / 1e9, seconds)
+            log.info("hashed %.1f GB of weights in %.1f s", self._total / 1e9, seconds)
 
 
 def _sha256(path: Path, done: dict[Path, int]) -> tuple[FileState, str]:
@@ -204,7 +204,7 @@ def _sha256(path: Path, done: dict[Path, int]) -> tuple[FileState, str]:
             hasher.update(part)
             done[path] += len(part)
         if FileState.of(path, os.fstat(file.fileno())) != before:
-            raise SpecError(f"{path.name} was written while it was read")
+            raise SpecError(f"{path.name} changed while it was hashed")
     return before, hasher.hexdigest()
 
 

@@ -25,7 +25,6 @@ COMMANDS: dict[str, tuple[Callable[..., int | None], str]] = {
 """Each command with its help. The list of commands shows the first line of its docstring."""
 
 app = typer.Typer(
-    no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
@@ -48,17 +47,17 @@ def root(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Move a language model's KV cache between engines of different shape, and prove it first.
+    """Transfer the KV cache between prefill and decode engines, and prove each plan first.
 
     \b
-    Can two deployments talk, who sends what, and what does it cost?
+    Are two deployments compatible, and what does a request cost?
       kvferry plan --model llama-3.1-70b --src tp=4 --dst tp=8,block=64
     \b
-    Is this machine ready, and what is to be changed?
+    Is this host ready?
       kvferry doctor
     \b
-    See it move and be checked, cell by cell:
+    Transfer caches between local processes and verify every cell:
       kvferry demo
 
-    Exit codes: 0 good; 1 refused, or bytes found wrong; 2 bad usage or input.
+    Exit codes: 0 success; 1 refused, or wrong bytes; 2 bad usage or input.
     """

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 from kvferry.checkpoint import config_values
 from kvferry.cli.bill import Bill, bill_of
@@ -14,6 +17,7 @@ from kvferry.core.choices import MAX_RUNS_PER_BLOCK, Placement
 from kvferry.core.manifest import Manifest
 from kvferry.core.sample import sample_request
 from kvferry.errors import Code, Finding, SpecError
+from kvferry.integrations.installed_vllm import filled_config, is_installed
 from kvferry.models.model import is_offline
 
 NOT_SET = "nothing"
@@ -22,7 +26,7 @@ WINDOW = "window"
 
 def model_differences(src: Side, dst: Side, source: Manifest, destination: Manifest) -> tuple[Finding, ...]:
     """In what the two models differ as far as configurations, commands and descriptions tell."""
-    if found := (*_configs(src, dst), *_flags(src, dst)):
+    if found := (*compared_configs(src, dst)[0], *_flags(src, dst)):
         return found
     # A running engine has told more of its model than windows, and may keep more than a window of it.
     told_little = all(is_offline(each.identity) for each in (source, destination))
@@ -42,31 +46,53 @@ def _lax(manifest: Manifest) -> Manifest:
     return replace(manifest, identity=replace(manifest.identity, is_required=False))
 
 
-def _configs(src: Side, dst: Side) -> Iterator[Finding]:
-    """Values of the two configurations. An excerpt lacks keys, and that says nothing."""
-    ours, theirs = src.served, dst.served
-    if ours is None or theirs is None:
-        return
-    values = [config_values(each.config) for each in (ours, theirs)]
-    is_whole = ours.file is not None and theirs.file is not None
-    names = values[0].keys() | values[1].keys() if is_whole else values[0].keys() & values[1].keys()
-    for name in sorted(names):
-        in_src, in_dst = (each.get(name, NOT_SET) for each in values)
-        if in_src != in_dst:
-            yield _difference(name, in_src, in_dst)
+@cache
+def compared_configs(src: Side, dst: Side) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
+    """How two configurations differ, and the keys that only one sets: transformers fills in the other's."""
+    if src.served is None or dst.served is None:
+        return (), ()
+    ours, theirs = (config_values(each.config) for each in (src.served, dst.served))
+    files = [each.file for each in (src.served, dst.served) if each.file]
+    is_whole = len(files) == 2  # the catalogue has excerpts
+    unset = ours.keys() ^ theirs.keys()
+    if is_whole and unset and is_installed():
+        with suppress(Exception):  # a model's own code may be needed to read it
+            ours, theirs = (config_values(filled_config(file.parent)) for file in files)
+            unset = set()
+    # What one file sets, and the other one denies (false; null for an object), is a difference.
+    configs = (src.served.config, dst.served.config)
+    unset = {name for name in unset if not all(_names(config, name) for config in configs)}
+    values = {
+        name: (ours.get(name, NOT_SET), theirs.get(name, NOT_SET))
+        for name in sorted((ours.keys() | theirs.keys()) - unset)
+    }
+    found = tuple(_difference(name, *both) for name, both in values.items() if both[0] != both[1])
+    return found, tuple(sorted(unset)) if is_whole else ()
+
+
+def _names(config: Mapping[str, Any], dotted: str) -> bool:
+    """Whether a configuration sets this key, or has something else than an object on the way to it.
+
+    A key that is null is not set: transformers fills in many of them.
+    """
+    inside: object = config
+    for key in dotted.split("."):
+        if not isinstance(inside, Mapping):
+            return True
+        if key not in inside:
+            return False
+        inside = inside[key]
+    return inside is not None
 
 
 def _flags(src: Side, dst: Side) -> Iterator[Finding]:
     if src.command is None or dst.command is None:
         return
-    dtypes = (src.model_dtype, dst.model_dtype)
-    if (src.command.dtype or dst.command.dtype) and dtypes[0] != dtypes[1]:
-        yield _difference("--dtype", *(dtype or NOT_SET for dtype in dtypes))
-    ours, theirs = dict(src.command.model_flags), dict(dst.command.model_flags)
-    for flag in sorted(ours.keys() | theirs.keys()):
-        in_src, in_dst = ours.get(flag, NOT_SET), theirs.get(flag, NOT_SET)
+    ours, theirs = (side.values_beside_config for side in (src, dst))
+    for name in sorted(ours.keys() | theirs.keys()):
+        in_src, in_dst = ours.get(name, NOT_SET), theirs.get(name, NOT_SET)
         if in_src != in_dst:
-            yield _difference(f"--{flag}", in_src, in_dst)
+            yield _difference(name, in_src, in_dst)
 
 
 def _difference(what: str, in_src: str, in_dst: str) -> Finding:
@@ -119,7 +145,7 @@ class Asked:
     tokens: int | None = None
     """None: 4096, or what fits."""
     kept: int = 0
-    placement: Placement = Placement.CONSECUTIVE
+    placement: Placement = Placement.SCATTERED
     dst_rank: int | None = None
     max_runs_per_block: int = MAX_RUNS_PER_BLOCK
     links: tuple[str, ...] = ()
@@ -141,8 +167,8 @@ class Asked:
         window = short_window(source, destination)
         if window and tokens - self.kept > window:
             raise SpecError(
-                f"--tokens {tokens}: the source keeps {window} tokens of some layers, the destination looks"
-                f" further back: no longer request can be moved. --tokens {window} shows the rest"
+                f"--tokens {tokens}: the source keeps only {window} tokens of some layers, and the"
+                f" destination needs more: use --tokens {window} or less"
             )
         with at(f"--tokens {tokens} --kept {self.kept}"):
             request = sample_request(
@@ -157,7 +183,7 @@ class Asked:
         for option, value, default in (
             ("--tokens", self.tokens, None),
             ("--kept", self.kept, 0),
-            ("--placement", self.placement.value, Placement.CONSECUTIVE.value),
+            ("--placement", self.placement.value, Placement.SCATTERED.value),
             ("--dst-rank", self.dst_rank, None),
         ):
             if value != default:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import perf_counter
 
 import kvferry
 from kvferry import Code, Finding, Manifest, Product, Refused, Request, RequestError
-from kvferry.cli.link_profile import NO_TRAFFIC, Cost, Estimate, LinkProfile, Traffic
+from kvferry.cli.link_profile import NO_TRAFFIC, Cost, CostTerm, Estimate, LinkProfile, Traffic
 from kvferry.core.choices import Way
 
 SLOW = 3.0
@@ -142,7 +142,8 @@ def _in_long_runs(traffic: Traffic) -> Traffic:
 
 def _sending(cost: Cost, traffic: Traffic) -> Estimate:
     starting = cost.seconds_per_read if traffic.num_reads else 0.0
-    return replace(cost.of(traffic), reads_seconds=starting, runs_seconds=0.0)
+    parts = cost.of(traffic).parts
+    return Estimate(traffic, {**parts, CostTerm.READS: starting, CostTerm.RUNS: 0.0})
 
 
 def bill_of(

@@ -12,8 +12,8 @@ from kvferry.cli.options import Config, Model, examples, topology_help
 
 HELP = "\n\n".join(
     (
-        "Write the manifest of an engine: its states, and where each rank keeps them.",
-        "The result is JSON: read it, change it, and give it to `kvferry plan` or `kvferry runs`.",
+        "Write the manifest of an engine: its states, and their addresses on each rank.",
+        "The output is JSON. Pass it to `kvferry plan` or `kvferry runs`.",
         topology_help(),
         examples(
             "kvferry describe --model deepseek-v3.2 --at tp=8 -o src.json",
@@ -26,7 +26,7 @@ HELP = "\n\n".join(
 
 
 def describe(
-    topology: Annotated[str, typer.Option("--at", metavar="TOPOLOGY", help="How the engine is set up.")],
+    topology: Annotated[str, typer.Option("--at", metavar="TOPOLOGY", help="Topology of the engine.")],
     model: Model = "",
     config: Config = None,
     rank: Annotated[

@@ -15,12 +15,11 @@ if TYPE_CHECKING:
 
 HELP = "\n\n".join(
     (
-        "Say in what two engines differ, and whether that matters to a transfer between them.",
+        "Show how two engines differ, and whether it matters for a transfer.",
         "A and B are manifest files (of `kvferry describe`, or dumped by an engine), topologies of a model,"
-        " or commands that start a vLLM engine, as `kvferry plan` takes them.",
-        "What differs is sorted by what it does: refused (they cannot talk, or would refuse to, as they"
-        " do not serve the same model), slower (a request of 4,096 tokens was planned in both directions, and"
-        " moves in short runs), harmless.",
+        " or commands that start a vLLM engine, as for `kvferry plan`.",
+        "Differences are grouped by effect: refused (incompatible, or not the same model), slower (a"
+        " request of 4,096 tokens, planned in both directions, needs short runs), harmless.",
         examples(
             "kvferry diff src.json dst.json",
             "kvferry diff --model llama-3.1-70b tp=4 tp=8,layout=NHD",
@@ -28,29 +27,29 @@ HELP = "\n\n".join(
             "kvferry diff src.json dst.json --json",
             "kvferry diff src.json dst.json --html diff.html",
         ),
-        "Exit codes: 0 nothing that matters differs; 1 something does; 2 bad usage or input.",
+        "Exit codes: 0 no relevant difference; 1 a relevant difference; 2 bad usage or input.",
     )
 )
 
 
 def diff(
     first: Annotated[str, typer.Argument(metavar="A", help="A manifest file, topology or command.")],
-    second: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="The other engine.")],
     model: Model = "",
     config: Config = None,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="Draw both side by side, too (needs Jinja).")
+        Path | None, typer.Option(metavar="FILE.html", help="Also write an HTML page (needs Jinja).")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """In what two engines differ, and whether it matters."""
+    """Show how two engines differ, and whether it matters."""
     from kvferry.cli.asked import Asked, model_differences
-    from kvferry.cli.engines import GivenModels, src_and_dst
+    from kvferry.cli.engines import src_and_dst
     from kvferry.cli.manifest_diff import Effect, manifest_diff
     from kvferry.cli.picture.render import check_pictures, draw_diff
 
     check_pictures({"--html": html})
-    sides = src_and_dst((), (first, second), GivenModels(model, config))
+    sides = src_and_dst((), (first, second), model, config)
     a, b = (side.manifest() for side in sides)
     found = manifest_diff(a, b, Asked(), model_differences(*sides, a, b))
     draw_diff(found, a, b, (first, second), html)
@@ -94,11 +93,10 @@ def _direction_object(direction: Direction) -> dict[str, object]:
 
 def _show(found: ManifestDiff, first: str, second: str) -> None:
     from kvferry.cli import output as page
-    from kvferry.cli.manifest_diff import WORDS, direction_time, sentence
+    from kvferry.cli.manifest_diff import direction_time, verdict
 
     out = page.console()
-    word = WORDS[found.effect]
-    page.verdict(out, word, sentence(found))
+    page.verdict(out, *verdict(found))
     page.labelled(out, [("a", first), ("b", second)])
     for effect in dict.fromkeys(each.effect for each in found.differences):
         out.print(f"\n{effect.value}", style="bold")

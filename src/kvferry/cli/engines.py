@@ -7,11 +7,11 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from kvferry.checkpoint import rope_factors
 from kvferry.cli import serve_command
 from kvferry.cli.options import at
 from kvferry.cli.serve_command import ServeCommand
@@ -19,11 +19,9 @@ from kvferry.core.manifest import Manifest
 from kvferry.core.state import Addressing
 from kvferry.core.words import counted
 from kvferry.errors import SpecError
-from kvferry.models import Model, Topology, catalogue, describe, model_from_config, model_named
+from kvferry.models import Model, Topology, catalogue, catalogued, describe, model_from_config, model_named
 from kvferry.models.config import Config
-
-VARIANTS = ("-instruct", "-base", "-chat", "-it", "-pt", "-thinking")
-"""How the names of models end that were trained further, and keep the same cache."""
+from kvferry.models.describe import served_block
 
 
 @dataclass(frozen=True)
@@ -32,24 +30,19 @@ class ServedModel:
     config: Mapping[str, Any]
     file: Path | None = None
     """Its config.json; None for a model of the catalogue, which has what decides the cache, and no more."""
+    asked_dtype: str = ""
+    """What it is to compute in; empty: what its config says. Quantised caches stay quantised."""
 
     @property
     def model(self) -> Model:
         with at(str(self.file or self.name)):
-            return model_from_config(self.config, self.name)
+            return model_from_config(self.config, self.name, self.asked_dtype)
 
     @property
     def dtype(self) -> str:
         """What the model computes in, and keeps in its caches unless it is told otherwise."""
         with at(str(self.file or self.name)):
-            return Config(self.config).dtype
-
-    def in_dtype(self, dtype: str) -> ServedModel:
-        """The same model computing in another dtype; what its checkpoint quantises stays quantised."""
-        text = self.config.get("text_config")
-        own = {"torch_dtype": dtype}
-        more = {"text_config": {**text, **own}} if isinstance(text, Mapping) else own
-        return replace(self, config={**self.config, **more})
+            return Config(self.config, self.asked_dtype).dtype
 
 
 def served_model(name: str) -> ServedModel | None:
@@ -64,13 +57,8 @@ def served_model(name: str) -> ServedModel | None:
 
 
 def catalogued_model(name: str) -> ServedModel | None:
-    """A model of the catalogue, by its name there or on the hub; how it was trained does not matter."""
-    wanted = {name.lower(), _without_variant(name.lower())}
-    for known, entry in catalogue().items():
-        source = str(entry["source"]).partition(" ")[0].lower()
-        if wanted & {known, source, _without_variant(source)}:
-            return ServedModel(known, entry["config"])
-    return None
+    known = catalogued(name)
+    return ServedModel(known, catalogue()[known]["config"]) if known else None
 
 
 def model_of_file(config: Path) -> ServedModel:
@@ -85,11 +73,9 @@ def _of_file(config: Path, name: str) -> ServedModel:
 
 def unknown_model(name: str) -> str:
     """That a model was not found, where it was looked for, and what to do."""
-    alike = get_close_matches(name.rpartition("/")[2].lower(), catalogue(), n=1, cutoff=0.5)
-    mend = f", or --model with one whose cache is the same ({alike[0]}?)" if alike else ""
     return (
-        f"the model {name!r} is not known: it is no folder with a config.json, not in `kvferry models`, and"
-        f" not in Hugging Face's cache on this machine. Give its config.json (--config FILE){mend}"
+        f"the model {name!r} is unknown: it is not a folder with a config.json, not in `kvferry models`,"
+        " and not in the Hugging Face cache of this host. Pass its config.json (--config FILE)"
     )
 
 
@@ -101,15 +87,6 @@ def _json_object(path: Path) -> dict[str, object]:
     if not isinstance(values, dict):
         raise SpecError("a JSON object is expected, as in a model's config.json")
     return values
-
-
-def _without_variant(name: str) -> str:
-    """The name without what only says how a model was trained.
-
-    >>> _without_variant("meta-llama/llama-3.1-8b-instruct")
-    'meta-llama/llama-3.1-8b'
-    """
-    return next((name.removesuffix(each) for each in VARIANTS if name.endswith(each)), name)
 
 
 def _downloaded(name: str) -> Path | None:
@@ -128,7 +105,8 @@ def _downloaded(name: str) -> Path | None:
     return config if config.is_file() else None
 
 
-DTYPE_INSTEAD = "say dtype=… in a topology (--src tp=4,dtype=fp16)"
+OTHER_ROLE = {"src": "kv_consumer", "dst": "kv_producer"}
+DTYPE_INSTEAD = "set dtype=… in a topology (--src tp=4,dtype=fp16)"
 
 
 @dataclass(frozen=True)
@@ -149,13 +127,20 @@ class Side:
         """Read or describe it; a pool whose size was left open has room for ``num_tokens``."""
         if self.file is not None:
             return manifest_file(self.file)
-        model = self.chosen_model
+        model, topology = self.chosen_model, self.topology
         with at(f"--{self.engine} {self.text}"):
-            return described_with_room(model, self.topology, self.engine, num_tokens)
+            return described_with_room(model, topology, self.engine, num_tokens)
 
     @cached_property
     def topology(self) -> str:
-        return self.command.topology if self.command else self.text
+        if self.command is None:
+            return self.text
+        asked = self.command.topology
+        with at(f"--{self.engine} {self.text}"):
+            _check_backend(self.chosen_model, self.command.attention_backend, Topology.parse(asked))
+            if "block" not in _keys(asked):
+                return asked
+            return _with_key(asked, "block", str(served_block(self.chosen_model, Topology.parse(asked))))
 
     @cached_property
     def chosen_model(self) -> Model:
@@ -163,7 +148,7 @@ class Side:
         if self.command and self.command.dtype:
             if self.served is None:
                 raise SpecError(f"--{self.engine}: --dtype of a model with a draft: {DTYPE_INSTEAD}")
-            return self.served.in_dtype(self.command.dtype).model
+            return replace(self.served, asked_dtype=self.command.dtype).model
         if self._of_command is not None:
             return self._of_command.model
         if self.command and not (self.model or self.config):
@@ -192,14 +177,22 @@ class Side:
         return named or (self.served.dtype if self.served else "")
 
     @property
+    def values_beside_config(self) -> dict[str, str]:
+        """What its command says of the model's numbers, by the names that engines compare."""
+        if self.command is None:
+            return {}
+        flags = {f"--{flag}": value for flag, value in self.command.model_flags}
+        identity = (self.command.connector.get("kv_connector_extra_config") or {}).get("identity", "")
+        longest = self.command.max_model_len
+        factors = rope_factors(self.served.config, longest) if self.served else ""
+        named = {"dtype": self.model_dtype, "longrope": factors, "identity": identity}
+        return flags | {name: value for name, value in named.items() if value}
+
+    @property
     def own_dtype(self) -> str:
         """What the model keeps its attention in, unless it is told otherwise."""
         caches = (cache for layer in self.chosen_model.layers for cache in layer.caches if cache.is_attention)
         return next((part.item.dtype for cache in caches for part in cache.page.parts), "")
-
-    @property
-    def ignored_flags(self) -> tuple[str, ...]:
-        return self.command.ignored if self.command else ()
 
     @cached_property
     def _of_command(self) -> ServedModel | None:
@@ -211,8 +204,7 @@ class Side:
             # vLLM's CPU build knows the model's own dtype by this name alone.
             word = "auto" if key == "dtype" and value == self.own_dtype else value
             return replace(self, text=serve_command.with_setting(self.text, key, word))
-        kept = [item for item in self.text.split(",") if item and item.partition("=")[0].strip() != key]
-        return replace(self, text=",".join([*kept, f"{key}={value}"]))
+        return replace(self, text=_with_key(self.text, key, value))
 
     @cached_property
     def command(self) -> ServeCommand | None:
@@ -220,43 +212,69 @@ class Side:
         if not ServeCommand.is_one(self.text):
             return None
         with at(f"--{self.engine} {self.text}"):
-            return ServeCommand.read(self.text)
+            command = ServeCommand.read(self.text)
+            if (role := command.connector.get("kv_role")) == OTHER_ROLE[self.engine]:
+                raise SpecError(f"kv_role is {role}: an engine with this role cannot be the {self.engine}")
+            return command
 
 
-@dataclass(frozen=True)
-class GivenModels:
-    """The models that were named: for both sides, or for one."""
-
-    model: str = ""
-    config: Path | None = None
-    models: tuple[str, str] = ("", "")
-    """The source's own and the destination's own."""
+def _check_backend(model: Model, backend: str, topology: Topology) -> None:
+    """Raise SpecError if the model's attention cannot have this backend, or if its cache is not known."""
+    caches = [cache for layer in model.layers for cache in layer.caches]
+    has_latents = any(part.name == "latent" for cache in caches for part in cache.page.parts)
+    is_sparse = has_latents and any(cache.name == "indexer" for cache in caches)
+    if backend and is_sparse:
+        raise SpecError(f"--attention-backend {backend}: {model.name} has sparse MLA: vLLM does not start")
+    if backend and has_latents != ("MLA" in backend):
+        kind = "MLA" if has_latents else "attention over K and V"
+        raise SpecError(f"--attention-backend {backend}: {model.name} has {kind}: vLLM does not start")
+    if topology.dtype.startswith("fp8") and is_sparse:
+        raise SpecError(
+            f"--kv-cache-dtype fp8 of {model.name}: rows of sparse MLA have 576 or 656 bytes, as the GPU and"
+            " the attention backend decide: dump the engine's manifest, and give the file"
+        )
 
 
 def src_and_dst(
     files: Sequence[Path],
     topologies: tuple[str | None, str | None],
-    given: GivenModels,
+    model: str,
+    config: Path | None,
+    own_models: tuple[str, str] = ("", ""),
 ) -> tuple[Side, Side]:
-    """Both sides; files stand for the sides that have no topology, the source first."""
+    """Both sides; files stand for the sides that have no topology, the source first.
+
+    ``model`` and ``config`` are of both sides, ``own_models`` of one each.
+    """
     open_sides = topologies.count(None)
     if len(files) != open_sides:
         raise SpecError(
             f"{counted(len(files), 'file')} for {counted(open_sides, 'side')} without a topology:"
             " each side needs a manifest file or a topology (--src tp=4, --dst tp=8)"
         )
-    if given.model and given.config:
-        raise SpecError("--model or --config, not both; --src-model and --dst-model name one side's")
-    if open_sides == 2 and (given.model or given.config or any(given.models)):
+    if model and config:
+        raise SpecError("--model and --config exclude each other; --src-model and --dst-model set one side's")
+    if open_sides == 2 and (model or config or any(own_models)):
         raise SpecError("--model and --config describe a side given by --src or --dst; files need neither")
+    for text in topologies:
+        if text and "://" in text and not ServeCommand.is_one(text):
+            raise SpecError(
+                f"{text}: cannot read the manifest of a running server. Start it with the connector's"
+                ' option "dump": "FOLDER", and pass the file that it writes there'
+            )
+    if (model or config) and all(own_models):
+        raise SpecError("--model and --config are of both sides; --src-model and --dst-model leave no side")
+    for text, own, engine in zip(topologies, own_models, ("src", "dst"), strict=True):
+        if own and (text is None or text.endswith(".json")):
+            raise SpecError(f"--{engine}-model {own}: the {engine} is a manifest file, which has its model")
     left = iter(files)
     src, dst = (
         Side(engine, next(left))
         if text is None
         else Side(engine, Path(text))
         if text.endswith(".json")
-        else Side(engine, None, text, own or given.model, None if own else given.config, bool(own))
-        for engine, text, own in zip(("src", "dst"), topologies, given.models, strict=True)
+        else Side(engine, None, text, own or model, None if own else config, bool(own))
+        for engine, text, own in zip(("src", "dst"), topologies, own_models, strict=True)
     )
     return _with_model_of(src, dst), _with_model_of(dst, src)
 
@@ -324,6 +342,11 @@ def blocks_needed(manifest: Manifest, num_tokens: int) -> int:
         -(-num_tokens // group.tokens_per_block) + 1 if group.addressing is Addressing.TABLE else 1
         for group in manifest.groups
     )
+
+
+def _with_key(text: str, key: str, value: str) -> str:
+    kept = [item for item in text.split(",") if item and item.partition("=")[0].strip() != key]
+    return ",".join([*kept, f"{key}={value}"])
 
 
 def _keys(text: str) -> set[str]:

@@ -11,11 +11,11 @@ from kvferry.cli.options import examples
 
 HELP = "\n\n".join(
     (
-        "Make a secret of 256 bits: engines that know it talk to each other, and to nobody else.",
-        "Give every engine the same file (KVFERRY_SECRET_FILE), readable by the engine alone. Whoever has it"
-        " can read every cache of the fleet, and write to it.",
+        "Create a 256-bit secret: only engines that share it can connect to each other.",
+        "Give every engine the same file (KVFERRY_SECRET_FILE), readable by its user only. The secret"
+        " gives read and write access to every cache of the fleet.",
         examples("kvferry keygen -o /run/secrets/kvferry", "kvferry keygen"),
-        "Exit codes: 0 made; 2 bad usage, or the file exists already.",
+        "Exit codes: 0 created; 2 bad usage, or the file exists.",
     )
 )
 
@@ -28,7 +28,7 @@ def keygen(
         ),
     ] = None,
 ) -> None:
-    """Make a secret for engines of several hosts."""
+    """Create a secret for engines on several hosts."""
     import os
     import secrets
 

@@ -1,15 +1,15 @@
 """What moving costs: the formula, known links, and links measured on one's own machine.
 
 One formula for every way: a sum of what a read, a run and a byte cost. An estimate is for people: nothing
-that is moved depends on it, and no deadline does. Machines differ, so ``bench --json`` and ``doctor --save``
-measure, and the formula is fitted to what they measured.
+that is moved depends on it, and no deadline does. Machines differ, so ``doctor --save`` measures, and the
+formula is fitted to what it measured.
 """
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -118,12 +118,12 @@ class Cost:
     def of(self, traffic: Traffic) -> Estimate:
         """The seconds that traffic takes, if nothing else is under way."""
         num_bytes = traffic.num_words * WORD_BYTES if self.is_by_words else traffic.num_bytes
-        return Estimate(
-            traffic,
-            reads_seconds=traffic.num_reads * self.seconds_per_read,
-            runs_seconds=traffic.num_runs * self.seconds_per_run,
-            bytes_seconds=num_bytes / self.bytes_per_second,
+        seconds = (
+            traffic.num_reads * self.seconds_per_read,
+            traffic.num_runs * self.seconds_per_run,
+            num_bytes / self.bytes_per_second,
         )
+        return Estimate(traffic, dict(zip(CostTerm, seconds, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,19 +131,12 @@ class Estimate:
     """A predicted time, and what it is made of."""
 
     traffic: Traffic
-    reads_seconds: float
-    runs_seconds: float
-    bytes_seconds: float
+    parts: dict[CostTerm, float]
+    """The seconds by what they are spent on."""
 
     @property
     def seconds(self) -> float:
-        return self.reads_seconds + self.runs_seconds + self.bytes_seconds
-
-    @property
-    def parts(self) -> dict[CostTerm, float]:
-        """The seconds by what they are spent on."""
-        seconds = (self.reads_seconds, self.runs_seconds, self.bytes_seconds)
-        return dict(zip(CostTerm, seconds, strict=True))
+        return sum(self.parts.values())
 
     @property
     def mostly(self) -> CostTerm:
@@ -250,6 +243,8 @@ LINK_PROFILES = (
     RDMA_400,
 )
 """Those that two engines can have between them."""
+DEFAULT_LINKS = (RDMA_400, NVLINK, TCP_STREAM)
+"""A network that reads by itself, one host, any network. The first is assumed where one must be."""
 
 
 def link_profile(name: str) -> LinkProfile:
@@ -257,7 +252,7 @@ def link_profile(name: str) -> LinkProfile:
         if profile.name == name:
             return profile
     known = ", ".join(profile.name for profile in LINK_PROFILES)
-    raise SpecError(f"there is no link profile {name!r}; there are {known}")
+    raise SpecError(f"there is no link profile {name!r}; there are {known}, and all")
 
 
 MIN_LOADS = 3
@@ -272,28 +267,6 @@ LEAST, MOST = 0.05, 100.0
 NUM_SWEEPS = 2000
 
 Loads = list[tuple[Traffic, float]]
-MeasuredCosts = Mapping[tuple[str, Way], Cost]
-"""By the kind of memory, as the file names it, and by way."""
-
-
-def measured_links(path: Path) -> list[LinkProfile]:
-    """One profile for each kind of memory and each way of ours that the file has times of."""
-    return list(_by_kind(path).values())
-
-
-def measured_costs(path: Path) -> MeasuredCosts:
-    return {kind: profile.cost for kind, profile in _by_kind(path).items()}
-
-
-def known_cost(costs: MeasuredCosts, medium: str, way: str) -> Cost | None:
-    """What is known of a kind of memory; who measured ``host`` memory did not say what carried it.
-
-    >>> costs = {("host", Way.DIRECT): Cost(1e-4, 2e-6, 5e9)}
-    >>> known_cost(costs, "host-cma", "direct") is not None, known_cost(costs, "tcp-stream", "packed")
-    (True, None)
-    """
-    known = (cost for (name, each), cost in costs.items() if each == way and medium.startswith(name))
-    return next(known, None)
 
 
 def how_close(pairs: Sequence[tuple[float, float]]) -> str:
@@ -329,7 +302,8 @@ def fitted(first: Cost, loads: Loads) -> Cost:
     )
 
 
-def _by_kind(path: Path) -> dict[tuple[str, Way], LinkProfile]:
+def measured_links(path: Path) -> list[LinkProfile]:
+    """One profile for each kind of memory and each way of ours that the file has times of."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         loads = _loads(document["times"])
@@ -337,41 +311,32 @@ def _by_kind(path: Path) -> dict[tuple[str, Way], LinkProfile]:
     except OSError as error:
         raise SpecError(f"{path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SpecError(
-            f"{path}: not a result of `kvferry bench --json` or `kvferry doctor --save`"
-        ) from error
-    found = {
-        (medium, way): _profile(f"{path.stem}/{medium}", way, not medium.startswith("host"), some, machine)
+        raise SpecError(f"{path}: not a result of `kvferry doctor --save`") from error
+    found = [
+        _profile(f"{path.stem}/{medium}", way, not medium.startswith("host"), some, machine)
         for (medium, way), some in loads.items()
         if len(some) >= MIN_LOADS
-    }
+    ]
     if not found:
         raise SpecError(f"{path}: no way of kvferry was measured with {MIN_LOADS} sizes or more")
     return found
 
 
 def _loads(times: Sequence[dict[str, Any]]) -> dict[tuple[str, Way], Loads]:
-    """What kvferry's transport read, and the median of the turns, by kind of memory and way."""
+    """What was read, and the median of the turns, by kind of memory and way."""
     loads: dict[tuple[str, Way], Loads] = defaultdict(list)
     for time in times:
-        if time["rival"] in (Way.DIRECT, Way.MAPPED, Way.PACKED):
-            traffic = Traffic(1, int(time["num_runs"]), int(time["total_bytes"]))
-            seconds = float(time["median_s"])
-            if not 0 < seconds < float("inf"):
-                raise ValueError(f"a time of {seconds} s")
-            loads[str(time["medium"]), Way(time["way"])].append((traffic, seconds))
+        traffic = Traffic(1, int(time["num_runs"]), int(time["total_bytes"]))
+        seconds = float(time["median_s"])
+        if not 0 < seconds < float("inf"):
+            raise ValueError(f"a time of {seconds} s")
+        loads[str(time["medium"]), Way(time["way"])].append((traffic, seconds))
     return loads
 
 
 def _profile(name: str, way: Way, is_on_device: bool, loads: Loads, machine: str) -> LinkProfile:
-    cost = fitted(_first_guess(way, is_on_device).cost, loads)
+    direct = SAME_GPU_DIRECT if is_on_device else HOST_CMA
+    first_guess = {Way.MAPPED: SAME_GPU, Way.PACKED: TCP_STREAM}.get(way, direct)
+    cost = fitted(first_guess.cost, loads)
     fit = how_close([(cost.of(traffic).seconds, seconds) for traffic, seconds in loads])
     return LinkProfile(name, way, cost, Origin.MEASURED, f"{machine}: {fit}")
-
-
-def _first_guess(way: Way, is_on_device: bool) -> LinkProfile:
-    if way is Way.MAPPED:
-        return SAME_GPU
-    if way is Way.PACKED:
-        return TCP_STREAM
-    return SAME_GPU_DIRECT if is_on_device else HOST_CMA

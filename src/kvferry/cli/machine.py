@@ -1,14 +1,20 @@
-"""The machine of a benchmark or a diagnosis, and the versions of what takes part."""
+"""The machine of a benchmark or a diagnosis, its GPUs, and the versions of what takes part."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from kvferry.errors import SpecError, TransportError
+from kvferry.transport.cuda import device_names
 
 PACKAGES = (
     "kvferry",
@@ -24,14 +30,54 @@ PACKAGES = (
 )
 
 
-def describe_machine(device_name: str = "") -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """Devices according to the driver, and whether kvferry can use them."""
+
+    driver_cuda: str = ""
+    """The newest CUDA that the driver serves ('13.0'); empty if there is no driver."""
+    names: tuple[str, ...] = ()
+    why_not: str = ""
+    """Why kvferry cannot use them; empty if it can, or if there are none."""
+
+
+def gpus() -> Gpus:
+    """Devices; counted by the driver itself, so that a missing binding is noticed."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return Gpus()
+    number = ctypes.c_int()
+    if driver.cuDriverGetVersion(ctypes.byref(number)):
+        return Gpus()
+    cuda = f"{number.value // 1000}.{number.value % 1000 // 10}"
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(number)):
+        return Gpus(cuda)
+    try:
+        return Gpus(cuda, tuple(device_names()))
+    except TransportError as error:
+        return Gpus(cuda, tuple(f"device {i}" for i in range(number.value)), error.detail)
+
+
+def asked_memories(asked: Sequence[str]) -> list[str]:
+    """The kinds of memory to read (by default host, and the first GPU); SpecError if one is not there."""
+    found = gpus()
+    there = ["host"] if found.why_not else ["host", *(f"cuda:{i}" for i in range(len(found.names)))]
+    for name in asked:
+        if name not in there:
+            why = f" ({found.why_not})" if found.why_not else ""
+            raise SpecError(f"--memory {name}: there is {', '.join(there)}{why}")
+    return list(dict.fromkeys(asked)) or there[:2]
+
+
+def describe_machine() -> dict[str, Any]:
     """The processor, its cores that we may use, memory, system, and how busy it is."""
     return {
         "processor": _processor(),
         "num_cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": f"{platform.system()} {platform.release()}",
-        "device": device_name,
+        "device": ", ".join(gpus().names),
         "load": round(os.getloadavg()[0], 2),
         "command": " ".join(["kvferry", *sys.argv[1:]]),
     }

@@ -233,34 +233,20 @@ def memory_order(view: View, item_bytes: int) -> str:
     return ", ".join(reversed(words))
 
 
-@dataclass(frozen=True, slots=True)
-class StateFact:
-    """One thing that can be said of states, on both sides; empty where a side does not have them."""
-
-    what: str
-    a: str
-    b: str
+StateFacts = tuple[tuple[str, str, str], ...]
+"""What can be said of a state, and what that is on both sides; empty where a side does not have the state."""
 
 
-@dataclass(frozen=True, slots=True)
-class StateFacts:
-    """States of one kind of which the same can be said, and what that is."""
-
-    names: tuple[str, ...]
-    facts: tuple[StateFact, ...]
-
-
-def state_facts(a: Manifest, b: Manifest) -> tuple[StateFacts, ...]:
+def state_facts(a: Manifest, b: Manifest) -> list[tuple[list[str], StateFacts]]:
+    """States of one kind of which the same can be said, together."""
     names = dict.fromkeys(state.name for manifest in (a, b) for state in manifest.states)
-    found: dict[tuple[str, tuple[StateFact, ...]], list[str]] = {}
+    found: dict[tuple[str, StateFacts], list[str]] = {}
     for name in names:
         sides = [(each, each.state_by_name.get(name)) for each in (a, b)]
         said = [_state_words(manifest, state) if state else {} for manifest, state in sides]
-        facts = tuple(
-            StateFact(what, said[0].get(what, ""), said[1].get(what, "")) for what in said[0] | said[1]
-        )
+        facts = tuple((what, said[0].get(what, ""), said[1].get(what, "")) for what in said[0] | said[1])
         found.setdefault((re.sub(r"\d+", "#", name, count=1), facts), []).append(name)
-    return tuple(StateFacts(tuple(some), facts) for (_, facts), some in found.items())
+    return [(some, facts) for (_, facts), some in found.items()]
 
 
 def _state_words(manifest: Manifest, state: State) -> dict[str, str]:
@@ -295,27 +281,20 @@ def _joined(words: set[str]) -> str:
     return ", ".join(sorted(words, key=lambda word: (len(word), word)))
 
 
-SENTENCES = {
-    None: "nothing differs",
-    "harmless": "nothing that matters differs",
-    "not tried": "what differs may cost time; ranks are missing, so nothing was planned",
-    "slower": "they can talk, slowly; see `kvferry plan`",
-    "refused": "they cannot talk",
+VERDICTS = {
+    None: ("SAME", "nothing differs"),
+    "harmless": ("SAME", "no relevant difference"),
+    "not tried": ("NOTE", "the differences may cost time; not planned, because ranks are missing"),
+    "slower": ("SLOW", "compatible, but slow; see `kvferry plan`"),
+    "refused": ("REFUSED", "incompatible"),
 }
-WORDS = {
-    None: "SAME",
-    "harmless": "SAME",
-    "not tried": "NOTE",
-    "slower": "SLOW",
-    "refused": "REFUSED",
-}
-
-
 OTHER_MODEL = "not the same model: running engines would refuse each other, although the bytes would fit"
 
 
-def sentence(found: ManifestDiff) -> str:
-    return OTHER_MODEL if found.effect is Effect.REFUSED and found.bytes_fit else SENTENCES[found.effect]
+def verdict(found: ManifestDiff) -> tuple[str, str]:
+    """A word, and a sentence."""
+    word, words = VERDICTS[found.effect]
+    return word, OTHER_MODEL if found.effect is Effect.REFUSED and found.bytes_fit else words
 
 
 def direction_time(direction: Direction) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,68 +16,53 @@ if TYPE_CHECKING:
 
 HELP = "\n\n".join(
     (
-        "List the models that are known by name, and what they remember.",
-        "Bytes are those of one whole copy (tp=1) in the model's own dtype: what every further token adds,"
-        " and what a request takes besides (windows once full, recurrent states).",
+        "List the known models and the size of their caches.",
+        "Bytes are those of one copy (tp=1) in the model's own dtype: per token, and fixed per request"
+        " (full windows, recurrent states).",
         examples("kvferry models", "kvferry models deepseek-v4 kimi-linear-48b", "kvferry models --json"),
-        "A+B is model A with model B as its speculative draft, wherever a model is named.",
+        "A+B is model A with model B as its speculative draft, in every command.",
     )
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One model of the catalogue, as it is listed."""
-
-    name: str
-    title: str
-    family: str
-    num_layers: int
-    caches: dict[str, int]
-    """How many layers have a cache of this kind: ``attn (k v)``, ``attn (k v, last 128 tokens)`` …"""
-    bytes_per_token: int
-    """What each further token adds."""
-    fixed_bytes: int
-    """Full windows and recurrent states of one request."""
-    note: str
-    source: str
-
-
 def models(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME]...", help="Only these, with their notes.")
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="Only these models, with notes.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """The models that are known by name, and what they remember."""
+    """List the known models and the size of their caches."""
     from kvferry.models import catalogue
 
     entries = [entry(name) for name in names or catalogue()]
     if as_json:
-        print(json.dumps({"models": [asdict(each) for each in entries]}, ensure_ascii=False))
+        print(json.dumps({"models": entries}, ensure_ascii=False))
     elif names:
         _show_details(entries)
     else:
         _show_table(entries)
 
 
-def entry(name: str) -> Entry:
-    from kvferry.models import catalogue, model_named
+def entry(name: str) -> dict[str, Any]:
+    """One model of the catalogue, as ``--json`` lists it."""
+    from kvferry.models import catalogue, catalogued, model_named
 
     model = model_named(name)
-    known = [catalogue()[part] for part in name.split("+")]
+    known = [catalogue()[catalogued(part) or part] for part in name.split("+")]
     growing, fixed = _bytes(model)
-    return Entry(
-        name,
-        " + ".join(str(each["title"]) for each in known),
-        str(known[0]["config"]["model_type"]),
-        len(model.layers) + len(model.draft),
-        dict(Counter(_kind(cache) for layer in (*model.layers, *model.draft) for cache in layer.caches)),
-        growing,
-        fixed,
-        " ".join(str(each["note"]) for each in known),
-        "; ".join(str(each["source"]) for each in known),
-    )
+    layers = (*model.layers, *model.draft)
+    return {
+        "name": name,
+        "title": " + ".join(str(each["title"]) for each in known),
+        "family": str(known[0]["config"]["model_type"]),
+        "num_layers": len(layers),
+        # How many layers have a cache of a kind: attn (k v), attn (k v, last 128 tokens) …
+        "caches": dict(Counter(_kind(cache) for layer in layers for cache in layer.caches)),
+        "bytes_per_token": growing,
+        "fixed_bytes": fixed,
+        "note": " ".join(str(each["note"]) for each in known),
+        "source": "; ".join(str(each["source"]) for each in known),
+    }
 
 
 def _kind(cache: Cache) -> str:
@@ -102,37 +86,37 @@ def _bytes(model: Model) -> tuple[int, int]:
     return round(growing), round(fixed)
 
 
-def _show_table(entries: list[Entry]) -> None:
+def _show_table(entries: list[dict[str, Any]]) -> None:
     from kvferry.cli.output import console, num_bytes, print_table, table
 
     columns = ("name", "layers", "caches", "per token", "besides")
     listed = table(*columns, left=["name", "caches"])
     for each in entries:
         caches = Counter[str]()
-        for kind, count in each.caches.items():
+        for kind, count in each["caches"].items():
             caches[("windowed " if "attn (k v, last" in kind else "") + kind.partition(" (")[0]] += count
         kinds = ", ".join(f"{count} {kind}" for kind, count in caches.items())
-        besides = num_bytes(each.fixed_bytes) if each.fixed_bytes else "·"
-        grows = num_bytes(each.bytes_per_token) if each.bytes_per_token else "·"
-        listed.add_row(each.name, str(each.num_layers), kinds, grows, besides)
+        besides = num_bytes(each["fixed_bytes"]) if each["fixed_bytes"] else "·"
+        grows = num_bytes(each["bytes_per_token"]) if each["bytes_per_token"] else "·"
+        listed.add_row(each["name"], str(each["num_layers"]), kinds, grows, besides)
     out = console()
     print_table(out, listed)
-    out.print("`kvferry models NAME` says more of one.")
+    out.print("`kvferry models NAME` shows the details of one.")
 
 
-def _show_details(entries: list[Entry]) -> None:
+def _show_details(entries: list[dict[str, Any]]) -> None:
     from kvferry.cli.output import console, labelled, num_bytes
 
     out = console()
     for each in entries:
-        out.print(f"{each.name}  {each.title}", style="bold")
+        out.print(f"{each['name']}  {each['title']}", style="bold")
         rows = (
-            ("family", each.family),
-            ("layers", str(each.num_layers)),
-            ("caches", "; ".join(f"{count} {kind}" for kind, count in each.caches.items())),
-            ("per token", num_bytes(each.bytes_per_token)),
-            ("besides", num_bytes(each.fixed_bytes)),
-            ("note", each.note),
-            ("source", each.source),
+            ("family", each["family"]),
+            ("layers", str(each["num_layers"])),
+            ("caches", "; ".join(f"{count} {kind}" for kind, count in each["caches"].items())),
+            ("per token", num_bytes(each["bytes_per_token"])),
+            ("besides", num_bytes(each["fixed_bytes"])),
+            ("note", each["note"]),
+            ("source", each["source"]),
         )
         labelled(out, rows)

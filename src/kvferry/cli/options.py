@@ -14,8 +14,8 @@ from kvferry.errors import RequestError, SpecError
 TOPOLOGY_KEYS = {
     "tp": "tensor parallel ranks",
     "pp": "pipeline stages (pp=2), or the layers of each (pp=12+20)",
-    "cp": "context parallel ranks, which take turns at the tokens",
-    "interleave": "how many tokens such a turn lasts",
+    "cp": "context parallel ranks, which hold tokens in turn",
+    "interleave": "tokens per turn of a context parallel rank",
     "block": "tokens per block; default: the model's",
     "block.GROUP": "tokens per block of one group (block.window-1024=32)",
     "kernel": "tokens per kernel block inside a block; default: not cut",

@@ -21,8 +21,8 @@ from kvferry.core.words import counted
 from kvferry.errors import Code, Finding
 
 OWN_FAULT = (
-    "The engine's description of itself is wrong. A manifest of your own: correct what is named here;"
-    " strides and offsets are in bytes. One that kvferry made (vLLM, `kvferry describe`): report it."
+    "The manifest is wrong. Correct your own manifest (strides and offsets are in bytes); report one from"
+    " vLLM or `kvferry describe`."
 )
 
 BY_CODE = {
@@ -31,17 +31,17 @@ BY_CODE = {
     Code.IDENTITY_UNKNOWN: "Load weights from files, or set identity to unchecked on both engines.",
     Code.MISSING_STATE: "Serve the same model, draft model and attention backend on both sides.",
     Code.STATE_DIFFERS: "Serve the same model, with the same draft model, on both sides.",
-    Code.UNKNOWN_RANK: "Ask for a rank that the engine has.",
-    Code.NOT_HELD: "Give the manifests of all source ranks: a rank that holds this part is missing.",
+    Code.UNKNOWN_RANK: "Choose a rank that the engine has.",
+    Code.NOT_HELD: "Provide the manifests of all source ranks: the rank that holds this part is missing.",
     Code.OUT_OF_BOUNDS: OWN_FAULT,
     Code.CELLS_COLLIDE: OWN_FAULT,
     Code.VIEWS_OVERLAP: OWN_FAULT,
-    Code.GAP: "Report this: kvferry has made a plan that it cannot prove.",
-    Code.WRITTEN_TWICE: "Report this: kvferry has made a plan that it cannot prove.",
-    Code.NOT_NEEDED: "Report this: kvferry has made a plan that it cannot prove.",
-    Code.WRONG_SOURCE: "Report this: kvferry has made a plan that it cannot prove.",
-    Code.TURNS_TOO_MANY: "Give both sides the same number of context parallel ranks, or turns that divide.",
-    Code.TOO_MANY_RUNS: "Give both sides the same layout, and equal block sizes, so that runs get longer.",
+    Code.GAP: "Report this: kvferry made a plan that it cannot prove.",
+    Code.WRITTEN_TWICE: "Report this: kvferry made a plan that it cannot prove.",
+    Code.NOT_NEEDED: "Report this: kvferry made a plan that it cannot prove.",
+    Code.WRONG_SOURCE: "Report this: kvferry made a plan that it cannot prove.",
+    Code.TURNS_TOO_MANY: "Use the same number of context-parallel ranks, or interleave sizes that divide.",
+    Code.TOO_MANY_RUNS: "Use the same layout and block size on both sides.",
 }
 """A remedy for every code."""
 
@@ -54,7 +54,7 @@ BY_FIELD = {
     "dtype": "Give both engines the same cache dtype (vLLM: --kv-cache-dtype).",
     "encoding": "Run the same attention backend, and the same cache dtype, on both sides.",
     "tail": "Run the same attention backend on both sides.",
-    "tokens_per_cell": "Give both engines the same block size: such blocks move as a whole.",
+    "tokens_per_cell": "Use the same block size on both engines.",
     "item_bytes": WHOLE,
     "axis shard": WHOLE,
 }

@@ -19,14 +19,13 @@ MAX_TOKENS = 1 << 26
 
 HELP = "\n\n".join(
     (
-        "Say whether two engines can talk, who sends what, and what a request costs.",
+        "Check whether two engines are compatible, and predict the cost of a request.",
         "Each side is a topology of a model, the command that starts a vLLM engine, or a manifest file (of"
-        " `kvferry describe`, or dumped by an engine). Files stand for the sides without --src or --dst, the"
-        " source first.",
-        "Every destination rank's plan is proved: each needed byte is written exactly once, from the byte"
-        " that means the same. What cannot be proved is refused, by name. What is proved and slow is said to"
-        " be slow: settings that could cure it are tried, fewer first, until one is fast enough, and the"
-        " fastest is shown with its command.",
+        " `kvferry describe`, or dumped by an engine). Positional files fill the sides without --src or"
+        " --dst, the source first.",
+        "The plan of every destination rank is proved: each needed byte is written exactly once, from the"
+        " matching source byte. Anything that cannot be proved is refused with the cause. If a proved plan"
+        " is slow, alternative settings are planned, and the fastest is shown with its command.",
         topology_help(),
         examples(
             "kvferry plan --model llama-3.1-70b --src tp=4 --dst tp=6,block=64",
@@ -37,8 +36,8 @@ HELP = "\n\n".join(
             "kvferry plan --model llama-3.1-70b --src tp=8 --dst tp=6 --html plan.html",
             'kvferry plan --src "vllm serve Qwen/Qwen3-32B -tp 4" --dst dst.json',
         ),
-        "Exit codes: 0 every asked rank is proved; 1 refused, by this proof or by engines that would not"
-        " take each other for the same model; 2 bad usage or input.",
+        "Exit codes: 0 every requested rank is proved; 1 refused: incompatible, or not the same model; 2"
+        " bad usage or input.",
     )
 )
 
@@ -55,7 +54,7 @@ def plan(
         ),
     ] = None,
     dst: Annotated[str | None, typer.Option(metavar="TOPOLOGY", help="The destination engine.")] = None,
-    src_model: Annotated[str, typer.Option(metavar="NAME", help="The source's model, if another.")] = "",
+    src_model: Annotated[str, typer.Option(metavar="NAME", help="The source's model, if it differs.")] = "",
     dst_model: Annotated[str, typer.Option(metavar="NAME", help="The destination's model.")] = "",
     config: Config = None,
     tokens: Annotated[
@@ -63,45 +62,43 @@ def plan(
         typer.Option(
             min=1,
             metavar="N",
-            help="Tokens of the request that is billed.",
+            help="Tokens of the sample request.",
             show_default="4096, or what fits",
         ),
     ] = None,
     kept: Annotated[
-        int, typer.Option(min=0, metavar="N", help="First tokens that the destination has already.")
+        int, typer.Option(min=0, metavar="N", help="First tokens that the destination already has.")
     ] = 0,
     placement: Annotated[
-        Placement, typer.Option(help="How the request's blocks lie in the pools.")
-    ] = Placement.CONSECUTIVE,
+        Placement, typer.Option(help="Placement of the request's blocks in the pools.")
+    ] = Placement.SCATTERED,
     dst_rank: Annotated[
         int | None, typer.Option(min=0, metavar="R", help="Only this destination rank.", show_default="all")
     ] = None,
     max_runs_per_block: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Refuse a state that takes more runs per block.")
+        int, typer.Option(min=1, metavar="N", help="Refuse a state with more runs per block.")
     ] = MAX_RUNS_PER_BLOCK,
     link: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="The kind of link between the ranks, such as same-gpu, or a file that `kvferry doctor"
-            " --save` or `bench --json` has written; may be given again.",
-            show_default="all that are known",
+            help="The link between the ranks: a name such as same-gpu, `all`, or a file from `kvferry doctor"
+            " --save`; repeatable.",
+            show_default="400Gb (assumed), nvlink, tcp-stream",
         ),
     ] = None,
     full: Annotated[
-        bool, typer.Option("--full", help="Show who sends what, and every pair of ranks, as well.")
+        bool, typer.Option("--full", help="Show every piece and the traffic between ranks.")
     ] = False,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="Draw it as a page, too (needs Jinja).")
+        Path | None, typer.Option(metavar="FILE.html", help="Also write an HTML page (needs Jinja).")
     ] = None,
-    svg: Annotated[
-        Path | None, typer.Option(metavar="FILE.svg", help="Draw who sends what, for a document.")
-    ] = None,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Also draw the plan as SVG.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Can two engines talk, who sends what, and what does it cost?"""
+    """Check whether two engines are compatible, and predict the cost."""
     from kvferry.cli.asked import Asked
-    from kvferry.cli.engines import GivenModels, src_and_dst
+    from kvferry.cli.engines import src_and_dst
     from kvferry.cli.picture.render import check_pictures, draw_plan
     from kvferry.cli.plan_answer import answer
     from kvferry.errors import SpecError
@@ -111,7 +108,7 @@ def plan(
     if tokens is not None and tokens > MAX_TOKENS:
         raise SpecError(f"--tokens {tokens}: at most {MAX_TOKENS} are billed")
     files = [file for file in (first, second) if file is not None]
-    sides = src_and_dst(files, (src, dst), GivenModels(model, config, (src_model, dst_model)))
+    sides = src_and_dst(files, (src, dst), model, config, (src_model, dst_model))
     asked = Asked(tokens, kept, placement, dst_rank, max_runs_per_block, tuple(link or ()))
     found = answer(asked, *sides, profiles)
     draw_plan(found, html, svg)
@@ -129,12 +126,14 @@ def plan(
 
 def asked_links(names: Sequence[str]) -> list[LinkProfile]:
     """The links to bill: known ones by their names, measured ones by the files that have them."""
-    from kvferry.cli.link_profile import LINK_PROFILES, link_profile, measured_links
+    from kvferry.cli.link_profile import DEFAULT_LINKS, LINK_PROFILES, link_profile, measured_links
 
     asked: list[LinkProfile] = []
     for name in dict.fromkeys(names):
-        if name.endswith(".json"):
+        if name == "all":
+            asked += LINK_PROFILES
+        elif name.endswith(".json"):
             asked += measured_links(Path(name))
         else:
             asked.append(link_profile(name))
-    return asked or list(LINK_PROFILES)
+    return asked or list(DEFAULT_LINKS)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 
-from kvferry.cli.asked import Asked, Billed, model_differences
+from kvferry.cli.asked import Asked, Billed, compared_configs, model_differences
 from kvferry.cli.bill import Bill, LinkBill
 from kvferry.cli.engines import Side
-from kvferry.cli.link_profile import RDMA_400, LinkProfile
+from kvferry.cli.link_profile import LinkProfile, Origin
 from kvferry.cli.output import milliseconds, num_bytes, times
 from kvferry.cli.serve_command import vllm_setting
 from kvferry.core.identity import IdentityCheck, compare_identity
 from kvferry.errors import Finding, KVFerryError, SpecError
 from kvferry.models import Topology
+from kvferry.models.describe import served_block
 from kvferry.models.model import is_offline
 from kvferry.models.topology import why_not_served
 
@@ -63,66 +64,53 @@ def find_cure(asked: Asked, src: Side, dst: Side, slow: LinkBill) -> Cure | None
     # One rank of the destination tells as much as all: the one that takes longest, or any that reads from it.
     rank = int(slow.whose.split()[1]) if slow.whose.startswith("dst") else asked.dst_rank
     trial_of = replace(asked, dst_rank=rank)
-    best: tuple[float, tuple[Setting, ...]] = (slow.seconds / GOOD_SPEEDUP, ())
-    for settings in _by_number(_candidates(src, dst, keys=("layout", "block", "conv"))):
-        for each in settings:
-            tried = _tried(trial_of, src, dst, each)
-            if tried is None or tried.billed.bill.findings:
-                continue
-            # Of equals the one that was tried first, which is the more obvious one.
-            best = min(best, (_seconds(tried, slow.profile), each), key=lambda found: found[0])
-        if best[1] and (best[0] <= slow.seconds / GREAT_SPEEDUP or best[0] <= 2 * slow.long_run_seconds):
+    best, seconds = tuple[Setting, ...](), slow.seconds / GOOD_SPEEDUP
+    quick = max(slow.seconds / GREAT_SPEEDUP, 2 * slow.long_run_seconds)
+    for settings in _candidates(src, dst, keys=("layout", "block", "conv")):
+        if best and len(settings) > len(best) and seconds <= quick:
             break
-    return _tried(asked, src, dst, best[1]) if best[1] else None
+        tried = _tried(trial_of, src, dst, settings)
+        # Of equals the one that was tried first, which is the more obvious one.
+        if tried and (took := tried.billed.bill.over(slow.profile).seconds) < seconds:
+            best, seconds = settings, took
+    return _tried(asked, src, dst, best) if best else None
 
 
 def find_way(asked: Asked, src: Side, dst: Side) -> Cure | None:
     """The fewest settings with which a refused pair is proved; None if none that are known do."""
-    for settings in _by_number(_candidates(src, dst, keys=("dtype", "layout", "block", "conv"))):
-        for each in settings:
-            tried = _tried(asked, src, dst, each)
-            if tried is not None and not tried.billed.bill.findings:
-                return tried
-    return None
+    candidates = _candidates(src, dst, keys=("dtype", "layout", "block", "conv"))
+    return next(filter(None, (_tried(asked, src, dst, settings) for settings in candidates)), None)
 
 
-def _seconds(tried: Cure, profile: LinkProfile) -> float:
-    return tried.billed.bill.over(profile).seconds
-
-
-def _tried(asked: Asked, src: Side, dst: Side, settings: Sequence[Setting]) -> Cure | None:
-    """The pair with these settings; None where an engine cannot have them."""
+def _tried(asked: Asked, src: Side, dst: Side, settings: tuple[Setting, ...]) -> Cure | None:
+    """The pair with these settings; None where an engine cannot have them, or where it is refused."""
     for setting in settings:
         if setting.side == src.engine:
             src = src.with_setting(setting.key, setting.value)
         else:
             dst = dst.with_setting(setting.key, setting.value)
     try:
-        return Cure(tuple(settings), src, dst, asked.billed(src, dst))
+        billed = asked.billed(src, dst)
     except SpecError:
         return None
+    return None if billed.bill.findings else Cure(settings, src, dst, billed)
 
 
-def _by_number(candidates: Iterable[tuple[Setting, ...]]) -> Iterator[list[tuple[Setting, ...]]]:
-    """Candidates in the order of how many settings they change, the most obvious ones only."""
-    found = sorted(candidates, key=len)[:MAX_TRIALS]
-    for number in sorted({len(each) for each in found}):
-        yield [each for each in found if len(each) == number]
+def _candidates(src: Side, dst: Side, keys: Sequence[str]) -> list[tuple[Setting, ...]]:
+    """What could be changed, fewest settings first, the most obvious combinations only.
 
-
-def _candidates(src: Side, dst: Side, keys: Sequence[str]) -> Iterator[tuple[Setting, ...]]:
-    """Every combination of what could be changed: one side becomes like the other, or both change alike."""
+    One side becomes like the other, or both change alike.
+    """
     if src.file is not None or dst.file is not None:
-        return
+        return []
     try:
         ours, theirs = (_settings(side) for side in (src, dst))
     except KVFerryError:
-        return
+        return []
     has_states = any(cache.is_recurrent for layer in src.chosen_model.layers for cache in layer.caches)
     choices = [list(_choices(key, ours[key], theirs[key])) for key in keys if key != "conv" or has_states]
-    for combination in product(*choices):
-        if settings := tuple(setting for part in combination for setting in part):
-            yield settings
+    found = (tuple(setting for part in combination for setting in part) for combination in product(*choices))
+    return sorted(filter(None, found), key=len)[:MAX_TRIALS]
 
 
 def _choices(key: str, src: str, dst: str) -> Iterator[tuple[Setting, ...]]:
@@ -143,7 +131,7 @@ def _settings(side: Side) -> dict[str, str]:
     model, topology = side.chosen_model, Topology.parse(side.topology)
     return {
         "layout": topology.layout,
-        "block": str(topology.block or model.default_block),
+        "block": str(topology.block or served_block(model, topology)),
         "conv": topology.conv,
         "dtype": topology.dtype or side.own_dtype,
     }
@@ -173,9 +161,7 @@ def warnings_of(
     """Everything that a person should know of a pair whose bytes can be moved."""
     yield from not_served(src, dst)
     if slow := [bill for bill in links if bill.is_slow]:
-        # One link stands for all: a network, if it is among them.
-        worst = next((bill for bill in slow if bill.profile is RDMA_400), slow[0])
-        yield _short_runs(asked, src, dst, billed, worst)
+        yield _short_runs(asked, src, dst, billed, slow[0])  # one link stands for all
 
 
 def not_served(src: Side, dst: Side) -> Iterator[Warned]:
@@ -185,19 +171,17 @@ def not_served(src: Side, dst: Side) -> Iterator[Warned]:
             reasons = list(why_not_served(side.chosen_model, Topology.parse(side.topology)))
             if reasons:
                 message = f"vLLM would not start as --{side.engine} says"
-                yield Warned("not-served", message, "; ".join(reasons), "choose a tp by which they divide")
+                yield Warned("not-served", message, "; ".join(reasons), "choose another tp or pp")
 
 
 def _short_runs(asked: Asked, src: Side, dst: Side, billed: Billed, slow: LinkBill) -> Warned:
     bill, link = billed.bill, slow.profile.name
     average = num_bytes(bill.total_bytes / bill.num_runs)
-    message = f"{milliseconds(1e3 * slow.seconds)} over {link}, because its runs are short"
+    message = f"{milliseconds(1e3 * slow.seconds)} over {link}, an estimate: its runs are short"
     reason = (
         f"{bill.num_runs:,} runs of {average}; the same bytes in long runs would take"
         f" {milliseconds(1e3 * slow.long_run_seconds)}, {times(slow.slowdown)} as fast"
     )
-    if not asked.links:
-        reason += f". It is judged by {link}; --link names yours"
     cure = find_cure(asked, src, dst, slow)
     if cure is None:
         remedy = _without_a_cure(asked, src, dst, billed, slow)
@@ -229,7 +213,7 @@ def _sentence(cure: Cure) -> str:
 def _without_a_cure(asked: Asked, src: Side, dst: Side, billed: Billed, slow: LinkBill) -> str:
     """Of manifests nothing can be changed here, but an equal pair can be billed."""
     if src.file is None and dst.file is None:
-        return "none: no layout and no block size that was tried makes it twice as fast"
+        return "none: no tested layout or block size makes it twice as fast"
     equal = {
         "destination": asked.billed_between(billed.destination, billed.destination),
         "source": asked.billed_between(billed.source, billed.source),
@@ -241,30 +225,13 @@ def _without_a_cure(asked: Asked, src: Side, dst: Side, billed: Billed, slow: Li
         return "none: two equal engines would not be twice as fast"
     best = min(took, key=took.__getitem__)
     return (
-        f"two engines that are set up like the {best} take {milliseconds(1e3 * took[best])} over"
-        f" {slow.profile.name}; `kvferry diff` says in what these two differ"
+        f"two engines with the topology of the {best} take {milliseconds(1e3 * took[best])} over"
+        f" {slow.profile.name}; `kvferry diff` shows how these two differ"
     )
 
 
 MAX_MODEL_DIFFERENCES = 4
 """So many differences between two models whose caches fit are named."""
-
-
-@dataclass(frozen=True, slots=True)
-class IgnoredFlags:
-    """Flags of the commands that were given, which say nothing of the cache and were not read."""
-
-    src: tuple[str, ...] = ()
-    dst: tuple[str, ...] = ()
-
-    @property
-    def words(self) -> str:
-        """All of them, each once; empty if there are none.
-
-        >>> IgnoredFlags(("--port", "--seed"), ("--port",)).words
-        '--port, --seed'
-        """
-        return ", ".join(dict.fromkeys((*self.src, *self.dst)))
 
 
 @dataclass(frozen=True)
@@ -282,7 +249,10 @@ class PlanAnswer:
     """Why running engines would refuse each other, whatever their bytes."""
     assumed: str = ""
     """What nobody has said of these engines, and was taken to be so."""
-    ignored: IgnoredFlags = IgnoredFlags()
+    ignored: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Flags of the commands that were given, by side, which say nothing of the cache and were not read."""
+    set_by_one: tuple[str, ...] = ()
+    """Keys that only one of the two config.json files has, so that they were not compared."""
 
     @property
     def bill(self) -> Bill:
@@ -314,10 +284,26 @@ class PlanAnswer:
             return "not the same: running engines would refuse each other" + (
                 ", although the bytes would fit" if self.bytes_fit else ""
             )
+        if self.set_by_one:
+            names = ", ".join(self.set_by_one[:MAX_MODEL_DIFFERENCES])
+            more = len(self.set_by_one[MAX_MODEL_DIFFERENCES:])
+            return (
+                f"the same as far as both config.json files say; only one has {names}"
+                f"{f' and {more} more' if more else ''}: engines reject each other unless it is the default"
+            )
         check, sides = self.identity, (self.billed.source, self.billed.destination)
         if check.num_equal and not check.differing and all(is_offline(side.identity) for side in sides):
-            return "the same architecture; engines compare weights and settings when they meet"
+            return "the same architecture; engines compare weights and settings at first contact"
         return check.sentence
+
+    @property
+    def assumed_link(self) -> str:
+        """The link that was assumed because none was named; empty if one was, or if nothing moves."""
+        if self.asked.links or not self.links:
+            return ""
+        profile = self.links[0].profile
+        origin = "not measured with kvferry" if profile.origin is Origin.PREDICTED else "measured"
+        return f"{profile.name} is assumed ({origin}); set --link to yours. All times are estimates"
 
     @property
     def way_command(self) -> str:
@@ -329,7 +315,7 @@ def answer(asked: Asked, src: Side, dst: Side, profiles: Sequence[LinkProfile]) 
     """Bill the request, and look for what to warn of, or for a way out of a refusal."""
     billed = asked.billed(src, dst)
     differences = model_differences(src, dst, billed.source, billed.destination)
-    ignored = IgnoredFlags(src.ignored_flags, dst.ignored_flags)
+    ignored = {side.engine: side.command.ignored if side.command else () for side in (src, dst)}
     if billed.bill.findings:
         way, served = find_way(asked, src, dst), tuple(not_served(src, dst))
         if way and differences:  # engines would refuse each other all the same: no way, and one more reason
@@ -337,7 +323,10 @@ def answer(asked: Asked, src: Side, dst: Side, profiles: Sequence[LinkProfile]) 
         return PlanAnswer(asked, billed, (), served, way, ignored=ignored)
     links = tuple(billed.bill.over(profile) for profile in profiles)
     warned = tuple(warnings_of(asked, src, dst, billed, links))
-    return PlanAnswer(asked, billed, links, warned, None, differences, _assumed(src, dst), ignored)
+    _, set_by_one = compared_configs(src, dst)
+    return PlanAnswer(
+        asked, billed, links, warned, None, differences, _assumed(src, dst), ignored, set_by_one
+    )
 
 
 def _assumed(src: Side, dst: Side) -> str:
@@ -347,6 +336,6 @@ def _assumed(src: Side, dst: Side) -> str:
         return ""
     layout = Topology().layout
     return (
-        f"{layout} is assumed for {' and '.join(sides)}: what kvferry asks vLLM for on a GPU; on a CPU, and"
-        " with some attention backends, it is another (layout=…)"
+        f"{layout} is assumed for {' and '.join(sides)}, as kvferry requests it from vLLM on a GPU; set"
+        " layout=… for a CPU or another attention backend"
     )

@@ -19,11 +19,8 @@ from kvferry.core.words import counted
 MATRIX_COLUMNS = 6
 """Destination ranks side by side in the traffic matrix."""
 
-BEST_CASE = (
-    "the best case: an engine that has served for a while has scattered blocks; --placement scattered shows"
-    " that"
-)
-FITS = "The bytes would fit. What moving them takes, once both sides serve the same model:"
+BEST_CASE = "best case; only an engine that has just started has consecutive blocks"
+FITS = "The bytes would fit. Cost of the transfer, once both sides serve the same model:"
 
 
 def show(answer: PlanAnswer, *, full: bool) -> None:
@@ -31,7 +28,11 @@ def show(answer: PlanAnswer, *, full: bool) -> None:
     asked = f"{counted(len(billed.ranks), 'destination rank')}"
     page.verdict(out, "REFUSED" if answer.findings else "PROVED", asked)
     rows = [("src", summary(billed.source)), ("dst", summary(billed.destination))]
-    rows += [("model", answer.model_sentence), ("layout", answer.assumed), ("ignored", answer.ignored.words)]
+    rows += [("link", answer.assumed_link), ("model", answer.model_sentence)]
+    rows += [("layout", answer.assumed)]
+    rows += [
+        ("ignored", ", ".join(dict.fromkeys(each for flags in answer.ignored.values() for each in flags)))
+    ]
     page.labelled(out, rows)
     if answer.findings:
         page.findings(out, answer.findings, len(billed.ranks), answer.num_more_findings)
@@ -43,7 +44,7 @@ def show(answer: PlanAnswer, *, full: bool) -> None:
     if not answer.bytes_fit:
         return
     if full:
-        out.print("\nWho sends what", style="bold")
+        out.print("\nPieces by source and destination rank", style="bold")
         for rank in bill.ranks:
             page.wrapped(out, rank.lines)
     out.print()
@@ -55,7 +56,7 @@ def show(answer: PlanAnswer, *, full: bool) -> None:
         ways = f"planned, proved and lowered in {milliseconds(bill.plan_ms)}"
         wrapped(out, [f"{ways}; runs of the request selected in {milliseconds(bill.select_ms)}"], "")
     else:
-        wrapped(out, ["--full shows who sends what, and every pair of ranks."], "")
+        wrapped(out, ["--full shows every piece and the traffic between ranks."], "")
 
 
 def _show_way(out: Console, answer: PlanAnswer) -> None:
@@ -105,7 +106,7 @@ def _show_request(out: Console, answer: PlanAnswer, *, full: bool) -> None:
 
 def _show_links(out: Console, bills: Sequence[LinkBill], *, full: bool) -> None:
     """How long moving takes over each kind of link; with ``full``, whom it waits for and for what."""
-    out.print("Time to move it, by the link between two ranks", style="bold")
+    out.print("Estimated time to move it, by the link between two ranks", style="bold")
     more = ("rank", "mostly for") if full else ()
     times = table("link", "way", "time", "long runs", *more, left=["link", "way", "rank", "mostly for"])
     predicted = [bill.profile for bill in bills if bill.profile.origin is Origin.PREDICTED]
@@ -117,7 +118,7 @@ def _show_links(out: Console, bills: Sequence[LinkBill], *, full: bool) -> None:
         times.add_row(name, profile.way.value, *seconds, *((bill.whose, mostly) if full else ()))
     print_table(out, times)
     if predicted:
-        wrapped(out, ["* a prediction: nobody has measured this link"])
+        wrapped(out, ["* predicted from published figures; not measured with kvferry"])
         out.print()
 
 
@@ -162,7 +163,7 @@ def as_object(answer: PlanAnswer) -> object:
         "src": _engine(billed.source),
         "dst": _engine(billed.destination),
         "identity": same,
-        "ignored": {"src": list(answer.ignored.src), "dst": list(answer.ignored.dst)},
+        "ignored": answer.ignored,
         "warnings": warned,
     }
     refusal: dict[str, object] = {}

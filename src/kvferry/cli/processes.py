@@ -22,7 +22,7 @@ from kvferry.core.manifest import Manifest, Rank, Region
 from kvferry.core.owned import BlockBytes
 from kvferry.core.view import Ints
 from kvferry.endpoint.edges import open_channel
-from kvferry.endpoint.gathering import GatherCalls, GatherService
+from kvferry.endpoint.gathering import GatherService, ask_to_gather
 from kvferry.endpoint.secret_source import secret_from_environment
 from kvferry.errors import KVFerryError
 from kvferry.runtime.ticket_guard import Admitted, TicketGuard
@@ -58,12 +58,11 @@ FABRICS = fabrics(has_gpu=GPU_DRIVER.exists())
 """Those of this machine."""
 
 QUIET = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
-"""For a process whose report says what went wrong: loud libraries would drown it."""
 
 
-def choices_told_in(folder: str) -> dict[str, str]:
-    """What the environment of a process says that is to write down, in a folder, what UCX reads by."""
-    return {"UCX_PROTO_INFO": "y", "UCX_LOG_FILE": f"{folder}/ucx.%p.log"}
+def quiet_environment() -> dict[str, str]:
+    """For a process whose report says what went wrong: loud libraries would drown it."""
+    return {name: os.environ.get(name, value) for name, value in QUIET.items()}
 
 
 class WorkerDied(KVFerryError):
@@ -239,10 +238,12 @@ class OpenGuard(TicketGuard):
 
 def gather_openly(transport: ProcessTransport, listen: str = "tcp://127.0.0.1:*") -> GatherService:
     """Have a transport that is registered send to everybody who knows the environment's secret, if any."""
+    if transport.packed is None:
+        raise KVFerryError("this memory is not sent packed")
     secret = secret_from_environment()
     channel, is_sealed = open_channel(listen, secret), secret is not None
-    service = GatherService(transport.sender(), OpenGuard(), channel, time.monotonic, is_sealed=is_sealed)
-    transport.gather_at(service.address)
+    service = GatherService(transport.packed.sender, OpenGuard(), channel, is_sealed=is_sealed)
+    transport.packed.advertise(service.address)
     return service
 
 
@@ -251,4 +252,4 @@ class AskingTransport(ProcessTransport):
 
     def register(self, regions: Sequence[Region]) -> None:
         super().register(regions)
-        self.ask_by(GatherCalls(open_channel("", secret_from_environment()), "kvferry-gather-calls"))
+        ask_to_gather(self, lambda: open_channel("", secret_from_environment()))

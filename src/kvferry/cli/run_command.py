@@ -25,7 +25,7 @@ def run_command(argv: Sequence[str]) -> int:
     try:
         from kvferry.cli.app import app
 
-        code = app(list(argv), prog_name="kvferry", standalone_mode=False)
+        code = app(list(argv) or ["--help"], prog_name="kvferry", standalone_mode=False)
         sys.stdout.flush()
         return code or GOOD
     except Refused as refused:

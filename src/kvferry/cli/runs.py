@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 HELP = "\n\n".join(
     (
-        "Print the exact byte runs of one request: copy these, and the cache has moved.",
+        "Print the byte runs of one request: copying them transfers its cache.",
         "The request is a JSON file: block tables of both sides by group, and the token intervals that each"
         " destination group needs (docs/manifest.md has the format).",
         examples(
@@ -41,11 +41,11 @@ def runs(
     dst_rank: Annotated[int, typer.Option(min=0, metavar="R", help="The destination rank.")],
     request: Annotated[Path, typer.Option(metavar="REQUEST.json", help="Block tables and needs.")],
     max_runs_per_block: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Refuse a state that takes more runs per block.")
+        int, typer.Option(min=1, metavar="N", help="Refuse a state with more runs per block.")
     ] = MAX_RUNS_PER_BLOCK,
     as_json: Json = False,
 ) -> None:
-    """The exact byte runs of one request."""
+    """List the byte runs of one request."""
     import kvferry
     from kvferry.cli.asked import asked_ranks
     from kvferry.cli.engines import manifest_file

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shlex
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
+from typing import Any, NoReturn
 
 from kvferry.errors import SpecError
+from kvferry.integrations.connector_options import unknown_options
+from kvferry.integrations.installed_vllm import installed_flags, is_installed
 
 KEYS = {
     "tensor-parallel-size": "tp",
@@ -21,35 +28,56 @@ KEYS = {
 }
 """Flags of vLLM, and the keys of a topology that say the same."""
 
-VARIABLES = {"VLLM_KV_CACHE_LAYOUT": "layout", "VLLM_SSM_CONV_STATE_LAYOUT": "conv"}
+VARIABLES = {
+    "VLLM_KV_CACHE_LAYOUT": "layout",
+    "VLLM_SSM_CONV_STATE_LAYOUT": "conv",
+    "VLLM_PP_LAYER_PARTITION": "pp",
+}
 """Environment variables of vLLM, and the keys of a topology that say the same."""
 
+DUMP = "dump the engine's manifest, and give the file"
 DECIDING = {
     "config": "write its settings as flags",
-    "hf-overrides": "drop the flag, and name a folder with the changed config.json as the model",
-    "speculative-config": "name model and draft with --src-model or --dst-model, as MODEL+DRAFT",
-    "decode-context-parallel-size": "dump the engine's manifest, and give the file",
-    "dcp": "dump the engine's manifest, and give the file",
-    "prefill-context-parallel-size": "dump the engine's manifest, and give the file",
-    "pcp": "dump the engine's manifest, and give the file",
-    "kv-cache-dtype-skip-layers": "dump the engine's manifest, and give the file",
-    "mamba-cache-dtype": "dump the engine's manifest, and give the file",
-    "mamba-ssm-cache-dtype": "dump the engine's manifest, and give the file",
-    "mamba-block-size": "dump the engine's manifest, and give the file",
+    **dict.fromkeys(
+        ("hf-overrides", "hf-config-path"),
+        "drop the flag, and name a folder with the changed config.json as the model",
+    ),
+    **dict.fromkeys(
+        ("speculative-config", "spec-method", "spec-model", "spec-tokens"),
+        "name model and draft with --src-model or --dst-model, as MODEL+DRAFT",
+    ),
+    **dict.fromkeys(("decode-context-parallel-size", "prefill-context-parallel-size"), DUMP),
+    **dict.fromkeys(("kv-cache-dtype-skip-layers", "attention-config", "model-impl"), DUMP),
+    **dict.fromkeys(("mamba-cache-dtype", "mamba-ssm-cache-dtype", "mamba-block-size"), DUMP),
+    **dict.fromkeys(("mamba-cache-mode", "use-replayssm", "disable-hybrid-kv-cache-manager"), DUMP),
 }
-"""Flags that can change what the cache looks like, and that nobody here follows; and what to do instead."""
+"""Flags that can change what the cache looks like, and that are not followed here; and what to do instead."""
 
-OF_MODEL = {
-    "disable-sliding-window": "disable-sliding-window",
-    "quantization": "quantization",
-    "q": "quantization",
+BACKENDS = {
+    **dict.fromkeys(("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "TRITON_MLA", "FLASH_ATTN_MLA"), 0),
+    **dict.fromkeys(("FLASHINFER_MLA", "TOKENSPEED_MLA"), 32),
+    "FLASHMLA": 64,
+    "CUTLASS_MLA": 128,
 }
-"""Flags that change a model's numbers, and not where they are. Engines that differ in them are refused."""
+"""Attention backends that keep a cache as a topology describes it, and the block size that vLLM chooses for
+them; 0: the model's."""
 
-READ = {"model", "dtype", *KEYS, *DECIDING, *OF_MODEL, "kv-transfer-config"}
-"""Flags that are looked at, and the one that names the connector; the others are ignored, and named."""
+DECIDING_VARIABLES = {
+    "VLLM_ATTENTION_BACKEND": "write it as --attention-backend",
+    "VLLM_MLA_DISABLE": DUMP,
+    "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT": DUMP,
+}
+"""Environment variables of vLLM that can change the cache, and that are not followed here."""
 
-HARMLESS_VALUES = {"auto", "1"}
+OF_MODEL = ("disable-sliding-window", "quantization", "quantization-config", "video-pruning-rate")
+"""Flags that change a model's numbers, and not where they are. Engines that differ in them are rejected."""
+
+READ = {"model", "dtype", "max-model-len", "attention-backend", "kv-transfer-config"}
+"""Other flags that are read; the rest of vLLM's flags do not change the cache, and are named as ignored."""
+
+HARMLESS_VALUES = {"auto", "1", "vllm", "false"}
+OF_CACHE = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
+"""Values of --kv-cache-dtype whose cache is described here; vLLM has others, which keep scales as well."""
 
 DTYPES = {"half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float": "fp32", "float32": "fp32"}
 """What vLLM calls the dtypes of a model, and what we call them."""
@@ -71,8 +99,11 @@ STARTERS = re.compile(
 class ServeCommand:
     """What a command that starts vLLM says of the cache.
 
-    >>> ServeCommand.read("VLLM_KV_CACHE_LAYOUT=NHD vllm serve gpt2 -tp 4 --port=80")
-    ServeCommand(model='gpt2', topology='layout=NHD,tp=4', model_flags=(), dtype='', ignored=('--port',))
+    >>> ServeCommand.read("VLLM_KV_CACHE_LAYOUT=NHD vllm serve gpt2 --tensor-par 4 --port=80")
+    ServeCommand(model='gpt2', topology='tp=4,layout=NHD', model_flags=(), dtype='', ignored=('--port',), ...)
+    >>> ServeCommand.read("vllm serve gpt2 --tensor-paralel 4")
+    Traceback (most recent call last):
+    kvferry.errors.SpecError: not a flag of vLLM: --tensor-paralel; did you mean --tensor-parallel-size?
     """
 
     model: str
@@ -82,7 +113,12 @@ class ServeCommand:
     dtype: str = ""
     """The model's dtype, where the command names one; the cache has it, too, unless it is told otherwise."""
     ignored: tuple[str, ...] = ()
-    """Flags that say nothing of the cache, as far as is known here."""
+    """Flags of vLLM that do not change the cache."""
+    max_model_len: int = 0
+    """The longest request, in tokens; 0: the model's."""
+    connector: Mapping[str, Any] = field(default_factory=dict)
+    """``--kv-transfer-config``."""
+    attention_backend: str = ""
 
     @staticmethod
     def is_one(text: str) -> bool:
@@ -95,32 +131,41 @@ class ServeCommand:
 
     @classmethod
     def read(cls, text: str) -> ServeCommand:
-        """Read a command line; what it says of the cache and nobody here understands is refused by name."""
+        """Read a command line as vLLM does; a flag that is unknown, or not followed, is rejected by name."""
         try:
             words = shlex.split(_as_serve(text))
         except ValueError as error:
             raise SpecError(f"not a command line: {error}") from None
         at = words.index("serve")
-        settings = dict(_of_variables(words[: at - 1]))
-        flags = list(_flags(words[at + 1 :]))
-        model = "" if at + 1 >= len(words) or words[at + 1].startswith("-") else words[at + 1]
-        dtype = ""
-        for flag, value in flags:
-            if flag == "model":
-                model = value
-            elif flag == "dtype":
-                dtype = _model_dtype(value)
-            elif (instead := DECIDING.get(flag.partition(".")[0])) and not _is_harmless(flag, value):
-                raise SpecError(f"--{flag} may change the cache, and is not understood here: {instead}")
-            elif flag in KEYS and value == "auto":
-                settings.pop(KEYS[flag], None)
-            elif flag in KEYS:
-                settings[KEYS[flag]] = value
+        flags = given_flags(words[at + 1 :])
+        model = flags.pop("model-tag", "") or flags.get("model")
         if not model:
-            raise SpecError("name the model right behind `vllm serve`, or with --model")
-        of_model = {OF_MODEL[flag]: value or "set" for flag, value in flags if flag in OF_MODEL}
-        topology = ",".join(f"{key}={value}" for key, value in settings.items())
-        return cls(model, topology, tuple(of_model.items()), dtype, _ignored(words[at + 1 :]))
+            raise SpecError("pass the model right after `vllm serve`, or with --model")
+        for flag, instead in DECIDING.items():
+            if flag in flags and not _is_harmless(flag, flags[flag]):
+                raise SpecError(f"--{flag} may change the cache, and is not supported here: {instead}")
+        if (dtype := flags.get("kv-cache-dtype", "auto")) not in OF_CACHE:
+            raise SpecError(f"--kv-cache-dtype {dtype}: its cache is unknown here: {DUMP}")
+        backend = flags.get("attention-backend", "auto").upper()
+        settings = {KEYS[flag]: value for flag, value in flags.items() if flag in KEYS}
+        if settings.get("dtype") == "auto":
+            del settings["dtype"]
+        if block := _backend_block(backend):
+            settings.setdefault("block", str(block))
+        settings |= _of_variables(words[: at - 1], settings.get("pp", "1"))
+        unread = flags.keys() - {*READ, *KEYS, *DECIDING, *OF_MODEL}
+        return cls(
+            model,
+            ",".join(f"{key}={value}" for key, value in settings.items()),
+            tuple((flag, flags[flag]) for flag in OF_MODEL if flags.get(flag, "false") != "false"),
+            _model_dtype(flags.get("dtype", "auto")),
+            tuple(
+                f"--no-{flag}" if flags[flag] == "false" else f"--{flag}" for flag in flags if flag in unread
+            ),
+            _num_tokens(flags.get("max-model-len", "auto")),
+            _connector(flags.get("kv-transfer-config", "{}")),
+            "" if backend == "AUTO" else backend,
+        )
 
 
 def with_setting(text: str, key: str, value: str) -> str:
@@ -162,12 +207,12 @@ def vllm_setting(key: str, value: str) -> str:
 
 
 def _as_serve(text: str) -> str:
-    """The command as ``vllm serve …``.
+    """The command as ``vllm serve …``, on one line.
 
     >>> _as_serve("A=1 python3 -m vllm.entrypoints.openai.api_server --model m")
     'A=1 vllm serve --model m'
     """
-    return STARTERS.sub("vllm serve", text, count=1)
+    return STARTERS.sub("vllm serve", text.replace("\\\n", " "), count=1)
 
 
 def _model_dtype(name: str) -> str:
@@ -187,32 +232,144 @@ def _is_harmless(flag: str, value: str) -> bool:
     return isinstance(draft, dict) and (draft.get("method") or draft.get("model")) in WITHOUT_A_CACHE
 
 
-def _of_variables(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    for word in words:
-        name, _, value = word.partition("=")
-        if name in VARIABLES and value:
-            yield VARIABLES[name], value
+def _backend_block(name: str) -> int:
+    if name != "AUTO" and name not in BACKENDS:
+        raise SpecError(f"--attention-backend {name}: its cache layout is unknown: {DUMP}")
+    return BACKENDS.get(name, 0)
 
 
-def _ignored(words: Sequence[str]) -> tuple[str, ...]:
-    """The flags that nobody here reads, as they were written.
+def _num_tokens(text: str) -> int:
+    """A number as vLLM reads it; 0 if the model decides.
 
-    >>> _ignored(["-tp", "2", "--port=80", "-O3", "--seed", "-1", "--kv_cache_dtype", "fp8"])
-    ('--port', '-O3', '--seed')
+    >>> _num_tokens("32k"), _num_tokens("1.5K"), _num_tokens("auto")
+    (32000, 1536, 0)
     """
-    written = (word.partition("=")[0] for word in words if re.match("--?[A-Za-z]", word))
-    unread = (flag for flag in written if _plain(flag).partition(".")[0] not in READ)
-    return tuple(dict.fromkeys(unread))
+    if text in ("auto", "-1"):
+        return 0
+    if not (found := re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)", text)):
+        raise SpecError(f"--max-model-len {text}: not a number of tokens")
+    number, unit = found.groups()
+    return int(float(number) * (1000 if unit.islower() else 1024) ** " kmg".index(unit.lower() or " "))
 
 
-def _plain(flag: str) -> str:
-    return flag.lstrip("-").replace("_", "-")
+def _connector(text: str) -> Mapping[str, Any]:
+    """kvferry's connector, alone or inside MultiConnector; empty if the command names none."""
+    try:
+        found: dict[str, Any] = json.loads(text)
+        inner = found.get("kv_connector_extra_config") or {}
+        for each in (found, *inner.get("connectors", ())):
+            if "kvferry" in f"{each.get('kv_connector')} {each.get('kv_connector_module_path')}".lower():
+                if unknown := unknown_options(each.get("kv_connector_extra_config") or {}):
+                    raise SpecError(f"--kv-transfer-config: {unknown}")
+                return {**found, **each}
+    except (ValueError, TypeError, AttributeError) as error:
+        if isinstance(error, SpecError):
+            raise
+        raise SpecError(f"--kv-transfer-config is not the JSON that vLLM expects: {error}") from None
+    if other := found.get("kv_connector"):
+        raise SpecError(
+            f"--kv-transfer-config names {other}; this command plans for KVFerryConnector: drop the flag"
+        )
+    return found
 
 
-def _flags(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Each flag with the value behind it, if it has one."""
-    for at, word in enumerate(words):
-        if word.startswith("-"):
-            flag, _, value = word.partition("=")
-            follows = words[at + 1] if at + 1 < len(words) and not words[at + 1].startswith("-") else ""
-            yield _plain(flag), value or follows
+def _of_variables(words: Sequence[str], num_stages: str) -> dict[str, str]:
+    given = {name: value for name, _, value in (word.partition("=") for word in words) if value}
+    for name, instead in DECIDING_VARIABLES.items():
+        if given.get(name, "0").lower() not in ("0", "false"):
+            raise SpecError(
+                f"{name}={given[name]} may change the cache, and is not supported here: {instead}"
+            )
+    stages = given.get("VLLM_PP_LAYER_PARTITION", "")
+    if stages and str(stages.count(",") + 1) != num_stages:
+        raise SpecError(
+            f"VLLM_PP_LAYER_PARTITION={stages} is not of --pipeline-parallel-size {num_stages}:"
+            " vLLM does not start"
+        )
+    return {VARIABLES[name]: value.replace(",", "+") for name, value in given.items() if name in VARIABLES}
+
+
+class _FlagParser(argparse.ArgumentParser):
+    """A parser of vLLM's flags: values stay text, and flags that are not given leave nothing."""
+
+    def __init__(self, table: Mapping[str, Sequence[str]]) -> None:
+        super().__init__(add_help=False, argument_default=argparse.SUPPRESS)
+        self.add_argument("model_tag", nargs="?", action=_Given)
+        self.add_argument("-O", dest="optimization_level", action=_Given)
+        for arity, flags in table.items():
+            nargs = {"0": 0, "1": None}.get(arity, arity)
+            for flag in flags:
+                self.add_argument(*flag.split(), nargs=nargs, action=_Given)
+
+    def error(self, message: str) -> NoReturn:
+        raise SpecError(message)
+
+
+class _Given(argparse.Action):
+    def __call__(
+        self, parser: object, given: argparse.Namespace, values: Any, flag: str | None = None
+    ) -> None:
+        if self.nargs == 0:
+            first = self.option_strings[0]
+            values = "false" if flag and flag.startswith("--") and flag != first else "true"
+        setattr(given, self.dest, " ".join(values) if isinstance(values, list) else values)
+
+
+@cache
+def _parser() -> _FlagParser:
+    text = files("kvferry.cli").joinpath("serve_flags.json").read_text(encoding="utf-8")
+    return _FlagParser(json.loads(text))
+
+
+@cache
+def _installed_parser() -> _FlagParser | None:
+    """One with the flags of the installed vLLM; None if there is none."""
+    return _FlagParser(installed_flags()) if is_installed() else None
+
+
+def given_flags(words: Sequence[str]) -> dict[str, str]:
+    """The flags of ``vllm serve`` that these words give, by their full names, with their values.
+
+    Abbreviations, underscores and ``--flag.key value`` count, as vLLM has it.
+
+    >>> given_flags(["m", "--tensor-par", "4", "--kv_cache_dtype=fp8", "--attention-config.backend", "X"])
+    {'model-tag': 'm', 'tensor-parallel-size': '4', 'kv-cache-dtype': 'fp8',
+     'attention-config': '{"backend": "X"}'}
+    """
+    plain = list(_plain(words))
+    given, rest = _parser().parse_known_args(plain)
+    if rest and (installed := _installed_parser()):
+        given, rest = installed.parse_known_args(plain)
+    for word in rest:
+        close = get_close_matches(word.partition("=")[0], _parser()._option_string_actions, n=1, cutoff=0.75)
+        raise SpecError(f"not a flag of vLLM: {word}" + (f"; did you mean {close[0]}?" if close else ""))
+    return {name.replace("_", "-"): value for name, value in vars(given).items()}
+
+
+def _plain(words: Sequence[str]) -> Iterator[str]:
+    """The words with dashes in flags; what dotted flags say becomes one JSON object for each flag."""
+    objects: dict[str, dict[str, Any]] = {}
+    left = iter(words)
+    for word in left:
+        found = re.fullmatch(r"(--?[A-Za-z][\w-]*)(?:\.([\w.+-]+))?(=.*)?", word, re.DOTALL)
+        if not found:
+            yield word
+            continue
+        flag, keys, value = found.group(1).replace("_", "-"), found.group(2), found.group(3)
+        if not keys:
+            yield f"{flag}{value or ''}"
+            continue
+        *above, key = keys.split(".")
+        inner = objects.setdefault(flag, {})
+        for name in above:
+            inner = inner.setdefault(name, {})
+        inner[key] = _json_or_text(value[1:] if value else next(left, ""))
+    for flag, given in objects.items():
+        yield from (flag, json.dumps(given))
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

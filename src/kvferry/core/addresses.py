@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvferry.core.request import HOLE, BlockTable
 from kvferry.core.span import Span
 from kvferry.core.state import Addressing, Group, Kind, State, Tail
-from kvferry.core.view import AxisMap, Digit
+from kvferry.core.view import AxisMap
 from kvferry.errors import RequestError
 
 Ints = NDArray[np.int64]
@@ -46,10 +46,6 @@ def held_offsets(axis: AxisMap) -> tuple[Ints, Ints]:
         offsets += value * digit.stride
     at = np.flatnonzero(is_held)
     return at + axis.start, offsets[at]
-
-
-def num_held(digit: Digit) -> int:
-    return digit.size if digit.held is None else digit.held.stop - digit.held.start
 
 
 def intervals(spans: Iterable[Span]) -> Intervals:
@@ -152,7 +148,6 @@ class BlockPlaces:
         return ids, inside
 
     def has_room(self, cell: int, num_cells: int) -> bool:
-        """Whether so many cells of a block follow each other from one on."""
         return num_cells > 0 and 0 <= cell <= self.num_cells - num_cells
 
     def cells_at(self, ids: Ints, cell: int, need: Intervals) -> Ints:
@@ -180,7 +175,6 @@ class BlockPlaces:
         return index[ids]
 
     def touched(self, need: Intervals) -> Intervals:
-        """All cells of the blocks that the need is in."""
         size = self.num_cells
         if self.is_ring:
             return [(need[0][0], need[0][0] + size)]
@@ -201,5 +195,4 @@ class BlockPlaces:
 
 
 def both(some: Intervals, others: Intervals) -> Intervals:
-    """What is in ``some`` and in ``others``."""
     return [(max(a, c), min(b, d)) for a, b in some for c, d in others if max(a, c) < min(b, d)]

@@ -16,6 +16,7 @@ moves.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn, Protocol
@@ -274,17 +275,18 @@ class Checker:
         else:
             return []
         src_regions, dst_regions = _region_places(rank), _region_places(self._dst_rank)
-        by_kind: dict[tuple[int, int, int], tuple[View, View, int, list[int], list[int]]] = {}
+        by_kind: dict[tuple[int, int, int], list[tuple[View, View]]] = defaultdict(list)
         for source, state in lane.states:
             src_view = views.get((state if bundle.is_blank else source).name)
             dst_view = self._dst_views[state.name]
             if src_view is None or (src_view.block_stride, dst_view.block_stride) != bundle[1:3]:
                 continue
-            kind = id(src_view.axes), id(dst_view.axes), state.item_bytes
-            ends = by_kind.setdefault(kind, (src_view, dst_view, state.item_bytes, [], []))
-            ends[3].append(src_regions[src_view.region] + src_view.offset)
-            ends[4].append(dst_regions[dst_view.region] + dst_view.offset)
-        found = [_Alike(a, b, size, np.array(c), np.array(d)) for a, b, size, c, d in by_kind.values()]
+            by_kind[id(src_view.axes), id(dst_view.axes), state.item_bytes].append((src_view, dst_view))
+        found = []
+        for (_, _, item_bytes), ends in by_kind.items():
+            src_places = np.array([src_regions[src.region] + src.offset for src, _ in ends])
+            dst_places = np.array([dst_regions[dst.region] + dst.offset for _, dst in ends])
+            found.append(_Alike(*ends[0], item_bytes, src_places, dst_places))
         self._alike_by_bundle[lane.key, bundle] = found
         return found
 
@@ -314,7 +316,7 @@ class Checker:
         _sort_terms(by_lane, zeros, self._dst_rank.rank, is_blank=True)
         for key, _ in by_lane:
             if key not in self._lanes:
-                raise _not_proved(key.dst_group, "bytes move in a lane that is not needed")
+                raise _not_proved(key.dst_group, "bytes are transferred in a lane that is not needed")
         for key, lane in self._lanes.items():
             terms_by_shape = by_lane.get((key, False), {}), by_lane.get((key, True), {})
             self._check_lane(lane, request, *terms_by_shape, slack)
@@ -326,7 +328,7 @@ class Checker:
         need = needed_cells(request.need, name, state)
         if not need:
             if reads or zeros:
-                raise _not_proved(name, "nothing is needed, and bytes move")
+                raise _not_proved(name, "bytes are transferred although none are needed")
             return
         src = BlockPlaces(lane.src_group, request.src, lane.key.tokens_per_cell, "src")
         dst = BlockPlaces(lane.dst_group, request.dst, lane.key.tokens_per_cell, "dst")
@@ -341,7 +343,7 @@ class Checker:
             "are both copied and cleared": both(moved, cleared),
             "are needed, and are cleared": both(cleared, need),
             "are kept, and are written": both(written, kept),
-            "are written, and are in no block of the need": minus(written, touched),
+            "are written, but are in no needed block": minus(written, touched),
         }
         if is_paged and slack is Slack.CLEAR:
             stale = minus(touched, intervals(Span(*each) for each in (*written, *kept)))
@@ -403,7 +405,7 @@ def check_list(terms: Sequence[CheckedTerm], runs: Runs) -> None:
         for term in terms
     ]
     if not Relation.of(parts).is_list(runs):
-        raise _not_proved("of the whole request", "the list of runs is not what was selected")
+        raise _not_proved("of the whole request", "the list of runs differs from the selection")
 
 
 def _not_proved(group: str, detail: str) -> RequestError:
@@ -424,7 +426,7 @@ def _sort_terms(
     for term in terms:
         claim = term.claim
         if claim is None or claim.bundle.src_rank != rank or claim.bundle.is_blank != is_blank:
-            raise _not_proved("unknown", f"a part of the selection does not say what it is: {claim}")
+            raise _not_proved("unknown", f"a part of the selection has an unknown claim: {claim}")
         shapes = by_lane.setdefault((claim.lane, is_blank), {})
         if shapes.setdefault(claim.shape, {}).setdefault(claim.bundle, term) is not term:
             raise _not_proved(claim.lane.dst_group, "one part is selected twice")
@@ -436,10 +438,10 @@ def _block_ids(group: str, bundle: BundleKey, term: CheckedTerm) -> tuple[Ints, 
         np.divmod(steps, stride) for steps, stride in zip(term.steps, bundle[1:3], strict=True)
     )
     if src_rest.any() or dst_rest.any():
-        raise _not_proved(group, "a step is no whole number of blocks")
+        raise _not_proved(group, "a step is not a whole number of blocks")
     if term.block_bytes and (
         {term.block_bytes} != {bundle.src_stride, bundle.dst_stride}
         or (term.pattern.num_bytes != term.block_bytes).any()
     ):
-        raise _not_proved(group, "blocks are joined that do not follow each other")
+        raise _not_proved(group, "blocks are joined that are not adjacent")
     return src_ids, dst_ids

@@ -31,11 +31,7 @@ class Slack(StrEnum):
 
 
 class Way(StrEnum):
-    """How the bytes of a remote rank come; DESIGN: the ways to move.
-
-    >>> Way("mapped") is Way.MAPPED
-    True
-    """
+    """How the bytes of a remote rank come; DESIGN: the ways to move."""
 
     DIRECT = "direct"
     """The fabric reads the remote memory, run by run."""

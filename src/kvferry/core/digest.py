@@ -35,7 +35,6 @@ from kvferry.core.digest_cells import (
     ChunkedCells,
     ChunkSums,
     Words,
-    is_inside,
     keys_of,
     keys_of_names,
     sums_by_numpy,
@@ -45,7 +44,7 @@ from kvferry.core.plan import Plan
 from kvferry.core.request import BlockTable, Request
 from kvferry.core.span import Span, Spans, count
 from kvferry.core.state import State
-from kvferry.core.view import NOT_HELD, Ints, View
+from kvferry.core.view import NOT_HELD, Ints, View, is_inside
 from kvferry.errors import SpecError
 
 CHUNK_TOKENS = 1024
@@ -54,18 +53,7 @@ CHUNK_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True)
 class DigestPart:
-    """What one source rank sent of one state, for one request: both sides digest exactly this.
-
-    >>> from kvferry.core.sample import sample_request
-    >>> from kvferry.models import Topology, describe, model_named
-    >>> model = model_named("qwen3-next-80b")
-    >>> src, dst = (describe(model, Topology(tp=tp), name) for tp, name in ((4, "prefill"), (2, "decode")))
-    >>> from kvferry import plan
-    >>> parts = digest_parts(plan(src, dst, 1), sample_request(src, dst, 100))
-    >>> sorted(parts), print(parts[3][-1])
-    layers.47.attn/v cells [0, 100) channel [0, 256) × head [1, 2)
-    ([2, 3], None)
-    """
+    """What one source rank sent of one state, for one request: both sides digest exactly this."""
 
     state: str
     """The destination's name of the state."""
@@ -210,7 +198,6 @@ class DigestSide:
         return located
 
     def _pattern(self, state: State, view: View, box: Box, seed: int) -> CellPattern:
-        """K and V often lie alike, too."""
         key = (view.axes, box, state.axes, state.item_bytes, seed)
         if key not in self._patterns:
             self._patterns[key] = CellPattern.of(state, view, box, seed)
@@ -235,18 +222,11 @@ class TakenDigest:
 
 
 def sums_to_bytes(sums: Sequence[Words]) -> bytes:
-    """The sums of all parts, one after another, as they travel."""
     return b"".join(one.astype("<u8").tobytes() for one in sums)
 
 
-def num_bytes(manifest: Manifest, part: DigestPart) -> int:
-    """Of all cells of a part; ``manifest`` is the destination's."""
-    num_items = len(cells_of(part)) * prod(count(spans) for name, spans in part.box.axes if name != TOKEN)
-    return num_items * manifest.state_by_name[part.state].item_bytes
-
-
 def most_bytes(manifest: Manifest, part: DigestPart) -> int:
-    """At least as many as ``num_bytes`` says; cheap, however much is asked for."""
+    """At least as many bytes as a part has; cheap, however much is asked for."""
     axes, num_cells = dict(part.box.axes), count(part.cells)
     residues = axes.pop(TOKEN, None)
     if residues is not None and part.box.period > 1:
@@ -256,7 +236,6 @@ def most_bytes(manifest: Manifest, part: DigestPart) -> int:
 
 
 def cells_of(part: DigestPart) -> Ints:
-    """The cells of a part, one by one, in order."""
     ranges = [np.arange(span.start, span.stop) for span in part.cells]
     cells = np.concatenate(ranges) if ranges else np.zeros(0, np.int64)
     residues = dict(part.box.axes).get(TOKEN)

@@ -16,11 +16,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.core.addresses import held_offsets, num_held
+from kvferry.core.addresses import held_offsets
 from kvferry.core.box import TOKEN, Box
 from kvferry.core.span import Spans, count, show
 from kvferry.core.state import BYTE, State
-from kvferry.core.view import NOT_HELD, AxisMap, Ints, View
+from kvferry.core.view import NOT_HELD, AxisMap, Ints, View, is_inside
 from kvferry.errors import SpecError
 
 Words = NDArray[np.uint64]
@@ -28,17 +28,15 @@ Words = NDArray[np.uint64]
 WORD_BYTES = 4
 """Half as long as a key: a changed bit at the top of a word still changes half of a sum's bits."""
 
-_STEP = np.uint64(0x9E3779B97F4A7C15)
-_STIRS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
-_MASK = (1 << 64) - 1
+STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def keys_of(seed: int, name: str, coordinates: Ints) -> Words:
     """An odd number for each coordinate of an axis; numbers of neighbours have nothing in common."""
     keys = coordinates.astype(np.uint64)
-    keys *= _STEP
-    keys += _salt(seed, name)
-    return _mixed(keys)
+    keys *= STEP
+    keys += _salts(seed, [name])
+    return _odd(keys)
 
 
 def keys_of_names(seed: int, names: Sequence[str]) -> Words:
@@ -48,35 +46,33 @@ def keys_of_names(seed: int, names: Sequence[str]) -> Words:
     >>> bool((keys_of_names(7, names) == [keys_of(7, name, np.array([0]))[0] for name in names]).all())
     True
     """
+    return _odd(_salts(seed, names))
+
+
+def _odd(keys: Words) -> Words:
+    return stirred(keys) | np.uint64(1)
+
+
+def _salts(seed: int, names: Sequence[str]) -> Words:
+    """The numbers of names, stirred with the seed: other names and other seeds have nothing in common."""
     salts = np.fromiter(map(_number_of, names), np.uint64, len(names))
-    salts += np.uint64(seed * int(_STEP) & _MASK)
-    return _mixed(_stirred(salts))
+    salts += np.uint64(seed * int(STEP) & (1 << 64) - 1)
+    return stirred(salts)
 
 
-def _mixed(keys: Words) -> Words:
-    return _stirred(keys) | np.uint64(1)
-
-
-def _stirred(keys: Words) -> Words:
-    for shift, factor in _STIRS:
-        keys ^= keys >> np.uint64(shift)
-        keys *= np.uint64(factor)
-    keys ^= keys >> np.uint64(31)
-    return keys
+def stirred(values: Words) -> Words:
+    """The finaliser of SplitMix64, in place: every bit of the input moves every bit of the result."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        values ^= values >> np.uint64(shift)
+        values *= np.uint64(factor)
+    values ^= values >> np.uint64(31)
+    return values
 
 
 def shifted_keys(seed: int, name: str, at: Ints) -> Words:
     """Keys of the bytes that begin words, and of those inside words: shifted to where they stand."""
     words, inside = np.divmod(at, WORD_BYTES)
     return keys_of(seed, name, words) << (8 * inside).astype(np.uint64)
-
-
-def _salt(seed: int, name: str) -> np.uint64:
-    """The number of a name, stirred with the seed: other names and other seeds have nothing in common."""
-    salt = (_number_of(name) + seed * int(_STEP)) & _MASK
-    for shift, factor in _STIRS:
-        salt = ((salt ^ salt >> shift) * factor) & _MASK
-    return np.uint64(salt ^ salt >> 31)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -149,18 +145,16 @@ class CellPattern:
             cells, digits = held_offsets(maps[TOKEN])[0], maps[TOKEN].digits
             held_cells = np.full(prod(digit.size for digit in digits), NOT_HELD)
             held_cells[cells] = np.arange(len(cells))
-            token_dimensions = [Dimension(num_held(digit), digit.stride, True) for digit in digits]
+            token_dimensions = [Dimension(digit.num_held, digit.stride, True) for digit in digits]
         in_order = _in_order_of_memory(cell_dimensions, token_dimensions, keys)
         return cls(word.num_bytes, *in_order, sum(axis.offset for axis in axes), held_cells)
 
     @property
     def num_cells(self) -> int:
-        """Of a block, as far as this rank holds them."""
         return prod(d.num_values for d in self.dimensions if d.is_token)
 
     @property
     def block_bytes(self) -> int:
-        """That are read of a block."""
         return self.num_cells * self.keys.size * self.word_bytes
 
     @cached_property
@@ -278,18 +272,14 @@ def _in_order_of_memory(
     merged: list[Dimension] = []
     digits = dict.fromkeys(range(len(token)), 0)
     for i in order:
-        dimension = both[i]
-        if i >= len(cell):
+        num_values, stride, is_token = both[i]
+        if is_token:
             digits[i - len(cell)] = len(merged)
-        elif merged and not merged[-1].is_token and merged[-1].stride == _span(dimension):
-            dimension = Dimension(merged.pop().num_values * dimension.num_values, dimension.stride, False)
-        merged.append(dimension)
+        elif merged and not merged[-1].is_token and merged[-1].stride == num_values * stride:
+            num_values *= merged.pop().num_values
+        merged.append(Dimension(num_values, stride, is_token))
     shape = [dimension.num_values for dimension in merged if not dimension.is_token]
     return tuple(merged), tuple(digits.values()), keys.reshape(shape)
-
-
-def _span(dimension: Dimension) -> int:
-    return dimension.num_values * dimension.stride
 
 
 def _distances(dimensions: Sequence[Dimension]) -> Ints:
@@ -331,7 +321,7 @@ class _CellAxis(NamedTuple):
             keys = shifted_keys(seed, name, held * state.item_bytes)
         else:
             keys = keys_of(seed, name, held)
-        shape, strides = [num_held(digit) for digit in axis.digits], [digit.stride for digit in axis.digits]
+        shape, strides = [digit.num_held for digit in axis.digits], [digit.stride for digit in axis.digits]
         offset = 0
         if len(shape) == len(spans) == 1:  # the rest of the axis is not even read
             keys, shape = keys[is_in_box], [len(spans[0])]
@@ -357,10 +347,3 @@ def _word(state: State, view: View, spans: Mapping[str, Spans]) -> _Word:
     if is_in_order and not any(edge % num_items for edge in (digit.size, axis.start, *edges)):
         return _Word(WORD_BYTES, num_items, 1, longest)
     return _Word(item_bytes, 1, 1, longest)
-
-
-def is_inside(spans: Spans, values: Ints) -> NDArray[np.bool_]:
-    """Which of the values lie in sorted spans."""
-    starts, stops = np.array([(s.start, s.stop) for s in spans], np.int64).reshape(-1, 2).T
-    at = np.searchsorted(starts, values, side="right") - 1
-    return np.asarray((at >= 0) & (values < stops[at]) if len(starts) else np.zeros(len(values), bool))

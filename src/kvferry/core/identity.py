@@ -22,14 +22,14 @@ MAX_NAME_LENGTH = 256
 MAX_VALUE_LENGTH = 512
 """Characters of a value, or of a reason."""
 
-NOTHING_SAID = "the engine says nothing about its model"
+NOTHING_SAID = "the engine does not identify its model"
 BY_FILES = "weights are compared file by file: the same tensors in other files count as different"
-TO_ACCEPT = "load weights from files, or set identity to unchecked on both engines to go without this check"
+TO_ACCEPT = "load weights from files, or set identity to unchecked on both engines to skip this check"
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What makes cells of equal shape mean the same: architecture, configuration, weights.
+    """The model that an engine runs: architecture, configuration, weights. Compared at first contact.
 
     >>> theirs = Identity.of({"architecture": "llama", "config.rope_theta": "10000.0"}, {"weights": "dummy"})
     >>> theirs.unknown_above("weights.content"), theirs.unknown_above("config.vocab_size")
@@ -41,7 +41,7 @@ class Identity:
     unknown: tuple[tuple[str, str], ...] = ()
     """(name, why it is not known), in the order of the names."""
     is_required: bool = field(default=False, kw_only=True)
-    """An engine of which some part cannot be compared is refused."""
+    """Whether a peer is refused if a part cannot be compared."""
 
     def __post_init__(self) -> None:
         parts = (*self.known, *self.unknown)
@@ -62,12 +62,10 @@ class Identity:
 
     @cached_property
     def value(self) -> Mapping[str, str]:
-        """The known parts by name."""
         return dict(self.known)
 
     @cached_property
     def reason(self) -> Mapping[str, str]:
-        """Why a part is not known, by name."""
         return dict(self.unknown) if self.known or self.unknown else {"": NOTHING_SAID}
 
     def has_below(self, top: str) -> bool:
@@ -105,7 +103,7 @@ class IdentityCheck:
         if not self.unknown:
             return f"the same model ({parts} equal)"
         reasons = "; ".join(_cannot_know(found) for found in self.unknown)
-        return f"cannot tell whether the models are the same ({parts} equal): {reasons}"
+        return f"the models cannot be compared completely ({parts} equal): {reasons}"
 
 
 def _cannot_know(found: Finding) -> str:
@@ -116,16 +114,7 @@ def _cannot_know(found: Finding) -> str:
 
 
 def compare_identity(src: Identity, dst: Identity) -> IdentityCheck:
-    """Which parts are equal, which differ, and which cannot be compared.
-
-    >>> src = Identity.of({"architecture": "llama", "config.rope_theta": "10000.0"}, {"weights": "dummy"})
-    >>> dst = Identity.of({"architecture": "llama", "config.rope_theta": "5.0", "weights.content": "8f3a"})
-    >>> check = compare_identity(src, dst)
-    >>> print(check.num_equal, check.differing[0])
-    1 identity-differs: config.rope_theta: source has 10000.0, destination has 5.0
-    >>> print(check.unknown[0].field, check.unknown[0].src)
-    weights no value (dummy)
-    """
+    """Which parts are equal, which differ, and which cannot be compared."""
     if STATED in src.value or STATED in dst.value:
         return _compare_stated(src.value.get(STATED, ""), dst.value.get(STATED, ""))
     names = _compared({*src.value, *dst.value}, dst)
@@ -145,7 +134,6 @@ def merge_identity(ours: Identity, theirs: Identity) -> Identity:
 
 
 def _compared(names: Collection[str], dst: Identity) -> list[str]:
-    """The parts that matter to the destination."""
     drafts = any(_is_of_draft(name) for name in (*dst.value, *dst.reason))
     return sorted(name for name in names if drafts or not _is_of_draft(name))
 

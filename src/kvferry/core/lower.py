@@ -23,13 +23,13 @@ from kvferry.core.box import TOKEN, Box
 from kvferry.core.check import BundleKey, Checker, LaneKey, Shape
 from kvferry.core.choices import MAX_RUNS_PER_BLOCK
 from kvferry.core.manifest import Rank
-from kvferry.core.plan import Piece, Plan
+from kvferry.core.plan import Plan
 from kvferry.core.prove import Proof
 from kvferry.core.runs import NO_RUNS, Runs, coalesce, place
 from kvferry.core.span import Spans
 from kvferry.core.state import Group, State
-from kvferry.core.view import NOT_HELD, AxisMap, Ints, View
-from kvferry.errors import Code, Finding, Refused
+from kvferry.core.view import NOT_HELD, AxisMap, Ints, View, is_inside
+from kvferry.errors import Code, Finding, Refused, SpecError
 
 MAX_PATTERN = 1 << 22
 """Runs that a pattern may have on the way, before neighbours are merged."""
@@ -86,8 +86,6 @@ class KeptRuns(Generic[K]):
 
 
 class Patterns:
-    """The patterns of one route by geometry and shape."""
-
     def __init__(self) -> None:
         self._made: KeptRuns[tuple[Geometry, Shape]] = KeptRuns()
         self._offsets: dict[AxisMap, Ints] = {}
@@ -156,18 +154,15 @@ class Lane:
 class Route:
     """A proved plan in bytes: everything but the block ids. Made once per peer, used for every request.
 
-    >>> from kvferry.models import Topology, describe, model_named
-    >>> model = model_named("qwen3-next-80b")
-    >>> src, dst = (describe(model, Topology(tp=tp), name) for tp, name in ((4, "prefill"), (2, "decode")))
-    >>> from kvferry import plan, prove
-    >>> sorted({lane.dst_group.name for lane in lower(prove(plan(src, dst, 0))).lanes})
-    ['full', 'state.0', 'state.1', 'state.2']
+    >>> lower("a plan")
+    Traceback (most recent call last):
+    kvferry.errors.SpecError: lower needs a proof: lower(prove(plan)), got str
     """
 
     plan: Plan
     lanes: tuple[Lane, ...]
     checker: Checker = field(repr=False)
-    """What has proved its patterns, and proves what is selected of them."""
+    """The checker of its patterns and of every selection."""
 
     def __repr__(self) -> str:
         groups = (f"{lane.src_group.name} -> {lane.dst_group.name}" for lane in self.lanes)
@@ -175,7 +170,7 @@ class Route:
 
 
 def lower(proof: Proof, *, max_runs_per_block: int = MAX_RUNS_PER_BLOCK) -> Route:
-    """Turn a proved plan into patterns; refuse it if one would shatter into too many runs.
+    """Turn a proved plan into patterns; refuse it if a pattern has too many runs.
 
     >>> from kvferry.models import Topology, describe, model_named
     >>> model = model_named("qwen3-next-80b")
@@ -185,28 +180,34 @@ def lower(proof: Proof, *, max_runs_per_block: int = MAX_RUNS_PER_BLOCK) -> Rout
     Traceback (most recent call last):
     kvferry.errors.Refused: too-many-runs: layers.0.linear/conv.q: 3 runs per block of 1 cells, ...
     """
+    if not isinstance(proof, Proof):
+        raise SpecError(f"lower needs a proof: lower(prove(plan)), got {type(proof).__name__}")
     plan, patterns = proof.plan, Patterns()
-    by_lane: dict[LaneKey, list[Piece]] = defaultdict(list)
+    dst = plan.dst.rank(plan.dst_rank)
+    by_lane: dict[LaneKey, list[_Move]] = defaultdict(list)
     for piece in plan.pieces:
         src_view, dst_view = plan.views(piece)
         state = plan.dst.state_by_name[piece.state]
         key = LaneKey(src_view.group, dst_view.group, state.kind, state.tokens_per_cell, state.tail)
-        by_lane[key].append(piece)
+        by_lane[key].append(_Move(plan.src.rank(piece.src_rank), src_view, dst, dst_view, piece.box, state))
     lanes = []
-    for key, pieces in by_lane.items():
-        period = lcm(*(piece.box.period for piece in pieces))
-        boxes = [_held_boxes(plan, piece) for piece in pieces]
-        src_period = lcm(*(src_box.period for src_box, _ in boxes))
-        dst_period = lcm(*(dst_box.period for _, dst_box in boxes))
+    for key, moves in by_lane.items():
+        period = lcm(*(move.box.period for move in moves))
+        by_state = {move.dst_view.state: move for move in moves}
+        dst_period = lcm(*(dst.boxes[name].period for name in by_state))
+        blanks = [
+            _Move(dst, move.dst_view, dst, move.dst_view, dst.boxes[name], move.state, is_blank=True)
+            for name, move in by_state.items()
+        ]
         lane = Lane(
             key,
             plan.src.group_by_name[key.src_group],
             plan.dst.group_by_name[key.dst_group],
             period,
-            src_period,
+            lcm(*(move.src.boxes[move.src_view.state].period for move in moves)),
             dst_period,
-            _bundles(plan, pieces, _BundleSorter(patterns, period)),
-            _blanks(plan, pieces, _BundleSorter(patterns, dst_period)),
+            _bundles(moves, period, patterns),
+            _bundles(blanks, dst_period, patterns),
         )
         _check_budget(lane, max_runs_per_block)
         lanes.append(lane)
@@ -225,66 +226,42 @@ def _check(proof: Proof, lanes: Sequence[Lane]) -> Checker:
     return checker
 
 
-def _held_boxes(plan: Plan, piece: Piece) -> tuple[Box, Box]:
-    """What the source rank and the destination rank of a piece hold of its state."""
-    src_boxes = plan.src.rank(piece.src_rank).boxes
-    return src_boxes[plan.src_name(piece.state)], plan.dst.rank(piece.dst_rank).boxes[piece.state]
+class _Move(NamedTuple):
+    """A box of a state, and its views at both ends."""
+
+    src: Rank
+    src_view: View
+    dst: Rank
+    dst_view: View
+    box: Box
+    state: State
+    """The destination's."""
+    is_blank: bool = False
 
 
-def _bundles(plan: Plan, pieces: Iterable[Piece], sorter: _BundleSorter) -> tuple[Bundle, ...]:
-    dst = plan.dst.rank(plan.dst_rank)
-    for piece in pieces:
-        src_view, dst_view = plan.views(piece)
-        state = plan.dst.state_by_name[piece.state]
-        ends = (plan.src.rank(piece.src_rank), src_view, dst, dst_view)
-        sorter.add(*ends, piece.box, state, is_blank=False)
-    return sorter.bundles()
-
-
-def _blanks(plan: Plan, pieces: Iterable[Piece], sorter: _BundleSorter) -> tuple[Bundle, ...]:
-    dst = plan.dst.rank(plan.dst_rank)
-    for name in dict.fromkeys(piece.state for piece in pieces):
-        view = dst.by_state[name]
-        sorter.add(dst, view, dst, view, dst.boxes[name], plan.dst.state_by_name[name], is_blank=True)
-    return sorter.bundles()
-
-
-class _BundleSorter:
-    """Sorts pieces into bundles: by source rank and block strides, then by geometry."""
-
-    def __init__(self, patterns: Patterns, period: int) -> None:
-        self._patterns, self._period = patterns, period
-        self._bundles: dict[BundleKey, dict[Geometry, list[tuple[int, int]]]] = {}
-        self._first: dict[tuple[BundleKey, Geometry], str] = {}
-        self._alike: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-
-    def add(
-        self, src: Rank, src_view: View, dst: Rank, dst_view: View, box: Box, state: State, *, is_blank: bool
-    ) -> None:
-        key = BundleKey(src.rank, src_view.block_stride, dst_view.block_stride, is_blank)
+def _bundles(moves: Iterable[_Move], period: int, patterns: Patterns) -> tuple[Bundle, ...]:
+    """Moves sorted by source rank and block strides, then by geometry."""
+    bundles: dict[BundleKey, dict[Geometry, list[_Move]]] = {}
+    known: dict[tuple[int, ...], list[_Move]] = {}
+    for move in moves:
+        src_view, dst_view, state = move.src_view, move.dst_view, move.state
+        key = BundleKey(move.src.rank, src_view.block_stride, dst_view.block_stride, move.is_blank)
         # Layers share their axes and boxes: what is the same object is not compared digit by digit.
-        alike = (*key, id(src_view.axes), id(dst_view.axes), id(box), state.item_bytes)
-        places = self._alike.get(alike)
-        if places is None:
-            geometry = Geometry(src_view.axes, dst_view.axes, box.over(self._period), state.item_bytes)
-            places = self._alike[alike] = self._bundles.setdefault(key, {}).setdefault(geometry, [])
-            self._first.setdefault((key, geometry), state.name)
-        src_place = place(src.region_index[src_view.region], src_view.offset)
-        places.append((src_place, place(dst.region_index[dst_view.region], dst_view.offset)))
+        kind = (*key, id(src_view.axes), id(dst_view.axes), id(move.box), state.item_bytes)
+        if kind not in known:
+            geometry = Geometry(src_view.axes, dst_view.axes, move.box.over(period), state.item_bytes)
+            known[kind] = bundles.setdefault(key, {}).setdefault(geometry, [])
+        known[kind].append(move)
+    return tuple(
+        Bundle(key, tuple(_piece_set(*each) for each in by_geometry.items()), patterns)
+        for key, by_geometry in bundles.items()
+    )
 
-    def bundles(self) -> tuple[Bundle, ...]:
-        return tuple(
-            Bundle(
-                key,
-                tuple(self._piece_set(key, geometry, places) for geometry, places in piece_sets.items()),
-                self._patterns,
-            )
-            for key, piece_sets in self._bundles.items()
-        )
 
-    def _piece_set(self, key: BundleKey, geometry: Geometry, places: list[tuple[int, int]]) -> PieceSet:
-        src_places, dst_places = np.array(places, dtype=np.int64).T.copy()
-        return PieceSet(geometry, src_places, dst_places, self._first[key, geometry])
+def _piece_set(geometry: Geometry, moves: Sequence[_Move]) -> PieceSet:
+    src_places = [place(m.src.region_index[m.src_view.region], m.src_view.offset) for m in moves]
+    dst_places = [place(m.dst.region_index[m.dst_view.region], m.dst_view.offset) for m in moves]
+    return PieceSet(geometry, np.array(src_places), np.array(dst_places), moves[0].state.name)
 
 
 def _check_budget(lane: Lane, budget: int) -> None:
@@ -338,9 +315,7 @@ def _token_steps(src: Ints, dst: Ints, spans: Spans, period: int, shape: Shape) 
     if period > 1:
         # Looked up among the spans, never in a table of the period: two coprime turns make a long one.
         residues = (cells + shape.phase) % period
-        starts, stops = (np.array(edges) for edges in zip(*((s.start, s.stop) for s in spans), strict=True))
-        at = np.searchsorted(starts, residues, side="right") - 1
-        cells = cells[(at >= 0) & (residues < stops[at])]
+        cells = cells[is_inside(spans, residues)]
     return _held(src[cells + shape.src_cell]), _held(dst[cells + shape.dst_cell])
 
 

@@ -24,7 +24,7 @@ MAX_REGIONS = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A piece of memory that the transport knows.
+    """A memory range registered with the transport.
 
     >>> Region("kv", 1 << 30, address=0x7F0000000000, device="cuda").device
     'cuda:0'
@@ -47,7 +47,6 @@ class Region:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether it is memory of the host, not of a device."""
         return self.device == "cpu"
 
 
@@ -62,7 +61,7 @@ def _one_spelling(region: str, device: str) -> str:
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank: its memory, and where its boxes of the states sit in it.
+    """One rank: its memory regions, and the views of its states in them.
 
     >>> Rank(0, (Region("k", 64), Region("v", 64)), views=()).region_index
     {'k': 0, 'v': 1}
@@ -74,7 +73,6 @@ class Rank:
 
     @cached_property
     def by_state(self) -> dict[str, View]:
-        """The views by the name of their state."""
         return {view.state: view for view in self.views}
 
     @cached_property
@@ -87,7 +85,6 @@ class Rank:
 
     @cached_property
     def region_index(self) -> dict[str, int]:
-        """Where each region stands in ``regions``."""
         return {region.name: i for i, region in enumerate(self.regions)}
 
 
@@ -101,7 +98,7 @@ class Holders:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything a peer must know of an engine. Checked when made: names resolve, maps fit their axes.
+    """The description of an engine for its peers. Validated on creation: names resolve, maps fit their axes.
 
     A manifest may list some of an engine's ranks only: a plan needs the source ranks that hold what is
     needed, and the one destination rank that it is made for.
@@ -122,7 +119,7 @@ class Manifest:
     model: str = ""
     """For people."""
     identity: Identity = field(default_factory=Identity)
-    """Which model this is, so that cells of equal shape mean the same."""
+    """The model; engines with different models are refused."""
     version: int = field(default=VERSION)
 
     def __post_init__(self) -> None:
@@ -145,7 +142,6 @@ class Manifest:
                     )
 
     def rank(self, rank: int) -> Rank:
-        """The description of one rank."""
         if rank not in self._ranks:
             raise Refused(Finding(Code.UNKNOWN_RANK, note=f"engine {self.engine} has no rank {rank}"))
         return self._ranks[rank]
@@ -161,17 +157,15 @@ class Manifest:
 
     @cached_property
     def state_by_name(self) -> dict[str, State]:
-        """The states by every name they have."""
         return {n: state for state in self.states for n in (state.name, *state.aliases)}
 
     @cached_property
     def group_by_name(self) -> dict[str, Group]:
-        """The groups by name."""
         return {group.name: group for group in self.groups}
 
     @cached_property
     def holders(self) -> dict[str, Holders]:
-        """Who holds a part of each state: an index over all ranks, made once for all plans."""
+        """The ranks that hold each part of each state: an index, made once for all plans."""
         held: dict[str, list[tuple[int, Box]]] = defaultdict(list)
         for rank in self.ranks:
             for state, box in rank.boxes.items():
@@ -290,10 +284,10 @@ def merge(parts: Sequence[Manifest]) -> Manifest:
 
 
 def compare(src: Manifest, dst: Manifest, states: Collection[str] | None = None) -> tuple[Finding, ...]:
-    """Every difference that matters to the destination, by name; empty if there is none.
+    """Every relevant difference, seen from the destination; empty if there is none.
 
-    States that only the source has are none of the destination's business; ``states`` narrows the question
-    to some of the destination's.
+    States that only the source has are ignored; ``states`` limits the comparison to some of the
+    destination's states.
 
     >>> from kvferry.models import Topology, describe, model_named
     >>> src, dst = (describe(model_named("gemma-2b"), Topology(dtype=d)) for d in ("bf16", "fp8_e4m3"))
@@ -305,13 +299,10 @@ def compare(src: Manifest, dst: Manifest, states: Collection[str] | None = None)
         return (found,)
     names = None if states is None else {dst.name_of(name) for name in states}
     asked = [state for state in dst.states if names is None or state.name in names]
-    return (*_engine_differences(src, dst), *(f for state in asked for f in _differences(src, state)))
-
-
-def _engine_differences(src: Manifest, dst: Manifest) -> tuple[Finding, ...]:
     check = compare_identity(src.identity, dst.identity)
     is_required = src.identity.is_required or dst.identity.is_required
-    return (*check.differing, *(check.unknown if is_required else ()))
+    unknown = check.unknown if is_required else ()
+    return (*check.differing, *unknown, *(f for state in asked for f in _differences(src, state)))
 
 
 MEANING = ("kind", "dtype", "tokens_per_cell", "encoding", "tail", "item_bytes")
@@ -327,7 +318,7 @@ def _differences(src: Manifest, ours: State) -> Iterator[Finding]:
         return
     known = [src.state_by_name[n].name for n in (ours.name, *ours.aliases) if n in src.state_by_name]
     if len(set(known)) > 1:
-        note = "one state here is several there: which of them should arrive?"
+        note = "one state here matches several states there: ambiguous"
         yield Finding(
             Code.STATE_DIFFERS, ours.name, "aliases", str(known), str([ours.name, *ours.aliases]), note
         )
@@ -345,11 +336,6 @@ class Outline:
     """The states and groups of an engine, and which of its ranks holds what. Where that sits, each rank says.
 
     A plan is made of outlines; the proof and the bytes need the views of the ranks that are read from.
-
-    >>> from kvferry.models import Topology, describe, model_named
-    >>> outline = Outline.of(describe(model_named("llama-3.1-8b"), Topology(tp=4)))
-    >>> print(outline.ranks, outline.holders["layers.0.attn/k"].boxes[3][1])
-    (0, 1, 2, 3) channel [0, 128) × head [6, 8)
     """
 
     common: Manifest
@@ -359,11 +345,9 @@ class Outline:
 
     @classmethod
     def of(cls, manifest: Manifest) -> Outline:
-        """The outline of an engine whose ranks are all described."""
         return cls(replace(manifest, ranks=()), manifest.holders)
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Every rank that holds something."""
         alike = {id(holders): holders for holders in self.holders.values()}
         return tuple(sorted({rank for holders in alike.values() for rank, _ in holders.boxes}))

@@ -55,13 +55,11 @@ class Comb:
 
     @classmethod
     def of(cls, base: int, steps: Sequence[tuple[int, int]], width: int) -> Comb:
-        """A comb of (count, stride) steps."""
         taken = sorted(((stride, count) for count, stride in steps if count > 1), reverse=True)
         return cls(base, tuple(taken), width)
 
     @property
     def stop(self) -> int:
-        """One past the last byte."""
         return self.base + sum(stride * (count - 1) for stride, count in self.steps) + self.width
 
     def folds(self) -> bool:
@@ -95,7 +93,6 @@ class Blocks(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """One past the last byte of the last block."""
         return self.first.stop + self.stride * (self.num_blocks - 1)
 
 

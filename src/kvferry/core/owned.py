@@ -25,14 +25,7 @@ MAX_PLACE = 1 << 62
 
 @dataclass(frozen=True, eq=False)
 class Intervals:
-    """Places from ``starts`` up to ``stops``, in order, apart from each other.
-
-    >>> some = Intervals.of(np.array([64, 0, 72]), np.array([72, 16, 80]))
-    >>> some.starts.tolist(), some.stops.tolist()
-    ([0, 64], [16, 80])
-    >>> some.contain(np.array([64, 8]), np.array([16, 8])), some.contain(np.array([8]), np.array([9]))
-    (True, False)
-    """
+    """Places from ``starts`` up to ``stops``, in order, apart from each other."""
 
     starts: Ints
     stops: Ints
@@ -84,8 +77,6 @@ class BlockBytes:
 
 @dataclass(frozen=True, eq=False)
 class OwnedBytes:
-    """The bytes of some blocks of a rank."""
-
     blocks: BlockBytes
     block_ids: Mapping[str, Ints]
     """By group, in order."""
@@ -95,7 +86,7 @@ class OwnedBytes:
         if not len(places) or not len(steps) or (num_bytes <= 0).any():
             return "it names no bytes"
         if min(places.min(), steps.min()) < 0 or max(places.max(), num_bytes.max(), steps.max()) >= MAX_PLACE:
-            return "it names places that no rank has"
+            return "it names regions or offsets that no rank has"
         has_blocks = False
         for (group, stride), cells in self.blocks.of_block_0.items():
             if group not in self.block_ids or not self._has(group, stride, steps):

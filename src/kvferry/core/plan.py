@@ -43,7 +43,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Plan:
-    """The pieces for one destination rank and one source engine. Plain data: not yet proved.
+    """The pieces for one destination rank and one source engine. Not proved yet.
 
     >>> from kvferry.models import Topology, describe, model_named
     >>> model = model_named("qwen3-next-80b")
@@ -67,7 +67,7 @@ class Plan:
         )
 
     def views(self, piece: Piece) -> tuple[View, View]:
-        """Where the piece's cells sit at the source and at the destination."""
+        """The views of the piece at the source and at the destination."""
         dst_view = self.dst.rank(piece.dst_rank).by_state[piece.state]
         return self.src.rank(piece.src_rank).by_state[self.src_name(piece.state)], dst_view
 
@@ -91,11 +91,11 @@ def plan(
     states: Collection[str] | None = None,
     holders: Mapping[str, Holders] | None = None,
 ) -> Plan:
-    """Plan how destination rank ``dst_rank`` gets what it needs from the source engine.
+    """Plan how destination rank ``dst_rank`` reads the states it needs from the source engine.
 
     ``states`` narrows the need to some of the states that the rank holds; by default it needs them all.
-    ``holders`` says who holds what at the source, where ``src`` does not list all of its ranks.
-    Raises ``Refused`` with every difference that stands in the way.
+    ``holders``: which source ranks hold which boxes, if ``src`` does not list all of its ranks.
+    Raises ``Refused`` with every relevant difference.
 
     Attention is replicated here, its state is not: one rule finds the sources of both.
 
@@ -281,7 +281,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 def explain(plan: Plan) -> str:
-    """One line per source rank and kind of piece; layers that go alike are named together.
+    """One line per source rank and kind of piece; layers with equal pieces share a line.
 
     >>> from kvferry.models import Topology, describe, model_named
     >>> src, dst = (describe(model_named("llama-3.1-8b"), Topology(tp=tp)) for tp in (2, 3))
@@ -317,7 +317,6 @@ def name_together(names: Sequence[str]) -> str:
 
 
 def _ranges(numbers: Iterable[int]) -> Iterable[str]:
-    """Neighbouring numbers as ranges."""
     for _, neighbours in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
         first, *rest = (number for _, number in neighbours)
         yield f"{first}-{rest[-1]}" if rest else f"{first}"

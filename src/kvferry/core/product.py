@@ -39,7 +39,7 @@ class Term:
     [(0, 0, 0, 96, 16), (0, 96, 0, 64, 48)]
     """
     claim: Claim | None = None
-    """What it is part of, for the checker; None of a list that was not selected."""
+    """The selection it belongs to, for the checker; None for a plain list."""
 
     @property
     def num_runs(self) -> int:
@@ -76,7 +76,7 @@ class Term:
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """All that one request moves from one source rank, as terms that write different bytes.
+    """The transfer of one request from one source rank, as terms that write disjoint bytes.
 
     >>> Product.of(Runs(np.array([0]), np.array([8]), np.array([4]))).num_runs, Product(()).total_bytes
     (1, 0)
@@ -93,7 +93,7 @@ class Product:
 
     @property
     def num_runs(self) -> int:
-        """How many runs its terms have; neighbours that touch are still apart."""
+        """Number of runs of its terms, before adjacent runs are merged."""
         return sum(term.num_runs for term in self.terms)
 
     @property
@@ -102,7 +102,7 @@ class Product:
 
     @cached_property
     def runs(self) -> Runs:
-        """The list: every run that is left after merging what touches on both sides."""
+        """The list of runs, with runs merged that are adjacent on both sides."""
         runs = merged(term.runs() for term in self.terms)
         check_list(self.terms, runs)
         return runs

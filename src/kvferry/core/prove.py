@@ -28,33 +28,30 @@ from kvferry.errors import Code, Finding, Refused, SpecError
 
 @dataclass(frozen=True)
 class Proof:
-    """A plan that was proved. Only ``prove`` makes these; only these can be lowered.
+    """A proved plan. Only ``prove`` creates one; ``lower`` accepts nothing else.
 
-    >>> from kvferry.models import Topology, describe, model_named
-    >>> model = model_named("qwen3-next-80b")
-    >>> src, dst = (describe(model, Topology(tp=tp), name) for tp, name in ((4, "prefill"), (2, "decode")))
-    >>> from kvferry import plan
-    >>> prove(plan(src, dst, dst_rank=0)).plan.dst_rank
-    0
+    >>> Proof(None, ())
+    Traceback (most recent call last):
+    kvferry.errors.SpecError: only prove(plan) creates a Proof
     """
 
     plan: Plan
     states: tuple[str, ...] = field(repr=False)
-    """What the destination rank needs, by its own names: what was proved to arrive."""
+    """The states that the destination rank needs, by its own names; all of them are proved."""
     maker: InitVar[object] = None
 
     def __post_init__(self, maker: object) -> None:
         if maker is not _PROVE:
-            raise SpecError("a proof is made by prove(plan), and by nothing else")
+            raise SpecError("only prove(plan) creates a Proof")
 
 
 _PROVE = object()
 
 
 def prove(plan: Plan, *, states: Collection[str] | None = None) -> Proof:
-    """Check every law; raise ``Refused`` with all that is wrong, or return the proof.
+    """Check every law; raise ``Refused`` with all findings, or return the proof.
 
-    ``states`` says what the destination rank needs: by default all that it holds, whatever the plan says.
+    ``states``: the states that the destination rank needs; by default all that it holds.
 
     >>> from kvferry.models import Topology, describe, model_named
     >>> model = model_named("qwen3-next-80b")
@@ -205,7 +202,7 @@ def _short_stride(view: View, num_blocks: int, item_bytes: int) -> str:
     raise AssertionError("no step folds a view that does")
 
 
-_TANGLED = "the strides are too tangled for a proof"
+_TANGLED = "the strides are too complex to prove"
 
 
 def _soundness(manifest: Manifest, rank: Rank, side: str) -> Iterator[Finding]:
@@ -260,17 +257,13 @@ def _clashes(offsets: Sequence[int], looks: Sequence[_Look]) -> Iterator[_Clash]
         for members in by_pool.values():
             pages = [looks[i].blocks(offsets[i]) for i in members]
             for i, j in overlaps_apart(pages, [looks[i].group for i in members]):
-                yield _Clash((members[i], members[j]), _two_blocks(pages[i], pages[j]))
+                strides = pages[i].stride, pages[j].stride
+                apart = "" if strides[0] == strides[1] else f", {strides[0]} and {strides[1]} bytes apart"
+                yield _Clash((members[i], members[j]), f"two blocks of one pool{apart}")
         for pair in overlaps(combs, [look.pool for look in looks]):
             yield _Clash(pair, "groups of two pools")
     except Tangled:
         yield _Clash(None, _TANGLED)
-
-
-def _two_blocks(a: Blocks, b: Blocks) -> str:
-    if a.stride == b.stride:
-        return "two blocks of one pool"
-    return f"two blocks of one pool, {a.stride} and {b.stride} bytes apart"
 
 
 def _overlap(where: str, views: Sequence[tuple[View, _Look]], clash: _Clash) -> Finding:

@@ -57,7 +57,6 @@ class Relation:
         return None if is_inside.all() else int(runs.dst[~is_inside][0])
 
     def is_list(self, runs: Runs) -> bool:
-        """Whether a list has exactly these runs."""
         return len(runs.dst) == len(self.dst) and bool(
             (runs.dst == self.dst).all()
             and (runs.src == self.src).all()
@@ -88,7 +87,6 @@ class CommonCells:
         self._strokes: dict[tuple[int, int], list[_Stroke]] = {}
 
     def held(self, axis: AxisMap) -> tuple[Ints, Ints]:
-        """The held coordinates of an axis, and their offsets."""
         if id(axis) not in self._held:
             self._held[id(axis)] = held_offsets(axis)
         return self._held[id(axis)]

@@ -50,7 +50,6 @@ class BlockTable:
 
     @classmethod
     def of(cls, block_ids: Sequence[int] | Ints, first_token: int = 0) -> BlockTable:
-        """A table of block ids in a plain list."""
         return cls(block_ids, first_token)  # type: ignore[arg-type]  # made an array when checked
 
 
@@ -58,7 +57,7 @@ class BlockTable:
 class Request:
     """One request's block tables by group, and the token intervals that each destination group needs.
 
-    A prefix of one block is there already; the other 84 tokens are needed:
+    The first block is a prefix hit; the other 84 tokens are needed:
 
     >>> src, dst = {"full": BlockTable.of([4, 9, 7])}, {"full": BlockTable.of([2, 0, 5, 1, 3, 8, 6])}
     >>> Request(src, dst, need={"full": (Span(16, 100),)}, kept={"full": (Span(0, 16),)}).need
@@ -70,7 +69,7 @@ class Request:
     need: Mapping[str, Spans]
     """Tokens to load, by destination group; sorted, disjoint. Slot groups need their slot by default."""
     kept: Mapping[str, Spans] = field(default_factory=dict)
-    """Tokens that are already good at the destination (prefix hits): never written."""
+    """Tokens that are already valid at the destination (prefix hits): never written."""
 
     def __post_init__(self) -> None:
         check_tables("src", self.src)

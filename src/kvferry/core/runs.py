@@ -17,11 +17,7 @@ Regions are at most 2^47 bytes long, so places of two regions never touch."""
 
 
 def place(region_index: int, offset: int) -> int:
-    """The place of a byte.
-
-    >>> hex(place(2, 16))
-    '0x2000000000010'
-    """
+    """The place of a byte."""
     return (region_index << REGION_SHIFT) + offset
 
 
@@ -54,7 +50,7 @@ class Runs:
 
     @cached_property
     def each_bytes(self) -> int:
-        """How long each of them is, if they are all of one length; else 0."""
+        """The length of each run if all are equal; otherwise 0."""
         first = int(self.num_bytes[0]) if len(self) else 0
         return first if (self.num_bytes == first).all() else 0
 
@@ -80,7 +76,7 @@ NO_RUNS = Runs(*(np.zeros(0, np.int64) for _ in range(3)))
 
 
 def coalesce(src: Ints, dst: Ints, num_bytes: Ints) -> Runs:
-    """Merge runs that touch on both sides; the order of what comes in is free.
+    """Merge runs that are adjacent on both sides; the input may be in any order.
 
     >>> list(coalesce(np.array([8, 0, 99]), np.array([108, 100, 50]), np.array([8, 8, 1])))
     [(0, 99, 0, 50, 1), (0, 0, 0, 100, 16)]

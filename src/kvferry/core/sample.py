@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import gcd
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from kvferry.core.choices import Placement as Placement
 from kvferry.core.manifest import Manifest
 from kvferry.core.request import BlockTable, Request, need_of
-from kvferry.core.span import Span
+from kvferry.core.span import Span, Spans
 from kvferry.core.state import Addressing, Group
 from kvferry.errors import SpecError
 
@@ -24,15 +24,17 @@ def sample_request(
     placement: Placement = Placement.CONSECUTIVE,
 ) -> Request:
     """A request of ``num_tokens``, of which the destination has the first ``num_kept`` already."""
-    need = {group.name: need_of(group, num_tokens, num_kept) for group in dst.groups}
-    kept = {
-        group.name: (Span(0, num_kept),)
-        for group in dst.groups
-        if num_kept and group.addressing is not Addressing.SLOT
-    }
-    return Request(
-        _tables(src, num_tokens, placement, salt=1), _tables(dst, num_tokens, placement, salt=2), need, kept
-    )
+    tables = _tables(src, num_tokens, placement, salt=1), _tables(dst, num_tokens, placement, salt=2)
+    return Request(*tables, *need_and_kept(dst.groups, num_tokens, num_kept))
+
+
+def need_and_kept(
+    groups: Sequence[Group], num_tokens: int, num_kept: int
+) -> tuple[dict[str, Spans], dict[str, Spans]]:
+    """What each group of a request needs, and what it has already, where the first ``num_kept`` are there."""
+    need = {group.name: need_of(group, num_tokens, num_kept) for group in groups}
+    paged = (group.name for group in groups if group.addressing is not Addressing.SLOT)
+    return need, dict.fromkeys(paged, (Span(0, num_kept),)) if num_kept else {}
 
 
 def _tables(manifest: Manifest, num_tokens: int, placement: Placement, salt: int) -> Mapping[str, BlockTable]:
@@ -46,7 +48,7 @@ def _tables(manifest: Manifest, num_tokens: int, placement: Placement, salt: int
         if at + num_blocks > group.num_blocks:
             raise SpecError(
                 f"{num_tokens} tokens need more than the {group.num_blocks} blocks of engine"
-                f" {manifest.engine}'s pool {group.pool} (group {group.name}); blocks=N makes it larger"
+                f" {manifest.engine}'s pool {group.pool} (group {group.name}); set blocks=N"
             )
         ids = np.arange(at, at + num_blocks)
         if placement is Placement.SCATTERED:

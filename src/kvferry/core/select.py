@@ -53,12 +53,12 @@ class Walk:
     def check(self, need: Spans, period: int) -> None:
         """Refuse a table that cannot serve the need."""
         if self.first % period:
-            raise self._error("table-start", f"cell {self.first} is no multiple of {period}")
+            raise self._error("table-start", f"cell {self.first} is not a multiple of {period}")
         if self.group.addressing is not Addressing.TABLE and len(self.block_ids) != 1:
             raise self._error("table-length", f"one id expected, got {len(self.block_ids)}")
         if self.is_ring:
             if self.side == "src" and need[0].start < self.first:
-                detail = f"{show(need)} begins before its first cell {self.first}: that is overwritten"
+                detail = f"{show(need)} starts before its first cell {self.first}, which is overwritten"
                 raise self._error("ring-short", detail)
             if need[-1].stop - need[0].start > self.num_cells:
                 raise self._error("ring-short", f"{show(need)} exceeds its {self.num_cells} cells")
@@ -115,7 +115,7 @@ MAX_RUNS = 1 << 24
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """All that one request moves: what to read from each source rank, and destination bytes to be zeroed.
+    """The transfer of one request: runs to read from each source rank, and destination bytes to zero.
 
     >>> Selection.of({}).num_runs
     0
@@ -128,7 +128,6 @@ class Selection:
 
     @classmethod
     def of(cls, reads: Mapping[int, Runs], zeros: Runs = NO_RUNS) -> Selection:
-        """A selection of lists of runs."""
         return cls({src_rank: Product.of(runs) for src_rank, runs in reads.items()}, Product.of(zeros))
 
     @cached_property
@@ -138,12 +137,10 @@ class Selection:
 
     @property
     def zeros(self) -> Runs:
-        """The destination places to fill with zeros, as a list."""
         return self.blank.runs
 
     @property
     def num_runs(self) -> int:
-        """How many runs the lists have."""
         return sum(len(runs) for runs in self.reads.values())
 
     @property
@@ -173,7 +170,7 @@ class _Products(NamedTuple):
 def select(
     route: Route, request: Request, *, slack: Slack = Slack.CLEAR, max_runs: int = MAX_RUNS
 ) -> Selection:
-    """The byte runs of one request. Raises ``RequestError``, having done nothing, if it does not fit.
+    """The byte runs of one request. Raises ``RequestError`` if it does not fit the engines.
 
     >>> from kvferry.models import Topology, describe, model_named
     >>> model = model_named("qwen3-next-80b")
@@ -182,7 +179,7 @@ def select(
     >>> from kvferry.core.sample import sample_request
     >>> selection = select(lower(prove(plan(src, dst, 0))), sample_request(src, dst, 100))
     >>> {rank: len(runs) for rank, runs in selection.reads.items()}, selection.total_bytes
-    ({0: 402, 1: 396}, 20987904)
+    ({0: 366, 1: 366}, 20987904)
     """
     _check_tables(route.plan.src, request.src, "src")
     _check_tables(route.plan.dst, request.dst, "dst")
@@ -267,7 +264,7 @@ def _check_tables(manifest: Manifest, tables: Mapping[str, BlockTable], side: st
         ordered = np.sort(np.concatenate(parts) if len(parts) > 1 else parts[0])
         twice = ordered[1:][ordered[1:] == ordered[:-1]]
         if len(twice) and twice[-1] != HOLE:
-            raise RequestError(f"{side}-block-twice", pool, f"block {twice[-1]} stands twice in the tables")
+            raise RequestError(f"{side}-block-twice", pool, f"block {twice[-1]} appears twice in the tables")
 
 
 def _check_tokens(manifest: Manifest, request: Request) -> None:
@@ -280,8 +277,8 @@ def _check_tokens(manifest: Manifest, request: Request) -> None:
     for name, spans in request.kept.items():
         if count(spans) and manifest.group_by_name[name].addressing is Addressing.SLOT:
             detail = (
-                f"{show(spans)} is kept, but a slot has one value and no tokens;"
-                " leave the group out of what is kept (need nothing of it, and its slot is not written)"
+                f"{show(spans)} is kept, but a slot has one value and no tokens; remove the group from"
+                " `kept` (with an empty need its slot is not written)"
             )
             raise RequestError("kept-slot", name, detail)
 
@@ -292,7 +289,9 @@ def _needed_cells(lane: Lane, request: Request) -> tuple[Spans, Spans]:
     if lane.key.kind is Kind.RECURRENT:
         return normal(request.need.get(name, (Span(0, 1),))), ()
     if name not in request.need:
-        raise RequestError("need-missing", name, "say which tokens it needs (an empty list for none)")
+        raise RequestError(
+            "need-missing", name, "its need is missing: list the tokens, or an empty list for none"
+        )
     need, kept = normal(request.need[name]), normal(request.kept.get(name, ()))
     if both := intersect(need, kept):
         raise RequestError("need-kept", name, f"tokens {show(both)} are both needed and kept")

@@ -33,7 +33,7 @@ class Kind(StrEnum):
 
 
 class Tail(StrEnum):
-    """What becomes of the tokens that do not fill a last cell of several tokens.
+    """Handling of tokens that do not fill the last cell of several tokens.
 
     >>> block = State("layers.0/block", (), 4096, "opaque", tokens_per_cell=16, tail=Tail.PARTIAL)
     >>> block.tail, block.cell_bytes
@@ -41,7 +41,7 @@ class Tail(StrEnum):
     """
 
     COMPLETE = "complete"
-    """A cell exists once all of its tokens are there (compressed caches)."""
+    """A cell exists once all of its tokens are computed (compressed caches)."""
     PARTIAL = "partial"
     """A cell exists from its first token on (an opaque block is such a cell)."""
 
@@ -66,7 +66,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """One logical array of one layer, as both engines must understand it.
+    """One logical array of one layer; both engines must agree on it.
 
     >>> k = State("layers.0/k", (Axis("head", 8), Axis("channel", 128)), item_bytes=2, dtype="bf16")
     >>> k.cell_bytes
@@ -86,7 +86,7 @@ class State:
     encoding: str = "plain"
     """How items are to be read beyond their dtype (scales inside, an unknown kernel's order …)."""
     aliases: tuple[str, ...] = ()
-    """Further names of this very state: layers that share a cache."""
+    """Further names of this state: layers that share a cache."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -104,12 +104,11 @@ class State:
 
     @property
     def cell_bytes(self) -> int:
-        """Bytes of one whole cell, over all ranks."""
         return self.item_bytes * prod(axis.size for axis in self.axes)
 
 
 class Addressing(StrEnum):
-    """How a group finds the cell of a token.
+    """How a group maps a token to a cell.
 
     >>> Group("window", num_blocks=8, tokens_per_block=128, addressing=Addressing.RING).addressing
     <Addressing.RING: 'ring'>
@@ -120,7 +119,7 @@ class Addressing(StrEnum):
     SLOT = "slot"
     """One slot per request: recurrent states."""
     RING = "ring"
-    """One block per request, used over and over: token t sits at (t - first token) modulo its size."""
+    """One block per request, overwritten cyclically: token t is at (t - first token) modulo its size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +160,7 @@ E = TypeVar("E", bound=StrEnum)
 
 
 def one_of(what: str, choices: type[E], value: str) -> E:
-    """A choice, also if it is given by its name alone; raises if it is none.
-
-    >>> one_of("kind", Kind, "recurrent") is Kind.RECURRENT
-    True
-    """
+    """A choice, also if it is given by its name alone; raises if it is none."""
     try:
         return choices(value)
     except ValueError:
@@ -173,6 +168,5 @@ def one_of(what: str, choices: type[E], value: str) -> E:
 
 
 def check_range(what: str, value: int, low: int, high: int) -> None:
-    """Raise unless ``value`` is an integer in [low, high]."""
     if type(value) is not int or not low <= value <= high:
         raise SpecError(f"{what} must be an integer from {low} to {high}, got {value!r}")

@@ -36,6 +36,13 @@ NOT_HELD = -1
 """In an array of byte offsets: this rank does not hold that coordinate."""
 
 
+def is_inside(spans: Spans, values: Ints) -> NDArray[np.bool_]:
+    """Which of the values lie in sorted spans."""
+    starts, stops = np.array([(s.start, s.stop) for s in spans], np.int64).reshape(-1, 2).T
+    at = np.searchsorted(starts, values, side="right") - 1
+    return np.asarray((at >= 0) & (values < stops[at]) if len(starts) else np.zeros(len(values), bool))
+
+
 @dataclass(frozen=True, slots=True)
 class Digit:
     """One digit of an axis: how many values it takes, and the bytes between neighbours.
@@ -131,7 +138,7 @@ class AxisMap:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Where one rank keeps its box of one state.
+    """The addresses of one rank's box of one state.
 
     >>> view = View.of("layers.0/k", "full", "kv", block_stride=4096, axes={
     ...     "token": AxisMap((Digit(16, 256),)), "head": AxisMap((Digit(2, 128),), start=4),
@@ -170,7 +177,6 @@ class View:
         axes: Mapping[str, AxisMap],
         offset: int = 0,
     ) -> View:
-        """A view whose axes are given by name."""
         return cls(state, group, region, offset, block_stride, tuple(sorted(axes.items())))
 
     @classmethod

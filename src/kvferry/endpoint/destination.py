@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import count, islice
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from kvferry.core.manifest import Manifest
 from kvferry.core.request import BlockTable
 from kvferry.core.select import Slack
 from kvferry.core.span import Spans
+from kvferry.core.state import Addressing
 from kvferry.endpoint.edges import Edges
 from kvferry.endpoint.gathering import ask_to_gather
 from kvferry.endpoint.load_digest import TakenDigests, check_digest_every
@@ -37,7 +38,9 @@ from kvferry.log import log_of
 from kvferry.runtime import Failure, FailureCode, Fetch, Reader, Report, Timing
 from kvferry.runtime.failure import refusal
 from kvferry.runtime.figures import Figures, by_label
+from kvferry.runtime.joint_loads import JointLoads
 from kvferry.runtime.values import (
+    AllRead,
     Build,
     Cancel,
     Drop,
@@ -71,7 +74,7 @@ CLOSE_SECONDS = 5.0
 
 
 class Destination:
-    """One rank of a destination engine. Every call returns at once; ``poll`` says what happened.
+    """One rank of a destination engine. Calls do not block; ``poll`` reports the results.
 
     One thread owns the machine that knows of every fetch (``kvferry.runtime.Reader``). Calls, messages, ends
     and the results of slow work are put into its inbox; nothing else touches the machine.
@@ -106,11 +109,14 @@ class Destination:
         num_ranks = num_ranks or len(manifest.ranks)
         if rank >= num_ranks:
             raise SpecError(
-                f"rank {rank} of {num_ranks}: give the manifest of the whole engine (other ranks need no"
-                " addresses), or say num_ranks=…"
+                f"rank {rank} of {num_ranks}: pass the manifest of the whole engine (other ranks need no"
+                " addresses), or num_ranks=…"
             )
         if not reader and num_ranks > 1:
-            raise SpecError("name this start of the engine (reader=…), the same on all of its ranks")
+            raise SpecError(
+                "reader is missing: pass the same reader=… on all ranks of the engine, and a new one at"
+                " each start"
+            )
         self._timing = timing or Timing()
         edges = edges or Edges.of(self._timing)
         reader = reader or f"{manifest.engine}#{edges.random_bytes(8).hex()}"
@@ -120,6 +126,8 @@ class Destination:
         self._log, self._started, self._is_shown = LoadLog(), self._clock(), edges.is_shown
         self._figures: Figures = {}
         self._handles = count(1)
+        tables = [group for group in manifest.groups if group.addressing is Addressing.TABLE]
+        self._early = frozenset(group.name for group in tables if not group.window)
         self._reports: deque[Report] = deque()
         transport.register(manifest.rank(rank).regions)
         ask_to_gather(transport, lambda: edges.open_channel("", trust.secret))
@@ -128,6 +136,8 @@ class Destination:
         unmet = Reader.MAX_UNMET_HERE if trust.is_one_host else Reader.MAX_UNMET
         limits = {"digest_every": digest_every, "max_unmet": unmet}
         self._reader = Reader(reader, rank, num_ranks, timing, key=key, **limits)
+        has_state = any(group.addressing is Addressing.SLOT for group in manifest.groups)
+        self._loads = JointLoads(self._reader, self._handles, has_state=has_state)
         self._found: dict[Peer, tuple[SharedPlan, float]] = {}
         """The plans of peers that are being met, and how long each took."""
         self._met: dict[Peer, MetPeer] = {}
@@ -151,7 +161,7 @@ class Destination:
 
     def fetch(
         self,
-        ticket: Ticket,
+        ticket: Ticket | Sequence[Ticket],
         tables: Mapping[str, BlockTable],
         need: Mapping[str, Spans],
         *,
@@ -159,38 +169,52 @@ class Destination:
         slack: Slack = Slack.CLEAR,
         held: int | None = None,
         after: object | None = None,
+        early: frozenset[str] | None = None,
     ) -> int:
-        """Start reading a ticket's request into these blocks; the handle is what ``poll`` reports.
+        """Start reading a ticket's request into these blocks; returns the handle that ``poll`` reports.
 
-        ``held``: the handle of a ``hold`` of the same ticket, which goes on under it. ``after``: an event of
-        the device (of CUDA's driver, or its address); nothing is written before the device has come to it.
+        Several tickets, in order of preference, make one load: the first that has a token gives it, and
+        another one where it fails. ``held``: the handle of a ``hold`` of the same tickets, which goes on
+        under it. ``after``: an event of the device (of CUDA's driver, or its address); nothing is written
+        before the device has come to it. ``early``: groups here that keep all of their tokens; by default
+        those without a window. They can be read in parts, from several sources and while a source still
+        computes; each needs one interval of tokens.
         """
-        _check(ticket)
-        wanted, now = Fetch(ticket, tables, need, kept or {}, slack, after), self._clock()
+        tickets = _checked(ticket)
+        early = self._early if early is None else early
+        wanted, now = Fetch(tickets[0], tables, need, kept or {}, slack, after, early), self._clock()
         if held is not None:
-            self._owner.put(lambda _: self._reader.supply(now, held, wanted))
+            self._owner.put(lambda _: self._loads.supply(now, held, wanted, tickets))
             return held
-        handle = next(self._handles)
-        if failure := refusal(ticket, self._trust, self._host):
-            return self._refuse(handle, ticket, failure)
-        self._owner.put(lambda _: self._reader.fetch(now, handle, wanted))
-        return handle
+        return self._begin(tickets, lambda handle, good: self._loads.fetch(now, handle, wanted, good))
 
-    def hold(self, ticket: Ticket) -> int:
-        """Keep a ticket's blocks pinned, and meet its engine, until ``fetch`` says where the bytes go.
+    def hold(self, ticket: Ticket | Sequence[Ticket]) -> int:
+        """Keep a ticket's lease alive, and connect to its engine, until ``fetch`` supplies the blocks.
 
-        For requests that wait in a queue. A ticket that cannot be held is reported by ``poll``, once, and
-        then needs no ``fetch``.
+        For requests that wait in a queue. If none of the tickets can be held, that is reported by ``poll``,
+        once, and they need no ``fetch``.
         """
-        _check(ticket)
-        handle, now = next(self._handles), self._clock()
-        if failure := refusal(ticket, self._trust, self._host):
-            return self._refuse(handle, ticket, failure)
-        self._owner.put(lambda _: self._reader.hold(now, handle, ticket))
+        now = self._clock()
+        return self._begin(_checked(ticket), lambda handle, good: self._loads.hold(now, handle, good))
+
+    def _begin(
+        self, tickets: Sequence[Ticket], begin: Callable[[int, Sequence[Ticket]], list[Effect]]
+    ) -> int:
+        """Begin a load of the tickets that may be used, if there are any."""
+        handle = next(self._handles)
+        failures = [(ticket, refusal(ticket, self._trust, self._host)) for ticket in tickets]
+        good = [ticket for ticket, failure in failures if failure is None]
+        refused = [self._refuse(handle, ticket, failure) for ticket, failure in failures if failure]
+        if good:
+            self._owner.put(lambda _: begin(handle, good))
+            return handle
+        self._reports.append(refused[0])
+        if self._metrics:
+            self._metrics.count(refused[0])
         return handle
 
-    def _refuse(self, handle: int, ticket: Ticket, failure: Failure) -> int:
-        """Report a ticket that is not used. The machine never hears of it: a flood of them costs little."""
+    def _refuse(self, handle: int, ticket: Ticket, failure: Failure) -> Report:
+        """A ticket is not used. The machine never hears of it: a flood of them costs little."""
         record = Record(
             ticket.request_id,
             ticket.engine,
@@ -199,49 +223,43 @@ class Destination:
             detail=failure.detail,
         )
         report = Report(handle, failure, record)
-        self._reports.append(report)
         self._log.rejected(report)
-        if self._metrics:
-            self._metrics.count(report)
-        return handle
+        return report
 
     def abort(self, handle: int) -> None:
-        """Give a fetch up; it is reported when nothing of it is in flight any more.
+        """Abort a fetch; it is reported once none of its reads is in flight.
 
         Its ticket is not needed: the source releases it once every rank of this engine has given it up.
         """
-        self._owner.put(lambda now: self._reader.abort(now, handle))
+        self._owner.put(lambda now: self._loads.abort(now, handle))
 
     def decline(self, ticket: Ticket) -> None:
-        """Have a ticket released that this engine does not need and has not held; nothing is reported.
+        """Return a ticket that this engine does not need and has not held; nothing is reported.
 
         Every rank of the engine must do it: the source waits for all of them.
         """
-        _check(ticket)
+        _checked(ticket)
         handle = next(self._handles)
         if refusal(ticket, self._trust, self._host) is None:
             self._owner.put(lambda now: self._reader.decline(now, handle, ticket))
 
     def poll(self) -> list[Report]:
-        """The fetches that are over, each once: loaded (no failure), or failed with its reason."""
+        """The finished fetches, each once: loaded (no failure), or failed with the reason."""
         return [self._reports.popleft() for _ in range(len(self._reports))]
 
     @property
     def figures(self) -> Figures:
-        """Its counters and gauges, as they stood a moment ago; waits for nobody."""
+        """Its counters and gauges, possibly slightly old; never blocks."""
         rejected = by_label(REJECTED_TICKETS.name, self._log.num_rejected)
         messages = refused_messages(MetricSide.DESTINATION, self._channel.refused, self._channel.dropped)
         return {**self._figures, **rejected, **messages}
 
     def status(self) -> dict[str, object]:
-        """Who is connected, what is in flight, what was refused. Waits for the owner to say so."""
-        return self._owner.ask(self._status) | {
-            "refused": dict(self._channel.refused),
-            "dropped": dict(self._channel.dropped),
-        }
+        """Connections, fetches in flight, refused messages. Waits for the owner thread."""
+        return self._owner.ask(self._status)
 
     def close(self) -> None:
-        """Stop: no fetch is started or reported any more; the transport waits for what is in flight.
+        """Stop: no fetch is started or reported any more; the transport waits for reads in flight.
 
         A meeting with a peer that does not answer is waited for no longer than a few seconds.
         """
@@ -262,17 +280,9 @@ class Destination:
             source_shown(peer, state, why, self._met.get(peer))
             for peer, (state, why) in islice(found.items(), MAX_SOURCES_SHOWN)
         ]
-        status = {
-            **self._reader.status(),
-            **self._log.status(),
-            "sources": sources,
-            "num_sources": len(found),
-            "loads": self._reader.shown_loads(now),
-            "plans": len(self._plans),
-            "refused": dict(self._channel.refused),
-            "dropped": dict(self._channel.dropped),
-        }
-        del status["peers"]  # the sources say more
+        status = self._status() | self._log.status()
+        status |= {"sources": sources, "num_sources": len(found), "loads": self._reader.shown_loads(now)}
+        del status["peers"], status["ways"]  # the sources say more
         self._figures = self._reader.figures()
         return status_report(MetricSide.DESTINATION, status, self.figures, now - self._started)
 
@@ -282,12 +292,17 @@ class Destination:
             for peer, met in self._met.items()
             for src_rank, link in met.links.items()
         }
-        return self._reader.status() | {"ways": ways, "plans": len(self._plans)}
+        return self._reader.status() | {
+            "ways": ways,
+            "plans": len(self._plans),
+            "refused": dict(self._channel.refused),
+            "dropped": dict(self._channel.dropped),
+        }
 
     # -- the owner's -------------------------------------------------------------------------------
 
     def _carry_out(self, effects: Iterable[Effect]) -> None:
-        for effect in effects:
+        for effect in self._loads.through(self._clock(), effects):
             match effect:
                 case Send():
                     self._channel.send(effect.to, encode(effect.message))
@@ -310,6 +325,8 @@ class Destination:
                     self._drop(effect.peer)
                 case HangUp():
                     self._channel.hang_up(effect.address)
+                case AllRead():
+                    pass  # the joint loads have heard of it
                 case Report():
                     self._log.ended(self._clock(), effect)  # before anybody can use the blocks again
                     self._reports.append(effect)
@@ -391,6 +408,11 @@ class Destination:
                     self._on_refusal(result.source, result.failure)
 
 
-def _check(ticket: Ticket) -> None:
-    if not isinstance(ticket, Ticket):
-        raise SpecError(f"a Ticket is wanted, got {type(ticket).__name__}: read text with from_text")
+def _checked(ticket: Ticket | Sequence[Ticket]) -> Sequence[Ticket]:
+    tickets = (ticket,) if isinstance(ticket, Ticket) else tuple(ticket)
+    for each in tickets:
+        if not isinstance(each, Ticket):
+            raise SpecError(f"expected a Ticket, got {type(each).__name__}: parse text with from_text")
+    if not tickets:
+        raise SpecError("expected a Ticket, got none")
+    return tickets

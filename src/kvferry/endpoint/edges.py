@@ -11,16 +11,16 @@ from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakMethod
 
 from kvferry.channel import SILENCE_SECONDS, Channel, ContactChange, Received
 from kvferry.endpoint.invitation import this_host
 from kvferry.endpoint.owner import Owner
-from kvferry.endpoint.status import OpenStatus, StatusReport, open_status
+from kvferry.endpoint.status import StatusReport, StatusSocket, open_status
 from kvferry.errors import KVFerryError
 from kvferry.host.private_files import SharedMemory, open_place
+from kvferry.host.threads import JobThread
 from kvferry.log import is_worth_a_line, log_of
 from kvferry.runtime import Timing
 from kvferry.wire.messages import MARK_BYTES, MAX_MESSAGE_BYTES
@@ -32,27 +32,26 @@ log = log_of(__name__)
 Receive = Callable[[Received | ContactChange], None]
 """Takes what arrives, and what happens to the connections to those who are called."""
 
-Turn = Callable[[], float]
-"""Does what is to be done, and says for how many seconds it may be left alone."""
-
 WAIT_SECONDS = 1.0
 BEHIND_SECONDS = 0.005
 """After how long to see whether whoever takes the messages has caught up."""
 MAX_OUTBOX_BYTES = 16 << 20
 """Of messages that wait for the thread to send them."""
 CLOSE_SECONDS = 10.0
-MAX_LAST_TURNS = 1000
-"""At the end: what is left is done, but not for ever."""
 
 
 class ChannelThread:
-    """Hands over what arrives, and sends what it is given.
+    """Small messages from and to other engines: hands over what arrives, and sends what it is given.
 
     No message, however malformed, ends the thread: what cannot be read is counted and dropped.
     """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
+        self.address = channel.address
+        """Where it listens; empty if it does not."""
+        self.dropped: Mapping[str, int] = channel.dropped
+        """Messages that could not be sent or taken, by why."""
         self._outbox: deque[tuple[str, bytes | None]] = deque()
         """What is to be sent, and where to; None: hang up."""
         self._outbox_bytes = 0
@@ -62,30 +61,20 @@ class ChannelThread:
         """Messages that could not be read, by why. Never changed, but replaced: anybody may look at it."""
         self._thread: threading.Thread | None = None
 
-    @property
-    def address(self) -> str:
-        """Where it listens; empty if it does not."""
-        return self._channel.address
-
-    @property
-    def dropped(self) -> Mapping[str, int]:
-        """Messages that could not be sent or taken, by why."""
-        return self._channel.dropped
-
-    def start(
-        self, name: str, receive: Receive, is_behind: Callable[[], bool], turn: Turn = lambda: WAIT_SECONDS
-    ) -> None:
-        """Begin: ``receive`` is called in the thread. While it ``is_behind``, messages wait in the channel.
-
-        ``turn`` is called in the thread after whatever has arrived, when it is woken, when its time has come,
-        and at the end until nothing is left.
+    def start(self, name: str, receive: Receive, is_behind: Callable[[], bool]) -> None:
+        """From now on ``receive`` is called, in the thread, with what arrives, and with what becomes of
+        connections that were made here. It raises a KVFerryError for what cannot be read. While whoever
+        listens ``is_behind``, messages wait in the channel.
         """
-        work = (receive, is_behind, turn)
+        work = (receive, is_behind)
         self._thread = threading.Thread(target=self._run, args=work, name=name, daemon=True)
         self._thread.start()
 
     def send(self, to: str, data: bytes) -> None:
-        """Have a message sent soon; from any thread. Answers are dropped where too much waits."""
+        """Have a message sent soon to an address, or to where a message said to reply to; from any thread.
+
+        Never blocks. Answers are dropped where too much waits.
+        """
         with self._wake_lock:
             is_full = self._outbox_bytes > MAX_OUTBOX_BYTES and self._channel.is_answer(to)
             self._outbox_bytes += 0 if is_full else len(data)
@@ -96,12 +85,12 @@ class ChannelThread:
         if threading.current_thread() is self._thread:
             self._flush()
         else:
-            self.wake()
+            self._wake()
 
     def hang_up(self, address: str) -> None:
         """Keep no connection to an address, once what was handed over for it is sent; from any thread."""
         self._outbox.append((address, None))
-        self.wake()
+        self._wake()
 
     def close(self) -> None:
         """Send what was handed over, then close the channel."""
@@ -109,47 +98,33 @@ class ChannelThread:
         if self._thread is None:
             self._channel.close()
             return
-        self.wake()
+        self._wake()
         self._thread.join(CLOSE_SECONDS)
 
-    def wake(self) -> None:
-        """Have the thread take a turn soon; from any thread."""
+    def _wake(self) -> None:
         with self._wake_lock:
             if self._thread is not None and self._thread.is_alive():
                 self._channel.wake()
 
     # -- in the thread -----------------------------------------------------------------------------
 
-    def _run(self, receive: Receive, is_behind: Callable[[], bool], turn: Turn) -> None:
-        seconds = 0.0
+    def _run(self, receive: Receive, is_behind: Callable[[], bool]) -> None:
         while not self._is_closing:
-            for received in self._taken(seconds, is_behind=is_behind()):
+            for received in self._taken(is_behind=is_behind()):
                 self._guarded(lambda received=received: receive(received))  # type: ignore[misc]
-            seconds = self._take(turn)
             self._flush()
-        for _ in range(MAX_LAST_TURNS):
-            if self._take(turn):
-                break
         self._flush()
         with self._wake_lock:
             self._channel.close()
 
-    def _taken(self, seconds: float, *, is_behind: bool) -> list[Received | ContactChange]:
+    def _taken(self, *, is_behind: bool) -> list[Received | ContactChange]:
         most = BEHIND_SECONDS if is_behind else WAIT_SECONDS
         try:
-            return self._channel.wait(0.0 if self._outbox else min(most, seconds), is_behind=is_behind)
+            return self._channel.wait(0.0 if self._outbox else most, is_behind=is_behind)
         except Exception:  # this thread serves everybody
             self._refuse("unexpected")
-            log.exception("the control channel goes on after an unexpected error")
+            log.exception("unexpected error; the control channel continues")
             return []
-
-    @staticmethod
-    def _take(turn: Turn) -> float:
-        try:
-            return turn()
-        except Exception:  # this thread serves everybody
-            log.exception("the control channel goes on after an unexpected error")
-            return WAIT_SECONDS
 
     def _flush(self) -> None:
         while self._outbox:
@@ -172,7 +147,7 @@ class ChannelThread:
                 )
         except Exception:
             self._refuse("unexpected")
-            log.exception("the control channel goes on after an unexpected error")
+            log.exception("unexpected error; the control channel continues")
 
     def _refuse(self, why: str) -> int:
         with self._wake_lock:
@@ -186,10 +161,6 @@ Work = Callable[[], object]
 IDLE_SECONDS = 2.0
 """How long a thread waits for more work of its key: to start one takes as long as a short job."""
 
-_Queue = SimpleQueue[Work | None]
-"""Jobs; None says that there will be no more. No lock is held while one waits: a hand-over is what a short
-load spends its time on."""
-
 
 class WorkerThreads:
     """A queue per key, each served by a thread that lasts a little longer than its work.
@@ -200,57 +171,43 @@ class WorkerThreads:
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
-        self._queues: dict[Hashable, _Queue] = {}
-        self._threads: set[threading.Thread] = set()
+        self._threads: dict[Hashable, JobThread] = {}
         self._is_closed = False
 
     def submit(self, key: Hashable, job: Work) -> None:
         """Have a job done after all that was submitted under the same key."""
-        with self._lock:  # its thread leaves only while it holds this, with nothing in the queue
+        job = partial(self._do, job)
+        with self._lock:  # a thread leaves only while it holds this, with nothing in its inbox
             if self._is_closed:
                 return
-            queue = self._queues.get(key)
-            if queue is None:
-                queue = self._queues[key] = SimpleQueue()
-                thread = threading.Thread(target=self._serve, args=(key, queue), name=self._name, daemon=True)
-                self._threads.add(thread)
-                thread.start()
-            queue.put(job)
+            if thread := self._threads.get(key):
+                thread.put(job)
+            else:
+                may_leave = partial(self._may_leave, key)
+                self._threads[key] = JobThread(self._name, job, IDLE_SECONDS, may_leave)
 
     def close(self, seconds: float) -> bool:
         """Start nothing more, and wait for what was started; whether all of it ended in time."""
         deadline = time.monotonic() + seconds
         with self._lock:
             self._is_closed = True
-            for queue in self._queues.values():
-                queue.put(None)
-            threads = [*self._threads]
+            threads = [*self._threads.values()]
         for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in threads)
+            thread.close()
+        return all(thread.join(max(0.0, deadline - time.monotonic())) for thread in threads)
 
-    def _serve(self, key: Hashable, queue: _Queue) -> None:
-        while (job := self._next(key, queue)) is not None:
-            try:
-                job()
-            except Exception:
-                log.exception("a worker goes on after an unexpected error")
-            del job  # what it holds may be large
-            time.sleep(0)  # a caller may be waiting for the interpreter: let it in between two jobs
+    def _do(self, job: Work) -> None:
+        if not self._is_closed:
+            job()
 
-    def _next(self, key: Hashable, queue: _Queue) -> Work | None:
-        try:
-            job = queue.get(timeout=IDLE_SECONDS)
-        except Empty:
-            job = None
-        if job is not None and not self._is_closed:
-            return job
+    def _may_leave(self, key: Hashable) -> bool:
         with self._lock:
-            if not self._is_closed and not queue.empty():  # it came between the wait and the lock
-                return queue.get()
-            del self._queues[key]
-            self._threads.discard(threading.current_thread())
-            return None
+            if (
+                not self._is_closed and self._threads[key].num_waiting
+            ):  # it came between the wait and the lock
+                return False
+            del self._threads[key]
+            return True
 
 
 NUM_MARKS = 4096
@@ -331,83 +288,9 @@ def is_shown(place: str, number: int, mark: bytes) -> bool:
         return False
 
 
-class ControlChannel(Protocol):
-    """Small messages from and to other engines."""
-
-    @property
-    def address(self) -> str:
-        """Where it listens; empty if it does not."""
-        ...
-
-    @property
-    def refused(self) -> Mapping[str, int]:
-        """Messages that could not be read, by why."""
-        ...
-
-    @property
-    def dropped(self) -> Mapping[str, int]:
-        """Messages that could not be sent or taken, by why."""
-        ...
-
-    def start(self, name: str, receive: Receive, is_behind: Callable[[], bool], turn: Turn = ...) -> None:
-        """From now on ``receive`` is called with what arrives, and with what becomes of connections that were
-        made here; messages wait while whoever listens ``is_behind``. It raises a KVFerryError for what cannot
-        be read.
-
-        ``turn`` is called in the same thread, after that: what it sends goes out without a hand-over.
-        """
-        ...
-
-    def wake(self) -> None:
-        """Have ``turn`` called soon; from any thread."""
-        ...
-
-    def send(self, to: str, data: bytes) -> None:
-        """Send to an address, or to where a message said to reply to; never blocks."""
-        ...
-
-    def hang_up(self, address: str) -> None:
-        """Keep no connection to an address, once what was handed over for it is sent; never blocks."""
-        ...
-
-    def close(self) -> None:
-        """Send what was handed over, and stop."""
-        ...
-
-
-class Workers(Protocol):
-    """Who does what is slow."""
-
-    def submit(self, key: Hashable, job: Callable[[], object]) -> None:
-        """Have a job done, after all that was submitted under the same key; never blocks."""
-        ...
-
-    def close(self, seconds: float) -> bool:
-        """Start nothing more, and wait so long for what was started; whether all of it ended."""
-        ...
-
-
-class AuthorityBoard(Protocol):
-    """Where an authority shows which leases stand."""
-
-    place: str
-
-    def show(self, number: int, mark: bytes) -> None:
-        """A lease stands."""
-        ...
-
-    def strike(self, number: int) -> None:
-        """It stands no more."""
-        ...
-
-    def close(self) -> None:
-        """None stands any more."""
-        ...
-
-
 def open_channel(
     listen: str, secret: Secret | None, *, silence_seconds: float = SILENCE_SECONDS
-) -> ControlChannel:
+) -> ChannelThread:
     """A channel over ZeroMQ, driven by a thread of its own."""
     # A little more than is read: what is too long can then be answered by name.
     max_bytes = MAX_MESSAGE_BYTES + (1 << 20)
@@ -421,17 +304,17 @@ class Edges:
 
     clock: Callable[[], float] = time.monotonic
     random_bytes: Callable[[int], bytes] = secrets.token_bytes
-    """So many bytes that nobody can guess: keys, generations, names. A simulation's own come again."""
+    """Source of random bytes for keys, generations and names; deterministic in a simulation."""
     host: Callable[[], str] = this_host
-    """Which host this is; its network namespace counts, since each has a loopback of its own."""
-    open_channel: Callable[[str, Secret | None], ControlChannel] = open_channel
-    make_workers: Callable[[str], Workers] = WorkerThreads
-    open_status: Callable[[str, Callable[[], StatusReport]], OpenStatus | None] = open_status
+    """Identifies the host and network namespace."""
+    open_channel: Callable[[str, Secret | None], ChannelThread] = open_channel
+    make_workers: Callable[[str], WorkerThreads] = WorkerThreads
+    open_status: Callable[[str, Callable[[], StatusReport]], StatusSocket | None] = open_status
     """Where `kvferry status` asks."""
-    make_board: Callable[[], AuthorityBoard | None] = make_board
-    """Where an authority shows which leases stand; None: nowhere."""
+    make_board: Callable[[], LeaseBoard | None] = make_board
+    """Creates the lease board of an authority; None: no board."""
     is_shown: Callable[[str, int, bytes], bool] = is_shown
-    """Whether a board, by its place, shows the mark of a lease."""
+    """Whether a board, by its path, shows the mark of a lease."""
     start_owner: Callable[[Owner[Any]], None] = Owner.start
     """Has an owner's ``step`` called; by default in a thread of its own."""
 

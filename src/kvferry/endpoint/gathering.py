@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
 
 import numpy as np
 
@@ -13,15 +13,17 @@ from kvferry.core.manifest import Manifest, Region
 from kvferry.core.owned import BlockBytes
 from kvferry.core.product import Term
 from kvferry.core.view import Ints
-from kvferry.endpoint.edges import ControlChannel, Edges
+from kvferry.endpoint.edges import ChannelThread, Edges
 from kvferry.endpoint.invitation import advertised, check_listen
-from kvferry.endpoint.owner import Event, Owner
+from kvferry.endpoint.owner import MANY, MANY_BYTES
 from kvferry.errors import SpecError, TransportError
 from kvferry.log import is_worth_a_line, log_of
 from kvferry.runtime.ticket_guard import Admitted, GatherRefusal, Refusal, TicketGuard
 from kvferry.transport.base import Transport
 from kvferry.transport.pack import ChunkCopier, TermSide, check_room
-from kvferry.transport.stream_frames import GatherAnswers, GatheringTransport, StreamOffer
+from kvferry.transport.process import ProcessTransport
+from kvferry.transport.stream_frames import StreamOffer
+from kvferry.transport.stream_reader import StreamMover
 from kvferry.transport.stream_sender import StreamSender, TicketKey
 from kvferry.wire.rank_asks import (
     Gather,
@@ -47,26 +49,19 @@ REFUSED_FOR = {
 """What a transport says of bytes that cannot be gathered; all else is the device's, or a bug."""
 
 
-# A source rank that sends its readers what they may have: its own socket, and the thread that serves it.
-#
-# Whatever is asked for is checked first, by a ``TicketGuard``; the bytes go over streams (``StreamSender``),
-# which wait for nobody.
-
-
-class _Answer(NamedTuple):
-    to: str
-    message: NotGathered | StreamOffered
-
-
 class GatherService:
-    """Sends what readers ask for, if the guard lets it."""
+    """A source rank that sends its readers what they may have.
+
+    Whatever is asked for is checked first, by a ``TicketGuard``; the bytes go over streams, which wait for
+    nobody. One thread does both, that of the streams: what it has not begun to send when it hears of a
+    release, it does not send.
+    """
 
     def __init__(
         self,
         copier: ChunkCopier,
         guard: TicketGuard,
-        channel: ControlChannel,
-        clock: Callable[[], float],
+        channel: ChannelThread,
         *,
         advertise: str = "",
         is_sealed: bool = False,
@@ -79,12 +74,13 @@ class GatherService:
         host = channel.address.removeprefix("tcp://").rpartition(":")[0].strip("[]") or LOOPBACK
         self._streams = StreamSender(copier, host, is_sealed=is_sealed)
         self._stream_address = advertised(f"tcp://{host}:{self._streams.port}", advertise)
-        # The owner's alone:
+        self._bytes_received = 0
+        """Of messages; the channel's thread's alone."""
+        # The streams' thread's alone:
+        self._bytes_heard = 0
         self._guard = guard
         self._num_gathered = 0
-        self._owner: Owner[_Answer] = Owner("kvferry-gather", self._carry_out, lambda _: float("inf"), clock)
-        # It rides on the channel's thread: an answer need not be handed over.
-        channel.start("kvferry-gather", self._receive, lambda: self._owner.is_behind, self._owner.turn)
+        channel.start("kvferry-gather", self._receive, self._is_behind)
 
     # -- from any thread ---------------------------------------------------------------------------
 
@@ -94,99 +90,91 @@ class GatherService:
 
     def begin(self, generation: int) -> None:
         """The engine has started anew: what its earlier starts had on offer is over."""
-        self._put(lambda _: self._begin(generation))
+        self._streams.put(partial(self._begin, generation))
 
     def revoke(self, generation: int, ticket_id: int, then: Callable[[], None]) -> None:
         """Send nothing of a ticket any more; ``then`` is called when nothing of it is being sent.
 
         ``generation``: the start of the engine that the ticket is of.
         """
-        self._put(lambda _: self._revoke(TicketKey(generation, ticket_id), then))
+        self._streams.put(partial(self._revoke, TicketKey(generation, ticket_id), then))
 
     def when_revoked(self, then: Callable[[], None]) -> None:
         """Call ``then`` once nothing is sent of what was revoked so far."""
-        self._put(lambda _: self._when_quiet(then))
+        self._streams.put(then)
 
     def status(self) -> dict[str, object]:
         return {"gathered": self._num_gathered, "refused": dict(self._guard.refused)}
 
     def close(self) -> None:
-        self._channel.close()  # after a last turn
+        self._channel.close()
         self._streams.close()
-
-    def _put(self, event: Event[_Answer]) -> None:
-        self._owner.put(event)
-        self._channel.wake()
 
     def _receive(self, received: Received | ContactChange) -> None:
         if isinstance(received, ContactChange):
             return
-        to = received.reply_to
-        match decode_to_rank(received.data):  # raises for junk, which the channel counts; so does _sides
-            case Gather() as ask:
-                sides = _sides(ask)
-                self._owner.put(lambda _: self._ask(to, ask, sides))
-            case OpenStream() as question:
-                self._owner.put(lambda _: self._open_stream(to, question))
+        to, num_bytes = received.reply_to, len(received.data)
+        message = decode_to_rank(received.data)  # raises for junk, which the channel counts; so does _sides
+        hear = (
+            partial(self._ask, to, message, _sides(message))
+            if isinstance(message, Gather)
+            else partial(self._open_stream, to, message)
+        )
+        self._bytes_received += num_bytes
+        self._streams.put(partial(self._hear, num_bytes, hear))
 
-    # -- the owner's -------------------------------------------------------------------------------
+    def _is_behind(self) -> bool:
+        """Whether messages had better wait in the channel."""
+        return self._streams.num_waiting > MANY or self._bytes_received - self._bytes_heard > MANY_BYTES
 
-    def _carry_out(self, answers: Iterable[_Answer]) -> None:
-        for answer in answers:
-            self._channel.send(answer.to, encode_rank_message(answer.message))
+    # -- in the thread of the streams --------------------------------------------------------------
 
-    def _begin(self, generation: int) -> list[_Answer]:
+    def _hear(self, num_bytes: int, hear: Callable[[], None]) -> None:
+        self._bytes_heard += num_bytes
+        hear()
+
+    def _begin(self, generation: int) -> None:
         self._guard.begin(generation)
         self._streams.revoke(lambda ticket: ticket.generation != generation)
-        return []
 
-    def _revoke(self, ended: TicketKey, then: Callable[[], None]) -> list[_Answer]:
+    def _revoke(self, ended: TicketKey, then: Callable[[], None]) -> None:
         self._begin(ended.generation)  # first: a new start forgets what has ended
         self._guard.end(ended.ticket_id)
         self._streams.revoke(lambda ticket: ticket == ended)
-        return self._when_quiet(then)
+        then()
 
-    def _when_quiet(self, then: Callable[[], None]) -> list[_Answer]:
-        """What is gathered is gathered by the thread of the streams, which has heard of it before."""
-        self._streams.put(then)
-        return []
-
-    def _open_stream(self, to: str, question: OpenStream) -> list[_Answer]:
+    def _open_stream(self, to: str, question: OpenStream) -> None:
         nonce, regions = question.nonce, self._copier.memory.regions
         admitted = self._guard.admit(question.permit)
         if isinstance(admitted, Refusal):
-            return [self._refuse(to, nonce, admitted)]
-        ours = tuple((each.address, each.num_bytes) for each in regions)
-        if question.regions != ours:
-            detail = "its regions are not those that the reader was told of"
-            return [self._refuse(to, nonce, self._guard.refuse(GatherRefusal.NOT_ITS_BYTES, detail))]
+            self._refuse(to, nonce, admitted)
+        elif question.regions != tuple((each.address, each.num_bytes) for each in regions):
+            detail = "its regions differ from those described to the reader"
+            self._refuse(to, nonce, self._guard.refuse(GatherRefusal.NOT_ITS_BYTES, detail))
+        elif offer := self._streams.open(self._stream_address):
+            self._say(to, StreamOffered(nonce, offer.address, offer.stream_id, offer.key))
+        else:
+            self._refuse(to, nonce, self._guard.refuse(GatherRefusal.TOO_MUCH, "too many streams"))
 
-        def offered(offer: StreamOffer | None) -> list[_Answer]:
-            if offer:
-                return [_Answer(to, StreamOffered(nonce, offer.address, offer.stream_id, offer.key))]
-            return [self._refuse(to, nonce, self._guard.refuse(GatherRefusal.TOO_MUCH, "too many streams"))]
-
-        self._streams.open(self._stream_address, lambda offer: self._put(lambda _: offered(offer)))
-        return []
-
-    def _ask(self, to: str, ask: Gather, sides: list[TermSide]) -> list[_Answer]:
+    def _ask(self, to: str, ask: Gather, sides: list[TermSide]) -> None:
         """Have bytes sent; whatever of it is revoked meanwhile is not."""
         admitted = self._guard.admit(ask.permit)
         if isinstance(admitted, Refusal):
-            return [self._refuse(to, ask.nonce, admitted)]
+            self._refuse(to, ask.nonce, admitted)
+            return
         if refusal := self._refusal(admitted, sides):
-            return [self._refuse(to, ask.nonce, refusal)]
+            self._refuse(to, ask.nonce, refusal)
+            return
         self._num_gathered += 1
 
         def refuse(why: str | TransportError) -> None:
             if isinstance(why, TransportError):
-                self._put(lambda _: [self._refuse(to, ask.nonce, self._refuse_for(why))])
+                self._refuse(to, ask.nonce, self._refuse_for(why))
             else:
-                self._put(lambda _: [_Answer(to, NotGathered(ask.nonce, GatherRefusal.ENDED.value, why))])
+                self._say(to, NotGathered(ask.nonce, GatherRefusal.ENDED.value, why))
 
         ticket = TicketKey(admitted.generation, admitted.ticket_id)
         self._streams.send(ask.stream_id, ticket, ask.nonce, sides, refuse)
-        return []
 
     def _refusal(self, admitted: Admitted, sides: list[TermSide]) -> Refusal | None:
         """Why bytes are not sent; whoever sends them has nobody to tell."""
@@ -203,11 +191,14 @@ class GatherService:
     def _refuse_for(self, error: TransportError) -> Refusal:
         return self._guard.refuse(REFUSED_FOR.get(error.code, GatherRefusal.CANNOT), str(error))
 
-    def _refuse(self, to: str, nonce: int, refusal: Refusal) -> _Answer:
+    def _refuse(self, to: str, nonce: int, refusal: Refusal) -> None:
         number = sum(self._guard.refused.values())
         if is_worth_a_line(number):
-            log.warning("refused to send, number %d: %s: %s", number, refusal.code, refusal.detail)
-        return _Answer(to, NotGathered(nonce, refusal.code.value, printable(refusal.detail)))
+            log.warning("packed read number %d rejected: %s: %s", number, refusal.code, refusal.detail)
+        self._say(to, NotGathered(nonce, refusal.code.value, printable(refusal.detail)))
+
+    def _say(self, to: str, message: NotGathered | StreamOffered) -> None:
+        self._channel.send(to, encode_rank_message(message))
 
 
 def _terms(sides: list[TermSide]) -> list[tuple[Ints, Ints, Ints]]:
@@ -219,7 +210,7 @@ def _sides(ask: Gather) -> list[TermSide]:
     sides = []
     for columns in ask.terms:
         if any(len(column) % 8 or not column for column in columns):
-            raise SpecError("gather: a column has whole numbers of 8 bytes, and one at least")
+            raise SpecError("gather: a column must have one or more integers of 8 bytes")
         places, num_bytes, steps = (np.frombuffer(column, "<i8") for column in columns)
         if len(num_bytes) not in (1, len(places)):
             raise SpecError(f"gather: {len(num_bytes)} lengths of {len(places)} runs")
@@ -250,32 +241,27 @@ def open_gathering(
     ``listen``, ``advertise``: where readers ask, and the host that they call, if it is another one. The
     transport's card says so from now on.
     """
-    if not isinstance(transport, GatheringTransport) or not transport.is_gathering:
+    packed = transport.packed if isinstance(transport, ProcessTransport) else None
+    if packed is None:
         return None
     check_listen(listen, advertise, trust)
     edges, (rank,) = edges or Edges(), manifest.ranks
     rank_key = edges.random_bytes(RANK_KEY_BYTES)
     guard = TicketGuard(rank_key, BlockBytes(manifest, rank))
     channel = edges.open_channel(listen, trust.secret)
-    service = GatherService(
-        transport.sender(),
-        guard,
-        channel,
-        edges.clock,
-        advertise=advertise,
-        is_sealed=trust.secret is not None,
-    )
+    is_sealed = trust.secret is not None
+    service = GatherService(packed.sender, guard, channel, advertise=advertise, is_sealed=is_sealed)
     address = advertised(channel.address, advertise)
-    transport.gather_at(address)
+    packed.advertise(address)
     return RankGathering(address, service, rank_key)
 
 
 class GatherCalls:
-    def __init__(self, channel: ControlChannel, name: str) -> None:
+    def __init__(self, channel: ChannelThread, name: str) -> None:
         self._channel, self._name = channel, name
-        self._answers: GatherAnswers | None = None
+        self._answers: StreamMover | None = None
 
-    def listen(self, answers: GatherAnswers) -> None:
+    def listen(self, answers: StreamMover) -> None:
         self._answers = answers
         self._channel.start(self._name, self._receive, lambda: False)
 
@@ -311,10 +297,10 @@ class GatherCalls:
                 answers.stream_offered(sender, nonce, StreamOffer(address, stream_id, key))
 
 
-def ask_to_gather(transport: Transport, open_channel: Callable[[], ControlChannel]) -> None:
+def ask_to_gather(transport: Transport, open_channel: Callable[[], ChannelThread]) -> None:
     """Have a transport that is registered ask source ranks to gather, if that is its way."""
-    if isinstance(transport, GatheringTransport) and transport.is_gathering:
-        transport.ask_by(GatherCalls(open_channel(), "kvferry-gather-calls"))
+    if isinstance(transport, ProcessTransport) and transport.packed:
+        transport.packed.open(GatherCalls(open_channel(), "kvferry-gather-calls"))
 
 
 def _columns(term: Term) -> tuple[bytes, bytes, bytes]:

@@ -13,7 +13,7 @@ from kvferry.wire.secret import Trust
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """Where a rank joins its engine, and with what. The engine itself hands it to its ranks: by a pipe, say.
+    """Address and credential with which a rank joins its engine, which passes it on, for example by a pipe.
 
     >>> Invitation("tcp://127.0.0.1:5555", b"a secret")
     Invitation(address='tcp://127.0.0.1:5555')
@@ -29,7 +29,7 @@ EVERY_HOST = ("0.0.0.0", "*", "[::]")
 def check_listen(listen: str, advertise: str, trust: Trust) -> None:
     """Raise unless one may listen there, and others could call it."""
     if not advertise and any(f"//{host}:" in listen for host in EVERY_HOST):
-        raise SpecError(f"listen={listen} is no address that a reader could call: say advertise=HOST")
+        raise SpecError(f"listen={listen} is not an address that readers can connect to: set advertise=HOST")
     trust.check_listen(listen)
 
 

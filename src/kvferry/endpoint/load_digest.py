@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -19,14 +17,13 @@ from kvferry.core.digest import (
     TakenDigest,
     digest_parts,
     most_bytes,
-    num_bytes,
     sums_to_bytes,
 )
 from kvferry.core.digest_cells import Bytes, ChunkedCells, ChunkSums, Words, sums_by_numpy
 from kvferry.core.manifest import Manifest, Rank, Region
 from kvferry.core.request import BlockTable
 from kvferry.core.state import check_range
-from kvferry.endpoint.edges import Workers
+from kvferry.endpoint.edges import WorkerThreads
 from kvferry.endpoint.meeting import MetPeer, failure_of
 from kvferry.endpoint.owner import Event
 from kvferry.errors import KVFerryError, SpecError, TransportError
@@ -52,7 +49,7 @@ class DigestMemory:
     def __init__(self, rank: Rank) -> None:
         for region in rank.regions:
             if not region.address:
-                raise SpecError(f"region {region.name} has no address, so that it cannot be digested")
+                raise SpecError(f"region {region.name} has no address and cannot be digested")
         self._regions = {region.name: region for region in rank.regions}
         self.host: Mapping[str, Bytes] = {
             region.name: _bytes_at(region.address, region.num_bytes)
@@ -64,7 +61,7 @@ class DigestMemory:
 
     @property
     def is_of_host(self) -> bool:
-        """Whether all of it is the host's: then several threads may share a digest."""
+        """Whether all of it is the host's: then a digest is taken part by part."""
         return not self._kernels
 
     def chunk_sums(self) -> ChunkSums:
@@ -101,10 +98,6 @@ def _bytes_at(address: int, num_bytes: int) -> Bytes:
 
 DIGESTS = "digests"
 """The workers' key: one digest at a time, since each is all that a core can do."""
-MAX_THREADS = 4
-"""That take one digest together, if there are twice as many processors: the engine needs some, too."""
-PARALLEL_BYTES = 16 << 20
-"""From so many on: a few milliseconds of one processor are not worth threads."""
 MAX_SHARE = 2
 """How many times the bytes of its ticket's blocks a question may ask for."""
 MAX_PARTS_PER_VIEW = 64
@@ -129,35 +122,20 @@ class LoadDigest:
         self._memory, self._is_wanted = DigestMemory(self._rank), is_wanted
 
     def sums(self, tables: Mapping[str, BlockTable], parts: Sequence[DigestPart], seed: int) -> list[Words]:
-        total_bytes = self._total_bytes(parts) if self._memory.host else 0
         chunk_sums = self._memory.chunk_sums()
         side = DigestSide(self._manifest, self._rank, tables, self._memory.host, self._side, chunk_sums)
         if not self._memory.is_of_host:  # a device takes all parts at once
             self._check_wanted()
             return side.sums(parts, seed=seed)
-
-        def of_part(part: DigestPart) -> Words:
+        sums = []
+        for part in parts:
             self._check_wanted()
-            return side.sums([part], seed=seed)[0]
-
-        num_threads = self._num_threads(parts, total_bytes)
-        if num_threads < 2:
-            return [of_part(part) for part in parts]
-        with ThreadPoolExecutor(num_threads, "kvferry-digest") as pool:
-            return list(pool.map(of_part, parts))
+            sums += side.sums([part], seed=seed)
+        return sums
 
     def _check_wanted(self) -> None:
         if not self._is_wanted():
-            raise NotWanted("the ticket was released, or this end is closing")
-
-    def _num_threads(self, parts: Sequence[DigestPart], total_bytes: int) -> int:
-        num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2, len(parts))
-        return num_threads if num_threads > 1 and total_bytes >= PARALLEL_BYTES else 1
-
-    def _total_bytes(self, parts: Sequence[DigestPart]) -> int:
-        states = self._manifest.state_by_name
-        known = (part for part in parts if part.state in states)  # what is not known is refused later
-        return sum(num_bytes(self._manifest, part) for part in known)
+            raise NotWanted("the ticket was released, or this endpoint is closing")
 
     def taken(
         self, tables: Mapping[str, BlockTable], parts: Mapping[int, Sequence[DigestPart]], seed: int
@@ -174,9 +152,9 @@ def _check_question(manifest: Manifest, rank: Rank, task: DigestTask, parts: Seq
     states = manifest.state_by_name
     asked = sum(most_bytes(manifest, part) for part in parts if part.state in states)
     if asked > MAX_SHARE * most:
-        raise SpecError(f"digest: {asked} bytes are asked for, the ticket's blocks have {most} here")
+        raise SpecError(f"digest: {asked} bytes requested, the ticket's blocks have {most} here")
     if len(parts) > MAX_PARTS_PER_VIEW * len(rank.views):
-        raise SpecError(f"digest: {len(parts)} parts are asked for, this rank has {len(rank.views)} views")
+        raise SpecError(f"digest: {len(parts)} parts requested, this rank has {len(rank.views)} views")
 
 
 def answer_digest(
@@ -191,7 +169,7 @@ def answer_digest(
         return DigestResult(*named, sums=sums_to_bytes(sums))
     except Exception as error:
         if not isinstance(error, KVFerryError):
-            log.exception("a digest could not be taken")
+            log.exception("a digest could not be computed")
         return DigestResult(*named, detail=printable(str(error) or type(error).__name__))
 
 
@@ -202,7 +180,7 @@ class DigestService:
     """
 
     def __init__(
-        self, manifest: Manifest, rank: int, workers: Workers, say: Callable[[DigestResult], None]
+        self, manifest: Manifest, rank: int, workers: WorkerThreads, say: Callable[[DigestResult], None]
     ) -> None:
         self._manifest, self._rank, self._workers, self._say = manifest, rank, workers, say
         self._lock = threading.Lock()
@@ -264,7 +242,7 @@ class TakenDigests:
         self,
         manifest: Manifest,
         rank: int,
-        workers: Workers,
+        workers: WorkerThreads,
         put: Callable[[Event[Effect]], None],
         fetches: ActiveFetches,
         random_bytes: Callable[[int], bytes],
@@ -286,7 +264,7 @@ class TakenDigests:
         handle, fetch, seed = wanted.handle, wanted.fetch, int.from_bytes(self._random_bytes(8))
         try:
             if met is None:
-                raise SpecError(f"{wanted.peer.engine} was forgotten before its digest could be asked for")
+                raise SpecError(f"{wanted.peer.engine} was disconnected before its digest was requested")
             parts = digest_parts(met.route.plan, fetch.request())
             questions = {src_rank: question_to_msgpack(seed, some) for src_rank, some in parts.items()}
             self._put(lambda now: self._fetches.digest_asked(now, handle, questions))
@@ -299,6 +277,19 @@ class TakenDigests:
             self._put(lambda now: self._fetches.not_digested(now, handle, failure))
         else:
             self._put(lambda now: self._fetches.digest_taken(now, handle, ours))
+
+
+DEFAULT_EVERY = 100
+
+
+def default_digest_every(rank: Rank) -> int:
+    """One in so many loads is compared where nobody said how many; none if this memory cannot be digested."""
+    try:
+        DigestMemory(rank)
+    except SpecError as error:
+        log.warning("digests are disabled: %s", error)
+        return 0
+    return DEFAULT_EVERY
 
 
 def check_digest_every(every: int, rank: Rank) -> None:

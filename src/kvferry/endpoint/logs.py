@@ -76,7 +76,7 @@ class LoadLog:
         elif self._failed.take(now):
             _write(logging.WARNING, report)
             if num := self._failed.pop_left_out():
-                log.warning("%d more failed loads have no line here", num)
+                log.warning("%d more failed loads were not logged", num)
 
     def status(self) -> dict[str, object]:
         """Loads that ended, by outcome and way; the bytes of those that ended well, by way."""
@@ -104,9 +104,10 @@ def log_line(report: Report) -> str:
     head = f"load of {name} from {engine} at {printable(record.address)}"
     in_all = f"{record.total_seconds * 1e3:.1f} ms in all"
     if failure is None:
-        return f"{head}: {_moved(record)}; {in_all}"
-    read = f"{_moved(record)}, and does not count" if record.way else "nothing was read"
-    what = "was given up by this engine" if failure.code is FailureCode.ABORTED else "failed"
+        without = f"; without {printable(record.detail, MAX_WORDS)}" if record.detail else ""
+        return f"{head}: {_moved(record)}; {in_all}{without}"
+    read = f"{_moved(record)}, discarded" if record.way else "nothing was read"
+    what = "was aborted by this engine" if failure.code is FailureCode.ABORTED else "failed"
     return f"{head} {what}: {printable(str(failure), MAX_WORDS)}; {read}; {in_all}"
 
 
@@ -120,8 +121,8 @@ def _moved(record: Record) -> str:
 
 
 _TROUBLES = {
-    "expired": "its lease expired: no reader asked for it, or kept it alive, in time",
-    "failed": "its reader could not read it, and said so",
+    "expired": "its lease expired: no reader acquired or renewed it in time",
+    "failed": "its reader reported a failure",
 }
 """Why a released request was not read; whoever withdraws one knows why."""
 
@@ -145,4 +146,4 @@ class LeaseLog:
         if self._limit.take(now):
             log.warning("%s", line)
             if num := self._limit.pop_left_out():
-                log.warning("%d more lines of %s like this were left out", num, self._engine)
+                log.warning("%d more lines like this of %s were not logged", num, self._engine)

@@ -269,5 +269,5 @@ def failure_of(error: Exception, senseless: FailureCode) -> Failure:
         case KVFerryError():
             return Failure(FailureCode.UNEXPECTED, str(error))
         case _:
-            log.exception("an unexpected error while a load was prepared; it fails", exc_info=error)
+            log.exception("unexpected error while preparing a load; the load fails", exc_info=error)
             return Failure(FailureCode.UNEXPECTED, f"{type(error).__name__}: {error}")

@@ -73,7 +73,25 @@ _CODE = ("code", "a failure's code")
 
 # -- a source engine --------------------------------------------------------------------------------
 
-OFFERS = Metric("kvferry_offers", _COUNTER, _SOURCE, "Requests that were offered: each has a ticket")
+OFFERS = Metric("kvferry_offers", _COUNTER, _SOURCE, "Requests offered, one ticket each")
+SOFT_OFFERS = Metric(
+    "kvferry_soft_offers",
+    _COUNTER,
+    _SOURCE,
+    "Finished requests offered to readers without pinning blocks",
+)
+CLAIMS = Metric(
+    "kvferry_claims",
+    _COUNTER,
+    _SOURCE,
+    "Claims of soft offers by other engines",
+    (
+        (
+            "outcome",
+            "`granted`; `missed`: evicted; `late`: no step within 1 s; `unknown`: made before a restart",
+        ),
+    ),
+)
 LEASES = Metric(
     "kvferry_leases",
     _GAUGE,
@@ -81,38 +99,34 @@ LEASES = Metric(
     "Requests whose blocks are pinned",
     (("state", "`offered` or `being-read`"),),
 )
-PINNED_BYTES = Metric(
-    "kvferry_pinned_bytes", _GAUGE, _SOURCE, "Bytes of the blocks that are pinned, over all ranks"
-)
+PINNED_BYTES = Metric("kvferry_pinned_bytes", _GAUGE, _SOURCE, "Bytes of pinned blocks, over all ranks")
 LEASES_ENDED = Metric(
     "kvferry_leases_ended",
     _COUNTER,
     _SOURCE,
-    "Leases that ended: the blocks are the engine's own again",
+    "Leases that ended and released their blocks",
     (("reason", "`read`, `declined`, `failed`, `expired` or `withdrawn`"),),
 )
-GRANTS = Metric(
-    "kvferry_grants", _COUNTER, _SOURCE, "Leases granted, each to one rank of a destination engine"
-)
+GRANTS = Metric("kvferry_grants", _COUNTER, _SOURCE, "Leases granted, one per destination rank")
 GRANTED_BYTES = Metric(
     "kvferry_granted_bytes",
     _COUNTER,
     _SOURCE,
-    "Bytes of the blocks of requests that a destination engine began to read",
+    "Bytes of requests that a destination engine started to read",
 )
-DENIALS = Metric("kvferry_denials", _COUNTER, _SOURCE, "Leases that were asked for and not granted", (_CODE,))
+DENIALS = Metric("kvferry_denials", _COUNTER, _SOURCE, "Lease requests denied", (_CODE,))
 RENEWALS = Metric(
     "kvferry_renewals",
     _COUNTER,
     _SOURCE,
-    "Leases that readers asked to renew",
-    (("answer", "`kept`, or `ended`: it was over already"),),
+    "Lease renewals requested by readers",
+    (("answer", "`kept`, or `ended` if the lease was already over"),),
 )
 UNHEARD_RELEASES = Metric(
     "kvferry_unheard_releases",
     _GAUGE,
     _SOURCE,
-    "Releases that a rank of the engine has not confirmed yet",
+    "Releases not yet acknowledged by a rank of the engine",
 )
 
 # -- a destination ----------------------------------------------------------------------------------
@@ -121,25 +135,29 @@ LOADS = Metric(
     "kvferry_loads",
     _COUNTER,
     _DESTINATION,
-    "Loads that ended, one per rank and request",
+    "Finished loads, one per rank and request",
     (
         ("outcome", "`read`, or a failure's code"),
-        ("way", "how the bytes came: `direct`, `mapped` …; `none` if nothing was read"),
+        ("way", "transfer mode: `mapped`, `direct`, `packed` …; `none` if nothing was read"),
     ),
 )
-LOADED_BYTES = Metric("kvferry_loaded_bytes", _COUNTER, _DESTINATION, "Bytes of loads that ended well")
-LOADED_RUNS = Metric("kvferry_loaded_runs", _COUNTER, _DESTINATION, "Runs of loads that ended well")
+LOADED_BYTES = Metric("kvferry_loaded_bytes", _COUNTER, _DESTINATION, "Bytes of successful loads")
+LOADED_EARLY_BYTES = Metric(
+    "kvferry_loaded_early_bytes",
+    _COUNTER,
+    _DESTINATION,
+    "Bytes of successful loads that were read while the source was still computing the prompt",
+)
+LOADED_RUNS = Metric("kvferry_loaded_runs", _COUNTER, _DESTINATION, "Runs of successful loads")
 LOAD_BYTES = Metric(
-    "kvferry_load_bytes", _HISTOGRAM, _DESTINATION, "Bytes of a load that ended well", buckets=BYTES
+    "kvferry_load_bytes", _HISTOGRAM, _DESTINATION, "Bytes of a successful load", buckets=BYTES
 )
-LOAD_RUNS = Metric(
-    "kvferry_load_runs", _HISTOGRAM, _DESTINATION, "Runs of a load that ended well", buckets=RUNS
-)
+LOAD_RUNS = Metric("kvferry_load_runs", _HISTOGRAM, _DESTINATION, "Runs of a successful load", buckets=RUNS)
 LOAD_SECONDS = Metric(
     "kvferry_load_seconds",
     _HISTOGRAM,
     _DESTINATION,
-    "Where the time of a load went",
+    "Duration of a load, by part",
     (("part", "`meet` (of it `plan`), `post`, `move`, `digest`, `confirm`, `total`"),),
     SECONDS,
 )
@@ -147,27 +165,45 @@ LOAD_DIGESTS = Metric(
     "kvferry_load_digests",
     _COUNTER,
     _DESTINATION,
-    "Loads whose bytes were to be compared with the source's before they count",
-    (("digest", "`equal`, `differs`, or `missing`: one side could not say"),),
+    "Loads selected for a digest comparison with the source",
+    (("digest", "`equal`, `differs`, or `missing` if one side could not compute it"),),
 )
 REJECTED_TICKETS = Metric(
     "kvferry_rejected_tickets",
     _COUNTER,
     _DESTINATION,
-    "Tickets that were not used: nobody was called for them",
+    "Tickets rejected before any source engine was contacted",
     (("code", "a failure's code; in vLLM also `no-ticket`, `unreadable`, `other-prompt`, `state-too-long`"),),
+)
+READ_BACKS = Metric(
+    "kvferry_read_backs",
+    _COUNTER,
+    _DESTINATION,
+    "Prompts that came with a soft offer of an earlier turn",
+    (
+        (
+            "outcome",
+            "`claimed`, `cached` (in the prefix cache), `diverged` (other tokens), `denied`, `unused`",
+        ),
+    ),
+)
+READ_BACK_TOKENS = Metric(
+    "kvferry_read_back_tokens",
+    _COUNTER,
+    _DESTINATION,
+    "Prompt tokens read from the engine that decoded the previous turn",
 )
 UNCACHED_BLOCKS = Metric(
     "kvferry_uncached_blocks",
     _COUNTER,
     _DESTINATION,
-    "Blocks that a load filled only in part, kept out of vLLM's prefix cache",
+    "Partly filled blocks of loads, excluded from vLLM's prefix cache",
 )
 PHASES = Metric(
     "kvferry_loads_under_way",
     _GAUGE,
     _DESTINATION,
-    "Loads that have not ended",
+    "Loads in progress",
     (
         (
             "phase",
@@ -179,23 +215,21 @@ QUARANTINED = Metric(
     "kvferry_quarantined",
     _GAUGE,
     _DESTINATION,
-    "Loads whose reads do not end: their blocks stay out of use",
+    "Loads whose reads neither end nor fail; their blocks stay reserved",
 )
-READS_IN_FLIGHT = Metric(
-    "kvferry_reads_in_flight", _GAUGE, _DESTINATION, "Reads that the fabric has not ended"
-)
+READS_IN_FLIGHT = Metric("kvferry_reads_in_flight", _GAUGE, _DESTINATION, "Reads in flight on the fabric")
 PEERS = Metric(
     "kvferry_peers",
     _GAUGE,
     _DESTINATION,
-    "Source engines that a destination rank knows",
-    (("state", "`met`, `broken`, `gone`, or a step of meeting: `greeting`, `planning` …"),),
+    "Source engines known to a destination rank",
+    (("state", "`met`, `broken`, `gone`, or a step of the first contact: `greeting`, `planning` …"),),
 )
 RETRIES = Metric(
     "kvferry_retries",
     _COUNTER,
     _DESTINATION,
-    "Messages to source engines that were sent again because no answer came",
+    "Messages to source engines sent again after a timeout",
     (("message", "`hello`, `lease` or `settle`"),),
 )
 
@@ -205,7 +239,7 @@ REFUSED_MESSAGES = Metric(
     "kvferry_refused_messages",
     _COUNTER,
     _BOTH,
-    "Messages on the control channel that were dropped or refused",
+    "Messages on the control channel that were dropped or rejected",
     (
         ("side", "`source` or `destination`"),
         ("why", "`behind`, `unread`, `unsent`, `frames`, `address`, or the kind of the error"),
@@ -265,6 +299,8 @@ def samples_of(record: Record) -> Iterator[Sample]:
     if record.outcome != Outcome.READ.value:
         return
     yield LOADED_BYTES, (), record.num_bytes
+    if record.early_bytes:
+        yield LOADED_EARLY_BYTES, (), record.early_bytes
     yield LOADED_RUNS, (), record.num_runs
     yield LOAD_BYTES, (), record.num_bytes
     yield LOAD_RUNS, (), record.num_runs

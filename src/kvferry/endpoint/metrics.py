@@ -38,7 +38,7 @@ class Instruments:
 
 
 class EngineMetrics:
-    """The metrics of all endpoints in this process: give one object to each of them."""
+    """The metrics of all endpoints in this process: pass one object to each endpoint."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         """``registry``: where the metrics appear; by default where Prometheus looks."""
@@ -63,12 +63,12 @@ class EngineMetrics:
         self._instruments.add(samples_of(report.record))
 
     def watch(self, endpoint: object, figures: Callable[[], Figures]) -> None:
-        """Show an endpoint's figures from now on; they are asked for whenever the metrics are read."""
+        """Publish an endpoint's figures; they are read at every scrape."""
         with self._lock:
             self._watched[endpoint] = figures, Changes()
 
     def forget(self, endpoint: object) -> None:
-        """An endpoint has ended: its gauges go back to 0, what it has counted stays."""
+        """Remove an endpoint: its gauges return to 0, its counters stay."""
         with self._lock:
             if known := self._watched.pop(endpoint, None):
                 figures, changes = known

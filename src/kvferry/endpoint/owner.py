@@ -6,13 +6,12 @@ work.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 from kvferry.errors import KVFerryError
+from kvferry.host.threads import InboxThread
 from kvferry.log import log_of
 
 log = log_of(__name__)
@@ -29,14 +28,12 @@ MANY = 1_000
 """Events in the inbox, from which on messages wait in the channel, or are dropped there."""
 MANY_BYTES = 4 << 20
 """Of messages in the inbox; decoded they have several times as many."""
-LONGEST_WAIT = 3600.0
 ANSWER_SECONDS = 10.0
 
 
 class Owner(Generic[E]):
     """Owns a machine. ``tick`` is called after each batch of events, and when the time comes that it names.
 
-    It has a thread of its own (``start``), or rides on somebody else's, who calls ``turn`` again and again.
     Nothing that an event, an effect or a tick raises ends the thread.
     """
 
@@ -48,10 +45,9 @@ class Owner(Generic[E]):
         clock: Callable[[], float],
     ) -> None:
         self._carry_out, self._tick, self._clock = carry_out, tick, clock
-        self._inbox: SimpleQueue[tuple[Event[E], int] | None] = SimpleQueue()
+        self._inbox: InboxThread[tuple[Event[E], int]] = InboxThread(name, self._take_step, MAX_AT_ONCE)
         self._bytes_put = self._bytes_taken = 0
         """Of messages; the first is the channel's thread's, the second the owner's."""
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     # -- from any thread ---------------------------------------------------------------------------
 
@@ -68,12 +64,12 @@ class Owner(Generic[E]):
     @property
     def has_more(self) -> bool:
         """Whether something is in the inbox."""
-        return not self._inbox.empty()
+        return self._inbox.num_waiting > 0
 
     @property
     def is_behind(self) -> bool:
         """Whether messages had better wait where they are."""
-        return self._inbox.qsize() > MANY or self._bytes_put - self._bytes_taken > MANY_BYTES
+        return self._inbox.num_waiting > MANY or self._bytes_put - self._bytes_taken > MANY_BYTES
 
     def ask(self, question: Callable[[], T]) -> T:
         """Have the owner ask its machine; waits for the answer, and raises if there is none in time."""
@@ -86,55 +82,38 @@ class Owner(Generic[E]):
                 answer.set_exception(error)
             return ()
 
-        if not self._thread.is_alive():
+        thread = self._inbox.thread
+        if not thread.is_alive():
             return question()  # it has not begun, or it is over: nobody else is there
         self.put(event)
         try:
             return answer.result(ANSWER_SECONDS)
         except TimeoutError:
-            if not self._thread.is_alive():
+            if not thread.is_alive():
                 return question()
-            raise KVFerryError(f"{self._thread.name} did not answer within {ANSWER_SECONDS:g} s") from None
+            raise KVFerryError(f"{thread.name} did not answer within {ANSWER_SECONDS:g} s") from None
 
     def start(self) -> None:
         """Begin, in a thread of its own."""
-        self._thread.start()
+        self._inbox.thread.start()
 
     def close(self) -> None:
         """Do what was asked for so far; after that, whatever comes stays where it is."""
-        self._inbox.put(None)
-        if self._thread.is_alive():
-            self._thread.join(ANSWER_SECONDS)
+        self._inbox.close()
+        self._inbox.join(ANSWER_SECONDS)
 
     # -- in the thread -----------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        until, is_open = self._clock(), True
-        while is_open:
-            events, is_open = self.take(until - self._clock())
-            until = self.step(events, self._clock())
-
-    def turn(self) -> float:
-        """Do what was asked for so far; for how many seconds it may be left alone."""
-        events, _ = self.take(0.0)
-        until = self.step(events, self._clock())
-        return 0.0 if self.has_more else max(0.0, until - self._clock())
+    def _take_step(self, taken: list[tuple[Event[E], int]]) -> float:
+        self._bytes_taken += sum(num_bytes for _, num_bytes in taken)
+        until = self.step([event for event, _ in taken], self._clock())
+        return until - self._clock()
 
     def take(self, seconds: float) -> tuple[list[Event[E]], bool]:
         """What is in the inbox, after at most so long; and whether there may be more."""
-        events: list[Event[E]] = []
-        try:
-            taken = self._inbox.get(timeout=min(max(0.0, seconds), LONGEST_WAIT))
-            while taken is not None:
-                event, num_bytes = taken
-                events.append(event)
-                self._bytes_taken += num_bytes
-                if len(events) == MAX_AT_ONCE:
-                    return events, True
-                taken = self._inbox.get_nowait()
-        except Empty:
-            return events, True
-        return events, False
+        taken, is_open = self._inbox.take(seconds)
+        self._bytes_taken += sum(num_bytes for _, num_bytes in taken)
+        return [event for event, _ in taken], is_open
 
     def step(self, events: Iterable[Event[E]], now: float) -> float:
         """Tell the machine, carry out what it wants; when to come again at the latest."""
@@ -148,5 +127,5 @@ class Owner(Generic[E]):
         try:
             return work()
         except Exception:
-            log.exception("the owner of a machine goes on after an unexpected error")
+            log.exception("unexpected error; the state machine continues")
         return None

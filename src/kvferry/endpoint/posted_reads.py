@@ -7,7 +7,7 @@ from functools import partial
 
 from kvferry.core.product import Product
 from kvferry.core.select import select
-from kvferry.endpoint.edges import Workers
+from kvferry.endpoint.edges import WorkerThreads
 from kvferry.endpoint.meeting import MetPeer, failure_of, remote_name
 from kvferry.endpoint.owner import Event
 from kvferry.errors import KVFerryError
@@ -30,7 +30,7 @@ class PostedReads:
     def __init__(
         self,
         transport: Transport,
-        workers: Workers,
+        workers: WorkerThreads,
         put: Callable[[Event[Effect]], None],
         fetches: ActiveFetches,
     ) -> None:
@@ -130,7 +130,7 @@ QUICK_BLOCKS = 2048
 class Selecting:
     """Has fetches selected; what comes of it is put into the owner's inbox."""
 
-    def __init__(self, workers: Workers, put: Callable[[Event[Effect]], None], reader: Reader) -> None:
+    def __init__(self, workers: WorkerThreads, put: Callable[[Event[Effect]], None], reader: Reader) -> None:
         self._workers, self._put, self._reader = workers, put, reader
         self._room = QUICK_BLOCKS
 

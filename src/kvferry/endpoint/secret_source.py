@@ -45,9 +45,9 @@ class FileSecret(Secret):
             if self._seen == seen:
                 return
             self.change_to(_read(self._path))
-            log.warning("the secret in %s has changed, and is used from now on", self._path)
+            log.warning("the secret in %s has changed; the new one is in use", self._path)
         except SpecError as error:
-            log.error("%s; the secret that was read before is still used", error)
+            log.error("%s; the previous secret is still in use", error)
         finally:
             self._lock.release()
 
@@ -74,7 +74,7 @@ def _read(path: str | Path) -> Secret:
     except OSError as error:
         raise SpecError(f"the secret file {path} cannot be read: {error.strerror or error}") from None
     if mode & stat.S_IROTH:
-        log.warning("everybody on this host can read the secret in %s: chmod 600 it", path)
+        log.warning("every user of this host can read the secret in %s; run chmod 600 on it", path)
     if len(data) > MAX_SECRET_BYTES:
         raise SpecError(f"the secret file {path} has more than {MAX_SECRET_BYTES} bytes")
     try:

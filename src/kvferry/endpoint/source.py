@@ -22,8 +22,10 @@ from kvferry.endpoint.status import status_report
 from kvferry.errors import KVFerryError, SpecError
 from kvferry.log import log_of
 from kvferry.runtime import Authority, Offers, Released, Timing
+from kvferry.runtime.authority import CLAIM_SECONDS
+from kvferry.runtime.claims import MAX_CLAIMS
 from kvferry.runtime.figures import Figures, block_bytes_of
-from kvferry.runtime.values import Merge, Send, Show, SourceEffect, Strike
+from kvferry.runtime.values import Merge, Send, Show, SourceEffect, Strike, Wanted
 from kvferry.wire.messages import (
     TOO_LONG,
     AskStatus,
@@ -41,7 +43,7 @@ from kvferry.wire.messages import (
     too_long,
 )
 from kvferry.wire.outline import manifest_of_joins, outline_to_msgpack
-from kvferry.wire.reading import printable
+from kvferry.wire.reading import check_name, printable
 from kvferry.wire.secret import Trust, is_loopback
 from kvferry.wire.ticket import NOT_SAID, NotSaid, Ticket
 
@@ -59,11 +61,44 @@ SHOW_SECONDS = 0.25
 """How old the figures for people may be."""
 
 
+class GrowingOffer:
+    """A request that is offered while its prompt is still being computed. No call blocks.
+
+    Its tables only grow. Readers read what is complete, and report it when it is closed, as one load.
+    """
+
+    def __init__(self, engine: SourceEngine, ticket: Ticket) -> None:
+        self._engine, self.ticket = engine, ticket
+        """The ticket of the newest stage."""
+
+    def grow(self, tables: Mapping[str, BlockTable], num_complete: int) -> None:
+        """So many first tokens are written, on the device too.
+
+        Give the tables of groups that keep all of their tokens; those that drop some come at the end.
+        """
+        if num_complete > self.ticket.num_complete:
+            self._next(self._engine._offers.stage(self.ticket, tables, num_complete))
+
+    def close(self, tables: Mapping[str, BlockTable], *, held_from: int | NotSaid = NOT_SAID) -> Ticket:
+        """All is written: from now on it is like any other offer, under this ticket."""
+        self._next(self._engine._offers.stage(self.ticket, tables, held_from=held_from))
+        return self.ticket
+
+    def revoke(self) -> None:
+        """The blocks are to be written by others: no read counts that ends after this call."""
+        name = self.ticket.request_id
+        self._engine._owner.put(lambda now: self._engine._authority.revoke(now, name))
+
+    def _next(self, ticket: Ticket) -> None:
+        self.ticket = ticket
+        self._engine._owner.put(lambda now: self._engine._authority.grow(now, ticket))
+
+
 class SourceEngine:
-    """The lease authority of a source engine: offers requests, learns when their blocks are free again.
+    """The lease authority of a source engine: offers requests, and reports when their blocks are released.
 
     One thread owns the machine that keeps the leases (``kvferry.runtime.Authority``); calls and messages are
-    put into its inbox. Tickets are made by whoever asks for them: ``offer`` waits for nobody.
+    put into its inbox. ``offer`` creates the ticket in the calling thread and never blocks.
     """
 
     def __init__(
@@ -88,12 +123,16 @@ class SourceEngine:
         check_listen(listen, advertise, trust)
         if trust.insecure:
             log.warning(
-                "insecure: whoever can reach %s can read and write this engine's caches; better set a secret",
+                "insecure: every host that reaches %s can read and write this engine's caches; set a secret",
                 listen,
             )
         edges, timing = edges or Edges(), timing or Timing()
         self._clock, self._trust = edges.clock, trust
         self._released: deque[Released] = deque()
+        self._wanted: deque[Wanted] = deque()
+        self.num_ranks = num_ranks
+        self._looked_at = float("-inf")
+        """When the engine last called ``claims``."""
         self._channel = edges.open_channel(listen, trust.secret)
         self._credential = credential or edges.random_bytes(16)
         address = advertised(self._channel.address, advertise)
@@ -141,8 +180,13 @@ class SourceEngine:
         return Invitation(self.address, self._credential)
 
     @property
+    def engine(self) -> str:
+        """Its name."""
+        return self._offers.engine
+
+    @property
     def generation(self) -> int:
-        """Which start of the engine this is."""
+        """Identifies this process lifetime of the engine."""
         return self._offers.generation
 
     @property
@@ -180,31 +224,83 @@ class SourceEngine:
         *,
         digest: bytes = b"",
         held_from: int | NotSaid = NOT_SAID,
+        transfer: str = "",
     ) -> Ticket:
         """Pin a request's blocks until its lease ends, and return the ticket to hand to the destination.
 
         The device must have finished writing the blocks. A name can be offered again once ``poll`` has said
         that it is released. ``held_from``: every table holds the cells of all tokens from this one on
-        (``core.request``), so that a destination can fill whole blocks of its own.
+        (``core.request``), so that a destination can fill whole blocks of its own. ``transfer``: the router's
+        name of the prefill, if a reader waits for it (``open``).
         """
         ticket = self._offers.make(request_id, tables, num_tokens, digest, held_from)
         now = self._clock()
-        self._owner.put(lambda _: self._authority.offer(now, ticket))
+        self._owner.put(lambda _: self._authority.offer(now, ticket, transfer))
         return ticket
 
+    def refuse(self, transfer: str, why: str) -> None:
+        """Reject a prefill by the router's name for it: engines that wait for it get the reason."""
+        self._owner.put(lambda _: self._authority.refuse(transfer, why))
+
+    def open(
+        self,
+        request_id: str,
+        tables: Mapping[str, BlockTable],
+        num_tokens: int,
+        *,
+        transfer: str,
+        num_complete: int = 0,
+        digest: bytes = b"",
+    ) -> GrowingOffer:
+        """Offer a request whose prompt of ``num_tokens`` is still being computed.
+
+        ``transfer``: what the router has named this prefill, for the reader to find it by; it must be hard to
+        guess. Readers of it confirm by message, so that ``revoke`` takes effect at once.
+        """
+        check_name("the name of a transfer", transfer)
+        ticket = self._offers.make(request_id, tables, num_tokens, digest, complete=num_complete)
+        now = self._clock()
+        self._owner.put(lambda _: self._authority.offer(now, ticket, transfer))
+        return GrowingOffer(self, ticket)
+
+    def offer_soft(self, request_id: str, num_tokens: int, parts: bytes) -> Ticket:
+        """Offer what this engine's prefix cache has of a request. It pins nothing.
+
+        ``parts``: ``digest_parts`` of its tokens. A reader's claim of it appears in ``claims``.
+        """
+        ticket = self._offers.make_soft(request_id, num_tokens, parts)
+        self._owner.put(lambda _: self._authority.count_soft())
+        return ticket
+
+    def claims(self, most: int = MAX_CLAIMS) -> list[Wanted]:
+        """Claims of soft offers, each once: answer with ``grant`` or ``deny`` within a second."""
+        self._looked_at = self._clock()
+        return [self._wanted.popleft() for _ in range(min(most, len(self._wanted)))]
+
+    def grant(self, claim: Wanted, ticket: Ticket) -> None:
+        """Grant a claim: the remaining blocks are pinned under a ticket that ``offer`` has returned.
+
+        If the grant is too late, the offer is withdrawn, and ``poll`` reports it.
+        """
+        self._owner.put(lambda now: self._authority.claimed(now, claim.number, ticket, ""))
+
+    def deny(self, claim: Wanted, why: str) -> None:
+        """Deny a claim: the blocks were evicted, or cannot be pinned."""
+        self._owner.put(lambda now: self._authority.claimed(now, claim.number, None, why))
+
     def withdraw(self, request_id: str) -> None:
-        """Take an offer back. Its blocks are free when ``poll`` says so."""
+        """Withdraw an offer. Its blocks are free when ``poll`` reports it."""
         self._owner.put(lambda now: self._authority.withdraw(now, request_id))
 
     def take_back(self, ticket: Ticket) -> bool:
         """Withdraw the offer of a ticket that came back to where it was made; whether it was made here."""
         is_own = self._offers.is_own(ticket)
-        if is_own:
+        if is_own and not ticket.is_soft:
             self.withdraw(ticket.request_id)
         return is_own
 
     def poll(self) -> list[Released]:
-        """The requests whose blocks are the engine's own again, each once."""
+        """The released requests, each once: their blocks belong to the engine again."""
         released = [self._released.popleft() for _ in range(len(self._released))]
         for one in released:
             self._offers.forget(one.request_id)
@@ -212,26 +308,22 @@ class SourceEngine:
 
     @property
     def figures(self) -> Figures:
-        """Its counters and gauges, as they stood a moment ago; waits for nobody."""
+        """Its counters and gauges, possibly slightly old; never blocks."""
         messages = refused_messages(MetricSide.SOURCE, self._channel.refused, self._channel.dropped)
         return {**self._figures, **messages}
 
     def status(self) -> dict[str, object]:
-        """Who is here, what is pinned, what was refused. Waits for the owner to say so."""
-        return self._owner.ask(self._authority.status) | {
-            "refused": dict(self._channel.refused),
-            "dropped": dict(self._channel.dropped),
-        }
+        """Ranks, pinned requests, refused messages. Waits for the owner thread."""
+        return self._owner.ask(self._status)
+
+    def _status(self) -> dict[str, object]:
+        counts = {"refused": dict(self._channel.refused), "dropped": dict(self._channel.dropped)}
+        return self._authority.status() | counts
 
     def _report(self) -> dict[str, object]:
         """What `kvferry status` is told; the owner's."""
         now = self._clock()
-        status = self._authority.status() | {
-            "address": self.address,
-            "leases": self._authority.shown_leases(now),
-            "refused": dict(self._channel.refused),
-            "dropped": dict(self._channel.dropped),
-        }
+        status = self._status() | {"address": self.address, "leases": self._authority.shown_leases(now)}
         self._figures = self._authority.figures()
         return status_report(MetricSide.SOURCE, status, self.figures, now - self._started)
 
@@ -267,6 +359,10 @@ class SourceEngine:
                         self._board.strike(effect.ticket_id)
                 case Merge():
                     self._workers.submit("merge", partial(self._merge, effect.joins))
+                case Wanted() if self._clock() > self._looked_at + CLAIM_SECONDS:
+                    self.deny(effect, "the engine is idle")  # a reader need not wait to hear that
+                case Wanted():
+                    self._wanted.append(effect)
                 case Released():
                     self._log.released(self._clock(), effect)
                     self._released.append(effect)
@@ -289,7 +385,7 @@ class SourceEngine:
                 self._told = StatusAnswer(json.dumps(self._report()).encode())
                 self._told_until = self._clock() + SHOW_SECONDS
             return [Send(to, self._told)]
-        detail = "an insecure engine does not tell its status to the network: run kvferry status on its host"
+        detail = "status over the network is disabled on an insecure engine: run kvferry status on its host"
         return [Send(to, Rejected("status", detail))]
 
     def _tick(self, now: float) -> float:
@@ -324,7 +420,7 @@ class SourceEngine:
                 pass  # its reader asks again until the rank has joined
             case DigestTask(generation, number):
                 rank = int(send.to.removeprefix(HERE))
-                why = "it was admitted, and runs no SourceRank that could take one"
+                why = "the rank was admitted, but runs no SourceRank that could compute a digest"
                 result = DigestResult(generation, rank, number, detail=why)
                 self._carry_out(self._authority.receive(self._clock(), send.to, result))
             case _:

@@ -26,20 +26,6 @@ from kvferry.wire.secret import Trust
 log = log_of(__name__)
 
 
-class RankDuties:
-    """What a rank does with what it hears; by default nothing. Called in the member's thread."""
-
-    def began(self, generation: int) -> None:
-        """It has joined a start of its engine."""
-
-    def released(self, generation: int, released: Released) -> None:
-        """A request of that start is released."""
-
-    def when_stopped(self, then: Callable[[], None]) -> None:
-        """Call ``then`` once nothing is done for what was released so far."""
-        then()
-
-
 class MemberThread:
     """Owns the membership of one rank (``kvferry.runtime.Member``)."""
 
@@ -49,18 +35,23 @@ class MemberThread:
         manifest: Manifest,
         join: Join,
         *,
-        duties: RankDuties | None = None,
+        service: GatherService | None = None,
+        released: Callable[[Released], None] = lambda _: None,
         trust: Trust = Trust(),  # noqa: B008  (it is frozen)
         timing: Timing | None = None,
         edges: Edges | None = None,
     ) -> None:
-        """``manifest``: of this rank's memory, which digests are taken of. ``edges`` are for simulations."""
+        """``manifest``: of this rank's memory, which digests are taken of.
+
+        ``service``: what sends bytes of it; it hears of each start of the engine, and of each release before
+        ``released`` and the authority do. ``edges`` are for simulations.
+        """
         edges, rank = edges or Edges(), join.rank
         self._rank, self._authority = rank, authority
-        self._duties = duties or RankDuties()
+        self._service, self._released = service, released
         self._state = Membership.JOINING
         self._generation = 0
-        """The start of its engine that its duties were told of."""
+        """The start of its engine that its service was told of."""
         self._member = Member(authority, join, timing)  # the owner's alone
         self._owner = Owner(f"kvferry-src-{rank}", self._carry_out, self._tick, edges.clock)
         workers = edges.make_workers(f"kvferry-src-{rank}-work")
@@ -76,9 +67,9 @@ class MemberThread:
 
     @property
     def is_joined(self) -> bool:
-        """Whether the authority knows this rank. Raises SpecError if it turned the rank away."""
+        """Whether this rank has joined. Raises SpecError if the authority rejected it."""
         if self._state is Membership.REFUSED:
-            raise SpecError(f"rank {self._rank} was turned away by {self._authority}: {self._member.refusal}")
+            raise SpecError(f"rank {self._rank} was rejected by {self._authority}: {self._member.refusal}")
         return self._state is Membership.JOINED
 
     def close(self) -> None:
@@ -102,33 +93,41 @@ class MemberThread:
     def _carry_out(self, effects: Iterable[MemberEffect]) -> None:
         for effect in effects:
             match effect:
-                case Send(to, ReleaseAck() as ack):
+                case Send(to, ReleaseAck() as ack) if self._service:
                     # The engine may use the blocks as soon as its authority has it.
-                    self._duties.when_stopped(partial(self._channel.send, to, encode(ack)))
+                    self._service.when_revoked(partial(self._channel.send, to, encode(ack)))
                 case Send():
                     self._channel.send(effect.to, encode(effect.message))
                 case Released():
-                    self._digests.release(effect.ticket_id)
-                    self._duties.released(self._member.generation, effect)
+                    self._release(effect)
                 case AnswerDigest():
                     self._digests.take(effect.task)
+
+    def _release(self, released: Released) -> None:
+        self._digests.release(released.ticket_id)
+        if self._service:
+            then = partial(self._released, released)
+            self._service.revoke(self._member.generation, released.ticket_id, then)
+        else:
+            self._released(released)
 
     def _tick(self, now: float) -> float:
         self._carry_out(self._member.tick(now))
         if self._member.generation != self._generation:
             self._generation = self._member.generation
-            self._duties.began(self._generation)
+            if self._service:
+                self._service.begin(self._generation)
         if self._member.state is not self._state:
             self._state, refusal = self._member.state, self._member.refusal
             if self._state is Membership.REFUSED:
-                log.error("rank %d was turned away by %s: %s", self._rank, self._authority, refusal)
+                log.error("rank %d was rejected by %s: %s", self._rank, self._authority, refusal)
             else:
                 log.info("rank %d of %s: %s", self._rank, self._authority, self._state.value)
         return self._member.next_deadline()
 
 
 class SourceRank:
-    """One rank of a source engine: its memory can be read, and it hears of every release.
+    """One rank of a source engine: makes its memory readable, and reports every release.
 
     It joins its authority, and joins it again if that has started anew at its address. What the earlier start
     had on offer is over then.
@@ -166,7 +165,8 @@ class SourceRank:
             invitation.address,
             manifest,
             join,
-            duties=_Duties(self._released, self._service),
+            service=self._service,
+            released=self._released.append,
             trust=trust,
             timing=timing,
             edges=edges,
@@ -174,7 +174,7 @@ class SourceRank:
 
     @property
     def is_joined(self) -> bool:
-        """Whether the authority knows this rank. Raises SpecError if it turned the rank away."""
+        """Whether this rank has joined. Raises SpecError if the authority rejected it."""
         return self._member.is_joined
 
     def poll(self) -> list[Released]:
@@ -186,32 +186,8 @@ class SourceRank:
         return {"state": self._member.state.value} | (self._service.status() if self._service else {})
 
     def close(self) -> None:
-        """Stop serving; the memory is given back by the transport."""
+        """Stop serving; the transport releases the memory."""
         self._member.close()
         if self._service:
             self._service.close()
         self._transport.close()
-
-
-class _Duties(RankDuties):
-    """Has releases polled, and nothing gathered for them any more."""
-
-    def __init__(self, polled: deque[Released], service: GatherService | None) -> None:
-        self._polled, self._service = polled, service
-
-    def began(self, generation: int) -> None:
-        if self._service:
-            self._service.begin(generation)
-
-    def released(self, generation: int, released: Released) -> None:
-        then = partial(self._polled.append, released)
-        if self._service:
-            self._service.revoke(generation, released.ticket_id, then)
-        else:
-            then()
-
-    def when_stopped(self, then: Callable[[], None]) -> None:
-        if self._service:
-            self._service.when_revoked(then)
-        else:
-            then()

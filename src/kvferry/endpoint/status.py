@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any, Protocol
+from typing import Any
 
 from kvferry.channel import Channel, Received
 from kvferry.endpoint.metric_table import METRICS, MetricSide
@@ -99,12 +99,6 @@ ANSWER_SECONDS = 15.0
 StatusReport = Mapping[str, object]
 
 
-class OpenStatus(Protocol):
-    def close(self) -> None:
-        """Nobody is told anything any more."""
-        ...
-
-
 class StatusSocket:
     """Tells every process of this user that connects."""
 
@@ -133,8 +127,8 @@ class StatusSocket:
         except KVFerryError as error:
             return json.dumps({"error": str(error)}).encode()
         except Exception:
-            log.exception("an unexpected error while somebody asked for the status")
-            return json.dumps({"error": "a bug; the engine's log says where"}).encode()
+            log.exception("unexpected error in a status request")
+            return json.dumps({"error": "an internal error; see the engine's log"}).encode()
 
 
 def status_folder() -> Path:
@@ -144,7 +138,7 @@ def status_folder() -> Path:
     return folder
 
 
-def open_status(name: str, report: Callable[[], StatusReport]) -> OpenStatus | None:
+def open_status(name: str, report: Callable[[], StatusReport]) -> StatusSocket | None:
     """Let an endpoint be asked. One that cannot be asked works all the same: it says so once, in the log."""
     try:
         folder = status_folder()
@@ -158,7 +152,7 @@ def open_status(name: str, report: Callable[[], StatusReport]) -> OpenStatus | N
             raise SpecError(f"{path} is too long: a socket's address has at most {MAX_PATH_BYTES} bytes")
         return StatusSocket(path, report)
     except (SpecError, OSError) as error:
-        log.info("`kvferry status` cannot ask %s, which works all the same: %s", name, error)
+        log.info("`kvferry status` is unavailable for %s; transfers are not affected: %s", name, error)
         return None
 
 
@@ -190,7 +184,7 @@ def read_status(path: Path) -> dict[str, Any]:
     except ValueError:
         answer = None
     if not isinstance(answer, dict):
-        raise SpecError(f"{path}: this is no socket of an engine of kvferry's, or you are not its user")
+        raise SpecError(f"{path}: not the status socket of a kvferry engine, or owned by another user")
     return answer
 
 
@@ -243,8 +237,8 @@ def ask_status(address: str, secret: Secret | None, seconds: float = ASK_SECONDS
                     return _answer(address, received.data)
     finally:
         channel.close()
-    hint = "does it have this secret?" if secret else "if it has a secret, set KVFERRY_SECRET_FILE"
-    raise SpecError(f"{address} did not answer within {seconds:g} s: does the engine run? And {hint}")
+    hint = "that it has this secret" if secret else "that KVFERRY_SECRET_FILE is set here if it has a secret"
+    raise SpecError(f"{address} did not answer within {seconds:g} s: check that it is running, and {hint}")
 
 
 def _answer(address: str, data: bytes) -> dict[str, Any]:
@@ -257,4 +251,6 @@ def _answer(address: str, data: bytes) -> dict[str, Any]:
             raise SpecError(f"{address}: {detail}")
         case _:
             pass
-    raise SpecError(f"{address} answered something else: is it a source engine of kvferry's?")
+    raise SpecError(
+        f"{address} sent an unexpected answer: check that it is the address of a kvferry source engine"
+    )

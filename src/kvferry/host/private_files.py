@@ -40,7 +40,7 @@ def _made_alone(path: Path) -> Path:
         path.mkdir(mode=0o700)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise SpecError(f"{path} is not a folder of this user's alone: remove it, or name another folder")
+        raise SpecError(f"{path} is not a private folder of this user: remove it, or use another folder")
     return path
 
 
@@ -87,7 +87,7 @@ class SharedMemory:
     def __init__(self, prefix: str, num_bytes: int) -> None:
         """Raises OSError where there is no such memory."""
         if not hasattr(os, "memfd_create"):
-            raise OSError("this system has no memory without a file")
+            raise OSError("this system does not support memfd_create")
         name = prefix + secrets.token_hex(16)
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._close = finalize(self, os.close, fd)
@@ -107,13 +107,13 @@ class SharedMemory:
 def open_place(place: str, prefix: str) -> int:
     """A descriptor of somebody's memory, to be read; raises OSError if that is not there, or another one."""
     if not PLACE.fullmatch(place):
-        raise OSError("it names no place")
+        raise OSError("its path is invalid")
     path, name = place.split(" ")
     if not name.startswith(prefix) or os.readlink(path) != f"/memfd:{name} (deleted)":
-        raise OSError(f"{path} is something else")
+        raise OSError(f"{path} is a different file")
     # Also what only looks like such memory must not keep us waiting.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     if os.readlink(f"/proc/self/fd/{fd}") != f"/memfd:{name} (deleted)":  # it was changed meanwhile
         os.close(fd)
-        raise OSError(f"{path} is something else")
+        raise OSError(f"{path} is a different file")
     return fd

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import socket
 import struct
-import threading
 from collections.abc import Callable
-from contextlib import suppress
+from time import sleep
 
+from kvferry.host.threads import SocketLoop
 from kvferry.log import is_worth_a_line, log_of
 
 log = log_of(__name__)
@@ -31,51 +31,44 @@ class UserServer:
         self, listening: socket.socket, answer: Callable[[socket.socket], None], *, name: str, seconds: float
     ) -> None:
         self._socket, self._answer, self._name, self._seconds = listening, answer, name, seconds
-        self._is_closed, self._num_refused = False, 0
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self._thread.start()
+        self._num_refused = 0
+        listening.setblocking(False)
+        self._loop = SocketLoop(name, lambda _: float("inf"))
+        self._loop.watch(listening, self._serve)
+        self._loop.start()
 
     def _serve(self) -> None:
-        while not self._is_closed:
-            try:
-                caller, _ = self._socket.accept()
-            except OSError as error:
-                if not self._is_closed:
-                    self._warn(str(error))
-                    threading.Event().wait(PAUSE_SECONDS)
-                continue
-            try:
-                with caller:
-                    caller.settimeout(self._seconds)
-                    self._check_user(caller)
-                    self._answer(caller)
-            except PermissionError as error:
-                self._warn(str(error))
-            except OSError as error:
-                log.debug("%s: a caller got no answer: %s", self._name, error)
-            except Exception:
-                log.exception("%s goes on after an unexpected error", self._name)
+        try:
+            caller, _ = self._socket.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return  # it has gone by itself
+        except OSError as error:
+            self._warn(str(error))
+            sleep(PAUSE_SECONDS)
+            return
+        try:
+            with caller:
+                caller.settimeout(self._seconds)
+                self._check_user(caller)
+                self._answer(caller)
+        except PermissionError as error:
+            self._warn(str(error))
+        except OSError as error:
+            log.debug("%s: a request was not answered: %s", self._name, error)
 
     @staticmethod
     def _check_user(caller: socket.socket) -> None:
-        """Raises PermissionError, before anything is waited for."""
-        user = user_of(caller)
+        """Raises PermissionError, before anything is waited for. No process can claim another user."""
+        _, user, _ = PEER.unpack(caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
         if user not in (ROOT, os.geteuid()):
             raise PermissionError(f"it belongs to user {user}, and this process to user {os.geteuid()}")
 
     def _warn(self, why: str) -> None:
         self._num_refused += 1
         if is_worth_a_line(self._num_refused):
-            log.warning("%s: a caller got no answer (%d by now): %s", self._name, self._num_refused, why)
+            log.warning("%s: a request was not answered (%d so far): %s", self._name, self._num_refused, why)
 
     def close(self) -> None:
-        self._is_closed = True
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # closing alone would leave the thread in accept()
-        self._thread.join(self._seconds)
+        self._loop.put(self._loop.stop)
+        self._loop.join(self._seconds)
         self._socket.close()
-
-
-def user_of(caller: socket.socket) -> int:
-    """Whose process has connected; no process can claim to be another user's."""
-    return int(PEER.unpack(caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))[1])

@@ -51,7 +51,7 @@ def unread_settings(environment: Mapping[str, str]) -> str:
     """What is set for NixlConnector, and what to say here instead; empty if nothing is.
 
     >>> unread_settings({"VLLM_NIXL_SIDE_CHANNEL_PORT": "5600", "VLLM_HOST_IP": "10.0.0.7"})
-    'VLLM_NIXL_SIDE_CHANNEL_PORT: set, but not read by kvferry. Where readers call this engine is said by ...
+    'VLLM_NIXL_SIDE_CHANNEL_PORT: set, but not read by kvferry. Set the address with the options ...
     >>> unread_settings({"VLLM_HOST_IP": "10.0.0.7"})
     ''
     """
@@ -59,7 +59,7 @@ def unread_settings(environment: Mapping[str, str]) -> str:
     if not names:
         return ""
     return (
-        f"{', '.join(names)}: set, but not read by kvferry. Where readers call this engine is said by"
-        " the options listen (tcp://HOST:PORT) and advertise (HOST) in kv_connector_extra_config; without"
-        " them kvferry takes a free port, at VLLM_HOST_IP if there is a secret, else on loopback"
+        f"{', '.join(names)}: set, but not read by kvferry. Set the address with the options listen"
+        " (tcp://HOST:PORT) and advertise (HOST) in kv_connector_extra_config. Default: a free port, at"
+        " VLLM_HOST_IP with a secret, otherwise on loopback"
     )

@@ -40,8 +40,7 @@ class Fork:
 
     @classmethod
     def of(cls, **branches: Order) -> Fork:
-        """A fork of single parts; a double underscore in a name stands for a dot."""
-        return cls(tuple(((name.replace("__", "."),), order) for name, order in branches.items()))
+        return cls(tuple(((name,), order) for name, order in branches.items()))
 
 
 Step = str | Tile | Fork
@@ -177,11 +176,7 @@ def _tiles(order: Order, part: str) -> Iterator[Tile]:
 
 
 def in_kernel_blocks(order: Order, num_tokens: int) -> Order:
-    """The order with each block cut into kernel blocks of ``num_tokens``, one after another.
-
-    >>> in_kernel_blocks(("block", "head", "token", "channel"), 16)
-    ('block', 'token', 'head', Tile(axis='token', size=16), 'channel')
-    """
+    """The order with each block cut into kernel blocks of ``num_tokens``, one after another."""
     at = 1 + max(i for i, step in enumerate(order) if step in (BLOCK, LAYER))
     return (*order[:at], TOKEN, *_capped(order[at:], num_tokens))
 
@@ -252,16 +247,11 @@ class Layout:
 
     @property
     def outer(self) -> Order:
-        """``(layer, block)`` or ``(block, layer)``."""
         return (BLOCK, LAYER) if self.across_layers else (LAYER, BLOCK)
 
 
 def packed_interior(name: str) -> Order:
-    """The order of K and V inside a (block, head), of a layout where they differ.
-
-    >>> packed_interior("cpu-vec")
-    (Fork(branches=((('k',), ('channel', 'token')), (('v',), ('token', 'channel')))),)
-    """
+    """The order of K and V inside a (block, head), of a layout where they differ."""
     return layout(name).order[-1:]
 
 
@@ -272,7 +262,7 @@ def layout(name: str) -> Layout:
     (('layer', 'block', 'token', 'head', 'part', 'channel'), True)
     >>> layout("DHN")
     Traceback (most recent call last):
-    kvferry.errors.SpecError: no layout 'DHN': name one of HND, NHD, ..., or order the letters LBHNKC
+    kvferry.errors.SpecError: unknown layout 'DHN': use one of HND, NHD, ..., or an order of ...
     """
     if packed := _PACKING.fullmatch(PACKED.get(name, name)):
         outer, k, v = packed.groups()
@@ -283,7 +273,7 @@ def layout(name: str) -> Layout:
         letters = letters.replace("C", "KC")
     if sorted(letters) != sorted(_LETTERS):
         known = ", ".join([*NAMED, *PACKED, OPAQUE])
-        raise SpecError(f"no layout {name!r}: name one of {known}, or order the letters LBHNKC")
+        raise SpecError(f"unknown layout {name!r}: use one of {known}, or an order of the letters LBHNKC")
     return Layout(name, tuple(_LETTERS[letter] for letter in letters))
 
 

@@ -46,11 +46,7 @@ def held(sharding: Sharding, size: int, rank: int, num_ranks: int, *, what: str 
 
 
 def stages(num_layers: int, sizes: Sequence[int] | int) -> list[range]:
-    """The layers of each pipeline stage: given sizes, or a number of stages as equal as can be.
-
-    >>> stages(7, 2), stages(7, [2, 5])
-    ([range(0, 3), range(3, 7)], [range(0, 2), range(2, 7)])
-    """
+    """The layers of each pipeline stage: given sizes, or a number of stages as equal as can be."""
     if isinstance(sizes, int):
         if not 1 <= sizes <= num_layers:
             raise SpecError(f"{num_layers} layers do not make {sizes} pipeline stages")
@@ -63,11 +59,7 @@ def stages(num_layers: int, sizes: Sequence[int] | int) -> list[range]:
 
 
 def turn(rank: int, num_ranks: int) -> Digit:
-    """The digit of the token axis that says whose turn it is under context parallelism.
-
-    >>> turn(1, 4)
-    Digit(size=4, stride=0, held=Span(start=1, stop=2))
-    """
+    """The digit of the token axis that says whose turn it is under context parallelism."""
     return Digit(num_ranks, 0, None if num_ranks == 1 else Span(rank, rank + 1))
 
 
@@ -77,11 +69,7 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "u
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """The smallest thing that is never cut: an element, or a packed row, or a whole opaque block.
-
-    >>> Item.of("bf16"), Item("uint8", 132, "fp8 row, fp32 scale").num_bytes
-    (Item(dtype='bf16', num_bytes=2, encoding='plain'), 132)
-    """
+    """The smallest thing that is never cut: an element, or a packed row, or a whole opaque block."""
 
     dtype: str
     num_bytes: int
@@ -116,7 +104,6 @@ class PagePart:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one cell, over all ranks."""
         total = self.item.num_bytes
         for dim in self.dims:
             total *= dim.size
@@ -139,18 +126,13 @@ class Page:
 
     @property
     def is_whole_block(self) -> bool:
-        """Whether a block is one opaque item."""
         return self.tail is Tail.PARTIAL
 
     def part(self, name: str) -> PagePart:
         return next(part for part in self.parts if part.name == name)
 
     def states(self, name: str, aliases: tuple[str, ...] = ()) -> Iterator[State]:
-        """One state per part, for a cache of this name and for those that share it.
-
-        >>> [state.name for state in latent(576, Item.of("bf16")).states("layers.0.attn")]
-        ['layers.0.attn/latent']
-        """
+        """One state per part, for a cache of this name and for those that share it."""
         for part in self.parts:
             yield State(
                 f"{name}/{part.name}",
@@ -183,7 +165,6 @@ def latent(width: int, item: Item) -> Page:
 
 
 def rows(part: PagePart) -> Page:
-    """One plain row per token."""
     return Page((part,), ("token", *part.axes))
 
 
@@ -199,38 +180,32 @@ def values_then_scales(value_bytes: int, scale_bytes: int, encoding: str) -> Pag
 
 def mamba1(inner: int, state: int, kernel: int, conv: Item, ssm: Item) -> Page:
     """Mamba-1: a convolution over the inner channels, and one state vector for each."""
-    channels = Dim("channel", inner, EVEN)
-    x = PagePart("conv.x", (channels, Dim("time", kernel - 1)), conv)
-    return _slot((x,), PagePart("ssm", (channels, Dim("state", state)), ssm))
+    channels = (Dim("channel", inner, EVEN),)
+    return _slot({"x": channels}, kernel, conv, (*channels, Dim("state", state)), ssm)
 
 
 def mamba2(heads: int, dim: int, groups: int, state: int, kernel: int, conv: Item, ssm: Item) -> Page:
     """Mamba-2: convolution parts x (by head), B and C (by group: copied where ranks outnumber groups)."""
-    time = Dim("time", kernel - 1)
     by_head = (Dim("head", heads, EVEN), Dim("channel", dim))
     by_group = (Dim("group", groups, SPREAD), Dim("channel", state))
-    parts = (("x", by_head), ("B", by_group), ("C", by_group))
-    return _slot(
-        tuple(PagePart(f"conv.{name}", (*dims, time), conv) for name, dims in parts),
-        PagePart("ssm", (*by_head, Dim("state", state)), ssm),
-    )
+    parts = {"x": by_head, "B": by_group, "C": by_group}
+    return _slot(parts, kernel, conv, (*by_head, Dim("state", state)), ssm)
 
 
 def delta_net(k_heads: int, k_dim: int, v_heads: int, v_dim: int, kernel: int, conv: Item, ssm: Item) -> Page:
     """GDN and KDA: convolution parts q, k, v, each by its own heads, and a matrix per value head."""
-    time = Dim("time", kernel - 1)
     by_k = (Dim("head", k_heads, EVEN), Dim("channel", k_dim))
     by_v = (Dim("head", v_heads, EVEN), Dim("channel", v_dim))
-    parts = (("q", by_k), ("k", by_k), ("v", by_v))
-    return _slot(
-        tuple(PagePart(f"conv.{name}", (*dims, time), conv) for name, dims in parts),
-        PagePart("ssm", (*by_v, Dim("state", k_dim)), ssm),
-    )
+    return _slot({"q": by_k, "k": by_k, "v": by_v}, kernel, conv, (*by_v, Dim("state", k_dim)), ssm)
 
 
-def _slot(conv: tuple[PagePart, ...], ssm: PagePart) -> Page:
-    """A slot with the convolution first and the recurrent state behind it, channel-major."""
-    return channel_major(Page((*conv, ssm), kind=Kind.RECURRENT))
+def _slot(
+    conv_dims: Mapping[str, tuple[Dim, ...]], kernel: int, conv: Item, ssm_dims: tuple[Dim, ...], ssm: Item
+) -> Page:
+    """A slot with the parts of the convolution first and the recurrent state behind them, channel-major."""
+    time = Dim("time", kernel - 1)
+    parts = [PagePart(f"conv.{name}", (*dims, time), conv) for name, dims in conv_dims.items()]
+    return channel_major(Page((*parts, PagePart("ssm", ssm_dims, ssm)), kind=Kind.RECURRENT))
 
 
 def channel_major(page: Page) -> Page:
@@ -259,7 +234,6 @@ def opaque_block(num_bytes: int, num_shards: int, num_tokens: int, encoding: str
 
 
 def opaque_slot(num_bytes: int, num_shards: int, encoding: str) -> Page:
-    """A slot as one item on each rank."""
     part = PagePart("slot", _shards(num_shards), Item("opaque", num_bytes, encoding))
     return Page((part,), ("shard",), kind=Kind.RECURRENT)
 
@@ -336,7 +310,7 @@ def with_turns(digits: Sequence[Digit], each: int, whose: Digit) -> list[Digit]:
     left = each
     while left > 1:
         if not high:
-            raise SpecError(f"a turn of {each} cells is longer than a block")
+            raise SpecError(f"an interleave of {each} cells is longer than a block")
         digit = high.pop()
         if digit.size <= left:
             low.insert(0, digit)
@@ -347,5 +321,5 @@ def with_turns(digits: Sequence[Digit], each: int, whose: Digit) -> list[Digit]:
             low.insert(0, Digit(left, digit.stride))
             left = 1
         if rest:
-            raise SpecError(f"a turn of {each} cells does not divide a block")
+            raise SpecError(f"an interleave of {each} cells does not divide a block evenly")
     return [*high, whose, *low]

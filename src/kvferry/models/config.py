@@ -92,7 +92,8 @@ DECIDING = re.compile(
     r"heads|n_head|d_head|head_dim|head_size|key_value|kv_|window|bidirectional|(?<!cross_)chunk_size|chunked"
     r"|layer_types|layer_config|attn_type|block_type|block_config|pattern|conv|ssm|mamba|recurrent|delta"
     r"|linear_(attn|num|key|value|conv|head)|no_rope|nope|compress|share_kv|shared_layers|sink|lora_rank"
-    r"|index_|indexer|attn_layer|full_attn|full_attention_i|global_attn|local_attn|sparse_att|state_size"
+    r"|index_|indexer|attn_layer|full_attn|full_attention_i|global_attn|local_att|sparse_att|state_size"
+    r"|use_mla|cla_|multi_query|cross_attention_layers"
 )
 """Keys that, by their names, decide what a cache looks like."""
 
@@ -111,13 +112,16 @@ _REQUIRED = object()
 class Config:
     """A config.json with the defaults of its class. What is missing, senseless or not read is named."""
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: Mapping[str, Any], dtype: str = "") -> None:
         text = values.get("text_config")
         given = {**values, **text} if isinstance(text, Mapping) else dict(values)
-        self.kind = _model_type(given)
+        self.kind = given.get("model_type", "")
+        if not isinstance(self.kind, str):
+            raise SpecError(f"config: model_type must be a string, got {self.kind!r}")
         self._given = given
         self._values = {**CLASS_DEFAULTS.get(TEXT_OF.get(self.kind, self.kind), {}), **given}
         self._read: set[str] = set()
+        self._dtype = dtype
 
     def get(self, key: str) -> Any:
         """The value of a key, which counts as read."""
@@ -134,7 +138,7 @@ class Config:
                     raise SpecError(f"config: {key} must be a whole number up to {most}, got {value!r}")
                 found[key] = value
         if len(set(found.values())) > 1:
-            raise SpecError(f"config: these keys mean the same and do not agree: {found}")
+            raise SpecError(f"config: these keys are synonyms with different values: {found}")
         if found:
             return next(iter(found.values()))
         if not isinstance(default, int):
@@ -163,9 +167,8 @@ class Config:
             is_known = key in self._read or key in HARMLESS or key in ignored
             if value and not is_known and DECIDING.search(key):
                 raise SpecError(
-                    f"config: {key} may decide what the cache looks like, and kvferry does not know what it"
-                    f" means for model_type {self.kind!r}: it does not guess. If {key} does not matter for"
-                    " the cache, remove it from the config"
+                    f"config: {key} may affect the cache, and is not supported for model_type {self.kind!r}."
+                    f" If {key} is irrelevant for the cache, remove it from the config"
                 )
 
     # -- what many families have -------------------------------------------------------------------
@@ -176,7 +179,9 @@ class Config:
 
     @property
     def dtype(self) -> str:
-        return dtype_name(self.text("torch_dtype", "dtype", default="bfloat16"))
+        """What the model computes in: as given, or the checkpoint's. vLLM's `auto` makes bf16 of fp32."""
+        own = dtype_name(self.text("torch_dtype", "dtype", default="bfloat16"))
+        return self._dtype or ("bf16" if own == "fp32" else own)
 
     @property
     def kv_dtype(self) -> str:
@@ -217,7 +222,7 @@ class Config:
     @property
     def window(self) -> int:
         """Tokens that a window layer sees; 0: the model has no window."""
-        width = self.integer("sliding_window", default=0, most=1 << 30)
+        width = self.integer("sliding_window", "sliding_window_size", default=0, most=1 << 30)
         if self.get("use_sliding_window") is False:
             self._read.add("max_window_layers")
             return 0
@@ -231,10 +236,3 @@ class Config:
             return self.sequence("layer_types", count)
         kind = "sliding_attention" if self.window else "full_attention"
         return [kind if not every or (i + 1) % every else "full_attention" for i in range(count)]
-
-
-def _model_type(values: Mapping[str, Any]) -> str:
-    kind = values.get("model_type", "")
-    if not isinstance(kind, str):
-        raise SpecError(f"config: model_type must be text, got {kind!r}")
-    return kind

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 from kvferry.core.manifest import Manifest, Rank, Region
 from kvferry.core.state import Addressing, Group, State
@@ -82,6 +83,29 @@ def describe(model: Model, topology: Topology, engine: str = "engine") -> Manife
     )
 
 
+def served_block(model: Model, topology: Topology) -> int:
+    """Tokens per block that vLLM chooses: in a hybrid, a page of attention holds a page of recurrent state.
+
+    >>> from kvferry.models import model_named
+    >>> [served_block(model_named("kimi-linear-48b"), Topology(tp=tp)) for tp in (1, 8)]
+    [1920, 256]
+    """
+    share = RankShare(0, topology.tp)
+    step = max(topology.block, model.default_block)
+    caches = [cache for layer in model.layers for cache in layer.caches]
+    slot = max((_bytes_of(cache, share) for cache in caches if cache.is_recurrent), default=0)
+    attending = (cache for cache in caches if cache.is_attention)
+    kept = (cache.with_dtype(topology.dtype) if topology.dtype else cache for cache in attending)
+    row = max((_bytes_of(cache, share) for cache in kept), default=0)
+    return step * max(1, -(-slot // (step * row))) if row else step
+
+
+def _bytes_of(cache: Cache, share: RankShare) -> int:
+    """A rank's share of a slot, or of one token."""
+    leaves = (share.leaf(cache.page, part, cache.name, 1) for part in cache.page.parts)
+    return sum(leaf.item_bytes * prod(leaf.sizes.values()) for leaf in leaves)
+
+
 class _Engine:
     """The pieces of a description that several ranks share."""
 
@@ -97,7 +121,12 @@ class _Engine:
         """Every cache of every layer, with its stage and its group."""
         found = list(self._ungrouped())
         if not found:
-            raise SpecError(f"model {self.model.name}: no layer remembers anything")
+            raise SpecError(f"model {self.model.name}: no layer has a cache")
+        paged = dict.fromkeys(each.group for each in found if not each.cache.is_recurrent)
+        if unknown := self.topology.block_of.keys() - paged:
+            raise SpecError(
+                f"block.{min(unknown)}: {self.model.name} has {', '.join(paged) or 'no paged groups'}"
+            )
         buckets: dict[str, list[int]] = defaultdict(list)
         for i, each in enumerate(found):
             buckets[each.group].append(i)
@@ -139,10 +168,14 @@ class _Engine:
             return replace(cache, page=time_major(cache.page)) if topology.conv == "SD" else cache
         bucket = self._bucket(cache)
         chosen = topology.block_of.get(bucket, cache.tokens_per_block or topology.block)
-        num_tokens = chosen or self.model.default_block
+        num_tokens = chosen or self.default_block
         if self.layout.name == OPAQUE and cache.is_attention:
             return cache.as_opaque(topology.tp, num_tokens)
         return replace(cache, tokens_per_block=num_tokens)
+
+    @cached_property
+    def default_block(self) -> int:
+        return served_block(self.model, self.topology)
 
     @staticmethod
     def _bucket(cache: Cache) -> str:
@@ -235,7 +268,7 @@ class _Engine:
                     bundles.append((f"{POOL}.{i}" if self.is_shared else each.name, [each]))
         widest = 0
         if self.is_shared:
-            widest = max(self._page_bytes(caches, share) for _, caches in bundles)
+            widest = max((self._page_bytes(caches, share) for _, caches in bundles), default=0)
         for region, caches in bundles:
             yield region, caches, self._tree(caches, share, widest)
 
@@ -271,8 +304,8 @@ class _Engine:
             tree = tree.children[0]
         if not isinstance(tree, Repeat) or tree.axis != BLOCK:
             raise SpecError(
-                f"layout {self.layout.name} does not keep a block together: groups that share regions"
-                " need that (alloc=separate gives every layer a region of its own)"
+                f"layout {self.layout.name} does not keep a block contiguous, which groups that share"
+                " regions need: use alloc=separate"
             )
         return tree.pitch
 

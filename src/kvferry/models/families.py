@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -24,6 +25,9 @@ from kvferry.layout.pages import (
 )
 from kvferry.models.config import TEXT_OF, Config
 from kvferry.models.model import Cache, Layer, Model, attention, dtype_name
+
+VARIANTS = ("-instruct", "-base", "-chat", "-it", "-pt", "-thinking")
+"""How the names of models end that were trained further, and keep the same cache."""
 
 
 def _layers(num_layers: int, caches: Callable[[int], tuple[Cache, ...]]) -> tuple[Layer, ...]:
@@ -126,7 +130,7 @@ def _llama4(config: Config) -> tuple[Layer, ...]:
 def _minimax(config: Config) -> tuple[Layer, ...]:
     """MiniMax-M2: full attention everywhere, which its list must say."""
     if set(config.get("attn_type_list") or [1]) != {1}:
-        raise SpecError("config: attn_type_list: only 1 (attention with softmax) is known")
+        raise SpecError("config: attn_type_list: only 1 (attention with softmax) is supported")
     return _uniform(config)
 
 
@@ -144,6 +148,8 @@ def _sharing(layers: tuple[Layer, ...], types: Sequence[Any], num_shared: int) -
 
 def _mla(config: Config) -> tuple[Layer, ...]:
     """Latents everywhere: DeepSeek-V3, Kimi-K2; with an indexer beside each: DeepSeek-V3.2."""
+    if config.get("use_mla") is False:
+        raise SpecError("config: use_mla is false: only latents are supported for this model_type")
     caches: tuple[Cache, ...] = (_latent(config),)
     types = config.layer_types() if config.get("layer_types") is not None else ()
     _check_types("layer_types", types, ("full_attention", "indexed_attention"))
@@ -387,12 +393,13 @@ IGNORED: dict[str, tuple[str, ...]] = {
 }
 """Keys that look as if they decided the cache, and do not in these families."""
 
-DEFAULT_BLOCKS = {"deepseek_v32": 64, "deepseek_v4": 256}
+DEFAULT_BLOCKS = {"deepseek_v32": 64, "deepseek_v4": 256, "kimi_linear": 128}
+"""Tokens per block where it is not 16. Latents beside recurrent states have blocks of a multiple of 128."""
 
 
-def model_from_config(values: Mapping[str, Any], name: str = "") -> Model:
-    """The caches of the model that a config.json describes."""
-    config = Config(values)
+def model_from_config(values: Mapping[str, Any], name: str = "", dtype: str = "") -> Model:
+    """The caches of the model that a config.json describes, computing in its own dtype or in this one."""
+    config = Config(values, dtype)
     kind = config.kind
     if kind not in FAMILIES:
         raise SpecError(f"config: no family for model_type {kind!r}: known are {', '.join(sorted(FAMILIES))}")
@@ -405,7 +412,7 @@ def model_from_config(values: Mapping[str, Any], name: str = "") -> Model:
 
 @lru_cache(maxsize=1)
 def catalogue() -> Mapping[str, Mapping[str, Any]]:
-    """Every entry of ``catalogue.json``: title, note, source, config."""
+    """Every entry of ``catalogue.json``: title, note, source, config, and models with the same cache."""
     text = files("kvferry.models").joinpath("catalogue.json").read_text(encoding="utf-8")
     models: Mapping[str, Mapping[str, Any]] = json.loads(text)["models"]
     return models
@@ -418,7 +425,7 @@ def model_named(name: str) -> Model:
     [1]
     >>> model_named("lama-3.1-70b")
     Traceback (most recent call last):
-    kvferry.errors.SpecError: no model 'lama-3.1-70b' in the catalogue; did you mean llama-3.1-70b or ...
+    kvferry.errors.SpecError: no model 'lama-3.1-70b' in the catalogue; did you mean llama-3.1-70b?
     """
     first, *drafts = name.split("+")
     model = _single(first)
@@ -427,9 +434,41 @@ def model_named(name: str) -> Model:
     return model
 
 
+def catalogued(name: str) -> str | None:
+    """The entry of a model, by its name in the catalogue or on the hub; trained variants have the same entry.
+
+    >>> catalogued("deepseek-ai/DeepSeek-R1"), catalogued("deepseek-r1"), catalogued("llama-3.1-8b-instruct")
+    ('deepseek-v3', 'deepseek-v3', 'llama-3.1-8b')
+    """
+    wanted = {name.lower(), _without_variant(name.lower())}
+    for known, entry in catalogue().items():
+        on_hub = map(str.lower, (str(entry["source"]).partition(" ")[0], *entry.get("same_cache", ())))
+        # A draft has the name of its model on the hub, and comes behind it.
+        if wanted & {known, *(each for full in on_hub for each in _names_on_hub(full))}:
+            return known
+    return None
+
+
+def _names_on_hub(name: str) -> tuple[str, ...]:
+    short = name.rpartition("/")[2]
+    return name, _without_variant(name), short, _without_variant(short)
+
+
+def _without_variant(name: str) -> str:
+    """The name without what only says how a model was trained.
+
+    >>> _without_variant("meta-llama/llama-3.1-8b-instruct")
+    'meta-llama/llama-3.1-8b'
+    """
+    return next((name.removesuffix(each) for each in VARIANTS if name.endswith(each)), name)
+
+
 def _single(name: str) -> Model:
-    if name not in catalogue():
-        close = get_close_matches(name, catalogue(), n=3, cutoff=0.4)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(catalogue())}"
+    if (known := catalogued(name)) is None:
+        # Another number is another size or version, and so another cache.
+        numbers = re.findall(r"\d+", name)
+        alike = [each for each in catalogue() if re.findall(r"\d+", each) == numbers]
+        close = get_close_matches(name, alike, n=1, cutoff=0.8)
+        hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(catalogue())}"
         raise SpecError(f"no model {name!r} in the catalogue; {hint}")
-    return model_from_config(catalogue()[name]["config"], name)
+    return model_from_config(catalogue()[known]["config"], known)

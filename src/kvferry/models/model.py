@@ -84,7 +84,7 @@ def is_offline(identity: Identity) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer and its caches (none, for a layer that remembers nothing)."""
+    """One layer and its caches (possibly none)."""
 
     name: str
     caches: tuple[Cache, ...] = ()
@@ -101,10 +101,10 @@ class Model:
     draft: tuple[Layer, ...] = ()
     default_block: int = 16
     architecture: str = ""
-    """The ``model_type`` of its config; empty if nobody says."""
+    """The ``model_type`` of its config; empty if unknown."""
     draft_architecture: str = ""
     num_query_heads: int = 0
-    """Attention heads, which engines deal out to their ranks; 0 if nobody says."""
+    """Number of attention heads; 0 if unknown."""
 
     def with_draft(self, draft: Model) -> Model:
         """This model with another one's layers as its speculative draft."""
@@ -118,7 +118,7 @@ class Model:
 
     @property
     def identity(self) -> Identity:
-        """What a description made offline can say: its reader has no engine and no weights to look at."""
+        """The identity of an offline description, without engine settings and weights."""
         named = {"architecture": self.architecture, "draft.architecture": self.draft_architecture}
         known = {name: kind for name, kind in named.items() if kind}
         return Identity.of(known, {"": OFFLINE} if known else {})

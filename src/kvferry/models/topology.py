@@ -9,7 +9,7 @@ from difflib import get_close_matches
 
 from kvferry.errors import SpecError
 from kvferry.layout.order import layout
-from kvferry.layout.pages import Sharding
+from kvferry.layout.pages import Sharding, stages
 from kvferry.models.model import Model, dtype_name
 
 MAX_RANKS = 4096
@@ -32,9 +32,9 @@ class Topology:
     pp: tuple[int, ...] | int = 1
     """Number of pipeline stages, or the number of layers of each."""
     cp: int = 1
-    """Ranks that take turns at the tokens."""
+    """Context-parallel ranks, which hold tokens in turn."""
     interleave: int = 1
-    """How many tokens a turn lasts."""
+    """Tokens per turn of a context-parallel rank."""
     block: int = 0
     """Tokens per block and context-parallel rank; 0: the model's default."""
     block_of: Mapping[str, int] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Topology:
         for item in filter(None, text.split(",")):
             key, _, value = (part.strip() for part in item.partition("="))
             if key.startswith("block."):
-                block_of[key.removeprefix("block.")] = _integer(key, value)
+                block_of[key.removeprefix("block.")] = _positive(key, value)
             elif key not in _READERS:
                 known = ", ".join([*_READERS, "block.GROUP"])
                 raise SpecError(f"unknown key {key!r} in {text!r}: {_hint(item)}known are {known}")
@@ -118,6 +118,11 @@ def _integer(key: str, value: str) -> int:
     return int(value)
 
 
+def _positive(key: str, value: str) -> int:
+    _check_positive(key, number := _integer(key, value))
+    return number
+
+
 def _stages(key: str, value: str) -> tuple[int, ...] | int:
     parts = [_integer(key, part) for part in value.split("+")]
     for part in parts:
@@ -132,7 +137,7 @@ def _text(key: str, value: str) -> str:
 
 
 _READERS: dict[str, Callable[[str, str], object]] = {
-    **dict.fromkeys(("tp", "cp", "interleave", "block", "kernel", "blocks"), _integer),
+    **dict.fromkeys(("tp", "cp", "interleave", "block", "kernel", "blocks"), _positive),
     "pp": _stages,
     **dict.fromkeys(("layout", "conv", "dtype", "alloc"), _text),
 }
@@ -153,6 +158,12 @@ def why_not_served(model: Model, topology: Topology) -> Iterator[str]:
     for num_kv_heads in sorted(_kv_heads(model)):
         if num_kv_heads % tp and tp % num_kv_heads:
             yield f"{num_kv_heads} KV heads and tp={tp}: neither divides by the other"
+    plan = stages(len(model.layers), topology.pp)
+    stage_of = {model.layers[i].name: stage for stage, layers in enumerate(plan) for i in layers}
+    for layer in model.layers:
+        if layer.shares and stage_of[layer.shares] != stage_of[layer.name]:
+            yield f"{layer.name} uses the cache of {layer.shares}, which is on another pipeline stage"
+            break
 
 
 def _kv_heads(model: Model) -> set[int]:

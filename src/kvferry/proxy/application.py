@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import io
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
 from aiohttp import web
 
 from kvferry.proxy import bodies
+from kvferry.proxy.answers import Answer
+from kvferry.proxy.conversations import Conversations, ConversationTurn
 from kvferry.proxy.metrics import ProxyMetrics, RequestAccount, RequestOutcome, log, request_name
 from kvferry.proxy.servers import (
     CHECK_SECONDS,
@@ -38,6 +42,9 @@ COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 MODELS, HEALTH, LIVE, METRICS = "/v1/models", "/health", "/live", "/metrics"
 FORWARDED_HEADERS = ("Authorization",)
 """All that servers get of a client's headers, but for a name: vLLM takes orders from others."""
+HEALTH_SECONDS = 0.5
+"""How long ``/health`` waits for servers to answer; then it reports what they said last. Probes of Kubernetes
+wait for one second."""
 MAX_BODIES = 32
 """All bodies in memory together may have this many times the bytes of the largest one."""
 STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -46,13 +53,29 @@ T = TypeVar("T")
 Headers = Mapping[str, str]
 
 
+@dataclass
+class Completion:
+    """A request for a completion, on its way through the servers."""
+
+    request: web.Request
+    account: RequestAccount
+    body: bodies.Fields
+    turn: ConversationTurn | None = None
+    early: asyncio.Task[web.StreamResponse] | None = None
+    """The decode leg, where it was sent together with the prefill leg."""
+
+
 class Proxy:
     """Sends each request to a server that prefills, then to one that decodes."""
 
     def __init__(self, settings: ProxySettings) -> None:
         self.limits, self.metrics = settings.limits, ProxyMetrics()
+        self._settings = settings
         self._pools = {role: ServerPool(role, settings.urls(role), self.metrics) for role in Role}
+        self._conversations = Conversations(self.metrics, is_on=settings.has_conversations)
         self._num_under_way = self._body_bytes = 0
+        self._checks: asyncio.Task[None] | None = None
+        """The checks of all servers that began last."""
         self.is_stopping = False
 
     def app(self) -> web.Application:
@@ -73,17 +96,23 @@ class Proxy:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         jar = aiohttp.DummyCookieJar()
         async with aiohttp.ClientSession(connector=connector, cookie_jar=jar) as self._session:
-            checks = asyncio.create_task(self._keep_checking())
+            checking = asyncio.create_task(self._keep_checking())
             yield
-            checks.cancel()
-            await asyncio.gather(checks, return_exceptions=True)
+            checking.cancel()
+            await ended(checking, self._checks)
 
     async def _keep_checking(self) -> None:
         while True:
-            await self._check()
+            await asyncio.wait((self._check(),))
             await asyncio.sleep(CHECK_SECONDS)
 
-    async def _check(self) -> None:
+    def _check(self) -> asyncio.Task[None]:
+        """Checks of all servers: those that are under way, or new ones."""
+        if self._checks is None or self._checks.done():
+            self._checks = asyncio.create_task(self._check_all())
+        return self._checks
+
+    async def _check_all(self) -> None:
         await asyncio.gather(*(pool.check(self._session) for pool in self._pools.values()))
 
     # -- what clients ask
@@ -91,37 +120,39 @@ class Proxy:
     async def complete(self, request: web.Request) -> web.StreamResponse:
         account = RequestAccount(request.path, request_name(request.headers.get(NAME_HEADER, "")))
         with self._accounted(account):
-            try:
-                response = await self._answer(request, account)
-            except ErrorAnswer as end:
-                account.outcome, response = end.outcome, end.response
-            except ServerFailed as failure:
-                response = self._failed(failure, account)
-            account.status = response.status
-            if not response.prepared:
-                response.headers[NAME_HEADER] = account.name
-            return response
+            return await self._response(self._answer(request, account), account)
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         """What a decode server says of its models."""
         account = RequestAccount(request.path, request_name(""))
 
         def ask(server: ModelServer) -> Awaitable[aiohttp.ClientResponse]:
-            return self._ask(server, "GET", request.path, headers_of(request, account), None)
+            return self._ask(server, "GET", request.path, headers_of(request, account))
 
-        try:
+        async def answered() -> web.StreamResponse:
             async with self._served(Role.DECODE, account, ask) as (server, answer), answer:
-                response = passed_on(answer, await payload_of(answer, server))
+                return passed_on(answer, await payload_of(answer, server))
+
+        return await self._response(answered(), account)
+
+    async def _response(
+        self, answer: Awaitable[web.StreamResponse], account: RequestAccount
+    ) -> web.StreamResponse:
+        """What the client gets: the answer, or the error in which it ended."""
+        try:
+            response = await answer
         except ErrorAnswer as end:
-            response = end.response
+            account.outcome, response = end.outcome, end.response
         except ServerFailed as failure:
             response = self._failed(failure, account)
-        response.headers[NAME_HEADER] = account.name
+        account.status = response.status
+        if not response.prepared:
+            response.headers[NAME_HEADER] = account.name
         return response
 
     async def health(self, _: web.Request) -> web.Response:
-        """How many servers of each kind are ready; the whole is healthy while one of each kind is."""
-        await self._check()
+        """How many servers of each kind are ready, and whether requests can be served."""
+        await asyncio.wait((self._check(),), timeout=HEALTH_SECONDS)
         report = {
             role.value: {
                 "ready": sum(server.is_ready for server in pool.servers),
@@ -129,7 +160,8 @@ class Proxy:
             }
             for role, pool in self._pools.items()
         }
-        is_ready = all(pool.is_ready for pool in self._pools.values()) and not self.is_stopping
+        needed = (Role.DECODE,) if self._settings.is_falling_back else (Role.PREFILL, Role.DECODE)
+        is_ready = all(self._pools[role].is_ready for role in needed) and not self.is_stopping
         return web.json_response(report, status=HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE)
 
     async def live(self, _: web.Request) -> web.Response:
@@ -144,12 +176,31 @@ class Proxy:
     async def _answer(self, request: web.Request, account: RequestAccount) -> web.StreamResponse:
         if self._num_under_way > self.limits.max_requests:
             refuse_busy(f"{self.limits.max_requests} requests are under way (--max-requests)")
-        body = await self._body(request, account)
-        if bodies.fits_a_ticket(body):
-            body = bodies.decode_body(body, await self._prefill(request, body, account))
+        asked = Completion(request, account, await self._body(request, account))
+        try:
+            return await self._complete(asked)
+        finally:
+            await ended(asked.early)  # a request whose connection closes is aborted
+
+    async def _complete(self, asked: Completion) -> web.StreamResponse:
+        account, transfer = asked.account, bodies.Fields()
+        if bodies.fits_a_ticket(asked.body):
+            asked.turn = self._conversations.begin(asked.body)
+            transfer = await self._prefill_or_fall_back(asked)
         else:
             self.metrics.without_ticket.labels("does-not-fit").inc()
-        return await self._decode(request, body, account)
+        if asked.early is None:
+            return await self._decode(asked, transfer)
+        try:
+            response = await asked.early
+        except ServerFailed as failure:
+            if account.first_byte:
+                raise
+            self.metrics.overlaps.labels("decode-failed").inc()
+            log.warning("request %s: %s; retrying after the prefill", account.name, failure)
+            return await self._decode(asked, transfer)
+        self.metrics.overlaps.labels("ok").inc()
+        return response
 
     async def _body(self, request: web.Request, account: RequestAccount) -> bodies.Fields:
         """What the client sent, without what is not its to send."""
@@ -177,65 +228,136 @@ class Proxy:
             account.body_bytes += len(part)
             self._body_bytes += len(part)
             if self._body_bytes > MAX_BODIES * self.limits.max_body_bytes:
-                refuse_busy("requests that are under way take too much memory")
+                refuse_busy("the bodies of running requests take too much memory")
         return buffer.fields()
 
     def _release_body(self, account: RequestAccount) -> None:
         self._body_bytes -= account.body_bytes
         account.body_bytes = 0
 
-    async def _prefill(
-        self, request: web.Request, body: bodies.Fields, account: RequestAccount
-    ) -> bodies.Fields:
-        """What the prefill server gives for the decode server: a ticket, as a rule."""
-        asked, headers = bodies.prefill_body(body), headers_of(request, account)
-        limit = self._timeout(total=self.limits.prefill_seconds)
+    async def _prefill_or_fall_back(self, asked: Completion) -> bodies.Fields:
+        """A ticket, or nothing where no prefill server could be asked: the decode server computes the prompt.
 
-        async def ask(server: ModelServer) -> bodies.Fields:
-            answer = await self._ask(server, "POST", request.path, headers, asked, limit)
+        A prompt that a prefill server has seen and failed at goes nowhere else: it may be what killed it.
+        """
+        account, cause = asked.account, "no prefill server is ready"
+        if self._pools[Role.PREFILL].is_ready or not self._settings.is_falling_back:
             try:
-                return bodies.transfer_in(await payload_of(answer, server))
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                why = "gave an answer that is no completion"
-                raise ServerFailed(server, why, status=HTTPStatus.BAD_GATEWAY) from None
-            finally:
-                answer.close()
+                return await self._prefill(asked)
+            except ServerFailed as failure:
+                if account.was_seen or not self._settings.is_falling_back:
+                    raise
+                cause = str(failure)
+        self.metrics.without_ticket.labels("no-prefill-server").inc()
+        log.warning("request %s: %s; the decode server computes the prompt", account.name, cause)
+        return {}
+
+    async def _prefill(self, asked: Completion) -> bodies.Fields:
+        """What the prefill server gives for the decode server: a ticket, as a rule."""
+        account = asked.account
+
+        def ask(server: ModelServer) -> Awaitable[bodies.Fields]:
+            is_overlapped = self._settings.is_overlapping and server.meeting
+            return self._overlapped(asked, server) if is_overlapped else self._prefill_leg(asked, server, {})
 
         async with self._served(Role.PREFILL, account, ask) as (server, transfer):
             account.prefill, account.prefilled = server.url, time.monotonic()
-        if transfer.get("do_remote_prefill") != bodies.TRUE:
+        if asked.early is None and transfer.get("do_remote_prefill") != bodies.TRUE:
             self.metrics.without_ticket.labels("none-given").inc()
             log.warning(
-                "request %s: no ticket from %s: the decode server computes the prompt itself;"
-                " does the prefill server run kvferry's connector as kv_producer or kv_both?",
+                "request %s: no ticket from %s: the decode server computes the prompt; check that the"
+                " prefill server runs kvferry's connector as kv_producer or kv_both",
                 account.name,
                 server,
             )
         return transfer
 
+    async def _prefill_leg(
+        self, asked: Completion, server: ModelServer, more: bodies.Fields
+    ) -> bodies.Fields:
+        request, headers = asked.request, headers_of(asked.request, asked.account)
+        body = bodies.prefill_body(asked.body, {**(asked.turn.offer if asked.turn else {}), **more})
+        limit = self._timeout(total=self.limits.prefill_seconds)
+        answer = await self._ask(server, "POST", request.path, headers, body, limit)
+        try:
+            transfer = bodies.transfer_in(await payload_of(answer, server))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            why = "sent an answer that is not a completion"
+            raise ServerFailed(server, why, status=HTTPStatus.BAD_GATEWAY) from None
+        finally:
+            answer.close()
+        server.meeting = bodies.meeting_in(transfer, server.meeting)
+        return transfer
+
+    async def _overlapped(self, asked: Completion, server: ModelServer) -> bodies.Fields:
+        """What the prefill server gives while a decode server reads it: that leg is ``asked.early`` then.
+
+        Nothing, if the decode leg has ended the request: it needs no more of the prefill leg.
+        """
+        meeting, name = server.meeting, secrets.token_hex(16)
+        early: bodies.Fields = {**meeting, **bodies.READ_WHILE_PREFILLED, bodies.TRANSFER_ID: name}
+        prefill = asyncio.create_task(self._prefill_leg(asked, server, {bodies.TRANSFER_ID: name}))
+        decode = asyncio.create_task(self._decode(asked, early, is_early=True))
+        asked.early, transfer = decode, bodies.Fields()
+        try:
+            await asyncio.wait((prefill, decode), return_when=asyncio.FIRST_COMPLETED)
+            if decode.done() and not isinstance(decode.exception(), ServerFailed):
+                return transfer  # answered, or refused
+            transfer = await prefill
+            if not asked.account.first_byte and bodies.meeting_in(transfer, meeting) != meeting:
+                asked.early = None  # it asks another engine than the one that prefilled
+                self.metrics.overlaps.labels("decode-failed").inc()
+        except (ServerFailed, ErrorAnswer):
+            if not asked.account.first_byte:
+                asked.early = None
+                self.metrics.overlaps.labels("prefill-failed").inc()
+                raise
+            server.meeting = {}
+        finally:
+            await ended(prefill, decode if asked.early is None else None)
+        return transfer
+
     async def _decode(
-        self, request: web.Request, body: bodies.Fields, account: RequestAccount
+        self, asked: Completion, transfer: bodies.Fields, *, is_early: bool = False
     ) -> web.StreamResponse:
+        """``is_early``: no part of an answer goes out that only says that the server failed."""
+        request, account, turn = asked.request, asked.account, asked.turn
         headers, limit = headers_of(request, account), self._timeout(sock_read=self.limits.decode_seconds)
 
-        def ask(server: ModelServer) -> Awaitable[aiohttp.ClientResponse]:
-            return self._ask(server, "POST", request.path, headers, body, limit)
-
-        async with self._served(Role.DECODE, account, ask) as (server, answer):
-            account.decode, account.first_byte = server.url, time.monotonic()
-            body.clear()  # the answer may take minutes
-            self._release_body(account)
+        async def ask(server: ModelServer) -> tuple[aiohttp.ClientResponse, EventStream | None]:
+            body = bodies.decode_body(asked.body, transfer)
+            answer = await self._ask(server, "POST", request.path, headers, body, limit)
+            if answer.content_type != "text/event-stream":
+                return answer, None
+            events = EventStream(answer, server, account.name)
             try:
-                if answer.content_type == "text/event-stream":
-                    return await self._stream(request, EventStream(answer, server, account.name), account)
-                payload = await payload_of(answer, server)
+                if is_early:
+                    await events.begin()
+            except BaseException:
+                answer.close()
+                raise
+            return answer, events
+
+        async with self._served(Role.DECODE, account, ask) as (server, (answer, events)):
+            account.decode, account.first_byte = server.url, time.monotonic()
+            asked.body.clear()  # the answer may take minutes
+            self._release_body(account)
+            response: web.StreamResponse
+            said = Answer(is_compared=turn is not None)
+            try:
+                if events is not None:
+                    response = await self._stream(request, events, said, account)
+                else:
+                    response = passed_on(answer, said.take(await payload_of(answer, server)))
+                    account.outcome = RequestOutcome.ANSWERED
             finally:
                 answer.close()  # a request whose connection closes is aborted
-        account.outcome = RequestOutcome.ANSWERED
-        return passed_on(answer, payload)
+            if turn is not None and account.outcome is RequestOutcome.ANSWERED:
+                self._conversations.end(turn, said, server)
+        return response
 
     async def _stream(
-        self, request: web.Request, events: EventStream, account: RequestAccount
+        self, request: web.Request, events: EventStream, said: Answer, account: RequestAccount
     ) -> web.StreamResponse:
         """An answer that goes out as it comes. If it breaks off, the last event says so."""
         out = web.StreamResponse(headers={**STREAM_HEADERS, NAME_HEADER: account.name})
@@ -243,8 +365,9 @@ class Proxy:
             await out.prepare(request)
             while chunk := await events.next():
                 async with asyncio.timeout(self.limits.client_seconds):
-                    await out.write(chunk)
-            await out.write_eof()
+                    await out.write(said.take_events(chunk))
+            async with asyncio.timeout(self.limits.client_seconds):
+                await out.write_eof()
             account.outcome = RequestOutcome.BROKE_OFF if events.failure else RequestOutcome.ANSWERED
         except (ConnectionResetError, TimeoutError):  # the client has gone, or takes nothing
             if request.transport is not None:
@@ -283,16 +406,17 @@ class Proxy:
     def _go_on_after(self, failure: ServerFailed, tried: list[ModelServer], account: RequestAccount) -> None:
         """Raise the failure of a server, unless another one may be asked."""
         role, pool = failure.server.role, self._pools[failure.server.role]
-        result = "failed" if failure.was_asked else "unreachable"
+        account.was_seen |= failure.was_asked and role is Role.PREFILL
+        result, failure.server.meeting = "failed" if failure.was_asked else "unreachable", {}
         self.metrics.asked.labels(role, failure.server.url, result).inc()
         if not failure.was_asked:
-            pool.mark(failure.server, is_ready=False)
+            pool.mark(failure.server, is_ready=False, why=failure.why)
         is_safe = role is Role.PREFILL or not failure.was_asked
         if not is_safe or len(tried) > self.limits.num_retries or len(tried) == len(pool.servers):
             raise failure
         account.num_retries += 1
         self.metrics.retries.labels(role).inc()
-        log.warning("request %s: %s; another server is asked", account.name, failure)
+        log.warning("request %s: %s; trying another server", account.name, failure)
 
     async def _ask(
         self,
@@ -353,6 +477,14 @@ class Proxy:
         return error_response(failure.status, failure.for_client(account.name), retry_after=retry_after)
 
 
+async def ended(*tasks: asyncio.Task[Any] | None) -> None:
+    """Cancel what has not ended, and wait for its end."""
+    left = [task for task in tasks if task is not None]
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+
+
 def headers_of(request: web.Request, account: RequestAccount) -> Headers:
     """What a server gets of a client's headers."""
     kept = {name: request.headers[name] for name in FORWARDED_HEADERS if name in request.headers}
@@ -376,5 +508,7 @@ async def errors_as_json(
     except web.HTTPException as error:
         return error_response(error.status, error.reason)
     except Exception:
-        log.exception("a bug, please report it")
-        return error_response(HTTPStatus.INTERNAL_SERVER_ERROR, "a bug in kvferry proxy; its log says where")
+        log.exception("internal error; please report it with this traceback")
+        return error_response(
+            HTTPStatus.INTERNAL_SERVER_ERROR, "internal error in kvferry proxy; see its log"
+        )

@@ -30,7 +30,12 @@ EXTRA_ARGUMENTS = "vllm_xargs"
 
 ABOUT_THE_ANSWER = frozenset({"stream_options", "max_completion_tokens", "min_tokens", "n", "best_of"})
 """What a prefill is not asked: it answers once, with one token."""
-ASK_FOR_TICKET = {"do_remote_decode": True, "do_remote_prefill": False}
+ASK_FOR_TICKET: Fields = {"do_remote_decode": True, "do_remote_prefill": False}
+READ_WHILE_PREFILLED: Fields = {"do_remote_prefill": True, "do_remote_decode": False}
+TRANSFER_ID, OVERLAP = "kvferry_transfer", "kvferry_overlap"
+"""The name of a prefill that is read while it runs, and by what a prefill server says that it can."""
+ENGINE = "remote_engine_id"
+MEETING = frozenset({"remote_host", "remote_port", ENGINE})
 
 MAX_FIELDS = 1000
 """How many fields an object may have whose fields are decoded."""
@@ -161,7 +166,9 @@ def fits_a_ticket(body: Fields) -> bool:
         body.get(name, NULL) not in (NULL, ONE) for name in ("n", "best_of")
     )
     asks_of_prompt = body.get("echo", NULL) not in (NULL, FALSE) or body.get("prompt_logprobs", NULL) != NULL
-    return not (is_many or asks_of_prompt or body.get("use_beam_search", NULL) not in (NULL, FALSE))
+    has_no_tokens = body.get("prompt_embeds", NULL) != NULL  # no ticket is given for vectors
+    is_beam_search = body.get("use_beam_search", NULL) not in (NULL, FALSE)
+    return not (is_many or asks_of_prompt or has_no_tokens or is_beam_search)
 
 
 def has_many_prompts(prompt: object) -> bool:
@@ -176,14 +183,28 @@ def has_many_prompts(prompt: object) -> bool:
     return False
 
 
-def prefill_body(body: Fields) -> Fields:
+def prefill_body(body: Fields, more: Fields) -> Fields:
+    """The request that a prefill server gets; ``more`` is what it may use of other servers."""
     kept = {name: value for name, value in body.items() if name not in ABOUT_THE_ANSWER}
-    return {**kept, "max_tokens": 1, "stream": False, TRANSFER: ASK_FOR_TICKET}
+    return {**kept, "max_tokens": 1, "stream": False, TRANSFER: {**more, **ASK_FOR_TICKET}}
 
 
 def decode_body(body: Fields, transfer: Fields) -> Fields:
     """The request that a decode server gets; ``transfer`` is what the prefill server gave, as it is."""
     return {**body, TRANSFER: transfer} if transfer else body
+
+
+def meeting_in(transfer: Fields, known: Fields) -> Fields:
+    """Where decode servers find out how far a prefill is; nothing if the server does not tell.
+
+    ``known``: what it said before. It stays true where the same engine gives no ticket: its prompt cannot be
+    offered, or its reader has it already.
+    """
+    if known and OVERLAP not in transfer and transfer.get(ENGINE) == known[ENGINE]:
+        return known
+    if transfer.get(OVERLAP) != TRUE or not transfer.keys() >= MEETING:
+        return {}
+    return {name: transfer[name] for name in sorted(MEETING)}
 
 
 class PrefillAnswer(msgspec.Struct):

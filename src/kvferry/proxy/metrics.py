@@ -57,6 +57,8 @@ class RequestAccount:
     decode: str = ""
     """The servers that served it."""
     num_retries: int = 0
+    was_seen: bool = False
+    """Whether a server that failed may have seen the request."""
     body_bytes: int = 0
     """How much of the body is in memory."""
     started: float = field(default_factory=time.monotonic)
@@ -114,12 +116,23 @@ class ProxyMetrics:
         self.retries = counter("kvferry_proxy_retries", "Requests that were sent to another server", ["role"])
         self.stripped = counter(
             "kvferry_proxy_stripped_requests",
-            "Requests with fields that are not a client's to send, which were removed",
+            "Requests of clients with removed fields, such as kv_transfer_params",
         )
         self.without_ticket = counter(
             "kvferry_proxy_without_ticket",
-            "Requests that a decode server got without a ticket: they do not fit one, or none was given",
+            "Requests that a decode server got without a ticket: does-not-fit, none-given, no-prefill-server",
             ["reason"],
+        )
+        self.turns = counter(
+            "kvferry_proxy_turns",
+            "Prompts looked up among the offers of earlier turns, by result: hit, miss",
+            ["result"],
+        )
+        self.offers = gauge("kvferry_proxy_offers", "Stored offers for a next turn, by key")
+        self.overlaps = counter(
+            "kvferry_proxy_overlaps",
+            "Requests that were sent to both servers at once, by result: ok, prefill-failed, decode-failed",
+            ["result"],
         )
 
     def count(self, account: RequestAccount) -> None:

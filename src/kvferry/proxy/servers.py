@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import logging
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import NoReturn
 
 import aiohttp
 from aiohttp import web
 
+from kvferry.proxy.answers import EVENT_DATA, EVENT_END
+from kvferry.proxy.bodies import Fields
 from kvferry.proxy.metrics import ProxyMetrics, RequestOutcome, log
 from kvferry.proxy.settings import Role
 
@@ -52,6 +55,10 @@ class ModelServer:
     num_requests: int = 0
     """How many of our requests it has."""
     last_turn: int = 0
+    meeting: Fields = field(default_factory=dict)
+    """Of a prefill server: where decode servers find out how far a prefill is, as it said last."""
+    num_losses: int = 0
+    """How often it was found not ready: it may have restarted then, and forgotten everything."""
 
     def __str__(self) -> str:
         return f"{self.role} server {self.url}"
@@ -71,7 +78,7 @@ class ServerPool:
     def __init__(self, role: Role, urls: Sequence[str], metrics: ProxyMetrics) -> None:
         self.servers = [ModelServer(role, url) for url in urls]
         self._metrics, self._turns = metrics, itertools.count(1)
-        self._checked, self._checking = -FRESH_SECONDS, asyncio.Lock()
+        self._checked = -FRESH_SECONDS
 
     def pick(self, tried: Collection[ModelServer] = ()) -> ModelServer | None:
         """The ready server with the fewest requests; equals take turns. None: all have been tried.
@@ -91,25 +98,30 @@ class ServerPool:
         return any(server.is_ready for server in self.servers)
 
     async def check(self, session: aiohttp.ClientSession) -> None:
-        """Ask every server for its health."""
-        async with self._checking:
-            if time.monotonic() - self._checked < FRESH_SECONDS:
-                return
+        """Ask every server for its health. Not to be called again before it has ended."""
+        if time.monotonic() - self._checked >= FRESH_SECONDS:
             await asyncio.gather(*(self._check(session, server) for server in self.servers))
             self._checked = time.monotonic()
 
     async def _check(self, session: aiohttp.ClientSession, server: ModelServer) -> None:
         limit = aiohttp.ClientTimeout(total=CHECK_SECONDS)
         try:
-            async with session.get(f"{server.url}/health", timeout=limit) as answer:
-                self.mark(server, is_ready=answer.status == HTTPStatus.OK)
-        except (aiohttp.ClientError, TimeoutError):
-            self.mark(server, is_ready=False)
+            with failures_of(server):
+                health = session.get(f"{server.url}/health", timeout=limit, allow_redirects=False)
+                async with health as answer:
+                    is_ready, why = answer.status == HTTPStatus.OK, f"/health answered {answer.status}"
+        except ServerFailed as failure:
+            is_ready, why = False, failure.why
+        self.mark(server, is_ready=is_ready, why=why)
 
-    def mark(self, server: ModelServer, *, is_ready: bool) -> None:
+    def mark(self, server: ModelServer, *, is_ready: bool, why: str = "") -> None:
+        """``why``: for the log."""
         if server.is_ready != is_ready:
-            log.warning("%s is %s", server, "ready" if is_ready else "not ready")
+            level = logging.INFO if is_ready else logging.WARNING
+            log.log(level, "%s is %s: %s", server, "ready" if is_ready else "not ready", why)
         server.is_ready = is_ready
+        if not is_ready:
+            server.num_losses, server.meeting = server.num_losses + 1, {}
         self._metrics.ready.labels(server.role, server.url).set(is_ready)
 
 
@@ -121,13 +133,13 @@ def failures_of(server: ModelServer) -> Iterator[None]:
         yield
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
         detail = error.os_error.strerror if isinstance(error, aiohttp.ClientConnectorError) else ""
-        detail = detail or "it does not accept the connection in time"
+        detail = detail or "the connection timed out"
         raise ServerFailed(server, "cannot be reached", detail=detail, status=bad, was_asked=False) from error
     except TimeoutError as error:
         raise ServerFailed(server, "did not answer in time", status=late) from error
     except aiohttp.ClientError as error:
         detail = type(error).__name__
-        raise ServerFailed(server, "broke off the connection", detail=detail, status=bad) from error
+        raise ServerFailed(server, "closed the connection", detail=detail, status=bad) from error
 
 
 NAME_HEADER = "X-Request-Id"
@@ -135,7 +147,8 @@ RETRY_HEADER = "Retry-After"
 MAX_ANSWER_BYTES, MAX_REFUSAL_BYTES = 64 * 2**20, 2**20
 """How long an answer may be that is not a stream, and a server's own error."""
 
-EVENT_END, LAST_EVENT = b"\n\n", b"data: [DONE]"
+LAST_EVENT = b"data: [DONE]"
+ERROR_EVENT, NO_TEXT = b'data: {"error"', b'"content":""'
 MAX_EVENT_BYTES = 2**20
 """A longer event goes out in parts."""
 
@@ -204,11 +217,28 @@ class EventStream:
 
     def __init__(self, answer: aiohttp.ClientResponse, server: ModelServer, name: str) -> None:
         self._answer, self._server, self._name = answer, server, name
-        self._held, self._last, self._has_ended = b"", b"", False
+        self._held, self._last, self._has_ended, self._first = b"", b"", False, b""
         self.failure: ServerFailed | None = None
+
+    async def begin(self) -> None:
+        """Wait for the beginning, which is next then. Raises ServerFailed if it is an error.
+
+        vLLM begins the stream of a chat with an event without text, whatever becomes of the request.
+        """
+        first = b""
+        while first.count(EVENT_END) < 2 and (not first or NO_TEXT in first) and not self._has_ended:
+            first += await self.next()
+        if self.failure:
+            raise self.failure
+        if ERROR_EVENT in first:
+            raise ServerFailed(self._server, "answered with an error", status=HTTPStatus.BAD_GATEWAY)
+        self._first = first
 
     async def next(self) -> bytes:
         """One or more whole events; nothing once there are no more."""
+        if first := self._first:
+            self._first = b""
+            return first
         try:
             while not self._has_ended:
                 with failures_of(self._server):
@@ -217,12 +247,12 @@ class EventStream:
                 if whole := self._cut(chunk):
                     return whole
             if not self._last.rstrip().endswith(LAST_EVENT) and not self.failure:
-                why = "broke off: its stream has no end"
+                why = "ended the stream early"
                 raise ServerFailed(self._server, why, status=HTTPStatus.BAD_GATEWAY)
         except ServerFailed as failure:
             self.failure, self._has_ended = failure, True
             body = error_body(failure.status, failure.for_client(self._name))
-            return b"data: %b\n\n" % json.dumps(body).encode()
+            return EVENT_DATA + json.dumps(body).encode() + EVENT_END
         return b""
 
     def _cut(self, chunk: bytes) -> bytes:

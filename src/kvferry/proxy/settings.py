@@ -43,6 +43,12 @@ class ProxySettings:
     prefill: tuple[str, ...]
     decode: tuple[str, ...]
     limits: ProxyLimits = ProxyLimits()
+    is_falling_back: bool = True
+    """Whether decode servers compute prompts while no prefill server can be reached."""
+    has_conversations: bool = True
+    """Whether what a decode server offers is handed to the prefill of the next turn."""
+    is_overlapping: bool = True
+    """Whether decode servers read prefills while they run, where both can."""
 
     def urls(self, role: Role) -> tuple[str, ...]:
         return self.prefill if role is Role.PREFILL else self.decode
@@ -55,12 +61,12 @@ def server_urls(role: Role, given: Sequence[str]) -> tuple[str, ...]:
     ('http://10.0.0.7:8100', 'https://gpu-3')
     >>> server_urls(Role.DECODE, ["10.0.0.8:8200"])
     Traceback (most recent call last):
-    kvferry.errors.SpecError: --decode 10.0.0.8:8200: an address starts with http:// or https://, such as
+    kvferry.errors.SpecError: --decode 10.0.0.8:8200: the address must start with http:// or https://, such as
         http://10.0.0.8:8200
     """
     urls = tuple(_server_url(f"--{role} {url}", url) for url in given)
     if not urls:
-        raise SpecError(f"--{role}: no server is named; give --{role} http://HOST:PORT at least once")
+        raise SpecError(f"--{role}: no server is given; pass --{role} http://HOST:PORT at least once")
     for url in urls:
         if urls.count(url) > 1:
             raise SpecError(f"--{role} {url}: named twice; name each server once")
@@ -70,10 +76,13 @@ def server_urls(role: Role, given: Sequence[str]) -> tuple[str, ...]:
 def _server_url(place: str, text: str) -> str:
     if not text.startswith(("http://", "https://")):
         example = f"http://{text.rpartition('://')[2] or 'HOST:PORT'}"
-        raise SpecError(f"{place}: an address starts with http:// or https://, such as {example}")
+        raise SpecError(f"{place}: the address must start with http:// or https://, such as {example}")
     try:
         parts = urlsplit(text)
         port = parts.port
+        (parts.hostname or "").encode("idna")  # as the resolver does
+    except UnicodeError:
+        raise SpecError(f"{place}: a part of the host name is empty or has more than 63 characters") from None
     except ValueError as error:
         raise SpecError(f"{place}: {error}") from None
     if not parts.hostname or port == 0:

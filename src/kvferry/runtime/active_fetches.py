@@ -6,6 +6,10 @@ The life of a fetch::
                                               └─CHECKING─┘
        └──────────┴───────────┴─────────────┴────────────┴──▶ failed: reported when nothing is in flight
 
+* A fetch may be read in parts: of a *growing* lease, whose prompt is still being computed, each part that is
+  written; of a load from several sources, each interval of tokens that is given to this one. Each part is
+  SELECTED and READ, and in between the fetch is HOLDING again. All of it is confirmed at once in the end.
+
 * A ticket whose blocks are not known yet can be *held* until they are: HOLDING comes before SELECTING then.
 * A read counts only if the source's authority held the lease after its end: it says so when it is told of the
   end, or, on one host, its board shows it. No clock has a say in that. An authority that does not answer is
@@ -30,8 +34,10 @@ from kvferry.runtime.fetch_job import FetchJob, Phase
 from kvferry.runtime.meetings import Meetings
 from kvferry.runtime.questions import Settlements
 from kvferry.runtime.values import (
+    AllRead,
     Cancel,
     Effect,
+    Fetch,
     LookUp,
     Peer,
     PostReads,
@@ -78,7 +84,6 @@ class ActiveFetches:
         return iter(self.by_handle.values())
 
     def get(self, handle: int) -> FetchJob | None:
-        """The fetch under a handle, if it is under way."""
         return self.by_handle.get(handle)
 
     def of(self, peer: Peer) -> list[FetchJob]:
@@ -105,11 +110,15 @@ class ActiveFetches:
         num_runs: int | None,
         way: str,
     ) -> list[Effect]:
-        job.phase, job.posted_at, job.ended_at = Phase.READING, now, now
-        job.is_checked = bool(selection.products) and self.checks.is_due()
+        if not job.has_posted:
+            job.posted_at = now
+        job.phase, job.step_at, job.ended_at = Phase.READING, now, now
         products = selection.products
-        job.num_bytes, job.num_sources, job.way = selection.total_bytes, len(products), way
-        job.num_runs = selection.num_runs if num_runs is None else num_runs
+        job.num_sources, job.way = max(job.num_sources, len(products)), way or job.way
+        job.num_bytes += selection.total_bytes
+        job.num_runs += selection.num_runs if num_runs is None else num_runs
+        if job.ticket.is_growing:
+            job.early_bytes = job.num_bytes
         job.clear = next(self._numbers)
         reads = {next(self._numbers): read for read in products.items()}
         job.in_flight = {job.clear, *reads}
@@ -136,21 +145,48 @@ class ActiveFetches:
         if job.phase is Phase.LEASING and job.covered_until > now and not (job.is_early and is_met):
             job.phase = Phase.MEETING
         if job.phase is Phase.MEETING and is_met:
-            job.met_at = now
-            if job.fetch is None:
-                job.phase = Phase.HOLDING
-            else:
-                job.phase = Phase.SELECTING
-                return [Select(job.handle, job.peer, job.fetch)]
+            job.met_at, job.phase = now, Phase.HOLDING
+            return self.go_on(now, job)
         if job.phase is Phase.READING and not job.in_flight:
-            if job.is_checked and job.fetch is not None:
-                job.phase = Phase.CHECKING
-                return [TakeDigest(job.handle, job.peer, job.fetch)]
-            return self._confirm(now, job)
+            job.take_in()
+            job.phase = Phase.HOLDING
+            if (job.todo or job.is_open) and self._connections.gone(job.peer.authority):
+                return self.fail(now, job, self.source_gone(job.peer))
+            return self.go_on(now, job)
         if job.phase in (Phase.FAILING, Phase.QUARANTINED) and not job.in_flight:
             outcome = Outcome.FAILED if job.has_posted else Outcome.UNREAD
             return [*self._settle(now, job, outcome), *self._report(now, job, outcome)]
         return []
+
+    def go_on(self, now: float, job: FetchJob) -> list[Effect]:
+        """Read what can be read now of a fetch that is leased, if anything."""
+        if job.phase is not Phase.HOLDING or job.fetch is None:
+            return []
+        if not job.todo:
+            is_over = not job.is_open
+            return self._check(now, job, job.fetch) if is_over else [AllRead(job.handle, job.done)]
+        part = job.next_part()
+        if part is None:
+            return []
+        if not self._meetings.is_met(job.peer):
+            detail = f"the connection to {job.peer.engine} broke before all parts were read"
+            return self.fail(now, job, Failure(FailureCode.TRANSPORT, detail))
+        job.phase, job.step_at = Phase.SELECTING, now
+        return [Select(job.handle, job.peer, part)]
+
+    def _check(self, now: float, job: FetchJob, fetch: Fetch) -> list[Effect]:
+        """All is in: compare digests, if that is due, and have it confirmed."""
+        if job.num_bytes and self.checks.is_due():
+            job.phase = Phase.CHECKING
+            return [TakeDigest(job.handle, job.peer, fetch.part(job.done))]
+        return self._confirm(now, job)
+
+    def not_selected(self, now: float, job: FetchJob, failure: Failure) -> list[Effect]:
+        """The request does not fit: it fails alone. A part of it may only come too early."""
+        if not job.is_cut or job.phase is not Phase.SELECTING:
+            return self.fail(now, job, failure)
+        job.can_part, job.phase = False, Phase.HOLDING
+        return self.go_on(now, job)
 
     def _confirm(self, now: float, job: FetchJob) -> list[Effect]:
         """All bytes are in: have the authority say that they count, or see that it stands by its lease."""
@@ -268,7 +304,10 @@ class ActiveFetches:
             case Phase.MEETING:
                 failure = self._meetings.no_answer(job.peer)
             case Phase.SELECTING:
-                failure = Failure(FailureCode.OVERDUE, "its runs were not selected in time")
+                failure = Failure(FailureCode.OVERDUE, "selecting the byte ranges took too long")
+            case Phase.HOLDING:
+                detail = f"{job.peer.engine} made no progress within {self._timing.read:g} s"
+                failure = Failure(FailureCode.OVERDUE, detail)
             case Phase.CHECKING:
                 return self._not_equal(now, job, self.checks.overdue(job))
             case Phase.CONFIRMING:

@@ -15,6 +15,7 @@ from heapq import heappop, heappush
 from itertools import islice
 
 from kvferry.core.words import counted
+from kvferry.runtime.claims import Claims, NamedPrefills
 from kvferry.runtime.digest_checks import DigestRelay
 from kvferry.runtime.failure import FailureCode
 from kvferry.runtime.figures import Figures, LeaseTally, by_label
@@ -26,11 +27,15 @@ from kvferry.wire.messages import (
     PROTOCOL,
     Acquire,
     AskStatus,
+    Claimed,
+    ClaimOffer,
     Denial,
     DescribeRanks,
     DigestRequest,
     DigestResult,
+    FindTransfer,
     Grant,
+    Grown,
     Hello,
     Join,
     JoinAck,
@@ -45,10 +50,14 @@ from kvferry.wire.messages import (
     Settle,
     SettleAck,
     ToAuthority,
+    Watch,
     Welcome,
     is_spoken,
 )
 from kvferry.wire.ticket import Ticket, make_proofs
+
+CLAIM_SECONDS = 1.0
+"""How long a claim waits for the engine's own thread; it takes steps while there are young soft offers."""
 
 
 @dataclass(slots=True)
@@ -88,18 +97,42 @@ class Authority:
         self._welcome: Welcome | None = None
         self._tally = LeaseTally()
         self._digests = DigestRelay(offers.generation)
+        self._claims = Claims(CLAIM_SECONDS)
+        self._named = NamedPrefills()
         self._held = HeldReleases(self._timing.lease)
 
     # -- the engine's own calls --------------------------------------------------------------------
 
-    def offer(self, now: float, ticket: Ticket) -> list[SourceEffect]:
-        """Pin the blocks of a ticket that was just made."""
+    def offer(self, now: float, ticket: Ticket, transfer: str = "") -> list[SourceEffect]:
+        """Pin the blocks of a ticket that was just made, perhaps under the name that a router gave to it."""
         deadline = now + self._timing.lease
         lease = self._leases[ticket.ticket_id] = Lease(ticket, deadline, deadline + self._timing.life)
         heappush(self._by_deadline, (lease.deadline, ticket.ticket_id))
         self._by_request[ticket.request_id] = ticket.ticket_id
         self._tally.offered(ticket)
-        return []
+        lease.transfer = transfer
+        return self._named.open(transfer, ticket) if transfer else []
+
+    def refuse(self, transfer: str, why: str) -> list[SourceEffect]:
+        return self._named.refuse(transfer, why)
+
+    def grow(self, now: float, ticket: Ticket) -> list[SourceEffect]:
+        """The next stage of a growing lease, or its last; whoever reads it is told."""
+        lease = self._leases.get(ticket.ticket_id)
+        if lease is None:
+            return []
+        lease.ticket = ticket
+        self._tally.grown(ticket)
+        self._extend(now, lease)
+        self._named.grown(lease.transfer, ticket)
+        watchers, lease.watchers = lease.watchers, {}
+        proofs = self._proofs(ticket) if watchers else {}
+        return [Send(reply_to, Grown(nonce, ticket, proofs)) for reply_to, nonce in watchers.values()]
+
+    def revoke(self, now: float, request_id: str) -> list[SourceEffect]:
+        """What grew is gone: the engine has taken its blocks away. No read of it counts from now on."""
+        lease = self._leases.get(self._by_request.get(request_id, 0))
+        return self._end(now, lease, "withdrawn") if lease else []
 
     def withdraw(self, now: float, request_id: str) -> list[SourceEffect]:
         """Take an offer back: at once if nobody reads it, else when its reader is through.
@@ -112,6 +145,18 @@ class Authority:
         lease.is_withdrawn = True
         lease.ends_by = min(lease.ends_by, now + self._timing.lease + self._timing.read)
         return [] if lease.reading else self._end(now, lease, "withdrawn")
+
+    def count_soft(self) -> list[SourceEffect]:
+        """A soft offer was made; it is counted, and nothing is kept of it."""
+        self._tally.num_soft_offers += 1
+        return []
+
+    def claimed(self, now: float, number: int, ticket: Ticket | None, detail: str) -> list[SourceEffect]:
+        """What the engine found of a soft offer: a ticket for it, which was offered before; or nothing."""
+        if send := self._claims.answer(now, number, ticket, detail):
+            self._tally.claims["granted" if ticket else "missed"] += 1
+            return [send]
+        return self.withdraw(now, ticket.request_id) if ticket else []
 
     @property
     def num_leases(self) -> int:
@@ -127,7 +172,7 @@ class Authority:
         """Why nothing more should be offered; empty if it can."""
         for rank, notices in self._notices.items():
             if len(notices.unheard) >= self.MAX_UNHEARD:
-                return f"rank {rank} has left {self.MAX_UNHEARD} notices of released requests unheard"
+                return f"rank {rank} has not acknowledged {self.MAX_UNHEARD} release notices"
         return ""
 
     def status(self) -> dict[str, object]:
@@ -146,7 +191,6 @@ class Authority:
         return sum(len(notices.unheard) for notices in self._notices.values())
 
     def shown_leases(self, now: float) -> list[dict[str, object]]:
-        """The oldest leases, for people."""
         return [
             {
                 "request_id": lease.ticket.request_id,
@@ -177,6 +221,12 @@ class Authority:
             case Acquire():
                 answer = self._acquire(now, message)
                 return [*self._shown(answer), Send(reply_to, answer)]
+            case ClaimOffer():
+                return self._claim(now, reply_to, message)
+            case FindTransfer():
+                return [Send(reply_to, self._named.find(now, reply_to, message))]
+            case Watch():
+                return self._watch(reply_to, message)
             case Renew():
                 return [Send(reply_to, self._renew(now, message))]
             case Settle():
@@ -209,14 +259,17 @@ class Authority:
         # What is told of one lease may lead to the release of the next: all of them are struck before.
         effects.sort(key=lambda effect: not isinstance(effect, Strike))
         self._ended.tick(now)
-        effects += self._tell(now)
+        self._named.tick(now)
+        if denied := self._claims.tick(now):
+            self._tally.claims["late"] += len(denied)
+        effects += [*denied, *self._tell(now)]
         for rank, notices in self._notices.items():
             if notices.unheard and now >= notices.sent_at + self._timing.retry:
                 effects += self._notify(now, rank)
         return effects
 
     def next_deadline(self) -> float:
-        deadlines = [self._ended.next_deadline(), self._held.next_deadline()]
+        deadlines = [self._ended.next_deadline(), self._held.next_deadline(), self._claims.next_deadline()]
         deadlines += [self._by_deadline[0][0]] if self._by_deadline else []
         pending = [self._notices[rank] for rank in self._ranks if self._notices[rank].unheard]
         deadlines += [notices.sent_at + self._timing.retry for notices in pending]
@@ -226,7 +279,9 @@ class Authority:
 
     def _greet(self, hello: Hello) -> Welcome | Rejected:
         if not is_spoken(hello.protocol):
-            return Rejected("protocol", f"this engine speaks {PROTOCOL}, the reader {hello.protocol}")
+            return Rejected(
+                "protocol", f"this engine speaks protocol {PROTOCOL}, the reader protocol {hello.protocol}"
+            )
         if self._welcome is None:
             return Rejected("not-ready", f"ranks joined: {len(self._ranks)} of {self._num_ranks}")
         return self._welcome
@@ -254,7 +309,7 @@ class Authority:
         if (ticket.engine, ticket.generation) != (offers.engine, offers.generation):
             return no(FailureCode.RESTARTED, f"this is {offers.engine}, generation {offers.generation}")
         if not offers.is_own(ticket):
-            return no(FailureCode.FORGED, "the ticket is not what this engine handed out")
+            return no(FailureCode.FORGED, "the ticket was not issued by this engine, or was modified")
         lease = self._leases.get(ticket.ticket_id)
         if lease is None:
             return no(FailureCode.ENDED, "the ticket was read, given back or withdrawn, or its lease is over")
@@ -266,10 +321,36 @@ class Authority:
         if not is_known:
             self._tally.granted(ticket, is_first=is_first)
         self._extend(now, lease)
-        proofs = make_proofs(ticket, {n: rank.join.rank_key for n, rank in self._ranks.items()})
-        seen = (self._board, offers.mark(ticket.ticket_id)) if self._board else ()
+        proofs = self._proofs(ticket)
+        # A preempted prefill's blocks are written to before its lease is struck from the board.
+        is_shown = self._board and not lease.transfer
+        seen = (self._board, offers.mark(ticket.ticket_id)) if is_shown else ()
         lease_ms = int(self._timing.lease * 1000)
         return Grant(ask.nonce, ticket.ticket_id, lease_ms, proofs, self.is_whole, *seen)
+
+    def _proofs(self, ticket: Ticket) -> dict[int, bytes]:
+        return make_proofs(ticket, {number: rank.join.rank_key for number, rank in self._ranks.items()})
+
+    def _watch(self, reply_to: str, ask: Watch) -> list[SourceEffect]:
+        """Tell a reader of the newest stage, now or when there is one."""
+        lease = self._leases.get(ask.ticket_id) if ask.generation == self._offers.generation else None
+        reading = lease.reading if lease else None
+        if lease is None or reading is None or not reading.is_held(ask.reader, ask.reader_rank, ask.token):
+            detail = "the prefill was withdrawn, or its lease is over"
+            return [Send(reply_to, Denial(ask.nonce, ask.ticket_id, FailureCode.ENDED.value, detail))]
+        ticket = lease.ticket
+        if ticket.is_growing and ticket.num_complete <= ask.num_complete:
+            lease.watchers[ask.reader_rank] = reply_to, ask.nonce
+            return []
+        return [Send(reply_to, Grown(ask.nonce, ticket, self._proofs(ticket)))]
+
+    def _claim(self, now: float, reply_to: str, claim: ClaimOffer) -> list[SourceEffect]:
+        if not self._offers.is_own(claim.ticket) or not claim.ticket.is_soft or claim.num_tokens <= 0:
+            self._tally.claims["unknown"] += 1
+            return [
+                Send(reply_to, Claimed(claim.nonce, detail="this process of the engine made no such offer"))
+            ]
+        return self._claims.ask(now, reply_to, claim)
 
     def _shown(self, answer: Grant | Denial) -> list[SourceEffect]:
         if isinstance(answer, Grant) and answer.board:
@@ -310,11 +391,12 @@ class Authority:
         if lease is not None and (ask := message.acquire) and self._offers.is_own(ask.ticket):
             lease.bind(ask)
         if lease is not None and lease.reading is not None and lease.reading.settle(message):
+            lease.watchers.pop(message.reader_rank, None)
             return ack(), self._settled(now, lease)
         ended = lease.left if lease is not None else self._ended.find(message.ticket_id)
         if ended is not None and ended.is_settled(message):
             return ack(), []
-        return ack(FailureCode.LEASE_ENDED, "the source holds no lease for this read any more"), []
+        return ack(FailureCode.LEASE_ENDED, "the source no longer holds a lease for this read"), []
 
     def _settled(self, now: float, lease: Lease) -> list[SourceEffect]:
         reading = lease.reading
@@ -349,11 +431,11 @@ class Authority:
         elif self._assembly is Assembly.MERGING:
             return []  # it asks again when it is known whether the ranks fit together
         elif known is not None and not self._may_replace(known.join, join):
-            return no(f"rank {join.rank} joined already, with other memory")
+            return no(f"rank {join.rank} has already joined with different memory")
         else:
             others = {rank.join.transport for number, rank in self._ranks.items() if number != join.rank}
             if others - {join.transport}:
-                return no(f"it brings the transport {join.transport}, another rank {others.pop()}")
+                return no(f"its transport is {join.transport}, another rank has {others.pop()}")
             self._ranks.pop(join.rank, None)  # whoever joined last comes last
             self._ranks[join.rank] = JoinedRank(reply_to, join)
         if self._assembly is Assembly.WHOLE or len(self._ranks) < self._num_ranks:
@@ -401,9 +483,7 @@ class Authority:
     def _acknowledged(self, now: float, reply_to: str, ack: ReleaseAck) -> list[SourceEffect]:
         known = self._ranks.get(ack.rank)
         if known is None or known.reply_to != reply_to or ack.generation != self._offers.generation:
-            return [
-                Send(reply_to, Rejected(NOT_JOINED, "this start of the engine does not know the rank yet"))
-            ]
+            return [Send(reply_to, Rejected(NOT_JOINED, "the rank has not joined since the engine started"))]
         notices = self._notices[ack.rank]
         number = min(ack.number, notices.last_sent)  # nobody has heard what was not said
         if number < notices.first:
@@ -420,13 +500,18 @@ class Authority:
         request_id, ticket_id = lease.ticket.request_id, lease.ticket.ticket_id
         del self._leases[ticket_id]
         self._tally.ended_lease(lease.ticket, reason)
+        named = self._named.end(lease.transfer, ticket_id, may_come_again=reason == "withdrawn")
+        over = [
+            Send(reply_to, Denial(nonce, ticket_id, FailureCode.ENDED.value, f"the lease is over: {reason}"))
+            for reply_to, nonce in lease.watchers.values()
+        ]
         if lease.reading is not None:
             self._ended.remember(now, ticket_id, lease.reading)
         del self._by_request[request_id]
         released = Released(request_id, reason, ticket_id)
         self._held.add(now, released)
         struck = [Strike(ticket_id)] if self._board else []
-        effects = [*struck, *self._tell(now)]
+        effects = [*struck, *over, *named, *self._tell(now)]
         for rank, notices in self._notices.items():
             notices.unheard.append(released)
             if len(notices.unheard) == 1:  # else the next notice goes when this one was heard

@@ -78,12 +78,10 @@ class Connections:
 
     @property
     def num_gone(self) -> int:
-        """How many addresses had somebody who is gone."""
         return sum(1 for known in self._by_address.values() if known.reason)
 
     @property
     def gone_peers(self) -> dict[Peer, str]:
-        """Who is gone, and why."""
         gone = (known for known in self._by_address.values() if known.reason)
         return {peer: known.reason for known in gone for peer in known.peers}
 
@@ -95,7 +93,6 @@ class Connections:
         self._by_address[address].peers = peers
 
     def forget(self, address: str) -> None:
-        """Call it anew."""
         self._by_address.pop(address, None)
 
     def is_awaited(self, address: str) -> bool:
@@ -129,9 +126,10 @@ class Connections:
     def _reason(self, one: _Connection) -> str:
         if one.is_broken:
             seconds = f"{self._timing.reconnect:g} s"
-            ask = "Does it run?" if one.was_up else "Does it run, and do both engines have the same secret?"
-            return f"its connection broke or was refused, and no new one came within {seconds}. {ask}"
-        return f"nobody has answered for {self._timing.silence:g} s. Is it stopped, or cut off?"
+            same = "" if one.was_up else " and that both engines have the same secret"
+            ask = f"Check that it is running{same}"
+            return f"its connection broke or was refused, and was not restored within {seconds}. {ask}"
+        return f"no answer for {self._timing.silence:g} s: it is suspended or disconnected"
 
     def _deadline(self, one: _Connection) -> float:
         if one.is_up:

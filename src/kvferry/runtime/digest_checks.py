@@ -24,10 +24,6 @@ class _Check:
     """What was answered, by source rank."""
     ours: TakenDigest | None = None
 
-    @property
-    def is_complete(self) -> bool:
-        return self.ours is not None and not self.requests
-
 
 class DigestChecks:
     """Which fetches are checked, and how far each check is. A question is repeated until it is answered."""
@@ -65,8 +61,8 @@ class DigestChecks:
         return None
 
     def is_complete(self, handle: int) -> bool:
-        """Whether both sides' digests of a fetch are there."""
-        return handle in self._checks and self._checks[handle].is_complete
+        check = self._checks.get(handle)
+        return check is not None and check.ours is not None and not check.requests
 
     def compare(self, handle: int) -> Failure | None:
         """Why a fetch does not count; None if both sides have the same bytes."""
@@ -75,8 +71,8 @@ class DigestChecks:
             found = check.ours.difference(src_rank, sums) if check.ours else None
             if found is not None:
                 detail = (
-                    f"{found}: the bytes here are not those of rank {src_rank} of {check.job.peer.engine};"
-                    " do not use this load; if it happens again, suspect the fabric or a kernel"
+                    f"{found}: the bytes differ from those of rank {src_rank} of {check.job.peer.engine}."
+                    " The load is discarded. If it recurs, check the fabric and the copy kernels"
                 )
                 return Failure(FailureCode.DIGEST_DIFFERS, detail)
         return None
@@ -86,13 +82,12 @@ class DigestChecks:
         check = self._checks.get(job.handle)
         silent = ", ".join(str(rank) for rank in sorted(check.requests)) if check else ""
         who = f"rank {silent} of {job.peer.engine}" if silent else "this rank"
-        return Failure(FailureCode.NO_DIGEST, f"{who} took no digest within {self._timing.read:g} s")
+        return Failure(FailureCode.NO_DIGEST, f"{who} computed no digest within {self._timing.read:g} s")
 
     def drop(self, handle: int) -> None:
         self._checks.pop(handle, None)
 
     def tick(self, now: float) -> list[Effect]:
-        """Repeat what was not answered."""
         effects: list[Effect] = []
         for check in self._checks.values():
             if check.requests and now >= check.sent_at + self._timing.retry:
@@ -107,7 +102,7 @@ class DigestChecks:
 
 
 def _missing(job: FetchJob, src_rank: int, why: str) -> Failure:
-    return Failure(FailureCode.NO_DIGEST, f"rank {src_rank} of {job.peer.engine} gave no digest: {why}")
+    return Failure(FailureCode.NO_DIGEST, f"rank {src_rank} of {job.peer.engine} returned no digest: {why}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +136,7 @@ class DigestRelay:
         if lease is None or not is_held:
             return [Send(reply_to, DigestAnswer(ask.nonce, detail="the source holds no lease for this read"))]
         if ask.src_rank not in ranks:
-            return [Send(reply_to, DigestAnswer(ask.nonce, detail="the source has no such rank now"))]
+            return [Send(reply_to, DigestAnswer(ask.nonce, detail="the source no longer has this rank"))]
         key = reply_to, ask.nonce
         known = self._waiting.pop(key, None)
         passed = _Passed(known.number if known else next(self._numbers), ranks[ask.src_rank])

@@ -6,17 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from kvferry.core.span import Span, Spans, intersect, normal, subtract
 from kvferry.runtime.failure import Failure
 from kvferry.runtime.values import Fetch, Peer, Record, Timing
 from kvferry.wire.messages import Outcome
 from kvferry.wire.ticket import Ticket
+
+PART_TOKENS = 256
+"""A load is cut at multiples of this: no cell of a cache has tokens on both sides of one."""
 
 
 class Phase(StrEnum):
     LEASING = "leasing"
     MEETING = "meeting"
     HOLDING = "holding"
-    """Leased and met, and not yet told where the bytes go."""
+    """Leased and met, and not yet told where the bytes go; or all is read that its source has so far, or that
+    it was given."""
     SELECTING = "selecting"
     READING = "reading"
     CHECKING = "checking"
@@ -50,6 +55,8 @@ class FetchJob:
     posted_at: float
     ended_at: float
     phase: Phase = Phase.LEASING
+    step_at: float = float("-inf")
+    """When what it does now, selecting or reading, was begun."""
     covered_until: float = float("-inf")
     """As far as our clock can say, the lease lasts until then. Nothing is posted after that; but a read
     counts by what its authority says after its end, and never by a clock."""
@@ -61,8 +68,6 @@ class FetchJob:
     """The number of the zeroing of its slack, once its reads are asked for."""
     in_flight: set[int] = field(default_factory=set)
     """Whatever may still write to its blocks: reads, and the zeroing."""
-    is_checked: bool = False
-    """Whether a digest of it is asked for."""
     checked_at: float = float("-inf")
     """When its digest was compared."""
     digest: str = ""
@@ -75,14 +80,58 @@ class FetchJob:
     """From the grant: where it can be seen that the lease stands, if anywhere."""
     mark: bytes = b""
     """What is seen there."""
+    is_open: bool = False
+    """Whether more tokens may be given to it."""
+    todo: Spans = ()
+    """Tokens that are not read yet, of groups that are read in parts; other groups are read with the end."""
+    reading: Spans = ()
+    done: Spans = ()
+    is_cut: bool = False
+    """Whether what is being read ends where the source has come to."""
+    finished_at: float = float("-inf")
+    """When it was said that no more tokens will be given to it."""
+    can_part: bool = True
+    """Whether parts of it can be read while its lease grows."""
+    watch: int = 0
+    """The number of the question whether its lease has grown, until it is answered."""
+    watched_at: float = float("-inf")
+    grown_at: float = float("-inf")
     is_settled: bool = False
     """The authority is being told how it ended, or holds nothing for it."""
     failure: Failure | None = None
     plan_seconds: float = 0.0
     num_bytes: int = 0
+    early_bytes: int = 0
     num_runs: int = 0
     num_sources: int = 0
     way: str = ""
+
+    def __post_init__(self) -> None:
+        if self.fetch is not None:
+            self.supply(self.fetch)
+
+    @property
+    def is_growing(self) -> bool:
+        """Whether its source still computes the prompt, and this rank knows where the bytes go."""
+        return self.ticket.is_growing and self.fetch is not None
+
+    def supply(self, fetch: Fetch) -> None:
+        self.fetch, self.todo, self.is_open = fetch, fetch.tokens, fetch.is_open
+
+    def next_part(self) -> Fetch | None:
+        """What can be read now of what is left: of a growing lease, what is written; None if nothing is."""
+        if self.fetch is None:
+            return None
+        written = max(0, min(self.ticket.num_complete, self.fetch.early_stop)) // PART_TOKENS * PART_TOKENS
+        tokens = intersect(self.todo, (Span(0, written),)) if self.ticket.is_growing else self.todo
+        part, is_cut = self.fetch.part(tokens), tokens != self.todo
+        if not tokens or (is_cut and not (self.can_part and any(part.need.values()))):
+            return None
+        self.reading, self.is_cut = tokens, is_cut
+        return part
+
+    def take_in(self) -> None:
+        self.todo, self.done = subtract(self.todo, self.reading), normal((*self.done, *self.reading))
 
     @property
     def key(self) -> tuple[Peer, bytes]:
@@ -92,6 +141,15 @@ class FetchJob:
     @property
     def has_posted(self) -> bool:
         return self.clear > 0
+
+    @property
+    def is_leased(self) -> bool:
+        return self.phase in _LEASED
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether nothing of it is being read now, and something will be."""
+        return self.phase in (Phase.LEASING, Phase.MEETING, Phase.HOLDING, Phase.SELECTING)
 
     @property
     def is_using_peer(self) -> bool:
@@ -104,10 +162,15 @@ class FetchJob:
 
     def ask_at(self, timing: Timing) -> float:
         """When the lease is to be renewed: soon, if a renewal was not answered; a message may be lost."""
-        if self.phase not in _LEASED:
+        if not self.is_leased:
             return float("inf")
         third = self.ticket.lease_ms / 3000
         return self.asked_at + (min(third, timing.retry) if self.is_asking else third)
+
+    def watch_at(self, timing: Timing) -> float:
+        """When its authority is to be asked, or asked again, whether its lease has grown."""
+        is_watched = self.is_growing and self.is_leased and not self.is_early
+        return self.watched_at + timing.retry if is_watched else float("inf")
 
     def give_up_at(self, timing: Timing) -> float:
         """Every wait has a deadline; but how long a held request waits is the engine's to decide."""
@@ -115,20 +178,27 @@ class FetchJob:
             case Phase.LEASING | Phase.MEETING:
                 return self.started + timing.meet  # or later, if the meeting gets on
             case Phase.SELECTING:
-                return self.met_at + timing.meet
+                return self.step_at + timing.meet
             case Phase.READING | Phase.FAILING:
-                return self.posted_at + timing.read
+                return self.step_at + timing.read
             case Phase.CHECKING:
-                return self.ended_at + timing.read
+                return self.whole_at + timing.read
             case Phase.CONFIRMING:
                 return self.confirming_from + self.patience(timing)
+            case Phase.HOLDING if self.is_growing:
+                return self.grown_at + timing.read
             case Phase.HOLDING | Phase.QUARANTINED:
                 return float("inf")
 
     @property
+    def whole_at(self) -> float:
+        """When all that was to be read was in."""
+        return max(self.ended_at, self.finished_at)
+
+    @property
     def confirming_from(self) -> float:
         """When the authority could first be told that its bytes are in."""
-        return max(self.ended_at, self.checked_at)
+        return max(self.whole_at, self.checked_at)
 
     def record(self, now: float, outcome: Outcome) -> Record:
         return Record(
@@ -136,13 +206,14 @@ class FetchJob:
             engine=self.peer.engine,
             address=self.peer.authority,
             num_bytes=self.num_bytes,
+            early_bytes=self.early_bytes,
             num_runs=self.num_runs,
             num_sources=self.num_sources,
             meet_seconds=self.met_at - self.started,
             plan_seconds=self.plan_seconds,
             post_seconds=self.posted_at - self.met_at if self.has_posted else 0.0,
             move_seconds=self.ended_at - self.posted_at,
-            digest_seconds=max(0.0, self.checked_at - self.ended_at),
+            digest_seconds=max(0.0, self.checked_at - self.whole_at),
             digest=self.digest,
             confirm_seconds=now - self.confirming_from if self.phase is Phase.CONFIRMING else 0.0,
             total_seconds=now - self.started,

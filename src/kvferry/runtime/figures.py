@@ -27,15 +27,21 @@ class LeaseTally:
     def __init__(self) -> None:
         self.block_bytes: Mapping[str, int] = {}
         """Of a block of each group, over all ranks; empty until all ranks have joined."""
+        self.claims: Counter[str] = Counter()
         self.denials: Counter[str] = Counter()
         self.renewals: Counter[str] = Counter()
         self._ended: Counter[str] = Counter()
+        self.num_soft_offers = 0
         self._num_offers = self._num_grants = self._granted_bytes = 0
         self._pinned: dict[int, int] = {}
         """Bytes of each ticket that is pinned."""
 
     def offered(self, ticket: Ticket) -> None:
         self._num_offers += 1
+        self.grown(ticket)
+
+    def grown(self, ticket: Ticket) -> None:
+        """A growing lease pins more."""
         self._pinned[ticket.ticket_id] = sum(
             self.block_bytes.get(group, 0) * sum(block_id != HOLE for block_id in table.block_ids)
             for group, table in ticket.tables.items()
@@ -53,17 +59,18 @@ class LeaseTally:
     def figures(self) -> Figures:
         return {
             ("kvferry_offers",): self._num_offers,
+            ("kvferry_soft_offers",): self.num_soft_offers,
             ("kvferry_pinned_bytes",): sum(self._pinned.values()),
             ("kvferry_grants",): self._num_grants,
             ("kvferry_granted_bytes",): self._granted_bytes,
             **by_label("kvferry_leases_ended", self._ended),
+            **by_label("kvferry_claims", self.claims),
             **by_label("kvferry_denials", self.denials),
             **by_label("kvferry_renewals", self.renewals),
         }
 
 
 def block_bytes_of(manifest: Manifest) -> dict[str, int]:
-    """Bytes that a block of each group has, over all ranks of an engine."""
     found: Counter[str] = Counter()
     for rank in manifest.ranks:
         found.update(rank_block_bytes(manifest, rank))
@@ -71,7 +78,6 @@ def block_bytes_of(manifest: Manifest) -> dict[str, int]:
 
 
 def rank_block_bytes(manifest: Manifest, rank: Rank) -> dict[str, int]:
-    """Bytes that a block of each group has on one rank."""
     found: Counter[str] = Counter()
     for view in rank.views:
         found[view.group] += manifest.state_by_name[view.state].item_bytes * prod(

@@ -82,7 +82,6 @@ class Reading:
         return is_said
 
     def is_settled(self, message: Settle) -> bool:
-        """Whether exactly this was said before."""
         grant = self._of(message.reader, message.reader_rank, message.token)
         return grant is not None and (grant.attempt, grant.outcome) == (message.attempt, message.outcome)
 
@@ -99,6 +98,10 @@ class Lease:
     left: Reading | None = None
     """The last reading that was given up before it began: a late copy of what it said binds nothing."""
     is_withdrawn: bool = False
+    transfer: str = ""
+    """The router's name of a prefill, if the lease grew, or grows, with it."""
+    watchers: dict[int, tuple[str, int]] = field(default_factory=dict)
+    """By rank of the reader: where an answer goes when it has grown, and to which question."""
 
     def bind(self, ask: Acquire) -> tuple[FailureCode, str] | None:
         """This rank's from now on, until it settles; or why it cannot have it."""
@@ -120,7 +123,7 @@ class Lease:
         if len(ask.token) != TOKEN_BYTES:
             return FailureCode.READER, f"a token has {TOKEN_BYTES} bytes, got {len(ask.token)}"
         if self.reading is None:
-            return (FailureCode.SPENT, "this rank gave it up") if self._is_left(ask) else None
+            return (FailureCode.SPENT, "this rank has aborted it") if self._is_left(ask) else None
         if self.reading.reader != ask.reader:
             return FailureCode.TAKEN, "another engine reads it"
         if self.reading.num_ranks != ask.reader_ranks:
@@ -139,16 +142,15 @@ class Lease:
     def _rank_refusal(self, reading: Reading, ask: Acquire) -> tuple[FailureCode, str] | None:
         grant = reading.grants.get(ask.reader_rank)
         if grant is None:
-            return (FailureCode.SPENT, "this rank gave it up") if self._is_left(ask) else None
+            return (FailureCode.SPENT, "this rank has aborted it") if self._is_left(ask) else None
         if not grant.is_shown(ask.token):
             return FailureCode.TAKEN, "another process reads it under this name"
         is_retry = grant.outcome is Outcome.UNREAD and ask.attempt > grant.attempt
         if ask.attempt < grant.attempt or (grant.outcome is not None and not is_retry):
-            return FailureCode.SPENT, "this rank is through with it"
+            return FailureCode.SPENT, "this rank has finished reading it"
         return None
 
     def leave(self) -> None:
-        """Free for another reader."""
         self.left, self.reading = self.reading, None
 
 
@@ -190,11 +192,6 @@ class Offers:
     An engine wants a ticket at once, and cannot wait for the thread that owns the leases. So tickets are made
     here, in the engine's own thread, and the lease follows: it reaches its owner before any reader can have
     seen the ticket. Every method may be called from any thread: each changes one dictionary in one step.
-
-    >>> offers = Offers("prefill", 7, b"key", "tcp://127.0.0.1:5555", lease_ms=30_000)
-    >>> ticket = offers.make("request-1", {"full": BlockTable.of([3, 4])}, 20)
-    >>> ticket.ticket_id, offers.is_own(ticket), len(offers)
-    (1, True, 1)
     """
 
     MAX_OPEN = 100_000
@@ -215,7 +212,8 @@ class Offers:
         self._host, self._key, self.fleet_key = host, key, fleet_key
         self._open: dict[str, int] = {}
         """The ticket of each request on offer."""
-        self._numbers = count(1)
+        self._numbers = count(1), count(-1, -1)
+        """Of leases, which all end, in about their order; and of soft offers, which do not."""
         self.refusal = ""
         """Why nothing can be offered now; whoever owns the leases says so."""
 
@@ -230,6 +228,7 @@ class Offers:
         num_tokens: int,
         digest: bytes = b"",
         held_from: int | NotSaid = NOT_SAID,
+        complete: int | NotSaid = NOT_SAID,
     ) -> Ticket:
         """The ticket for a request's blocks; raises SpecError if it cannot be offered."""
         if self.refusal:
@@ -238,7 +237,7 @@ class Offers:
             detail = "on offer, or released and not polled: call poll, withdraw some, or shorten the lease"
             raise SpecError(f"{self.MAX_OPEN} requests are {detail}")
         check_name("the name of a request", request_id, MAX_REQUEST_ID)
-        ticket_id = next(self._numbers)
+        ticket_id = next(self._numbers[0])
         ticket = Ticket(
             self.engine,
             self.generation,
@@ -250,12 +249,41 @@ class Offers:
             self.lease_ms,
             digest,
             held_from=held_from,
+            complete=complete,
             host=self._host,
         )
         signed = seal(sign(ticket, self._key), self.fleet_key)
         if self._open.setdefault(request_id, ticket_id) != ticket_id:
-            raise SpecError(f"request {request_id!r} is offered already")
+            raise SpecError(f"request {request_id!r} is already offered")
         return signed
+
+    def make_soft(self, request_id: str, num_tokens: int, parts: bytes) -> Ticket:
+        """A note of what this engine may still have of a request later. Nothing is kept for it."""
+        check_name("the name of a request", request_id, MAX_REQUEST_ID)
+        ticket = Ticket(
+            self.engine,
+            self.generation,
+            next(self._numbers[1]),
+            request_id,
+            self.address,
+            num_tokens,
+            tables={},
+            lease_ms=0,
+            host=self._host,
+            parts=parts,
+        )
+        return seal(sign(ticket, self._key), self.fleet_key)
+
+    def stage(
+        self,
+        ticket: Ticket,
+        tables: Mapping[str, BlockTable],
+        complete: int | NotSaid = NOT_SAID,
+        held_from: int | NotSaid = NOT_SAID,
+    ) -> Ticket:
+        """A later stage of a growing lease's ticket; without ``complete`` the last one."""
+        stage = ticket.stage(tables_to_wire(tables), complete, held_from)
+        return seal(sign(stage, self._key), self.fleet_key)
 
     def forget(self, request_id: str) -> None:
         """The engine has heard that the request is released: its name may come again."""
@@ -288,7 +316,6 @@ class JoinedRank:
     join: Join
 
     def is_same(self, join: Join) -> bool:
-        """Whether this is the rank that joined, with the memory that it had."""
         ours, theirs = ((each.transport, each.manifest, each.description) for each in (self.join, join))
         return ours == theirs
 
@@ -303,13 +330,6 @@ class _Held:
 class HeldReleases:
     """What has ended, in order. A rank that says nothing holds a release up for so many seconds at most: its
     process is gone, or stands still with the memory that it would gather from.
-
-    >>> held = HeldReleases(30.0)
-    >>> held.add(0.0, Released("request-1", "read"))
-    >>> held.pop(1.0, num_heard=0)
-    []
-    >>> [released.request_id for released in held.pop(2.0, num_heard=1)]
-    ['request-1']
     """
 
     def __init__(self, patience: float) -> None:

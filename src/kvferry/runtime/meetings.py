@@ -191,7 +191,7 @@ class Meetings:
         lost: Lost = []
         for peer in self._greeted_at(address):
             if not is_spoken(welcome.protocol):
-                detail = f"this reader speaks {PROTOCOL}, the engine {welcome.protocol}"
+                detail = f"this reader speaks protocol {PROTOCOL}, the engine protocol {welcome.protocol}"
                 lost.append((peer, Failure(FailureCode.PROTOCOL, detail)))
             elif (welcome.engine, welcome.generation) != (peer.engine, peer.generation):
                 detail = f"{address} is now {welcome.engine}, generation {welcome.generation}"
@@ -222,7 +222,7 @@ class Meetings:
             # What brings nothing is a copy: the answer to the next question is under way.
             is_new = asked.take(answer.ranks)
             if asked.num_bytes > MAX_RANKS_BYTES:
-                detail = f"its ranks need more than {MAX_RANKS_BYTES} bytes to be described"
+                detail = f"the descriptions of its ranks exceed {MAX_RANKS_BYTES} bytes"
                 return [], [(known.peer, Failure(FailureCode.BAD_MANIFEST, detail))]
             return self._go_on(now, known, asked) if is_new else [], []
         return [], []
@@ -273,7 +273,6 @@ class Meetings:
         return effects, lost
 
     def next_deadline(self) -> float:
-        """When ``tick`` has something to do at the latest."""
         meet, retry = self._timing.meet, self._timing.retry
         deadlines = (min(known.since + meet, known.asked_at + retry) for known in self._waiting())
         return min(deadlines, default=float("inf"))
@@ -283,5 +282,5 @@ class Meetings:
         return [known for known in self._known.values() if known.state in asking]
 
     def no_answer(self, peer: Peer) -> Failure:
-        detail = f"{peer.engine} was not met within {self._timing.meet:g} s"
+        detail = f"{peer.engine} did not complete the first contact within {self._timing.meet:g} s"
         return Failure(FailureCode.NO_ANSWER, detail)

@@ -53,7 +53,6 @@ class Member:
 
     @property
     def generation(self) -> int:
-        """Which start of the engine it belongs to; 0 before it has joined one."""
         return self._generation
 
     def receive(self, now: float, reply_to: str, message: FromAuthority) -> list[MemberEffect]:
@@ -82,7 +81,6 @@ class Member:
         return []
 
     def _hear(self, notice: ReleaseNotice) -> list[MemberEffect]:
-        """The releases that are new here."""
         released: list[MemberEffect] = []
         for number, (request_id, reason) in enumerate(notice.requests, notice.first):
             if number > self._heard:
@@ -103,7 +101,6 @@ class Member:
         return self._say(now) if now >= self.next_deadline() else []
 
     def next_deadline(self) -> float:
-        """When ``tick`` has something to do at the latest."""
         match self.state:
             case Membership.JOINING:
                 return self._sent_at + self._timing.retry

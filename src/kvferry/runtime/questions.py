@@ -113,6 +113,5 @@ class Settlements:
         return effects
 
     def next_deadline(self) -> float:
-        """When ``tick`` has something to do at the latest."""
         retry = self._timing.retry
         return min((min(s.until, s.sent_at + retry) for s in self._by_attempt.values()), default=float("inf"))

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import hmac
 from collections import Counter, defaultdict
+from dataclasses import replace
 from itertools import count, islice
 
 from kvferry.core.select import Selection
+from kvferry.core.span import Spans, normal
 from kvferry.errors import SpecError
 from kvferry.runtime.active_fetches import ActiveFetches
 from kvferry.runtime.connections import Connections
@@ -31,11 +33,13 @@ from kvferry.wire.messages import (
     DigestAnswer,
     FromAuthority,
     Grant,
+    Grown,
     RankDescriptions,
     Rejected,
     Renew,
     Renewal,
     SettleAck,
+    Watch,
     Welcome,
 )
 from kvferry.wire.reading import check_name
@@ -117,18 +121,20 @@ class Reader:
         if fetch.ticket != job.ticket:
             failure = Failure(FailureCode.TICKET, "another ticket was held under this handle")
             return self.fetches.fail(now, job, failure)
-        job.fetch, job.started, job.met_at = fetch, now, now
+        job.supply(fetch)
+        job.started = job.met_at = now
         if job.phase is Phase.HOLDING:
             job.phase = Phase.MEETING
-        return [*self._meet(now, job.peer), *self.fetches.advance(now, job)]
+        asked = self._watch(now, job)
+        return [*asked, *self._meet(now, job.peer), *self.fetches.advance(now, job)]
 
     def _start(self, now: float, handle: int, ticket: Ticket, fetch: Fetch | None) -> list[Effect]:
         if self.fetches.get(handle) is not None:
-            raise SpecError(f"a fetch with the handle {handle} is under way")
+            raise SpecError(f"a fetch with the handle {handle} is in progress")
         job = self._job(now, handle, ticket, fetch)
         peer = job.peer
         if not self.fetches.begin(job):
-            failure = Failure(FailureCode.SPENT, "this ticket is being read already")
+            failure = Failure(FailureCode.SPENT, "this ticket is already being read")
             return self.fetches.fail(now, job, failure)
         if self.connections.is_gone(peer):
             job.is_settled = True  # nobody was asked for anything
@@ -157,15 +163,31 @@ class Reader:
         if is_new and len(self.meetings) >= self.MAX_PEERS:
             return f"{self.MAX_PEERS} engines are in use"
         if is_new and len(unmet) >= self._max_unmet:
-            return f"{self._max_unmet} engines are being met for the first time"
+            return f"{self._max_unmet} engines are in first contact"
         if sum(self.fetches.num_of(each) for each in unmet) >= self.MAX_WAITING:
-            return f"{self.MAX_WAITING} fetches wait for engines that were not met yet"
+            return f"{self.MAX_WAITING} fetches wait for a first contact"
         return ""
 
     def _token(self, peer: Peer, fingerprint: bytes) -> bytes:
         """What this rank shows to the authority of a ticket: the same each time, and to nobody else."""
         named = f"\0{peer.generation}\0{peer.authority}\0{peer.engine}".encode()
         return hmac.digest(self._key, fingerprint + named, "sha256")[:TOKEN_BYTES]
+
+    def give(self, now: float, handle: int, tokens: Spans) -> list[Effect]:
+        """Have an open fetch read these tokens, too."""
+        job = self.fetches.get(handle)
+        if job is None or not job.is_open:
+            return []
+        job.todo = normal((*job.todo, *tokens))
+        return self.fetches.go_on(now, job)
+
+    def finish(self, now: float, handle: int) -> list[Effect]:
+        """No more tokens are given to an open fetch: it is confirmed when what it has is in."""
+        job = self.fetches.get(handle)
+        if job is None or not job.is_open:
+            return []
+        job.is_open, job.finished_at = False, now
+        return self.fetches.go_on(now, job)
 
     def abort(self, now: float, handle: int) -> list[Effect]:
         """Give a fetch up. It is reported as aborted once nothing of it is in flight.
@@ -208,6 +230,8 @@ class Reader:
                 return self.fetches.acknowledged(now, reply_to, message)
             case DigestAnswer():
                 return self.fetches.digest_answered(now, reply_to, message)
+            case Grown():
+                return self._grown(now, reply_to, message)
             case _:
                 pass  # for ranks of a source engine
         return []
@@ -245,14 +269,13 @@ class Reader:
         if job is None or job.phase is not Phase.SELECTING:
             return []
         if job.covered_until <= now:
-            failure = Failure(FailureCode.LEASE_LAPSED, "the source did not renew it in time")
+            failure = Failure(FailureCode.LEASE_LAPSED, "the source did not renew the lease in time")
             return self.fetches.fail(now, job, failure)
         return self.fetches.post(now, job, selection, num_runs, way)
 
     def not_selected(self, now: float, handle: int, failure: Failure) -> list[Effect]:
-        """The request does not fit: it fails alone."""
         job = self.fetches.get(handle)
-        return [] if job is None else self.fetches.fail(now, job, failure)
+        return [] if job is None else self.fetches.not_selected(now, job, failure)
 
     # -- time ---------------------------------------------------------------------------------------
 
@@ -263,6 +286,7 @@ class Reader:
         asked, lost = self.meetings.tick(now)
         effects += [*asked, *self._lose(now, lost)]
         effects += self._renewals(now)
+        effects += [effect for job in self.fetches for effect in self._watch(now, job)]
         effects += self.fetches.tick(now)
         effects += self._acquire(now, self._acquires.tick(now))  # those given up made room
         self._questions.tick(now)
@@ -285,12 +309,12 @@ class Reader:
         return [HangUp(address) for address in sorted(idle)]
 
     def next_deadline(self) -> float:
-        """When ``tick`` has something to do at the latest."""
         timing = self._timing
         told = self.fetches.settlements, self.fetches.checks
         parts = (self.connections, self.meetings, *told, self._questions, self._acquires)
         deadlines = [part.next_deadline() for part in parts]
         deadlines += [min(job.ask_at(timing), self.fetches.give_up_at(job)) for job in self.fetches]
+        deadlines += [job.watch_at(timing) for job in self.fetches]
         return min(deadlines)
 
     def status(self) -> dict[str, object]:
@@ -310,7 +334,6 @@ class Reader:
         return known | {peer: ("gone", why) for peer, why in self.connections.gone_peers.items()}
 
     def shown_loads(self, now: float) -> list[dict[str, object]]:
-        """The oldest loads that are under way, for people."""
         return [
             {
                 "request_id": job.ticket.request_id,
@@ -368,7 +391,7 @@ class Reader:
         for peer, failure in lost:
             effects += self.meetings.forget(peer)
             for job in self.fetches.of(peer):
-                effects += [] if job.has_posted else self.fetches.fail(now, job, failure)
+                effects += self.fetches.fail(now, job, failure) if job.is_waiting else []
         return effects
 
     def _lose_sight(self, now: float, address: str) -> list[Effect]:
@@ -377,7 +400,7 @@ class Reader:
         jobs = self.fetches.at(address)
         self.connections.lost(address, {*self.meetings.at(address), *(job.peer for job in jobs)})
         for job in jobs:
-            if not job.has_posted or job.phase in (Phase.CHECKING, Phase.CONFIRMING):
+            if job.is_waiting or job.phase in (Phase.CHECKING, Phase.CONFIRMING):
                 job.is_settled = job.is_settled or not self.connections.has_answered(address)
                 effects += self.fetches.fail(now, job, self.fetches.source_gone(job.peer))
         for peer in self.meetings.at(address):
@@ -393,6 +416,36 @@ class Reader:
             return []
         self.connections.forget(address)
         return [HangUp(address)]
+
+    # -- growing leases ----------------------------------------------------------------------------
+
+    def _watch(self, now: float, job: FetchJob) -> list[Effect]:
+        """Ask whether a lease has grown; the answer comes when it has. Asked again now and then."""
+        if now < job.watch_at(self._timing):
+            return []
+        job.watch, job.watched_at = job.watch or next(self._numbers), now
+        job.grown_at = max(job.grown_at, job.started)
+        ticket, who = job.ticket, (self.reader, self.rank, job.token)
+        watch = Watch(job.watch, ticket.generation, ticket.ticket_id, *who, ticket.num_complete)
+        return [Send(job.peer.authority, watch)]
+
+    def _watching(self, reply_to: str, nonce: int) -> FetchJob | None:
+        """Whose question whether a lease has grown is answered; only who was asked can answer."""
+        found = (job for job in self.fetches.at(reply_to) if nonce and job.watch == nonce)
+        return next(found, None)
+
+    def _grown(self, now: float, reply_to: str, grown: Grown) -> list[Effect]:
+        """More tokens are written, or all of them: read on."""
+        job = self._watching(reply_to, grown.nonce)
+        if job is None or job.fetch is None or not grown.ticket.is_later_than(job.ticket):
+            return []
+        job.watch, job.watched_at = 0, float("-inf")
+        if not job.is_leased:
+            return []  # it is asked for again, or is over
+        job.grown_at = now
+        job.ticket, job.fetch = grown.ticket, replace(job.fetch, ticket=grown.ticket)
+        job.proofs = grown.proofs
+        return [*self._watch(now, job), *self.fetches.go_on(now, job)]
 
     # -- leases ------------------------------------------------------------------------------------
 
@@ -414,16 +467,20 @@ class Reader:
         for job in jobs:
             if job.ticket.ticket_id == grant.ticket_id:
                 job.covered_until = max(job.covered_until, asked_at + grant.lease_ms / 1000)
-                job.proofs, job.board, job.mark = grant.proofs, grant.board, grant.mark
+                job.board, job.mark = grant.board, grant.mark
+                if job.ticket.fingerprint == job.fingerprint:  # else later proofs have come
+                    job.proofs = grant.proofs
                 # Whoever was met is whole: from then on a grant has every proof.
                 job.is_early = not grant.is_whole and not self.meetings.is_met(job.peer)
                 effects += self.fetches.advance(now, job)
+                effects += self._watch(now, job)  # now that it is leased
         return [*effects, *self._acquire(now, self._acquires.due(now, reply_to))]
 
     def _denied(self, now: float, reply_to: str, denial: Denial) -> list[Effect]:
         failure = denied(denial.code, denial.detail)
         effects: list[Effect] = []
-        for job in self._answered(reply_to, denial.nonce)[1]:
+        watching = [job] if (job := self._watching(reply_to, denial.nonce)) else []
+        for job in watching or self._answered(reply_to, denial.nonce)[1]:
             if job.phase is Phase.CONFIRMING:
                 continue  # a late copy of our asking; what counts is the answer to the settlement
             job.is_settled = job.is_settled or job.covered_until == float("-inf")

@@ -45,14 +45,7 @@ class Admitted:
 
 
 class EndedTickets:
-    """The numbers of all tickets that have ended. They are given out in order, and all of them end.
-
-    >>> ended = EndedTickets()
-    >>> for number in (1, 2, 5):
-    ...     ended.add(number)
-    >>> [number in ended for number in (1, 2, 3, 5, 6)], ended.num_kept
-    ([True, True, False, True, False], 1)
-    """
+    """The numbers of all tickets that have ended. They are given out in order, and all of them end."""
 
     MAX_KEPT = 200_000
     """More than an engine has on offer at once. A number that was never offered does not end, and would have
@@ -139,6 +132,5 @@ class TicketGuard:
         return None
 
     def refuse(self, code: GatherRefusal, detail: str) -> Refusal:
-        """Count a refusal."""
         self._refused[code.value] += 1
         return Refusal(code, detail)

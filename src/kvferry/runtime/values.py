@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvferry.core.product import Product
 from kvferry.core.request import BlockTable, Request
 from kvferry.core.select import Slack
-from kvferry.core.span import Spans
+from kvferry.core.span import Span, Spans, holds, intersect, normal, subtract
 from kvferry.errors import SpecError
 from kvferry.runtime.failure import Failure
 from kvferry.wire.messages import DigestTask, Join, Message, RankDescription
 from kvferry.wire.ticket import Ticket
 
+FAR = 1 << 60
+"""Behind all tokens."""
+ALL: Spans = (Span(0, FAR),)
 MAX_SHOWN = 20
 """How many leases, or loads, a person is shown one by one: the oldest."""
 
@@ -23,17 +26,17 @@ class Timing:
     """Every wait has a deadline; these are their lengths, in seconds."""
 
     lease: float = 30.0
-    """How long a grant lasts from the moment of asking."""
+    """Duration of a lease, from the request on."""
     meet: float = 10.0
-    """How long a peer may take to answer the first hello, and to be planned for."""
+    """Timeout of the first contact, planning included."""
     read: float = 120.0
-    """After how long an unfinished transfer is quarantined."""
+    """Time after which an unfinished transfer is quarantined."""
     retry: float = 0.5
-    """After how long an unanswered message is sent again."""
+    """Time after which an unanswered message is sent again."""
     life: float = 3600.0
-    """For how long a ticket's blocks are kept in all, however often its lease is renewed."""
+    """Maximum lifetime of a ticket, however often its lease is renewed."""
     reconnect: float = 0.5
-    """How long a peer whose connection broke, or was refused, may take to answer before it counts as gone."""
+    """Time for a peer to reconnect before it counts as gone."""
     silence: float = 2.0
     """How long a peer may leave heartbeats unanswered before its connection counts as broken. Its network
     thread answers them, whatever else it does."""
@@ -55,14 +58,54 @@ class Fetch:
     slack: Slack = Slack.CLEAR
     after: object | None = None
     """A mark of the device's, for the transport: no byte is written before the device has come to it."""
+    early: frozenset[str] = frozenset()
+    """Groups here that keep every token they have: they can be read in parts, while a lease grows, or from
+    several sources."""
+    tokens: Spans = ALL
+    """Those of these groups that are read from this source. All other groups are read with the end."""
+    is_open: bool = False
+    """Whether more tokens may be given to it: it is not over before it is finished."""
 
     @property
     def num_blocks(self) -> int:
-        """Of all groups, here."""
         return sum(len(table.block_ids) for table in self.dst.values())
 
     def request(self) -> Request:
         return Request(self.ticket.block_tables(), self.dst, self.need, self.kept)
+
+    def part(self, tokens: Spans) -> Fetch:
+        """These tokens of the groups that are read in parts; with the end, also what others need."""
+        if tokens == ALL:
+            return self
+        in_parts, has_end = self._in_parts, bool(tokens) and tokens[-1].stop == FAR
+        # A slot that is not named is needed by default.
+        need: dict[str, Spans] = {} if has_end else dict.fromkeys(self.dst, ())
+        need |= {name: spans if has_end else () for name, spans in self.need.items()}
+        need |= {name: intersect(self.need[name], tokens) for name in in_parts}
+        others = {name: subtract(ALL, _with_edges(tokens, self.need[name][0])) for name in in_parts}
+        kept = {name: normal((*self.kept.get(name, ()), *spans)) for name, spans in others.items()}
+        return replace(self, need=need, kept={**self.kept, **kept})
+
+    @property
+    def in_parts(self) -> Spans:
+        """The tokens that are needed of the groups that are read in parts."""
+        return normal(self.need[name][0] for name in self._in_parts)
+
+    @property
+    def early_stop(self) -> int:
+        """Up to which token a source may be read that still computes: the last one comes with the rest."""
+        return min((self.need[name][0].stop - 1 for name in self._in_parts), default=0)
+
+    @property
+    def _in_parts(self) -> list[str]:
+        return [name for name, spans in self.need.items() if name in self.early and len(spans) == 1]
+
+
+def _with_edges(tokens: Spans, need: Span) -> Spans:
+    """Whoever reads the first token of a need, or the last, clears what is before it, or behind."""
+    before, behind = Span(0, need.start), Span(need.stop, FAR)
+    edges = ((before, need.start), (behind, need.stop - 1))
+    return normal((*tokens, *(edge for edge, token in edges if holds(tokens, token))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +161,16 @@ class Released:
     request_id: str
     reason: str
     ticket_id: int = field(default=0, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A reader claims a soft offer: the engine pins what is left of it, and says ``claimed``."""
+
+    number: int
+    ticket: Ticket
+    num_tokens: int
+    """At most so many of its first tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +267,14 @@ class HangUp:
 
 
 @dataclass(frozen=True, slots=True)
+class AllRead:
+    """Of a fetch that is open: these tokens are in, and it has no others to read."""
+
+    handle: int
+    tokens: Spans
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """The one outcome of a fetch."""
 
@@ -222,17 +283,31 @@ class Report:
     record: Record
 
 
-SourceEffect = Send | Merge | Released | Show | Strike
+SourceEffect = Send | Merge | Released | Wanted | Show | Strike
 """What the machines of a source engine ask for."""
 MemberEffect = Send | Released | AnswerDigest
 """What the machine of a source rank asks for."""
-Effect = Send | FindRanks | Build | Select | PostReads | TakeDigest | LookUp | Cancel | Drop | HangUp | Report
+Effect = (
+    Send
+    | FindRanks
+    | Build
+    | Select
+    | PostReads
+    | TakeDigest
+    | LookUp
+    | Cancel
+    | Drop
+    | HangUp
+    | AllRead
+    | Report
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
     request_id: str
     engine: str
+    """The source; several, joined by +, if the load was from several."""
     num_bytes: int = 0
     num_runs: int = 0
     num_sources: int = 0
@@ -245,17 +320,19 @@ class Record:
     move_seconds: float = 0.0
     """From there to the last end: zeroing slack, and reading."""
     digest_seconds: float = 0.0
-    """From there until both sides' digests were compared; 0 where none was asked for."""
+    """From there until both sides' digests were compared; 0 if they were not."""
     confirm_seconds: float = 0.0
     """From there until the source's authority had confirmed that the read counts."""
     total_seconds: float = 0.0
+    early_bytes: int = 0
+    """Of ``num_bytes``, those that were read while the source was still computing the prompt."""
     way: str = ""
-    """How its bytes came (``mapped``, ``direct`` …); several, joined by +, if not all of them came alike."""
+    """Transfer mode (``mapped``, ``direct`` …); several are joined by +."""
     digest: str = ""
-    """``equal``, ``differs`` or ``missing``: what came of comparing digests; empty: none was asked for."""
+    """Result of the digest comparison: ``equal``, ``differs`` or ``missing``; empty: not compared."""
     outcome: str = ""
     """``read``, or the failure's code: one word of a closed list, fit for a metric's label."""
     detail: str = ""
-    """What the failure says beyond its code."""
+    """Detail of the failure; for a successful load from several sources, the failed ones."""
     address: str = ""
-    """Where the source engine's authority is called."""
+    """Where the source engine's authority is called; joined as ``engine``."""

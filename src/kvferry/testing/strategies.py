@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
 from kvferry.core.manifest import Manifest
-from kvferry.core.request import HOLE, BlockTable, Request, need_of
+from kvferry.core.request import HOLE, BlockTable, Request
+from kvferry.core.sample import need_and_kept
 from kvferry.core.select import Slack
-from kvferry.core.span import Span
 from kvferry.core.state import Addressing, Group
 from kvferry.models import Topology, describe
 from kvferry.testing.small import FAMILIES, small
@@ -22,12 +22,11 @@ PACKINGS = ("cpu-vec", "LBH[NCn2c2|CNc4n2]", "LBH[CNn2|NCc2n2]", "BLH[CN|NC]")
 
 STATELY = frozenset(name for name in FAMILIES if any(w in name for w in ("mamba", "kda", "gdn")))
 WINDOWED = frozenset({"window", "unequal-heads", "shared-layers", "compressed"})
-NO_HEADS = frozenset({"mla", "mla-indexer", "mamba2", "compressed"})
 
 
 @dataclass(frozen=True)
 class Case:
-    """Two engines, one destination rank, one request; and what is special about them."""
+    """Two engines, one destination rank, one request."""
 
     family: str
     src: Topology
@@ -36,8 +35,6 @@ class Case:
     num_tokens: int
     num_kept: int
     slack: Slack
-    labels: Mapping[str, str] = field(default_factory=dict)
-    """The value of every dimension that the law runs over."""
 
 
 @st.composite
@@ -45,7 +42,6 @@ def cases(draw: st.DrawFn) -> Case:
     """Anything at once: family, parallelism, block sizes, layouts, packings, prefix hits, slack."""
     family = draw(st.sampled_from(FAMILIES))
     is_opaque = family not in WINDOWED and draw(st.integers(0, 7)) == 0
-    labels = {"family": family, "opaque": str(is_opaque), "window": str(family in WINDOWED)}
     legal = _TPS_OPAQUE if is_opaque else _TPS_STATELY if family in STATELY else _TPS
     tps = draw(_pairs(legal, equal=is_opaque))
     blocks = draw(_pairs((128, 256, 384) if family == "compressed" else (4, 6, 8, 12), equal=is_opaque))
@@ -75,23 +71,7 @@ def cases(draw: st.DrawFn) -> Case:
     num_kept = draw(_kept(num_tokens, blocks[1] * cps[1], is_opaque))
     dst_rank = draw(st.integers(0, dst.num_ranks - 1))
     slack = draw(st.sampled_from(list(Slack)))
-    labels |= {
-        "tp": _ratio(*tps),
-        "block": _ratio(blocks[0] * cps[0], blocks[1] * cps[1]),
-        "src pp": _stage_kind(src),
-        "dst pp": _stage_kind(dst),
-        "cp": f"{'src' if cps[0] > 1 else ''}{'dst' if cps[1] > 1 else ''}" or "none",
-        "layouts": "same" if src.layout == dst.layout else "different",
-        "src layout": _layout_kind(src.layout),
-        "dst layout": _layout_kind(dst.layout),
-        "packing": f"{'src' if src.layout in PACKINGS else ''}{'dst' if dst.layout in PACKINGS else ''}"
-        or "none",
-        "kernel": f"{'src' if src.kernel else ''}{'dst' if dst.kernel else ''}" or "none",
-        "prefix": "none" if not num_kept else "blocks" if num_kept % (blocks[1] * cps[1]) == 0 else "inside",
-        "tail": "full" if num_tokens % (blocks[1] * cps[1]) == 0 else "partial",
-        "slack": slack.value,
-    }
-    return Case(family, src, dst, dst_rank, num_tokens, num_kept, slack, labels)
+    return Case(family, src, dst, dst_rank, num_tokens, num_kept, slack)
 
 
 _TPS = (1, 2, 3, 4, 5, 6, 8, 12, 24)
@@ -104,11 +84,12 @@ def _pairs(draw: st.DrawFn, values: Sequence[int], *, equal: bool) -> tuple[int,
     """Two of the values: equal, one a multiple of the other, or neither."""
     first = draw(st.sampled_from(values))
     wanted = "equal" if equal else draw(st.sampled_from(("equal", "multiple", "divisor", "neither")))
-    fitting = [value for value in values if _ratio(first, value) == wanted]
+    fitting = [value for value in values if ratio(first, value) == wanted]
     return first, draw(st.sampled_from(fitting or [first]))
 
 
-def _ratio(a: int, b: int) -> str:
+def ratio(a: int, b: int) -> str:
+    """How two sizes are to each other, in a word."""
     if a == b:
         return "equal"
     return "multiple" if b % a == 0 else "divisor" if a % b == 0 else "neither"
@@ -126,10 +107,6 @@ def _stages(family: str) -> st.SearchStrategy[tuple[int, ...] | int]:
     return st.sampled_from((1, 1, 2, uneven))
 
 
-def _stage_kind(topology: Topology) -> str:
-    return "uneven" if not isinstance(topology.pp, int) else "one" if topology.pp == 1 else "two"
-
-
 def _layouts(family: str) -> st.SearchStrategy[str]:
     if family == "compressed":
         return st.sampled_from(PLAIN_LAYOUTS)
@@ -137,10 +114,6 @@ def _layouts(family: str) -> st.SearchStrategy[str]:
         name for name in SEPARATE_LAYOUTS if family not in ("gqa+mla", "mla+gqa") or name != "BHLNC"
     )
     return st.one_of(st.sampled_from(PLAIN_LAYOUTS), st.sampled_from(apart), st.sampled_from(PACKINGS))
-
-
-def _layout_kind(name: str) -> str:
-    return "packed" if name in PACKINGS else "apart" if name in SEPARATE_LAYOUTS else name
 
 
 def _kernels(family: str, block: int, layout: str, cp: int) -> st.SearchStrategy[int]:
@@ -163,13 +136,8 @@ def engines(case: Case) -> tuple[Manifest, Manifest]:
 @st.composite
 def requests(draw: st.DrawFn, src: Manifest, dst: Manifest, num_tokens: int, num_kept: int) -> Request:
     """A request with random blocks; tables of windows start late, or have holes."""
-    need = {group.name: need_of(group, num_tokens, num_kept) for group in dst.groups}
-    kept = {
-        group.name: (Span(0, num_kept),)
-        for group in dst.groups
-        if num_kept and group.addressing is not Addressing.SLOT
-    }
-    return Request(draw(_tables(src, num_tokens)), draw(_tables(dst, num_tokens)), need, kept)
+    tables = draw(_tables(src, num_tokens)), draw(_tables(dst, num_tokens))
+    return Request(*tables, *need_and_kept(dst.groups, num_tokens, num_kept))
 
 
 @st.composite

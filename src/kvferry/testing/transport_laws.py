@@ -27,6 +27,7 @@ from kvferry.testing.transport_world import (
     World,
     after,
     check,
+    check_read,
     check_storm,
     grew,
     refused,
@@ -42,28 +43,13 @@ class TransportLaws:
     """Inherit, and provide the fixture ``world``."""
 
     def test_bytes_arrive_exactly_where_they_should(self, world: World) -> None:
-        runs, expected = scattered(300, 8192, seed=1), world.holder.load()
-        with world.reader(0) as reader:
-            reader.read(7, "0", runs)
-            assert wait(reader, 1) == [ReadEnd(7)]
-        after(expected, runs, world.sources[0])
-        check(world, expected)
+        check_read(world, 0, scattered(300, 8192, seed=1))
 
     def test_ten_thousand_scattered_runs(self, world: World) -> None:
-        runs, expected = scattered(10_000, 128, seed=2, num_bytes=64), world.holder.load()
-        with world.reader(1) as reader:
-            reader.read(0, "1", runs)
-            assert wait(reader, 1) == [ReadEnd(0)]
-        after(expected, runs, world.sources[1])
-        check(world, expected)
+        check_read(world, 1, scattered(10_000, 128, seed=2, num_bytes=64))
 
     def test_one_huge_run(self, world: World) -> None:
-        expected = world.holder.load()
-        with world.reader(0) as reader:
-            reader.read(0, "0", WHOLE)
-            assert wait(reader, 1) == [ReadEnd(0)]
-        after(expected, WHOLE, world.sources[0])
-        check(world, expected)
+        check_read(world, 0, WHOLE)
 
     def test_no_runs_and_no_bytes_end_too(self, world: World) -> None:
         expected = world.holder.load()

@@ -121,6 +121,16 @@ def check(world: World, expected: list[NDArray[np.uint8]]) -> None:
         assert not len(wrong), f"{len(wrong)} bytes are wrong, the first at {wrong[0]}"
 
 
+def check_read(world: World, source_index: int, runs: Runs) -> None:
+    """All bytes of a read arrive, and no others change."""
+    expected = world.holder.load()
+    with world.reader(source_index) as reader:
+        reader.read(0, str(source_index), runs)
+        assert wait(reader, 1) == [ReadEnd(0)]
+    after(expected, runs, world.sources[source_index])
+    check(world, expected)
+
+
 def check_storm(world: World, storm: Storm) -> None:
     """Reads that ended without an error brought all of their bytes, the others some or none."""
     memory, source = world.holder.load(), world.sources[0]

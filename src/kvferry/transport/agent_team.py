@@ -12,51 +12,37 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
 from time import monotonic
 
 import numpy as np
 
+from kvferry.core.choices import Way
 from kvferry.core.manifest import Region
 from kvferry.core.product import Product
 from kvferry.core.runs import Runs
 from kvferry.errors import TransportError
 from kvferry.log import log_of
-from kvferry.transport.agent_thread import AgentLink, AgentThread
-from kvferry.transport.base import Connected, DeviceEvent, OnEnd, Start
+from kvferry.transport.agent_thread import AgentThread, RemoteRank
+from kvferry.transport.base import Connected, DeviceEvent
 from kvferry.transport.cards import Card
 from kvferry.transport.places import cut_long
+from kvferry.transport.reads import Work
 
 log = log_of(__name__)
 
 RUN_COST_BYTES = 16 << 10
 """A run costs about as much as so many bytes: shares are cut alike by both together."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShareLimits:
-    """What is worth an agent of its own; less is read by one."""
-
-    num_runs: int = 512
-    host_bytes: int = 16 << 20
-    """Of host memory, which an agent copies itself."""
+SHARE_RUNS, SHARE_HOST_BYTES = 512, 16 << 20
+"""What is worth an agent of its own; less is read by one. An agent copies host memory itself."""
 
 
 class AgentTeam:
     """Agents that read every remote rank together. The first one's card is the rank's."""
 
-    def __init__(
-        self,
-        first: AgentThread,
-        size: int,
-        make_another: Callable[[], AgentThread],
-        limits: ShareLimits | None = None,
-    ) -> None:
+    def __init__(self, first: AgentThread, size: int, make_another: Callable[[], AgentThread]) -> None:
         """The others are made when the first remote rank is connected: most ranks of a device need none."""
         self._agents = [first]
         self._size, self._make_another = size, make_another
-        self._limits = limits or ShareLimits()
         self._lock = threading.Lock()
         self._is_closing = False
 
@@ -67,14 +53,16 @@ class AgentTeam:
     def connect(self, name: str, card: Card, regions: Sequence[Region], timeout_s: float) -> TeamLink:
         """Connect a remote rank by every agent; who cannot is left out, but for the first."""
         deadline = monotonic() + timeout_s
-        links = [self._agents[0].connect(name, card, regions, timeout_s)]
+        ranks = [self._agents[0].connect(name, card, regions, timeout_s)]
         for agent in self._others():
             try:
-                links.append(agent.connect(name, card, regions, max(0.0, deadline - monotonic())))
+                ranks.append(agent.connect(name, card, regions, max(0.0, deadline - monotonic())))
             except (TransportError, TimeoutError) as error:
-                log.warning("%s is read by %d agents, not by %d: %s", name, len(links), self._size, error)
+                log.warning(
+                    "reads from %s use %d agents instead of %d: %s", name, len(ranks), self._size, error
+                )
                 break
-        return TeamLink(links, self._limits)
+        return TeamLink(ranks)
 
     def close(self, timeout_s: float) -> bool:
         """Post nothing more; whether everything under way ended in time. Can be tried again."""
@@ -93,72 +81,29 @@ class AgentTeam:
                 try:
                     self._agents.append(self._make_another())
                 except TransportError as error:
-                    log.warning("long reads are shared by %d agents only: %s", len(self._agents), error)
+                    log.warning("long reads use %d agents only: %s", len(self._agents), error)
                     self._size = len(self._agents)
             return self._agents[1:]
 
 
 class TeamLink:
-    def __init__(self, links: Sequence[AgentLink], limits: ShareLimits) -> None:
-        self._links, self._limits = links, limits
+    connected, is_ordered = Connected(Way.DIRECT), False
 
-    @property
-    def connected(self) -> Connected:
-        return self._links[0].connected
+    def __init__(self, ranks: Sequence[RemoteRank]) -> None:
+        """``ranks``: the remote one, as each agent has it."""
+        self._ranks = ranks
+        self.queues = [rank.queue for rank in ranks]
 
-    is_ordered = False
-
-    def prepare(self, product: Product, after: DeviceEvent | None, permit: bytes = b"") -> Start:
-        """Check that all runs are inside of their regions."""
-        return partial(self._start, self._links[0].checked(product))
-
-    def _start(self, runs: Runs, transfer: int, on_end: OnEnd) -> None:
-        """Share a read out, if it is long."""
-        shares = list(share_out(runs, self._num_shares(runs)))
-        if len(shares) == 1:
-            self._links[0].submit(transfer, runs, on_end)
-            return
-        read = _SharedRead(len(shares), on_end, partial(self.cancel, transfer))
-        for i, (link, share) in enumerate(zip(self._links, shares, strict=False)):
-            try:
-                link.submit(transfer, share, read.end)
-            except TransportError as error:
-                if i == 0:
-                    raise
-                read.end(str(error))
-
-    def cancel(self, transfer: int) -> None:
-        for link in self._links:
-            link.cancel(transfer)
-
-    def forget(self) -> None:
-        """Post nothing more; the agents forget the rank once nothing is under way with it."""
-        for link in self._links:
-            link.forget()
+    def prepare(self, product: Product, after: DeviceEvent | None, permit: bytes = b"") -> Work:
+        """Share a read out, if it is long; the first agent has the beginning."""
+        runs = self._ranks[0].checked(product)
+        shares = share_out(runs, self._num_shares(runs))
+        return [rank.work(share) for rank, share in zip(self._ranks, shares, strict=False)]
 
     def _num_shares(self, runs: Runs) -> int:
-        by_runs = len(runs) // self._limits.num_runs
-        by_bytes = runs.total_bytes // self._limits.host_bytes if self._links[0].copies_on_host else 0
-        return max(1, min(len(self._links), max(by_runs, by_bytes)))
-
-
-class _SharedRead:
-    """Ends when all its shares have ended. The first error counts, and ends the others early."""
-
-    def __init__(self, num_shares: int, on_end: OnEnd, cancel: Callable[[], None]) -> None:
-        self._on_end, self._cancel = on_end, cancel
-        self._lock = threading.Lock()
-        self._num_left, self._error = num_shares, ""
-
-    def end(self, error: str) -> None:
-        with self._lock:
-            self._num_left -= 1
-            is_over, is_first = not self._num_left, bool(error and not self._error)
-            self._error = self._error or error
-        if is_over:
-            self._on_end(self._error)
-        elif is_first:
-            self._cancel()
+        by_runs = len(runs) // SHARE_RUNS
+        by_bytes = runs.total_bytes // SHARE_HOST_BYTES if self._ranks[0].copies_on_host else 0
+        return max(1, min(len(self._ranks), max(by_runs, by_bytes)))
 
 
 def share_out(runs: Runs, number: int) -> Iterator[Runs]:

@@ -1,8 +1,22 @@
 """The thread that owns a NIXL agent, and makes every call to it: NIXL is not assumed to be thread-safe.
 
-Callers only leave jobs in its inbox. No exception of a job or of the agent ends the thread. Should it have to
-give up all the same, its callers are told: what waits is refused, and so is whatever comes later. Reads of
-which something was posted are then never reported, since nobody can know any more that they have ended.
+It carries reads slice by slice. Each remote rank has a queue of its own, and queues are served in turn: no
+rank waits for another's slow post.
+
+Any call to the agent may raise anything. What then holds:
+
+=========== ============================================================================================
+prepare     nothing was posted: the read fails
+post        some of it may be under way: it fails, but ends only when a check says so
+check       a TransportError is the fabric's report of a failure, an end. Anything else says nothing of the
+            transfer: it is still under way, and looked at again
+release     the transfer has ended all the same; a handle may be lost
+remove      nothing is under way; the agent may keep what it knew
+=========== ============================================================================================
+
+Should the thread have to give up all the same, its callers are told: what waits is refused, and so is
+whatever comes later. Reads of which something was posted are then never reported, since nobody can know any
+more that they have ended.
 """
 
 from __future__ import annotations
@@ -10,30 +24,31 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic, sleep
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.core.choices import Way
 from kvferry.core.manifest import Region
 from kvferry.core.product import Product
 from kvferry.core.runs import Runs, place
 from kvferry.errors import TransportError
+from kvferry.host.threads import quietly
 from kvferry.log import is_worth_a_line, log_of
-from kvferry.transport.agent import FabricAgent, RegionTable
-from kvferry.transport.base import Connected, OnEnd, quietly
 from kvferry.transport.cards import Card
 from kvferry.transport.cuda import Cuda
-from kvferry.transport.places import checked
-from kvferry.transport.reads import Read, Reads, RemoteRank
-from kvferry.transport.settings import UcxSettings, prepare_for_cuda
+from kvferry.transport.nixl_agent import Agent, SlicePair, slice_pairs
+from kvferry.transport.places import RegionTable, checked
+from kvferry.transport.reads import PostRoom, Read, ReadCarrier, ReadQueue, Share
+from kvferry.transport.settings import CUDA_ENVIRONMENT, UcxSettings
+from kvferry.transport.transfers import Transfers
 
 log = log_of(__name__)
 
@@ -66,7 +81,7 @@ class Scratch:
         return Runs(np.tile(src, num_devices), np.concatenate(dst), np.tile(num_bytes, num_devices))
 
     def free(self) -> None:
-        for region in self.memory.places.regions:
+        for region in self.memory.regions:
             if self._cuda and region.device != "cpu":
                 self._cuda.free(region.address)
 
@@ -74,11 +89,12 @@ class Scratch:
 class RegisteredAgent:
     """For one thread, the one that makes it."""
 
-    def __init__(self, memory: RegionTable, cuda: Cuda | None, make_agent: Callable[[], FabricAgent]) -> None:
+    def __init__(self, memory: RegionTable, cuda: Cuda | None, make_agent: Callable[[], Agent]) -> None:
         if cuda:
-            prepare_for_cuda(os.environ)
+            for setting, value in CUDA_ENVIRONMENT.items():
+                os.environ.setdefault(setting, value)
             cuda.bind_thread()
-        self.scratch = Scratch(cuda, [region.device for region in memory.places.regions])
+        self.scratch = Scratch(cuda, [region.device for region in memory.regions])
         self._registered: list[Any] = []
         try:
             self.agent = make_agent()
@@ -101,6 +117,8 @@ class RegisteredAgent:
 T = TypeVar("T")
 
 
+MAX_POSTED = 8
+"""Slices under way per peer: enough to keep a fabric busy, few enough to be done soon after a failure."""
 SHORTEST_NAP, LONGEST_NAP = 5e-6, 1e-3
 """Seconds between two looks at the transfers under way."""
 NAP_SHARE = 0.02
@@ -109,39 +127,84 @@ PAUSE_S = 0.05
 """How long the thread pauses after an error that nothing foresaw, lest it repeat it at full speed."""
 
 
-class AgentJob(NamedTuple):
-    do: Callable[[], None]
-    refuse: Callable[[TransportError], None]
-    """Tells the caller that it will not be done."""
+@dataclass(eq=False, slots=True)
+class Connection:
+    """To one remote agent, for all remote ranks that are met there."""
+
+    card: Card
+    room: PostRoom = field(default_factory=lambda: PostRoom(MAX_POSTED))
 
 
-class AgentThread:
+@dataclass(eq=False, slots=True)
+class RemoteRank:
+    connection: Connection
+    memory: RegionTable
+    dst: RegionTable
+    """The reader's own memory."""
+    queue: ReadQueue
+    has_fabric_failed: bool = False
+    """Whether the first error of a read of it was NIXL's own report."""
+
+    def checked(self, product: Product) -> Runs:
+        """What there is to read, as a list; raises TransportError if a run leaves its region."""
+        return checked(product.runs, self.memory, self.dst)
+
+    @property
+    def copies_on_host(self) -> bool:
+        """Whether some of what is read is in host memory, on either side."""
+        return any("DRAM" in memory.names for memory in (self.memory, self.dst))
+
+    def work(self, runs: Runs) -> tuple[ReadQueue, Iterator[SlicePair]]:
+        """The share of a read that these runs are."""
+        return self.queue, slice_pairs(runs, self.memory, self.dst)
+
+
+@dataclass(eq=False, slots=True)
+class PostedSlice:
+    handle: int
+    rank: RemoteRank
+    share: Share
+    num_failed_checks: int = 0
+    """How often a look at its state raised something that says nothing of it."""
+
+    def fabric_failed(self, error: TransportError) -> str:
+        """Why its read fails, by NIXL's own report."""
+        self.rank.has_fabric_failed |= not self.share.read.error
+        return str(error)
+
+
+class AgentThread(ReadCarrier):
     """Owns an agent, and reads every remote rank in the same way."""
 
     def __init__(
         self,
+        transfers: Transfers,
         memory: RegionTable,
         cuda: Cuda | None,
         settings: UcxSettings,
-        make_agent: Callable[[str, str], FabricAgent],
+        make_agent: Callable[[str, str], Agent],
     ) -> None:
         """``make_agent`` takes a name and settings for NIXL's UCX engine."""
-        self._memory, self._cuda = memory, cuda
+        self._transfers, self._memory = transfers, memory
         self._changed = threading.Condition()
-        self._inbox: deque[AgentJob] = deque()
+        self._inbox: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._is_closing = False
         self._refusal: TransportError | None = None
         """Why nothing is taken in any more."""
+        # The thread's alone:
+        self._agent: Agent
+        self._ranks: deque[RemoteRank] = deque()
+        self._posted: list[PostedSlice] = []
+        self._connections: dict[str, Connection] = {}
+        """By remote agent."""
         name, made = f"kvferry-{uuid4().hex}", Future[RegisteredAgent]()
         make = partial(RegisteredAgent, memory, cuda, partial(make_agent, name, settings.engine_config))
-        self._reads: Reads
         self._thread = threading.Thread(
             target=self._main, args=(make, made), name="kvferry-nixl", daemon=True
         )
         self._thread.start()
-        registered = made.result()
-        self._scratch = registered.scratch
-        self.card = Card(name, registered.metadata)
+        self._scratch = made.result().scratch
+        self.card = Card(name, made.result().metadata)
 
     # ---- from any thread
 
@@ -151,7 +214,7 @@ class AgentThread:
         card: Card,
         regions: Sequence[Region],
         timeout_s: float,
-    ) -> AgentLink:
+    ) -> RemoteRank:
         """Connect a remote rank, and read a little from it.
 
         Raises TransportError, with the code ``not-direct`` if the fabric cannot read it by itself or the peer
@@ -161,83 +224,69 @@ class AgentThread:
         warm: Future[str] = Future()
         added = self._ask(partial(self._add, name, card, memory, warm.set_result))
         try:
-            warm_up = added.result(_until(deadline))
+            rank = added.result(_until(deadline))
             error = warm.result(_until(deadline))
         except TimeoutError:
             added.add_done_callback(self._forget_added)
             raise
         if not error:
-            return AgentLink(self, warm_up.rank, self._memory)
+            return rank
         added.add_done_callback(self._forget_added)
         # UCX says the same of a peer that is dead and of one that cannot be read directly.
         detail = f"{name}: {error}"
-        raise TransportError("not-direct" if warm_up.has_fabric_failed else "no-connection", detail)
+        raise TransportError("not-direct" if rank.has_fabric_failed else "no-connection", detail)
 
-    def submit(self, read: Read) -> None:
-        self._put(AgentJob(partial(self._reads.submit, read), partial(self._reads.refuse, read)))
+    def wake(self) -> None:
+        with self._changed:
+            self._changed.notify()
 
-    def tell(self, do: Callable[[Reads], None]) -> None:
-        """Have something done, unless the thread has ended."""
+    def release(self, queue: ReadQueue) -> None:
         with suppress(TransportError):
-            self._put(AgentJob(lambda: do(self._reads), lambda _: None))
+            self._ask(partial(self._remove, queue))
 
     def close(self, timeout_s: float) -> bool:
         """Post nothing more; whether everything under way ended in time. Can be tried again."""
-        with self._changed:
-            self._is_closing = True
-            self._changed.notify()
+        self._is_closing = True
+        self.wake()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _ask(self, work: Callable[[], T]) -> Future[T]:
+        """Have something done by the thread; raises TransportError if it has ended."""
         future: Future[T] = Future()
-
-        def do() -> None:
-            try:
-                future.set_result(work())
-            except TransportError as error:
-                future.set_exception(error)
-            except Exception as error:
-                log.exception("a job of the thread that owns a NIXL agent failed")
-                future.set_exception(_ours(error))
-            except BaseException as error:
-                future.set_exception(_ours(error))
-                raise
-
-        self._put(AgentJob(do, future.set_exception))
-        return future
-
-    def _put(self, job: AgentJob) -> None:
         with self._changed:
             if self._refusal:
                 raise TransportError(self._refusal.code, self._refusal.detail)
-            self._inbox.append(job)
+            self._inbox.append((future, work))
             self._changed.notify()
+        return future
 
-    def _forget_added(self, added: Future[Read]) -> None:
+    def _forget_added(self, added: Future[RemoteRank]) -> None:
         if not added.exception():
-            self.tell(lambda reads: reads.forget(added.result().rank))
+            self._transfers.forget([added.result().queue])
 
     # ---- in the thread
 
     def _main(self, make: Callable[[], RegisteredAgent], made: Future[RegisteredAgent]) -> None:
         try:
             registered = make()
-            self._reads = Reads(registered.agent)
         except BaseException as error:
             made.set_exception(_ours(error))
             return
+        self._agent = registered.agent
         made.set_result(registered)
         try:
             self._serve()
         except BaseException as error:
-            log.critical("the thread that owns a NIXL agent gives up", exc_info=error)
+            log.critical("the thread of a NIXL agent stops after repeated errors", exc_info=error)
             reason = f"{type(error).__name__}: {error}"
-            self._refuse_all(TransportError("broken", f"the thread of the NIXL agent gave up: {reason}"))
-            if self._reads.num_posted:
+            self._refuse_all(TransportError("broken", f"the thread of the NIXL agent has stopped: {reason}"))
+            if self._posted:
                 self._thread.name = "kvferry-broken-agent"  # for whoever looks at the threads
                 threading.Event().wait()  # for ever: the agent must outlive what is under way
-        self._reads.close()
+        for agent in self._connections:
+            quietly(self._agent.remove, agent)
+        del self._agent
         registered.close()
 
     def _serve(self) -> None:
@@ -249,7 +298,7 @@ class AgentThread:
                 has_moved = False
                 num_errors += 1
                 if is_worth_a_line(num_errors):
-                    log.exception("unexpected (%d times by now); the thread goes on", num_errors)
+                    log.exception("unexpected error number %d; the thread continues", num_errors)
                 sleep(PAUSE_S)
             now = monotonic()
             moved_at = now if has_moved else moved_at
@@ -258,74 +307,138 @@ class AgentThread:
     def _is_over(self, nap: float) -> bool:
         """Wait for something to do, at most a nap while slices are under way; whether all is over."""
         with self._changed:
-            has_work, num_posted = bool(self._inbox) or self._reads.can_post, self._reads.num_posted
-            if not has_work and self._is_closing and not num_posted:
+            has_work = bool(self._inbox) or any(rank.queue.can_post for rank in self._ranks)
+            if not has_work and self._is_closing and not self._posted:
                 self._refusal = TransportError("closed", "this transport was closed")
                 return True
             if not has_work:
-                self._changed.wait(nap if num_posted else None)
+                self._changed.wait(nap if self._posted else None)
         return False
 
     def _take_a_turn(self) -> bool:
         """Do what was asked for, post, and look at what is posted; whether anything moved."""
         for _ in range(len(self._inbox)):
-            self._do(self._inbox.popleft())
-        if self._is_closing:
-            self._reads.give_up("the transport was closed")
-        has_moved = self._reads.post_round()
-        return self._reads.check_posted() or has_moved
-
-    def _do(self, job: AgentJob) -> None:
-        try:
-            job.do()
-        except Exception as error:
-            log.exception("a job of the thread that owns a NIXL agent failed")
-            quietly(job.refuse, _ours(error))
-
-    def _add(self, name: str, card: Card, memory: RegionTable, on_end: OnEnd) -> Read:
-        if self._is_closing:
-            raise TransportError("closed", "this transport was closed")
-        runs = self._scratch.first_bytes(memory.places.regions)
-        warm_up = Read(self._reads.connect(name, card, memory), runs, self._scratch.memory, on_end)
-        self._reads.submit(warm_up)
-        return warm_up
+            _do(*self._inbox.popleft())
+        has_moved = self._post_round()
+        return self._check_posted() or has_moved
 
     def _refuse_all(self, refusal: TransportError) -> None:
         """Take nothing in any more, and tell those who wait."""
         with self._changed:
             self._refusal = refusal
-        for job in self._inbox:
-            quietly(job.refuse, refusal)
-        quietly(self._reads.give_up, str(refusal))
+        for future, _ in self._inbox:
+            future.set_exception(refusal)
+        for rank in self._ranks:
+            quietly(self._transfers.refuse, rank.queue, refusal, str(refusal))
+
+    # ---- in the thread: remote ranks
+
+    def _add(self, name: str, card: Card, memory: RegionTable, on_end: Callable[[str], None]) -> RemoteRank:
+        if card.agent == self._agent.name:
+            raise TransportError("bad-card", f"{name}: this is the card of this rank itself")
+        connection = self._connections.get(card.agent) or Connection(card)
+        if connection.card != card:
+            # NIXL would take the new metadata for the old agent, and its reads with it.
+            raise TransportError("bad-card", f"{name}: a second card of {card.agent!r}, which is connected")
+        queue = self._transfers.add(ReadQueue(name, self, connection.room))
+        try:
+            if card.agent not in self._connections:
+                self._agent.add(card.agent, card.metadata)
+                self._connections[card.agent] = connection
+        except BaseException:
+            self._transfers.forget([queue])
+            raise
+        rank = RemoteRank(connection, memory, self._memory, queue)
+        self._ranks.append(rank)
+        warm_up = slice_pairs(self._scratch.first_bytes(memory.regions), memory, self._scratch.memory)
+        self._transfers.submit(Read([(queue, warm_up)], on_end))
+        return rank
+
+    def _remove(self, queue: ReadQueue) -> None:
+        for rank in [rank for rank in self._ranks if rank.queue is queue]:
+            self._ranks.remove(rank)
+            if not any(other.connection is rank.connection for other in self._ranks):
+                del self._connections[rank.connection.card.agent]
+                quietly(self._agent.remove, rank.connection.card.agent)
+
+    # ---- in the thread: slices
+
+    def _post_round(self) -> bool:
+        """Post one slice for every rank that has one, where its connection has room."""
+        ranks, has_moved = [*self._ranks], False
+        self._ranks.rotate(-1)
+        for rank in ranks:
+            if share := self._transfers.post(rank.queue):
+                self._post_next(rank, share)
+                has_moved = True
+        return has_moved
+
+    def _post_next(self, rank: RemoteRank, share: Share) -> None:
+        try:
+            pair = next(share.work, None)
+            handle = None if pair is None else self._agent.prepare(pair, rank.connection.card.agent)
+        except Exception as error:
+            self._transfers.ended(share, _reason("it could not be prepared", error))
+            return
+        if handle is None:
+            self._transfers.ended(share, is_last=True)
+            return
+        posted = PostedSlice(handle, rank, share)
+        self._posted.append(posted)
+        try:
+            is_done = self._agent.post(handle)
+        except Exception as error:
+            # Some of its runs may be on their way: only a look at its state says that none is any more.
+            if isinstance(error, TransportError):
+                posted.rank.has_fabric_failed |= not share.read.error
+            self._transfers.fail(share.read, _reason("it could not be posted", error))
+            return
+        if is_done:
+            self._end(posted)
+
+    def _check_posted(self) -> bool:
+        """Look at every slice under way; whether one ended."""
+        looked = [(posted, self._state(posted)) for posted in self._posted]
+        ended = [(posted, error) for posted, error in looked if error is not None]
+        for posted, error in ended:
+            self._end(posted, error)
+        return bool(ended)
+
+    def _state(self, posted: PostedSlice) -> str | None:
+        """The error with which a slice has ended, or an empty text; None if it is under way."""
+        try:
+            return "" if self._agent.check(posted.handle) else None
+        except TransportError as error:
+            return posted.fabric_failed(error)
+        except Exception:
+            posted.num_failed_checks += 1
+            if is_worth_a_line(posted.num_failed_checks):
+                times = posted.num_failed_checks
+                log.exception("a read is still under way, but its state is unknown (%d checks failed)", times)
+            return None
+
+    def _end(self, posted: PostedSlice, error: str = "") -> None:
+        self._posted.remove(posted)
+        quietly(self._agent.release, posted.handle)
+        self._transfers.ended(posted.share, error)
 
 
-class AgentLink:
-    def __init__(self, thread: AgentThread, rank: RemoteRank, dst: RegionTable) -> None:
-        self._thread, self._rank, self._dst = thread, rank, dst
+def _do(future: Future[Any], work: Callable[[], Any]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        if isinstance(error, Exception) and not isinstance(error, TransportError):
+            log.exception("a job of the thread that owns a NIXL agent failed")
+        future.set_exception(_ours(error))
+        if not isinstance(error, Exception):
+            raise
 
-    @property
-    def connected(self) -> Connected:
-        return Connected(Way.DIRECT)
 
-    def checked(self, product: Product) -> Runs:
-        """What there is to read, as a list; raises TransportError if a run leaves its region."""
-        return checked(product.runs, self._rank.memory.places, self._dst.places)
-
-    @property
-    def copies_on_host(self) -> bool:
-        """Whether some of what is read is in host memory, on either side."""
-        return any("DRAM" in memory.names for memory in (self._rank.memory, self._dst))
-
-    def submit(self, transfer: int, runs: Runs, on_end: OnEnd) -> None:
-        """Have runs that were checked wait for their turn."""
-        self._thread.submit(Read(self._rank, runs, self._dst, on_end, transfer))
-
-    def cancel(self, transfer: int) -> None:
-        self._thread.tell(lambda reads: reads.cancel(transfer))
-
-    def forget(self) -> None:
-        """Post nothing more; the agent forgets the rank once nothing is under way with it."""
-        self._thread.tell(lambda reads: reads.forget(self._rank))
+def _reason(what: str, error: Exception) -> str:
+    if isinstance(error, TransportError):
+        return str(error)
+    log.error("a read failed: %s", what, exc_info=error)
+    return f"{what}: {error!r}"
 
 
 def next_nap(waited: float) -> float:

@@ -9,19 +9,14 @@ Every transport passes the laws in ``kvferry.testing.transport_laws``.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, ParamSpec, Protocol, TypeVar
+from typing import Protocol
 
 from kvferry.core.choices import Way
 from kvferry.core.manifest import Region
 from kvferry.core.product import Product
 from kvferry.core.runs import Runs
-from kvferry.errors import TransportError
-from kvferry.log import log_of
-
-log = log_of(__name__)
 
 DeviceEvent = object
 """A mark in a stream of the device: the driver's own event, or its address as a number."""
@@ -77,22 +72,22 @@ class Transport(Protocol):
 
     @property
     def kind(self) -> str:
-        """What it is, for people and for the check that both sides use the same one."""
+        """The kind of transport; both sides must use the same."""
         ...
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Make this rank's own memory known, once. Region addresses must be real.
+        """Register this rank's memory, once. Regions need real addresses.
 
         The memory must stay until ``close`` has returned.
         """
         ...
 
     def card(self) -> bytes:
-        """What a peer needs in order to read from this rank. Whoever has it can."""
+        """The connection data for readers. Confidential: a holder can read the exposed memory."""
         ...
 
     def connect(self, peer: str, card: bytes, regions: Sequence[Region]) -> Connected:
-        """Get ready to read from a peer, called ``peer`` from now on; by which way is fixed here.
+        """Connect to a peer, called ``peer`` from now on; this fixes the transfer mode.
 
         May be slow, but ends by a deadline. If it raises, the peer is not known. Of two threads that connect
         one name, one is refused. ``forget`` and ``close`` may come meanwhile: ``forget`` knows nothing of a
@@ -119,7 +114,7 @@ class Transport(Protocol):
         ...
 
     def cancel(self, transfer: int) -> None:
-        """Ask the fabric for nothing more of a transfer; never blocks.
+        """Stop posting a transfer; never blocks.
 
         It still ends exactly once, with an error: at once if the fabric was asked for nothing of it, else
         when all that it was asked for has ended. A transfer that is unknown, or has ended, is left alone.
@@ -142,179 +137,22 @@ class Transport(Protocol):
         """Call ``wake``, from whatever thread, as soon as there is an end to collect.
 
         It must be quick, and may call ``poll``, ``read``, ``cancel`` and ``forget``, nothing slow. What it
-        raises is logged and ignored. A transport whose reads advance in ``poll`` only has nobody to call it.
+        raises is logged and ignored. A transport whose reads advance in ``poll`` only never calls it.
         """
         ...
 
     def forget(self, peer: str) -> None:
-        """Drop a peer, if it is known. Transfers under way still end, and their ends are still reported.
+        """Drop a peer, if it is known. Transfers in flight still end and are still reported.
 
         Those that still wait for their turn may end with an error.
         """
         ...
 
     def close(self) -> None:
-        """Give up all memory and peers. Blocks until nothing is under way, or raises after a deadline.
+        """Release all memory and peers. Blocks until no transfer is in flight, or raises after a deadline.
 
         Transfers that still wait for their turn may end with an error. Ends that were not collected yet can
         be collected afterwards. Closing again, also from another thread, does nothing more; after a
         deadline, it waits again.
         """
         ...
-
-
-OnEnd = Callable[[str], None]
-"""Called once, when all of a read has ended, from whatever thread: with the error, or an empty text."""
-Start = Callable[[int, OnEnd], None]
-"""Submits a read that was prepared, under the caller's number. Raises TransportError if nothing was
-submitted; no report comes then."""
-
-
-class Link(Protocol):
-    """One connected remote rank, read by one way. Every call may come from any thread, and none blocks."""
-
-    @property
-    def connected(self) -> Connected:
-        """By which way it is read, and why not by a better one."""
-        ...
-
-    @property
-    def is_ordered(self) -> bool:
-        """Whether the device itself has reads wait for ``after``; else they are held before (``held``)."""
-        ...
-
-    def prepare(self, product: Product, after: DeviceEvent | None, permit: bytes) -> Start:
-        """Check runs; raises TransportError. ``permit``: for a remote rank that has to help."""
-        ...
-
-    def cancel(self, transfer: int) -> None:
-        """Ask the fabric for nothing more of a transfer, if it has not ended."""
-        ...
-
-    def forget(self) -> None:
-        """Ask the fabric for nothing more. What it was asked for ends as it says, and is reported."""
-        ...
-
-
-P = ParamSpec("P")
-
-
-def quietly(work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-    """Do it; what goes wrong is worth a line, not a dead thread."""
-    try:
-        work(*args, **kwargs)
-    except TransportError as error:
-        log.warning("%s", error)
-    except Exception:
-        log.exception("unexpected; the thread goes on")
-
-
-class Gate:
-    """Lets calls in until it is shut; whoever shut it can wait for those inside. For any number of threads.
-
-    >>> gate = Gate()
-    >>> with gate:
-    ...     gate.shut()
-    ...     gate.wait_until_empty(timeout_s=0)
-    False
-    >>> gate.wait_until_empty(timeout_s=0)
-    True
-    >>> with gate:
-    ...     pass
-    Traceback (most recent call last):
-    kvferry.errors.TransportError: closed: this transport was closed
-    """
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._num_inside = 0
-        self._is_shut = False
-
-    def __enter__(self) -> None:
-        """A call comes in; raises TransportError if the gate is shut."""
-        with self._changed:
-            if self._is_shut:
-                raise TransportError("closed", "this transport was closed")
-            self._num_inside += 1
-
-    def __exit__(self, *raised: object) -> None:
-        with self._changed:
-            self._num_inside -= 1
-            if self._is_shut:
-                self._changed.notify_all()
-
-    def shut(self) -> None:
-        with self._changed:
-            self._is_shut = True
-
-    def wait_until_empty(self, timeout_s: float | None) -> bool:
-        """Whether every call that was inside has left in time; the gate is shut."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._num_inside, timeout_s)
-
-
-T = TypeVar("T")
-
-
-class Transfers(Generic[T]):
-    """What is under way and what has ended, by the caller's numbers. For any number of threads.
-
-    >>> transfers = Transfers()
-    >>> transfers.begin(7, "what belongs to it")
-    >>> transfers.find(7), transfers.num_under_way
-    ('what belongs to it', 1)
-    >>> transfers.end(7, "cable cut")
-    >>> transfers.begin(7, "another")
-    Traceback (most recent call last):
-    kvferry.errors.TransportError: under-way: the end of transfer 7 was not collected yet
-    >>> transfers.collect(), transfers.collect()
-    ([ReadEnd(transfer=7, error='cable cut')], [])
-    """
-
-    def __init__(self) -> None:
-        self.wake: Callable[[], None] = lambda: None
-        """Called, outside of any lock, when there is an end to collect."""
-        self._lock = threading.Lock()
-        self._under_way: dict[int, T] = {}
-        self._ends: dict[int, ReadEnd] = {}
-
-    @property
-    def num_under_way(self) -> int:
-        return len(self._under_way)
-
-    def begin(self, transfer: int, what: T) -> None:
-        """Take a number; raises TransportError if it is taken."""
-        with self._lock:
-            if transfer in self._under_way or transfer in self._ends:
-                raise TransportError("under-way", f"the end of transfer {transfer} was not collected yet")
-            self._under_way[transfer] = what
-
-    def drop(self, transfer: int) -> None:
-        """Give a number back: the transfer could not be submitted, and has no end."""
-        with self._lock:
-            del self._under_way[transfer]
-
-    def find(self, transfer: int) -> T | None:
-        """What belongs to a transfer that has not ended."""
-        with self._lock:
-            return self._under_way.get(transfer)
-
-    def all_under_way(self) -> list[T]:
-        """What belongs to every transfer that has not ended, in the order of their begin."""
-        with self._lock:
-            return [*self._under_way.values()]
-
-    def end(self, transfer: int, error: str = "") -> None:
-        with self._lock:
-            del self._under_way[transfer]
-            self._ends[transfer] = ReadEnd(transfer, error)
-        try:
-            self.wake()
-        except Exception:  # the caller's code, in a thread that serves others too
-            log.exception("the call that says that a transfer has ended raised an exception; it is ignored")
-
-    def collect(self) -> list[ReadEnd]:
-        """The ends since the last call."""
-        with self._lock:
-            ends, self._ends = self._ends, {}
-        return [*ends.values()]

@@ -31,7 +31,7 @@ class Card:
     True
     >>> Card.from_bytes(card.to_bytes()[:-1])
     Traceback (most recent call last):
-    kvferry.errors.TransportError: bad-card: 37 bytes that are no card of this transport
+    kvferry.errors.TransportError: bad-card: 37 bytes that are not a card of this transport
     """
 
     agent: str = ""
@@ -60,7 +60,7 @@ class Card:
                 at += length
             if at == len(sealed):
                 return cls(parts[0].decode(errors="replace"), *parts[1:])
-        raise TransportError("bad-card", f"{len(data)} bytes that are no card of this transport")
+        raise TransportError("bad-card", f"{len(data)} bytes that are not a card of this transport")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class GatherPoint:
     True
     >>> GatherPoint.from_bytes(b"junk")
     Traceback (most recent call last):
-    kvferry.errors.TransportError: bad-card: it does not say where its rank is asked for bytes
+    kvferry.errors.TransportError: bad-card: it has no address for packed reads
     """
 
     address: str
@@ -90,7 +90,7 @@ class GatherPoint:
             chunk_bytes, digest = POINT.unpack_from(data)
             if MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
                 return cls(data[POINT.size :].decode(errors="replace"), chunk_bytes, digest)
-        raise TransportError("bad-card", "it does not say where its rank is asked for bytes")
+        raise TransportError("bad-card", "it has no address for packed reads")
 
 
 def digest_of(regions: Sequence[Region]) -> bytes:

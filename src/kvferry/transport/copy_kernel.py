@@ -192,7 +192,7 @@ class Launch(NamedTuple):
 class CopyLimits:
     """How much of the device one copy may take, so that the engine's own work gets its turn.
 
-    The defaults are measured (``docs/performance.md``).
+    The defaults are measured (``docs/lab/performance.md``).
     """
 
     num_blocks: int = 32

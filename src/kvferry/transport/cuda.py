@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from kvferry.errors import TransportError
 
-INSTALL = 'install NVIDIA\'s bindings with: pip install "kvferry[cuda]" (torch 2.10 and later bring them)'
+INSTALL = (
+    'install NVIDIA\'s bindings with: pip install ".[cuda]" in a clone (torch 2.10 and later bring them)'
+)
 NAME_BYTES = 128
-PORTABLE, DEVICE_MAP = 1, 2
-"""``CU_MEMHOSTREGISTER_…``, which not all bindings name."""
 
 
 def has_cuda() -> bool:
@@ -207,7 +207,7 @@ class Cuda:
         try:
             ours.reserved = handle
         except ValueError as error:
-            raise TransportError("cuda", f"not a handle of CUDA's: {len(handle)} bytes") from error
+            raise TransportError("cuda", f"not a CUDA handle: {len(handle)} bytes") from error
         lazy = self._cu.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         with self.current():
             address = int(call(self._cu.cuIpcOpenMemHandle, ours, lazy))

@@ -213,7 +213,7 @@ def tables_of(
 
 LIMITS = CopyLimits(num_blocks=0)
 """The whole device: a digest only reads, and is through in a third of the time that 32 blocks take. What it
-costs others, their slowdown times its length, is less so (``docs/performance.md``)."""
+costs others, their slowdown times its length, is less so (``docs/lab/performance.md``)."""
 SCRATCH_BYTES = 16 << 20
 """Of a table and its sums, on the device and pinned: digests of more take several turns."""
 

@@ -83,7 +83,7 @@ def receive_descriptors(name: str, token: str, number: int) -> list[int]:
                     break
         if len(received) == number:
             return received
-        reason = f"{len(received)} of {number} descriptors came"
+        reason = f"{len(received)} of {number} descriptors received"
     except (OSError, ValueError) as error:
         reason = str(error)
     for descriptor in received:
@@ -141,7 +141,7 @@ class Export:
     def from_bytes(cls, data: bytes) -> Export:
         """From a card; raises TransportError on anything else."""
         if not data:
-            detail = "it offers none: it exposes none, or some of its memory is the host's"
+            detail = "it exports no device memory (KVFERRY_EXPOSE=nothing, or it uses host memory)"
             raise TransportError("no-export", detail)
         try:
             if len(data) > MAX_EXPORT_BYTES:
@@ -188,7 +188,7 @@ class Exporter:
             first = index[row[0].address]
             if [index[a.address] for a in row] != list(range(first, first + len(row))):
                 raise TransportError(
-                    "no-export", f"region {region.name!r} shares its pieces in another order"
+                    "no-export", f"region {region.name!r} exports its pieces in a different order"
                 )
             extents.append(Extent(first, len(row), region.address - row[0].address, region.address))
         probe = secrets.token_bytes(PROBE_BYTES)
@@ -265,7 +265,9 @@ class Opened:
             opened.regions = tuple(mapped[:-1])
             found = cuda.download(mapped[-1].address, PROBE_BYTES).hex()
             if found != export.probe:
-                raise TransportError("bad-probe", "the mapped memory does not hold what the source put there")
+                raise TransportError(
+                    "bad-probe", "the mapped memory does not contain the probe value of the source"
+                )
         except BaseException:
             opened.close()
             raise
@@ -332,7 +334,7 @@ def _inside(row: Allocation, extent: Extent, region: Region) -> Region:
 
 def _number(value: object) -> int:
     if type(value) is not int or not 0 <= value <= MAX_NUMBER:
-        raise ValueError(f"{value!r:.40} is no size and no place")
+        raise ValueError(f"{value!r:.40} is not a valid size or offset")
     return value
 
 

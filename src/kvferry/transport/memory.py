@@ -1,8 +1,8 @@
 """The embedded transport: every rank lives in this process, and a read is a copy.
 
 It is the double of a real fabric: the same protocol, the same laws, no threads of its own and no clock. A
-read makes a step each time the reader polls; what a step does is asked of the hub's *weather*, so a test can
-delay, stall or fail any read (``tests.support.faults``).
+read makes a step each time the reader polls. A test's hub can delay, stall or fail any (``FaultyHub`` in
+``tests.support.faults``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,59 +23,18 @@ from kvferry.core.manifest import Rank, Region
 from kvferry.core.product import Product, listed
 from kvferry.core.runs import Runs
 from kvferry.errors import SpecError, TransportError
-from kvferry.transport.base import CANCELLED, Connected, DeviceEvent, Gate, ReadEnd, Transfers
+from kvferry.transport.base import Connected, DeviceEvent, ReadEnd
 from kvferry.transport.places import Places, checked
+from kvferry.transport.reads import PostRoom, Read, ReadCarrier, ReadQueue
+from kvferry.transport.transfers import Gate, Transfers
 
 CARD = b"kvferry/memory/"
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """So many more runs arrive in this step; ``None`` is all that are left."""
-
-    num_runs: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """The read ends here; the runs that have not arrived never will."""
-
-    error: str
-
-
-@dataclass(frozen=True, slots=True)
-class Hang:
-    """All that is left is under way, and neither arrives nor ends: not even a cancelled read ends now."""
-
-
-@dataclass(frozen=True, slots=True)
-class Spoil:
-    """All that is left arrives, one bit of each run wrong, and nobody is told."""
-
-
-Step = Move | Fail | Hang | Spoil
-
-
-class Weather(Protocol):
-    """What the fabric does with each read."""
-
-    def step(self, peer: str, transfer: int) -> Step:
-        """The next step of a read from ``peer``: asked once per poll of the reader, until the read ends."""
-        ...
-
-
-class Fair:
-    """Whatever was asked for arrives at the next poll."""
-
-    def step(self, peer: str, transfer: int) -> Step:
-        return Move()
 
 
 class Hub:
     """What the embedded transports of one process share: who is there, with which memory."""
 
-    def __init__(self, weather: Weather | None = None) -> None:
-        self.weather = weather or Fair()
+    def __init__(self) -> None:
         self._changed = threading.Condition()
         self._regions: dict[str, tuple[Region, ...]] = {}
         self._num_copying: Counter[str] = Counter()
@@ -118,16 +76,22 @@ class Hub:
                 self._num_copying[name] -= is_there
                 self._changed.notify_all()
 
+    def step(self, copies: Copies, read: Read) -> str:
+        """What happens to a read when it is polled; why it ends here, if it does so too early."""
+        copies.move(read)
+        return ""
+
 
 @dataclass(frozen=True, slots=True)
 class _RemoteRank:
-    name: str
     hub_name: str
     places: Places
 
 
 @dataclass(slots=True)
-class _Read:
+class Copies:
+    """What a read is to copy, and how far it is."""
+
     transfer: int
     peer: _RemoteRank
     src: list[int]
@@ -136,23 +100,14 @@ class _Read:
     num_done: int = 0
     is_posted: bool = False
     """Whether the fabric was asked for all of it: a cancel then comes too late for its bytes."""
-    is_cancelled: bool = False
 
-    @property
-    def may_move(self) -> bool:
-        return self.is_posted or not self.is_cancelled
-
-    def move(self, num_runs: int | None) -> None:
+    def move(self, read: Read, num_runs: int | None = None) -> None:
+        """So many more runs arrive, or all that are left."""
         stop = len(self.src) if num_runs is None else min(len(self.src), self.num_done + num_runs)
-        while self.num_done < stop and self.may_move:
+        while self.num_done < stop and (self.is_posted or not read.error):
             i = self.num_done
             ctypes.memmove(self.dst[i], self.src[i], self.num_bytes[i])
             self.num_done += 1
-
-    def spoil(self) -> None:
-        """Flip a bit in the middle of each run: their ends may be slack."""
-        for address, num_bytes in zip(self.dst, self.num_bytes, strict=True):
-            ctypes.c_uint8.from_address(address + num_bytes // 2).value ^= 0x10
 
 
 class MemoryTransport:
@@ -177,8 +132,8 @@ class MemoryTransport:
         self._hub_name = ""
         self._places: Places | None = None
         self._gate = Gate()
-        self._transfers: Transfers[_Read | None] = Transfers()
-        """A clearing, which nobody moves or cancels, has nothing with it."""
+        self._transfers = Transfers()
+        self._queue = self._transfers.add(ReadQueue("all peers", ReadCarrier(), PostRoom(limit=1 << 62)))
         self._lock = threading.Lock()
         """Guards the names: whose memory is ours, who our peers are."""
         self._moving = threading.Lock()
@@ -189,9 +144,11 @@ class MemoryTransport:
         """Make this rank's own memory known; who made it keeps it alive until ``close``."""
         with self._gate, self._lock:
             if self._places is not None:
-                raise TransportError("registered", "memory is registered once")
+                raise TransportError("registered", "memory is already registered")
             for region in regions:
-                _check_host(region)
+                if region.device != "cpu":
+                    detail = f"region {region.name!r} is on {region.device!r}, not on 'cpu'"
+                    raise TransportError("bad-device", detail)
             self._places = Places("ours", regions)
             self._hub_name = self._hub.enter(regions)
 
@@ -206,14 +163,14 @@ class MemoryTransport:
             self._ours()
             hub_name = card.removeprefix(CARD).decode(errors="replace")
             if not card.startswith(CARD) or not self._hub.knows(hub_name):
-                raise TransportError("bad-card", f"{peer}: {card!r:.60} is nobody in this hub")
+                raise TransportError("bad-card", f"{peer}: {card!r:.60} is unknown in this hub")
             if peer in self._peers:
                 raise TransportError("known-peer", f"{peer!r} is connected already")
             places = Places(peer, regions)
             for region in regions:
                 if not self._hub.has(hub_name, region):
                     raise TransportError("no-connection", f"{peer}: it did not register {region.name!r}")
-            self._peers[peer] = _RemoteRank(peer, hub_name, places)
+            self._peers[peer] = _RemoteRank(hub_name, places)
         return Connected(Way.MEMORY)
 
     def read(
@@ -234,23 +191,23 @@ class MemoryTransport:
                 raise TransportError("unknown-peer", f"{peer!r} is not connected")
             moved = checked(listed(runs), known.places, ours)
             columns = known.places.addresses(moved.src), ours.addresses(moved.dst), moved.num_bytes
-            self._transfers.begin(transfer, _Read(transfer, known, *(c.tolist() for c in columns)))
+            copies = Copies(transfer, known, *(c.tolist() for c in columns))
+            self._transfers.begin(transfer, [(self._queue, copies)])
 
     def cancel(self, transfer: int) -> None:
         """Move nothing more of a read; it ends at the next poll, unless the weather has it hang."""
-        if read := self._transfers.find(transfer):
-            read.is_cancelled = True
+        self._transfers.cancel(transfer)
 
     def clear(self, transfer: int, runs: Runs | Product, *, after: DeviceEvent | None = None) -> None:
         """Fill the destination places of ``runs`` with zeros, at once; the end is there to be collected."""
         with self._gate:
             ours, blank = self._ours(), listed(runs)
             ours.check(blank.dst, blank.num_bytes)
-            self._transfers.begin(transfer, None)
+            clearing = self._transfers.begin(transfer, [], is_held=True, can_cancel=False)
             columns = ours.addresses(blank.dst).tolist(), blank.num_bytes.tolist()
             for address, num_bytes in zip(*columns, strict=True):
                 ctypes.memset(address, 0, num_bytes)
-            self._transfers.end(transfer)
+            self._transfers.come(clearing)
 
     def poll(self) -> list[ReadEnd]:
         """Let every read make a step, unless another thread is at it; the ones that ended."""
@@ -275,50 +232,30 @@ class MemoryTransport:
         self._gate.wait_until_empty(timeout_s=None)
         with self._moving:
             self._advance()
-        if num_left := self._transfers.num_under_way:
+        if num_left := len(self._queue.shares):
             raise TransportError("still-under-way", f"{num_left} reads have not ended")
+        self._transfers.wait_until_ended(timeout_s=None)  # another thread may be about to say so
         with self._lock:
             self._peers.clear()
         self._hub.leave(self._hub_name)
 
     def _advance(self) -> None:
-        for read in self._transfers.all_under_way():
-            if read is None:
-                continue
-            with self._hub.copying(read.peer.hub_name) as is_there:
-                error = self._step(read) if is_there else f"{read.peer.name} is gone"
-            if error is not None:
-                self._transfers.end(read.transfer, error)
-
-    def _step(self, read: _Read) -> str | None:
-        """The error with which a read ended, empty if there is none, or that it has not ended."""
-        if not read.may_move:
-            return CANCELLED
-        match self._hub.weather.step(read.peer.name, read.transfer):
-            case Hang():
-                read.is_posted = True
-                return None
-            case Move(num_runs):
-                read.move(num_runs)
-                if read.num_done < len(read.src):
-                    return None
-                return CANCELLED if read.is_cancelled else ""
-            case Spoil():
-                read.move(None)
-                read.spoil()
-                return CANCELLED if read.is_cancelled else ""
-            case Fail(error):
-                return error
+        for share in [*self._queue.shares]:
+            copies: Copies = share.work
+            if not copies.is_posted and not self._transfers.post_share(share):
+                continue  # it was cancelled
+            with self._hub.copying(copies.peer.hub_name) as is_there:
+                error = (
+                    self._hub.step(copies, share.read) if is_there else f"{copies.peer.places.whose} is gone"
+                )
+            is_done = copies.num_done == len(copies.src)
+            if is_done or error or not copies.is_posted:
+                self._transfers.ended(share, error, is_last=is_done)
 
     def _ours(self) -> Places:
         if self._places is None:
             raise TransportError("not-registered", "register this rank's memory first")
         return self._places
-
-
-def _check_host(region: Region) -> None:
-    if region.device != "cpu":
-        raise TransportError("bad-device", f"region {region.name!r} is on {region.device!r}, not on 'cpu'")
 
 
 def placed(rank: Rank, memory: Mapping[str, NDArray[np.uint8]]) -> tuple[Region, ...]:

@@ -1,24 +1,27 @@
-"""NIXL's agent. NIXL comes in here, and only here; its errors leave as ours."""
+"""NIXL's agent, and what it is asked for. NIXL comes in here, and only here; its errors leave as ours."""
 
 from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.core.runs import Runs
 from kvferry.errors import TransportError
-from kvferry.transport.agent import SlicePair
-from kvferry.transport.base import quietly
+from kvferry.host.threads import quietly
 from kvferry.transport.cards import name_in
+from kvferry.transport.places import Places, RegionTable, cut_long
 
 INSTALL = (
-    'install it with: pip install "kvferry[nixl]". Its wheels ask for a CUDA build of torch, which kvferry'
-    " does not need; without it: pip install --no-deps nixl nixl-cu12"
+    'install it with: pip install ".[nixl]" in a clone of kvferry. Its wheels ask for a CUDA build of torch,'
+    " which kvferry does not need; without it: pip install --no-deps nixl nixl-cu12"
 )
 
 PROGRESS_WAKE_US = 100_000
@@ -30,8 +33,62 @@ UCX = "UCX"
 """The backend of NIXL's that is used unless another is asked for."""
 
 
+SLICE_RUNS = 1024
+HOST_SLICE_BYTES, CUDA_SLICE_BYTES = 32 << 20, 512 << 20
+"""A post of host memory copies before it returns: some milliseconds per slice. One of device memory takes
+time per run, hardly per byte. Other peers get their turn in between."""
+
+
+class SlicePair(NamedTuple):
+    """What one post asks for: both sides' descriptors, each side of one kind of memory."""
+
+    src_kind: str
+    dst_kind: str
+    src: NDArray[np.uint64]
+    dst: NDArray[np.uint64]
+
+
+def slice_pairs(runs: Runs, src: RegionTable, dst: RegionTable) -> Iterator[SlicePair]:
+    """A read as posts; a list of descriptors is of one kind of memory, so mixed reads are sorted first."""
+    src_names, dst_names = (
+        memory.names[Places.split(places)[0]] for memory, places in ((src, runs.src), (dst, runs.dst))
+    )
+    for src_kind in dict.fromkeys(src.names.tolist()):
+        for dst_kind in dict.fromkeys(dst.names.tolist()):
+            at = (src_names == src_kind) & (dst_names == dst_kind)
+            some = runs if at.all() else Runs(runs.src[at], runs.dst[at], runs.num_bytes[at])
+            max_bytes = HOST_SLICE_BYTES if "DRAM" in (src_kind, dst_kind) else CUDA_SLICE_BYTES
+            for slice_runs in slices(some, SLICE_RUNS, max_bytes):
+                yield SlicePair(
+                    src_kind,
+                    dst_kind,
+                    src.descriptors(slice_runs.src, slice_runs.num_bytes),
+                    dst.descriptors(slice_runs.dst, slice_runs.num_bytes),
+                )
+
+
+def slices(runs: Runs, max_runs: int, max_bytes: int) -> Iterator[Runs]:
+    """The runs in order, as slices; a run that is longer than one is cut.
+
+    >>> runs = Runs(np.array([0, 100, 200]), np.array([50, 10, 30]), np.array([4, 25, 4]))
+    >>> [part.num_bytes.tolist() for part in slices(runs, max_runs=2, max_bytes=10)]
+    [[4], [10], [10], [5, 4]]
+    """
+    runs = cut_long(runs, max_bytes)
+    stops = np.cumsum(runs.num_bytes)
+    start, num_bytes = 0, 0
+    while start < len(runs):
+        stop = int(np.searchsorted(stops, num_bytes + max_bytes, side="right"))
+        stop = min(stop, start + max_runs)
+        yield runs.part(start, stop)
+        start, num_bytes = stop, int(stops[stop - 1])
+
+
 class Agent:
-    """NIXL's agent: the calls that its thread makes, and where NIXL's errors become ours."""
+    """NIXL's agent: the calls that its thread makes, and where NIXL's errors become ours.
+
+    For one thread. Each call may raise TransportError, and is expected to raise anything else, too.
+    """
 
     def __init__(self, name: str, engine_config: str, backend: str = UCX) -> None:
         """``engine_config`` is for UCX; other backends are told nothing."""
@@ -90,14 +147,14 @@ class Agent:
             self._agent.invalidateRemoteMD(remote)
 
     def prepare(self, pair: SlicePair, remote: str) -> int:
-        """A handle for a read."""
+        """A handle for a read; nothing moves yet."""
         dst = self._nixl.nixlXferDList(self._kinds[pair.dst_kind], pair.dst)
         src = self._nixl.nixlXferDList(self._kinds[pair.src_kind], pair.src)
         with _translated("cannot prepare the read"):
             return int(self._agent.createXferReq(self._nixl.NIXL_READ, dst, src, remote, b"", self._backends))
 
     def post(self, handle: int) -> bool:
-        """Start; whether it is done already."""
+        """Start; whether it is done already. If it raises, some of it may be under way."""
         with _translated("the read failed when posted"):
             return self._is_done(self._agent.postXferReq(handle, b""))
 
@@ -118,21 +175,15 @@ class Agent:
         raise TransportError("nixl", str(status))
 
 
-class _translated:  # noqa: N801  # reads as a phrase
+@contextmanager
+def _translated(what: str, kinds: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
     """Turns what NIXL raises, or only those kinds of it, into a TransportError."""
-
-    __slots__ = ("_kinds", "_what")
-
-    def __init__(self, what: str, kinds: tuple[type[Exception], ...] = (Exception,)) -> None:
-        self._what, self._kinds = what, kinds
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, self._kinds) and not isinstance(error, TransportError):
-            reason = str(error) or type(error).__name__
-            raise TransportError("nixl", f"{self._what}: {reason}") from error
+    try:
+        yield
+    except TransportError:
+        raise
+    except kinds as error:
+        raise TransportError("nixl", f"{what}: {str(error) or type(error).__name__}") from error
 
 
 def _plugins(agent: Any) -> str:

@@ -7,10 +7,9 @@ with all its blocks. Both sides know the terms, so nothing else has to say what 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,26 +80,6 @@ def _lengths(pattern: Runs) -> Ints:
     return one_length(pattern.each_bytes, len(pattern)) if pattern.each_bytes else pattern.num_bytes
 
 
-def pack(memory: Places, sides: Sequence[TermSide], chunk: int, chunk_bytes: int) -> None:
-    """Copy what these name to ``chunk``, an address; raises TransportError, having copied nothing."""
-    check_room(sides, chunk_bytes)
-    for side, rows in [(side, side.rows(memory)) for side in sides]:
-        _copy(_places_in_chunk(side, chunk), np.add.outer(rows, side.steps), side.num_bytes)
-        chunk += side.total_bytes
-
-
-def unpacker(memory: Places, sides: Sequence[TermSide]) -> Callable[[int], None]:
-    """Who copies the bytes from a chunk, its address, to where these name; raises TransportError."""
-    placed = [(side, side.rows(memory)) for side in sides]
-
-    def unpack(chunk: int) -> None:
-        for side, rows in placed:
-            _copy(np.add.outer(rows, side.steps), _places_in_chunk(side, chunk), side.num_bytes)
-            chunk += side.total_bytes
-
-    return unpack
-
-
 def pieces(product: Product, chunk_bytes: int) -> Iterator[tuple[Term, ...]]:
     """A product in parts, each of which fits into a chunk and into a short message.
 
@@ -166,7 +145,7 @@ def check_room(sides: Sequence[TermSide], chunk_bytes: int) -> None:
     # The longest alone, first: sums of longer ones might overflow.
     longest = max((int(told_once(side.num_bytes).max()) for side in sides), default=0)
     if (num_bytes := max(longest, sum(side.total_bytes for side in sides))) > chunk_bytes:
-        raise TransportError("too-much", f"{num_bytes} bytes are asked for, a chunk has {chunk_bytes}")
+        raise TransportError("too-much", f"{num_bytes} bytes requested, a chunk has {chunk_bytes}")
 
 
 def _places_in_chunk(side: TermSide, chunk: int) -> Ints:
@@ -240,28 +219,6 @@ IN_PLACE_BYTES = 8 << 10
 received: the kernel takes them from where they are, and puts them to where they belong."""
 
 
-class MemoryViews:
-    """Memory of a rank as Python's buffers, made once for each region."""
-
-    def __init__(self, memory: Places) -> None:
-        self.memory = memory
-        self._regions = [
-            memoryview((ctypes.c_ubyte * region.num_bytes).from_address(region.address)).cast("B")
-            for region in memory.regions
-        ]
-
-    def of(self, sides: Sequence[TermSide]) -> list[memoryview]:
-        """The bytes that these name, in their order in a chunk; all of them were checked."""
-        views = []
-        for side in sides:
-            places = np.add.outer(side.places, side.steps)
-            index, offset = Places.split(places.ravel())
-            lengths = np.repeat(side.num_bytes, len(side.steps))
-            for i, at, num_bytes in zip(index.tolist(), offset.tolist(), lengths.tolist(), strict=True):
-                views.append(self._regions[i][at : at + num_bytes])
-        return views
-
-
 def are_long(sides: Sequence[TermSide]) -> bool:
     """Whether runs are so long that no chunk is needed."""
     num_runs = sum(len(side.places) * len(side.steps) for side in sides)
@@ -271,70 +228,55 @@ def are_long(sides: Sequence[TermSide]) -> bool:
 HostBytes = NDArray[np.uint8]
 
 
-class ChunkCopier(Protocol):
-    """For one thread. A copy is over when its call returns, also if it raises."""
+class ChunkCopier:
+    """Copies by numpy. For one thread; a copy is over when its call returns, also if it raises."""
 
-    @property
-    def memory(self) -> Places:
-        """The rank's own."""
-        ...
-
-    @property
-    def chunk_bytes(self) -> int:
-        """The most that it copies at once."""
-        ...
+    def __init__(self, memory: Places, chunk_bytes: int) -> None:
+        """``memory``: the rank's own. ``chunk_bytes``: the most that is copied at once."""
+        self.memory, self.chunk_bytes = memory, chunk_bytes
 
     def gather(self, sides: Sequence[TermSide], chunk: int) -> None:
-        """Copy what these name to a chunk, an address; raises TransportError if they leave either."""
-        ...
+        """Copy what these name to a chunk, an address; raises TransportError, having copied nothing."""
+        check_room(sides, self.chunk_bytes)
+        for side, rows in self._rows_of(sides):
+            _copy(_places_in_chunk(side, chunk), np.add.outer(rows, side.steps), side.num_bytes)
+            chunk += side.total_bytes
 
-    def scatterer(self, sides: Sequence[TermSide]) -> Callable[[int], None]:
-        """Who copies the bytes from a chunk, its address, to where these name; raises TransportError.
+    def scatter(self, sides: Sequence[TermSide], chunk: int) -> None:
+        """Copy the bytes of a chunk, an address, to where these name; raises TransportError likewise."""
+        for side, rows in self._rows_of(sides):
+            _copy(np.add.outer(rows, side.steps), _places_in_chunk(side, chunk), side.num_bytes)
+            chunk += side.total_bytes
 
-        It can be made while the chunk is waited for.
-        """
-        ...
+    def _rows_of(self, sides: Sequence[TermSide]) -> list[tuple[TermSide, Ints]]:
+        return [(side, side.rows(self.memory)) for side in sides]
 
     def views(self, sides: Sequence[TermSide]) -> list[memoryview]:
-        """What these name, where it lies, if the host had better touch it there; all of it was checked."""
-        ...
+        """What these name, in its order in a chunk, if the host had better touch it where it lies.
+
+        All of it was checked. Long runs need no chunk.
+        """
+        views: list[memoryview] = []
+        for side in sides if are_long(sides) else ():
+            index, offset = Places.split(np.add.outer(side.places, side.steps).ravel())
+            lengths = np.repeat(side.num_bytes, len(side.steps))
+            for i, at, num_bytes in zip(index.tolist(), offset.tolist(), lengths.tolist(), strict=True):
+                views.append(self._regions[i][at : at + num_bytes])
+        return views
+
+    @cached_property
+    def _regions(self) -> list[memoryview]:
+        return [
+            memoryview((ctypes.c_ubyte * region.num_bytes).from_address(region.address)).cast("B")
+            for region in self.memory.regions
+        ]
 
     def new_chunk(self) -> HostBytes:
         """A chunk in host memory, to be gathered into and scattered from."""
-        ...
-
-    def free_chunk(self, chunk: HostBytes) -> None:
-        """Give such memory back; nothing may be under way."""
-        ...
-
-    def close(self) -> None:
-        """Give up what it has; nothing may be under way."""
-        ...
-
-
-class HostChunkCopier:
-    """By numpy; in any thread."""
-
-    def __init__(self, memory: Places, chunk_bytes: int) -> None:
-        self.memory, self.chunk_bytes = memory, chunk_bytes
-        self._views = MemoryViews(memory)
-
-    def gather(self, sides: Sequence[TermSide], chunk: int) -> None:
-        pack(self.memory, sides, chunk, self.chunk_bytes)
-
-    def scatterer(self, sides: Sequence[TermSide]) -> Callable[[int], None]:
-        return unpacker(self.memory, sides)
-
-    def views(self, sides: Sequence[TermSide]) -> list[memoryview]:
-        """Long runs need no chunk."""
-        return self._views.of(sides) if are_long(sides) else []
-
-    def new_chunk(self) -> HostBytes:
-        """Any memory will do."""
         return np.empty(self.chunk_bytes, np.uint8)
 
     def free_chunk(self, chunk: HostBytes) -> None:
-        """Python does."""
+        """Give such memory back; nothing may be under way."""
 
     def close(self) -> None:
-        """It has nothing."""
+        """Give up what it has; nothing may be under way."""

@@ -1,21 +1,15 @@
-"""Where runs lie and how long they are: regions of one rank as arrays, lengths, and slices of long reads.
-
-On one host a post copies before it returns, and everywhere it costs time per run. So a read is posted slice
-by slice, and other peers get their turn in between. No slice has more than so many runs and so many bytes; a
-run that is longer is cut.
-"""
+"""Where runs lie and how long they are: regions of one rank as arrays, and lengths."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.core.manifest import Region
-from kvferry.core.runs import REGION_SHIFT, Runs
+from kvferry.core.runs import REGION_SHIFT, Runs, place
 from kvferry.core.view import Ints
 from kvferry.errors import TransportError
 
@@ -37,31 +31,6 @@ def told_once(lengths: Ints) -> Ints:
 def sum_of(lengths: Ints) -> int:
     once = told_once(lengths)
     return int(once[0]) * len(lengths) if len(once) == 1 else int(lengths.sum())
-
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """How much one slice may hold."""
-
-    num_runs: int
-    num_bytes: int
-
-
-def slices(runs: Runs, limit: Limit) -> Iterator[Runs]:
-    """The runs in order, as slices.
-
-    >>> runs = Runs(np.array([0, 100, 200]), np.array([50, 10, 30]), np.array([4, 25, 4]))
-    >>> [part.num_bytes.tolist() for part in slices(runs, Limit(num_runs=2, num_bytes=10))]
-    [[4], [10], [10], [5, 4]]
-    """
-    runs = cut_long(runs, limit.num_bytes)
-    stops = np.cumsum(runs.num_bytes)
-    start, num_bytes = 0, 0
-    while start < len(runs):
-        stop = int(np.searchsorted(stops, num_bytes + limit.num_bytes, side="right"))
-        stop = min(stop, start + limit.num_runs)
-        yield runs.part(start, stop)
-        start, num_bytes = stop, int(stops[stop - 1])
 
 
 def cut_long(runs: Runs, max_bytes: int) -> Runs:
@@ -170,6 +139,52 @@ class Places:
     def split(places: Ints) -> tuple[Ints, Ints]:
         """Region index and byte offset of each place."""
         return places >> REGION_SHIFT, places & OFFSET_MASK
+
+
+class MemoryKind(NamedTuple):
+    """A kind of memory, as NIXL tells them apart, and the device."""
+
+    name: str
+    device_index: int
+
+    @classmethod
+    def of(cls, region: Region) -> MemoryKind:
+        """The kind of a region, from its device ('cpu', 'cuda:0').
+
+        >>> MemoryKind.of(Region("kv", 64, device="cuda:1"))
+        MemoryKind(name='VRAM', device_index=1)
+        """
+        name, _, index = region.device.partition(":")
+        if name == "cpu":
+            return cls("DRAM", 0)
+        if name == "cuda":
+            return cls("VRAM", int(index))
+        raise TransportError(
+            "bad-device", f"region {region.name!r} is on {region.device!r}: not cpu or cuda:N"
+        )
+
+
+class RegionTable(Places):
+    """Regions on the host or on CUDA devices, for lists of descriptors."""
+
+    def __init__(self, whose: str, regions: Sequence[Region]) -> None:
+        super().__init__(whose, regions)
+        self.kinds = tuple(MemoryKind.of(region) for region in regions)
+        self.names = np.array([kind.name for kind in self.kinds])
+        self._device_of = np.array([kind.device_index for kind in self.kinds], np.uint64)
+
+    def descriptors(self, places: NDArray[np.int64], num_bytes: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Address, length and device of each run, the form NIXL takes."""
+        table = np.empty((len(places), 3), np.uint64)
+        table[:, 0] = self.addresses(places)
+        table[:, 1] = num_bytes
+        table[:, 2] = self._device_of[self.split(places)[0]]
+        return table
+
+    def whole(self) -> NDArray[np.uint64]:
+        """A descriptor of each region."""
+        starts = np.array([place(i, 0) for i in range(len(self.regions))])
+        return self.descriptors(starts, np.array([region.num_bytes for region in self.regions]))
 
 
 def checked(runs: Runs, src: Places, dst: Places) -> Runs:

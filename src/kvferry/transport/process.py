@@ -27,37 +27,38 @@ from kvferry.core.product import Product
 from kvferry.core.runs import Runs
 from kvferry.errors import TransportError
 from kvferry.log import log_of
-from kvferry.transport.agent import FabricAgent, RegionTable, SlicePair
-from kvferry.transport.agent_team import AgentTeam
+from kvferry.transport.agent_team import AgentTeam, TeamLink
 from kvferry.transport.agent_thread import AgentThread
-from kvferry.transport.base import Connected, DeviceEvent, Gate, Link, OnEnd, ReadEnd, Start, Transfers
+from kvferry.transport.base import Connected, DeviceEvent, ReadEnd
 from kvferry.transport.cards import Card
 from kvferry.transport.copy_kernel import CopyLimits
 from kvferry.transport.cuda import Cuda
-from kvferry.transport.held import HeldReads
-from kvferry.transport.mapped import DeviceCopier, RankDevice, device_of
-from kvferry.transport.nixl_agent import UCX, Agent, check_installed
-from kvferry.transport.pack import ChunkCopier
-from kvferry.transport.packed import CHUNK_BYTES, PackedWay, copiers_for
-from kvferry.transport.places import Addresses, Places
+from kvferry.transport.device_wait import EventWait
+from kvferry.transport.mapped import DeviceCopier, MappedLink, RankDevice, device_of
+from kvferry.transport.nixl_agent import UCX, Agent
+from kvferry.transport.packed import CHUNK_BYTES, PackedWay
+from kvferry.transport.places import Addresses, Places, RegionTable
+from kvferry.transport.reads import Work
 from kvferry.transport.settings import EXPOSE_SETTING, WAY_SETTING, Expose, UcxSettings, WayChoice
-from kvferry.transport.stream_frames import GatherLine
-from kvferry.transport.stream_reader import StreamMover
-
-__all__ = ["Agent", "ProcessTransport", "RegionTable", "SlicePair", "check_installed"]
+from kvferry.transport.stream_reader import StreamLink, StreamMover
+from kvferry.transport.transfers import Gate, Transfers
 
 log = log_of(__name__)
 
 CLOSED_HERE = f"this rank is not registered with NIXL ({EXPOSE_SETTING})"
 CLOSED_THERE = f"it is not registered with NIXL ({EXPOSE_SETTING} there)"
+NO_DEVICE = "no device event to wait for: this rank uses host memory"
 MIXED = (
-    "some of this rank's memory is the host's, some a device's, and no kernel copies both: set"
-    f" {EXPOSE_SETTING}={Expose.FABRIC.value}, so that NIXL reads it"
+    "this rank has host and device memory, which packed and mapped reads do not support: set"
+    f" {EXPOSE_SETTING}={Expose.FABRIC.value} for direct reads"
 )
+
+Link = MappedLink | TeamLink | StreamLink
+"""One connected remote rank, read by one way."""
 
 
 class ProcessTransport:
-    """Reads by the best way. Its own calls take a lock or a queue, never the fabric."""
+    """Reads in the fastest available mode. Calls take a lock or a queue and never wait for the fabric."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class ProcessTransport:
         chunk_bytes: int = CHUNK_BYTES,
         copy_limits: CopyLimits | None = None,
         settings: UcxSettings | None = None,
-        make_agent: Callable[[str, str], FabricAgent] | None = None,
+        make_agent: Callable[[str, str], Agent] | None = None,
     ) -> None:
         """Way, exposure and settings of UCX are those of the environment, if none are given.
 
@@ -86,14 +87,14 @@ class ProcessTransport:
         self._ucx = settings
         self._make_agent = make_agent or partial(Agent, backend=backend)
         self._gate = Gate()
-        self._transfers: Transfers[Link | None] = Transfers()
+        self._transfers = Transfers()
         self._making = threading.Lock()
         """Guards what is made once, and may be slow to make: those below."""
         self._memory: RegionTable | None = None
         self._device: RankDevice | None = None
         self._team: AgentTeam | None = None
         self._packed: PackedWay | None = None
-        self._held: HeldReads | None = None
+        self._events: EventWait | None = None
         self._lock = threading.Lock()
         self._links: dict[str, Link] = {}
 
@@ -105,20 +106,20 @@ class ProcessTransport:
 
     @property
     def kind(self) -> str:
-        """What a peer must have, too."""
+        """The kind of transport; peers must have the same."""
         return "nixl" if self._backend == UCX else f"nixl/{self._backend}"
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Make this rank's own memory known, once; who made it keeps it alive until ``close``."""
+        """Register this rank's memory, once; it must stay valid until ``close``."""
         with self._gate, self._making:
             if self._memory:
-                raise TransportError("registered", "memory is registered once")
+                raise TransportError("registered", "memory is already registered")
             if not regions:
-                raise TransportError("no-regions", "a rank has memory")
+                raise TransportError("no-regions", "a rank needs at least one memory region")
             memory = RegionTable("ours", regions)
             try:
                 is_open = self._expose is not Expose.NOTHING
-                self._device = device_of(memory, self._copy_limits, is_open=is_open)
+                self._device = device_of(self._transfers, memory, self._copy_limits, is_open=is_open)
                 self._packed = self._make_packed(memory)
                 if self._expose is Expose.FABRIC:
                     self._team = self._make_team(memory)
@@ -132,7 +133,7 @@ class ProcessTransport:
         try:
             if self._device and self._device.is_mixed:
                 raise TransportError("bad-device", MIXED)
-            return PackedWay(copiers_for(memory.places, self._device, self._chunk_bytes))
+            return PackedWay(self._transfers, memory, self._device, self._chunk_bytes)
         except TransportError as error:
             if self._expose is not Expose.FABRIC:
                 raise
@@ -142,11 +143,11 @@ class ProcessTransport:
     def _make_team(self, memory: RegionTable) -> AgentTeam:
         """Who reads directly: several agents, which share out long reads."""
         ucx = self._ucx or UcxSettings.from_environment(os.environ)
-        make = partial(AgentThread, memory, self._cuda, ucx, self._make_agent)
+        make = partial(AgentThread, self._transfers, memory, self._cuda, ucx, self._make_agent)
         return AgentTeam(make(), ucx.num_agents, make)
 
     def card(self) -> bytes:
-        """What readers need, for each way that is open. It carries the keys to what is exposed."""
+        """The connection data for readers, for each available mode. Confidential: a key to the memory."""
         with self._gate:
             self._ours()
             card = self._team.card if self._team else Card()
@@ -155,31 +156,12 @@ class ProcessTransport:
             return replace(card, export=export, gather=gather).to_bytes()
 
     @property
-    def is_gathering(self) -> bool:
-        """Whether this rank sends to readers, and may ask others to; known once it is registered."""
-        return self._packed is not None
-
-    def sender(self) -> ChunkCopier:
-        with self._gate:
-            self._ours()
-            if self._packed is None:
-                raise TransportError("not-packed", MIXED)
-            return self._packed.sender
-
-    def gather_at(self, address: str) -> None:
-        """From now on readers are told where this rank is asked for bytes."""
-        if self._packed:
-            self._packed.advertise(address)
-
-    def ask_by(self, line: GatherLine) -> None:
-        """How other ranks are asked for bytes; it is closed with this transport."""
-        with self._gate, self._making:
-            self._ours()
-            if self._packed:
-                self._packed.open(line)
+    def packed(self) -> PackedWay | None:
+        """Sends to readers, and requests the bytes of other ranks; known once it is registered."""
+        return self._packed
 
     def connect(self, peer: str, card: bytes, regions: Sequence[Region]) -> Connected:
-        """Add a peer, by the best way that is open; one that is direct is tried by a little read."""
+        """Connect to a peer in the fastest available mode; a direct one is verified by a small read."""
         with self._gate:
             self._ours()
             with self._lock:
@@ -194,7 +176,7 @@ class ProcessTransport:
                     self._check_new(peer)
                     self._links[peer] = link
             except TransportError:
-                link.forget()
+                self._transfers.forget(link.queues)
                 raise
         return replace(link.connected, reason=reason) if reason else link.connected
 
@@ -213,7 +195,7 @@ class ProcessTransport:
             except TransportError as error:
                 is_last = choice in (self._way, WayChoice.PACKED)
                 if is_last or (choice is WayChoice.DIRECT and error.code not in FALL_BACK):
-                    raise _with_reasons(error, reasons) from error
+                    raise TransportError(error.code, "; ".join((error.detail, *reasons))) from error
                 if error.code != NOT_HERE:
                     reasons.append(f"not {choice.value}: {error.detail}")
                 continue
@@ -227,7 +209,7 @@ class ProcessTransport:
     def _mapped(self, peer: str, card: Card, regions: Sequence[Region]) -> Link:
         if self._device is None or all(region.is_on_host for region in regions):
             raise TransportError(NOT_HERE, f"{peer}: host memory is not mapped")
-        return self._device.connect(peer, card, regions, self._connect_timeout_s)
+        return self._device.connect(peer, card.export, regions)
 
     def _direct(self, peer: str, card: Card, regions: Sequence[Region]) -> Link:
         if self._team is None:
@@ -250,63 +232,59 @@ class ProcessTransport:
         after: DeviceEvent | None = None,
         permit: bytes = b"",
     ) -> None:
-        """Check the runs and have them wait for the peer's turn."""
+        """Check the runs and queue them for the peer."""
         with self._gate:
             self._ours()
             with self._lock:
                 link = self._links.get(peer)
             if link is None:
                 raise TransportError("unknown-peer", f"{peer!r} is not connected")
-            self._transfers.begin(transfer, link)
-            try:
-                start = link.prepare(Product.of(runs), after if link.is_ordered else None, permit)
-                end = partial(self._transfers.end, transfer)
-                if after is None or link.is_ordered:
-                    start(transfer, end)
-                else:
-                    self._hold(transfer, link, start, end, after)
-            except BaseException:
-                self._transfers.drop(transfer)
-                raise
+            if after is None or link.is_ordered:
+                self._transfers.begin(transfer, link.prepare(Product.of(runs), after, permit))
+            else:
+                self._hold(transfer, link.prepare(Product.of(runs), None, permit), after)
 
-    def _hold(self, transfer: int, link: Link, start: Start, end: OnEnd, after: DeviceEvent) -> None:
+    def _hold(self, transfer: int, work: Work, after: DeviceEvent) -> None:
+        """Begin a read when the device has come to an event, unless it ends before."""
         if self._cuda is None:
-            raise TransportError("no-device", "no device to wait for: this rank's memory is the host's")
+            raise TransportError("no-device", NO_DEVICE)
         with self._making:
-            self._held = self._held or HeldReads(self._cuda)
-        self._held.hold(transfer, link, start, end, after)
+            self._events = self._events or EventWait(self._cuda)
+        mark = self._events.follow(after)
+        try:
+            read = self._transfers.begin(transfer, work, is_held=True)
+        except BaseException:
+            self._events.submit(mark, lambda _: None)
+            raise
+        self._events.submit(mark, partial(self._transfers.come, read))
 
     def cancel(self, transfer: int) -> None:
-        """Post nothing more of a read; what is posted ends as the fabric says."""
-        if self._held and self._held.cancel(transfer):
-            return
-        if link := self._transfers.find(transfer):
-            link.cancel(transfer)
+        """Stop posting a read; posted parts end when the fabric reports them."""
+        self._transfers.cancel(transfer)
 
     def clear(self, transfer: int, runs: Runs | Product, *, after: DeviceEvent | None = None) -> None:
         """Fill the destination places of ``runs`` with zeros, on the host or on the device."""
         with self._gate:
             memory, product = self._ours(), Product.of(runs)
-            self._transfers.begin(transfer, None)
-            end = partial(self._transfers.end, transfer)
+            if self._device and self._device.copier:
+                work = self._device.copier.clear(product, after)
+                self._transfers.begin(transfer, work, can_cancel=False)
+                return
+            if after is not None and self._cuda is None:
+                raise TransportError("no-device", NO_DEVICE)
+            memory.check(product.runs.dst, product.runs.num_bytes)
+            clearing, error = self._transfers.begin(transfer, [], is_held=True, can_cancel=False), ""
             try:
-                if self._device and self._device.copier:
-                    self._device.copier.clear(product, end, after)
-                    return
                 self._clear_now(memory, product.runs, after)
-            except BaseException:
-                self._transfers.drop(transfer)
-                raise
-            end("")
+            except TransportError as failure:
+                error = str(failure)
+            self._transfers.come(clearing, error)
 
     def _clear_now(self, memory: RegionTable, runs: Runs, after: DeviceEvent | None) -> None:
         """Without a kernel: span by span, and done on return."""
-        memory.places.check(runs.dst, runs.num_bytes)
-        addresses = memory.places.addresses(runs.dst)
+        addresses = memory.addresses(runs.dst)
         on_device = memory.names[Places.split(runs.dst)[0]] == "VRAM"
-        if after is not None:
-            if self._cuda is None:
-                raise TransportError("no-device", "no device to wait for: this rank's memory is the host's")
+        if self._cuda and after is not None:
             with self._cuda.current():  # a graph that another thread captures meanwhile is left alone
                 self._cuda.wait_event(after)
         for address, num_bytes in _spans(addresses, runs.num_bytes, ~on_device):
@@ -323,16 +301,14 @@ class ProcessTransport:
         self._transfers.wake = wake
 
     def forget(self, peer: str) -> None:
-        """Drop a peer: what is posted ends as the fabric says, what is not ends with an error."""
+        """Drop a peer: posted parts end when the fabric reports them, others end with an error."""
         with self._lock:
             link = self._links.pop(peer, None)
         if link:
-            if self._held:
-                self._held.end_all(f"peer {peer!r} was forgotten", link)
-            link.forget()
+            self._transfers.forget(link.queues)
 
     def close(self) -> None:
-        """Post nothing more, wait for what is posted, then give memory and peers up."""
+        """Stop posting, wait for posted parts, then release memory and peers."""
         deadline = monotonic() + self._close_timeout_s
         self._gate.shut()
         with self._making:
@@ -343,16 +319,16 @@ class ProcessTransport:
             ]
         with self._lock:
             self._links.clear()
+        self._transfers.close()
         for each in movers:  # all of them hear it before one is waited for
             each.close(0)
         are_over = [self._gate.wait_until_empty(max(0.0, deadline - monotonic()))]
-        if self._held:
-            self._held.end_all("the transport was closed")
         are_over += [each.close(max(0.0, deadline - monotonic())) for each in movers]
+        are_over.append(self._transfers.wait_until_ended(max(0.0, deadline - monotonic())))
         if not all(are_over):
             raise TransportError(
                 "still-under-way",
-                f"reads did not end within {self._close_timeout_s:g} s: their memory must stay",
+                f"reads did not end within {self._close_timeout_s:g} s: keep their memory allocated",
             )
         with self._making:
             self._give_memory_up()
@@ -361,9 +337,9 @@ class ProcessTransport:
         packed, self._packed = self._packed, None
         if packed:
             packed.close()
-        held, self._held = self._held, None
-        if held:
-            held.close()
+        events, self._events = self._events, None
+        if events:
+            events.close()
         device, self._device = self._device, None
         if device:
             device.close()
@@ -386,10 +362,6 @@ NOT_HERE = "not-here"
 """The code of a way that this rank, or this peer's memory, does not have: nothing to tell anybody."""
 FALL_BACK = (NOT_HERE, "not-direct", "nixl")
 """What leaves the next way to be tried after the direct one; all else is an error of the peer's."""
-
-
-def _with_reasons(error: TransportError, reasons: Sequence[str]) -> TransportError:
-    return TransportError(error.code, "; ".join((error.detail, *reasons)))
 
 
 def _spans(

@@ -7,7 +7,7 @@ with, and lets the environment win. So both are looked at here, together, and no
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
@@ -66,7 +66,7 @@ def chosen(setting: str, environ: Mapping[str, str], default: C) -> C:
 
     >>> chosen("KVFERRY_EXPOSE", {"KVFERRY_EXPOSE": "all"}, Expose.HOST)
     Traceback (most recent call last):
-    kvferry.errors.TransportError: bad-setting: KVFERRY_EXPOSE='all': one of nothing, host, fabric
+    kvferry.errors.TransportError: bad-setting: KVFERRY_EXPOSE='all': must be one of nothing, host, fabric
     """
     choices = type(default)
     value = environ.get(setting, default.value)
@@ -74,7 +74,7 @@ def chosen(setting: str, environ: Mapping[str, str], default: C) -> C:
         return choices(value)
     except ValueError:
         words = ", ".join(choice.value for choice in choices)
-        raise TransportError("bad-setting", f"{setting}={value!r}: one of {words}") from None
+        raise TransportError("bad-setting", f"{setting}={value!r}: must be one of {words}") from None
 
 
 UCX_EMULATES = "UCX_PROTO_EMULATION_ENABLE"
@@ -123,7 +123,10 @@ class UcxSettings:
         """
         settings = {UCX_EMULATES: "n"}
         if environ.get(UCX_EMULATES, "n").lower() not in ("n", "no", "0", "off"):
-            raise TransportError("bad-setting", f"{UCX_EMULATES}={environ[UCX_EMULATES]!r}: unset it")
+            raise TransportError(
+                "bad-setting",
+                f"{UCX_EMULATES}={environ[UCX_EMULATES]!r}: emulated reads are not supported: unset it",
+            )
         transports = environ.get(UCX_TRANSPORTS)
         if transports is None:
             settings[UCX_TRANSPORTS] = NO_TCP
@@ -133,7 +136,7 @@ class UcxSettings:
                 raise TransportError(
                     "bad-setting",
                     f"{UCX_TRANSPORTS}={transports!r} with {UCX_DEVICES}={devices!r} opens TCP ports through"
-                    " which anybody can read and write this process's memory: leave tcp out, or unset"
+                    " which every client can read and write this process's memory: leave tcp out, or unset"
                     f" {UCX_DEVICES}",
                 )
         config = ",".join(f"{name.removeprefix(UCX_ALL)}={value}" for name, value in settings.items())
@@ -152,12 +155,6 @@ def allows_tcp(transports: str) -> bool:
     if transports.startswith("^"):
         return "tcp" not in names
     return any(name in ("", "all") or "tcp" in name or set(name) & set("*?[") for name in names)
-
-
-def prepare_for_cuda(environ: MutableMapping[str, str]) -> None:
-    """Tell UCX, in this environment, what it needs for CUDA memory; what is set there stays."""
-    for name, value in CUDA_ENVIRONMENT.items():
-        environ.setdefault(name, value)
 
 
 def default_agents(num_cores: int) -> int:

@@ -17,10 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from struct import Struct
-from typing import Protocol, runtime_checkable
 
-from kvferry.core.manifest import Region
-from kvferry.core.product import Term
 from kvferry.errors import MissingPackage, TransportError
 from kvferry.transport.pack import ChunkCopier, HostBytes, TermSide
 
@@ -67,7 +64,7 @@ class StreamOffer:
         A rank cannot have its readers call a third party, nor look up a name that never resolves.
         """
         if self.address.rpartition(":")[0] != rank.rpartition(":")[0]:
-            raise ValueError(f"it is at another host than the rank, {rank}")
+            raise ValueError(f"its host is not that of the rank, {rank}")
 
 
 class Cursor:
@@ -139,7 +136,7 @@ class FrameSeal:
     b'bytes'
     >>> receiver.open(b"head", memoryview(sealed), memoryview(plain))  # once more
     Traceback (most recent call last):
-    kvferry.errors.TransportError: bad-frame: it was changed on its way
+    kvferry.errors.TransportError: bad-frame: it was modified in transit
     """
 
     def __init__(self, key: bytes) -> None:
@@ -156,7 +153,7 @@ class FrameSeal:
         try:
             self._cipher.decrypt_into(self._next(), sealed, head, plain)
         except InvalidTag:
-            raise TransportError("bad-frame", "it was changed on its way") from None
+            raise TransportError("bad-frame", "it was modified in transit") from None
 
     def skip(self) -> None:
         """A frame passed that nobody wants."""
@@ -186,68 +183,6 @@ def end_call(caller: socket.socket, offer: StreamOffer) -> None:
         raise OSError(error, os.strerror(error))
     caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     caller.sendall(HELLO.pack(MAGIC, offer.stream_id))
-
-
-class GatherLine(Protocol):
-    """How source ranks are asked for bytes. Every call may come from any thread, and none blocks."""
-
-    def listen(self, answers: GatherAnswers) -> None:
-        """Begin: answers go there, in the line's thread."""
-        ...
-
-    def ask(self, to: str, nonce: int, permit: bytes, terms: Sequence[Term], stream_id: bytes) -> None:
-        """Ask the rank at an address to send the source side of these terms over a stream."""
-        ...
-
-    def open_stream(self, to: str, nonce: int, permit: bytes, regions: Sequence[Region]) -> None:
-        """Ask the rank at an address for a stream; these are its regions, as far as we know."""
-        ...
-
-    def hang_up(self, address: str) -> None:
-        """Keep no connection to an address."""
-        ...
-
-    def close(self) -> None:
-        """Send what was said, and stop."""
-        ...
-
-
-class GatherAnswers(Protocol):
-    """Who wants to hear what source ranks answer."""
-
-    def not_gathered(self, sender: str, nonce: int, error: str) -> None:
-        """The rank refused."""
-        ...
-
-    def stream_offered(self, sender: str, nonce: int, offer: StreamOffer) -> None:
-        """The rank can be called there."""
-        ...
-
-    def lost(self, sender: str) -> None:
-        """The connection to a rank broke."""
-        ...
-
-
-@runtime_checkable
-class GatheringTransport(Protocol):
-    """What an endpoint asks of a transport that has the packed way, beside all else."""
-
-    @property
-    def is_gathering(self) -> bool:
-        """Whether the packed way is open; known once memory is registered."""
-        ...
-
-    def sender(self) -> ChunkCopier:
-        """For whoever sends this rank's bytes to its readers."""
-        ...
-
-    def gather_at(self, address: str) -> None:
-        """From now on readers are told where this rank is asked for bytes."""
-        ...
-
-    def ask_by(self, line: GatherLine) -> None:
-        """How other ranks are asked for bytes."""
-        ...
 
 
 ENOUGH_BYTES = 256 << 10
@@ -343,7 +278,7 @@ class FrameReceiver:
         head = bytes(self._head)
         nonce, num_bytes = HEAD.unpack(head)
         if num_bytes > (most := self._copier.chunk_bytes):
-            raise TransportError("bad-frame", f"a frame of {num_bytes} bytes: at most {most}")
+            raise TransportError("bad-frame", f"a frame of {num_bytes} bytes exceeds the limit of {most}")
         sides = self._sides_of(nonce, num_bytes)
         if self._seal:
             views, data = [], [self._sealed_room(num_bytes + SEAL_BYTES)]
@@ -362,7 +297,7 @@ class FrameReceiver:
         elif self._seal:
             self._seal.skip()
         if is_wanted and not frame.is_direct and frame.sides:
-            self._copier.scatterer(frame.sides)(self._scratch_array.ctypes.data)
+            self._copier.scatter(frame.sides, self._scratch_array.ctypes.data)
         return ArrivedFrame(nonce, is_good)
 
     def close(self) -> None:

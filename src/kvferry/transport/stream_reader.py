@@ -10,32 +10,33 @@ thread owns all this, and waits for nobody: a source from which nothing comes fa
 from __future__ import annotations
 
 import socket
-import threading
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from time import monotonic
+from typing import NamedTuple, Protocol
 
 from kvferry.core.choices import Way
+from kvferry.core.manifest import Region
 from kvferry.core.product import Product, Term
 from kvferry.errors import TransportError
+from kvferry.host.threads import SocketLoop, quietly
 from kvferry.log import log_of
-from kvferry.transport.base import CANCELLED, Connected, DeviceEvent, OnEnd, Start, quietly
+from kvferry.transport.base import Connected, DeviceEvent
 from kvferry.transport.cards import GatherPoint
 from kvferry.transport.pack import ChunkCopier, TermSide, check_term, dst_of, pieces
 from kvferry.transport.places import Places
-from kvferry.transport.socket_loop import SocketLoop
+from kvferry.transport.reads import PostRoom, Read, ReadCarrier, ReadQueue, Share, Work
 from kvferry.transport.stream_frames import (
     OPENED,
     ArrivedFrame,
     FrameReceiver,
-    GatherLine,
     StreamOffer,
     end_call,
     start_call,
 )
+from kvferry.transport.transfers import Transfers
 
 log = log_of(__name__)
 
@@ -50,28 +51,40 @@ ENOUGH_AT_ONCE = 8
 """Calls to one socket before others get their turn."""
 
 
-@dataclass(eq=False, slots=True)
-class _Read:
-    """A read that has not ended; it is asked for piece by piece."""
+class GatherLine(Protocol):
+    """How source ranks are asked for bytes. Every call may come from any thread, and none blocks."""
 
-    link: StreamLink
-    transfer: int
+    def listen(self, answers: StreamMover) -> None:
+        """Begin: answers go there, in the line's thread."""
+        ...
+
+    def ask(self, to: str, nonce: int, permit: bytes, terms: Sequence[Term], stream_id: bytes) -> None:
+        """Ask the rank at an address to send the source side of these terms over a stream."""
+        ...
+
+    def open_stream(self, to: str, nonce: int, permit: bytes, regions: Sequence[Region]) -> None:
+        """Ask the rank at an address for a stream; these are its regions, as far as we know."""
+        ...
+
+    def hang_up(self, address: str) -> None:
+        """Keep no connection to an address."""
+        ...
+
+    def close(self) -> None:
+        """Send what was said, and stop."""
+        ...
+
+
+class _Asks(NamedTuple):
+    """What is left to ask for of a read, piece by piece."""
+
     permit: bytes
     pieces: Iterator[tuple[Term, ...]]
-    on_end: OnEnd
-    asks: dict[int, _Ask] = field(default_factory=dict)
-    """By nonce: those under way."""
-    is_all_asked: bool = False
-    error: str = ""
-
-    @property
-    def has_ended(self) -> bool:
-        return not self.asks and (bool(self.error) or self.is_all_asked)
 
 
 @dataclass(eq=False, slots=True)
 class _Ask:
-    read: _Read
+    share: Share
     terms: tuple[Term, ...]
     asked_at: float
 
@@ -85,7 +98,7 @@ class _Stream:
     """The connection to a rank, from the first question on."""
 
     link: StreamLink
-    asked_for: _Read
+    asked_for: Read
     """By whose permit."""
     nonce: int
     """Of the question for it; 0 once it is open."""
@@ -103,144 +116,111 @@ class _Stream:
 class StreamLink:
     """A remote rank that sends us what we ask for."""
 
+    connected, is_ordered = Connected(Way.PACKED), False
+
     def __init__(self, mover: StreamMover, name: str, point: GatherPoint, src: Places) -> None:
-        self._mover, self.name, self.address, self.src = mover, name, point.address, src
+        self._memory, self.name, self.address, self.src = mover.copier.memory, name, point.address, src
         self._chunk_bytes = min(point.chunk_bytes, mover.copier.chunk_bytes)
         """What is asked for at once: as much as both sides have room for."""
+        self.queue = ReadQueue(name, mover, PostRoom(MAX_ASKED), can_drop=True)
+        self.queues = [self.queue]
         # The mover's thread's alone:
-        self.waiting: deque[_Read] = deque()
-        self.reads: dict[int, _Read] = {}
+        self.asks: dict[int, _Ask] = {}
+        """By nonce: those under way."""
         self.stream: _Stream | None = None
-        self.is_forgotten = False
+        mover.add(self)
 
-    @property
-    def connected(self) -> Connected:
-        return Connected(Way.PACKED)
-
-    is_ordered = False
-
-    def prepare(self, product: Product, after: DeviceEvent | None, permit: bytes = b"") -> Start:
+    def prepare(self, product: Product, after: DeviceEvent | None, permit: bytes = b"") -> Work:
         """Check that all runs are inside of their regions."""
         for term in product.terms:
-            check_term(term, self.src, self._mover.copier.memory)
-        return partial(self._start, pieces(product, self._chunk_bytes), permit)
-
-    def _start(self, parts: Iterator[tuple[Term, ...]], permit: bytes, transfer: int, on_end: OnEnd) -> None:
-        self._mover.submit(_Read(self, transfer, permit, parts, on_end))
-
-    def cancel(self, transfer: int) -> None:
-        """Ask for nothing more of a read; nothing of it is written any more when it ends."""
-        self._mover.put(lambda: self._mover.give_up(self.reads.get(transfer), CANCELLED))
-
-    def forget(self) -> None:
-        self._mover.put(lambda: self._mover.forget(self))
+            check_term(term, self.src, self._memory)
+        return [(self.queue, _Asks(permit, pieces(product, self._chunk_bytes)))]
 
 
-class StreamMover:
+class StreamMover(ReadCarrier):
     """Reads the ranks that send us what we ask for, in a thread of its own."""
 
-    def __init__(self, copier: ChunkCopier, line: GatherLine) -> None:
-        self.copier, self._line = copier, line
-        self._lock = threading.Lock()
-        """Guards ``_is_closing``: what is submitted before that is ended by the thread."""
-        self._is_closing = False
+    def __init__(self, transfers: Transfers, copier: ChunkCopier, line: GatherLine) -> None:
+        self._transfers, self.copier, self.line = transfers, copier, line
         # The thread's alone:
         self._nonces = count(1)
-        self._links: deque[StreamLink] = deque()
-        self._asks: dict[int, _Ask] = {}
+        self._links: dict[ReadQueue, StreamLink] = {}
         self._loop = SocketLoop("kvferry-stream-reads", self._turn)
         self._loop.start()
 
     # ---- from any thread
 
-    def put(self, event: Callable[[], None]) -> None:
-        self._loop.put(event)
+    def add(self, link: StreamLink) -> None:
+        self._loop.put(partial(self._links.__setitem__, link.queue, link))
+        self._transfers.add(link.queue)
 
-    def submit(self, read: _Read) -> None:
-        with self._lock:
-            if self._is_closing:
-                raise TransportError("closed", "this transport was closed")
-            self.put(partial(self._begin, read))
+    def wake(self) -> None:
+        self._loop.put(lambda: None)
+
+    def drop(self, share: Share) -> None:
+        self._loop.put(partial(self._drop, share))
+
+    def release(self, queue: ReadQueue) -> None:
+        self._loop.put(partial(self._let_go, queue))
 
     def close(self, timeout_s: float) -> bool:
-        """Ask for nothing more; whether all has ended in time."""
-        with self._lock:
-            is_first, self._is_closing = not self._is_closing, True
-        if is_first:
-            self.put(self._close)
+        """End the thread; whether it has ended in time. Nothing can be asked for any more."""
+        self._loop.put(self._close)
         return self._loop.join(timeout_s)
 
     def stream_offered(self, sender: str, nonce: int, offer: StreamOffer) -> None:
-        self.put(partial(self._connect, sender, nonce, offer))
+        self._loop.put(partial(self._connect, sender, nonce, offer))
 
     def not_gathered(self, sender: str, nonce: int, error: str) -> None:
-        self.put(partial(self._refused, sender, nonce, error))
+        self._loop.put(partial(self._refused, sender, nonce, error))
 
     def lost(self, sender: str) -> None:
         """What was asked for may not have been heard."""
-        self.put(partial(self._lost, sender))
+        self._loop.put(partial(self._lost, sender))
 
     # ---- in the thread: reads
 
     def _turn(self, now: float) -> float:
-        self._ask_for_more(now)
-        return min((self._look_after(link, now) for link in [*self._links]), default=float("inf"))
+        links = [*self._links.values()]
+        for link in links:
+            self._ask_for_more(link, now)
+        return min((self._look_after(link, now) for link in links), default=float("inf"))
 
-    def _begin(self, read: _Read) -> None:
-        link = read.link
-        link.reads[read.transfer] = read
-        if link not in self._links:
-            self._links.append(link)
-        if link.is_forgotten:
-            self.give_up(read, f"peer {link.name!r} was forgotten")
-        else:
-            link.waiting.append(read)
-
-    def give_up(self, read: _Read | None, error: str) -> None:
-        """Ask for nothing more of a read, which ends: bytes of it that still come are written nowhere."""
-        if read is None:
-            return
-        read.error = read.error or error
-        frames = read.link.stream.frames if read.link.stream else None
-        if frames and frames.nonce in read.asks:
-            frames.ignore()
-        for nonce in [*read.asks]:
-            self._drop(nonce)
-        if read in read.link.waiting:
-            read.link.waiting.remove(read)
-        self._end_if_over(read)
-
-    def forget(self, link: StreamLink) -> None:
-        link.is_forgotten = True
-        self._lose(link, f"peer {link.name!r} was forgotten")
-        self._let_go(link)
+    def _drop(self, share: Share) -> None:
+        """Nobody wants a read: bytes of it that still come are written nowhere."""
+        if link := self._links.get(share.queue):
+            nonces = [nonce for nonce, ask in link.asks.items() if ask.share is share]
+            if link.stream and link.stream.frames and link.stream.frames.nonce in nonces:
+                link.stream.frames.ignore()
+            for nonce in nonces:
+                del link.asks[nonce]
+                self._transfers.ended(share)
 
     def _lost(self, sender: str) -> None:
-        for link in [*self._links]:
-            if link.address == sender:
-                self._lose(link, f"the connection to the rank of {link.name} that sends is lost")
+        for link in self._at(sender):
+            self._lose(link, f"the connection to the sending rank of {link.name} is lost")
 
-    def _end_if_over(self, read: _Read) -> None:
-        if read.has_ended and read.link.reads.get(read.transfer) is read:
-            del read.link.reads[read.transfer]
-            quietly(read.on_end, read.error)
-            self._let_go(read.link)
+    def _close(self) -> None:
+        for link in self._links.values():
+            self._hang_up(link)
+        self._loop.stop()
 
-    def _let_go(self, link: StreamLink) -> None:
-        """A forgotten rank, once nothing is under way with it."""
-        if not link.is_forgotten or link.reads:
-            return
-        if link in self._links:
-            self._links.remove(link)
-        if all(other.address != link.address for other in self._links):
-            self._line.hang_up(link.address)
+    def _at(self, sender: str) -> list[StreamLink]:
+        return [link for link in self._links.values() if link.address == sender]
+
+    def _let_go(self, queue: ReadQueue) -> None:
+        """A rank with which nothing is under way, and nothing will be."""
+        if link := self._links.pop(queue, None):
+            self._hang_up(link)
+            if not self._at(link.address):
+                self.line.hang_up(link.address)
 
     def _look_after(self, link: StreamLink, now: float) -> float:
         """Give up a stream on which nothing comes that should; when to look again."""
-        stream, asked = link.stream, [ask.asked_at for ask in self._asks_of(link)]
+        stream, asked = link.stream, [ask.asked_at for ask in link.asks.values()]
         if stream is None or (stream.is_open and not asked):
             return float("inf")  # nothing is to come
-        started = max([stream.since, *asked])
+        started = max(stream.since, min(asked, default=stream.since))
         if now < (look := started + min(LOOK_S, ANSWER_S)):
             return look
         before = stream.since
@@ -252,69 +232,46 @@ class StreamMover:
             return float("inf")
         return min(started + ANSWER_S, now + LOOK_S)
 
-    def _asks_of(self, link: StreamLink) -> Iterator[_Ask]:
-        return (ask for read in link.reads.values() for ask in read.asks.values())
-
-    def _ask_for_more(self, now: float) -> None:
-        """Every rank as much as it may be asked for at once; a stream that is gone is asked for, too."""
-        for link in [*self._links]:
-            if link.waiting and link.stream is None:
-                self._call(link, link.waiting[0])
-            while link.stream and link.stream.is_open and sum(1 for _ in self._asks_of(link)) < MAX_ASKED:
-                if not self._ask_one(link, link.stream, now):
-                    break
-
-    def _ask_one(self, link: StreamLink, stream: _Stream, now: float) -> bool:
-        while link.waiting:
-            read = link.waiting[0]
-            terms = next(read.pieces, None)
-            if terms is not None and stream.offer:
-                nonce = next(self._nonces)
-                read.asks[nonce] = self._asks[nonce] = _Ask(read, terms, now)
-                self._line.ask(link.address, nonce, read.permit, terms, stream.offer.stream_id)
-                return True
-            read.is_all_asked = True
-            link.waiting.popleft()
-            self._end_if_over(read)
-        return False
-
-    def _drop(self, nonce: int) -> None:
-        if ask := self._asks.pop(nonce, None):
-            del ask.read.asks[nonce]
+    def _ask_for_more(self, link: StreamLink, now: float) -> None:
+        """As much as a rank may be asked for at once; a stream that is gone is asked for, too."""
+        if link.stream is None and (first := next(iter([*link.queue.waiting]), None)):
+            self._call(link, first)
+        while link.stream and link.stream.is_open and (share := self._transfers.post(link.queue)):
+            permit, parts = share.work
+            terms = next(parts, None)
+            if terms is None or link.stream.offer is None:
+                self._transfers.ended(share, is_last=True)
+                continue
+            nonce = next(self._nonces)
+            link.asks[nonce] = _Ask(share, terms, now)
+            self.line.ask(link.address, nonce, permit, terms, link.stream.offer.stream_id)
 
     def _refused(self, sender: str, nonce: int, error: str) -> None:
-        ask = self._asks.get(nonce)
-        if ask and ask.read.link.address == sender:
-            self.give_up(ask.read, f"{ask.read.link.name} sends nothing: {error}")
-        for link in [*self._links]:
-            stream = link.stream
-            if stream and stream.nonce == nonce and link.address == sender:
-                link.stream = None  # another read may have a better permit
-                self.give_up(stream.asked_for, f"{link.name} offers no stream: {error}")
-
-    def _close(self) -> None:
-        for link in [*self._links]:
-            self._lose(link, "the transport was closed")
-        self._loop.stop()
+        for link in self._at(sender):
+            if ask := link.asks.get(nonce):
+                self._transfers.fail(ask.share.read, f"{link.name} rejected the read: {error}")
+            elif (stream := link.stream) and not stream.is_open and stream.nonce == nonce:
+                self._hang_up(link)  # another read may have a better permit
+                self._transfers.fail(stream.asked_for, f"{link.name} rejected the stream: {error}")
 
     # ---- in the thread: streams
 
-    def _call(self, link: StreamLink, read: _Read) -> None:
+    def _call(self, link: StreamLink, share: Share) -> None:
         nonce = next(self._nonces)
-        link.stream = _Stream(link, read, nonce, monotonic())
-        self._line.open_stream(link.address, nonce, read.permit, link.src.regions)
+        link.stream = _Stream(link, share.read, nonce, monotonic())
+        self.line.open_stream(link.address, nonce, share.work.permit, link.src.regions)
 
     def _connect(self, sender: str, nonce: int, offer: StreamOffer) -> None:
-        for link in [*self._links]:
+        for link in self._at(sender):
             stream = link.stream
-            if not stream or stream.nonce != nonce or stream.socket or link.address != sender:
+            if not stream or stream.nonce != nonce or stream.socket:
                 continue
             stream.offer = offer
             try:
                 offer.check_host(link.address)
                 stream.socket = start_call(offer)
             except (OSError, ValueError) as error:
-                self._lose(link, f"the stream of {link.name} at {offer.address} cannot be called: {error}")
+                self._lose(link, f"the stream of {link.name} at {offer.address} cannot be reached: {error}")
                 return
             self._loop.watch(stream.socket, partial(self._say_hello, stream, offer), for_room=True)
 
@@ -327,7 +284,7 @@ class StreamMover:
             frames = FrameReceiver(self.copier, offer.key, partial(self._sides_of, link))
             end_call(stream.socket, offer)
         except (OSError, TransportError) as error:
-            self._lose(link, f"the stream of {link.name} at {offer.address} cannot be called: {error}")
+            self._lose(link, f"the stream of {link.name} at {offer.address} cannot be reached: {error}")
             return
         stream.frames = frames
         self._loop.watch(stream.socket, partial(self._receive, stream))
@@ -352,25 +309,27 @@ class StreamMover:
 
     def _sides_of(self, link: StreamLink, nonce: int, num_bytes: int) -> list[TermSide]:
         """Where the bytes of a frame belong; nowhere if nobody wants them any more."""
-        ask = self._asks.get(nonce)
+        ask = link.asks.get(nonce)
         if ask is None:
             return []
-        if ask.read.link is not link or ask.num_bytes != num_bytes:
-            raise TransportError("bad-frame", f"{num_bytes} bytes for an ask of {ask.num_bytes}")
+        if ask.num_bytes != num_bytes:
+            raise TransportError("bad-frame", f"{num_bytes} bytes received, {ask.num_bytes} requested")
         return [dst_of(term) for term in ask.terms]
 
     def _take(self, stream: _Stream, arrived: ArrivedFrame) -> None:
+        link = stream.link
         if arrived.nonce == OPENED:
             stream.nonce = 0
-        elif ask := self._asks.get(arrived.nonce):
-            if arrived.is_good:
-                self._drop(arrived.nonce)
-                self._end_if_over(ask.read)
-            else:
-                self.give_up(ask.read, f"{stream.link.name} sends nothing: its lease is over")
+        elif ask := link.asks.pop(arrived.nonce, None):
+            error = "" if arrived.is_good else f"{link.name} stopped sending: its lease is over"
+            self._transfers.ended(ask.share, error)
 
     def _lose(self, link: StreamLink, error: str) -> None:
         """A stream is over, and with it all reads of its rank. The next read asks for another."""
+        self._hang_up(link)
+        self._transfers.fail_all(link.queue, error)
+
+    def _hang_up(self, link: StreamLink) -> None:
         stream, link.stream = link.stream, None
         if stream and stream.socket:
             self._loop.ignore(stream.socket)
@@ -378,5 +337,3 @@ class StreamMover:
             frames, stream.socket, stream.frames = stream.frames, None, None
             if frames:
                 quietly(frames.close)
-        for read in [*link.reads.values()]:
-            self.give_up(read, error)

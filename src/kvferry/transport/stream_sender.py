@@ -1,8 +1,9 @@
 """The source's side of streams: a rank sends what it gathers over TCP connections of its own.
 
-One thread owns the sockets. Each reader has one stream, with one chunk of memory of its own: a reader that
-receives nothing holds up nobody else, and what it was to get waits in its own queue. A reader's death is a
-closed connection. Who may have which bytes is decided before they are handed over (``GatherService``).
+One thread owns the sockets: it checks what is requested, sends it, and stops when a ticket is revoked. Each
+reader has one stream, with one chunk of memory and a queue of its own: a reader that receives nothing delays
+no other. A reader's death is a closed connection. The access of a reader is checked before
+(``GatherService``).
 """
 
 from __future__ import annotations
@@ -17,10 +18,9 @@ from time import monotonic
 from typing import NamedTuple
 
 from kvferry.errors import TransportError
+from kvferry.host.threads import SocketLoop, quietly
 from kvferry.log import log_of
-from kvferry.transport.base import quietly
 from kvferry.transport.pack import ChunkCopier, HostBytes, TermSide
-from kvferry.transport.socket_loop import SocketLoop
 from kvferry.transport.stream_frames import (
     HEAD,
     HELLO,
@@ -126,7 +126,7 @@ class StreamCallers:
     def _pause(self, error: OSError) -> None:
         """No room for another file, perhaps: that may pass."""
         if not self._has_warned:
-            log.warning("a reader of a stream could not be let in, which is tried again: %s", error)
+            log.warning("a reader's stream was not accepted; retrying: %s", error)
         self._has_warned = True
         self._loop.ignore(self._listener)
         self._listens_again = monotonic() + PAUSE_S
@@ -247,23 +247,14 @@ class StreamSender:
 
     # ---- from any thread
 
-    def open(self, address: str, then: Callable[[StreamOffer | None], None]) -> None:
-        """Offer a stream, to be called at ``address``; ``then`` gets None if there are too many."""
-        self._loop.put(partial(self._open, address, then))
-
-    def send(
-        self, stream_id: bytes, ticket: TicketKey, nonce: int, sides: Sequence[TermSide], refuse: Refuse
-    ) -> None:
-        """Send bytes that were checked; ``refuse`` is told why, if they are not sent."""
-        self._loop.put(partial(self._queue, stream_id, _Frame(ticket, nonce, sides, refuse)))
-
-    def revoke(self, is_over: Callable[[TicketKey], bool]) -> None:
-        """Touch no byte of such tickets any more, once the thread has come to it. It waits for no reader."""
-        self._loop.put(partial(self._revoke, is_over))
-
     def put(self, event: Callable[[], None]) -> None:
         """Have something done by the thread, after all that was asked for before."""
         self._loop.put(event)
+
+    @property
+    def num_waiting(self) -> int:
+        """Events that wait for the thread."""
+        return self._loop.num_waiting
 
     def close(self) -> None:
         self._loop.put(self._close)
@@ -279,18 +270,18 @@ class StreamSender:
             return now
         return come_again
 
-    def _open(self, address: str, then: Callable[[StreamOffer | None], None]) -> None:
+    def open(self, address: str) -> StreamOffer | None:
+        """Offer a stream, to be called at ``address``; None if there are too many."""
         now = monotonic()
         if len(self._streams) >= self._max_streams:
             first = min(self._streams.values(), key=lambda stream: stream.may_go_at)
             if first.may_go_at > now:
-                then(None)
-                return
+                return None
             self._drop(first)
         key = secrets.token_bytes(KEY_BYTES) if self._is_sealed else b""
         offer = StreamOffer(address, secrets.token_bytes(STREAM_ID_BYTES), key)
         self._streams[offer.stream_id] = _Stream(offer, now, FrameSeal(key) if key else None)
-        then(offer)
+        return offer
 
     def _let_in(self, stream_id: bytes, reader: socket.socket) -> bool:
         stream = self._streams.get(stream_id)
@@ -314,11 +305,15 @@ class StreamSender:
             except OSError:
                 self._drop(stream)
 
-    def _queue(self, stream_id: bytes, frame: _Frame) -> None:
+    def send(
+        self, stream_id: bytes, ticket: TicketKey, nonce: int, sides: Sequence[TermSide], refuse: Refuse
+    ) -> None:
+        """Send bytes that were checked; ``refuse`` is told why, if they are not sent."""
         stream = self._streams.get(stream_id)
         if stream is None:
-            frame.refuse("there is no such stream, or not any more")
+            refuse("the stream is unknown or closed")
             return
+        frame = _Frame(ticket, nonce, sides, refuse)
         num_bytes = frame.asked_bytes
         queued = sum(each.queued_bytes for each in self._streams.values())
         if (
@@ -326,7 +321,7 @@ class StreamSender:
             or stream.queued_bytes + num_bytes > MAX_QUEUED_BYTES
             or queued + num_bytes > MAX_ALL_QUEUED_BYTES
         ):
-            frame.refuse("too much waits to be sent already")
+            refuse("the send queue is full")
             return
         stream.frames.append(frame)
         stream.queued_bytes += num_bytes
@@ -388,7 +383,8 @@ class StreamSender:
             data = [sealed]
         return Cursor([memoryview(head), *data, memoryview(TAIL.pack(True))])
 
-    def _revoke(self, is_over: Callable[[TicketKey], bool]) -> None:
+    def revoke(self, is_over: Callable[[TicketKey], bool]) -> None:
+        """Touch no byte of such tickets any more. It waits for no reader."""
         for stream in self._streams.values():
             for frame in [frame for frame in stream.frames if is_over(frame.ticket)]:
                 stream.frames.remove(frame)

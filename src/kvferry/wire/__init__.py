@@ -10,7 +10,7 @@ from kvferry.wire.manifest import (
     manifest_to_json,
     manifest_to_msgpack,
 )
-from kvferry.wire.request import request_from_json, request_to_json, selection_to_json
+from kvferry.wire.request import request_from_json, selection_to_json
 
 __all__ = [
     "manifest_from_json",
@@ -18,6 +18,5 @@ __all__ = [
     "manifest_to_json",
     "manifest_to_msgpack",
     "request_from_json",
-    "request_to_json",
     "selection_to_json",
 ]

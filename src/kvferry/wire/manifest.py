@@ -6,8 +6,6 @@ type; which values make sense is for the core to say, and its word is passed on 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
 from typing import cast
 
 import msgspec
@@ -18,7 +16,7 @@ from kvferry.core.span import Span
 from kvferry.core.state import Addressing, Axis, Group, Kind, State, Tail
 from kvferry.core.view import AxisMap, Digit, View
 from kvferry.errors import SpecError
-from kvferry.wire.reading import Doc, PlacedPart, first_wrong, key_step, read_json, read_msgpack, write_json
+from kvferry.wire.reading import Doc, at, key_step, read_json, read_msgpack, write_json
 
 READABLE = range(1, VERSION + 1)
 """A manifest of version 1 is one of version 2 that says nothing about its model."""
@@ -145,7 +143,6 @@ def manifest_to_json(manifest: Manifest, *, indent: int = 2) -> bytes:
 
 
 def manifest_to_msgpack(manifest: Manifest) -> bytes:
-    """Write a manifest for a peer; defaults are left out."""
     return msgspec.msgpack.encode(doc_of_manifest(manifest))
 
 
@@ -153,24 +150,18 @@ def manifest_to_msgpack(manifest: Manifest) -> bytes:
 
 
 def manifest_of_doc(doc: ManifestDoc) -> Manifest:
-    """The manifest that a document describes; raises ``SpecError`` with place, rule and value."""
-    try:
-        _check_product(doc)
-        ranks = RankBuilder()
-        return Manifest(
-            doc.engine,
-            tuple(map(_state, doc.states)),
-            tuple(map(_group, doc.groups)),
-            tuple(map(ranks.make, doc.ranks)),
-            model=doc.model,
-            identity=_identity(doc.identity),
-        )
-    except SpecError as error:
-        raise first_wrong(_parts(doc), error) from None
+    return at("", _manifest, doc)
 
 
-def _check_product(doc: ManifestDoc) -> None:
+def _manifest(doc: ManifestDoc) -> Manifest:
     check_count("states times ranks", len(doc.states) * len(doc.ranks), MAX_STATES_TIMES_RANKS)
+    identity, ranks = at(".identity", _identity, doc.identity), RankBuilder()
+    parts = (
+        tuple(at(f".states[{i}]", _state, each) for i, each in enumerate(doc.states)),
+        tuple(at(f".groups[{i}]", _group, each) for i, each in enumerate(doc.groups)),
+        tuple(at(f".ranks[{i}]", ranks.make, each) for i, each in enumerate(doc.ranks)),
+    )
+    return Manifest(doc.engine, *parts, model=doc.model, identity=identity)
 
 
 def check_count(what: str, count: int, limit: int) -> None:
@@ -179,7 +170,7 @@ def check_count(what: str, count: int, limit: int) -> None:
 
 
 def _state(doc: StateDoc) -> State:
-    axes = tuple(Axis(name, size) for name, size in doc.axes.items())
+    axes = tuple(at(f".axes{key_step(name)}", Axis, name, size) for name, size in doc.axes.items())
     return State(**{**msgspec.structs.asdict(doc), "axes": axes})
 
 
@@ -208,102 +199,34 @@ class RankBuilder:
         self._axes: dict[tuple[tuple[str, AxisMap], ...], tuple[tuple[str, AxisMap], ...]] = {}
 
     def make(self, doc: RankDoc) -> Rank:
-        _check_regions(doc)
-        return Rank(doc.rank, tuple(map(_region, doc.regions)), tuple(map(self.view, doc.views)))
+        at(".regions", check_count, "regions of a rank", len(doc.regions), MAX_REGIONS)
+        regions = tuple(at(f".regions[{i}]", _region, each) for i, each in enumerate(doc.regions))
+        views = tuple(at(f".views[{i}]", self.view, each) for i, each in enumerate(doc.views))
+        return Rank(doc.rank, regions, views)
 
     def view(self, doc: ViewDoc) -> View:
-        """One view; views with equal axes share them."""
-        axes = tuple(sorted((name, self.axis_map(each)) for name, each in doc.axes.items()))
+        maps = {
+            name: self._maps.get(each) or at(f".axes{key_step(name)}", self._axis_map, each)
+            for name, each in doc.axes.items()
+        }
+        axes = tuple(sorted(maps.items()))
         shared = self._axes.setdefault(axes, axes)
         return View(doc.state, doc.group, doc.region, doc.offset, doc.block_stride, shared)
 
-    def axis_map(self, doc: AxisMapDoc) -> AxisMap:
-        """One axis map, made once."""
-        known = self._maps.get(doc)
-        if known is None:
-            _check_digits(doc)
-            known = AxisMap(tuple(map(_digit, doc.digits)), doc.start)
-            self._count(known)
-            self._maps[doc] = known
-        return known
-
-    def has(self, doc: AxisMapDoc) -> bool:
-        return doc in self._maps
-
-    def _count(self, axis_map: AxisMap) -> None:
-        check_count("distinct axis maps", len(self._maps) + 1, MAX_AXIS_MAPS)
-        if axis_map.digits not in self._counted:
-            self._counted.add(axis_map.digits)
-            self._num_coordinates += axis_map.size
+    def _axis_map(self, doc: AxisMapDoc) -> AxisMap:
+        at(".digits", check_count, "digits of an axis", len(doc.digits), MAX_DIGITS)
+        digits = tuple(at(f".digits[{i}]", _digit, each) for i, each in enumerate(doc.digits))
+        made = self._maps[doc] = AxisMap(digits, doc.start)
+        check_count("distinct axis maps", len(self._maps), MAX_AXIS_MAPS)
+        if digits not in self._counted:
+            self._counted.add(digits)
+            self._num_coordinates += made.size
         check_count("coordinates of distinct axis maps", self._num_coordinates, MAX_COORDINATES)
-
-
-def _check_regions(doc: RankDoc) -> None:
-    check_count("regions of a rank", len(doc.regions), MAX_REGIONS)
-
-
-def _check_digits(doc: AxisMapDoc) -> None:
-    check_count("digits of an axis", len(doc.digits), MAX_DIGITS)
+        return made
 
 
 def _digit(doc: DigitDoc) -> Digit:
     return Digit(doc.size, doc.stride, None if doc.held is msgspec.UNSET else Span(*doc.held))
-
-
-# -------------------------------------------------------------------------------- what is wrong, and where
-
-
-def _parts(doc: ManifestDoc) -> Iterator[PlacedPart]:
-    """Everything that a manifest is made of, the smallest parts first; what holds together comes last."""
-    yield "", partial(_check_product, doc)
-    yield ".identity", partial(_identity, doc.identity)
-    for i, state in enumerate(doc.states):
-        for name, size in state.axes.items():
-            yield f".states[{i}].axes{key_step(name)}", partial(Axis, name, size)
-        yield f".states[{i}]", partial(_state, state)
-    for i, group in enumerate(doc.groups):
-        yield f".groups[{i}]", partial(_group, group)
-    make = RankBuilder()
-    for i, rank in enumerate(doc.ranks):
-        yield from _rank_parts(f".ranks[{i}]", rank, make)
-    states, groups = tuple(map(_state, doc.states)), tuple(map(_group, doc.groups))
-    yield ".states", partial(Manifest, "", states, (), ())
-    yield ".groups", partial(Manifest, "", (), groups, ())
-    ranks = tuple(map(make.make, doc.ranks))
-    for i, made in enumerate(ranks):
-        yield from _rank_alone(f".ranks[{i}]", states, groups, made)
-    yield ".ranks", partial(Manifest, "", states, groups, ranks)
-
-
-def _rank_parts(at: str, doc: RankDoc, make: RankBuilder) -> Iterator[PlacedPart]:
-    """The regions of a rank; of its views each digit, each axis map, each view."""
-    yield f"{at}.regions", partial(_check_regions, doc)
-    for i, region in enumerate(doc.regions):
-        yield f"{at}.regions[{i}]", partial(_region, region)
-    for i, view in enumerate(doc.views):
-        for name, axis_map in view.axes.items():
-            if not make.has(axis_map):
-                where = f"{at}.views[{i}].axes{key_step(name)}"
-                yield f"{where}.digits", partial(_check_digits, axis_map)
-                for j, digit in enumerate(axis_map.digits):
-                    yield f"{where}.digits[{j}]", partial(_digit, digit)
-                yield where, partial(make.axis_map, axis_map)
-        yield f"{at}.views[{i}]", partial(make.view, view)
-
-
-def _rank_alone(
-    at: str, states: tuple[State, ...], groups: tuple[Group, ...], rank: Rank
-) -> Iterator[PlacedPart]:
-    """A rank's number, its regions, and each view with just the state, group and region that it names."""
-    yield f"{at}.rank", partial(Manifest, "", (), (), (Rank(rank.rank, (), ()),))
-    yield f"{at}.regions", partial(Manifest, "", (), (), (Rank(rank.rank, rank.regions, ()),))
-    state_by_name = {state.name: (state,) for state in states}
-    group_by_name = {group.name: (group,) for group in groups}
-    region_by_name = {region.name: (region,) for region in rank.regions}
-    for i, view in enumerate(rank.views):
-        alone = Rank(rank.rank, region_by_name.get(view.region, ()), (view,))
-        named = (state_by_name.get(view.state, ()), group_by_name.get(view.group, ()))
-        yield f"{at}.views[{i}]", partial(Manifest, "", *named, (alone,))
 
 
 # ------------------------------------------------------------------------------- core -> schema

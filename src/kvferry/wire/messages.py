@@ -18,7 +18,7 @@ from kvferry.errors import SpecError
 from kvferry.wire.reading import Name, Words
 from kvferry.wire.ticket import TableDoc, Ticket
 
-PROTOCOL = 5
+PROTOCOL = 7
 """The version of the messages and of what they promise."""
 OLDEST_PROTOCOL = 5
 """The oldest version that is still spoken. Usually the one before ours, so that engines can be upgraded one
@@ -31,7 +31,7 @@ def is_spoken(protocol: int) -> bool:
     """Whether a peer of that version is understood. One that is newer by one speaks so that we understand it.
 
     >>> [version for version in range(PROTOCOL + 4) if is_spoken(version)]
-    [5, 6]
+    [5, 6, 7, 8]
     """
     return OLDEST_PROTOCOL <= protocol <= PROTOCOL + 1
 
@@ -76,7 +76,6 @@ class RankDescription(msgspec.Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """How long it is, about."""
         return len(self.layout) + len(self.card) + 32 * len(self.memory)
 
 
@@ -148,6 +147,55 @@ class Grant(msgspec.Struct, frozen=True, tag=True):
     """Where a reader on the authority's host can see by itself whether the lease stands; empty: nowhere."""
     mark: bytes = b""
     """What is there while it does."""
+
+
+class ClaimOffer(msgspec.Struct, frozen=True, tag=True):
+    """Reader → authority: which of a soft offer's first tokens do you still have? Pin them for me."""
+
+    nonce: int
+    ticket: Ticket
+    """A soft one."""
+    num_tokens: int
+    """How many of its first tokens are wanted: as many as the reader's prompt shares with it."""
+
+
+class FindTransfer(msgspec.Struct, frozen=True, tag=True):
+    """Reader → authority: the ticket of the prefill that a router named so. Repeated until there is one."""
+
+    nonce: int
+    transfer: Name
+
+
+class Claimed(msgspec.Struct, frozen=True, tag=True):
+    """Authority → reader: the ticket that was asked for; or none, and why."""
+
+    nonce: int
+    ticket: Ticket | None = None
+    detail: Words = ""
+    is_pending: bool = False
+    """Whether there may be one later: the answer comes again when there is."""
+
+
+class Watch(msgspec.Struct, frozen=True, tag=True):
+    """Reader, while it holds a growing lease → authority: say when there is more than this. Repeated."""
+
+    nonce: int
+    generation: int
+    ticket_id: int
+    reader: Name
+    reader_rank: int
+    token: bytes
+    num_complete: int
+    """How many tokens the reader knows of."""
+
+
+class Grown(msgspec.Struct, frozen=True, tag=True):
+    """Authority → reader: the newest stage of a growing lease."""
+
+    nonce: int
+    ticket: Ticket
+    proofs: dict[int, bytes] = {}
+    """As in a grant, of this stage."""
 
 
 class Denial(msgspec.Struct, frozen=True, tag=True):
@@ -337,8 +385,6 @@ class AskStatus(msgspec.Struct, frozen=True, tag=True):
 
 
 class StatusAnswer(msgspec.Struct, frozen=True, tag=True):
-    """Authority → a person's tool."""
-
     report: bytes
     """JSON, for people; bounded, and without cards, keys and tickets."""
 
@@ -347,6 +393,9 @@ ToAuthority = (
     Hello
     | DescribeRanks
     | Acquire
+    | ClaimOffer
+    | FindTransfer
+    | Watch
     | Renew
     | Settle
     | DigestRequest
@@ -360,6 +409,8 @@ FromAuthority = (
     | RankDescriptions
     | Rejected
     | Grant
+    | Claimed
+    | Grown
     | Denial
     | Renewal
     | SettleAck
@@ -373,6 +424,7 @@ Message = ToAuthority | FromAuthority
 
 _MAX_BYTES: dict[str, int] = {
     "Acquire": 4 << 20,
+    "ClaimOffer": 1 << 20,
     "DigestRequest": 1 << 20,
     "DigestResult": 4 << 20,
     "Gather": MAX_MESSAGE_BYTES,
@@ -411,13 +463,11 @@ def encode(message: Message) -> bytes:
 
 
 def decode_to_authority(data: bytes) -> ToAuthority:
-    """A message that an authority may get; anything else raises SpecError."""
     message: ToAuthority = decoded(_to_authority.decode, data)
     return message
 
 
 def decode_from_authority(data: bytes) -> FromAuthority:
-    """A message that an authority may send; anything else raises SpecError."""
     message: FromAuthority = decoded(_from_authority.decode, data)
     return message
 

@@ -71,11 +71,8 @@ def outline_to_msgpack(outline: Outline) -> bytes:
         docs.append(HoldersDoc(tuple(sorted(alike[id(holders)])), held))
     common = doc_of_manifest(replace(outline.common, engine=""))
     docs.sort(key=lambda doc: doc.states)
-    return msgspec.msgpack.encode(OutlineDoc(VERSION, common, tuple(map(_box_doc, boxes)), tuple(docs)))
-
-
-def _box_doc(box: Box) -> BoxDoc:
-    return BoxDoc({name: span_docs(spans) for name, spans in box.axes}, box.period)
+    box_docs = tuple(BoxDoc({n: span_docs(spans) for n, spans in box.axes}, box.period) for box in boxes)
+    return msgspec.msgpack.encode(OutlineDoc(VERSION, common, box_docs, tuple(docs)))
 
 
 def outline_from_msgpack(data: bytes, engine: str) -> Outline:
@@ -83,7 +80,7 @@ def outline_from_msgpack(data: bytes, engine: str) -> Outline:
     doc = read_msgpack(data, OutlineDoc, versions=range(VERSION, VERSION + 1))
     common = replace(manifest_of_doc(doc.common), engine=engine)
     if common.ranks:
-        raise SpecError("outline: it lists no ranks: each is described by itself")
+        raise SpecError("outline: ranks are not allowed here; they are described separately")
     check_count("spans of boxes", sum(len(s) for box in doc.boxes for s in box.axes.values()), MAX_SPANS)
     num_held = sum(max(1, len(each.states)) * len(each.boxes) for each in doc.holders)
     check_count("states times ranks", num_held, MAX_STATES_TIMES_RANKS)
@@ -181,9 +178,8 @@ def with_ranks(common: Manifest, described: Mapping[int, RankDescription]) -> Ma
 
 
 def regions_at(regions: Sequence[Region], memory: Sequence[tuple[int, str]]) -> tuple[Region, ...]:
-    """The regions of a layout where one rank has them."""
     if len(regions) != len(memory):
-        raise SpecError(f"{len(regions)} regions, but the addresses of {len(memory)}")
+        raise SpecError(f"{len(regions)} regions, but {len(memory)} addresses")
     pairs = zip(regions, memory, strict=True)
     found = tuple(Region(r.name, r.num_bytes, address, device) for r, (address, device) in pairs)
     check_apart("memory", found)

@@ -79,13 +79,11 @@ def encode_rank_message(message: ToRank | FromRank) -> bytes:
 
 
 def decode_to_rank(data: bytes) -> ToRank:
-    """A message that a rank may get; anything else raises SpecError."""
     message: ToRank = decoded(_to_rank.decode, data)
     return message
 
 
 def decode_from_rank(data: bytes) -> FromRank:
-    """A message that a rank may send; anything else raises SpecError."""
     message: FromRank = decoded(_from_rank.decode, data)
     return message
 
@@ -112,12 +110,7 @@ class QuestionDoc(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def question_to_msgpack(seed: int, parts: Sequence[DigestPart]) -> bytes:
-    """Write a question; the answer has the sums of these parts in this order.
-
-    >>> part = DigestPart("k", "k", Box((("head", (Span(0, 4),)),)), (Span(0, 100),))
-    >>> question_from_msgpack(question_to_msgpack(7, [part])) == (7, [part])
-    True
-    """
+    """Write a question; the answer has the sums of these parts in this order."""
     alike = groupby(parts, key=lambda part: (id(part.box), part.cells))
     docs = (_states_doc(list(group)) for _, group in alike)
     return msgspec.msgpack.encode(QuestionDoc(seed, tuple(docs)))

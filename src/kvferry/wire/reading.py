@@ -1,18 +1,14 @@
 """Documents and messages, read and written: bounded, quick, and with an account of what is wrong.
 
-A good document costs one typed decode and a look for keys given twice. Only a bad one is decoded again
-without types, to say what was found where: msgspec names the rule and the place, but neither the value nor
-the keys of objects on the way. Here both become a ``SpecError`` with the whole place.
+A good document costs one typed decode and a look for keys given twice. What is wrong with a bad one becomes a
+``SpecError`` with its place and the rule.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterable
-from enum import StrEnum
-from types import UnionType
-from typing import Annotated, Any, TypeVar, cast, get_args
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 
@@ -48,14 +44,6 @@ def write_json(doc: msgspec.Struct, indent: int) -> bytes:
 
 
 def laid_out(value: Any, indent: int = 2, depth: int = 0) -> str:
-    """The JSON text of plain data.
-
-    >>> print(laid_out({"digits": [[4, 1024], [4, 64]], "name": "x" * 90}))
-    {
-      "digits": [[4, 1024], [4, 64]],
-      "name": "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx"
-    }
-    """
     line = json.dumps(value, ensure_ascii=False)
     if depth * indent + len(line) <= WIDTH - 1 or not isinstance(value, dict | list | tuple):
         return line
@@ -71,128 +59,34 @@ def laid_out(value: Any, indent: int = 2, depth: int = 0) -> str:
     return brackets[0] + pad + f",{pad}".join(inner) + "\n" + " " * indent * depth + brackets[1]
 
 
-MAX_SHOWN = 80
-"""How many characters of a wrong value a message repeats."""
 MAX_RULE = 400
-"""How many characters of a rule a message repeats: names can be long."""
+"""How many characters of a rule, or of a key, a message repeats: names can be long."""
 
-_STEP = re.compile(r"\.(\w+)|\[(\d+)\]|\[\.\.\.\]")
-"""``.field``, ``[3]``, and ``[...]``, by which msgspec means some key of an object."""
-
-PlacedPart = tuple[str, Callable[[], object]]
-"""A place in a document, and what makes the value that is described there."""
+Made = TypeVar("Made")
 
 
 def spec_error(place: str, rule: str) -> SpecError:
-    """A broken rule, with its place.
-
-    >>> spec_error("$.views[3].axes.head", "must be positive")
-    SpecError('$.views[3].axes.head: must be positive')
-    """
     return SpecError(f"{place}: {clipped(rule, MAX_RULE)}")
 
 
-def first_wrong(parts: Iterable[PlacedPart], error: SpecError) -> SpecError:
-    """The error of the first part that cannot be made by itself; if all can, the error of the whole.
-
-    >>> from kvferry.core.span import Span
-    >>> first_wrong([(".a", lambda: Span(0, 1)), (".b", lambda: Span(2, 1))], SpecError("a and b collide"))
-    SpecError('$.b: a span needs whole numbers with 0 <= start <= stop, got [2, 1)')
-    """
-    for place, make in parts:
-        try:
-            make()
-        except SpecError as wrong:
-            return spec_error(f"${place}", str(wrong))
-    return spec_error("$", str(error))
+def at(place: str, make: Callable[..., Made], *arguments: object) -> Made:
+    """What is made of the part of a document at ``place``, relative to its whole; errors say so."""
+    try:
+        return make(*arguments)
+    except SpecError as error:
+        text = str(error)  # begins with its place, if it has one further in
+        inner = text[1:] if text.startswith("$") else f": {clipped(text, MAX_RULE)}"
+        raise SpecError(f"${place}{inner}") from None
 
 
 def rule_and_path(complaint: str) -> tuple[str, str]:
-    """A message of msgspec's, taken apart.
-
-    >>> rule_and_path("Expected `int`, got `str` - at `$.states[3].name`")
-    ('Expected int, got str', '$.states[3].name')
-    >>> rule_and_path("Expected `str`, got `int` - at `key` in `$.axes`")
-    ('a key: Expected str, got int', '$.axes')
-    """
     rule, _, place = complaint.replace("`", "").partition(" - at ")
     key, _, path = place.rpartition(" in ")
     return f"a {key}: {rule}" if key else rule, path or "$"
 
 
-def schema_error(document: object, schema: Any) -> SpecError | None:
-    """What is wrong with an untyped document; None if it fits its schema."""
-    complaint = _complaint(document, schema)
-    if not complaint:
-        return None
-    rule, path = rule_and_path(complaint)
-    value, kind, place = document, schema, "$"
-    for found in _STEP.finditer(path):
-        step, value, kind = _stepped(found, value, kind)
-        place += step
-    if isinstance(kind, type) and issubclass(kind, StrEnum):
-        rule = "must be one of " + ", ".join(f'"{member.value}"' for member in kind)
-    elif "unknown field" in rule:
-        rule += ", known are " + ", ".join(_fields(kind))
-    return spec_error(place, f"{rule.partition(', got')[0]}, got {shown(value)}")
-
-
-def _complaint(value: object, kind: Any) -> str:
-    """What msgspec has to say against a value; nothing if it is fine."""
-    try:
-        msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        return str(error)
-    return ""
-
-
-def _stepped(found: re.Match[str], value: Any, kind: Any) -> tuple[str, object, Any]:
-    """One step further: its name, the value there, and the type that this should have."""
-    if isinstance(kind, UnionType):
-        kind = next(part for part in get_args(kind) if part is not type(None))
-    name, index = found.groups()
-    if name:
-        return found[0], value[name], _fields(kind)[name]
-    if index:
-        is_struct = issubclass(kind, msgspec.Struct) if isinstance(kind, type) else False
-        types = [*_fields(kind).values()] if is_struct else get_args(kind)
-        return found[0], value[int(index)], types[int(index) if is_struct else 0]
-    kind = get_args(kind)[1]
-    key = next(key for key, child in value.items() if _complaint(child, kind))
-    return key_step(key), value[key], kind
-
-
-def _fields(struct: type[msgspec.Struct]) -> dict[str, Any]:
-    return {field.name: field.type for field in msgspec.structs.fields(struct)}
-
-
 def key_step(key: str) -> str:
-    """The step of a path into an object.
-
-    >>> key_step("head"), key_step("layers.0/k")
-    ('.head', '["layers.0/k"]')
-    """
-    return f".{key}" if key.isidentifier() else f"[{clipped(json.dumps(key), MAX_SHOWN)}]"
-
-
-def shown(value: object) -> str:
-    """A wrong value as a message repeats it: whole if it is small, else what it is.
-
-    >>> shown(-2), shown("x" * 1000)[:5], shown([1] * 50), shown({"a": 1, "b": 2})
-    ('-2', '"xxxx', 'an array of 50', 'an object with "a", "b"')
-    """
-    match value:
-        case list():
-            return f"an array of {len(value)}"
-        case dict():
-            keys = ", ".join(json.dumps(key, default=repr) for key in list(value)[:8])
-            return clipped(f"an object with {keys}" if keys else "an empty object", MAX_SHOWN)
-        case bool() | None | str():
-            return clipped(json.dumps(value), MAX_SHOWN)
-        case int() if value.bit_length() > 256:
-            return f"an integer of {value.bit_length()} bits"
-        case _:
-            return clipped(repr(value), MAX_SHOWN)
+    return f".{key}" if key.isidentifier() else f"[{clipped(json.dumps(key), MAX_RULE)}]"
 
 
 def printable(text: str, length: int = MAX_RULE) -> str:
@@ -211,80 +105,31 @@ def clipped(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[:length]}…"
 
 
-ARRAY_32 = b"\xdd"
-
-_RAW_ITEMS = msgspec.msgpack.Decoder(list[msgspec.Raw])
-_TEXT = msgspec.msgpack.Decoder(str)
-
-
 # Keys that one object has twice: a decoder takes the last, a person may mean the first. Refused.
 #
 # msgspec drops the first without a word. So a document that was read is written anew: if it comes out as long
-# as it was, nothing was lost. Only otherwise a slower look finds out what was lost, and where.
-
-
-class _Members(list[tuple[str, object]]):
-    """An object with every member that was written."""
+# as it was, nothing was lost.
 
 
 def check_json_keys(data: bytes) -> None:
     """Refuse a key given twice, in JSON that is well formed."""
     # What can differ in length is blanks and numbers, so colons are counted; escapes may hide or spell one.
     if b"\\" in data or data.count(b":") != msgspec.json.encode(msgspec.json.decode(data)).count(b":"):
-        _refuse_repeated(json.loads(data, object_pairs_hook=_Members))
+        json.loads(data, object_pairs_hook=_without_repeats)
+
+
+def _without_repeats(members: list[tuple[str, object]]) -> None:
+    seen: set[str] = set()
+    for key, _ in members:
+        if key in seen:
+            raise SpecError(f"$: the key {clipped(json.dumps(key), MAX_RULE)} is given twice in one object")
+        seen.add(key)
 
 
 def check_msgpack_keys(data: bytes) -> None:
     """Refuse a key given twice, in msgpack that is well formed and has no floats."""
-    # msgspec writes the shortest form: what comes out shorter has lost a key, or was written in long forms.
     if len(msgspec.msgpack.encode(msgspec.msgpack.decode(data))) != len(data):
-        _refuse_repeated(_with_all_members(data))
-
-
-def _with_all_members(data: bytes) -> object:
-    """Containers of a msgpack value; everything else is None."""
-    first = data[0]
-    if 0x80 <= first <= 0x8F:
-        return _members(first & 0x0F, data[1:])
-    if first in (0xDE, 0xDF):
-        body = 3 if first == 0xDE else 5
-        return _members(int.from_bytes(data[1:body], "big"), data[body:])
-    if 0x90 <= first <= 0x9F or first in (0xDC, 0xDD):
-        return [_with_all_members(item) for item in _items(data)]
-    return None
-
-
-def _members(num_members: int, body: bytes) -> _Members:
-    """The members of a map. With an array's header its body is an array: keys and values in turns."""
-    array = ARRAY_32 + (2 * num_members).to_bytes(4, "big") + body
-    items = _items(array)
-    keys = map(_TEXT.decode, items[::2])
-    return _Members(zip(keys, map(_with_all_members, items[1::2]), strict=True))
-
-
-def _items(array: bytes) -> list[bytes]:
-    return [bytes(item) for item in _RAW_ITEMS.decode(array)]
-
-
-def _refuse_repeated(document: object) -> None:
-    path = _repeated(document)
-    if path is not None:
-        raise SpecError(f"${path}: this key is given twice in one object")
-
-
-def _repeated(value: object) -> str | None:
-    """The path of the first key that is given twice."""
-    steps: list[tuple[str, object]] = []
-    if isinstance(value, _Members):
-        seen = set()
-        for key, child in value:
-            if key in seen:
-                return key_step(key)
-            seen.add(key)
-            steps.append((key_step(key), child))
-    elif isinstance(value, list):
-        steps = [(f"[{i}]", child) for i, child in enumerate(value)]
-    return next((step + path for step, child in steps if (path := _repeated(child)) is not None), None)
+        raise SpecError("$: a key is given twice in one object, or a value is not in its shortest form")
 
 
 MAX_JSON_BYTES = 64 << 20
@@ -292,8 +137,6 @@ MAX_JSON_ITEMS = 1 << 21
 """Commas in a JSON input: bounds what it can grow to in memory, whatever it says."""
 MAX_MSGPACK_BYTES = 8 << 20
 """Less than for JSON, since a byte of msgpack can stand for a whole item."""
-MAX_LOCATED_BYTES = 1 << 20
-"""Longer bad inputs are not decoded a second time: their message has neither keys nor the value."""
 
 Doc = TypeVar("Doc", bound=msgspec.Struct)
 Decode = Callable[..., Any]
@@ -341,7 +184,7 @@ def decode_msgpack(data: bytes, schema: type[Doc], *, versions: range | None = N
 def _check_length(data: bytes, limit: int) -> None:
     if not isinstance(data, bytes | bytearray | memoryview):
         mend = ": encode it first (text.encode())" if isinstance(data, str) else ""
-        raise TypeError(f"a document is read from bytes, got {type(data).__name__}{mend}")
+        raise TypeError(f"expected a document as bytes, got {type(data).__name__}{mend}")
     if len(data) > limit:
         raise SpecError(f"$: at most {limit} bytes are read, got {len(data)}")
 
@@ -361,13 +204,12 @@ def _decoded(decode: Decode, data: bytes, schema: type[Doc], versions: range | N
 def _check_version(theirs: int, ours: range) -> None:
     if theirs not in ours:
         rule = f"this kvferry reads version {' and '.join(map(str, ours))}"
-        raise SpecError(f"$.version: {rule}, the document is version {shown(theirs)}")
+        raise SpecError(f"$.version: {rule}, the document is version {theirs}")
 
 
 def _typed(decode: Decode, data: bytes, schema: type[Doc]) -> Doc:
     try:
         return cast(Doc, decode(data, type=schema))
     except msgspec.ValidationError as error:
-        found = schema_error(decode(data), schema) if len(data) <= MAX_LOCATED_BYTES else None
         rule, path = rule_and_path(str(error))
-        raise found or spec_error(path, rule) from None
+        raise spec_error(path, rule) from None

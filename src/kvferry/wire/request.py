@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
@@ -14,7 +13,7 @@ from kvferry.core.select import Selection, Slack
 from kvferry.core.span import Span, Spans, normal
 from kvferry.core.state import check_range
 from kvferry.errors import SpecError
-from kvferry.wire.reading import PlacedPart, SpanDoc, first_wrong, key_step, read_json, span_docs, write_json
+from kvferry.wire.reading import Made, SpanDoc, at, key_step, read_json, write_json
 
 MAX_BLOCK_ID = (1 << 40) - 1
 """The core's largest pool has 2^40 blocks."""
@@ -46,7 +45,7 @@ class RequestDoc(_Schema, frozen=True):
 
 
 def request_from_json(data: bytes) -> tuple[Request, Slack]:
-    """Read a request, and what is to become of its slack; raises ``SpecError`` with place, rule and value.
+    """Read a request and its slack mode; raises ``SpecError`` with place, rule and value.
 
     >>> request, slack = request_from_json(b'''{"src": {"full": {"block_ids": [3, null]}},
     ...     "dst": {"kv": {"block_ids": [0, 1]}}, "need": {"kv": [[0, 16]]}}''')
@@ -54,33 +53,23 @@ def request_from_json(data: bytes) -> tuple[Request, Slack]:
     (array([ 3, -1]), (Span(start=0, stop=16),), <Slack.CLEAR: 'clear'>)
     """
     doc = read_json(data, RequestDoc)
-    try:
-        request = Request(
-            src={group: _table(table) for group, table in doc.src.items()},
-            dst={group: _table(table) for group, table in doc.dst.items()},
-            need={group: _spans(spans) for group, spans in doc.need.items()},
-            kept={group: _spans(spans) for group, spans in doc.kept.items()},
-        )
-    except SpecError as error:
-        raise first_wrong(_parts(doc), error) from None
+    request = Request(
+        src=_by_group(".src", _table, doc.src),
+        dst=_by_group(".dst", _table, doc.dst),
+        need=_by_group(".need", _spans, doc.need),
+        kept=_by_group(".kept", _spans, doc.kept),
+    )
     return request, doc.slack
 
 
-def request_to_json(request: Request, *, slack: Slack = Slack.CLEAR, indent: int = 2) -> bytes:
-    """Write a request; defaults are left out."""
-    doc = RequestDoc(
-        src={group: _table_doc(table) for group, table in request.src.items()},
-        dst={group: _table_doc(table) for group, table in request.dst.items()},
-        need={group: span_docs(spans) for group, spans in request.need.items()},
-        kept={group: span_docs(spans) for group, spans in request.kept.items()},
-        slack=slack,
-    )
-    return write_json(doc, indent)
+def _by_group(place: str, make: Callable[..., Made], docs: Mapping[str, object]) -> dict[str, Made]:
+    return {group: at(f"{place}{key_step(group)}", make, doc) for group, doc in docs.items()}
 
 
 def _table(doc: BlockTableDoc) -> BlockTable:
+    ids = [at(f".block_ids[{i}]", _block_id, block_id) for i, block_id in enumerate(doc.block_ids)]
     check_range("first_token", doc.first_token, 0, MAX_TOKENS)
-    return BlockTable.of([_block_id(block_id) for block_id in doc.block_ids], doc.first_token)
+    return BlockTable.of(ids, doc.first_token)
 
 
 def _block_id(block_id: int | None) -> int:
@@ -93,34 +82,13 @@ def _block_id(block_id: int | None) -> int:
 def _spans(docs: tuple[SpanDoc, ...]) -> Spans:
     if len(docs) > MAX_SPANS:
         raise SpecError(f"at most {MAX_SPANS} intervals are read, got {len(docs)}")
-    return normal(tuple(map(_span, docs)))
+    return normal(tuple(at(f"[{i}]", _span, doc) for i, doc in enumerate(docs)))
 
 
 def _span(doc: SpanDoc) -> Span:
     start, stop = doc
     check_range("the end of an interval of tokens", stop, 0, MAX_TOKENS)
     return Span(start, stop)
-
-
-def _parts(doc: RequestDoc) -> Iterator[PlacedPart]:
-    """Everything that a request is made of, the smallest parts first."""
-    for side, tables in (("src", doc.src), ("dst", doc.dst)):
-        for group, table in tables.items():
-            at = f".{side}{key_step(group)}"
-            for i, block_id in enumerate(table.block_ids):
-                yield f"{at}.block_ids[{i}]", partial(_block_id, block_id)
-            yield at, partial(_table, table)
-    for what, by_group in (("need", doc.need), ("kept", doc.kept)):
-        for group, spans in by_group.items():
-            at = f".{what}{key_step(group)}"
-            for i, span in enumerate(spans[: MAX_SPANS + 1]):
-                yield f"{at}[{i}]", partial(_span, span)
-            yield at, partial(_spans, spans)
-
-
-def _table_doc(table: BlockTable) -> BlockTableDoc:
-    ids = (None if block_id == HOLE else block_id for block_id in table.block_ids.tolist())
-    return BlockTableDoc(tuple(ids), table.first_token)
 
 
 class RunDoc(msgspec.Struct, frozen=True):

@@ -43,38 +43,24 @@ class Secret:
     another, nor the secret. Nothing of it is shown: not by ``repr`` or ``str``, not in a pickle.
 
     While a fleet changes its secret there are two. The first is used, both are accepted.
-
-    >>> secret = Secret(bytes(range(16)))
-    >>> secret, f"{secret}", len(secret.keys(Purpose.TICKETS))
-    (Secret(…), 'Secret(…)', 1)
-    >>> secret.key(Purpose.TICKETS) != secret.key(Purpose.CHANNEL)
-    True
-    >>> Secret(b"open sesame")
-    Traceback (most recent call last):
-    kvferry.errors.SpecError: a secret has at least 16 bytes (128 bits), got 11: `kvferry keygen` makes one
     """
 
     __slots__ = ("_keys",)
 
     def __init__(self, *values: bytes) -> None:
         if not 1 <= len(values) <= MAX_SECRETS:
-            raise SpecError(f"one secret is set, or two while it is changed; got {len(values)}")
+            raise SpecError(f"one secret is expected, or two during a rotation; got {len(values)}")
         self._keys = tuple(map(_keys_of, values))
 
     @classmethod
     def from_text(cls, text: str) -> Secret:
-        """Secrets as a file or a variable has them: drawn at random, in hexadecimal or base64; one per line.
-
-        >>> Secret.from_text("correct-horse-battery-staple!")
-        Traceback (most recent call last):
-        kvferry.errors.SpecError: a secret is drawn at random, not made up: ... `kvferry keygen` makes one
-        """
+        """Secrets as a file or a variable has them: drawn at random, hexadecimal or base64; one per line."""
         drawn = [line.strip() for line in text.strip().splitlines()]
         for line in drawn or [""]:
             is_drawn = _DRAWN.fullmatch(line) and len(set(line)) >= MIN_DISTINCT
             if not is_drawn or len(line.rstrip("=")) < MIN_CHARACTERS:
                 raise SpecError(
-                    "a secret is drawn at random, not made up: at least 32 hexadecimal or 22 base64"
+                    "a secret must be random: at least 32 hexadecimal or 22 base64"
                     " characters (128 bits); `kvferry keygen` makes one"
                 )
         return cls(*(line.encode() for line in drawn))
@@ -145,7 +131,6 @@ class Trust:
 
     @property
     def ticket_key(self) -> bytes:
-        """What tickets are sealed with; empty where there is no secret."""
         return self.secret.key(Purpose.TICKETS) if self.secret is not None else b""
 
     @property
@@ -156,8 +141,8 @@ class Trust:
     def check_listen(self, address: str) -> None:
         if self.is_one_host and not is_loopback(address):
             raise SpecError(
-                f"{address} can be called from other hosts, and this engine has no secret: set one"
-                " (KVFERRY_SECRET_FILE; `kvferry keygen` makes one), listen at tcp://127.0.0.1:*, or say"
+                f"{address} is reachable from other hosts, and this engine has no secret: set one"
+                " (KVFERRY_SECRET_FILE; `kvferry keygen` makes one), listen at tcp://127.0.0.1:*, or set"
                 " insecure"
             )
 

@@ -6,7 +6,8 @@ import base64
 import binascii
 import hashlib
 import hmac
-from collections.abc import Iterable, Mapping
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -29,16 +30,7 @@ class TableDoc(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The right to read one request's blocks, once. Self-proving: the MAC covers every other field.
-
-    >>> tables = {"full": TableDoc((3, 4))}
-    >>> ticket = Ticket("prefill", 7, 1, "req-1", "tcp://127.0.0.1:5555", 300, tables, lease_ms=30_000)
-    >>> signed = sign(ticket, b"key")
-    >>> is_proved(signed, b"key"), is_proved(msgspec.structs.replace(signed, num_tokens=301), b"key")
-    (True, False)
-    >>> from_text(to_text(signed)) == signed
-    True
-    """
+    """The right to read one request's blocks, once. Self-proving: the MAC covers every other field."""
 
     engine: Name
     generation: int
@@ -64,6 +56,60 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     held_from: int | NotSaid = NOT_SAID
     """Every block table holds the cells of all tokens from this one on, so that a reader can fill its own
     blocks to their edges. Unset: the source does not say."""
+    parts: bytes | NotSaid = NOT_SAID
+    """Of a soft offer: digests of the first ``PART_TOKENS`` tokens, of twice as many, and so on.
+    They tell how many tokens another prompt has in common with it."""
+    complete: int | NotSaid = NOT_SAID
+    """Of a growing lease: how many of its first tokens the source has written; its tables may lack the rest.
+    Unset: all of them. Each stage of a growing lease is a ticket of its own, under the same number."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Pickle would look for msgspec's UNSET in every module of the process, and import half of them.
+        return from_text, (to_text(self),)
+
+    @property
+    def is_soft(self) -> bool:
+        """Whether it pins nothing: it names tokens that the engine may still have in its prefix cache, and is
+        exchanged for a ticket of what is left of them (``ClaimOffer``).
+        """
+        return not self.tables and not self.is_growing
+
+    @property
+    def is_growing(self) -> bool:
+        """Whether its prompt is still being computed."""
+        return self.complete is not NOT_SAID
+
+    @property
+    def num_complete(self) -> int:
+        return self.num_tokens if isinstance(self.complete, NotSaid) else self.complete
+
+    def stage(self, tables: dict[str, TableDoc], complete: int | NotSaid, held_from: int | NotSaid) -> Ticket:
+        """Another stage of the same lease, without any proof."""
+        changes = {"tables": tables, "complete": complete, "held_from": held_from}
+        return msgspec.structs.replace(self, **changes, mac=b"", seal=b"")
+
+    def is_later_than(self, other: Ticket) -> bool:
+        """Whether both are stages of one lease, and more of its tokens can be read by this one.
+
+        The last stage is later than all others, and no stage is later than the last.
+        """
+        if self.lease_name != other.lease_name or not other.is_growing:
+            return False
+        return not self.is_growing or other.num_complete < self.num_complete <= self.num_tokens
+
+    @property
+    def lease_name(self) -> tuple[object, ...]:
+        """What all stages of a lease have in common."""
+        return (
+            self.engine,
+            self.generation,
+            self.ticket_id,
+            self.request_id,
+            self.authority,
+            self.num_tokens,
+            self.lease_ms,
+            self.digest,
+        )
 
     @property
     def unsealed(self) -> Ticket:
@@ -81,6 +127,47 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             name: BlockTable.of(list(table.block_ids), table.first_token)
             for name, table in self.tables.items()
         }
+
+
+PART_TOKENS, PART_BYTES = 64, 16
+NO_MARKS: Mapping[int, bytes] = {}
+
+
+def digest_parts(
+    token_ids: Sequence[int], extra: bytes = b"", marks: Mapping[int, bytes] = NO_MARKS
+) -> bytes:
+    """The digests of growing beginnings of a prompt; ``extra``: what else its cache depends on.
+
+    ``marks``: what is mixed in at a token, such as an image.
+
+    >>> ours, theirs = digest_parts(range(1000)), digest_parts([*range(600), 7, *range(601, 1000)])
+    >>> len(ours) // PART_BYTES, num_common_tokens(ours, theirs)
+    (15, 576)
+    """
+    hasher, parts = hashlib.blake2b(extra, digest_size=PART_BYTES), bytearray()
+    for stop in range(PART_TOKENS, len(token_ids) + 1, PART_TOKENS):
+        start = stop - PART_TOKENS
+        hasher.update(array("q", token_ids[start:stop]).tobytes())
+        for at in sorted(at for at in marks if start <= at < stop):
+            hasher.update(b"\0%d " % at + marks[at])
+        parts += hasher.digest()
+    return bytes(parts)
+
+
+def part_at(parts: bytes, num_tokens: int) -> bytes:
+    """The digest of so many first tokens, whole parts of them."""
+    stop = num_tokens // PART_TOKENS * PART_BYTES
+    return parts[max(0, stop - PART_BYTES) : stop]
+
+
+def num_common_tokens(ours: bytes, theirs: bytes) -> int:
+    """How many first tokens two prompts share at least, by their ``digest_parts``."""
+    num_parts = 0
+    for at in range(0, min(len(ours), len(theirs)), PART_BYTES):
+        if ours[at : at + PART_BYTES] != theirs[at : at + PART_BYTES]:
+            break
+        num_parts += 1
+    return num_parts * PART_TOKENS
 
 
 def tables_to_wire(tables: Mapping[str, BlockTable]) -> dict[str, TableDoc]:
@@ -146,11 +233,11 @@ def from_text(text: str, key: bytes = b"") -> Ticket:
     if len(text) > MAX_TICKET_BYTES:
         raise SpecError(f"ticket: at most {MAX_TICKET_BYTES} characters are read, got {len(text)}")
     if key and not is_text_sealed(text, key):
-        raise SpecError("ticket: whoever made it does not know this fleet's secret")
+        raise SpecError("ticket: issued without this fleet's secret")
     body, _, proof = text.partition(".")
     ticket = msgspec.structs.replace(decode_msgpack(_decoded(body), Ticket), seal=_decoded(proof))
     if to_text(ticket) != text:  # base64 has spare bits, msgpack longer forms: another text, the same ticket
-        raise SpecError("ticket: not written the way that tickets are written")
+        raise SpecError("ticket: not in canonical form")
     return ticket
 
 
@@ -181,16 +268,7 @@ class Permit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def make_proofs(ticket: Ticket, rank_keys: Mapping[int, bytes]) -> dict[int, bytes]:
-    """The proofs of a granted ticket, for every rank that has a key.
-
-    >>> ticket = Ticket("prefill", 7, 1, "req-1", "tcp://127.0.0.1:5555", 300, {}, lease_ms=30_000)
-    >>> proofs = make_proofs(ticket, {0: bytes(32), 1: b""})
-    >>> [*proofs], read_permit(permits_for(ticket, proofs, [0, 1])[0], bytes(32)) == ticket
-    ([0], True)
-    >>> read_permit(permits_for(ticket, proofs, [0])[0], b"another rank's key")
-    Traceback (most recent call last):
-    kvferry.errors.SpecError: permit: this rank's authority did not grant the ticket
-    """
+    """The proofs of a granted ticket, for every rank that has a key."""
     if not any(rank_keys.values()):
         return {}
     fingerprint = ticket.fingerprint

@@ -107,7 +107,7 @@ class SourceAccount:
         all_alive = all(rank.is_alive for rank in self.fleet.ranks)
         left = {
             LEASES: int(status["offered"]) + int(status["being_read"]),
-            "source blocks not given back": self.pool.num_missing,
+            "source blocks not returned": self.pool.num_missing,
             "releases not confirmed by every rank": int(status["unheard"]) if all_alive else 0,
         }
         for heard, rank in zip(self.heard, self.fleet.ranks, strict=True):
@@ -245,7 +245,7 @@ class DestinationAccount:
     def left(self) -> dict[str, int]:
         """What is not over: blocks that are out, fetches, reads, what is still to be said."""
         self.poll()
-        left = {"destination blocks not given back": self.pool.num_missing}
+        left = {"destination blocks not returned": self.pool.num_missing}
         for rank in self.fleet.ranks:
             if rank.is_running:
                 status = rank.call("status")

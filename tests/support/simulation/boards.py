@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import count
 from typing import Protocol
 
+from kvferry.endpoint.edges import LeaseBoard
+
 
 class BoardHolder(Protocol):
     """The process that a board belongs to, and goes with."""
@@ -13,7 +15,7 @@ class BoardHolder(Protocol):
     is_alive: bool
 
 
-class SimulatedBoard:
+class SimulatedBoard(LeaseBoard):
     """Which leases of one authority stand."""
 
     def __init__(self, holder: BoardHolder, place: str) -> None:

@@ -68,7 +68,7 @@ SHAPES: Mapping[str, Mapping[str, object]] = {
 @lru_cache(maxsize=256)
 def described(shape: str, topology: str) -> Manifest:
     """What an engine with that model and that set-up says of itself; its name is to be replaced."""
-    return describe(model_from_config(SHAPES[shape], "simulated"), Topology.parse(topology), "engine")
+    return describe(model_from_config(SHAPES[shape], "simulated", "fp32"), Topology.parse(topology), "engine")
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,18 @@ class Placed:
     tables: Mapping[str, BlockTable]
     ids: Mapping[str, Indices]
     """By group, as arrays."""
+
+
+def joined(before: Placed, more: Placed) -> Placed:
+    """Where a request lies whose tables have grown."""
+    ids = {name: np.concatenate([before.ids[name], more.ids[name]]) for name in before.ids}
+    tables = {name: BlockTable(ids[name], table.first_token) for name, table in before.tables.items()}
+    return Placed(tables, ids)
+
+
+def keeps_all(group: Group) -> bool:
+    """Whether a group keeps every token of a request: its table only grows."""
+    return group.addressing is Addressing.TABLE and not group.window
 
 
 class NamedMemory:
@@ -222,20 +234,33 @@ class FreeBlocks:
         self._free = {group.pool: list(range(group.num_blocks)) for group in manifest.groups}
         self._num_blocks = {pool: len(ids) for pool, ids in self._free.items()}
 
-    def take(self, num_tokens: int) -> Placed | None:
-        """Blocks for a request in every group; None if there are too few."""
-        extents = {group.name: table_extent(group, num_tokens) for group in self._groups}
-        wanted = dict.fromkeys(self._free, 0)
+    def take(
+        self, num_tokens: int, num_now: int | None = None, before: Placed | None = None
+    ) -> Placed | None:
+        """Blocks for a request in every group, beyond those it had before; None if there are too few.
+
+        ``num_now``: of groups that keep all tokens, only the blocks of so many first ones.
+        """
+        extents = {
+            group.name: table_extent(
+                group, num_tokens if num_now is None or not keeps_all(group) else num_now
+            )
+            for group in self._groups
+        }
+        wanted = {
+            group.name: extents[group.name][1] - (len(before.ids[group.name]) if before else 0)
+            for group in self._groups
+        }
+        by_pool = dict.fromkeys(self._free, 0)
         for group in self._groups:
-            wanted[group.pool] += extents[group.name][1]
-        if any(len(self._free[pool]) < number for pool, number in wanted.items()):
+            by_pool[group.pool] += wanted[group.name]
+        if any(len(self._free[pool]) < number for pool, number in by_pool.items()):
             return None
         ids, tables = {}, {}
         for group in self._groups:
-            first, number = extents[group.name]
-            taken = [self._free[group.pool].pop() for _ in range(number)]
+            taken = [self._free[group.pool].pop() for _ in range(wanted[group.name])]
             ids[group.name] = np.array(taken, np.int64)
-            tables[group.name] = BlockTable(ids[group.name], first)
+            tables[group.name] = BlockTable(ids[group.name], extents[group.name][0])
         return Placed(tables, ids)
 
     def give_back(self, placed: Placed) -> None:

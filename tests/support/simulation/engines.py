@@ -9,9 +9,11 @@ from itertools import count
 from random import Random
 
 from kvferry.endpoint import Destination, SourceEngine, SourceRank
+from kvferry.endpoint.claiming import Claimant
 from kvferry.endpoint.invitation import Invitation
 from kvferry.errors import SpecError
 from kvferry.runtime import Timing
+from kvferry.runtime.claims import ClaimEnd
 from kvferry.wire.secret import Trust
 from kvferry.wire.ticket import Ticket
 from tests.support.simulation.cells import (
@@ -22,11 +24,19 @@ from tests.support.simulation.cells import (
     Content,
     FreeBlocks,
     NamedMemory,
+    Placed,
     described,
     held_tokens,
+    joined,
     wanted_tokens,
 )
 from tests.support.simulation.fabric import SimulatedFabric, SimulatedTransport
+from tests.support.simulation.growing import (
+    WAIT_SECONDS,
+    SimulatedPrefill,
+    early_groups,
+    early_tables,
+)
 from tests.support.simulation.laws import Law, Laws, RankLoad, SimulatedLoad, SimulatedRequest
 from tests.support.simulation.network import Network
 from tests.support.simulation.process import SimulatedHost, SimulatedProcess
@@ -79,6 +89,8 @@ class SimulatedSource:
         self.manifest = described(shape, topology)
         self._credential = around.chance.randbytes(16)
         self.address = f"tcp://127.0.0.1:{5000 + next(around.numbers)}"
+        self._prefills: set[SimulatedPrefill] = set()
+        """Those that were begun, and have not ended."""
         self.requests: dict[int, SimulatedRequest] = {}
         """Those of this start, by ticket."""
         self._by_id: dict[str, SimulatedRequest] = {}
@@ -129,6 +141,7 @@ class SimulatedSource:
         for request in self.requests.values():
             request.over_at = min(request.over_at, around.timeline.now)
         self.requests, self._by_id, self.pool = {}, {}, FreeBlocks(self.manifest)
+        self._prefills.clear()
         self.authority = SimulatedProcess(self.host, around.network, self.name)
         self.engine = SourceEngine(
             self.name,
@@ -190,9 +203,14 @@ class SimulatedSource:
             self.pool.give_back(placed)
             return None
         self.authority.wake()
+        return self._offered(content, ticket, placed)
+
+    def _offered(
+        self, content: Content, ticket: Ticket, placed: Placed, *, is_pinned: bool = True
+    ) -> SimulatedRequest:
         request = SimulatedRequest(
-            number,
-            request_id,
+            content.number,
+            ticket.request_id,
             content,
             self.generation,
             ticket,
@@ -200,10 +218,165 @@ class SimulatedSource:
             is_trusted=self._lie is None,
             fits=self.fits,
             source=self.processes,
+            is_pinned=is_pinned,
         )
-        self.requests[ticket.ticket_id] = self._by_id[request_id] = request
-        around.trace.add(self.name, "offers", request_id, f"as ticket {ticket.ticket_id}")
+        self.requests[ticket.ticket_id] = self._by_id[ticket.request_id] = request
+        self._around.trace.add(self.name, "offers", ticket.request_id, f"as ticket {ticket.ticket_id}")
         return request
+
+    # -- prompts that are read while they are computed ------------------------------------------------
+
+    def begin(self, prefill: SimulatedPrefill) -> None:
+        """Compute a prompt from its first token on; again, if it was preempted."""
+        if prefill.generation != self.generation:
+            return  # the engine that was asked for it is gone
+        self._prefills.add(prefill)
+        prefill.num_tries += 1
+        prefill.next_step, prefill.device_at = 0, self._around.timeline.now
+        self._soon(prefill, 0.0, self._schedule)
+
+    def _soon(
+        self, prefill: SimulatedPrefill, seconds: float, act: Callable[[SimulatedPrefill], None]
+    ) -> None:
+        """Have the scheduler go on with a prefill, if it is still the one that has begun this try of it."""
+        num_tries = prefill.num_tries
+
+        def if_current() -> None:
+            if self._has(prefill, num_tries):
+                act(prefill)
+
+        self._around.timeline.after(seconds, partial(self.authority.do, if_current))
+
+    def _has(self, prefill: SimulatedPrefill, num_tries: int) -> bool:
+        is_alive = prefill.generation == self.generation and self.authority.is_alive
+        return is_alive and not prefill.is_over and prefill.num_tries == num_tries
+
+    def _schedule(self, prefill: SimulatedPrefill) -> None:
+        """The next step of a prefill: its blocks, its offer, and work for the device."""
+        chance, at = prefill.chance, prefill.next_step
+        if at >= prefill.abort_at:
+            self._abort(prefill)
+        elif prefill.num_preemptions and prefill.offer and chance.random() < 0.4:
+            prefill.num_preemptions -= 1
+            self._preempt(prefill)
+        elif at < len(prefill.steps) and not self._take_blocks(prefill, prefill.steps[at]):
+            self._preempt(prefill)
+        elif at < len(prefill.steps) and self._is_offered(prefill):
+            prefill.next_step += 1
+            self._compute(prefill, prefill.steps[at - 1] if at else 0, prefill.steps[at])
+
+    def _take_blocks(self, prefill: SimulatedPrefill, num_now: int) -> bool:
+        before, content = prefill.placed, prefill.content
+        more = self.pool.take(content.num_tokens, num_now, before)
+        if more is None:
+            return False
+        for _, _, memory in self.ranks:
+            memory.own(more, content.number)
+        prefill.placed = joined(before, more) if before else more
+        return True
+
+    def _is_offered(self, prefill: SimulatedPrefill) -> bool:
+        """Offer a prefill that begins; whether that was done."""
+        assert prefill.placed is not None
+        if prefill.offer is not None:
+            prefill.requests[-1].placed = prefill.placed
+            return True
+        content = prefill.content
+        name = f"prefill-{prefill.num_tries}-of-{content.number}"
+        tables = early_tables(self.manifest, prefill.placed)
+        try:
+            prefill.offer = self.engine.open(name, tables, content.num_tokens, transfer=prefill.transfer)
+        except SpecError as refusal:
+            self._around.trace.add(self.name, "cannot offer", refusal)
+            self._abort(prefill)
+            return False
+        ticket = prefill.offer.ticket
+        request = self._offered(content, ticket, prefill.placed, is_pinned=False)
+        prefill.requests.append(request)
+        return True
+
+    def _compute(self, prefill: SimulatedPrefill, start: int, stop: int) -> None:
+        """The device writes these tokens when it has come to them; then the scheduler hears of it."""
+        timeline, chance = self._around.timeline, prefill.chance
+        prefill.device_at = max(prefill.device_at, timeline.now)
+        prefill.device_at += chance.uniform(0.01, prefill.step_seconds)
+        num_tries, ranks = prefill.num_tries, self.ranks
+
+        def write() -> None:
+            if self._has(prefill, num_tries) and prefill.placed is not None:
+                for _, _, memory in ranks:
+                    written = prefill.written(self.manifest, start, stop)
+                    memory.write(prefill.placed, prefill.content, written)
+
+        timeline.at(prefill.device_at, write)
+        seconds = prefill.device_at - timeline.now
+        self._soon(prefill, seconds + chance.uniform(0.0, 0.01), lambda one: self._computed(one, stop))
+        if prefill.is_ahead:
+            self._soon(prefill, chance.uniform(0.0, seconds), self._schedule)
+
+    def _computed(self, prefill: SimulatedPrefill, stop: int) -> None:
+        """The output of a step has come back."""
+        num_tokens = prefill.content.num_tokens
+        assert prefill.placed is not None
+        if stop == num_tokens:
+            self._finish(prefill)
+            return
+        if prefill.offer is not None:
+            prefill.offer.grow(early_tables(self.manifest, prefill.placed), stop)
+        if not prefill.is_ahead:
+            self._schedule(prefill)
+
+    def _finish(self, prefill: SimulatedPrefill) -> None:
+        """All is computed. If its offer is over it is offered like any other, unless nobody needs it."""
+        prefill.is_over, placed, content = True, prefill.placed, prefill.content
+        assert placed is not None
+        request = prefill.requests[-1]
+        if not request.releases and prefill.offer:
+            request.placed, request.is_pinned = placed, True
+            request.ticket = prefill.offer.close(placed.tables)
+            return
+        if "declined" not in request.releases:
+            try:
+                ticket = self.engine.offer(
+                    f"end-of-{content.number}", placed.tables, content.num_tokens, transfer=prefill.transfer
+                )
+            except SpecError as refusal:
+                self._around.trace.add(self.name, "cannot offer", refusal)
+            else:
+                prefill.requests.append(self._offered(content, ticket, placed))
+                return
+        self._give_away(prefill)
+        self.engine.refuse(prefill.transfer, "its reader does not need it")
+
+    def _preempt(self, prefill: SimulatedPrefill) -> None:
+        """Its blocks are others' at once; it begins anew when there is room, or is aborted in the end."""
+        if self._around.timeline.now > prefill.began_at + WAIT_SECONDS:
+            self._abort(prefill)
+            return
+        self._around.trace.add(self.name, "preempts", prefill.content.number)
+        self._give_away(prefill)
+        prefill.num_tries += 1  # what its steps would still do is nobody's
+        self._soon(prefill, prefill.chance.uniform(0.0, 0.5), self.begin)
+
+    def _abort(self, prefill: SimulatedPrefill) -> None:
+        self._around.trace.add(self.name, "aborts the prefill", prefill.content.number)
+        prefill.is_over = True
+        self._give_away(prefill)
+        self.engine.refuse(prefill.transfer, "the prefill was aborted")
+
+    def _give_away(self, prefill: SimulatedPrefill) -> None:
+        """Take the blocks of a prefill away from it and from its readers, who are not asked."""
+        if prefill.offer is not None:
+            prefill.offer.revoke()
+            request = prefill.requests[-1]
+            request.is_revoked, request.over_at = True, self._around.timeline.now
+            for load in request.loads:
+                load.must_succeed = False
+        if prefill.placed is not None:
+            for _, _, memory in self.ranks:
+                memory.own(prefill.placed, 0)
+            self.pool.give_back(prefill.placed)
+        prefill.offer = prefill.placed = None
 
     def withdraw(self, request: SimulatedRequest) -> None:
         """Take an offer back."""
@@ -218,9 +391,10 @@ class SimulatedSource:
             self.released[self.generation].append(released.request_id)
             if around.laws.released(self.name, request, released, self.host.clock.read()):
                 assert request is not None
-                for _, _, memory in self.ranks:
-                    memory.own(request.placed, 0)
-                self.pool.give_back(request.placed)
+                if request.is_pinned:
+                    for _, _, memory in self.ranks:
+                        memory.own(request.placed, 0)
+                    self.pool.give_back(request.placed)
 
     def _poll_rank(self, rank: int, source_rank: SourceRank) -> None:
         heard = self._heard[rank]
@@ -245,7 +419,8 @@ class SimulatedSource:
         is_told = self._lie is not None or (
             self.engine.is_whole and all(num == num_released for num in heard)
         )
-        return is_told and not self.engine.num_leases
+        self._prefills = {prefill for prefill in self._prefills if not prefill.is_over}
+        return is_told and not self._prefills and not self.engine.num_leases
 
     def check_rest(self) -> None:
         """Once the world behaves: nothing is on offer, every block is free, every rank has heard of it."""
@@ -253,6 +428,8 @@ class SimulatedSource:
         for request in self.requests.values():
             if not request.releases:
                 laws.broken(Law.LIVENESS, f"{self.name} never releases {request.request_id}")
+        if self._prefills:
+            laws.broken(Law.LIVENESS, f"{self.name} has {len(self._prefills)} prefills under way")
         if self.engine.num_leases or self.pool.num_taken:
             num = self.pool.num_taken
             laws.broken(Law.LIVENESS, f"{self.name} keeps {self.engine.num_leases} leases, {num} blocks")
@@ -328,6 +505,12 @@ class SimulatedDestination:
             self.transports.append(transport)
             self.destinations.append(destination)
             self._by_handle.append({})
+        self._seeking: dict[int, Callable[[ClaimEnd], None]] = {}
+        """By the number of the question: what is done with its end."""
+        scheduler = SimulatedProcess(self.host, around.network, f"{self.name}/scheduler")
+        self.claimant = Claimant(self.name, trust=around.trust, edges=scheduler.edges)
+        scheduler.after_step = self._poll_claimant
+        self.scheduler, self.processes = scheduler, [*self.processes, scheduler]
 
     def kill(self) -> None:
         """All of its ranks die."""
@@ -342,6 +525,27 @@ class SimulatedDestination:
             self._around.trace.add(self.name, "starts again as", self.reader)
 
     # -- loads -------------------------------------------------------------------------------------
+
+    def seek(self, address: str, transfer: str, ended: Callable[[ClaimEnd], None]) -> None:
+        """Ask a source for the ticket of a prefill that has this name, as soon as it has begun."""
+        if self.is_up:
+            self.scheduler.do(partial(self._seek, address, transfer, ended))
+
+    def _seek(self, address: str, transfer: str, ended: Callable[[ClaimEnd], None]) -> None:
+        number = self.claimant.find(address, transfer)
+        self._seeking[number] = ended
+        self._around.timeline.after(LONGEST_QUEUE_SECONDS, partial(self._give_up_seeking, number, ended))
+
+    def _give_up_seeking(self, number: int, ended: Callable[[ClaimEnd], None]) -> None:
+        """Its client has gone: a source that began anew knows nothing of a prefill, and waits for it."""
+        if self._seeking.get(number) is ended:
+            del self._seeking[number]
+            self.scheduler.do(partial(self.claimant.cancel, number))
+
+    def _poll_claimant(self) -> None:
+        for end in self.claimant.poll():
+            if ended := self._seeking.pop(end.number, None):
+                ended(end)
 
     def load(
         self,
@@ -358,8 +562,8 @@ class SimulatedDestination:
         around = self._around
         now = around.timeline.now
         load = SimulatedLoad(request, ticket, self.reader, is_held, is_forged, must_succeed, now)
-        for rank, process in enumerate(self.processes):
-            rank_load = RankLoad(next(around.numbers), load, rank, process, self.memories[rank])
+        for rank, memory in enumerate(self.memories):
+            rank_load = RankLoad(next(around.numbers), load, rank, self.processes[rank], memory)
             around.laws.by_owner[rank_load.number] = rank_load
             load.ranks.append(rank_load)
         request.loads.append(load)
@@ -413,7 +617,12 @@ class SimulatedDestination:
             return  # its hold has failed before this could be called
         rank_load.is_supplied = True
         handle = self.destinations[rank_load.rank].fetch(
-            load.ticket, load.placed.tables, load.need, kept=load.kept, held=rank_load.handle
+            load.ticket,
+            load.placed.tables,
+            load.need,
+            kept=load.kept,
+            held=rank_load.handle,
+            early=early_groups(self.manifest),
         )
         rank_load.handle = handle
         self._by_handle[rank_load.rank][handle] = rank_load
@@ -447,6 +656,7 @@ class SimulatedDestination:
             rank_load.memory.own(load.placed, 0)  # another request may have these from now on
             if load.is_over:
                 self.pool.give_back(load.placed)
+                load.after(load)
         elif not load.is_over and rank_load.report is not None:
             self.abort(load)  # its ticket could not be held: nobody waits for it any more
 

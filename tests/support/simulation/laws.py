@@ -5,7 +5,7 @@ Nothing here looks into a machine. Whoever changes how the machines work changes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -70,6 +70,10 @@ class SimulatedRequest:
     """Whether its source runs the model that the destinations run."""
     source: Sequence[SimulatedProcess]
     """The processes that it was offered by."""
+    is_pinned: bool = True
+    """Whether its blocks are its source's again when it is released: not while they are written to."""
+    is_revoked: bool = False
+    """Whether its blocks were taken away without asking its readers."""
     promised_until: float = float("-inf")
     """The latest deadline that its authority has granted, by the authority's clock."""
     over_at: float = float("inf")
@@ -103,6 +107,8 @@ class SimulatedLoad:
     need: dict[str, Spans] = field(default_factory=dict)
     kept: dict[str, Spans] = field(default_factory=dict)
     ranks: list[RankLoad] = field(default_factory=list)
+    after: Callable[[SimulatedLoad], None] = lambda load: None
+    """What its engine does when it is over."""
 
     @property
     def is_over(self) -> bool:
@@ -138,6 +144,8 @@ class Laws:
         self.by_owner: dict[int, RankLoad] = {}
         self.num_good = 0
         self.num_failed = 0
+        self.num_early = 0
+        """Good loads of which a part was read before their prompts were computed."""
         self.num_cells = 0
         """Cells that were looked at."""
 
@@ -197,6 +205,8 @@ class Laws:
             self.broken(Law.QUIESCENCE, f"{who} releases {released.request_id!r}, which was {why}")
             return False
         request.releases.append(released.reason)
+        if not request.is_pinned and not request.is_revoked:
+            return True  # it is still being computed
         request.over_at = min(request.over_at, self._timeline.now)
         if released.reason == "expired":
             if now < request.promised_until - 1e-6:
@@ -204,7 +214,7 @@ class Laws:
                 text = f"{who} ends the lease of {request.request_id} {left:.3f} s before its deadline"
                 self.broken(Law.FENCING, text)
             return True
-        for load in request.loads:
+        for load in [] if request.is_revoked else request.loads:
             for rank in load.ranks:
                 if rank.process.is_alive and any(not read.has_ended for read in rank.reads):
                     text = f"{who} releases {request.request_id} ({released.reason}) in the middle of a read"
@@ -225,6 +235,7 @@ class Laws:
         self._check_record(rank_load, report)
         if report.failure is None:
             self.num_good += 1
+            self.num_early += report.record.early_bytes > 0
             self._check_success(rank_load, report)
         else:
             self.num_failed += 1
@@ -254,6 +265,8 @@ class Laws:
         parts = (record.meet_seconds, record.post_seconds, record.move_seconds)
         if min(parts) < 0 or sum(parts) > record.total_seconds + 1e-6:
             self.broken(Law.ACCOUNT, f"the times of {rank_load} do not add up: {record}")
+        if not 0 <= record.early_bytes <= record.num_bytes:
+            self.broken(Law.ACCOUNT, f"more of {rank_load} was read early than in all: {record}")
         if record.outcome != ("read" if failure is None else failure.code.value):
             self.broken(Law.ACCOUNT, f"the record of {rank_load} says {record.outcome}, its report {failure}")
         if failure is not None and failure.code is FailureCode.UNEXPECTED:

@@ -28,6 +28,7 @@ class _Tally:
     is_good: bool
     num_good: int
     num_failed: int
+    num_early: int
     num_cells: int
     seconds: float
     troubles: frozenset[Trouble]
@@ -35,7 +36,8 @@ class _Tally:
 
 def _tally(num_requests: int, troubles: frozenset[Trouble] | None, seed: int) -> _Tally:
     one = run(seed, num_requests, troubles)
-    return _Tally(seed, one.is_good, one.num_good, one.num_failed, one.num_cells, one.seconds, one.troubles)
+    counts = one.num_good, one.num_failed, one.num_early, one.num_cells
+    return _Tally(seed, one.is_good, *counts, one.seconds, one.troubles)
 
 
 def _tallies(
@@ -64,6 +66,7 @@ def run_many(
     seconds, num_with = 0.0, Counter[str]()
     for tally in _tallies(seeds, num_requests, troubles, num_processes):
         sums.update(good=tally.num_good, failed=tally.num_failed, cells=tally.num_cells)
+        sums["early"] += tally.num_early
         num_with.update(tally.troubles)
         seconds += tally.seconds
         if not tally.is_good:
@@ -73,6 +76,7 @@ def run_many(
     took = time.monotonic() - began
     say(f"{len(seeds)} runs of {num_requests} requests, {seconds / 3600:.1f} h of virtual time,")
     say(f"in {took:.0f} s on {num_processes} processes: {sums['good']} loads good, {sums['cells']} cells,")
+    say(f"{sums['early']} of them begun before their prompts were computed;")
     say(f"{sums['failed']} failed closed; {len(bad)} runs broke a law")
     say("runs with " + ", ".join(f"{name}: {number}" for name, number in sorted(num_with.items())))
     if bad:

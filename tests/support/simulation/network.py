@@ -11,6 +11,7 @@ from random import Random
 from typing import Protocol
 
 from kvferry.channel import Contact, ContactChange, Received
+from kvferry.endpoint.edges import ChannelThread
 from kvferry.errors import KVFerryError
 from tests.support.simulation.boards import SimulatedBoards
 from tests.support.simulation.timeline import Action, Timeline
@@ -168,7 +169,7 @@ class Network:
             receiver.place.do(partial(receiver.take, Received(reply_to, data)))
 
 
-class SimulatedChannel:
+class SimulatedChannel(ChannelThread):
     """One end of the network, as an endpoint sees it."""
 
     def __init__(self, network: Network, place: Place, address: str) -> None:
@@ -188,18 +189,9 @@ class SimulatedChannel:
         """Whose it is."""
         return self.place.name
 
-    def start(
-        self,
-        name: str,
-        receive: Receive,
-        is_behind: Callable[[], bool],
-        turn: Callable[[], float] = lambda: 0.0,
-    ) -> None:
-        """From now on ``receive`` is called with what arrives. Nobody here rides on its channel's thread."""
+    def start(self, name: str, receive: Receive, is_behind: Callable[[], bool]) -> None:
+        """From now on ``receive`` is called with what arrives."""
         self._receive = receive
-
-    def wake(self) -> None:
-        """Nobody sleeps."""
 
     def send(self, to: str, data: bytes) -> None:
         """Give a message to the network."""

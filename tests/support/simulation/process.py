@@ -8,7 +8,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from kvferry.endpoint.edges import Edges
+from kvferry.endpoint.edges import Edges, WorkerThreads
 from kvferry.endpoint.owner import Owner
 from kvferry.log import log_of
 from kvferry.wire.secret import Secret
@@ -151,7 +151,7 @@ class SimulatedProcess:
         self._step_by(max(self.host.clock.time_of(until), self._timeline.now + SHORTEST_STEP))
 
 
-class SimulatedWorkers:
+class SimulatedWorkers(WorkerThreads):
     """Does jobs late: in order for each key, and in any order between keys."""
 
     def __init__(self, process: SimulatedProcess) -> None:
@@ -181,7 +181,7 @@ class SimulatedWorkers:
         try:
             queue[0]()
         except Exception:
-            log.exception("a worker goes on after an unexpected error")
+            log.exception("unexpected error; the worker continues")
         queue.popleft()
         if queue:
             self._begin(key)

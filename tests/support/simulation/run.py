@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from kvferry.runtime import fetch_job
+from tests.support.simulation.growing import PART_TOKENS
 from tests.support.simulation.laws import LAW_BROKEN, Law, Violation
 from tests.support.simulation.trace import Happening, Trace
 from tests.support.simulation.troubles import Trouble
@@ -29,6 +31,7 @@ class SimulatedRun:
     trace: Trace
     num_good: int
     num_failed: int
+    num_early: int
     num_cells: int
     seconds: float
     """Of virtual time."""
@@ -96,11 +99,21 @@ def _watched(world: SimulatedWorld) -> Iterator[None]:
         log.setLevel(before[1])
 
 
+@contextmanager
+def _short_parts() -> Iterator[None]:
+    before = fetch_job.PART_TOKENS
+    fetch_job.PART_TOKENS = PART_TOKENS
+    try:
+        yield
+    finally:
+        fetch_job.PART_TOKENS = before
+
+
 def run(seed: int, num_requests: int, troubles: Collection[Trouble] | None = None) -> SimulatedRun:
     """Let a world live; ``troubles`` are drawn from the seed unless they are given."""
     wanted = None if troubles is None else frozenset(troubles)
     world = SimulatedWorld(seed, num_requests, wanted)
-    with _watched(world):
+    with _watched(world), _short_parts():
         world.run()
     laws = world.laws
     return SimulatedRun(
@@ -112,6 +125,7 @@ def run(seed: int, num_requests: int, troubles: Collection[Trouble] | None = Non
         world.trace,
         laws.num_good,
         laws.num_failed,
+        laws.num_early,
         laws.num_cells,
         world.timeline.now,
     )

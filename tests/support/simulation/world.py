@@ -7,11 +7,13 @@ from random import Random
 
 from kvferry.core.choices import Way
 from kvferry.runtime import FailureCode, Timing
+from kvferry.runtime.claims import ClaimEnd
 from kvferry.wire.secret import Secret, Trust
 from tests.support.simulation.boards import SimulatedBoards
-from tests.support.simulation.cells import MAX_TOKENS, MISFIT, WEIGHTS
+from tests.support.simulation.cells import MAX_TOKENS, MISFIT, WEIGHTS, Content
 from tests.support.simulation.engines import SimulatedDestination, SimulatedSource, Surroundings
 from tests.support.simulation.fabric import SimulatedFabric
+from tests.support.simulation.growing import SimulatedPrefill
 from tests.support.simulation.laws import Law, Laws, SimulatedLoad, SimulatedRequest
 from tests.support.simulation.network import Network, SimulatedChannel
 from tests.support.simulation.process import SimulatedHost, SimulatedProcess
@@ -39,6 +41,8 @@ SERVED_SECONDS = 4.0
 """How long a load between two healthy engines may take, whatever happens to others."""
 GIVEN_BACK_SECONDS = 2.0
 """How long a ticket may stay pinned between such engines that nobody needs any more; a lease lasts longer."""
+GROWING_SHARE = 0.25
+"""How many requests are offered while their prompts are computed."""
 TOPOLOGIES = (
     "tp=1,block=4,blocks=24",
     "tp=1,block=6,blocks=16,layout=NHD",
@@ -86,6 +90,7 @@ class SimulatedWorld:
         self._around = Surroundings(
             self.timeline, chance, self.trace, self.laws, self._network, self._fabric, TIMING, trust
         )
+        self._growing_chance = Random(f"{seed}/growing")
         self._requests: list[SimulatedRequest] = []
         self._is_calm = False
         self._start_engines()
@@ -193,6 +198,9 @@ class SimulatedWorld:
     # -- requests ----------------------------------------------------------------------------------
 
     def _request(self) -> None:
+        if self._growing_chance.random() < GROWING_SHARE:
+            self._request_growing()
+            return
         chance = self._requests_chance
         source, destination = chance.choice(self.sources), chance.choice(self.destinations)
         num_tokens, delay = chance.randint(2, MAX_TOKENS), chance.uniform(0.001, 0.05)
@@ -239,6 +247,88 @@ class SimulatedWorld:
             is_everywhere = chance.random() < 0.7
             abort = partial(destination.abort, load, is_everywhere=is_everywhere)
             self.timeline.after(chance.uniform(0.0, 1.5), abort)
+
+    def _request_growing(self) -> None:
+        """A router sends both legs at once: one engine computes a prompt, another one reads it meanwhile."""
+        chance = self._growing_chance
+        source, destination = chance.choice(self.sources), chance.choice(self.destinations)
+        content = Content(next(self._around.numbers), chance.randint(2, MAX_TOKENS))
+        both = (source.host, destination.host)
+        is_plain = all(host.is_healthy for host in both) and not self.has(Trouble.LIMITS)
+        is_plain = is_plain and chance.random() < 0.5
+        if not source.is_up:
+            return
+        prefill = SimulatedPrefill.drawn(
+            f"transfer-{content.number}",
+            content,
+            source.generation,
+            self.timeline.now,
+            chance,
+            is_plain=is_plain or not self.troubles,
+        )
+        self.timeline.after(chance.uniform(0.0, 0.5), partial(source.begin, prefill))
+        seek = partial(self._seek, source, destination, prefill, is_plain=is_plain)
+        self.timeline.after(chance.uniform(0.0, 1.0), seek)
+        if not is_plain and self.has(Trouble.SHARED_TICKETS) and chance.random() < 0.3:
+            other = chance.choice(self.destinations)
+            self.timeline.after(
+                chance.choice([0.0, 0.5, 3.0]), partial(self._seek, source, other, prefill, is_plain=False)
+            )
+
+    def _seek(
+        self,
+        source: SimulatedSource,
+        destination: SimulatedDestination,
+        prefill: SimulatedPrefill,
+        *,
+        is_plain: bool,
+    ) -> None:
+        ended = partial(self._found, source, destination, prefill, is_plain)
+        destination.seek(source.address, prefill.transfer, ended)
+        if is_plain:
+            self.timeline.after(SERVED_SECONDS, partial(self._check_found, prefill))
+
+    def _found(
+        self,
+        source: SimulatedSource,
+        destination: SimulatedDestination,
+        prefill: SimulatedPrefill,
+        is_plain: bool,
+        end: ClaimEnd,
+    ) -> None:
+        """A prefill can be read; or nothing comes of it, and whoever sought it computes the prompt."""
+        chance, ticket = self._growing_chance, end.ticket
+        prefill.was_sought = True
+        names = {(one.generation, one.ticket.ticket_id): one for one in prefill.requests}
+        request = names.get((ticket.generation, ticket.ticket_id)) if ticket else None
+        if ticket is None or request is None:
+            return
+        must_succeed = is_plain and not request.is_revoked
+        load = destination.load(request, ticket, is_held=chance.random() < 0.3, must_succeed=must_succeed)
+        if load is None:
+            return
+        load.after = partial(self._after_a_load, source, destination, prefill)
+        if is_plain:
+            self.timeline.after(SERVED_SECONDS + 3.0, partial(self._check_served, load))
+        elif self.has(Trouble.ABORTS) and chance.random() < 0.3:
+            self.timeline.after(chance.uniform(0.0, 1.5), partial(destination.abort, load))
+
+    def _after_a_load(
+        self,
+        source: SimulatedSource,
+        destination: SimulatedDestination,
+        prefill: SimulatedPrefill,
+        load: SimulatedLoad,
+    ) -> None:
+        """Whoever has failed may try again: a prefill that was preempted goes on under its name."""
+        is_failed = any(rank.report and rank.report.failure for rank in load.ranks)
+        if is_failed and load.reader == destination.reader and self._growing_chance.random() < 0.5:
+            self._seek(source, destination, prefill, is_plain=False)
+
+    def _check_found(self, prefill: SimulatedPrefill) -> None:
+        if not prefill.was_sought and prefill.is_over:
+            text = f"{prefill.transfer} was computed, and who sought it has not heard of it"
+            self.laws.broken(Law.LIVENESS, text)
 
     def _check_given_back(self, load: SimulatedLoad) -> None:
         outcomes = {rank.report.record.outcome for rank in load.ranks if rank.report is not None}

@@ -50,14 +50,7 @@ class Pair:
         return replace(manifest, identity=NUMBERED_CELLS)
 
 
-OF_PROCESSES = Pair("kimi-linear-48b", "tp=4,block=512", "tp=2,block=960,layout=cross-layer")
-"""The default between processes."""
-IN_MEMORY = (
-    Pair("kimi-linear-48b", "tp=4,block=256", "tp=8,block=96,layout=cross-layer"),
-    Pair("deepseek-v3.2", "tp=3,block=64", "tp=5,block=128,layout=cross-layer"),
-    Pair("llama-3.1-70b", "tp=4,block=16,layout=HND", "tp=6,block=24,layout=NHD"),
-)
-"""The default in memory."""
+DEFAULT_PAIR = Pair("kimi-linear-48b", "tp=4,block=512", "tp=2,block=960,layout=cross-layer")
 
 
 def shortened(model: Model, num_layers: int) -> Model:
@@ -140,7 +133,7 @@ class BlockPool:
         for group in self._groups:
             ids = set(tables[group.name].block_ids.tolist()) if group.name in tables else set()
             if ids & self._free[group.pool]:
-                raise SpecError(f"blocks of group {group.name} are given back twice")
+                raise SpecError(f"blocks of group {group.name} are returned twice")
             self._free[group.pool] |= ids
 
 

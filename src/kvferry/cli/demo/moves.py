@@ -1,7 +1,6 @@
-"""The demonstrations: requests move in this process, or between engines of processes, and are checked.
+"""The demonstration: requests move between engines of processes, and are checked.
 
-Between processes requests go in waves: all of a wave are offered, fetched at once, and checked. The last
-request goes alone, several times, which gives the speeds.
+They go in waves: all of a wave are offered, fetched at once, and checked.
 """
 
 from __future__ import annotations
@@ -9,7 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from statistics import median
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 
 import kvferry
 from kvferry import BlockTable, KVFerryError, Manifest, Span, SpecError
@@ -17,18 +17,15 @@ from kvferry.cli.demo.engines import (
     BlockPool,
     DestinationProcess,
     Pair,
-    RankCells,
     Sample,
     SourceProcess,
     some_samples,
 )
-from kvferry.cli.demo.report import DemoResult, Speed
-from kvferry.cli.output import Step, num_bytes
+from kvferry.cli.output import Step, console, labelled, num_bytes, verdict, wrapped
 from kvferry.cli.processes import Worker, call_all, until
-from kvferry.core.sample import Placement, sample_request
 from kvferry.core.words import counted
 from kvferry.endpoint import SourceEngine
-from kvferry.pattern import KEPT
+from kvferry.pattern import KEPT, Checked
 from kvferry.runtime import Report, Timing
 from kvferry.transport.cuda import has_cuda
 from kvferry.transport.settings import CUDA_ENVIRONMENT
@@ -36,92 +33,8 @@ from kvferry.wire.ticket import Ticket
 
 MAX_MEMORY = 4 << 30
 """Bytes that the two engines may take together."""
-
-
-def _memory_bytes(*manifests: Manifest) -> int:
-    return sum(region.num_bytes for each in manifests for rank in each.ranks for region in rank.regions)
-
-
-def _check_memory(*manifests: Manifest) -> None:
-    total = _memory_bytes(*manifests)
-    if total > MAX_MEMORY:
-        raise SpecError(
-            f"the two engines would take {num_bytes(total)} of memory, more than {num_bytes(MAX_MEMORY)}:"
-            " fewer --tokens, --layers or ranks take less"
-        )
-
-
-def _routes(result: DemoResult, src: Manifest, dst: Manifest) -> list[kvferry.Route]:
-    """Plan for every destination rank, as the ranks themselves do."""
-    if found := kvferry.compare(src, dst):
-        raise kvferry.Refused(*found)
-    started = time.perf_counter()
-    routes = [kvferry.lower(kvferry.prove(kvferry.plan(src, dst, rank.rank))) for rank in dst.ranks]
-    result.plan_ms = 1e3 * (time.perf_counter() - started)
-    return routes
-
-
-def _src_names(plan: kvferry.Plan) -> dict[str, str]:
-    return {state: plan.src_name(state) for state in plan.states}
-
-
-# -- in memory -------------------------------------------------------------------------------------
-
-
-def demonstrate_in_memory(pair: Pair, num_requests: int, num_tokens: int, step: Step) -> DemoResult:
-    """Plan every destination rank once, then move and check each request."""
-    src, dst = (pair.manifest(side, num_tokens, num_requests=2) for side in ("src", "dst"))
-    _check_memory(src, dst)
-    result = DemoResult(pair.model, pair.src, pair.dst)
-    routes = _routes(result, src, dst)
-    for number, sample in enumerate(some_samples(dst, num_requests, num_tokens)):
-        placement = Placement.CONSECUTIVE if number % 2 else Placement.SCATTERED
-        request = sample_request(src, dst, sample.num_tokens, num_kept=sample.num_kept, placement=placement)
-        sources = {rank.rank: RankCells(src, rank.rank) for rank in src.ranks}
-        for source in sources.values():
-            source.fill_all(request.src, sample.num_tokens)
-        for route in routes:
-            cells = RankCells(dst, route.plan.dst_rank)
-            cells.fill(request.dst, request.kept, KEPT)
-            _move(result, route, request, sources, cells)
-            names = _src_names(route.plan)
-            result.count(sample, "", cells.rank, cells.check(request.dst, request.need, names))
-            kept = cells.check(request.dst, request.kept, {name: name for name in names}, KEPT)
-            result.count(sample, "kept ", cells.rank, kept)
-        result.num_requests += 1
-        step("")
-    return result
-
-
-def _move(
-    result: DemoResult,
-    route: kvferry.Route,
-    request: kvferry.Request,
-    sources: Mapping[int, RankCells],
-    cells: RankCells,
-) -> None:
-    started = time.perf_counter()
-    selection = kvferry.select(route, request)
-    selected = time.perf_counter()
-    dst = cells.memory
-    for src_rank, runs in selection.reads.items():
-        src = sources[src_rank].memory
-        for src_region, src_start, dst_region, dst_start, length in runs:
-            dst.read(dst_start, length, dst_region)[:] = src.read(src_start, length, src_region)
-    for _, _, region, start, length in selection.zeros:
-        dst.clear(start, length, region)
-    result.select_ms += 1e3 * (selected - started)
-    result.copy_ms += 1e3 * (time.perf_counter() - selected)
-    result.num_runs += selection.num_runs
-    result.total_bytes += selection.total_bytes
-
-
-# -- between processes -----------------------------------------------------------------------------
-
 WAVE = 3
 """Requests that are fetched together."""
-TURNS = 7
-"""How often the last request is moved; speeds are medians."""
 SETTLED_SECONDS = 10.0
 """How long leases and releases may take to settle when all is done."""
 MAX_PROCESSES = 64
@@ -130,28 +43,106 @@ DEMO_TIMING = Timing(lease=30, meet=20, read=60, retry=0.2)
 LEASES = "leases outstanding"
 
 
-def demonstrate_between_processes(
-    pair: Pair, num_requests: int, num_tokens: int | None, device: str, step: Step
-) -> DemoResult:
+class Verdict(StrEnum):
+    """How a demonstration ended, the worst first."""
+
+    WRONG = "wrong"
+    """A cell does not hold what it should."""
+    FAILED = "failed"
+    """A request was reported as failed, or an engine did not do its part."""
+    LEAKED = "leaked"
+    """A lease, a read or a block was left behind."""
+    VERIFIED = "verified"
+
+
+@dataclass
+class DemoResult:
+    """What was moved between two engines, and what was found there: the keys of ``--json``."""
+
+    model: str
+    src: str
+    dst: str
+    device: str = "cpu"
+    num_processes: int = 0
+    ways: list[str] = field(default_factory=list)
+    """By which ways the first request was read."""
+    num_requests: int = 0
+    total_bytes: int = 0
+    num_runs: int = 0
+    num_cells: int = 0
+    """Cells verified in the destination, by name."""
+    num_wrong: int = 0
+    first_wrong: str = ""
+    failures: list[str] = field(default_factory=list)
+    """Requests that were reported as failed, or what ended the demonstration."""
+    leaks: list[str] = field(default_factory=list)
+    """Leases, reads and blocks that did not come back."""
+
+    @property
+    def verdict(self) -> Verdict:
+        if self.num_wrong:
+            return Verdict.WRONG
+        return Verdict.FAILED if self.failures else Verdict.LEAKED if self.leaks else Verdict.VERIFIED
+
+    def count(self, sample: Sample, what: str, dst_rank: int, checked: Checked) -> None:
+        """Add what was found at a destination rank; ``what`` says of which cells."""
+        self.num_cells += checked.num_cells
+        self.num_wrong += checked.num_wrong
+        if checked.first and not self.first_wrong:
+            place = f"{self.model}, {sample.request_id}: dst rank {dst_rank}"
+            self.first_wrong = f"{place}: {what}{checked.first}"
+
+    def as_object(self) -> dict[str, object]:
+        return {"verdict": self.verdict.value, **asdict(self)}
+
+
+def show(result: DemoResult) -> None:
+    out = console()
+    ways = " and ".join(result.ways) or "no"
+    rows = [
+        ("model", result.model),
+        ("from", result.src),
+        ("to", result.dst),
+        ("by", f"{ways} reads of {result.device} memory, {result.num_processes} processes"),
+        ("moved", f"{num_bytes(result.total_bytes)} in {result.num_runs:,} runs"),
+    ]
+    labelled(out, rows)
+    out.print()
+    requests = counted(result.num_requests, "request")
+    summary = f"{result.num_cells:,} cells of {requests}, {result.num_wrong} wrong"
+    if result.verdict is Verdict.VERIFIED:
+        out.print(f"verified: {summary}; nothing left over", style="bold green")
+        return
+    verdict(out, result.verdict.upper(), summary)
+    first = [f"first: {result.first_wrong}"] if result.first_wrong else []
+    wrapped(out, [*first, *result.failures, *result.leaks])
+
+
+def demonstrate(pair: Pair, num_requests: int, num_tokens: int | None, device: str, step: Step) -> DemoResult:
     src, dst, num_tokens = _engines(pair, num_requests, num_tokens)
     if device == "cuda" and not has_cuda():
-        raise SpecError("--device cuda: this machine has no CUDA driver, or no device that it can use")
+        raise SpecError("--device cuda: this machine has no CUDA driver, or no usable device")
     result = DemoResult(pair.model, pair.src, pair.dst, device=device)
-    names: dict[str, str] = {}
-    for route in _routes(result, src, dst):  # a refusal starts no process
-        names |= _src_names(route.plan)
+    names = _src_names(src, dst)  # a refusal starts no process
     samples = some_samples(dst, num_requests, num_tokens)
     with closing(DemoTransfers(result, src, dst, names, step)) as transfers:
         try:
             transfers.wait_ready()
             step("moving and checking")
-            for first in range(0, len(samples) - 1, WAVE):
-                transfers.move(samples[:-1][first : first + WAVE])
-            transfers.measure(samples[-1])
+            for first in range(0, len(samples), WAVE):
+                transfers.move(samples[first : first + WAVE])
             transfers.settle()
         except KVFerryError as error:
             result.failures.append(str(error))
     return result
+
+
+def _src_names(src: Manifest, dst: Manifest) -> dict[str, str]:
+    """The source's name of each state; raises Refused where the two engines do not fit."""
+    if found := kvferry.compare(src, dst):
+        raise kvferry.Refused(*found)
+    routes = [kvferry.lower(kvferry.prove(kvferry.plan(src, dst, rank.rank))) for rank in dst.ranks]
+    return {state: route.plan.src_name(state) for route in routes for state in route.plan.states}
 
 
 def _engines(pair: Pair, num_requests: int, tokens: int | None) -> tuple[Manifest, Manifest, int]:
@@ -163,15 +154,23 @@ def _engines(pair: Pair, num_requests: int, tokens: int | None) -> tuple[Manifes
         if tokens is not None or num_tokens == 1 or _memory_bytes(src, dst) <= MAX_MEMORY:
             break
         num_tokens //= 2  # the default is too long for this model
-    _check_memory(src, dst)
+    if (total := _memory_bytes(src, dst)) > MAX_MEMORY:
+        raise SpecError(
+            f"the two engines would take {num_bytes(total)} of memory, more than {num_bytes(MAX_MEMORY)}:"
+            " reduce --tokens, --layers or ranks"
+        )
     if len(src.ranks) + len(dst.ranks) >= MAX_PROCESSES:
-        raise SpecError(f"each rank is a process; at most {MAX_PROCESSES} are started")
+        raise SpecError(f"each rank is a process; the limit is {MAX_PROCESSES}")
     for manifest in (src, dst):
         pool, number = BlockPool(manifest), room[manifest.engine]
         if not all(pool.take(num_tokens) for _ in range(number)):
             wanted = f"room for {counted(number, 'request')} of {num_tokens} tokens"
-            raise SpecError(f"--{manifest.engine}: the pool has no {wanted}: blocks=N makes it larger")
+            raise SpecError(f"--{manifest.engine}: the pool has no {wanted}: set blocks=N")
     return src, dst, num_tokens
+
+
+def _memory_bytes(*manifests: Manifest) -> int:
+    return sum(region.num_bytes for each in manifests for rank in each.ranks for region in rank.regions)
 
 
 class DemoTransfers:
@@ -206,30 +205,18 @@ class DemoTransfers:
     def move(self, wave: Sequence[Sample]) -> None:
         """Fetch all requests of a wave at once, and check each of them."""
         requests = [self._prepared(sample) for sample in wave]
-        self._out |= {sample.request_id: request.src for sample, request in zip(wave, requests, strict=True)}
-        handles = [
-            self._started(sample.request_id, sample, request)
-            for sample, request in zip(wave, requests, strict=True)
-        ]
+        handles = []
+        for sample, request in zip(wave, requests, strict=True):
+            self._out[sample.request_id] = request.src
+            ticket = self.offer(sample.request_id, request.src, sample.num_tokens)
+            arguments = (ticket, request.dst, request.need)
+            handles.append(call_all(self._destinations, "fetch", *arguments, kept=request.kept))
         for sample, request, reports in zip(wave, requests, self._reports(handles), strict=True):
-            if self._are_good(sample, reports):
+            failed = [(rank, report.failure) for rank, report in enumerate(reports) if report.failure]
+            self._result.failures += [f"{sample.request_id}: dst rank {rank}: {why}" for rank, why in failed]
+            if not failed:
                 self._check(sample, request)
             self._finish(request, reports)
-
-    def measure(self, sample: Sample) -> None:
-        """Move one request several times, always from and to the same blocks."""
-        request = self._prepared(sample)
-        turns: list[list[Report]] = []
-        while len(turns) <= TURNS:
-            handles = self._started(f"{sample.request_id}, turn {len(turns)}", sample, request)
-            turns += self._reports([handles])
-            if not self._are_good(sample, turns[-1]):
-                break
-        else:
-            self._check(sample, request)
-            self._result.speeds = [_speed(rank, turns[1:]) for rank in range(len(turns[0]))]
-        self._src_pool.give_back(request.src)
-        self._finish(request, turns[0])
 
     def _prepared(self, sample: Sample) -> kvferry.Request:
         """Take blocks; write the request at the source, and the prefix that the destination has already."""
@@ -262,11 +249,6 @@ class DemoTransfers:
     def offer(self, request_id: str, tables: Mapping[str, BlockTable], num_tokens: int) -> Ticket:
         return self._engine.offer(request_id, tables, num_tokens)
 
-    def _started(self, request_id: str, sample: Sample, request: kvferry.Request) -> list[int]:
-        """Offer a request and start to fetch it; a handle of each rank."""
-        ticket = self.offer(request_id, request.src, sample.num_tokens)
-        return call_all(self._destinations, "fetch", ticket, request.dst, request.need, kept=request.kept)
-
     def _reports(self, handles: Sequence[Sequence[int]]) -> list[list[Report]]:
         """Wait for requests, given by a handle of each rank; their reports in the same order."""
         found: dict[tuple[int, int], Report] = {}
@@ -278,12 +260,6 @@ class DemoTransfers:
 
         until(are_in, "every rank of the destination reports its loads", DEMO_TIMING.read)
         return [[found[key] for key in enumerate(some)] for some in handles]
-
-    def _are_good(self, sample: Sample, reports: Sequence[Report]) -> bool:
-        """Whether no rank reported a failure; failures are noted."""
-        failed = [(rank, report.failure) for rank, report in enumerate(reports) if report.failure]
-        self._result.failures += [f"{sample.request_id}: dst rank {rank}: {why}" for rank, why in failed]
-        return not failed
 
     def _check(self, sample: Sample, request: kvferry.Request) -> None:
         """Every needed cell, and every cell that was there already, by name, on every rank."""
@@ -304,7 +280,6 @@ class DemoTransfers:
         result.total_bytes += sum(record.num_bytes for record in records)
         result.num_runs += sum(record.num_runs for record in records)
         if result.num_requests == 1:
-            result.meet_ms = max(1e3 * record.meet_seconds for record in records)
             result.ways = sorted({record.way for record in records})
         self._step("")
 
@@ -313,7 +288,6 @@ class DemoTransfers:
         deadline = time.monotonic() + SETTLED_SECONDS
         while any((left := self._left()).values()) and time.monotonic() < deadline:
             time.sleep(0.05)
-        self._result.num_leases = left[LEASES]
         self._result.leaks = [f"{count} {what}" for what, count in left.items() if count]
 
     def _left(self) -> dict[str, int]:
@@ -322,9 +296,9 @@ class DemoTransfers:
         are_alive = all(rank.is_alive for rank in self.sources)
         left = {
             LEASES: status["offered"] + status["being_read"],
-            "source blocks not given back": self._src_pool.num_missing,
+            "source blocks not returned": self._src_pool.num_missing,
             "releases not confirmed by every rank": status["unheard"] if are_alive else 0,
-            "destination blocks not given back": self._dst_pool.num_missing,
+            "destination blocks not returned": self._dst_pool.num_missing,
         }
         for rank in self._destinations:
             shown = rank.call("status")
@@ -337,9 +311,3 @@ class DemoTransfers:
         for rank in (*self.sources, *self._destinations):
             rank.close()
         self._engine.close()
-
-
-def _speed(rank: int, turns: Sequence[Sequence[Report]]) -> Speed:
-    record = turns[0][rank].record
-    move_ms = 1e3 * median(reports[rank].record.move_seconds for reports in turns)
-    return Speed(rank, record.num_bytes, record.num_runs, record.num_sources, move_ms)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -16,10 +15,10 @@ from kvferry.errors import SpecError
 
 HELP = "\n\n".join(
     (
-        "Find out whether this machine is ready to move caches, how fast it is, and what to change.",
-        "Looks at versions, drivers, limits, settings and the secret. Then two processes are started, and"
-        " one really reads the other's memory, of the host and of the first GPU if there is one: by which"
-        " way, carried by what, how fast against a plain copy, and how long each of many short runs takes."
+        "Check whether this host is ready for transfers, measure it, and name what to change.",
+        "Looks at versions, drivers, limits, settings and the secret. Then one process reads the memory of"
+        " another, of the host and of the first GPU if there is one: by which"
+        " way, how fast against a plain copy, and how long each of many short runs takes."
         " Every cell is checked. Each finding says what was seen, why it matters, and what to do. It takes"
         " some seconds.",
         "Run it in the environment of the engine: the same container, user and variables. What engines do"
@@ -30,7 +29,7 @@ HELP = "\n\n".join(
                 "Between two hosts, with the same secret on both:",
                 "  on one    kvferry doctor --listen 10.0.0.7:7777",
                 "  on other  kvferry doctor --peer 10.0.0.7:7777",
-                "The one with --peer reads, as a decoding engine would.",
+                "The side with --peer reads, as a decode engine does.",
             )
         ),
         examples(
@@ -38,11 +37,9 @@ HELP = "\n\n".join(
             "kvferry doctor --json > doctor.json",
             "kvferry doctor --save here.json",
             "kvferry plan --model qwen3-32b --src tp=8 --dst tp=4 --link here.json",
-            "kvferry doctor --profile here.json",
             "KVFERRY_SECRET_FILE=/run/secrets/kvferry kvferry doctor --peer 10.0.0.7:7777",
         ),
-        "Exit codes: 0 nothing found that stops work; 1 a finding of the level problem; 2 bad usage or"
-        " input.",
+        "Exit codes: 0 no problem found; 1 a finding of the level problem; 2 bad usage or input.",
     )
 )
 
@@ -52,19 +49,23 @@ def doctor(
         list[str] | None,
         typer.Option(
             metavar="host|cuda:N",
-            help="Which memory to read.",
-            show_default="host, and cuda:0 if it is there",
+            help="Memory to read.",
+            show_default="host, and cuda:0 if available",
         ),
     ] = None,
     listen: Annotated[
         str,
         typer.Option(
-            metavar="HOST:PORT", help="Serve memory to a doctor elsewhere, until Ctrl-C.", show_default=False
+            metavar="HOST:PORT",
+            help="Serve memory to the doctor of another host, until Ctrl-C.",
+            show_default=False,
         ),
     ] = "",
     peer: Annotated[
         str,
-        typer.Option(metavar="HOST:PORT", help="Read from a doctor that listens there.", show_default=False),
+        typer.Option(
+            metavar="HOST:PORT", help="Read from the doctor that listens at this address.", show_default=False
+        ),
     ] = "",
     save: Annotated[
         Path | None,
@@ -72,30 +73,26 @@ def doctor(
             metavar="FILE.json", help="Write a profile for `kvferry plan --link`.", show_default=False
         ),
     ] = None,
-    profile: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.json", help="Is a profile of before still true?", show_default=False),
-    ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Is this machine ready to move caches? What to change?"""
+    """Check whether this host is ready for transfers."""
     from kvferry.cli.doctor.checks import diagnose
-    from kvferry.cli.doctor.examine import asked_memories, examine, serve
-    from kvferry.cli.doctor.report import compared_profile, is_ready, profile_document, report_object, show
+    from kvferry.cli.doctor.examine import examine
+    from kvferry.cli.doctor.peer import serve
+    from kvferry.cli.doctor.report import busy_words, is_ready, profile_document, report_object, show
+    from kvferry.cli.machine import asked_memories
 
-    if listen and (peer or save or profile or as_json):
-        raise SpecError(
-            "--listen serves, and finds nothing out: give the other options to the doctor with --peer"
-        )
-    for path in (save, profile):
-        _check_file(path)
+    if listen and (peer or save or as_json):
+        raise SpecError("--listen only serves memory: give --peer, --save and --json to the other doctor")
+    if save and save.suffix != ".json":
+        raise SpecError(f"--save {save}: the file name must end in .json")
+    if save and not save.absolute().parent.is_dir():
+        raise SpecError(f"{save}: there is no folder {save.parent}")
     memories = asked_memories(memory or ())
     if listen:
         serve(listen, memories, _say)
         return
     observed = examine(memories, peer, _progress)
-    if profile:
-        observed = replace(observed, profile=compared_profile(profile, observed))
     found = diagnose(observed)
     if as_json:
         print(json.dumps(report_object(observed, found), ensure_ascii=False))
@@ -103,20 +100,12 @@ def doctor(
         show(observed, found)
     if save and (document := profile_document(observed)):
         save.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        if busy := busy_words(observed):
+            _say(f"{busy}: the times in {save} may be too long. Measure again on an idle machine")
     elif save:
-        _say(f"no read came to a good end, so {save} is not written")
+        _say(f"no read succeeded; {save} is not written")
     if not is_ready(found):
         raise typer.Exit(1)
-
-
-def _check_file(path: Path | None) -> None:
-    """Before any work: a profile is a JSON file, in a folder that is there."""
-    if path is None:
-        return
-    if path.suffix != ".json":
-        raise SpecError(f"{path}: a profile's name ends in .json")
-    if not path.absolute().parent.is_dir():
-        raise SpecError(f"{path}: there is no folder {path.parent}")
 
 
 def _say(text: str) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
 
-from kvferry.cli.doctor.seen import HOST, Condition, Diagnosis, Level, Observed, ReadsSeen
-from kvferry.cli.output import gigabytes_per_second, num_bytes
+from kvferry.cli.doctor.examine import Observed
+from kvferry.cli.output import num_bytes
+from kvferry.cli.reads import HOST, ReadsSeen
 from kvferry.core.choices import Way
 from kvferry.integrations.supported import TESTED_VLLM, Standing, standing_of, supported_text
 from kvferry.transport.settings import (
     EXPOSE_SETTING,
-    UCX_GET_ZCOPY,
     UCX_TRANSPORTS,
     WAY_SETTING,
     Expose,
@@ -22,9 +24,32 @@ from kvferry.transport.settings import (
 NIXL_MAJOR, NIXL_MINOR = 1, 5
 """From this version of NIXL on, up to the next major one (pyproject.toml says the same to pip)."""
 COMPARED = ("kvferry", "nixl", "nixl-cu12", "nixl-cu13", "vllm")
-SLOW = 1 / 16
-"""Of a plain copy's speed: direct reads of host memory that are slower than this indicate a fault."""
 USE_FABRIC = f"{EXPOSE_SETTING}={Expose.FABRIC.value}"
+
+
+class Level(StrEnum):
+    """How bad it is, the worst first."""
+
+    PROBLEM = "problem"
+    """Something does not work until it is changed."""
+    WARNING = "warning"
+    """It works, but slower, or less safely, than this machine could."""
+    NOTE = "note"
+    """It matters to some deployments only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    level: Level
+    name: str
+    """Stable; docs/doctor.md explains each."""
+    what: str
+    """What was seen."""
+    why: str
+    """Why it matters."""
+    cure: str
+    """What to do about it."""
+
 
 problem = partial(Diagnosis, Level.PROBLEM)
 warning = partial(Diagnosis, Level.WARNING)
@@ -48,35 +73,34 @@ def check_nixl(observed: Observed) -> Iterator[Diagnosis]:
     error, version = software.nixl_error, software.versions.get("nixl", "")
     if wanted := re.search(r"detected CUDA (\d+) but (\S+) is not installed", error):
         yield problem(
-            Condition.WRONG_WHEEL,
-            f"NIXL found CUDA {wanted[1]} here (it asks torch first), and {wanted[2]} is not installed.",
+            "wrong-wheel",
+            f"NIXL found CUDA {wanted[1]} (it asks torch first), but {wanted[2]} is not installed.",
             f"NIXL does not start, and {USE_FABRIC} needs it.",
             f"pip install --no-deps {wanted[2]}{f'=={version}' if version else ''}.",
         )
     elif error:
         yield problem(
-            Condition.NO_NIXL,
+            "no-nixl",
             f"NIXL cannot be imported: {error}.",
             f"{USE_FABRIC} needs it; without that setting NIXL is not used.",
-            'pip install "kvferry[nixl]"; or, without the CUDA build of torch that its wheels ask for:'
+            'pip install ".[nixl]" in a clone of kvferry; or, without the torch for CUDA that it asks for:'
             " pip install --no-deps nixl nixl-cu12.",
         )
     wheel = re.fullmatch(r"nixl_cu(\d+)", software.wheel)
     if wheel and driver and int(wheel[1]) > int(driver.partition(".")[0]):
         yield warning(
-            Condition.WRONG_WHEEL,
-            f"NIXL runs from {software.wheel}, and the driver serves CUDA {driver} at most.",
-            "UCX may not load its parts for CUDA: device memory then cannot be read, or is read over TCP.",
+            "wrong-wheel",
+            f"NIXL runs from {software.wheel}; the driver supports CUDA {driver} at most.",
+            "UCX may not load its CUDA modules: device memory then cannot be read directly.",
             f"Update the driver, or: pip uninstall nixl-cu{wheel[1]}; pip install --no-deps"
             f" nixl-cu{int(wheel[1]) - 1}.",
         )
     if software.wheel and "UCX" not in software.plugins:
         yield problem(
-            Condition.NO_UCX,
-            f"NIXL has no plugin UCX (found: {', '.join(software.plugins) or 'none'}).",
-            "kvferry reads by UCX.",
-            "Unset NIXL_PLUGIN_DIR, or let it name the folder with libplugin_UCX.so; else install NIXL"
-            " again.",
+            "no-ucx",
+            f"NIXL has no UCX plugin (found: {', '.join(software.plugins) or 'none'}).",
+            "kvferry uses NIXL's UCX plugin.",
+            "Unset NIXL_PLUGIN_DIR, or set it to the folder of libplugin_UCX.so; else reinstall NIXL.",
         )
 
 
@@ -89,17 +113,17 @@ def check_nixl_version(observed: Observed) -> Iterator[Diagnosis]:
     if nixl and not _is_known_nixl(nixl):
         wanted = f"{NIXL_MAJOR}.{NIXL_MINOR}"
         yield warning(
-            Condition.NIXL_VERSION,
-            f"This is NIXL {nixl}.",
-            f"kvferry is tested with NIXL {wanted} and later, below {NIXL_MAJOR + 1}, and with no other.",
+            "nixl-version",
+            f"NIXL {nixl} is installed.",
+            f"kvferry is tested with NIXL {wanted} and later, below {NIXL_MAJOR + 1}.",
             f'pip install --no-deps "nixl>={wanted},<{NIXL_MAJOR + 1}", and its wheel (nixl-cu12 or'
             " nixl-cu13) of the same version.",
         )
     if nixl and wheel and nixl != wheel:
         yield warning(
-            Condition.NIXL_VERSION,
-            f"nixl is of version {nixl}, and {name}, which does the work, of version {wheel}.",
-            "Two versions that were never tried together may fail in any way.",
+            "nixl-version",
+            f"nixl has version {nixl}, but its wheel {name} has version {wheel}.",
+            "This combination is untested.",
             f"pip install --no-deps nixl=={wheel} {name}=={wheel}.",
         )
 
@@ -121,15 +145,15 @@ def check_vllm(observed: Observed) -> Iterator[Diagnosis]:
     standing = standing_of(version) if version else Standing.TESTED
     if standing is Standing.NEWER:
         yield warning(
-            Condition.VLLM_VERSION,
+            "vllm-version",
             f"vLLM {version} is newer than the versions that were tested: {supported_text()}.",
-            "The connector compares vLLM's hooks and cache layouts with what it expects when it starts."
-            " Layers that it cannot check are only exchanged between engines that are set up alike.",
-            "Read the connector's log lines at start, or take a kvferry that was tested with this version.",
+            "At start, the connector compares vLLM's hooks and cache layouts with the expected ones."
+            " Layers that it cannot check are exchanged between identically configured engines only.",
+            "Read the connector's log lines at start, or use a kvferry that was tested with this version.",
         )
     if standing is Standing.OLDER:
         yield problem(
-            Condition.VLLM_VERSION,
+            "vllm-version",
             f"vLLM {version} is older than the versions that were tested: {supported_text()}.",
             "It lacks hooks or fields that the connector uses; the connector names them, and does not start.",
             f'pip install "vllm>={TESTED_VLLM[0]}".',
@@ -146,27 +170,27 @@ def check_peer(observed: Observed) -> Iterator[Diagnosis]:
         return
     if peer.tcp_error:
         yield problem(
-            Condition.UNREACHABLE,
+            "unreachable",
             f"{peer.address} cannot be reached: {peer.tcp_error}.",
-            "Engines find each other by the control channel; without it nothing is read.",
+            "Engines connect over this control channel.",
             "Start `kvferry doctor --listen ADDRESS` there first. If it runs, check the address and the port,"
-            " the route, and that no firewall or network policy stops TCP to that port.",
+            " the route, and that no firewall or network policy blocks TCP to that port.",
         )
     elif not peer.is_connected:
-        secret = f"our secret has the fingerprint {ours}" if ours else "we have no secret"
+        secret = f"the secret here has the fingerprint {ours}" if ours else "no secret is set here"
         yield problem(
-            Condition.WRONG_SECRET,
-            f"A process listens at {peer.address}, and does not accept our connection: {secret}.",
-            "Engines talk only if both know one secret, or neither has one.",
+            "wrong-secret",
+            f"A process listens at {peer.address}, but rejects our connection: {secret}.",
+            "Two engines connect only if they have the same secret, or if neither has one.",
             "Compare the fingerprints: `kvferry doctor --listen` prints its own when it starts. If they"
             " differ, give both hosts the same file (KVFERRY_SECRET_FILE). If they are equal, something else"
             " listens at that port.",
         )
     elif peer.theirs is None:
         yield problem(
-            Condition.NO_DOCTOR,
-            f"{peer.address} accepted our secret, and gave no answer that we know: {peer.answer_error}.",
-            "Without its help no read between the two hosts can be tried.",
+            "no-doctor",
+            f"{peer.address} accepted the connection, but did not answer as a doctor: {peer.answer_error}.",
+            "Reads between the two hosts cannot be tested.",
             "Start `kvferry doctor --listen` there, of the same version of kvferry: an engine at that port"
             " does not answer.",
         )
@@ -178,9 +202,9 @@ def check_peer(observed: Observed) -> Iterator[Diagnosis]:
         if here != there:
             unlike = (f"{n} {here[n]} here and {there[n]} there" for n in COMPARED if here[n] != there[n])
             yield note(
-                Condition.OTHER_VERSIONS,
+                "other-versions",
                 f"The two hosts differ: {'; '.join(unlike)}.",
-                "Only neighbouring versions are tested with each other.",
+                "Only neighbouring versions are tested together.",
                 "Install the same versions on both hosts, at least of kvferry and nixl.",
             )
 
@@ -199,24 +223,23 @@ def check_any_reads(reads: ReadsSeen, observed: Observed) -> Iterator[Diagnosis]
     """Whether all bytes arrived, and by the network that is there for it."""
     title, cards = reads.memory.capitalize(), ", ".join(observed.limits.rdma_devices)
     if reads.wrong:
-        carrier = reads.carrier or "NIXL"
         yield problem(
-            Condition.WRONG_BYTES,
-            f"A read of {reads.memory} memory by {carrier} brought wrong bytes: {reads.wrong}.",
-            "Caches that are read this way are garbage.",
+            "wrong-bytes",
+            f"A read of {reads.memory} memory ({reads.way}) returned wrong bytes: {reads.wrong}.",
+            "Caches read this way are corrupt.",
             "Do not use this link. Report it, with the output of `kvferry doctor --json`.",
         )
     if reads.error:
         yield problem(
-            Condition.READ_FAILED,
+            "read-failed",
             f"{title} memory of another process could not be read: {reads.error}.",
-            "No cache can be moved this way.",
+            "Caches cannot be transferred this way.",
             _failure_cure(reads, observed),
         )
     if reads.way is Way.PACKED and cards and not observed.is_one_machine:
         yield note(
-            Condition.TCP_FALLBACK,
-            f"{title} memory is sent over TCP, and the machine has {cards}.",
+            "tcp-fallback",
+            f"{title} memory is sent over TCP, although the host has {cards}.",
             "RDMA needs no processor time of the source.",
             _rdma_cure(observed),
         )
@@ -230,8 +253,8 @@ def _failure_cure(reads: ReadsSeen, observed: Observed) -> str:
         )
     if not observed.is_one_machine:
         return (
-            "The control channel works. The source's rank listens at two more ports, which the kernel"
-            " chooses: let the firewall pass TCP between the two hosts."
+            "The control channel works. The source rank listens on two more ports, which the kernel"
+            " chooses: allow TCP between the two hosts in the firewall."
         )
     return "Check the KVFERRY_ and UCX_ variables of this environment; KVFERRY_DEBUG=1 shows more."
 
@@ -239,38 +262,27 @@ def _failure_cure(reads: ReadsSeen, observed: Observed) -> str:
 def _rdma_cure(observed: Observed) -> str:
     if not observed.uses_fabric:
         return (
-            f"{USE_FABRIC} on both hosts lets NIXL read over RDMA. That is untested, and opens all memory to"
-            " that network: read docs/security.md first."
+            f"{USE_FABRIC} on both hosts enables RDMA reads. This is untested, and exposes all cache memory"
+            " to that network: read docs/security.md first."
         )
     asked = observed.settings.get(UCX_TRANSPORTS, "")
     return (f"{UCX_TRANSPORTS}={asked}: unset it, or add ib to it. " if asked else "") + (
         f"Set {USE_FABRIC} on both hosts. Check that the card's port is up (ibv_devinfo: PORT_ACTIVE), and"
-        " that it leads to the other host."
+        " that it is connected to the other host."
     )
 
 
 def check_host_reads(reads: ReadsSeen, observed: Observed) -> Iterator[Diagnosis]:
-    """Whether processes of one machine read each other's host memory directly, and how fast."""
-    is_direct = reads.way is Way.DIRECT
-    needs_cma = observed.uses_fabric and observed.is_one_machine and not is_direct
+    """Whether processes of one machine read each other's host memory directly, if they should."""
+    needs_cma = observed.uses_fabric and observed.is_one_machine and reads.way is not Way.DIRECT
     has_other_pids = observed.peer is not None and not observed.peer.shares_pids
     if needs_cma and (reads.cma_error or has_other_pids):
         cause, cure = _cma_cause(reads.cma_error, observed)
         yield warning(
-            Condition.NO_CMA,
+            "no-cma",
             f"Two processes of this machine cannot read each other's memory (process_vm_readv): {cause}.",
-            "It is the only way to read host memory of another process without its help.",
+            "Direct reads of host memory need it; packed reads are used instead.",
             cure,
-        )
-    speed, copy_speed = reads.bytes_per_second, reads.copy_bytes_per_second
-    if is_direct and reads.carrier.startswith("cma") and 0 < speed < SLOW * copy_speed:
-        ours, plain = gigabytes_per_second(speed / 1e9), gigabytes_per_second(copy_speed / 1e9)
-        yield warning(
-            Condition.SLOW_READS,
-            f"Host memory is read by {reads.carrier} at {ours}, and copied within one process at {plain}.",
-            "The kernel copies once for such a read: a third of a plain copy's speed is usual.",
-            "The machine may be busy: try again when it is idle. On machines of several sockets keep both"
-            " engines on one (numactl --cpunodebind).",
         )
 
 
@@ -295,8 +307,8 @@ def _cma_cause(error: str, observed: Observed) -> tuple[str, str]:
         )
     if limits.is_filtered:
         return (
-            f"{error}; a seccomp filter looks at the system calls of this process",
-            "Let the filter pass process_vm_readv: docker --cap-add=SYS_PTRACE, or --security-opt"
+            f"{error}; a seccomp filter restricts the system calls of this process",
+            "Allow process_vm_readv: docker --cap-add=SYS_PTRACE, or --security-opt"
             " seccomp=unconfined; Kubernetes capabilities SYS_PTRACE, or seccompProfile Unconfined.",
         )
     return (
@@ -313,10 +325,10 @@ def check_device_reads(reads: ReadsSeen, observed: Observed) -> Iterator[Diagnos
     may_map = is_open and observed.is_one_machine and way in (WayChoice.AUTO.value, WayChoice.MAPPED.value)
     if may_map and reads.way not in (None, Way.MAPPED):
         yield warning(
-            Condition.NO_IPC,
+            "no-ipc",
             f"Memory of {reads.memory} in another process cannot be opened here:"
-            f" {reads.reason or 'the transport did not say why'}.",
-            "Mapped reads are the fastest; the source's rank now sends the bytes, or NIXL reads them.",
+            f" {reads.reason or 'unknown reason'}.",
+            "Mapped reads are the fastest mode; packed or direct reads are used instead.",
             "Run both processes on one host, with the same devices visible, in one IPC and PID namespace"
             " (docker: --ipc=host --pid=host), as one user. MIG slices and confidential computing do not"
             " support it.",
@@ -330,48 +342,31 @@ def check_settings(observed: Observed) -> Iterator[Diagnosis]:
     """Variables that kvferry rejects."""
     for error in observed.setting_errors:
         yield problem(
-            Condition.BAD_SETTING,
+            "bad-setting",
             f"{error[:1].upper()}{error[1:]}.",
-            "An engine with this environment refuses to start its transport.",
+            "An engine with this environment does not start.",
             "Correct or unset the variable.",
         )
 
 
 def check_gpus(observed: Observed) -> Iterator[Diagnosis]:
-    """Whether kvferry can use the GPUs, and variables that make reads of their memory slow or impossible."""
+    """Whether kvferry can use the GPUs, and NIXL with these variables."""
     gpus, settings = observed.gpus, observed.settings
     if gpus.names and gpus.why_not:
         yield problem(
-            Condition.NO_CUDA_BINDINGS,
-            f"The driver has {', '.join(gpus.names)}, and kvferry cannot use it: {gpus.why_not}.",
-            "Caches in device memory can neither be served nor read.",
-            'pip install "kvferry[cuda]".',
+            "no-cuda-bindings",
+            f"kvferry cannot use {', '.join(gpus.names)}: {gpus.why_not}.",
+            "Caches in device memory cannot be transferred.",
+            'pip install ".[cuda]" in a clone of kvferry.',
         )
-    zcopy, transports = settings.get(UCX_GET_ZCOPY, "y"), settings.get(UCX_TRANSPORTS, "")
-    if observed.uses_fabric and zcopy.lower() in ("n", "no", "0", "off"):
-        yield warning(
-            Condition.GET_ZCOPY_OFF,
-            f"{UCX_GET_ZCOPY} is {zcopy}.",
-            "Where the copy kernel cannot be used, UCX then reads device memory of this host over TCP: 0.5"
-            " GB/s instead of more than 1,000.",
-            f"Unset {UCX_GET_ZCOPY}: kvferry sets it to y by itself.",
-        )
+    transports = settings.get(UCX_TRANSPORTS, "")
     if observed.uses_fabric and gpus.names and not _takes_cuda(transports):
         yield problem(
-            Condition.NO_CUDA_COPY,
+            "no-cuda-copy",
             f"{UCX_TRANSPORTS} is {transports}, without cuda_copy, and there is a GPU.",
-            "NIXL then makes no agent, not even for host memory, and no engine starts.",
-            f"Unset {UCX_TRANSPORTS}, or have it name cuda_copy among what UCX may use.",
+            "NIXL then creates no agent, not even for host memory, and no engine starts.",
+            f"Unset {UCX_TRANSPORTS}, or add cuda_copy to it.",
         )
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        if "expandable_segments:true" in settings.get(name, "").lower().replace(" ", ""):
-            yield note(
-                Condition.VIRTUAL_MEMORY,
-                f"{name} asks for expandable segments: torch puts device memory together from pieces.",
-                "Other processes open such memory by file descriptors, which kvferry passes over a Unix"
-                " socket; NIXL and UCX cannot.",
-                "If reads of device memory turn out slow (no-ipc), leave expandable_segments out.",
-            )
 
 
 def _takes_cuda(transports: str) -> bool:
@@ -391,8 +386,8 @@ def check_rdma(observed: Observed) -> Iterator[Diagnosis]:
     uses_card = observed.uses_fabric and bool(limits.rdma_devices)
     if uses_card and not limits.may_open_rdma:
         yield warning(
-            Condition.NO_RDMA_ACCESS,
-            f"The machine has {', '.join(limits.rdma_devices)}, and this process may open none of"
+            "no-rdma-access",
+            f"The machine has {', '.join(limits.rdma_devices)}, but this process cannot open"
             " /dev/infiniband.",
             "Caches of other hosts are then sent over TCP.",
             "Give the container the devices (docker: --device=/dev/infiniband; Kubernetes: the RDMA device"
@@ -400,7 +395,7 @@ def check_rdma(observed: Observed) -> Iterator[Diagnosis]:
         )
     if limit is not None and not limits.may_lock_all and limit < limits.memory_bytes // 2:
         yield (problem if uses_card else note)(
-            Condition.LOW_MEMLOCK,
+            "low-memlock",
             f"This process may lock {num_bytes(limit)} of memory (ulimit -l), and the machine has"
             f" {num_bytes(limits.memory_bytes)}.",
             "An RDMA card locks all host memory that is registered with it: a cache of more than this limit"
@@ -415,36 +410,25 @@ def check_secret(observed: Observed) -> Iterator[Diagnosis]:
     secret = observed.secret
     if secret.error:
         yield problem(
-            Condition.BAD_SECRET,
+            "bad-secret",
             f"{secret.error[:1].upper()}{secret.error[1:]}.",
-            "An engine with this environment refuses to start.",
-            "kvferry keygen -o FILE makes a good one; give every engine the same file, by"
-            " KVFERRY_SECRET_FILE.",
+            "An engine with this environment does not start.",
+            "Create one with kvferry keygen -o FILE, and set KVFERRY_SECRET_FILE to that file on every"
+            " engine.",
         )
     elif not secret.origin:
         yield note(
-            Condition.NO_SECRET,
+            "no-secret",
             "No secret is set (KVFERRY_SECRET_FILE).",
-            "Engines without one serve their own host, over loopback, and nobody else.",
-            "For engines of several hosts: kvferry keygen -o FILE, the same file for every engine.",
+            "Without one, engines serve their own host only, over loopback.",
+            "For engines on several hosts: kvferry keygen -o FILE, the same file for every engine.",
         )
     if secret.is_open:
         yield warning(
-            Condition.OPEN_SECRET_FILE,
+            "open-secret-file",
             f"Every user of this host can read {secret.origin}.",
-            "Whoever has the secret can read every cache of the fleet, and write to it.",
+            "The secret gives read and write access to every cache of the fleet.",
             "chmod 600 it, and make a new secret if others use this host.",
-        )
-
-
-def check_profile(observed: Observed) -> Iterator[Diagnosis]:
-    profile = observed.profile
-    if profile is not None and (profile.error or profile.differences):
-        yield warning(
-            Condition.STALE_PROFILE,
-            f"{profile.path} does not fit this machine: {profile.error or '; '.join(profile.differences)}.",
-            "kvferry plan --link would tell times that reads here do not take.",
-            f"Measure again: kvferry doctor --save {profile.path}.",
         )
 
 
@@ -458,5 +442,4 @@ CHECKS: tuple[Callable[[Observed], Iterator[Diagnosis]], ...] = (
     check_gpus,
     check_rdma,
     check_secret,
-    check_profile,
 )

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from kvferry.cli.doctor.seen import Diagnosis, Level, ListenerSeen, Observed, ProfileSeen, ReadsSeen
-from kvferry.cli.link_profile import LinkProfile, Traffic, measured_links
+from kvferry.cli.doctor.checks import Diagnosis, Level
+from kvferry.cli.doctor.examine import Observed
+from kvferry.cli.doctor.sockets import ListenerSeen
 from kvferry.cli.output import (
     console,
     gigabytes_per_second,
@@ -25,33 +23,19 @@ from kvferry.cli.output import (
     wrapped,
 )
 from kvferry.core.words import counted
-from kvferry.errors import SpecError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-# -- profiles --------------------------------------------------------------------------------------
-
-
-FORMAT = 1
-"""The version of the document: a part of what ``kvferry bench --json`` writes."""
-FAR_OFF = 3.0
-"""A profile is stale if reads take so many times as long, or as short. Busy machines vary by less."""
-MACHINE = ("processor", "num_cores", "device")
-PACKAGES = ("kvferry", "nixl")
-
 
 def profile_document(observed: Observed) -> dict[str, Any]:
-    """The document; empty if no read succeeded."""
+    """What ``kvferry plan --link`` reads; empty if no read succeeded."""
     times = [
         {
             "medium": reads.memory,
-            "rival": reads.way,
             "way": reads.way,
-            "run_bytes": time.run_bytes,
             "num_runs": time.num_runs,
             "total_bytes": time.total_bytes,
-            "num_turns": len(time.seconds),
             "median_s": time.median_seconds,
         }
         for reads in observed.reads
@@ -59,45 +43,13 @@ def profile_document(observed: Observed) -> dict[str, Any]:
         for time in reads.times
     ]
     about = {"machine": dict(observed.machine), "versions": dict(observed.software.versions)}
-    return {"format": FORMAT, "made_by": "kvferry doctor", **about, "times": times} if times else {}
+    return {"made_by": "kvferry doctor", **about, "times": times} if times else {}
 
 
-def compared_profile(path: Path, observed: Observed) -> ProfileSeen:
-    try:
-        links = {link.name.rpartition("/")[2]: link for link in measured_links(path)}
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except SpecError as error:
-        return ProfileSeen(str(path), str(error).removeprefix(f"{path}: "))
-    found = (
-        *_unlike(document.get("machine"), observed.machine, MACHINE),
-        *_unlike(document.get("versions"), observed.software.versions, PACKAGES),
-        *(_unlike_reads(links.get(one.memory), one) for one in observed.reads if one.times),
-    )
-    return ProfileSeen(str(path), "", tuple(filter(None, found)))
-
-
-def _unlike(before: Any, now: Mapping[str, Any], names: Sequence[str]) -> Iterator[str]:
-    """Named values that have changed; values that were not written down are not compared."""
-    for name in names:
-        if isinstance(before, dict) and name in before and before[name] != now.get(name):
-            yield f"{name.replace('_', ' ')} was {before[name] or 'none'}, and is {now.get(name) or 'none'}"
-
-
-def _unlike_reads(link: LinkProfile | None, reads: ReadsSeen) -> str:
-    """How reads of one kind of memory have changed; empty if they have not."""
-    if link is None:
-        return f"it has no times of {reads.memory} memory"
-    if link.way is not reads.way:
-        return f"{reads.memory} memory was read {link.way}, and is read {reads.way}"
-    factor = median(
-        time.median_seconds / link.cost.of(Traffic(1, time.num_runs, time.total_bytes)).seconds
-        for time in reads.times
-    )
-    is_far_off = not 1 / FAR_OFF <= factor <= FAR_OFF
-    return f"reads of {reads.memory} memory take {factor:.2g} times as long as it says" if is_far_off else ""
-
-
-# -- for tools, and for people ---------------------------------------------------------------------
+def busy_words(observed: Observed) -> str:
+    """The load before the measurement; empty if at least half of the cores were idle."""
+    load, num_cores = observed.machine["load"], observed.machine["num_cores"]
+    return f"the load was {load:g} on {counted(num_cores, 'core')}" if load > num_cores / 2 else ""
 
 
 STYLES = {Level.PROBLEM: "bold red", Level.WARNING: "bold yellow", Level.NOTE: "bold"}
@@ -127,9 +79,9 @@ def report_object(observed: Observed, found: Sequence[Diagnosis]) -> dict[str, A
 
 def show(observed: Observed, found: Sequence[Diagnosis]) -> None:
     out = console()
-    word, style, rest = "READY", "bold green", "nothing found that stops work"
+    word, style, rest = "READY", "bold green", "no problem found"
     if not is_ready(found):
-        word, style, rest = "NOT READY", "bold red", "something found that stops work"
+        word, style, rest = "NOT READY", "bold red", "at least one problem found"
     out.print(Text.assemble((word, style), f"  {rest}"), soft_wrap=True)
     levels = [one.level for one in found]
     if found:
@@ -169,8 +121,8 @@ def _show_reads(out: Console, observed: Observed) -> None:
     if not observed.reads:
         return
     whom = f"of {observed.peer.address}" if observed.peer else "of another process"
-    out.print(f"Reads {whom}, each checked cell by cell", style="bold")
-    texts = ("memory", "way", "carried by")
+    out.print(f"Reads {whom}, every cell verified", style="bold")
+    texts = ("memory", "way")
     made = table(*texts, "speed", "a plain copy", "", "per run", left=texts)
     for reads in observed.reads:
         speed, copy_speed = reads.bytes_per_second, reads.copy_bytes_per_second
@@ -181,7 +133,7 @@ def _show_reads(out: Console, observed: Observed) -> None:
             microseconds(reads.seconds_per_run),
         )
         way = reads.way.value if reads.way else "none"
-        made.add_row(reads.memory, way, reads.carrier, *(cells if reads.times else ("-", "-", "", "-")))
+        made.add_row(reads.memory, way, *(cells if reads.times else ("-", "-", "", "-")))
     print_table(out, made)
     for most in {one.most_runs.num_runs: one.most_runs for one in observed.reads if one.most_runs}.values():
         wrapped(out, [f"per run: of {most.num_runs:,} scattered runs of {num_bytes(most.run_bytes)}"])

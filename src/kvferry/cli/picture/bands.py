@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry.cli.asked import Asked, Billed
@@ -46,13 +46,8 @@ class Band:
         return sum(part.num_bytes for part in self.parts)
 
 
-@dataclass(frozen=True, slots=True)
-class HeldShare:
-    """What one rank holds of a state, as parts of the axis by which the state is split."""
-
-    rank: int
-    parts: tuple[tuple[float, float], ...]
-    """From and to, of 1; nothing where the rank holds nothing."""
+Parts = tuple[tuple[float, float], ...]
+"""What one rank holds of a state, of the axis by which it is split: from and to, of 1; or nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +57,8 @@ class Holding:
     sentence: str
     is_replicated: bool
     """Whether some part of it is on more ranks than one."""
-    shares: tuple[HeldShare, ...]
+    shares: Mapping[int, Parts]
+    """By rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,12 +188,12 @@ def _holding(manifest: Manifest, state: State) -> Holding:
     boxes = dict(manifest.holders[state.name].boxes)
     axis = _split_axis(list(boxes.values()))
     sizes = {each.name: each.size for each in state.axes}
-    shares = []
-    for rank in (each.rank for each in manifest.ranks):
-        box = boxes.get(rank)
-        shares.append(HeldShare(rank, _parts(box, axis, sizes.get(axis, 1)) if box else ()))
+    shares = {
+        rank: _parts(boxes[rank], axis, sizes.get(axis, 1)) if rank in boxes else ()
+        for rank in (each.rank for each in manifest.ranks)
+    }
     distinct = len(set(boxes.values()))
-    return Holding(_sentence(len(boxes), distinct, axis), distinct < len(boxes), tuple(shares))
+    return Holding(_sentence(len(boxes), distinct, axis), distinct < len(boxes), shares)
 
 
 def _sentence(num_ranks: int, num_parts: int, axis: str) -> str:
@@ -220,7 +216,7 @@ def _split_axis(boxes: Sequence[Box]) -> str:
     return most if most and len(different[most]) > 1 else ""
 
 
-def _parts(box: Box, axis: str, size: int) -> tuple[tuple[float, float], ...]:
+def _parts(box: Box, axis: str, size: int) -> Parts:
     if not axis:
         return ((0.0, 1.0),)
     whole = box.period if axis == TOKEN else size

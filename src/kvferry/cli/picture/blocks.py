@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 
+import numpy as np
+
 from kvferry.cli.output import by_numbers, together
 from kvferry.core.box import TOKEN
 from kvferry.core.manifest import Manifest, Rank
 from kvferry.core.span import Span
 from kvferry.core.state import Addressing, Group
-from kvferry.core.view import AxisMap, View
+from kvferry.core.view import View
 from kvferry.core.words import counted
 
 MAX_CELLS = 96
@@ -244,15 +246,6 @@ def _strides(view: View) -> str:
 # -- the cells of a view -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """A digit of which a rank holds several values."""
-
-    axis: str
-    stride: int
-    held: Span
-
-
 def drawn_cells(
     view: View, item_bytes: int, tokens_per_cell: int, limit: int, offset: int
 ) -> Iterator[DrawnCells]:
@@ -267,33 +260,30 @@ def drawn_cells(
     >>> [(c.offset, c.num_bytes, c.words, c.is_whole) for c in drawn_cells(view, 2, 1, 2, 16)]
     [(16, 112, 'head 0, tokens 0 to 3', False), (144, 112, 'head 1, tokens 0 to 3', False)]
     """
-    steps = sorted(_steps(view), key=lambda step: -step.stride)
-    # From the innermost out: steps that fill what they go over need not be drawn one by one.
-    shown = list(steps)
-    extent = filled = item_bytes
-    while shown and shown[-1].stride == extent and shown[-1].axis not in (TOKEN, "head"):
-        extent = filled = extent * len(shown.pop().held)
-    number, kept = 1, 0
-    while kept < len(shown) and number * len(shown[kept].held) <= limit:
-        number *= len(shown[kept].held)
-        kept += 1
-    for step in reversed(shown[kept + 1 :]):
-        extent, filled = extent + (len(step.held) - 1) * step.stride, filled * len(step.held)
-    # The first step that is too long is cut into parts of equal length.
-    drawn = shown[: kept + 1]
-    parts = [
-        _cut(len(step.held), len(step.held) if i < kept else limit // number) for i, step in enumerate(drawn)
-    ]
+    steps = [(name, digit) for name, axis in view.axes for digit in axis.digits if digit.num_held > 1]
+    steps.sort(key=lambda step: -step[1].stride)
+    # Innermost steps that fill what they go over need not be drawn one by one.
+    num_shown, extent = len(steps), item_bytes
+    while num_shown and steps[num_shown - 1][1].stride == extent:
+        name, digit = steps[num_shown - 1]
+        if name in (TOKEN, "head"):
+            break
+        num_shown, extent = num_shown - 1, extent * digit.num_held
+    # The first step that is too long is cut into parts of equal length; those inside it are drawn whole.
+    parts, number = list[list[Span]](), 1
+    for _, digit in steps[:num_shown]:
+        parts.append(_cut(digit.num_held, limit // number))
+        number *= digit.num_held
+        if number > limit:
+            break
+    named = {name for name, _ in steps[: len(parts)]}
+    parts += [[Span(0, digit.num_held)] for _, digit in steps[len(parts) :]]
     for spans in product(*parts):
-        at, size, full = offset, extent, filled
-        for step, span in zip(drawn, spans, strict=True):
-            at, size, full = (
-                at + span.start * step.stride,
-                size + (len(span) - 1) * step.stride,
-                full * len(span),
-            )
-        chosen = {(step.axis, step.stride): span for step, span in zip(drawn, spans, strict=True)}
-        yield DrawnCells(at, size, _words(view, chosen, tokens_per_cell), full == size)
+        chosen = {(name, digit.stride): span for (name, digit), span in zip(steps, spans, strict=True)}
+        at = offset + sum(stride * span.start for (_, stride), span in chosen.items())
+        size = item_bytes + sum(stride * (len(span) - 1) for (_, stride), span in chosen.items())
+        is_whole = size == item_bytes * prod(map(len, spans))
+        yield DrawnCells(at, size, _words(view, named, chosen, tokens_per_cell), is_whole)
 
 
 def _cut(length: int, number: int) -> list[Span]:
@@ -302,35 +292,20 @@ def _cut(length: int, number: int) -> list[Span]:
     return [Span(at, min(at + each, length)) for at in range(0, length, each)]
 
 
-def _steps(view: View) -> Iterator[_Step]:
-    for name, axis in view.axes:
-        for digit in axis.digits:
-            if digit.num_held > 1:
-                yield _Step(name, digit.stride, digit.held or Span(0, digit.size))
-
-
-def _words(view: View, chosen: Mapping[tuple[str, int], Span], tokens_per_cell: int) -> str:
+def _words(view: View, named: set[str], chosen: Mapping[tuple[str, int], Span], tokens_per_cell: int) -> str:
     """Which tokens, heads and so on these cells are of; other axes that are there whole are not named."""
     parts = []
     for name, axis in sorted(view.axes, key=lambda each: (each[0] != "head", each[0] != TOKEN, each[0])):
-        if name in (TOKEN, "head") or any(axis_name == name for axis_name, _ in chosen):
-            mine = {stride: span for (axis_name, stride), span in chosen.items() if axis_name == name}
-            parts.append(_coordinates(name, axis, mine, tokens_per_cell if name == TOKEN else 1))
+        if name not in (TOKEN, "head") and name not in named:
+            continue
+        values, weight = np.array([axis.start]), axis.size
+        for digit in axis.digits:
+            weight //= digit.size
+            first = digit.held.start if digit.held else 0
+            span = chosen[name, digit.stride] if digit.num_held > 1 else Span(0, 1)
+            values = np.add.outer(values, weight * (first + np.arange(span.start, span.stop))).ravel()
+        scale = tokens_per_cell if name == TOKEN else 1
+        low, high = int(values.min()) * scale, int(values.max() + 1) * scale - 1
+        in_turns = " in turns" if len(values) * scale <= high - low else ""
+        parts.append(f"{name} {low}" if low == high else f"{name}s {low} to {high}{in_turns}")
     return ", ".join(parts) or "all of it"
-
-
-def _coordinates(name: str, axis: AxisMap, chosen: Mapping[int, Span], scale: int) -> str:
-    """The coordinates of an axis that remain when of some digits only some values are meant."""
-    low = high = axis.start
-    weight, is_in_turns = axis.size, False
-    for digit in axis.digits:
-        weight //= digit.size
-        held = digit.held or Span(0, digit.size)
-        span = chosen.get(digit.stride, Span(0, len(held))) if digit.num_held > 1 else Span(0, 1)
-        low += weight * (held.start + span.start)
-        high += weight * (held.start + span.stop - 1)
-        is_in_turns |= digit.num_held < digit.size and high - low >= weight
-    low, high = low * scale, high * scale + scale - 1
-    if low == high:
-        return f"{name} {low}"
-    return f"{name}s {low} to {high}" + (" in turns" if is_in_turns else "")

@@ -1,33 +1,25 @@
-"""What the pictures of a plan and of two manifests show, as values; and a plan on one sheet."""
+"""What the pages of a plan and of two manifests show, as the values of their templates."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
-from kvferry.cli.manifest_diff import (
-    WORDS,
-    Difference,
-    Effect,
-    ManifestDiff,
-    StateFacts,
-    direction_time,
-    sentence,
-    state_facts,
-)
-from kvferry.cli.output import finding_rows, milliseconds, num_bytes, together
+from kvferry.cli.manifest_diff import Effect, ManifestDiff, direction_time, state_facts, verdict
+from kvferry.cli.output import finding_rows, milliseconds, num_bytes
 from kvferry.cli.picture.bands import state_rows
-from kvferry.cli.picture.blocks import EngineBlocks, engine_blocks
-from kvferry.cli.picture.shapes import WIDTH, BillChart, HeldShape, Strip, bill_chart, strips
+from kvferry.cli.picture.blocks import engine_blocks
+from kvferry.cli.picture.shapes import LogScale, strips
 from kvferry.cli.plan_answer import PlanAnswer
 from kvferry.cli.plan_page import summary
 from kvferry.core.manifest import Manifest
 from kvferry.core.words import counted
 
-PROVED = "is written exactly once, from the byte that means the same."
-REFUSED = "These two engines cannot talk, and nothing would be moved. The reasons, and what to do:"
+MOST_LINES = 800
+"""Lines of all tables of bands together: a page of hundreds of ranks stays one that a browser opens."""
+PROVED = "is written exactly once, from the matching source byte."
+REFUSED = "These two engines are incompatible; nothing would be transferred. Reasons and remedies:"
 OTHER_MODEL = (
     "Running engines would refuse each other: they do not serve the same model. The bytes would fit, and are"
     " drawn below."
@@ -40,116 +32,76 @@ class Advice:
 
     word: str
     title: str
-    rows: tuple[tuple[str, str], ...]
+    rows: tuple[tuple[str, str], ...] = ()
     command: str = ""
     """What shows that it helps."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeyNumber:
-    value: str
-    words: str
+def plan_page(answer: PlanAnswer) -> dict[str, object]:
+    billed, asked = answer.billed, answer.asked
+    source, destination = billed.source, billed.destination
+    names = dict.fromkeys(each.model or each.engine for each in (source, destination))
+    drawn = strips(state_rows(asked, billed) if answer.bytes_fit else (), billed.ranks)
+    advice = list(_advice(answer))
+    kept = f", {asked.kept:,} of them kept" if asked.kept else ""
+    said = {
+        "source": summary(source),
+        "destination": summary(destination),
+        "link": answer.assumed_link,
+        "model": answer.model_sentence,
+    }
+    return {
+        "answer": answer,
+        "is_proved": not answer.findings,
+        "word": "refused" if answer.findings else "proved",
+        "sentence": _sentence(answer),
+        "title": f"{' and '.join(names)}: {counted(len(source.ranks), 'rank')} to"
+        f" {counted(len(destination.ranks), 'rank')}",
+        "sides": [(label, words) for label, words in said.items() if words],
+        "request": f"one request of {billed.tokens:,} tokens{kept}, {asked.placement.value} blocks",
+        "key_numbers": list(_key_numbers(answer)),
+        "advice": advice,
+        # Why it is refused, and what to do, without what is said of its speed.
+        "reasons": [each for each in advice if each.word != "slow"] if answer.findings else [],
+        "strips": drawn,
+        "blocks": _blocks({"source": source, "destination": destination}),
+        "scale": LogScale.of(
+            [each for bill in answer.links for each in (bill.seconds, bill.long_run_seconds)]
+        ),
+        "way": answer.links[0].profile.way.value if answer.links else "",
+        "most_lines": MOST_LINES,
+        "lines_of_a_table": max(16, MOST_LINES // max(1, len(drawn))),
+    }
 
 
-@dataclass(frozen=True)
-class PlanPicture:
-    """The answer of ``kvferry plan``, ready to be drawn."""
-
-    MOST_LINES: ClassVar[int] = 800
-    """Lines of all tables of bands together: a page of hundreds of ranks stays one that a browser opens."""
-
-    answer: PlanAnswer
-    advice: tuple[Advice, ...]
-    strips: tuple[Strip, ...]
-    blocks: tuple[EngineBlocks, ...]
-    chart: BillChart
-
-    @property
-    def is_proved(self) -> bool:
-        return not self.answer.findings
-
-    @property
-    def word(self) -> str:
-        return "proved" if self.is_proved else "refused"
-
-    @property
-    def sentence(self) -> str:
-        ranks = counted(len(self.answer.billed.ranks), "destination rank")
-        return (
-            f"Every byte that the {ranks} need{'s' * (ranks.startswith('1 '))} {PROVED}"
-            if self.is_proved
-            else OTHER_MODEL
-            if self.answer.bytes_fit
-            else REFUSED
-        )
-
-    @property
-    def reasons(self) -> tuple[Advice, ...]:
-        """Why it is refused, and what to do, without what is said of its speed."""
-        return () if self.is_proved else tuple(each for each in self.advice if each.word != "slow")
-
-    @property
-    def title(self) -> str:
-        source, destination = self.answer.billed.source, self.answer.billed.destination
-        names = dict.fromkeys((source.model or source.engine, destination.model or destination.engine))
-        ranks = f"{counted(len(source.ranks), 'rank')} to {counted(len(destination.ranks), 'rank')}"
-        return f"{' and '.join(names)}: {ranks}"
-
-    @property
-    def sides(self) -> tuple[tuple[str, str], ...]:
-        """Both engines and their models in a few words, behind labels."""
-        billed = self.answer.billed
-        return (
-            ("source", summary(billed.source)),
-            ("destination", summary(billed.destination)),
-            ("model", self.answer.model_sentence),
-        )
-
-    @property
-    def request(self) -> str:
-        asked = self.answer.asked
-        kept = f", {asked.kept:,} of them kept" if asked.kept else ""
-        return f"one request of {self.answer.billed.tokens:,} tokens{kept}, {asked.placement.value} blocks"
-
-    @property
-    def key_numbers(self) -> tuple[KeyNumber, ...]:
-        bill, first = self.answer.bill, self.chart.first
-        if not bill.num_runs:
-            return ()
-        average = num_bytes(bill.total_bytes / bill.num_runs)
-        zeroed = (KeyNumber(num_bytes(bill.zeroed_bytes), "to zero"),) if bill.zeroed_bytes else ()
-        time = (
-            (KeyNumber(milliseconds(1e3 * first.bill.seconds), f"over {first.bill.profile.name}"),)
-            if first
-            else ()
-        )
-        moved = (KeyNumber(num_bytes(bill.total_bytes), "moved"),)
-        return (*moved, KeyNumber(f"{bill.num_runs:,}", f"runs of {average} on average"), *time, *zeroed)
-
-    @property
-    def lines_of_a_table(self) -> int:
-        """At most, for each row."""
-        return max(16, self.MOST_LINES // max(1, len(self.strips)))
-
-    @property
-    def way(self) -> str:
-        """The way of the link that is shown first; empty if none is."""
-        return self.chart.first.bill.profile.way.value if self.chart.first else ""
+def _blocks(engines: dict[str, Manifest]) -> list[object]:
+    return [engine_blocks(name, manifest) for name, manifest in engines.items() if manifest.ranks]
 
 
-def plan_picture(answer: PlanAnswer) -> PlanPicture:
-    rows = state_rows(answer.asked, answer.billed) if answer.bytes_fit else ()
-    drawn = strips(rows, answer.billed.ranks)
-    sides = (("source", answer.billed.source), ("destination", answer.billed.destination))
-    blocks = tuple(engine_blocks(name, manifest) for name, manifest in sides if manifest.ranks)
-    return PlanPicture(answer, tuple(_advice(answer)), drawn, blocks, bill_chart(answer.links))
+def _sentence(answer: PlanAnswer) -> str:
+    if answer.findings:
+        return OTHER_MODEL if answer.bytes_fit else REFUSED
+    ranks = counted(len(answer.billed.ranks), "destination rank")
+    return f"Every byte that the {ranks} need{'s' * ranks.startswith('1 ')} {PROVED}"
+
+
+def _key_numbers(answer: PlanAnswer) -> Iterator[tuple[str, str]]:
+    """A number, and what it is of."""
+    bill = answer.bill
+    if bill.num_runs:
+        yield num_bytes(bill.total_bytes), "moved"
+        yield f"{bill.num_runs:,}", f"runs of {num_bytes(bill.total_bytes / bill.num_runs)} on average"
+        for link in answer.links[:1]:
+            yield milliseconds(1e3 * link.seconds), f"estimated over {link.profile.name}"
+        if bill.zeroed_bytes:
+            yield num_bytes(bill.zeroed_bytes), "to zero"
 
 
 def _advice(answer: PlanAnswer) -> Iterator[Advice]:
     for code, rows in finding_rows(answer.findings, len(answer.billed.ranks)):
         yield Advice("refused", code, tuple(rows))
     if answer.num_more_findings:
-        yield Advice("refused", f"… and {answer.num_more_findings:,} more", ())
+        yield Advice("refused", f"… and {answer.num_more_findings:,} more")
     if answer.way:
         yield Advice("try", "This pair would be proved:", (), answer.way_command)
     for each in answer.warnings:
@@ -157,58 +109,15 @@ def _advice(answer: PlanAnswer) -> Iterator[Advice]:
         yield Advice(word, each.message, (("why", each.reason), ("remedy", each.remedy)), each.command)
 
 
-TOP, ROW_HEIGHT, BOTTOM = 124, 182, 52
-ADVICE_HEIGHT = 24
-LABEL_WIDTH = 36
-"""Characters of a row's name on one line."""
-MOST_LINES = 3
-MOST_NUMBERS = 24
-"""Ranks of which each has its number; of more, some have."""
+LABEL_WIDTH, LABEL_LINES = 36, 3
 
 
-@dataclass(frozen=True, slots=True)
-class SheetRow:
-    """One row: how far down it is, and its name on several lines."""
+def label_lines(name: str) -> list[str]:
+    """A name on at most three lines of a drawing, cut after its marks.
 
-    y: int
-    label: tuple[str, ...]
-    strip: Strip
-
-    def every(self, shapes: Sequence[HeldShape]) -> int:
-        """Which ranks have their number on the sheet: each, or one in so many."""
-        return -(-len(shapes) // MOST_NUMBERS)
-
-
-@dataclass(frozen=True, slots=True)
-class Sheet:
-    WIDTH: ClassVar[int] = 960
-    LEFT: ClassVar[int] = 340
-    """Where the strips begin."""
-    STRIP_WIDTH: ClassVar[int] = 588
-    height: int
-    rows: tuple[SheetRow, ...]
-
-    def x(self, shape: HeldShape) -> float:
-        """The middle of a rank's column."""
-        middle = shape.frame.x + shape.frame.width / 2
-        return self.LEFT + self.STRIP_WIDTH * middle / WIDTH
-
-
-def sheet(picture: PlanPicture) -> Sheet:
-    top = TOP + ADVICE_HEIGHT * len(picture.reasons)
-    rows = tuple(
-        SheetRow(top + ROW_HEIGHT * i, tuple(_label(strip.row.label)), strip)
-        for i, strip in enumerate(picture.strips)
-    )
-    return Sheet(top + ROW_HEIGHT * len(rows) + BOTTOM, rows)
-
-
-def _label(name: str) -> list[str]:
-    """A name on at most three lines, cut after its marks.
-
-    >>> _label("layers.{0-2,4-6,8-10,12-14,16-18,20-22,24-25}.linear/conv.q")
+    >>> label_lines("layers.{0-2,4-6,8-10,12-14,16-18,20-22,24-25}.linear/conv.q")
     ['layers.{0-2,4-6,8-10,12-14,16-18,', '20-22,24-25}.linear/conv.q']
-    >>> [len(line) for line in _label("x" * 200)]
+    >>> [len(line) for line in label_lines("x" * 200)]
     [35, 35, 35]
     """
     lines = [""]
@@ -216,56 +125,22 @@ def _label(name: str) -> list[str]:
         if len(lines[-1]) + len(part) > LABEL_WIDTH:
             lines.append("")
         lines[-1] += part
-    return lines if len(lines) <= MOST_LINES else [*lines[: MOST_LINES - 1], f"{lines[MOST_LINES - 1][:-1]}…"]
+    if len(lines) <= LABEL_LINES:
+        return lines
+    return [*lines[: LABEL_LINES - 1], f"{lines[LABEL_LINES - 1][:-1]}…"]
 
 
-@dataclass(frozen=True, slots=True)
-class ComparedSide:
-    letter: str
-    given: str
-    summary: str
-
-
-@dataclass(frozen=True, slots=True)
-class DiffPicture:
-    """The answer of ``kvferry diff``, ready to be drawn."""
-
-    found: ManifestDiff
-    sides: tuple[ComparedSide, ComparedSide]
-    states: tuple[StateFacts, ...]
-    blocks: tuple[EngineBlocks, ...]
-
-    @property
-    def word(self) -> str:
-        return WORDS[self.found.effect].lower()
-
-    @property
-    def sentence(self) -> str:
-        words = sentence(self.found).replace("`", "")
-        return f"{words[:1].upper()}{words[1:]}."
-
-    @property
-    def by_effect(self) -> dict[Effect, list[Difference]]:
-        """The differences, the worst first."""
-        return {
-            effect: some
-            for effect in Effect
-            if (some := [each for each in self.found.differences if each.effect is effect])
-        }
-
-    @property
-    def directions(self) -> tuple[tuple[str, str], ...]:
-        said = ((each.name, direction_time(each)) for each in self.found.directions)
-        return tuple((name, time) for name, time in said if time)
-
-    def states_of(self, difference: Difference) -> str:
-        return together(difference.states)
-
-    def label(self, facts: StateFacts) -> str:
-        return together(facts.names)
-
-
-def diff_picture(found: ManifestDiff, a: Manifest, b: Manifest, given: tuple[str, str]) -> DiffPicture:
-    sides = (ComparedSide("a", given[0], summary(a)), ComparedSide("b", given[1], summary(b)))
-    blocks = tuple(engine_blocks(name, each) for name, each in (("a", a), ("b", b)) if each.ranks)
-    return DiffPicture(found, sides, state_facts(a, b), blocks)
+def diff_page(found: ManifestDiff, a: Manifest, b: Manifest, given: tuple[str, str]) -> dict[str, object]:
+    """``given``: what the two were called."""
+    word, words = verdict(found)
+    words = words.replace("`", "")
+    by_effect = {effect: [each for each in found.differences if each.effect is effect] for effect in Effect}
+    return {
+        "word": word.lower(),
+        "sentence": f"{words[:1].upper()}{words[1:]}.",
+        "sides": [("a", given[0], summary(a)), ("b", given[1], summary(b))],
+        "directions": [(each.name, time) for each in found.directions if (time := direction_time(each))],
+        "by_effect": {effect: some for effect, some in by_effect.items() if some},
+        "states": state_facts(a, b),
+        "blocks": _blocks({"a": a, "b": b}),
+    }

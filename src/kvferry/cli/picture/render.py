@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import kvferry
 from kvferry.cli.options import at
 from kvferry.cli.output import milliseconds, num_bytes
-from kvferry.cli.picture.shapes import BAR_HEIGHT, STRIP_HEIGHT, WIDTH, number
+from kvferry.cli.picture.shapes import BAR_HEIGHT, STRIP_HEIGHT, WIDTH, number, tick_words
 from kvferry.core.words import counted
 from kvferry.errors import SpecError
 
@@ -25,54 +25,32 @@ if TYPE_CHECKING:
     from kvferry.core.manifest import Manifest
 
 
-LIGHT = {
-    "paper": "#fbfaf8",
-    "card": "#ffffff",
-    "ink": "#1b2330",
-    "quiet": "#565f6e",
-    "line": "#dcdad3",
-    "soft": "#efede7",
-    "good": "#1b6e4b",
-    "bad": "#a8242f",
-    "warn": "#8a4b08",
-    "link": "#1d5fa8",
-    "direct": "#0e7c86",
-    "mapped": "#5a4fcf",
-    "packed": "#b3590c",
-    "memory": "#5b6675",
-    "v0": "#2f6fb5",
-    "v1": "#b3590c",
-    "v2": "#2d8a57",
-    "v3": "#8a56b8",
-    "v4": "#a8475e",
-    "v5": "#6b6f3a",
+COLOURS = {
+    "paper": ("#fbfaf8", "#12161d"),
+    "card": ("#ffffff", "#1a202a"),
+    "ink": ("#1b2330", "#e8eaee"),
+    "quiet": ("#565f6e", "#a3acba"),
+    "line": ("#dcdad3", "#343c4a"),
+    "soft": ("#efede7", "#232a36"),
+    "good": ("#1b6e4b", "#6bcf9f"),
+    "bad": ("#a8242f", "#ff8c93"),
+    "warn": ("#8a4b08", "#f0b060"),
+    "link": ("#1d5fa8", "#86b9f5"),
+    "direct": ("#0e7c86", "#42b8c2"),
+    "mapped": ("#5a4fcf", "#a59cff"),
+    "packed": ("#b3590c", "#f0984a"),
+    "memory": ("#5b6675", "#9aa5b4"),
+    "v0": ("#2f6fb5", "#6ea8e8"),
+    "v1": ("#b3590c", "#f0984a"),
+    "v2": ("#2d8a57", "#62c08d"),
+    "v3": ("#8a56b8", "#c095ea"),
+    "v4": ("#a8475e", "#e5889d"),
+    "v5": ("#6b6f3a", "#b5ba72"),
 }
-DARK = {
-    "paper": "#12161d",
-    "card": "#1a202a",
-    "ink": "#e8eaee",
-    "quiet": "#a3acba",
-    "line": "#343c4a",
-    "soft": "#232a36",
-    "good": "#6bcf9f",
-    "bad": "#ff8c93",
-    "warn": "#f0b060",
-    "link": "#86b9f5",
-    "direct": "#42b8c2",
-    "mapped": "#a59cff",
-    "packed": "#f0984a",
-    "memory": "#9aa5b4",
-    "v0": "#6ea8e8",
-    "v1": "#f0984a",
-    "v2": "#62c08d",
-    "v3": "#c095ea",
-    "v4": "#e5889d",
-    "v5": "#b5ba72",
-}
-
-
+"""By name: on a light page, and on a dark one."""
+LIGHT, DARK = ({name: both[i] for name, both in COLOURS.items()} for i in (0, 1))
 TEMPLATES = Path(__file__).parent / "templates"
-INSTALL = 'Jinja is not installed, which draws pages; install it with: pip install "kvferry[html]"'
+INSTALL = 'Pages need Jinja, which is not installed: pip install ".[html]" in a clone of kvferry'
 
 
 def check_installed(option: str) -> None:
@@ -83,19 +61,22 @@ def check_installed(option: str) -> None:
         raise SpecError(f"{option}: {INSTALL}") from None
 
 
-def render(template: str, **values: object) -> str:
+def render(template: str, page: dict[str, object]) -> str:
     """A template with its values. Names come from strangers: everything is escaped."""
     environment = _environment()
     script = environment.get_template("page.js").render()
     # The page allows this one script and no other, whatever a name might smuggle in.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return environment.get_template(template).render(
-        **values, script=script, script_hash=f"sha256-{digest}", version=kvferry.__version__
+        page=page, script=script, script_hash=f"sha256-{digest}", version=kvferry.__version__
     )
 
 
 def _environment() -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    from kvferry.cli.output import together
+    from kvferry.cli.picture.plan_picture import label_lines
 
     made = Environment(
         loader=FileSystemLoader(TEMPLATES),
@@ -111,6 +92,9 @@ def _environment() -> Environment:
         "number": number,
         "width": _width,
         "name_parts": _name_parts,
+        "label_lines": label_lines,
+        "tick_words": tick_words,
+        "together": together,
     }
     made.globals |= {
         "LIGHT": LIGHT,
@@ -170,13 +154,12 @@ def check_pictures(asked: Mapping[str, Path | None]) -> None:
 def draw_plan(answer: PlanAnswer, html: Path | None, svg: Path | None) -> None:
     if html is None and svg is None:
         return
-    from kvferry.cli.picture.plan_picture import plan_picture, sheet
+    from kvferry.cli.picture.plan_picture import plan_page
 
-    picture = plan_picture(answer)
-    if html is not None:
-        _write(html, render("plan.html.j2", page=picture))
-    if svg is not None:
-        _write(svg, render("plan.svg.j2", page=picture, sheet=sheet(picture)))
+    page = plan_page(answer)
+    for path, template in ((html, "plan.html.j2"), (svg, "plan.svg.j2")):
+        if path is not None:
+            _write(path, render(template, page))
 
 
 def draw_diff(
@@ -185,9 +168,9 @@ def draw_diff(
     """Write the page that was asked for; ``given`` is what the two were called."""
     if html is None:
         return
-    from kvferry.cli.picture.plan_picture import diff_picture
+    from kvferry.cli.picture.plan_picture import diff_page
 
-    _write(html, render("diff.html.j2", page=diff_picture(found, a, b, given)))
+    _write(html, render("diff.html.j2", diff_page(found, a, b, given)))
 
 
 def _write(path: Path, text: str) -> None:

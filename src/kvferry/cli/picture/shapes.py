@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, log10
 
-from kvferry.cli.bill import LinkBill
-from kvferry.cli.link_profile import RDMA_400, CostTerm, Origin
 from kvferry.cli.output import milliseconds
-from kvferry.cli.picture.bands import Band, HeldShare, StateRow
+from kvferry.cli.picture.bands import Band, Parts, StateRow
 
 WIDTH = 1000.0
 """Of every strip. A page stretches it to the width that it has."""
@@ -72,9 +70,8 @@ def _ends(bands: Sequence[Band], side: int) -> dict[int, int]:
 
 
 def _strip(row: StateRow, dst_ranks: Sequence[int], scale: float) -> Strip:
-    asked = [share for share in row.dst.shares if share.rank in set(dst_ranks)]
-    tops = _ports(row.bands, 0, [share.rank for share in row.src.shares], scale)
-    bottoms = _ports(row.bands, 1, [share.rank for share in asked], scale)
+    asked = {rank: parts for rank, parts in row.dst.shares.items() if rank in set(dst_ranks)}
+    tops, bottoms = _ports(row.bands, 0, [*row.src.shares], scale), _ports(row.bands, 1, [*asked], scale)
     bands = (
         BandShape(band, _path(top, bottom))
         for band, top, bottom in zip(row.bands, tops, bottoms, strict=True)
@@ -111,15 +108,15 @@ def _path(top: Rect, bottom: Rect) -> str:
     return f"{down} {number(left[1])} {last:g}{up} {number(right[1])} {first:g}Z"
 
 
-def _bars(shares: Sequence[HeldShare]) -> Iterator[HeldShape]:
+def _bars(shares: Mapping[int, Parts]) -> Iterator[HeldShape]:
     column = WIDTH / len(shares)
     gap = column * 0.08
-    for i, share in enumerate(shares):
+    for i, (rank, parts) in enumerate(shares.items()):
         frame = Rect(i * column + gap, column - 2 * gap)
         filled = tuple(
-            Rect(frame.x + start * frame.width, (stop - start) * frame.width) for start, stop in share.parts
+            Rect(frame.x + start * frame.width, (stop - start) * frame.width) for start, stop in parts
         )
-        yield HeldShape(share.rank, frame, filled)
+        yield HeldShape(rank, frame, filled)
 
 
 def number(value: float) -> str:
@@ -160,76 +157,10 @@ class LogScale:
         return tuple(float(f"1e{power}") for power in range(int(self.low), int(self.high) + 1))
 
 
-WORDS = {CostTerm.READS: "starting reads", CostTerm.RUNS: "runs", CostTerm.BYTES: "bytes"}
-
-
-@dataclass(frozen=True, slots=True)
-class TimePart:
-    term: str
-    """``reads``, ``runs`` or ``bytes``."""
-    words: str
-    percent: float
-
-
-@dataclass(frozen=True, slots=True)
-class LinkRow:
-    bill: LinkBill
-    is_first: bool
-    """Whether the page shows this one until another is chosen."""
-    from_percent: float
-    """Where the time of long runs is on the chart, and where the time of these runs."""
-    to_percent: float
-    parts: tuple[TimePart, ...]
-
-    @property
-    def is_predicted(self) -> bool:
-        return self.bill.profile.origin is Origin.PREDICTED
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    percent: float
-    words: str
-
-
-@dataclass(frozen=True, slots=True)
-class BillChart:
-    """All links on one axis of time."""
-
-    links: tuple[LinkRow, ...]
-    ticks: tuple[Tick, ...]
-
-    @property
-    def first(self) -> LinkRow | None:
-        return next((link for link in self.links if link.is_first), None)
-
-    @property
-    def has_predictions(self) -> bool:
-        return any(link.is_predicted for link in self.links)
-
-
-def bill_chart(bills: Sequence[LinkBill]) -> BillChart:
-    """The chart of a request that moves something."""
-    if not bills:
-        return BillChart((), ())
-    first = next((bill for bill in bills if bill.profile is RDMA_400), bills[0])
-    scale = LogScale.of([seconds for bill in bills for seconds in (bill.seconds, bill.long_run_seconds)])
-    rows = (
-        LinkRow(bill, bill is first, scale.at(bill.long_run_seconds), scale.at(bill.seconds), _parts(bill))
-        for bill in bills
-    )
-    return BillChart(tuple(rows), tuple(Tick(scale.at(each), _tick_words(each)) for each in scale.ticks))
-
-
-def _parts(bill: LinkBill) -> tuple[TimePart, ...]:
-    parts, whole = bill.estimate.parts, bill.seconds or 1.0
-    return tuple(TimePart(term.value, WORDS[term], 100 * parts[term] / whole) for term in CostTerm)
-
-
-def _tick_words(seconds: float) -> str:
+def tick_words(seconds: float) -> str:
     """A power of ten.
 
-    >>> _tick_words(1e-5), _tick_words(0.001), _tick_words(10.0)
+    >>> tick_words(1e-5), tick_words(0.001), tick_words(10.0)
     ('10 µs', '1 ms', '10 s')
     """
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):

@@ -12,22 +12,20 @@ from kvferry.cli.options import Json, examples
 
 HELP = "\n\n".join(
     (
-        "Show what running engines are doing: source engines and how they are read, loads, leases, counts.",
-        "Without an argument: every engine of this user on this host (in a container: inside it). A file is"
-        " the socket of one of them. An address (tcp://HOST:PORT) is that of a source engine, anywhere: the"
-        " secret is taken from KVFERRY_SECRET_FILE, as engines do.",
-        "--watch looks again and again until Ctrl-C: peers, loads under way, rates by way, leases,"
-        " quarantine. Engines may come and go meanwhile. Where the output is no terminal: a line for each"
-        " engine and look; with --json: an object for each look.",
-        "It only asks: no engine does anything else because of it, and no answer has keys or tickets in it.",
+        "Show running engines: peers, loads, leases, counters.",
+        "Without an argument: all engines of this user on this host (or in this container). FILE is the"
+        " socket of one of them. ADDRESS (tcp://HOST:PORT) is a source engine on any host; the secret"
+        " comes from KVFERRY_SECRET_FILE.",
+        "--watch refreshes until Ctrl-C: peers, loads, rates by transfer mode, leases, quarantine. Without"
+        " a terminal it prints one line per engine and refresh; with --json one object per refresh.",
+        "The command is read-only, and answers contain no keys or tickets.",
         examples(
             "kvferry status",
             "kvferry status --watch",
             "kvferry status tcp://10.0.0.7:5555",
             "kvferry status --json",
         ),
-        "Exit codes: 0 shown, or watched until Ctrl-C; 1 no engine was found; 2 bad usage, or an engine that"
-        " does not answer.",
+        "Exit codes: 0 shown, or watched until Ctrl-C; 1 no engine found; 2 bad usage, or no answer.",
     )
 )
 
@@ -42,21 +40,19 @@ def status(
         Path | None,
         typer.Option(metavar="FILE", help="The fleet's secret.", show_default="KVFERRY_SECRET_FILE"),
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Look again and again, until Ctrl-C.")] = False,
-    every: Annotated[
-        float, typer.Option(min=0.1, metavar="S", help="Seconds from one look to the next.")
-    ] = 1.0,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until Ctrl-C.")] = False,
+    every: Annotated[float, typer.Option(min=0.1, metavar="S", help="Seconds between two refreshes.")] = 1.0,
     count: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="End after N looks.", show_default="go on")
+        int | None, typer.Option(min=1, metavar="N", help="End after N refreshes.", show_default="go on")
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """What running engines are doing now."""
+    """Show running engines."""
     from kvferry.cli.status.asking import EngineAsker, answers_of, secret_for
 
     secret = secret_for(engine, secret_file)
     if watch:
-        from kvferry.cli.status.printing import display_for, watch_engines
+        from kvferry.cli.status.shown import display_for, watch_engines
 
         watch_engines(EngineAsker(engine, secret), display_for(as_json=as_json, every=every), every, count)
         return 0
@@ -65,7 +61,7 @@ def status(
         print(json.dumps({"engines": answers}, ensure_ascii=False))
     else:
         from kvferry.cli import output
-        from kvferry.cli.status.printing import show
+        from kvferry.cli.status.shown import show
 
         out = output.console()
         for answer in answers:

@@ -17,7 +17,7 @@ from kvferry.wire.secret import Secret
 PATIENCE_SECONDS = 1.0
 """How long a look at all engines waits for those that are slow."""
 
-UNANSWERED = Look(error="it was asked, and has not answered yet", is_late=True)
+UNANSWERED = Look(error="no answer yet", is_late=True)
 
 
 def secret_for(engine: str, secret_file: Path | None) -> Secret | None:

@@ -20,87 +20,13 @@ MAX_NAME = 64
 """Characters of a name that are shown where many engines share a screen."""
 
 
-@dataclass(frozen=True, slots=True)
-class SeenSource:
-    """A source engine, as a destination rank sees it."""
+Reported = Mapping[str, Any]
+"""How an engine stands, or one rank of it: the fields that ``status --watch --json`` prints.
 
-    engine: str
-    address: str
-    state: str
-    way: str
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class SeenLoad:
-    """A load that has not ended."""
-
-    request_id: str
-    engine: str
-    phase: str
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class SeenLease:
-    """A request whose blocks are pinned."""
-
-    request_id: str
-    num_tokens: int
-    reader: str
-    seconds_left: float | None
-    """None: it has no end."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportedEngine:
-    """How an engine stands, or one rank of it."""
-
-    name: str
-    host: str
-    pid: int
-    up_seconds: float
-    counts: Mapping[str, float]
-    """They only grow. Of a destination: loads that ended, by outcome and way (``read direct``). Of a source:
-    requests offered, and leases that ended by why (``ended: expired``)."""
-    byte_counts: Mapping[str, float]
-    """They only grow. Of a destination: bytes of loads that ended well, by way. Of a source: bytes that
-    destinations began to read."""
-
-    @property
-    def title(self) -> str:
-        """Side and name, in a few words."""
-        return f"source {self.name}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportedDestination(ReportedEngine):
-    """How a rank of a destination engine stands."""
-
-    rank: int
-    phases: Mapping[str, int]
-    """Loads under way."""
-    num_reads: int
-    """In flight."""
-    num_quarantined: int
-    sources: tuple[SeenSource, ...]
-    loads: tuple[SeenLoad, ...]
-
-    @property
-    def title(self) -> str:
-        return f"destination {self.name} rank {self.rank}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportedSource(ReportedEngine):
-    address: str
-    ranks: str
-    """How many of how many have joined."""
-    num_offered: int
-    num_being_read: int
-    pinned_bytes: float
-    leases: tuple[SeenLease, ...]
-
+Both sides have a name, a process, and counts that only grow. ``counts`` of a destination: loads that ended by
+outcome and way (``read direct``); of a source: requests offered, and leases that ended by why (``ended:
+expired``). ``byte_counts``: bytes of loads that ended well, by way; bytes that destinations began to read.
+"""
 
 OFFERED = "offered"
 GRANTED = "granted"
@@ -109,10 +35,12 @@ READ = "read"
 """How the count of loads that ended well begins; the way follows."""
 
 
-def reported(answer: StatusJson) -> ReportedDestination | ReportedSource:
-    """An engine's answer as values; raises SpecError if this version cannot read it."""
+def reported(answer: StatusJson) -> Reported:
+    """An engine's answer, checked; raises SpecError if this version cannot read it."""
     try:
-        return _source(answer) if answer["side"] == "source" else _destination(answer)
+        both = {"host": _text(answer["host"]), "pid": int(answer["pid"])}
+        both["up_seconds"] = float(answer["up_seconds"])
+        return both | (_source(answer) if answer["side"] == "source" else _destination(answer))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         what = printable(f"{type(error).__name__}: {error}", MAX_NAME)
         version = printable(str(answer.get("kvferry", "unknown")), MAX_NAME)
@@ -122,63 +50,64 @@ def reported(answer: StatusJson) -> ReportedDestination | ReportedSource:
         ) from None
 
 
-def _process(answer: StatusJson) -> dict[str, Any]:
-    """The fields that both sides have alike."""
-    pid, up_seconds = int(answer["pid"]), float(answer["up_seconds"])
-    return {"host": _text(answer["host"]), "pid": pid, "up_seconds": up_seconds}
-
-
-def _destination(answer: StatusJson) -> ReportedDestination:
-    return ReportedDestination(
-        **_process(answer),
-        name=_text(answer["reader"]),
-        rank=int(answer["rank"]),
-        phases={_text(phase): int(number) for phase, number in answer["fetches"].items()},
-        num_reads=int(answer["in_flight"]),
-        num_quarantined=int(answer["quarantined"]),
-        sources=tuple(
-            SeenSource(*(_text(each[key]) for key in ("engine", "address", "state", "way", "why")))
+def _destination(answer: StatusJson) -> dict[str, Any]:
+    name, rank = _text(answer["reader"]), int(answer["rank"])
+    return {
+        "side": "destination",
+        "title": f"destination {name} rank {rank}",
+        "name": name,
+        "rank": rank,
+        "phases": {_text(phase): int(number) for phase, number in answer["fetches"].items()},
+        "num_reads": int(answer["in_flight"]),
+        "num_quarantined": int(answer["quarantined"]),
+        "sources": [
+            {key: _text(each[key]) for key in ("engine", "address", "state", "way", "why")}
             for each in answer["sources"]
-        ),
-        loads=tuple(
-            SeenLoad(
-                _text(each["request_id"]), _text(each["engine"]), _text(each["phase"]), float(each["seconds"])
-            )
+        ],
+        "loads": [
+            {key: _text(each[key]) for key in ("request_id", "engine", "phase")}
+            | {"seconds": float(each["seconds"])}
             for each in answer["loads"]
-        ),
-        counts={_text(name): float(number) for name, number in answer["ended"].items()},
-        byte_counts={_text(way): float(number) for way, number in answer["read_bytes"].items()},
-    )
+        ],
+        "counts": {_text(name): float(number) for name, number in answer["ended"].items()},
+        "byte_counts": {_text(way): float(number) for way, number in answer["read_bytes"].items()},
+    }
 
 
-def _source(answer: StatusJson) -> ReportedSource:
+def _source(answer: StatusJson) -> dict[str, Any]:
     figures: defaultdict[str, dict[str, float]] = defaultdict(dict)
     for each in answer["figures"]:
         label = _text(" ".join(map(str, each["labels"].values())))
         figures[each["metric"]][label] = float(each["value"])
     total = {metric: sum(values.values()) for metric, values in figures.items()}
     ended = figures["kvferry_leases_ended_total"]
-    return ReportedSource(
-        **_process(answer),
-        name=_text(answer["engine"]),
-        address=_text(answer["address"]),
-        ranks=_text(answer["ranks"]),
-        num_offered=int(answer["offered"]),
-        num_being_read=int(answer["being_read"]),
-        pinned_bytes=total.get("kvferry_pinned_bytes", 0.0),
-        leases=tuple(_lease(each) for each in answer["leases"]),
-        counts={
+    name = _text(answer["engine"])
+    return {
+        "side": "source",
+        "title": f"source {name}",
+        "name": name,
+        "address": _text(answer["address"]),
+        "ranks": _text(answer["ranks"]),
+        "num_offered": int(answer["offered"]),
+        "num_being_read": int(answer["being_read"]),
+        "pinned_bytes": total.get("kvferry_pinned_bytes", 0.0),
+        "leases": [_lease(each) for each in answer["leases"]],
+        "counts": {
             OFFERED: total.get("kvferry_offers_total", 0.0),
             **{f"{ENDED}{reason}": number for reason, number in ended.items()},
         },
-        byte_counts={GRANTED: total.get("kvferry_granted_bytes_total", 0.0)},
-    )
+        "byte_counts": {GRANTED: total.get("kvferry_granted_bytes_total", 0.0)},
+    }
 
 
-def _lease(each: StatusJson) -> SeenLease:
-    left, num_tokens = each["seconds_left"], int(each["num_tokens"])
-    reader, seconds_left = _text(each["reader"]), None if left is None else float(left)
-    return SeenLease(_text(each["request_id"]), num_tokens, reader, seconds_left)
+def _lease(each: StatusJson) -> dict[str, Any]:
+    left = each["seconds_left"]
+    return {
+        "request_id": _text(each["request_id"]),
+        "num_tokens": int(each["num_tokens"]),
+        "reader": _text(each["reader"]),
+        "seconds_left": None if left is None else float(left),  # None: it has no end
+    }
 
 
 def _text(value: object) -> str:
@@ -202,7 +131,7 @@ FORGET_SECONDS = 60.0
 class Look:
     """What came of asking one engine: how it stands, or why there is no answer."""
 
-    engine: ReportedEngine | None = None
+    engine: Reported | None = None
     error: str = ""
     is_gone: bool = False
     """Nobody is there any more, as opposed to somebody who does not answer."""
@@ -217,7 +146,7 @@ HAS_ENDED = Look(error="it has ended", is_gone=True)
 class WatchedEngine:
     """One engine, found at one place (a socket's file, or an address)."""
 
-    history: tuple[ReportedEngine, ...]
+    history: tuple[Reported, ...]
     """Of this life of the engine, oldest first; at least one."""
     answered_at: float
     """When it answered last."""
@@ -226,28 +155,32 @@ class WatchedEngine:
     is_gone: bool = False
 
     @property
-    def last(self) -> ReportedEngine:
+    def last(self) -> Reported:
         return self.history[-1]
 
     @property
     def per_second(self) -> dict[str, float]:
         """How fast each of its counts grows."""
-        return self._rates(self.history[0].counts, self.last.counts)
+        return self._rates("counts")
 
     @property
     def bytes_per_second(self) -> dict[str, float]:
-        return self._rates(self.history[0].byte_counts, self.last.byte_counts)
+        return self._rates("byte_counts")
 
     def grown(self, name: str) -> float:
         """By how much a count has grown within the window."""
-        return self.last.counts.get(name, 0) - self.history[0].counts.get(name, 0)
+        before, now = (each["counts"].get(name, 0.0) for each in (self.history[0], self.last))
+        return float(now - before)
 
-    def _rates(self, before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
+    def _rates(self, counts: str) -> dict[str, float]:
+        before, now = self.history[0], self.last
         # By the engine's own clock: it says when it counted, however late the answer came.
-        seconds = self.last.up_seconds - self.history[0].up_seconds
+        seconds = now["up_seconds"] - before["up_seconds"]
         if self.error or seconds <= 0:
             return {}
-        return {name: (number - before.get(name, 0)) / seconds for name, number in now.items()}
+        return {
+            name: (number - before[counts].get(name, 0)) / seconds for name, number in now[counts].items()
+        }
 
     def then(self, now: float, look: Look) -> WatchedEngine:
         """The same, asked once more."""
@@ -256,11 +189,11 @@ class WatchedEngine:
         if look.engine is None:
             return replace(self, error=look.error, is_gone=look.is_gone)
         last, engine = self.last, look.engine
-        is_same = (last.title, last.host, last.pid) == (engine.title, engine.host, engine.pid)
-        if not is_same or engine.up_seconds < last.up_seconds:
+        is_same = all(last[key] == engine[key] for key in ("title", "host", "pid"))
+        if not is_same or engine["up_seconds"] < last["up_seconds"]:
             return WatchedEngine((engine,), now)  # started anew: its counts began at 0 again
-        begin = engine.up_seconds - WINDOW_SECONDS
-        num_old = sum(each.up_seconds <= begin for each in self.history)
+        begin = engine["up_seconds"] - WINDOW_SECONDS
+        num_old = sum(each["up_seconds"] <= begin for each in self.history)
         recent = self.history[max(0, num_old - 1) :]  # with one old look, which covers the whole window
         return WatchedEngine((*recent, engine), now)
 
@@ -279,11 +212,12 @@ class Watched:
         for place, look in looks.items():
             if place not in found and look.engine is not None:
                 found[place] = WatchedEngine((look.engine,), now)
-        alive = {each.last.title for each in found.values() if not each.is_gone}
+        alive = {each.last["title"] for each in found.values() if not each.is_gone}
         kept = {
             place: each
             for place, each in sorted(found.items())
-            if not each.is_gone or (now - each.answered_at <= FORGET_SECONDS and each.last.title not in alive)
+            if not each.is_gone
+            or (now - each.answered_at <= FORGET_SECONDS and each.last["title"] not in alive)
         }
         silent = {place: look.error for place, look in looks.items() if place not in found}
         return Watched(kept, silent)

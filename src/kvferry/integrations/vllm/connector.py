@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.logger import init_logger
@@ -31,7 +32,7 @@ from kvferry.integrations.vllm.scheduler.side import SchedulerSide
 from kvferry.integrations.vllm.shared.groups import check_one_group
 from kvferry.integrations.vllm.shared.options import Options, check_transfer_config, is_through_host
 from kvferry.integrations.vllm.shared.stats import LoadMetrics, LoadStats
-from kvferry.integrations.vllm.shared.step import StepMetadata
+from kvferry.integrations.vllm.shared.step import StepMetadata, StepNews
 from kvferry.integrations.vllm.worker.side import WorkerSide
 from kvferry.log import log_of
 from kvferry.wire.messages import Join, decode_to_authority, encode
@@ -159,6 +160,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self._worker.results()
 
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self._worker.news()
+
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         return self._side.stats()
 
@@ -195,10 +199,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.incoming.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self._scheduler.step(scheduler_output.num_scheduled_tokens.keys())
+        return self._scheduler.step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._scheduler.outgoing.freed(connector_output.finished_sending or ())
+        news, outgoing = connector_output.kv_connector_worker_meta, self._scheduler.outgoing
+        outgoing.freed(connector_output.finished_sending or ())
+        if isinstance(news, StepNews):
+            outgoing.soft.freed(news.num_workers)
+            outgoing.growing.computed(news.number)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.finished(request, (block_ids,))

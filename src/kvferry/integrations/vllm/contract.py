@@ -45,7 +45,7 @@ FIELDS = {
     "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorTransferResults": (
         "finished_sending finished_recving failed_recving"
     ),
-    "vllm.v1.outputs.KVConnectorOutput": "finished_sending",
+    "vllm.v1.outputs.KVConnectorOutput": "finished_sending kv_connector_worker_meta",
     f"{_INTERFACE}.KVCacheConfig": "num_blocks kv_cache_groups transfer_group_ids",
     f"{_INTERFACE}.KVCacheGroupSpec": "layer_names kv_cache_spec host_resident",
     f"{_INTERFACE}.FullAttentionSpec": f"{_PAGES} tokens_per_state max_tp_shards dcp_sharded has_layer_views",
@@ -56,6 +56,12 @@ FIELDS = {
     ),
     f"{_INTERFACE}.ChunkedLocalAttentionSpec": "attention_chunk_size",
     f"{_INTERFACE}.UniformTypeKVCacheSpecs": "kv_cache_specs first_spec",
+    "vllm.v1.core.sched.output.SchedulerOutput": (
+        "num_scheduled_tokens preempted_req_ids scheduled_new_reqs scheduled_cached_reqs"
+    ),
+    "vllm.v1.core.sched.output.NewRequestData": "req_id num_computed_tokens",
+    "vllm.v1.core.sched.output.CachedRequestData": "req_ids num_computed_tokens",
+    "vllm.v1.core.kv_cache_manager.KVCacheManager": "get_block_ids",
     "vllm.v1.request.RequestStatus": "FINISHED_LENGTH_CAPPED FINISHED_STOPPED",
 }
 """By class: what is read of it, or given to it."""
@@ -100,7 +106,7 @@ def _broken_hooks(ours: type, theirs: Mapping[str, str]) -> Iterator[str]:
     for name, parameters in hooks(ours).items():
         if name not in theirs:
             if name not in OPTIONAL:
-                yield f"there is no hook {name}"
+                yield f"the hook {name} is missing"
         elif theirs[name] != parameters:
             yield f"{name} takes ({theirs[name]}), expected ({parameters})"
 

@@ -3,28 +3,44 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from copy import copy
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import Request
 
+from kvferry.endpoint.claiming import Claimant
 from kvferry.endpoint.invitation import this_host
-from kvferry.endpoint.metric_table import REJECTED_TICKETS, UNCACHED_BLOCKS
+from kvferry.endpoint.metric_table import (
+    READ_BACK_TOKENS,
+    READ_BACKS,
+    REJECTED_TICKETS,
+    UNCACHED_BLOCKS,
+)
 from kvferry.errors import SpecError
-from kvferry.integrations.vllm.scheduler.outgoing import TICKET
-from kvferry.integrations.vllm.scheduler.tables import Adapters, BlockIds, Groups, digest, is_identified
+from kvferry.integrations.vllm.scheduler.outgoing import MAX_TRANSFER, TICKET, TICKETS, TRANSFER
+from kvferry.integrations.vllm.scheduler.tables import (
+    Adapters,
+    BlockIds,
+    Groups,
+    digest,
+    digest_parts_of,
+    is_identified,
+)
 from kvferry.integrations.vllm.shared.step import Load, StepMetadata
-from kvferry.runtime import Released
-from kvferry.runtime.failure import refusal, text_refusal
+from kvferry.log import log_of
+from kvferry.runtime.claims import ClaimEnd
+from kvferry.runtime.failure import address_refusal, refusal, text_refusal
 from kvferry.runtime.figures import Figures, by_label
+from kvferry.wire.reading import printable
 from kvferry.wire.secret import Trust
-from kvferry.wire.ticket import Ticket, from_text
+from kvferry.wire.ticket import Ticket, from_text, num_common_tokens, part_at
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
+
+log = log_of(__name__)
 
 FIELD = "num_cached_block"
 """Of the manager of a group: request id -> the index of the first block that vLLM has yet to register."""
@@ -77,10 +93,13 @@ class PrefixCache:
 def cannot_keep_out(what: str) -> SpecError:
     """Why an engine with windows and prefix caching does not start."""
     return SpecError(
-        f"this vLLM has no {what}, by which kvferry keeps partly loaded blocks of sliding windows out of the"
-        " prefix cache: use a vLLM version that kvferry supports, or --no-enable-prefix-caching"
+        f"this vLLM has no {what}, which kvferry needs to keep partly loaded blocks of sliding windows out"
+        " of the prefix cache: use a vLLM version that kvferry supports, or --no-enable-prefix-caching"
     )
 
+
+MAX_TICKETS = 8
+"""Of one request."""
 
 _Refused = tuple[str, str]
 """Why a ticket is not used: a code to count by, and words."""
@@ -90,35 +109,90 @@ _Refused = tuple[str, str]
 class _Wanted:
     """A request that somebody else prefilled."""
 
-    ticket: Ticket | None
+    tickets: tuple[Ticket, ...]
+    """In order of preference."""
     refusal: _Refused | None
-    """Why the ticket is not used."""
+    """Why they are not used."""
     num_loadable: int
-    """How many of its first tokens the ticket brings."""
+    """How many of its first tokens they bring."""
     num_computed: int = 0
     """How many of them are here already."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Turn:
+    """A soft offer that a prompt begins with: an earlier turn of its conversation."""
+
+    request_id: str
+    ticket: Ticket
+    num_common: int
+    """How many of the prompt's first tokens are the offer's."""
+    digest: bytes
+    """Of these tokens: what is granted must be for them."""
+
+
+@dataclass(slots=True)
+class _Sources:
+    """What a request can be loaded from, in order of preference, until all claims have ended."""
+
+    found: list[_Turn | _Wanted]
+    is_needed: bool
+    """Whether a router relies on it: then a request that cannot be loaded has failed."""
+    is_claimed: bool = False
+
+
+def address_of(params: Mapping[str, Any]) -> str:
+    """Where a router says that a prefill is computed; empty if it does not say."""
+    host, port = params.get("remote_host"), params.get("remote_port")
+    is_said = isinstance(host, str) and host.isascii() and isinstance(port, int) and 0 < port < 1 << 16
+    return f"tcp://{host}:{port}" if is_said and host else ""
 
 
 class Incoming:
     """The requests of a vLLM engine that come with a ticket, until they end."""
 
     def __init__(
-        self, groups: Groups, adapters: Adapters, take_back: Callable[[Ticket], bool], trust: Trust
+        self,
+        groups: Groups,
+        adapters: Adapters,
+        take_back: Callable[[Ticket], bool],
+        trust: Trust,
+        open_claimant: Callable[[], Claimant],
+        *,
+        is_reading_back: bool = False,
     ) -> None:
-        """``take_back`` says whether a ticket is one of this engine's own, which then pins nothing more."""
+        """``take_back`` says whether a ticket is one of this engine's own, which then pins nothing more.
+
+        ``is_reading_back``: whether earlier turns of conversations are read from other engines.
+        """
         self._groups, self._adapters, self._take_back = groups, adapters, take_back
         self._trust, self._host = trust, this_host()
         self._wanted: dict[str, _Wanted] = {}
         """Those that have no blocks yet."""
-        self._live: dict[str, Ticket | None] = {}
-        """All of them, with the ticket that each uses."""
-        self._known: list[tuple[str, Ticket]] = []
+        self._live: dict[str, tuple[Ticket, ...]] = {}
+        """All of them, with the tickets that each uses."""
+        self._known: list[tuple[str, tuple[Ticket, ...]]] = []
         self._loads: list[Load] = []
-        self._dropped: list[tuple[str, Ticket | None]] = []
+        self._dropped: list[tuple[str, tuple[Ticket, ...]]] = []
         self._rejected: Counter[str] = Counter()
         """Tickets that were not used, by why."""
         self._cache = PrefixCache({})
         self._num_kept_out = 0
+        self._open_claimant, self._is_reading_back = open_claimant, is_reading_back
+        self._claiming: Claimant | None = None
+        """Made when the first question is asked."""
+        self._sought: dict[int, Request] = {}
+        """Requests whose prefills have not begun, by the number of the question."""
+        self._sources: dict[str, _Sources] = {}
+        """Of requests with soft offers, which are claimed when vLLM wants to know how much of the prompt it
+        need not compute."""
+        self._claims: dict[int, _Turn] = {}
+        self._seeking: dict[str, int] = {}
+        """The open question of each request whose prefill has not begun."""
+        self._read_back: set[str] = set()
+        """Requests that have a ticket for an earlier turn, and no blocks yet."""
+        self._read_backs: Counter[str] = Counter()
+        self._num_read_back = 0
         self._held_from: dict[str, int] = {}
         """Of requests whose first loaded blocks were filled in part."""
 
@@ -130,37 +204,181 @@ class Incoming:
         """The counters of what no worker has seen: tickets, and blocks kept out of the prefix cache."""
         return {
             **by_label(REJECTED_TICKETS.name, self._rejected),
+            **by_label(READ_BACKS.name, self._read_backs),
+            (READ_BACK_TOKENS.name,): self._num_read_back,
             (UNCACHED_BLOCKS.name,): self._num_kept_out,
         }
 
     def new_request(self, request: Request) -> None:
         """A request is known: hold its ticket from now on, however long it waits."""
-        params = request.kv_transfer_params
-        if not params or not params.get("do_remote_prefill"):
+        params = request.kv_transfer_params or {}
+        is_needed, is_there = bool(params.get("do_remote_prefill")), TICKET in params or TICKETS in params
+        can_claim = self._is_reading_back and is_identified(request)
+        if not is_needed and not (can_claim and is_there):
             return
-        wanted = self._wanted[request.request_id] = self._read(request, params)
-        used = self._live[request.request_id] = None if wanted.refusal else wanted.ticket
-        if used is not None:
+        if TRANSFER in params and not is_there:
+            self._seek(request, params)
+            return
+        found = [self._source(request, each, is_needed, can_claim) for each in self._tickets(params)]
+        sources = _Sources([each for each in found if each is not None], is_needed)
+        self._sources[request.request_id] = sources
+        self._settle(request, sources)
+
+    def _settle(self, request: Request, sources: _Sources) -> None:
+        """Use what can be used of all sources, once no claim is open."""
+        if any(isinstance(each, _Turn) for each in sources.found):
+            return
+        del self._sources[request.request_id]
+        judged = [each for each in sources.found if isinstance(each, _Wanted)]
+        good = [each for each in judged if each.refusal is None]
+        refused = [each.refusal for each in judged if each.refusal]
+        if any(each.tickets for each in good):
+            tickets = tuple(ticket for each in good for ticket in each.tickets)
+            self._want(request, _Wanted(tickets, None, max(each.num_loadable for each in good)))
+        elif judged and sources.is_needed:
+            self._want(request, (good or judged)[0])
+            refused = refused[1:] if not good else refused
+        for code, why in refused:
+            self._rejected[code] += 1
+            log.warning("%s is not loaded from one of its sources: %s", request.request_id, why)
+
+    def _want(self, request: Request, wanted: _Wanted) -> None:
+        """It is known what a request is loaded from."""
+        self._wanted[request.request_id] = wanted
+        used = self._live[request.request_id] = () if wanted.refusal else wanted.tickets
+        if used:
             self._known.append((request.request_id, used))
 
-    def _read(self, request: Request, params: dict[str, Any]) -> _Wanted:
+    def _source(
+        self, request: Request, ticket: Ticket | _Refused, is_needed: bool, can_claim: bool
+    ) -> _Turn | _Wanted | None:
+        """What a ticket is good for; None if for nothing."""
+        if can_claim and isinstance(ticket, Ticket) and isinstance(ticket.parts, bytes):
+            return self._turn(request, ticket)
+        if is_needed or not isinstance(ticket, Ticket) or TICKETS in (request.kv_transfer_params or {}):
+            return self._judged(request, ticket)
+        self._take_back(ticket)  # what our prefix cache does not have of it is computed
+        return None
+
+    @property
+    def _claimant(self) -> Claimant:
+        if self._claiming is None:
+            self._claiming = self._open_claimant()
+        return self._claiming
+
+    def _seek(self, request: Request, params: dict[str, Any]) -> None:
+        """The prompt is being computed elsewhere, or will be: ask there for its ticket."""
+        address, transfer = address_of(params), params[TRANSFER]
+        if request.skip_reading_prefix_cache:
+            return  # vLLM computes the whole prompt, whatever could be loaded
+        if not isinstance(transfer, str) or not 0 < len(transfer) <= MAX_TRANSFER or not address:
+            why = f"{TRANSFER}, remote_host and remote_port do not identify a prefill and its engine"
+            self._want(request, self._judged(request, ("no-ticket", why)))
+        elif failure := address_refusal(address, self._trust):
+            self._want(request, self._judged(request, (failure.code.value, str(failure))))
+        else:
+            number = self._seeking[request.request_id] = self._claimant.find(address, transfer)
+            self._sought[number], self._live[request.request_id] = request, ()
+
+    def _found(self, request: Request, end: ClaimEnd) -> None:
+        """A prefill has begun, or nothing will come of it."""
+        ticket, is_awaited = end.ticket, self._seeking.get(request.request_id) == end.number
+        if not is_awaited:
+            self._dropped += [("", (ticket,))] if ticket else []
+            return
+        del self._seeking[request.request_id]
+        found: Ticket | _Refused
+        if ticket is None:
+            found = "no-ticket", f"the prefill cannot be read: {printable(end.detail)}"
+        elif refused := refusal(ticket, self._trust, self._host):
+            found = refused.code.value, str(refused)
+        else:
+            found = ticket
+        self._want(request, self._judged(request, found))
+
+    def _turn(self, request: Request, ticket: Ticket) -> _Turn | None:
+        """An earlier turn of this prompt may be in another engine's prefix cache."""
+        is_ours = self._take_back(ticket)  # then what our prefix cache does not have is computed
+        if not isinstance(ticket.parts, bytes) or is_ours or request.skip_reading_prefix_cache:
+            return None
         most = self._groups.num_loadable(request.num_prompt_tokens)
-        ticket = self._ticket(params)
+        try:
+            ours = digest_parts_of(request, most, self._adapters)
+        except SpecError as error:
+            log.warning("%s: this engine computes the prompt: %s", request.request_id, error)
+            return None
+        if num_common := num_common_tokens(ours, ticket.parts):
+            return _Turn(request.request_id, ticket, num_common, part_at(ours, num_common))
+        self._read_backs["diverged"] += 1
+        return None
+
+    def _claim(self, request: Request, num_computed: int) -> None:
+        """Ask for what is left of earlier turns, unless it is here; once nothing is asked, all are known."""
+        sources = self._sources.get(request.request_id)
+        if sources is None:
+            return
+        if not sources.is_claimed:
+            sources.is_claimed = True
+            turns = [each for each in sources.found if isinstance(each, _Turn)]
+            for turn in turns:
+                if turn.num_common <= num_computed:
+                    self._read_backs["cached"] += 1
+                    sources.found.remove(turn)
+                else:
+                    self._claims[self._claimant.claim(turn.ticket, turn.num_common)] = turn
+        self.take_claims()
+        self._settle(request, sources)
+
+    def take_claims(self) -> None:
+        """What became of the claims: what is granted is loaded like any other ticket."""
+        for end in self._claiming.poll() if self._claiming else ():
+            if request := self._sought.pop(end.number, None):
+                self._found(request, end)
+                continue
+            self._claim_ended(self._claims.pop(end.number), end)
+
+    def _claim_ended(self, turn: _Turn, end: ClaimEnd) -> None:
+        sources, ticket = self._sources.get(turn.request_id), end.ticket
+        is_awaited = sources is not None and turn in sources.found
+        outcome: list[_Turn | _Wanted] = []
+        if ticket is None:
+            self._read_backs["denied"] += 1
+            log.debug("%s: this engine computes the prompt: %s", turn.request_id, printable(end.detail))
+        elif not is_awaited or ticket.digest != turn.digest or ticket.num_tokens > turn.num_common:
+            self._read_backs["unused"] += 1
+            self._dropped.append(("", (ticket,)))
+        else:
+            self._read_backs["claimed"] += 1
+            self._read_back.add(turn.request_id)
+            outcome = [_Wanted((ticket,), None, ticket.num_tokens)]
+        if sources is not None and is_awaited:
+            at = sources.found.index(turn)
+            sources.found[at : at + 1] = outcome
+
+    def _judged(self, request: Request, ticket: Ticket | _Refused) -> _Wanted:
+        most = self._groups.num_loadable(request.num_prompt_tokens)
         if not isinstance(ticket, Ticket):
-            return _Wanted(None, ticket, most)
+            return _Wanted((), ticket, most)
         if refused := self._refusal(request, ticket, most):
-            return _Wanted(ticket, refused, most)
-        if self._take_back(ticket) or ticket in self._live.values():
+            return _Wanted((ticket,), refused, most)
+        if self._take_back(ticket) or self._is_used(ticket, self._live.values()):
             # Our own prefill, or one that several answers to one prompt share (n > 1): what our prefix cache
             # does not have is computed.
-            return _Wanted(None, None, 0)
-        return _Wanted(ticket, None, min(most, ticket.num_tokens))
+            return _Wanted((), None, 0)
+        return _Wanted((ticket,), None, min(most, ticket.num_tokens))
 
-    def _ticket(self, params: dict[str, Any]) -> Ticket | _Refused:
+    def _tickets(self, params: dict[str, Any]) -> list[Ticket | _Refused]:
+        """The tickets, in order of preference, or why there are none."""
+        texts = params.get(TICKETS) or [params.get(TICKET)]
+        if not isinstance(texts, list) or len(texts) > MAX_TICKETS:
+            return [("no-ticket", f"{TICKETS} is a list of at most {MAX_TICKETS} tickets")]
+        return [self._ticket(text) for text in texts]
+
+    def _ticket(self, text: object) -> Ticket | _Refused:
         """The ticket, or why there is none. It is proved before it is read, and before anybody is called."""
-        text = params.get(TICKET)
         if not isinstance(text, str):
-            return "no-ticket", f"kv_transfer_params carry no ticket ({TICKET}): did kvferry prefill it?"
+            cure = "use kvferry on the prefill engine, and a router that passes all keys"
+            return "no-ticket", f"kv_transfer_params carry no ticket ({TICKET}): {cure}"
         if refused := text_refusal(text, self._trust):
             return refused.code.value, str(refused)
         try:
@@ -176,7 +394,9 @@ class Incoming:
         except SpecError as error:
             return "other-prompt", str(error)
         if not is_identified(request) or not is_same:
-            return "other-prompt", self._difference(request, ticket)
+            ours = request.lora_request.lora_name if request.lora_request else "none"
+            why = "the ticket is for another prompt, cache_salt or LoRA adapter than this request's"
+            return "other-prompt", f"{why} ({ours})"
         if self._groups.has_state and ticket.num_tokens > most:
             return (
                 "state-too-long",
@@ -185,22 +405,20 @@ class Incoming:
             )
         return None
 
-    def _difference(self, request: Request, ticket: Ticket) -> str:
-        """What a ticket was made for, as far as can be told: it has one digest of prompt and adapter."""
-        adapter = request.lora_request
-        if adapter is None:
-            return "the ticket was made for another prompt, or with a LoRA adapter: this request has none"
-        bare = copy(request)
-        bare.lora_request = None
-        if ticket.digest == digest(bare, ticket.num_tokens, self._adapters):
-            return f"the ticket was made without a LoRA adapter: this request has {adapter.lora_name}"
-        return f"the ticket was made for another prompt, or for another LoRA adapter than {adapter.lora_name}"
+    @staticmethod
+    def _is_used(ticket: Ticket, others: Iterable[tuple[Ticket, ...]]) -> bool:
+        """Whether another request reads under the same lease, perhaps at an earlier stage of it."""
+        return any(other.lease_name == ticket.lease_name for used in others for other in used)
 
-    def matched(self, request: Request, num_computed: int) -> tuple[int, bool]:
+    def matched(self, request: Request, num_computed: int) -> tuple[int | None, bool]:
         """How many tokens a ticket brings beyond those that are here already.
 
         A ticket that cannot be used counts as if it could: only a worker can fail a request.
         """
+        self.take_claims()
+        self._claim(request, num_computed)
+        if request.request_id in self._sources or request.request_id in self._seeking:
+            return None, False  # vLLM asks again
         wanted = self._wanted.get(request.request_id)
         if wanted is None:
             return 0, False
@@ -214,28 +432,34 @@ class Incoming:
         if wanted is None:
             return
         (request.kv_transfer_params or {})["do_remote_prefill"] = False
+        if request.request_id in self._read_back:
+            self._read_back.discard(request.request_id)
+            self._num_read_back += num_external
         if wanted.refusal is not None:
             self._rejected[wanted.refusal[0]] += 1
         if not num_external:
-            self._give_back(request.request_id, wanted.ticket)
+            self._give_back(request.request_id, wanted.tickets)
             return
         refusal = wanted.refusal[1] if wanted.refusal else ""
-        load = Load(request.request_id, wanted.ticket, refusal=refusal)
+        load = Load(request.request_id, wanted.tickets, refusal=refusal)
         num_tokens = wanted.num_computed + num_external
         self._loads.append(self._filled(load, block_ids, num_tokens, wanted.num_computed))
 
     def _filled(self, load: Load, block_ids: BlockIds, num_tokens: int, num_kept: int) -> Load:
         """The load, of whole blocks; vLLM will register them. Blocks that stay partial are kept out."""
         tables = self._groups.tables(block_ids, num_tokens)
-        said = load.ticket.held_from if load.ticket else None
-        held_from = said if isinstance(said, int) and self._cache.is_on else None
+        # Windows are read from one that has all of the tokens: from any of these.
+        said = [each.held_from for each in load.tickets if each.num_tokens >= num_tokens]
+        is_said = self._cache.is_on and said and all(isinstance(each, int) for each in said)
+        held_from = max(each for each in said if isinstance(each, int)) if is_said else None
         filling = self._groups.filling(tables, num_tokens, num_kept, held_from)
         self._cache.keep_out(load.request_id, self._groups.by_index(filling.partial))
         if self._cache.is_on:
             self._num_kept_out += sum(map(len, filling.partial.values()))
         if filling.held_from:
             self._held_from[load.request_id] = filling.held_from
-        return replace(load, tables=tables, need=filling.need, kept=self._groups.kept(num_kept))
+        kept, early = self._groups.kept(num_kept), self._groups.early
+        return replace(load, tables=tables, need=filling.need, kept=kept, early=early)
 
     def take_held_from(self, request_id: str) -> int:
         """From which token on the load of a request that ends has left no cell of its blocks unfilled."""
@@ -247,27 +471,39 @@ class Incoming:
         Also one that vLLM's front end has rejected: it comes with a prompt of one token, and ends at once.
         """
         request_id = request.request_id
+        if sources := self._sources.pop(request_id, None):
+            good = [each for each in sources.found if isinstance(each, _Wanted) and not each.refusal]
+            self._dropped += [("", each.tickets) for each in good]
+        self._seeking.pop(request_id, None)
+        self._read_back.discard(request_id)
         if request_id not in self._live:
             return
         wanted = self._wanted.pop(request_id, None)
-        unused = [wanted.ticket] if wanted else [o.ticket for o in self._loads if o.request_id == request_id]
-        self._give_back(request_id, unused[0] if unused else None)
+        loads = [load.tickets for load in self._loads if load.request_id == request_id]
+        self._give_back(request_id, wanted.tickets if wanted else next(iter(loads), ()))
         del self._live[request_id]
         # vLLM waits for the end of a load, also of one that need not begin any more.
-        self._loads = [Load(request_id, None) if o.request_id == request_id else o for o in self._loads]
+        self._loads = [Load(request_id) if o.request_id == request_id else o for o in self._loads]
 
-    def _give_back(self, request_id: str, ticket: Ticket | None) -> None:
-        """The workers give up what they have under way for a request; a ticket that is not used ends now."""
+    def _give_back(self, request_id: str, tickets: tuple[Ticket, ...]) -> None:
+        """The workers give up what they have under way for a request; tickets that are not used end now."""
         others = [used for other, used in self._live.items() if other != request_id]
-        if ticket is not None and (ticket in others or self._take_back(ticket)):
-            ticket = None
+        unused = tuple(t for t in tickets if not self._is_used(t, others) and not self._take_back(t))
         self._known = [news for news in self._known if news[0] != request_id]
-        self._dropped.append((request_id, ticket))
+        self._dropped.append((request_id, unused))
 
-    def step(self, released: list[Released]) -> StepMetadata:
-        step = StepMetadata(released, self._dropped, self._known, self._loads)
+    def step(self) -> StepMetadata:
+        step = StepMetadata(dropped=self._dropped, known=self._known, loads=self._loads)
         self._known, self._loads, self._dropped = [], [], []
         return step
+
+    @property
+    def is_claiming(self) -> bool:
+        return bool(self._claims or self._sought)
+
+    def close(self) -> None:
+        if self._claiming is not None:
+            self._claiming.close()
 
     @property
     def has_news(self) -> bool:

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvferry.endpoint import SourceEngine
 from kvferry.endpoint.invitation import Invitation
+from kvferry.endpoint.source import GrowingOffer
 from kvferry.errors import SpecError
+from kvferry.integrations.vllm.scheduler.growing import GrowingPrefills
+from kvferry.integrations.vllm.scheduler.soft import SoftOffers
 from kvferry.integrations.vllm.scheduler.tables import Adapters, BlockIds, Groups, digest, is_identified
 from kvferry.integrations.vllm.shared.options import Options
+from kvferry.integrations.vllm.shared.step import StepMetadata
 from kvferry.log import log_of
-from kvferry.runtime import Released
 from kvferry.runtime.figures import Figures
 from kvferry.wire.messages import Join
 from kvferry.wire.ticket import Ticket, to_text
 
 log = log_of(__name__)
 
-TICKET = "kvferry_ticket"
-"""The key of ``kv_transfer_params`` that carries the ticket; the others are vLLM's own."""
+TICKET, TICKETS = "kvferry_ticket", "kvferry_tickets"
+TRANSFER, OVERLAP = "kvferry_transfer", "kvferry_overlap"
+"""Keys of ``kv_transfer_params``; the others are vLLM's own: the ticket; the name that a router has given to
+a prefill whose decode it sends at once; whether an engine can be read while it computes.
+"""
+MAX_TRANSFER = 64
+"""Characters of such a name."""
 
 
 class Outgoing:
@@ -31,13 +41,20 @@ class Outgoing:
     def __init__(
         self, vllm_config: VllmConfig, groups: Groups, options: Options, engine: str, adapters: Adapters
     ) -> None:
-        self._parallel, self._adapters = vllm_config.parallel_config, adapters
-        self._groups, self._options, self._engine = groups, options, engine
+        parallel = vllm_config.parallel_config
+        self._groups, self._options, self._adapters = groups, options, adapters
+        self._ours = {
+            "remote_engine_id": engine,
+            "tp_size": parallel.tensor_parallel_size,
+            "dcp_size": parallel.decode_context_parallel_size,
+            "pp_size": parallel.pipeline_parallel_size,
+        }
+        """What answers say of this engine, in vLLM's own words."""
         self._source: SourceEngine | None = None
-        self._cut: set[str] = set()
-        """Requests whose prompts were cut."""
-        self._prefilling: set[str] = set()
-        """Requests for other engines that are being computed."""
+        self.soft = SoftOffers(groups, adapters, vllm_config)
+        self.growing = GrowingPrefills(groups, adapters, is_alone=parallel.data_parallel_size == 1)
+        self._prefilling: dict[str, bool] = {}
+        """Requests that are computed for other engines: whether their prompts were trimmed."""
         self._invitation: Invitation | None = None
         """What the workers have not been told yet."""
         self._ending: set[str] = set()
@@ -49,7 +66,7 @@ class Outgoing:
             return
         options = self._options
         self._source = SourceEngine(
-            self._engine,
+            self._ours["remote_engine_id"],
             len(joins),
             listen=options.listen,
             advertise=options.advertise,
@@ -59,14 +76,14 @@ class Outgoing:
         for join in joins:
             self._source.admit(join, joins_later=True)
         self._invitation = self._source.invitation
-        log.info("%s: requests can be fetched from %s", self._engine, self._source.address)
+        log.info("%s: requests can be fetched from %s", self._source.engine, self._source.address)
 
     def new_request(self, request: Request) -> None:
         """A prefill for somebody else leaves out the tokens that the other side computes anyway."""
         num_left_out = self._groups.num_left_out
         if not _is_for_others(request.kv_transfer_params):
             return
-        self._prefilling.add(request.request_id)
+        self._prefilling[request.request_id] = False
         if not is_identified(request) or request.resumable:
             return  # a prompt that is not all tokens, or goes on later, cannot be cut
         if num_left_out and request.num_prompt_tokens > num_left_out:
@@ -75,7 +92,10 @@ class Outgoing:
             del request._all_token_ids[-num_left_out:]
             request.num_prompt_tokens -= num_left_out
             request.max_tokens = 1
-            self._cut.add(request.request_id)
+            self._prefilling[request.request_id] = True
+        transfer, is_cut = _transfer(request), self._prefilling[request.request_id]
+        if transfer and (is_cut or not num_left_out):
+            self.growing.new_request(request, transfer)
 
     def finished(
         self, request: Request, block_ids: BlockIds, loaded_from: int
@@ -84,37 +104,71 @@ class Outgoing:
 
         ``loaded_from``: the blocks may lack tokens before this one, because a load did not bring them.
         """
-        is_cut = request.request_id in self._cut
-        self._cut.discard(request.request_id)
-        self._prefilling.discard(request.request_id)
-        if self._source is None or not _is_for_others(request.kv_transfer_params):
+        is_cut = self._prefilling.pop(request.request_id, False)
+        if self._source is None or not request.kv_transfer_params:
             return False, None
-        if request.status not in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED):
-            return False, None
+        is_good = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+        if not _is_for_others(request.kv_transfer_params):
+            ticket = self._soft_offer(self._source, request) if is_good else None
+            return False, self._params(request, block_ids, ticket) if ticket else None
+        is_declined = self.growing.is_declined(request.request_id)
+        growing = self.growing.take(request.request_id)
+        why = "its reader does not need it" if is_declined else "the prefill was aborted"
+        if is_good and not is_declined:
+            try:
+                ticket = self._offer(self._source, request, block_ids, loaded_from, growing, is_cut=is_cut)
+            except SpecError as refusal:
+                why = str(refusal)
+                log.warning("%s is not offered: %s", request.request_id, why)
+            else:
+                return True, self._params(request, block_ids, ticket)
+        if growing:
+            growing.revoke()
+        if transfer := _transfer(request):
+            self._source.refuse(transfer, why)
+        return False, self._no_ticket(request) if is_good else None
+
+    def _offer(
+        self,
+        source: SourceEngine,
+        request: Request,
+        block_ids: BlockIds,
+        loaded_from: int,
+        growing: GrowingOffer | None,
+        *,
+        is_cut: bool,
+    ) -> Ticket:
+        """Offer a finished prefill, or end the offer that has grown with it; raises SpecError."""
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        self._check(request, block_ids, num_tokens, is_cut=is_cut)
+        tables = self._groups.tables(block_ids, num_tokens)
+        held_from = max(loaded_from, self._groups.held_from(tables, num_tokens))
+        if growing is not None:
+            if growing.ticket.num_tokens == num_tokens:
+                return self.growing.close(request.request_id, growing, tables, held_from)
+            growing.revoke()  # what was read so far is of another number of tokens
+        return source.offer(
+            request.request_id,
+            tables,
+            num_tokens,
+            digest=digest(request, num_tokens, self._adapters),
+            held_from=held_from,
+            transfer=_transfer(request),
+        )
+
+    def _soft_offer(self, source: SourceEngine, request: Request) -> Ticket | None:
         try:
-            self._check(request, block_ids, num_tokens, is_cut=is_cut)
-            tables = self._groups.tables(block_ids, num_tokens)
-            ticket = self._source.offer(
-                request.request_id,
-                tables,
-                num_tokens,
-                digest=digest(request, num_tokens, self._adapters),
-                held_from=max(loaded_from, self._groups.held_from(tables, num_tokens)),
-            )
+            return self.soft.offer(source, request)
         except SpecError as refusal:
-            log.warning("%s is not offered: %s", request.request_id, refusal)
-            return False, self._no_ticket(request)
-        return True, self._params(request, block_ids, ticket)
+            log.warning("%s is not offered for a next turn: %s", request.request_id, refusal)
+            return None
 
     def _check(self, request: Request, block_ids: BlockIds, num_tokens: int, *, is_cut: bool) -> None:
         """Raise if what is in the blocks could not be used."""
         if not num_tokens or not any(block_ids):
             raise SpecError("it has no blocks in the cache")
         if not is_identified(request):
-            raise SpecError(
-                "its prompt has parts without token ids: a reader could not check that it is the same prompt"
-            )
+            raise SpecError("its prompt has parts without token ids: a reader could not verify the prompt")
         if self._groups.has_state and request.num_computed_tokens != num_tokens:
             raise SpecError(
                 f"its recurrent state includes {request.num_computed_tokens} tokens, but its prompt has only"
@@ -128,8 +182,7 @@ class Outgoing:
             )
 
     def is_prefilling(self, request_ids: Collection[str]) -> bool:
-        """Whether one of these requests is computed for another engine."""
-        return not self._prefilling.isdisjoint(request_ids)
+        return not self._prefilling.keys().isdisjoint(request_ids)
 
     def take_back(self, ticket: Ticket) -> bool:
         """Whether a ticket is one of our own; then it pins nothing more."""
@@ -139,18 +192,16 @@ class Outgoing:
         """What a router hands to the decoding engine; vLLM's own keys keep their meaning."""
         host, _, port = ticket.authority.removeprefix("tcp://").rpartition(":")
         return {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
+            "do_remote_prefill": not ticket.is_soft,
+            "do_remote_decode": ticket.is_soft,
             "remote_block_ids": [list(ids) for ids in block_ids],
-            "remote_engine_id": self._engine,
             "remote_request_id": request.request_id,
             "remote_host": host,
             "remote_port": int(port) if port.isdigit() else 0,
-            "tp_size": self._parallel.tensor_parallel_size,
-            "dcp_size": self._parallel.decode_context_parallel_size,
-            "pp_size": self._parallel.pipeline_parallel_size,
+            **self._ours,
             "remote_num_tokens": ticket.num_tokens,
             TICKET: to_text(ticket),
+            OVERLAP: self.growing.is_able,
         }
 
     def _no_ticket(self, request: Request) -> dict[str, Any]:
@@ -158,7 +209,7 @@ class Outgoing:
         return {
             "do_remote_prefill": False,
             "do_remote_decode": False,
-            "remote_engine_id": self._engine,
+            "remote_engine_id": self._ours["remote_engine_id"],
             "remote_request_id": request.request_id,
         }
 
@@ -170,7 +221,7 @@ class Outgoing:
     @property
     def has_pinned(self) -> bool:
         """Whether blocks are not the engine's own yet: it has to make steps until they are."""
-        return self.num_leases > 0 or bool(self._ending)
+        return self.num_leases > 0 or bool(self._ending) or self.soft.must_step
 
     @property
     def generation(self) -> int:
@@ -181,14 +232,21 @@ class Outgoing:
     def figures(self) -> Figures:
         return self._source.figures if self._source is not None else {}
 
-    def released(self) -> list[Released]:
-        """The requests that are read, or whose lease is over, each once, for the workers."""
-        released = self._source.poll() if self._source is not None else []
-        self._ending.update(each.request_id for each in released)
-        return released
+    def tell(self, step: StepMetadata, scheduled: SchedulerOutput) -> None:
+        """Tell the workers which requests are read, or whose lease is over, each once."""
+        if self._source is None:
+            return
+        step.number = self.growing.step(self._source, scheduled)
+        self.soft.serve(self._source)
+        for released in self._source.poll():
+            request_id = self.growing.released(released)
+            if self.soft.is_claim(released.request_id) or not request_id:
+                step.unclaimed.append(released)
+            else:
+                step.released.append(replace(released, request_id=request_id))
+                self._ending.add(request_id)
 
     def freed(self, request_ids: Iterable[str]) -> None:
-        """Every worker is through with these requests: vLLM has their blocks back."""
         self._ending.difference_update(request_ids)
 
     def take_invitation(self) -> Invitation | None:
@@ -199,6 +257,12 @@ class Outgoing:
     def close(self) -> None:
         if self._source is not None:
             self._source.close()
+
+
+def _transfer(request: Request) -> str:
+    """What a router has named a prefill, so that it can be read before its end."""
+    name = (request.kv_transfer_params or {}).get(TRANSFER)
+    return name if isinstance(name, str) and 0 < len(name) <= MAX_TRANSFER else ""
 
 
 def _is_for_others(params: dict[str, Any] | None) -> bool:

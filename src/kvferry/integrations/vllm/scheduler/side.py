@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
+from kvferry.endpoint.claiming import Claimant
 from kvferry.endpoint.metric_table import Changes
 from kvferry.integrations.vllm.scheduler.incoming import Incoming, PrefixCache, cannot_keep_out
 from kvferry.integrations.vllm.scheduler.outgoing import Outgoing
@@ -24,7 +27,7 @@ from kvferry.wire.messages import Join
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-IDLE_SECONDS = 0.005
+IDLE_SECONDS, HURRIED_SECONDS = 0.005, 0.0005
 
 
 class SchedulerSide:
@@ -35,6 +38,8 @@ class SchedulerSide:
         engine = transfer.engine_id or secrets.token_hex(8)
         self._is_producer, self._is_consumer = transfer.is_kv_producer, transfer.is_kv_consumer
         self._options, self._changes = options, Changes()
+        self._is_alone = vllm_config.parallel_config.data_parallel_size == 1
+        """Whether no other engine waits for this one's steps."""
         self.groups = Groups(vllm_config, config)
         is_reused = bool(vllm_config.cache_config.enable_prefix_caching and self.groups.windows)
         self._must_bind, self._is_bound = self._is_consumer and is_reused, False
@@ -42,11 +47,25 @@ class SchedulerSide:
             self.groups.check_reuse()
         adapters = Adapters(is_unchecked=options.is_identity_unchecked)
         self.outgoing = Outgoing(vllm_config, self.groups, options, engine, adapters)
-        self.incoming = Incoming(self.groups, adapters, self.outgoing.take_back, options.trust)
+        can_claim = self._is_producer and self._is_consumer and options.is_reading_back
+        # A read that is not needed must not fail a request.
+        can_claim = can_claim and transfer.kv_load_failure_policy == "recompute"
+        self.incoming = Incoming(
+            self.groups,
+            adapters,
+            self.outgoing.take_back,
+            options.trust,
+            partial(Claimant, engine, trust=options.trust),
+            is_reading_back=can_claim,
+        )
 
     def bind(self, manager: KVCacheManager) -> None:
         if self._is_consumer:
             self.incoming.bind(PrefixCache.of(manager, self.groups.windows))
+        if self._is_consumer and self._is_producer and self._options.is_reading_back:
+            self.outgoing.soft.bind(manager)
+        if self._is_producer:
+            self.outgoing.growing.bind(manager)
         self._is_bound = True
 
     def admit(self, joins: Sequence[Join]) -> None:
@@ -71,22 +90,28 @@ class SchedulerSide:
     @property
     def must_step(self) -> bool:
         """Whether blocks are pinned, whose release the engine has to notice."""
-        return self.outgoing.has_pinned or self.incoming.has_news
+        return self.outgoing.has_pinned or self.incoming.has_news or self.incoming.is_claiming
 
-    def step(self, scheduled: Collection[str]) -> StepMetadata:
-        """What happened since the last step; the next one computes tokens of these requests."""
-        if not scheduled and self.outgoing.has_pinned and not self.incoming.has_news:
-            time.sleep(IDLE_SECONDS)  # steps are made only to notice releases: no need to hurry
-        step = self.incoming.step(self.outgoing.released())
+    def step(self, output: SchedulerOutput) -> StepMetadata:
+        """What happened since the last step, and what the next one computes."""
+        scheduled = output.num_scheduled_tokens.keys()
+        self.incoming.take_claims()
+        is_idle = self.outgoing.has_pinned or self.incoming.is_claiming
+        if self._is_alone and not scheduled and is_idle and not self.incoming.has_news:
+            # Steps are made only to notice what others do.
+            time.sleep(HURRIED_SECONDS if self.outgoing.soft.is_hurried else IDLE_SECONDS)
+        step = self.incoming.step()
+        self.outgoing.tell(step, output)
         step.invitation, step.generation = self.outgoing.take_invitation(), self.outgoing.generation
-        step.is_prefilling = self.outgoing.is_prefilling(scheduled)
+        # What was claimed is granted when this step has ended, its draft model too.
+        step.is_for_others = self.outgoing.is_prefilling(scheduled) or self.outgoing.soft.is_hurried
         return step
 
     def stats(self) -> LoadStats | None:
-        """What has been counted since the last call."""
         stats = LoadStats()
         stats.change(self._changes.since({**self.outgoing.figures, **self.incoming.figures}))
         return None if stats.is_empty() else stats
 
     def close(self) -> None:
+        self.incoming.close()
         self.outgoing.close()

@@ -22,6 +22,7 @@ from kvferry.core.state import Addressing, Group
 from kvferry.errors import SpecError
 from kvferry.integrations.vllm.shared.groups import describe_group, needed_tokens, spec_of_group
 from kvferry.log import log_of
+from kvferry.wire.ticket import digest_parts
 
 log = log_of(__name__)
 
@@ -75,7 +76,6 @@ def filling(
 
 
 def _first_own_block(table: BlockTable, first: int) -> int:
-    """The place of the first block from ``first`` on that is no hole."""
     own = np.flatnonzero(table.block_ids[first:] != HOLE)
     return first + int(own[0]) if own.size else len(table.block_ids)
 
@@ -133,6 +133,14 @@ class Groups:
         num_unsafe = int(self.has_state or self.has_window)
         self.num_left_out = max(num_unsafe, vllm_config.num_prefill_lookahead_tokens - 1)
         """How many last tokens of a prompt the decoding side computes itself."""
+        self.num_unfinished = max(0, vllm_config.num_prefill_lookahead_tokens - 1)
+        """How many last tokens of a chunk the draft model's later modules write again with the next chunk."""
+        self.early = frozenset(
+            group.name
+            for group in self._groups.values()
+            if group.addressing is Addressing.TABLE and not group.window
+        )
+        """The groups that keep all of their tokens: they can be read while a prompt is computed."""
 
     def num_loadable(self, num_prompt: int) -> int:
         """How many tokens of a prompt are moved at most."""
@@ -162,7 +170,6 @@ class Groups:
         return filling(self._groups.values(), tables, need, num_tokens, num_kept, held_from)
 
     def held_from(self, tables: Mapping[str, BlockTable], num_tokens: int) -> int:
-        """From which token on the tables hold everything."""
         return held_from(self._groups.values(), tables, num_tokens)
 
     def check_reuse(self) -> None:
@@ -175,8 +182,8 @@ class Groups:
             if isinstance(spec, ChunkedLocalAttentionSpec) and spec.attention_chunk_size % num_tokens:
                 raise SpecError(
                     f"prefix caching with attention chunks of {spec.attention_chunk_size} tokens in blocks of"
-                    f" {num_tokens}: vLLM then reuses blocks that it does not have: make chunks a"
-                    " multiple of blocks (--block-size), or use --no-enable-prefix-caching"
+                    f" {num_tokens}: vLLM then reuses blocks that it does not have: make the chunk size a"
+                    " multiple of --block-size, or use --no-enable-prefix-caching"
                 )
 
     def by_index(self, partial: Mapping[str, range]) -> dict[int, int]:
@@ -203,9 +210,24 @@ def digest(request: Request, num_tokens: int, adapters: Adapters) -> bytes:
     for feature in request.mm_features:
         if feature.mm_position.offset < num_tokens:
             hasher.update(f"\0{feature.identifier}@{feature.mm_position.offset}".encode())
-    if request.lora_request is not None:
-        hasher.update(f"\0lora {adapters.identity(request.lora_request)}".encode())
+    hasher.update(_extra(request, adapters))
     return hasher.digest()
+
+
+def digest_parts_of(request: Request, num_tokens: int, adapters: Adapters) -> bytes:
+    """Digests of growing prefixes of a request, prompt and answer, by which two requests are compared."""
+    marks = {feature.mm_position.offset: feature.identifier.encode() for feature in request.mm_features}
+    return digest_parts(request.all_token_ids[:num_tokens], _extra(request, adapters), marks)
+
+
+def _extra(request: Request, adapters: Adapters) -> bytes:
+    """What a cache depends on besides the prompt. Prompts with different salts share nothing, as in vLLM."""
+    extra = b""
+    if request.lora_request is not None:
+        extra += f"\0lora {adapters.identity(request.lora_request)}".encode()
+    if request.cache_salt:
+        extra += f"\0salt {request.cache_salt}".encode()
+    return extra
 
 
 def is_identified(request: Request) -> bool:

@@ -47,7 +47,6 @@ def dump_refusal(folder: str, src: Manifest, dst: Manifest, rank: int, reason: s
 
 
 def dump(folder: str, manifest: Manifest, prefix: str) -> Path:
-    """Write a manifest under the name of its engine and ranks."""
     ranks = "-".join(str(rank.rank) for rank in manifest.ranks) if len(manifest.ranks) < 5 else "all"
     engine = manifest.engine[:MAX_ENGINE_CHARACTERS]
     return write_private(folder, f"{prefix}{engine}-rank-{ranks}.json", manifest_to_json(manifest))

@@ -59,9 +59,11 @@ def _check_group(group: KVCacheGroupSpec, spec: KVCacheSpec) -> None:
     """Refuse, by name, what is not the cache of a request's own tokens on the device."""
     kind = type(spec).__name__
     if group.host_resident or not spec.has_layer_views:
-        raise SpecError(f"kvferry cannot move caches that vLLM keeps in host memory ({kind})")
+        raise SpecError(f"kvferry cannot transfer caches that vLLM keeps in host memory ({kind})")
     if isinstance(spec, CrossAttentionSpec):
-        raise SpecError("kvferry cannot move cross-attention caches: their tokens are those of the encoder")
+        raise SpecError(
+            "kvferry cannot transfer cross-attention caches: their tokens are those of the encoder"
+        )
 
 
 def check_one_group(config: KVCacheConfig, version: str) -> None:
@@ -70,7 +72,7 @@ def check_one_group(config: KVCacheConfig, version: str) -> None:
     if len(groups) > 1 or groups[0].window or groups[0].addressing is Addressing.SLOT:
         raise SpecError(
             f"vLLM {version} may zero blocks of sliding windows and recurrent states while they are loaded:"
-            " take vLLM 0.32 or newer for this model"
+            " use vLLM 0.32 or newer for this model"
         )
 
 

@@ -14,7 +14,7 @@ from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.transformers_utils.config import get_config
 
-from kvferry.checkpoint import config_values, weights_values
+from kvferry.checkpoint import config_values, rope_factors, weights_values
 from kvferry.core.identity import DRAFT, MAX_VALUE_LENGTH, STATED, Identity
 from kvferry.errors import SpecError
 from kvferry.integrations.vllm.shared.options import UNCHECKED, Options
@@ -56,7 +56,7 @@ def engine_identity(vllm_config: VllmConfig, options: Options) -> Identity:
 
 def _consequence(options: Options) -> str:
     if options.is_identity_unchecked:
-        return "identity is unchecked: another model's caches would not be noticed"
+        return "identity is unchecked: caches of a different model are not detected"
     return f"transfers are rejected; to accept this, set identity to {UNCHECKED!r} on both engines"
 
 
@@ -104,34 +104,18 @@ def _engine_values(model: ModelConfig) -> Iterator[tuple[str, str]]:
     text = model.hf_text_config
     yield "architecture", str(getattr(text, "model_type", "") or type(text).__name__)
     yield "dtype", str(model.dtype).removeprefix("torch.")
-    if model.quantization and not _is_quantised(model.hf_config):
+    own = ("quantization_config", "compression_config")
+    if model.quantization and not any(getattr(model.hf_config, name, None) for name in own):
         # A checkpoint's own quantisation is in its configuration; vLLM may only name another kernel for it.
         yield "quantization", str(model.quantization)
         if model.quantization_config:
             yield "quantization.options", str(model.quantization_config)[:MAX_VALUE_LENGTH]
     if model.disable_sliding_window:
         yield "sliding_window", "disabled"
-    if _has_two_ropes(text):
-        longest = getattr(text, "original_max_position_embeddings", None) or _rope(text).get(
-            "original_max_position_embeddings", 0
-        )
-        yield "longrope", "long factors" if model.max_model_len > longest else "short factors"
+    if factors := rope_factors(text.to_dict(), model.max_model_len):
+        yield "longrope", factors
     if model.multimodal_config is not None and model.multimodal_config.video_pruning_rate:
         yield "video_pruning_rate", str(model.multimodal_config.video_pruning_rate)
-
-
-def _is_quantised(config: Any) -> bool:
-    return any(getattr(config, name, None) for name in ("quantization_config", "compression_config"))
-
-
-def _rope(config: Any) -> dict[str, Any]:
-    return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-
-
-def _has_two_ropes(config: Any) -> bool:
-    """Such models rotate by other factors once the longest allowed request is long."""
-    rope = _rope(config)
-    return "longrope" in (rope.get("rope_type"), rope.get("type"))
 
 
 # -- files ---------------------------------------------------------------------------------------------

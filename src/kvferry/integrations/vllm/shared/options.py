@@ -3,43 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from enum import Enum
 from typing import Any, Protocol, TypeVar
 
 from kvferry.endpoint.secret_source import secret_from_environment, secret_from_file
 from kvferry.errors import SpecError
+from kvferry.integrations.connector_options import LEASE, READ_BACK, TEXTS, unknown_options
 from kvferry.runtime import Timing
 from kvferry.transport.nixl_agent import UCX
 from kvferry.transport.settings import WAY_SETTING, Expose, WayChoice
-from kvferry.wire.secret import Secret, Trust
+from kvferry.wire.secret import Trust
 
 C = TypeVar("C", bound=Enum)
+_Rule = tuple[Callable[[Any], bool], str]
+"""Whether a value is good; what it must be."""
 
-_TEXTS = ("listen", "advertise", "secret_file", "dump", "identity")
 HOST = "cpu"
+_DIGESTS: dict[Any, int] = {"off": 0, "full": 1}
 _PORT_OF_VLLM = 14579
 """What ``kv_port`` is if nobody sets it."""
 UNCHECKED = "unchecked"
 """The identity that accepts what is not known."""
 REQUIRED = "required"
 """What is the default. Any other text is an identity by itself."""
-_LEASE = "lease_seconds"
-_WORDS = ("insecure", "authorities", "backends", "digest", "expose", "way", "layout_check", "vllm_version")
-_KNOWN = {*_TEXTS, _LEASE, *_WORDS}
-_INSTEAD = {
-    "num_threads": "leave it out: as many threads read as there are cores for",
-    "kv_lease_duration": "say lease_seconds",
-    "enforce_handshake_compat": "leave it out: engines are compared part by part; identity says it for you",
-    "engine_ttl": "leave it out: engines that are gone are forgotten",
-    "kv_recompute_threshold": "leave it out: a router that wants no transfer asks for no ticket",
-    "bidirectional_kv_xfer": "leave it out: nothing goes back to the prefill engine",
-    "decoder_kv_blocks_ttl": "leave it out: nothing goes back to the prefill engine",
-    "push_registration_timeout": "leave it out: kvferry pulls",
-}
-"""Options of vLLM's NixlConnector, and what to do with them here."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +56,16 @@ class Options:
     timing: Timing = field(default_factory=Timing)
     backend: str = UCX
     """Which of NIXL's backends moves the bytes."""
-    digest_every: int = 0
-    """Of one in so many loads both engines compare a digest of the bytes; 0: of none."""
+    digest_every: int | None = None
+    """Of one in so many loads both engines compare a digest of the bytes; 0: of none. None: the default."""
     way: WayChoice = WayChoice.AUTO
     """By which way workers read."""
     expose: Expose = Expose.HOST
     """What of a worker its readers can reach by themselves."""
     is_layout_required: bool = False
     """Whether an engine whose caches do not lie as expected is to end, rather than to move whole blocks."""
+    is_reading_back: bool = False
+    """Whether earlier turns of a conversation are read back from the engine that decoded them."""
     must_version_be_tested: bool = False
     """Whether a version of vLLM that was not tested is refused."""
 
@@ -102,29 +92,33 @@ class Options:
         """
         if "secret" in extra:
             raise SpecError(
-                "kv_connector_extra_config: vLLM prints these options, so a secret must not be one: write it"
-                " to a file (kvferry keygen -o FILE) and say secret_file, or set KVFERRY_SECRET_FILE"
+                "kv_connector_extra_config: vLLM logs these options, so the secret must not be one: write"
+                " it to a file (kvferry keygen -o FILE) and set secret_file or KVFERRY_SECRET_FILE"
             )
-        if unknown := _unknown_options(extra):
+        if unknown := unknown_options(extra):
             raise SpecError(unknown)
-        texts = {name: _text(name, extra.get(name, "")) for name in _TEXTS}
-        trust = Trust(_secret(texts["secret_file"]), _insecure(extra), _authorities(extra))
+        _check(extra)
+        path = extra.get("secret_file")
+        secret = secret_from_file(path) if path else secret_from_environment()
+        trust = Trust(secret, extra.get("insecure", False), tuple(extra.get("authorities", ())))
         address = "127.0.0.1" if trust.is_one_host else f"[{host}]" if ":" in host else host
         way = _chosen("way", extra, WayChoice.from_environment(os.environ))
         expose = _chosen("expose", extra, Expose.from_environment(os.environ))
+        digest = extra.get("digest")
         return cls(
-            listen=texts["listen"] or f"tcp://{address}:*",
-            advertise=texts["advertise"],
+            listen=extra.get("listen") or f"tcp://{address}:*",
+            advertise=extra.get("advertise", ""),
             trust=trust,
-            dump=texts["dump"],
-            identity=texts["identity"],
-            timing=_timing(extra),
-            backend=_backend(extra),
-            digest_every=_digest_every(extra),
+            dump=extra.get("dump", ""),
+            identity=extra.get("identity", ""),
+            timing=Timing(lease=float(extra[LEASE])) if LEASE in extra else Timing(),
+            backend=extra.get("backends", [UCX])[0],
+            digest_every=_DIGESTS.get(digest, digest),
             way=WayChoice.PACKED if is_through_host else way,
             expose=Expose.NOTHING if is_through_host else expose,
-            is_layout_required=_is_said("layout_check", REQUIRED, extra),
-            must_version_be_tested=_is_said("vllm_version", "tested", extra),
+            is_layout_required="layout_check" in extra,
+            is_reading_back=extra.get(READ_BACK, False),
+            must_version_be_tested="vllm_version" in extra,
         )
 
 
@@ -154,67 +148,57 @@ def _refused_keys(config: TransferConfig, device: str) -> Iterator[str]:
     extra = config.kv_connector_extra_config or {}
     if config.kv_buffer_device not in (device, HOST):
         yield (
-            f"kv_buffer_device: {config.kv_buffer_device!r} asks for copies in other memory, but these caches"
-            f" are on {device!r}, and move from there or through {HOST!r}: say one of them, or leave it out"
+            f"kv_buffer_device: {config.kv_buffer_device!r} is not supported for caches on {device!r}:"
+            f" use {device!r} or {HOST!r}, or remove it"
         )
     way = extra.get("way", os.environ.get(WAY_SETTING, WayChoice.AUTO.value))
     if is_through_host(config, device) and way not in (WayChoice.AUTO.value, WayChoice.PACKED.value):
         yield (
-            f"kv_buffer_device: through {HOST!r}, workers send to each other, and way is {way!r}: say"
-            f" {WayChoice.PACKED.value!r}, or leave one of them out"
+            f"kv_buffer_device: {HOST!r} needs packed reads, but way is {way!r}: use"
+            f" {WayChoice.PACKED.value!r}, or remove one of them"
         )
     if config.enable_permute_local_kv:
-        yield "enable_permute_local_kv: kvferry moves between any two layouts without it: leave it out"
+        yield "enable_permute_local_kv: remove it: layouts may differ without it"
     if config.kv_port != _PORT_OF_VLLM:
         yield (
-            f"kv_port: {config.kv_port} is for other connectors; kvferry takes a free port. If it must be"
-            f' this one, say "listen": "tcp://HOST:{config.kv_port}" in kv_connector_extra_config'
+            f"kv_port: {config.kv_port} is not used by kvferry: remove it. For a fixed port, set"
+            f' "listen": "tcp://HOST:{config.kv_port}" in kv_connector_extra_config'
         )
-    if (unknown := _unknown_options(extra)) and "secret" not in extra:
+    if (unknown := unknown_options(extra)) and "secret" not in extra:
         yield unknown
 
 
-def _unknown_options(extra: Mapping[str, Any]) -> str:
-    """The options that nobody here knows, each with what to do instead; empty if there are none."""
-    unknown = sorted(set(extra) - _KNOWN)
-    if not unknown:
-        return ""
-    names = ", ".join(f"{name}{_advice(name)}" for name in unknown)
-    return f"kv_connector_extra_config: unknown {names}; known are {', '.join(sorted(_KNOWN))}"
+def _is_digest(value: Any) -> bool:
+    return value in ("off", "full") or (type(value) is int and value > 0)
 
 
-def _advice(name: str) -> str:
-    if name in _INSTEAD:
-        return f" (NixlConnector's; {_INSTEAD[name]})"
-    alike = get_close_matches(name, _KNOWN, n=1, cutoff=0.7)
-    return f" (did you mean {alike[0]}?)" if alike else ""
+def _is_list_of_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
-def _backend(extra: Mapping[str, Any]) -> str:
-    """As vLLM's own connector spells it: a list, of one here."""
-    match extra.get("backends", [UCX]):
-        case [str(name)] if name:
-            return name
-        case other:
-            raise SpecError(
-                "kv_connector_extra_config: backends must be a list with the name of one of NIXL's backends,"
-                f' as in ["{UCX}"], got {other!r}'
-            )
+_SWITCH: _Rule = (lambda value: isinstance(value, bool), "true or false")
+_TEXT: _Rule = (lambda value: isinstance(value, str), "text")
+_RULES: dict[str, _Rule] = {
+    **dict.fromkeys(TEXTS, _TEXT),
+    "insecure": _SWITCH,
+    READ_BACK: _SWITCH,
+    "authorities": (_is_list_of_texts, "a list of addresses"),
+    "backends": (
+        lambda value: _is_list_of_texts(value) and len(value) == 1 and bool(value[0]),
+        f'a list with the name of one of NIXL\'s backends, as in ["{UCX}"]',
+    ),
+    "digest": (_is_digest, '"off", "full", or a whole number N, which checks one in N loads'),
+    LEASE: (lambda value: type(value) in (int, float), "a number of seconds"),
+    "layout_check": (lambda value: value == REQUIRED, f"{REQUIRED!r}, or left out"),
+    "vllm_version": (lambda value: value == "tested", "'tested', or left out"),
+}
+"""What each option may be; ways and exposures are words of their own lists."""
 
 
-def _digest_every(extra: Mapping[str, Any]) -> int:
-    match extra.get("digest", "off"):
-        case "off":
-            return 0
-        case "full":
-            return 1
-        case int(every) if not isinstance(every, bool) and every > 0:
-            return every
-        case other:
-            raise SpecError(
-                'kv_connector_extra_config: digest must be "off", "full", or a whole number N, which checks'
-                f" one in N loads; got {other!r}"
-            )
+def _check(extra: Mapping[str, Any]) -> None:
+    for name, (is_good, rule) in _RULES.items():
+        if name in extra and not is_good(extra[name]):
+            raise SpecError(f"kv_connector_extra_config: {name} must be {rule}, got {extra[name]!r}")
 
 
 def _chosen(name: str, extra: Mapping[str, Any], default: C) -> C:
@@ -225,46 +209,3 @@ def _chosen(name: str, extra: Mapping[str, Any], default: C) -> C:
             return choice
     words = ", ".join(choice.value for choice in choices)
     raise SpecError(f"kv_connector_extra_config: {name} must be one of {words}, got {extra[name]!r}")
-
-
-def _is_said(name: str, word: str, extra: Mapping[str, Any]) -> bool:
-    """An option that is one word, or left out."""
-    if name in extra and extra[name] != word:
-        raise SpecError(
-            f"kv_connector_extra_config: {name} must be {word!r}, or left out, got {extra[name]!r}"
-        )
-    return name in extra
-
-
-def _secret(path: str) -> Secret | None:
-    return secret_from_file(path) if path else secret_from_environment()
-
-
-def _insecure(extra: Mapping[str, Any]) -> bool:
-    value = extra.get("insecure", False)
-    if not isinstance(value, bool):
-        raise SpecError(f"kv_connector_extra_config: insecure must be true or false, got {value!r}")
-    return value
-
-
-def _authorities(extra: Mapping[str, Any]) -> tuple[str, ...]:
-    value = extra.get("authorities", [])
-    if not isinstance(value, list) or not all(isinstance(address, str) for address in value):
-        raise SpecError(f"kv_connector_extra_config: authorities must be a list of addresses, got {value!r}")
-    return tuple(value)
-
-
-def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise SpecError(f"kv_connector_extra_config: {name} must be text, got {value!r}")
-    return value
-
-
-def _timing(extra: Mapping[str, Any]) -> Timing:
-    """How long leases last is the deployment's; the other waits are those that every engine has."""
-    if _LEASE not in extra:
-        return Timing()
-    value = extra[_LEASE]
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise SpecError(f"kv_connector_extra_config: {_LEASE} must be a number of seconds, got {value!r}")
-    return Timing(lease=float(value))

@@ -115,7 +115,6 @@ def described_layers(
 
 
 def _owner_of(layer: Any) -> str:
-    """The layer whose cache this one uses; empty if it has its own."""
     return getattr(layer, "kv_sharing_target_layer_name", None) or ""
 
 

@@ -63,7 +63,6 @@ class DescribedLayer:
 
     @property
     def _num_kernel_blocks(self) -> int:
-        """Kernel blocks in a block of the scheduler's."""
         count, rest = divmod(int(self.cache.tensor.shape[0]), self.cache.num_blocks)
         if rest or not count:
             raise SpecError(
@@ -83,13 +82,10 @@ class DescribedLayer:
 
     def _spots(self) -> Iterator[tuple[PagePart, int, dict[str, list[tuple[int, int]]]]]:
         """Every part with its offset in a block, and the (count, stride) digits of its axes."""
-        for plane, parts in enumerate(self._planes()):
-            for spot in self._inner(parts):
-                yield self.page.part(spot.leaf.part), *self._with_outer(plane, spot)
-
-    def _planes(self) -> list[Sequence[PagePart]]:
         parts = self.page.parts
-        return [(part,) for part in parts] if PART in self.contents.outer else [parts]
+        for plane, some in enumerate([(p,) for p in parts] if PART in self.contents.outer else [parts]):
+            for spot in self._inner(some):
+                yield self.page.part(spot.leaf.part), *self._with_outer(plane, spot)
 
     def _inner(self, parts: Sequence[PagePart]) -> Iterator[Spot]:
         """The parts within what the tensor's own axes leave, which must be exactly that."""
@@ -120,9 +116,7 @@ class DescribedLayer:
         else:
             piece = tensor[(0,) * (1 + num_outer)]
         if not piece.is_contiguous():
-            raise SpecError(
-                f"{self.name}: {self._tensor_text()} is not contiguous inside: no order is known for that"
-            )
+            raise SpecError(f"{self.name}: each block of {self._tensor_text()} must be contiguous")
         return int(piece.numel()) * tensor.element_size()
 
     def _tensor_text(self) -> str:

@@ -27,8 +27,10 @@ from kvferry.log import log_of
 
 log = log_of(__name__)
 
-CODES = 15
-"""Cells hold whole numbers up to this one, which every dtype of a cache has; 0: nothing was written."""
+CODES = 8
+"""Cells hold whole numbers up to this one, which every dtype of a cache has (e5m2 has no 9); 0: nothing was
+written.
+"""
 NUM_PATTERNS = 2
 LATENT = "latent"
 DECODED = {name: dtype for dtype, name in DTYPES.items() if name != "uint8"}
@@ -97,7 +99,7 @@ class LayoutCheck:
         name = f"{layer.name} ({class_path(layer.cache.backend or type(layer.cache.layer))})"
         try:
             if self.fused and layer.page.kind is Kind.PAGED:
-                raise LayoutDiffers(f"{self.fused} writes it, too, and cannot be checked")
+                raise LayoutDiffers(f"the fused pass {self.fused} also writes it and cannot be checked")
             look(layer, self.dtype)
             return KindChecked(was_tried=True)
         except Untried as why:
@@ -111,7 +113,7 @@ class LayoutCheck:
             problem = f"its cache is not laid out as kvferry expects ({why})"
         if self.is_required:
             raise SpecError(f"{name}: {problem}; layout_check is required")
-        log.warning("%s: %s: only engines that are set up alike can exchange it", name, problem)
+        log.warning("%s: %s: only identically configured engines can exchange it", name, problem)
         return KindChecked(was_tried, problem)
 
 
@@ -192,10 +194,10 @@ def _writer(layer: DescribedLayer, dtype: torch.dtype) -> Writer:
     items = [(DECODED.get(part.item.dtype), part.item.num_bytes) for part in parts]
     are_elements = all(dtype is not None and dtype.itemsize == num_bytes for dtype, num_bytes in items)
     if write is None or not are_elements or layer.page.tokens_per_cell != 1:
-        raise Untried("only its kernels know what is inside")
+        raise Untried("its internal layout is known to its kernels only")
     update = getattr(getattr(owner, "impl", None), "do_kv_cache_update", None)
     if update is None:
-        raise Untried("its backend has no operation that only writes")
+        raise Untried("its backend has no separate write operation")
     bound = getattr(owner, "kv_cache", None)
     if not isinstance(bound, torch.Tensor) or not bound.numel():
         raise Untried("its cache is not bound")

@@ -118,7 +118,7 @@ DTYPES = {
 
 def dtype_of(dtype: torch.dtype) -> str:
     if dtype not in DTYPES:
-        raise SpecError(f"kvferry does not know the cache dtype {dtype}")
+        raise SpecError(f"unsupported cache dtype {dtype}")
     return DTYPES[dtype]
 
 
@@ -313,7 +313,6 @@ ATTENTION_LAYOUTS: dict[str, Rule] = {
 
 
 def known_attention(cache: CacheTensor) -> Contents | None:
-    """The contents of an attention cache, if there is a rule for its backend that knows them."""
     rule = ATTENTION_LAYOUTS.get(class_path(cache.backend))
     return rule(cache) if rule else None
 
@@ -437,7 +436,6 @@ def opaque(cache: CacheTensor) -> Contents:
 
 
 def _block_bytes(cache: CacheTensor) -> int:
-    """Bytes of one scheduler's block: as many kernel blocks as it has."""
     tensor = cache.tensor
     per_kernel_block = prod(tensor.shape[1:]) * tensor.element_size()
     return per_kernel_block * (tensor.shape[0] // cache.num_blocks)

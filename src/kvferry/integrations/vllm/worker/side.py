@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +18,7 @@ from kvferry.core.manifest import Manifest
 from kvferry.endpoint import Destination
 from kvferry.endpoint.gathering import RankGathering, open_gathering
 from kvferry.endpoint.invitation import Invitation
+from kvferry.endpoint.load_digest import default_digest_every
 from kvferry.endpoint.metric_table import Changes
 from kvferry.endpoint.source_rank import MemberThread
 from kvferry.integrations.supported import Standing, standing_of
@@ -25,7 +26,7 @@ from kvferry.integrations.vllm.shared.dump import dump_refusal
 from kvferry.integrations.vllm.shared.identity import engine_identity
 from kvferry.integrations.vllm.shared.options import Options
 from kvferry.integrations.vllm.shared.stats import LoadStats
-from kvferry.integrations.vllm.shared.step import Load, StepMetadata
+from kvferry.integrations.vllm.shared.step import Load, StepMetadata, StepNews
 from kvferry.integrations.vllm.worker.describe import WorkerRank, describe
 from kvferry.integrations.vllm.worker.layout_check import LayoutCheck
 from kvferry.log import log_of
@@ -43,9 +44,9 @@ log = log_of(__name__)
 
 @dataclass(slots=True)
 class _Ongoing:
-    """A request whose ticket is held, or which is loaded."""
+    """A request whose tickets are held, or which is loaded."""
 
-    ticket: Ticket
+    tickets: tuple[Ticket, ...]
     handle: int
     is_awaited: bool = False
     """Whether vLLM waits for it: it has blocks."""
@@ -74,18 +75,21 @@ class WorkerSide:
         self._failed: set[str] = set()
         self._sent: deque[str] = deque()
         """Requests of which nothing is given to readers any more; other threads add to it."""
+        self._unclaimed: deque[str] = deque()
+        """The same, of claims."""
         self._stats, self._changes = LoadStats(), Changes()
         self._device: torch.device | None = None
         """Where the caches are, if that is a GPU."""
         self._mark: torch.cuda.Event | None = None
-        self._is_prefilling = False
-        """Whether the step computes a prompt for another engine."""
+        self._step_number = 0
+        """Of the step that is under way, if its scheduler wants to know of its end."""
+        self._is_for_others = False
+        """Whether another engine may read what was written when the step ends."""
         policy = vllm_config.kv_transfer_config.kv_load_failure_policy
         self._is_recomputing = policy == "recompute"
         """Whether vLLM computes what could not be loaded, and needs the ticket no more."""
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
-        """Describe the caches, and make their memory known to the transport."""
         tp, pp = get_tp_group(), get_pp_group()
         engine = self._vllm_config.kv_transfer_config.engine_id or "vllm"
         rank = pp.rank_in_group * tp.world_size + tp.rank_in_group
@@ -100,7 +104,9 @@ class WorkerSide:
         manifest = replace(manifest, identity=identity)
         _wake_up_amx(caches)
         self._device = next((tensor.device for tensor in caches.values() if tensor.is_cuda), None)
-        options = self._options
+        options, digest_every = self._options, self._options.digest_every
+        if digest_every is None:
+            digest_every = default_digest_every(manifest.rank(rank))
         transport = ProcessTransport(way=options.way, expose=options.expose, backend=options.backend)
         self._destination = Destination(
             manifest,
@@ -111,7 +117,7 @@ class WorkerSide:
             trust=options.trust,
             timing=options.timing,
             on_refusal=lambda source, why: dump_refusal(options.dump, source, manifest, rank, str(why)),
-            digest_every=options.digest_every,
+            digest_every=digest_every,
             accept_unknown_identity=options.is_identity_unchecked,
         )
         self._manifest = manifest
@@ -125,7 +131,7 @@ class WorkerSide:
         listen, advertise, trust = self._options.rank_listen, self._options.advertise, self._options.trust
         gathering = open_gathering(manifest, transport, listen=listen, advertise=advertise, trust=trust)
         if gathering is not None:
-            log.info("rank %d is asked for bytes at %s", manifest.ranks[0].rank, gathering.address)
+            log.info("rank %d serves packed reads at %s", manifest.ranks[0].rank, gathering.address)
         return gathering
 
     def mark(self, step: StepMetadata) -> None:
@@ -134,7 +140,7 @@ class WorkerSide:
         vLLM has zeroed their blocks by then, and starts them after it has launched the forward pass: they
         wait for the first, and not for the second.
         """
-        self._mark, self._is_prefilling = None, step.is_prefilling
+        self._mark, self._is_for_others, self._step_number = None, step.is_for_others, step.number
         if step.loads and self._device is not None:
             self._mark = torch.cuda.Event()
             self._mark.record(torch.cuda.current_stream(self._device))
@@ -145,27 +151,29 @@ class WorkerSide:
         vLLM returns a step when the sampled tokens are there, which is before a draft model has ended.
         """
         is_drafting = self._vllm_config.speculative_config is not None
-        if self._is_prefilling and is_drafting and self._device is not None:
+        if self._is_for_others and is_drafting and self._device is not None:
             torch.cuda.current_stream(self._device).synchronize()
 
     def start(self, step: StepMetadata) -> None:
         if step.invitation is not None:
             self._join_authority(step.invitation)
         for released in step.released:
-            self._end(released, step.generation)
+            self._end(released, step.generation, self._sent)
+        for released in step.unclaimed:
+            self._end(released, step.generation, self._unclaimed)
         for request_id, unused in step.dropped:
             self._drop(request_id, unused)
-        for request_id, ticket in step.known:
-            self._hold(request_id, ticket)
+        for request_id, tickets in step.known:
+            self._hold(request_id, tickets)
         for load in step.loads:
             self._load(load)
 
-    def _end(self, released: Released, generation: int) -> None:
+    def _end(self, released: Released, generation: int, ended: deque[str]) -> None:
         """Give nothing of a request to readers any more; vLLM frees its blocks when that has been reported.
 
         What is being gathered at this moment still ends first, so it may be reported in a later step.
         """
-        then = partial(self._sent.append, released.request_id)
+        then = partial(ended.append, released.request_id)
         if self._gathering is not None:
             self._gathering.service.revoke(generation, released.ticket_id, then)
         else:
@@ -180,48 +188,51 @@ class WorkerSide:
             trust, timing = self._options.trust, self._options.timing
             self._member = MemberThread(invitation.address, self._manifest, join, trust=trust, timing=timing)
 
-    def _hold(self, request_id: str, ticket: Ticket) -> None:
+    def _hold(self, request_id: str, tickets: tuple[Ticket, ...]) -> None:
         if self._destination is not None:
-            handle = self._destination.hold(ticket)
-            self._ongoing[request_id], self._requests[handle] = _Ongoing(ticket, handle), request_id
+            handle = self._destination.hold(tickets)
+            self._ongoing[request_id], self._requests[handle] = _Ongoing(tickets, handle), request_id
 
     def _load(self, load: Load) -> None:
         request_id, destination = load.request_id, self._destination
         ongoing = self._ongoing.pop(request_id, None)
         lost = ongoing.lost if ongoing else None
-        if load.ticket is None or load.refusal or lost or destination is None:
+        if not load.tickets or load.refusal or lost or destination is None:
             if why := load.refusal or lost:
                 log.error("%s cannot be loaded: %s", request_id, why)
-            self._fail(request_id, load.ticket)
+            self._fail(request_id, load.tickets)
             return
         handle = destination.fetch(
-            load.ticket,
+            load.tickets,
             load.tables,
             load.need,
             kept=load.kept,
             held=ongoing.handle if ongoing else None,
             after=self._mark.cuda_event if self._mark else None,
+            early=load.early,
         )
-        self._ongoing[request_id] = _Ongoing(load.ticket, handle, is_awaited=True, mark=self._mark)
+        self._ongoing[request_id] = _Ongoing(load.tickets, handle, is_awaited=True, mark=self._mark)
         self._requests[handle] = request_id
 
-    def _fail(self, request_id: str, ticket: Ticket | None) -> None:
+    def _fail(self, request_id: str, tickets: tuple[Ticket, ...]) -> None:
         """Report a load as failed. Where vLLM fails the request, a router may try another engine with the
         ticket; where it computes the prompt, nobody needs it.
         """
         self._failed.add(request_id)
-        if self._is_recomputing and ticket is not None and self._destination is not None:
-            self._destination.decline(ticket)
+        if self._is_recomputing and self._destination is not None:
+            for ticket in tickets:
+                self._destination.decline(ticket)
 
-    def _drop(self, request_id: str, unused: Ticket | None) -> None:
+    def _drop(self, request_id: str, unused: tuple[Ticket, ...]) -> None:
         """Give up what is under way. vLLM keeps a load's blocks until it is reported; a hold has none."""
         ongoing, destination = self._ongoing.get(request_id), self._destination
         if destination is None:
             return
         if ongoing is not None and ongoing.lost is None:
             destination.abort(ongoing.handle)
-        elif unused is not None:
-            destination.decline(unused)
+        else:
+            for ticket in unused:
+                destination.decline(ticket)
         if ongoing is not None and not ongoing.is_awaited:
             self._requests.pop(ongoing.handle, None)
             del self._ongoing[request_id]
@@ -238,6 +249,12 @@ class WorkerSide:
         done |= failed
         return KVConnectorTransferResults(finished_sending=sent, finished_recving=done, failed_recving=failed)
 
+    def news(self) -> StepNews | None:
+        """What goes out with a step's output: its number, and the claims that ended since the last one."""
+        ended = Counter(self._unclaimed.popleft() for _ in range(len(self._unclaimed)))
+        number, self._step_number = self._step_number, 0
+        return StepNews(number, ended) if number or ended else None
+
     def _is_end(self, request_id: str, report: Report) -> bool:
         """Whether vLLM is to hear of a report: of loads that it waits for, and of each of them once."""
         ongoing = self._ongoing[request_id]
@@ -251,11 +268,10 @@ class WorkerSide:
             if not is_given_up:
                 # vLLM tells a client no more than that there was an error: here is why, under its name.
                 log.error("%s cannot be loaded: %s", request_id, printable(str(report.failure)))
-            self._fail(request_id, None if is_given_up else ongoing.ticket)
+            self._fail(request_id, () if is_given_up else ongoing.tickets)
         return True
 
     def stats(self) -> LoadStats | None:
-        """What has been counted since the last call."""
         stats, self._stats = self._stats, LoadStats()
         if self._destination is not None:
             stats.change(self._changes.since(self._destination.figures))
@@ -267,7 +283,6 @@ class WorkerSide:
         return (self._destination.status() if self._destination else {}) | gathered
 
     def close(self) -> None:
-        """Give the memory back."""
         if self._member is not None:
             self._member.close()
         if self._gathering is not None:

@@ -1,0 +1,208 @@
+"""The loops that this package's threads run, but for those of ZeroMQ's sockets and of a NIXL agent.
+
+Nothing that a job, an event, a socket or a turn raises ends a thread.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from time import monotonic
+from typing import Generic, ParamSpec, TypeVar
+
+from kvferry.errors import KVFerryError
+from kvferry.log import log_of
+
+log = log_of(__name__)
+
+LONGEST_WAIT_S = 3600.0
+EVENTS_AT_ONCE = 64
+"""Events of a loop's inbox before its sockets get their turn."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def quietly(work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+    """Do it; what goes wrong is worth a line, not a dead thread."""
+    try:
+        work(*args, **kwargs)
+    except KVFerryError as error:
+        log.warning("%s", error)
+    except Exception:
+        log.exception("unexpected error; the thread continues")
+
+
+class InboxThread(Generic[T]):
+    """Hands over what is put into its inbox, in that order.
+
+    No lock is held while it waits: a hand-over is what a short load spends its time on.
+    """
+
+    def __init__(self, name: str, step: Callable[[list[T]], float | None], most_at_once: int = 1) -> None:
+        """``step`` gets what has come, and says for how many seconds it may be left alone; None: it ends."""
+        self._inbox: SimpleQueue[T | None] = SimpleQueue()
+        self._step, self._most_at_once = step, most_at_once
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def put(self, item: T) -> None:
+        """Never blocks."""
+        self._inbox.put(item)
+
+    @property
+    def num_waiting(self) -> int:
+        return self._inbox.qsize()
+
+    def close(self) -> None:
+        """Do what was put so far; whatever comes after that stays where it is."""
+        self._inbox.put(None)
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Whether the thread has ended in time, or never began."""
+        if self.thread.is_alive():
+            self.thread.join(timeout_s)
+        return not self.thread.is_alive()
+
+    def take(self, seconds: float) -> tuple[list[T], bool]:
+        """What is in the inbox, after at most so long; and whether there may be more."""
+        items: list[T] = []
+        try:
+            taken = self._inbox.get(timeout=min(max(0.0, seconds), LONGEST_WAIT_S))
+            while taken is not None:
+                items.append(taken)
+                if len(items) == self._most_at_once:
+                    return items, True
+                taken = self._inbox.get_nowait()
+        except Empty:
+            return items, True
+        return items, False
+
+    def _run(self) -> None:
+        seconds: float | None = 0.0
+        is_open = True
+        while is_open and seconds is not None:
+            items, is_open = self.take(seconds)
+            seconds = self._step(items)
+
+
+Job = Callable[[], object]
+
+
+class JobThread(InboxThread[Job]):
+    """Does one job after another, from the first one on."""
+
+    def __init__(
+        self,
+        name: str,
+        first: Job,
+        idle_s: float = LONGEST_WAIT_S,
+        may_leave: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """``may_leave`` is asked after so many seconds in which nothing came."""
+        super().__init__(name, self._do)
+        self._idle_s, self._may_leave = idle_s, may_leave
+        self.put(first)
+        self.thread.start()
+
+    def _do(self, jobs: list[Job]) -> float | None:
+        if not jobs:
+            return None if self._may_leave() else self._idle_s
+        try:
+            jobs.pop()()
+        except Exception:
+            log.exception("unexpected error; %s continues", self.thread.name)
+        time.sleep(0)  # a caller may be waiting for the interpreter: let it in between two jobs
+        return self._idle_s
+
+
+class SocketLoop:
+    """Owns plain sockets: waits for all of them at once, and for what is in its inbox.
+
+    ``turn`` is called after each batch of events, and when the time comes that it named last.
+    """
+
+    def __init__(self, name: str, turn: Callable[[float], float]) -> None:
+        """``turn`` gets the time, and says when to come again at the latest."""
+        self._turn = turn
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._lock = threading.Lock()
+        """Guards ``_woken``, which is closed by the thread when it ends."""
+        self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # The thread's alone:
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._woken, selectors.EVENT_READ, self._wake_up)
+        self._is_open = True
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    # ---- from any thread
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, event: Callable[[], None]) -> None:
+        """Have something done by the thread; never blocks."""
+        self._inbox.append(event)
+        if threading.current_thread() is self._thread:
+            return  # which looks there before it waits
+        with self._lock:
+            if self._woken >= 0:
+                os.eventfd_write(self._woken, 1)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._inbox)
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Whether the thread has ended in time."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # ---- in the thread
+
+    def stop(self) -> None:
+        """End the thread after what is in its inbox; its sockets are closed by then."""
+        self._is_open = False
+
+    def watch(self, which: socket.socket, ready: Callable[[], None], *, for_room: bool = False) -> None:
+        """Call ``ready`` when there is something to receive, or room to send."""
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if for_room else 0)
+        if which in self._selector.get_map():
+            self._selector.modify(which, events, ready)
+        else:
+            self._selector.register(which, events, ready)
+
+    def ignore(self, which: socket.socket) -> None:
+        if which.fileno() >= 0 and which in self._selector.get_map():
+            self._selector.unregister(which)
+
+    def _run(self) -> None:
+        until = 0.0
+        while self._is_open:
+            until = self._round(min(until - monotonic(), LONGEST_WAIT_S))
+        while self._inbox:
+            quietly(self._inbox.popleft())
+        with self._lock:
+            self._selector.close()
+            os.close(self._woken)
+            self._woken = -1
+
+    def _round(self, wait_s: float) -> float:
+        for key, _ in self._selector.select(max(0.0, wait_s)):
+            quietly(key.data)
+        for _ in range(min(len(self._inbox), EVENTS_AT_ONCE)):
+            quietly(self._inbox.popleft())
+        try:
+            until = self._turn(monotonic())
+            return 0.0 if self._inbox else until
+        except Exception:  # this thread serves everybody
+            log.exception("unexpected error; the thread continues")
+            return monotonic() + 1.0
+
+    def _wake_up(self) -> None:
+        os.eventfd_read(self._woken)
