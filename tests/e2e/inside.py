@@ -30,7 +30,7 @@ def teach(device: Device) -> None:
     _time_registering()
     _watch_loads()
     _add(_engine_core_class(), num_free_blocks, groups, forget, mix_free_blocks, has_transfers)
-    _add(_engine_core_class(), cuts_prompts, step_lengths, longest_step)
+    _add(_engine_core_class(), num_running, num_waiting, cuts_prompts, step_lengths, longest_step)
     _add(
         device.worker_class(),
         spoil,
@@ -64,6 +64,14 @@ def _add(cls: Any, *functions: Any) -> None:
 def num_free_blocks(core: Any) -> int:
     """Of the pool that all groups share."""
     return int(core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+
+def num_running(core: Any) -> int:
+    return int(core.scheduler.get_request_counts()[0])
+
+
+def num_waiting(core: Any) -> int:
+    return int(core.scheduler.get_request_counts()[1])
 
 
 def groups(core: Any) -> list[list[Any]]:
