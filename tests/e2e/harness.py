@@ -694,12 +694,12 @@ class _Frontend:
         """The seconds after which each token came, by this process's clock; and what else is known."""
         started = time.perf_counter()
         seconds: list[float] = []
-        answer: tuple = None, None
+        answer: tuple = None, None, []
         async for output in self._stream(request_id, prompt, num_tokens, params):
             came = time.perf_counter() - started
             done = output.outputs[0]
             seconds += [came] * (len(done.token_ids) - len(seconds))
-            answer = done.finish_reason, output.kv_transfer_params
+            answer = done.finish_reason, output.kv_transfer_params, list(done.token_ids)
         return seconds, *answer
 
     async def shutdown(self) -> None:

@@ -43,6 +43,8 @@ class Setting:
     """Further engine arguments."""
     features: tuple[str, ...] = ()
     """What else of vLLM is switched on or off: keys of ``FEATURES``."""
+    tp: int = 1
+    """Ranks, on a CPU."""
     draft: str = ""
     """The family of a model that drafts, and by which of vLLM's methods: ``METHOD:FAMILY``."""
 
@@ -51,6 +53,8 @@ class Setting:
         args: dict[str, Any] = {"dtype": self.dtype, **self.more}
         for name in self.features:
             args |= FEATURES[name].args
+        if self.tp > 1:
+            args["tensor_parallel_size"] = self.tp
         if self.block is not None:
             args["block_size"] = self.block
         if self.backend:
@@ -69,10 +73,20 @@ class Setting:
 
     def on(self, device: Device, family: str) -> Setting:
         """What this becomes on a device; raises NotHere."""
-        return _on_cpu(self, family) if device.name == "cpu" else self
+        if device.name == "cpu":
+            return _on_cpu(self, family)
+        if self.tp > 1:
+            raise NotHere(f"{self.tp} ranks need {self.tp} GPUs")
+        return self
 
     def __str__(self) -> str:
-        words = [f"b{self.block}" if self.block else "", self.layout, self.backend, SHORT[self.dtype]]
+        words = [
+            f"tp{self.tp}" if self.tp > 1 else "",
+            f"b{self.block}" if self.block else "",
+            self.layout,
+            self.backend,
+            SHORT[self.dtype],
+        ]
         words += [self.cache_dtype, "graphs" if self.has_graphs else "", *self.features]
         words += [self.draft.replace(":", "-")]
         return "-".join(word for word in words if word).lower()
@@ -119,6 +133,8 @@ OTHER_ON_GPU = {"deepseek_v3": "deepseek_v3-wide"}
 """Families whose tiny model has heads that no kernel of a GPU is made for, and what stands in for them."""
 BF16_ON_CPU = {"qwen3_next"}
 """Families that a CPU computes in bf16 only. All others run there in fp32, where equal means equal."""
+ON_BOTH = ("max_num_batched_tokens", "num_gpu_blocks_override")
+"""Engine arguments that a case says for a CPU, too."""
 MLA = {"deepseek_v3", "deepseek_v3-wide"}
 CPU_MLA = {"attention_backend": "CPU_MLA", "compilation_config": {"custom_ops": ["none"]}}
 """Without them MLA in fp32 is wrong on a CPU, connector or not."""
@@ -150,7 +166,8 @@ def _on_cpu(setting: Setting, family: str) -> Setting:
         setting,
         block=block,
         dtype="float32" if is_fp32 else "bfloat16",
-        more=CPU_MLA if family in MLA and is_fp32 else {},
+        more={key: value for key, value in setting.more.items() if key in ON_BOTH}
+        | (CPU_MLA if family in MLA and is_fp32 else {}),
     )
 
 
@@ -165,6 +182,8 @@ class Kind(StrEnum):
     REUSE = "reuse"
     CONVERSATION = "conversation"
     OFFLOAD = "offload"
+    TURNS = "turns"
+    OVERLAP = "overlap"
     FAULT = "fault"
     TIME = "time"
     SERVE = "serve"
@@ -240,6 +259,78 @@ class OffloadCase:
     @property
     def name(self) -> str:
         return f"{Kind.OFFLOAD}/{self.family}/{self.setting}/{self.order}"
+
+
+@dataclass(frozen=True, slots=True)
+class TurnsCase:
+    """Conversations whose earlier turns are read back, also by vLLM's own connector, and not read back."""
+
+    family: str
+    src: Setting
+    dst: Setting
+    must_read_back: bool = True
+    """Whether vLLM's prefix cache keeps something of this model's answers."""
+
+    @property
+    def name(self) -> str:
+        return f"{Kind.TURNS}/{self.family}/{self.src}/{self.dst}"
+
+
+@dataclass(frozen=True, slots=True)
+class FullPoolCase:
+    """The same, where running requests fill the decode engine's blocks."""
+
+    family: str
+    src: Setting
+    dst: Setting
+
+    @property
+    def name(self) -> str:
+        return f"{Kind.TURNS}/{self.family}/{self.src}/{self.dst}/full-pool"
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTimeCase:
+    """Time to first token of later turns, with read-back and without, beside vLLM's own connector."""
+
+    model: str
+    src: Setting
+    dst: Setting
+    history: int = 16_000
+    """Tokens of the first turn."""
+    token_bytes: int = 128 << 10
+
+    @property
+    def name(self) -> str:
+        return f"{Kind.TIME}/{self.model}/{self.src}/{self.dst}/turns-after-{self.history}"
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapCase:
+    """Both legs of a request at once; the prefill takes many steps."""
+
+    family: str
+    src: Setting
+    dst: Setting
+
+    @property
+    def name(self) -> str:
+        return f"{Kind.OVERLAP}/{self.family}/{self.src}/{self.dst}"
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapTimeCase:
+    """Time to first token with both legs at once, and one after the other."""
+
+    model: str
+    src: Setting
+    dst: Setting
+    lengths: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        lengths = "-".join(map(str, self.lengths))
+        return f"{Kind.TIME}/{self.model}/{self.src}/{self.dst}/overlap-{lengths}"
 
 
 class Fault(StrEnum):
@@ -321,8 +412,14 @@ class ServeCase:
         return f"{Kind.SERVE}/{self.model}/{self.src}/{self.dst}/{self.num_clients}-clients"
 
 
-Loading = PairCase | ReuseCase | ConversationCase | OffloadCase
-Case = DescribeCase | Loading | FaultCase | TimeCase | LatencyCase | ServeCase
+Loading = PairCase | ReuseCase | ConversationCase | OffloadCase | TurnsCase | FullPoolCase | OverlapCase
+Timed = TimeCase | LatencyCase | TurnTimeCase | OverlapTimeCase | ServeCase
+Case = DescribeCase | Loading | FaultCase | Timed
+
+OVERLAP_CHUNK = 64
+"""Tokens of a step of a prefill that is read meanwhile: prompts of 900 tokens take 15."""
+FULL_POOL_BLOCKS = 88
+"""Of 32 tokens: eight requests of 200 and 90 tokens take 80, and more with each turn."""
 
 # -- the table ---------------------------------------------------------------------------------------------
 
@@ -437,6 +534,30 @@ def _offloads() -> Iterator[OffloadCase]:
                 yield OffloadCase(family, setting, order)
 
 
+def _turns() -> Iterator[TurnsCase | FullPoolCase]:
+    dense = Setting(features=(DENSE,))
+    one, two = replace(dense, block=32), replace(dense, block=64)
+    for src, dst in ((one, one), (replace(dense, block=16), two)):
+        yield TurnsCase("llama", src, dst)
+        yield TurnsCase("gemma3", src, dst)
+    yield TurnsCase("deepseek_v3", dense, dense)
+    yield TurnsCase("nemotron_h", dense, dense, must_read_back=False)
+    yield TurnsCase("llama", replace(one, tp=2), one)
+    yield TurnsCase("llama", one, replace(one, tp=2))
+    yield FullPoolCase("llama", one, replace(one, more={"num_gpu_blocks_override": FULL_POOL_BLOCKS}))
+
+
+def _overlaps() -> Iterator[OverlapCase]:
+    chunks = {"max_num_batched_tokens": OVERLAP_CHUNK}
+    small, large = Setting(16, more=chunks), Setting(64)
+    for feature in ((), ("sent",)):
+        for family in ("llama", "gemma3"):
+            yield OverlapCase(family, replace(small, features=feature), replace(large, features=feature))
+        for family in ("deepseek_v3", "nemotron_h"):
+            src, dst = Setting(more=chunks, features=feature), Setting(features=feature)
+            yield OverlapCase(family, src, dst)
+
+
 def _describes() -> Iterator[DescribeCase]:
     for family in ("llama", "gemma3", "gpt_oss", "gemma3n", "gemma4"):
         for block in (16, 64):
@@ -455,7 +576,7 @@ def _describes() -> Iterator[DescribeCase]:
         yield DescribeCase(family, DELTA)
 
 
-def _times() -> Iterator[TimeCase | LatencyCase]:
+def _times() -> Iterator[TimeCase | LatencyCase | TurnTimeCase | OverlapTimeCase]:
     lengths = (128, 1024, 4096, 16384)
     for src, dst in BLOCKS:
         yield TimeCase("8b", Setting(src), Setting(dst), lengths)
@@ -463,6 +584,8 @@ def _times() -> Iterator[TimeCase | LatencyCase]:
         yield TimeCase("8b", Setting(src, NHD), Setting(dst, HND), lengths)
     yield TimeCase("8b", Setting(16, HND), Setting(16, NHD), lengths)
     yield LatencyCase("8b", Setting(16))
+    yield TurnTimeCase("8b", Setting(16), Setting(16))
+    yield OverlapTimeCase("8b", Setting(16), Setting(16), (16_384, 32_768))
     for model in ("70b-tp8-shard", "deepseek-v3", "hybrid"):
         yield TimeCase(model, PLAIN, PLAIN, (4096, 16384))
     yield TimeCase("70b-tp8-shard", Setting(16), Setting(64), (4096, 16384))
@@ -478,5 +601,5 @@ def all_cases() -> tuple[Case, ...]:
     """The whole table, in the order in which it is worth the most if time runs out."""
     faults = [FaultCase(family, PLAIN, fault) for family in ("llama", "nemotron_h") for fault in Fault]
     times, serves = list(_times()), list(_serves())
-    pairs: list[Case] = [*_pairs(), *_reuses(), *_conversations(), *_offloads()]
+    pairs: list[Case] = [*_pairs(), *_reuses(), *_conversations(), *_offloads(), *_turns(), *_overlaps()]
     return (*pairs, *times[:3], *serves[:1], *faults, *_describes(), *times[3:], *serves[1:])

@@ -28,8 +28,9 @@ def text(results: Results, cases: Iterable[Case]) -> str:
     if results.machine.get("device") == "cpu":
         lines += ["", ON_CPU]
     lines += ["", *_counts(names, results), "", *_pairs(results), *_conversations(results)]
-    lines += [*_offloads(results), *_faults(results)]
-    lines += [*_describes(results), *_times(results), *_latency(results), *_serves(results)]
+    lines += [*_offloads(results), *_turns(results), *_overlaps(results), *_faults(results)]
+    lines += [*_describes(results), *_times(results), *_first_tokens(results), *_latency(results)]
+    lines += [*_serves(results)]
     lines += [*_not_passed(results)]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -139,6 +140,68 @@ def _offloads(results: Results) -> Iterator[str]:
     )
     head = ("engines", "answers", "difference", "p2p, host", "MB", "preempted", "digests")
     yield from _table(title, head, rows)
+
+
+def _turns(results: Results) -> Iterator[str]:
+    rows, full = [], []
+    for result in _of(results, Kind.TURNS):
+        name = result.case.removeprefix(f"{Kind.TURNS}/")
+        for mode, row in result.found.get("turns", {}).items():
+            turns = row["by_turn"]
+            rows.append(
+                (
+                    name,
+                    mode,
+                    str(row["wrong"]),
+                    *(f"{sum(turn[key] for turn in turns):,}" for key in TURN_COLUMNS.values()),
+                )
+            )
+        for mode, runs in result.found.get("full_pool", {}).items():
+            columns = (
+                ", ".join(str(run[key]) for run in runs) for key in ("preemptions", "read_back", "wrong")
+            )
+            full.append((name, mode, *columns, ", ".join(f"{run['seconds']:.1f}" for run in runs)))
+    title = "Conversations; the prefill engine's prefix cache is emptied after each turn. Prompt tokens."
+    yield from _table(title, ("engines", "connector", "wrong", *TURN_COLUMNS), rows)
+    title = "The same with a decode engine whose blocks are all in use, in turns."
+    yield from _table(title, ("engines", "connector", "preemptions", "read back", "wrong", "seconds"), full)
+
+
+TURN_COLUMNS = {
+    "prompts": "prompt_tokens",
+    "prefill: computed": "prefill_computed",
+    "read back": "prefill_read_back",
+    "decode: loaded": "decode_loaded",
+    "cached": "decode_cached",
+}
+
+
+def _overlaps(results: Results) -> Iterator[str]:
+    rows = [
+        (
+            result.case.removeprefix(f"{Kind.OVERLAP}/"),
+            f"{max(result.found['differences']):.3f}",
+            f"{result.found['loaded_tokens']:,}",
+            f"{result.found['early_bytes']:,} of {result.found['bytes']:,}",
+        )
+        for result in _of(results, Kind.OVERLAP)
+    ]
+    title = "Both legs at once: no answer is wrong; bytes that were read before the prefills had ended."
+    yield from _table(title, ("engines", "difference", "loaded tokens", "early bytes"), rows)
+
+
+def _first_tokens(results: Results) -> Iterator[str]:
+    rows = []
+    for result in _of(results, Kind.TIME):
+        name = result.case.removeprefix(f"{Kind.TIME}/")
+        turns = {"": result.found.get("turn_seconds", {})}
+        for length, modes in {**turns, **result.found.get("overlap_ms", {})}.items():
+            rows += [
+                (name, length, mode, f"{row['median_ms']:.0f} ms", ", ".join(map(str, row["all_ms"])))
+                for mode, row in modes.items()
+            ]
+    title = "From the prefill request to the first decoded token, in turns: median, and all in ms."
+    yield from _table(title, ("engines", "tokens", "connector", "median", "all"), rows)
 
 
 def _faults(results: Results) -> Iterator[str]:

@@ -23,24 +23,32 @@ from tests.gpu.cases import (
     ConversationCase,
     DescribeCase,
     FaultCase,
+    FullPoolCase,
     LatencyCase,
     NotHere,
     OffloadCase,
+    OverlapCase,
+    OverlapTimeCase,
     PairCase,
     ReuseCase,
     ServeCase,
     TimeCase,
+    Timed,
+    TurnsCase,
+    TurnTimeCase,
 )
 from tests.gpu.describe import run_describe
 from tests.gpu.engines import Engines
 from tests.gpu.faults import run_fault
 from tests.gpu.offloads import run_offload
+from tests.gpu.overlaps import run_overlap, run_overlap_time
 from tests.gpu.pairs import Wrong, run_pair
 from tests.gpu.prefixes import run_conversation, run_reuse
 from tests.gpu.results import Outcome, Result, Results, write
 from tests.gpu.servers import Servers
 from tests.gpu.serves import run_serve
 from tests.gpu.times import run_latency, run_time
+from tests.gpu.turns import run_full_pool, run_turn_times, run_turns
 
 LOOK_SECONDS = 60.0
 """No wait is longer: a deadline may be far away, or none."""
@@ -52,7 +60,7 @@ def is_alone(case: Case) -> bool:
     """Whether nothing else may run meanwhile: what is timed, and what looks at how much memory is free."""
     if isinstance(case, FaultCase):
         return case.fault in LOOK_AT_MEMORY
-    return isinstance(case, TimeCase | LatencyCase | ServeCase)
+    return isinstance(case, Timed | FullPoolCase)
 
 
 def run_case(engines: Engines, case: Case, found: dict[str, Any]) -> None:
@@ -68,6 +76,16 @@ def run_case(engines: Engines, case: Case, found: dict[str, Any]) -> None:
             run_conversation(engines, case, found)
         case OffloadCase():
             run_offload(engines, case, found)
+        case TurnsCase():
+            run_turns(engines, case, found)
+        case FullPoolCase():
+            run_full_pool(engines, case, found)
+        case TurnTimeCase():
+            run_turn_times(engines, case, found)
+        case OverlapCase():
+            run_overlap(engines, case, found)
+        case OverlapTimeCase():
+            run_overlap_time(engines, case, found)
         case FaultCase():
             run_fault(engines, case, found)
         case TimeCase():

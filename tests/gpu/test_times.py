@@ -64,7 +64,7 @@ def test_a_connector_that_never_answers_is_refused_and_gone(engines, monkeypatch
 
     monkeypatch.setattr(times, "load", load)
     monkeypatch.setattr(times, "close_all", lambda some: [engine.close() for engine in some])
-    with times._pairs(engines, "8b", CASE.src, CASE.dst, 4096, 8) as (pairs, refused):
+    with times.sized_pairs(engines, times.Sized("8b", CASE.src, CASE.dst, 4096, 8)) as (pairs, refused):
         assert list(pairs) == [OURS]
         assert refused == {OWN: "no answer within 30 s: ValueError: unequal blocks"}
         assert [engine.ends for engine in engines.made] == [[], [], ["killed"], ["killed"]]
@@ -83,7 +83,7 @@ def test_what_was_measured_stays_if_a_longer_load_fails(engines, monkeypatch):
         return len(prompt) / 1e3
 
     monkeypatch.setattr(times, "load", load)
-    monkeypatch.setattr(times, "_pairs", lambda *_: nullcontext(({OURS: both}, {OWN: "refused"})))
+    monkeypatch.setattr(times, "sized_pairs", lambda *_: nullcontext(({OURS: both}, {OWN: "refused"})))
     found: dict[str, Any] = {}
     with pytest.raises(Wrong, match="4096"):
         times.run_time(engines, CASE, found)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, pairwise
 from statistics import median
@@ -51,36 +51,55 @@ class Timed:
 
     seconds: list[float]
     finish_reason: str | None
+    params: Any = None
+    """For the next engine."""
+    tokens: Sequence[int] = ()
 
 
 def timed(engine: Engine, prompt: Sequence[int], num_tokens: int, params: Any = None) -> Future[Timed]:
     """Ask, and time in the engine's own process."""
     return engine.submit(
-        "timed", engine.new_id(), list(prompt), num_tokens, params, read=lambda values: Timed(*values[:2])
+        "timed", engine.new_id(), list(prompt), num_tokens, params, read=lambda values: Timed(*values)
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """Engines of a model with a true cache: of requests of so many tokens, so many at a time."""
+
+    model: str
+    src: Setting
+    dst: Setting
+    max_tokens: int
+    max_num_seqs: int
+    src_args: Mapping[str, Any] = field(default_factory=dict)
+    """Further engine arguments on a GPU."""
+    dst_args: Mapping[str, Any] = field(default_factory=dict)
+    connectors: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: CONNECTORS)
+
+
 @contextmanager
-def _pairs(
-    engines: Engines, model: str, src: Setting, dst: Setting, max_tokens: int, max_num_seqs: int
+def sized_pairs(
+    engines: Engines, sized: Sized
 ) -> Iterator[tuple[dict[str, tuple[Engine, Engine]], dict[str, str]]]:
     """A pair per connector, all at once; and why one of them has none. Ours must start."""
-    max_tokens = max(max_tokens, 2 * len(WARM_UP))
+    model, max_tokens = sized.model, max(sized.max_tokens, 2 * len(WARM_UP))
     folder, is_cpu = engines.sized(model, max_tokens), engines.device.name == "cpu"
-    more: dict[str, Any] = {"max_model_len": max_tokens, "max_num_seqs": max_num_seqs}
+    more: dict[str, Any] = {"max_model_len": max_tokens, "max_num_seqs": sized.max_num_seqs}
     if not is_cpu:
         more |= {"max_num_batched_tokens": max_tokens, "kv_cache_memory_bytes": CACHE_BYTES}
     # What a source has prefilled once it offers again without computing it: turns are short.
     keeps = {"enable_prefix_caching": model != "hybrid"}
-    settings = {"src": (src, keeps), "dst": (dst, {})}
+    settings = {"src": (sized.src, {**keeps, **({} if is_cpu else sized.src_args)})}
+    settings |= {"dst": (sized.dst, {} if is_cpu else dict(sized.dst_args))}
     pairs: dict[str, tuple[Engine, Engine]] = {}
     refused: dict[str, str] = {}
     with ExitStack() as ends:
         begun, all_engines = {}, list[Engine]()
         ends.callback(close_all, all_engines)
-        for name, connector in CONNECTORS.items():
+        for name, connector in sized.connectors.items():
             started = [
-                engines.begin_sized(folder, setting.on(engines.device, model), connector, **more, **extra)
+                engines.begin_sized(folder, setting.on(engines.device, model), connector, **{**more, **extra})
                 for setting, extra in settings.values()
             ]
             all_engines.extend(started)
@@ -116,7 +135,8 @@ def load(src: Engine, dst: Engine, prompt: Sequence[int], seconds: float = SECON
 def run_time(engines: Engines, case: TimeCase, found: dict[str, Any]) -> None:
     """Milliseconds by connector and length, as measured and without what a two-token request takes."""
     lengths = case.lengths if engines.device.name != "cpu" else CPU_LENGTHS
-    with _pairs(engines, case.model, case.src, case.dst, max(lengths) + 64, 8) as (pairs, refused):
+    sized = Sized(case.model, case.src, case.dst, max(lengths) + 64, 8)
+    with sized_pairs(engines, sized) as (pairs, refused):
         took: dict[str, dict[int, Beside]] = {name: {n: Beside([], []) for n in lengths} for name in pairs}
         # The same prompt again and again: a source with prefix caching offers what it has.
         prompts = {length: prompt_of(length) for length in (2, *lengths)}
@@ -171,7 +191,8 @@ def run_latency(engines: Engines, case: LatencyCase, found: dict[str, Any]) -> N
     num_steps = 30 if is_cpu else NUM_STEPS
     room = case.num_decodes + 16
     max_tokens = max(case.num_tokens, num_steps + 128) + 64
-    with _pairs(engines, case.model, case.setting, case.setting, max_tokens, room) as (pairs, refused):
+    sized = Sized(case.model, case.setting, case.setting, max_tokens, room)
+    with sized_pairs(engines, sized) as (pairs, refused):
         found |= {"refused": refused, "latency": {}}
         for name, (src, dst) in pairs.items():
             prompts = [prompt_of(case.num_tokens) for _ in range(4)]
@@ -185,14 +206,14 @@ def run_latency(engines: Engines, case: LatencyCase, found: dict[str, Any]) -> N
             }
             if name != OURS:  # what it costs that a source computes beside it is the GPU's, whoever loads
                 del busy["offers"]
-            gaps: dict[str, list[float]] = {window: [] for window in busy}
+            gaps: dict[str, list[float]] = {meanwhile: [] for meanwhile in busy}
             events = dict.fromkeys(busy, 0)
             for _ in range(ROUNDS):  # an engine's steps swing from minute to minute: each window in turn
-                for window, work in busy.items():
-                    some, number = _window(dst, case, num_steps // ROUNDS, work, prompts)
-                    gaps[window] += some
-                    events[window] += number
-            found["latency"][name] = {one: _percentiles(gaps[one], events[one]) for one in busy}
+                for meanwhile, work in busy.items():
+                    some, number = window(dst, case, num_steps // ROUNDS, work, prompts)
+                    gaps[meanwhile] += some
+                    events[meanwhile] += number
+            found["latency"][name] = {one: percentiles(gaps[one], events[one]) for one in busy}
 
 
 def _short_request(dst: Engine, prompt: Sequence[int]) -> None:
@@ -200,7 +221,7 @@ def _short_request(dst: Engine, prompt: Sequence[int]) -> None:
     timed(dst, prompt_of(2), 1).result(SECONDS)
 
 
-def _window(
+def window(
     dst: Engine,
     case: LatencyCase,
     num_steps: int,
@@ -236,7 +257,7 @@ def _window(
     return gaps, number
 
 
-def _percentiles(gaps: list[float], events: int) -> dict[str, float]:
+def percentiles(gaps: list[float], events: int) -> dict[str, float]:
     gaps.sort()
     at = {"p50_ms": 0.5, "p90_ms": 0.9, "p99_ms": 0.99}
     return {"events": events, "gaps": len(gaps), **{k: gaps[int(q * (len(gaps) - 1))] for k, q in at.items()}}
