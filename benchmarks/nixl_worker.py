@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from kvferry.core.manifest import Region
 from kvferry.errors import TransportError
 
-HOST = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 LAYOUT = "LBHNC"
 """vLLM's name of caches that lie layer by layer, block by block."""
 LEASE_SECONDS = 600.0
@@ -64,16 +64,19 @@ class WorkerOffer:
     request_id: str
     block_ids: list[int]
     engine_id: str
+    host: str
     port: int
 
 
 class NixlSource:
     """The side that is read from."""
 
-    def __init__(self, caches: WorkerCaches, region: Region, host: NDArray[np.uint8]) -> None:
-        self._port = _free_port()
-        config, groups = _configured("kv_producer", caches, region, self._port)
-        self._worker = _registered(config, groups, caches, region, host)
+    def __init__(
+        self, caches: WorkerCaches, region: Region, memory: NDArray[np.uint8], host: str = LOOPBACK
+    ) -> None:
+        self._host, self._port = host, _free_port(host)
+        config, groups = _configured("kv_producer", caches, region, self._host, self._port)
+        self._worker = _registered(config, groups, caches, region, memory)
         self._engine_id = config.kv_transfer_config.engine_id
         from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnectorScheduler
 
@@ -89,7 +92,7 @@ class NixlSource:
         step.reqs_to_send = {request_id: time.perf_counter() + LEASE_SECONDS}
         self._worker.start_load_kv(step)
         self._worker.get_finished()
-        return WorkerOffer(request_id, block_ids, self._engine_id, self._port)
+        return WorkerOffer(request_id, block_ids, self._engine_id, self._host, self._port)
 
     def close(self) -> None:
         """Give agent and listener up."""
@@ -100,9 +103,11 @@ class NixlSource:
 class NixlReader:
     """The side that reads."""
 
-    def __init__(self, caches: WorkerCaches, region: Region, host: NDArray[np.uint8]) -> None:
-        config, groups = _configured("kv_consumer", caches, region, _free_port())
-        self._worker = _registered(config, groups, caches, region, host)
+    def __init__(
+        self, caches: WorkerCaches, region: Region, memory: NDArray[np.uint8], host: str = LOOPBACK
+    ) -> None:
+        config, groups = _configured("kv_consumer", caches, region, host, _free_port(host))
+        self._worker = _registered(config, groups, caches, region, memory)
 
     def load(self, offer: WorkerOffer, block_ids: list[int], timeout_s: float) -> float:
         """Read a request; seconds from the start of the load to its end. The first one shakes hands."""
@@ -113,7 +118,7 @@ class NixlReader:
             "remote_block_ids": (offer.block_ids,),
             "remote_engine_id": offer.engine_id,
             "remote_request_id": offer.request_id,
-            "remote_host": HOST,
+            "remote_host": offer.host,
             "remote_port": offer.port,
             "tp_size": 1,
         }
@@ -135,11 +140,11 @@ class NixlReader:
         self._worker.shutdown()
 
 
-def _configured(role: str, caches: WorkerCaches, region: Region, port: int) -> tuple[Any, Any]:
+def _configured(role: str, caches: WorkerCaches, region: Region, host: str, port: int) -> tuple[Any, Any]:
     """vLLM's configuration of an engine and of its caches."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    os.environ |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+    os.environ |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
@@ -211,7 +216,7 @@ def _groups(caches: WorkerCaches) -> Any:
 
 
 def _registered(
-    config: Any, groups: Any, caches: WorkerCaches, region: Region, host: NDArray[np.uint8]
+    config: Any, groups: Any, caches: WorkerCaches, region: Region, memory: NDArray[np.uint8]
 ) -> Any:
     """A worker that knows the caches."""
     from vllm.config import set_current_vllm_config
@@ -223,7 +228,7 @@ def _registered(
         worker = NixlConnectorWorker(config, config.kv_transfer_config.engine_id, groups)
         # On a CPU it keeps one core for itself and the calling thread; its rivals share this thread.
         os.sched_setaffinity(0, cores)
-        worker.register_kv_caches(_tensors(caches, region, host))
+        worker.register_kv_caches(_tensors(caches, region, memory))
     return worker
 
 
@@ -237,7 +242,7 @@ def _be_alone(folder: str) -> None:
     parallel_state.ensure_model_parallel_initialized(1, 1)
 
 
-def _tensors(caches: WorkerCaches, region: Region, host: NDArray[np.uint8]) -> dict[str, Any]:
+def _tensors(caches: WorkerCaches, region: Region, memory: NDArray[np.uint8]) -> dict[str, Any]:
     """The memory as vLLM's caches: a tensor for each layer, blocks × heads × tokens × (K and V)."""
     import torch
 
@@ -246,10 +251,10 @@ def _tensors(caches: WorkerCaches, region: Region, host: NDArray[np.uint8]) -> d
     tensors = {}
     for i, name in enumerate(caches.layer_names):
         if region.device == "cpu":
-            flat = torch.from_numpy(host[i * layer_bytes : (i + 1) * layer_bytes])
+            flat = torch.from_numpy(memory[i * layer_bytes : (i + 1) * layer_bytes])
         else:
-            memory = _DeviceBytes(region.address + i * layer_bytes, layer_bytes)
-            flat = torch.as_tensor(memory, device=region.device)
+            device_bytes = _DeviceBytes(region.address + i * layer_bytes, layer_bytes)
+            flat = torch.as_tensor(device_bytes, device=region.device)
         tensors[name] = flat.view(torch.bfloat16).view(shape)
     return tensors
 
@@ -266,7 +271,7 @@ class _DeviceBytes:
         }
 
 
-def _free_port() -> int:
+def _free_port(host: str) -> int:
     with socket.socket() as probe:
-        probe.bind((HOST, 0))
+        probe.bind((host, 0))
         return int(probe.getsockname()[1])
