@@ -31,7 +31,7 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help env vllm-env demo test test-core test-rest lint types imports check format bench law compatibility families faults fuzz soak load e2e e2e-inside e2e-live e2e-core e2e-full \
-        gpu serve vllm-startup kubernetes browser mutants package package-serve peers docs simulate clean
+        gpu serve vllm-startup kubernetes browser mutants package package-serve peers docs sbom simulate clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -200,6 +200,10 @@ package: $(VENV)/.package ## build the package twice, equal to the byte; check i
 
 package-serve: $(VENV)/.package ## install the built package beside a fresh vLLM on a CPU, serve with it, uninstall it
 	@$(BIN)/python tools/package.py --serve
+
+sbom: $(READY) ## write build/kvferry.cdx.json: kvferry[vllm] and its dependencies, with versions and licenses
+	@mkdir -p build
+	@$(BIN)/python tools/sbom.py --extra vllm > build/kvferry.cdx.json
 
 $(VENV)/.package: $(READY)
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,package]"
