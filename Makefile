@@ -31,14 +31,14 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help env vllm-env demo test test-core test-rest lint types imports check format bench law compatibility families faults fuzz soak load e2e e2e-inside e2e-live e2e-core e2e-full \
-        gpu serve vllm-startup kubernetes browser mutants package package-serve peers docs simulate clean
+        gpu serve vllm-startup kubernetes browser mutants package package-serve peers docs sbom simulate clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-env: $(READY) ## create or update .venv (every other verb does it when needed)
+env: $(READY) ## create or update .venv (every other target does it when needed)
 
-demo: $(READY) ## move caches between two engines of processes, and check every cell
+demo: $(READY) ## transfer caches between two multi-process engines, and verify every cell
 	@$(BIN)/kvferry demo
 
 # The core and what stands on it alone: no process is started, no heavy dependency is loaded.
@@ -52,7 +52,7 @@ test-core: $(READY) ## the core tests: planning, checking, wire format
 	@echo "==> tests: the core"
 	@$(BIN)/pytest $(CORE)
 
-test-rest: $(READY) ## the part of it that needs processes, sockets or more time
+test-rest: $(READY) ## the tests that need processes, sockets or more time
 	@echo "==> tests: the rest"
 	@$(BIN)/pytest $(addprefix --ignore=,$(CORE))
 
@@ -71,14 +71,14 @@ imports: $(READY) ## the import rule: arrows point inward
 
 check: lint types imports test-core ## before a commit: lint, types, imports and the core tests
 
-format: $(READY) ## rewrite files the way `make lint` wants them
+format: $(READY) ## format files so that `make lint` passes
 	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
 
 # Where the environment with vLLM has been made, its own worker takes part.
 BENCH := $(if $(wildcard $(VLLM_ENV)/.ready),$(VLLM_ENV)/bin/python,$(BIN)/python) -m benchmarks.rivals
 
-bench: $(READY) ## time the core, meetings, every way to move bytes side by side, and whole fetches
+bench: $(READY) ## time the core, first contact, every transfer mode, and whole fetches
 	@$(BIN)/python -m benchmarks.core
 	@$(BIN)/python -m benchmarks.meeting
 	@$(BENCH) --json benchmarks/bench.json
@@ -89,45 +89,45 @@ law: $(READY) ## the long property run (EXAMPLES=20000)
 	@KVFERRY_LAW_EXAMPLES=$(EXAMPLES) $(BIN)/pytest -s -m "" tests/test_everything.py tests/core/test_digest.py
 
 # RUNS=1000 REQUESTS=50 is what CI runs; a failing seed says which command plays it again.
-simulate: $(READY) ## the whole runtime in virtual time: every law in RUNS seeded runs; bugs planted on purpose
+simulate: $(READY) ## check every guarantee in RUNS seeded runs of the runtime in virtual time, and that planted bugs are found
 	@echo "==> simulation: planted bugs, and how many seeds it took to find each"
 	@$(BIN)/pytest -q -s -m "" -k planted tests/testing/test_simulation.py
 	@echo "==> simulation: $(RUNS) runs of $(REQUESTS) requests"
 	@$(BIN)/python -m tests.support.simulation --runs $(RUNS) --requests $(REQUESTS)
 
-compatibility: $(READY) ## write docs/compatibility.md: every model at twenty pairs, each counted twice
+compatibility: $(READY) ## write docs/compatibility.md: plan every model at twenty pairs, and compare with an oracle
 	@$(BIN)/python tools/compatibility.py
 
-families: $(READY) ## every model family at every pair of TP sizes, between processes
+families: $(READY) ## transfer every model family between processes at six pairs of TP sizes
 	@echo "==> families"
 	@$(BIN)/pytest -m "" tests/processes/test_families.py
 
-faults: $(READY) ## kill, stop and restart processes, forge tickets, throw junk: all of it
+faults: $(READY) ## kill, suspend and restart processes, send forged tickets and malformed messages
 	@echo "==> faults"
 	@$(BIN)/pytest -m "" tests/faults tests/channel
 
 # The schemas take 110 MB: they are fetched when they are asked for.
-kubernetes: $(READY) ## check the example for Kubernetes against Kubernetes' own schemas
+kubernetes: $(READY) ## validate examples/kubernetes against Kubernetes' schemas
 	@$(BIN)/python -m pip install --quiet -c constraints.txt kubernetes-validate
 	@$(BIN)/kubernetes-validate --strict examples/kubernetes/prefill-decode.yaml
 
 # SCREENSHOTS=folder keeps a picture of each page, at two widths, light and dark.
-browser: $(READY) ## drive the pages of --html in a real Chromium: keyboard, touch, text, axe
+browser: $(READY) ## test the pages of --html in Chromium: keyboard, touch, text, axe
 	@$(BIN)/python tests/browser/chromium.py
 	@$(BIN)/python -m pip install --quiet -c constraints.txt playwright axe-playwright-python
 	@KVFERRY_SCREENSHOTS=$(SCREENSHOTS) $(BIN)/pytest -m "" tests/browser
 
 # Coverage-guided; the corpus that it leaves in tests/fuzz is replayed by `make test`.
-fuzz: $(READY) ## feed junk to every decoder, SECONDS=30 each, by a fuzzer that sees what it reaches
+fuzz: $(READY) ## coverage-guided fuzzing of every decoder, SECONDS=30 each
 	@$(BIN)/python -m pip install --quiet --only-binary=:all: -c constraints.txt atheris || { \
 		echo "atheris comes as a wheel for x86-64 Linux only: fuzz there." >&2; exit 1; }
 	@$(BIN)/python -m tests.fuzz.fuzz all $(SECONDS)
 
-soak: $(READY) ## MINUTES=10 of loads while processes are killed and stopped, and a stranger forges messages
+soak: $(READY) ## MINUTES=10 of loads with killed and suspended processes and forged messages
 	@echo "==> soak, $(MINUTES) minutes"
 	@KVFERRY_SOAK_MINUTES=$(MINUTES) $(BIN)/pytest -s -m "" tests/soak
 
-load: $(READY) ## 2,000 requests at a time, every kind of cache, by each way of a host: no leak, no lost request
+load: $(READY) ## 2,000 concurrent requests, every kind of cache, each mode on one host: no leak, no lost request
 	@echo "==> load"
 	@$(BIN)/pytest -s -m "" tests/load
 
@@ -142,23 +142,23 @@ CORE_FILES := $(wildcard tests/vllm/test_scheduler*.py tests/vllm/test_describe_
               $(patsubst %,tests/vllm/test_%.py,kernels layout_check multi_connector plugin prefix_cache read_back)
 
 # Then between whole engines.
-e2e: e2e-inside e2e-live ## real vLLM on a CPU, tokens compared with one engine's: what CI runs of it (VLLM=0.33: that version)
+e2e: e2e-inside e2e-live ## real vLLM on a CPU, tokens compared with a single engine's: the part that CI runs (VLLM=0.33: that version)
 
 vllm-env: $(VLLM_ENV)/.ready ## create or update the environment with vLLM (VLLM=0.33: that version)
 
-e2e-live: $(VLLM_ENV)/.ready ## the part of it between whole engines
+e2e-live: $(VLLM_ENV)/.ready ## the part of `make e2e` between whole engines
 	@echo "==> e2e: between engines"
 	@$(VLLM_ENV)/bin/python -m pytest -m chosen -p no:cacheprovider tests/e2e
 
-e2e-inside: $(VLLM_ENV)/.ready ## the part of it inside one process: vLLM's engine core, kernels and allocator
+e2e-inside: $(VLLM_ENV)/.ready ## the part of `make e2e` inside one process: vLLM's engine core, kernels and allocator
 	@echo "==> e2e: inside vLLM"
 	@$(INSIDE) $(INSIDE_FILES) $(FAULT_PARTS)
 
-e2e-core: $(VLLM_ENV)/.ready ## the part of that which a new version is most likely to break (VLLM=0.33)
+e2e-core: $(VLLM_ENV)/.ready ## the tests that a new version of vLLM is most likely to break (VLLM=0.33)
 	@echo "==> e2e: vLLM $(VLLM): engine core, kernels and layouts"
 	@$(INSIDE) $(CORE_FILES)
 
-e2e-full: $(VLLM_ENV)/.ready ## all of it: most of an hour
+e2e-full: $(VLLM_ENV)/.ready ## all tests with real vLLM on a CPU: most of an hour
 	@echo "==> e2e, all"
 	@$(MAKE) e2e
 	@$(VLLM_ENV)/bin/python -m pytest -m "not chosen" -p no:cacheprovider tests/e2e
@@ -174,13 +174,13 @@ gpu: ## real vLLM engines on this machine's GPU: pairs, faults, times, servers, 
 		--budget $(BUDGET) $(foreach name,$(ONLY),--only '$(name)') $(if $(RESULTS),--results $(RESULTS)) \
 		$(if $(JOBS),--jobs $(JOBS)) $(if $(AGAIN),--again-failed)
 
-vllm-startup: $(VLLM_ENV)/.ready ## what the connector costs before it serves, beside vLLM's own
+vllm-startup: $(VLLM_ENV)/.ready ## measure the connector's startup cost, next to NixlConnector's
 	@$(VLLM_ENV)/bin/python -m benchmarks.vllm_startup
 
-serve: $(VLLM_ENV)/.ready ## two vLLM servers on a CPU, kvferry between them: are the tokens those of one server alone?
+serve: $(VLLM_ENV)/.ready ## start two vLLM servers on a CPU with kvferry between them, and compare their tokens with a single server
 	@BIN=$(VLLM_ENV)/bin TINY_HOME=$(abspath $(VLLM_ENV)/tiny) examples/vllm/serve.sh
 
-peers: $(READY) ## README's table of peers: what other connectors' own code makes of unequal TP (downloads 360 MB)
+peers: $(READY) ## reproduce README's table: the mapping of other connectors at unequal TP (downloads 360 MB)
 	@$(BIN)/python tools/peers.py
 
 # A warning ends it: a dead link, a page that is in no menu, something that a browser would fetch from elsewhere.
@@ -195,18 +195,22 @@ $(VENV)/.docs: $(READY)
 
 # PACKAGE="--only-build" builds and tries nothing; "--python 3.12" tries one; "--no-nixl" leaves NIXL out; "--all" also
 # installs [all], GBs.
-package: $(VENV)/.package ## build the package twice, equal to the byte; check it; try it in fresh environments
+package: $(VENV)/.package ## build the package twice, compare the builds, and test them in fresh environments
 	@$(BIN)/python tools/package.py $(PACKAGE)
 
-package-serve: $(VENV)/.package ## install the built package beside a fresh vLLM on a CPU, serve with it, uninstall it
+package-serve: $(VENV)/.package ## install the built package next to a fresh vLLM on a CPU, serve with it, uninstall it
 	@$(BIN)/python tools/package.py --serve
+
+sbom: $(READY) ## write build/kvferry.cdx.json: kvferry[vllm] and its dependencies, with versions and licenses
+	@mkdir -p build
+	@$(BIN)/python tools/sbom.py --extra vllm > build/kvferry.cdx.json
 
 $(VENV)/.package: $(READY)
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,package]"
 	@touch $@
 
 # MUTANTS="core --sample 100 --seed 7": which rooms, how many, which sample; the default: the laws, 30 of each room.
-mutants: $(VENV)/.mutants ## break the code on purpose, a sample of each room; every break must fail a test
+mutants: $(VENV)/.mutants ## mutation testing of a sample of each room; every mutant must fail a test
 	@echo "==> mutants"
 	@$(BIN)/python tools/mutants.py $(MUTANTS)
 

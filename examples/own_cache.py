@@ -6,9 +6,9 @@ On the host that has the cache (10.0.0.7), then on the other one:
     python examples/own_cache.py offer --listen 'tcp://10.0.0.7:*' --secret kvferry.secret --ticket ticket.txt
     python examples/own_cache.py fetch --secret kvferry.secret --ticket ticket.txt
 
-The ticket is a line of text; here it travels as a file, in real life with the request. On one host leave
---listen and --secret out. The two sides keep the same numbers in arrays of different shape: a view says how.
-The engine that fetches may have several ranks, each with some of the heads and a process of its own:
+The ticket is a line of text. Here it is copied as a file; in production it travels with the request. On one
+host, leave out --listen and --secret. The two sides keep the same numbers in arrays of different shape, and
+views describe both. The fetching engine may have several ranks, each a process with some of the heads:
 
     python examples/own_cache.py fetch --rank 0 --num-ranks 2 & python examples/own_cache.py fetch --rank 1 …
 """
@@ -52,7 +52,7 @@ def views_of_source(cache: np.ndarray) -> Iterator[View]:
 
 
 def views_of_reader(cache: np.ndarray, first_head: int) -> Iterator[View]:
-    """The same, in another order: [layer, K or V, block, head, token, channel], 32 tokens per block.
+    """The same in another order: [layer, K or V, block, head, token, channel], 32 tokens per block.
 
     A rank has some of the heads, from ``first_head`` on.
     """
@@ -147,15 +147,15 @@ def main() -> None:
     )
     parser.add_argument("what", choices=["offer", "fetch"])
     parser.add_argument(
-        "--listen", default="tcp://127.0.0.1:*", help="where readers call; * is any free port"
+        "--listen", default="tcp://127.0.0.1:*", help="address for readers; * is any free port"
     )
-    parser.add_argument("--secret", type=Path, help="the file that both hosts have")
+    parser.add_argument("--secret", type=Path, help="file with the secret, the same on both hosts")
     parser.add_argument("--ticket", type=Path, default=Path("ticket.txt"))
-    parser.add_argument("--rank", type=int, default=0, help="which rank fetches")
+    parser.add_argument("--rank", type=int, default=0, help="the rank that fetches")
     parser.add_argument(
-        "--num-ranks", type=int, default=1, choices=[1, 2, 4, 8], help="of the engine that fetches"
+        "--num-ranks", type=int, default=1, choices=[1, 2, 4, 8], help="ranks of the fetching engine"
     )
-    parser.add_argument("--reader", default="decode, first start", help="the same for all of its ranks")
+    parser.add_argument("--reader", default="decode, first start", help="reader name, the same on all ranks")
     args = parser.parse_args()
     trust = Trust(secret_from_file(args.secret)) if args.secret else Trust()
     {"offer": offer, "fetch": fetch}[args.what](args, trust)

@@ -3,7 +3,7 @@
     python examples/two_processes.py
 
 An engine needs a manifest of its memory, a transport, an endpoint, and a ``poll`` in its step loop.
-The rest (numpy buffers, a pipe for the ticket) stands for the engine itself.
+The rest (numpy buffers, a pipe for the ticket) stands in for the engine itself.
 """
 
 from __future__ import annotations

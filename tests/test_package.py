@@ -8,6 +8,7 @@ from pathlib import Path
 
 import package
 import pytest
+import sbom
 
 import kvferry
 from kvferry.errors import MissingPackage
@@ -97,7 +98,21 @@ def test_the_command_says_it_too(argv):
 
 
 def test_the_version_is_the_same_everywhere():
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert PROJECT["version"] == kvferry.__version__
+    assert f"\nversion: {kvferry.__version__}\n" in citation
+
+
+def test_the_bill_of_materials_has_every_dependency_once():
+    made = sbom.bill(["engine"])
+    names = [each["name"] for each in made["components"]]
+    assert names == sorted(set(names))
+    assert {"numpy", "msgspec", "pyzmq", "cryptography"} <= set(names)
+    assert "typer" not in names
+    refs = {each["ref"] for each in made["dependencies"]}
+    assert {needed for each in made["dependencies"] for needed in each["dependsOn"]} < refs
+    assert made["metadata"]["component"]["name"] == "kvferry"
+    assert sbom.bill(["engine"]) == made
 
 
 COMPLETE = {

@@ -27,6 +27,14 @@ def test_links_lead_to_pages_of_the_site():
     )
 
 
+def test_lab_notes_are_named_and_not_on_the_site():
+    page = "[docs/lab/gpu.md](lab/gpu.md) [a GPU](lab/gpu.md) [errors.md](errors.md)"
+    assert with_links_of_the_site(page, "docs") == (
+        "`docs/lab/gpu.md` a GPU (`docs/lab/gpu.md`) [Errors](errors.md)"
+    )
+    assert linked_files(page, "docs") == set()
+
+
 def test_a_file_that_a_page_links_to_is_a_page():
     page = (
         "[a](../examples/own_cache.py) [b](cli.md) [c](../README.md) [d](../no-such-file) [e](https://x.org)"

@@ -73,7 +73,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             about="By the code of the failure. Should be empty.",
         ),
         Panel(
-            "Requests that nobody read, per second",
+            "Unread requests per second",
             ((rate("kvferry_leases_ended", "reason", extra='reason=~"expired|failed"'), "{{reason}}"),),
             alarm_at=0.001,
         ),

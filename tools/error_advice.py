@@ -56,8 +56,8 @@ FAILURES: dict[FailureCode, FailureAdvice] = {
     FailureCode.PROTOCOL: FailureAdvice(_NEVER, "Run kvferry releases with a common protocol version."),
     FailureCode.FORGED: FailureAdvice(
         _NEVER,
-        f"{_SAME_SECRET} If both have it, tickets are modified in transit or made up by clients: let"
-        f" the router drop `kv_transfer_params` of clients.",
+        f"{_SAME_SECRET} If both have it, tickets are modified in transit or forged by clients: let"
+        f" the router drop `kv_transfer_params` sent by clients.",
     ),
     FailureCode.ELSEWHERE: FailureAdvice("never, until both have a secret", _SAME_SECRET),
     FailureCode.NO_SECRET: FailureAdvice("never, until it has one", _SAME_SECRET),
@@ -244,7 +244,7 @@ ANSWERS: dict[str, Explained] = {
         "A process asked to join the engine and does not belong to it, or does not match the other ranks.",
         "Start all ranks from one configuration; the detail names the mismatch.",
     ),
-    "not-joined": Explained("A rank is unknown to this engine process.", "None: it joins again."),
+    "not-joined": Explained("A rank is unknown to this engine process.", "None: the rank rejoins automatically."),
     "not-ready": Explained(
         "Not all ranks of the source have joined.", "Wait; if it persists, find the rank that did not start."
     ),

@@ -21,8 +21,8 @@ HEAD = """# Metrics
 `python tools/metrics_page.py` generates this page from `endpoint/metric_table.py`.
 
 * **vLLM**: names start with `vllm:` (`vllm:kvferry_loads_total`) and appear at `/metrics`, with vLLM's labels
-  (`model_name`, `engine`) first. Nothing has to be enabled. Values are updated with each
-  engine step: those of an idle engine are of its last step. `kvferry status` is always current.
+  (`model_name`, `engine`) first. They need no option. vLLM updates the values in each engine step, so an
+  idle engine shows those of its last step. `kvferry status` is always current.
 * **Your own engine**: create one `EngineMetrics()` (`kvferry.endpoint.metrics`) per process and pass it to
   each `SourceEngine(…, metrics=…)` and `Destination(…, metrics=…)`. It uses `prometheus_client`'s default
   registry unless you pass another.

@@ -44,9 +44,13 @@ def within(target: str, folder: str) -> str | None:
     return None if ":" in target else posixpath.normpath(posixpath.join(folder, target))
 
 
+LAB = "docs/lab/"
+"""Notes for contributors: they are read in the repository, and are not on the site."""
+
+
 def place_of(path: str) -> str:
     """Where on the site a file of the repository is."""
-    if path.startswith("docs/") and not path.startswith("docs/lab/"):
+    if path.startswith("docs/") and not path.startswith(LAB):
         return path.removeprefix("docs/")
     return FRONT_PAGES.get(path, f"files/{path}.md")
 
@@ -55,12 +59,15 @@ def with_links_of_the_site(markdown: str, folder: str) -> str:
     """The text of a page that lies in a folder of the repository, with links that work on the site.
 
     A link that shows the name of a page's file shows the page's title: files are the repository's affair.
+    A link to lab notes becomes their path.
     """
 
     def moved(link: re.Match[str]) -> str:
         path = within(link[2], folder)
         if path is None:
             return link[0]
+        if path.startswith(LAB):
+            return f"`{path}`" if link[1] in (path, posixpath.basename(path)) else f"{link[1]} (`{path}`)"
         words = title_of(path) if link[1] == posixpath.basename(path) and path.endswith(".md") else link[1]
         return f"[{words}]({place_of(path)}{link[3]})"
 
@@ -77,7 +84,8 @@ def linked_files(markdown: str, folder: str) -> set[str]:
     """The files that a page links to and that are no pages yet, as paths of the repository."""
     targets = [link[1] for link in LINK.findall(FENCED.sub("", markdown))]
     paths = {path for target in targets if (path := within(target, folder)) is not None}
-    return {path for path in paths if place_of(path).startswith("files/") and (ROOT / path).is_file()}
+    shown = {path for path in paths if place_of(path).startswith("files/") and not path.startswith(LAB)}
+    return {path for path in shown if (ROOT / path).is_file()}
 
 
 def file_page(path: str) -> str:
@@ -85,7 +93,7 @@ def file_page(path: str) -> str:
     text = (ROOT / path).read_text(encoding="utf-8").rstrip("\n")
     fence = "`" * (3 + max((len(ticks) for ticks in re.findall(r"^`+", text, re.MULTILINE)), default=0))
     language = LANGUAGES.get(Path(path).suffix, "text")
-    return f"# {path}\n\nA file of the repository, as it is.\n\n{fence}{language}\n{text}\n{fence}\n"
+    return f"# {path}\n\nA file of the repository, unchanged.\n\n{fence}{language}\n{text}\n{fence}\n"
 
 
 def not_understood(markdown: str, html: str) -> Iterator[str]:

@@ -1,9 +1,9 @@
-"""Two questions, one answered at once and one as a stream; then whether the answers are one server's own.
+"""Ask two questions through the proxy, one of them streamed, and compare the answers with a single server's.
 
     python ask.py PROXY_URL PREFILL_URL DECODE_URL
 
-The last line says it, and so does the exit status: 0 only if every token equals what the prefill server
-answers when it is asked alone, and the decode server received the prompts and did not compute them.
+The last line is the verdict. The exit status is 0 only if every token equals the prefill server's own answer,
+and the decode server loaded the prompts instead of computing them.
 """
 
 import json
@@ -22,7 +22,7 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked, and of which address."""
+    """A request: path and body, and its text for people."""
 
     path: str
     text: str
@@ -38,7 +38,7 @@ QUESTIONS = (
 
 
 def ask(url: str, question: Question, model: str) -> Iterator[tuple[str, list[int]]]:
-    """The answer's text and tokens: all of it, or as it comes."""
+    """The answer's text and tokens, at once or part by part."""
     greedy = {"model": model, "max_tokens": NUM_TOKENS, "temperature": 0, "return_token_ids": True}
     data = json.dumps({**greedy, **question.body}).encode()
     with urlopen(Request(url + question.path, data, {"Content-Type": "application/json"})) as answer:
@@ -57,12 +57,12 @@ def events(answer: HTTPResponse) -> Iterator[Body]:
 
 
 def show(text: str) -> str:
-    """A random model says anything, also what moves the cursor."""
+    """Printable text: a random model also produces control characters."""
     return "".join(letter if letter.isprintable() else "\N{MIDDLE DOT}" for letter in text)
 
 
 def ask_and_show(url: str, question: Question, model: str) -> list[int]:
-    """The answer's tokens; its text is printed as it comes."""
+    """The answer's tokens; prints the text as it arrives."""
     print(f"{question.text}\n    ", end="")
     tokens = []
     try:
@@ -75,7 +75,7 @@ def ask_and_show(url: str, question: Question, model: str) -> list[int]:
 
 
 def prompt_tokens(decode: str) -> dict[str, int]:
-    """How many prompt tokens the decode server has had, by where they came from."""
+    """Prompt tokens of the decode server, by source."""
     with urlopen(f"{decode}/metrics") as answer:
         metrics = answer.read().decode()
     sources = r'^vllm:prompt_tokens_by_source_total\{.*source="(\w+)".*\} (\S+)$'
@@ -83,7 +83,7 @@ def prompt_tokens(decode: str) -> dict[str, int]:
 
 
 def main() -> bool:
-    """Ask, compare, and say in the last line how it ended."""
+    """Ask, compare, and print the verdict as the last line."""
     try:
         is_good, sentence = compare(*sys.argv[1:])
     except HTTPError as problem:
@@ -96,7 +96,7 @@ def main() -> bool:
 
 
 def compare(proxy: str, prefill: str, decode: str) -> tuple[bool, str]:
-    """The answers that come through the proxy, and those of the prefill server alone."""
+    """Compare the answers through the proxy with those of the prefill server alone."""
     with urlopen(f"{proxy}/v1/models") as answer:
         model = json.load(answer)["data"][0]["id"]
 
@@ -114,7 +114,7 @@ def compare(proxy: str, prefill: str, decode: str) -> tuple[bool, str]:
 def verdict(
     moved: list[list[int]], alone: list[list[int]], num_moved: int, num_computed: int
 ) -> tuple[bool, str]:
-    """Whether all is well, and a sentence that says it."""
+    """Whether the answers are right, and the verdict as a sentence."""
     for question, ours, theirs in zip(QUESTIONS, moved, alone, strict=True):
         if not ours or ours != theirs:
             said = f"{question.text!r} was answered with tokens {ours}, by one server alone with {theirs}"

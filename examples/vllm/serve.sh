@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# A vLLM server that prefills, one that decodes, kvferry between them, a proxy in front; then asks two questions, and
-# compares every token with what one server answers alone.
-#   examples/vllm/serve.sh           start all, ask, end all; needs no GPU and no model; fails if a token differs
-#   examples/vllm/serve.sh --stay    go on serving until Ctrl-C
-# By environment:
-#   MODEL            a model's name or folder; without it a tiny random one is made, and runs on a CPU
-#   PREFILL_ARGS     more arguments of `vllm serve` for this side, quoted as in a shell; the two sides may differ in
-#   DECODE_ARGS      parallelism, block size and layout
-#   PREFILL_DEVICES  the GPUs of this side: its CUDA_VISIBLE_DEVICES
+# Start a prefill server, a decode server and a proxy, with kvferry between the servers. Then ask two questions, and
+# compare every token with the answers of a single server.
+#   examples/vllm/serve.sh           start, ask, stop; needs no GPU and no model; fails if a token differs
+#   examples/vllm/serve.sh --stay    keep serving until Ctrl-C
+# Environment:
+#   MODEL            name or folder of a model; default: a tiny random model on a CPU
+#   PREFILL_ARGS     further arguments of `vllm serve` for each side, quoted as in a shell; the two sides may differ
+#   DECODE_ARGS      in parallelism, block size and layout
+#   PREFILL_DEVICES  CUDA_VISIBLE_DEVICES of each side
 #   DECODE_DEVICES
-#   PORT             of the proxy; without it a free one
-#   TINY_HOME        where the tiny model is kept for the next time; without it, it is made each time
-#   BIN              the folder of `vllm` and `python`; without it they are looked for on the PATH
-# For example:
+#   PORT             port of the proxy; default: a free one
+#   TINY_HOME        folder in which the tiny model is kept; default: it is created each time
+#   BIN              folder of `vllm` and `python`; default: the PATH
+# Example:
 #   MODEL=Qwen/Qwen3-8B PORT=8000 PREFILL_DEVICES=0,1 PREFILL_ARGS='--tensor-parallel-size 2' \
 #     DECODE_DEVICES=2 DECODE_ARGS='--block-size 64' examples/vllm/serve.sh --stay
 set -euo pipefail
@@ -28,7 +28,7 @@ declare -A pids=()
 
 say() { printf '==> %s\n' "$*"; }
 
-# start NAME COMMAND...: in a process group of its own, which Ctrl-C does not reach and `finish` ends as a whole.
+# start NAME COMMAND...: in a new process group, which Ctrl-C does not reach and `finish` ends as a whole.
 start() {
   setsid "${@:2}" > "$work/$1.log" 2>&1 < /dev/null &
   pids[$1]=$!
@@ -41,7 +41,7 @@ serve() {
     --kv-transfer-config "$transfer" "${@:5}"
 }
 
-# await NAME PORT: until it is healthy; fails if it ends before that.
+# await NAME PORT: wait until the server is healthy; fails if it exits before that.
 await() {
   local said=$SECONDS
   until "${bin}python" -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=5)' \
@@ -56,7 +56,7 @@ await() {
   say "$1 (process group ${pids[$1]}) is ready on port $2, after $SECONDS s"
 }
 
-# make_tiny_model: a random one, in TINY_HOME unless it is there already. Its name changes with the code that makes it.
+# make_tiny_model: create a random model in TINY_HOME unless it exists. Its name depends on the code that creates it.
 make_tiny_model() {
   local home=${TINY_HOME:-$work} tiny=$here/tiny.py made
   [[ -e $tiny ]] || tiny=$here/../../tests/support/vllm/tiny.py
@@ -66,11 +66,11 @@ make_tiny_model() {
   mkdir -p "$home"
   made=$(mktemp -d "$home/making.XXXXXX")
   "${bin}python" -P "$tiny" llama "$made" > "$work/model.log" 2>&1 || { cat "$work/model.log"; exit 1; }
-  mv -T "$made/llama" "$MODEL" 2> /dev/null || [[ -d $MODEL ]] # somebody else may have been quicker
+  mv -T "$made/llama" "$MODEL" 2> /dev/null || [[ -d $MODEL ]] # another run may have created it meanwhile
   rm -rf "$made"
 }
 
-# Ends what was started, and nothing else: kindly, then by force.
+# Stop the started processes, and only these: SIGTERM first, then SIGKILL.
 finish() {
   local status=$? name
   trap '' HUP INT TERM
@@ -102,17 +102,17 @@ trap 'exit 129' HUP
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-export VLLM_HOST_IP=${VLLM_HOST_IP:-127.0.0.1} # both sides are here
+export VLLM_HOST_IP=${VLLM_HOST_IP:-127.0.0.1} # both sides run on this host
 tiny_args=() prefill_args=() decode_args=()
 own_model=${MODEL:-}
 if [[ -z $own_model ]]; then
   make_tiny_model
   export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TORCH_COMPILE_DISABLE=1 VLLM_NO_USAGE_STATS=1
   export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind
-  export VLLM_ENABLE_V1_MULTIPROCESSING=0 # a server then has a process less
+  export VLLM_ENABLE_V1_MULTIPROCESSING=0 # saves one process per server
   tiny_args=(--dtype float32 --enforce-eager --max-model-len 1024 --max-num-seqs 8 --num-gpu-blocks-override 512
     --served-model-name tiny --chat-template '{% for m in messages %}{{ m.role }}: {{ m.content }}{{ "\n" }}{% endfor %}')
-  prefill_args=(--block-size 64) decode_args=(--block-size 32) # unequal, to show that they may be
+  prefill_args=(--block-size 64) decode_args=(--block-size 32) # unequal on purpose
 fi
 eval "prefill_args+=(${PREFILL_ARGS:-})" "decode_args+=(${DECODE_ARGS:-})"
 
@@ -134,7 +134,7 @@ await proxy "$port"
 answered=0
 "${bin}python" "$here/ask.py" "http://127.0.0.1:$port" "http://127.0.0.1:$prefill_port" \
   "http://127.0.0.1:$decode_port" | tee "$work/answers.log" || answered=1
-# In bf16 rounding may change a token of somebody's own model: that is said, and ends nothing that should stay.
+# With a model of your own in bf16, rounding may change a token: with --stay the servers keep running nevertheless.
 if [[ $# -gt 0 && ($answered == 0 || -n $own_model) ]]; then
   say "serving on http://127.0.0.1:$port/v1 until Ctrl-C"
   wait
