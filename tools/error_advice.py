@@ -244,7 +244,9 @@ ANSWERS: dict[str, Explained] = {
         "A process asked to join the engine and does not belong to it, or does not match the other ranks.",
         "Start all ranks from one configuration; the detail names the mismatch.",
     ),
-    "not-joined": Explained("A rank is unknown to this engine process.", "None: the rank rejoins automatically."),
+    "not-joined": Explained(
+        "A rank is unknown to this engine process.", "None: the rank rejoins automatically."
+    ),
     "not-ready": Explained(
         "Not all ranks of the source have joined.", "Wait; if it persists, find the rank that did not start."
     ),

@@ -64,6 +64,19 @@ def test_an_engine_that_does_not_look_denies_at_once(pair_of):
     claimant.close()
 
 
+def test_a_claim_that_was_denied_as_late_reaches_no_engine(pair_of):
+    """The engine would pin blocks for a reader that computes the prompt already."""
+    pair = pair_of()
+    until(lambda: pair.engine.is_whole)
+    soft = pair.engine.offer_soft("turn 1", 192, digest_parts(TOKENS))
+    claimant = Claimant("prefill", trust=Trust())
+    pair.engine.claims()
+    claimant.claim(soft, 192)
+    until(claimant.poll)
+    assert pair.engine.claims() == []
+    claimant.close()
+
+
 def test_an_engine_that_does_not_answer_is_given_up(pair_of):
     pair = pair_of()
     until(lambda: pair.engine.is_whole)

@@ -4,13 +4,14 @@ import pytest
 
 from kvferry.core.request import BlockTable
 from kvferry.runtime import Authority, Offers
-from kvferry.runtime.authority import CLAIM_SECONDS
+from kvferry.runtime.authority import CLAIM_LEASES, CLAIM_SECONDS
 from kvferry.runtime.claims import IDLE_SECONDS, MAX_CLAIMS, ClaimEnd, Claimer
 from kvferry.runtime.values import HangUp, Send, Wanted
-from kvferry.wire.messages import Claimed, ClaimOffer
+from kvferry.wire.messages import TOKEN_BYTES, Acquire, Claimed, ClaimOffer, Renew
 from kvferry.wire.ticket import PART_TOKENS, digest_parts, num_common_tokens
 
 ADDRESS = "tcp://127.0.0.1:5555"
+TOKEN = bytes(TOKEN_BYTES)
 TABLES = {"full": BlockTable.of([3, 4])}
 
 
@@ -28,12 +29,28 @@ def test_a_soft_offer_costs_nothing_and_is_exchanged_for_a_ticket():
     assert soft.is_soft
     assert (len(offers), authority.num_leases) == (0, 0)
     (wanted,) = claim(authority, soft, num_tokens=9999)
-    assert wanted == Wanted(1, soft, 600), "never more than was offered"
+    assert wanted == Wanted(1, soft, 600, CLAIM_SECONDS), "never more than was offered"
     ticket = offers.make("claim-1", TABLES, 32)
     authority.offer(0.1, ticket)
     assert authority.claimed(0.1, wanted.number, ticket, "") == [Send("reader", Claimed(1, ticket))]
     assert authority.num_leases == 1
     assert claim(authority, soft, now=0.2) == [Send("reader", Claimed(1, ticket))], "the same answer again"
+
+
+def test_a_claim_is_not_renewed_for_ever():
+    """Two engines may each wait for blocks that the other has claimed."""
+    offers, authority, soft = made()
+    (wanted,) = claim(authority, soft)
+    ticket = offers.make("claim-1", TABLES, 32)
+    authority.offer(0.0, ticket)
+    authority.claimed(0.0, wanted.number, ticket, "")
+    authority.receive(1.0, "reader", Acquire(2, ticket, "reader", 0, 1, 1, TOKEN))
+    for now in range(2, CLAIM_LEASES * 30):
+        authority.receive(float(now), "reader", Renew(3, 7, "reader", 0, ((ticket.ticket_id, TOKEN),)))
+        authority.tick(float(now))
+        assert authority.num_leases == 1, "a read that has begun has the time for it"
+    released, *_ = authority.tick(CLAIM_LEASES * 30.0)
+    assert (released.request_id, released.reason) == ("claim-1", "expired")
 
 
 def test_an_engine_that_answers_too_late_gets_its_blocks_back():

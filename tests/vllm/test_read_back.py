@@ -12,7 +12,10 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 pytest.importorskip("nixl", reason="NIXL is not installed")
 
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
 from kvferry.integrations.vllm.scheduler import soft
+from kvferry.integrations.vllm.scheduler.tables import Adapters, digest_parts_of
 from kvferry.wire.ticket import part_at
 from tests.vllm.conftest import Docks
 from tests.vllm.engine import PREFILL, Answer, Engine, Params, Setup, drive
@@ -322,6 +325,44 @@ def test_a_grant_of_what_was_not_asked_for_is_not_used(docks: Docks, prompt: Pro
     assert prefill.num_external == 0
     assert counts(talk.src, "read_backs") == {"unused": 1}
     assert_whole(talk.src, talk.dst)
+
+
+def test_engines_that_claim_from_each_other_both_go_on(docks: Docks, prompt: Prompts):
+    """Each request needs nearly all blocks of its engine, and the other's claim pins a quarter of them."""
+    short = replace(SMALL, options=(*BOTH.options, ("lease_seconds", 1.0)))
+    talk = router(docks, short, short)
+    back = Router(talk.dst, talk.src)
+    texts = [prompt(100), prompt(100)]
+    answers = [
+        each.dst.ask(text, 30, {"do_remote_prefill": False})
+        for each, text in zip((talk, back), texts, strict=True)
+    ]
+    talk.drive(*answers)
+    following = [[*text, *answer.tokens, *prompt(350)] for text, answer in zip(texts, answers, strict=True)]
+    prefills = [
+        each.src.ask(wanted, 1, {**(answer.params or {}), **PREFILL})
+        for each, wanted, answer in zip((talk, back), following, answers, strict=True)
+    ]
+    talk.drive(*prefills)
+    assert [counts(each, "read_backs") for each in (talk.src, talk.dst)] == [{"claimed": 1}] * 2
+    for each, wanted, prefill in zip((talk, back), following, prefills, strict=True):
+        assert prefill.tokens == each.src.right(wanted, 1)
+
+
+def test_features_that_begin_at_one_token_all_count():
+    """Such as the frames and the sound of a video."""
+
+    def parts(*names: str) -> bytes:
+        features = [
+            MultiModalFeatureSpec(None, "video", name, PlaceholderRange(offset=8, length=16))
+            for name in names
+        ]
+        request = SimpleNamespace(
+            all_token_ids=range(128), mm_features=features, lora_request=None, cache_salt=None
+        )
+        return digest_parts_of(request, 128, Adapters())
+
+    assert len({parts("a", "b"), parts("c", "b"), parts("a", "c"), parts("ab"), parts()}) == 5
 
 
 def test_two_claims_of_the_same_blocks(docks: Docks, prompt: Prompts):

@@ -273,8 +273,13 @@ class SourceEngine:
         return ticket
 
     def claims(self, most: int = MAX_CLAIMS) -> list[Wanted]:
-        """Claims of soft offers, each once: answer with ``grant`` or ``deny`` within a second."""
-        self._looked_at = self._clock()
+        """Claims of soft offers, each once: answer with ``grant`` or ``deny`` within a second.
+
+        Claims that were denied by then are left out.
+        """
+        self._looked_at = now = self._clock()
+        while self._wanted and self._wanted[0].until <= now:
+            self._wanted.popleft()
         return [self._wanted.popleft() for _ in range(min(most, len(self._wanted)))]
 
     def grant(self, claim: Wanted, ticket: Ticket) -> None:

@@ -58,6 +58,10 @@ from kvferry.wire.ticket import Ticket, make_proofs
 
 CLAIM_SECONDS = 1.0
 """How long a claim waits for the engine's own thread; it takes steps while there are young soft offers."""
+CLAIM_LEASES = 2
+"""A claim lasts at most this many leases, however often it is renewed. Two engines whose requests wait for
+blocks that the other has claimed continue after that.
+"""
 
 
 @dataclass(slots=True)
@@ -154,6 +158,9 @@ class Authority:
     def claimed(self, now: float, number: int, ticket: Ticket | None, detail: str) -> list[SourceEffect]:
         """What the engine found of a soft offer: a ticket for it, which was offered before; or nothing."""
         if send := self._claims.answer(now, number, ticket, detail):
+            lease = self._leases.get(ticket.ticket_id) if ticket else None
+            if lease:
+                lease.ends_by = min(lease.ends_by, now + CLAIM_LEASES * self._timing.lease)
             self._tally.claims["granted" if ticket else "missed"] += 1
             return [send]
         return self.withdraw(now, ticket.request_id) if ticket else []

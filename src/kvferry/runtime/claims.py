@@ -48,8 +48,9 @@ class Claims:
         if len(self._asked) >= MAX_CLAIMS:
             return [Send(reply_to, Claimed(claim.nonce, detail="too many claims"))]
         number = next(self._numbers)
-        self._asked[number] = _Asked(reply_to, claim.nonce, now + self._patience)
-        return [Wanted(number, claim.ticket, min(claim.num_tokens, claim.ticket.num_tokens))]
+        until = now + self._patience
+        self._asked[number] = _Asked(reply_to, claim.nonce, until)
+        return [Wanted(number, claim.ticket, min(claim.num_tokens, claim.ticket.num_tokens), until)]
 
     def answer(self, now: float, number: int, ticket: Ticket | None, detail: str = "") -> Send | None:
         """The engine has pinned what is left, or found nothing. None: too late, the claim was denied."""

@@ -171,6 +171,8 @@ class Wanted:
     ticket: Ticket
     num_tokens: int
     """At most so many of its first tokens."""
+    until: float
+    """The claim is denied at this time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ YOUNG_SECONDS = 10.0
 MAX_PER_STEP = 8
 """Claims that are looked up in one step: decoding goes on."""
 MAX_SHARE = 4
-"""Claims pin at most one in so many blocks of the pool: readers and requests cannot wait for each other."""
+"""Claims pin at most one in so many of the blocks that no request uses: running requests keep theirs."""
 ENTRY_HASHES = 8
 """What an entry of the history counts for, besides its hashes."""
 
@@ -105,6 +105,11 @@ def _whole_hit(manager: KVCacheManager, finished: _Finished, most: int) -> tuple
     return blocks, 0 if num_tokens % unit else num_tokens
 
 
+def _num_own(blocks: tuple[list[Any], ...]) -> int:
+    """How many blocks a claim pins; of what a window no longer needs there are null blocks."""
+    return sum(not block.is_null for group in blocks for block in group)
+
+
 class SoftOffers:
     """Of one engine. Called by vLLM's scheduler only, as its block pool wants it."""
 
@@ -165,7 +170,8 @@ class SoftOffers:
             source.deny(wanted, "its blocks were evicted")
             return
         found, pool = [*chain(*blocks)], self._manager.block_pool
-        if self._num_pinned + len(found) > pool.num_gpu_blocks // MAX_SHARE:
+        num_pinned = self._num_pinned
+        if num_pinned + _num_own(blocks) > (pool.get_num_free_blocks() + num_pinned) // MAX_SHARE:
             source.deny(wanted, "too many blocks are claimed")
             return
         pool.touch(found)
@@ -178,7 +184,7 @@ class SoftOffers:
             *(claim.blocks for claim in self._pinned),
             *(each.blocks for each in self._granted.values()),
         ]
-        return sum(len(group) for blocks in claims for group in blocks)
+        return sum(map(_num_own, claims))
 
     def _grant(self, source: SourceEngine, pinned: _Pinned) -> None:
         name = f"claim {pinned.wanted.number} of {pinned.wanted.ticket.request_id}"[:200]

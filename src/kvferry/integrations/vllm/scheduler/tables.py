@@ -216,7 +216,10 @@ def digest(request: Request, num_tokens: int, adapters: Adapters) -> bytes:
 
 def digest_parts_of(request: Request, num_tokens: int, adapters: Adapters) -> bytes:
     """Digests of growing prefixes of a request, prompt and answer, by which two requests are compared."""
-    marks = {feature.mm_position.offset: feature.identifier.encode() for feature in request.mm_features}
+    marks: dict[int, bytes] = {}
+    for feature in request.mm_features:  # two may begin at one token, as the sound and the frames of a video
+        at = feature.mm_position.offset
+        marks[at] = marks.get(at, b"") + f"\0{feature.identifier}".encode()
     return digest_parts(request.all_token_ids[:num_tokens], _extra(request, adapters), marks)
 
 
