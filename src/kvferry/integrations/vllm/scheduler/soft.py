@@ -105,6 +105,11 @@ def _whole_hit(manager: KVCacheManager, finished: _Finished, most: int) -> tuple
     return blocks, 0 if num_tokens % unit else num_tokens
 
 
+def _num_own(blocks: tuple[list[Any], ...]) -> int:
+    """Without vLLM's null block, which stands for all that a window has left behind."""
+    return sum(not block.is_null for block in chain(*blocks))
+
+
 class SoftOffers:
     """Of one engine. Called by vLLM's scheduler only, as its block pool wants it."""
 
@@ -165,7 +170,7 @@ class SoftOffers:
             source.deny(wanted, "its blocks were evicted")
             return
         found, pool = [*chain(*blocks)], self._manager.block_pool
-        if self._num_pinned + len(found) > pool.num_gpu_blocks // MAX_SHARE:
+        if self._num_pinned + _num_own(blocks) > pool.num_gpu_blocks // MAX_SHARE:
             source.deny(wanted, "too many blocks are claimed")
             return
         pool.touch(found)
@@ -178,7 +183,7 @@ class SoftOffers:
             *(claim.blocks for claim in self._pinned),
             *(each.blocks for each in self._granted.values()),
         ]
-        return sum(len(group) for blocks in claims for group in blocks)
+        return sum(map(_num_own, claims))
 
     def _grant(self, source: SourceEngine, pinned: _Pinned) -> None:
         name = f"claim {pinned.wanted.number} of {pinned.wanted.ticket.request_id}"[:200]
