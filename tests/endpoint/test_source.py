@@ -72,6 +72,19 @@ def test_an_engine_takes_its_own_tickets_back_and_no_others(engine):
     assert until(engine.poll) == [Released("a", "withdrawn")]
 
 
+def test_an_old_ticket_that_comes_back_ends_no_later_offer_of_its_request(engine):
+    """Clients may name requests, and send their tickets again."""
+    old = engine.offer("a", TABLES, 20)
+    engine.withdraw("a")
+    assert until(engine.poll) == [Released("a", "withdrawn")]
+    engine.offer("a", TABLES, 20)
+    assert engine.take_back(old), "it is one of its own"
+    engine.offer("b", TABLES, 20)
+    engine.withdraw("b")
+    assert until(engine.poll) == [Released("b", "withdrawn")]
+    assert engine.status()["offered"] == 1
+
+
 def test_a_rank_that_leaves_too_much_unheard_stops_the_offers(engine, monkeypatch):
     monkeypatch.setattr(Authority, "MAX_UNHEARD", 2)
     for name in ("a", "b"):

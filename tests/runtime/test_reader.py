@@ -911,6 +911,25 @@ def test_a_peer_that_is_gone_is_forgotten_when_the_last_read_from_it_has_ended(i
     assert it.tick().of(Drop) == []
 
 
+@pytest.mark.parametrize("is_planning", [True, False])
+def test_a_peer_that_died_while_it_was_being_met_leaves_nothing_mapped(it, is_planning):
+    """Somebody is at work for it, and says so only when it is gone."""
+    it.connected("src")
+    it.granted()
+    it.answer(welcome())
+    if is_planning:
+        lost(it)
+    it.found(PEER, (0, 3))
+    if is_planning:
+        it.at(30.0).tick()
+    else:
+        it.answer(described(it.only(DescribeRanks)))
+        assert lost(it).failure() == "source-gone"
+        it.built(PEER).tick()
+    assert it.of(Drop) == [Drop(PEER)]
+    assert len(it.reader.meetings) == 0
+
+
 # -- ends -----------------------------------------------------------------------------------------
 
 

@@ -386,6 +386,25 @@ def test_a_silent_source_fails_the_read_by_a_deadline_though_it_is_asked_for_mor
     assert bare.ends[2] == "src sent nothing within 0.2 s"
 
 
+def test_a_question_that_was_lost_fails_its_read_alone_though_bytes_come_for_others(bare, monkeypatch):
+    """A stream answers in the order of the questions: what comes after it is no sign of life for one."""
+    bare.read(1, some(1, 512))
+    assert bare.wait(1) == "good"
+    monkeypatch.setattr(stream_reader, "ANSWER_S", 0.2)
+    ask, bare.line.ask = bare.line.ask, lambda *_: None
+    bare.read(2, some(1, 512))
+    soon(lambda: bare.link.asks)
+    bare.line.ask = ask
+    for transfer in range(3, 40):
+        bare.read(transfer, some(1, 512))
+        assert bare.wait(transfer) == "good"
+        if 2 in bare.ends:
+            break
+        time.sleep(0.05)
+    assert bare.ends[2] == "src did not answer within 0.2 s"
+    assert not bare.link.asks
+
+
 @pytest.mark.parametrize("is_open", [False, True], ids=["being opened", "open"])
 def test_a_source_that_takes_its_offer_back_leaves_no_connection(bare, is_open):
     """Each refusal once left a connection behind, and those that it was asked for without a deadline."""

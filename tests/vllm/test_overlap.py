@@ -181,6 +181,28 @@ def test_a_decode_that_comes_first_waits_for_the_prefill_without_blocks(docks: D
     assert_whole(src, dst)
 
 
+def test_a_decode_that_is_sent_again_reads_what_the_first_one_asked_for(docks: Docks, prompt: Prompts):
+    """A router gives up a decode leg while the prefill is queued, and sends it again: the first one's
+    question is still open, and whoever asks last is answered first. That must not return the ticket.
+    """
+    src, dst = docks.own(CHUNKED), docks.own(replace(CHUNKED, policy="fail"))
+    text, name = prompt(900), {"kvferry_transfer": secrets.token_hex(16)}
+    params = {"do_remote_prefill": True, **address(src), **name}
+    first = dst.ask(text, NUM_TOKENS, params)
+    slowly(src, dst, Until(iter(range(8))))
+    dst.abort(first.request_id)
+    again = dst.ask(text, NUM_TOKENS, params)
+    slowly(src, dst, Until(iter(range(3))))
+    asked = dst.core.scheduler.connector._side.incoming._claiming._claimer._open
+    dst.run(lambda: asked[1].sent_at > asked[2].sent_at)
+    slowly(src, dst, Until(iter(range(1))))
+    prefill = src.ask(text, 1, {**PREFILL, **name})
+    slowly(src, dst, prefill, again)
+    assert (again.finish_reason, again.tokens) == ("length", dst.right(text))
+    assert again.num_external >= 899
+    assert_whole(src, dst)
+
+
 def test_an_unknown_address_is_computed_or_fails(docks: Docks, prompt: Prompts):
     src, dst = docks.own(CHUNKED), docks.own(CHUNKED)
     for params in (

@@ -458,6 +458,18 @@ def test_claims_pin_a_quarter_of_the_blocks_at_most(docks: Docks, prompt: Prompt
     assert counts(talk.src, "read_backs") == {"claimed": 1, "denied": 1}
 
 
+def test_the_holes_of_windows_count_for_no_block(docks: Docks, prompt: Prompts):
+    """What a window has left behind is vLLM's null block, however often it is in a table."""
+    setup = replace(BOTH, family="gemma3")
+    talk = router(docks, setup, replace(setup, blocks=200))
+    text = prompt(900)
+    _, answer = talk.turn(text, None)
+    talk.forget()
+    prefill, _ = talk.turn([*text, *prompt(9)], answer.params)
+    assert prefill.num_external == 896
+    assert counts(talk.src, "read_backs") == {"claimed": 1}
+
+
 def test_a_history_is_bounded_whatever_is_in_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(soft, "MAX_HASHES", 100)
     history = soft._History()

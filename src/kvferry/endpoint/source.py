@@ -301,7 +301,8 @@ class SourceEngine:
         """Withdraw the offer of a ticket that came back to where it was made; whether it was made here."""
         is_own = self._offers.is_own(ticket)
         if is_own and not ticket.is_soft:
-            self.withdraw(ticket.request_id)
+            name, number = ticket.request_id, ticket.ticket_id
+            self._owner.put(lambda now: self._authority.withdraw(now, name, number))
         return is_own
 
     def poll(self) -> list[Released]:

@@ -138,13 +138,14 @@ class Authority:
         lease = self._leases.get(self._by_request.get(request_id, 0))
         return self._end(now, lease, "withdrawn") if lease else []
 
-    def withdraw(self, now: float, request_id: str) -> list[SourceEffect]:
+    def withdraw(self, now: float, request_id: str, ticket_id: int = 0) -> list[SourceEffect]:
         """Take an offer back: at once if nobody reads it, else when its reader is through.
 
-        A reader gets the time for one read, and no more: it may not want to end.
+        A reader gets the time for one read, and no more: it may not want to end. ``ticket_id``: of the offer
+        that is meant, where the request may have been offered again.
         """
         lease = self._leases.get(self._by_request.get(request_id, 0))
-        if lease is None:
+        if lease is None or ticket_id not in (0, lease.ticket.ticket_id):
             return []
         lease.is_withdrawn = True
         lease.ends_by = min(lease.ends_by, now + self._timing.lease + self._timing.read)

@@ -294,7 +294,7 @@ class Reader:
 
     def _forget_the_gone(self) -> list[Effect]:
         """Peers that are gone, and that nothing needs any more: their memory is mapped here until then."""
-        gone = [peer for peer in self.connections.gone_peers if self.meetings.state(peer) is Meeting.BROKEN]
+        gone = [peer for peer in self.connections.gone_peers if self.meetings.is_met(peer)]
         unused = [peer for peer in gone if not any(job.is_using_peer for job in self.fetches.of(peer))]
         return [effect for peer in unused for effect in self.meetings.forget(peer)]
 

@@ -87,6 +87,8 @@ class _Ask:
     share: Share
     terms: tuple[Term, ...]
     asked_at: float
+    passed_at: float = float("inf")
+    """When what was asked for later came: a stream answers in order, so the question is lost, or refused."""
 
     @property
     def num_bytes(self) -> int:
@@ -220,6 +222,10 @@ class StreamMover(ReadCarrier):
         stream, asked = link.stream, [ask.asked_at for ask in link.asks.values()]
         if stream is None or (stream.is_open and not asked):
             return float("inf")  # nothing is to come
+        passed = min(link.asks.values(), key=lambda ask: ask.passed_at, default=None)
+        if passed and passed.passed_at + ANSWER_S <= now:
+            self._transfers.fail(passed.share.read, f"{link.name} did not answer within {ANSWER_S:g} s")
+            return now
         started = max(stream.since, min(asked, default=stream.since))
         if now < (look := started + min(LOOK_S, ANSWER_S)):
             return look
@@ -321,6 +327,10 @@ class StreamMover(ReadCarrier):
         if arrived.nonce == OPENED:
             stream.nonce = 0
         elif ask := link.asks.pop(arrived.nonce, None):
+            for nonce, earlier in link.asks.items():  # the oldest first
+                if nonce > arrived.nonce:
+                    break
+                earlier.passed_at = min(earlier.passed_at, stream.since)
             error = "" if arrived.is_good else f"{link.name} stopped sending: its lease is over"
             self._transfers.ended(ask.share, error)
 

@@ -284,7 +284,8 @@ class Incoming:
         """A prefill has begun, or nothing will come of it."""
         ticket, is_awaited = end.ticket, self._seeking.get(request.request_id) == end.number
         if not is_awaited:
-            self._dropped += [("", (ticket,))] if ticket else []
+            if ticket and not self._is_wanted(ticket, request):
+                self._dropped.append(("", (ticket,)))
             return
         del self._seeking[request.request_id]
         found: Ticket | _Refused
@@ -295,6 +296,13 @@ class Incoming:
         else:
             found = ticket
         self._want(request, self._judged(request, found))
+
+    def _is_wanted(self, ticket: Ticket, ended: Request) -> bool:
+        """Whether another request reads this prefill, or waits for it: a router may send a decode again."""
+        name = (ended.kv_transfer_params or {}).get(TRANSFER)
+        others = (request for request in self._sought.values() if request.request_id in self._seeking)
+        is_sought = any((other.kv_transfer_params or {}).get(TRANSFER) == name for other in others)
+        return is_sought or self._is_used(ticket, self._live.values())
 
     def _turn(self, request: Request, ticket: Ticket) -> _Turn | None:
         """An earlier turn of this prompt may be in another engine's prefix cache."""

@@ -106,8 +106,8 @@ def _whole_hit(manager: KVCacheManager, finished: _Finished, most: int) -> tuple
 
 
 def _num_own(blocks: tuple[list[Any], ...]) -> int:
-    """How many blocks a claim pins; of what a window no longer needs there are null blocks."""
-    return sum(not block.is_null for group in blocks for block in group)
+    """The number of blocks that a claim pins; vLLM's null block stands for those that a window has left."""
+    return sum(not block.is_null for block in chain(*blocks))
 
 
 class SoftOffers:
