@@ -68,9 +68,6 @@ class KeptRuns(Generic[K]):
         self._runs: dict[K, Runs] = {}
         self._num_runs = 0
 
-    def __len__(self) -> int:
-        return len(self._runs)
-
     def get(self, key: K, make: Callable[[K], Runs]) -> Runs:
         runs = self._runs.get(key)
         if runs is None:

@@ -115,24 +115,25 @@ class CommonCells:
     def _axis_strokes(self, src: AxisMap, dst: AxisMap) -> list[_Stroke]:
         key = id(src), id(dst)
         if key not in self._strokes:
-            (src_at, src_offsets), (dst_at, dst_offsets) = self.held(src), self.held(dst)
-            _, in_src, in_dst = np.intersect1d(src_at, dst_at, assume_unique=True, return_indices=True)
-            self._strokes[key] = list(_strokes(src_offsets[in_src], dst_offsets[in_dst]))
+            self._strokes[key] = _common_strokes(*self.held(src), *self.held(dst))
         return self._strokes[key]
 
     def _token_strokes(
         self, src: AxisMap, dst: AxisMap, src_cell: int, dst_cell: int, num_cells: int
     ) -> list[_Stroke]:
-        found = []
+        found: list[Ints] = []
         for axis, first in ((src, src_cell), (dst, dst_cell)):
             at, offsets = self.held(axis)
             start, stop = np.searchsorted(at, (first, first + num_cells))
-            found.append((at[start:stop] - first, offsets[start:stop]))
-        (src_at, src_offsets), (dst_at, dst_offsets) = found
-        if len(src_at) == len(dst_at) == num_cells:
-            return list(_strokes(src_offsets, dst_offsets))
-        _, in_src, in_dst = np.intersect1d(src_at, dst_at, assume_unique=True, return_indices=True)
-        return list(_strokes(src_offsets[in_src], dst_offsets[in_dst]))
+            found += [at[start:stop] - first, offsets[start:stop]]
+        return _common_strokes(*found)
+
+
+def _common_strokes(src_at: Ints, src_offsets: Ints, dst_at: Ints, dst_offsets: Ints) -> list[_Stroke]:
+    if np.array_equal(src_at, dst_at):
+        return list(_strokes(src_offsets, dst_offsets))
+    _, in_src, in_dst = np.intersect1d(src_at, dst_at, assume_unique=True, return_indices=True)
+    return list(_strokes(src_offsets[in_src], dst_offsets[in_dst]))
 
 
 def _strokes(src: Ints, dst: Ints) -> Iterator[_Stroke]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 
 from kvferry.core.manifest import Manifest, Rank, Region
@@ -270,11 +270,7 @@ class _Engine:
             yield region, caches, self._tree(caches, share, widest)
 
     def _tree(self, caches: Sequence[LayerCache], share: RankShare, widest: int) -> Node:
-
-        def padded(size: int) -> int:
-            return max(widest, size)
-
-        blocks = self.topology.blocks
+        blocks, padded = self.topology.blocks, partial(max, widest)
         orders = {self._order(each) for each in caches}
         leaves = [leaf for each in caches for leaf in self._leaves(each, share)]
         if len(orders) == 1 and all(each.cache.page_multiple == 1 for each in caches):

@@ -33,16 +33,11 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """The base of all objects of the schema."""
 
 
-class WholeDigitDoc(msgspec.Struct, frozen=True, array_like=True):
-    """``[size, stride]``: the written form of a digit with all values held."""
+class DigitDoc(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """``[size, stride]`` or ``[size, stride, [held_start, held_stop]]``."""
 
     size: int
     stride: int
-
-
-class DigitDoc(WholeDigitDoc, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """``[size, stride]`` or ``[size, stride, [held_start, held_stop]]``."""
-
     held: tuple[int, int] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -274,7 +269,6 @@ def _axis_map_doc(axis_map: AxisMap) -> AxisMapDoc:
 
 
 def _digit_doc(digit: Digit) -> DigitDoc:
-    if digit.held is None:
-        # An array-like struct writes its defaults too; the shorter struct avoids a null.
-        return cast(DigitDoc, WholeDigitDoc(digit.size, digit.stride))
-    return DigitDoc(digit.size, digit.stride, (digit.held.start, digit.held.stop))
+    # A tuple, since an array-like struct would write its defaults too.
+    held = () if digit.held is None else ((digit.held.start, digit.held.stop),)
+    return cast(DigitDoc, (digit.size, digit.stride, *held))

@@ -100,7 +100,7 @@ class RankDescriptions(msgspec.Struct, frozen=True, tag=True):
 
     nonce: int
     generation: int
-    """The start of the engine that answers; empty for a request to another start."""
+    """The start of the engine that answers; a request to another start gets no descriptions."""
     ranks: dict[int, RankDescription]
 
 
@@ -438,8 +438,8 @@ def too_long(data: bytes) -> str:
 
 
 _encoder = msgspec.msgpack.Encoder()
-_to_authority = msgspec.msgpack.Decoder(ToAuthority)
-_from_authority = msgspec.msgpack.Decoder(FromAuthority)
+_to_authority: msgspec.msgpack.Decoder[ToAuthority] = msgspec.msgpack.Decoder(ToAuthority)
+_from_authority: msgspec.msgpack.Decoder[FromAuthority] = msgspec.msgpack.Decoder(FromAuthority)
 
 
 def encode(message: Message) -> bytes:
@@ -447,13 +447,11 @@ def encode(message: Message) -> bytes:
 
 
 def decode_to_authority(data: bytes) -> ToAuthority:
-    message: ToAuthority = decoded(_to_authority.decode, data)
-    return message
+    return decoded(_to_authority.decode, data)
 
 
 def decode_from_authority(data: bytes) -> FromAuthority:
-    message: FromAuthority = decoded(_from_authority.decode, data)
-    return message
+    return decoded(_from_authority.decode, data)
 
 
 Some = TypeVar("Some")

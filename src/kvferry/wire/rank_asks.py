@@ -69,8 +69,8 @@ ToRank = Gather | OpenStream
 FromRank = NotGathered | StreamOffered
 
 _encoder = msgspec.msgpack.Encoder()
-_to_rank = msgspec.msgpack.Decoder(ToRank)
-_from_rank = msgspec.msgpack.Decoder(FromRank)
+_to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+_from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 
 
 def encode_rank_message(message: ToRank | FromRank) -> bytes:
@@ -78,13 +78,11 @@ def encode_rank_message(message: ToRank | FromRank) -> bytes:
 
 
 def decode_to_rank(data: bytes) -> ToRank:
-    message: ToRank = decoded(_to_rank.decode, data)
-    return message
+    return decoded(_to_rank.decode, data)
 
 
 def decode_from_rank(data: bytes) -> FromRank:
-    message: FromRank = decoded(_from_rank.decode, data)
-    return message
+    return decoded(_from_rank.decode, data)
 
 
 MAX_COORDINATE = 1 << 40
