@@ -998,7 +998,7 @@ def test_a_refusal_leaves_nothing_behind():
         (offset_past_the_region, "destination rank 0, region layers.0.attn"),
         (source_region_one_byte_short, "source rank 0, region layers.0.attn"),
         (replicated_box_scaled_by_tp, "layers.0.attn/latent: channel [4, 8)"),
-        (two_views_that_share_a_single_byte, "layers.0.attn/v sits on the same bytes"),
+        (two_views_that_share_a_single_byte, "layers.0.attn/v uses the same bytes"),
         (piece_from_a_rank_that_does_not_hold_it, "head [3, 6) on rank 1"),
         (more_runs_than_the_budget, "96 runs per block of 16 cells, the budget is 16"),
     ],

@@ -1,8 +1,8 @@
-"""kvferry: moves what a language model remembers of a request from one engine to another.
+"""kvferry: transfers the KV cache (and recurrent state) of a request from one engine to another.
 
 Two descriptions in, a proved plan and byte runs out::
 
-    plan = kvferry.plan(src, dst, dst_rank=0)       # who sends what; refused by name if it cannot be
+    plan = kvferry.plan(src, dst, dst_rank=0)       # the pieces per source rank, or Refused with the reasons
     route = kvferry.lower(kvferry.prove(plan))      # proved, then turned into byte patterns, once per peer
     selection = kvferry.select(route, request)      # block tables in, byte runs out, per request
 """
@@ -85,7 +85,7 @@ _HOMES = {
     "kvferry.core.view": "AxisMap Digit View",
     "kvferry.errors": "Code Finding KVFerryError Refused RequestError SpecError",
 }
-"""Where each name comes from. It is loaded when it is first asked for: `kvferry --help` needs none."""
+"""The module of each name, imported at its first use: `kvferry --help` needs none."""
 
 
 def __getattr__(name: str) -> object:

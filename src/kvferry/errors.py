@@ -3,15 +3,15 @@
 ::
 
     KVFerryError
-    ├── SpecError        a description that makes no sense by itself (also a ValueError)
-    ├── Refused          two descriptions that cannot be served together, or not provably so
-    ├── RequestError     one request that does not fit its plan; the plan and other requests live on
-    ├── TransportError   something asked of a transport that it cannot do, or did not manage in time
+    ├── SpecError        an invalid description (also a ValueError)
+    ├── Refused          two incompatible descriptions, or without a proof that they are compatible
+    ├── RequestError     a request that does not fit its plan; other requests are not affected
+    ├── TransportError   a transport operation that is not possible, or timed out
     ├── ChannelError     a control channel that cannot be opened
-    └── MissingPackage   a part of kvferry that needs a package which is not installed (also an ImportError)
+    └── MissingPackage   a package that is not installed (also an ImportError)
 
-What a peer, a user or the fabric can cause is one of these; ``assert`` is never used for it, so that
-``python -O`` changes nothing.
+Errors that a peer, a user or the network can cause are never raised by ``assert``, so ``python -O`` changes
+nothing.
 """
 
 from __future__ import annotations
@@ -24,11 +24,7 @@ from typing import ClassVar
 
 
 class Code(StrEnum):
-    """The reason of a refusal. The text of a code is stable: tools may match on it.
-
-    >>> Code("not-held") is Code.NOT_HELD
-    True
-    """
+    """The reason of a refusal. The text of a code is stable: tools may match on it."""
 
     VERSION = "version"
     """The manifests have different schema versions."""
@@ -65,19 +61,11 @@ class Code(StrEnum):
 
 
 class KVFerryError(Exception):
-    """The base class of all errors of kvferry.
-
-    >>> issubclass(Refused, KVFerryError) and issubclass(RequestError, KVFerryError)
-    True
-    """
+    """The base class of all errors of kvferry."""
 
 
 class SpecError(KVFerryError, ValueError):
-    """An invalid description, setting or file; the message names place, rule and value.
-
-    >>> issubclass(SpecError, ValueError)
-    True
-    """
+    """An invalid description, setting or file; the message names place, rule and value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +82,9 @@ class Finding:
     field: str = ""
     """The field, axis or interval concerned."""
     src: str = ""
-    """What the source has there."""
+    """The source's value."""
     dst: str = ""
-    """What the destination has there."""
+    """The destination's value."""
     note: str = ""
     """Further explanation, with the fix if there is one."""
 
@@ -108,7 +96,7 @@ class Finding:
 
 
 def _of_all(alike: Sequence[Finding]) -> str:
-    """Findings that differ in their state only, as one line that names the first."""
+    """One line for findings that differ in their state only."""
     first = alike[0]
     others = f" and {len(alike) - 1:,} more states" if len(alike) > 2 else ""
     if len(alike) == 2:
@@ -125,9 +113,9 @@ class Refused(KVFerryError):
     """
 
     SHOWN = 8
-    """How many findings the message spells out; of those that differ in their state only, one."""
+    """Findings in the message; those that differ in their state only count as one."""
     MAX_FINDINGS = 1000
-    """How many are kept in ``findings``; ``num_more`` counts the others."""
+    """Findings in ``findings``; ``num_more`` counts the others."""
 
     def __init__(self, *findings: Finding, num_more: int = 0) -> None:
         self.findings = findings[: self.MAX_FINDINGS]
@@ -142,7 +130,7 @@ class Refused(KVFerryError):
 
     @classmethod
     def raise_if_any(cls, found: Iterable[Finding]) -> None:
-        """Raise with all that is found, if anything is; what is too much to keep is counted."""
+        """Raise with all findings, if there are any."""
         findings = iter(found)
         kept = tuple(islice(findings, cls.MAX_FINDINGS))
         if kept:
@@ -150,7 +138,7 @@ class Refused(KVFerryError):
 
     @property
     def codes(self) -> tuple[str, ...]:
-        """The distinct codes, in the order in which they were found."""
+        """The distinct codes, in order."""
         return tuple(dict.fromkeys(finding.code.value for finding in self.findings))
 
 
@@ -167,9 +155,9 @@ class RequestError(KVFerryError):
 
 
 class TransportError(KVFerryError):
-    """What a transport cannot do, or did not manage in time; raised before anything moves.
+    """A transport operation that is not possible or timed out; raised before anything moves.
 
-    A read that was submitted does not raise: how it went is in its ``ReadEnd``.
+    A submitted read does not raise: its ``ReadEnd`` has the outcome.
 
     >>> str(TransportError("unknown-peer", "'decode-3' is not connected"))
     "unknown-peer: 'decode-3' is not connected"
@@ -185,10 +173,10 @@ class ChannelError(KVFerryError):
 
 
 class MissingPackage(KVFerryError, ImportError):
-    """A part of kvferry needs a package that is not installed: the extra that brings it is named.
+    """A package is not installed; the message names the extra of kvferry that includes it.
 
     >>> str(MissingPackage.named(ModuleNotFoundError(name="zmq.utils")))
-    'pyzmq is needed for this, and is not installed: pip install ".[engine]" in a clone of kvferry'
+    'pyzmq is not installed: pip install ".[engine]" in a clone of kvferry'
     """
 
     EXTRAS: ClassVar[dict[str, tuple[str, str]]] = {
@@ -201,19 +189,16 @@ class MissingPackage(KVFerryError, ImportError):
         "typer": ("typer", "cli"),
         "zmq": ("pyzmq", "engine"),
     }
-    """By what is imported: the package, and the extra of kvferry that brings it."""
+    """By imported module: the package, and the extra of kvferry that includes it."""
 
     @classmethod
     def is_of_ours(cls, error: ModuleNotFoundError) -> bool:
-        """Whether what could not be imported is in one of the extras."""
+        """Whether the missing module is in one of the extras."""
         return (error.name or "").partition(".")[0] in cls.EXTRAS
 
     @classmethod
     def named(cls, error: ModuleNotFoundError) -> MissingPackage:
-        """The same, by the name of the extra."""
         package, extra = cls.EXTRAS[(error.name or "").partition(".")[0]]
         return cls(
-            f"{package} is needed for this, and is not installed:"
-            f' pip install ".[{extra}]" in a clone of kvferry',
-            name=error.name,
+            f'{package} is not installed: pip install ".[{extra}]" in a clone of kvferry', name=error.name
         )

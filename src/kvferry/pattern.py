@@ -1,10 +1,9 @@
-"""Bytes that say where they belong, for memory of a real size.
+"""Test patterns for caches of real size.
 
-Every item gets bytes of its own, a hash of its state's name, its cell and its coordinates: the same in both
-engines, wherever their views put it. They are written through the source's views and read back through the
-destination's, with the offsets of each axis; nothing here is shared with the code that lowers or selects.
-An item of one byte is mistaken for another once in 256 times, so trust the many, not the one; the ``oracle``
-is exact, and slow.
+The bytes of an item are a hash of its state's name, its cell and its coordinates, and so equal in both
+engines. They are written through the source's views and checked through the destination's; no code is shared
+with ``lower`` and ``select``. Two items of one byte are equal with a probability of 1/256; the ``oracle`` is
+exact, and slow.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from kvferry.core.state import Addressing, Kind, State, Tail
 from kvferry.core.view import NOT_HELD, Ints, View
 
 STALE = 0xA5
-"""What memory holds before anything is written to it."""
+"""The initial value of memory."""
 KEPT = "kept"
-"""Salt of the pattern that stands for tokens which a destination has already."""
+"""Salt of the pattern of tokens that are already at the destination."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wrong:
-    """The first item of a view that does not hold its own bytes."""
+    """The first wrong item of a view."""
 
     state: str
     cell: int
@@ -46,8 +45,6 @@ class Wrong:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """How many items of a view were looked at, how many were wrong, and the first of those."""
-
     num_cells: int
     num_wrong: int
     first: Wrong | None = None
@@ -55,13 +52,13 @@ class Checked:
 
 @dataclass(frozen=True)
 class Site:
-    """The items of one view that lie in some cells: their coordinates, axis by axis, and byte offsets."""
+    """The items of one view in some cells: their coordinates by axis, and byte offsets."""
 
     state: State
     axes: tuple[tuple[str, Ints], ...]
-    """The cells first, as axis ``cell``; then every other axis by name, with its held coordinates."""
+    """The cells as axis ``cell``; then every other axis by name, with its held coordinates."""
     offsets: Ints
-    """Where each item starts in its region; one dimension per axis."""
+    """Byte offset of each item in its region; one dimension per axis."""
 
     def patterns(self, name: str, salt: str = "") -> Bytes:
         """The bytes of each item, as the last dimension, for a state that both engines know as ``name``."""
@@ -78,7 +75,7 @@ class Site:
 
 
 def cells_of(state: State, tokens: Iterable[Span]) -> Ints:
-    """The cells that a state has of these tokens; a recurrent state has one, whatever they are.
+    """The cells of a state for these tokens; a recurrent state has one.
 
     >>> cells_of(State("k", (), 2, "bf16", tokens_per_cell=4), [Span(0, 10)]).tolist()
     [0, 1]
@@ -92,7 +89,7 @@ def cells_of(state: State, tokens: Iterable[Span]) -> Ints:
 
 
 def site(manifest: Manifest, view: View, table: BlockTable, cells: Ints) -> Site:
-    """Where the items of a view in these cells sit; cells that this rank does not hold are left out."""
+    """The items of a view in these cells, without cells that this rank does not hold."""
     state, group = manifest.state_by_name[view.state], manifest.group_by_name[view.group]
     per_block = group.tokens_per_block // state.tokens_per_cell
     index, inside = np.divmod(cells - table.first_token // state.tokens_per_cell, per_block)
@@ -117,7 +114,7 @@ def site(manifest: Manifest, view: View, table: BlockTable, cells: Ints) -> Site
 def _sites(
     manifest: Manifest, rank: int, tables: Mapping[str, BlockTable], tokens: Mapping[str, Spans]
 ) -> Iterator[tuple[View, Site]]:
-    """Every view of a rank with the items that it has of these tokens."""
+    """Every view of a rank with its items of these tokens."""
     for view in manifest.rank(rank).views:
         if view.group in tables and view.group in tokens:
             cells = cells_of(manifest.state_by_name[view.state], tokens[view.group])
@@ -125,7 +122,7 @@ def _sites(
 
 
 def _check(memory: Bytes, where: Site, name: str, salt: str) -> Checked:
-    """Read every item of a site back and compare it with its pattern."""
+    """Compare every item of a site with its pattern."""
     items, at = _items(memory, where)
     patterns = where.patterns(name, salt)
     wrong = items[at] != _as_items(patterns, items)
@@ -145,7 +142,7 @@ def _check(memory: Bytes, where: Site, name: str, salt: str) -> Checked:
 
 
 def _items(memory: Bytes, where: Site) -> tuple[NDArray[np.unsignedinteger], Ints]:
-    """The memory as whole items and their indices, or as bytes where items are odd or lie askew."""
+    """The memory as whole items and their indices, or as bytes if items are unaligned or of odd size."""
     width = where.state.item_bytes
     if width in (2, 4, 8) and not len(memory) % width and not (where.offsets % width).any():
         return memory.view(f"u{width}"), where.offsets // width

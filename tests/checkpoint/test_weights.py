@@ -98,9 +98,9 @@ def reads(monkeypatch):
     found: list[Path] = []
     take = weights._sha256
 
-    def counted(path, done):
+    def counted(path):
         found.append(path)
-        return take(path, done)
+        return take(path)
 
     monkeypatch.setattr(weights, "_sha256", counted)
     monkeypatch.setattr(kept_digests, "SETTLED_NS", -1)
@@ -134,9 +134,9 @@ def test_ranks_that_start_together_read_a_file_once(files, reads, monkeypatch):
     take = weights._sha256
     all_started = threading.Barrier(4)
 
-    def slow(path, done):
+    def slow(path):
         time.sleep(0.05)
-        return take(path, done)
+        return take(path)
 
     def start(_):
         all_started.wait()

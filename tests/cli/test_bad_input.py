@@ -76,7 +76,7 @@ BAD = {
     "no-such-config": (("plan", "--config", "none.json", *ENDS), "none.json: No such file or directory"),
     "config-not-json": (("plan", "--config", "broken.json", *ENDS), "broken.json: not JSON: "),
     "config-no-object": (("plan", "--config", "list.json", *ENDS), "list.json: a JSON object is expected"),
-    "config-no-family": (("plan", "--config", "other.json", *ENDS), "other.json: config: no family for"),
+    "config-no-family": (("plan", "--config", "other.json", *ENDS), "other.json: config: model_type "),
     "describe-where": (("describe", *MODEL), "Missing option '--at'"),
     "describe-rank": (
         ("describe", *MODEL, "--at", "tp=2", "--rank", 2),

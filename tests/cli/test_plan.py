@@ -123,7 +123,7 @@ def test_a_request_in_too_many_runs_is_refused_with_their_number(cli):
     asked = (*LLAMA, "--src", "tp=2", "--dst", "tp=3,layout=NHD", "--tokens", 1_000_000)
     ran = cli(*asked, "--json")
     assert ran.code == 1
-    said = "the request would take {:,} runs, at most 16,777,216 are made"
+    said = "the request needs {:,} runs, the limit is 16,777,216"
     for finding, num_runs, ranks in zip(ran.answer["findings"], (96e6, 128e6), ([0, 2], [1]), strict=True):
         assert (finding["code"], finding["dst_ranks"]) == ("too-many-runs", ranks)
         assert finding["note"].startswith(said.format(int(num_runs)))

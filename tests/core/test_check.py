@@ -89,7 +89,7 @@ def test_a_block_of_another_request_is_found(engine):
     selected = select(route, request(Span(0, 4)))
     terms = {rank: product.terms for rank, product in selected.products.items()}
     others = replace(request(Span(0, 4)), dst={"full": BlockTable.of([3])})
-    with pytest.raises(RequestError, match="a block is used that is not in its table"):
+    with pytest.raises(RequestError, match="a block is not in the table of the request"):
         route.checker.check_selection(others, terms, (), Slack.CLEAR)
 
 

@@ -159,7 +159,7 @@ def test_cells_that_a_rank_does_not_hold_are_refused() -> None:
         "does not hold state": replace(part, src_state="layers.99/k"),
         "does not hold head": replace(part, box=Box(tuple((axes | {"head": (Span(0, 7),)}).items()))),
         "has the axes": replace(part, box=Box(())),
-        "outside its": replace(part, cells=(Span(0, 1 << 60),)),
+        "not all in its": replace(part, cells=(Span(0, 1 << 60),)),
     }
     for complaint, wrong in spoiled.items():
         with pytest.raises((SpecError, RequestError), match=complaint):

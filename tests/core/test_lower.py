@@ -96,7 +96,7 @@ def test_one_plan_serves_every_request_without_growing(engine):
         tables = {"full": BlockTable.of([block])}
         select(made, Request(tables, tables, {"full": (Span(0, 4),)}))
     (lane,) = made.lanes
-    assert sum(len(bundle._fused_patterns) for bundle in lane.bundles) == 1
+    assert sum(len(bundle._fused_patterns._runs) for bundle in lane.bundles) == 1
 
 
 def test_a_refused_plan_is_refused_again_and_leaves_nothing_behind(engine):
@@ -113,4 +113,4 @@ def test_patterns_are_forgotten_when_they_have_become_too_many(engine, monkeypat
     (bundle,) = made.lanes[0].bundles
     for num_cells in (1, 2, 3, 4) * 2:
         assert len(bundle.pattern(Shape(0, 0, num_cells))) == 8 * num_cells
-        assert 1 <= len(bundle._fused_patterns) <= 3
+        assert 1 <= len(bundle._fused_patterns._runs) <= 3

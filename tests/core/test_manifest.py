@@ -115,7 +115,7 @@ def test_numbers_are_integers_in_range(wrong):
     [
         (lambda: Axis("token", 4), "other than 'token'"),
         (lambda: State("", (), 1, "u8"), "needs a name"),
-        (lambda: State("k", (Axis("a", 1), Axis("a", 2)), 1, "u8"), "two axes of one name"),
+        (lambda: State("k", (Axis("a", 1), Axis("a", 2)), 1, "u8"), "axis names must differ"),
         (lambda: State("k", (), 1, "u8", kind=Kind.RECURRENT, tokens_per_cell=2), "no tokens_per_cell"),
         (
             lambda: State("k", (), 1, "u8", kind=text("static")),

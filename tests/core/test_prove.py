@@ -140,16 +140,16 @@ def test_two_cells_on_one_byte_are_refused_on_either_side():
 @pytest.mark.parametrize(
     ("bad", "named"),
     [
-        (view("k", token=0), "the stride of token is 0 bytes, but one step must pass over 1 byte"),
-        (view("k", block=3), "the stride of block is 3 bytes, but one step must pass over 4 bytes"),
+        (view("k", token=0), "the stride of token is 0 bytes, smaller steps span 1 byte"),
+        (view("k", block=3), "the stride of block is 3 bytes, smaller steps span 4 bytes"),
         # Tokens at 0, 2, 4, 6: blocks 3 bytes apart weave for a while, then two cells meet.
-        (view("k", token=2, block=3), "the stride of block is 3 bytes, but one step must pass over 7 bytes"),
+        (view("k", token=2, block=3), "the stride of block is 3 bytes, smaller steps span 7 bytes"),
     ],
 )
 def test_the_stride_that_is_too_short_is_named(bad, named):
     manifest = bytes_manifest(bad)
     assert {f.note for f in findings(plan(apart(manifest), manifest, 0))} == {
-        f"two cells sit on one byte: {named}"
+        f"two cells share a byte: {named}"
     }
 
 
@@ -159,9 +159,7 @@ def test_of_strides_that_weave_the_one_that_collides_is_named():
     woven = View.of("k", "a", "r", block_stride=5, axes=axes)
     manifest = bytes_manifest(woven, groups=(Group("a", 4, 6),))
     (found,) = {f.note for f in findings(plan(manifest, manifest, 0))}
-    assert found == (
-        "two cells sit on one byte: the stride of block is 5 bytes, but one step must pass over 8 bytes"
-    )
+    assert found == ("two cells share a byte: the stride of block is 5 bytes, smaller steps span 8 bytes")
 
 
 def test_two_states_on_one_byte_are_refused_on_either_side():

@@ -248,7 +248,7 @@ def test_a_complete_cell_belongs_to_its_last_token(engine):
 def test_a_partial_cell_is_needed_whole_or_kept_whole(engine):
     opaque = engine(tokens_per_cell=4, tail=Tail.PARTIAL, group=Group("full", 8, 16))
     cut = full(table(1), table(2), Span(6, 16), kept=(Span(0, 6),))
-    with pytest.raises(RequestError, match="need-kept: group full: of cells"):
+    with pytest.raises(RequestError, match="need-kept: group full: cells"):
         moved(opaque, opaque, cut)
     assert moved(opaque, opaque, full(table(1), table(2), Span(8, 16), kept=(Span(0, 8),)))
 
@@ -366,7 +366,7 @@ def test_runs_are_counted_before_they_are_made(engine):
     src, dst = BlockTable.of(np.arange(num_blocks)), BlockTable.of(np.arange(num_blocks)[::-1])
     request = full(src, dst, Span(0, 4 * num_blocks))
     tracemalloc.start()
-    with pytest.raises(RequestError, match="group full: the request would take 8,000,000 runs") as caught:
+    with pytest.raises(RequestError, match="group full: the request needs 8,000,000 runs") as caught:
         select(made, request, max_runs=7_999_999)
     assert tracemalloc.get_traced_memory()[1] < 50 << 20
     tracemalloc.stop()
@@ -377,7 +377,7 @@ def test_runs_are_counted_before_they_are_made(engine):
 def test_the_runs_of_all_states_together_are_counted_before_they_are_made(engine, monkeypatch):
     two = engine(states=("k", "v"), order="head token channel"), engine(states=("k", "v"))
     monkeypatch.setattr(lower_module, "MAX_PATTERN", 40)
-    with pytest.raises(Refused, match="64 runs per block of all states"):
+    with pytest.raises(Refused, match="64 runs per block for all states"):
         lower(prove(plan(*two, 0)))
 
 

@@ -26,7 +26,8 @@ FLEET = Trust(Secret(b"of this fleet, 128 bit"))
 @pytest.mark.parametrize("listen", ["tcp://0.0.0.0:*", "tcp://10.0.0.7:5555", "tcp://[::]:*", "tcp://eth0:*"])
 def test_without_a_secret_an_engine_listens_on_loopback_only(listen):
     with pytest.raises(
-        SpecError, match="is reachable from other hosts, and this engine has no secret: set one"
+        SpecError,
+        match="is reachable from other hosts, and this engine has no secret: set KVFERRY_SECRET_FILE",
     ):
         SourceEngine("prefill", 1, listen=listen, advertise="10.0.0.7")
 

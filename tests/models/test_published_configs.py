@@ -83,7 +83,7 @@ def test_a_checkpoint_with_a_quantised_cache_says_its_dtype() -> None:
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
     model = model_from_config({**MIXTRAL_8X7B, "quantization_config": {"kv_cache_scheme": scheme}})
     assert {part.item.dtype for part in model.layers[0].caches[0].page.parts} == {"fp8_e4m3"}
-    with pytest.raises(SpecError, match="quantization_config keeps K and V as 'NVFP4'"):
+    with pytest.raises(SpecError, match="quantization_config: KV cache format 'NVFP4' is not supported"):
         model_from_config({**MIXTRAL_8X7B, "quantization_config": {"kv_cache_quant_algo": "NVFP4"}})
 
 
@@ -189,7 +189,7 @@ def test_a_block_size_that_is_asked_for_is_the_step_of_a_hybrid() -> None:
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown letter": (
         {**NEMOTRON_H_8B, "hybrid_override_pattern": "M" * 51 + "W"},
-        "has 'W': known are",
+        "has 'W': supported are",
     ),
     "a linear layer": ({**MINIMAX_M2, "attn_type_list": [1] * 61 + [0]}, "attn_type_list: only 1"),
     "two counts": (

@@ -41,5 +41,5 @@ def test_without_aiohttp_it_says_what_to_install():
         [sys.executable, "-c", probe, "proxy", *SERVERS], capture_output=True, text=True, check=False
     )
     assert (ran.returncode, ran.stdout) == (2, "")
-    said = 'aiohttp is needed for this, and is not installed: pip install ".[proxy]" in a clone of kvferry'
+    said = 'aiohttp is not installed: pip install ".[proxy]" in a clone of kvferry'
     assert ran.stderr == f"kvferry: {said}\n"

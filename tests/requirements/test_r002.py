@@ -231,7 +231,7 @@ def test_the_size_of_the_pool_moves_no_run(engine):
 
 def test_an_unknown_kind_is_a_clear_error(engine):
     """R002-8: a family, a layer type, a kind of state that nobody knows is named, never guessed."""
-    with pytest.raises(SpecError, match="no family for model_type 'spline'"):
+    with pytest.raises(SpecError, match="model_type 'spline' is not supported"):
         model_from_config({"model_type": "spline"})
     config = {"model_type": "gemma3_text", "num_hidden_layers": 1, "layer_types": ["spline_attention"]}
     shape = {"num_attention_heads": 2, "head_dim": 4, "sliding_window": 8}

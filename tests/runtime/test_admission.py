@@ -57,7 +57,7 @@ def test_who_is_called(ticket, trust, code):
 def test_a_reader_elsewhere_is_told_what_to_do():
     text = str(refusal(made(), Trust(), "boot-1/another pod"))
     assert "the source listens on loopback only" in text
-    assert "set the same secret on both engines (KVFERRY_SECRET_FILE" in text
+    assert "set KVFERRY_SECRET_FILE to the same secret on both engines" in text
 
 
 def test_whatever_is_changed_breaks_the_seal():

@@ -51,7 +51,7 @@ def test_a_secret_among_the_options_is_refused_and_not_repeated():
     [
         ({"insecure": "yes"}, "insecure must be true or false"),
         ({"authorities": "tcp://10.0.0.7"}, "authorities must be a list"),
-        ({"authorities": ["10.0.0.7"]}, "authorities are addresses"),
+        ({"authorities": ["10.0.0.7"]}, "authorities must be addresses"),
         ({"secret_file": "/nowhere"}, "cannot be read"),
         ({"backends": "UCX"}, "backends must be a list"),
         ({"digest": "some"}, 'digest must be "off", "full", or a whole number N'),

@@ -136,7 +136,7 @@ def head(doc):
         (lambda doc: head(doc).append([0, 1]), "sorted, apart, and none empty"),
         (lambda doc: head(doc).clear(), "sorted, apart, and none empty"),
         (lambda doc: head(doc)[0].__setitem__(1, 999), "axis head reaches 999"),
-        (lambda doc: doc["boxes"][0]["axes"].update(nose=[[0, 1]]), "a box of axes"),
+        (lambda doc: doc["boxes"][0]["axes"].update(nose=[[0, 1]]), "the box has axes"),
         (lambda doc: doc["boxes"][0].update(period=0), "period must be an integer from 1"),
         (lambda doc: doc["boxes"][0]["axes"].update(token=[[0, 2]]), "axis token reaches 2"),
         (lambda doc: head(doc).extend([2 * i, 2 * i + 1] for i in range(5000)), "parts of an axis"),

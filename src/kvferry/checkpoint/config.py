@@ -1,4 +1,4 @@
-"""A model's configuration as values of its identity: every key counts, but for a short list."""
+"""A model's configuration as values of its identity: every key except a short list."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 MAX_VALUES = 1024
-"""Of one configuration; what is more becomes one digest."""
+"""Values of one configuration; further ones become one digest."""
 MAX_SHOWN = 160
-"""Characters of a value; of a longer one the beginning and a digest are kept."""
+"""Characters of a value; a longer one is cut, and a digest appended."""
 MAX_KEY = 160
 
 NAMES = frozenset(
@@ -19,7 +19,7 @@ NAMES = frozenset(
         *("tokenizer_class", "id2label", "label2id", "problem_type", "finetuning_task"),
     }
 )
-"""What something is called, and who wrote it."""
+"""Names and authors."""
 OUTPUTS = frozenset(
     {
         *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits"),
@@ -28,7 +28,7 @@ OUTPUTS = frozenset(
         *(f"{kind}_token_id" for kind in ("bos", "cls", "decoder_start", "eos", "mask", "pad", "sep", "unk")),
     }
 )
-"""How answers are made and returned. A request comes as token ids, so special tokens need no names."""
+"""Sampling and output. Requests are token ids, so special tokens do not matter."""
 TRAINING = frozenset(
     {
         *("initializer_range", "initializer_factor", "gradient_checkpointing", "pretraining_tp"),
@@ -36,18 +36,18 @@ TRAINING = frozenset(
     }
 )
 NOT_COUNTED = NAMES | OUTPUTS | TRAINING
-"""In the configuration of a model, or of a part that is a model. Further inside only names are left out: the
-``temperature`` of a router is no default for sampling."""
+"""Ignored in the configuration of a model or submodel. Deeper levels ignore ``NAMES`` only: a router's
+``temperature`` is not a sampling default."""
 DTYPE = "dtype"
-"""Of the whole model: an engine overrides it, and says of itself what it uses."""
+"""Of the whole model; ignored, since the engine reports the dtype that it uses."""
 DROPOUT = ("dropout", "_pdrop", "dropout_prob")
-"""How the names of values end that count in training only."""
+"""Suffixes of keys that matter in training only."""
 
 
 def config_values(config: Mapping[str, Any], *, without: frozenset[str] = frozenset()) -> dict[str, str]:
-    """The values of a configuration that may shape a number, nested keys joined by dots.
+    """The values of a configuration that may affect the computation, nested keys joined by dots.
 
-    What is not set (null, false, empty) is left out: newer libraries add such keys to older configurations.
+    Unset values (null, false, empty) are omitted: newer libraries add such keys to older configurations.
 
     >>> config_values({"rope_parameters": {"rope_theta": 1e4}, "use_cache": True, "attention_bias": False})
     {'rope_parameters.rope_theta': '10000'}
@@ -79,7 +79,7 @@ def _is_unset(value: object) -> bool:
 
 
 def rope_factors(config: Mapping[str, Any], max_model_len: int = 0) -> str:
-    """By which factors a LongRoPE model rotates: the longest allowed request decides. Empty: another model.
+    """The factors of a LongRoPE model, which depend on the longest allowed request; empty for other models.
 
     >>> config = {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 4096}
     >>> rope_factors(config), rope_factors(config, 65536)
@@ -90,13 +90,13 @@ def rope_factors(config: Mapping[str, Any], max_model_len: int = 0) -> str:
         return ""
     own = config.get("original_max_position_embeddings")
     longest = own or rope.get("original_max_position_embeddings", 0)
-    # What vLLM allows by itself: as long as the short factors hold, if the configuration says how long.
+    # vLLM's default is the range of the short factors, if the configuration has it.
     allowed = max_model_len or own or config.get("max_position_embeddings", 0)
     return "long factors" if allowed > longest else "short factors"
 
 
 def canonical(value: object) -> str:
-    """A value as text, the same for the same meaning: 10000.0 is 10000, and the order of keys is none.
+    """A value as canonical text: 10000.0 is 10000, keys are sorted.
 
     >>> canonical([1e4, {"b": 1, "a": None}])
     '[10000, {"a": null, "b": 1}]'
@@ -123,5 +123,5 @@ def _shown(text: str) -> str:
 
 
 def short_digest(text: str) -> str:
-    """16 hexadecimal digits that stand for a text."""
+    """16 hexadecimal digits."""
     return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).hexdigest()

@@ -1,7 +1,7 @@
-"""Weights by their content: the SHA-256 of every file that holds them.
+"""Identifies weights by the SHA-256 of their files.
 
-Every byte counts, so a changed tensor cannot hide. File names and folders do not count; the way in which
-tensors are split into files does. Digests are kept: only a file that is new, or was written since, is read.
+File names and folders do not matter; the split of tensors into files does. Digests are cached: only new and
+changed files are read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -28,14 +28,14 @@ log = log_of(__name__)
 
 NAME = "weights.json"
 MAX_KEPT = 8192
-"""Files; the ones that were kept first are dropped."""
+"""Cached digests; the oldest are dropped."""
 SETTLED_NS = 2_000_000_000
-"""A file that was written so recently may be written again under the same times."""
+"""A file with a younger timestamp may change again without a new timestamp."""
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class FileState(NamedTuple):
-    """What changes whenever a file is written, or replaced by another one."""
+    """Changes whenever a file is written or replaced."""
 
     path: str
     num_bytes: int
@@ -45,7 +45,6 @@ class FileState(NamedTuple):
 
     @classmethod
     def of(cls, path: Path, found: os.stat_result | None = None) -> FileState:
-        """That of a file, or of the open file that is there."""
         found = found or path.stat()
         return cls(os.path.realpath(path), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
 
@@ -74,7 +73,7 @@ def _entry(entry: list[object]) -> tuple[FileState, str]:
 
 
 def keep(state: FileState, digest: str) -> None:
-    """Keep the digest of a file. What two processes keep at once, one of them takes again another time."""
+    """Cache the digest of a file. Of two concurrent writers one may be lost."""
     if not state.is_settled:
         return
     kept = {each: text for each, text in kept_digests().items() if each.path != state.path}
@@ -87,13 +86,13 @@ def keep(state: FileState, digest: str) -> None:
 
 @cache
 def _warn(what: str, why: str) -> None:
-    """Once: a checkpoint has hundreds of files."""
+    """Warn once: a checkpoint has hundreds of files."""
     log.warning("%s: %s", what, why)
 
 
 @contextmanager
 def only_reader() -> Iterator[None]:
-    """Let one process of this user read at a time, where that can be arranged."""
+    """Lets one process of this user read at a time, if the cache folder is usable."""
     with ExitStack() as stack:
         with suppress(OSError, ValueError):
             lock = os.open(cache_folder() / "weights.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -113,12 +112,12 @@ def _wait_for(lock: int) -> None:
 NUM_THREADS = 4
 READ_BYTES = 1 << 20
 LONG_BYTES = 1_000_000_000
-"""From here on reading is worth a line of the log."""
+"""Progress is logged from this size on."""
 PROGRESS_SECONDS = 10.0
 
 
 def weights_values(files: Sequence[Path]) -> dict[str, str]:
-    """What identifies the weights in these files; raises if one of them cannot be read."""
+    """The identity of the weights in these files; raises if one of them cannot be read."""
     if not files:
         raise SpecError("no weight files were found")
     digests = _known(files)
@@ -134,7 +133,7 @@ def weights_values(files: Sequence[Path]) -> dict[str, str]:
 
 
 def file_digests(files: Sequence[Path]) -> dict[Path, str]:
-    """The SHA-256 of each file: known by its name in the Hugging Face cache, kept, or taken now."""
+    """The SHA-256 of each file: from its name in the Hugging Face cache, cached, or computed."""
     known = _known(files)
     missing = [path for path in dict.fromkeys(files) if path not in known]
     return known | _read(missing) if missing else known
@@ -147,62 +146,39 @@ def _known(files: Sequence[Path]) -> dict[Path, str]:
 
 
 def _blob_name(path: Path) -> str:
-    """The digest that the Hugging Face cache has as the name of a large file; small ones have a Git hash."""
+    """The SHA-256 that is a large file's name in the Hugging Face cache; small ones have a Git hash."""
     blob = path.resolve(strict=True)
     is_in_cache = blob.parent.name == "blobs" and (blob.parent.parent / "snapshots").is_dir()
     return blob.name if is_in_cache and SHA256.fullmatch(blob.name) else ""
 
 
 def _read(files: Sequence[Path]) -> dict[Path, str]:
-    """Take digests, and keep each as soon as it is there."""
+    """Compute digests, and cache each as it completes."""
     total = sum(path.stat().st_size for path in files)
-    done = dict.fromkeys(files, 0)
-    digests: dict[Path, str] = {}
-    progress = _Progress(total)
+    report = log.info if total >= LONG_BYTES else log.debug
+    report("hashing %.1f GB of weights to identify the model; the hashes are cached", total / 1e9)
+    started = shown = time.monotonic()
+    done, digests = 0, dict[Path, str]()
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        futures = {pool.submit(_sha256, path, done): path for path in files}
-        pending = set(futures)
-        while pending:
-            ended, pending = wait(pending, PROGRESS_SECONDS, FIRST_COMPLETED)
-            for future in ended:
-                state, digests[futures[future]] = future.result()
-                keep(state, digests[futures[future]])
-            progress.show(sum(done.values()))
-    progress.end()
+        for path, (state, digest) in zip(files, pool.map(_sha256, files), strict=True):
+            keep(state, digest)
+            digests[path] = digest
+            done += state.num_bytes
+            if time.monotonic() - shown >= PROGRESS_SECONDS:
+                shown = time.monotonic()
+                percent = 100 * done // max(1, total)
+                report("hashing %.1f GB of weights to identify the model: %d %%", total / 1e9, percent)
+    report("hashed %.1f GB of weights in %.1f s", total / 1e9, time.monotonic() - started)
     return digests
 
 
-class _Progress:
-    """Lines of the log about a long read."""
-
-    def __init__(self, total: int) -> None:
-        self._total, self._started = total, time.monotonic()
-        self._next = self._started + PROGRESS_SECONDS
-        self._is_long = total >= LONG_BYTES
-        if self._is_long:
-            log.info("hashing %.1f GB of weights to identify the model; the hashes are cached", total / 1e9)
-
-    def show(self, num_bytes: int) -> None:
-        now = time.monotonic()
-        if self._is_long and self._next <= now:
-            percent = 100 * num_bytes // self._total
-            log.info("hashing %.1f GB of weights to identify the model: %d %%", self._total / 1e9, percent)
-            self._next = now + PROGRESS_SECONDS
-
-    def end(self) -> None:
-        if self._is_long:
-            seconds = time.monotonic() - self._started
-            log.info("hashed %.1f GB of weights in %.1f s", self._total / 1e9, seconds)
-
-
-def _sha256(path: Path, done: dict[Path, int]) -> tuple[FileState, str]:
-    """A file's digest, and the state in which it was read; ``done`` tells how much of it was, so far."""
+def _sha256(path: Path) -> tuple[FileState, str]:
+    """A file's state and digest."""
     hasher = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         before = FileState.of(path, os.fstat(file.fileno()))
         while part := file.read(READ_BYTES):
             hasher.update(part)
-            done[path] += len(part)
         if FileState.of(path, os.fstat(file.fileno())) != before:
             raise SpecError(f"{path.name} changed while it was hashed")
     return before, hasher.hexdigest()
@@ -218,16 +194,16 @@ ADAPTER_NAMES = frozenset(
         "init_lora_weights",
     }
 )
-"""What an adapter's configuration says about names and its training."""
+"""Keys of an adapter's configuration that do not affect the computation."""
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
-"""Of these, engines load the first that is there."""
+"""Engines load the first of these that exists."""
 
 
 def adapter_digest(folder: Path) -> str:
-    """What identifies the adapter in a folder, wherever it is and whatever it is called.
+    """The identity of the adapter in a folder, independent of its path and name.
 
-    Raises ``SpecError`` if it is not made of a configuration and one file of weights.
+    Raises ``SpecError`` if the configuration or the weights are missing.
     """
     config_file = folder / "adapter_config.json"
     try:

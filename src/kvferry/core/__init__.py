@@ -1,7 +1,7 @@
-"""The pure core: what a cache is, what a transfer is, and the proof that it is right.
+"""The pure core: descriptions of caches, plans of transfers, and their proofs.
 
-Standard library and numpy only; no I/O, no clock. Read in this order: ``state`` (what a cache is made
-of), ``view`` (where its cells sit), ``manifest`` (an engine's description, and ``compare``), ``plan``
-(who sends what), ``prove`` (the laws; ``overlap`` decides who shares a byte), ``lower`` (bytes, once per
-peer), ``select`` (runs, per request).
+Standard library and numpy only; no I/O, no clock. Read in this order: ``state`` (the arrays of a cache),
+``view`` (cell addresses), ``manifest`` (an engine's description, and ``compare``), ``plan`` (the pieces per
+source rank), ``prove`` (the laws; ``overlap`` finds shared bytes), ``lower`` (byte patterns, once per peer),
+``select`` (runs, per request).
 """

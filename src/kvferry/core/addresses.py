@@ -1,8 +1,8 @@
-"""Where cells sit, computed a second time.
+"""Cell addresses, computed independently of planning, lowering and selection.
 
-The checker and the digest use this arithmetic; planning, lowering and selection have their own. A bug in one
-of the two is a difference between them. So this module reads the plain fields of manifests, tables and spans,
-and calls none of the methods that the mover uses.
+The checker and the digest use this arithmetic, so that a bug in either implementation shows up as a
+difference. This module reads plain fields of manifests, tables and spans, and calls none of the methods that
+the other implementation uses.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from kvferry.errors import RequestError
 
 Ints = NDArray[np.int64]
 MAX_INDEX = 1 << 16
-"""Blocks of a pool that is indexed as a whole: quicker than sorting a table, up to here."""
+"""Up to this many blocks, an array indexed by block id is faster than sorting a table."""
 
 Intervals = list[tuple[int, int]]
-"""Half-open intervals: sorted, apart, none empty."""
+"""Half-open intervals: sorted, not touching, none empty."""
 
 
 def held_offsets(axis: AxisMap) -> tuple[Ints, Ints]:
-    """The coordinates that a rank holds of an axis, in order, and the byte offset of each.
+    """The coordinates of an axis that a rank holds, in order, and their byte offsets.
 
     >>> from kvferry.core.view import Digit
     >>> turns = AxisMap((Digit(2, 128), Digit(2, 0, held=Span(1, 2)), Digit(2, 64)))
@@ -66,7 +66,7 @@ def intervals(spans: Iterable[Span]) -> Intervals:
 
 
 def minus(some: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> Intervals:
-    """What is in ``some`` and not in ``others``.
+    """The integers in ``some`` and not in ``others``.
 
     >>> minus([(0, 9)], [(2, 4), (8, 12)])
     [(0, 2), (4, 8)]
@@ -86,7 +86,7 @@ def minus(some: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) ->
 
 
 def cells_of_tokens(tokens: Iterable[Span], state: State) -> Intervals:
-    """The cells of a state that exist because of these tokens."""
+    """The cells of a state that these tokens complete or touch, depending on its ``tail``."""
     size, found = state.tokens_per_cell, []
     for start, stop in intervals(tokens):
         # A complete cell belongs to its last token, a partial one to each of its tokens.
@@ -97,13 +97,13 @@ def cells_of_tokens(tokens: Iterable[Span], state: State) -> Intervals:
 
 
 def needed_cells(need: Mapping[str, Iterable[Span]], group: str, state: State) -> Intervals:
-    """The cells of a state that a request needs, from the tokens of its group; of a slot, its one value."""
+    """The cells of a state that a request needs; a slot has one."""
     default = (Span(0, 1),) if state.kind is Kind.RECURRENT else ()
     return cells_of_tokens(need.get(group, default), state)
 
 
 class BlockPlaces:
-    """Which block a cell of a request is in, and where in it, on one side (``src`` or ``dst``)."""
+    """Maps the cells of a request to blocks, on one side (``src`` or ``dst``)."""
 
     def __init__(
         self, group: Group, tables: Mapping[str, BlockTable], tokens_per_cell: int, side: str
@@ -123,7 +123,7 @@ class BlockPlaces:
         return RequestError(f"{self._side}-{code}", self.group.name, detail)
 
     def check(self, cells: Intervals) -> None:
-        """Raise if the table has no blocks for some cells. Looks at their edges only: they may be many."""
+        """Raise if the table has no blocks for some cells; compares the outermost cells only."""
         if not cells:
             return
         start, stop = cells[0][0], cells[-1][1]
@@ -134,43 +134,42 @@ class BlockPlaces:
         end = self.first + len(self.ids) * self.num_cells
         if not self.is_ring and (start < self.first or end < stop):
             has = f"its {len(self.ids)} blocks [{self.first}, {end})"
-            raise self._error("table-short", f"cells of [{start}, {stop}) lie outside {has}")
+            raise self._error("table-short", f"cells [{start}, {stop}) are not all in {has}")
         if self.is_ring and len(self.ids) != 1:
             raise self._error("table-length", f"one id expected, got {len(self.ids)}")
 
     def locate(self, cells: Ints) -> tuple[Ints, Ints]:
-        """Block id and place in the block of each cell, all of which passed ``check``."""
+        """Block id and position in the block of each cell, after ``check``."""
         distance = cells - self.first
         inside = distance % self.num_cells
         ids = self.ids[np.zeros_like(distance) if self.is_ring else (distance - inside) // self.num_cells]
         if (ids == HOLE).any():
-            raise self._error("hole", f"cell {int(cells[ids == HOLE][0])} lies in a hole")
+            raise self._error(
+                "hole", f"cell {int(cells[ids == HOLE][0])} has no block: its table entry is a hole"
+            )
         return ids, inside
 
     def has_room(self, cell: int, num_cells: int) -> bool:
         return num_cells > 0 and 0 <= cell <= self.num_cells - num_cells
 
     def cells_at(self, ids: Ints, cell: int, need: Intervals) -> Ints:
-        """The request's cell at one place of each block; in a ring, the one that the need has there.
-
-        Raises for a block that the request does not own.
-        """
+        """The cell at one position of each block; raises for a block that the request does not own."""
         at = self._index_of(ids)
         if (ids < 0).any() or (self.ids[at] != ids).any():
-            raise RequestError("not-proved", self.group.name, "a block is used that is not in its table")
+            raise RequestError("not-proved", self.group.name, "a block is not in the table of the request")
         if not self.is_ring:
             return at * self.num_cells + (self.first + cell)
         start = need[0][0]
         return np.full(len(ids), start + (self.first + cell - start) % self.num_cells)
 
     def _index_of(self, ids: Ints) -> Ints:
-        """Where each block stands in the table; anywhere, if it is not there."""
+        """Each block's index in the table; arbitrary if it is not in the table."""
         highest = max(int(self.ids.max()), int(ids.max()))
         if highest >= MAX_INDEX:
             order = np.argsort(self.ids, kind="stable")
             found: Ints = order[np.searchsorted(self.ids, ids, sorter=order) % len(order)]
             return found
-        index = np.zeros(highest + 2, np.int64)  # a hole, which is -1, is written behind all others
+        index = np.zeros(highest + 2, np.int64)  # a hole, -1, writes the last entry
         index[self.ids] = np.arange(len(self.ids))
         return index[ids]
 
@@ -179,13 +178,13 @@ class BlockPlaces:
         if self.is_ring:
             return [(need[0][0], need[0][0] + size)]
         return intervals(
-            # Before cell 0 there is nothing, even where a table's first block begins there.
+            # A table's first block may begin before cell 0.
             Span(max(0, a - (a - self.first) % size), b - 1 - (b - 1 - self.first) % size + size)
             for a, b in need
         )
 
     def kept_cells(self, kept: Intervals, need: Intervals) -> Intervals:
-        """The kept cells; in a ring, the cells from the need's first one on that have their places."""
+        """The kept cells; in a ring, the cells from the need's first on that share their positions."""
         if not self.is_ring or not kept:
             return kept
         start, size = need[0][0], self.num_cells

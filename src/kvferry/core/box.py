@@ -1,8 +1,7 @@
-"""Boxes: what a rank holds, or needs, of one state.
+"""Boxes: the part of one state that a rank holds, or needs.
 
-A box is a product of sets, one per axis. On an ordinary axis the set is a few spans. The token axis has
-no end, so its set repeats: cells whose index modulo ``period`` lies in the spans (one in ``period`` cells
-under context parallelism; every cell otherwise, with period 1).
+A box is a product of sets of coordinates, one per axis. The token axis is unbounded, so its set is periodic:
+the cells whose index modulo ``period`` lies in the spans. The period is 1 without context parallelism.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from kvferry.core.span import Span, Spans, count, intersect, normal, show
 from kvferry.errors import Code, Finding, Refused
 
 TOKEN = "token"
-"""The name of the axis that the block table cuts. Its coordinates count cells."""
+"""The name of the axis that the block table divides into blocks. Its coordinates count cells."""
 
 MAX_TURNS = 1 << 15
-"""In how many parts a period of the token axis may fall."""
+"""The most spans in one period of the token axis."""
 
 EVERY = (Span(0, 1),)
-"""The token axis of a box that holds every cell: residue 0 modulo 1."""
+"""The token axis of a box with every cell: residue 0 modulo 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class Box:
     axes: tuple[tuple[str, Spans], ...]
     """Axis name and coordinates, sorted by name."""
     period: int = 1
-    """After how many cells the set on the token axis repeats."""
+    """Number of cells after which the set on the token axis repeats."""
 
     def __and__(self, other: Box) -> Box:
         period = lcm(self.period, other.period)
@@ -45,7 +44,7 @@ class Box:
         return Box(tuple((name, intersect(a, b)) for (name, a), (_, b) in pairs), period)
 
     def over(self, period: int) -> Box:
-        """The same box, its token axis written out over a multiple of its period."""
+        """The same box, written with a multiple of its period."""
         if period == self.period:
             return self
         axes = (
@@ -71,11 +70,11 @@ class Box:
 
 
 def _repeated(spans: Spans, period: int, longer: int) -> Spans:
-    """What repeats after ``period`` cells, written out over a longer period."""
+    """A set with this period, written with a longer one."""
     if spans == (Span(0, period),):
-        return (Span(0, longer),)  # every cell is one part, however long the turns of the other side are
+        return (Span(0, longer),)  # one span, however long the other side's period is
     parts = longer // period * len(spans)
     if parts > MAX_TURNS:
-        note = f"taking turns repeats after {longer} cells only, in {parts} parts (at most {MAX_TURNS})"
+        note = f"the common period of both sides is {longer} cells in {parts} parts, the limit is {MAX_TURNS}"
         raise Refused(Finding(Code.TURNS_TOO_MANY, field=TOKEN, note=note))
     return normal(Span(span.start + at, span.stop + at) for at in range(0, longer, period) for span in spans)

@@ -1,17 +1,16 @@
-"""Proves the lowered program, and what each request selects of it, against the two manifests.
+"""Proves the lowered program, and each request's selection, against the two manifests.
 
-``plan``, ``lower`` and ``select`` say how bytes move. The checker computes where they must come from, by its
-own walk over the manifests (``addresses``, ``relation``), without any of their code:
+The checker computes the source of every byte from the manifests with its own arithmetic (``addresses``,
+``relation``), and shares no code with ``plan``, ``lower`` and ``select``:
 
 * A **pattern** copies the common cells of one source block and one destination block. The patterns of a
   lane, over all source ranks, must write each byte of these cells once, from the source byte of the same
   state, cell and coordinates, and no other byte.
 * A **selection** repeats patterns over pairs of blocks. Both blocks of a pair must hold the same cells of
-  the request; all pairs together cover the need, leave kept cells alone, and clear the rest of the blocks.
+  the request; all pairs together cover the need, do not write kept cells, and clear the rest of the blocks.
 
-Block ids are only compared with the tables, so the cost does not depend on the size of the pool. Each pattern
-is checked once: the usual ones when two engines meet, any other when it is first selected. Nothing unchecked
-moves.
+The cost does not depend on the size of the pool. Each pattern is checked once: common ones when two engines
+meet, others when they are first selected.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ from kvferry.core.view import View
 from kvferry.errors import Code, Finding, Refused, RequestError
 
 MAX_CHECKED = 4096
-"""Shapes whose check is remembered; then all are forgotten, and checked again when they are next used."""
+"""The most shapes whose check is remembered; then all are forgotten and checked again at their next use."""
 
 
 class LaneKey(NamedTuple):
-    """What flows from one source group to one destination group in cells of one kind."""
+    """The transfer from one source group to one destination group in cells of one kind."""
 
     src_group: str
     dst_group: str
@@ -62,27 +61,27 @@ class Shape(NamedTuple):
     """The common part of a source block and a destination block, in cells."""
 
     src_cell: int
-    """Its first cell, counted in the source block."""
+    """Its first cell in the source block."""
     dst_cell: int
-    """Its first cell, counted in the destination block."""
+    """Its first cell in the destination block."""
     num_cells: int
     phase: int = 0
-    """Its first cell modulo the period of the token axis; 0 where every cell is meant."""
+    """Its first cell modulo the period of the token axis."""
 
 
 class BundleKey(NamedTuple):
-    """The part of a lane that one source rank sends with one step from block to block on either side."""
+    """The part of a lane that one source rank sends with one block stride on either side."""
 
     src_rank: int
     src_stride: int
     """Bytes from one source block to the next."""
     dst_stride: int
     is_blank: bool = False
-    """Whether it is cleared, not read: then its source is the destination itself."""
+    """Whether it is cleared instead of read; then its source is the destination itself."""
 
 
 class Claim(NamedTuple):
-    """What a term of a selection says of itself. The checker believes none of it."""
+    """The origin that a term of a selection claims, for the checker to verify."""
 
     lane: LaneKey
     bundle: BundleKey
@@ -90,7 +89,7 @@ class Claim(NamedTuple):
 
 
 class CheckedTerm(Protocol):
-    """What the checker looks at of a term (``core.product``): a pattern, repeated for pairs of blocks."""
+    """A term (``core.product``): a pattern, repeated for pairs of blocks."""
 
     @property
     def claim(self) -> Claim | None: ...
@@ -117,8 +116,6 @@ class _Alike(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Lane:
-    """The states that a destination rank gets through one lane."""
-
     key: LaneKey
     src_group: Group
     dst_group: Group
@@ -127,9 +124,9 @@ class _Lane:
 
 
 class Checker:
-    """Checks all that one destination rank is sent by one source engine.
+    """Checks all transfers from one source engine to one destination rank.
 
-    ``states``: what the rank needs, by its own names; by default all that it holds.
+    ``states``: the states that the rank needs, by its own names; by default all that it holds.
     """
 
     def __init__(
@@ -142,7 +139,7 @@ class Checker:
         self._common = CommonCells()
         self._alike_by_bundle: dict[tuple[LaneKey, BundleKey], list[_Alike]] = {}
         self._checked: dict[tuple[LaneKey, Shape, bool], dict[BundleKey, Runs]] = {}
-        """The very patterns that were checked: one that is made anew is checked anew."""
+        """The checked patterns, compared by identity."""
         self._lanes: dict[LaneKey, _Lane] = {}
         self._sort_states(states)
 
@@ -173,7 +170,7 @@ class Checker:
 
     @staticmethod
     def _source_of(state: State, found: Sequence[State]) -> State:
-        """The one source state that has a name of this one, and is the same thing."""
+        """The source state with a name of this one, which must have the same format."""
         if not found or any(other is not found[0] for other in found):
             note = "several states of the source have its names" if found else "the source has no such state"
             raise Refused(Finding(Code.MISSING_STATE, state=state.name, note=note))
@@ -186,13 +183,13 @@ class Checker:
         return found[0]
 
     def check_lanes(self, keys: Sequence[LaneKey]) -> None:
-        """Raise unless these are the lanes by which all that is needed comes."""
+        """Raise unless these are the lanes of the needed states."""
         for key in sorted(self._lanes.keys() ^ set(keys)):
             code = Code.GAP if key in self._lanes else Code.NOT_NEEDED
             raise Refused(Finding(code, field=f"lane {key.src_group} -> {key.dst_group}"))
 
     def shapes(self, key: LaneKey, limit: int) -> list[Shape]:
-        """The first shapes of a long request whose tables both begin with its first token."""
+        """The first shapes of a long request whose tables both begin at its first token."""
         lane, found, at = self._lanes[key], list[Shape](), 0
         sizes = [group.tokens_per_block // key.tokens_per_cell for group in (lane.src_group, lane.dst_group)]
         while len(found) < limit and (at == 0 or any(at % size for size in sizes)):
@@ -221,8 +218,8 @@ class Checker:
             outside = self._relation(lane, bundle, shape).first_outside(runs)
             if outside is not None:
                 self._refuse(Code.WRONG_SOURCE, lane, shape, outside)
-        # All that is written is needed, and comes from its own place. If nothing is written twice, everything
-        # that is needed is written when there is as much of it.
+        # Every written byte is needed and has the right source. If none is written twice, equal numbers of
+        # written and needed bytes mean that nothing is missing.
         needed = self._needed_bytes(lane, shape)
         for stride in {bundle.dst_stride for bundle in patterns} | needed.keys():
             some = [runs for bundle, runs in patterns.items() if bundle.dst_stride == stride]
@@ -238,7 +235,7 @@ class Checker:
                 self._refuse(Code.GAP, lane, shape, missing or 0)
 
     def _needed_bytes(self, lane: _Lane, shape: Shape) -> dict[int, int]:
-        """How many bytes the cells of a shape have on the destination rank, by the stride of their blocks."""
+        """Bytes of the cells of a shape on the destination rank, by block stride."""
         needed: dict[int, int] = {}
         known: dict[int, int] = {}
         for _, state in lane.states:
@@ -256,7 +253,6 @@ class Checker:
         return needed
 
     def _relation(self, lane: _Lane, bundle: BundleKey, shape: Shape) -> Relation:
-        """Which byte of a source rank's block belongs to each byte of the destination's block."""
         parts = []
         for alike in self._alike(lane, bundle):
             one = self._common.relation(alike.src_view, alike.dst_view, alike.item_bytes, shape[:3])
@@ -291,7 +287,7 @@ class Checker:
         return found
 
     def _refuse(self, code: Code, lane: _Lane, shape: Shape, place: int) -> NoReturn:
-        """Name the state that a destination byte of block 0 is of."""
+        """Raise with the state at a destination byte of block 0."""
         regions, offset = _region_places(self._dst_rank), place & ((1 << REGION_SHIFT) - 1)
         views = [self._dst_views[state.name] for _, state in lane.states]
         there = [view for view in views if regions[view.region] == place - offset and view.offset <= offset]
@@ -309,7 +305,7 @@ class Checker:
         zeros: Sequence[CheckedTerm],
         slack: Slack,
     ) -> None:
-        """Raise ``RequestError`` unless a selection moves what a request needs, and nothing else."""
+        """Raise ``RequestError`` unless a selection moves exactly the bytes that a request needs."""
         by_lane: dict[tuple[LaneKey, bool], TermsByShape] = {}
         for src_rank, terms in reads.items():
             _sort_terms(by_lane, terms, src_rank, is_blank=False)
@@ -355,7 +351,7 @@ class Checker:
     def _cells_of(
         self, lane: _Lane, shapes: TermsByShape, src: BlockPlaces, dst: BlockPlaces, need: Intervals
     ) -> Intervals:
-        """The cells that some terms write, each once; raises where one comes from another cell."""
+        """The cells that some terms write; raises if one is written twice or read from another cell."""
         name, starts, stops = lane.dst_group.name, list[Ints](), list[Ints]()
         for shape, terms in shapes.items():
             if not src.has_room(shape.src_cell, shape.num_cells):
@@ -366,10 +362,10 @@ class Checker:
                 raise _not_proved(name, str(error)) from error
             (src_ids, dst_ids), *others = (_block_ids(name, *item) for item in terms.items())
             if not all(np.array_equal(src_ids, a) and np.array_equal(dst_ids, b) for a, b in others):
-                raise _not_proved(name, "source ranks are read for different blocks")
+                raise _not_proved(name, "the source ranks send different blocks")
             cells = dst.cells_at(dst_ids, shape.dst_cell, need)
             if (src.cells_at(src_ids, shape.src_cell, need) != cells).any():
-                raise _not_proved(name, "a block is read for the tokens of another one")
+                raise _not_proved(name, "a block is read for the tokens of another block")
             starts.append(cells)
             stops.append(cells + shape.num_cells)
         if not starts:
@@ -382,7 +378,7 @@ class Checker:
         return list(zip(first.tolist(), last.tolist(), strict=True))
 
     def _held_here(self, lane: _Lane, dst: BlockPlaces, cells: Intervals) -> Intervals:
-        """Those of the cells of which this rank holds something: context-parallel ranks take turns."""
+        """The cells that this rank holds in part: context-parallel ranks alternate."""
         if not cells or lane.key.kind is Kind.RECURRENT:
             return cells
         is_held = np.zeros(dst.num_cells, bool)
@@ -395,7 +391,7 @@ class Checker:
 
 
 def check_list(terms: Sequence[CheckedTerm], runs: Runs) -> None:
-    """Raise unless a list of runs is what these terms stand for, neighbours merged."""
+    """Raise unless a list of runs equals these terms, neighbours merged."""
     parts = [
         (
             np.add.outer(term.pattern.src, term.steps[0]).ravel(),
@@ -433,7 +429,7 @@ def _sort_terms(
 
 
 def _block_ids(group: str, bundle: BundleKey, term: CheckedTerm) -> tuple[Ints, Ints]:
-    """The blocks that a term steps through, of the source and of the destination."""
+    """The source and destination blocks of a term."""
     (src_ids, src_rest), (dst_ids, dst_rest) = (
         np.divmod(steps, stride) for steps, stride in zip(term.steps, bundle[1:3], strict=True)
     )

@@ -1,4 +1,4 @@
-"""What a person may choose, apart from what works with it: `kvferry --help` loads this, and no numpy."""
+"""Options of the command line, in a module without numpy, so that `kvferry --help` starts fast."""
 
 from __future__ import annotations
 
@@ -9,35 +9,31 @@ MAX_RUNS_PER_BLOCK = 16_384
 
 
 class Placement(StrEnum):
-    """How the block ids of a request lie in the pool."""
+    """The order of a request's block ids in the pool."""
 
     CONSECUTIVE = "consecutive"
-    """One after another: a fresh pool."""
+    """Consecutive ids: a fresh pool."""
     SCATTERED = "scattered"
-    """No two neighbours: a pool that has served for a while."""
+    """No two adjacent ids: a pool that has been in use for a while."""
 
 
 class Slack(StrEnum):
-    """What to do with the cells of a touched block that are neither needed nor kept.
-
-    >>> list(Slack)
-    [<Slack.CLEAR: 'clear'>, <Slack.LEAVE: 'leave'>]
-    """
+    """Handling of the cells of a touched block that are neither needed nor kept."""
 
     CLEAR = "clear"
-    """Copy them along where that makes fewer runs, else name them to be zeroed. Nothing stale is left."""
+    """Copy them along if that makes fewer runs, otherwise list them for zeroing. No stale data remains."""
     LEAVE = "leave"
-    """Leave them: the engine clears its blocks itself."""
+    """Leave them: the engine clears its own blocks."""
 
 
 class Way(StrEnum):
-    """How the bytes of a remote rank come; DESIGN: the ways to move."""
+    """How the bytes of a remote rank are transferred."""
 
     DIRECT = "direct"
-    """The fabric reads the remote memory, run by run."""
+    """The network reads the remote memory, run by run."""
     MAPPED = "mapped"
-    """Its device memory is open in this process, and a kernel of ours copies."""
+    """The remote device memory is mapped into this process, and a kernel copies."""
     PACKED = "packed"
-    """The remote rank gathers them and sends them over a stream; we scatter them."""
+    """The remote rank gathers the bytes and sends them over a stream; this rank scatters them."""
     MEMORY = "memory"
     """Both ranks are in this process."""

@@ -1,18 +1,17 @@
-"""A digest of what a request moved, which every layout, block size and tiling leaves the same.
+"""A digest of a request's transferred cells, independent of layout, block size and tiling.
 
-Both sides take it of their own memory, through their own views: the source rank of the cells that it served,
-the destination rank of the cells that came from there. Cells are found by the checker's arithmetic
-(``core.addresses``), not by the mover's: a bug that moves wrong bytes does not also hide them.
+Each side computes it from its own memory through its own views: the source rank over the cells that it
+served, the destination rank over the cells it received from there. Cells are located by the checker's
+arithmetic (``core.addresses``), so that a bug in the transfer code does not hide itself.
 
-It is a sum modulo 2^64 over items, each item's bytes times a key that its *logical* position decides (state,
-cell, coordinates), never its address. So the sum of some cells does not depend on their order, on who holds
-them, or on how they are cut into pieces; bytes between needed cells do not count.
+The digest is a sum modulo 2^64 over items: each item's bytes times a key that depends on its *logical*
+position (state, cell, coordinates), not its address. The sum of some cells is therefore independent of their
+order, their holders and the pieces; bytes between needed cells do not count.
 
-A key is a product of odd numbers, one per axis, as an address is a sum of one offset per axis. Odd, so that
-no single changed bit is ever lost; a product, so that the sums of a block are one contraction of its memory
-with the keys of a cell. Items of one or two bytes that are neighbours on the state's longest axis share a
-key, shifted to where they stand in a word of four bytes: memory that has them in that order is read by
-words, any other by items, to the same sum.
+A key is a product of odd numbers, one per axis. Odd numbers preserve every single-bit change; a product makes
+the sums of a block one contraction of its memory with the keys of a cell. Items of one or two bytes that are
+neighbours on the state's longest axis share a key, shifted to their position in a word of four bytes: memory
+in that order is read by words, any other by items, with the same sum.
 """
 
 from __future__ import annotations
@@ -48,20 +47,20 @@ from kvferry.core.view import NOT_HELD, Ints, View, is_inside
 from kvferry.errors import SpecError
 
 CHUNK_TOKENS = 1024
-"""Every so many tokens of a part have a sum of their own: so near is a difference told."""
+"""Tokens per sum of a part: the resolution at which differences are located."""
 
 
 @dataclass(frozen=True, slots=True)
 class DigestPart:
-    """What one source rank sent of one state, for one request: both sides digest exactly this."""
+    """The cells of one state that one source rank sent for one request; both sides digest exactly these."""
 
     state: str
     """The destination's name of the state."""
     src_state: str
-    """The source's name of it. Keys are made of this one."""
+    """The source's name of it, from which keys are derived."""
     box: Box
     cells: Spans
-    """Needed cells; those that the box leaves out on the token axis do not count."""
+    """Needed cells; the box may exclude some on the token axis."""
 
     def __str__(self) -> str:
         cells = " ".join(str(span) for span in self.cells)
@@ -84,7 +83,7 @@ def digest_parts(plan: Plan, request: Request) -> dict[int, tuple[DigestPart, ..
 
 @dataclass(frozen=True, slots=True)
 class DigestDifference:
-    """A part whose bytes are not the same on both sides, and the tokens among which they differ."""
+    """A part with different bytes on both sides, and the range of tokens with the difference."""
 
     state: str
     tokens: Span
@@ -94,20 +93,20 @@ class DigestDifference:
 
 
 class _Located(NamedTuple):
-    """Where the cells of a part are; parts of many layers share it."""
+    """The locations of the cells of a part; shared by many layers."""
 
     block_ids: Ints
     """Each once, in order."""
     block_index: Ints
     """Of each cell, among these."""
     inside: Ints
-    """Where in its block each cell is."""
+    """The position of each cell in its block."""
     keys: Words
     chunk_starts: Ints
 
 
 class _Alike(NamedTuple):
-    """What is the same of the parts of many layers, but for where their memory begins."""
+    """The properties of a part, apart from its first byte; shared by many layers."""
 
     pattern: CellPattern
     block_ids: Ints
@@ -122,24 +121,25 @@ class DigestSide:
     rank: Rank
     tables: Mapping[str, BlockTable]
     memory: Mapping[str, Bytes]
-    """The bytes of each region; none where ``chunk_sums`` reaches them by itself."""
+    """The bytes of each region; empty if ``chunk_sums`` accesses them itself."""
     side: str
     """``src`` or ``dst``: for messages."""
     chunk_sums: ChunkSums | None = None
-    """Who sums up; None: numpy."""
+    """The implementation; None: numpy."""
     _patterns: dict[tuple[object, ...], CellPattern] = field(default_factory=dict, repr=False)
     _known: dict[tuple[object, ...], _Located] = field(default_factory=dict, repr=False)
     _chunks: dict[tuple[int, CellPattern], CellChunks] = field(default_factory=dict, repr=False)
-    """By where what is known lies, which lives as long."""
+    """By the identity of a value of ``_known``, and the pattern."""
     _alike: dict[tuple[object, ...], tuple[_Alike | None, DigestPart]] = field(
         default_factory=dict, repr=False
     )
-    """Each with a part, whose box and cells are known by where they are."""
+    """Keyed by the identities of axes, box and cells; the part keeps these objects alive."""
 
     def sums(self, parts: Sequence[DigestPart], *, seed: int = 0) -> list[Words]:
         """The sums of each part, one for each chunk of its tokens.
 
-        Raises ``SpecError`` for what this rank does not hold, ``RequestError`` for what is not the request's.
+        Raises ``SpecError`` for cells that this rank does not hold, ``RequestError`` for cells outside the
+        request's blocks.
         """
         asked = [self._asked(part, seed) for part in parts]
         some = [each for each in asked if each]
@@ -206,14 +206,13 @@ class DigestSide:
 
 @dataclass(frozen=True, eq=False)
 class TakenDigest:
-    """What the destination rank found in its own memory, for each source rank that it read from."""
+    """The destination's digest of its own memory, by source rank."""
 
     manifest: Manifest
-    """The destination's."""
     by_rank: Mapping[int, tuple[Sequence[DigestPart], Sequence[Words]]]
 
     def difference(self, src_rank: int, sums: bytes) -> DigestDifference | None:
-        """The first place where a source rank's sums are others than ours; None if all are equal."""
+        """The first difference between a source rank's sums and ours, if any."""
         parts, ours = self.by_rank[src_rank]
         theirs = np.frombuffer(sums[: len(sums) // 8 * 8], "<u8")
         ends = np.cumsum([len(one) for one in ours])
@@ -226,7 +225,7 @@ def sums_to_bytes(sums: Sequence[Words]) -> bytes:
 
 
 def most_bytes(manifest: Manifest, part: DigestPart) -> int:
-    """At least as many bytes as a part has; cheap, however much is asked for."""
+    """An upper bound on the bytes of a part, cheap to compute."""
     axes, num_cells = dict(part.box.axes), count(part.cells)
     residues = axes.pop(TOKEN, None)
     if residues is not None and part.box.period > 1:
@@ -247,7 +246,7 @@ def cells_of(part: DigestPart) -> Ints:
 def differences(
     manifest: Manifest, parts: Sequence[DigestPart], ours: Sequence[Words], theirs: Sequence[Words]
 ) -> Iterator[DigestDifference]:
-    """Where the sums of two sides differ; ``manifest`` is the destination's."""
+    """The differences between the sums of two sides; ``manifest`` is the destination's."""
     for part, mine, other in zip(parts, ours, theirs, strict=True):
         state = manifest.state_by_name[part.state]
         size = state.tokens_per_cell
@@ -264,6 +263,6 @@ def differences(
 
 
 def _chunk_starts(cells: Ints, state: State) -> Ints:
-    """Where each chunk begins among the cells. Chunks are counted from token 0: blocks have no say."""
+    """The index of each chunk's first cell. Chunks are counted from token 0, independent of blocks."""
     chunks = cells // max(1, CHUNK_TOKENS // state.tokens_per_cell)
     return np.flatnonzero(np.concatenate(([True], chunks[1:] != chunks[:-1])))

@@ -1,7 +1,7 @@
-"""What a digest reads, as a product: how the words of a cell lie in a block, and the blocks.
+"""The memory that a digest reads, as a product of the words of a cell and the blocks.
 
-A ``CellPattern`` is made once for all layers that lie alike, ``CellBlocks`` for each state of a request.
-Whoever can reach the memory sums it up, to the same numbers: numpy here, compiled code where there is some.
+A ``CellPattern`` is made once for all layers of one layout, ``CellBlocks`` for each state of a request. The
+sums are computed by numpy here, or by a compiled kernel, with equal results.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from kvferry.errors import SpecError
 Words = NDArray[np.uint64]
 
 WORD_BYTES = 4
-"""Half as long as a key: a changed bit at the top of a word still changes half of a sum's bits."""
+"""Half as long as a key: a change of a word's top bit still affects half of a sum's bits."""
 
 STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def keys_of(seed: int, name: str, coordinates: Ints) -> Words:
-    """An odd number for each coordinate of an axis; numbers of neighbours have nothing in common."""
+    """A pseudo-random odd number for each coordinate of an axis."""
     keys = coordinates.astype(np.uint64)
     keys *= STEP
     keys += _salts(seed, [name])
@@ -40,7 +40,7 @@ def keys_of(seed: int, name: str, coordinates: Ints) -> Words:
 
 
 def keys_of_names(seed: int, names: Sequence[str]) -> Words:
-    """The key of coordinate 0 of each of some axes.
+    """The key of coordinate 0 of each axis.
 
     >>> names = ["state a", "state b"]
     >>> bool((keys_of_names(7, names) == [keys_of(7, name, np.array([0]))[0] for name in names]).all())
@@ -54,14 +54,14 @@ def _odd(keys: Words) -> Words:
 
 
 def _salts(seed: int, names: Sequence[str]) -> Words:
-    """The numbers of names, stirred with the seed: other names and other seeds have nothing in common."""
+    """A pseudo-random number for each name and seed."""
     salts = np.fromiter(map(_number_of, names), np.uint64, len(names))
     salts += np.uint64(seed * int(STEP) & (1 << 64) - 1)
     return stirred(salts)
 
 
 def stirred(values: Words) -> Words:
-    """The finaliser of SplitMix64, in place: every bit of the input moves every bit of the result."""
+    """The finaliser of SplitMix64, in place: every input bit affects every result bit."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         values ^= values >> np.uint64(shift)
         values *= np.uint64(factor)
@@ -70,25 +70,24 @@ def stirred(values: Words) -> Words:
 
 
 def shifted_keys(seed: int, name: str, at: Ints) -> Words:
-    """Keys of the bytes that begin words, and of those inside words: shifted to where they stand."""
+    """The keys of some bytes, shifted by their positions in their words."""
     words, inside = np.divmod(at, WORD_BYTES)
     return keys_of(seed, name, words) << (8 * inside).astype(np.uint64)
 
 
 @lru_cache(maxsize=1 << 16)
 def _number_of(name: str) -> int:
-    """Hashed once for all loads."""
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 Bytes = NDArray[np.uint8]
 
 GATHER_BYTES = 1 << 19
-"""Of the blocks that numpy looks at together: they stay in the processor's cache."""
+"""Bytes of blocks that numpy reads at once, so that they stay in the CPU cache."""
 
 
 class Dimension(NamedTuple):
-    """One digit of an axis, as a dimension of the memory of a block; or several that follow each other."""
+    """One digit of an axis, or several contiguous ones, as a dimension of a block's memory."""
 
     num_values: int
     stride: int
@@ -108,19 +107,19 @@ class CellRows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CellPattern:
-    """How the cells of one kind of view are read and summed up, but for the keys of state and cell."""
+    """The layout of one kind of view's cells, and their keys apart from those of state and cell."""
 
     word_bytes: int
     dimensions: tuple[Dimension, ...]
-    """Those of a cell and those of the token axis, the longest stride first."""
+    """Those of a cell and of the token axis, the longest stride first."""
     token_digits: tuple[int, ...]
-    """Which dimensions are the token axis's, the most significant first."""
+    """The indices of the token axis's dimensions, the most significant first."""
     keys: Words
-    """One dimension for each that is not the token axis's, in their order."""
+    """Has the dimensions of a cell, in the same order."""
     offset: int
     """Bytes from the view's own offset to the first item of the box."""
     held: Ints
-    """For each cell of a block: where it stands among those that this rank holds, or ``NOT_HELD``."""
+    """For each cell of a block: its index among those that this rank holds, or ``NOT_HELD``."""
 
     @classmethod
     def of(cls, state: State, view: View, box: Box, seed: int) -> CellPattern:
@@ -184,7 +183,7 @@ class CellBlocks(NamedTuple):
     """Each once, in order."""
 
     def check_inside(self, region_bytes: int) -> None:
-        """Raise SpecError if a word of these blocks is not in its region: compiled code does not look."""
+        """Raise SpecError if a word of these blocks is outside its region: the kernel does not check."""
         start = self.offset + int(self.block_ids[0]) * self.block_stride
         stop = self.offset + int(self.block_ids[-1]) * self.block_stride + self.pattern.span_bytes
         if start < 0 or stop > region_bytes:
@@ -196,22 +195,18 @@ class CellBlocks(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CellChunks:
-    """The needed cells of some blocks, one by one, and how their sums become one for each chunk of tokens.
-
-    Layers whose blocks and cells are the same share it.
-    """
+    """The needed cells of some blocks, and their chunks of tokens; shared by layers with equal cells."""
 
     block_index: Ints
-    """Of each cell, among the blocks."""
+    """The index of each cell's block."""
     places: Ints
-    """Of each cell, among those of its block that this rank holds."""
+    """The index of each cell among those of its block that this rank holds."""
     keys: Words
-    """Of each cell."""
     chunk_starts: Ints
-    """Where each chunk begins among the cells."""
+    """The index of each chunk's first cell."""
 
     def folded(self, per_block: Words) -> Words:
-        """The sum of each chunk, of the sums of all cells of the blocks."""
+        """The sum of each chunk, from the sums of all cells of the blocks."""
         per_cell = per_block[self.block_index, self.places]
         per_cell *= self.keys
         return np.asarray(np.add.reduceat(per_cell, self.chunk_starts), np.uint64)
@@ -240,7 +235,7 @@ def sums_by_numpy(memory: Mapping[str, Bytes], wanted: Sequence[ChunkedCells]) -
 
 
 def _sums_of_blocks(memory: Bytes, wanted: CellBlocks) -> Words:
-    """The sum of each cell of each block, also of those that nobody asked for: blocks × cells."""
+    """The sum of every cell of each block: blocks × cells."""
     pattern, block_ids = wanted.pattern, wanted.block_ids
     blocks: NDArray[np.unsignedinteger] = np.ndarray(
         (int(block_ids[-1]) + 1, *(d.num_values for d in pattern.dimensions)),
@@ -263,9 +258,7 @@ def _sums_of_blocks(memory: Bytes, wanted: CellBlocks) -> Words:
 def _in_order_of_memory(
     cell: Sequence[Dimension], token: Sequence[Dimension], keys: Words
 ) -> tuple[tuple[Dimension, ...], tuple[int, ...], Words]:
-    """Dimensions as they lie in memory; those of a cell that follow each other become one: so they are
-    read in long strokes, and the keys beside them.
-    """
+    """Dimensions and keys in memory order; contiguous dimensions of a cell are merged."""
     both = [*cell, *token]
     order = sorted(range(len(both)), key=lambda i: -both[i].stride)
     keys = np.ascontiguousarray(keys.transpose([i for i in order if i < len(cell)]))
@@ -290,13 +283,13 @@ def _distances(dimensions: Sequence[Dimension]) -> Ints:
 
 
 class _Word(NamedTuple):
-    """What is read at once."""
+    """The unit that is read at once."""
 
     num_bytes: int
     num_items: int
-    """Neighbouring items that one word holds."""
+    """Items per word."""
     num_words: int
-    """Words that one item has."""
+    """Words per item."""
     axis: str
     """The axis on which short items share a key; empty if items are long."""
 
@@ -309,7 +302,7 @@ class _CellAxis(NamedTuple):
     keys: Words
     """One dimension for each digit."""
     offset: int = 0
-    """Bytes to the first coordinate that is read."""
+    """Byte offset of the first coordinate."""
 
     @classmethod
     def of(cls, state: State, name: str, axis: AxisMap, spans: Spans, word: _Word, seed: int) -> _CellAxis:
@@ -323,7 +316,7 @@ class _CellAxis(NamedTuple):
             keys = keys_of(seed, name, held)
         shape, strides = [digit.num_held for digit in axis.digits], [digit.stride for digit in axis.digits]
         offset = 0
-        if len(shape) == len(spans) == 1:  # the rest of the axis is not even read
+        if len(shape) == len(spans) == 1:  # do not read the rest of the axis
             keys, shape = keys[is_in_box], [len(spans[0])]
             offset = int(offsets[is_in_box][0])
         else:

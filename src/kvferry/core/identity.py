@@ -1,7 +1,7 @@
-"""Which model an engine runs: named parts, each known or unknown, and what two engines' parts have in common.
+"""The identity of an engine's model: named parts, each known or unknown, and their comparison.
 
-The name of a part is a path: ``config.rope_theta`` is below ``config``. An unknown part stands for all that
-lies below it and is not known, the empty name for everything; an identity without any part knows nothing.
+The name of a part is a path: ``config.rope_theta`` is below ``config``. An unknown part covers everything
+below it that is not known; the empty name covers all. An identity without parts is entirely unknown.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from kvferry.core.words import counted
 from kvferry.errors import Code, Finding, SpecError
 
 STATED = "stated"
-"""The part of an identity that a person has written: it is compared alone."""
+"""The part that an operator sets; if it is there, no other part is compared."""
 DRAFT = "draft"
-"""What drafts tokens; it matters to a destination that drafts."""
+"""The draft model; compared only if the destination has one."""
 MAX_PARTS = 2048
 MAX_NAME_LENGTH = 256
 MAX_VALUE_LENGTH = 512
@@ -37,11 +37,11 @@ class Identity:
     """
 
     known: tuple[tuple[str, str], ...] = ()
-    """(name, value), in the order of the names."""
+    """(name, value), sorted by name."""
     unknown: tuple[tuple[str, str], ...] = ()
-    """(name, why it is not known), in the order of the names."""
+    """(name, reason), sorted by name."""
     is_required: bool = field(default=False, kw_only=True)
-    """Whether a peer is refused if a part cannot be compared."""
+    """Whether to refuse peers with a part that cannot be compared."""
 
     def __post_init__(self) -> None:
         parts = (*self.known, *self.unknown)
@@ -69,11 +69,11 @@ class Identity:
         return dict(self.unknown) if self.known or self.unknown else {"": NOTHING_SAID}
 
     def has_below(self, top: str) -> bool:
-        """Whether a value is known of this part, or of one below it."""
+        """Whether a value is known for this part or one below it."""
         return top in {name.partition(".")[0] for name in self.value}
 
     def unknown_above(self, name: str) -> str | None:
-        """The part, this one or one above it, that is not known."""
+        """The unknown part that covers this one, if any."""
         while name not in self.reason:
             if not name:
                 return None
@@ -90,10 +90,10 @@ def _check_length(name: str, length: int, least: int, most: int) -> None:
 @dataclass(frozen=True)
 class IdentityCheck:
     num_equal: int
-    """Parts that both sides know, and that are equal."""
+    """Parts that both sides know and that are equal."""
     differing: tuple[Finding, ...]
     unknown: tuple[Finding, ...]
-    """Parts that one side, or both, do not know."""
+    """Parts that are unknown on at least one side."""
 
     @property
     def sentence(self) -> str:
@@ -114,7 +114,6 @@ def _cannot_know(found: Finding) -> str:
 
 
 def compare_identity(src: Identity, dst: Identity) -> IdentityCheck:
-    """Which parts are equal, which differ, and which cannot be compared."""
     if STATED in src.value or STATED in dst.value:
         return _compare_stated(src.value.get(STATED, ""), dst.value.get(STATED, ""))
     names = _compared({*src.value, *dst.value}, dst)
@@ -124,7 +123,7 @@ def compare_identity(src: Identity, dst: Identity) -> IdentityCheck:
 
 
 def merge_identity(ours: Identity, theirs: Identity) -> Identity:
-    """What two ranks of one engine know of its model together: a part counts as known if both know it."""
+    """The identity of an engine, from two of its ranks: a part is known if both ranks know it."""
     check = compare_identity(ours, theirs)
     if check.differing:
         raise SpecError(f"ranks of one engine do not run the same model: {check.differing[0]}")
@@ -143,14 +142,14 @@ def _is_of_draft(name: str) -> bool:
 
 
 def _is_different(name: str, src: Identity, dst: Identity) -> bool:
-    """A part that a side neither has nor lists as unknown is one that its model does not have."""
+    """A part that a side neither has nor lists as unknown does not exist in its model."""
     if name in src.value and name in dst.value:
         return src.value[name] != dst.value[name]
     return (src if name in dst.value else dst).unknown_above(name) is None
 
 
 def _differing(name: str, src: Identity, dst: Identity) -> Finding:
-    """One finding for a part; and one for all of a draft, where a side has none."""
+    """One finding per part, or one for a whole draft that a side does not have."""
     top = name.partition(".")[0]
     if not (src.has_below(top) and dst.has_below(top)):
         sides = ("some" if side.has_below(top) else "none" for side in (src, dst))

@@ -1,12 +1,10 @@
-"""From a proved plan to bytes, once per peer.
+"""From a proved plan to byte patterns, once per peer.
 
 A piece and its two views become a *pattern*: the runs that copy the common part of one source block and
 one destination block. Addresses are separable, so a pattern is an outer sum: per axis, look up both sides'
-offsets of the common coordinates; add them up; merge what touches. The patterns of all states that step
-through blocks alike are laid side by side and merged again, which fuses K with V, values with scales, and
-layer with layer wherever they are neighbours on both sides.
-
-Nothing here depends on the number of blocks in the pool.
+offsets of the common coordinates, add them, and merge adjacent runs. The patterns of all states with equal
+block strides are merged again, which fuses K with V, values with scales, and layer with layer wherever they
+are adjacent on both sides. The cost does not depend on the number of blocks in the pool.
 """
 
 from __future__ import annotations
@@ -32,19 +30,19 @@ from kvferry.core.view import NOT_HELD, AxisMap, Ints, View, is_inside
 from kvferry.errors import Code, Finding, Refused, SpecError
 
 MAX_PATTERN = 1 << 22
-"""Runs that a pattern may have on the way, before neighbours are merged."""
+"""The most runs of a pattern before neighbours are merged."""
 MAX_RUNS_KEPT = 1 << 22
-"""Runs of patterns that a route, or a bundle, keeps for the next request."""
+"""The most runs of patterns that a route, or a bundle, caches."""
 
 USUAL_SHAPES = 4
-"""Shapes of a lane whose patterns are made and proved when two engines meet: all of 16 ↔ 64 or 64 ↔ 96. Any
-other pattern is made and proved when it is first selected."""
+"""Shapes of a lane whose patterns are made and proved when two engines meet: enough for 16 ↔ 64 or 64 ↔ 96.
+Others are made and proved when they are first selected."""
 
 K = TypeVar("K")
 
 
 class Geometry(NamedTuple):
-    """All that decides a pattern besides where its views start. Equal for all layers of a kind."""
+    """Everything that determines a pattern except the views' offsets. Equal for all layers of a kind."""
 
     src_axes: tuple[tuple[str, AxisMap], ...]
     dst_axes: tuple[tuple[str, AxisMap], ...]
@@ -53,25 +51,22 @@ class Geometry(NamedTuple):
 
 
 class PieceSet(NamedTuple):
-    """All pieces of a bundle that have one geometry."""
+    """All pieces of a bundle with one geometry."""
 
     geometry: Geometry
     src_places: Ints
-    """Where each piece starts at the source."""
+    """The first byte of each piece at the source."""
     dst_places: Ints
     state: str
-    """The state of the first of them, for messages."""
+    """The first state, for messages."""
 
 
 class KeptRuns(Generic[K]):
-    """Runs that are made when they are first asked for, and forgotten when they have become too many."""
+    """A cache of runs, cleared when it exceeds ``MAX_RUNS_KEPT``."""
 
     def __init__(self) -> None:
         self._runs: dict[K, Runs] = {}
         self._num_runs = 0
-
-    def __len__(self) -> int:
-        return len(self._runs)
 
     def get(self, key: K, make: Callable[[K], Runs]) -> Runs:
         runs = self._runs.get(key)
@@ -91,7 +86,7 @@ class Patterns:
         self._offsets: dict[AxisMap, Ints] = {}
 
     def of(self, geometry: Geometry, shape: Shape) -> Runs:
-        """The runs that copy the common part of two blocks, relative to where the views start."""
+        """The runs that copy the common part of two blocks, relative to the views' offsets."""
         return self._made.get((geometry, shape), lambda key: _pattern(*key, self._offsets_of))
 
     def _offsets_of(self, axis: AxisMap) -> Ints:
@@ -102,13 +97,12 @@ class Patterns:
 
 @dataclass(frozen=True, eq=False)
 class Bundle:
-    """The pieces from one source rank that step through blocks alike, as one pattern per shape."""
+    """The pieces from one source rank with equal block strides, as one pattern per shape."""
 
     key: BundleKey
-    """Its source rank, and the bytes from one block to the next on either side."""
     piece_sets: tuple[PieceSet, ...]
     patterns: Patterns = field(repr=False)
-    """Those of the whole route."""
+    """The patterns of the whole route."""
     _fused_patterns: KeptRuns[Shape] = field(default_factory=KeptRuns, repr=False)
 
     def pattern(self, shape: Shape) -> Runs:
@@ -120,7 +114,7 @@ class Bundle:
         num_pieces = (len(each.src_places) for each in self.piece_sets)
         num_runs = sum(len(one) * num for one, num in zip(patterns, num_pieces, strict=True))
         if num_runs > MAX_PATTERN:
-            note = f"{num_runs:,} runs per block of all states together, at most {MAX_PATTERN:,} are made"
+            note = f"{num_runs:,} runs per block for all states together, the limit is {MAX_PATTERN:,}"
             raise Refused(Finding(Code.TOO_MANY_RUNS, state=self.piece_sets[0].state, note=note))
         placed = [
             (
@@ -135,24 +129,24 @@ class Bundle:
 
 @dataclass(frozen=True, eq=False)
 class Lane:
-    """All that flows from one source group to one destination group in cells of one size."""
+    """The transfer from one source group to one destination group in cells of one kind."""
 
     key: LaneKey
     src_group: Group
     dst_group: Group
     period: int
-    """After how many cells the pieces' sets on the token axis repeat; 1 without context parallelism."""
+    """The period of the pieces on the token axis, in cells; 1 without context parallelism."""
     src_period: int
-    """After how many cells the source ranks' turns repeat: its block table must start at a multiple."""
+    """The period of the source ranks: the source block table must start at a multiple."""
     dst_period: int
     bundles: tuple[Bundle, ...]
     blanks: tuple[Bundle, ...]
-    """The destination's views paired with themselves: where zeros go."""
+    """The destination's views paired with themselves, for zeroing."""
 
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """A proved plan in bytes: everything but the block ids. Made once per peer, used for every request.
+    """A proved plan as byte patterns, without block ids. Made once per peer, used for every request.
 
     >>> lower("a plan")
     Traceback (most recent call last):
@@ -162,7 +156,7 @@ class Route:
     plan: Plan
     lanes: tuple[Lane, ...]
     checker: Checker = field(repr=False)
-    """The checker of its patterns and of every selection."""
+    """Checks its patterns and every selection."""
 
     def __repr__(self) -> str:
         groups = (f"{lane.src_group.name} -> {lane.dst_group.name}" for lane in self.lanes)
@@ -170,7 +164,7 @@ class Route:
 
 
 def lower(proof: Proof, *, max_runs_per_block: int = MAX_RUNS_PER_BLOCK) -> Route:
-    """Turn a proved plan into patterns; refuse it if a pattern has too many runs.
+    """Turn a proved plan into patterns; raise ``Refused`` if a pattern has too many runs.
 
     >>> from kvferry.models import Topology, describe, model_named
     >>> model = model_named("qwen3-next-80b")
@@ -215,7 +209,7 @@ def lower(proof: Proof, *, max_runs_per_block: int = MAX_RUNS_PER_BLOCK) -> Rout
 
 
 def _check(proof: Proof, lanes: Sequence[Lane]) -> Checker:
-    """Have the lowered program proved: its lanes, and the patterns of a long request."""
+    """Prove the lanes, and the patterns of a long request."""
     plan = proof.plan
     checker = Checker(plan.src, plan.dst, plan.dst_rank, proof.states)
     checker.check_lanes([lane.key for lane in lanes])
@@ -240,13 +234,13 @@ class _Move(NamedTuple):
 
 
 def _bundles(moves: Iterable[_Move], period: int, patterns: Patterns) -> tuple[Bundle, ...]:
-    """Moves sorted by source rank and block strides, then by geometry."""
+    """Moves grouped by source rank and block strides, then by geometry."""
     bundles: dict[BundleKey, dict[Geometry, list[_Move]]] = {}
     known: dict[tuple[int, ...], list[_Move]] = {}
     for move in moves:
         src_view, dst_view, state = move.src_view, move.dst_view, move.state
         key = BundleKey(move.src.rank, src_view.block_stride, dst_view.block_stride, move.is_blank)
-        # Layers share their axes and boxes: what is the same object is not compared digit by digit.
+        # Layers share their axes and boxes: comparing identities is faster than comparing digits.
         kind = (*key, id(src_view.axes), id(dst_view.axes), id(move.box), state.item_bytes)
         if kind not in known:
             geometry = Geometry(src_view.axes, dst_view.axes, move.box.over(period), state.item_bytes)
@@ -265,7 +259,7 @@ def _piece_set(geometry: Geometry, moves: Sequence[_Move]) -> PieceSet:
 
 
 def _check_budget(lane: Lane, budget: int) -> None:
-    """Refuse a lane whose cells would move in crumbs, before anybody waits for it."""
+    """Refuse a lane with too many runs per block."""
     src_cells = lane.src_group.tokens_per_block // lane.key.tokens_per_cell
     dst_cells = lane.dst_group.tokens_per_block // lane.key.tokens_per_cell
     shape = Shape(0, 0, min(src_cells, dst_cells))
@@ -277,7 +271,7 @@ def _check_budget(lane: Lane, budget: int) -> None:
             if runs > budget:
                 note = f"{runs} runs per block of {dst_cells} cells, the budget is {budget}"
                 raise Refused(Finding(Code.TOO_MANY_RUNS, state=each.state, note=note))
-        bundle.pattern(shape)  # refuses what all states together would be, and is there for the first request
+        bundle.pattern(shape)  # checks the limit for all states together, and fills the cache
 
 
 def _pattern(geometry: Geometry, shape: Shape, offsets: Callable[[AxisMap], Ints]) -> Runs:
@@ -313,7 +307,7 @@ def _token_steps(src: Ints, dst: Ints, spans: Spans, period: int, shape: Shape) 
     """Both sides' byte offsets of the cells of a segment that belong to the piece."""
     cells = np.arange(shape.num_cells)
     if period > 1:
-        # Looked up among the spans, never in a table of the period: two coprime turns make a long one.
+        # Searching the spans is cheaper than a table of the period, which can be long.
         residues = (cells + shape.phase) % period
         cells = cells[is_inside(spans, residues)]
     return _held(src[cells + shape.src_cell]), _held(dst[cells + shape.dst_cell])
@@ -326,6 +320,6 @@ def _held(offsets: Ints) -> Ints:
 
 
 def _finest(steps: tuple[Ints, Ints]) -> int:
-    """The smallest step at the destination: fine axes first, so that runs grow before they multiply."""
+    """The smallest step at the destination: fine axes come first, so that runs are merged early."""
     gaps: Sequence[int] = np.diff(np.sort(steps[1])).tolist()
     return min((gap for gap in gaps if gap), default=0)

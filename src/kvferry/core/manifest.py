@@ -1,4 +1,4 @@
-"""An engine's description of its cache, and what differs between two of them."""
+"""An engine's description of its cache, and the comparison of two of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvferry.core.view import View
 from kvferry.errors import Code, Finding, Refused, SpecError
 
 VERSION = 2
-"""The version of the schema and of what its fields mean. Peers of another version are refused."""
+"""The version of the schema. Peers of another version are refused."""
 
 MAX_REGIONS = 1 << 15
 """Regions of one rank: their index, in 15 bits, and a 48-bit offset make one 63-bit place."""
@@ -33,12 +33,9 @@ class Region:
     name: str
     num_bytes: int
     address: int = 0
-    """Where it starts in its process; 0 in a description made offline."""
+    """Its address in the rank's process; 0 in an offline description."""
     device: str = "cpu"
-    """``cpu``, or a kind of device and its index in the rank's process (``cuda:0``).
-
-    Other spellings of the same device become this one: ``cuda`` is ``cuda:0``, ``cpu:0`` is ``cpu``.
-    """
+    """``cpu``, or a device type and index (``cuda:0``). ``cuda`` becomes ``cuda:0``, ``cpu:0`` ``cpu``."""
 
     def __post_init__(self) -> None:
         check_range(f"region {self.name}: num_bytes", self.num_bytes, 1, MAX_BYTES)
@@ -51,7 +48,7 @@ class Region:
 
 
 def _one_spelling(region: str, device: str) -> str:
-    """The one way in which a device is written, so that equal devices are equal texts."""
+    """The canonical name of a device."""
     found = re.fullmatch(r"([a-z]+)(?::([0-9]{1,5}))?", str(device))
     if not found or (found[1] == "cpu" and int(found[2] or 0)):
         rule = "device must be 'cpu', or a kind and an index like 'cuda:0'"
@@ -77,7 +74,7 @@ class Rank:
 
     @cached_property
     def boxes(self) -> dict[str, Box]:
-        """What this rank holds of each state. Equal boxes are one object: layers repeat a few."""
+        """The part of each state that this rank holds. Equal boxes are one object."""
         looks = {id(view.axes): view for view in self.views}
         equal: dict[Box, Box] = {}
         boxes = {at: equal.setdefault(box, box) for at, box in ((at, v.box()) for at, v in looks.items())}
@@ -90,18 +87,18 @@ class Rank:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Holders:
-    """Which ranks of an engine hold a part of a state. States that are held alike have the same object."""
+    """The ranks that hold a part of a state. States that are distributed alike share one object."""
 
     boxes: tuple[tuple[int, Box], ...]
-    """(rank, what it holds of the state), in the order of the ranks."""
+    """(rank, its box of the state), sorted by rank."""
 
 
 @dataclass(frozen=True)
 class Manifest:
     """The description of an engine for its peers. Validated on creation: names resolve, maps fit their axes.
 
-    A manifest may list some of an engine's ranks only: a plan needs the source ranks that hold what is
-    needed, and the one destination rank that it is made for.
+    A manifest may list only some of an engine's ranks: a plan needs one destination rank, and its source
+    ranks.
 
     >>> from kvferry import Axis, AxisMap, Digit
     >>> latent = State("layers.0/latent", (Axis("channel", 576),), item_bytes=2, dtype="bf16")
@@ -130,7 +127,7 @@ class Manifest:
         ):
             _check_unique(what, names)
         homes: dict[str, str] = {}
-        # Layers share their maps by the thousand: each combination is checked once.
+        # Thousands of layers share their maps: each combination is checked once.
         fitting: set[object] = set()
         for rank in self.ranks:
             self._check_rank(rank, fitting)
@@ -147,12 +144,12 @@ class Manifest:
         return self._ranks[rank]
 
     def find(self, state: State) -> State | None:
-        """This engine's state of that name, or of one of its aliases."""
+        """This engine's state of that name or alias."""
         names = (state.name, *state.aliases)
         return next((self.state_by_name[n] for n in names if n in self.state_by_name), None)
 
     def name_of(self, name: str) -> str:
-        """The name under which a state is listed, from any of its names."""
+        """The primary name of a state, from any of its names."""
         return self.state_by_name[name].name if name in self.state_by_name else name
 
     @cached_property
@@ -165,7 +162,7 @@ class Manifest:
 
     @cached_property
     def holders(self) -> dict[str, Holders]:
-        """The ranks that hold each part of each state: an index, made once for all plans."""
+        """The ranks that hold a part of each state."""
         held: dict[str, list[tuple[int, Box]]] = defaultdict(list)
         for rank in self.ranks:
             for state, box in rank.boxes.items():
@@ -178,7 +175,7 @@ class Manifest:
 
     @cached_property
     def shapes(self) -> dict[str, int]:
-        """A number for each state by name: the same for states of the same shape."""
+        """A number for each state, by name; states of equal shape have equal numbers."""
         numbers: dict[object, int] = {}
         return {
             s.name: numbers.setdefault((s.axes, s.kind, s.tokens_per_cell), len(numbers)) for s in self.states
@@ -229,12 +226,12 @@ def check_apart(where: str, regions: Iterable[Region]) -> None:
     for (device, address, size, name), (next_device, next_address, _, next_name) in pairwise(known):
         if device == next_device and address + size > next_address:
             raise SpecError(
-                f"{where}: regions {name!r} and {next_name!r} overlap in memory: describe one of both"
+                f"{where}: regions {name!r} and {next_name!r} overlap in memory: describe only one of them"
             )
 
 
 def _check_axes(where: str, view: View, state: State, group: Group) -> None:
-    """The view's maps must be those of the state's axes, and its token axis one block of the group."""
+    """The view must have the state's axes, and its token axis must be one block of the group."""
     maps = dict(view.axes)
     recurrent = state.kind is Kind.RECURRENT
     if recurrent != (group.addressing is Addressing.SLOT):
@@ -257,7 +254,7 @@ def _check_axes(where: str, view: View, state: State, group: Group) -> None:
 
 
 def merge(parts: Sequence[Manifest]) -> Manifest:
-    """One engine's manifest from those of its ranks, which must agree on all that they share."""
+    """One engine's manifest from those of its ranks, which must agree on everything they share."""
     first, identity = parts[0], parts[0].identity
     states: dict[str, State] = {}
     groups: dict[str, Group] = {}
@@ -306,7 +303,7 @@ def compare(src: Manifest, dst: Manifest, states: Collection[str] | None = None)
 
 
 MEANING = ("kind", "dtype", "tokens_per_cell", "encoding", "tail", "item_bytes")
-"""The fields of a state that, besides its axes, say what a cell is; causes before what follows from them."""
+"""The fields of a state, besides its axes, that must be equal; causes come before their consequences."""
 
 
 def _differences(src: Manifest, ours: State) -> Iterator[Finding]:
@@ -333,15 +330,14 @@ def _differences(src: Manifest, ours: State) -> Iterator[Finding]:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Outline:
-    """The states and groups of an engine, and which of its ranks holds what. Where that sits, each rank says.
+    """The states and groups of an engine, and the boxes of its ranks, without addresses.
 
-    A plan is made of outlines; the proof and the bytes need the views of the ranks that are read from.
+    A plan needs outlines only; the proof and the lowering need the views of the source ranks.
     """
 
     common: Manifest
     """The engine's manifest without its ranks."""
     holders: Mapping[str, Holders]
-    """Who holds a part of each state."""
 
     @classmethod
     def of(cls, manifest: Manifest) -> Outline:

@@ -1,11 +1,11 @@
-"""Whether two separable sets of bytes share one: decided exactly, without listing them.
+"""Exact overlap tests for separable sets of bytes, without enumerating them.
 
-A view's bytes are a *comb*: ``base + Σ kᵢ·strideᵢ + [0, width)`` with ``0 <= kᵢ < countᵢ``. Whether two combs
-meet is a question about one sum of differences, answered from the largest stride down: at each stride only
-the few multiples that can still bring the sum near zero are followed. The pool's size is just another count.
+A view's bytes are a *comb*: ``base + Σ kᵢ·strideᵢ + [0, width)`` with ``0 <= kᵢ < countᵢ``. Two combs overlap
+if a sum of differences is near zero. The search goes from the largest stride down and follows only the few
+multiples that can still bring the sum near zero. The size of the pool is just another count.
 
-Of many combs only those whose extents overlap are compared, and the work is linear in their number: a comb
-that meets others is named once, with one of them, and what would take more work counts as too tangled.
+Only combs with overlapping extents are compared, and the work is linear in their number: a comb that overlaps
+others is reported once, with one of them. A search that exceeds its limit raises ``Tangled``.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from math import gcd
 from typing import NamedTuple, TypeVar
 
 MAX_WORK = 20_000
-"""How many branches are followed before a layout counts as too tangled to be proved."""
+"""Branches that one search may follow."""
 WORK_PER_COMB = 200
-"""How many more are followed for each comb, where there are many."""
+"""Further branches for each comb of a search over many."""
 
 
 class Tangled(Exception):
-    """The question was not decided within its share of branches."""
+    """The search exceeded its number of branches."""
 
 
 class _Work:
-    """What may still be spent on a question."""
+    """The number of branches that a search may still follow."""
 
     def __init__(self, num_combs: int = 0) -> None:
         self._left = MAX_WORK + WORK_PER_COMB * num_combs
@@ -50,7 +50,7 @@ class Comb:
 
     base: int
     steps: tuple[tuple[int, int], ...]
-    """(stride, count) of every step that is taken more than once, the largest stride first."""
+    """(stride, count) of every step with a count above 1, the largest stride first."""
     width: int
 
     @classmethod
@@ -70,12 +70,11 @@ class Comb:
                 break
             reach += stride * (count - 1)
         else:
-            return False  # each stride clears all that lies below it: the common case
+            return False  # each stride exceeds the extent of all smaller ones: the common case
         return _Search(self.width, self.width, _Work()).cells_collide(self.steps)
 
 
 def meet(a: Comb, b: Comb, work: _Work | None = None) -> bool:
-    """Whether a byte lies in both."""
     return _Search(a.width, b.width, work or _Work()).near(b.base - a.base, _differences(a, b))
 
 
@@ -83,7 +82,7 @@ class Blocks(NamedTuple):
     """The bytes of a view, block by block."""
 
     first: Comb
-    """Those of block 0."""
+    """The bytes of block 0."""
     stride: int
     num_blocks: int
 
@@ -99,9 +98,9 @@ class Blocks(NamedTuple):
 def meet_apart(a: Blocks, b: Blocks, work: _Work | None = None) -> bool:
     """Whether some block of ``a`` and *another* block of ``b`` share a byte.
 
-    Two groups that draw from one pool may share the bytes of a block, since a block belongs to one of them
-    at a time, but not those of two blocks. Their strides may differ: then what decides is which distances
-    occur between a block of the one and a block of the other with another id.
+    Two groups of one pool may share the bytes of a block, since a block belongs to one of them at a time, but
+    not the bytes of two blocks. Their strides may differ, so all distances between two blocks with different
+    ids are tested.
     """
     work = work or _Work()
     if b.num_blocks < a.num_blocks:
@@ -114,7 +113,7 @@ def meet_apart(a: Blocks, b: Blocks, work: _Work | None = None) -> bool:
 
 
 def _shifts(a: Blocks, b: Blocks, low: int, high: int, work: _Work) -> Iterator[int]:
-    """Each ``j·b.stride - i·a.stride`` in [low, high] that two blocks ``i != j`` have."""
+    """Each ``j·b.stride - i·a.stride`` in [low, high] of two blocks ``i != j``."""
     step = gcd(a.stride, b.stride)
     if (high - low) // step > a.num_blocks:
         yield from _shifts_by_block(a, b, low, high, work)
@@ -159,7 +158,7 @@ Ranges = tuple[tuple[int, int, int], ...]
 
 
 def _differences(a: Comb, b: Comb) -> Ranges:
-    """How far a cell of ``b`` can be from a cell of ``a``, stride by stride."""
+    """The possible differences between a cell of ``b`` and a cell of ``a``, by stride."""
     ranges: dict[int, tuple[int, int]] = {}
     steps = [(stride, 1 - count, 0) for stride, count in a.steps if stride]
     steps += [(stride, 0, count - 1) for stride, count in b.steps if stride]
@@ -170,19 +169,19 @@ def _differences(a: Comb, b: Comb) -> Ranges:
 
 
 class _Search:
-    """Looks for a sum of multiples that brings two cells within each other's width."""
+    """Searches for a sum of multiples that makes two cells overlap."""
 
     def __init__(self, width_a: int, width_b: int, work: _Work) -> None:
         self._low, self._high = 1 - width_b, width_a - 1
         self._work = work
 
     def reachable(self, distance: int, ranges: Ranges) -> tuple[int, int]:
-        """What may be added to ``distance`` so that the cells can still overlap: from, up to."""
+        """The range of values that, added to ``distance``, can still make the cells overlap."""
         low = self._low - distance - sum(stride * most for stride, _, most in ranges)
         return low, self._high - distance - sum(stride * least for stride, least, _ in ranges)
 
     def near(self, distance: int, ranges: Ranges) -> bool:
-        """Whether ``distance`` plus some allowed sum of multiples makes the cells overlap."""
+        """Whether ``distance`` plus a sum of multiples makes the cells overlap."""
         self._work.spend()
         if not ranges:
             return self._low <= distance <= self._high
@@ -196,7 +195,7 @@ class _Search:
         return any(self.near(distance + k * stride, rest) for k in range(first, last + 1))
 
     def _is_out_of_step(self, distance: int, ranges: Ranges) -> bool:
-        """Whether no multiple of the first strides' common divisor is within the reach of the others."""
+        """Whether no multiple of the first strides' common divisor is within reach of the others."""
         low, high = self.reachable(distance, ranges)
         step = 0
         for stride, least, most in ranges:
@@ -207,7 +206,7 @@ class _Search:
         return False
 
     def cells_collide(self, steps: Sequence[tuple[int, int]]) -> bool:
-        """Whether some sum of differences, not all of them zero, brings two cells together."""
+        """Whether a sum of differences, not all zero, makes two cells overlap."""
         for i, (stride, count) in enumerate(steps):
             # The first difference that is not zero is this one; by symmetry it is positive.
             rest = [(s, 1 - c, c - 1) for s, c in steps[i + 1 :]]
@@ -217,12 +216,10 @@ class _Search:
 
 
 def overlaps(combs: Sequence[Comb], owners: Sequence[Hashable] | None = None) -> Iterator[tuple[int, int]]:
-    """(i, j) for each comb j that shares a byte with a comb i. Each j comes once: without them all lie apart.
+    """(i, j) for each comb j that shares a byte with a comb i. Each j comes once; the others are disjoint.
 
-    Combs of one owner may share bytes; without owners, none may.
-
-    Sorted by extent first, so that what lies apart is never compared; then combs whose largest steps have a
-    common divisor are laid over one another (a page each), and the question is asked inside the page.
+    Combs of one owner may share bytes; without owners, none may. Combs with disjoint extents are never
+    compared; those whose largest strides have a common divisor are compared modulo that divisor (a page).
 
     >>> k, v, scales = (Comb.of(base, [(8, 100)], width) for base, width in ((0, 50), (50, 50), (90, 10)))
     >>> list(overlaps([k, v])), list(overlaps([k, v, scales]))
@@ -232,9 +229,9 @@ def overlaps(combs: Sequence[Comb], owners: Sequence[Hashable] | None = None) ->
 
 
 def overlaps_apart(views: Sequence[Blocks], owners: Sequence[Hashable]) -> Iterator[tuple[int, int]]:
-    """(i, j) for each view j of which a block shares a byte with another block of a view i of another owner.
+    """(i, j) for each view j with a block that shares a byte with another block of another owner's view i.
 
-    Each j comes once, so that of the rest no two different blocks share a byte.
+    Each j comes once; no two different blocks of the other views share a byte.
     """
     work = _Work(len(views))
     for cluster in _clusters(list(enumerate(views))):
@@ -243,7 +240,7 @@ def overlaps_apart(views: Sequence[Blocks], owners: Sequence[Hashable]) -> Itera
 
 
 def _in_pages(views: Sequence[Blocks]) -> bool:
-    """Whether each view keeps each block inside the same page of one size: the common case."""
+    """Whether each block of every view is inside a page of the same size: the common case."""
     start, stride = min(view.base for view in views), views[0].stride
     return all(view.stride == stride and view.first.stop <= start + stride for view in views)
 
@@ -253,7 +250,7 @@ Indexed = list[tuple[int, Comb]]
 
 
 def _clusters(items: Sequence[tuple[int, E]]) -> Iterator[list[tuple[int, E]]]:
-    """Groups of two or more whose extents overlap, each sorted by where they begin."""
+    """Groups of two or more items with overlapping extents, each sorted by base."""
     cluster: list[tuple[int, E]] = []
     stop = -1
     for item in sorted(items, key=lambda pair: pair[1].base):
@@ -277,7 +274,7 @@ def _overlaps_within(
         if folded is not None:
             yield from _overlaps_within(folded, combs, owners, work)
             continue
-        # Laying pages over one another can only invent overlaps: ask about the real combs.
+        # The comparison modulo a page can report false overlaps: compare the real combs.
         yield from _named_once(cluster, owners, lambda i, j: meet(combs[i], combs[j], work))
 
 
@@ -286,7 +283,7 @@ def _named_once(
     owners: Sequence[Hashable],
     clash: Callable[[int, int], bool],
 ) -> Iterator[tuple[int, int]]:
-    """Go through a cluster by extent; what clashes with something good is named and left out of the rest."""
+    """Report each item that clashes with an earlier good one, and leave it out of further comparisons."""
     good: dict[Hashable, list[tuple[int, E]]] = {}
     for j, extent in cluster:
         for owner in [owner for owner in good if owner != owners[j]]:
@@ -302,11 +299,11 @@ def _named_once(
 
 
 def _folded(cluster: Indexed) -> Indexed | None:
-    """The combs modulo what divides their largest strides, or None if that is nothing or they straddle it."""
+    """The combs modulo the common divisor of their largest strides, or None if one straddles it."""
     page = gcd(*(comb.steps[0][0] for _, comb in cluster if comb.steps))
     if not page:
         return None
-    start = cluster[0][1].base  # where the first of them begins, so does its page
+    start = cluster[0][1].base
     folded = []
     for i, comb in cluster:
         inner = tuple((stride, count) for stride, count in comb.steps if stride % page)

@@ -1,8 +1,8 @@
-"""Which bytes of a rank belong to which blocks: what a source rank may hand out for a ticket.
+"""The bytes of a rank by block: checks the bytes that a reader asks for against a ticket's blocks.
 
-A reader names bytes as patterns over blocks (``core.product``): runs inside of block 0, and how far each
-block is from it. So the runs are compared with what a block holds, and the steps with the ticket's blocks:
-the cost is that of their sum, and not of their product.
+A reader sends patterns over blocks (``core.product``): runs inside block 0, and the distance of each block
+from it. Runs are compared with the bytes of a block, and distances with the ticket's blocks, so the cost is
+the sum of both numbers, not their product.
 """
 
 from __future__ import annotations
@@ -20,44 +20,44 @@ from kvferry.core.runs import place
 from kvferry.core.view import Ints, View
 
 MAX_PLACE = 1 << 62
-"""Beyond any place; so sums of what a stranger sends do not wrap around."""
+"""Larger than any place, so that sums of received numbers do not overflow."""
 
 
 @dataclass(frozen=True, eq=False)
 class Intervals:
-    """Places from ``starts`` up to ``stops``, in order, apart from each other."""
+    """Half-open intervals of places, sorted and not touching."""
 
     starts: Ints
     stops: Ints
 
     @classmethod
     def of(cls, starts: Ints, stops: Ints) -> Intervals:
-        """Intervals in any order; those that touch become one."""
+        """Sorts intervals, and merges those that touch."""
         order = np.argsort(starts, kind="stable")
         starts, reach = starts[order], np.maximum.accumulate(stops[order])
         first = np.flatnonzero(np.concatenate(([True], starts[1:] > reach[:-1])))
         return cls(starts[first], reach[np.append(first[1:], len(starts)) - 1])
 
     def contain(self, places: Ints, num_bytes: Ints) -> bool:
-        """Whether every run lies inside of one of them."""
+        """Whether every run is inside one of the intervals."""
         at = np.searchsorted(self.starts, places, side="right") - 1
         return bool((at >= 0).all() and (places + num_bytes <= self.stops[at]).all())
 
 
 class BlockBytes:
-    """What one block of each group holds on a rank. Made once, for all tickets."""
+    """The bytes of one block of each group on a rank. Made once, for all tickets."""
 
     def __init__(self, manifest: Manifest, rank: Rank) -> None:
         self._manifest, self._rank = manifest, rank
 
     @cached_property
     def of_block_0(self) -> Mapping[tuple[str, int], Intervals]:
-        """The places of block 0, by group, and by the bytes from one block to the next."""
+        """The places of block 0, by group and block stride."""
         by_stride: dict[tuple[str, int], list[tuple[int, Intervals]]] = defaultdict(list)
         alike: dict[tuple[int, int], Intervals] = {}
         for view in self._rank.views:
             item_bytes = self._manifest.state_by_name[view.state].item_bytes
-            # Layers share their maps by the hundred; the manifest keeps them alive.
+            # Layers share their axes; the manifest keeps them alive.
             kind = id(view.axes), item_bytes
             if kind not in alike:
                 alike[kind] = _cells(view, item_bytes)
@@ -79,14 +79,14 @@ class BlockBytes:
 class OwnedBytes:
     blocks: BlockBytes
     block_ids: Mapping[str, Ints]
-    """By group, in order."""
+    """By group, sorted."""
 
     def refusal(self, places: Ints, num_bytes: Ints, steps: Ints) -> str:
-        """Why a pattern over blocks is not all inside of these blocks; empty if it is."""
+        """The reason why a pattern is not inside these blocks; empty if it is."""
         if not len(places) or not len(steps) or (num_bytes <= 0).any():
             return "it names no bytes"
         if min(places.min(), steps.min()) < 0 or max(places.max(), num_bytes.max(), steps.max()) >= MAX_PLACE:
-            return "it names regions or offsets that no rank has"
+            return "it names invalid regions or offsets"
         has_blocks = False
         for (group, stride), cells in self.blocks.of_block_0.items():
             if group not in self.block_ids or not self._has(group, stride, steps):
@@ -97,7 +97,7 @@ class OwnedBytes:
         return "it leaves its block" if has_blocks else "it names blocks of another request"
 
     def _has(self, group: str, stride: int, steps: Ints) -> bool:
-        """Whether the steps are those of our blocks, so far apart."""
+        """Whether all steps are those of owned blocks."""
         ours, (ids, rest) = self.block_ids[group], np.divmod(steps, stride)
         if rest.any() or not len(ours):
             return False
@@ -106,7 +106,7 @@ class OwnedBytes:
 
 
 def _cells(view: View, item_bytes: int) -> Intervals:
-    """The bytes that one block of a view holds, from its first cell on."""
+    """The bytes of one block of a view, relative to its first cell."""
     offsets, num_bytes = np.zeros(1, np.int64), item_bytes
     for number, stride in sorted(view.steps(), key=lambda step: step[1]):
         if stride == num_bytes:

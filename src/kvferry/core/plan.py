@@ -1,8 +1,8 @@
-"""Who sends what: the intersection of what source ranks hold with what a destination rank needs.
+"""Planning: intersects the boxes of the source ranks with the needs of a destination rank.
 
-One rule for every model family. A needed box is cut into *atoms*, each held entirely by some set of source
-ranks. Where that set has one member there is nothing to choose; where it has more (replicated heads, MLA
-latents), the atoms are dealt out so that the bytes spread evenly over the holders.
+One rule serves every model family. A needed box is split into *atoms*, each held entirely by the same set of
+source ranks. If the set has more than one rank (replicated heads, MLA latents), the atoms are distributed so
+that every holder sends an equal share of the bytes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Plan:
-    """The pieces for one destination rank and one source engine. Not proved yet.
+    """The pieces for one destination rank and one source engine, before their proof.
 
     >>> from kvferry.models import Topology, describe, model_named
     >>> model = model_named("qwen3-next-80b")
@@ -60,14 +60,14 @@ class Plan:
     """The states that the destination rank needs, by its own names."""
 
     def __repr__(self) -> str:
-        # Two whole manifests would be thousands of lines; `explain` has the pieces.
+        # The manifests would be thousands of lines; `explain` has the pieces.
         return (
             f"Plan({self.src.engine} -> {self.dst.engine} rank {self.dst_rank}:"
             f" {len(self.pieces)} pieces of {len(self.states)} states)"
         )
 
     def views(self, piece: Piece) -> tuple[View, View]:
-        """The views of the piece at the source and at the destination."""
+        """The source's and the destination's view of the piece."""
         dst_view = self.dst.rank(piece.dst_rank).by_state[piece.state]
         return self.src.rank(piece.src_rank).by_state[self.src_name(piece.state)], dst_view
 
@@ -93,11 +93,9 @@ def plan(
 ) -> Plan:
     """Plan how destination rank ``dst_rank`` reads the states it needs from the source engine.
 
-    ``states`` narrows the need to some of the states that the rank holds; by default it needs them all.
-    ``holders``: which source ranks hold which boxes, if ``src`` does not list all of its ranks.
+    ``states``: the states that the rank needs; by default all that it holds.
+    ``holders``: the boxes of all source ranks, if ``src`` does not list every rank.
     Raises ``Refused`` with every relevant difference.
-
-    Attention is replicated here, its state is not: one rule finds the sources of both.
 
     >>> from kvferry.models import Topology, describe, model_named
     >>> model = model_named("qwen3-next-80b")
@@ -123,7 +121,7 @@ def plan(
 
 @dataclass(frozen=True, slots=True)
 class _Atom:
-    """A part of a needed box, with every source rank that holds all of it and every rank that needs it."""
+    """A part of a needed box, with the source ranks that hold all of it and the ranks that need it."""
 
     box: Box
     holders: tuple[int, ...]
@@ -132,11 +130,11 @@ class _Atom:
 
 
 class _Deal:
-    """Collects the atoms of one destination rank's need, then deals them out to holders.
+    """Collects the atoms of one destination rank's need, and assigns them to holders.
 
-    Atoms with the same holders and readers form a row in the order of the states. All readers' rows, end
-    to end, are cut into one equal part per holder, so every holder sends the same share, and neighbouring
-    layers stay together (which keeps runs long).
+    Atoms with the same holders and readers form a row in the order of the states. The concatenated rows of
+    all readers are cut into one equal part per holder: every holder sends the same share, and neighbouring
+    layers stay together, which keeps runs long.
     """
 
     def __init__(self, src: Manifest, held: Mapping[str, Holders], dst: Manifest, dst_rank: int) -> None:
@@ -147,7 +145,7 @@ class _Deal:
         self._needs = dst.rank(dst_rank).boxes
 
     def add(self, view: View) -> None:
-        """Cut the need of one state into atoms and put them into their rows."""
+        """Split the need of one state into atoms and append them to their rows."""
         state = self._dst.state_by_name[view.state]
         source = self._src.find(state)
         holders = self._held.get(source.name, NOBODY) if source else NOBODY
@@ -160,7 +158,7 @@ class _Deal:
             self._rows[atom.holders, atom.readers, state.kind].append((view.state, atom, weight))
 
     def pieces(self) -> Iterator[Piece]:
-        """Each state's pieces, in the order in which the states were added."""
+        """Each state's pieces, in the order of the states."""
         dealt: dict[str, list[tuple[int, Box]]] = defaultdict(list)
         for row in self._rows.values():
             for name, atom, holder in self._cut(row):
@@ -178,7 +176,7 @@ class _Deal:
         passed = 0
         for name, atom, weight in row:
             turn = atom.readers.index(self._dst_rank)
-            # The middle of this atom in the row of all readers, in units of a holder's share.
+            # The middle of this atom in the row of all readers decides its holder.
             middle = 2 * (turn * total + passed) + weight
             share = middle * len(atom.holders) // (2 * total * len(atom.readers))
             yield name, atom, atom.holders[share]
@@ -190,7 +188,7 @@ NO_RANKS: frozenset[int] = frozenset()
 
 
 def _atoms(state: State, need: Box, holders: Holders, readers: Holders) -> Iterator[_Atom]:
-    """Cut ``need`` along every axis wherever the set of holders changes, and take the product."""
+    """Cut ``need`` along every axis where the set of holders changes, and take the product."""
     period = lcm(need.period, *(box.period for _, box in holders.boxes))
     need = need.over(period)
     held = [(rank, dict(box.over(period).axes)) for rank, box in holders.boxes]
@@ -212,7 +210,7 @@ def _atoms(state: State, need: Box, holders: Holders, readers: Holders) -> Itera
 def _by_holders(
     name: str, needed: Spans, held: Sequence[tuple[int, dict[str, Spans]]]
 ) -> dict[frozenset[int], Spans]:
-    """The needed coordinates of one axis, sorted by which ranks hold them."""
+    """The needed coordinates of one axis, by the set of ranks that hold them."""
     starts: dict[int, set[int]] = defaultdict(set)
     ends: dict[int, set[int]] = defaultdict(set)
     for rank, axes in held:
@@ -247,7 +245,7 @@ def _not_held(
 
 
 def _reduced(box: Box) -> Box:
-    """The box with the shortest period that says the same of the token axis."""
+    """The same box with period 1 if it has every cell."""
     axes = dict(box.axes)
     if TOKEN in axes and axes[TOKEN] == (Span(0, box.period),):
         axes[TOKEN] = (Span(0, 1),)
@@ -256,7 +254,7 @@ def _reduced(box: Box) -> Box:
 
 
 def _joined(parts: Sequence[tuple[int, Box]]) -> list[tuple[int, Box]]:
-    """Boxes of one source that differ in one axis only, as one box each."""
+    """Merges boxes of one source that differ in one axis only."""
     joined: list[tuple[int, Box]] = []
     of_rank: dict[int, list[int]] = defaultdict(list)
     for src_rank, box in parts:
@@ -302,7 +300,7 @@ def explain(plan: Plan) -> str:
 
 
 def name_together(names: Sequence[str]) -> str:
-    """Names that differ in their first number only, as one.
+    """One name for names that differ in their first number only.
 
     >>> name_together(["layers.0/k", "layers.1/k", "layers.2/k", "layers.7/k"])
     'layers.{0-2,7}/k'

@@ -1,7 +1,7 @@
-"""Runs as products: patterns over pairs of blocks, which become a list only when somebody needs one.
+"""Runs as products: patterns over pairs of blocks, expanded into a list on demand.
 
-A request moves the same pattern of runs between many pairs of blocks. Written out, that is a list as long as
-the pattern times the pairs: a million entries for a long prompt in small cells. As a product it is their sum.
+A request moves the same pattern between many pairs of blocks. The expanded list has pattern × pairs entries,
+a million for a long prompt in small cells; the product has pattern + pairs.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ class Term:
 
     pattern: Runs
     steps: Ints
-    """How far each pair's blocks are from block 0, in bytes; a row for the source, then the destination."""
+    """The distances of each pair's blocks from block 0, in bytes: a source and a destination row."""
     block_bytes: int = 0
-    """The bytes of a block, where every run of the pattern is one, on both sides: then neighbouring blocks
-    are one run.
+    """The bytes of a block if every run of the pattern is a whole block on both sides; adjacent blocks then
+    merge into one run.
 
     >>> runs = Runs(np.array([0]), np.array([64]), np.array([16]))
     >>> list(Term(runs, np.array([[0, 96, 112, 128], [32, 0, 16, 32]]), 16).runs())
     [(0, 0, 0, 96, 16), (0, 96, 0, 64, 48)]
     """
     claim: Claim | None = None
-    """The selection it belongs to, for the checker; None for a plain list."""
+    """Its origin, for the checker; None for a plain list."""
 
     @property
     def num_runs(self) -> int:
-        """How many there are, neighbouring blocks merged."""
+        """Number of runs, adjacent blocks merged."""
         has_merged = self.block_bytes and self.num_pairs
         return len(self.pattern) * (len(self._heads) if has_merged else self.num_pairs)
 
@@ -56,7 +56,7 @@ class Term:
         return self.pattern.total_bytes * self.num_pairs
 
     def runs(self) -> Runs:
-        """Its runs, one by one, the pairs of a pattern's run together."""
+        """The expanded list, ordered by the runs of the pattern, then by pair."""
         steps, counts = self.steps, np.ones(self.num_pairs, np.int64)
         if self.block_bytes and self.num_pairs:
             counts = np.diff(self._heads, append=self.num_pairs)
@@ -69,14 +69,14 @@ class Term:
 
     @cached_property
     def _heads(self) -> Ints:
-        """The pairs that do not go on where the one before them ends."""
+        """The pairs that are not adjacent to the pair before them."""
         is_next = self.steps[:, 1:] - self.steps[:, :-1] == self.block_bytes
         return np.concatenate(([0], np.flatnonzero(~(is_next[0] & is_next[1])) + 1))
 
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """The transfer of one request from one source rank, as terms that write disjoint bytes.
+    """The transfer of one request from one source rank: terms that write disjoint bytes.
 
     >>> Product.of(Runs(np.array([0]), np.array([8]), np.array([4]))).num_runs, Product(()).total_bytes
     (1, 0)
@@ -86,7 +86,7 @@ class Product:
 
     @classmethod
     def of(cls, runs: Runs | Product) -> Product:
-        """A list of runs as a product: one pattern, one pair. A product is one already."""
+        """A list of runs as one pattern and one pair; a product is returned unchanged."""
         if isinstance(runs, Product):
             return runs
         return cls((Term(runs, np.zeros((2, 1), np.int64)),) if len(runs) else ())
@@ -102,19 +102,19 @@ class Product:
 
     @cached_property
     def runs(self) -> Runs:
-        """The list of runs, with runs merged that are adjacent on both sides."""
+        """The expanded list; runs that are adjacent on both sides are merged."""
         runs = merged(term.runs() for term in self.terms)
         check_list(self.terms, runs)
         return runs
 
 
 def listed(runs: Runs | Product) -> Runs:
-    """The list of a product; a list is one already, and stays as it is."""
+    """The expanded list of a product; a list is returned unchanged."""
     return runs.runs if isinstance(runs, Product) else runs
 
 
 def merged(lists: Iterable[Runs]) -> Runs:
-    """Lists of runs as one, neighbours merged."""
+    """One list of several, adjacent runs merged."""
     some = [runs for runs in lists if len(runs)]
     if not some:
         return NO_RUNS

@@ -1,10 +1,11 @@
-"""The laws that a plan must keep before a byte moves.
+"""The laws of a plan, checked before a byte moves.
 
-* **Tiling**: the pieces of each needed state cover its box, without a gap and without an overlap, and
-  every piece lies inside what its source rank holds.
-* **Soundness of views**: in bounds, one cell per byte, and no two states that can be live at once on a byte.
+* **Tiling**: the pieces of each needed state cover its box without gaps and overlaps, and every piece is
+  inside its source rank's box.
+* **Soundness of views**: in bounds, one cell per byte, and no byte shared by two states that can be live at
+  the same time.
 
-The proof looks at the plan and the two manifests only, never at how the plan was made.
+The proof uses the plan and the two manifests only, not the planner.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Proof:
 
     plan: Plan
     states: tuple[str, ...] = field(repr=False)
-    """The states that the destination rank needs, by its own names; all of them are proved."""
+    """The states that the destination rank needs, by its own names."""
     maker: InitVar[object] = None
 
     def __post_init__(self, maker: object) -> None:
@@ -100,7 +101,7 @@ def _tiling(plan: Plan) -> Iterator[Finding]:
         parts = [(piece.src_rank, piece.box) for piece in pieces[state]]
         source = plan.src_name(state)
         held = [held_by[src_rank].get(source) for src_rank, _ in parts]
-        # Layers that go alike share their boxes, and are looked at once.
+        # Layers with the same boxes are checked once.
         key = (id(needs[state]), *((src_rank, id(box)) for src_rank, box in parts), *map(id, held))
         if key not in seen:
             seen[key] = list(_tiles(needs[state], parts, held))
@@ -109,7 +110,7 @@ def _tiling(plan: Plan) -> Iterator[Finding]:
 
 
 def _tiles(need: Box, parts: Sequence[tuple[int, Box]], held: Sequence[Box | None]) -> Iterator[Finding]:
-    """Whether the parts tile the need: inside it, inside their sources, apart, and enough."""
+    """Check that the parts are inside the need and their sources, disjoint, and complete."""
     axes = [name for name, _ in need.axes]
     for _, box in parts:
         if [name for name, _ in box.axes] != axes or not box:
@@ -132,9 +133,9 @@ def _tiles(need: Box, parts: Sequence[tuple[int, Box]], held: Sequence[Box | Non
 
 
 def _pairs_not_apart(boxes: Sequence[Box], axes: Sequence[int]) -> Iterator[tuple[Box, Box]]:
-    """All pairs of boxes of one period that may overlap: those that no axis tells apart at once.
+    """All pairs of boxes of one period that may overlap.
 
-    A thousand ranks that take a part each would else be half a million pairs.
+    Axes with disjoint spans separate the boxes first: a thousand ranks would be half a million pairs.
     """
     for axis in axes:
         alike: dict[Spans, list[Box]] = defaultdict(list)
@@ -150,7 +151,7 @@ def _pairs_not_apart(boxes: Sequence[Box], axes: Sequence[int]) -> Iterator[tupl
 
 
 def _missing(need: Box, parts: Sequence[Box], period: int) -> str:
-    """The first axis on which something is missing throughout, or how much is."""
+    """The first axis with uncovered coordinates, or the number of missing cells."""
     covers = [dict(box.over(period).axes) for box in parts]
     for name, spans in need.axes:
         if gap := subtract(spans, normal(span for cover in covers for span in cover[name])):
@@ -160,7 +161,7 @@ def _missing(need: Box, parts: Sequence[Box], period: int) -> str:
 
 
 class _Look(NamedTuple):
-    """What a view looks like, apart from where it begins. Layers repeat a few of these."""
+    """The shape of a view apart from its offset; shared by many layers."""
 
     group: str
     pool: str
@@ -171,7 +172,7 @@ class _Look(NamedTuple):
     block_stride: int
     num_blocks: int
     folds: str
-    """Why two cells sit on one byte, or may; empty if each has its own."""
+    """The reason why two cells may share a byte; empty if none do."""
 
     def blocks(self, offset: int) -> Blocks:
         return Blocks(replace(self.page, base=offset), self.block_stride, self.num_blocks)
@@ -189,24 +190,24 @@ def _look(manifest: Manifest, view: View) -> _Look:
 
 
 def _short_stride(view: View, num_blocks: int, item_bytes: int) -> str:
-    """Which step of a view that folds brings two cells onto one byte: the shortest that does, by name."""
+    """The reason why a view folds: its shortest stride that makes two cells share a byte."""
     named = [(d.stride, d.num_held, name) for name, axis in view.axes for d in axis.digits]
     taken = sorted(step for step in (*named, (view.block_stride, num_blocks, BLOCK)) if step[1] > 1)
     within = Comb(0, (), item_bytes)
     for stride, num_steps, name in taken:
         comb = replace(within, steps=((stride, num_steps), *within.steps))
         if comb.folds():
-            must = f"but one step must pass over {counted(within.stop, 'byte')}"
-            return f"two cells sit on one byte: the stride of {name} is {counted(stride, 'byte')}, {must}"
+            span = f"smaller steps span {counted(within.stop, 'byte')}"
+            return f"two cells share a byte: the stride of {name} is {counted(stride, 'byte')}, {span}"
         within = comb
-    raise AssertionError("no step folds a view that does")
+    raise AssertionError("a view folds, and none of its steps does")
 
 
 _TANGLED = "the strides are too complex to prove"
 
 
 def _soundness(manifest: Manifest, rank: Rank, side: str) -> Iterator[Finding]:
-    """Every view in bounds and one-to-one; no two that can be live at once on one byte."""
+    """Check that views are in bounds and one-to-one, and that no two live ones share a byte."""
     num_bytes = {region.name: region.num_bytes for region in rank.regions}
     looks: dict[tuple[object, ...], _Look] = {}
     by_region: dict[str, list[tuple[View, _Look]]] = defaultdict(list)
@@ -224,7 +225,7 @@ def _soundness(manifest: Manifest, rank: Rank, side: str) -> Iterator[Finding]:
             yield Finding(Code.CELLS_COLLIDE, state=view.state, field=where, note=look.folds)
     seen: dict[tuple[object, ...], list[_Clash]] = {}
     for region, views in by_region.items():
-        # Regions that look alike are asked about once.
+        # Regions with equal views are checked once.
         region_look = tuple((view.offset, id(look)) for view, look in views)
         if region_look not in seen:
             seen[region_look] = list(
@@ -235,7 +236,7 @@ def _soundness(manifest: Manifest, rank: Rank, side: str) -> Iterator[Finding]:
 
 
 class _Clash(NamedTuple):
-    """Two views of a region, by index, that share a byte; of none, if that was not decided."""
+    """Two views of a region, by index, that share a byte; ``None`` if the search was too complex."""
 
     views: tuple[int, int] | None
     note: str
@@ -270,5 +271,5 @@ def _overlap(where: str, views: Sequence[tuple[View, _Look]], clash: _Clash) -> 
     if clash.views is None:
         return Finding(Code.VIEWS_OVERLAP, field=where, note=clash.note)
     a, b = (views[i][0].state for i in clash.views)
-    shared = f"{b} sits on the same bytes ({clash.note}); two names of one state are aliases"
+    shared = f"{b} uses the same bytes ({clash.note}); two names of one state must be aliases"
     return Finding(Code.VIEWS_OVERLAP, state=a, field=where, note=shared)

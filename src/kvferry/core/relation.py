@@ -1,4 +1,4 @@
-"""Which source byte belongs to which destination byte, from two views: the checker's own arithmetic."""
+"""The source byte of each destination byte, from two views: the checker's own arithmetic."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvferry.core.view import AxisMap, View
 
 @dataclass(frozen=True, eq=False)
 class Relation:
-    """Destination bytes, each with its source byte: as few runs as can be, in destination order.
+    """Destination bytes with their source bytes: as few runs as possible, in destination order.
 
     >>> a, b, size = np.array([8, 0, 99]), np.array([108, 100, 50]), np.array([8, 8, 1])
     >>> Relation.of([(a, b, size)]).dst.tolist(), Relation.of([(a, b, size)]).num_bytes.tolist()
@@ -30,7 +30,7 @@ class Relation:
 
     @classmethod
     def of(cls, parts: Sequence[tuple[Ints, Ints, Ints]]) -> Relation:
-        """Runs in any order; those that go on on both sides become one."""
+        """Sorts runs, and merges those that are adjacent on both sides."""
         if not parts:
             return NOTHING
         src, dst, num_bytes = parts[0]
@@ -47,7 +47,7 @@ class Relation:
         return cls(src[first], dst[first], dst[last] + num_bytes[last] - dst[first])
 
     def first_outside(self, runs: Runs) -> int | None:
-        """The destination of the first run that this relation does not contain; None if it contains all."""
+        """The destination of the first run that this relation does not contain, if any."""
         if not len(self.dst):
             return int(runs.dst[0]) if len(runs.dst) else None
         at = np.searchsorted(self.dst, runs.dst, side="right") - 1
@@ -68,21 +68,21 @@ NOTHING = Relation(*(np.zeros(0, np.int64) for _ in range(3)))
 
 
 class _Stroke(NamedTuple):
-    """Coordinates of an axis along which each side advances by one step; several of one length."""
+    """Stretches of an axis, of one length, along which each side advances by one step."""
 
     length: int
     src_step: int
     dst_step: int
     src: Ints
-    """Where each begins."""
+    """The first offset of each."""
     dst: Ints
 
 
 class CommonCells:
-    """What two views have in common in some cells of their blocks. Layers that lie alike share the work."""
+    """The common bytes of two views in some cells of their blocks, cached for layers of equal layout."""
 
     def __init__(self) -> None:
-        # By identity: the manifests keep the axes alive, and layers share them by the thousand.
+        # By identity: the manifests keep the axes alive, and many layers share them.
         self._held: dict[int, tuple[Ints, Ints]] = {}
         self._strokes: dict[tuple[int, int], list[_Stroke]] = {}
 
@@ -92,7 +92,7 @@ class CommonCells:
         return self._held[id(axis)]
 
     def num_items(self, view: View) -> int:
-        """How many items one cell of a view has here."""
+        """Number of items of one cell on this rank."""
         total = 1
         for name, axis in view.axes:
             if name != TOKEN:
@@ -101,7 +101,7 @@ class CommonCells:
 
     def relation(self, src: View, dst: View, item_bytes: int, cells: tuple[int, int, int]) -> Relation:
         """The common bytes of ``cells`` (first in the source block, first in the destination block, number),
-        from where each view begins.
+        relative to the views' offsets.
         """
         dst_axes = dict(dst.axes)
         axes = [
@@ -115,28 +115,29 @@ class CommonCells:
     def _axis_strokes(self, src: AxisMap, dst: AxisMap) -> list[_Stroke]:
         key = id(src), id(dst)
         if key not in self._strokes:
-            (src_at, src_offsets), (dst_at, dst_offsets) = self.held(src), self.held(dst)
-            _, in_src, in_dst = np.intersect1d(src_at, dst_at, assume_unique=True, return_indices=True)
-            self._strokes[key] = list(_strokes(src_offsets[in_src], dst_offsets[in_dst]))
+            self._strokes[key] = _common_strokes(*self.held(src), *self.held(dst))
         return self._strokes[key]
 
     def _token_strokes(
         self, src: AxisMap, dst: AxisMap, src_cell: int, dst_cell: int, num_cells: int
     ) -> list[_Stroke]:
-        found = []
+        found: list[Ints] = []
         for axis, first in ((src, src_cell), (dst, dst_cell)):
             at, offsets = self.held(axis)
             start, stop = np.searchsorted(at, (first, first + num_cells))
-            found.append((at[start:stop] - first, offsets[start:stop]))
-        (src_at, src_offsets), (dst_at, dst_offsets) = found
-        if len(src_at) == len(dst_at) == num_cells:
-            return list(_strokes(src_offsets, dst_offsets))
-        _, in_src, in_dst = np.intersect1d(src_at, dst_at, assume_unique=True, return_indices=True)
-        return list(_strokes(src_offsets[in_src], dst_offsets[in_dst]))
+            found += [at[start:stop] - first, offsets[start:stop]]
+        return _common_strokes(*found)
+
+
+def _common_strokes(src_at: Ints, src_offsets: Ints, dst_at: Ints, dst_offsets: Ints) -> list[_Stroke]:
+    if np.array_equal(src_at, dst_at):
+        return list(_strokes(src_offsets, dst_offsets))
+    _, in_src, in_dst = np.intersect1d(src_at, dst_at, assume_unique=True, return_indices=True)
+    return list(_strokes(src_offsets[in_src], dst_offsets[in_dst]))
 
 
 def _strokes(src: Ints, dst: Ints) -> Iterator[_Stroke]:
-    """An axis of common coordinates, cut wherever either side does not go on as it began."""
+    """An axis of common coordinates, cut where the step of either side changes."""
     if len(src) < 2:
         yield from [_Stroke(1, 0, 0, src, dst)] * len(src)
         return
@@ -150,7 +151,7 @@ def _strokes(src: Ints, dst: Ints) -> Iterator[_Stroke]:
 
 
 def _copies(strokes: Sequence[_Stroke], item_bytes: int) -> tuple[Ints, Ints, Ints]:
-    """One stroke of each axis, all together, as runs."""
+    """The product of one stroke of each axis, as runs."""
     num_bytes, src, dst = item_bytes, np.zeros(1, np.int64), np.zeros(1, np.int64)
     for stroke in sorted(strokes, key=lambda stroke: (stroke.dst_step, stroke.src_step)):
         if stroke.src_step == stroke.dst_step == num_bytes:

@@ -1,4 +1,4 @@
-"""What is known of one request: block tables on both sides, and the tokens that the destination needs."""
+"""Requests: block tables of both sides, and the tokens that the destination needs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from kvferry.core.view import Ints
 from kvferry.errors import SpecError
 
 HOLE = -1
-"""A block id that stands for no block (a null block: outside the window, never allocated)."""
+"""The block id of a null block (outside the window, never allocated)."""
 
 
 @dataclass(frozen=True, eq=False)
 class BlockTable:
     """A group's blocks of one request, in the order of the tokens.
 
-    Block ``i`` holds the tokens from ``first_token + i * tokens_per_block`` on. For a slot group the one id
-    is the slot; for a ring it is the block, and ``first_token`` is a token that sits in its cell 0; a
-    source ring has nothing before it.
+    Block ``i`` holds the tokens from ``first_token + i * tokens_per_block`` on. A slot group has one id, the
+    slot. A ring has one id, its block; ``first_token`` is a token in cell 0, in a source ring the oldest one.
 
     >>> BlockTable.of([7, 3, HOLE], first_token=32).block_ids
     array([ 7,  3, -1])
@@ -36,7 +35,7 @@ class BlockTable:
 
     def __post_init__(self) -> None:
         ids: NDArray[Any] = np.empty(())
-        with suppress(ValueError):  # a ragged list makes no array
+        with suppress(ValueError):  # a ragged list
             ids = np.asarray(self.block_ids)
         if not ids.size or (ids.dtype.kind in "iu" and int(ids.max()) < 1 << 63):
             ids = ids.astype(np.int64)
@@ -50,14 +49,14 @@ class BlockTable:
 
     @classmethod
     def of(cls, block_ids: Sequence[int] | Ints, first_token: int = 0) -> BlockTable:
-        return cls(block_ids, first_token)  # type: ignore[arg-type]  # made an array when checked
+        return cls(block_ids, first_token)  # type: ignore[arg-type]  # converted by __post_init__
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
     """One request's block tables by group, and the token intervals that each destination group needs.
 
-    The first block is a prefix hit; the other 84 tokens are needed:
+    With the first block a prefix hit, and the other 84 tokens needed:
 
     >>> src, dst = {"full": BlockTable.of([4, 9, 7])}, {"full": BlockTable.of([2, 0, 5, 1, 3, 8, 6])}
     >>> Request(src, dst, need={"full": (Span(16, 100),)}, kept={"full": (Span(0, 16),)}).need
@@ -69,7 +68,7 @@ class Request:
     need: Mapping[str, Spans]
     """Tokens to load, by destination group; sorted, disjoint. Slot groups need their slot by default."""
     kept: Mapping[str, Spans] = field(default_factory=dict)
-    """Tokens that are already valid at the destination (prefix hits): never written."""
+    """Tokens that are already at the destination (prefix hits) and never written."""
 
     def __post_init__(self) -> None:
         check_tables("src", self.src)
@@ -81,17 +80,17 @@ class Request:
 
 
 def check_tables(what: str, tables: Mapping[str, BlockTable]) -> None:
-    """Raise unless every table is a ``BlockTable``: a plain list does not say where it starts."""
+    """Raise unless every table is a ``BlockTable``: a plain list lacks its first token."""
     for group, table in tables.items():
         if not isinstance(table, BlockTable):
             raise SpecError(
                 f"{what} table of group {group}: a BlockTable expected, got {table!r:.80};"
-                " BlockTable.of makes one of a list of block ids"
+                " use BlockTable.of(block_ids)"
             )
 
 
 def need_of(group: Group, num_tokens: int, num_kept: int = 0) -> Spans:
-    """The tokens that a group of a request of ``num_tokens`` must load, with ``num_kept`` already there.
+    """The tokens that a group must load of a request, with ``num_kept`` of ``num_tokens`` present.
 
     >>> need_of(Group("window", 9, 16, window=100, sinks=4), 300)
     (Span(start=0, stop=4), Span(start=200, stop=300))
@@ -105,7 +104,7 @@ def need_of(group: Group, num_tokens: int, num_kept: int = 0) -> Spans:
 
 
 def held_from(groups: Iterable[Group], tables: Mapping[str, BlockTable], num_tokens: int) -> int:
-    """The first token from which on every table has a block for each token. Slots hold no tokens.
+    """The first token from which every table has a block for each token. Slots have no tokens.
 
     >>> groups = Group("full", 9, 16), Group("window", 9, 32, window=40)
     >>> tables = {"full": BlockTable.of([1, 2, 3, 4, 5, 6, 7]), "window": BlockTable.of([HOLE, 3, 4, 5])}

@@ -1,4 +1,4 @@
-"""Runs: contiguous bytes from a source place to a destination place, and their merging."""
+"""Runs: copies of contiguous bytes from a source place to a destination place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ Regions are at most 2^47 bytes long, so places of two regions never touch."""
 
 
 def place(region_index: int, offset: int) -> int:
-    """The place of a byte."""
     return (region_index << REGION_SHIFT) + offset
 
 
@@ -56,15 +55,15 @@ class Runs:
 
     @cached_property
     def bits(self) -> int:
-        """Every bit that is set in some place or length: the lowest one is what all are aligned to."""
+        """The union of all bits of places and lengths: its lowest bit is the common alignment."""
         return int(np.bitwise_or.reduce(self.src | self.dst | self.num_bytes, initial=0))
 
     def part(self, start: int, stop: int) -> Runs:
-        """Those from one number to another, as views."""
+        """A slice, as views of the arrays."""
         if start <= 0 and stop >= len(self):
             return self
         some = Runs(self.src[start:stop], self.dst[start:stop], self.num_bytes[start:stop])
-        if self.each_bytes:  # so it is known of the part
+        if self.each_bytes:
             some.__dict__.update(each_bytes=self.each_bytes, total_bytes=self.each_bytes * len(some))
         return some
 

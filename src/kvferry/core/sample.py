@@ -1,4 +1,4 @@
-"""A typical request between two engines: for bills, demonstrations and tests."""
+"""Typical requests between two engines, for cost estimates, demonstrations and tests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def sample_request(
     num_kept: int = 0,
     placement: Placement = Placement.CONSECUTIVE,
 ) -> Request:
-    """A request of ``num_tokens``, of which the destination has the first ``num_kept`` already."""
+    """A request of ``num_tokens``, with the first ``num_kept`` already at the destination."""
     tables = _tables(src, num_tokens, placement, salt=1), _tables(dst, num_tokens, placement, salt=2)
     return Request(*tables, *need_and_kept(dst.groups, num_tokens, num_kept))
 
@@ -31,14 +31,14 @@ def sample_request(
 def need_and_kept(
     groups: Sequence[Group], num_tokens: int, num_kept: int
 ) -> tuple[dict[str, Spans], dict[str, Spans]]:
-    """What each group of a request needs, and what it has already, where the first ``num_kept`` are there."""
+    """The needed and the kept tokens of each group, with the first ``num_kept`` already there."""
     need = {group.name: need_of(group, num_tokens, num_kept) for group in groups}
     paged = (group.name for group in groups if group.addressing is not Addressing.SLOT)
     return need, dict.fromkeys(paged, (Span(0, num_kept),)) if num_kept else {}
 
 
 def _tables(manifest: Manifest, num_tokens: int, placement: Placement, salt: int) -> Mapping[str, BlockTable]:
-    """Block tables of every group: the blocks that its window touches, drawn from its pool."""
+    """Block tables of every group: blocks for its window, taken from its pool."""
     tables: dict[str, BlockTable] = {}
     drawn: dict[str, int] = {}
     for group in manifest.groups:
@@ -58,7 +58,7 @@ def _tables(manifest: Manifest, num_tokens: int, placement: Placement, salt: int
 
 
 def table_extent(group: Group, num_tokens: int) -> tuple[int, int]:
-    """(first token, number of blocks) that a group keeps of a request."""
+    """(first token, number of blocks) of a request in a group."""
     if group.addressing is Addressing.SLOT:
         return 0, 1
     if group.addressing is Addressing.RING:
@@ -69,7 +69,7 @@ def table_extent(group: Group, num_tokens: int) -> tuple[int, int]:
 
 
 def _stride(num_blocks: int, salt: int) -> int:
-    """A step through the pool that visits every block and never a neighbour, if there is room for one."""
+    """A step coprime to the number of blocks, so that consecutive ids are not adjacent."""
     stride = max(1, int(num_blocks * 0.382) + salt)
     while gcd(stride, num_blocks) > 1:
         stride += 1

@@ -1,9 +1,9 @@
 """From block tables and token intervals to runs: the hot path, array arithmetic only.
 
-A needed interval is cut at the block edges of both sides. Every *segment* between two cuts lies in one source
-block and one destination block; segments of one shape share a pattern, and pattern and block ids together are
-a *product*, which an outer sum turns into runs when somebody needs the list. Prefix hits, windows, holes and
-unequal block counts are all just intervals.
+A needed interval is cut at the block edges of both sides. Every *segment* between two cuts is in one source
+block and one destination block. Segments of one shape share a pattern; a pattern and its block ids form a
+*product*, which an outer sum expands into runs on demand. Prefix hits, windows, holes and unequal block
+counts are all just intervals.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvferry.errors import Refused, RequestError
 
 
 class Walk:
-    """One side's way through a request: which block a cell is in, and where in it."""
+    """Maps the cells of a request to blocks, on one side."""
 
     def __init__(
         self, group: Group, tables: Mapping[str, BlockTable], tokens_per_cell: int, side: str
@@ -51,29 +51,29 @@ class Walk:
         return RequestError(f"{self.side}-{code}", self.group.name, detail)
 
     def check(self, need: Spans, period: int) -> None:
-        """Refuse a table that cannot serve the need."""
+        """Raise unless the table covers the need."""
         if self.first % period:
             raise self._error("table-start", f"cell {self.first} is not a multiple of {period}")
         if self.group.addressing is not Addressing.TABLE and len(self.block_ids) != 1:
             raise self._error("table-length", f"one id expected, got {len(self.block_ids)}")
         if self.is_ring:
             if self.side == "src" and need[0].start < self.first:
-                detail = f"{show(need)} starts before its first cell {self.first}, which is overwritten"
+                detail = f"cells {show(need)} are needed, those before {self.first} are overwritten"
                 raise self._error("ring-short", detail)
             if need[-1].stop - need[0].start > self.num_cells:
                 raise self._error("ring-short", f"{show(need)} exceeds its {self.num_cells} cells")
             return
         has = Span(self.first, self.first + len(self.block_ids) * self.num_cells)
         if missing := subtract(need, (has,)):
-            detail = f"cells {show(missing)} lie outside its {len(self.block_ids)} blocks {has}"
+            detail = f"cells {show(missing)} are outside its {len(self.block_ids)} blocks {has}"
             raise self._error("table-short", detail)
 
     def block_start(self, cell: int) -> int:
-        """The first cell of the block that ``cell`` is in."""
+        """The first cell of the block of ``cell``."""
         return cell - (cell - self.first) % self.num_cells
 
     def cuts(self, span: Span) -> Ints:
-        """The start of a span that is not empty, and every block edge inside it."""
+        """The start of a non-empty span, and every block edge inside it."""
         cuts = np.arange(self.block_start(span.start), span.stop, self.num_cells)
         cuts[0] = span.start
         return cuts
@@ -88,29 +88,31 @@ class Walk:
         )
 
     def kept(self, kept: Spans, need: Spans) -> Spans:
-        """The kept cells; in a ring, as the cells that would come to sit in their place."""
+        """The kept cells; in a ring, also the cells that share their positions."""
         if not self.is_ring:
             return kept
         size, start, stop = self.num_cells, need[0].start, need[-1].stop
         if kept and kept[-1].stop - size > start:
-            detail = f"cells {show(need)} are needed where newer ones are kept, up to {kept[-1].stop}"
-            raise self._error("ring-short", f"{detail}: it has {size} cells")
+            detail = f"kept cells up to {kept[-1].stop} overwrite needed cells {show(need)}"
+            raise self._error("ring-short", f"{detail}: the ring has {size} cells")
         older = intersect(kept, (Span(max(0, stop - size), start),)) if stop - size < start else ()
         return (*kept, *(Span(span.start + size, span.stop + size) for span in older))
 
     def locate(self, cells: Ints) -> tuple[Ints, Ints]:
-        """Block id and place in the block of each cell."""
+        """Block id and position in the block of each cell."""
         index, inside = np.divmod(cells - self.first, self.num_cells)
         if self.is_ring:
             index = np.zeros_like(index)
         ids = self.block_ids[index]
         if ids.min() == HOLE:
-            raise self._error("hole", f"cell {int(cells[ids == HOLE][0])} lies in a hole")
+            raise self._error(
+                "hole", f"cell {int(cells[ids == HOLE][0])} has no block: its table entry is a hole"
+            )
         return ids, inside
 
 
 MAX_RUNS = 1 << 24
-"""The default limit: runs of one request to one destination rank. Making them takes some 60 bytes each."""
+"""The default limit: runs of one request to one destination rank, about 60 bytes each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,9 +124,9 @@ class Selection:
     """
 
     products: Mapping[int, Product]
-    """What to read from each source rank."""
+    """The transfer from each source rank."""
     blank: Product
-    """Destination places to fill with zeros (their source places repeat them)."""
+    """Destination places to fill with zeros; the source places are equal to them."""
 
     @classmethod
     def of(cls, reads: Mapping[int, Runs], zeros: Runs = NO_RUNS) -> Selection:
@@ -132,7 +134,7 @@ class Selection:
 
     @cached_property
     def reads(self) -> Mapping[int, Runs]:
-        """The same as lists of runs, neighbours merged; made when first asked for."""
+        """The products expanded into lists, adjacent runs merged."""
         return {src_rank: product.runs for src_rank, product in self.products.items()}
 
     @property
@@ -206,21 +208,21 @@ def select(
 
 
 def _check_number(products: Sequence[_Products], max_runs: int) -> None:
-    """Refuse a request that would shatter, before a list of its runs is made."""
+    """Refuse a request with too many runs, before the list is made."""
     if sum(len(term.pattern) * term.num_pairs for each in products for term in each.terms) <= max_runs:
-        return  # neighbours that merge would only make it fewer
+        return  # merging only lowers the number
     total = sum(each.num_runs for each in products)
     if total > max_runs:
         most = max(products, key=lambda each: each.num_runs)
         detail = (
-            f"the request would take {total:,} runs, at most {max_runs:,} are made; use the same layout of a"
-            " block on both sides, or larger blocks, or load fewer tokens at a time"
+            f"the request needs {total:,} runs, the limit is {max_runs:,}; use the same block layout on both"
+            " sides, or larger blocks, or load fewer tokens at a time"
         )
         raise RequestError("too-many-runs", most.lane.dst_group.name, detail)
 
 
 def _products(lane: Lane, request: Request, slack: Slack) -> _Products:
-    """One lane's runs, and its bytes to be zeroed, as products."""
+    """The transfers and the zeroing of one lane."""
     need, kept = _needed_cells(lane, request)
     if not need:
         return _Products(lane, [], [])
@@ -231,7 +233,7 @@ def _products(lane: Lane, request: Request, slack: Slack) -> _Products:
     free: Spans = ()
     if slack is Slack.CLEAR and lane.key.kind is Kind.PAGED:
         free = subtract(dst.touched(need), (*need, *dst.kept(kept, need)))
-        # What a ring holds beyond the need are other tokens: nothing to copy along.
+        # A ring holds other tokens outside the need, which must not be copied.
         need = _stretched(lane, need, free, src, dst) if free and not src.is_ring else need
     segments = list(_segments(need, src, dst, lane.period))
     blank = list(_segments(subtract(free, need), dst, dst, lane.dst_period))
@@ -247,12 +249,12 @@ def _products(lane: Lane, request: Request, slack: Slack) -> _Products:
 
 
 def _check_tables(manifest: Manifest, tables: Mapping[str, BlockTable], side: str) -> None:
-    """Ids in range, and no block twice: not in a table, not in two tables of one pool."""
+    """Check that ids are in range, and that no block occurs twice in the tables of one pool."""
     pools: dict[str, list[Ints]] = defaultdict(list)
     for name, table in tables.items():
         group = manifest.group_by_name.get(name)
         if group is None:
-            # By its side, not its name: engines of equal geometry share a route.
+            # Without the engine's name: engines of equal geometry share a route.
             engine = "source" if side == "src" else "destination"
             raise RequestError(f"{side}-group-unknown", name, f"the {engine} engine has no such group")
         if len(table.block_ids):
@@ -268,7 +270,7 @@ def _check_tables(manifest: Manifest, tables: Mapping[str, BlockTable], side: st
 
 
 def _check_tokens(manifest: Manifest, request: Request) -> None:
-    """Whatever is needed or kept is of a group that exists, and only groups with tokens keep some."""
+    """Check that needed and kept groups exist, and that no slot group keeps tokens."""
     for what, by_group in (("need", request.need), ("kept", request.kept)):
         for name in by_group:
             if name not in manifest.group_by_name:
@@ -299,21 +301,21 @@ def _needed_cells(lane: Lane, request: Request) -> tuple[Spans, Spans]:
     if size == 1:
         return need, kept
     need, kept = (_whole_cells(spans, size, lane.key.tail) for spans in (need, kept))
-    # Of complete cells this never happens: such a cell belongs to whoever has its last token.
+    # Only partial cells can be in both: a complete cell belongs to its last token.
     if both := intersect(need, kept):
-        detail = f"of cells {show(both)} some tokens are needed, others kept; {size} tokens move as one cell"
+        detail = f"cells {show(both)} have needed and kept tokens; the {size} tokens of a cell move together"
         raise RequestError("need-kept", name, detail)
     return need, kept
 
 
 def _whole_cells(tokens: Spans, size: int, tail: Tail) -> Spans:
-    """The cells of ``size`` tokens that exist because of these tokens."""
+    """The cells of ``size`` tokens that these tokens complete or, with a partial tail, touch."""
     up = size - 1 if tail is Tail.PARTIAL else 0
     return normal(Span(s.start // size, max(s.start, s.stop + up) // size) for s in tokens)
 
 
 def _stretched(lane: Lane, need: Spans, free: Spans, src: Walk, dst: Walk) -> Spans:
-    """The need with slack added at its ends wherever copying it along makes fewer runs."""
+    """The need, extended by slack at its ends where that makes fewer runs."""
 
     def num_runs(start: int, stop: int) -> int:
         cells = np.array([start])
@@ -346,7 +348,7 @@ def _segments(spans: Spans, src: Walk, dst: Walk, period: int) -> Iterator[tuple
         return
     cuts = [_cuts(span, src, dst) for span in spans]
     starts = np.concatenate(cuts) if len(cuts) > 1 else cuts[0]
-    # Where each segment ends the next one begins, but for the last of every span.
+    # Each segment ends where the next one starts, except the last of every span.
     stops = np.empty_like(starts)
     stops[:-1] = starts[1:]
     at = 0
@@ -372,7 +374,7 @@ def _cuts(span: Span, src: Walk, dst: Walk) -> Ints:
 
 
 def _alike(keys: Ints, order: Ints) -> Iterator[tuple[Shape, Ints | slice]]:
-    """The distinct columns of ``keys``, each with where it stands in an order of them."""
+    """The distinct columns of ``keys``, each with its positions in ``order``."""
     first = keys[:, :1]
     if (keys == first).all():
         yield Shape(*first[:, 0].tolist()), slice(None)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvferry.errors import SpecError
 
 MAX_STOP = 1 << 62
-"""Beyond any token or byte; sums of two such numbers still fit 63 bits."""
+"""Larger than any token or byte offset; the sum of two still fits 63 bits."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -43,11 +43,11 @@ class Span:
 
 
 Spans = tuple[Span, ...]
-"""Sorted spans, none empty, none touching its neighbour: one form for one set of integers."""
+"""Sorted, non-empty spans that do not touch: the canonical form of a set of integers."""
 
 
 def normal(spans: Iterable[Span]) -> Spans:
-    """The same set of integers in the one form that ``Spans`` promises."""
+    """The canonical form of a set of integers."""
     if isinstance(spans, tuple) and len(spans) == 1 and len(spans[0]):
         return spans  # the common case, many times per request
     merged: list[Span] = []
@@ -60,7 +60,6 @@ def normal(spans: Iterable[Span]) -> Spans:
 
 
 def intersect(a: Sequence[Span], b: Sequence[Span]) -> Spans:
-    """The integers in both."""
     both: list[Span] = []
     x, y = normal(a), normal(b)
     i = j = 0
@@ -96,7 +95,6 @@ def subtract(a: Sequence[Span], b: Sequence[Span]) -> Spans:
 
 
 def holds(spans: Spans, value: int) -> bool:
-    """Whether a value lies in sorted spans."""
     at = bisect_right(spans, value, key=lambda span: span.start)
     return at > 0 and value in spans[at - 1]
 
@@ -106,5 +104,4 @@ def count(spans: Iterable[Span]) -> int:
 
 
 def show(spans: Iterable[Span]) -> str:
-    """The spans as people write them."""
     return " ".join(str(span) for span in spans) or "nothing"

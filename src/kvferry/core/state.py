@@ -1,4 +1,4 @@
-"""What a cache is made of: states, their axes, and the groups that share a block table."""
+"""States, their axes, and the groups that share a block table."""
 
 from __future__ import annotations
 
@@ -11,20 +11,16 @@ from kvferry.core.box import TOKEN
 from kvferry.errors import SpecError
 
 BYTE = "byte"
-"""The name by which a digest tells the words of a long item apart."""
+"""The axis name that a digest uses for the words of a long item."""
 
 MAX_AXIS = 1 << 20
-"""The longest axis, and the largest block, in cells: a guard against nonsense, not a limit of the method."""
+"""The longest axis, and the largest block, in cells: a sanity check, not a limit of the method."""
 MAX_BYTES = 1 << 47
 """The largest region, offset or stride: 128 TiB."""
 
 
 class Kind(StrEnum):
-    """Whether a state grows with the request.
-
-    >>> Kind("paged") is Kind.PAGED
-    True
-    """
+    """Whether a state grows with the request."""
 
     PAGED = "paged"
     """One cell per token (or per few tokens)."""
@@ -33,22 +29,17 @@ class Kind(StrEnum):
 
 
 class Tail(StrEnum):
-    """Handling of tokens that do not fill the last cell of several tokens.
-
-    >>> block = State("layers.0/block", (), 4096, "opaque", tokens_per_cell=16, tail=Tail.PARTIAL)
-    >>> block.tail, block.cell_bytes
-    (<Tail.PARTIAL: 'partial'>, 4096)
-    """
+    """Handling of tokens that do not fill the last cell of several tokens."""
 
     COMPLETE = "complete"
-    """A cell exists once all of its tokens are computed (compressed caches)."""
+    """The cell exists once all of its tokens are computed (compressed caches)."""
     PARTIAL = "partial"
-    """A cell exists from its first token on (an opaque block is such a cell)."""
+    """The cell exists from its first token on (opaque blocks)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A named axis of a state and how many coordinates it has over all ranks.
+    """A named axis of a state, and its size over all ranks.
 
     >>> Axis("head", 0)
     Traceback (most recent call last):
@@ -66,7 +57,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """One logical array of one layer; both engines must agree on it.
+    """One logical array of one layer; equal on both engines.
 
     >>> k = State("layers.0/k", (Axis("head", 8), Axis("channel", 128)), item_bytes=2, dtype="bf16")
     >>> k.cell_bytes
@@ -75,16 +66,16 @@ class State:
 
     name: str
     axes: tuple[Axis, ...]
-    """The axes besides the token axis, in no particular order."""
+    """The axes besides the token axis, in any order."""
     item_bytes: int
-    """Bytes of one item: the smallest thing that is never cut. An opaque cell is one item."""
+    """Bytes of one item: the smallest unit that is never split. An opaque cell is one item."""
     dtype: str
-    """What an item is (``bf16``, ``fp8_e4m3``, ``opaque`` …): equal on both sides, or refused."""
+    """``bf16``, ``fp8_e4m3``, ``opaque`` …: must be equal on both sides."""
     kind: Kind = Kind.PAGED
     tokens_per_cell: int = 1
     tail: Tail = Tail.COMPLETE
     encoding: str = "plain"
-    """How items are to be read beyond their dtype (scales inside, an unknown kernel's order …)."""
+    """The format of an item beyond its dtype (scales inside, an unknown kernel's order …)."""
     aliases: tuple[str, ...] = ()
     """Further names of this state: layers that share a cache."""
 
@@ -98,7 +89,7 @@ class State:
         check_range(f"{where}: tokens_per_cell", self.tokens_per_cell, 1, MAX_AXIS)
         names = [axis.name for axis in self.axes]
         if len(set(names)) < len(names):
-            raise SpecError(f"{where}: two axes of one name in {names}")
+            raise SpecError(f"{where}: axis names must differ, got {names}")
         if self.kind is Kind.RECURRENT and self.tokens_per_cell != 1:
             raise SpecError(f"{where}: a recurrent state has no tokens_per_cell")
 
@@ -108,11 +99,7 @@ class State:
 
 
 class Addressing(StrEnum):
-    """How a group maps a token to a cell.
-
-    >>> Group("window", num_blocks=8, tokens_per_block=128, addressing=Addressing.RING).addressing
-    <Addressing.RING: 'ring'>
-    """
+    """The mapping of a group's tokens to cells."""
 
     TABLE = "table"
     """A block table: block ids in the order of the tokens."""
@@ -135,11 +122,11 @@ class Group:
     tokens_per_block: int = 1
     addressing: Addressing = Addressing.TABLE
     pool: str = ""
-    """Groups of one pool draw from one set of block ids: an id belongs to one of them at a time."""
+    """Groups of one pool share a set of block ids; each id belongs to one group at a time."""
     window: int = 0
-    """How many tokens of history its states are read for; 0: all of them."""
+    """Number of most recent tokens that attention reads; 0: all."""
     sinks: int = 0
-    """How many first tokens are read besides the window."""
+    """Number of first tokens that attention reads besides the window."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -160,7 +147,7 @@ E = TypeVar("E", bound=StrEnum)
 
 
 def one_of(what: str, choices: type[E], value: str) -> E:
-    """A choice, also if it is given by its name alone; raises if it is none."""
+    """The member of this name; raises SpecError if there is none."""
     try:
         return choices(value)
     except ValueError:

@@ -1,13 +1,10 @@
-"""Where cells sit: separable addresses.
-
-The address of a cell is
+"""Cell addresses, which are separable:
 
     region + offset + block id × block stride + (one term per axis)
 
-and the term of an axis is written as *digits*: the coordinate in mixed radix, each digit with a byte
-stride of its own. A plain axis is one digit. A tile, a kernel block inside a scheduler block, a transposed
-or interleaved order is a few. A digit of which this rank holds only some values (context parallelism) says
-so.
+The term of an axis consists of *digits*: the coordinate in mixed radix, each digit with its own byte stride.
+A plain axis has one digit. A tile, a kernel block inside a scheduler block, a transposed or interleaved order
+has a few. Under context parallelism a rank holds only some values of a digit.
 """
 
 from __future__ import annotations
@@ -27,17 +24,16 @@ from kvferry.errors import SpecError
 Ints = NDArray[np.int64]
 
 MAX_PARTS = 1 << 12
-"""In how many separate parts a rank may hold an axis."""
+"""The most separate parts of an axis that a rank may hold."""
 
 BLOCK = "block"
-"""The axis of an array along which the blocks of its pool follow each other."""
+"""The name of an array's block axis."""
 
 NOT_HELD = -1
-"""In an array of byte offsets: this rank does not hold that coordinate."""
+"""The byte offset of a coordinate that this rank does not hold."""
 
 
 def is_inside(spans: Spans, values: Ints) -> NDArray[np.bool_]:
-    """Which of the values lie in sorted spans."""
     starts, stops = np.array([(s.start, s.stop) for s in spans], np.int64).reshape(-1, 2).T
     at = np.searchsorted(starts, values, side="right") - 1
     return np.asarray((at >= 0) & (values < stops[at]) if len(starts) else np.zeros(len(values), bool))
@@ -45,7 +41,7 @@ def is_inside(spans: Spans, values: Ints) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True, slots=True)
 class Digit:
-    """One digit of an axis: how many values it takes, and the bytes between neighbours.
+    """One digit of an axis: its number of values, and the bytes between neighbours.
 
     >>> Digit(16, stride=256), Digit(4, stride=0, held=Span(1, 2)).num_held
     (Digit(size=16, stride=256, held=None), 1)
@@ -69,14 +65,14 @@ class Digit:
 
 @dataclass(frozen=True, slots=True)
 class AxisMap:
-    """The coordinates ``start`` … of one axis in mixed radix, the most significant digit first.
+    """The coordinates of one axis from ``start`` on, in mixed radix, the most significant digit first.
 
     Sixteen tokens as four kernel blocks of four, 1,024 bytes apart:
 
     >>> AxisMap((Digit(4, 1024), Digit(4, 64))).offsets()[:6].tolist()
     [0, 64, 128, 192, 1024, 1088]
 
-    The second rank of two that take turns every two tokens:
+    The second of two context-parallel ranks with an interleave of two tokens:
 
     >>> turns = AxisMap((Digit(2, 128), Digit(2, 0, held=Span(1, 2)), Digit(2, 64)))
     >>> turns.offsets().tolist(), turns.spans()
@@ -97,12 +93,12 @@ class AxisMap:
 
     @property
     def size(self) -> int:
-        """How many coordinates the digits count through, held or not."""
+        """Number of coordinates, held or not."""
         return prod(digit.size for digit in self.digits)
 
     @property
     def period(self) -> int:
-        """After how many coordinates the set of held ones repeats; 1 if all are held."""
+        """Number of coordinates after which the set of held ones repeats; 1 if all are held."""
         for i, digit in enumerate(self.digits):
             if digit.num_held < digit.size:
                 return prod(d.size for d in self.digits[i:])
@@ -110,12 +106,12 @@ class AxisMap:
 
     @property
     def num_parts(self) -> int:
-        """In how many separate parts the held coordinates fall, at most."""
+        """An upper bound on the number of separate parts that are held."""
         cut = [i for i, digit in enumerate(self.digits) if digit.num_held < digit.size]
         return prod(digit.num_held for digit in self.digits[: cut[-1]]) if cut else 1
 
     def offsets(self) -> Ints:
-        """Byte offset of each coordinate from ``start`` on; ``NOT_HELD`` where this rank has none."""
+        """Byte offset of each coordinate from ``start`` on, or ``NOT_HELD``."""
         total, held = np.zeros(1, np.int64), np.ones(1, bool)
         for digit in self.digits:
             values = np.arange(digit.size, dtype=np.int64)
@@ -128,7 +124,6 @@ class AxisMap:
         return offsets
 
     def spans(self) -> Spans:
-        """The coordinates that this rank holds."""
         if self.period == 1:
             return (Span(self.start, self.start + self.size),)
         held = np.flatnonzero(self.offsets() != NOT_HELD) + self.start
@@ -155,11 +150,11 @@ class View:
     block_stride: int
     """Bytes from a block (or slot) to the next one."""
     axes: tuple[tuple[str, AxisMap], ...]
-    """Axis name and map, sorted by name; the token axis counts the cells of one block."""
+    """Axis names and maps, sorted by name; the token axis has the cells of one block."""
 
     def __post_init__(self) -> None:
         for what, value, low in (("offset", self.offset, 0), ("block_stride", self.block_stride, 1)):
-            # Engines have views by the hundred thousand: the text is made for one that is wrong.
+            # Formatting the text for each of a hundred thousand views would be slow.
             if type(value) is not int or not low <= value <= MAX_BYTES:
                 check_range(f"view of {self.state}: {what}", value, low, MAX_BYTES)
         names = [name for name, _ in self.axes]
@@ -194,8 +189,8 @@ class View:
     ) -> View:
         """A view of an array by its own shape and strides, in bytes (of a torch tensor: times its item size).
 
-        ``axes`` names the array's axes in their order, one of them ``block``; ``start`` says where the part
-        of an axis that this rank holds begins; ``offset`` is where the array starts in its region.
+        ``axes`` names the array's axes in order, one of them ``block``; ``start`` has the first coordinate of
+        this rank per axis (default 0); ``offset`` is the array's first byte in its region.
 
         >>> cache = np.zeros((100, 2, 16, 4, 64), np.float16)  # block, K or V, token, head, channel
         >>> k, v = cache[:, 0], cache[:, 1]
@@ -212,7 +207,8 @@ class View:
             )
         if unknown := sorted(starts.keys() - set(names) | starts.keys() & {BLOCK, TOKEN}):
             raise SpecError(
-                f"view of {state}: start is given for {unknown}, which begin at 0 or are not there"
+                f"view of {state}: start must name axes of the array besides {BLOCK!r} and {TOKEN!r},"
+                f" got {unknown}"
             )
         steps = dict(zip(names, zip(map(int, shape), map(int, strides), strict=True), strict=True))
         _, block_stride = steps.pop(BLOCK)
@@ -223,7 +219,7 @@ class View:
         return dict(self.axes)[name]
 
     def box(self) -> Box:
-        """What this rank holds of the state. Of many views ask the rank, which makes equal boxes once."""
+        """The part of the state that this rank holds. ``Rank.boxes`` has these, equal ones as one object."""
         period = next((axis.period for name, axis in self.axes if name == TOKEN), 1)
         spans = ((name, axis.spans() if name != TOKEN else _residues(axis)) for name, axis in self.axes)
         return Box(tuple(spans), period)
@@ -234,7 +230,7 @@ class View:
 
 
 def _residues(axis: AxisMap) -> Spans:
-    """The held cells of a block, modulo the period in which they repeat."""
+    """The held cells of a block, modulo the period."""
     if axis.period == 1:
         return EVERY
     lowest = next(i for i, d in enumerate(axis.digits) if d.num_held < d.size)

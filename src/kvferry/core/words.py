@@ -1,8 +1,7 @@
-"""Numbers of things, in sentences."""
+"""Counts with their nouns, for messages."""
 
 from __future__ import annotations
 
 
 def counted(number: int, noun: str) -> str:
-    """So many of something."""
     return f"{number:,} {noun}{'s' * (number != 1)}"

@@ -1,1 +1,1 @@
-"""What this machine lends us: files of this user's alone, memory that others see, perhaps a compiler."""
+"""Resources of the host: private files, shared memory, sockets, threads."""

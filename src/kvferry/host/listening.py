@@ -10,21 +10,20 @@ from pathlib import Path
 
 _LISTENS = "0A"
 _ACCEPTS = 1 << 16
-"""Of the flags of a Unix socket."""
+"""A flag of Unix sockets."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Listener:
-    """One socket. A UDP socket counts as soon as it has a port."""
+    """One listening socket, or a UDP socket with a port."""
 
     kind: str
     """``tcp``, ``udp`` or ``unix``."""
     address: str
-    """``HOST:PORT``, a path, or ``@NAME`` for a socket that has no file."""
+    """``HOST:PORT``, a path, or ``@NAME`` for an abstract socket."""
 
     @property
     def host(self) -> str:
-        """Of a TCP or UDP socket."""
         return self.address.rpartition(":")[0]
 
 
@@ -46,7 +45,6 @@ def listeners(pid: int | str = "self") -> set[Listener]:
 
 
 def _inodes(pid: int | str) -> Iterator[str]:
-    """Of a process's sockets."""
     for entry in os.scandir(f"/proc/{pid}/fd"):
         try:
             target = os.readlink(entry.path)
@@ -78,7 +76,7 @@ def _rows(pid: int | str, table: str) -> Iterator[list[str]]:
 
 
 def _host(text: str) -> str:
-    """As users write it.
+    """The usual notation of an address.
 
     >>> _host("0100007F"), _host("00000000000000000000000001000000")
     ('127.0.0.1', '[::1]')

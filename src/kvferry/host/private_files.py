@@ -21,12 +21,12 @@ MAX_NAME_CHARACTERS = 150
 
 
 def own_folder() -> Path:
-    """This user's folder for such files, which nobody else may look into; made if it is not there."""
+    """This user's private folder below the temporary folder; created if missing."""
     return _made_alone(Path(tempfile.gettempdir()) / f"kvferry-{os.geteuid()}")
 
 
 def cache_folder() -> Path:
-    """This user's folder for what can be made again; made if it is not there."""
+    """This user's private cache folder; created if missing."""
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:
@@ -45,7 +45,7 @@ def _made_alone(path: Path) -> Path:
 
 
 def write_private(folder: str | Path, name: str, data: bytes) -> Path:
-    """Write a file that only this user can read. What is there under its name is replaced, never followed."""
+    """Write a file that only this user can read. An existing file or link is replaced, never followed."""
     if len(data) > MAX_FILE_BYTES:
         raise SpecError(f"{name} would have {len(data)} bytes, more than {MAX_FILE_BYTES}: it is not written")
     path = Path(folder) / re.sub(r"[^A-Za-z0-9_.-]", "_", name)[-MAX_NAME_CHARACTERS:].lstrip(".")
@@ -60,7 +60,7 @@ def write_private(folder: str | Path, name: str, data: bytes) -> Path:
         with open(opened, "wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())  # a machine that stops must not leave half a library for the next start
+            os.fsync(file.fileno())  # the file must be complete after a crash of the machine
         made.replace(path)
     except BaseException:
         made.unlink(missing_ok=True)
@@ -69,23 +69,22 @@ def write_private(folder: str | Path, name: str, data: bytes) -> Path:
 
 
 SEAL_FUTURE_WRITE = 0x10
-"""``F_SEAL_FUTURE_WRITE``, which older Pythons do not name. Before Linux 5.1, nothing is shared."""
+"""``F_SEAL_FUTURE_WRITE``, which older Pythons lack; needs Linux 5.1."""
 PLACE = re.compile(r"/proc/[0-9]{1,10}/fd/[0-9]{1,10} [a-z-]{1,64}[0-9a-f]{32}")
 
 
-# Memory that other processes of this user, on this host, can look at by its name.
+# Memory that other processes of this user on this host can read.
 #
-# It is named by where it is found and by what it must be called there: ``/proc/PID/fd/NUMBER NAME``. The
-# name holds 128 random bits: what is found in its place on another host, or later, has another one. Nothing
-# that is opened can harm who opens it: the name is compared before, nobody but its owner can write to it,
-# and it cannot be cut off below a reader's feet.
+# Its place is ``/proc/PID/fd/NUMBER NAME``. The name has 128 random bits, so another file at the same path
+# (on another host, or later) is detected. Readers are safe: the name is compared before opening, only the
+# owner can write, and the memory cannot shrink.
 
 
 class SharedMemory:
-    """Memory of this process, which others can look at, and not change."""
+    """Memory of this process that others can only read."""
 
     def __init__(self, prefix: str, num_bytes: int) -> None:
-        """Raises OSError where there is no such memory."""
+        """Raises OSError if the system does not support it."""
         if not hasattr(os, "memfd_create"):
             raise OSError("this system does not support memfd_create")
         name = prefix + secrets.token_hex(16)
@@ -96,24 +95,24 @@ class SharedMemory:
         seals = SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         self.place = f"/proc/{os.getpid()}/fd/{fd} {name}"
-        """Where others look."""
+        """The argument of ``open_place``."""
 
     def close(self) -> None:
-        """Let go of it; once is enough. Whoever looks at it keeps it until then."""
+        """Idempotent. Processes that have mapped the memory keep it."""
         self.memory.close()
         self._close()
 
 
 def open_place(place: str, prefix: str) -> int:
-    """A descriptor of somebody's memory, to be read; raises OSError if that is not there, or another one."""
+    """A read-only descriptor of shared memory; raises OSError if it does not exist."""
     if not PLACE.fullmatch(place):
         raise OSError("its path is invalid")
     path, name = place.split(" ")
     if not name.startswith(prefix) or os.readlink(path) != f"/memfd:{name} (deleted)":
         raise OSError(f"{path} is a different file")
-    # Also what only looks like such memory must not keep us waiting.
+    # O_NONBLOCK: opening another kind of file must not block.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-    if os.readlink(f"/proc/self/fd/{fd}") != f"/memfd:{name} (deleted)":  # it was changed meanwhile
+    if os.readlink(f"/proc/self/fd/{fd}") != f"/memfd:{name} (deleted)":  # replaced in the meantime
         os.close(fd)
         raise OSError(f"{path} is a different file")
     return fd

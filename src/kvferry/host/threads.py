@@ -1,6 +1,6 @@
-"""The loops that this package's threads run, but for those of ZeroMQ's sockets and of a NIXL agent.
+"""The loops of this package's threads, except those of ZeroMQ sockets and NIXL agents.
 
-Nothing that a job, an event, a socket or a turn raises ends a thread.
+No exception of a job, an event, a socket or a turn ends a thread.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ log = log_of(__name__)
 
 LONGEST_WAIT_S = 3600.0
 EVENTS_AT_ONCE = 64
-"""Events of a loop's inbox before its sockets get their turn."""
+"""Events of the inbox between two polls of the sockets."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def quietly(work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-    """Do it; what goes wrong is worth a line, not a dead thread."""
+    """Call ``work``, and log its errors."""
     try:
         work(*args, **kwargs)
     except KVFerryError as error:
@@ -40,13 +40,10 @@ def quietly(work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
 
 
 class InboxThread(Generic[T]):
-    """Hands over what is put into its inbox, in that order.
-
-    No lock is held while it waits: a hand-over is what a short load spends its time on.
-    """
+    """Passes the items of its inbox to a function, in order. ``SimpleQueue`` keeps the hand-over fast."""
 
     def __init__(self, name: str, step: Callable[[list[T]], float | None], most_at_once: int = 1) -> None:
-        """``step`` gets what has come, and says for how many seconds it may be left alone; None: it ends."""
+        """``step`` gets new items, and returns its timeout in seconds, or None to end the thread."""
         self._inbox: SimpleQueue[T | None] = SimpleQueue()
         self._step, self._most_at_once = step, most_at_once
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -60,17 +57,17 @@ class InboxThread(Generic[T]):
         return self._inbox.qsize()
 
     def close(self) -> None:
-        """Do what was put so far; whatever comes after that stays where it is."""
+        """End the thread after the items that are in the inbox now."""
         self._inbox.put(None)
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Whether the thread has ended in time, or never began."""
+        """Whether the thread has ended in time, or never started."""
         if self.thread.is_alive():
             self.thread.join(timeout_s)
         return not self.thread.is_alive()
 
     def take(self, seconds: float) -> tuple[list[T], bool]:
-        """What is in the inbox, after at most so long; and whether there may be more."""
+        """The items in the inbox, after at most ``seconds``, and whether the inbox is open."""
         items: list[T] = []
         try:
             taken = self._inbox.get(timeout=min(max(0.0, seconds), LONGEST_WAIT_S))
@@ -95,7 +92,7 @@ Job = Callable[[], object]
 
 
 class JobThread(InboxThread[Job]):
-    """Does one job after another, from the first one on."""
+    """Runs jobs one after another."""
 
     def __init__(
         self,
@@ -104,7 +101,7 @@ class JobThread(InboxThread[Job]):
         idle_s: float = LONGEST_WAIT_S,
         may_leave: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``may_leave`` is asked after so many seconds in which nothing came."""
+        """After ``idle_s`` without a job, the thread ends if ``may_leave()``."""
         super().__init__(name, self._do)
         self._idle_s, self._may_leave = idle_s, may_leave
         self.put(first)
@@ -117,24 +114,21 @@ class JobThread(InboxThread[Job]):
             jobs.pop()()
         except Exception:
             log.exception("unexpected error; %s continues", self.thread.name)
-        time.sleep(0)  # a caller may be waiting for the interpreter: let it in between two jobs
+        time.sleep(0)  # release the GIL between two jobs
         return self._idle_s
 
 
 class SocketLoop:
-    """Owns plain sockets: waits for all of them at once, and for what is in its inbox.
-
-    ``turn`` is called after each batch of events, and when the time comes that it named last.
-    """
+    """Owns plain sockets: waits for all of them, and for events in its inbox."""
 
     def __init__(self, name: str, turn: Callable[[float], float]) -> None:
-        """``turn`` gets the time, and says when to come again at the latest."""
+        """``turn`` is called with the time after each batch of events, and returns when to call it next."""
         self._turn = turn
         self._inbox: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
-        """Guards ``_woken``, which is closed by the thread when it ends."""
+        """Guards ``_woken``, which the thread closes at its end."""
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # The thread's alone:
+        # Used by the thread only:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, selectors.EVENT_READ, self._wake_up)
         self._is_open = True
@@ -146,10 +140,10 @@ class SocketLoop:
         self._thread.start()
 
     def put(self, event: Callable[[], None]) -> None:
-        """Have something done by the thread; never blocks."""
+        """Call ``event`` in the thread; never blocks."""
         self._inbox.append(event)
         if threading.current_thread() is self._thread:
-            return  # which looks there before it waits
+            return  # the loop checks its inbox before it waits
         with self._lock:
             if self._woken >= 0:
                 os.eventfd_write(self._woken, 1)
@@ -159,18 +153,17 @@ class SocketLoop:
         return len(self._inbox)
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Whether the thread has ended in time."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     # ---- in the thread
 
     def stop(self) -> None:
-        """End the thread after what is in its inbox; its sockets are closed by then."""
+        """End the thread after the events in its inbox, which close its sockets."""
         self._is_open = False
 
     def watch(self, which: socket.socket, ready: Callable[[], None], *, for_room: bool = False) -> None:
-        """Call ``ready`` when there is something to receive, or room to send."""
+        """Call ``ready`` when the socket is readable, or writable if ``for_room``."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if for_room else 0)
         if which in self._selector.get_map():
             self._selector.modify(which, events, ready)
@@ -200,7 +193,7 @@ class SocketLoop:
         try:
             until = self._turn(monotonic())
             return 0.0 if self._inbox else until
-        except Exception:  # this thread serves everybody
+        except Exception:
             log.exception("unexpected error; the thread continues")
             return monotonic() + 1.0
 

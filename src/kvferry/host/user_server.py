@@ -1,4 +1,4 @@
-"""A server for processes of the same user on this host: the kernel says whose process has connected."""
+"""A server for processes of the same user on this host, checked by peer credentials."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ROOT = 0
 PEER = struct.Struct("3i")
 """Process, user and group."""
 PAUSE_SECONDS = 0.1
-"""After an error of the listening socket: the process may have no room for another file, which may pass."""
+"""After an error of ``accept``, such as too many open files."""
 
 
 class UserServer:
-    """Answers one caller after another, in a thread of its own; others than this user and root are refused.
+    """Answers one caller after another in its own thread; only this user and root may connect.
 
-    A caller may keep those behind it waiting for ``seconds``. No error of a caller ends the thread; a
-    PermissionError that ``answer`` raises is worth a line in the log.
+    ``seconds`` is the time limit per caller. No error of a caller ends the thread; a PermissionError from
+    ``answer`` is logged.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class UserServer:
         try:
             caller, _ = self._socket.accept()
         except (BlockingIOError, ConnectionAbortedError):
-            return  # it has gone by itself
+            return  # the caller has disconnected
         except OSError as error:
             self._warn(str(error))
             sleep(PAUSE_SECONDS)
@@ -58,15 +58,15 @@ class UserServer:
 
     @staticmethod
     def _check_user(caller: socket.socket) -> None:
-        """Raises PermissionError, before anything is waited for. No process can claim another user."""
+        """Raises PermissionError for other users. The credentials come from the kernel."""
         _, user, _ = PEER.unpack(caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
         if user not in (ROOT, os.geteuid()):
-            raise PermissionError(f"it belongs to user {user}, and this process to user {os.geteuid()}")
+            raise PermissionError(f"the caller runs as user {user}, this process as user {os.geteuid()}")
 
     def _warn(self, why: str) -> None:
         self._num_refused += 1
         if is_worth_a_line(self._num_refused):
-            log.warning("%s: a request was not answered (%d so far): %s", self._name, self._num_refused, why)
+            log.warning("%s: rejected a request (%d so far): %s", self._name, self._num_refused, why)
 
     def close(self) -> None:
         self._loop.put(self._loop.stop)

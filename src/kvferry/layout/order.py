@@ -1,8 +1,8 @@
-"""Pages as orders: the little language in which layouts are written.
+"""Orders: a small language for memory layouts.
 
-Any memory layout of a cache is an *order* of steps from the outermost to the innermost: loops over an axis
-(``token``, ``head`` …), tiles (the low digit of an axis), and forks, where layers or parts follow one
-another. From an order and local sizes, every byte offset and stride follows:
+A memory layout is an *order* of steps from the outermost to the innermost: loops over an axis (``token``,
+``head`` …), tiles (the low digit of an axis), and forks, where layers or parts follow one another. An order
+and the local sizes determine every byte offset and stride:
 
 >>> sizes = {"token": 16, "head": 2, "channel": 64}
 >>> k, v = (Leaf("layers.0", part, sizes, item_bytes=2) for part in "kv")
@@ -26,7 +26,7 @@ BLOCK, LAYER, PART, TOKEN = "block", "layer", "part", "token"
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The low digit of an axis: ``size`` neighbouring coordinates. The plain axis is then the rest."""
+    """The low digit of an axis: ``size`` neighbouring coordinates. A loop over the axis covers the rest."""
 
     axis: str
     size: int
@@ -34,7 +34,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Parts that follow one another, each with an order of its own for all that remains."""
+    """Parts that follow one another, each with its own order of the remaining steps."""
 
     branches: tuple[tuple[tuple[str, ...], Order], ...]
 
@@ -49,7 +49,7 @@ Order = tuple[Step, ...]
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One part of one layer's cache on one rank: its local sizes, and the bytes of an item."""
+    """One part of one layer's cache on one rank, with its local sizes."""
 
     layer: str
     part: str
@@ -65,12 +65,12 @@ class Repeat:
     count: int
     inner: Node
     pitch: int
-    """Bytes from one copy to the next: at least those of ``inner``; more where pages are padded."""
+    """Bytes from one copy to the next: those of ``inner``, or more if pages are padded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Different things, one after another."""
+    """Different nodes, one after another."""
 
     children: tuple[Node, ...]
 
@@ -80,7 +80,7 @@ Node = Leaf | Repeat | Row
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """Where a leaf ended up: its offset, and (count, stride) of the digits of each axis."""
+    """The location of a leaf: its offset, and (count, stride) of the digits of each axis."""
 
     leaf: Leaf
     offset: int
@@ -98,7 +98,7 @@ def num_bytes(node: Node) -> int:
 
 
 def spots(node: Node, offset: int = 0) -> Iterator[Spot]:
-    """Every leaf below a node, with where it sits."""
+    """Every leaf below a node, with its location."""
     match node:
         case Leaf():
             yield Spot(node, offset)
@@ -116,7 +116,7 @@ def spots(node: Node, offset: int = 0) -> Iterator[Spot]:
 def grow(
     order: Order, leaves: Sequence[Leaf], *, num_blocks: int, page_bytes: Callable[[int], int] = lambda n: n
 ) -> Node:
-    """Build the tree of an order. ``page_bytes`` says how many bytes a block of n bytes is padded to."""
+    """Build the tree of an order. ``page_bytes`` maps the bytes of a block to the padded number."""
     if not order:
         if len(leaves) != 1:
             raise SpecError(f"an order ends without separating {[leaf.part for leaf in leaves]}")
@@ -152,7 +152,7 @@ def grow(
 
 
 def _count(axis: str, rest: Order, leaves: Sequence[Leaf]) -> int:
-    """How often a loop over ``axis`` turns: what its tiles further in leave. 0: no leaf has the axis."""
+    """Iterations of a loop over ``axis``, given its inner tiles. 0: no leaf has the axis."""
     counts = set()
     for leaf in leaves:
         tiled = prod(tile.size for tile in _tiles(rest, leaf.part) if tile.axis == axis)
@@ -182,7 +182,7 @@ def in_kernel_blocks(order: Order, num_tokens: int) -> Order:
 
 
 def _capped(order: Order, num_tokens: int) -> Order:
-    """Every plain loop over tokens becomes a tile, so that a loop further out can take the rest."""
+    """The order with every loop over tokens replaced by a tile, for a loop further out."""
     steps: list[Step] = []
     for at, step in enumerate(order):
         if step == TOKEN:
@@ -209,7 +209,7 @@ NAMED = {
     "cross-layer": "BLHNKC",
     "cross-layer-NHD": "BLNHKC",
 }
-"""Friendly names. Head-major or token-major; K and V packed per token, as halves of a block, or apart."""
+"""Named layouts: head-major or token-major; K and V packed per token, as halves of a block, or apart."""
 
 PACKED = {
     # CPU attention, vector units: K transposed, V plain (offsets K[c*N + t], V[N*D + t*D + c]).
@@ -222,20 +222,18 @@ PACKED = {
 """Layouts whose K and V differ inside a (block, head): K's order, V's order; n16 is a tile of 16 tokens."""
 
 OPAQUE = "opaque"
-"""Whole blocks of an unknown kernel: moved as they are, or not at all."""
+"""Whole blocks of an unknown kernel, which are only moved unchanged."""
 
 
-# Layouts by name.
-#
 # A layout orders the letters L (layer), B (block), H (head), N (token), K (K or V) and C (channel),
-# outermost first; any permutation is a layout. Where K is left out it stands before C: K and V packed per
-# token. Where K and V are ordered differently inside a block and head, brackets say how: ``LBH[CN|NC]`` has
-# K transposed.
+# outermost first. Any permutation is a layout. If K is omitted, it comes before C: K and V packed per token.
+# If K and V have different orders inside a block and head, both are in brackets: in ``LBH[CN|NC]`` K is
+# transposed.
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """An order for plain attention, and how blocks and layers nest for every other kind of cache."""
+    """An order for plain attention; its nesting of blocks and layers applies to all caches."""
 
     name: str
     order: Order
@@ -251,7 +249,7 @@ class Layout:
 
 
 def packed_interior(name: str) -> Order:
-    """The order of K and V inside a (block, head), of a layout where they differ."""
+    """The order inside a (block, head) of a layout with different orders of K and V."""
     return layout(name).order[-1:]
 
 
@@ -282,7 +280,7 @@ _INTERIOR = re.compile(r"[NC]|[nc][1-9][0-9]{0,5}")
 
 
 def _interior(name: str, text: str) -> Order:
-    """The order inside a (block, head): N and C once each, tiles as n16 or c2 behind them."""
+    """The order inside a (block, head): N and C once each, followed by tiles such as n16 or c2."""
     found = _INTERIOR.findall(text)
     plain = [letter for letter in found if letter in _LETTERS]
     tiles_first = any(

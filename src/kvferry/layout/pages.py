@@ -1,4 +1,4 @@
-"""The kinds of pages that caches are made of, whatever the engine."""
+"""The kinds of cache pages, independent of the engine."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from kvferry.layout.order import Fork, Leaf, Order
 
 
 class Sharding(StrEnum):
-    """How an axis is spread over the ranks of tensor parallelism."""
+    """The distribution of an axis over tensor-parallel ranks."""
 
     WHOLE = "whole"
     """Every rank holds all of it (MLA latents, indexer keys)."""
     EVEN = "even"
-    """Equal parts; sizes that do not divide are refused (recurrent states)."""
+    """Equal parts; the size must be divisible (recurrent states)."""
     SPREAD = "spread"
-    """Each rank holds whatever its share touches: equal parts where they divide, one coordinate on
-    several ranks where there are more ranks than coordinates (KV heads)."""
+    """Equal parts, rounded outwards: with more ranks than coordinates, several ranks hold the same one (KV
+    heads)."""
 
 
 def held(sharding: Sharding, size: int, rank: int, num_ranks: int, *, what: str = "an axis") -> Span:
@@ -46,10 +46,10 @@ def held(sharding: Sharding, size: int, rank: int, num_ranks: int, *, what: str 
 
 
 def stages(num_layers: int, sizes: Sequence[int] | int) -> list[range]:
-    """The layers of each pipeline stage: given sizes, or a number of stages as equal as can be."""
+    """The layers of each pipeline stage, from their sizes or from the number of stages."""
     if isinstance(sizes, int):
         if not 1 <= sizes <= num_layers:
-            raise SpecError(f"{num_layers} layers do not make {sizes} pipeline stages")
+            raise SpecError(f"{num_layers} layers cannot be split into {sizes} pipeline stages")
         edges = [stage * num_layers // sizes for stage in range(sizes + 1)]
     else:
         if sum(sizes) != num_layers or min(sizes, default=0) < 1:
@@ -59,22 +59,22 @@ def stages(num_layers: int, sizes: Sequence[int] | int) -> list[range]:
 
 
 def turn(rank: int, num_ranks: int) -> Digit:
-    """The digit of the token axis that says whose turn it is under context parallelism."""
+    """The digit of the token axis that selects the context-parallel rank."""
     return Digit(num_ranks, 0, None if num_ranks == 1 else Span(rank, rank + 1))
 
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "uint8": 1}
-"""Bytes of an element, by our name of its dtype."""
+"""Bytes of an element, by dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """The smallest thing that is never cut: an element, or a packed row, or a whole opaque block."""
+    """The smallest unit that is never split: an element, a packed row, or an opaque block."""
 
     dtype: str
     num_bytes: int
     encoding: str = "plain"
-    """What else both sides must share to read it."""
+    """The format beyond the dtype, equal on both sides."""
 
     @classmethod
     def of(cls, dtype: str) -> Item:
@@ -83,7 +83,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """An axis of a part, its size over all ranks, and how tensor parallelism spreads it."""
+    """An axis of a part, with its size over all ranks."""
 
     axis: str
     size: int
@@ -115,11 +115,11 @@ EVEN, SPREAD = Sharding.EVEN, Sharding.SPREAD
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What one layer keeps in one block, or in one slot: its parts, and the order in which they lie."""
+    """The parts of one layer in one block or slot, and their order in memory."""
 
     parts: tuple[PagePart, ...]
     order: Order | None = None
-    """From the outermost loop to the innermost; ``None``: the engine's layout decides."""
+    """``None``: the engine's layout."""
     kind: Kind = Kind.PAGED
     tokens_per_cell: int = 1
     tail: Tail = Tail.COMPLETE
@@ -132,7 +132,7 @@ class Page:
         return next(part for part in self.parts if part.name == name)
 
     def states(self, name: str, aliases: tuple[str, ...] = ()) -> Iterator[State]:
-        """One state per part, for a cache of this name and for those that share it."""
+        """One state per part; ``aliases`` are the caches that share it."""
         for part in self.parts:
             yield State(
                 f"{name}/{part.name}",
@@ -151,7 +151,7 @@ class Page:
 
 
 def k_and_v(num_heads: int, widths: tuple[int, int], items: tuple[Item, Item]) -> tuple[PagePart, ...]:
-    """K and V, one pair per KV head: the widths of both, and the items of both."""
+    """K and V by KV head, each with its width and item."""
     heads = Dim("head", num_heads, SPREAD)
     return tuple(
         PagePart(name, (heads, Dim("channel", width)), item)
@@ -169,7 +169,7 @@ def rows(part: PagePart) -> Page:
 
 
 def values_then_scales(value_bytes: int, scale_bytes: int, encoding: str) -> Page:
-    """Quantised rows of a block first, all their scales behind them (indexer keys, DeepSeek-V4's rows)."""
+    """The quantised rows of a block, followed by all their scales (indexer keys, DeepSeek-V4's rows)."""
     values = PagePart("values", (), Item("uint8", value_bytes, encoding))
     scales = PagePart("scales", (), Item("uint8", scale_bytes, encoding))
     return Page((values, scales), ("part", "token"))
@@ -179,13 +179,13 @@ def values_then_scales(value_bytes: int, scale_bytes: int, encoding: str) -> Pag
 
 
 def mamba1(inner: int, state: int, kernel: int, conv: Item, ssm: Item) -> Page:
-    """Mamba-1: a convolution over the inner channels, and one state vector for each."""
+    """Mamba-1: a convolution over the inner channels, and a state vector per channel."""
     channels = (Dim("channel", inner, EVEN),)
     return _slot({"x": channels}, kernel, conv, (*channels, Dim("state", state)), ssm)
 
 
 def mamba2(heads: int, dim: int, groups: int, state: int, kernel: int, conv: Item, ssm: Item) -> Page:
-    """Mamba-2: convolution parts x (by head), B and C (by group: copied where ranks outnumber groups)."""
+    """Mamba-2: convolution parts x (by head), B and C (by group), and a matrix per head."""
     by_head = (Dim("head", heads, EVEN), Dim("channel", dim))
     by_group = (Dim("group", groups, SPREAD), Dim("channel", state))
     parts = {"x": by_head, "B": by_group, "C": by_group}
@@ -193,7 +193,7 @@ def mamba2(heads: int, dim: int, groups: int, state: int, kernel: int, conv: Ite
 
 
 def delta_net(k_heads: int, k_dim: int, v_heads: int, v_dim: int, kernel: int, conv: Item, ssm: Item) -> Page:
-    """GDN and KDA: convolution parts q, k, v, each by its own heads, and a matrix per value head."""
+    """GDN and KDA: convolution parts q, k and v by their heads, and a matrix per value head."""
     by_k = (Dim("head", k_heads, EVEN), Dim("channel", k_dim))
     by_v = (Dim("head", v_heads, EVEN), Dim("channel", v_dim))
     return _slot({"q": by_k, "k": by_k, "v": by_v}, kernel, conv, (*by_v, Dim("state", k_dim)), ssm)
@@ -202,19 +202,19 @@ def delta_net(k_heads: int, k_dim: int, v_heads: int, v_dim: int, kernel: int, c
 def _slot(
     conv_dims: Mapping[str, tuple[Dim, ...]], kernel: int, conv: Item, ssm_dims: tuple[Dim, ...], ssm: Item
 ) -> Page:
-    """A slot with the parts of the convolution first and the recurrent state behind them, channel-major."""
+    """A slot: the parts of the convolution, then the recurrent state; channel-major."""
     time = Dim("time", kernel - 1)
     parts = [PagePart(f"conv.{name}", (*dims, time), conv) for name, dims in conv_dims.items()]
     return channel_major(Page((*parts, PagePart("ssm", ssm_dims, ssm)), kind=Kind.RECURRENT))
 
 
 def channel_major(page: Page) -> Page:
-    """ "DS": each convolution part by itself, channels outside, time inside."""
+    """ "DS": separate convolution parts, with channels outside and time inside."""
     return replace(page, order=(Fork(tuple(((part.name,), part.axes) for part in page.parts)),))
 
 
 def time_major(page: Page) -> Page:
-    """ "SD": time outside; every row holds all parts of the convolution, one after another."""
+    """ "SD": time outside; each row has all convolution parts, one after another."""
     *conv, ssm = page.parts
     row = Fork(tuple(((part.name,), part.axes[:-1]) for part in conv))
     names = tuple(part.name for part in conv)
@@ -225,10 +225,7 @@ def time_major(page: Page) -> Page:
 
 
 def opaque_block(num_bytes: int, num_shards: int, num_tokens: int, encoding: str) -> Page:
-    """A block as one item on each rank: legal to move only as it is.
-
-    ``num_shards`` different ones make up the whole; ranks beyond that hold copies.
-    """
+    """A block as one item per rank, moved unchanged; ``num_shards`` of them are different."""
     part = PagePart("block", _shards(num_shards), Item("opaque", num_bytes, encoding))
     return Page((part,), ("token", "shard"), tokens_per_cell=num_tokens, tail=Tail.PARTIAL)
 
@@ -243,7 +240,6 @@ def _shards(count: int) -> tuple[Dim, ...]:
 
 
 Axes = tuple[tuple[str, AxisMap], ...]
-"""As a view has them."""
 
 Digits = Mapping[str, Sequence[tuple[int, int]]]
 """(count, stride) of the digits of each axis, the most significant first."""
@@ -251,13 +247,13 @@ Digits = Mapping[str, Sequence[tuple[int, int]]]
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """Where a rank stands among those that share a cache: its heads by ``rank``, its tokens by turns."""
+    """A rank's position: ``rank`` decides its heads, ``turn`` its tokens."""
 
     rank: int
     num_ranks: int
     turn: int = 0
     num_turns: int = 1
-    """Ranks of context parallelism, which take turns at the tokens."""
+    """Number of context-parallel ranks."""
     tokens_per_turn: int = 1
 
     def held(self, part: PagePart, where: str = "") -> dict[str, Span]:
@@ -268,14 +264,14 @@ class RankShare:
         }
 
     def leaf(self, page: Page, part: PagePart, where: str, num_cells: int) -> Leaf:
-        """The part as an order sees it, with as much of each axis as is here."""
+        """The part as a leaf of an order, with this rank's sizes."""
         sizes = {axis: len(span) for axis, span in self.held(part, where).items()}
         if page.kind is Kind.PAGED:
             sizes[TOKEN] = num_cells
         return Leaf(where, part.name, sizes, part.item.num_bytes)
 
     def axes(self, page: Page, part: PagePart, digits: Digits, where: str = "") -> Axes:
-        """The axes of this rank's view of a part: how its coordinates lie, and which of them are here."""
+        """The axes of this rank's view of a part."""
         maps = {
             axis: AxisMap(tuple(Digit(*pair) for pair in digits.get(axis, ())), span.start)
             for axis, span in self.held(part, where).items()
@@ -290,7 +286,7 @@ class RankShare:
 
 
 def num_cells(page: Page, num_tokens: int, where: str = "") -> int:
-    """How many cells so many tokens make, which must come out even."""
+    """The number of cells of these tokens; raises SpecError if they do not divide evenly."""
     cells, rest = divmod(num_tokens, page.tokens_per_cell)
     if rest:
         at = f"{where}: " if where else ""
@@ -299,7 +295,7 @@ def num_cells(page: Page, num_tokens: int, where: str = "") -> int:
 
 
 def with_turns(digits: Sequence[Digit], each: int, whose: Digit) -> list[Digit]:
-    """The digits of a token axis with a turn taken after every ``each`` cells.
+    """The digits of a token axis, with the digit ``whose`` inserted above every ``each`` cells.
 
     >>> with_turns([Digit(16, 8)], 4, turn(0, 2))
     [Digit(size=4, stride=32, held=None), Digit(size=2, stride=0, held=Span(start=0, stop=1)),

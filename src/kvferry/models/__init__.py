@@ -1,4 +1,4 @@
-"""Descriptions made offline: a model's config and a topology in, an engine's manifest out."""
+"""Offline descriptions: a model's config and a topology in, an engine's manifest out."""
 
 from kvferry.models.describe import describe
 from kvferry.models.families import catalogue, catalogued, model_from_config, model_named

@@ -1,4 +1,4 @@
-"""A config.json, read with checks: what decides the cache is read, or refused by name; nothing is guessed."""
+"""Reads a config.json: keys that affect the cache are read or rejected, never guessed."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "ssm_state_size": 128,
         "n_groups": 8,
         "conv_kernel": 4,
-        # What vLLM keeps the state in as well, unless the config or a flag of its own says otherwise.
+        # vLLM's default as well.
         "mamba_ssm_cache_dtype": "float32",
     },
     "qwen2": {"num_key_value_heads": 32, "use_sliding_window": False, "max_window_layers": 28},
@@ -78,7 +78,7 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": {"num_key_value_heads": 4, "use_sliding_window": False},
     "qwen3_next": {"num_key_value_heads": 2, "head_dim": 256},
 }
-"""What a published config.json leaves out because it is the default of its class in transformers."""
+"""Defaults of the config classes of transformers, which published config.json files omit."""
 
 TEXT_OF = {
     "gemma3": "gemma3_text",
@@ -86,7 +86,7 @@ TEXT_OF = {
     "gemma4": "gemma4_text",
     "llama4": "llama4_text",
 }
-"""Models of text and images: the model that their ``text_config`` is of, where it does not say."""
+"""The ``model_type`` of the ``text_config`` of multimodal models that omit it."""
 
 DECIDING = re.compile(
     r"heads|n_head|d_head|head_dim|head_size|key_value|kv_|window|bidirectional|(?<!cross_)chunk_size|chunked"
@@ -95,7 +95,7 @@ DECIDING = re.compile(
     r"|index_|indexer|attn_layer|full_attn|full_attention_i|global_attn|local_att|sparse_att|state_size"
     r"|use_mla|cla_|multi_query|cross_attention_layers"
 )
-"""Keys that, by their names, decide what a cache looks like."""
+"""Keys whose names suggest that they affect the cache."""
 
 HARMLESS = frozenset(
     {
@@ -104,13 +104,13 @@ HARMLESS = frozenset(
         *("q_lora_rank", "o_lora_rank", "query_pre_attn_scalar", "output_attentions", "nope_scaling"),
     }
 )
-"""Keys that only look so: they are about weights, activations or what is not cached."""
+"""Keys that match ``DECIDING`` and do not affect the cache."""
 
 _REQUIRED = object()
 
 
 class Config:
-    """A config.json with the defaults of its class. What is missing, senseless or not read is named."""
+    """A config.json with the defaults of its class."""
 
     def __init__(self, values: Mapping[str, Any], dtype: str = "") -> None:
         text = values.get("text_config")
@@ -124,12 +124,12 @@ class Config:
         self._dtype = dtype
 
     def get(self, key: str) -> Any:
-        """The value of a key, which counts as read."""
+        """The value of a key, which is marked as read."""
         self._read.add(key)
         return self._values.get(key)
 
     def integer(self, *keys: str, default: object = _REQUIRED, most: int = 1 << 20) -> int:
-        """A whole number under one of these names; under several they must agree."""
+        """An integer under any of these names, which must agree."""
         found: dict[str, int] = {}
         for key in keys:
             value = self.get(key)
@@ -146,14 +146,14 @@ class Config:
         return default
 
     def text(self, *keys: str, default: str) -> str:
-        """The first of these keys that is there, as text."""
+        """The first of these keys that is set."""
         value = next((found for found in map(self.get, keys) if found), default)
         if not isinstance(value, str):
             raise SpecError(f"config: {keys[0]} must be text, got {value!r}")
         return value
 
     def sequence(self, key: str, length: int) -> Sequence[Any]:
-        """A list, or text, with one entry per layer."""
+        """A list or text with one entry per layer."""
         value = self.get(key)
         if not isinstance(value, list | str) or len(value) != length:
             raise SpecError(
@@ -162,7 +162,7 @@ class Config:
         return value
 
     def check_all_read(self, ignored: Collection[str] = ()) -> None:
-        """Refuse keys that decide what a cache looks like, are set, and were not read."""
+        """Raise if a key that may affect the cache is set and was not read."""
         for key, value in self._given.items():
             is_known = key in self._read or key in HARMLESS or key in ignored
             if value and not is_known and DECIDING.search(key):
@@ -171,7 +171,7 @@ class Config:
                     f" If {key} is irrelevant for the cache, remove it from the config"
                 )
 
-    # -- what many families have -------------------------------------------------------------------
+    # -- common to many families ---------------------------------------------------------------------
 
     @property
     def num_layers(self) -> int:
@@ -179,13 +179,13 @@ class Config:
 
     @property
     def dtype(self) -> str:
-        """What the model computes in: as given, or the checkpoint's. vLLM's `auto` makes bf16 of fp32."""
+        """The dtype of the computation. As with vLLM's `auto`, fp32 checkpoints use bf16."""
         own = dtype_name(self.text("torch_dtype", "dtype", default="bfloat16"))
         return self._dtype or ("bf16" if own == "fp32" else own)
 
     @property
     def kv_dtype(self) -> str:
-        """What K, V and latents are kept in: the model's dtype, or what its checkpoint quantises them to."""
+        """The dtype of K, V and latents: the model's, or that of its quantisation config."""
         quantised = self.get("quantization_config")
         scheme = None
         if isinstance(quantised, Mapping):
@@ -196,7 +196,9 @@ class Config:
             case {"num_bits": 8, "type": "float"} | "FP8" | "fp8":
                 return "fp8_e4m3"
             case _:
-                raise SpecError(f"config: quantization_config keeps K and V as {scheme!r:.80}: not known")
+                raise SpecError(
+                    f"config: quantization_config: KV cache format {scheme!r:.80} is not supported"
+                )
 
     @property
     def q_heads(self) -> int:
@@ -221,7 +223,7 @@ class Config:
 
     @property
     def window(self) -> int:
-        """Tokens that a window layer sees; 0: the model has no window."""
+        """Tokens in the window of a window layer; 0: no window."""
         width = self.integer("sliding_window", "sliding_window_size", default=0, most=1 << 30)
         if self.get("use_sliding_window") is False:
             self._read.add("max_window_layers")
@@ -229,7 +231,7 @@ class Config:
         return width
 
     def layer_types(self, pattern: int = 0) -> Sequence[Any]:
-        """What each layer is: by its own list; by turns, one full layer in ``pattern``; or all alike."""
+        """The type of each layer: listed, periodic with one full layer in ``pattern``, or all equal."""
         count = self.num_layers
         every = self.integer("sliding_window_pattern", "_sliding_window_pattern", default=pattern)
         if self.get("layer_types") is not None:

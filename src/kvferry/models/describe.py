@@ -1,11 +1,11 @@
-"""A model and a topology in, an engine's manifest out: what an engine set up that way would say of itself."""
+"""The manifest of an engine, from a model and a topology."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 
 from kvferry.core.manifest import Manifest, Rank, Region
@@ -32,12 +32,12 @@ from kvferry.models.model import Cache, Model
 from kvferry.models.topology import Topology
 
 POOL = "pool"
-"""The pool of engines whose groups share regions."""
+"""The pool of groups that share regions."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One cache of one layer, as this engine keeps it."""
+    """One cache of one layer in this engine."""
 
     layer: str
     stage: int
@@ -52,26 +52,25 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How a part lies inside a block: what its views in all layers and on all ranks have in common."""
+    """The layout of a part inside a block, common to all layers and ranks."""
 
     page: Page
     part: PagePart
     digits: tuple[tuple[str, tuple[tuple[int, int], ...]], ...]
-    """The (count, stride) digits of each axis."""
+    """(count, stride) of the digits of each axis."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """What ranks with equal shares have in common."""
+    """The memory of ranks with equal shares."""
 
     regions: tuple[Region, ...]
     places: tuple[tuple[str, str, str, int, int, int], ...]
-    """State, group, region, offset and block stride of each view, and the index of its form."""
+    """State, group, region, offset, block stride and form index of each view."""
     forms: tuple[_Form, ...]
 
 
 def describe(model: Model, topology: Topology, engine: str = "engine") -> Manifest:
-    """The manifest of an engine that serves ``model`` set up as ``topology`` says."""
     described = _Engine(model, topology)
     return Manifest(
         engine=engine,
@@ -84,7 +83,7 @@ def describe(model: Model, topology: Topology, engine: str = "engine") -> Manife
 
 
 def served_block(model: Model, topology: Topology) -> int:
-    """Tokens per block that vLLM chooses: in a hybrid, a page of attention holds a page of recurrent state.
+    """vLLM's block size: in a hybrid model, a page of attention is at least a page of recurrent state.
 
     >>> from kvferry.models import model_named
     >>> [served_block(model_named("kimi-linear-48b"), Topology(tp=tp)) for tp in (1, 8)]
@@ -101,20 +100,18 @@ def served_block(model: Model, topology: Topology) -> int:
 
 
 def _bytes_of(cache: Cache, share: RankShare) -> int:
-    """A rank's share of a slot, or of one token."""
+    """Bytes of one rank's share of a slot, or of one token."""
     leaves = (share.leaf(cache.page, part, cache.name, 1) for part in cache.page.parts)
     return sum(leaf.item_bytes * prod(leaf.sizes.values()) for leaf in leaves)
 
 
 class _Engine:
-    """The pieces of a description that several ranks share."""
-
     def __init__(self, model: Model, topology: Topology) -> None:
         self.model, self.topology = model, topology
         self.layout = layout(topology.layout)
         self._memories: dict[tuple[int, tuple[int, ...]], _Memory] = {}
 
-    # -- what there is -----------------------------------------------------------------------------
+    # -- states and groups -------------------------------------------------------------------------
 
     @cached_property
     def caches(self) -> tuple[LayerCache, ...]:
@@ -155,7 +152,7 @@ class _Engine:
 
     @cached_property
     def is_shared(self) -> bool:
-        """Whether groups share regions, as hybrid allocators have it."""
+        """Whether groups share regions (hybrid allocator)."""
         kinds = {each.group for each in self._ungrouped()}
         return self.topology.alloc == "shared" or (self.topology.alloc == "auto" and len(kinds) > 1)
 
@@ -205,7 +202,7 @@ class _Engine:
                 window=cache.window,
             )
 
-    # -- where one rank keeps it -------------------------------------------------------------------
+    # -- the memory of one rank --------------------------------------------------------------------
 
     def rank(self, rank: int) -> Rank:
         topology = self.topology
@@ -221,7 +218,7 @@ class _Engine:
         return Rank(rank, memory.regions, views)
 
     def _memory(self, stage: int, share: RankShare) -> _Memory:
-        """The memory of a rank: the same for all ranks of a stage that hold as much of every part."""
+        """The memory of a rank: equal for all ranks of a stage with equal sizes."""
         sizes = tuple(len(span) for part in self._parts for span in share.held(part).values())
         if (stage, sizes) not in self._memories:
             self._memories[stage, sizes] = self._laid_out(stage, share)
@@ -229,7 +226,7 @@ class _Engine:
 
     @cached_property
     def _parts(self) -> tuple[PagePart, ...]:
-        """Every part of any page, once."""
+        """The distinct parts of all pages."""
         return tuple(dict.fromkeys(part for each in self.caches for part in each.cache.page.parts))
 
     def _laid_out(self, stage: int, share: RankShare) -> _Memory:
@@ -258,7 +255,7 @@ class _Engine:
     def _trees(
         self, by_group: Mapping[str, Sequence[LayerCache]], share: RankShare
     ) -> Iterator[tuple[str, Sequence[LayerCache], Node]]:
-        """(region, caches, tree): one per layer, or one per group where blocks run across layers."""
+        """(region, caches, tree): one per layer, or one per group with cross-layer blocks."""
         bundles: list[tuple[str, Sequence[LayerCache]]] = []
         for group, caches in by_group.items():
             if self.layout.across_layers:
@@ -273,11 +270,7 @@ class _Engine:
             yield region, caches, self._tree(caches, share, widest)
 
     def _tree(self, caches: Sequence[LayerCache], share: RankShare, widest: int) -> Node:
-
-        def padded(size: int) -> int:
-            return max(widest, size)
-
-        blocks = self.topology.blocks
+        blocks, padded = self.topology.blocks, partial(max, widest)
         orders = {self._order(each) for each in caches}
         leaves = [leaf for each in caches for leaf in self._leaves(each, share)]
         if len(orders) == 1 and all(each.cache.page_multiple == 1 for each in caches):
@@ -285,12 +278,14 @@ class _Engine:
         return Repeat(BLOCK, blocks, row := self._row(caches, share), padded(num_bytes(row)))
 
     def _row(self, caches: Sequence[LayerCache], share: RankShare) -> Row:
-        """The caches of one block, one after another, each padded to its own multiple."""
+        """The caches of one block, one after another, each padded to its multiple."""
         children = []
         for each in caches:
             order = self._order(each)
             if set(order[:2]) != {BLOCK, LAYER}:
-                raise SpecError(f"layout {self.layout.name} cannot keep {each.name} beside other caches")
+                raise SpecError(
+                    f"layout {self.layout.name} cannot hold {each.name} and other caches in one block"
+                )
             inner = grow(order[2:], self._leaves(each, share), num_blocks=self.topology.blocks)
             multiple = each.cache.page_multiple
             padded = -(-num_bytes(inner) // multiple) * multiple
@@ -298,19 +293,19 @@ class _Engine:
         return Row(tuple(children))
 
     def _page_bytes(self, caches: Sequence[LayerCache], share: RankShare) -> int:
-        """The bytes of one block of these caches, where blocks are what a region is made of."""
+        """The bytes of one contiguous block of these caches."""
         tree = self._tree(caches, share, widest=0)
         while isinstance(tree, Row) and len(tree.children) == 1:
             tree = tree.children[0]
         if not isinstance(tree, Repeat) or tree.axis != BLOCK:
             raise SpecError(
-                f"layout {self.layout.name} does not keep a block contiguous, which groups that share"
-                " regions need: use alloc=separate"
+                f"layout {self.layout.name} splits blocks; groups that share regions need contiguous ones:"
+                " set alloc=separate"
             )
         return tree.pitch
 
     def _order(self, each: LayerCache) -> Order:
-        """A cache's order: the layout's, or its kernel's own inside the layout's blocks and layers."""
+        """A cache's order: the layout's, or the page's own inside the layout's blocks and layers."""
         interior = each.cache.page.order
         order = self.layout.order if interior is None else (*self.layout.outer, *interior)
         kernel = self.topology.kernel
@@ -327,10 +322,10 @@ class _Engine:
 
 
 PAGE = "page"
-"""The axis of a padded page: one turn, so it never shows in a view."""
+"""The axis of a padded page: of size 1, and in no view."""
 
 
 def _group_size(counts: Sequence[int]) -> int:
-    """Layers per group: the fewest of any kind, or the most where that wastes little."""
+    """Layers per group: the smallest count of any kind, or the largest if it is less than 1.5 times that."""
     fewest, most = min(counts), max(counts)
     return most if most < 1.5 * fewest else fewest

@@ -1,4 +1,4 @@
-"""From a model's config.json to its caches: one small function per family, and nothing after that."""
+"""From a model's config.json to its caches: one function per family."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvferry.models.config import TEXT_OF, Config
 from kvferry.models.model import Cache, Layer, Model, attention, dtype_name
 
 VARIANTS = ("-instruct", "-base", "-chat", "-it", "-pt", "-thinking")
-"""How the names of models end that were trained further, and keep the same cache."""
+"""Suffixes of trained variants, which have the same cache."""
 
 
 def _layers(num_layers: int, caches: Callable[[int], tuple[Cache, ...]]) -> tuple[Layer, ...]:
@@ -36,7 +36,7 @@ def _layers(num_layers: int, caches: Callable[[int], tuple[Cache, ...]]) -> tupl
 
 def _check_types(key: str, types: Iterable[object], known: Collection[str]) -> None:
     if unknown := sorted({repr(one) for one in types} - {repr(one) for one in known}):
-        raise SpecError(f"config: {key} has {', '.join(unknown)}: known are {', '.join(known)}")
+        raise SpecError(f"config: {key} has {', '.join(unknown)}: supported are {', '.join(known)}")
 
 
 def _attention(config: Config, heads: int = 0, *, window: int = 0) -> Cache:
@@ -50,9 +50,9 @@ def _latent(config: Config) -> Cache:
 
 
 def _uniform(config: Config, pattern: int = 0) -> tuple[Layer, ...]:
-    """Attention of one kind, or of kinds that ``layer_types`` names: Llama, Mixtral, GLM-4-MoE, GPT-2 …
+    """Attention of one kind, or by ``layer_types``: Llama, Mixtral, GLM-4-MoE, GPT-2 …
 
-    With a ``pattern``, layers have windows, but for every ``pattern``-th: Gemma-2, Gemma-3, gpt-oss.
+    With a ``pattern``, all layers but every ``pattern``-th have windows: Gemma-2, Gemma-3, gpt-oss.
     """
     return _by_types(config, config.layer_types(pattern))
 
@@ -69,7 +69,7 @@ def _by_types(config: Config, types: Sequence[Any], full: Cache | None = None) -
 
 
 def _qwen(config: Config) -> tuple[Layer, ...]:
-    """Qwen2 and Qwen3: with windows, the first layers are full all the same."""
+    """Qwen2 and Qwen3: the first ``max_window_layers`` layers have no window."""
     num_full = config.integer("max_window_layers") if config.window else 0
     types = config.layer_types()
     if config.get("layer_types") is None:
@@ -78,7 +78,7 @@ def _qwen(config: Config) -> tuple[Layer, ...]:
 
 
 def _gemma4(config: Config) -> tuple[Layer, ...]:
-    """Full layers have wider heads, and fewer of them where K and V are one projection; the last is full."""
+    """Full layers have wider heads, and fewer if K and V share a projection; the last layer is full."""
     heads = config.integer("num_global_key_value_heads", default=0)
     if config.get("attention_k_eq_v") is not True or not heads:
         heads = config.kv_heads
@@ -90,7 +90,7 @@ def _gemma4(config: Config) -> tuple[Layer, ...]:
 
 
 def _falcon(config: Config) -> tuple[Layer, ...]:
-    """One KV head with ``multi_query``, unless the decoder is the new one, which counts its KV heads."""
+    """One KV head with ``multi_query``; the new decoder architecture has its own number."""
     given = config.integer("num_kv_heads", "n_head_kv", default=0)
     is_new = config.get("new_decoder_architecture") is True or config.kind == "RefinedWeb"
     is_multi_query = config.get("multi_query") is True
@@ -109,10 +109,7 @@ def _falcon(config: Config) -> tuple[Layer, ...]:
 
 
 def _llama4(config: Config) -> tuple[Layer, ...]:
-    """Chunked attention, and full attention on the layers without rope, every fourth as a rule.
-
-    A chunk is a window: at most so many tokens are read, and those from the chunk's first on.
-    """
+    """Chunked attention (a window of one chunk), and full attention on layers without rope."""
     chunk = config.integer("attention_chunk_size", default=0, most=1 << 30)
     every = config.integer("no_rope_layer_interval")
     has_rope = config.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(config.num_layers)]
@@ -128,14 +125,14 @@ def _llama4(config: Config) -> tuple[Layer, ...]:
 
 
 def _minimax(config: Config) -> tuple[Layer, ...]:
-    """MiniMax-M2: full attention everywhere, which its list must say."""
+    """MiniMax-M2: full attention only."""
     if set(config.get("attn_type_list") or [1]) != {1}:
         raise SpecError("config: attn_type_list: only 1 (attention with softmax) is supported")
     return _uniform(config)
 
 
 def _sharing(layers: tuple[Layer, ...], types: Sequence[Any], num_shared: int) -> tuple[Layer, ...]:
-    """The last layers use the cache of the last layer before them that has their type."""
+    """The last layers share the cache of the last owning layer of their type."""
     first = len(layers) - num_shared
     if first < 1:
         raise SpecError(f"config: {num_shared} of {len(layers)} layers cannot share the caches of the rest")
@@ -147,7 +144,7 @@ def _sharing(layers: tuple[Layer, ...], types: Sequence[Any], num_shared: int) -
 
 
 def _mla(config: Config) -> tuple[Layer, ...]:
-    """Latents everywhere: DeepSeek-V3, Kimi-K2; with an indexer beside each: DeepSeek-V3.2."""
+    """Latents: DeepSeek-V3, Kimi-K2; with an indexer: DeepSeek-V3.2."""
     if config.get("use_mla") is False:
         raise SpecError("config: use_mla is false: only latents are supported for this model_type")
     caches: tuple[Cache, ...] = (_latent(config),)
@@ -160,7 +157,7 @@ def _mla(config: Config) -> tuple[Layer, ...]:
 
 
 def _kimi_linear(config: Config) -> tuple[Layer, ...]:
-    """KDA states and MLA latents by turns; the config counts layers from 1."""
+    """KDA states and MLA latents; the config counts layers from 1."""
     inner = config.get("linear_attn_config")
     if not isinstance(inner, Mapping):
         raise SpecError("config: linear_attn_config is missing")
@@ -197,7 +194,7 @@ def _gated_delta(config: Config) -> tuple[Layer, ...]:
 
 
 class Mamba2Keys(NamedTuple):
-    """What a family calls the dimensions of its Mamba-2 layers."""
+    """A family's config keys of its Mamba-2 layers."""
 
     heads: str
     head_dim: str
@@ -218,14 +215,14 @@ _MAMBA2 = Mamba2Keys("num_heads", "head_dim", ("n_groups",), "state_size", ("con
 
 
 def _mamba2(config: Config, keys: Mamba2Keys, ssm_dtype: str = "") -> Cache:
-    """The Mamba-2 cache. The state is kept in the model's dtype unless the family says otherwise."""
+    """The Mamba-2 cache, with the state in the model's dtype by default."""
     heads = config.integer(keys.heads)
     if config.get(keys.head_dim) == "auto":
         dim = config.integer("mamba_expand") * config.integer("hidden_size") // max(1, heads)
     else:
         dim = config.integer(keys.head_dim)
     if config.integer("mamba_d_ssm", default=heads * dim) != heads * dim:
-        raise SpecError(f"config: mamba_d_ssm is not {heads} heads of {dim}")
+        raise SpecError(f"config: mamba_d_ssm must be {heads} heads × {dim}")
     page = mamba2(
         heads,
         dim,
@@ -248,11 +245,11 @@ _NEMOTRON_LAYERS = {
     **dict.fromkeys(("*", "attention", "full_attention"), "attention"),
     **dict.fromkeys(("-", "E", "mlp", "moe"), "nothing"),
 }
-"""What a layer keeps, by its letter in a pattern or by its name in a list."""
+"""The kind of cache, by a layer's letter in a pattern or its name in a list."""
 
 
 def _nemotron(config: Config) -> tuple[Layer, ...]:
-    """A pattern, or a list, says what each layer is; MLP and MoE layers remember nothing."""
+    """Layers by a pattern or a list; MLP and MoE layers have no cache."""
     state = _mamba2(config, _NEMOTRON, dtype_name(config.text("mamba_ssm_cache_dtype", default="float32")))
     kept = {"state": (state,), "attention": (_attention(config),), "nothing": ()}
     keys = ("hybrid_override_pattern", "layers_block_type", "layer_types")
@@ -266,7 +263,7 @@ def _nemotron(config: Config) -> tuple[Layer, ...]:
 
 
 def _granite(config: Config) -> tuple[Layer, ...]:
-    """Granite: layer types say mamba or attention."""
+    """Granite: mamba or attention, by ``layer_types``."""
     state, full = (_mamba2(config, _BAMBA),), (_attention(config),)
     kinds = {"mamba": state, "linear_attention": state, "attention": full, "full_attention": full}
     types = config.sequence("layer_types", config.num_layers)
@@ -391,18 +388,20 @@ IGNORED: dict[str, tuple[str, ...]] = {
     "gemma4_text": ("per_layer_config",),
     "qwen3_moe": ("max_window_layers",),
 }
-"""Keys that look as if they decided the cache, and do not in these families."""
+"""Keys that match ``DECIDING`` and do not affect the cache of these families."""
 
 DEFAULT_BLOCKS = {"deepseek_v32": 64, "deepseek_v4": 256, "kimi_linear": 128}
-"""Tokens per block where it is not 16. Latents beside recurrent states have blocks of a multiple of 128."""
+"""Tokens per block if not 16. Latents beside recurrent states have blocks of a multiple of 128."""
 
 
 def model_from_config(values: Mapping[str, Any], name: str = "", dtype: str = "") -> Model:
-    """The caches of the model that a config.json describes, computing in its own dtype or in this one."""
+    """The caches of the model of a config.json, with its own dtype or this one."""
     config = Config(values, dtype)
     kind = config.kind
     if kind not in FAMILIES:
-        raise SpecError(f"config: no family for model_type {kind!r}: known are {', '.join(sorted(FAMILIES))}")
+        raise SpecError(
+            f"config: model_type {kind!r} is not supported: supported are {', '.join(sorted(FAMILIES))}"
+        )
     layers = FAMILIES[kind](config)
     config.check_all_read(IGNORED.get(kind, ()))
     architecture = TEXT_OF.get(kind, kind)
@@ -435,7 +434,7 @@ def model_named(name: str) -> Model:
 
 
 def catalogued(name: str) -> str | None:
-    """The entry of a model, by its name in the catalogue or on the hub; trained variants have the same entry.
+    """The catalogue entry of a model, by its name there or on the Hugging Face hub, variants included.
 
     >>> catalogued("deepseek-ai/DeepSeek-R1"), catalogued("deepseek-r1"), catalogued("llama-3.1-8b-instruct")
     ('deepseek-v3', 'deepseek-v3', 'llama-3.1-8b')
@@ -443,7 +442,7 @@ def catalogued(name: str) -> str | None:
     wanted = {name.lower(), _without_variant(name.lower())}
     for known, entry in catalogue().items():
         on_hub = map(str.lower, (str(entry["source"]).partition(" ")[0], *entry.get("same_cache", ())))
-        # A draft has the name of its model on the hub, and comes behind it.
+        # A draft has the hub name of its model, and comes after it.
         if wanted & {known, *(each for full in on_hub for each in _names_on_hub(full))}:
             return known
     return None
@@ -455,7 +454,7 @@ def _names_on_hub(name: str) -> tuple[str, ...]:
 
 
 def _without_variant(name: str) -> str:
-    """The name without what only says how a model was trained.
+    """The name without the suffix of a trained variant.
 
     >>> _without_variant("meta-llama/llama-3.1-8b-instruct")
     'meta-llama/llama-3.1-8b'
@@ -465,7 +464,7 @@ def _without_variant(name: str) -> str:
 
 def _single(name: str) -> Model:
     if (known := catalogued(name)) is None:
-        # Another number is another size or version, and so another cache.
+        # Different numbers are different sizes or versions, with different caches.
         numbers = re.findall(r"\d+", name)
         alike = [each for each in catalogue() if re.findall(r"\d+", each) == numbers]
         close = get_close_matches(name, alike, n=1, cutoff=0.8)

@@ -1,4 +1,4 @@
-"""A model, as far as its cache goes."""
+"""The caches of a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HF_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "fp8": "f
 
 
 def dtype_name(name: str) -> str:
-    """Our name of a dtype, from ours or from a config's.
+    """kvferry's name of a dtype, from its own or a config's.
 
     >>> dtype_name("bfloat16"), dtype_name("torch.float32")
     ('bf16', 'fp32')
@@ -21,12 +21,12 @@ def dtype_name(name: str) -> str:
     short = name.removeprefix("torch.")
     found = _HF_NAMES.get(short, short)
     if found not in DTYPE_BYTES:
-        raise SpecError(f"no dtype {name!r}: name one of {', '.join(DTYPE_BYTES)}")
+        raise SpecError(f"unknown dtype {name!r}: use one of {', '.join(DTYPE_BYTES)}")
     return found
 
 
 ATTENTION_PARTS = frozenset({"k", "v", "latent"})
-"""The parts that follow an engine's choice of cache dtype, and that its attention kernels may hide."""
+"""The parts with the engine's cache dtype, which the opaque layout covers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,13 @@ class Cache:
     """One cache of one layer."""
 
     name: str
-    """What it is called after its layer: ``attn``, ``mamba``, ``indexer`` …"""
+    """``attn``, ``mamba``, ``indexer`` …; appended to the layer's name."""
     page: Page
     window: int = 0
     tokens_per_block: int = 0
-    """A block size of its own; 0: the engine's."""
+    """Its own block size; 0: the engine's."""
     page_multiple: int = 1
-    """Pages are padded to a multiple of this many bytes."""
+    """Pages are padded to a multiple of these bytes."""
 
     @property
     def is_attention(self) -> bool:
@@ -51,12 +51,11 @@ class Cache:
         return self.page.kind is Kind.RECURRENT
 
     def with_dtype(self, dtype: str) -> Cache:
-        """The cache with all of its parts in another dtype."""
         parts = tuple(replace(part, item=Item.of(dtype)) for part in self.page.parts)
         return replace(self, page=replace(self.page, parts=parts))
 
     def as_opaque(self, num_ranks: int, num_tokens: int) -> Cache:
-        """The cache in whole blocks of an unknown kernel."""
+        """The cache as opaque blocks."""
         dims = [dim for part in self.page.parts for dim in part.dims]
         heads = max((dim.size for dim in dims if dim.sharding is not Sharding.WHOLE), default=1)
         shards = min(heads, num_ranks)
@@ -68,7 +67,6 @@ class Cache:
 
 
 def attention(heads: int, dim: int, dtype: str, *, window: int = 0) -> Cache:
-    """Attention over K and V, one pair per KV head."""
     item = Item.of(dtype)
     page = Page(k_and_v(heads, (dim, dim), (item, item)))
     return Cache("attn", page, window=window)
@@ -78,7 +76,6 @@ OFFLINE = "described offline"
 
 
 def is_offline(identity: Identity) -> bool:
-    """Whether it is that of a description made offline."""
     return ("", OFFLINE) in identity.unknown
 
 
@@ -89,12 +86,12 @@ class Layer:
     name: str
     caches: tuple[Cache, ...] = ()
     shares: str = ""
-    """The layer whose caches this one uses instead of its own (KV sharing)."""
+    """The layer whose caches this one uses (KV sharing)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The layers of a model, and of its draft, which lives on the last pipeline stage."""
+    """The layers of a model, and of its draft, which is on the last pipeline stage."""
 
     name: str
     layers: tuple[Layer, ...]
@@ -107,7 +104,7 @@ class Model:
     """Number of attention heads; 0 if unknown."""
 
     def with_draft(self, draft: Model) -> Model:
-        """This model with another one's layers as its speculative draft."""
+        """This model with another model as its speculative draft."""
         layers = tuple(replace(layer, name=f"draft.{layer.name}") for layer in draft.layers)
         return replace(
             self,
@@ -118,7 +115,6 @@ class Model:
 
     @property
     def identity(self) -> Identity:
-        """The identity of an offline description, without engine settings and weights."""
         named = {"architecture": self.architecture, "draft.architecture": self.draft_architecture}
         known = {name: kind for name, kind in named.items() if kind}
         return Identity.of(known, {"": OFFLINE} if known else {})

@@ -1,4 +1,4 @@
-"""How an engine is set up: what ``--src tp=4,block=16,layout=NHD`` says."""
+"""An engine's configuration: the value of ``--src tp=4,block=16,layout=NHD``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvferry.models.model import Model, dtype_name
 
 MAX_RANKS = 4096
 MAX_SETTING = 1 << 30
-"""The largest value of a setting that counts something: far more than any engine has."""
+"""The largest value of a count: far above any engine's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +32,15 @@ class Topology:
     pp: tuple[int, ...] | int = 1
     """Number of pipeline stages, or the number of layers of each."""
     cp: int = 1
-    """Context-parallel ranks, which hold tokens in turn."""
+    """Number of context-parallel ranks."""
     interleave: int = 1
-    """Tokens per turn of a context-parallel rank."""
+    """Consecutive tokens on one context-parallel rank."""
     block: int = 0
     """Tokens per block and context-parallel rank; 0: the model's default."""
     block_of: Mapping[str, int] = field(default_factory=dict)
-    """Block sizes of single groups, by name (``block.window-1024=32``)."""
+    """Block sizes by group (``block.window-1024=32``)."""
     kernel: int = 0
-    """Tokens per kernel block inside a block; 0: blocks are not cut."""
+    """Tokens per kernel block inside a block; 0: no kernel blocks."""
     blocks: int = 4096
     """Blocks in the pool."""
     layout: str = "HND"
@@ -92,7 +92,7 @@ class Topology:
 
 
 def _hint(item: str) -> str:
-    """What was probably meant by an item whose key is not known.
+    """A suggestion for an item with an unknown key.
 
     >>> _hint("tp4"), _hint("blok=64"), _hint("color=red")
     ('did you mean tp=4? ', 'did you mean block=64? ', '')
@@ -144,7 +144,7 @@ _READERS: dict[str, Callable[[str, str], object]] = {
 
 
 def why_not_served(model: Model, topology: Topology) -> Iterator[str]:
-    """Each reason for which vLLM, and engines like it, would refuse to start.
+    """Each reason why vLLM and similar engines would not start.
 
     >>> from kvferry.models import model_named
     >>> list(why_not_served(model_named("llama-3.1-70b"), Topology(tp=7)))

@@ -1,7 +1,7 @@
 """Messages and their codec: manifests, requests and runs as JSON (for people) and msgpack (for peers).
 
-The structs in ``manifest`` and ``request`` are the documented schema; the core never sees them. Whatever
-is wrong with an input becomes one ``SpecError`` that says where, which rule, and what was found.
+The structs in ``manifest`` and ``request`` are the documented schema; the core does not use them. Invalid
+input raises a ``SpecError`` with the place, the rule and the value.
 """
 
 from kvferry.wire.manifest import (

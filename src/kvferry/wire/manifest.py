@@ -1,7 +1,7 @@
-"""A manifest as JSON and msgpack: the schema, and the way from and to the core's values.
+"""Manifests as JSON and msgpack: the schema, and the conversion from and to the core's values.
 
-The structs are the schema, ``docs/manifest.md`` is their page. They say which fields there are and of what
-type; which values make sense is for the core to say, and its word is passed on with the place prefixed.
+The structs define fields and types (documented in ``docs/manifest.md``); the core validates the values, and
+its errors are prefixed with the place in the document.
 """
 
 from __future__ import annotations
@@ -19,42 +19,37 @@ from kvferry.errors import SpecError
 from kvferry.wire.reading import Doc, at, key_step, read_json, read_msgpack, write_json
 
 READABLE = range(1, VERSION + 1)
-"""A manifest of version 1 is one of version 2 that says nothing about its model."""
+"""Version 1 is version 2 without an identity."""
 MAX_DIGITS = 16
 """Digits of one axis map."""
 MAX_AXIS_MAPS = 1 << 14
-"""Distinct axis maps of one manifest; equal ones count once."""
+"""Distinct axis maps of one manifest."""
 MAX_COORDINATES = 1 << 23
-"""Coordinates that the distinct maps of one manifest count through together: the core tabulates them."""
+"""Coordinates of all distinct axis maps of one manifest, which the core tabulates."""
 MAX_STATES_TIMES_RANKS = 1 << 22
 
 
-class _Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What every object of the schema has in common."""
+class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The base of all objects of the schema."""
 
 
-class WholeDigitDoc(msgspec.Struct, frozen=True, array_like=True):
-    """``[size, stride]``: how a digit of which all values are held is written."""
+class DigitDoc(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """``[size, stride]`` or ``[size, stride, [held_start, held_stop]]``."""
 
     size: int
     stride: int
-
-
-class DigitDoc(WholeDigitDoc, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """``[size, stride]`` or ``[size, stride, [held_start, held_stop]]``: how a digit is read."""
-
     held: tuple[int, int] | msgspec.UnsetType = msgspec.UNSET
 
 
-class AxisMapDoc(_Schema, frozen=True):
+class AxisMapDoc(Schema, frozen=True):
     """``{"start": 4, "digits": [[2, 1024]]}``, the most significant digit first."""
 
     digits: tuple[DigitDoc, ...]
     start: int = 0
 
 
-class ViewDoc(_Schema, frozen=True):
-    """Where one rank keeps its box of one state; axis maps by axis name."""
+class ViewDoc(Schema, frozen=True):
+    """One rank's view of one state; axis maps by axis name."""
 
     state: str
     group: str
@@ -64,21 +59,21 @@ class ViewDoc(_Schema, frozen=True):
     axes: dict[str, AxisMapDoc] = {}
 
 
-class RegionDoc(_Schema, frozen=True):
+class RegionDoc(Schema, frozen=True):
     name: str
     num_bytes: int
     address: int = 0
     device: str = "cpu"
 
 
-class RankDoc(_Schema, frozen=True):
+class RankDoc(Schema, frozen=True):
     rank: int
     regions: tuple[RegionDoc, ...]
     views: tuple[ViewDoc, ...]
 
 
-class StateDoc(_Schema, frozen=True):
-    """What one state is; its axes as ``{"head": 8, "channel": 128}``."""
+class StateDoc(Schema, frozen=True):
+    """One state; its axes as ``{"head": 8, "channel": 128}``."""
 
     name: str
     item_bytes: int
@@ -91,8 +86,8 @@ class StateDoc(_Schema, frozen=True):
     aliases: tuple[str, ...] = ()
 
 
-class GroupDoc(_Schema, frozen=True):
-    """The states that share a block table; ``pool`` is the group's own name unless given."""
+class GroupDoc(Schema, frozen=True):
+    """The states that share a block table; ``pool`` defaults to the group's name."""
 
     name: str
     num_blocks: int
@@ -103,8 +98,8 @@ class GroupDoc(_Schema, frozen=True):
     sinks: int = 0
 
 
-class IdentityDoc(_Schema, frozen=True):
-    """Which model it is: values by part, and reasons by part that is not known."""
+class IdentityDoc(Schema, frozen=True):
+    """The model: values of known parts, reasons for unknown parts."""
 
     known: dict[str, str] = {}
     unknown: dict[str, str] = {}
@@ -112,11 +107,11 @@ class IdentityDoc(_Schema, frozen=True):
 
 
 _NOTHING = IdentityDoc()
-"""One object: a default is left out if it is the very default."""
+"""``omit_defaults`` compares by identity."""
 
 
-class ManifestDoc(_Schema, frozen=True):
-    """The whole document. ``version`` is checked before anything else is read."""
+class ManifestDoc(Schema, frozen=True):
+    """The whole document. ``version`` is checked first."""
 
     version: int
     engine: str
@@ -133,12 +128,12 @@ def manifest_from_json(data: bytes) -> Manifest:
 
 
 def manifest_from_msgpack(data: bytes) -> Manifest:
-    """Read a manifest that a peer sent; raises ``SpecError`` with place, rule and value."""
+    """Read a peer's manifest; raises ``SpecError`` with place, rule and value."""
     return manifest_of_doc(read_msgpack(data, ManifestDoc, versions=READABLE))
 
 
 def manifest_to_json(manifest: Manifest, *, indent: int = 2) -> bytes:
-    """Write a manifest for people (or, with ``indent=0``, on one line); defaults are left out."""
+    """Write a manifest for people (with ``indent=0`` on one line), without defaults."""
     return write_json(doc_of_manifest(manifest), indent)
 
 
@@ -187,10 +182,7 @@ def _region(doc: RegionDoc) -> Region:
 
 
 class RankBuilder:
-    """Makes the ranks of one manifest, equal axis maps as one object.
-
-    Layers and ranks repeat a few maps thousands of times, and what is computed from a map is kept by it.
-    """
+    """Builds the ranks of one manifest, with equal axis maps as one object, so that caches are shared."""
 
     def __init__(self) -> None:
         self._maps: dict[AxisMapDoc, AxisMap] = {}
@@ -244,7 +236,7 @@ def doc_of_manifest(manifest: Manifest) -> ManifestDoc:
 
 
 def _doc(schema: type[Doc], value: object, **written: object) -> Doc:
-    """What a schema has of a value: its fields as they are, but for those that are written otherwise."""
+    """A document from the fields of a value, except those given."""
     same = {name: getattr(value, name) for name in schema.__struct_fields__ if name not in written}
     return schema(**same, **written)
 
@@ -277,7 +269,6 @@ def _axis_map_doc(axis_map: AxisMap) -> AxisMapDoc:
 
 
 def _digit_doc(digit: Digit) -> DigitDoc:
-    if digit.held is None:
-        # An array-like struct writes its defaults too; the shorter struct spares people the null.
-        return cast(DigitDoc, WholeDigitDoc(digit.size, digit.stride))
-    return DigitDoc(digit.size, digit.stride, (digit.held.start, digit.held.stop))
+    # A tuple, since an array-like struct would write its defaults too.
+    held = () if digit.held is None else ((digit.held.start, digit.held.stop),)
+    return cast(DigitDoc, (digit.size, digit.stride, *held))

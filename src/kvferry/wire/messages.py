@@ -1,8 +1,7 @@
-"""What goes over the control channel: tagged, versioned, bounded messages.
+"""The messages of the control channel: tagged, versioned, bounded.
 
-A destination rank talks to the lease authority of each source engine it reads from; the ranks of a source
-engine talk to their own authority. Every message of a reader is answered; none of them changes anything when
-it arrives twice.
+A destination rank talks to the lease authority of each source engine that it reads from; the ranks of a
+source engine talk to their own authority. Every message of a reader is answered, and all are idempotent.
 """
 
 from __future__ import annotations
@@ -19,16 +18,14 @@ from kvferry.wire.reading import Name, Words
 from kvferry.wire.ticket import TableDoc, Ticket
 
 PROTOCOL = 7
-"""The version of the messages and of what they promise."""
+"""The version of the messages and their semantics."""
 OLDEST_PROTOCOL = 5
-"""The oldest version that is still spoken. Usually the one before ours, so that engines can be upgraded one
-by one: a new field has a default and may be ignored (fields that are not known are), a new message is sent
-to nobody who has not said that it knows it. Version 4 read through rings that are gone, so 5 is the first.
-"""
+"""The oldest supported version. At least the previous one is, so that engines can be upgraded one by one: a
+new field has a default and may be ignored, a new message is only sent to peers that support it."""
 
 
 def is_spoken(protocol: int) -> bool:
-    """Whether a peer of that version is understood. One that is newer by one speaks so that we understand it.
+    """Whether this version is supported. The next one stays compatible with this one.
 
     >>> [version for version in range(PROTOCOL + 4) if is_spoken(version)]
     [5, 6, 7, 8]
@@ -40,39 +37,39 @@ MAX_MESSAGE_BYTES = 8 << 20
 MAX_BATCH = 4096
 """Tickets in one renewal, requests in one notice, ranks in one question."""
 MAX_SHORT_BYTES = 64 << 10
-"""Of a message that has no length of its own below: whoever sends it may be anybody."""
+"""The limit of kinds without an entry in ``_MAX_BYTES``."""
 TOO_LONG = "too-long"
-"""What is answered to a longer one."""
+"""The code of the answer to a longer message."""
 TOKEN_BYTES = 16
 MARK_BYTES = 16
 
 
 class Outcome(StrEnum):
-    """What became of one destination rank's read of a ticket."""
+    """The outcome of one destination rank's read of a ticket."""
 
     READ = "read"
-    """Every byte is in; it counts once the authority has confirmed that its lease was still held then."""
+    """Complete; valid once the authority confirms that the lease was still held."""
     FAILED = "failed"
     UNREAD = "unread"
-    """Nothing was posted: the ticket may serve another reader, unless it is declined."""
+    """Nothing was posted: the ticket is free for another reader, unless it is declined."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Reader → authority: who are you?"""
+    """Reader → authority: the first message; answered by ``Welcome``."""
 
     protocol: int
     reader: Name
 
 
 class RankDescription(msgspec.Struct, frozen=True):
-    """One rank of a source engine, as its readers have to know it."""
+    """One rank of a source engine, for its readers."""
 
     layout: bytes
-    """Its regions and views, msgpack; the same for every rank of every engine that is laid out alike."""
+    """Its regions and views, msgpack; equal for ranks and engines of equal layout."""
     memory: tuple[tuple[int, Name], ...]
-    """Where each of its regions is: address and device."""
+    """Address and device of each region."""
     card: bytes
-    """What its transport wants its readers to have."""
+    """Connection data of its transport."""
 
     @property
     def num_bytes(self) -> int:
@@ -80,18 +77,18 @@ class RankDescription(msgspec.Struct, frozen=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """Authority → reader: what is common to all ranks of the engine. Their layouts are asked for by rank."""
+    """Authority → reader: the properties that all ranks of the engine share."""
 
     protocol: int
     engine: Name
     generation: int
     transport: Name
     outline: bytes
-    """The engine's outline, msgpack, without the engine's name: equal for engines of equal geometry."""
+    """The engine's outline, msgpack, without its name: equal for engines of equal geometry."""
 
 
 class DescribeRanks(msgspec.Struct, frozen=True, tag=True):
-    """Reader → authority: how are these ranks laid out? Repeated for those that have not come yet."""
+    """Reader → authority: request the layouts of ranks. Repeated for missing ones."""
 
     nonce: int
     generation: int
@@ -99,85 +96,84 @@ class DescribeRanks(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankDescriptions(msgspec.Struct, frozen=True, tag=True):
-    """Authority → reader: as many of them as fit into a message of moderate length."""
+    """Authority → reader: as many descriptions as fit into a message of moderate length."""
 
     nonce: int
     generation: int
-    """Which start of the engine answers; another one than was asked describes nothing."""
+    """The start of the engine that answers; a request to another start gets no descriptions."""
     ranks: dict[int, RankDescription]
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):
-    """Authority → anybody: not now, or not you."""
+    """Authority → any peer: a request is rejected."""
 
     code: Name
     detail: Words = ""
 
 
 class Acquire(msgspec.Struct, frozen=True, tag=True):
-    """Reader → authority: one of the reader's ranks wants to read this ticket."""
+    """Reader → authority: one of the reader's ranks requests a lease of this ticket."""
 
     nonce: int
     ticket: Ticket
     reader: Name
-    """One start of one destination engine: a restarted one has another name."""
+    """One start of one destination engine; a restarted engine has another name."""
     reader_rank: int
     reader_ranks: int
     attempt: int
-    """Grows with each fetch of this rank: tells a late message of an earlier fetch from one of this."""
+    """Increases with each fetch of this rank, to detect late messages of earlier fetches."""
     token: bytes
-    """What only this rank knows, for this ticket. The grant is tied to it: renewals and the settlement must
-    show it, for names can be guessed. The reader makes it, and not the authority with the grant: so who gives
-    up before the grant has come can still say so, and who asks again with a copy of the ticket gets nothing.
-    """
+    """A secret of this rank for this ticket, required by renewals and the settlement, since names can be
+    guessed. The reader creates it, so that it can settle before the grant arrives, and a copy of the ticket
+    is not enough to take over the lease."""
 
 
 class Grant(msgspec.Struct, frozen=True, tag=True):
-    """Authority → reader: the blocks stay untouched for this long after the asking."""
+    """Authority → reader: the blocks stay untouched for this long after the request."""
 
     nonce: int
     ticket_id: int
     lease_ms: int
     proofs: dict[int, bytes] = {}
-    """What each rank of the engine that gathers for readers wants to see with this ticket (``wire.ticket``).
-    Whoever has one can have that rank gather the ticket's blocks until the lease ends."""
+    """A proof for each rank that gathers for readers (``wire.ticket``): authorises gathering the ticket's
+    blocks until the lease ends."""
     is_whole: bool = True
-    """Whether every rank had joined. If not, some proofs are missing, and come if it is asked for again."""
+    """Whether every rank had joined. If not, a repeated request returns the missing proofs."""
     board: Name = ""
-    """Where a reader on the authority's host can see by itself whether the lease stands; empty: nowhere."""
+    """Shared memory that shows a reader on the authority's host whether the lease is held; or empty."""
     mark: bytes = b""
-    """What is there while it does."""
+    """The board's entry while the lease is held."""
 
 
 class ClaimOffer(msgspec.Struct, frozen=True, tag=True):
-    """Reader → authority: which of a soft offer's first tokens do you still have? Pin them for me."""
+    """Reader → authority: pin those of a soft offer's first tokens that are still cached."""
 
     nonce: int
     ticket: Ticket
     """A soft one."""
     num_tokens: int
-    """How many of its first tokens are wanted: as many as the reader's prompt shares with it."""
+    """The number of first tokens that the reader's prompt shares with it."""
 
 
 class FindTransfer(msgspec.Struct, frozen=True, tag=True):
-    """Reader → authority: the ticket of the prefill that a router named so. Repeated until there is one."""
+    """Reader → authority: request the ticket of a transfer that a router named. Repeated until it exists."""
 
     nonce: int
     transfer: Name
 
 
 class Claimed(msgspec.Struct, frozen=True, tag=True):
-    """Authority → reader: the ticket that was asked for; or none, and why."""
+    """Authority → reader: the requested ticket, or the reason why there is none."""
 
     nonce: int
     ticket: Ticket | None = None
     detail: Words = ""
     is_pending: bool = False
-    """Whether there may be one later: the answer comes again when there is."""
+    """Whether there may be one later; the authority then answers again."""
 
 
 class Watch(msgspec.Struct, frozen=True, tag=True):
-    """Reader, while it holds a growing lease → authority: say when there is more than this. Repeated."""
+    """Reader, while it holds a growing lease → authority: request the next stage. Repeated."""
 
     nonce: int
     generation: int
@@ -186,7 +182,7 @@ class Watch(msgspec.Struct, frozen=True, tag=True):
     reader_rank: int
     token: bytes
     num_complete: int
-    """How many tokens the reader knows of."""
+    """The number of complete tokens that the reader knows of."""
 
 
 class Grown(msgspec.Struct, frozen=True, tag=True):
@@ -199,7 +195,7 @@ class Grown(msgspec.Struct, frozen=True, tag=True):
 
 
 class Denial(msgspec.Struct, frozen=True, tag=True):
-    """Authority → reader: no, and why."""
+    """Authority → reader: a lease is denied."""
 
     nonce: int
     ticket_id: int
@@ -208,11 +204,11 @@ class Denial(msgspec.Struct, frozen=True, tag=True):
 
 
 class Renew(msgspec.Struct, frozen=True, tag=True):
-    """Reader → authority: these reads are still wanted."""
+    """Reader → authority: extend the leases of these reads."""
 
     nonce: int
     generation: int
-    """Whose tickets: another start of the engine numbers its own from 1 again."""
+    """The start of the engine: each numbers its tickets from 1."""
     reader: Name
     reader_rank: int
     tickets: tuple[tuple[int, bytes], ...]
@@ -220,7 +216,7 @@ class Renew(msgspec.Struct, frozen=True, tag=True):
 
 
 class Renewal(msgspec.Struct, frozen=True, tag=True):
-    """Authority → reader: which of them go on, from the moment of asking, and which have ended."""
+    """Authority → reader: the leases extended from the time of the request, and those that ended."""
 
     nonce: int
     lease_ms: int
@@ -229,10 +225,7 @@ class Renewal(msgspec.Struct, frozen=True, tag=True):
 
 
 class Settle(msgspec.Struct, frozen=True, tag=True):
-    """Reader → authority: this rank is through with the ticket; nothing of it is read any more.
-
-    Repeated until acknowledged.
-    """
+    """Reader → authority: this rank reads nothing more of the ticket. Repeated until acknowledged."""
 
     generation: int
     ticket_id: int
@@ -242,16 +235,14 @@ class Settle(msgspec.Struct, frozen=True, tag=True):
     token: bytes
     outcome: Outcome
     reader_ranks: int = 0
-    """Of the reader, where it declines."""
+    """The reader's number of ranks, if it declines."""
     declined: Ticket | None = None
-    """The ticket, if the reader's engine does not need it: once every rank is through, its lease ends. The
-    ticket proves itself, so that this also counts for a rank that was not granted it, whichever of its
-    messages came first.
-    """
+    """The ticket, if the reader's engine does not need it: once every rank has settled, its lease ends. The
+    ticket authenticates itself, so that a rank without a grant can decline, in any order of messages."""
 
     @property
     def acquire(self) -> Acquire | None:
-        """What the rank would have asked for the declined ticket with; None if it declines none."""
+        """The request that the rank would have sent for the declined ticket, if any."""
         if self.declined is None or self.declined.ticket_id != self.ticket_id:
             return None
         who = self.reader, self.reader_rank, self.reader_ranks
@@ -259,21 +250,18 @@ class Settle(msgspec.Struct, frozen=True, tag=True):
 
 
 class SettleAck(msgspec.Struct, frozen=True, tag=True):
-    """Authority → reader: the settle message arrived; for a read this is the confirmation that it counts.
-
-    Whoever asks again within a lease gets the same answer.
-    """
+    """Authority → reader: acknowledges ``Settle``, and confirms a read. A repetition gets the same answer."""
 
     ticket_id: int
     reader_rank: int
     attempt: int
     code: Name = ""
-    """Why it does not count. Empty: the lease was still held when the message arrived, after the read."""
+    """Why the read is invalid. Empty: the lease was still held when the message arrived, after the read."""
     detail: Words = ""
 
 
 class DigestRequest(msgspec.Struct, frozen=True, tag=True):
-    """Reader, while it holds a ticket → authority: what does this rank find? Repeated until answered."""
+    """Reader, while it holds a ticket → authority: request digests of a rank. Repeated until answered."""
 
     nonce: int
     generation: int
@@ -283,32 +271,32 @@ class DigestRequest(msgspec.Struct, frozen=True, tag=True):
     token: bytes
     src_rank: int
     question: bytes
-    """Which parts of which states, msgpack (``wire.rank_asks``)."""
+    """The parts of the states, msgpack (``wire.rank_asks``)."""
 
 
 class DigestAnswer(msgspec.Struct, frozen=True, tag=True):
-    """Authority → reader: the sums of the parts, or why there are none."""
+    """Authority → reader: the sums of the parts, or the error."""
 
     nonce: int
     sums: bytes = b""
-    """64-bit numbers, the lowest byte first."""
+    """64-bit integers, little-endian."""
     detail: Words = ""
-    """Why there are none; empty if they are there."""
+    """The error; empty if there are sums."""
 
 
 class DigestTask(msgspec.Struct, frozen=True, tag=True):
-    """Authority → source rank: digest this, of the blocks of a ticket that is leased."""
+    """Authority → source rank: digest these parts of a leased ticket's blocks."""
 
     generation: int
     number: int
     tables: dict[str, TableDoc]
     question: bytes
     ticket_id: int = 0
-    """Tickets take turns, and none is digested after its release."""
+    """For fairness between tickets, and to drop tasks of released ones."""
 
 
 class DigestResult(msgspec.Struct, frozen=True, tag=True):
-    """Source rank → authority: the sums, or why there are none."""
+    """Source rank → authority: the sums, or the error."""
 
     generation: int
     rank: int
@@ -318,53 +306,49 @@ class DigestResult(msgspec.Struct, frozen=True, tag=True):
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
-    """Source rank → its authority: here I am. Repeated; the answer lists what ended meanwhile."""
+    """Source rank → its authority: joins the engine. Repeated."""
 
     protocol: int
     engine: Name
     rank: int
     transport: Name
     manifest: bytes
-    """The engine's manifest as far as this rank knows it, msgpack, without any rank."""
+    """The engine's manifest as known to this rank, msgpack, without ranks."""
     description: RankDescription
     previous: int = 0
-    """The start of the engine that it belonged to before; 0 for a rank that belonged to none."""
+    """The start of the engine that it belonged to before, or 0."""
     credential: bytes = b""
-    """What the engine gave to its ranks, and to nobody else."""
+    """A secret of the engine's ranks."""
     rank_key: bytes = b""
-    """What the proofs in grants are made with, if this rank gathers for readers. It goes no further than to
-    the rank's own authority."""
+    """The key of the proofs in grants, if this rank gathers for readers; known to its authority only."""
 
     def again(self, previous: int) -> Join:
-        """The same rank, to be joined to the next start of its engine."""
+        """The message to the next start of the engine."""
         return msgspec.structs.replace(self, previous=previous)
 
     def invited(self, credential: bytes) -> Join:
-        """The same rank, to be joined by itself once it is admitted: its key is known by then."""
+        """The message of an admitted rank, without its key, which the authority already has."""
         return msgspec.structs.replace(self, credential=credential, rank_key=b"")
 
     def __repr__(self) -> str:
-        """Without card, credential and key: it may come into a log."""
+        """Without card, credential and key, for logs."""
         return f"Join(engine={self.engine!r}, rank={self.rank}, transport={self.transport!r})"
 
 
 class ReleaseNotice(msgspec.Struct, frozen=True, tag=True):
-    """Authority → source rank: these requests are released, by the source's own names.
-
-    Repeated until acknowledged.
-    """
+    """Authority → source rank: these requests are released. Repeated until acknowledged."""
 
     generation: int
     first: int
-    """The number of the first of these notices; the others follow it."""
+    """The number of the first notice; the others are consecutive."""
     requests: tuple[tuple[str, str], ...]
     """(request id, reason)."""
     ticket_ids: tuple[int, ...] = ()
-    """The tickets of these requests: a rank that gathers for readers does so for none of them any more."""
+    """The tickets of these requests, for which ranks stop gathering."""
 
 
 class ReleaseAck(msgspec.Struct, frozen=True, tag=True):
-    """Source rank → authority: notices up to this number arrived."""
+    """Source rank → authority: acknowledges notices up to this number."""
 
     generation: int
     rank: int
@@ -372,21 +356,21 @@ class ReleaseAck(msgspec.Struct, frozen=True, tag=True):
 
 
 class JoinAck(msgspec.Struct, frozen=True, tag=True):
-    """Authority → source rank: you belong to this start of the engine."""
+    """Authority → source rank: the rank belongs to this start of the engine."""
 
     engine: Name
     generation: int
 
 
 class AskStatus(msgspec.Struct, frozen=True, tag=True):
-    """A person's tool → authority: how are you? It changes nothing."""
+    """Command → authority: request the status. Changes nothing."""
 
     protocol: int
 
 
 class StatusAnswer(msgspec.Struct, frozen=True, tag=True):
     report: bytes
-    """JSON, for people; bounded, and without cards, keys and tickets."""
+    """JSON; bounded, and without cards, keys and tickets."""
 
 
 ToAuthority = (
@@ -433,14 +417,14 @@ _MAX_BYTES: dict[str, int] = {
     "Settle": 4 << 20,
     **dict.fromkeys((kind.__name__ for kind in get_args(FromAuthority)), MAX_MESSAGE_BYTES),
 }
-"""How long a message of each kind may be. It is looked at before the message is decoded."""
+"""The longest message of each kind, checked before decoding."""
 
 _TAG = re.compile(rb"(?:[\x80-\x8f]|\xde..)\xa4type[\xa0-\xbf]([A-Za-z]+)", re.DOTALL)
-"""How a message begins: a map whose first key is its kind. Whoever writes it otherwise keeps it short."""
+"""The start of a message: a map with its kind as the first key. Other forms have the shortest limit."""
 
 
 def too_long(data: bytes) -> str:
-    """What is wrong with the length of a message, by name; nothing if it may be read.
+    """The error of a message that is too long; otherwise empty.
 
     >>> too_long(encode(Hello(PROTOCOL, "decode"))), too_long(encode(Hello(PROTOCOL, "x" * 70_000)))
     ('', 'a message of the kind Hello has at most 65536 bytes, got 70034')
@@ -454,8 +438,8 @@ def too_long(data: bytes) -> str:
 
 
 _encoder = msgspec.msgpack.Encoder()
-_to_authority = msgspec.msgpack.Decoder(ToAuthority)
-_from_authority = msgspec.msgpack.Decoder(FromAuthority)
+_to_authority: msgspec.msgpack.Decoder[ToAuthority] = msgspec.msgpack.Decoder(ToAuthority)
+_from_authority: msgspec.msgpack.Decoder[FromAuthority] = msgspec.msgpack.Decoder(FromAuthority)
 
 
 def encode(message: Message) -> bytes:
@@ -463,20 +447,18 @@ def encode(message: Message) -> bytes:
 
 
 def decode_to_authority(data: bytes) -> ToAuthority:
-    message: ToAuthority = decoded(_to_authority.decode, data)
-    return message
+    return decoded(_to_authority.decode, data)
 
 
 def decode_from_authority(data: bytes) -> FromAuthority:
-    message: FromAuthority = decoded(_from_authority.decode, data)
-    return message
+    return decoded(_from_authority.decode, data)
 
 
 Some = TypeVar("Some")
 
 
 def decoded(decode: Callable[[bytes], Some], data: bytes) -> Some:
-    """What a decoder makes of a message; whatever is wrong with it is a SpecError."""
+    """Decode a message; raises SpecError if it is invalid."""
     if complaint := too_long(data):
         raise SpecError(complaint)
     try:

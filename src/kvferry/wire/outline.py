@@ -1,7 +1,7 @@
-"""An engine in parts: an outline for all of its readers, a description of each rank for those who read it.
+"""An engine in parts: an outline for all readers, and a description of each rank for its readers.
 
-Whatever engines of equal geometry have in common is equal bytes: their names and where their memory is are
-kept apart. Equal bytes are decoded once.
+Engines of equal geometry have equal outlines and layouts, since names and addresses are separate. Equal bytes
+are decoded once.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from kvferry.wire.manifest import (
     ManifestDoc,
     RankBuilder,
     RankDoc,
+    Schema,
     check_count,
     doc_of_manifest,
     doc_of_rank,
@@ -37,15 +38,15 @@ MAX_SPANS = 1 << 18
 """Spans of all boxes of an outline."""
 
 
-class BoxDoc(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """``{"axes": {"head": [[0, 2]]}}``: what a rank holds of a state."""
+class BoxDoc(Schema, frozen=True):
+    """``{"axes": {"head": [[0, 2]]}}``: the part of a state that a rank holds."""
 
     axes: dict[str, tuple[SpanDoc, ...]]
     period: int = 1
 
 
 class HoldersDoc(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """States that are held alike, by index, and who holds which box, by index, of each of them."""
+    """The indices of states with equal holders, and their (rank, box index)."""
 
     states: tuple[int, ...]
     boxes: tuple[tuple[int, int], ...]
@@ -88,7 +89,7 @@ def outline_from_msgpack(data: bytes, engine: str) -> Outline:
     held: dict[str, Holders] = {}
     for each in doc.holders:
         holders, states = _holders(each, boxes), _states(each, common.states)
-        # Layers of one shape are held alike: each shape is checked once.
+        # Each shape is checked once.
         for state in {(state.axes, state.kind): state for state in states}.values():
             for box in {id(box): box for _, box in holders.boxes}.values():
                 _check_box(f"outline: state {state.name}", box, state)
@@ -129,17 +130,19 @@ def _states(doc: HoldersDoc, states: Sequence[State]) -> list[State]:
 
 
 def _check_box(where: str, box: Box, state: State) -> None:
-    """A box has the axes of its state, and nothing that is not there."""
+    """A box must have the axes of its state, and be within their sizes."""
     sizes = {axis.name: axis.size for axis in state.axes}
     if state.kind is Kind.PAGED:
         sizes[TOKEN] = box.period
     elif box.period != 1:
-        raise SpecError(f"{where}: a recurrent state takes no turns at tokens")
+        raise SpecError(f"{where}: a recurrent state has no token axis, and so no period")
     if {name for name, _ in box.axes} != sizes.keys():
-        raise SpecError(f"{where}: a box of axes {[n for n, _ in box.axes]}, but it has {sorted(sizes)}")
+        raise SpecError(
+            f"{where}: the box has axes {[n for n, _ in box.axes]}, the state has {sorted(sizes)}"
+        )
     for name, spans in box.axes:
         if spans[-1].stop > sizes[name]:
-            raise SpecError(f"{where}: axis {name} reaches {spans[-1].stop}, but it has {sizes[name]}")
+            raise SpecError(f"{where}: axis {name} reaches {spans[-1].stop}, its size is {sizes[name]}")
 
 
 # ------------------------------------------------------------------------------- one rank
@@ -148,7 +151,7 @@ def _check_box(where: str, box: Box, state: State) -> None:
 def join_of(
     manifest: Manifest, transport: str, card: bytes, credential: bytes = b"", rank_key: bytes = b""
 ) -> Join:
-    """What the one rank of a manifest says to its authority."""
+    """The join message of the only rank of a manifest."""
     (rank,) = manifest.ranks
     who = PROTOCOL, manifest.engine, rank.rank, transport
     what = manifest_to_msgpack(replace(manifest, ranks=())), describe_rank(rank, card)

@@ -1,8 +1,8 @@
-"""What a source rank is asked for by readers: bytes to send, and digests of what it sent.
+"""Requests of readers to a source rank: bytes to send, and digests of the bytes it sent.
 
-A rank's own socket takes asks for bytes, and no other message. Each carries its permit, so nothing has to be
-remembered between two of them. Nothing is repeated: a lost message fails its read, by a deadline. Questions
-for digests come by way of the authority (``wire.messages``); here is what they ask for.
+A rank's own socket accepts only requests for bytes. Each carries its permit, so the rank keeps no state
+between them. Messages are not repeated: a lost one fails its read by a deadline. Requests for digests come
+through the authority (``wire.messages``); ``QuestionDoc`` is their content.
 """
 
 from __future__ import annotations
@@ -21,45 +21,44 @@ from kvferry.wire.messages import decoded
 from kvferry.wire.reading import Name, SpanDoc, Words, read_msgpack, span_docs
 
 Column = bytes
-"""Whole numbers of 64 bits, signed, the lowest byte first."""
+"""Signed 64-bit integers, little-endian."""
 
 
 class Gather(msgspec.Struct, frozen=True, tag=True):
     """Reader → source rank: send these bytes, side by side, as one frame of a stream."""
 
     nonce: int
-    """The reader's own number of this ask."""
+    """The reader's number of this request."""
     permit: bytes
-    """That the bytes may be had (``wire.ticket``)."""
+    """Authorises the read (``wire.ticket``)."""
     terms: tuple[tuple[Column, Column, Column], ...]
-    """Patterns over blocks: places in block 0; lengths, or one that is the length of all; how far each block
-    is from block 0. Run by run of the pattern, the bytes of all blocks follow each other."""
+    """Patterns over blocks: places in block 0; their lengths, or one common length; the distance of each
+    block from block 0. For each run of the pattern, the bytes of all blocks follow each other."""
     stream_id: bytes
-    """The stream to send them over, by its name."""
 
 
 class OpenStream(msgspec.Struct, frozen=True, tag=True):
-    """Reader → source rank: what you gather for me, send me over a connection of its own."""
+    """Reader → source rank: open a connection for gathered bytes."""
 
     nonce: int
     permit: bytes
-    """That some bytes may be had: others get no stream."""
+    """Authorises the stream."""
     regions: tuple[tuple[int, int], ...]
-    """Address and bytes of each region, as the reader knows them from the rank's manifest."""
+    """Address and bytes of each region, from the rank's manifest."""
 
 
 class StreamOffered(msgspec.Struct, frozen=True, tag=True):
-    """Source rank → reader: call there, and say this name."""
+    """Source rank → reader: connect to this address with this stream id."""
 
     nonce: int
     address: Name
     stream_id: bytes
     key: bytes
-    """What its frames are sealed with; empty: with nothing."""
+    """The encryption key of its frames; empty: not encrypted."""
 
 
 class NotGathered(msgspec.Struct, frozen=True, tag=True):
-    """Source rank → reader: no, and why."""
+    """Source rank → reader: the request failed."""
 
     nonce: int
     code: Name
@@ -70,8 +69,8 @@ ToRank = Gather | OpenStream
 FromRank = NotGathered | StreamOffered
 
 _encoder = msgspec.msgpack.Encoder()
-_to_rank = msgspec.msgpack.Decoder(ToRank)
-_from_rank = msgspec.msgpack.Decoder(FromRank)
+_to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+_from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 
 
 def encode_rank_message(message: ToRank | FromRank) -> bytes:
@@ -79,22 +78,20 @@ def encode_rank_message(message: ToRank | FromRank) -> bytes:
 
 
 def decode_to_rank(data: bytes) -> ToRank:
-    message: ToRank = decoded(_to_rank.decode, data)
-    return message
+    return decoded(_to_rank.decode, data)
 
 
 def decode_from_rank(data: bytes) -> FromRank:
-    message: FromRank = decoded(_from_rank.decode, data)
-    return message
+    return decoded(_from_rank.decode, data)
 
 
 MAX_COORDINATE = 1 << 40
 MAX_SPANS = 1 << 16
-"""Of one box, and of the cells that are asked for."""
+"""Spans of one axis of a box, or of cells."""
 
 
 class StatesDoc(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """States of which the same box and cells are asked for."""
+    """States with the same box and cells."""
 
     states: tuple[Name, ...]
     axes: dict[Name, tuple[SpanDoc, ...]]
@@ -103,21 +100,21 @@ class StatesDoc(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class QuestionDoc(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything that one source rank is asked to digest of one request."""
+    """Everything that one source rank shall digest for one request."""
 
     seed: int
     parts: tuple[StatesDoc, ...]
 
 
 def question_to_msgpack(seed: int, parts: Sequence[DigestPart]) -> bytes:
-    """Write a question; the answer has the sums of these parts in this order."""
+    """Write a question; the answer has the sums in the order of the parts."""
     alike = groupby(parts, key=lambda part: (id(part.box), part.cells))
     docs = (_states_doc(list(group)) for _, group in alike)
     return msgspec.msgpack.encode(QuestionDoc(seed, tuple(docs)))
 
 
 def question_from_msgpack(data: bytes) -> tuple[int, list[DigestPart]]:
-    """Read a question; raises SpecError where it makes no sense. Whether a rank holds it, the rank says."""
+    """Read a question; raises SpecError if it is invalid."""
     doc = read_msgpack(data, QuestionDoc)
     check_range("digest: seed", doc.seed, 0, (1 << 64) - 1)
     boxes: dict[Box, Box] = {}
@@ -132,7 +129,7 @@ def _states_doc(parts: Sequence[DigestPart]) -> StatesDoc:
 
 
 def _parts(doc: StatesDoc, boxes: dict[Box, Box], known: dict[Spans, Spans]) -> list[DigestPart]:
-    """What is equal becomes one object: a digest looks at each but once."""
+    """The parts; equal boxes and cells become one object, so that a digest processes each once."""
     check_range("digest: period", doc.period, 1, MAX_COORDINATE)
     box = Box(tuple(sorted((name, _spans(spans)) for name, spans in doc.axes.items())), doc.period)
     cells = _spans(doc.cells)

@@ -1,7 +1,7 @@
-"""Documents and messages, read and written: bounded, quick, and with an account of what is wrong.
+"""Bounded reading and writing of documents.
 
-A good document costs one typed decode and a look for keys given twice. What is wrong with a bad one becomes a
-``SpecError`` with its place and the rule.
+A valid document costs one typed decode and a check for duplicate keys. An invalid one raises a ``SpecError``
+with the place and the rule.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ MAX_REQUEST_ID = 1024
 MAX_WORDS = 4000
 
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
-"""What a peer calls itself, or something of its own."""
+"""A name that a peer has chosen."""
 RequestId = Annotated[str, msgspec.Meta(max_length=MAX_REQUEST_ID)]
-"""What an engine calls a request; its clients may have chosen it."""
+"""An engine's id of a request; its clients may have chosen it."""
 Words = Annotated[str, msgspec.Meta(max_length=MAX_WORDS)]
-"""What a peer has to say to people."""
+"""A peer's text for people."""
 
 
 def check_name(what: str, text: str, longest: int = MAX_NAME) -> None:
-    """Refuse a name of our own that no peer would read."""
+    """Raise if peers would reject this name."""
     if not text or len(text) > longest:
         raise SpecError(f"{what} has 1 to {longest} characters, got {len(text)}")
 
@@ -37,7 +37,7 @@ WIDTH = 120
 
 
 def write_json(doc: msgspec.Struct, indent: int) -> bytes:
-    """A struct as JSON: without a space if ``indent`` is 0, else in lines, and with a last newline."""
+    """A struct as JSON: compact if ``indent`` is 0, otherwise in lines, with a final newline."""
     if not indent:
         return msgspec.json.encode(doc)
     return (laid_out(msgspec.to_builtins(doc), indent) + "\n").encode()
@@ -60,29 +60,19 @@ def laid_out(value: Any, indent: int = 2, depth: int = 0) -> str:
 
 
 MAX_RULE = 400
-"""How many characters of a rule, or of a key, a message repeats: names can be long."""
+"""Characters of a rule or key that an error message includes."""
 
 Made = TypeVar("Made")
 
 
-def spec_error(place: str, rule: str) -> SpecError:
-    return SpecError(f"{place}: {clipped(rule, MAX_RULE)}")
-
-
 def at(place: str, make: Callable[..., Made], *arguments: object) -> Made:
-    """What is made of the part of a document at ``place``, relative to its whole; errors say so."""
+    """Call ``make``; a SpecError gets the prefix ``place``, relative to the enclosing document."""
     try:
         return make(*arguments)
     except SpecError as error:
-        text = str(error)  # begins with its place, if it has one further in
+        text = str(error)  # begins with "$" if it has a place
         inner = text[1:] if text.startswith("$") else f": {clipped(text, MAX_RULE)}"
         raise SpecError(f"${place}{inner}") from None
-
-
-def rule_and_path(complaint: str) -> tuple[str, str]:
-    rule, _, place = complaint.replace("`", "").partition(" - at ")
-    key, _, path = place.rpartition(" in ")
-    return f"a {key}: {rule}" if key else rule, path or "$"
 
 
 def key_step(key: str) -> str:
@@ -90,7 +80,7 @@ def key_step(key: str) -> str:
 
 
 def printable(text: str, length: int = MAX_RULE) -> str:
-    """Text of a peer's, fit for a log: one line, and not long.
+    """A peer's text for the log: one line, truncated.
 
     >>> printable("two\\nlines"), printable("x" * 1000)[-5:]
     ('two\\\\nlines', 'xxxx…')
@@ -105,15 +95,13 @@ def clipped(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[:length]}…"
 
 
-# Keys that one object has twice: a decoder takes the last, a person may mean the first. Refused.
-#
-# msgspec drops the first without a word. So a document that was read is written anew: if it comes out as long
-# as it was, nothing was lost.
+# Duplicate keys are rejected. msgspec silently drops the first of two, so a decoded document is encoded
+# again: if the length is unchanged, no key was dropped.
 
 
 def check_json_keys(data: bytes) -> None:
-    """Refuse a key given twice, in JSON that is well formed."""
-    # What can differ in length is blanks and numbers, so colons are counted; escapes may hide or spell one.
+    """Raise for a duplicate key in well-formed JSON."""
+    # Blanks and numbers can differ in length, so colons are counted; escapes may hide or spell one.
     if b"\\" in data or data.count(b":") != msgspec.json.encode(msgspec.json.decode(data)).count(b":"):
         json.loads(data, object_pairs_hook=_without_repeats)
 
@@ -127,16 +115,16 @@ def _without_repeats(members: list[tuple[str, object]]) -> None:
 
 
 def check_msgpack_keys(data: bytes) -> None:
-    """Refuse a key given twice, in msgpack that is well formed and has no floats."""
+    """Raise for a duplicate key in well-formed msgpack without floats."""
     if len(msgspec.msgpack.encode(msgspec.msgpack.decode(data))) != len(data):
         raise SpecError("$: a key is given twice in one object, or a value is not in its shortest form")
 
 
 MAX_JSON_BYTES = 64 << 20
 MAX_JSON_ITEMS = 1 << 21
-"""Commas in a JSON input: bounds what it can grow to in memory, whatever it says."""
+"""Commas in a JSON input: bounds its size in memory."""
 MAX_MSGPACK_BYTES = 8 << 20
-"""Less than for JSON, since a byte of msgpack can stand for a whole item."""
+"""Less than for JSON, since one byte of msgpack can be a whole item."""
 
 Doc = TypeVar("Doc", bound=msgspec.Struct)
 Decode = Callable[..., Any]
@@ -144,7 +132,7 @@ Decode = Callable[..., Any]
 
 
 SpanDoc = tuple[int, int]
-"""``[start, stop]``: the integers from start up to, not including, stop."""
+"""``[start, stop]``, without ``stop`` itself."""
 
 
 def span_docs(spans: Spans) -> tuple[SpanDoc, ...]:
@@ -152,13 +140,13 @@ def span_docs(spans: Spans) -> tuple[SpanDoc, ...]:
 
 
 class VersionTag(msgspec.Struct, frozen=True):
-    """All that is read of a document before its version is known to be ours."""
+    """The part of a document that is read first."""
 
     version: int
 
 
 def read_json(data: bytes, schema: type[Doc], *, versions: range | None = None) -> Doc:
-    """Decode JSON; ``versions`` are those that its version tag may state."""
+    """Decode JSON; ``versions`` are the accepted values of its version tag."""
     _check_length(data, MAX_JSON_BYTES)
     num_items = data.count(b",") + 1
     if num_items > MAX_JSON_ITEMS:
@@ -169,14 +157,14 @@ def read_json(data: bytes, schema: type[Doc], *, versions: range | None = None) 
 
 
 def read_msgpack(data: bytes, schema: type[Doc], *, versions: range | None = None) -> Doc:
-    """Decode msgpack; ``versions`` are those that its version tag may state."""
+    """Decode msgpack; ``versions`` are the accepted values of its version tag."""
     doc = decode_msgpack(data, schema, versions=versions)
     check_msgpack_keys(data)
     return doc
 
 
 def decode_msgpack(data: bytes, schema: type[Doc], *, versions: range | None = None) -> Doc:
-    """Like ``read_msgpack``, for callers who find keys given twice in a cheaper way of their own."""
+    """Like ``read_msgpack``, without the check for duplicate keys."""
     _check_length(data, MAX_MSGPACK_BYTES)
     return _decoded(msgspec.msgpack.decode, data, schema, versions)
 
@@ -190,7 +178,7 @@ def _check_length(data: bytes, limit: int) -> None:
 
 
 def _decoded(decode: Decode, data: bytes, schema: type[Doc], versions: range | None) -> Doc:
-    """The one seam at which the decoder's exceptions become ours."""
+    """Translates the decoder's exceptions."""
     try:
         if versions is not None:
             _check_version(_typed(decode, data, VersionTag).version, versions)
@@ -211,5 +199,7 @@ def _typed(decode: Decode, data: bytes, schema: type[Doc]) -> Doc:
     try:
         return cast(Doc, decode(data, type=schema))
     except msgspec.ValidationError as error:
-        rule, path = rule_and_path(str(error))
-        raise spec_error(path, rule) from None
+        rule, _, place = str(error).replace("`", "").partition(" - at ")
+        key, _, path = place.rpartition(" in ")
+        rule = clipped(f"a {key}: {rule}" if key else rule, MAX_RULE)
+        raise SpecError(f"{path or '$'}: {rule}") from None

@@ -1,4 +1,4 @@
-"""A request, and the runs that it selects, as JSON."""
+"""Requests, and the runs of a selection, as JSON."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from kvferry.core.select import Selection, Slack
 from kvferry.core.span import Span, Spans, normal
 from kvferry.core.state import check_range
 from kvferry.errors import SpecError
+from kvferry.wire.manifest import Schema
 from kvferry.wire.reading import Made, SpanDoc, at, key_step, read_json, write_json
 
 MAX_BLOCK_ID = (1 << 40) - 1
@@ -20,27 +21,23 @@ MAX_BLOCK_ID = (1 << 40) - 1
 MAX_TOKENS = 1 << 26
 """The longest request: 67 million tokens."""
 MAX_SPANS = 1 << 10
-"""Intervals of one group's need, or of what it kept."""
+"""Intervals of one group's needed, or kept, tokens."""
 
 
-class _Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What every object of the schema has in common."""
-
-
-class BlockTableDoc(_Schema, frozen=True):
+class BlockTableDoc(Schema, frozen=True):
     """``{"block_ids": [3, 1, null, 7], "first_token": 0}``; null is a hole."""
 
     block_ids: tuple[int | None, ...]
     first_token: int = 0
 
 
-class RequestDoc(_Schema, frozen=True):
+class RequestDoc(Schema, frozen=True):
     """The whole document; each object is keyed by the name of a group."""
 
     src: dict[str, BlockTableDoc]
     dst: dict[str, BlockTableDoc]
     need: dict[str, tuple[SpanDoc, ...]]
-    kept: dict[str, tuple[SpanDoc, ...]] = {}
+    kept: dict[str, tuple[SpanDoc, ...]] = msgspec.field(default_factory=dict)
     slack: Slack = Slack.CLEAR
 
 

@@ -1,4 +1,4 @@
-"""The secret that engines of one fleet share, and the keys that are made of it."""
+"""The shared secret of a fleet, and the keys derived from it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from typing import NoReturn
 from kvferry.errors import SpecError
 
 MIN_BYTES = 16
-"""128 bits: fewer can be guessed."""
+"""128 bits."""
 MAX_SECRETS = 2
-"""While a fleet changes its secret: the new one, and the old one."""
+"""The new and the old one, during a rotation."""
 MIN_CHARACTERS = 22
 """128 bits, written as base64."""
 MIN_DISTINCT = 8
-"""Different characters in a text: fewer were typed, not drawn."""
+"""Distinct characters of a text: random ones have more."""
 
 _DRAWN = re.compile(r"[A-Za-z0-9+/_-]+=*")
 
 
 class Purpose(StrEnum):
-    """What keys are made for."""
+    """The purposes of derived keys."""
 
     CHANNEL = "control channel"
     TICKETS = "ticket seal"
@@ -37,96 +37,94 @@ Keys = Mapping[Purpose, bytes]
 
 
 class Secret:
-    """Known to all engines that may talk to each other, and to nobody else.
+    """The shared secret of a fleet, kept as derived keys, from which it cannot be computed.
 
-    It keeps the keys for each purpose, and not the secret that they were made of. From one key nobody learns
-    another, nor the secret. Nothing of it is shown: not by ``repr`` or ``str``, not in a pickle.
-
-    While a fleet changes its secret there are two. The first is used, both are accepted.
+    Neither ``repr`` nor a pickle contains it. During a rotation there are two secrets: the first is used,
+    both are accepted.
     """
 
     __slots__ = ("_keys",)
 
     def __init__(self, *values: bytes) -> None:
         if not 1 <= len(values) <= MAX_SECRETS:
-            raise SpecError(f"one secret is expected, or two during a rotation; got {len(values)}")
+            raise SpecError(f"expected one secret, or two during a rotation, got {len(values)}")
         self._keys = tuple(map(_keys_of, values))
 
     @classmethod
     def from_text(cls, text: str) -> Secret:
-        """Secrets as a file or a variable has them: drawn at random, hexadecimal or base64; one per line."""
+        """Random secrets from a file or variable: hexadecimal or base64, one per line."""
         drawn = [line.strip() for line in text.strip().splitlines()]
         for line in drawn or [""]:
             is_drawn = _DRAWN.fullmatch(line) and len(set(line)) >= MIN_DISTINCT
             if not is_drawn or len(line.rstrip("=")) < MIN_CHARACTERS:
                 raise SpecError(
                     "a secret must be random: at least 32 hexadecimal or 22 base64"
-                    " characters (128 bits); `kvferry keygen` makes one"
+                    " characters (128 bits); create one with `kvferry keygen`"
                 )
         return cls(*(line.encode() for line in drawn))
 
     def key(self, purpose: Purpose) -> bytes:
-        """The 32 bytes that are used for one purpose."""
+        """The 32-byte key in use for a purpose."""
         return self._keys[0][purpose]
 
     def keys(self, purpose: Purpose) -> tuple[bytes, ...]:
-        """Those that are accepted for it; the first is used."""
+        """The accepted keys; the first is in use."""
         return tuple(keys[purpose] for keys in self._keys)
 
     def change_to(self, other: Secret) -> None:
-        """Use other keys from now on, wherever this secret is known."""
+        """Replace the keys, for all users of this object."""
         self._keys = other._keys
 
     def refresh(self) -> None:
-        """Look where it came from for another one, now and then."""
+        """Check the source of the secret for a new one; subclasses implement this."""
 
     def __repr__(self) -> str:
         return "Secret(…)"
 
     def __reduce__(self) -> NoReturn:
-        raise SpecError("a secret is not copied or pickled: each process reads it where it is kept")
+        raise SpecError("a secret cannot be copied or pickled: read it from its file in each process")
 
 
 def _keys_of(value: bytes) -> Keys:
     if len(value) < MIN_BYTES:
         raise SpecError(
-            f"a secret has at least {MIN_BYTES} bytes (128 bits), got {len(value)}:"
-            " `kvferry keygen` makes one"
+            f"a secret needs at least {MIN_BYTES} bytes (128 bits), got {len(value)}:"
+            " create one with `kvferry keygen`"
         )
     return {
         purpose: hmac.digest(value, b"kvferry 1\0" + purpose.value.encode(), "sha256") for purpose in Purpose
     }
 
 
-SET_A_SECRET = "set the same secret on both engines (KVFERRY_SECRET_FILE; `kvferry keygen` makes one)"
+SET_A_SECRET = "set KVFERRY_SECRET_FILE to the same secret on both engines (`kvferry keygen` creates one)"
 
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """Whom an engine talks to. Without a secret: engines of its own host, over loopback, and nobody else.
+    """The peers that an engine accepts. Without a secret: engines of its own host, over loopback, only.
 
     >>> Trust().is_one_host, Trust(Secret(bytes(16))).is_one_host, Trust(insecure=True).is_one_host
     (True, False, False)
     """
 
     secret: Secret | None = None
-    """Engines that know it, wherever they are: what they say to each other is encrypted and proved."""
+    """Accepts engines with the same secret on any host; messages are encrypted and authenticated."""
     insecure: bool = False
-    """Everybody who can reach this engine, as if all of them knew a secret. For closed networks only."""
+    """Accepts every peer, without authentication. For closed networks only."""
     authorities: tuple[str, ...] = ()
-    """If not empty: the only addresses of source engines that this engine calls. ``tcp://10.0.0.7`` stands
-    for every port of that host."""
+    """If not empty: the only source engines that this engine connects to. ``tcp://10.0.0.7`` means every port
+    of that host."""
 
     def __post_init__(self) -> None:
         if self.secret is not None and self.insecure:
-            raise SpecError("a secret is set, and so is insecure: choose one of them")
+            raise SpecError("secret and insecure are both set: remove one of them")
         for address in self.authorities:
             if "://" not in address:
-                raise SpecError(f"authorities are addresses such as tcp://10.0.0.7:5555, got {address!r}")
+                raise SpecError(f"authorities must be addresses such as tcp://10.0.0.7:5555, got {address!r}")
 
     @property
     def is_one_host(self) -> bool:
-        """Whether only engines of this host are talked to."""
+        """Whether only engines of this host are accepted."""
         return self.secret is None and not self.insecure
 
     @property
@@ -135,28 +133,26 @@ class Trust:
 
     @property
     def ticket_keys(self) -> tuple[bytes, ...]:
-        """What tickets may be sealed with; none where there is no secret."""
+        """The accepted keys of ticket seals; none without a secret."""
         return self.secret.keys(Purpose.TICKETS) if self.secret is not None else ()
 
     def check_listen(self, address: str) -> None:
         if self.is_one_host and not is_loopback(address):
             raise SpecError(
-                f"{address} is reachable from other hosts, and this engine has no secret: set one"
-                " (KVFERRY_SECRET_FILE; `kvferry keygen` makes one), listen at tcp://127.0.0.1:*, or set"
-                " insecure"
+                f"{address} is reachable from other hosts, and this engine has no secret: set"
+                " KVFERRY_SECRET_FILE (`kvferry keygen` creates a secret), listen on tcp://127.0.0.1:*,"
+                " or set insecure"
             )
 
     def may_call(self, authority: str) -> bool:
-        """Whether the list of authorities has this one, if there is a list."""
+        """Whether the list of authorities allows this one."""
         host, _, _ = authority.rpartition(":")
         return not self.authorities or authority in self.authorities or host in self.authorities
 
 
 @lru_cache(maxsize=1024)
 def is_loopback(address: str) -> bool:
-    """Whether only this host can call an address.
-
-    Remembered, because every ticket asks, in the thread of its engine's steps.
+    """Whether only this host can connect to an address. Cached, since every ticket needs it.
 
     >>> is_loopback("tcp://127.0.0.1:*"), is_loopback("tcp://[::1]:5555"), is_loopback("ipc:///run/kvferry")
     (True, True, False)

@@ -1,4 +1,4 @@
-"""Tickets: what the source hands out for one request, and how it proves that it did."""
+"""Tickets: the authorisation to read one request's blocks, and its authentication."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_TICKET_BYTES = 4 << 20
 
 NotSaid = msgspec.UnsetType
 NOT_SAID = msgspec.UNSET
-"""The value of a field that a peer left out."""
+"""The value of a field that a peer omitted."""
 
 
 class TableDoc(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -30,47 +30,47 @@ class TableDoc(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The right to read one request's blocks, once. Self-proving: the MAC covers every other field."""
+    """The authorisation to read one request's blocks once. Its MAC covers every other field but the seal."""
 
     engine: Name
     generation: int
-    """Which start of the engine: a restarted engine knows none of its earlier tickets."""
+    """The start of the engine: tickets of an earlier start are invalid."""
     ticket_id: int
     request_id: RequestId
-    """The source's own name of the request."""
+    """The source's id of the request."""
     authority: Name
-    """Where the lease authority of the source engine listens."""
+    """The address of the source engine's lease authority."""
     num_tokens: int
     tables: dict[str, TableDoc]
     """Block tables by group of the source engine."""
     lease_ms: int
-    """How long a grant lasts, from the moment it is asked for."""
+    """The duration of a grant, from the time of its request."""
     digest: bytes = b""
-    """A digest of the prompt's token ids: a ticket is good for that prompt only."""
+    """A digest of the prompt's token ids: a ticket is valid for that prompt only."""
     mac: bytes = b""
-    """The proof of the source engine, by a key that only this start of it has."""
+    """Authenticates the ticket with a key of this start of the source engine."""
     host: Name = ""
-    """Which host, where the source serves its own only: the boot, and the network namespace; else empty."""
+    """The boot and network namespace of a source that serves its own host only; otherwise empty."""
     seal: bytes = b""
-    """The proof of the fleet, over the ticket's text: whoever made it knows the fleet's secret."""
+    """Authenticates the ticket's text with a key of the fleet's secret."""
     held_from: int | NotSaid = NOT_SAID
-    """Every block table holds the cells of all tokens from this one on, so that a reader can fill its own
-    blocks to their edges. Unset: the source does not say."""
+    """Every block table has the cells of all tokens from this one on, so that a reader can fill its own
+    blocks to their edges. Unset: unknown."""
     parts: bytes | NotSaid = NOT_SAID
-    """Of a soft offer: digests of the first ``PART_TOKENS`` tokens, of twice as many, and so on.
-    They tell how many tokens another prompt has in common with it."""
+    """Of a soft offer: digests of the first ``PART_TOKENS`` tokens, of twice as many, and so on, to find the
+    common prefix with another prompt."""
     complete: int | NotSaid = NOT_SAID
-    """Of a growing lease: how many of its first tokens the source has written; its tables may lack the rest.
-    Unset: all of them. Each stage of a growing lease is a ticket of its own, under the same number."""
+    """Of a growing lease: the number of first tokens that the source has written. Unset: all. Each stage of a
+    growing lease is a separate ticket with the same id."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Pickle would look for msgspec's UNSET in every module of the process, and import half of them.
+        # Pickle would search every module of the process for msgspec's UNSET.
         return from_text, (to_text(self),)
 
     @property
     def is_soft(self) -> bool:
-        """Whether it pins nothing: it names tokens that the engine may still have in its prefix cache, and is
-        exchanged for a ticket of what is left of them (``ClaimOffer``).
+        """Whether it pins no blocks: its tokens may still be in the engine's prefix cache, and ``ClaimOffer``
+        exchanges it for a ticket of those that are.
         """
         return not self.tables and not self.is_growing
 
@@ -84,22 +84,19 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.num_tokens if isinstance(self.complete, NotSaid) else self.complete
 
     def stage(self, tables: dict[str, TableDoc], complete: int | NotSaid, held_from: int | NotSaid) -> Ticket:
-        """Another stage of the same lease, without any proof."""
+        """Another stage of the same lease, without MAC and seal."""
         changes = {"tables": tables, "complete": complete, "held_from": held_from}
         return msgspec.structs.replace(self, **changes, mac=b"", seal=b"")
 
     def is_later_than(self, other: Ticket) -> bool:
-        """Whether both are stages of one lease, and more of its tokens can be read by this one.
-
-        The last stage is later than all others, and no stage is later than the last.
-        """
+        """Whether both are stages of one lease, and this one has more readable tokens or is the last."""
         if self.lease_name != other.lease_name or not other.is_growing:
             return False
         return not self.is_growing or other.num_complete < self.num_complete <= self.num_tokens
 
     @property
     def lease_name(self) -> tuple[object, ...]:
-        """What all stages of a lease have in common."""
+        """The fields that all stages of a lease share."""
         return (
             self.engine,
             self.generation,
@@ -113,16 +110,16 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def unsealed(self) -> Ticket:
-        """The ticket without the fleet's seal, which is of its text."""
+        """The ticket without the fleet's seal."""
         return msgspec.structs.replace(self, seal=b"") if self.seal else self
 
     @property
     def fingerprint(self) -> bytes:
-        """What it is known by: all that it says, its proof too. Anybody can write down a number."""
+        """A hash of all fields, including the MAC; ids alone can be guessed."""
         return hashlib.sha256(msgspec.msgpack.encode(self.unsealed)).digest()
 
     def block_tables(self) -> Mapping[str, BlockTable]:
-        """The tables as the core wants them; raises SpecError on senseless ones."""
+        """The tables as core values; raises SpecError if one is invalid."""
         return {
             name: BlockTable.of(list(table.block_ids), table.first_token)
             for name, table in self.tables.items()
@@ -136,9 +133,9 @@ NO_MARKS: Mapping[int, bytes] = {}
 def digest_parts(
     token_ids: Sequence[int], extra: bytes = b"", marks: Mapping[int, bytes] = NO_MARKS
 ) -> bytes:
-    """The digests of growing beginnings of a prompt; ``extra``: what else its cache depends on.
+    """The digests of growing prefixes of a prompt.
 
-    ``marks``: what is mixed in at a token, such as an image.
+    ``extra``: further values that its cache depends on; ``marks``: bytes to include at a token (images).
 
     >>> ours, theirs = digest_parts(range(1000)), digest_parts([*range(600), 7, *range(601, 1000)])
     >>> len(ours) // PART_BYTES, num_common_tokens(ours, theirs)
@@ -155,13 +152,13 @@ def digest_parts(
 
 
 def part_at(parts: bytes, num_tokens: int) -> bytes:
-    """The digest of so many first tokens, whole parts of them."""
+    """The digest of the first tokens, rounded down to whole parts."""
     stop = num_tokens // PART_TOKENS * PART_BYTES
     return parts[max(0, stop - PART_BYTES) : stop]
 
 
 def num_common_tokens(ours: bytes, theirs: bytes) -> int:
-    """How many first tokens two prompts share at least, by their ``digest_parts``."""
+    """A lower bound of the common prefix of two prompts, from their ``digest_parts``."""
     num_parts = 0
     for at in range(0, min(len(ours), len(theirs)), PART_BYTES):
         if ours[at : at + PART_BYTES] != theirs[at : at + PART_BYTES]:
@@ -171,7 +168,7 @@ def num_common_tokens(ours: bytes, theirs: bytes) -> int:
 
 
 def tables_to_wire(tables: Mapping[str, BlockTable]) -> dict[str, TableDoc]:
-    """Block tables in the form that a ticket carries; raises SpecError where one is none."""
+    """Block tables for a ticket; raises SpecError for other types."""
     check_tables("offered", tables)
     return {
         name: TableDoc(tuple(table.block_ids.tolist()), table.first_token) for name, table in tables.items()
@@ -183,7 +180,7 @@ def sign(ticket: Ticket, key: bytes) -> Ticket:
 
 
 def is_proved(ticket: Ticket, key: bytes) -> bool:
-    """Whether whoever holds ``key`` made this ticket, exactly as it is."""
+    """Whether the ticket is unchanged since it was signed with ``key``."""
     return hmac.compare_digest(ticket.mac, _mac(ticket, key))
 
 
@@ -193,17 +190,17 @@ def _mac(ticket: Ticket, key: bytes) -> bytes:
 
 
 def seal(ticket: Ticket, key: bytes) -> Ticket:
-    """The ticket with the fleet's proof; as it is, if there is no key."""
+    """The ticket with the fleet's seal; unchanged without a key."""
     return msgspec.structs.replace(ticket, seal=_seal(_body(ticket), key)) if key else ticket
 
 
 def is_sealed(ticket: Ticket, key: bytes) -> bool:
-    """Whether somebody who knows the fleet's ``key`` made this ticket, exactly as it is."""
+    """Whether the ticket is unchanged since it was sealed with ``key``."""
     return hmac.compare_digest(ticket.seal, _seal(_body(ticket), key))
 
 
 def is_text_sealed(text: str, key: bytes) -> bool:
-    """The same of a ticket's text, without reading it."""
+    """The same for a ticket's text, without decoding it."""
     body, _, proof = text.partition(".")
     return hmac.compare_digest(proof.encode("utf-8", "replace"), _base64(_seal(body, key)).encode())
 
@@ -213,7 +210,7 @@ def _seal(body: str, key: bytes) -> bytes:
 
 
 def to_text(ticket: Ticket) -> str:
-    """The ticket as text that fits into JSON and URLs: a body, and a seal behind a dot if there is one."""
+    """The ticket as text for JSON and URLs: a body, and a seal after a dot if there is one."""
     return f"{_body(ticket)}.{_base64(ticket.seal)}" if ticket.seal else _body(ticket)
 
 
@@ -226,9 +223,9 @@ def _base64(data: bytes) -> str:
 
 
 def from_text(text: str, key: bytes = b"") -> Ticket:
-    """The ticket in a text; raises SpecError if there is none. Each ticket has one text only.
+    """The ticket of a text; raises SpecError if it is invalid. Each ticket has exactly one text.
 
-    With the fleet's ``key``, nothing of a text without the right seal is looked at.
+    With the fleet's ``key``, a text without the right seal is not decoded.
     """
     if len(text) > MAX_TICKET_BYTES:
         raise SpecError(f"ticket: at most {MAX_TICKET_BYTES} characters are read, got {len(text)}")
@@ -236,7 +233,7 @@ def from_text(text: str, key: bytes = b"") -> Ticket:
         raise SpecError("ticket: issued without this fleet's secret")
     body, _, proof = text.partition(".")
     ticket = msgspec.structs.replace(decode_msgpack(_decoded(body), Ticket), seal=_decoded(proof))
-    if to_text(ticket) != text:  # base64 has spare bits, msgpack longer forms: another text, the same ticket
+    if to_text(ticket) != text:  # base64 has spare bits, msgpack longer forms
         raise SpecError("ticket: not in canonical form")
     return ticket
 
@@ -249,26 +246,25 @@ def _decoded(text: str) -> bytes:
 
 
 RANK_KEY_BYTES = 32
-"""Of the key that a rank draws at its start."""
+"""Bytes of a rank's random key."""
 
 
-# Permits: what a reader shows to a source rank, so that the rank gathers a ticket's blocks for it.
+# Permits authorise a reader to have a source rank gather a ticket's blocks.
 #
-# A rank does not know the key that tickets are signed with. It gives a key of its own to its authority when
-# it joins; the authority puts a proof under that key into every grant. So the rank can tell by itself,
-# without asking anybody, that a ticket is its engine's and was granted. That the lease has not ended is
-# what the rank hears from its authority (``ReleaseNotice``).
+# A rank does not have the key of tickets. It gives its own key to its authority when it joins, and the
+# authority adds a proof with that key to every grant. The rank can then verify by itself that its engine
+# issued and granted a ticket. It learns of the lease's end from its authority (``ReleaseNotice``).
 
 
 class Permit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A ticket, and the proof that its authority granted it."""
+    """A ticket, and the proof of its grant."""
 
     ticket: Ticket
     proof: bytes
 
 
 def make_proofs(ticket: Ticket, rank_keys: Mapping[int, bytes]) -> dict[int, bytes]:
-    """The proofs of a granted ticket, for every rank that has a key."""
+    """The proofs of a granted ticket, for every rank with a key."""
     if not any(rank_keys.values()):
         return {}
     fingerprint = ticket.fingerprint
@@ -276,13 +272,13 @@ def make_proofs(ticket: Ticket, rank_keys: Mapping[int, bytes]) -> dict[int, byt
 
 
 def permits_for(ticket: Ticket, proofs: Mapping[int, bytes], ranks: Iterable[int]) -> dict[int, bytes]:
-    """What a reader shows to each of these ranks, as bytes; nothing to one that wants none."""
+    """The encoded permits for these ranks, as far as there are proofs."""
     bare = ticket.unsealed
     return {rank: msgspec.msgpack.encode(Permit(bare, proofs[rank])) for rank in ranks if rank in proofs}
 
 
 def read_permit(data: bytes, rank_key: bytes) -> Ticket:
-    """The ticket of a permit; raises SpecError unless the authority of the rank with this key granted it."""
+    """The ticket of a permit; raises SpecError unless it was granted for the rank with this key."""
     permit = decode_msgpack(data, Permit)
     if not hmac.compare_digest(permit.proof, _proof(permit.ticket.fingerprint, rank_key)):
         raise SpecError("permit: this rank's authority did not grant the ticket")
