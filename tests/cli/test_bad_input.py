@@ -124,7 +124,6 @@ BAD = {
     "proxy-listen": (("proxy", "--listen", "8000"), "--listen 8000: a host and a port are needed"),
     "proxy-listen-port": (("proxy", "--listen", "h:70000"), "--listen h:70000: a host and a port"),
     "proxy-listen-v6": (("proxy", "--listen", "::1:80"), "--listen ::1:80: a host and a port are needed"),
-    "proxy-retries": (("proxy", "--retries", -1), "--retries"),
     "proxy-body": (("proxy", "--max-body-mib", 0), "--max-body-mib"),
     "proxy-timeout": (("proxy", "--timeout", "nan"), "--timeout"),
     "demo-topology": (("demo", *MODEL, "--dst", "tp=0"), "--dst tp=0: tp must be at least 1"),

@@ -68,8 +68,6 @@ def test_a_prefill_that_takes_too_long_is_tried_elsewhere_and_ended_here():
 
 
 def test_a_prompt_that_kills_servers_reaches_two_of_them():
-    """--retries bounds what one request can do."""
-
     async def test(world: World) -> None:
         status, body = await world.ask()
         assert status == 502
@@ -79,14 +77,6 @@ def test_a_prompt_that_kills_servers_reaches_two_of_them():
         assert world.sample("requests_total", path="/v1/completions", outcome="prefill-failed") == 1
 
     play(test, prefill=[break_off] * 4)
-
-
-def test_no_retries_if_none_are_wished():
-    async def test(world: World) -> None:
-        assert (await world.ask())[0] == 502
-        assert world.prefill[1].bodies == []
-
-    play(test, prefill=[answering(500), give_ticket], num_retries=0)
 
 
 def test_a_full_server_is_told_as_503():
@@ -293,7 +283,7 @@ def test_more_requests_than_allowed_are_told_to_come_later():
             await asyncio.sleep(0.01)
         async with world.post() as answer:
             assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
-            assert "1 requests are under way (--max-requests)" in (await answer.text())
+            assert "the proxy serves 1 requests already, its limit: try again later" in (await answer.text())
         assert world.sample("requests_total", path="/v1/completions", outcome="busy") == 1
         first.cancel()
 

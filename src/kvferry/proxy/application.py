@@ -45,6 +45,8 @@ FORWARDED_HEADERS = ("Authorization",)
 HEALTH_SECONDS = 0.5
 """How long ``/health`` waits for servers to answer; then it reports what they said last. Probes of Kubernetes
 wait for one second."""
+NUM_RETRIES = 1
+"""Further servers of a kind to try after one failed: a prompt that crashes servers reaches two at most."""
 MAX_BODIES = 32
 """All bodies in memory together may have this many times the bytes of the largest one."""
 STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -175,7 +177,7 @@ class Proxy:
 
     async def _answer(self, request: web.Request, account: RequestAccount) -> web.StreamResponse:
         if self._num_under_way > self.limits.max_requests:
-            refuse_busy(f"{self.limits.max_requests} requests are under way (--max-requests)")
+            refuse_busy(f"the proxy serves {self.limits.max_requests} requests already, its limit")
         asked = Completion(request, account, await self._body(request, account))
         try:
             return await self._complete(asked)
@@ -412,7 +414,7 @@ class Proxy:
         if not failure.was_asked:
             pool.mark(failure.server, is_ready=False, why=failure.why)
         is_safe = role is Role.PREFILL or not failure.was_asked
-        if not is_safe or len(tried) > self.limits.num_retries or len(tried) == len(pool.servers):
+        if not is_safe or len(tried) > NUM_RETRIES or len(tried) == len(pool.servers):
             raise failure
         account.num_retries += 1
         self.metrics.retries.labels(role).inc()

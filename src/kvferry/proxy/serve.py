@@ -133,7 +133,7 @@ async def _serve(settings: ProxySettings) -> None:
         loop.add_signal_handler(number, stop)
     await told.wait()
     proxy.is_stopping = True
-    log.info("stopping: requests under way have %g s to end", settings.limits.drain_seconds)
+    log.info("stopping: running requests have %g s to finish", settings.limits.drain_seconds)
     waits = [asyncio.create_task(runner.cleanup()), asyncio.create_task(told_again.wait())]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     log.info("stopped")

@@ -17,8 +17,6 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ProxyLimits:
-    num_retries: int = 1
-    """How many more servers of a kind a request may be sent to after one failed."""
     connect_seconds: float = 5.0
     """How long a server may take to accept a connection."""
     prefill_seconds: float = 600.0
@@ -28,11 +26,11 @@ class ProxyLimits:
     client_seconds: float = 60.0
     """How long a client may take to send its headers, to send its body, or to take a part of the answer."""
     drain_seconds: float = 30.0
-    """How long requests that are under way may go on after the proxy was told to stop."""
+    """Time for running requests after a signal: as long as Kubernetes waits for a pod by default."""
     max_body_bytes: int = 16 * 2**20
     """How long a request may be."""
     max_requests: int = 4096
-    """How many requests may be under way."""
+    """Concurrent requests: more than the engines of one proxy batch, within the usual limit of files."""
 
 
 @dataclass(frozen=True, slots=True)
