@@ -267,8 +267,8 @@ def listening(address: str, before: tuple[str, ...] = (), **changes: str):
     assert process.stderr is not None
     try:
         first, second = process.stderr.readline(), process.stderr.readline()
-        assert "listening at " in second, first + second + process.stderr.read()
-        yield process, second.split("listening at ")[1].split(";")[0], first
+        assert "listening on " in second, first + second + process.stderr.read()
+        yield process, second.split("listening on ")[1].split(";")[0], first
     finally:
         process.kill()
         process.wait()

@@ -44,7 +44,7 @@ class Traffic:
 
     def __post_init__(self) -> None:
         if min(self.num_reads, self.num_runs, self.num_bytes) < 0:
-            raise SpecError(f"traffic is counted from 0 up, got {self}")
+            raise SpecError(f"the counts of traffic must be at least 0, got {self}")
         if self.num_words < 0:
             object.__setattr__(self, "num_words", -(-self.num_bytes // WORD_BYTES))
 
@@ -113,7 +113,7 @@ class Cost:
     def __post_init__(self) -> None:
         fixed = (self.seconds_per_read, self.seconds_per_run)
         if not (all(0 <= value < float("inf") for value in fixed) and self.bytes_per_second > 0):
-            raise SpecError(f"a cost is in seconds of 0 or more, and at a speed, got {self}")
+            raise SpecError(f"costs must be finite and at least 0 seconds, and the speed above 0, got {self}")
 
     def of(self, traffic: Traffic) -> Estimate:
         """The seconds that traffic takes, if nothing else is under way."""
@@ -318,7 +318,7 @@ def measured_links(path: Path) -> list[LinkProfile]:
         if len(some) >= MIN_LOADS
     ]
     if not found:
-        raise SpecError(f"{path}: no way of kvferry was measured with {MIN_LOADS} sizes or more")
+        raise SpecError(f"{path}: no transfer mode was measured with at least {MIN_LOADS} sizes")
     return found
 
 
@@ -329,7 +329,7 @@ def _loads(times: Sequence[dict[str, Any]]) -> dict[tuple[str, Way], Loads]:
         traffic = Traffic(1, int(time["num_runs"]), int(time["total_bytes"]))
         seconds = float(time["median_s"])
         if not 0 < seconds < float("inf"):
-            raise ValueError(f"a time of {seconds} s")
+            raise ValueError(f"the time must be positive and finite, got {seconds} s")
         loads[str(time["medium"]), Way(time["way"])].append((traffic, seconds))
     return loads
 

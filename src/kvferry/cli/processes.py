@@ -206,7 +206,7 @@ def until(condition: Callable[[], object], what: str, seconds: float = 30) -> No
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise KVFerryError(f"not within {seconds:g} s: {what}")
+            raise KVFerryError(f"timed out after {seconds:g} s; expected: {what}")
         time.sleep(0.005)
 
 
@@ -239,7 +239,7 @@ class OpenGuard(TicketGuard):
 def gather_openly(transport: ProcessTransport, listen: str = "tcp://127.0.0.1:*") -> GatherService:
     """Have a transport that is registered send to everybody who knows the environment's secret, if any."""
     if transport.packed is None:
-        raise KVFerryError("this memory is not sent packed")
+        raise KVFerryError("this memory does not support packed reads")
     secret = secret_from_environment()
     channel, is_sealed = open_channel(listen, secret), secret is not None
     service = GatherService(transport.packed.sender, OpenGuard(), channel, is_sealed=is_sealed)

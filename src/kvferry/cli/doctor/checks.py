@@ -428,7 +428,7 @@ def check_secret(observed: Observed) -> Iterator[Diagnosis]:
             "open-secret-file",
             f"Every user of this host can read {secret.origin}.",
             "The secret gives read and write access to every cache of the fleet.",
-            "chmod 600 it, and make a new secret if others use this host.",
+            "Run chmod 600 on the file. If the host has other users, create a new secret.",
         )
 
 

@@ -83,12 +83,12 @@ def whole_address(option: str, text: str) -> str:
     'tcp://10.0.0.7:7777'
     >>> whole_address("--peer", "10.0.0.7")
     Traceback (most recent call last):
-    kvferry.errors.SpecError: --peer 10.0.0.7: say HOST:PORT, such as 10.0.0.7:7777
+    kvferry.errors.SpecError: --peer 10.0.0.7: expected HOST:PORT, such as 10.0.0.7:7777
     """
     rest = text.removeprefix(SCHEME)
     host, _, port = rest.rpartition(":")
     if not host or not port.isdecimal() or not 0 <= int(port) < 1 << 16:
-        raise SpecError(f"{option} {text}: say HOST:PORT, such as 10.0.0.7:7777")
+        raise SpecError(f"{option} {text}: expected HOST:PORT, such as 10.0.0.7:7777")
     return SCHEME + rest
 
 
@@ -99,10 +99,10 @@ def serve(listen: str, memories: Sequence[str], say: Say) -> None:
         raise SpecError(seen.error)
     if secret is None and not is_loopback(address):
         raise SpecError(
-            f"--listen {listen}: other hosts can call this address, and there is no secret: set"
-            " KVFERRY_SECRET_FILE (`kvferry keygen` makes one), or listen at 127.0.0.1"
+            f"--listen {listen}: an address that other hosts can reach needs a secret: set"
+            " KVFERRY_SECRET_FILE (`kvferry keygen` creates one), or listen on 127.0.0.1"
         )
-    say(f"the secret has the fingerprint {seen.fingerprint}" if secret else "no secret is set")
+    say(f"fingerprint of the secret: {seen.fingerprint}" if secret else "no secret is set")
     for number in (signal.SIGINT, signal.SIGTERM):  # the first process of a container would ignore the latter
         signal.signal(number, signal.default_int_handler)
     try:
@@ -120,7 +120,7 @@ def _answer_calls(address: str, secret: Secret | None, memories: Sequence[str], 
             stack.enter_context(serving_memory(each, pool_bytes(sizes_of(each)), host)) for each in memories
         ]
         answer = _packed(ANSWER, memories=[{**asdict(one), "card": one.card.hex()} for one in served])
-        say(f"listening at {channel.address.removeprefix(SCHEME)}; Ctrl-C ends it")
+        say(f"listening on {channel.address.removeprefix(SCHEME)}; stop with Ctrl-C")
         while True:
             for received in channel.wait(WAIT_SECONDS):
                 if isinstance(received, Received):
@@ -132,7 +132,7 @@ def _caller(data: bytes) -> str:
     try:
         return f"{_host(_unpacked(data, QUESTION)).name[:64]!r}"
     except NONSENSE:
-        return "a process that is no doctor of this version"
+        return "a process that is not a doctor of this version"
 
 
 def call(address: str, secret: Secret | None) -> tuple[PeerSeen, list[ServedMemory]]:
@@ -148,7 +148,7 @@ def call(address: str, secret: Secret | None) -> tuple[PeerSeen, list[ServedMemo
         message = _unpacked(data, ANSWER)
         return replace(peer, theirs=_host(message)), [_offered(one) for one in message["memories"]]
     except NONSENSE as error:
-        return replace(peer, answer_error=f"{len(data)} bytes that say something else ({error})"), []
+        return replace(peer, answer_error=f"its answer of {len(data)} bytes is not a doctor's ({error})"), []
 
 
 def _tcp_error(address: str) -> str:
