@@ -66,7 +66,7 @@ def test_a_byte_between_the_blocks_is_looked_at():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--memory gpu", "--memory gpu: there is host"),
+        ("--memory gpu", "--memory gpu: this host has host"),
         ("--memory cuda:99", "--memory cuda:99: there is "),
         ("--json nowhere/it.json", "--json nowhere/it.json: there is no folder nowhere"),
     ],

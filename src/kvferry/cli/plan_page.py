@@ -1,4 +1,4 @@
-"""The answer of ``kvferry plan``: for people (short by default, legible on 60 columns), and as plain data."""
+"""The answer of ``kvferry plan``: for people (legible on 60 columns), and as plain data."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def summary(manifest: Manifest) -> str:
 
 
 def _show_request(out: Console, answer: PlanAnswer, *, full: bool) -> None:
-    """What the request moves: in all, and with ``full`` from rank to rank."""
+    """The bytes of the request; with ``full``, from rank to rank."""
     bill, asked = answer.bill, answer.asked
     kept = f", {asked.kept} of them kept" if asked.kept else ""
     title = f"One request of {answer.billed.tokens} tokens{kept}, {asked.placement.value} blocks"
@@ -105,7 +105,7 @@ def _show_request(out: Console, answer: PlanAnswer, *, full: bool) -> None:
 
 
 def _show_links(out: Console, bills: Sequence[LinkBill], *, full: bool) -> None:
-    """How long moving takes over each kind of link; with ``full``, whom it waits for and for what."""
+    """The time over each kind of link; with ``full``, the slowest rank and the largest part."""
     out.print("Estimated time to move it, by the link between two ranks", style="bold")
     more = ("rank", "mostly for") if full else ()
     times = table("link", "way", "time", "long runs", *more, left=["link", "way", "rank", "mostly for"])
@@ -123,7 +123,6 @@ def _show_links(out: Console, bills: Sequence[LinkBill], *, full: bool) -> None:
 
 
 def _reason(estimate: Estimate) -> str:
-    """What most of a time is for, in the units of this page."""
     traffic = estimate.traffic
     match estimate.mostly:
         case CostTerm.BYTES:
@@ -131,7 +130,7 @@ def _reason(estimate: Estimate) -> str:
         case CostTerm.RUNS:
             return f"{traffic.num_runs:,} runs of {num_bytes(traffic.average_run_bytes)}"
         case CostTerm.READS:
-            return estimate.reason
+            return f"starting {counted(traffic.num_reads, 'read')}"
 
 
 def _show_matrix(out: Console, bill: Bill) -> None:
@@ -224,7 +223,7 @@ def _link(bill: LinkBill) -> dict[str, object]:
         "long_run_seconds": float(f"{bill.long_run_seconds:.4g}"),
         "mostly": estimate.mostly.value,
         "share": round(estimate.share, 3),
-        "reason": estimate.reason,
+        "reason": _reason(estimate),
         "slowest_rank": bill.whose,
         "origin": profile.origin.value,
         "source": profile.source,

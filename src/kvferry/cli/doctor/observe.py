@@ -1,4 +1,4 @@
-"""What this process may do on its machine: packages, limits, settings, the secret."""
+"""The environment of this process: packages, limits, settings, the secret."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ FINGERPRINT_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """Installed packages, and the NIXL that engines with these settings use."""
+    """Installed packages, and the NIXL of engines with these settings."""
 
     versions: Mapping[str, str]
-    """By name in the package index; packages that are not installed are left out."""
+    """Of installed packages, by name in the package index."""
     nixl_error: str = ""
-    """Why NIXL cannot be imported; empty if it can, or if it is not used."""
+    """Why NIXL cannot be imported; empty if it can, or is not used."""
     wheel: str = ""
-    """The package that NIXL runs from, such as ``nixl_cu12``: it chooses by the CUDA that it finds."""
+    """The package that NIXL runs from, such as ``nixl_cu12``; NIXL chooses it by the installed CUDA."""
     ucx_version: str = ""
     plugins: tuple[str, ...] = ()
     """NIXL's."""
@@ -44,32 +44,30 @@ class Software:
 
 @dataclass(frozen=True, slots=True)
 class HostLimits:
-    """What the system lets this process do."""
-
     memory_bytes: int
     memlock_bytes: int | None = None
-    """How much memory may be locked; None: no limit."""
+    """None: no limit."""
     may_lock_all: bool = False
-    """Whether that limit does not apply to this process (CAP_IPC_LOCK)."""
+    """Whether the limit does not apply (CAP_IPC_LOCK)."""
     ptrace_scope: int | None = None
-    """Yama's; None if the kernel has no Yama."""
+    """None: the kernel has no Yama."""
     is_filtered: bool = False
-    """Whether a seccomp filter looks at this process's system calls."""
+    """Whether a seccomp filter restricts system calls."""
     rdma_devices: tuple[str, ...] = ()
     may_open_rdma: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class SecretSeen:
-    """The secret that the environment names, but not the secret."""
+    """The public facts about the secret."""
 
     origin: str = ""
-    """The file, or the variable; empty if none is named."""
+    """The file or the variable; empty if no secret is set."""
     error: str = ""
     is_open: bool = False
     """Whether every user of this host can read the file."""
     fingerprint: str = ""
-    """A few digits that are equal for equal secrets, and reveal nothing of them."""
+    """Equal for equal secrets, without revealing them."""
 
 
 def host_limits() -> HostLimits:
@@ -90,7 +88,7 @@ def host_limits() -> HostLimits:
 
 
 def file_text(path: str | Path) -> str:
-    """A small file of the kernel's; empty if it is not there."""
+    """Empty if the file does not exist."""
     with suppress(OSError):
         return Path(path).read_text(encoding="utf-8", errors="replace").strip()
     return ""
@@ -114,7 +112,7 @@ def setting_errors(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _check_together(environ: Mapping[str, str]) -> None:
-    """Raise TransportError if the way needs what is not exposed, or UCX's settings are rejected."""
+    """Raise TransportError for settings that contradict each other."""
     expose = Expose.from_environment(environ)
     ProcessTransport(way=WayChoice.from_environment(environ), expose=expose).close()
     if expose is Expose.FABRIC:
@@ -122,7 +120,7 @@ def _check_together(environ: Mapping[str, str]) -> None:
 
 
 def secret(environ: Mapping[str, str]) -> tuple[SecretSeen, Secret | None]:
-    """The secret that the environment names, and what may be shown of it."""
+    """The environment's secret, and the public facts about it."""
     path = environ.get(SECRET_FILE, "")
     origin = f"the file {path}" if path else SECRET if environ.get(SECRET) else ""
     logging.disable(logging.WARNING)  # findings say the same

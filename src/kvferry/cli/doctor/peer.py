@@ -1,7 +1,6 @@
-"""Two doctors talk over the control channel: one serves memory, the other reads it.
+"""Two doctors over the control channel: one serves memory, the other reads it.
 
-Their messages are JSON, and no part of the engines' protocol: only doctors of one ``FORMAT`` understand each
-other.
+Their messages are JSON, not part of the engines' protocol, and of one ``FORMAT``.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ QUESTION, ANSWER = "kvferry doctor asks", "kvferry doctor answers"
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 15.0
 NUM_BROKEN = 3
-"""After so many failed handshakes no other is tried."""
+"""Failed handshakes before giving up."""
 WAIT_SECONDS = 0.5
 NONSENSE = (ValueError, KeyError, TypeError, AttributeError)
 
@@ -42,11 +41,11 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class HostPlace:
-    """Where a process is, in words that another process can compare."""
+    """Where a process runs, comparable between processes."""
 
     name: str
     boot: str
-    """The boot of the machine: equal in all containers of it."""
+    """The boot id of the machine: equal in all of its containers."""
     pid_namespace: str
     user: int
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -59,9 +58,9 @@ class PeerSeen:
     address: str
     ours: HostPlace
     tcp_error: str = ""
-    """Why the port could not be reached at all."""
+    """Why the port is unreachable."""
     is_connected: bool = False
-    """Whether the listener speaks our protocol, with our secret or, like us, without one."""
+    """Whether the listener accepts our secret, or has none as we do."""
     answer_error: str = ""
     theirs: HostPlace | None = None
 
@@ -71,13 +70,12 @@ class PeerSeen:
 
     @property
     def shares_pids(self) -> bool:
-        """Whether one process can name the other."""
         theirs = self.theirs
         return theirs is not None and self.is_one_machine and theirs.pid_namespace == self.ours.pid_namespace
 
 
 def whole_address(option: str, text: str) -> str:
-    """An address as the channel takes it; raises SpecError if it has no port.
+    """An address for the channel.
 
     >>> whole_address("--peer", "10.0.0.7:7777")
     'tcp://10.0.0.7:7777'
@@ -136,7 +134,7 @@ def _caller(data: bytes) -> str:
 
 
 def call(address: str, secret: Secret | None) -> tuple[PeerSeen, list[ServedMemory]]:
-    """Call a doctor that listens: how that went, and what it offers."""
+    """Call a listening doctor: the result, and the memory that it serves."""
     peer = PeerSeen(address.removeprefix(SCHEME), host_place(), _tcp_error(address))
     if peer.tcp_error:
         return peer, []
@@ -152,7 +150,7 @@ def call(address: str, secret: Secret | None) -> tuple[PeerSeen, list[ServedMemo
 
 
 def _tcp_error(address: str) -> str:
-    """Why the port cannot be reached; empty if it can."""
+    """Empty if the port is reachable."""
     host, _, port = address.removeprefix(SCHEME).rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
@@ -164,7 +162,7 @@ def _tcp_error(address: str) -> str:
 
 
 def _ask(address: str, secret: Secret | None) -> tuple[bool, bytes | None]:
-    """Whether the peer accepts our connection, and its answer."""
+    """Whether the peer accepts the connection, and its answer."""
     until, contacts, question = time.monotonic() + ANSWER_SECONDS, Counter[Contact](), _packed(QUESTION)
     with closing(Channel(secret=secret)) as channel:
         channel.send(address, question)
