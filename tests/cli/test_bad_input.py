@@ -176,7 +176,9 @@ def test_a_bug_is_called_a_bug(cli, monkeypatch):
     monkeypatch.setattr(kvferry, "compare", lambda src, dst: 1 // 0)
     ran = cli("plan", *MODEL, *ENDS)
     assert ran.code == 3
-    assert "a bug, please report it (KVFERRY_DEBUG=1 shows where): ZeroDivisionError" in ran.err
+    assert (
+        "internal error; please report it (KVFERRY_DEBUG=1 shows the traceback): ZeroDivisionError" in ran.err
+    )
     monkeypatch.setenv("KVFERRY_DEBUG", "1")
     with pytest.raises(ZeroDivisionError):
         cli("plan", *MODEL, *ENDS)
