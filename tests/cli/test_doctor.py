@@ -313,7 +313,7 @@ def test_an_open_door_needs_a_secret(cli, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     ran = cli("doctor", "--memory", "host", "--listen", "0.0.0.0:0")
     assert ran.code == 2
-    assert "there is no secret" in ran.err
+    assert "needs a secret: set KVFERRY_SECRET_FILE" in ran.err
 
 
 @pytest.mark.parametrize(
