@@ -8,16 +8,13 @@ from dataclasses import asdict
 from rich.console import Console
 
 from kvferry.cli import output as page
-from kvferry.cli.bill import Bill, LinkBill
+from kvferry.cli.bill import LinkBill
 from kvferry.cli.link_profile import CostTerm, Estimate, Origin
 from kvferry.cli.output import finding_object, milliseconds, num_bytes, print_table, remedy, table, wrapped
 from kvferry.cli.plan_answer import PlanAnswer, Warned
 from kvferry.core.choices import Placement
 from kvferry.core.manifest import Manifest
 from kvferry.core.words import counted
-
-MATRIX_COLUMNS = 6
-"""Destination ranks side by side in the traffic matrix."""
 
 BEST_CASE = "best case; only an engine that has just started has consecutive blocks"
 FITS = "The bytes would fit. Cost of the transfer, once both sides serve the same model:"
@@ -52,7 +49,6 @@ def show(answer: PlanAnswer, *, full: bool) -> None:
     if bill.total_bytes:
         _show_links(out, answer.links, full=full)
     if full:
-        _show_matrix(out, bill)
         ways = f"planned, proved and lowered in {milliseconds(bill.plan_ms)}"
         wrapped(out, [f"{ways}; runs of the request selected in {milliseconds(bill.select_ms)}"], "")
     else:
@@ -131,27 +127,6 @@ def _reason(estimate: Estimate) -> str:
             return f"{traffic.num_runs:,} runs of {num_bytes(traffic.average_run_bytes)}"
         case CostTerm.READS:
             return f"starting {counted(traffic.num_reads, 'read')}"
-
-
-def _show_matrix(out: Console, bill: Bill) -> None:
-    """Bytes by source rank (down) and destination rank (across), a few columns at a time."""
-    sent = {(flow.src_rank, flow.dst_rank): flow.total_bytes for flow in bill.flows}
-    src_ranks = sorted({src_rank for src_rank, _ in sent})
-    dst_ranks = [rank.dst_rank for rank in bill.ranks]
-    out.print("Bytes from rank to rank", style="bold")
-    for start in range(0, len(dst_ranks), MATRIX_COLUMNS):
-        some = dst_ranks[start : start + MATRIX_COLUMNS]
-        is_last = some[-1] == dst_ranks[-1]
-        matrix = table("src \\ dst", *map(str, some), *["sent"] * is_last)
-        for src_rank in src_ranks:
-            cells = [sent.get((src_rank, dst_rank), 0) for dst_rank in some]
-            total = sum(size for (rank, _), size in sent.items() if rank == src_rank)
-            row = [num_bytes(size) if size else "·" for size in cells]
-            matrix.add_row(str(src_rank), *row, *[num_bytes(total)] * is_last)
-        matrix.add_section()
-        columns = [sum(sent.get((src, dst), 0) for src in src_ranks) for dst in some]
-        matrix.add_row("received", *map(num_bytes, columns), *[num_bytes(bill.total_bytes)] * is_last)
-        print_table(out, matrix)
 
 
 def as_object(answer: PlanAnswer) -> object:

@@ -39,21 +39,19 @@ GPU_DRIVER = Path("/dev/nvidiactl")
 """A file of NVIDIA's driver. A process that calls the driver itself must not fork any more."""
 
 
-def fabrics(*, has_gpu: bool) -> dict[str, dict[str, str]]:
-    """Environments for reads within one host, directly by CMA or over TCP.
+FABRICS = {
+    "cma": {
+        EXPOSE_SETTING: Expose.FABRIC.value,
+        WAY_SETTING: WayChoice.DIRECT.value,
+        UCX_TRANSPORTS: f"sm,tcp,self{',cuda_copy,cuda_ipc' if GPU_DRIVER.exists() else ''}",
+    },
+    "tcp": {WAY_SETTING: WayChoice.PACKED.value},
+}
+"""Environments for reads within one host, directly by CMA or over TCP.
 
-    For direct reads UCX sends its own messages over TCP, on loopback. NIXL needs ``cuda_copy`` if there is a
-    GPU; without one UCX warns about it.
-
-    >>> fabrics(has_gpu=False)["cma"]
-    {'KVFERRY_EXPOSE': 'fabric', 'KVFERRY_WAY': 'direct', 'UCX_TLS': 'sm,tcp,self'}
-    """
-    transports = f"sm,tcp,self{',cuda_copy,cuda_ipc' if has_gpu else ''}"
-    direct = {EXPOSE_SETTING: Expose.FABRIC.value, WAY_SETTING: WayChoice.DIRECT.value}
-    return {"cma": {**direct, UCX_TRANSPORTS: transports}, "tcp": {WAY_SETTING: WayChoice.PACKED.value}}
-
-
-FABRICS = fabrics(has_gpu=GPU_DRIVER.exists())
+For direct reads UCX sends its own messages over TCP, on loopback. NIXL needs ``cuda_copy`` if there is a GPU;
+without one UCX warns about it.
+"""
 
 QUIET = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
 
