@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 
 import kvferry
 from kvferry import Code, Finding, Manifest, Product, Refused, Request, RequestError
@@ -71,9 +70,6 @@ class RankBill:
     route: kvferry.Route
     """For pictures."""
     zeroed_bytes: int
-    plan_ms: float
-    """To plan, prove and lower."""
-    select_ms: float
 
 
 @dataclass(frozen=True)
@@ -108,14 +104,6 @@ class Bill:
     @property
     def zeroed_bytes(self) -> int:
         return sum(rank.zeroed_bytes for rank in self.ranks)
-
-    @property
-    def plan_ms(self) -> float:
-        return sum(rank.plan_ms for rank in self.ranks)
-
-    @property
-    def select_ms(self) -> float:
-        return sum(rank.select_ms for rank in self.ranks)
 
 
 def _longest(cost: Cost, traffics: Sequence[tuple[Flow, Traffic]]) -> tuple[str, Estimate]:
@@ -168,20 +156,15 @@ def bill_of(
 def _rank_bill(
     src: Manifest, dst: Manifest, dst_rank: int, request: Request, max_runs_per_block: int
 ) -> RankBill:
-    started = perf_counter()
     plan = kvferry.plan(src, dst, dst_rank)
     route = kvferry.lower(kvferry.prove(plan), max_runs_per_block=max_runs_per_block)
-    planned = perf_counter()
     selection = kvferry.select(route, request)
-    selected = perf_counter()
     return RankBill(
         dst_rank,
         tuple(kvferry.explain(plan).splitlines()),
         tuple(_flows(plan, selection)),
         route,
         selection.zeros.total_bytes,
-        1e3 * (planned - started),
-        1e3 * (selected - planned),
     )
 
 

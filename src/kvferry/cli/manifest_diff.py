@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,7 +9,7 @@ from enum import StrEnum
 from kvferry.cli.asked import WINDOW, Asked, Billed, without_requirement
 from kvferry.cli.bill import LinkBill
 from kvferry.cli.link_profile import RDMA_400
-from kvferry.cli.output import cell_words, milliseconds
+from kvferry.cli.output import cell_words, kind_of, milliseconds
 from kvferry.core.identity import compare_identity
 from kvferry.core.manifest import Manifest, compare
 from kvferry.core.state import State
@@ -241,7 +240,7 @@ def state_facts(a: Manifest, b: Manifest) -> list[tuple[list[str], StateFacts]]:
         sides = [(each, each.state_by_name.get(name)) for each in (a, b)]
         said = [_state_words(manifest, state) if state else {} for manifest, state in sides]
         facts = tuple((what, said[0].get(what, ""), said[1].get(what, "")) for what in said[0] | said[1])
-        found.setdefault((re.sub(r"\d+", "#", name, count=1), facts), []).append(name)
+        found.setdefault((kind_of(name), facts), []).append(name)
     return [(some, facts) for (_, facts), some in found.items()]
 
 

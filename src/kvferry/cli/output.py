@@ -243,8 +243,13 @@ def together(states: Sequence[str]) -> str:
     """Names, joined into one if they differ in their first number only."""
     kinds: dict[str, list[str]] = {}
     for state in states:
-        kinds.setdefault(re.sub(r"\d+", "#", state, count=1), []).append(state)
+        kinds.setdefault(kind_of(state), []).append(state)
     return ", ".join(name_together(names) for names in kinds.values())
+
+
+def kind_of(state: str) -> str:
+    """The name of a state without its first number, which is the layer's."""
+    return re.sub(r"\d+", "#", state, count=1)
 
 
 def by_numbers(name: str) -> list[tuple[int, str]]:

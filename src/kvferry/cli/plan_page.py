@@ -48,10 +48,7 @@ def show(answer: PlanAnswer, *, full: bool) -> None:
     _show_request(out, answer, full=full)
     if bill.total_bytes:
         _show_links(out, answer.links, full=full)
-    if full:
-        ways = f"planned, proved and lowered in {milliseconds(bill.plan_ms)}"
-        wrapped(out, [f"{ways}; runs of the request selected in {milliseconds(bill.select_ms)}"], "")
-    else:
+    if not full:
         wrapped(out, ["--full shows every piece and the traffic between ranks."], "")
 
 
@@ -160,8 +157,6 @@ def as_object(answer: PlanAnswer) -> object:
         "total_bytes": bill.total_bytes,
         "num_runs": bill.num_runs,
         "zeroed_bytes": bill.zeroed_bytes,
-        "plan_ms": round(bill.plan_ms, 3),
-        "select_ms": round(bill.select_ms, 3),
         "links": [_link(each) for each in answer.links],
         "flows": [
             {
@@ -180,8 +175,6 @@ def as_object(answer: PlanAnswer) -> object:
                 "total_bytes": sum(flow.total_bytes for flow in rank.flows),
                 "num_runs": sum(flow.num_runs for flow in rank.flows),
                 "zeroed_bytes": rank.zeroed_bytes,
-                "plan_ms": round(rank.plan_ms, 3),
-                "select_ms": round(rank.select_ms, 3),
                 "explain": rank.lines,
             }
             for rank in bill.ranks

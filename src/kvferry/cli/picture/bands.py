@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry.cli.asked import Asked, Billed
-from kvferry.cli.output import cell_words, together
+from kvferry.cli.output import cell_words, kind_of, together
 from kvferry.core.box import TOKEN, Box
 from kvferry.core.check import LaneKey
 from kvferry.core.lower import Lane, Route
@@ -129,11 +128,10 @@ def _shared_out(total: int, pieces: Sequence[Piece], lane: Lane, route: Route) -
 
 def _likeness(state: State, src: Manifest, dst: Manifest) -> object:
     """Equal for states of one row."""
-    kind = re.sub(r"\d+", "#", state.name, count=1)
     source = src.find(state)
     held = id(src.holders[source.name]) if source else 0
     what = (state.axes, state.dtype, state.item_bytes, state.kind, state.tokens_per_cell)
-    return (kind, what, _group(dst, state).window, held, id(dst.holders[state.name]))
+    return (kind_of(state.name), what, _group(dst, state).window, held, id(dst.holders[state.name]))
 
 
 def _group(manifest: Manifest, state: State) -> Group:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from math import prod
 
 import numpy as np
 
-from kvferry.cli.output import by_numbers, together
+from kvferry.cli.output import by_numbers, kind_of, together
 from kvferry.core.box import TOKEN
 from kvferry.core.manifest import Manifest, Rank
 from kvferry.core.span import Span
@@ -130,7 +129,7 @@ def engine_blocks(engine: str, manifest: Manifest) -> EngineBlocks:
         if not some <= seen:
             seen |= some
             shown.append(regions)
-    num_tracks = sum(len({_kind(view.state) for view in views[regions[0]]}) for regions in shown)
+    num_tracks = sum(len({kind_of(view.state) for view in views[regions[0]]}) for regions in shown)
     limit = max(8, min(MAX_CELLS, MAX_CELLS_OF_ENGINE // num_tracks)) if num_tracks else MAX_CELLS
     drawn = tuple(_picture(manifest, regions, views, limit) for regions in shown)
     return EngineBlocks(engine, rank.rank, sentence, drawn, len(views) - sum(map(len, shown)))
@@ -144,16 +143,12 @@ def _look(rank: Rank) -> object:
 def _view_look(view: View) -> object:
     """Equal for views of one kind, at one place of the block."""
     digits = tuple((name, tuple((d.num_held, d.stride) for d in axis.digits)) for name, axis in view.axes)
-    return (_kind(view.state), view.offset % view.block_stride, view.block_stride, digits)
+    return (kind_of(view.state), view.offset % view.block_stride, view.block_stride, digits)
 
 
 def _pool(view: View) -> tuple[str, int, int]:
     """Equal for views of one series of blocks: a tensor may hold all blocks of K before those of V."""
     return (view.group, view.block_stride, view.offset // view.block_stride)
-
-
-def _kind(state: str) -> str:
-    return re.sub(r"\d+", "#", state, count=1)
 
 
 def _picture(
@@ -188,11 +183,11 @@ def _part(
     _, stride, index = pools[0]
     kinds: dict[str, list[View]] = defaultdict(list)
     for view in views:
-        kinds[_kind(view.state)].append(view)
+        kinds[kind_of(view.state)].append(view)
     cells = sum(_held_bytes(manifest, view) for view in views)
     states: dict[str, list[str]] = defaultdict(list)
     for view in alike:
-        states[_kind(view.state)].append(view.state)
+        states[kind_of(view.state)].append(view.state)
     tracks = tuple(
         Track(
             together(sorted(states[kind], key=by_numbers)),
