@@ -66,7 +66,7 @@ def asked_memories(asked: Sequence[str]) -> list[str]:
     for name in asked:
         if name not in there:
             why = f" ({found.why_not})" if found.why_not else ""
-            raise SpecError(f"--memory {name}: this host has {', '.join(there)}{why}")
+            raise SpecError(f"--memory {name}: available: {', '.join(there)}{why}")
     return list(dict.fromkeys(asked)) or there[:2]
 
 
