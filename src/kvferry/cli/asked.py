@@ -48,7 +48,7 @@ def _lax(manifest: Manifest) -> Manifest:
 
 @cache
 def compared_configs(src: Side, dst: Side) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
-    """The differences of two configurations, and the keys that only one sets: transformers has defaults."""
+    """How two configurations differ, and the keys that only one sets: transformers fills in the other's."""
     if src.served is None or dst.served is None:
         return (), ()
     ours, theirs = (config_values(each.config) for each in (src.served, dst.served))
@@ -59,7 +59,7 @@ def compared_configs(src: Side, dst: Side) -> tuple[tuple[Finding, ...], tuple[s
         with suppress(Exception):  # a model's own code may be needed to read it
             ours, theirs = (config_values(filled_config(file.parent)) for file in files)
             unset = set()
-    # A key that one file sets and the other one excludes (false; null for an object) is a difference.
+    # What one file sets, and the other one denies (false; null for an object), is a difference.
     configs = (src.served.config, dst.served.config)
     unset = {name for name in unset if not all(_names(config, name) for config in configs)}
     values = {
@@ -71,9 +71,9 @@ def compared_configs(src: Side, dst: Side) -> tuple[tuple[Finding, ...], tuple[s
 
 
 def _names(config: Mapping[str, Any], dotted: str) -> bool:
-    """Whether a configuration sets this key, or has a value in place of an object above it.
+    """Whether a configuration sets this key, or has something else than an object on the way to it.
 
-    A null is not set: transformers fills in many of them.
+    A key that is null is not set: transformers fills in many of them.
     """
     inside: object = config
     for key in dotted.split("."):
