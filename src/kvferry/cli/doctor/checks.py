@@ -267,47 +267,18 @@ def _rdma_cure(observed: Observed) -> str:
 def check_host_reads(reads: ReadsSeen, observed: Observed) -> Iterator[Diagnosis]:
     """Whether direct reads of host memory work within one machine."""
     needs_cma = observed.uses_fabric and observed.is_one_machine and reads.way is not Way.DIRECT
-    has_other_pids = observed.peer is not None and not observed.peer.shares_pids
-    if needs_cma and (reads.cma_error or has_other_pids):
-        cause, cure = _cma_cause(reads.cma_error, observed)
+    cause = reads.cma_error
+    if observed.peer is not None and not observed.peer.shares_pids:
+        cause = "they are in different PID namespaces, as in two containers"
+    if needs_cma and cause:
         yield warning(
             "no-cma",
             f"Two processes of this machine cannot read each other's memory (process_vm_readv): {cause}.",
             "Direct reads of host memory need it; packed reads are used instead.",
-            cure,
+            "Run both as one user and in one PID namespace (docker: --pid=host; Kubernetes: hostPID, or"
+            " shareProcessNamespace within a pod), and allow process_vm_readv (docker: --cap-add=SYS_PTRACE;"
+            " Kubernetes: the capability SYS_PTRACE; Yama: kernel.yama.ptrace_scope=0). gVisor lacks it.",
         )
-
-
-def _cma_cause(error: str, observed: Observed) -> tuple[str, str]:
-    """The cause, and its cure."""
-    limits, peer = observed.limits, observed.peer
-    if peer is not None and not peer.shares_pids:
-        return (
-            "they are in different PID namespaces, as in two containers",
-            "Run both in one PID namespace: docker --pid=host, or --pid=container:NAME; Kubernetes hostPID:"
-            " true, or shareProcessNamespace: true within a pod.",
-        )
-    if peer is not None and peer.theirs is not None and peer.theirs.user != peer.ours.user:
-        return (
-            f"{error}; they run as different users ({peer.ours.user} and {peer.theirs.user})",
-            "Run both as one user, or add the capability SYS_PTRACE to the reader.",
-        )
-    if limits.ptrace_scope:
-        return (
-            f"{error}; kernel.yama.ptrace_scope is {limits.ptrace_scope}",
-            "sysctl kernel.yama.ptrace_scope=0, or add the capability SYS_PTRACE to the engines.",
-        )
-    if limits.is_filtered:
-        return (
-            f"{error}; a seccomp filter restricts the system calls of this process",
-            "Allow process_vm_readv: docker --cap-add=SYS_PTRACE, or --security-opt"
-            " seccomp=unconfined; Kubernetes capabilities SYS_PTRACE, or seccompProfile Unconfined.",
-        )
-    return (
-        error,
-        "Run both as one user and in one container; the kernel needs CONFIG_CROSS_MEMORY_ATTACH, and"
-        " sandboxes such as gVisor do not have it.",
-    )
 
 
 def check_device_reads(reads: ReadsSeen, observed: Observed) -> Iterator[Diagnosis]:

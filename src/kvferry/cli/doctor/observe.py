@@ -49,10 +49,6 @@ class HostLimits:
     """None: no limit."""
     may_lock_all: bool = False
     """Whether the limit does not apply (CAP_IPC_LOCK)."""
-    ptrace_scope: int | None = None
-    """None: the kernel has no Yama."""
-    is_filtered: bool = False
-    """Whether a seccomp filter restricts system calls."""
     rdma_devices: tuple[str, ...] = ()
     may_open_rdma: bool = True
 
@@ -74,14 +70,11 @@ def host_limits() -> HostLimits:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     lines = (line.partition(":") for line in file_text("/proc/self/status").splitlines())
     status = {key: value.strip() for key, _, value in lines}
-    scope = file_text("/proc/sys/kernel/yama/ptrace_scope")
     doors = RDMA_DOORS.glob("uverbs*")
     return HostLimits(
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         memlock_bytes=None if soft == resource.RLIM_INFINITY else soft,
         may_lock_all=bool(int(status.get("CapEff", "0"), 16) >> CAP_IPC_LOCK & 1),
-        ptrace_scope=int(scope) if scope else None,
-        is_filtered=status.get("Seccomp", "0") != "0",
         rdma_devices=tuple(sorted(path.name for path in RDMA_DEVICES.glob("*"))),
         may_open_rdma=any(os.access(path, os.R_OK | os.W_OK) for path in doors),
     )

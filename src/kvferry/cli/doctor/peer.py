@@ -27,7 +27,7 @@ from kvferry.endpoint.invitation import BOOT_ID, EVERY_HOST
 from kvferry.errors import SpecError
 from kvferry.wire.secret import Secret, is_loopback
 
-FORMAT = 2
+FORMAT = 3
 QUESTION, ANSWER = "kvferry doctor asks", "kvferry doctor answers"
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 15.0
@@ -47,7 +47,6 @@ class HostPlace:
     boot: str
     """The boot id of the machine: equal in all of its containers."""
     pid_namespace: str
-    user: int
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -191,14 +190,14 @@ def _unpacked(data: bytes, kind: str) -> dict[str, Any]:
 
 def host_place() -> HostPlace:
     boot, pids = file_text(BOOT_ID), os.readlink("/proc/self/ns/pid")
-    return HostPlace(socket.gethostname(), boot, pids, os.geteuid(), package_versions())
+    return HostPlace(socket.gethostname(), boot, pids, package_versions())
 
 
 def _host(message: Mapping[str, Any]) -> HostPlace:
     fields = message["host"]
     name, boot, pid_namespace = (str(fields[key]) for key in ("name", "boot", "pid_namespace"))
     versions = {str(package): str(version) for package, version in fields["versions"].items()}
-    return HostPlace(name, boot, pid_namespace, int(fields["user"]), versions)
+    return HostPlace(name, boot, pid_namespace, versions)
 
 
 def _offered(fields: Mapping[str, Any]) -> ServedMemory:
