@@ -245,7 +245,7 @@ def test_another_configuration_is_refused_although_the_caches_fit(cli, folder):
     assert (ran.code, ran.answer["verdict"]) == (1, "refused")  # one word for both
     (told,) = (each for each in ran.answer["differences"] if each["effect"] == "refused")
     assert (told["what"], told["a"], told["b"]) == ("model: rope_theta", "10000", "500000")
-    assert cli("diff", *sides).out.startswith("REFUSED  not the same model: running engines would refuse")
+    assert cli("diff", *sides).out.startswith("REFUSED  not the same model: running engines reject")
 
 
 def test_a_default_that_one_folder_spells_out_is_no_difference(cli, folder, monkeypatch):
