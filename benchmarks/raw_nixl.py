@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from kvferry.cli.processes import RankCard
+from benchmarks.rival_cases import RankCard
 from kvferry.core.manifest import Region
 from kvferry.core.product import Product, listed
 from kvferry.core.runs import Runs, place

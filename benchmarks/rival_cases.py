@@ -34,6 +34,14 @@ HOST_BYTES, DEVICE_BYTES = 64 << 20, 512 << 20
 """The most bytes of a case."""
 
 
+@dataclass(frozen=True)
+class RankCard:
+    """A source rank, as a reader's transport connects to it."""
+
+    card: bytes
+    regions: tuple[Region, ...]
+
+
 class BlockOrder(StrEnum):
     """How the blocks of a request lie in the pools of both sides."""
 

@@ -16,6 +16,7 @@ from benchmarks.rival_cases import (
     TOKENS_PER_BLOCK,
     BenchCase,
     CacheShape,
+    RankCard,
     Stretch,
     cache_manifest,
     expected_pages,
@@ -23,7 +24,7 @@ from benchmarks.rival_cases import (
     first_wrong_in,
     wipe,
 )
-from kvferry.cli.processes import AskingTransport, RankCard, gather_openly, until
+from kvferry.cli.processes import AskingTransport, gather_openly, until
 from kvferry.cli.reads import cache_memory, contents, timed_read
 from kvferry.core.request import BlockTable
 from kvferry.core.span import Span

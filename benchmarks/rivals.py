@@ -36,6 +36,7 @@ from benchmarks.rival_cases import (
     BlockOrder,
     CacheShape,
     Medium,
+    RankCard,
 )
 from benchmarks.rival_measure import (
     asked_media,
@@ -48,7 +49,7 @@ from benchmarks.rival_measure import (
 from benchmarks.rival_report import BenchReport, BenchVerdict, NotRun, RivalTimes, show
 from benchmarks.rival_sides import READ_SECONDS, BenchReader, BenchSource, Contender, Rival
 from kvferry.cli.output import milliseconds, num_bytes, progress
-from kvferry.cli.processes import GPU_DRIVER, RankCard, Worker
+from kvferry.cli.processes import GPU_DRIVER, Worker
 from kvferry.core.manifest import Region
 from kvferry.core.runs import Runs
 from kvferry.errors import TransportError

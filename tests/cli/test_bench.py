@@ -66,8 +66,8 @@ def test_a_byte_between_the_blocks_is_looked_at():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--memory gpu", "--memory gpu: there is host"),
-        ("--memory cuda:99", "--memory cuda:99: there is "),
+        ("--memory gpu", "--memory gpu: available: host"),
+        ("--memory cuda:99", "--memory cuda:99: available: "),
         ("--json nowhere/it.json", "--json nowhere/it.json: there is no folder nowhere"),
     ],
 )

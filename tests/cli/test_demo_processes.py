@@ -157,7 +157,7 @@ def test_a_source_that_dies_fails_the_demo(cli, offers):
 def test_without_a_gpu_that_is_said(cli):
     ran = cli("demo", "--device", "cuda")
     assert (ran.code, ran.out) == (2, "")
-    assert ran.err.startswith("kvferry: --device cuda: this machine has no CUDA driver")
+    assert ran.err.startswith("kvferry: --device cuda: this host has no CUDA driver")
 
 
 def test_a_pair_that_is_refused_starts_nothing(cli, monkeypatch):

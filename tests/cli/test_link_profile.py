@@ -57,5 +57,7 @@ def test_every_profile_says_where_its_numbers_come_from():
 
 def test_an_unknown_link_is_refused_with_the_known_ones():
     assert link_profile("same-gpu") is SAME_GPU
-    with pytest.raises(SpecError, match="no link profile 'wifi'; there are host-cma, tcp-stream, same-gpu"):
+    with pytest.raises(
+        SpecError, match="unknown link profile 'wifi'; known are host-cma, tcp-stream, same-gpu"
+    ):
         link_profile("wifi")

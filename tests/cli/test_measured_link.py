@@ -79,7 +79,7 @@ def test_too_few_sizes_are_refused(written, cli):
     path = written(report(sizes=((256, 64), (65536, 64))))
     ran = cli(*PLAN, "--link", path)
     assert (ran.code, ran.out) == (2, "")
-    assert "no way of kvferry was measured with 3 sizes or more" in ran.err
+    assert "no transfer mode was measured with at least 3 sizes" in ran.err
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):

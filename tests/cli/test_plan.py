@@ -105,7 +105,7 @@ def test_a_request_of_nothing_takes_no_time(cli):
 def test_an_unknown_link_is_bad_usage(cli):
     ran = cli(*LLAMA, "--src", "tp=2", "--dst", "tp=2", "--link", "wifi")
     assert (ran.code, ran.out) == (2, "")
-    assert "there is no link profile 'wifi'; there are host-cma," in ran.err
+    assert "unknown link profile 'wifi'; known are host-cma," in ran.err
 
 
 def test_people_get_the_same_numbers_on_80_columns(cli):

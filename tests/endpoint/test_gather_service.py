@@ -189,7 +189,7 @@ def test_what_waits_for_an_earlier_start_of_the_engine_is_not_sent():
 
     class OfStart(OpenGuard):
         def admit(self, permit):
-            return Admitted(int(permit), self._everybody.owned, generation=7)
+            return Admitted(int(permit), self._everything.owned, generation=7)
 
     rank = Rank(guard=OfStart(), num_bytes=4 << 20)
     rank.service.begin(7)

@@ -7,7 +7,7 @@ import time
 import pytest
 from aiohttp import ClientPayloadError, web
 
-from kvferry.proxy import application, servers
+from kvferry.proxy import servers
 from kvferry.proxy.settings import Role
 from tests.proxy.conftest import (
     PROMPT,
@@ -68,8 +68,6 @@ def test_a_prefill_that_takes_too_long_is_tried_elsewhere_and_ended_here():
 
 
 def test_a_prompt_that_kills_servers_reaches_two_of_them():
-    """--retries bounds what one request can do."""
-
     async def test(world: World) -> None:
         status, body = await world.ask()
         assert status == 502
@@ -79,14 +77,6 @@ def test_a_prompt_that_kills_servers_reaches_two_of_them():
         assert world.sample("requests_total", path="/v1/completions", outcome="prefill-failed") == 1
 
     play(test, prefill=[break_off] * 4)
-
-
-def test_no_retries_if_none_are_wished():
-    async def test(world: World) -> None:
-        assert (await world.ask())[0] == 502
-        assert world.prefill[1].bodies == []
-
-    play(test, prefill=[answering(500), give_ticket], num_retries=0)
 
 
 def test_a_full_server_is_told_as_503():
@@ -157,7 +147,6 @@ def test_a_server_that_is_not_there_is_named_in_the_log(caplog):
 @pytest.mark.parametrize("is_known", [False, True], ids=["not known yet", "known"])
 def test_without_a_prefill_server_decode_servers_compute_the_prompt(is_known, caplog):
     async def test(world: World) -> None:
-        await world.get("/health")  # the first check has ended
         world.server("prefill").is_ready = not is_known
         assert (await world.ask())[0] == 200
         assert world.decode[0].bodies == [{"prompt": PROMPT}]
@@ -176,7 +165,6 @@ def test_a_prompt_that_a_prefill_server_failed_at_goes_to_no_decode_server():
     """Not even if the other prefill server cannot be reached."""
 
     async def test(world: World) -> None:
-        await world.get("/health")  # the first check has ended
         for server in world.proxy._pools[Role.PREFILL].servers:
             server.is_ready = True
         assert (await world.ask())[0] == 502
@@ -293,7 +281,7 @@ def test_more_requests_than_allowed_are_told_to_come_later():
             await asyncio.sleep(0.01)
         async with world.post() as answer:
             assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
-            assert "1 requests are under way (--max-requests)" in (await answer.text())
+            assert "the proxy serves 1 requests already, its limit: try again later" in (await answer.text())
         assert world.sample("requests_total", path="/v1/completions", outcome="busy") == 1
         first.cancel()
 
@@ -311,27 +299,24 @@ def test_health_is_that_of_every_server():
         assert world.sample("server_ready", role="prefill", server=world.prefill[1].url) == 0
         world.decode[0].health = 503
         while (await world.get("/health"))[0] == 200:
-            await asyncio.sleep(0.05)  # an answer is good for half a second
+            await asyncio.sleep(0.05)
         assert world.sample("server_ready", role="decode", server=world.decode[0].url) == 0
         assert await world.get("/live") == (200, '{"alive": true}')
 
-    play(test, prefill=[give_ticket, None])
+    play(test, prefill=[give_ticket, None], check_seconds=0.05)
 
 
 def test_a_server_that_hangs_does_not_delay_health(monkeypatch):
-    """Probes of Kubernetes wait for one second."""
-    assert application.HEALTH_SECONDS < 1
-    monkeypatch.setattr(servers, "CHECK_SECONDS", 600.0)
+    monkeypatch.setattr(servers, "ANSWER_SECONDS", 600.0)
     report = {"prefill": {"ready": 2, "servers": 2}, "decode": {"ready": 0, "servers": 1}}
 
     async def test(world: World) -> None:
-        await world.get("/health")  # the first checks have ended
         world.prefill[0].health, world.decode[0].health = 0, 503
         async with asyncio.timeout(30):
             while (await world.get("/health")) != (503, json.dumps(report)):
                 await asyncio.sleep(0.05)
 
-    play(test, prefill=[give_ticket, give_ticket], health_seconds=0.1)
+    play(test, prefill=[give_ticket, give_ticket], check_seconds=0.05)
 
 
 def test_a_server_that_redirects_its_health_check_is_not_ready():
@@ -342,7 +327,7 @@ def test_a_server_that_redirects_its_health_check_is_not_ready():
         while (await world.get("/health"))[0] == 200:
             await asyncio.sleep(0.05)
 
-    play(test)
+    play(test, check_seconds=0.05)
 
 
 @pytest.mark.parametrize("is_falling_back", [False, True])
@@ -357,12 +342,12 @@ def test_a_server_that_is_not_ready_gets_no_request_while_another_is():
     async def test(world: World) -> None:
         world.decode[0].health = 503
         while world.server("decode").is_ready:
-            await world.get("/health")
+            await asyncio.sleep(0.05)
         for _ in range(4):
             await world.ask()
         assert [len(server.bodies) for server in world.decode] == [0, 4]
 
-    play(test, decode=[complete, complete])
+    play(test, decode=[complete, complete], check_seconds=0.05)
 
 
 def test_servers_take_turns_and_the_busy_one_waits():

@@ -28,7 +28,7 @@ def test_flags_that_are_not_listed_are_looked_up_in_vllm(monkeypatch):
     known = {"1": [flag for flag in LISTED["1"] if flag != "--port"]}
     monkeypatch.setattr(serve_command, "_parser", lambda: serve_command._FlagParser(known))
     assert given_flags(["m", "--port", "80"])["port"] == "80"
-    with pytest.raises(SpecError, match="not a flag of vLLM: --prot"):
+    with pytest.raises(SpecError, match="unknown vLLM flag --prot"):
         ServeCommand.read("vllm serve m --prot 80")
 
 

@@ -1,4 +1,4 @@
-"""What was asked of ``kvferry plan``, and its bill for any two sides: those given, and those tried."""
+"""The request of ``kvferry plan``, and its bill for any two sides, given or tried."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ WINDOW = "window"
 
 
 def model_differences(src: Side, dst: Side, source: Manifest, destination: Manifest) -> tuple[Finding, ...]:
-    """In what the two models differ as far as configurations, commands and descriptions tell."""
+    """The differences of the two models, according to configurations, commands and descriptions."""
     if found := (*compared_configs(src, dst)[0], *_flags(src, dst)):
         return found
-    # A running engine has told more of its model than windows, and may keep more than a window of it.
+    # The manifest of a running engine has a full identity, and it may keep more than a window.
     told_little = all(is_offline(each.identity) for each in (source, destination))
     return tuple(dict.fromkeys(_windows(source, destination))) if told_little else ()
 
 
 def without_requirement(source: Manifest, destination: Manifest) -> tuple[Manifest, Manifest]:
-    """The two without a requirement that only running engines can meet, if one of them is a description."""
+    """Drop a required identity, which descriptions cannot have, if one of the two is a description."""
     if all(each.identity.known and not is_offline(each.identity) for each in (source, destination)):
         return source, destination
     return _lax(source), _lax(destination)
@@ -100,7 +100,7 @@ def _difference(what: str, in_src: str, in_dst: str) -> Finding:
 
 
 def short_window(source: Manifest, destination: Manifest) -> int:
-    """How many tokens the source keeps where the destination looks further back; 0 if it does nowhere."""
+    """The tokens that the source keeps of states of which the destination needs more; 0 if there are none."""
     pairs = _window_pairs(source, destination)
     return min((ours for ours, theirs in pairs if ours and (ours < theirs or not theirs)), default=0)
 
@@ -112,7 +112,7 @@ def _windows(source: Manifest, destination: Manifest) -> Iterator[Finding]:
 
 
 def _window_pairs(source: Manifest, destination: Manifest) -> Iterator[tuple[int, int]]:
-    """The windows of each state that both have; 0 is all tokens."""
+    """The windows of each common state; 0: all tokens."""
     ours, theirs = _window_of(source), _window_of(destination)
     for state in destination.states:
         other = source.find(state)
@@ -134,13 +134,12 @@ class Billed:
     destination: Manifest
     tokens: int
     ranks: tuple[int, ...]
-    """The destination ranks that were asked for."""
     bill: Bill
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The request that is to be billed, and the options that say so."""
+    """The request to bill, as options."""
 
     tokens: int | None = None
     """None: 4096, or what fits."""
@@ -156,7 +155,7 @@ class Asked:
         return self.billed_between(src.manifest(room), dst.manifest(room))
 
     def billed_between(self, source: Manifest, destination: Manifest) -> Billed:
-        """The same of engines that are described already."""
+        """The same for described engines."""
         source, destination = without_requirement(source, destination)
         ranks = asked_ranks(destination, self.dst_rank)
         tokens = self.tokens or fitting_tokens(source, destination)
@@ -178,7 +177,7 @@ class Asked:
         return Billed(source, destination, tokens, tuple(ranks), bill)
 
     def command(self, src: Side, dst: Side) -> str:
-        """The command that asks the same of these two sides."""
+        """The same command for these two sides."""
         words = ["kvferry", "plan", *_sides(src, dst)]
         for option, value, default in (
             ("--tokens", self.tokens, None),
@@ -209,7 +208,7 @@ def _sides(src: Side, dst: Side) -> list[str]:
 
 
 def fitting_tokens(source: Manifest, destination: Manifest) -> int:
-    """The default number of tokens, or what the source keeps, halved until both pools have room for them."""
+    """The default number of tokens, or the source's window, halved until both pools have room."""
     tokens = min(DEFAULT_TOKENS, short_window(source, destination) or DEFAULT_TOKENS)
     while tokens > 1:
         try:

@@ -1,4 +1,4 @@
-"""``kvferry bench``: the transfer modes side by side, by the length of a run."""
+"""``kvferry bench``: the transfer modes compared, by the length of a run."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def bench(
         list[str] | None,
         typer.Option(
             metavar="host|cuda:N",
-            help="Which memory to read.",
-            show_default="host, and cuda:0 if it is there",
+            help="Memory to read.",
+            show_default="host, and cuda:0 if available",
         ),
     ] = None,
     json_file: Annotated[
@@ -82,7 +82,7 @@ def bench(
 
 
 def environments(memory: str, skipped: list[str]) -> dict[str, dict[str, str]]:
-    """The environment of both processes of each mode; modes that cannot run are added to ``skipped``."""
+    """The environment for each mode; adds modes that cannot run to ``skipped``."""
     from kvferry.cli.processes import FABRICS
     from kvferry.errors import TransportError
     from kvferry.transport.nixl_agent import check_installed

@@ -1,4 +1,4 @@
-"""``kvferry diff``: in what two engines differ, and whether that matters to a transfer."""
+"""``kvferry diff``: the differences between two engines, and their effects on a transfer."""
 
 from __future__ import annotations
 

@@ -230,8 +230,8 @@ def _check_backend(model: Model, backend: str, topology: Topology) -> None:
         raise SpecError(f"--attention-backend {backend}: {model.name} has {kind}: vLLM does not start")
     if topology.dtype.startswith("fp8") and is_sparse:
         raise SpecError(
-            f"--kv-cache-dtype fp8 of {model.name}: rows of sparse MLA have 576 or 656 bytes, as the GPU and"
-            " the attention backend decide: dump the engine's manifest, and give the file"
+            f"--kv-cache-dtype fp8 of {model.name}: a row of sparse MLA has 576 or 656 bytes, depending on"
+            " the GPU and the attention backend. Dump the engine's manifest and pass the file"
         )
 
 

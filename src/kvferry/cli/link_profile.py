@@ -1,8 +1,7 @@
-"""What moving costs: the formula, known links, and links measured on one's own machine.
+"""The cost of a transfer: the formula, known links, and links measured by ``doctor --save``.
 
-One formula for every way: a sum of what a read, a run and a byte cost. An estimate is for people: nothing
-that is moved depends on it, and no deadline does. Machines differ, so ``doctor --save`` measures, and the
-formula is fitted to what it measured.
+One formula for every mode: the cost of reads, runs and bytes, added. Estimates are for people: no transfer
+and no deadline depends on them.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import numpy as np
 
 from kvferry.core.choices import Way
 from kvferry.core.product import Product, Term
-from kvferry.core.words import counted
 from kvferry.errors import SpecError
 
 WORD_BYTES = 16
@@ -29,7 +27,7 @@ WORD_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What is moved, as far as it decides the time.
+    """The quantities of a transfer that decide its time.
 
     >>> Traffic(num_reads=1, num_runs=4, num_bytes=64) + Traffic(num_reads=1, num_runs=2, num_bytes=8)
     Traffic(num_reads=2, num_runs=6, num_bytes=72, num_words=5)
@@ -40,17 +38,17 @@ class Traffic:
     num_runs: int
     num_bytes: int
     num_words: int = -1
-    """Words of 16 bytes, or of fewer where the addresses allow no more; if not said, all are of 16."""
+    """Words of 16 bytes, or fewer if the addresses require it; by default all have 16."""
 
     def __post_init__(self) -> None:
         if min(self.num_reads, self.num_runs, self.num_bytes) < 0:
-            raise SpecError(f"traffic is counted from 0 up, got {self}")
+            raise SpecError(f"the counts of traffic must be at least 0, got {self}")
         if self.num_words < 0:
             object.__setattr__(self, "num_words", -(-self.num_bytes // WORD_BYTES))
 
     @classmethod
     def of(cls, products: Iterable[Product], num_runs: int | None = None) -> Traffic:
-        """What products move, one read each. No list is made; ``num_runs`` is known to those who have it.
+        """Of products, one read each, without listing runs; ``num_runs`` if they are known.
 
         >>> from kvferry.core.runs import Runs
         >>> pattern = Runs(np.array([0, 64]), np.array([0, 64]), np.array([32, 24]))
@@ -82,14 +80,12 @@ NO_TRAFFIC = Traffic(0, 0, 0)
 
 
 def _num_words(term: Term) -> int:
-    """How many words the runs of a term are, as wide as all their addresses allow."""
+    """The words of a term's runs, as wide as all addresses allow."""
     bits = term.pattern.bits | WORD_BYTES | int(np.bitwise_or.reduce(term.steps.ravel(), initial=0))
     return term.total_bytes // (bits & -bits)
 
 
 class CostTerm(StrEnum):
-    """What a part of the time is spent on."""
-
     READS = "reads"
     RUNS = "runs"
     BYTES = "bytes"
@@ -97,26 +93,25 @@ class CostTerm(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a read, a run and a byte cost.
-
+    """
     >>> cost = Cost(seconds_per_read=1e-4, seconds_per_run=2e-6, bytes_per_second=5e9)
-    >>> print(cost.of(Traffic(num_reads=2, num_runs=32768, num_bytes=32768 * 512)))
-    69.1 ms, 95 % of it for 32,768 runs of 512 bytes
+    >>> round(cost.of(Traffic(num_reads=2, num_runs=32768, num_bytes=32768 * 512)).seconds, 4)
+    0.0691
     """
 
     seconds_per_read: float
     seconds_per_run: float
     bytes_per_second: float
     is_by_words: bool = False
-    """Whether words are moved, as our kernel does: bytes in words of half the width take twice as long."""
+    """Whether words are copied, as by our kernel: words of half the width take twice as long."""
 
     def __post_init__(self) -> None:
         fixed = (self.seconds_per_read, self.seconds_per_run)
         if not (all(0 <= value < float("inf") for value in fixed) and self.bytes_per_second > 0):
-            raise SpecError(f"a cost is in seconds of 0 or more, and at a speed, got {self}")
+            raise SpecError(f"costs must be finite and at least 0 seconds, and the speed above 0, got {self}")
 
     def of(self, traffic: Traffic) -> Estimate:
-        """The seconds that traffic takes, if nothing else is under way."""
+        """For traffic without other transfers."""
         num_bytes = traffic.num_words * WORD_BYTES if self.is_by_words else traffic.num_bytes
         seconds = (
             traffic.num_reads * self.seconds_per_read,
@@ -128,11 +123,11 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A predicted time, and what it is made of."""
+    """A predicted time, and its parts."""
 
     traffic: Traffic
     parts: dict[CostTerm, float]
-    """The seconds by what they are spent on."""
+    """Seconds."""
 
     @property
     def seconds(self) -> float:
@@ -140,36 +135,19 @@ class Estimate:
 
     @property
     def mostly(self) -> CostTerm:
-        """What most of the time is spent on."""
+        """The largest part."""
         return max(self.parts, key=self.parts.__getitem__)
 
     @property
     def share(self) -> float:
-        """The part of the time that is spent on that."""
+        """Of the largest part."""
         return self.parts[self.mostly] / self.seconds if self.seconds else 0.0
-
-    @property
-    def reason(self) -> str:
-        """What most of the time is spent on, with its number."""
-        traffic = self.traffic
-        match self.mostly:
-            case CostTerm.READS:
-                return f"starting {counted(traffic.num_reads, 'read')}"
-            case CostTerm.RUNS:
-                return f"{traffic.num_runs:,} runs of {traffic.average_run_bytes:,.0f} bytes"
-            case CostTerm.BYTES:
-                return f"{traffic.num_bytes:,} bytes"
-
-    def __str__(self) -> str:
-        return f"{self.seconds * 1e3:.1f} ms, {self.share:.0%} of it for {self.reason}".replace("%", " %")
 
 
 class Origin(StrEnum):
-    """Where the numbers of a link profile come from."""
-
     MEASURED = "measured"
     PREDICTED = "predicted"
-    """From what others have published; nobody has measured kvferry over such a link."""
+    """From published figures, not measured with kvferry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +163,7 @@ class LinkProfile:
     cost: Cost
     origin: Origin
     source: str
-    """On what, and by which command it was measured; or what it was predicted from."""
+    """The machine and command of a measurement, or the basis of a prediction."""
 
 
 HOST_CMA = LinkProfile(
@@ -242,9 +220,8 @@ LINK_PROFILES = (
     NVLINK,
     RDMA_400,
 )
-"""Those that two engines can have between them."""
 DEFAULT_LINKS = (RDMA_400, NVLINK, TCP_STREAM)
-"""A network that reads by itself, one host, any network. The first is assumed where one must be."""
+"""RDMA, one host, any network. The first is the default."""
 
 
 def link_profile(name: str) -> LinkProfile:
@@ -252,16 +229,16 @@ def link_profile(name: str) -> LinkProfile:
         if profile.name == name:
             return profile
     known = ", ".join(profile.name for profile in LINK_PROFILES)
-    raise SpecError(f"there is no link profile {name!r}; there are {known}, and all")
+    raise SpecError(f"unknown link profile {name!r}; known are {known}, and all")
 
 
 MIN_LOADS = 3
 """A read, a run and a byte are three unknowns."""
 CLOSE = 0.3
-"""How far a prediction may be off to count as close."""
+"""The largest relative error of a close prediction."""
 
 HOLD_BACK = 1e-6
-"""How strongly a coefficient is held back towards its first guess: it decides only what the loads do not."""
+"""The pull of a coefficient towards its first guess, for coefficients that the loads do not determine."""
 LEAST, MOST = 0.05, 100.0
 """Bounds of a coefficient, as a factor of its first guess."""
 NUM_SWEEPS = 2000
@@ -270,14 +247,14 @@ Loads = list[tuple[Traffic, float]]
 
 
 def how_close(pairs: Sequence[tuple[float, float]]) -> str:
-    """How well predicted seconds tell what was measured."""
+    """How well predicted seconds match measured ones."""
     off = [abs(predicted / seconds - 1) for predicted, seconds in pairs]
     close = sum(each <= CLOSE for each in off)
     return f"{close} of {len(off)} sizes within {100 * CLOSE:.0f} %, median off by {100 * median(off):.0f} %"
 
 
 def fitted(first: Cost, loads: Loads) -> Cost:
-    """The cost with the smallest squared relative errors; each coefficient is near a guess, within bounds.
+    """The cost with the smallest squared relative errors, each coefficient within bounds of a guess.
 
     >>> truth = Cost(seconds_per_read=1e-3, seconds_per_run=4e-6, bytes_per_second=1e9)
     >>> sizes = [Traffic(1, num_runs, num_bytes) for num_runs in (1, 9999) for num_bytes in (10**4, 10**8)]
@@ -303,7 +280,7 @@ def fitted(first: Cost, loads: Loads) -> Cost:
 
 
 def measured_links(path: Path) -> list[LinkProfile]:
-    """One profile for each kind of memory and each way of ours that the file has times of."""
+    """One profile per kind of memory and mode in the file."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         loads = _loads(document["times"])
@@ -318,18 +295,18 @@ def measured_links(path: Path) -> list[LinkProfile]:
         if len(some) >= MIN_LOADS
     ]
     if not found:
-        raise SpecError(f"{path}: no way of kvferry was measured with {MIN_LOADS} sizes or more")
+        raise SpecError(f"{path}: no transfer mode was measured with at least {MIN_LOADS} sizes")
     return found
 
 
 def _loads(times: Sequence[dict[str, Any]]) -> dict[tuple[str, Way], Loads]:
-    """What was read, and the median of the turns, by kind of memory and way."""
+    """Traffic and median seconds, by kind of memory and mode."""
     loads: dict[tuple[str, Way], Loads] = defaultdict(list)
     for time in times:
         traffic = Traffic(1, int(time["num_runs"]), int(time["total_bytes"]))
         seconds = float(time["median_s"])
         if not 0 < seconds < float("inf"):
-            raise ValueError(f"a time of {seconds} s")
+            raise ValueError(f"the time must be positive and finite, got {seconds} s")
         loads[str(time["medium"]), Way(time["way"])].append((traffic, seconds))
     return loads
 

@@ -1,4 +1,4 @@
-"""The machine of a benchmark or a diagnosis, its GPUs, and the versions of what takes part."""
+"""The machine of a measurement, its GPUs, and the versions of packages."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ PACKAGES = (
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """Devices according to the driver, and whether kvferry can use them."""
+    """According to the driver."""
 
     driver_cuda: str = ""
-    """The newest CUDA that the driver serves ('13.0'); empty if there is no driver."""
+    """The newest CUDA that the driver supports ('13.0'); empty without a driver."""
     names: tuple[str, ...] = ()
     why_not: str = ""
-    """Why kvferry cannot use them; empty if it can, or if there are none."""
+    """Why kvferry cannot use them; empty if it can."""
 
 
 def gpus() -> Gpus:
-    """Devices; counted by the driver itself, so that a missing binding is noticed."""
+    """Counted by the driver itself, so that missing bindings are noticed."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -60,18 +60,17 @@ def gpus() -> Gpus:
 
 
 def asked_memories(asked: Sequence[str]) -> list[str]:
-    """The kinds of memory to read (by default host, and the first GPU); SpecError if one is not there."""
+    """The memory to read: by default host, and the first GPU."""
     found = gpus()
     there = ["host"] if found.why_not else ["host", *(f"cuda:{i}" for i in range(len(found.names)))]
     for name in asked:
         if name not in there:
             why = f" ({found.why_not})" if found.why_not else ""
-            raise SpecError(f"--memory {name}: there is {', '.join(there)}{why}")
+            raise SpecError(f"--memory {name}: available: {', '.join(there)}{why}")
     return list(dict.fromkeys(asked)) or there[:2]
 
 
 def describe_machine() -> dict[str, Any]:
-    """The processor, its cores that we may use, memory, system, and how busy it is."""
     return {
         "processor": _processor(),
         "num_cores": len(os.sched_getaffinity(0)),
@@ -84,7 +83,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def package_versions() -> dict[str, str]:
-    """Of the packages that take part, those that are installed."""
+    """Of installed packages."""
     found = {}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):

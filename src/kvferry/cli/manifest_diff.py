@@ -1,8 +1,7 @@
-"""In what two manifests differ, and whether that matters to a transfer between their engines."""
+"""The differences between two manifests, and their effects on a transfer between the engines."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,7 +9,7 @@ from enum import StrEnum
 from kvferry.cli.asked import WINDOW, Asked, Billed, without_requirement
 from kvferry.cli.bill import LinkBill
 from kvferry.cli.link_profile import RDMA_400
-from kvferry.cli.output import cell_words, milliseconds
+from kvferry.cli.output import cell_words, kind_of, milliseconds
 from kvferry.core.identity import compare_identity
 from kvferry.core.manifest import Manifest, compare
 from kvferry.core.state import State
@@ -20,22 +19,18 @@ from kvferry.errors import Code, Finding
 
 
 class Effect(StrEnum):
-    """What a difference does to a transfer."""
-
     REFUSED = "refused"
-    """The two engines cannot talk, in one direction at least: their bytes do not fit, or they do not serve
-    the same model, which running engines compare."""
+    """Incompatible, in one direction at least: the bytes do not fit, or the models differ."""
     SLOWER = "slower"
-    """The bytes move in short runs."""
+    """Transfers need short runs."""
     UNTRIED = "not tried"
-    """It may cost time: ranks are missing in the manifests, so that no request could be planned."""
+    """Not planned, because the manifests lack ranks."""
     HARMLESS = "harmless"
-    """kvferry moves across it at no cost worth a word, or it is none of a transfer's business."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing that differs, for all states for which it does alike."""
+    """One difference, for all states that have it."""
 
     what: str
     a: str
@@ -46,7 +41,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Direction:
-    """What a request takes from one engine to the other."""
+    """A request from one engine to the other."""
 
     name: str
     """``a -> b`` or ``b -> a``."""
@@ -58,27 +53,27 @@ class Direction:
 
     @property
     def lacks_ranks(self) -> bool:
-        """Whether all that is in the way is that the manifest does not list all of its ranks."""
+        """Whether the only reason of a refusal is a manifest without all of its ranks."""
         found = self.billed.bill.findings
         return bool(found) and {finding.code for finding in found} == {Code.NOT_HELD}
 
     @property
     def over_network(self) -> LinkBill | None:
-        """The request over a network; None if it is refused, or moves nothing."""
+        """Its bill; None if it is refused, or transfers nothing."""
         bill = self.billed.bill
         return bill.over(RDMA_400) if bill.total_bytes and not bill.findings else None
 
 
 @dataclass(frozen=True)
 class ManifestDiff:
-    """All differences, and the trial of both directions that says what they do."""
+    """All differences, and a request in both directions."""
 
     differences: tuple[Difference, ...]
     directions: tuple[Direction, ...]
 
     @property
     def bytes_fit(self) -> bool:
-        """Whether nothing but the models is in the way of a transfer."""
+        """Whether a transfer is possible but for the models."""
         return not any(each.billed.bill.findings for each in self.directions)
 
     @property
@@ -90,9 +85,9 @@ class ManifestDiff:
 
 
 def manifest_diff(a: Manifest, b: Manifest, asked: Asked, of_models: Sequence[Finding] = ()) -> ManifestDiff:
-    """Compare two manifests field by field, and try a request in both directions.
+    """Compare two manifests, and plan a request in both directions.
 
-    ``of_models``: in what their models differ beyond that.
+    ``of_models``: differences of the models that the manifests do not have.
     """
     a, b = without_requirement(a, b)
     directions = (
@@ -106,18 +101,18 @@ def manifest_diff(a: Manifest, b: Manifest, asked: Asked, of_models: Sequence[Fi
     told = (
         Difference(f"model: {each.field}", each.src, each.dst, Effect.REFUSED)
         for each in of_models
-        if each.field != WINDOW  # which is told with its states
+        if each.field != WINDOW  # listed with its states
     )
     found = (*_meaning(a, b), *told, *_places(a, b, places, windows), *_engines(a, b))
     order = list(Effect)
     return ManifestDiff(tuple(sorted(found, key=lambda each: order.index(each.effect))), directions)
 
 
-# -- what stops a transfer ---------------------------------------------------------------------------
+# -- differences that prevent a transfer -------------------------------------------------------------
 
 
 def _meaning(a: Manifest, b: Manifest) -> Iterator[Difference]:
-    """What ``compare`` refuses, once for both directions."""
+    """The findings of ``compare``, once for both directions."""
     alike: dict[tuple[str, str, str], list[str]] = {}
     other_dtype = {found.state for found in compare(a, b) if found.field == "dtype"}
     for found in compare(a, b):
@@ -146,11 +141,11 @@ def _unknown_effect(a: Manifest, b: Manifest) -> Effect:
     return Effect.REFUSED if is_required else Effect.HARMLESS
 
 
-# -- where cells are ---------------------------------------------------------------------------------
+# -- the places of cells -----------------------------------------------------------------------------
 
 
 def _places(a: Manifest, b: Manifest, effect: Effect, windows: Effect) -> Iterator[Difference]:
-    """Block sizes, orders inside a block, and how states are split over ranks."""
+    """Block sizes, orders inside a block, and the split of states over ranks."""
     looks: tuple[tuple[str, Callable[[Manifest, State], str], Effect], ...] = (
         ("tokens per block", _block_tokens, effect),
         (WINDOW, _window, windows),
@@ -164,7 +159,7 @@ def _places(a: Manifest, b: Manifest, effect: Effect, windows: Effect) -> Iterat
 
 
 def _together(what: str, pairs: Iterable[tuple[str, str, str]], effect: Effect) -> Iterator[Difference]:
-    """One difference for all states that have the same two values; none for equal values."""
+    """One difference for all states with the same two values."""
     alike: dict[tuple[str, str], list[str]] = {}
     for in_a, in_b, state in pairs:
         if in_a != in_b:
@@ -198,7 +193,7 @@ def _holding(manifest: Manifest, state: State) -> str:
 def _orders(
     a: Manifest, b: Manifest, shared: Iterable[tuple[State, State]]
 ) -> Iterator[tuple[str, str, str]]:
-    """Orders in memory, of states of which they differ. One head, or one token, has no place in an order."""
+    """Different orders in memory. An axis of size one has no place in an order."""
     for other, state in shared:
         views = _view(a, other), _view(b, state)
         if views[0] is not None and views[1] is not None:
@@ -210,7 +205,7 @@ def _orders(
 
 
 def memory_order(view: View, item_bytes: int) -> str:
-    """The axes of a view from the outermost to the innermost; ``+`` where something else lies between.
+    """The axes of a view from the outermost to the innermost; ``+``: with gaps.
 
     >>> import numpy as np
     >>> pool = np.zeros((9, 4, 16, 2, 8), np.int16)  # block, head, token, K or V, channel
@@ -234,18 +229,18 @@ def memory_order(view: View, item_bytes: int) -> str:
 
 
 StateFacts = tuple[tuple[str, str, str], ...]
-"""What can be said of a state, and what that is on both sides; empty where a side does not have the state."""
+"""A property of a state and its values on both sides; empty on a side without the state."""
 
 
 def state_facts(a: Manifest, b: Manifest) -> list[tuple[list[str], StateFacts]]:
-    """States of one kind of which the same can be said, together."""
+    """The facts of each group of similar states."""
     names = dict.fromkeys(state.name for manifest in (a, b) for state in manifest.states)
     found: dict[tuple[str, StateFacts], list[str]] = {}
     for name in names:
         sides = [(each, each.state_by_name.get(name)) for each in (a, b)]
         said = [_state_words(manifest, state) if state else {} for manifest, state in sides]
         facts = tuple((what, said[0].get(what, ""), said[1].get(what, "")) for what in said[0] | said[1])
-        found.setdefault((re.sub(r"\d+", "#", name, count=1), facts), []).append(name)
+        found.setdefault((kind_of(name), facts), []).append(name)
     return [(some, facts) for (_, facts), some in found.items()]
 
 
@@ -261,7 +256,7 @@ def _state_words(manifest: Manifest, state: State) -> dict[str, str]:
     }
 
 
-# -- what is none of a transfer's business -----------------------------------------------------------
+# -- differences without effect ----------------------------------------------------------------------
 
 
 def _engines(a: Manifest, b: Manifest) -> Iterator[Difference]:
@@ -288,7 +283,7 @@ VERDICTS = {
     "slower": ("SLOW", "compatible, but slow; see `kvferry plan`"),
     "refused": ("REFUSED", "incompatible"),
 }
-OTHER_MODEL = "not the same model: running engines would refuse each other, although the bytes would fit"
+OTHER_MODEL = "not the same model: running engines reject each other, although the bytes fit"
 
 
 def verdict(found: ManifestDiff) -> tuple[str, str]:
@@ -298,7 +293,7 @@ def verdict(found: ManifestDiff) -> tuple[str, str]:
 
 
 def direction_time(direction: Direction) -> str:
-    """What a request takes in one direction; empty if it moves nothing."""
+    """The time of a request; empty if it transfers nothing."""
     if direction.is_refused:
         return "refused"
     if direction.lacks_ranks:

@@ -44,7 +44,7 @@ def models(
 
 
 def entry(name: str) -> dict[str, Any]:
-    """One model of the catalogue, as ``--json`` lists it."""
+    """One model, as ``--json`` lists it."""
     from kvferry.models import catalogue, catalogued, model_named
 
     model = model_named(name)
@@ -56,7 +56,7 @@ def entry(name: str) -> dict[str, Any]:
         "title": " + ".join(str(each["title"]) for each in known),
         "family": str(known[0]["config"]["model_type"]),
         "num_layers": len(layers),
-        # How many layers have a cache of a kind: attn (k v), attn (k v, last 128 tokens) …
+        # Layers per kind of cache: attn (k v), attn (k v, last 128 tokens) …
         "caches": dict(Counter(_kind(cache) for layer in layers for cache in layer.caches)),
         "bytes_per_token": growing,
         "fixed_bytes": fixed,
@@ -73,7 +73,7 @@ def _kind(cache: Cache) -> str:
 
 
 def _bytes(model: Model) -> tuple[int, int]:
-    """(bytes that a token adds, bytes that a request takes besides)."""
+    """(bytes per token, further bytes per request)."""
     growing = fixed = 0.0
     for cache in (cache for layer in (*model.layers, *model.draft) for cache in layer.caches):
         cell = sum(part.num_bytes for part in cache.page.parts)

@@ -1,4 +1,4 @@
-"""What commands share: options, words of their helps, and where bad input came from."""
+"""Shared by commands: options, parts of help texts, the origin of bad input."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ TOPOLOGY_KEYS = {
     "alloc": "separate: a region per layer; shared: groups share regions; auto (the default): shared if"
     " layers are of several kinds",
 }
-"""Every key of a topology (``--src tp=4,block=16``) and what it means."""
+"""The keys of a topology (``--src tp=4,block=16``)."""
 
 _COLUMN = 14
 
 
 def topology_help() -> str:
-    """The keys as a block that Click keeps as it is, 78 columns wide."""
+    """The keys as a block that Click does not wrap, of 78 columns."""
     import textwrap
 
     lines = ["\b", "A topology is key=value,key=value with these keys, all optional:"]
@@ -45,7 +45,6 @@ def topology_help() -> str:
 
 
 def examples(*lines: str) -> str:
-    """Examples as a block that Click keeps as it is."""
     return "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])
 
 
@@ -56,7 +55,7 @@ Config = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="A
 
 @contextmanager
 def at(place: str) -> Iterator[None]:
-    """Say where bad input came from: a file, or an option and its value."""
+    """Prefix errors with the origin of bad input: a file, or an option with its value."""
     try:
         yield
     except (SpecError, RequestError) as error:

@@ -1,4 +1,4 @@
-"""Output for people: tables that fit on 80 columns, colours only on a terminal."""
+"""Output for people: tables of 80 columns, colours only on a terminal."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ OWN_FAULT = (
     "The manifest is wrong. Correct your own manifest (strides and offsets are in bytes); report one from"
     " vLLM or `kvferry describe`."
 )
+OWN_BUG = "Report this: kvferry made a plan that it cannot prove."
 
 BY_CODE = {
     Code.VERSION: "Run kvferry of the same version on both sides.",
@@ -36,18 +37,17 @@ BY_CODE = {
     Code.OUT_OF_BOUNDS: OWN_FAULT,
     Code.CELLS_COLLIDE: OWN_FAULT,
     Code.VIEWS_OVERLAP: OWN_FAULT,
-    Code.GAP: "Report this: kvferry made a plan that it cannot prove.",
-    Code.WRITTEN_TWICE: "Report this: kvferry made a plan that it cannot prove.",
-    Code.NOT_NEEDED: "Report this: kvferry made a plan that it cannot prove.",
-    Code.WRONG_SOURCE: "Report this: kvferry made a plan that it cannot prove.",
+    Code.GAP: OWN_BUG,
+    Code.WRITTEN_TWICE: OWN_BUG,
+    Code.NOT_NEEDED: OWN_BUG,
+    Code.WRONG_SOURCE: OWN_BUG,
     Code.TURNS_TOO_MANY: "Use the same number of context-parallel ranks, or interleave sizes that divide.",
     Code.TOO_MANY_RUNS: "Use the same layout and block size on both sides.",
 }
-"""A remedy for every code."""
 
 WHOLE = (
-    "Give both sides the same TP, block size, cache dtype and attention backend: such blocks move whole, as"
-    " the backend wrote them."
+    "Give both sides the same TP, block size, cache dtype and attention backend: such blocks are transferred"
+    " whole."
 )
 
 BY_FIELD = {
@@ -58,12 +58,11 @@ BY_FIELD = {
     "item_bytes": WHOLE,
     "axis shard": WHOLE,
 }
-"""Where a state differs in this field."""
+"""For states that differ in this field."""
 
 
 def remedy(finding: Finding) -> str:
-    """What to do about a finding.
-
+    """
     >>> remedy(Finding(Code.STATE_DIFFERS, "layers.0/k", "dtype", "bf16", "fp8_e4m3"))
     'Give both engines the same cache dtype (vLLM: --kv-cache-dtype).'
     """
@@ -73,13 +72,12 @@ def remedy(finding: Finding) -> str:
 
 
 def console() -> Console:
-    """Standard output, with neither markup nor guesses at what deserves a colour."""
+    """Standard output, without markup and automatic highlighting."""
     return Console(highlight=False, markup=False, emoji=False)
 
 
 def num_bytes(count: float) -> str:
-    """Bytes as people read them.
-
+    """
     >>> num_bytes(640), num_bytes(16384), num_bytes(1342177280)
     ('640 B', '16 KiB', '1.25 GiB')
     """
@@ -90,8 +88,7 @@ def num_bytes(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time as people say it.
-
+    """
     >>> duration(42.0), duration(600.0), duration(9000.0)
     ('42 s', '10 min', '2.5 h')
     """
@@ -101,8 +98,7 @@ def duration(seconds: float) -> str:
 
 
 def milliseconds(value: float) -> str:
-    """Milliseconds as people read them.
-
+    """
     >>> milliseconds(0.1234), milliseconds(31.4), milliseconds(2531.0)
     ('0.12 ms', '31 ms', '2.53 s')
     """
@@ -110,8 +106,7 @@ def milliseconds(value: float) -> str:
 
 
 def microseconds(seconds: float) -> str:
-    """A short time as people read it.
-
+    """
     >>> microseconds(2.84e-6), microseconds(1.88e-4)
     ('2.8 µs', '188 µs')
     """
@@ -119,8 +114,7 @@ def microseconds(seconds: float) -> str:
 
 
 def gigabytes_per_second(value: float) -> str:
-    """A speed as people read it.
-
+    """
     >>> gigabytes_per_second(0.0412), gigabytes_per_second(4.12), gigabytes_per_second(1234.5)
     ('0.04 GB/s', '4.1 GB/s', '1234 GB/s')
     """
@@ -128,8 +122,7 @@ def gigabytes_per_second(value: float) -> str:
 
 
 def ratio(value: float) -> str:
-    """How many times as much, as people read it.
-
+    """
     >>> ratio(0.8712), ratio(0.0012)
     ('0.87×', '<0.01×')
     """
@@ -137,8 +130,7 @@ def ratio(value: float) -> str:
 
 
 def times(value: float) -> str:
-    """How many times as fast, as people say it.
-
+    """
     >>> times(131.4), times(2.34)
     ('131 times', '2.3 times')
     """
@@ -146,7 +138,7 @@ def times(value: float) -> str:
 
 
 def table(*columns: str, left: Sequence[str] = ()) -> Table:
-    """An empty table; columns are numbers, set right, unless ``left`` names them."""
+    """An empty table; columns are aligned right, except those in ``left``."""
     made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
     for i, column in enumerate(columns):
         made.add_column(column, justify="left" if column in left else "right", no_wrap=not i)
@@ -154,14 +146,14 @@ def table(*columns: str, left: Sequence[str] = ()) -> Table:
 
 
 def print_table(out: Console, made: Table) -> None:
-    """Print a table without the blanks that would fill up its lines."""
+    """Print a table without trailing blanks."""
     with out.capture() as captured:
         out.print(made)
     out.file.write("\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n\n")
 
 
 def wrapped(out: Console, lines: Iterable[str], indent: str = "  ", *, hang: int = 4) -> None:
-    """Lines of text with a hanging indent, cut between words only."""
+    """Lines of text with a hanging indent, wrapped between words only."""
     for line in lines:
         text = textwrap.fill(
             line,
@@ -175,14 +167,14 @@ def wrapped(out: Console, lines: Iterable[str], indent: str = "  ", *, hang: int
 
 
 def labelled(out: Console, rows: Sequence[tuple[str, str]], indent: str = "  ") -> None:
-    """Values behind their labels; rows without a value are left out."""
+    """Values behind their labels; rows without a value are skipped."""
     rows = [(label, value) for label, value in rows if value]
     width = max((len(label) for label, _ in rows), default=0) + 2
     wrapped(out, (f"{label:<{width}}{value}" for label, value in rows), indent, hang=width)
 
 
 def command(out: Console, label: str, text: str) -> None:
-    """A command behind its label, cut between its words in a way that a shell understands."""
+    """A command behind its label, wrapped with backslashes for a shell."""
     parts: list[str] = []
     for word in map(shlex.quote, shlex.split(text)):
         if parts and parts[-1].startswith("--") and " " not in parts[-1] and not word.startswith("--"):
@@ -210,7 +202,7 @@ def verdict(out: Console, word: str, rest: str) -> None:
 
 
 def findings(out: Console, found: dict[Finding, list[int]], num_ranks: int, num_more: int = 0) -> None:
-    """Every reason for a refusal, once for all states that have it, with its remedy."""
+    """The reasons of a refusal with their remedies, each once for all of its states."""
     for code, rows in finding_rows(found, num_ranks):
         out.print(Text(f"\n  {code}", "bold"))
         labelled(out, rows, "    ")
@@ -221,11 +213,11 @@ def findings(out: Console, found: dict[Finding, list[int]], num_ranks: int, num_
 def finding_rows(
     found: dict[Finding, list[int]], num_ranks: int
 ) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Each reason for a refusal: its code, and what is to be said of it behind labels."""
+    """The code and the labelled values of each reason of a refusal."""
     alike: dict[Finding, list[tuple[str, list[int]]]] = {}
     other_dtype = {finding.state for finding in found if finding.field == "dtype"}
     for finding, ranks in found.items():
-        # Items of another dtype are of another size, too: that need not be said.
+        # Another dtype implies another item size.
         if finding.field != "item_bytes" or finding.state not in other_dtype:
             alike.setdefault(replace(finding, state=""), []).append((finding.state, ranks))
     for finding, members in alike.items():
@@ -248,11 +240,16 @@ def finding_object(finding: Finding) -> dict[str, object]:
 
 
 def together(states: Sequence[str]) -> str:
-    """Names as one where they differ in their first number only, else one after another."""
+    """Names, joined into one if they differ in their first number only."""
     kinds: dict[str, list[str]] = {}
     for state in states:
-        kinds.setdefault(re.sub(r"\d+", "#", state, count=1), []).append(state)
+        kinds.setdefault(kind_of(state), []).append(state)
     return ", ".join(name_together(names) for names in kinds.values())
+
+
+def kind_of(state: str) -> str:
+    """The name of a state without its first number, which is the layer's."""
+    return re.sub(r"\d+", "#", state, count=1)
 
 
 def by_numbers(name: str) -> list[tuple[int, str]]:
@@ -261,7 +258,7 @@ def by_numbers(name: str) -> list[tuple[int, str]]:
 
 
 def cell_words(state: State) -> str:
-    """What one cell of a state is, in words.
+    """One cell of a state, in words.
 
     >>> from kvferry import Axis
     >>> cell_words(State("k", (Axis("head", 8), Axis("channel", 128)), item_bytes=2, dtype="bf16"))
@@ -273,12 +270,12 @@ def cell_words(state: State) -> str:
 
 
 Step = Callable[[str], None]
-"""Moves the bar on, and says what is done next."""
+"""Advances the bar, with a description of the next step."""
 
 
 @contextmanager
 def progress(num_steps: int, doing: str, *, visible: bool) -> Iterator[Step]:
-    """A bar, on a terminal only."""
+    """A progress bar, on a terminal only."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     shown = visible and console().is_terminal
     with Progress(*columns, transient=True, disable=not shown) as bar:

@@ -106,7 +106,7 @@ def plan(
     check_pictures({"--html": html, "--svg": svg})
     profiles = asked_links(link or ())
     if tokens is not None and tokens > MAX_TOKENS:
-        raise SpecError(f"--tokens {tokens}: at most {MAX_TOKENS} are billed")
+        raise SpecError(f"--tokens {tokens}: the maximum is {MAX_TOKENS}")
     files = [file for file in (first, second) if file is not None]
     sides = src_and_dst(files, (src, dst), model, config, (src_model, dst_model))
     asked = Asked(tokens, kept, placement, dst_rank, max_runs_per_block, tuple(link or ()))

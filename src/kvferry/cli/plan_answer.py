@@ -281,8 +281,8 @@ class PlanAnswer:
     def model_sentence(self) -> str:
         """Whether it is the same model, as far as the two sides tell."""
         if self.model_differences:
-            return "not the same: running engines would refuse each other" + (
-                ", although the bytes would fit" if self.bytes_fit else ""
+            return "not the same: running engines reject each other" + (
+                ", although the bytes fit" if self.bytes_fit else ""
             )
         if self.set_by_one:
             names = ", ".join(self.set_by_one[:MAX_MODEL_DIFFERENCES])

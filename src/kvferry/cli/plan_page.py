@@ -1,4 +1,4 @@
-"""The answer of ``kvferry plan``: for people (short by default, legible on 60 columns), and as plain data."""
+"""The answer of ``kvferry plan``: for people (legible on 60 columns), and as plain data."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ from dataclasses import asdict
 from rich.console import Console
 
 from kvferry.cli import output as page
-from kvferry.cli.bill import Bill, LinkBill
+from kvferry.cli.bill import LinkBill
 from kvferry.cli.link_profile import CostTerm, Estimate, Origin
 from kvferry.cli.output import finding_object, milliseconds, num_bytes, print_table, remedy, table, wrapped
 from kvferry.cli.plan_answer import PlanAnswer, Warned
 from kvferry.core.choices import Placement
 from kvferry.core.manifest import Manifest
 from kvferry.core.words import counted
-
-MATRIX_COLUMNS = 6
-"""Destination ranks side by side in the traffic matrix."""
 
 BEST_CASE = "best case; only an engine that has just started has consecutive blocks"
 FITS = "The bytes would fit. Cost of the transfer, once both sides serve the same model:"
@@ -51,11 +48,7 @@ def show(answer: PlanAnswer, *, full: bool) -> None:
     _show_request(out, answer, full=full)
     if bill.total_bytes:
         _show_links(out, answer.links, full=full)
-    if full:
-        _show_matrix(out, bill)
-        ways = f"planned, proved and lowered in {milliseconds(bill.plan_ms)}"
-        wrapped(out, [f"{ways}; runs of the request selected in {milliseconds(bill.select_ms)}"], "")
-    else:
+    if not full:
         wrapped(out, ["--full shows every piece and the traffic between ranks."], "")
 
 
@@ -80,7 +73,7 @@ def summary(manifest: Manifest) -> str:
 
 
 def _show_request(out: Console, answer: PlanAnswer, *, full: bool) -> None:
-    """What the request moves: in all, and with ``full`` from rank to rank."""
+    """The bytes of the request; with ``full``, from rank to rank."""
     bill, asked = answer.bill, answer.asked
     kept = f", {asked.kept} of them kept" if asked.kept else ""
     title = f"One request of {answer.billed.tokens} tokens{kept}, {asked.placement.value} blocks"
@@ -105,7 +98,7 @@ def _show_request(out: Console, answer: PlanAnswer, *, full: bool) -> None:
 
 
 def _show_links(out: Console, bills: Sequence[LinkBill], *, full: bool) -> None:
-    """How long moving takes over each kind of link; with ``full``, whom it waits for and for what."""
+    """The time over each kind of link; with ``full``, the slowest rank and the largest part."""
     out.print("Estimated time to move it, by the link between two ranks", style="bold")
     more = ("rank", "mostly for") if full else ()
     times = table("link", "way", "time", "long runs", *more, left=["link", "way", "rank", "mostly for"])
@@ -123,7 +116,6 @@ def _show_links(out: Console, bills: Sequence[LinkBill], *, full: bool) -> None:
 
 
 def _reason(estimate: Estimate) -> str:
-    """What most of a time is for, in the units of this page."""
     traffic = estimate.traffic
     match estimate.mostly:
         case CostTerm.BYTES:
@@ -131,28 +123,7 @@ def _reason(estimate: Estimate) -> str:
         case CostTerm.RUNS:
             return f"{traffic.num_runs:,} runs of {num_bytes(traffic.average_run_bytes)}"
         case CostTerm.READS:
-            return estimate.reason
-
-
-def _show_matrix(out: Console, bill: Bill) -> None:
-    """Bytes by source rank (down) and destination rank (across), a few columns at a time."""
-    sent = {(flow.src_rank, flow.dst_rank): flow.total_bytes for flow in bill.flows}
-    src_ranks = sorted({src_rank for src_rank, _ in sent})
-    dst_ranks = [rank.dst_rank for rank in bill.ranks]
-    out.print("Bytes from rank to rank", style="bold")
-    for start in range(0, len(dst_ranks), MATRIX_COLUMNS):
-        some = dst_ranks[start : start + MATRIX_COLUMNS]
-        is_last = some[-1] == dst_ranks[-1]
-        matrix = table("src \\ dst", *map(str, some), *["sent"] * is_last)
-        for src_rank in src_ranks:
-            cells = [sent.get((src_rank, dst_rank), 0) for dst_rank in some]
-            total = sum(size for (rank, _), size in sent.items() if rank == src_rank)
-            row = [num_bytes(size) if size else "·" for size in cells]
-            matrix.add_row(str(src_rank), *row, *[num_bytes(total)] * is_last)
-        matrix.add_section()
-        columns = [sum(sent.get((src, dst), 0) for src in src_ranks) for dst in some]
-        matrix.add_row("received", *map(num_bytes, columns), *[num_bytes(bill.total_bytes)] * is_last)
-        print_table(out, matrix)
+            return f"starting {counted(traffic.num_reads, 'read')}"
 
 
 def as_object(answer: PlanAnswer) -> object:
@@ -186,8 +157,6 @@ def as_object(answer: PlanAnswer) -> object:
         "total_bytes": bill.total_bytes,
         "num_runs": bill.num_runs,
         "zeroed_bytes": bill.zeroed_bytes,
-        "plan_ms": round(bill.plan_ms, 3),
-        "select_ms": round(bill.select_ms, 3),
         "links": [_link(each) for each in answer.links],
         "flows": [
             {
@@ -206,8 +175,6 @@ def as_object(answer: PlanAnswer) -> object:
                 "total_bytes": sum(flow.total_bytes for flow in rank.flows),
                 "num_runs": sum(flow.num_runs for flow in rank.flows),
                 "zeroed_bytes": rank.zeroed_bytes,
-                "plan_ms": round(rank.plan_ms, 3),
-                "select_ms": round(rank.select_ms, 3),
                 "explain": rank.lines,
             }
             for rank in bill.ranks
@@ -224,7 +191,7 @@ def _link(bill: LinkBill) -> dict[str, object]:
         "long_run_seconds": float(f"{bill.long_run_seconds:.4g}"),
         "mostly": estimate.mostly.value,
         "share": round(estimate.share, 3),
-        "reason": estimate.reason,
+        "reason": _reason(estimate),
         "slowest_rank": bill.whose,
         "origin": profile.origin.value,
         "source": profile.source,

@@ -1,4 +1,4 @@
-"""Processes that commands start: each holds one object and answers calls; and transports without engines."""
+"""Worker processes that hold one object and answer calls; transports without engines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,48 +30,45 @@ from kvferry.transport.settings import EXPOSE_SETTING, UCX_TRANSPORTS, WAY_SETTI
 
 STDOUT = 1
 START = 0
-"""The number of the first answer: that the object is made."""
+"""The number of the first answer: the object exists."""
 
 _spawn = multiprocessing.get_context("spawn")
 _numbers = count(START + 1)
 
 GPU_DRIVER = Path("/dev/nvidiactl")
-"""A file of NVIDIA's driver. The driver itself is not called: a process that has must not fork any more."""
+"""A file of NVIDIA's driver. A process that calls the driver itself must not fork any more."""
 
 
-def fabrics(*, has_gpu: bool) -> dict[str, dict[str, str]]:
-    """The environment of processes of one host that are to read each other directly by CMA, or over TCP.
+FABRICS = {
+    "cma": {
+        EXPOSE_SETTING: Expose.FABRIC.value,
+        WAY_SETTING: WayChoice.DIRECT.value,
+        UCX_TRANSPORTS: f"sm,tcp,self{',cuda_copy,cuda_ipc' if GPU_DRIVER.exists() else ''}",
+    },
+    "tcp": {WAY_SETTING: WayChoice.PACKED.value},
+}
+"""Environments for reads within one host, directly by CMA or over TCP.
 
-    For direct reads UCX sends its own messages over TCP, on loopback. Where a GPU is, NIXL makes no agent
-    without ``cuda_copy``; where none is, UCX warns of it.
-
-    >>> fabrics(has_gpu=False)["cma"]
-    {'KVFERRY_EXPOSE': 'fabric', 'KVFERRY_WAY': 'direct', 'UCX_TLS': 'sm,tcp,self'}
-    """
-    transports = f"sm,tcp,self{',cuda_copy,cuda_ipc' if has_gpu else ''}"
-    direct = {EXPOSE_SETTING: Expose.FABRIC.value, WAY_SETTING: WayChoice.DIRECT.value}
-    return {"cma": {**direct, UCX_TRANSPORTS: transports}, "tcp": {WAY_SETTING: WayChoice.PACKED.value}}
-
-
-FABRICS = fabrics(has_gpu=GPU_DRIVER.exists())
-"""Those of this machine."""
+For direct reads UCX sends its own messages over TCP, on loopback. NIXL needs ``cuda_copy`` if there is a GPU;
+without one UCX warns about it.
+"""
 
 QUIET = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
 
 
 def quiet_environment() -> dict[str, str]:
-    """For a process whose report says what went wrong: loud libraries would drown it."""
+    """Silences the libraries of a process that reports errors itself."""
     return {name: os.environ.get(name, value) for name, value in QUIET.items()}
 
 
 class WorkerDied(KVFerryError):
-    """The process is gone, or does not answer."""
+    """The process has ended, or does not answer."""
 
 
 class Worker:
-    """Makes ``factory(*args)`` in a new process; ``call`` runs a method of it there and returns the result.
+    """Creates ``factory(*args)`` in a new process, and calls its methods there, one at a time.
 
-    A worker dies with the process that made it. Calls are answered one at a time, in order.
+    A worker ends with the process that created it.
     """
 
     def __init__(
@@ -98,28 +94,28 @@ class Worker:
         return self._process.is_alive()
 
     def wait_ready(self, timeout: float = 60) -> None:
-        """Wait until the object is made; raises what its making raised."""
+        """Wait until the object exists; raises the error of its creation."""
         if not self._is_ready:
             self._answer(self._start, "start", timeout)
             self._is_ready = True
 
     def call(self, method: str, *args: Any, timeout: float = 60, **kwargs: Any) -> Any:
-        """Run a method there; raises what it raised, or ``WorkerDied``."""
+        """Run a method there; raises its error, or ``WorkerDied``."""
         self.wait_ready(timeout)
         with self._lock:
             return self._answer(self._ask(method, args, kwargs), method, timeout)
 
     def _ask(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-        """Send a call; the number of its answer."""
+        """Send a call; returns the number of its answer."""
         number = next(_numbers)
         try:
             self._pipe.send((number, method, args, kwargs))
         except (BrokenPipeError, OSError) as error:
-            raise WorkerDied(f"{self.name} is gone") from error
+            raise WorkerDied(f"process {self.name} has ended") from error
         return number
 
     def _answer(self, number: int, method: str, timeout: float) -> Any:
-        """Wait for an answer; late ones, to calls that were given up, are dropped."""
+        """Wait for an answer; late answers to abandoned calls are dropped."""
         deadline = time.monotonic() + timeout
         while True:
             try:
@@ -140,7 +136,7 @@ class Worker:
         self._process.join()
 
     def close(self) -> None:
-        """End the process: its object is closed first, if it can be."""
+        """Close the object if possible, and end the process."""
         if self._process.is_alive():
             with contextlib.suppress(WorkerDied, Exception):
                 self.call("close", timeout=15)
@@ -155,7 +151,7 @@ class Worker:
 def call_all(
     workers: Sequence[Worker], method: str, *args: Any, timeout: float = 60, **kwargs: Any
 ) -> list[Any]:
-    """Run a method in all of these at once; the results, or what the first that failed raised."""
+    """Run a method in all workers at once; returns the results, or raises the first error."""
     numbers: list[int] = []
     results: list[Any] = []
     errors: list[Exception] = []
@@ -176,7 +172,7 @@ def call_all(
 
 def _serve(pipe: Connection, env: Mapping[str, str], factory: Callable[..., Any], args: Any) -> None:
     faulthandler.enable()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who made this process decides when it ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides when it ends
     os.dup2(sys.stderr.fileno(), STDOUT)  # UCX logs to standard output, which is not ours
     os.environ.update(env)
     try:
@@ -192,54 +188,46 @@ def _serve(pipe: Connection, env: Mapping[str, str], factory: Callable[..., Any]
                 pipe.send((number, True, getattr(served, method)(*arguments, **keywords)))
             except Exception as error:
                 pipe.send((number, False, _portable(error)))
-    # Libraries with threads of their own may not survive an orderly exit; nothing is left to tidy up.
+    # Libraries with threads of their own may crash in an orderly exit; nothing is left to clean up.
     os._exit(0)
 
 
 def _portable(error: Exception) -> Exception:
-    """The error with where it came from; foreign exception types may not survive the way."""
+    """The error with its traceback as text: foreign exception types may not be picklable."""
     return RuntimeError("".join(traceback.format_exception(error)))
 
 
 def until(condition: Callable[[], object], what: str, seconds: float = 30) -> None:
-    """Wait for a condition; KVFerryError if it does not come true in time."""
+    """Wait for a condition; raises KVFerryError after the timeout."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise KVFerryError(f"not within {seconds:g} s: {what}")
+            raise KVFerryError(f"timed out after {seconds:g} s; expected: {what}")
         time.sleep(0.005)
 
 
 # -- two transports alone, without engines ---------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RankCard:
-    """What a transport is told of a peer."""
-
-    card: bytes
-    regions: tuple[Region, ...]
-
-
 class OpenGuard(TicketGuard):
-    """Lets everybody have everything."""
+    """Admits every request."""
 
     def __init__(self) -> None:
         nothing = BlockBytes(Manifest("open", (), (), ()), Rank(0, (), ()))
         super().__init__(b"", nothing)
-        self._everybody = Admitted(1, nothing.of_blocks({}))
+        self._everything = Admitted(1, nothing.of_blocks({}))
 
     def admit(self, permit: bytes) -> Admitted:
-        return self._everybody
+        return self._everything
 
     def check(self, admitted: Admitted, terms: Sequence[tuple[Ints, Ints, Ints]]) -> None:
         return None
 
 
 def gather_openly(transport: ProcessTransport, listen: str = "tcp://127.0.0.1:*") -> GatherService:
-    """Have a transport that is registered send to everybody who knows the environment's secret, if any."""
+    """Let a registered transport send to all processes with the environment's secret, if any."""
     if transport.packed is None:
-        raise KVFerryError("this memory is not sent packed")
+        raise KVFerryError("this memory does not support packed reads")
     secret = secret_from_environment()
     channel, is_sealed = open_channel(listen, secret), secret is not None
     service = GatherService(transport.packed.sender, OpenGuard(), channel, is_sealed=is_sealed)
@@ -248,7 +236,7 @@ def gather_openly(transport: ProcessTransport, listen: str = "tcp://127.0.0.1:*"
 
 
 class AskingTransport(ProcessTransport):
-    """A transport that asks others to send as soon as it is registered, as a ``Destination`` would."""
+    """A transport that requests packed reads once it is registered, as a ``Destination`` does."""
 
     def register(self, regions: Sequence[Region]) -> None:
         super().register(regions)

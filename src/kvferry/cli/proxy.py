@@ -29,7 +29,7 @@ HELP = "\n\n".join(
             )
         ),
         "The log has a line per request: outcome, servers, times; no prompt, no ticket. After"
-        " SIGTERM or Ctrl-C, new requests are rejected and running ones may end; a second signal ends them."
+        " SIGTERM or Ctrl-C, new requests are rejected and running ones have 30 s; a second signal ends them."
         " The proxy has no authentication and no TLS: put a gateway in front of it. Servers get the"
         " client's `Authorization`.",
         examples(
@@ -37,7 +37,7 @@ HELP = "\n\n".join(
             "kvferry proxy --prefill http://p0:8100 --prefill http://p1:8100 \\",
             "              --decode http://d0:8200 --listen 0.0.0.0:8000",
         ),
-        'It needs aiohttp: pip install ".[vllm]" in a clone, or, on a machine of its own, ".[proxy]".',
+        'It needs aiohttp: pip install ".[proxy]" in a clone of kvferry; ".[vllm]" includes it.',
         "Exit codes: 0 stopped by a signal; 2 bad usage, or the address is in use.",
     )
 )
@@ -71,22 +71,15 @@ def proxy(
         bool,
         typer.Option("--overlap/--no-overlap", help="Let decode servers read prefills while they run."),
     ] = True,
-    retries: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Further servers to try after a failure.")
-    ] = 1,
     timeout: Annotated[
         float,
         typer.Option(
             min=0.001, metavar="S", help="Timeout for a prefill, and between two parts of an answer."
         ),
     ] = 600.0,
-    drain_seconds: Annotated[
-        float, typer.Option(min=0.0, metavar="S", help="Time for running requests after a signal.")
-    ] = 30.0,
     max_body_mib: Annotated[
         float, typer.Option(min=0.001, metavar="N", help="Largest request, in MiB.")
     ] = 16.0,
-    max_requests: Annotated[int, typer.Option(min=1, metavar="N", help="Concurrent requests.")] = 4096,
 ) -> None:
     """Serve one address in front of prefill and decode servers."""
     from kvferry.proxy.settings import ProxyLimits, ProxySettings, Role, listen_address, server_urls
@@ -98,12 +91,9 @@ def proxy(
         server_urls(Role.PREFILL, prefill or ()),
         server_urls(Role.DECODE, decode or ()),
         ProxyLimits(
-            num_retries=retries,
             prefill_seconds=timeout,
             decode_seconds=timeout,
-            drain_seconds=drain_seconds,
             max_body_bytes=int(max_body_mib * 2**20),
-            max_requests=max_requests,
         ),
         is_falling_back=fallback,
         has_conversations=conversations,

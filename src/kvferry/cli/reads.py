@@ -1,6 +1,6 @@
-"""Two processes, one of which reads the other's memory: what ``doctor`` and ``bench`` measure and verify.
+"""Reads between two processes, measured and verified, for ``doctor`` and ``bench``.
 
-Each side runs in a process of its own, so that a library that crashes does not end the command.
+Both sides are processes of their own, so that a library that crashes does not end the command.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from kvferry.transport.process import ProcessTransport
 from kvferry.transport.region_memory import Bytes, RegionMemory
 
 HOST = "host"
-"""The memory that is not a device's."""
 LOOPBACK = "127.0.0.1"
 NUM_LAYERS = 16
 READ_SECONDS = 120.0
@@ -44,7 +43,7 @@ _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True, slots=True)
 class ReadCase:
-    """Blocks of 16 layers, at the same places of each layer: scattered, or all in a row as one run."""
+    """Blocks of 16 layers: scattered, or consecutive as one run."""
 
     run_bytes: int
     """One block of one layer."""
@@ -61,7 +60,7 @@ class ReadCase:
 
     @property
     def pool_bytes(self) -> int:
-        """Blocks that have no neighbours take every other place."""
+        """Scattered blocks take every other place, so that none are neighbours."""
         return self.total_bytes * (2 if self.is_scattered else 1)
 
     def block_ids(self) -> tuple[Ints, Ints]:
@@ -76,13 +75,13 @@ class ReadCase:
         return 1 + 2 * random.permutation(self.num_blocks), 1 + 2 * random.permutation(self.num_blocks)
 
     def product(self) -> Product:
-        """The runs to read; a new object, so that making the list of runs is part of each read."""
+        """A new object, so that each read includes listing the runs."""
         starts = np.arange(NUM_LAYERS) * (self.pool_bytes // NUM_LAYERS)
         pattern = Runs(starts, starts, np.full(NUM_LAYERS, self.run_bytes))
         return Product((Term(pattern, np.stack(self.block_ids()) * self.run_bytes, self.run_bytes),))
 
     def expected(self, source: Bytes) -> Bytes:
-        """The destination's pool after a read into zeros, computed without the list of runs."""
+        """The destination's pool after a read into zeros, computed without runs."""
         shape = (NUM_LAYERS, -1, self.run_bytes)
         src_ids, dst_ids = self.block_ids()
         pool = np.zeros(self.pool_bytes, np.uint8)
@@ -92,9 +91,9 @@ class ReadCase:
 
 NUM_TURNS = 5
 CASE_SECONDS = 1.5
-"""Limit of the turns of one size; slow sizes have fewer turns."""
+"""Time limit of one size: slow sizes have fewer turns."""
 LONG_SECONDS = 2.0
-"""After a read that took this long, no slower one is tried."""
+"""No larger size is tried after a read that took this long."""
 SIZES = (
     ReadCase(256, 1, is_scattered=False),
     ReadCase(64 << 10, 4),
@@ -103,15 +102,13 @@ SIZES = (
     ReadCase(512, 256),
     ReadCase(1 << 20, 4, is_scattered=False),
 )
-"""From quick to slow: a slow link stops on the way."""
+"""From quick to slow."""
 DEVICE_SIZES = (*SIZES, ReadCase(1 << 20, 16, is_scattered=False))
-"""64 MiB take a device less time than starting to copy them."""
+"""On a device, 64 MiB take less time than starting the copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedRead:
-    """Reads of one size, and how long each of them took."""
-
     num_runs: int
     run_bytes: int
     seconds: tuple[float, ...]
@@ -127,19 +124,19 @@ class TimedRead:
 
 @dataclass(frozen=True, slots=True)
 class ReadsSeen:
-    """Reads of one kind of memory, from one process to another."""
+    """Reads of one kind of memory."""
 
     memory: str
     """``host``, or ``cuda:0``."""
     way: Way | None = None
     """None: no read was possible."""
     reason: str = ""
-    """Why no better way is open, in the transport's words."""
+    """Why no faster mode is available, from the transport."""
     times: tuple[TimedRead, ...] = ()
     copy_bytes_per_second: float = 0.0
-    """A plain copy within the reader's process."""
+    """Of a plain copy within the reader's process."""
     cma_error: str = ""
-    """Why the system does not let the reader read the source's memory without UCX; empty if it does."""
+    """Why process_vm_readv fails; empty if it works."""
     error: str = ""
     wrong: str = ""
     """The first cell that differs from the source's."""
@@ -152,7 +149,6 @@ class ReadsSeen:
 
     @property
     def most_runs(self) -> TimedRead | None:
-        """The read of the most runs, whose time is spent on runs."""
         return max(self.times, key=lambda one: one.num_runs, default=None)
 
     @property
@@ -163,7 +159,7 @@ class ReadsSeen:
 
 
 def contents(num_bytes: int) -> Bytes:
-    """What a source holds: each cell of eight bytes has a number of its own, and none is 0.
+    """A source's memory: each cell of eight bytes has a unique number other than 0.
 
     >>> cells = contents(1 << 20).view(np.uint64)
     >>> len(np.unique(cells)) == len(cells), bool(cells.all())
@@ -173,7 +169,7 @@ def contents(num_bytes: int) -> Bytes:
 
 
 def first_wrong(expected: Bytes, found: Bytes, start: int = 0) -> str:
-    """The first cell that differs, and how many do; empty if all are right.
+    """The first wrong cell, and their number; empty if all are right.
 
     >>> wanted = contents(64)
     >>> found = wanted.copy()
@@ -195,7 +191,7 @@ def first_wrong(expected: Bytes, found: Bytes, start: int = 0) -> str:
 
 
 def cache_memory(memory: str, data: Bytes) -> RegionMemory:
-    """One region that holds these bytes; on the host it starts at a page, as engines' caches do."""
+    """One region with these bytes; on the host it starts at a page, as engines' caches do."""
     room = np.empty(data.nbytes + ALIGNMENT, np.uint8)
     start = -room.ctypes.data % ALIGNMENT
     aligned = room[start : start + data.nbytes]
@@ -206,7 +202,7 @@ def cache_memory(memory: str, data: Bytes) -> RegionMemory:
 
 
 def timed_read(transport: ProcessTransport, wanted: Product, patience: float = READ_SECONDS) -> float:
-    """Seconds of one read of the peer ``src``, from the call to its end."""
+    """Of one read of the peer ``src``, from the call to its end."""
     ended = threading.Event()
     transport.on_end(ended.set)
     started = time.perf_counter()
@@ -226,7 +222,7 @@ def timed_read(transport: ProcessTransport, wanted: Product, patience: float = R
 
 @dataclass(frozen=True)
 class ServedMemory:
-    """Memory that a process serves, ours or another doctor's."""
+    """Memory that a process of ours, or another doctor, serves."""
 
     memory: str
     card: bytes
@@ -235,10 +231,10 @@ class ServedMemory:
 
 
 class ProbeSource:
-    """Serves memory with known contents; the way is that of the environment."""
+    """Serves memory with known contents, by the mode of the environment."""
 
     def __init__(self, memory: str, num_bytes: int, listen: str = f"tcp://{LOOPBACK}:*") -> None:
-        logging.disable(logging.WARNING)  # the report says the same
+        logging.disable(logging.WARNING)  # the report has the same
         self._name = memory
         self._memory = cache_memory(memory, contents(num_bytes))
         self._transport = ProcessTransport()
@@ -268,12 +264,12 @@ class ProbeReader:
         return self._transport.connect("src", source.card, [source.region])
 
     def read(self, case: ReadCase) -> float:
-        """Seconds of one read into memory that was cleared before."""
+        """Seconds of one read into cleared memory."""
         self._memory.clear(0, case.pool_bytes)
         return timed_read(self._transport, case.product())
 
     def first_wrong(self, case: ReadCase) -> str:
-        """The first cell that the last read left wrong; empty if all are right."""
+        """After the last read; empty if all cells are right."""
         return first_wrong(case.expected(self._contents), self._memory.read(0, case.pool_bytes))
 
     def copy_seconds(self, num_bytes: int) -> float:
@@ -295,9 +291,7 @@ class ProbeReader:
 
 
 def vm_error(pid: int, address: int) -> str:
-    """Why the system does not let this process read a byte of another one; empty if it does.
-
-    CMA makes the same system call.
+    """Why process_vm_readv, which CMA uses, cannot read a byte of a process; empty if it can.
 
     >>> byte = ctypes.create_string_buffer(b"x")
     >>> vm_error(os.getpid(), ctypes.addressof(byte))
@@ -326,14 +320,14 @@ def pool_bytes(sizes: Sequence[ReadCase]) -> int:
 def serving_memory(
     memory: str, num_bytes: int, host: str = LOOPBACK, env: Mapping[str, str] | None = None
 ) -> Iterator[ServedMemory]:
-    """A process that serves one kind of memory at a host, until the end of the block."""
+    """A process that serves one kind of memory, listening on ``host``."""
     made = (ProbeSource, memory, num_bytes, f"tcp://{host}:*")
     with closing(Worker("src", *made, env={**quiet_environment(), **(env or {})})) as worker:
         yield worker.call("served", timeout=CALL_SECONDS)
 
 
 def read_here(memory: str, sizes: Sequence[ReadCase], env: Mapping[str, str] | None = None) -> ReadsSeen:
-    """Read from another process of this machine, both with these variables in their environment."""
+    """Read from another process of this machine, both with these environment variables."""
     try:
         with serving_memory(memory, pool_bytes(sizes), env=env) as served:
             return read_from(served, sizes, shares_pids=True, env=env)
@@ -348,7 +342,7 @@ def read_from(
     shares_pids: bool,
     env: Mapping[str, str] | None = None,
 ) -> ReadsSeen:
-    """Read it in a process of its own; a failure of that process is a result, too."""
+    """Read in a process of its own; its failure is a result, too."""
     memory, found, half = source.memory, dict[str, Any](), pool_bytes(sizes) // 2
     made = (ProbeReader, memory, pool_bytes(sizes))
     with closing(Worker("dst", *made, env={**quiet_environment(), **(env or {})})) as worker:
@@ -367,7 +361,7 @@ def read_from(
 
 
 def _measured(call: Callable[..., Any], sizes: Sequence[ReadCase]) -> tuple[list[TimedRead], str]:
-    """Time each size, until one brings a wrong cell; that cell, or nothing."""
+    """The times of each size, until the first wrong cell; that cell."""
     times: list[TimedRead] = []
     for size in sizes:
         run_bytes = size.total_bytes // size.num_runs
@@ -383,6 +377,6 @@ def _measured(call: Callable[..., Any], sizes: Sequence[ReadCase]) -> tuple[list
 
 
 def last_line(error: Exception) -> str:
-    """The message of another process's error, without its class."""
+    """The message of a worker's error, without its class."""
     line = (str(error).strip() or type(error).__name__).splitlines()[-1]
     return re.sub(r"^kvferry\.errors\.\w+: ", "", line)

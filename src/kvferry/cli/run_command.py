@@ -15,11 +15,11 @@ GOOD, REFUSED, BAD_INPUT, BUG, INTERRUPTED, CUT_OFF = 0, 1, 2, 3, 130, 141
 STDOUT = 1
 
 DEBUG = "KVFERRY_DEBUG"
-"""The environment variable that lets an unforeseen error out with its traceback."""
+"""The environment variable that shows unexpected errors with a traceback."""
 
 
 def run_command(argv: Sequence[str]) -> int:
-    """Run the command line ``argv``; whatever happens becomes an exit code and a message."""
+    """Run a command line; every error becomes an exit code and a message."""
     as_json = "--json" in argv
     _never_choke()
     try:
@@ -38,7 +38,7 @@ def run_command(argv: Sequence[str]) -> int:
         return _say(str(MissingPackage.named(error)), as_json=as_json)
     except BrokenPipeError:
         return _quiet()
-    except SystemExit as ended:  # Typer makes 1 of a broken pipe, and ends so when it has completed a word
+    except SystemExit as ended:  # Typer exits with 1 for a broken pipe, and with 0 after a completion
         return _quiet() if ended.code else GOOD
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -52,12 +52,12 @@ def _bug(error: Exception, *, as_json: bool) -> int:
     if os.environ.get(DEBUG):
         raise error
     what = f"{type(error).__name__}: {error}".rstrip(": ")
-    message = f"a bug, please report it ({DEBUG}=1 shows where): {what}"
+    message = f"internal error; please report it ({DEBUG}=1 shows the traceback): {what}"
     return _say(message, as_json=as_json, code=BUG)
 
 
 def _never_choke() -> None:
-    """Characters that the terminal cannot show become question marks."""
+    """Replace characters that the terminal cannot show."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -94,6 +94,6 @@ def _say(message: str, *, as_json: bool, code: int = BAD_INPUT) -> int:
 
 
 def _quiet() -> int:
-    """The reader of our output has gone (``| head``): say nothing more, not even at exit."""
+    """The reader of the output has closed it (``| head``): print nothing more, not even at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
     return CUT_OFF

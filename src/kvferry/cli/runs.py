@@ -1,4 +1,4 @@
-"""``kvferry runs``: the exact bytes that one request moves."""
+"""``kvferry runs``: the byte runs of one request."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HELP = "\n\n".join(
 
 COLUMNS = ("src", "src region", "src offset", "dst region", "dst offset", "bytes")
 ZERO = "zero"
-"""Stands for the source rank of bytes to be zeroed."""
+"""In place of the source rank, for bytes to be zeroed."""
 
 
 def runs(
@@ -75,7 +75,7 @@ def _request_file(path: Path) -> tuple[Request, Slack]:
 
 
 def _show(plan: Plan, selection: Selection) -> None:
-    """Plain columns, as wide as they must be: nothing is cut, whatever the terminal."""
+    """Plain columns that are never cut, whatever the terminal."""
     rows = [COLUMNS, *_rows(plan, selection)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = ["<" if "region" in column else ">" for column in COLUMNS]

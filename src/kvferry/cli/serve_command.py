@@ -103,7 +103,7 @@ class ServeCommand:
     ServeCommand(model='gpt2', topology='tp=4,layout=NHD', model_flags=(), dtype='', ignored=('--port',), ...)
     >>> ServeCommand.read("vllm serve gpt2 --tensor-paralel 4")
     Traceback (most recent call last):
-    kvferry.errors.SpecError: not a flag of vLLM: --tensor-paralel; did you mean --tensor-parallel-size?
+    kvferry.errors.SpecError: unknown vLLM flag --tensor-paralel; did you mean --tensor-parallel-size?
     """
 
     model: str
@@ -283,7 +283,7 @@ def _of_variables(words: Sequence[str], num_stages: str) -> dict[str, str]:
     stages = given.get("VLLM_PP_LAYER_PARTITION", "")
     if stages and str(stages.count(",") + 1) != num_stages:
         raise SpecError(
-            f"VLLM_PP_LAYER_PARTITION={stages} is not of --pipeline-parallel-size {num_stages}:"
+            f"VLLM_PP_LAYER_PARTITION={stages} does not match --pipeline-parallel-size {num_stages}:"
             " vLLM does not start"
         )
     return {VARIABLES[name]: value.replace(",", "+") for name, value in given.items() if name in VARIABLES}
@@ -342,7 +342,7 @@ def given_flags(words: Sequence[str]) -> dict[str, str]:
         given, rest = installed.parse_known_args(plain)
     for word in rest:
         close = get_close_matches(word.partition("=")[0], _parser()._option_string_actions, n=1, cutoff=0.75)
-        raise SpecError(f"not a flag of vLLM: {word}" + (f"; did you mean {close[0]}?" if close else ""))
+        raise SpecError(f"unknown vLLM flag {word}" + (f"; did you mean {close[0]}?" if close else ""))
     return {name.replace("_", "-"): value for name, value in vars(given).items()}
 
 

@@ -14,7 +14,7 @@ READ_BACK = "bidirectional_kv_xfer"
 _KNOWN = {*TEXTS, LEASE, READ_BACK, *_WORDS}
 _INSTEAD = {
     "num_threads": "remove it: the number of cores decides",
-    "kv_lease_duration": "say lease_seconds",
+    "kv_lease_duration": "use lease_seconds",
     "enforce_handshake_compat": "remove it: engines are compared field by field; the option identity"
     " overrides it",
     "engine_ttl": "remove it: lost engines are detected automatically",

@@ -1,4 +1,4 @@
-"""What decode servers answer: clients do not get what is said of transfers, which is for the next turn."""
+"""Answers of decode servers: transfer fields are removed for the client, and kept for the next turn."""
 
 from __future__ import annotations
 
@@ -10,24 +10,22 @@ from kvferry.proxy.bodies import NULL, TRANSFER, BodyRejected, fields_in
 EVENT_DATA, EVENT_END = b"data: ", b"\n\n"
 QUOTE, NO_CALLS = b'"', (NULL, Raw(b"[]"))
 MAX_PARTS = 1 << 17
-"""Of an answer of more parts the text is not compared."""
+"""The text of an answer with more parts is not compared."""
 TEXT = msgspec.json.Decoder(str)
 
 
 class Message(msgspec.Struct):
-    """What is compared of a message."""
-
     role: str = ""
     content: Raw = NULL
     tool_calls: Raw = NULL
 
     @property
     def text(self) -> str | None:
-        """None: it is something else."""
+        """None if the content is not plain text."""
         return TEXT.decode(self.content) if bytes(memoryview(self.content)[:1]) == QUOTE else None
 
     def written(self) -> bytes:
-        """The same however a client writes it."""
+        """The same bytes for all spellings of a message."""
         text, calls = self.text, NULL if self.tool_calls in NO_CALLS else self.tool_calls
         return msgspec.json.encode([self.role, self.content if text is None else text, calls])
 
@@ -40,8 +38,6 @@ class Choice(msgspec.Struct):
 
 
 class Part(msgspec.Struct):
-    """What is read of an answer, or of an event of one."""
-
     choices: list[Choice]
 
 
@@ -49,19 +45,18 @@ PART = msgspec.json.Decoder(Part)
 
 
 class Answer:
-    """An answer, as far as it has come."""
+    """An answer, as far as it has arrived."""
 
     def __init__(self, *, is_compared: bool) -> None:
-        """``is_compared``: whether its text is wanted."""
+        """``is_compared``: whether its text is needed."""
         self.transfer = NULL
-        """What it says of the transfer."""
         self.texts: list[str] = []
         self.token_ids: list[bytes] = []
         self.is_chat, self.is_known = False, is_compared
-        """Whether it is a message, and whether the text is all of it."""
+        """``is_known``: whether the collected text is complete."""
 
     def take(self, payload: bytes) -> bytes:
-        """A whole answer, or the data of an event, as clients get it."""
+        """A whole answer, or the data of an event, without its transfer fields."""
         if TRANSFER.encode() not in payload:
             return payload
         try:
@@ -78,7 +73,7 @@ class Answer:
         return msgspec.json.encode(fields)
 
     def take_events(self, events: bytes) -> bytes:
-        """The same of whole events: vLLM 0.32 says nothing of transfers in them, 0.33 does in the last."""
+        """The same for whole events: vLLM 0.33 has transfer fields in the last one, 0.32 in none."""
         if TRANSFER.encode() not in events:
             return events
         return EVENT_END.join(

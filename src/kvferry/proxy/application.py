@@ -1,4 +1,4 @@
-"""The proxy: what clients may ask, and what becomes of it."""
+"""The proxy: its handlers, and the way of a request through the servers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvferry.proxy.answers import Answer
 from kvferry.proxy.conversations import Conversations, ConversationTurn
 from kvferry.proxy.metrics import ProxyMetrics, RequestAccount, RequestOutcome, log, request_name
 from kvferry.proxy.servers import (
-    CHECK_SECONDS,
+    ANSWER_SECONDS,
     NAME_HEADER,
     ErrorAnswer,
     EventStream,
@@ -41,12 +41,11 @@ from kvferry.proxy.settings import ProxySettings, Role
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 MODELS, HEALTH, LIVE, METRICS = "/v1/models", "/health", "/live", "/metrics"
 FORWARDED_HEADERS = ("Authorization",)
-"""All that servers get of a client's headers, but for a name: vLLM takes orders from others."""
-HEALTH_SECONDS = 0.5
-"""How long ``/health`` waits for servers to answer; then it reports what they said last. Probes of Kubernetes
-wait for one second."""
+"""The only client headers that servers get: others can change how vLLM answers."""
+NUM_RETRIES = 1
+"""Further servers of a kind to try after one failed: a prompt that crashes servers reaches two at most."""
 MAX_BODIES = 32
-"""All bodies in memory together may have this many times the bytes of the largest one."""
+"""Limit of all bodies in memory together, in multiples of the largest allowed body."""
 STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 
 T = TypeVar("T")
@@ -55,14 +54,12 @@ Headers = Mapping[str, str]
 
 @dataclass
 class Completion:
-    """A request for a completion, on its way through the servers."""
-
     request: web.Request
     account: RequestAccount
     body: bodies.Fields
     turn: ConversationTurn | None = None
     early: asyncio.Task[web.StreamResponse] | None = None
-    """The decode leg, where it was sent together with the prefill leg."""
+    """The decode leg, if it was sent together with the prefill leg."""
 
 
 class Proxy:
@@ -74,8 +71,6 @@ class Proxy:
         self._pools = {role: ServerPool(role, settings.urls(role), self.metrics) for role in Role}
         self._conversations = Conversations(self.metrics, is_on=settings.has_conversations)
         self._num_under_way = self._body_bytes = 0
-        self._checks: asyncio.Task[None] | None = None
-        """The checks of all servers that began last."""
         self.is_stopping = False
 
     def app(self) -> web.Application:
@@ -96,26 +91,11 @@ class Proxy:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         jar = aiohttp.DummyCookieJar()
         async with aiohttp.ClientSession(connector=connector, cookie_jar=jar) as self._session:
-            checking = asyncio.create_task(self._keep_checking())
+            watching = [asyncio.create_task(pool.watch(self._session)) for pool in self._pools.values()]
             yield
-            checking.cancel()
-            await ended(checking, self._checks)
+            await ended(*watching)
 
-    async def _keep_checking(self) -> None:
-        while True:
-            await asyncio.wait((self._check(),))
-            await asyncio.sleep(CHECK_SECONDS)
-
-    def _check(self) -> asyncio.Task[None]:
-        """Checks of all servers: those that are under way, or new ones."""
-        if self._checks is None or self._checks.done():
-            self._checks = asyncio.create_task(self._check_all())
-        return self._checks
-
-    async def _check_all(self) -> None:
-        await asyncio.gather(*(pool.check(self._session) for pool in self._pools.values()))
-
-    # -- what clients ask
+    # -- handlers
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         account = RequestAccount(request.path, request_name(request.headers.get(NAME_HEADER, "")))
@@ -123,7 +103,7 @@ class Proxy:
             return await self._response(self._answer(request, account), account)
 
     async def models(self, request: web.Request) -> web.StreamResponse:
-        """What a decode server says of its models."""
+        """Forwarded to a decode server."""
         account = RequestAccount(request.path, request_name(""))
 
         def ask(server: ModelServer) -> Awaitable[aiohttp.ClientResponse]:
@@ -138,7 +118,7 @@ class Proxy:
     async def _response(
         self, answer: Awaitable[web.StreamResponse], account: RequestAccount
     ) -> web.StreamResponse:
-        """What the client gets: the answer, or the error in which it ended."""
+        """The answer, or the error that ended the request."""
         try:
             response = await answer
         except ErrorAnswer as end:
@@ -152,7 +132,6 @@ class Proxy:
 
     async def health(self, _: web.Request) -> web.Response:
         """How many servers of each kind are ready, and whether requests can be served."""
-        await asyncio.wait((self._check(),), timeout=HEALTH_SECONDS)
         report = {
             role.value: {
                 "ready": sum(server.is_ready for server in pool.servers),
@@ -165,7 +144,7 @@ class Proxy:
         return web.json_response(report, status=HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE)
 
     async def live(self, _: web.Request) -> web.Response:
-        """The proxy itself is alive, whatever its servers are."""
+        """The proxy runs, whatever the state of its servers."""
         return web.json_response({"alive": True})
 
     async def show_metrics(self, _: web.Request) -> web.Response:
@@ -175,7 +154,7 @@ class Proxy:
 
     async def _answer(self, request: web.Request, account: RequestAccount) -> web.StreamResponse:
         if self._num_under_way > self.limits.max_requests:
-            refuse_busy(f"{self.limits.max_requests} requests are under way (--max-requests)")
+            refuse_busy(f"the proxy serves {self.limits.max_requests} requests already, its limit")
         asked = Completion(request, account, await self._body(request, account))
         try:
             return await self._complete(asked)
@@ -203,7 +182,7 @@ class Proxy:
         return response
 
     async def _body(self, request: web.Request, account: RequestAccount) -> bodies.Fields:
-        """What the client sent, without what is not its to send."""
+        """The client's request without internal fields."""
         if "Content-Encoding" in request.headers:
             refuse(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "compressed bodies are not supported")
         try:
@@ -228,7 +207,7 @@ class Proxy:
             account.body_bytes += len(part)
             self._body_bytes += len(part)
             if self._body_bytes > MAX_BODIES * self.limits.max_body_bytes:
-                refuse_busy("the bodies of running requests take too much memory")
+                refuse_busy("the bodies of running requests exceed the memory limit")
         return buffer.fields()
 
     def _release_body(self, account: RequestAccount) -> None:
@@ -236,9 +215,9 @@ class Proxy:
         account.body_bytes = 0
 
     async def _prefill_or_fall_back(self, asked: Completion) -> bodies.Fields:
-        """A ticket, or nothing where no prefill server could be asked: the decode server computes the prompt.
+        """A ticket; nothing if no prefill server is reachable: the decode server then computes the prompt.
 
-        A prompt that a prefill server has seen and failed at goes nowhere else: it may be what killed it.
+        If a prefill server failed with the prompt, the request fails: the prompt may be the cause.
         """
         account, cause = asked.account, "no prefill server is ready"
         if self._pools[Role.PREFILL].is_ready or not self._settings.is_falling_back:
@@ -253,7 +232,7 @@ class Proxy:
         return {}
 
     async def _prefill(self, asked: Completion) -> bodies.Fields:
-        """What the prefill server gives for the decode server: a ticket, as a rule."""
+        """The prefill server's transfer fields: a ticket, as a rule."""
         account = asked.account
 
         def ask(server: ModelServer) -> Awaitable[bodies.Fields]:
@@ -290,9 +269,9 @@ class Proxy:
         return transfer
 
     async def _overlapped(self, asked: Completion, server: ModelServer) -> bodies.Fields:
-        """What the prefill server gives while a decode server reads it: that leg is ``asked.early`` then.
+        """The transfer fields of a prefill that a decode server reads while it runs (``asked.early``).
 
-        Nothing, if the decode leg has ended the request: it needs no more of the prefill leg.
+        Empty if the decode leg has ended the request.
         """
         meeting, name = server.meeting, secrets.token_hex(16)
         early: bodies.Fields = {**meeting, **bodies.READ_WHILE_PREFILLED, bodies.TRANSFER_ID: name}
@@ -320,7 +299,7 @@ class Proxy:
     async def _decode(
         self, asked: Completion, transfer: bodies.Fields, *, is_early: bool = False
     ) -> web.StreamResponse:
-        """``is_early``: no part of an answer goes out that only says that the server failed."""
+        """``is_early``: a stream that begins with an error counts as a failure, and is not passed on."""
         request, account, turn = asked.request, asked.account, asked.turn
         headers, limit = headers_of(request, account), self._timeout(sock_read=self.limits.decode_seconds)
 
@@ -359,7 +338,7 @@ class Proxy:
     async def _stream(
         self, request: web.Request, events: EventStream, said: Answer, account: RequestAccount
     ) -> web.StreamResponse:
-        """An answer that goes out as it comes. If it breaks off, the last event says so."""
+        """Stream an answer. If the server breaks off, the last event is an error."""
         out = web.StreamResponse(headers={**STREAM_HEADERS, NAME_HEADER: account.name})
         try:
             await out.prepare(request)
@@ -376,16 +355,16 @@ class Proxy:
             log.error("request %s: %s", account.name, events.failure)
         return out
 
-    # -- what servers are asked
+    # -- requests to servers
 
     @asynccontextmanager
     async def _served(
         self, role: Role, account: RequestAccount, ask: Callable[[ModelServer], Awaitable[T]]
     ) -> AsyncIterator[tuple[ModelServer, T]]:
-        """Ask the server whose turn it is; after a failure another one, where that is safe.
+        """Ask the next server; after a failure another one, if that is safe.
 
-        A prefill may be asked for again: its client has seen nothing of it. A decode may not, unless its
-        server could not be reached and so has never seen it: then its ticket has not been used either.
+        A prefill can be repeated: the client has seen nothing of it. A decode can be repeated only if its
+        server was unreachable, so that the ticket is unused.
         """
         tried: list[ModelServer] = []
         while (server := self._pools[role].pick(tried)) is not None:
@@ -404,7 +383,7 @@ class Proxy:
                     return
 
     def _go_on_after(self, failure: ServerFailed, tried: list[ModelServer], account: RequestAccount) -> None:
-        """Raise the failure of a server, unless another one may be asked."""
+        """Raise the failure, unless another server may be asked."""
         role, pool = failure.server.role, self._pools[failure.server.role]
         account.was_seen |= failure.was_asked and role is Role.PREFILL
         result, failure.server.meeting = "failed" if failure.was_asked else "unreachable", {}
@@ -412,7 +391,7 @@ class Proxy:
         if not failure.was_asked:
             pool.mark(failure.server, is_ready=False, why=failure.why)
         is_safe = role is Role.PREFILL or not failure.was_asked
-        if not is_safe or len(tried) > self.limits.num_retries or len(tried) == len(pool.servers):
+        if not is_safe or len(tried) > NUM_RETRIES or len(tried) == len(pool.servers):
             raise failure
         account.num_retries += 1
         self.metrics.retries.labels(role).inc()
@@ -427,14 +406,14 @@ class Proxy:
         body: bodies.Fields | None = None,
         limit: aiohttp.ClientTimeout | None = None,
     ) -> aiohttp.ClientResponse:
-        """The good answer of one server, from its first byte on; the caller closes it."""
+        """The successful answer of one server, from its first byte on; the caller closes it."""
         with failures_of(server):
             answer = await self._session.request(
                 method,
                 server.url + path,
                 headers=headers,
                 data=body if body is None else encoded(body),
-                timeout=limit or self._timeout(total=CHECK_SECONDS),
+                timeout=limit or self._timeout(total=ANSWER_SECONDS),
                 allow_redirects=False,  # a ticket goes to the servers that were named, and to no other
             )
         try:
@@ -469,7 +448,7 @@ class Proxy:
             log.info("%s", account.line())
 
     def _failed(self, failure: ServerFailed, account: RequestAccount) -> web.Response:
-        """A server failed, and the client has seen nothing yet."""
+        """The answer to a client that has seen nothing yet."""
         log.error("request %s: %s", account.name, failure)
         is_prefill = failure.server.role is Role.PREFILL
         account.outcome = RequestOutcome.PREFILL_FAILED if is_prefill else RequestOutcome.DECODE_FAILED
@@ -478,7 +457,7 @@ class Proxy:
 
 
 async def ended(*tasks: asyncio.Task[Any] | None) -> None:
-    """Cancel what has not ended, and wait for its end."""
+    """Cancel tasks, and wait for their end."""
     left = [task for task in tasks if task is not None]
     for task in left:
         task.cancel()
@@ -486,20 +465,19 @@ async def ended(*tasks: asyncio.Task[Any] | None) -> None:
 
 
 def headers_of(request: web.Request, account: RequestAccount) -> Headers:
-    """What a server gets of a client's headers."""
     kept = {name: request.headers[name] for name in FORWARDED_HEADERS if name in request.headers}
     return {**kept, NAME_HEADER: account.name, "Content-Type": "application/json"}
 
 
 def encoded(body: bodies.Fields) -> io.BytesIO:
-    """A body to send; not as bytes, which would go out in one piece while every other request waits."""
+    """As a file: bytes would be written in one piece, while all other requests wait."""
     return io.BytesIO(msgspec.json.encode(body))
 
 
 async def errors_as_json(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Errors that no handler knows of look like all others."""
+    """Errors outside of handlers, in the same form."""
     try:
         return await handler(request)
     except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as error:

@@ -1,8 +1,8 @@
-"""What a client's request becomes for a prefill server, and for a decode server.
+"""Client requests as prefill and decode servers get them.
 
-Only the top level of a body is decoded; values stay text (``msgspec.Raw``), so that a large body costs one
-scan and no objects. Servers get an encoding of the decoded fields, never the client's text: a removed field
-remains under no spelling, and a duplicate name is sent once.
+Only the top level of a body is decoded; values stay text (``msgspec.Raw``), so a large body costs one scan
+and no objects. Servers get an encoding of the decoded fields, never the client's text: a removed field is
+gone in every spelling, and a duplicate name is sent once.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ import msgspec
 from msgspec import Raw
 
 Fields = dict[str, object]
-"""The fields of a JSON object: values that others wrote are ``Raw``."""
+"""A JSON object; values that others wrote are ``Raw``."""
 
 TRANSFER = "kv_transfer_params"
 """The field in which tickets travel."""
 
 TRANSFER_FIELDS = frozenset({TRANSFER, "ec_transfer_params"})
 INTERNAL_FIELDS = TRANSFER_FIELDS | {"request_id"}
-"""What servers and the proxy say to each other. From a client it would name a stranger's cache, or pin blocks
-for nobody, or take the name of another request."""
+"""Fields between the proxy and servers. A client could use them to name another client's cache, to pin
+blocks, or to take the name of another request."""
 EXTRA_ARGUMENTS = "vllm_xargs"
-"""vLLM takes the fields of a transfer from here, too."""
+"""vLLM accepts transfer fields here, too."""
 
 ABOUT_THE_ANSWER = frozenset({"stream_options", "max_completion_tokens", "min_tokens", "n", "best_of"})
-"""What a prefill is not asked: it answers once, with one token."""
+"""Not sent to prefill servers, which answer once, with one token."""
 ASK_FOR_TICKET: Fields = {"do_remote_decode": True, "do_remote_prefill": False}
 READ_WHILE_PREFILLED: Fields = {"do_remote_prefill": True, "do_remote_decode": False}
 TRANSFER_ID, OVERLAP = "kvferry_transfer", "kvferry_overlap"
-"""The name of a prefill that is read while it runs, and by what a prefill server says that it can."""
+"""The name of a prefill that is read while it runs; a prefill server's statement that it supports this."""
 ENGINE = "remote_engine_id"
 MEETING = frozenset({"remote_host", "remote_port", ENGINE})
 
 MAX_FIELDS = 1000
-"""How many fields an object may have whose fields are decoded."""
+"""Limit of the fields of a decoded object."""
 MAX_STRUCTURE = 3 * 2**20
-"""How many commas, opening brackets and escapes a body may have. Decoding takes about 12 ns for each, while
-every other request waits. A prompt of a million token ids has a million commas."""
+"""Limit of commas, opening brackets and escapes of a body. Decoding takes about 12 ns for each, while all
+other requests wait. A prompt of a million token ids has a million commas."""
 STRUCTURE = b",[{\\"
 
 NULL, FALSE, TRUE, ONE = (Raw(word) for word in (b"null", b"false", b"true", b"1"))
@@ -57,7 +57,7 @@ class BodyRejected(Exception):
 
 
 class BodyBuffer:
-    """A body that arrives. Each part is checked when it comes, so that no check takes long."""
+    """An incoming body. Each part is checked when it arrives, so that no check takes long."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self._num_structure = max_bytes, 0
@@ -91,7 +91,7 @@ class BodyBuffer:
 
 
 class Decoding:
-    """The state of the object that is being decoded; decoding is not interrupted."""
+    """Of the current object; decoding is not interrupted."""
 
     num_names = 0
 
@@ -154,9 +154,9 @@ def without_internal_fields(body: Fields) -> Fields:
 
 
 def fits_a_ticket(body: Fields) -> bool:
-    """Whether a decode server will make one request of it, and needs nothing of the prompt but its cache.
+    """Whether it is one request, whose prompt is needed for its cache only.
 
-    What does not fit is for the decode server alone: slower there, and right.
+    Others go to a decode server only.
 
     >>> bodies = b'{"prompt": [1, 2]}', b'{"prompt": ["a", "b"]}', b'{"n": 2}'
     >>> [fits_a_ticket(fields_in(text)) for text in bodies]
@@ -172,7 +172,7 @@ def fits_a_ticket(body: Fields) -> bool:
 
 
 def has_many_prompts(prompt: object) -> bool:
-    """Whether a prompt is a list of prompts, and not one text or one list of token ids."""
+    """Whether it is a list of prompts, not one text or one list of token ids."""
     text = memoryview(prompt)  # type: ignore[arg-type]
     if bytes(text[:1]) != b"[" or TOKEN_IDS.match(text):
         return False
@@ -184,21 +184,21 @@ def has_many_prompts(prompt: object) -> bool:
 
 
 def prefill_body(body: Fields, more: Fields) -> Fields:
-    """The request that a prefill server gets; ``more`` is what it may use of other servers."""
+    """The request for a prefill server; ``more``: transfer fields of other servers."""
     kept = {name: value for name, value in body.items() if name not in ABOUT_THE_ANSWER}
     return {**kept, "max_tokens": 1, "stream": False, TRANSFER: {**more, **ASK_FOR_TICKET}}
 
 
 def decode_body(body: Fields, transfer: Fields) -> Fields:
-    """The request that a decode server gets; ``transfer`` is what the prefill server gave, as it is."""
+    """The request for a decode server; ``transfer``: the fields that the prefill server returned."""
     return {**body, TRANSFER: transfer} if transfer else body
 
 
 def meeting_in(transfer: Fields, known: Fields) -> Fields:
-    """Where decode servers find out how far a prefill is; nothing if the server does not tell.
+    """Where decode servers query the progress of a prefill; empty if the server does not support it.
 
-    ``known``: what it said before. It stays true where the same engine gives no ticket: its prompt cannot be
-    offered, or its reader has it already.
+    ``known``: its earlier statement. It remains valid if the same engine gives no ticket: its prompt cannot
+    be offered, or the reader has it already.
     """
     if known and OVERLAP not in transfer and transfer.get(ENGINE) == known[ENGINE]:
         return known
@@ -208,8 +208,6 @@ def meeting_in(transfer: Fields, known: Fields) -> Fields:
 
 
 class PrefillAnswer(msgspec.Struct):
-    """What the proxy reads of a prefill server's answer."""
-
     kv_transfer_params: dict[str, Raw] | None = None
 
 
@@ -217,7 +215,7 @@ PREFILL_ANSWER = msgspec.json.Decoder(PrefillAnswer)
 
 
 def transfer_in(payload: bytes) -> Fields:
-    """What a prefill server's answer says of the transfer; nothing if it says nothing.
+    """The transfer fields of a prefill server's answer.
 
     >>> transfer_in(b'{"choices": []}')
     {}

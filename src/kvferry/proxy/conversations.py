@@ -1,7 +1,7 @@
-"""Conversations: what decode servers offer of the turns that they answered last, for the prefill of the next.
+"""Conversations: offers of decode servers for the turns that they answered, for the prefill of the next turn.
 
-An offer is found by how a prompt begins, never by who asks. One that does not fit does no harm: the engines
-compare the tokens themselves, and compute what nobody can give them.
+An offer is found by the beginning of a prompt, not by the client. A wrong one does no harm: the engines
+compare the tokens, and compute the rest.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from kvferry.proxy.metrics import ProxyMetrics
 from kvferry.proxy.servers import ModelServer
 
 MAX_OFFERS_BYTES, MAX_OFFER_BYTES = 128 * 2**20, 2**20
-"""How much all offers may take, and one: of 16,000 tokens it has some 10 KiB, and is kept under two keys."""
+"""Limits of all offers and of one. For 16,000 tokens it has about 10 KiB, and is kept under two keys."""
 ENTRY_BYTES = 500
-"""What an entry takes besides its offer."""
+"""Of an entry without its offer."""
 MAX_PROMPT_BYTES, MAX_OBJECTS, MAX_MESSAGES = 4 * 2**20, 1 << 16, 1 << 12
-"""A longer prompt, or one of more objects, is not looked at: every other request waits meanwhile."""
+"""Larger prompts are not examined: all other requests would wait."""
 PIECE_BYTES = 1024
-"""A prompt that is no list of messages is compared in pieces of this length."""
+"""A prompt of text or token ids is compared in pieces of this length."""
 MESSAGES = msgspec.json.Decoder(list[Message])
 
 
 class ConversationTurn:
-    """A turn of a conversation, known by digests of how its prompt begins."""
+    """A turn of a conversation, identified by digests of the beginnings of its prompt."""
 
     def __init__(self, body: Fields) -> None:
         self.offer: Fields = {}
-        """What a decode server offers of an earlier turn."""
+        """Of an earlier turn."""
         self.keys: list[bytes] = []
-        """Of the beginnings that are compared, the shortest first."""
+        """The digests, of the shortest beginning first."""
         self._rest, self._has_token_ids = b"", False
         # Requests with different salts share nothing, in vLLM's prefix cache and here.
         seed = [body.get(name, NULL) for name in ("model", "cache_salt")]
         self._hasher = hashlib.blake2b(msgspec.json.encode(seed), digest_size=16)
 
     def add_prompt(self, prompt: bytes, *, is_chat: bool) -> None:
-        """Raises MsgspecError if it has another form than expected."""
+        """Raises MsgspecError for an unexpected form."""
         if is_chat:
             self._add(message.written() for message in islice(MESSAGES.decode(prompt), MAX_MESSAGES))
         elif prompt[:1] == b"[":
@@ -54,7 +54,7 @@ class ConversationTurn:
             self._add_text(TEXT.decode(prompt).encode())
 
     def add_answer(self, answer: Answer) -> None:
-        """The next turn's prompt begins with this one's and with the answer."""
+        """The next turn's prompt begins with this prompt and answer."""
         if answer.is_chat:
             content = msgspec.Raw(msgspec.json.encode("".join(answer.texts)))
             self._add([Message("assistant", content).written()])
@@ -85,7 +85,7 @@ class Offer:
 
     server: ModelServer
     num_losses: int
-    """The server's when it answered: one that was lost since has nothing left of it."""
+    """The server's count when it answered: a server that was lost since has forgotten it."""
     transfer: bytes
 
     @property
@@ -94,16 +94,16 @@ class Offer:
 
 
 class Conversations:
-    """The latest offers, as many as there is room for."""
+    """The latest offers within the limit of memory."""
 
     def __init__(self, metrics: ProxyMetrics, *, is_on: bool) -> None:
         self._metrics, self._is_on = metrics, is_on
         self._offers: OrderedDict[bytes, Offer] = OrderedDict()
-        """Those that were used last are last."""
+        """The most recently used last."""
         self._num_bytes = 0
 
     def begin(self, body: Fields) -> ConversationTurn | None:
-        """A turn, with what is offered for the longest known beginning of its prompt."""
+        """A turn, with the offer for the longest known beginning of its prompt."""
         is_chat = body.get("prompt", NULL) == NULL
         prompt = bytes(body.get("messages" if is_chat else "prompt", NULL))  # type: ignore[call-overload]
         if not self._is_on or len(prompt) > MAX_PROMPT_BYTES or prompt.count(b"{") > MAX_OBJECTS:
@@ -112,7 +112,7 @@ class Conversations:
         try:
             turn.add_prompt(prompt, is_chat=is_chat)
         except (msgspec.MsgspecError, RecursionError):
-            return None  # a server will say what is wrong with it
+            return None  # a server reports the error
         known = (key for key in reversed(turn.keys) if key in self._offers)
         turn.offer = next(filter(None, map(self._found, known)), {})
         del turn.keys[:-1]
@@ -120,7 +120,7 @@ class Conversations:
         return turn
 
     def end(self, turn: ConversationTurn, answer: Answer, server: ModelServer) -> None:
-        """A server has answered: keep what it offers for the next turn."""
+        """Keep the offer of a server's answer for the next turn."""
         offer = bytes(answer.transfer)
         try:
             is_offer = fields_in(offer).get("do_remote_decode") == TRUE and len(offer) <= MAX_OFFER_BYTES

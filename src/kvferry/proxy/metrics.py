@@ -19,24 +19,23 @@ PLAIN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 class RequestOutcome(StrEnum):
     ANSWERED = "answered"
-    """The whole answer went out."""
+    """The whole answer was sent."""
     REFUSED = "refused"
-    """The request is wrong, or not allowed: the proxy or a server said so."""
+    """The proxy or a server rejected the request."""
     BUSY = "busy"
-    """Too many requests are under way."""
     PREFILL_FAILED = "prefill-failed"
     DECODE_FAILED = "decode-failed"
-    """A server failed before the client saw anything of the answer."""
+    """A server failed before the first byte of the answer."""
     BROKE_OFF = "broke-off"
-    """A decode server failed while its answer went out."""
+    """A decode server failed during its answer."""
     CLIENT_GONE = "client-gone"
-    """The client hung up, or did not take its answer."""
+    """The client disconnected, or did not accept its answer."""
     CUT_SHORT = "cut-short"
-    """The proxy stopped, and the request took longer than it waited."""
+    """The proxy stopped before the request ended."""
 
 
 def request_name(asked: str) -> str:
-    """A name that no other request has; one that a client wishes for is the beginning of it.
+    """A unique name, with the client's name as a prefix.
 
     >>> request_name("order-17").startswith("order-17-"), len(request_name("no good name\\n"))
     (True, 16)
@@ -50,25 +49,22 @@ class RequestAccount:
     path: str
     name: str
     outcome: RequestOutcome = RequestOutcome.CLIENT_GONE
-    """Until something else is known: a request whose client has gone ends without a word."""
+    """The default: a request whose client disconnects is cancelled."""
     status: int = 0
-    """The HTTP status that the client got; 0: none."""
+    """The HTTP status of the answer; 0: none."""
     prefill: str = ""
     decode: str = ""
-    """The servers that served it."""
     num_retries: int = 0
     was_seen: bool = False
-    """Whether a server that failed may have seen the request."""
+    """Whether a prefill server that failed may have seen the request."""
     body_bytes: int = 0
-    """How much of the body is in memory."""
+    """Of the body, in memory."""
     started: float = field(default_factory=time.monotonic)
     prefilled: float = 0.0
-    """When the ticket was there, by the same clock; 0: never."""
+    """When the ticket arrived, by the same clock; 0: never."""
     first_byte: float = 0.0
-    """When the first byte of the answer came."""
 
     def since(self, moment: float) -> float:
-        """Seconds from the start to a moment."""
         return moment - self.started
 
     def line(self) -> str:
@@ -145,5 +141,4 @@ class ProxyMetrics:
                 self._seconds.labels(name).observe(account.since(moment))
 
     def text(self) -> bytes:
-        """All of them, the way Prometheus reads them."""
         return generate_latest(self.registry)

@@ -1,4 +1,4 @@
-"""Run the proxy until it is told to stop."""
+"""Run the proxy until a signal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvferry.proxy.metrics import ProxyMetrics, log
 from kvferry.proxy.settings import ProxyLimits, ProxySettings
 
 SPARE_FILES = 64
-"""File descriptors that are neither a client's connection nor a server's."""
+"""File descriptors besides connections."""
 
 
 def max_connections(max_requests: int, max_files: int) -> int:
@@ -30,7 +30,6 @@ def max_connections(max_requests: int, max_files: int) -> int:
 
 
 def raise_file_limit() -> None:
-    """Set the soft limit of open files to the hard one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -41,8 +40,6 @@ def file_limit() -> int:
 
 
 class BoundedRunner(web.AppRunner):
-    """Runs an application behind a ``BoundedServer``."""
-
     def __init__(self, app: web.Application, limits: ProxyLimits, metrics: ProxyMetrics, **more: Any) -> None:
         super().__init__(app, **more)
         self._limits, self._metrics = limits, metrics
@@ -52,10 +49,10 @@ class BoundedRunner(web.AppRunner):
 
 
 class BoundedServer(web.Server):
-    """Closes connections that hold a place without a request.
+    """Closes connections that are idle for too long.
 
-    A client has ``client_seconds`` for the headers of its first request, and to take each answer. A new
-    connection beyond the limit takes the place of the one that has been without a request for the longest.
+    A client has ``client_seconds`` for the headers of its first request, and to accept each answer. A
+    connection beyond the limit replaces the one that has been idle longest.
     """
 
     def __init__(self, server: web.Server, limits: ProxyLimits, metrics: ProxyMetrics) -> None:
@@ -70,10 +67,9 @@ class BoundedServer(web.Server):
         self._max_connections = max_connections(limits.max_requests, file_limit())
         self._open: dict[web.RequestHandler, asyncio.Transport] = {}
         self._idle: dict[web.RequestHandler, asyncio.TimerHandle] = {}
-        """Connections without a request, the oldest first, and when they are looked at."""
+        """Idle connections, the oldest first, with their timeouts."""
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
-        """Take a connection, in the place of another one if there are too many."""
         super().connection_made(handler, transport)
         self._open[handler] = transport
         if len(self._open) > self._max_connections:
@@ -115,7 +111,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run_proxy(settings: ProxySettings) -> None:
-    """Serve until SIGINT or SIGTERM, then let requests that are under way end; a second signal ends them."""
+    """Serve until SIGINT or SIGTERM, then let running requests finish; a second signal ends them."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s kvferry proxy: %(message)s")
     raise_file_limit()
     asyncio.run(_serve(settings))
@@ -123,24 +119,24 @@ def run_proxy(settings: ProxySettings) -> None:
 
 async def _serve(settings: ProxySettings) -> None:
     proxy, loop = Proxy(settings), asyncio.get_running_loop()
-    told, told_again = asyncio.Event(), asyncio.Event()
+    stopped, cut = asyncio.Event(), asyncio.Event()
 
     def stop() -> None:
-        (told_again if told.is_set() else told).set()
+        (cut if stopped.is_set() else stopped).set()
 
     runner = await start(proxy, settings)
     for number in SIGNALS:
         loop.add_signal_handler(number, stop)
-    await told.wait()
+    await stopped.wait()
     proxy.is_stopping = True
-    log.info("stopping: requests under way have %g s to end", settings.limits.drain_seconds)
-    waits = [asyncio.create_task(runner.cleanup()), asyncio.create_task(told_again.wait())]
+    log.info("stopping: running requests have %g s to finish", settings.limits.drain_seconds)
+    waits = [asyncio.create_task(runner.cleanup()), asyncio.create_task(cut.wait())]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     log.info("stopped")
 
 
 async def start(proxy: Proxy, settings: ProxySettings) -> web.AppRunner:
-    """Listen; whoever calls this cleans the runner up."""
+    """Listen; the caller cleans the runner up."""
     runner = BoundedRunner(
         proxy.app(),
         settings.limits,

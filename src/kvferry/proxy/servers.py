@@ -1,4 +1,4 @@
-"""The servers of each kind: whose turn it is, who is ready, and what goes wrong with them."""
+"""The servers of each kind: their choice, their health, and their failures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import logging
-import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,44 +20,41 @@ from kvferry.proxy.bodies import Fields
 from kvferry.proxy.metrics import ProxyMetrics, RequestOutcome, log
 from kvferry.proxy.settings import Role
 
-CHECK_SECONDS = 5.0
-"""How often every server is asked for its health, and how long it may take to answer."""
-FRESH_SECONDS = 0.5
-"""Who asks again within this time gets the same answer: clients cannot make the proxy flood its servers."""
+CHECK_SECONDS = 2.0
+"""Between two health checks of a server."""
+ANSWER_SECONDS = 5.0
+"""Timeout of a health check, and of other short answers."""
 
 
 class ServerFailed(Exception):
-    """A server cannot be reached, failed, or did not answer in time."""
+    """A server is unreachable, failed, or timed out."""
 
     def __init__(
         self, server: ModelServer, why: str, *, detail: str = "", status: int, was_asked: bool = True
     ) -> None:
-        """``detail``: for the log alone, since it may name addresses. ``status``: what the client gets.
+        """``detail``: for the log only, as it may name addresses. ``status``: for the client.
         ``was_asked``: whether the server may have seen the request.
         """
         super().__init__(f"{server} {why}: {detail}" if detail else f"{server} {why}")
         self.server, self.why, self.status, self.was_asked = server, why, status, was_asked
 
     def for_client(self, name: str) -> str:
-        """The failure without the server's address, which the log has under the request's name."""
+        """Without the server's address, which the log has under the request's name."""
         return f"the {self.server.role} server {self.why}; request {name}"
 
 
 @dataclass(slots=True, eq=False)
 class ModelServer:
-    """One vLLM server."""
-
     role: Role
     url: str
     is_ready: bool = True
-    """What the last check said, or the last attempt to reach it."""
+    """The result of the last check or connection."""
     num_requests: int = 0
-    """How many of our requests it has."""
     last_turn: int = 0
     meeting: Fields = field(default_factory=dict)
-    """Of a prefill server: where decode servers find out how far a prefill is, as it said last."""
+    """Of a prefill server: where decode servers query the progress of a prefill."""
     num_losses: int = 0
-    """How often it was found not ready: it may have restarted then, and forgotten everything."""
+    """How often it was not ready: it may have restarted, and lost its caches."""
 
     def __str__(self) -> str:
         return f"{self.role} server {self.url}"
@@ -73,17 +69,14 @@ class ModelServer:
 
 
 class ServerPool:
-    """The servers of one kind."""
-
     def __init__(self, role: Role, urls: Sequence[str], metrics: ProxyMetrics) -> None:
         self.servers = [ModelServer(role, url) for url in urls]
         self._metrics, self._turns = metrics, itertools.count(1)
-        self._checked = -FRESH_SECONDS
 
     def pick(self, tried: Collection[ModelServer] = ()) -> ModelServer | None:
         """The ready server with the fewest requests; equals take turns. None: all have been tried.
 
-        One that is not ready is picked where no other is left: it may have come back since.
+        Without a ready one, any other: it may be back.
         """
         left = [server for server in self.servers if server not in tried]
         if not left:
@@ -94,17 +87,22 @@ class ServerPool:
 
     @property
     def is_ready(self) -> bool:
-        """Whether one of them is."""
         return any(server.is_ready for server in self.servers)
 
-    async def check(self, session: aiohttp.ClientSession) -> None:
-        """Ask every server for its health. Not to be called again before it has ended."""
-        if time.monotonic() - self._checked >= FRESH_SECONDS:
-            await asyncio.gather(*(self._check(session, server) for server in self.servers))
-            self._checked = time.monotonic()
+    async def watch(self, session: aiohttp.ClientSession) -> None:
+        """Keep checking the health of all servers; one that hangs does not delay the others."""
+        await asyncio.gather(*(self._watch(session, server) for server in self.servers))
+
+    async def _watch(self, session: aiohttp.ClientSession, server: ModelServer) -> None:
+        while True:
+            try:
+                await self._check(session, server)
+            except Exception:
+                log.exception("internal error in the health check of %s; please report it", server)
+            await asyncio.sleep(CHECK_SECONDS)
 
     async def _check(self, session: aiohttp.ClientSession, server: ModelServer) -> None:
-        limit = aiohttp.ClientTimeout(total=CHECK_SECONDS)
+        limit = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
         try:
             with failures_of(server):
                 health = session.get(f"{server.url}/health", timeout=limit, allow_redirects=False)
@@ -115,7 +113,6 @@ class ServerPool:
         self.mark(server, is_ready=is_ready, why=why)
 
     def mark(self, server: ModelServer, *, is_ready: bool, why: str = "") -> None:
-        """``why``: for the log."""
         if server.is_ready != is_ready:
             level = logging.INFO if is_ready else logging.WARNING
             log.log(level, "%s is %s: %s", server, "ready" if is_ready else "not ready", why)
@@ -127,7 +124,7 @@ class ServerPool:
 
 @contextmanager
 def failures_of(server: ModelServer) -> Iterator[None]:
-    """What goes wrong while we talk to a server becomes a ``ServerFailed``: here, and nowhere else."""
+    """Translate errors of a conversation with a server: here only."""
     bad, late = HTTPStatus.BAD_GATEWAY, HTTPStatus.GATEWAY_TIMEOUT
     try:
         yield
@@ -145,16 +142,16 @@ def failures_of(server: ModelServer) -> Iterator[None]:
 NAME_HEADER = "X-Request-Id"
 RETRY_HEADER = "Retry-After"
 MAX_ANSWER_BYTES, MAX_REFUSAL_BYTES = 64 * 2**20, 2**20
-"""How long an answer may be that is not a stream, and a server's own error."""
+"""Limits of an answer without streaming, and of a server's error."""
 
 LAST_EVENT = b"data: [DONE]"
 ERROR_EVENT, NO_TEXT = b'data: {"error"', b'"content":""'
 MAX_EVENT_BYTES = 2**20
-"""A longer event goes out in parts."""
+"""A longer event is sent in parts."""
 
 
 class ErrorAnswer(Exception):
-    """A request ends early, with this answer."""
+    """Ends a request early, with this answer."""
 
     def __init__(self, response: web.Response, outcome: RequestOutcome) -> None:
         super().__init__(response.status)
@@ -162,12 +159,11 @@ class ErrorAnswer(Exception):
 
 
 def error_body(status: int, message: str) -> dict[str, object]:
-    """An error, the way OpenAI's clients read it."""
+    """In the form of OpenAI's API."""
     return {"error": {"message": message, "type": "proxy_error", "code": int(status)}}
 
 
 def error_response(status: int, message: str, *, retry_after: str = "") -> web.Response:
-    """An error that the proxy itself reports."""
     headers = {RETRY_HEADER: retry_after} if retry_after else {}
     return web.json_response(error_body(status, message), status=status, headers=headers)
 
@@ -200,10 +196,10 @@ async def payload_of(
 
 
 async def check_status(answer: aiohttp.ClientResponse, server: ModelServer) -> None:
-    """Raise if a server failed, or if it refuses the request, which is about the request alone."""
+    """Raise ServerFailed, or ErrorAnswer if the server rejects this request."""
     if answer.status == HTTPStatus.OK:
         return
-    # Full queues are told by 429: about the server, where it prefills and another one may have room.
+    # 429 is about the server, not the request: its queue is full, and another one may have room.
     if 400 <= answer.status < 500 and answer.status != HTTPStatus.TOO_MANY_REQUESTS:
         payload = await payload_of(answer, server, MAX_REFUSAL_BYTES)
         raise ErrorAnswer(passed_on(answer, payload), RequestOutcome.REFUSED)
@@ -213,7 +209,7 @@ async def check_status(answer: aiohttp.ClientResponse, server: ModelServer) -> N
 
 
 class EventStream:
-    """A server's stream, cut between events. If it breaks off, the last event says so, after whole ones."""
+    """A server's stream, cut between events. If it breaks off, the last event is an error."""
 
     def __init__(self, answer: aiohttp.ClientResponse, server: ModelServer, name: str) -> None:
         self._answer, self._server, self._name = answer, server, name
@@ -221,9 +217,9 @@ class EventStream:
         self.failure: ServerFailed | None = None
 
     async def begin(self) -> None:
-        """Wait for the beginning, which is next then. Raises ServerFailed if it is an error.
+        """Wait for the beginning, and keep it for ``next``. Raises ServerFailed if it is an error.
 
-        vLLM begins the stream of a chat with an event without text, whatever becomes of the request.
+        vLLM begins the stream of a chat with an event without text, even if the request fails.
         """
         first = b""
         while first.count(EVENT_END) < 2 and (not first or NO_TEXT in first) and not self._has_ended:
@@ -235,7 +231,7 @@ class EventStream:
         self._first = first
 
     async def next(self) -> bytes:
-        """One or more whole events; nothing once there are no more."""
+        """One or more whole events; empty at the end."""
         if first := self._first:
             self._first = b""
             return first

@@ -1,4 +1,4 @@
-"""What ``kvferry proxy`` is told: addresses and limits."""
+"""Addresses and limits of ``kvferry proxy``."""
 
 from __future__ import annotations
 
@@ -17,38 +17,35 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ProxyLimits:
-    num_retries: int = 1
-    """How many more servers of a kind a request may be sent to after one failed."""
     connect_seconds: float = 5.0
-    """How long a server may take to accept a connection."""
+    """To connect to a server."""
     prefill_seconds: float = 600.0
-    """How long a prefill server may take to answer."""
+    """Until a prefill server answers."""
     decode_seconds: float = 600.0
-    """How long a decode server may send nothing: before its first byte, and between two."""
+    """Until a decode server's first byte, and between two."""
     client_seconds: float = 60.0
-    """How long a client may take to send its headers, to send its body, or to take a part of the answer."""
+    """For a client's headers, for its body, and to accept a part of the answer."""
     drain_seconds: float = 30.0
-    """How long requests that are under way may go on after the proxy was told to stop."""
+    """Time for running requests after a signal: as long as Kubernetes waits for a pod by default."""
     max_body_bytes: int = 16 * 2**20
-    """How long a request may be."""
     max_requests: int = 4096
-    """How many requests may be under way."""
+    """Concurrent requests: more than the engines of one proxy batch, within the usual limit of files."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProxySettings:
     host: str
     port: int
-    """0: any that is free."""
+    """0: any free port."""
     prefill: tuple[str, ...]
     decode: tuple[str, ...]
     limits: ProxyLimits = ProxyLimits()
     is_falling_back: bool = True
-    """Whether decode servers compute prompts while no prefill server can be reached."""
+    """Whether decode servers compute prompts if no prefill server is reachable."""
     has_conversations: bool = True
-    """Whether what a decode server offers is handed to the prefill of the next turn."""
+    """Whether a decode server's offer is passed to the prefill of the next turn."""
     is_overlapping: bool = True
-    """Whether decode servers read prefills while they run, where both can."""
+    """Whether decode servers read prefills while they run, if both support it."""
 
     def urls(self, role: Role) -> tuple[str, ...]:
         return self.prefill if role is Role.PREFILL else self.decode

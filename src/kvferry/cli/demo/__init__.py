@@ -1,4 +1,4 @@
-"""``kvferry demo``: transfer caches between engines of different shape, and verify every cell."""
+"""``kvferry demo``: transfer caches between different engines, and verify every cell."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def demo(
     layers: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="About how many layers.", show_default="4")
     ] = None,
-    device: Annotated[Device, typer.Option(help="Where the caches are.")] = Device.CPU,
+    device: Annotated[Device, typer.Option(help="Memory of the caches.")] = Device.CPU,
     as_json: Json = False,
 ) -> None:
     """Transfer caches between local processes and verify every cell."""

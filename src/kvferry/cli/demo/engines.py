@@ -1,4 +1,4 @@
-"""The engines of a demonstration: which ones, which requests and blocks, and the ranks' processes."""
+"""The engines of a demonstration: manifests, requests, blocks, and the processes of ranks."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from kvferry.transport.region_memory import RegionMemory
 from kvferry.wire.secret import Trust
 
 NUMBERED_CELLS = Identity.of({STATED: "cells numbered by kvferry.pattern"})
-"""The model identity of these engines, whichever model they are described after."""
+"""The model identity of these engines, whatever model they imitate."""
 NUM_LAYERS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two engines of one model, shortened to about so many layers; each side is a topology."""
+    """Two engines of one model, shortened to about ``num_layers``; each side is a topology."""
 
     model: str
     src: str = "tp=2"
@@ -42,7 +42,7 @@ class Pair:
         return Pair(self.model, src or self.src, dst or self.dst, layers or self.num_layers)
 
     def manifest(self, side: str, num_tokens: int, num_requests: int) -> Manifest:
-        """The engine of one side (``src`` or ``dst``), with room for so many requests."""
+        """The engine of a side (``src`` or ``dst``), with room for these requests."""
         topology = self.src if side == "src" else self.dst
         model = shortened(chosen_model(self.model, None), self.num_layers)
         with at(f"--{side} {topology}"):
@@ -54,7 +54,7 @@ DEFAULT_PAIR = Pair("kimi-linear-48b", "tp=4,block=512", "tp=2,block=960,layout=
 
 
 def shortened(model: Model, num_layers: int) -> Model:
-    """The model with about so many layers: the first ones of each kind, in their order.
+    """The model with about ``num_layers``: the first ones of each kind.
 
     >>> from kvferry.models import model_named
     >>> [layer.name for layer in shortened(model_named("kimi-linear-48b"), 4).layers]
@@ -73,19 +73,14 @@ def shortened(model: Model, num_layers: int) -> Model:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request that is to be moved."""
-
     request_id: str
     num_tokens: int
     num_kept: int = 0
-    """How many first tokens the destination has already."""
+    """First tokens that the destination already has."""
 
 
 def some_samples(dst: Manifest, num_requests: int, num_tokens: int) -> list[Sample]:
-    """Requests of many lengths, the last one the longest.
-
-    Every third, the first among them, has a prefix that is there already.
-    """
+    """Requests of many lengths, the last one the longest; every third one has a cached prefix."""
     whole_blocks = max(group.tokens_per_block for group in dst.groups)
     samples = []
     for number in range(1, num_requests):
@@ -96,7 +91,7 @@ def some_samples(dst: Manifest, num_requests: int, num_tokens: int) -> list[Samp
 
 
 class BlockPool:
-    """Hands out block tables for requests, scattered over the pool, and takes them back."""
+    """Block tables for requests, scattered over the pool."""
 
     def __init__(self, manifest: Manifest, seed: int = 0) -> None:
         self._groups = manifest.groups
@@ -110,11 +105,11 @@ class BlockPool:
 
     @property
     def num_missing(self) -> int:
-        """Blocks that are out; 0 when every request gave its own back."""
+        """Blocks that requests have."""
         return self._total - self.num_free
 
     def take(self, num_tokens: int) -> dict[str, BlockTable] | None:
-        """Tables for a request of so many tokens; None if the pool cannot hold it now."""
+        """The tables of a request; None if the pool has too few blocks now."""
         wanted: Counter[str] = Counter()
         for group in self._groups:
             wanted[group.pool] += table_extent(group, num_tokens)[1]
@@ -123,7 +118,7 @@ class BlockPool:
         return {group.name: self._table(group, num_tokens) for group in self._groups}
 
     def _table(self, group: Group, num_tokens: int) -> BlockTable:
-        """Blocks at random: which ones depends on what is free, not on the order in which it came back."""
+        """Random blocks, which depend on the free ones, not on the order of their return."""
         first_token, num_blocks = table_extent(group, num_tokens)
         taken = self._random.sample(sorted(self._free[group.pool]), num_blocks)
         self._free[group.pool].difference_update(taken)
@@ -141,7 +136,7 @@ class BlockPool:
 
 
 class RankCells:
-    """The memory of one rank, stale at first, whose cells are written and checked by name."""
+    """The memory of one rank, stale at first, with cells written and checked by name."""
 
     def __init__(self, manifest: Manifest, rank: int, device: str = "cpu") -> None:
         self.rank, self.memory = rank, RegionMemory(device)
@@ -153,7 +148,7 @@ class RankCells:
         self.manifest = replace(manifest, ranks=ranks)
 
     def fill(self, tables: Mapping[str, BlockTable], tokens: Mapping[str, Spans], salt: str = "") -> None:
-        """Write the pattern of these tokens, by group. Nothing may be in flight."""
+        """Write the pattern of these tokens, by group, without transfers in flight."""
         arrays = self.memory.arrays()
         fill_rank(self._named(arrays), self.manifest, self.rank, tables, tokens, salt)
         self.memory.store(arrays)
@@ -168,7 +163,7 @@ class RankCells:
         names: Mapping[str, str],
         salt: str = "",
     ) -> Checked:
-        """Compare these tokens with the pattern that was written under these names."""
+        """Compare these tokens with the pattern written under these names."""
         arrays = self._named(self.memory.arrays())
         return check_rank(arrays, self.manifest, self.rank, tables, tokens, names, salt)
 
@@ -177,7 +172,7 @@ class RankCells:
 
 
 class SourceProcess(SourceRank):
-    """A source rank with memory that can be filled; runs in a process of its own."""
+    """A source rank with memory to fill, for a process of its own."""
 
     def __init__(
         self, manifest: Manifest, rank: int, invitation: Invitation, device: str, trust: Trust | None = None
@@ -189,7 +184,7 @@ class SourceProcess(SourceRank):
 
 
 class DestinationProcess(Destination):
-    """A destination rank with memory that can be filled and checked; runs in a process of its own."""
+    """A destination rank with memory to fill and check, for a process of its own."""
 
     def __init__(
         self,

@@ -1,7 +1,4 @@
-"""The demonstration: requests move between engines of processes, and are checked.
-
-They go in waves: all of a wave are offered, fetched at once, and checked.
-"""
+"""The demonstration: requests are transferred between engines in waves, and checked."""
 
 from __future__ import annotations
 
@@ -32,11 +29,11 @@ from kvferry.transport.settings import CUDA_ENVIRONMENT
 from kvferry.wire.ticket import Ticket
 
 MAX_MEMORY = 4 << 30
-"""Bytes that the two engines may take together."""
+"""Limit of both engines together, in bytes."""
 WAVE = 3
 """Requests that are fetched together."""
 SETTLED_SECONDS = 10.0
-"""How long leases and releases may take to settle when all is done."""
+"""Timeout for leases and releases at the end."""
 MAX_PROCESSES = 64
 DEFAULT_TOKENS = 8000
 DEMO_TIMING = Timing(lease=30, meet=20, read=60, retry=0.2)
@@ -47,17 +44,17 @@ class Verdict(StrEnum):
     """How a demonstration ended, the worst first."""
 
     WRONG = "wrong"
-    """A cell does not hold what it should."""
+    """A cell is wrong."""
     FAILED = "failed"
-    """A request was reported as failed, or an engine did not do its part."""
+    """A request or an engine failed."""
     LEAKED = "leaked"
-    """A lease, a read or a block was left behind."""
+    """A lease, a read or a block is left over."""
     VERIFIED = "verified"
 
 
 @dataclass
 class DemoResult:
-    """What was moved between two engines, and what was found there: the keys of ``--json``."""
+    """The keys of ``--json``."""
 
     model: str
     src: str
@@ -65,7 +62,7 @@ class DemoResult:
     device: str = "cpu"
     num_processes: int = 0
     ways: list[str] = field(default_factory=list)
-    """By which ways the first request was read."""
+    """Transfer modes of the first request."""
     num_requests: int = 0
     total_bytes: int = 0
     num_runs: int = 0
@@ -74,9 +71,9 @@ class DemoResult:
     num_wrong: int = 0
     first_wrong: str = ""
     failures: list[str] = field(default_factory=list)
-    """Requests that were reported as failed, or what ended the demonstration."""
+    """Failed requests, or the error that ended the demonstration."""
     leaks: list[str] = field(default_factory=list)
-    """Leases, reads and blocks that did not come back."""
+    """Leases, reads and blocks that are left over."""
 
     @property
     def verdict(self) -> Verdict:
@@ -85,7 +82,7 @@ class DemoResult:
         return Verdict.FAILED if self.failures else Verdict.LEAKED if self.leaks else Verdict.VERIFIED
 
     def count(self, sample: Sample, what: str, dst_rank: int, checked: Checked) -> None:
-        """Add what was found at a destination rank; ``what`` says of which cells."""
+        """Add the result of a destination rank; ``what``: a prefix for the kind of cells."""
         self.num_cells += checked.num_cells
         self.num_wrong += checked.num_wrong
         if checked.first and not self.first_wrong:
@@ -121,7 +118,7 @@ def show(result: DemoResult) -> None:
 def demonstrate(pair: Pair, num_requests: int, num_tokens: int | None, device: str, step: Step) -> DemoResult:
     src, dst, num_tokens = _engines(pair, num_requests, num_tokens)
     if device == "cuda" and not has_cuda():
-        raise SpecError("--device cuda: this machine has no CUDA driver, or no usable device")
+        raise SpecError("--device cuda: this host has no CUDA driver, or no usable device")
     result = DemoResult(pair.model, pair.src, pair.dst, device=device)
     names = _src_names(src, dst)  # a refusal starts no process
     samples = some_samples(dst, num_requests, num_tokens)
@@ -138,7 +135,7 @@ def demonstrate(pair: Pair, num_requests: int, num_tokens: int | None, device: s
 
 
 def _src_names(src: Manifest, dst: Manifest) -> dict[str, str]:
-    """The source's name of each state; raises Refused where the two engines do not fit."""
+    """The source's name of each state; raises Refused for incompatible engines."""
     if found := kvferry.compare(src, dst):
         raise kvferry.Refused(*found)
     routes = [kvferry.lower(kvferry.prove(kvferry.plan(src, dst, rank.rank))) for rank in dst.ranks]
@@ -146,7 +143,7 @@ def _src_names(src: Manifest, dst: Manifest) -> dict[str, str]:
 
 
 def _engines(pair: Pair, num_requests: int, tokens: int | None) -> tuple[Manifest, Manifest, int]:
-    """Both engines with room for two waves and for one, and the tokens of the longest request."""
+    """Both engines, with room for two waves and for one, and the tokens of the longest request."""
     room = {"src": min(num_requests, 2 * WAVE), "dst": min(num_requests, WAVE)}
     num_tokens = tokens or DEFAULT_TOKENS
     while True:
@@ -174,7 +171,7 @@ def _memory_bytes(*manifests: Manifest) -> int:
 
 
 class DemoTransfers:
-    """Two engines, each rank a process; moves requests from one to the other, and notes the results."""
+    """Two engines, each rank a process; transfers requests between them."""
 
     def __init__(
         self, result: DemoResult, src: Manifest, dst: Manifest, src_names: Mapping[str, str], step: Step
@@ -182,7 +179,7 @@ class DemoTransfers:
         self._result, self._src_names, self._step, self._groups = result, src_names, step, dst.groups
         self._src_pool, self._dst_pool = BlockPool(src), BlockPool(dst, seed=1)
         self._out: dict[str, Mapping[str, BlockTable]] = {}
-        """The source blocks of requests that are to be released."""
+        """The source blocks of requests."""
         self._engine = SourceEngine(src.engine, len(src.ranks), timing=DEMO_TIMING)
         device, env = result.device, CUDA_ENVIRONMENT if result.device == "cuda" else {}
         invitation, reader = self._engine.invitation, f"{dst.engine}#{time.time_ns()}"
@@ -197,13 +194,12 @@ class DemoTransfers:
         result.num_processes = 1 + len(src.ranks) + len(dst.ranks)
 
     def wait_ready(self) -> None:
-        """Until every rank is up, and the source's have joined it."""
         for rank in (*self.sources, *self._destinations):
             rank.wait_ready()
-        until(lambda: self._engine.is_whole, "all ranks of the source join it", 60)
+        until(lambda: self._engine.is_whole, "all ranks of the source have joined it", 60)
 
     def move(self, wave: Sequence[Sample]) -> None:
-        """Fetch all requests of a wave at once, and check each of them."""
+        """Fetch all requests of a wave at once, and check them."""
         requests = [self._prepared(sample) for sample in wave]
         handles = []
         for sample, request in zip(wave, requests, strict=True):
@@ -219,7 +215,7 @@ class DemoTransfers:
             self._finish(request, reports)
 
     def _prepared(self, sample: Sample) -> kvferry.Request:
-        """Take blocks; write the request at the source, and the prefix that the destination has already."""
+        """Take blocks; write the request at the source, and the cached prefix at the destination."""
         src, dst = (self._taken(pool, sample.num_tokens) for pool in (self._src_pool, self._dst_pool))
         call_all(self.sources, "fill", src, sample.num_tokens, sample.request_id)
         need = {one.name: kvferry.need_of(one, sample.num_tokens, sample.num_kept) for one in self._groups}
@@ -230,7 +226,7 @@ class DemoTransfers:
         return kvferry.Request(src, dst, need, kept)
 
     def _taken(self, pool: BlockPool, num_tokens: int) -> dict[str, BlockTable]:
-        """Blocks for a request, once enough of them are free."""
+        """Blocks for a request, once enough are free."""
         tables: dict[str, BlockTable] = {}
 
         def is_taken() -> bool:
@@ -250,7 +246,7 @@ class DemoTransfers:
         return self._engine.offer(request_id, tables, num_tokens)
 
     def _reports(self, handles: Sequence[Sequence[int]]) -> list[list[Report]]:
-        """Wait for requests, given by a handle of each rank; their reports in the same order."""
+        """Wait for requests, given as handles per rank; their reports in the same order."""
         found: dict[tuple[int, int], Report] = {}
 
         def are_in() -> bool:
@@ -258,11 +254,11 @@ class DemoTransfers:
                 found.update({(rank, report.handle): report for report in reports})
             return len(found) == sum(map(len, handles))
 
-        until(are_in, "every rank of the destination reports its loads", DEMO_TIMING.read)
+        until(are_in, "every rank of the destination has reported its loads", DEMO_TIMING.read)
         return [[found[key] for key in enumerate(some)] for some in handles]
 
     def _check(self, sample: Sample, request: kvferry.Request) -> None:
-        """Every needed cell, and every cell that was there already, by name, on every rank."""
+        """Check every needed and every cached cell, by name, on every rank."""
         own_names = {name: name for name in self._src_names}
         for what, tokens, names, salt in (
             ("", request.need, self._src_names, sample.request_id),
@@ -273,7 +269,7 @@ class DemoTransfers:
                 self._result.count(sample, what, rank, one)
 
     def _finish(self, request: kvferry.Request, reports: Sequence[Report]) -> None:
-        """Free the destination's blocks, and add the reports, one per rank, to the result."""
+        """Free the destination's blocks, and add the ranks' reports to the result."""
         self._dst_pool.give_back(request.dst)
         result, records = self._result, [report.record for report in reports]
         result.num_requests += 1
@@ -284,7 +280,7 @@ class DemoTransfers:
         self._step("")
 
     def settle(self) -> None:
-        """Wait until everything came back; what did not is a leak."""
+        """Wait until nothing is left over; the rest are leaks."""
         deadline = time.monotonic() + SETTLED_SECONDS
         while any((left := self._left()).values()) and time.monotonic() < deadline:
             time.sleep(0.05)

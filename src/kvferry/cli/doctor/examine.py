@@ -1,4 +1,4 @@
-"""One examination: everything that is looked at and measured, here or with a doctor of another host."""
+"""One examination: all observations and measurements, on this host or with the doctor of another host."""
 
 from __future__ import annotations
 
@@ -26,29 +26,27 @@ class Observed:
     secret: SecretSeen
     machine: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Of the environment: those that UCX, NIXL, CUDA and kvferry read, without the secret."""
+    """Environment variables of UCX, NIXL, CUDA and kvferry, without the secret."""
     setting_errors: tuple[str, ...] = ()
-    """Why kvferry rejects some of them."""
     reads: tuple[ReadsSeen, ...] = ()
     listeners: tuple[ListenerSeen, ...] = ()
-    """Sockets of an engine with these settings."""
+    """Of an engine with these settings."""
     listeners_error: str = ""
-    """Why no such engine could be started; empty if one was."""
+    """Why no such engine starts; empty if it does."""
     peer: PeerSeen | None = None
 
     @property
     def uses_fabric(self) -> bool:
-        """Whether engines with these settings use NIXL at all."""
+        """Whether engines with these settings use NIXL."""
         return self.settings.get(EXPOSE_SETTING) == Expose.FABRIC.value
 
     @property
     def is_one_machine(self) -> bool:
-        """Whether both processes of the reads are on this machine."""
         return self.peer is None or self.peer.is_one_machine
 
 
 def examine(memories: Sequence[str], peer: str, progress: Callable[[str], None]) -> Observed:
-    """Look at this machine, and read from another process of it, or from a peer."""
+    """Examine this machine, and read from another process of it, or from a peer."""
     address = whole_address("--peer", peer) if peer else ""
     secret_seen, secret = observe.secret(os.environ)
     observed = Observed(
@@ -76,11 +74,11 @@ def examine(memories: Sequence[str], peer: str, progress: Callable[[str], None])
 
 
 def _with_engine(observed: Observed, memory: str) -> Observed:
-    """The same, with the sockets of an engine with these settings, and the NIXL that it uses."""
+    """Add the sockets of an engine with these settings, and its NIXL."""
     with closing(Worker("doctor-engine", EngineProbe, env=quiet_environment())) as worker:
         try:
             observed = replace(observed, listeners=worker.call("listeners", memory, timeout=CALL_SECONDS))
-        except Exception as error:  # of that process: why no engine starts
+        except Exception as error:  # of that process
             observed = replace(observed, listeners_error=last_line(error))
         if observed.uses_fabric:
             with suppress(WorkerDied):  # listeners_error says so

@@ -1,4 +1,4 @@
-"""What this process may do on its machine: packages, limits, settings, the secret."""
+"""The environment of this process: packages, limits, settings, the secret."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ FINGERPRINT_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """Installed packages, and the NIXL that engines with these settings use."""
+    """Installed packages, and the NIXL of engines with these settings."""
 
     versions: Mapping[str, str]
-    """By name in the package index; packages that are not installed are left out."""
+    """Of installed packages, by name in the package index."""
     nixl_error: str = ""
-    """Why NIXL cannot be imported; empty if it can, or if it is not used."""
+    """Why NIXL cannot be imported; empty if it can, or is not used."""
     wheel: str = ""
-    """The package that NIXL runs from, such as ``nixl_cu12``: it chooses by the CUDA that it finds."""
+    """The package that NIXL runs from, such as ``nixl_cu12``; NIXL chooses it by the installed CUDA."""
     ucx_version: str = ""
     plugins: tuple[str, ...] = ()
     """NIXL's."""
@@ -44,53 +44,44 @@ class Software:
 
 @dataclass(frozen=True, slots=True)
 class HostLimits:
-    """What the system lets this process do."""
-
     memory_bytes: int
     memlock_bytes: int | None = None
-    """How much memory may be locked; None: no limit."""
+    """None: no limit."""
     may_lock_all: bool = False
-    """Whether that limit does not apply to this process (CAP_IPC_LOCK)."""
-    ptrace_scope: int | None = None
-    """Yama's; None if the kernel has no Yama."""
-    is_filtered: bool = False
-    """Whether a seccomp filter looks at this process's system calls."""
+    """Whether the limit does not apply (CAP_IPC_LOCK)."""
     rdma_devices: tuple[str, ...] = ()
     may_open_rdma: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class SecretSeen:
-    """The secret that the environment names, but not the secret."""
+    """The public facts about the secret."""
 
     origin: str = ""
-    """The file, or the variable; empty if none is named."""
+    """The file or the variable; empty if no secret is set."""
     error: str = ""
     is_open: bool = False
     """Whether every user of this host can read the file."""
     fingerprint: str = ""
-    """A few digits that are equal for equal secrets, and reveal nothing of them."""
+    """Equal for equal secrets, without revealing them."""
 
 
 def host_limits() -> HostLimits:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     lines = (line.partition(":") for line in file_text("/proc/self/status").splitlines())
     status = {key: value.strip() for key, _, value in lines}
-    scope = file_text("/proc/sys/kernel/yama/ptrace_scope")
     doors = RDMA_DOORS.glob("uverbs*")
     return HostLimits(
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         memlock_bytes=None if soft == resource.RLIM_INFINITY else soft,
         may_lock_all=bool(int(status.get("CapEff", "0"), 16) >> CAP_IPC_LOCK & 1),
-        ptrace_scope=int(scope) if scope else None,
-        is_filtered=status.get("Seccomp", "0") != "0",
         rdma_devices=tuple(sorted(path.name for path in RDMA_DEVICES.glob("*"))),
         may_open_rdma=any(os.access(path, os.R_OK | os.W_OK) for path in doors),
     )
 
 
 def file_text(path: str | Path) -> str:
-    """A small file of the kernel's; empty if it is not there."""
+    """Empty if the file does not exist."""
     with suppress(OSError):
         return Path(path).read_text(encoding="utf-8", errors="replace").strip()
     return ""
@@ -114,7 +105,7 @@ def setting_errors(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _check_together(environ: Mapping[str, str]) -> None:
-    """Raise TransportError if the way needs what is not exposed, or UCX's settings are rejected."""
+    """Raise TransportError for settings that contradict each other."""
     expose = Expose.from_environment(environ)
     ProcessTransport(way=WayChoice.from_environment(environ), expose=expose).close()
     if expose is Expose.FABRIC:
@@ -122,7 +113,7 @@ def _check_together(environ: Mapping[str, str]) -> None:
 
 
 def secret(environ: Mapping[str, str]) -> tuple[SecretSeen, Secret | None]:
-    """The secret that the environment names, and what may be shown of it."""
+    """The environment's secret, and the public facts about it."""
     path = environ.get(SECRET_FILE, "")
     origin = f"the file {path}" if path else SECRET if environ.get(SECRET) else ""
     logging.disable(logging.WARNING)  # findings say the same

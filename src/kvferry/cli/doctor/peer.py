@@ -1,7 +1,6 @@
-"""Two doctors talk over the control channel: one serves memory, the other reads it.
+"""Two doctors over the control channel: one serves memory, the other reads it.
 
-Their messages are JSON, and no part of the engines' protocol: only doctors of one ``FORMAT`` understand each
-other.
+Their messages are JSON, not part of the engines' protocol, and of one ``FORMAT``.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from kvferry.endpoint.invitation import BOOT_ID, EVERY_HOST
 from kvferry.errors import SpecError
 from kvferry.wire.secret import Secret, is_loopback
 
-FORMAT = 2
+FORMAT = 3
 QUESTION, ANSWER = "kvferry doctor asks", "kvferry doctor answers"
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 15.0
 NUM_BROKEN = 3
-"""After so many failed handshakes no other is tried."""
+"""Failed handshakes before giving up."""
 WAIT_SECONDS = 0.5
 NONSENSE = (ValueError, KeyError, TypeError, AttributeError)
 
@@ -42,13 +41,12 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class HostPlace:
-    """Where a process is, in words that another process can compare."""
+    """Where a process runs, comparable between processes."""
 
     name: str
     boot: str
-    """The boot of the machine: equal in all containers of it."""
+    """The boot id of the machine: equal in all of its containers."""
     pid_namespace: str
-    user: int
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -59,9 +57,9 @@ class PeerSeen:
     address: str
     ours: HostPlace
     tcp_error: str = ""
-    """Why the port could not be reached at all."""
+    """Why the port is unreachable."""
     is_connected: bool = False
-    """Whether the listener speaks our protocol, with our secret or, like us, without one."""
+    """Whether the listener accepts our secret, or has none as we do."""
     answer_error: str = ""
     theirs: HostPlace | None = None
 
@@ -71,24 +69,23 @@ class PeerSeen:
 
     @property
     def shares_pids(self) -> bool:
-        """Whether one process can name the other."""
         theirs = self.theirs
         return theirs is not None and self.is_one_machine and theirs.pid_namespace == self.ours.pid_namespace
 
 
 def whole_address(option: str, text: str) -> str:
-    """An address as the channel takes it; raises SpecError if it has no port.
+    """An address for the channel.
 
     >>> whole_address("--peer", "10.0.0.7:7777")
     'tcp://10.0.0.7:7777'
     >>> whole_address("--peer", "10.0.0.7")
     Traceback (most recent call last):
-    kvferry.errors.SpecError: --peer 10.0.0.7: say HOST:PORT, such as 10.0.0.7:7777
+    kvferry.errors.SpecError: --peer 10.0.0.7: expected HOST:PORT, such as 10.0.0.7:7777
     """
     rest = text.removeprefix(SCHEME)
     host, _, port = rest.rpartition(":")
     if not host or not port.isdecimal() or not 0 <= int(port) < 1 << 16:
-        raise SpecError(f"{option} {text}: say HOST:PORT, such as 10.0.0.7:7777")
+        raise SpecError(f"{option} {text}: expected HOST:PORT, such as 10.0.0.7:7777")
     return SCHEME + rest
 
 
@@ -99,10 +96,10 @@ def serve(listen: str, memories: Sequence[str], say: Say) -> None:
         raise SpecError(seen.error)
     if secret is None and not is_loopback(address):
         raise SpecError(
-            f"--listen {listen}: other hosts can call this address, and there is no secret: set"
-            " KVFERRY_SECRET_FILE (`kvferry keygen` makes one), or listen at 127.0.0.1"
+            f"--listen {listen}: an address that other hosts can reach needs a secret: set"
+            " KVFERRY_SECRET_FILE (`kvferry keygen` creates one), or listen on 127.0.0.1"
         )
-    say(f"the secret has the fingerprint {seen.fingerprint}" if secret else "no secret is set")
+    say(f"fingerprint of the secret: {seen.fingerprint}" if secret else "no secret is set")
     for number in (signal.SIGINT, signal.SIGTERM):  # the first process of a container would ignore the latter
         signal.signal(number, signal.default_int_handler)
     try:
@@ -120,7 +117,7 @@ def _answer_calls(address: str, secret: Secret | None, memories: Sequence[str], 
             stack.enter_context(serving_memory(each, pool_bytes(sizes_of(each)), host)) for each in memories
         ]
         answer = _packed(ANSWER, memories=[{**asdict(one), "card": one.card.hex()} for one in served])
-        say(f"listening at {channel.address.removeprefix(SCHEME)}; Ctrl-C ends it")
+        say(f"listening on {channel.address.removeprefix(SCHEME)}; stop with Ctrl-C")
         while True:
             for received in channel.wait(WAIT_SECONDS):
                 if isinstance(received, Received):
@@ -132,11 +129,11 @@ def _caller(data: bytes) -> str:
     try:
         return f"{_host(_unpacked(data, QUESTION)).name[:64]!r}"
     except NONSENSE:
-        return "a process that is no doctor of this version"
+        return "a process that is not a doctor of this version"
 
 
 def call(address: str, secret: Secret | None) -> tuple[PeerSeen, list[ServedMemory]]:
-    """Call a doctor that listens: how that went, and what it offers."""
+    """Call a listening doctor: the result, and the memory that it serves."""
     peer = PeerSeen(address.removeprefix(SCHEME), host_place(), _tcp_error(address))
     if peer.tcp_error:
         return peer, []
@@ -148,11 +145,11 @@ def call(address: str, secret: Secret | None) -> tuple[PeerSeen, list[ServedMemo
         message = _unpacked(data, ANSWER)
         return replace(peer, theirs=_host(message)), [_offered(one) for one in message["memories"]]
     except NONSENSE as error:
-        return replace(peer, answer_error=f"{len(data)} bytes that say something else ({error})"), []
+        return replace(peer, answer_error=f"its answer of {len(data)} bytes is not a doctor's ({error})"), []
 
 
 def _tcp_error(address: str) -> str:
-    """Why the port cannot be reached; empty if it can."""
+    """Empty if the port is reachable."""
     host, _, port = address.removeprefix(SCHEME).rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
@@ -164,7 +161,7 @@ def _tcp_error(address: str) -> str:
 
 
 def _ask(address: str, secret: Secret | None) -> tuple[bool, bytes | None]:
-    """Whether the peer accepts our connection, and its answer."""
+    """Whether the peer accepts the connection, and its answer."""
     until, contacts, question = time.monotonic() + ANSWER_SECONDS, Counter[Contact](), _packed(QUESTION)
     with closing(Channel(secret=secret)) as channel:
         channel.send(address, question)
@@ -193,14 +190,14 @@ def _unpacked(data: bytes, kind: str) -> dict[str, Any]:
 
 def host_place() -> HostPlace:
     boot, pids = file_text(BOOT_ID), os.readlink("/proc/self/ns/pid")
-    return HostPlace(socket.gethostname(), boot, pids, os.geteuid(), package_versions())
+    return HostPlace(socket.gethostname(), boot, pids, package_versions())
 
 
 def _host(message: Mapping[str, Any]) -> HostPlace:
     fields = message["host"]
     name, boot, pid_namespace = (str(fields[key]) for key in ("name", "boot", "pid_namespace"))
     versions = {str(package): str(version) for package, version in fields["versions"].items()}
-    return HostPlace(name, boot, pid_namespace, int(fields["user"]), versions)
+    return HostPlace(name, boot, pid_namespace, versions)
 
 
 def _offered(fields: Mapping[str, Any]) -> ServedMemory:

@@ -1,4 +1,4 @@
-"""The report of an examination, for people and tools, and the profile that ``kvferry plan --link`` takes."""
+"""The report of an examination, and the profile for ``kvferry plan --link``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def profile_document(observed: Observed) -> dict[str, Any]:
-    """What ``kvferry plan --link`` reads; empty if no read succeeded."""
+    """Empty if no read succeeded."""
     times = [
         {
             "medium": reads.memory,
@@ -56,7 +56,7 @@ STYLES = {Level.PROBLEM: "bold red", Level.WARNING: "bold yellow", Level.NOTE: "
 
 
 def is_ready(found: Sequence[Diagnosis]) -> bool:
-    """Whether nothing was found that stops work."""
+    """Whether there is no problem."""
     return all(diagnosis.level is not Level.PROBLEM for diagnosis in found)
 
 
@@ -151,7 +151,7 @@ def _show_listeners(out: Console, observed: Observed) -> None:
 
 
 def _place(listener: ListenerSeen) -> str:
-    """Without the parts that every engine chooses anew: ports, and the names of files."""
+    """Without the parts that differ between engines: ports and file names."""
     if listener.kind == "tcp":
         return f"TCP, a free port of {listener.address.rpartition(':')[0]}"
     folder, slash, _ = listener.address.rpartition("/")

@@ -1,4 +1,4 @@
-"""The sockets of an engine with the present settings, and the NIXL that it uses."""
+"""The sockets of an engine with the current settings, and its NIXL."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from kvferry.wire.secret import Trust, is_loopback
 SCHEME = "tcp://"
 MODEL = Model("doctor", (Layer("layers.0", (attention(1, 64, "bf16"),)),))
 ANY_HOST = ("192.0.2.1", 9)
-"""Of the block for documentation: nothing is sent there. The kernel chooses our address by it."""
+"""An address for documentation, to which nothing is sent: the kernel chooses our address for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListenerSeen:
-    """A socket that an engine with the present settings listens on."""
+    """A socket that an engine with the current settings listens on."""
 
     purpose: str
     kind: str
@@ -43,15 +43,15 @@ class ListenerSeen:
 
 
 MEANINGS = {
-    "authority": "Callers can ask for leases; a lease needs a valid ticket.",
-    "rank": "Callers can ask for bytes; they are sent only for a granted lease.",
+    "authority": "Callers can request leases; a lease needs a valid ticket.",
+    "rank": "Callers can request bytes; they are sent only for a granted lease.",
     "stream": "A caller must name a stream that this rank offered, and only receives bytes.",
-    "status": "Callers can read the status; nothing they send is read.",
+    "status": "Callers can read the status; their input is ignored.",
     "descriptors": "A caller that has the rank's card can open its device memory.",
     "ucx": "Callers can read and write all memory of this process: UCX has no authentication.",
-    "unknown": "Not opened by kvferry: a library in this process opened it.",
+    "unknown": "Opened by a library in this process, not by kvferry.",
 }
-"""What callers can do, by what a socket is for: in the order in which they are shown."""
+"""The abilities of callers by the purpose of a socket, in the order of the report."""
 SEALED_MEANINGS = {
     **MEANINGS,
     "authority": "Encrypted. Callers must know the secret; a lease also needs a valid ticket.",
@@ -75,17 +75,17 @@ class EngineProbe:
     """A source engine of one rank, in a process of its own."""
 
     def listeners(self, memory: str) -> tuple[ListenerSeen, ...]:
-        """Start one whose caches are in this kind of memory, and list its sockets."""
+        """Start one with caches in this memory, and list its sockets."""
         logging.disable(logging.WARNING)
         secret = secret_from_environment()
-        # Started on loopback only, described as an engine is: with a secret it listens at its host's address.
+        # Started on loopback only; a real engine with a secret listens on its host's address.
         host, meanings = (own_address(), SEALED_MEANINGS) if secret else (LOOPBACK, MEANINGS)
         sockets = _engine_sockets(memory, Trust(secret))
         found = [_described(purpose, listener, host, meanings) for listener, purpose in sockets.items()]
         return tuple(sorted(found, key=lambda each: (list(MEANINGS).index(each.purpose), each.address)))
 
     def nixl(self) -> dict[str, object]:
-        """The build that an engine with these settings uses, or why it cannot be imported."""
+        """The build of NIXL, or why it cannot be imported."""
         try:
             return asdict(describe_build())
         except TransportError as error:
@@ -93,7 +93,7 @@ class EngineProbe:
 
 
 def _engine_sockets(memory: str, trust: Trust) -> dict[Listener, str]:
-    """Each socket, and its purpose: by when it appears, and by its address."""
+    """Each socket with its purpose, known by when it appears and by its address."""
     listen = f"{SCHEME}{LOOPBACK}:*"
     manifest = describe(MODEL, Topology(block=16, blocks=4), "doctor")
     with ExitStack() as stack:
@@ -115,8 +115,6 @@ def _engine_sockets(memory: str, trust: Trust) -> dict[Listener, str]:
 
 
 class _WatchedTransport(ProcessTransport):
-    """Notes which sockets there are once its memory is registered."""
-
     registered: frozenset[Listener] = frozenset()
 
     def register(self, regions: Sequence[Region]) -> None:
@@ -125,7 +123,7 @@ class _WatchedTransport(ProcessTransport):
 
 
 def _described(purpose: str, listener: Listener, host: str, meanings: Mapping[str, str]) -> ListenerSeen:
-    """A socket of an engine that listens at ``host``: who reaches it, and what they can do.
+    """A socket of an engine that listens on ``host``.
 
     >>> _described("stream", Listener("tcp", "127.0.0.1:4000"), "10.0.0.7", MEANINGS).reach
     'hosts that can connect to 10.0.0.7'

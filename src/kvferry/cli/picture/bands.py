@@ -1,14 +1,13 @@
-"""Who sends what to whom: states as rows, ranks as columns, a band for each pair of ranks."""
+"""The transfers between ranks: states as rows, ranks as columns, a band per pair of ranks."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry.cli.asked import Asked, Billed
-from kvferry.cli.output import cell_words, together
+from kvferry.cli.output import cell_words, kind_of, together
 from kvferry.core.box import TOKEN, Box
 from kvferry.core.check import LaneKey
 from kvferry.core.lower import Lane, Route
@@ -23,20 +22,17 @@ from kvferry.core.words import counted
 
 @dataclass(frozen=True, slots=True)
 class BandPart:
-    """The same part of some states, on the same way."""
+    """The same part of some states, between the same ranks."""
 
     states: str
-    """Their names as one, the destination's."""
-    num_states: int
+    """Their names at the destination, joined."""
     box: str
-    """Which part of each of them."""
+    """The part of each of them."""
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """What one source rank sends to one destination rank, of the states of one row."""
-
     src_rank: int
     dst_rank: int
     parts: tuple[BandPart, ...]
@@ -47,7 +43,7 @@ class Band:
 
 
 Parts = tuple[tuple[float, float], ...]
-"""What one rank holds of a state, of the axis by which it is split: from and to, of 1; or nothing."""
+"""The parts of a state that one rank holds: intervals within [0, 1] of the axis by which it is split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +52,20 @@ class Holding:
 
     sentence: str
     is_replicated: bool
-    """Whether some part of it is on more ranks than one."""
+    """Whether several ranks hold the same part."""
     shares: Mapping[int, Parts]
     """By rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateRow:
-    """States that are alike: of one kind, held alike on both sides."""
+    """States of one kind, held alike on both sides."""
 
     label: str
     names: tuple[str, ...]
     cell: str
-    """What one cell of such a state is."""
     tokens: str
-    """How much of it the request moves."""
+    """The tokens that the request transfers."""
     src: Holding
     dst: Holding
     bands: tuple[Band, ...]
@@ -85,7 +80,7 @@ class StateRow:
 
 
 def state_rows(asked: Asked, billed: Billed) -> tuple[StateRow, ...]:
-    """The rows of a proved pair; their bytes are those of its bill, to the last one."""
+    """The rows of a proved pair; their bytes are exactly those of its bill."""
     src, dst = billed.source, billed.destination
     request = sample_request(src, dst, billed.tokens, num_kept=asked.kept, placement=asked.placement)
     moved: dict[str, list[tuple[Piece, int]]] = defaultdict(list)
@@ -100,7 +95,7 @@ def state_rows(asked: Asked, billed: Billed) -> tuple[StateRow, ...]:
 
 
 def piece_bytes(route: Route, request: Request) -> Iterator[tuple[Piece, int]]:
-    """Each piece of a plan with the bytes that a request moves of it, slack that is copied along included."""
+    """The bytes of each piece for a request, including copied slack."""
     pieces: dict[object, list[Piece]] = defaultdict(list)
     for piece in route.plan.pieces:
         pieces[_lane_of(route, piece), piece.src_rank].append(piece)
@@ -122,7 +117,7 @@ def _lane_of(route: Route, piece: Piece) -> LaneKey:
 
 
 def _shared_out(total: int, pieces: Sequence[Piece], lane: Lane, route: Route) -> Iterator[int]:
-    """A lane moves the same tokens of all its pieces: each has its share, and the shares are the total."""
+    """Divide a lane's bytes among its pieces by their cells; the shares add up to the total."""
     states = route.plan.dst.state_by_name
     weights = [p.box.over(lane.period).num_cells() * states[p.state].item_bytes for p in pieces]
     whole, passed = sum(weights), 0
@@ -132,12 +127,11 @@ def _shared_out(total: int, pieces: Sequence[Piece], lane: Lane, route: Route) -
 
 
 def _likeness(state: State, src: Manifest, dst: Manifest) -> object:
-    """Equal for states that belong into one row."""
-    kind = re.sub(r"\d+", "#", state.name, count=1)
+    """Equal for states of one row."""
     source = src.find(state)
     held = id(src.holders[source.name]) if source else 0
     what = (state.axes, state.dtype, state.item_bytes, state.kind, state.tokens_per_cell)
-    return (kind, what, _group(dst, state).window, held, id(dst.holders[state.name]))
+    return (kind_of(state.name), what, _group(dst, state).window, held, id(dst.holders[state.name]))
 
 
 def _group(manifest: Manifest, state: State) -> Group:
@@ -166,7 +160,7 @@ def _bands(moved: Sequence[tuple[Piece, int]]) -> Iterator[Band]:
         pairs[piece.src_rank, piece.dst_rank][str(piece.box)].append((piece.state, num_bytes))
     for (src_rank, dst_rank), boxes in sorted(pairs.items()):
         parts = (
-            BandPart(together([name for name, _ in some]), len(some), box, sum(size for _, size in some))
+            BandPart(together([name for name, _ in some]), box, sum(size for _, size in some))
             for box, some in boxes.items()
         )
         yield Band(src_rank, dst_rank, tuple(parts))
@@ -181,7 +175,7 @@ def _token_words(state: State, group: Group, num_tokens: int) -> str:
     return cell.removeprefix(", ") or "one cell per token"
 
 
-# -- who holds what ----------------------------------------------------------------------------------
+# -- the holders of a state --------------------------------------------------------------------------
 
 
 def _holding(manifest: Manifest, state: State) -> Holding:
@@ -207,7 +201,7 @@ def _sentence(num_ranks: int, num_parts: int, axis: str) -> str:
 
 
 def _split_axis(boxes: Sequence[Box]) -> str:
-    """The axis in which the ranks' boxes differ most; empty if they are all the same."""
+    """The axis with the most different parts; empty if all boxes are equal."""
     different: dict[str, set[object]] = defaultdict(set)
     for box in boxes:
         for name, spans in box.axes:

@@ -1,8 +1,7 @@
-"""A block to scale: where the cells of each view lie in the bytes of one block of a tensor."""
+"""Blocks to scale: the cells of each view in one block of a tensor."""
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from math import prod
 
 import numpy as np
 
-from kvferry.cli.output import by_numbers, together
+from kvferry.cli.output import by_numbers, kind_of, together
 from kvferry.core.box import TOKEN
 from kvferry.core.manifest import Manifest, Rank
 from kvferry.core.span import Span
@@ -20,33 +19,33 @@ from kvferry.core.view import View
 from kvferry.core.words import counted
 
 MAX_CELLS = 96
-"""Cells that are drawn one by one, of each view; more of them are drawn together."""
+"""Cells of a view that are drawn one by one; more are drawn together."""
 MAX_CELLS_OF_ENGINE = 900
-"""Cells that are drawn of all views of an engine together: a page stays small."""
+"""Of all views of an engine together, so that a page stays small."""
 
 SMALL = 12
-"""Views that take less than this part of a block are drawn enlarged, too."""
+"""Views of less than this fraction of a block are also drawn enlarged."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnCells:
-    """Cells that are drawn as one: the bytes from the first to the last of them, and which they are."""
+    """Cells that are drawn as one, from the first byte to the last."""
 
     offset: int
-    """Bytes from the start of the block."""
+    """From the start of the block."""
     num_bytes: int
     words: str
     is_whole: bool
-    """Whether all these bytes are theirs; otherwise other cells lie between them."""
+    """Whether no other cells lie between them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """One view, or the equal views of several layers, along the bytes of a block."""
+    """One view, or the equal views of several layers."""
 
     label: str
     stride_words: str
-    """How far one step along each axis goes."""
+    """The stride of each axis."""
     cells: tuple[DrawnCells, ...]
 
     @property
@@ -56,7 +55,7 @@ class Track:
 
 @dataclass(frozen=True, slots=True)
 class Lens:
-    """A part of a block that is too small to be seen on the scale of the whole, drawn once more."""
+    """A small part of a block, enlarged."""
 
     first_byte: int
     num_bytes: int
@@ -65,13 +64,13 @@ class Lens:
 
 @dataclass(frozen=True, slots=True)
 class BlockPart:
-    """The views of one group in a tensor, or of several groups if they are equal."""
+    """The views of one group in a tensor, or of several equal groups."""
 
     groups: tuple[str, ...]
     holds: str
-    """What one block holds."""
+    """The content of one block."""
     first_byte: int
-    """Where its first block begins in the tensor."""
+    """Of the first block in the tensor."""
     block_bytes: int
     used_bytes: int
     tracks: tuple[Track, ...]
@@ -84,37 +83,39 @@ class BlockPart:
 
 @dataclass(frozen=True, slots=True)
 class BlockPicture:
-    """A block of one kind of tensor, with the views of every group that lies in it."""
+    """A block of one kind of tensor, with the views of all of its groups."""
 
     tensors: str
-    """The names of the tensors as one."""
+    """Their names, joined."""
     num_tensors: int
     num_bytes: int
-    """How many bytes are drawn: the longest stride of its parts."""
+    """Drawn bytes: the longest stride of its parts."""
     parts: tuple[BlockPart, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineBlocks:
-    """The blocks of one engine, as one of its ranks has them."""
+    """The blocks of one rank of an engine."""
 
     engine: str
-    """What it is to this page: the source, the destination, A or B."""
+    """Its role: source, destination, A or B."""
     rank: int
     sentence: str
-    """For how many ranks the picture stands."""
+    """The number of ranks with this layout."""
     pictures: tuple[BlockPicture, ...]
     num_more: int
-    """Tensors that are not drawn: they hold the same views, in another mix."""
+    """Other tensors, with combinations of the same views."""
 
 
 def engine_blocks(engine: str, manifest: Manifest) -> EngineBlocks:
-    """Blocks of the first rank: as many tensors as it takes to show every kind of view once."""
+    """Blocks of the first rank: enough tensors to show every kind of view once."""
     rank = manifest.ranks[0]
     looks = [_look(each) for each in manifest.ranks]
     alike = looks.count(looks[0])
     sentence = (
-        "all ranks are laid out alike" if alike == len(looks) else f"{alike} of {len(looks)} ranks like this"
+        "all ranks have this layout"
+        if alike == len(looks)
+        else f"{alike} of {len(looks)} ranks have this layout"
     )
     views: dict[str, list[View]] = defaultdict(list)
     for view in rank.views:
@@ -128,33 +129,26 @@ def engine_blocks(engine: str, manifest: Manifest) -> EngineBlocks:
         if not some <= seen:
             seen |= some
             shown.append(regions)
-    num_tracks = sum(len({_kind(view.state) for view in views[regions[0]]}) for regions in shown)
+    num_tracks = sum(len({kind_of(view.state) for view in views[regions[0]]}) for regions in shown)
     limit = max(8, min(MAX_CELLS, MAX_CELLS_OF_ENGINE // num_tracks)) if num_tracks else MAX_CELLS
     drawn = tuple(_picture(manifest, regions, views, limit) for regions in shown)
     return EngineBlocks(engine, rank.rank, sentence, drawn, len(views) - sum(map(len, shown)))
 
 
 def _look(rank: Rank) -> object:
-    """Equal for ranks whose memory is laid out alike, whichever heads they hold."""
+    """Equal for ranks of one layout, whatever heads they hold."""
     return tuple((view.region, view.group, _view_look(view)) for view in rank.views)
 
 
 def _view_look(view: View) -> object:
-    """Equal for views that are drawn alike: of one kind, at one place of the block."""
+    """Equal for views of one kind, at one place of the block."""
     digits = tuple((name, tuple((d.num_held, d.stride) for d in axis.digits)) for name, axis in view.axes)
-    return (_kind(view.state), view.offset % view.block_stride, view.block_stride, digits)
+    return (kind_of(view.state), view.offset % view.block_stride, view.block_stride, digits)
 
 
 def _pool(view: View) -> tuple[str, int, int]:
-    """Equal for views that share their blocks: of one group, and in one run of blocks of the tensor.
-
-    A tensor may hold all blocks of K and then all of V, or those of one layer after the other's.
-    """
+    """Equal for views of one series of blocks: a tensor may hold all blocks of K before those of V."""
     return (view.group, view.block_stride, view.offset // view.block_stride)
-
-
-def _kind(state: str) -> str:
-    return re.sub(r"\d+", "#", state, count=1)
 
 
 def _picture(
@@ -184,16 +178,16 @@ def _part(
     alike: Sequence[View],
     limit: int,
 ) -> BlockPart:
-    """The views of one pool; ``alike`` are those of equal pools and tensors, which are named with them."""
+    """The views of one pool; ``alike``: those of equal pools and tensors, named with them."""
     groups = tuple(dict.fromkeys(name for name, _, _ in pools))
     _, stride, index = pools[0]
     kinds: dict[str, list[View]] = defaultdict(list)
     for view in views:
-        kinds[_kind(view.state)].append(view)
+        kinds[kind_of(view.state)].append(view)
     cells = sum(_held_bytes(manifest, view) for view in views)
     states: dict[str, list[str]] = defaultdict(list)
     for view in alike:
-        states[_kind(view.state)].append(view.state)
+        states[kind_of(view.state)].append(view.state)
     tracks = tuple(
         Track(
             together(sorted(states[kind], key=by_numbers)),
@@ -207,7 +201,7 @@ def _part(
 
 
 def _lens(tracks: Sequence[Track], block_bytes: int) -> Lens | None:
-    """The views that would be a smear on the scale of the block; None if each can be seen."""
+    """The views that are too small on the scale of the block."""
     small = [track for track in tracks if SMALL * track.extent_bytes < block_bytes]
     if not small:
         return None
@@ -249,7 +243,7 @@ def _strides(view: View) -> str:
 def drawn_cells(
     view: View, item_bytes: int, tokens_per_cell: int, limit: int, offset: int
 ) -> Iterator[DrawnCells]:
-    """The cells of one block: the outermost steps one by one, as many as the limit allows.
+    """The cells of one block, the outermost steps one by one, up to the limit.
 
     >>> import numpy as np
     >>> pool = np.zeros((9, 2, 4, 2, 8), np.int16)  # block, head, token, K or V, channel
@@ -262,14 +256,14 @@ def drawn_cells(
     """
     steps = [(name, digit) for name, axis in view.axes for digit in axis.digits if digit.num_held > 1]
     steps.sort(key=lambda step: -step[1].stride)
-    # Innermost steps that fill what they go over need not be drawn one by one.
+    # Innermost steps without gaps are not drawn one by one.
     num_shown, extent = len(steps), item_bytes
     while num_shown and steps[num_shown - 1][1].stride == extent:
         name, digit = steps[num_shown - 1]
         if name in (TOKEN, "head"):
             break
         num_shown, extent = num_shown - 1, extent * digit.num_held
-    # The first step that is too long is cut into parts of equal length; those inside it are drawn whole.
+    # The first step beyond the limit is cut into equal parts; the steps inside it are drawn whole.
     parts, number = list[list[Span]](), 1
     for _, digit in steps[:num_shown]:
         parts.append(_cut(digit.num_held, limit // number))
@@ -287,13 +281,12 @@ def drawn_cells(
 
 
 def _cut(length: int, number: int) -> list[Span]:
-    """So many equal parts of a length, or fewer."""
     each = -(-length // max(1, number))
     return [Span(at, min(at + each, length)) for at in range(0, length, each)]
 
 
 def _words(view: View, named: set[str], chosen: Mapping[tuple[str, int], Span], tokens_per_cell: int) -> str:
-    """Which tokens, heads and so on these cells are of; other axes that are there whole are not named."""
+    """The tokens, heads and parts of other axes that these cells have."""
     parts = []
     for name, axis in sorted(view.axes, key=lambda each: (each[0] != "head", each[0] != TOKEN, each[0])):
         if name not in (TOKEN, "head") and name not in named:

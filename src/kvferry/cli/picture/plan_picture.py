@@ -1,4 +1,4 @@
-"""What the pages of a plan and of two manifests show, as the values of their templates."""
+"""The values of the templates of a plan and of two manifests."""
 
 from __future__ import annotations
 
@@ -17,24 +17,22 @@ from kvferry.core.manifest import Manifest
 from kvferry.core.words import counted
 
 MOST_LINES = 800
-"""Lines of all tables of bands together: a page of hundreds of ranks stays one that a browser opens."""
+"""Limit of all tables of bands together, for pages of hundreds of ranks."""
 PROVED = "is written exactly once, from the matching source byte."
 REFUSED = "These two engines are incompatible; nothing would be transferred. Reasons and remedies:"
 OTHER_MODEL = (
-    "Running engines would refuse each other: they do not serve the same model. The bytes would fit, and are"
-    " drawn below."
+    "Running engines reject each other: they do not serve the same model. The bytes would fit, and are drawn"
+    " below."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A reason for a refusal, or a warning: what is the matter, and what to do."""
-
     word: str
     title: str
     rows: tuple[tuple[str, str], ...] = ()
     command: str = ""
-    """What shows that it helps."""
+    """Shows the remedy."""
 
 
 def plan_page(answer: PlanAnswer) -> dict[str, object]:
@@ -61,7 +59,6 @@ def plan_page(answer: PlanAnswer) -> dict[str, object]:
         "request": f"one request of {billed.tokens:,} tokens{kept}, {asked.placement.value} blocks",
         "key_numbers": list(_key_numbers(answer)),
         "advice": advice,
-        # Why it is refused, and what to do, without what is said of its speed.
         "reasons": [each for each in advice if each.word != "slow"] if answer.findings else [],
         "strips": drawn,
         "blocks": _blocks({"source": source, "destination": destination}),
@@ -86,7 +83,6 @@ def _sentence(answer: PlanAnswer) -> str:
 
 
 def _key_numbers(answer: PlanAnswer) -> Iterator[tuple[str, str]]:
-    """A number, and what it is of."""
     bill = answer.bill
     if bill.num_runs:
         yield num_bytes(bill.total_bytes), "moved"
@@ -113,7 +109,7 @@ LABEL_WIDTH, LABEL_LINES = 36, 3
 
 
 def label_lines(name: str) -> list[str]:
-    """A name on at most three lines of a drawing, cut after its marks.
+    """A name on at most three lines of a drawing, wrapped after punctuation.
 
     >>> label_lines("layers.{0-2,4-6,8-10,12-14,16-18,20-22,24-25}.linear/conv.q")
     ['layers.{0-2,4-6,8-10,12-14,16-18,', '20-22,24-25}.linear/conv.q']
@@ -131,7 +127,7 @@ def label_lines(name: str) -> list[str]:
 
 
 def diff_page(found: ManifestDiff, a: Manifest, b: Manifest, given: tuple[str, str]) -> dict[str, object]:
-    """``given``: what the two were called."""
+    """``given``: the arguments of the two sides."""
     word, words = verdict(found)
     words = words.replace("`", "")
     by_effect = {effect: [each for each in found.differences if each.effect is effect] for effect in Effect}

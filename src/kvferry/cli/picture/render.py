@@ -1,4 +1,4 @@
-"""From values to text by templates, and to a file; the only file that imports Jinja."""
+"""Templates to text and files; the only file that imports Jinja."""
 
 from __future__ import annotations
 
@@ -47,14 +47,13 @@ COLOURS = {
     "v4": ("#a8475e", "#e5889d"),
     "v5": ("#6b6f3a", "#b5ba72"),
 }
-"""By name: on a light page, and on a dark one."""
+"""On a light page, and on a dark one."""
 LIGHT, DARK = ({name: both[i] for name, both in COLOURS.items()} for i in (0, 1))
 TEMPLATES = Path(__file__).parent / "templates"
-INSTALL = 'Pages need Jinja, which is not installed: pip install ".[html]" in a clone of kvferry'
+INSTALL = 'Jinja is not installed: pip install ".[html]" in a clone of kvferry'
 
 
 def check_installed(option: str) -> None:
-    """Raise SpecError if there is nothing to draw with."""
     try:
         import jinja2  # noqa: F401
     except ImportError:
@@ -62,10 +61,10 @@ def check_installed(option: str) -> None:
 
 
 def render(template: str, page: dict[str, object]) -> str:
-    """A template with its values. Names come from strangers: everything is escaped."""
+    """A template with its values, which are escaped."""
     environment = _environment()
     script = environment.get_template("page.js").render()
-    # The page allows this one script and no other, whatever a name might smuggle in.
+    # The page allows this script only.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return environment.get_template(template).render(
         page=page, script=script, script_hash=f"sha256-{digest}", version=kvferry.__version__
@@ -108,7 +107,7 @@ def _environment() -> Environment:
 
 
 def _printable(value: object) -> object:
-    """Without what no XML may contain: a name of a stranger must not make a file that nobody can open."""
+    """Without characters that XML forbids."""
     return (
         re.sub(r"[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff\ufffe\uffff]", "\ufffd", value)
         if type(value) is str
@@ -121,7 +120,7 @@ def _seconds(value: float) -> str:
 
 
 def _name_parts(text: str) -> list[str]:
-    """Where a long name may be cut.
+    """Where a long name may wrap.
 
     >>> _name_parts("layers.{0-2,4}.attn/k")
     ['layers.', '{0-', '2,', '4}.', 'attn/', 'k']
@@ -130,14 +129,14 @@ def _name_parts(text: str) -> list[str]:
 
 
 def _width(value: float) -> str:
-    """A width that can be seen, however few bytes it is, with a gap to the next where there is room."""
+    """At least visible, and with a gap to the next if there is room."""
     return number(value - 0.6 if value > 4 else max(0.6, value))
 
 
 def check_pictures(asked: Mapping[str, Path | None]) -> None:
-    """Raise SpecError, before any work, if one of these options names a file that cannot be drawn into.
+    """Raise SpecError, before any work, for unusable files of these options.
 
-    The ending is checked because a picture replaces what is there: an old picture, and never a manifest.
+    A picture replaces an existing file: the suffix protects manifests.
     """
     for option, path in asked.items():
         if path is None:
@@ -165,7 +164,7 @@ def draw_plan(answer: PlanAnswer, html: Path | None, svg: Path | None) -> None:
 def draw_diff(
     found: ManifestDiff, a: Manifest, b: Manifest, given: tuple[str, str], html: Path | None
 ) -> None:
-    """Write the page that was asked for; ``given`` is what the two were called."""
+    """``given``: the arguments of the two sides."""
     if html is None:
         return
     from kvferry.cli.picture.plan_picture import diff_page
@@ -174,7 +173,7 @@ def draw_diff(
 
 
 def _write(path: Path, text: str) -> None:
-    """Write it whole or not at all: who has the old picture open never sees half of a new one."""
+    """Replace atomically."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     with at(str(path)):
         try:

@@ -1,4 +1,4 @@
-"""Where things are drawn: from bytes and seconds to lengths on a canvas."""
+"""From bytes and seconds to lengths on a canvas."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kvferry.cli.output import milliseconds
 from kvferry.cli.picture.bands import Band, Parts, StateRow
 
 WIDTH = 1000.0
-"""Of every strip. A page stretches it to the width that it has."""
+"""Of every strip; the page scales it."""
 STRIP_HEIGHT = 120.0
 BAR_HEIGHT = 12.0
-"""Of the bar that says what a rank holds."""
+"""Of the bar of a rank's parts."""
 USED = 0.8
-"""How much of its column the rank with the most bytes fills."""
+"""The part of its column that the rank with the most bytes fills."""
 THINNEST = 2.0
 
 
@@ -34,7 +34,7 @@ class BandShape:
 
 @dataclass(frozen=True, slots=True)
 class HeldShape:
-    """The bar of one rank: its frame, and the parts of it that are filled."""
+    """The bar of one rank: its frame, and the filled parts."""
 
     rank: int
     frame: Rect
@@ -43,7 +43,7 @@ class HeldShape:
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """One row as it is drawn: source ranks above, destination ranks below, bands between them."""
+    """A drawn row: source ranks above, destination ranks below, bands between them."""
 
     row: StateRow
     src: tuple[HeldShape, ...]
@@ -52,7 +52,7 @@ class Strip:
 
 
 def strips(rows: Sequence[StateRow], dst_ranks: Sequence[int]) -> tuple[Strip, ...]:
-    """All rows on one scale: a band of twice the bytes is twice as thick, whatever its row."""
+    """All rows on one scale."""
     columns = [len(rows[0].src.shares), len(dst_ranks)] if rows else [1, 1]
     most = [
         max((size for row in rows for size in _ends(row.bands, side).values()), default=0) for side in (0, 1)
@@ -80,7 +80,7 @@ def _strip(row: StateRow, dst_ranks: Sequence[int], scale: float) -> Strip:
 
 
 def _ports(bands: Sequence[Band], side: int, ranks: Sequence[int], scale: float) -> list[Rect]:
-    """Where each band begins, or ends: side by side in the middle of its rank's column."""
+    """The end of each band, side by side in the middle of its rank's column."""
     column = WIDTH / len(ranks)
     width = [max(THINNEST, band.num_bytes * scale) for band in bands]
     at: dict[int, float] = {}
@@ -90,7 +90,7 @@ def _ports(bands: Sequence[Band], side: int, ranks: Sequence[int], scale: float)
         )
         at[rank] = column * (i + 0.5) - mine / 2
     ports: list[Rect] = [Rect(0, 0)] * len(bands)
-    # Bands that come from the left end on the left, so that neighbours do not cross.
+    # In the order of the other side's ranks, so that neighbours do not cross.
     for i in sorted(range(len(bands)), key=lambda i: (bands[i].src_rank, bands[i].dst_rank)):
         rank = (bands[i].src_rank, bands[i].dst_rank)[side]
         ports[i] = Rect(at[rank], width[i])
@@ -120,7 +120,7 @@ def _bars(shares: Mapping[int, Parts]) -> Iterator[HeldShape]:
 
 
 def number(value: float) -> str:
-    """A length, as short as a picture can tell.
+    """A length with one decimal.
 
     >>> number(12.0), number(12.345)
     ('12', '12.3')
@@ -130,7 +130,7 @@ def number(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LogScale:
-    """Times that lie far apart, on one line: each power of ten takes the same room.
+    """Times on a logarithmic axis.
 
     >>> scale = LogScale.of([0.002, 0.3])
     >>> scale.ticks, round(scale.at(0.01), 2)
@@ -142,18 +142,16 @@ class LogScale:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> LogScale:
-        """A scale from the power of ten below all values to the one above them."""
         known = [value for value in values if value > 0] or [1.0]
         low, high = floor(log10(min(known))), ceil(log10(max(known)))
         return cls(low, max(high, low + 1))
 
     def at(self, value: float) -> float:
-        """How far along the line, in hundredths of it."""
+        """In percent of the axis."""
         return 100 * (log10(max(value, 10**self.low)) - self.low) / (self.high - self.low)
 
     @property
     def ticks(self) -> tuple[float, ...]:
-        """Each power of ten on it."""
         return tuple(float(f"1e{power}") for power in range(int(self.low), int(self.high) + 1))
 
 
