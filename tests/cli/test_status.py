@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvferry.cli import status_page
+from kvferry.cli.status import asking
 from kvferry.endpoint import Destination, SourceEngine
 from kvferry.endpoint import status as ask_status
 from kvferry.models import Topology, describe
@@ -64,10 +64,10 @@ def test_sources_come_first_and_a_destination_that_never_loaded_says_so(cli):
 def test_a_lease_without_an_end_is_shown(cli, engine, monkeypatch):
     (answer,) = cli("status", "--json").answer["engines"]
     lease = {"request_id": "cmpl-7", "num_tokens": 9, "reader": "", "seconds_left": None}
-    monkeypatch.setattr(status_page, "read_status", lambda path: {**answer, "leases": [lease]})
+    monkeypatch.setattr(asking, "read_status", lambda path: {**answer, "leases": [lease]})
     shown = cli("status").out
     (row,) = (line for line in shown.splitlines() if line.startswith("cmpl-7"))
-    assert row.split() == ["cmpl-7", "9", "not", "claimed", "–"]
+    assert row.split() == ["cmpl-7", "9", "nobody", "yet", "–"]
 
 
 def test_one_engine_is_asked_by_its_file_or_its_address(cli, engine):
