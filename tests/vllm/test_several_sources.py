@@ -142,3 +142,18 @@ def test_earlier_turns_on_two_engines_are_read_together(docks: Docks, prompt: Pr
     assert counts(src, "read_backs") == {"claimed": 2}
     assert [record["engine"].count("+") for record in records(src)] == [1]
     assert_whole(first, second, src)
+
+
+def test_of_two_samples_of_one_prompt_one_loads_from_the_ticket(docks: Docks, prompt: Prompts):
+    """Both wait for their claims before either is known to use it; it is good for one load."""
+    first, second, dst = docks.own(BOTH), docks.own(BOTH), docks.own(BOTH)
+    text = prompt(900)
+    turn = second.ask(text[:400], 2, {"do_remote_decode": False})
+    second.finish(turn)
+    params = together(prefilled(first, text), turn.params or {})
+    samples = [dst.ask(text, params=params) for _ in range(2)]
+    drive([first, second, dst], lambda: all(each.is_done for each in samples))
+    assert all(each.tokens == dst.right(text) for each in samples)
+    assert [record["outcome"] for record in records(dst)] == ["read", "read"]
+    assert sorted(each.num_external for each in samples) == [384, 900]
+    assert_whole(first, second, dst)

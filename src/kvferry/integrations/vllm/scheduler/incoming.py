@@ -140,6 +140,12 @@ class _Sources:
     """Whether a router relies on it: then a request that cannot be loaded has failed."""
     is_claimed: bool = False
 
+    @property
+    def tickets(self) -> list[tuple[Ticket, ...]]:
+        """Those that can be used so far."""
+        found = (each for each in self.found if isinstance(each, _Wanted) and not each.refusal)
+        return [each.tickets for each in found if each.tickets]
+
 
 def address_of(params: Mapping[str, Any]) -> str:
     """Where a router says that a prefill is computed; empty if it does not say."""
@@ -232,11 +238,14 @@ class Incoming:
         judged = [each for each in sources.found if isinstance(each, _Wanted)]
         good = [each for each in judged if each.refusal is None]
         refused = [each.refusal for each in judged if each.refusal]
-        if any(each.tickets for each in good):
-            tickets = tuple(ticket for each in good for ticket in each.tickets)
-            self._want(request, _Wanted(tickets, None, max(each.num_loadable for each in good)))
+        # Another sample of the prompt may have begun to use a ticket while claims were open.
+        live = self._live.values()
+        free = [each for each in good for ticket in each.tickets if not self._is_used(ticket, live)]
+        if free:
+            tickets = tuple(ticket for each in free for ticket in each.tickets)
+            self._want(request, _Wanted(tickets, None, max(each.num_loadable for each in free)))
         elif judged and sources.is_needed:
-            self._want(request, (good or judged)[0])
+            self._want(request, _Wanted((), None, 0) if good else judged[0])
             refused = refused[1:] if not good else refused
         for code, why in refused:
             self._rejected[code] += 1
@@ -480,8 +489,8 @@ class Incoming:
         """
         request_id = request.request_id
         if sources := self._sources.pop(request_id, None):
-            good = [each for each in sources.found if isinstance(each, _Wanted) and not each.refusal]
-            self._dropped += [("", each.tickets) for each in good]
+            others = [*self._live.values(), *(used for one in self._sources.values() for used in one.tickets)]
+            self._dropped += [("", used) for used in sources.tickets if not self._is_used(used[0], others)]
         self._seeking.pop(request_id, None)
         self._read_back.discard(request_id)
         if request_id not in self._live:
