@@ -171,7 +171,21 @@ class _Engine:
         num_tokens = chosen or self.default_block
         if self.layout.name == OPAQUE and cache.is_attention:
             return cache.as_opaque(topology.tp, num_tokens)
+        row = _bytes_of(cache, RankShare(0, topology.tp))
+        if bucket not in topology.block_of and cache.has_heads and self.widest_row % row == 0:
+            num_tokens *= self.widest_row // row or 1
         return replace(cache, tokens_per_block=num_tokens)
+
+    @cached_property
+    def widest_row(self) -> int:
+        """Bytes of a token in the widest K and V: vLLM gives narrower groups of a pool longer blocks."""
+        model, share = self.model, RankShare(0, self.topology.tp)
+        caches = [cache for layer in (*model.layers, *model.draft) for cache in layer.caches]
+        if self.topology.alloc == "separate" or len({self._bucket(cache) for cache in caches}) == 1:
+            return 0
+        dtype = self.topology.dtype
+        kept = (cache.with_dtype(dtype) if dtype else cache for cache in caches if cache.has_heads)
+        return max((_bytes_of(cache, share) for cache in kept), default=0)
 
     @cached_property
     def default_block(self) -> int:
