@@ -47,11 +47,6 @@ class Cache:
         return {part.name for part in self.page.parts} <= ATTENTION_PARTS
 
     @property
-    def has_heads(self) -> bool:
-        """Whether it is attention over K and V."""
-        return {part.name for part in self.page.parts} == {"k", "v"}
-
-    @property
     def is_recurrent(self) -> bool:
         return self.page.kind is Kind.RECURRENT
 
