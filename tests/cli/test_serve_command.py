@@ -90,6 +90,7 @@ def test_what_is_read(text, topology):
         ("vllm serve m --max-model-len x", "--max-model-len x: not a number of tokens"),
         ("vllm serve m --kv-transfer-config x", "--kv-transfer-config is not the JSON that vLLM expects"),
         ("bash -c 'vllm serve m -tp 2'", "no command that starts vLLM"),
+        ("docker run -e VLLM_KV_CACHE_LAYOUT x vllm serve m", "write VLLM_KV_CACHE_LAYOUT=VALUE"),
         (
             "vllm serve m --kv-transfer-config.kv_connector KVFerryConnector"
             " --kv-transfer-config.kv_connector_extra_config.leese_seconds 9",
@@ -128,6 +129,7 @@ def test_another_connector_is_noted_and_planned_as_ours(config):
         ("qwen3-32b --block-size 0", "block must be at least 1, got 0"),
         ("qwen3-32b --block-size 8", "--block-size 8: vLLM needs a multiple of 16"),
         ("deepseek-v3 --block-size 32 --attention-backend FLASHMLA", "vLLM needs a multiple of 64"),
+        ("deepseek-v3.2 --block-size 32", "--block-size 32: vLLM needs a multiple of 64"),
     ],
 )
 def test_what_an_engine_cannot_be_is_rejected(cli, serve, said):

@@ -139,7 +139,9 @@ class Side:
         with at(f"--{self.engine} {self.text}"):
             topology, backend = Topology.parse(asked), self.command.attention_backend
             _check_backend(self.chosen_model, backend, topology)
-            if topology.block % (step := serve_command.BACKENDS.get(backend, 0) or 16):
+            caches = (cache for layer in self.chosen_model.layers for cache in layer.caches)
+            step = 16 if any(cache.is_recurrent for cache in caches) else self.chosen_model.default_block
+            if topology.block % (step := serve_command.BACKENDS.get(backend, 0) or step):
                 raise SpecError(f"--block-size {topology.block}: vLLM needs a multiple of {step}")
             if not topology.block:
                 return asked

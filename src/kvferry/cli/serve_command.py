@@ -276,6 +276,8 @@ def _connector(text: str) -> Mapping[str, Any]:
 
 
 def _of_variables(words: Sequence[str], num_stages: str) -> dict[str, str]:
+    for name in VARIABLES.keys() & set(words):
+        raise SpecError(f"{name} is passed on from the environment: write {name}=VALUE")
     matches = (re.fullmatch(r"(?:--env=|-e)?(\w+)=(.+?);?", word, re.DOTALL) for word in words)
     given = {found[1]: found[2] for found in matches if found}
     for name, instead in DECIDING_VARIABLES.items():
