@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvferry.cli.engines import served_model
+from kvferry.cli.engines import served_model, src_and_dst
 from kvferry.cli.serve_command import ServeCommand, with_setting
 from kvferry.errors import SpecError
 
@@ -48,11 +48,15 @@ def test_the_cure_is_a_command_too(cli):
         ("vllm serve m --model n -tp 2", "tp=2"),  # vLLM prefers the name behind `serve`, too
         ("vllm serve m \\\n  -tp 2 \\\n  --block-size=32", "tp=2,block=32"),
         ("VLLM_MLA_DISABLE=0 vllm serve m", ""),
+        ("docker run --gpus all -p 80:80 vllm/vllm-openai:latest --model m -tp 2", "tp=2"),
+        ("docker run --env=VLLM_KV_CACHE_LAYOUT=NHD vllm/vllm-openai vllm serve m", "layout=NHD"),
+        ("export VLLM_KV_CACHE_LAYOUT=NHD; vllm serve m", "layout=NHD"),
+        ("vllm serve m -tp 2 --kv-transfer-config {} --model a.json", "tp=2"),
     ],
 )
 def test_what_is_read(text, topology):
-    assert ServeCommand.is_one(text)
-    read = ServeCommand.read(text)
+    read = src_and_dst((), (text, text), "", None)[0].command
+    assert read
     assert (read.model, read.topology, read.ignored) == ("m", topology, ())
 
 
@@ -85,7 +89,8 @@ def test_what_is_read(text, topology):
         ("vllm serve m --kv-cache-dtype bf16", "--kv-cache-dtype bf16: its cache is unknown"),
         ("vllm serve m --max-model-len x", "--max-model-len x: not a number of tokens"),
         ("vllm serve m --kv-transfer-config x", "--kv-transfer-config is not the JSON that vLLM expects"),
-        ("vllm serve m --kv-transfer-config.kv_connector NixlConnector", "names NixlConnector; this command"),
+        ("bash -c 'vllm serve m -tp 2'", "no command that starts vLLM"),
+        ("docker run -e VLLM_KV_CACHE_LAYOUT x vllm serve m", "write VLLM_KV_CACHE_LAYOUT=VALUE"),
         (
             "vllm serve m --kv-transfer-config.kv_connector KVFerryConnector"
             " --kv-transfer-config.kv_connector_extra_config.leese_seconds 9",
@@ -95,7 +100,19 @@ def test_what_is_read(text, topology):
 )
 def test_what_is_not_understood_is_refused_by_name(text, said):
     with pytest.raises(SpecError, match=said):
-        ServeCommand.read(text)
+        assert src_and_dst((), (text, text), "", None)[0].command
+
+
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
+MULTI = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [NIXL]}}
+
+
+@pytest.mark.parametrize("config", [NIXL, MULTI], ids=lambda config: config["kv_connector"])
+def test_another_connector_is_noted_and_planned_as_ours(config):
+    read = ServeCommand.read(f"vllm serve m -tp 2 --kv-transfer-config '{json.dumps(config)}'")
+    (note,) = read.ignored
+    assert note == f"--kv-transfer-config ({config['kv_connector']}; planned as KVFerryConnector)"
+    assert (read.topology, read.connector.get("kv_role")) == ("tp=2", config.get("kv_role"))
 
 
 @pytest.mark.parametrize(
@@ -110,6 +127,9 @@ def test_what_is_not_understood_is_refused_by_name(text, said):
         ("deepseek-v3.2 --kv-cache-dtype fp8", "a row of sparse MLA has 576 or 656 bytes"),
         ("qwen3-32b --block-size auto", "block must be a whole number, got 'auto'"),
         ("qwen3-32b --block-size 0", "block must be at least 1, got 0"),
+        ("qwen3-32b --block-size 8", "--block-size 8: vLLM needs a multiple of 16"),
+        ("deepseek-v3 --block-size 32 --attention-backend FLASHMLA", "vLLM needs a multiple of 64"),
+        ("deepseek-v3.2 --block-size 32", "--block-size 32: vLLM needs a multiple of 64"),
     ],
 )
 def test_what_an_engine_cannot_be_is_rejected(cli, serve, said):
@@ -401,6 +421,14 @@ def test_equal_configurations_are_proved(cli, folder):
     assert cli("plan", "--src", sides[0], "--dst", sides[1], "--json").answer["verdict"] == "proved"
     ends = ("--src", "tp=1", "--dst", "vllm serve gpt2")
     assert cli("plan", "--model", "gpt2", *ends, "--json").answer["verdict"] == "proved"
+
+
+def test_a_multimodal_configuration_is_the_model_that_the_catalogue_has(cli, tmp_path):
+    """The catalogue has its text model only."""
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    ends = ("--src", f"vllm serve {tmp_path}", "--dst", "vllm serve google/gemma-3-4b-it")
+    assert cli("plan", *ends, "--json").answer["verdict"] == "proved"
 
 
 def test_another_window_is_refused_in_files_too(cli, tmp_path):

@@ -178,6 +178,16 @@ def test_blocks_of_hybrids_are_as_long_as_vllm_makes_them(name: str) -> None:
     assert {tp: served_block(model, Topology(tp=tp)) for tp in BLOCKS[name]} == BLOCKS[name]
 
 
+def test_groups_of_narrower_rows_have_longer_blocks_as_vllm_gives_them() -> None:
+    """Gemma-4: 16 heads of 256 in windows, 4 of 512 elsewhere; with eight ranks the rows are equal."""
+    model = model_named("gemma-4-31b")
+    sizes = {
+        tp: {group.name.partition("-")[0].partition(".")[0]: group.tokens_per_block for group in groups}
+        for tp, groups in ((tp, describe(model, Topology(tp=tp)).groups) for tp in (1, 8))
+    }
+    assert sizes == {1: {"window": 16, "full": 32}, 8: {"window": 16, "full": 16}}
+
+
 def test_a_block_size_that_is_asked_for_is_the_step_of_a_hybrid() -> None:
     """vLLM 0.32: --block-size 64 becomes 576, 320 with four ranks."""
     model = model_named("qwen3-next-80b")

@@ -345,7 +345,7 @@ def test_the_picture_of_one_tensor_with_two_views(engine):
 def test_block_size_is_per_group(engine):
     """R002-16: Gemma-4's window layers in blocks of 32 there, 16 here; its full layers 16 there, 64 here."""
     src = engine("gemma-4-31b", "tp=8,block=16,block.window-1024=32")
-    dst = engine("gemma-4-31b", "tp=4,block=64,block.window-1024=16")
+    dst = engine("gemma-4-31b", "tp=4,block.full=64,block.window-1024=16")
     ratios = {
         (lane.src_group.tokens_per_block, lane.dst_group.tokens_per_block)
         for lane in lower(prove(plan(src, dst, 0))).lanes

@@ -51,16 +51,16 @@ def compared_configs(src: Side, dst: Side) -> tuple[tuple[Finding, ...], tuple[s
     """How two configurations differ, and the keys that only one sets: transformers fills in the other's."""
     if src.served is None or dst.served is None:
         return (), ()
-    ours, theirs = (config_values(each.config) for each in (src.served, dst.served))
     files = [each.file for each in (src.served, dst.served) if each.file]
-    is_whole = len(files) == 2  # the catalogue has excerpts
+    is_whole = len(files) == 2
+    configs = [each.config if is_whole else _excerpt(each.config) for each in (src.served, dst.served)]
+    ours, theirs = map(config_values, configs)
     unset = ours.keys() ^ theirs.keys()
     if is_whole and unset and is_installed():
         with suppress(Exception):  # a model's own code may be needed to read it
             ours, theirs = (config_values(filled_config(file.parent)) for file in files)
             unset = set()
     # What one file sets, and the other one denies (false; null for an object), is a difference.
-    configs = (src.served.config, dst.served.config)
     unset = {name for name in unset if not all(_names(config, name) for config in configs)}
     values = {
         name: (ours.get(name, NOT_SET), theirs.get(name, NOT_SET))
@@ -68,6 +68,12 @@ def compared_configs(src: Side, dst: Side) -> tuple[tuple[Finding, ...], tuple[s
     }
     found = tuple(_difference(name, *both) for name, both in values.items() if both[0] != both[1])
     return found, tuple(sorted(unset)) if is_whole else ()
+
+
+def _excerpt(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the catalogue has of a configuration: its text model. Manifests compare the types."""
+    text = config.get("text_config")
+    return {**config, **(text if isinstance(text, Mapping) else {}), "model_type": None}
 
 
 def _names(config: Mapping[str, Any], dotted: str) -> bool:

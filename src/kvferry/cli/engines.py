@@ -137,10 +137,15 @@ class Side:
             return self.text
         asked = self.command.topology
         with at(f"--{self.engine} {self.text}"):
-            _check_backend(self.chosen_model, self.command.attention_backend, Topology.parse(asked))
-            if "block" not in _keys(asked):
+            topology, backend = Topology.parse(asked), self.command.attention_backend
+            _check_backend(self.chosen_model, backend, topology)
+            caches = (cache for layer in self.chosen_model.layers for cache in layer.caches)
+            step = 16 if any(cache.is_recurrent for cache in caches) else self.chosen_model.default_block
+            if topology.block % (step := serve_command.BACKENDS.get(backend, 0) or step):
+                raise SpecError(f"--block-size {topology.block}: vLLM needs a multiple of {step}")
+            if not topology.block:
                 return asked
-            return _with_key(asked, "block", str(served_block(self.chosen_model, Topology.parse(asked))))
+            return _with_key(asked, "block", str(served_block(self.chosen_model, topology)))
 
     @cached_property
     def chosen_model(self) -> Model:
@@ -256,27 +261,34 @@ def src_and_dst(
         raise SpecError("--model and --config exclude each other; --src-model and --dst-model set one side's")
     if open_sides == 2 and (model or config or any(own_models)):
         raise SpecError("--model and --config describe a side given by --src or --dst; files need neither")
-    for text in topologies:
-        if text and "://" in text and not ServeCommand.is_one(text):
-            raise SpecError(
-                f"{text}: cannot read the manifest of a running server. Start it with the connector's"
-                ' option "dump": "FOLDER", and pass the file that it writes there'
-            )
+    is_file = [text is None or _is_file(text) for text in topologies]
     if (model or config) and all(own_models):
         raise SpecError("--model and --config are of both sides; --src-model and --dst-model leave no side")
-    for text, own, engine in zip(topologies, own_models, ("src", "dst"), strict=True):
-        if own and (text is None or text.endswith(".json")):
+    for has_model, own, engine in zip(is_file, own_models, ("src", "dst"), strict=True):
+        if own and has_model:
             raise SpecError(f"--{engine}-model {own}: the {engine} is a manifest file, which has its model")
     left = iter(files)
     src, dst = (
-        Side(engine, next(left))
-        if text is None
-        else Side(engine, Path(text))
-        if text.endswith(".json")
+        Side(engine, next(left) if text is None else Path(text))
+        if text is None or has_model
         else Side(engine, None, text, own or model, None if own else config, bool(own))
-        for engine, text, own in zip(("src", "dst"), topologies, own_models, strict=True)
+        for engine, text, has_model, own in zip(("src", "dst"), topologies, is_file, own_models, strict=True)
     )
     return _with_model_of(src, dst), _with_model_of(dst, src)
+
+
+def _is_file(text: str) -> bool:
+    """Whether it names a manifest file; raises SpecError if it is no topology and no command either."""
+    if ServeCommand.is_one(text):
+        return False
+    if "://" in text:
+        raise SpecError(
+            f"{text}: cannot read the manifest of a running server. Start it with the connector's"
+            ' option "dump": "FOLDER", and pass the file that it writes there'
+        )
+    if "vllm" in text.lower() and not text.endswith(".json"):
+        raise SpecError(f"{text}: no command that starts vLLM: write VARIABLE=… vllm serve MODEL --flags")
+    return text.endswith(".json")
 
 
 def _with_model_of(side: Side, other: Side) -> Side:

@@ -44,7 +44,7 @@ DECIDING = {
     ),
     **dict.fromkeys(
         ("speculative-config", "spec-method", "spec-model", "spec-tokens"),
-        "name model and draft with --src-model or --dst-model, as MODEL+DRAFT",
+        "drop the flag, and name model and draft with --src-model or --dst-model, as MODEL+DRAFT",
     ),
     **dict.fromkeys(("decode-context-parallel-size", "prefill-context-parallel-size"), DUMP),
     **dict.fromkeys(("kv-cache-dtype-skip-layers", "attention-config", "model-impl"), DUMP),
@@ -90,7 +90,9 @@ WITHOUT_A_CACHE = {"ngram", "[ngram]", "ngram_gpu"}
 
 STARTERS = re.compile(
     r"(?<!\S)(?:\S*/)?(?:vllm\s+serve"
-    r"|python[\d.]*\s+-m\s+vllm\.entrypoints\.(?:openai\.api_server|cli\.main\s+serve))(?!\S)"
+    r"|python[\d.]*\s+-m\s+vllm\.entrypoints\.(?:openai\.api_server|cli\.main\s+serve)"
+    r"|vllm/vllm-openai\S*(?!.*\bvllm\s+serve\b))(?!\S)",
+    re.DOTALL,
 )
 """The words that start an engine, in all their spellings."""
 
@@ -154,16 +156,20 @@ class ServeCommand:
             settings.setdefault("block", str(block))
         settings |= _of_variables(words[: at - 1], settings.get("pp", "1"))
         unread = flags.keys() - {*READ, *KEYS, *DECIDING, *OF_MODEL}
+        connector = _connector(flags.get("kv-transfer-config", "{}"))
+        other = connector.get("kv_connector") if "kvferry" not in f"{connector}".lower() else None
+        note = (f"--kv-transfer-config ({other}; planned as KVFerryConnector)",) if other else ()
         return cls(
             model,
             ",".join(f"{key}={value}" for key, value in settings.items()),
             tuple((flag, flags[flag]) for flag in OF_MODEL if flags.get(flag, "false") != "false"),
             _model_dtype(flags.get("dtype", "auto")),
-            tuple(
+            note
+            + tuple(
                 f"--no-{flag}" if flags[flag] == "false" else f"--{flag}" for flag in flags if flag in unread
             ),
             _num_tokens(flags.get("max-model-len", "auto")),
-            _connector(flags.get("kv-transfer-config", "{}")),
+            connector,
             "" if backend == "AUTO" else backend,
         )
 
@@ -253,7 +259,7 @@ def _num_tokens(text: str) -> int:
 
 
 def _connector(text: str) -> Mapping[str, Any]:
-    """kvferry's connector, alone or inside MultiConnector; empty if the command names none."""
+    """kvferry's connector, alone or inside MultiConnector; of another connector its name and role."""
     try:
         found: dict[str, Any] = json.loads(text)
         inner = found.get("kv_connector_extra_config") or {}
@@ -266,15 +272,14 @@ def _connector(text: str) -> Mapping[str, Any]:
         if isinstance(error, SpecError):
             raise
         raise SpecError(f"--kv-transfer-config is not the JSON that vLLM expects: {error}") from None
-    if other := found.get("kv_connector"):
-        raise SpecError(
-            f"--kv-transfer-config names {other}; this command plans for KVFerryConnector: drop the flag"
-        )
-    return found
+    return {key: found[key] for key in ("kv_connector", "kv_role") if key in found}
 
 
 def _of_variables(words: Sequence[str], num_stages: str) -> dict[str, str]:
-    given = {name: value for name, _, value in (word.partition("=") for word in words) if value}
+    for name in VARIABLES.keys() & set(words):
+        raise SpecError(f"{name} is passed on from the environment: write {name}=VALUE")
+    matches = (re.fullmatch(r"(?:--env=|-e)?(\w+)=(.+?);?", word, re.DOTALL) for word in words)
+    given = {found[1]: found[2] for found in matches if found}
     for name, instead in DECIDING_VARIABLES.items():
         if given.get(name, "0").lower() not in ("0", "false"):
             raise SpecError(

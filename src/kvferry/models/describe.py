@@ -93,10 +93,15 @@ def served_block(model: Model, topology: Topology) -> int:
     step = max(topology.block, model.default_block)
     caches = [cache for layer in model.layers for cache in layer.caches]
     slot = max((_bytes_of(cache, share) for cache in caches if cache.is_recurrent), default=0)
-    attending = (cache for cache in caches if cache.is_attention)
-    kept = (cache.with_dtype(topology.dtype) if topology.dtype else cache for cache in attending)
-    row = max((_bytes_of(cache, share) for cache in kept), default=0)
+    row = _widest_row(model, topology)
     return step * max(1, -(-slot // (step * row))) if row else step
+
+
+def _widest_row(model: Model, topology: Topology) -> int:
+    """The most bytes of one token in one layer's attention, on a rank."""
+    attending = (cache for layer in model.layers for cache in layer.caches if cache.is_attention)
+    kept = (cache.with_dtype(topology.dtype) if topology.dtype else cache for cache in attending)
+    return max((_bytes_of(cache, RankShare(0, topology.tp)) for cache in kept), default=0)
 
 
 def _bytes_of(cache: Cache, share: RankShare) -> int:
@@ -168,7 +173,17 @@ class _Engine:
         num_tokens = chosen or self.default_block
         if self.layout.name == OPAQUE and cache.is_attention:
             return cache.as_opaque(topology.tp, num_tokens)
+        row = _bytes_of(cache, RankShare(0, topology.tp))
+        if bucket not in topology.block_of and cache.is_attention and self.widest_row % row == 0:
+            num_tokens *= self.widest_row // row or 1
         return replace(cache, tokens_per_block=num_tokens)
+
+    @cached_property
+    def widest_row(self) -> int:
+        """Of groups that share a pool: vLLM gives those with narrower rows longer blocks; 0: one group."""
+        buckets = {self._bucket(cache) for layer in self.model.layers for cache in layer.caches}
+        is_pool = self.topology.alloc != "separate" and len(buckets) > 1
+        return _widest_row(self.model, self.topology) if is_pool else 0
 
     @cached_property
     def default_block(self) -> int:
