@@ -67,7 +67,7 @@ def test_a_lease_without_an_end_is_shown(cli, engine, monkeypatch):
     monkeypatch.setattr(asking, "read_status", lambda path: {**answer, "leases": [lease]})
     shown = cli("status").out
     (row,) = (line for line in shown.splitlines() if line.startswith("cmpl-7"))
-    assert row.split() == ["cmpl-7", "9", "nobody", "yet", "–"]
+    assert row.split() == ["cmpl-7", "9", "none", "yet", "–"]
 
 
 def test_one_engine_is_asked_by_its_file_or_its_address(cli, engine):
