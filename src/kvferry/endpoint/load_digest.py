@@ -69,9 +69,6 @@ class DigestMemory:
         return host if self.is_of_host else partial(self._each_by_its_own, host)
 
     def _each_by_its_own(self, host: ChunkSums, wanted: Sequence[ChunkedCells]) -> list[Words]:
-        if not self.host and len(self._kernels) == 1:
-            (kernel,) = self._kernels.values()
-            return kernel.sums(self._regions, wanted)
         devices = [self._regions[each.blocks.region].device for each in wanted]
         found: dict[int, Words] = {}
         for device in sorted({*devices}):
@@ -136,12 +133,6 @@ class LoadDigest:
     def _check_wanted(self) -> None:
         if not self._is_wanted():
             raise NotWanted("the ticket was released, or this endpoint is closing")
-
-    def taken(
-        self, tables: Mapping[str, BlockTable], parts: Mapping[int, Sequence[DigestPart]], seed: int
-    ) -> TakenDigest:
-        by_rank = {src_rank: (some, self.sums(tables, some, seed)) for src_rank, some in parts.items()}
-        return TakenDigest(self._manifest, by_rank)
 
 
 def _check_question(manifest: Manifest, rank: Rank, task: DigestTask, parts: Sequence[DigestPart]) -> None:
@@ -266,14 +257,14 @@ class TakenDigests:
             parts = digest_parts(met.route.plan, fetch.request())
             questions = {src_rank: question_to_msgpack(seed, some) for src_rank, some in parts.items()}
             self._put(lambda now: self._fetches.digest_asked(now, handle, questions))
-            ours = LoadDigest(self._manifest, self._rank, "dst", lambda: not self._is_closed).taken(
-                fetch.dst, parts, seed
-            )
+            ours = LoadDigest(self._manifest, self._rank, "dst", lambda: not self._is_closed)
+            sums = {rank: (some, ours.sums(fetch.dst, some, seed)) for rank, some in parts.items()}
+            taken = TakenDigest(self._manifest, sums)
         except Exception as error:
             failure = failure_of(error, FailureCode.NO_DIGEST)
             self._put(lambda now: self._fetches.not_digested(now, handle, failure))
         else:
-            self._put(lambda now: self._fetches.digest_taken(now, handle, ours))
+            self._put(lambda now: self._fetches.digest_taken(now, handle, taken))
 
 
 DEFAULT_EVERY = 100

@@ -216,7 +216,9 @@ class Authority:
                 return [Send(reply_to, self._describe(message))]
             case Acquire():
                 answer = self._acquire(now, message)
-                return [*self._shown(answer), Send(reply_to, answer)]
+                if isinstance(answer, Grant) and answer.board:
+                    return [Show(answer.ticket_id, answer.mark), Send(reply_to, answer)]
+                return [Send(reply_to, answer)]
             case ClaimOffer():
                 return self._claim(now, reply_to, message)
             case FindTransfer():
@@ -347,11 +349,6 @@ class Authority:
                 Send(reply_to, Claimed(claim.nonce, detail="this process of the engine made no such offer"))
             ]
         return self._claims.ask(now, reply_to, claim)
-
-    def _shown(self, answer: Grant | Denial) -> list[SourceEffect]:
-        if isinstance(answer, Grant) and answer.board:
-            return [Show(answer.ticket_id, answer.mark)]
-        return []
 
     def _renew(self, now: float, ask: Renew) -> Renewal:
         kept, ended = [], []

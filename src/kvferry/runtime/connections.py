@@ -76,8 +76,8 @@ class Connections:
         return "" if known is None else known.reason
 
     @property
-    def num_gone(self) -> int:
-        return sum(1 for known in self._by_address.values() if known.reason)
+    def gone_addresses(self) -> list[str]:
+        return [address for address, known in self._by_address.items() if known.reason]
 
     @property
     def gone_peers(self) -> dict[Peer, str]:
@@ -115,7 +115,7 @@ class Connections:
                 one.reason, one.gone_until = self._reason(one), now + self._timing.meet
                 one.may_answer = one.was_up or not one.is_broken
                 gone.append(address)
-        lasting = [address for address, one in self._by_address.items() if one.reason]
+        lasting = self.gone_addresses
         for address in lasting[: max(0, len(lasting) - self.MAX_GONE)]:
             del self._by_address[address]
         return [address for address in gone if address in self._by_address]

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import count
+from typing import Any
 
 from kvferry.core.request import BlockTable
 from kvferry.errors import SpecError
@@ -15,7 +16,7 @@ from kvferry.runtime.failure import FailureCode
 from kvferry.runtime.values import Released
 from kvferry.wire.messages import MARK_BYTES, TOKEN_BYTES, Acquire, Join, Outcome, Settle
 from kvferry.wire.reading import MAX_REQUEST_ID, check_name
-from kvferry.wire.ticket import NOT_SAID, NotSaid, Ticket, is_proved, seal, sign, tables_to_wire
+from kvferry.wire.ticket import NOT_SAID, NotSaid, TableDoc, Ticket, is_proved, seal, sign, tables_to_wire
 
 MAX_READER_RANKS = 1 << 16
 """Ranks of one destination engine."""
@@ -231,40 +232,29 @@ class Offers:
             raise SpecError(f"{self.MAX_OPEN} requests are {detail}")
         check_name("the name of a request", request_id, MAX_REQUEST_ID)
         ticket_id = next(self._numbers[0])
-        ticket = Ticket(
-            self.engine,
-            self.generation,
-            ticket_id,
-            request_id,
-            self.address,
-            num_tokens,
-            tables_to_wire(tables),
-            self.lease_ms,
-            digest,
-            held_from=held_from,
-            complete=complete,
-            host=self._host,
-        )
-        signed = seal(sign(ticket, self._key), self.fleet_key)
+        about = {"digest": digest, "held_from": held_from, "complete": complete}
+        wire = tables_to_wire(tables)
+        ticket = self._signed(ticket_id, request_id, num_tokens, wire, self.lease_ms, **about)
         if self._open.setdefault(request_id, ticket_id) != ticket_id:
             raise SpecError(f"request {request_id!r} is already offered")
-        return signed
+        return ticket
 
     def make_soft(self, request_id: str, num_tokens: int, parts: bytes) -> Ticket:
         """A note of what this engine may still have of a request later. Nothing is kept for it."""
         check_name("the name of a request", request_id, MAX_REQUEST_ID)
-        ticket = Ticket(
-            self.engine,
-            self.generation,
-            next(self._numbers[1]),
-            request_id,
-            self.address,
-            num_tokens,
-            tables={},
-            lease_ms=0,
-            host=self._host,
-            parts=parts,
-        )
+        return self._signed(next(self._numbers[1]), request_id, num_tokens, {}, lease_ms=0, parts=parts)
+
+    def _signed(
+        self,
+        ticket_id: int,
+        request_id: str,
+        num_tokens: int,
+        tables: dict[str, TableDoc],
+        lease_ms: int,
+        **about: Any,
+    ) -> Ticket:
+        names = self.engine, self.generation, ticket_id, request_id, self.address
+        ticket = Ticket(*names, num_tokens, tables, lease_ms, host=self._host, **about)
         return seal(sign(ticket, self._key), self.fleet_key)
 
     def stage(
@@ -311,32 +301,25 @@ class JoinedRank:
         return ours == theirs
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    number: int
-    released: Released
-    tell_by: float
-
-
 class HeldReleases:
     """Releases that wait for ranks to acknowledge them, in order, each for ``patience`` seconds at most."""
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
-        self._held: deque[_Held] = deque()
-        self._num_ended = 0
+        self._held: deque[tuple[float, Released]] = deque()
+        """Each with its latest time to report it."""
+        self._num_told = 0
 
     def add(self, now: float, released: Released) -> None:
-        """Hold a release under the next number."""
-        self._num_ended += 1
-        self._held.append(_Held(self._num_ended, released, now + self._patience))
+        self._held.append((now + self._patience, released))
 
     def pop(self, now: float, num_heard: float) -> list[Released]:
         """The releases to report now: ranks that gather have acknowledged the first ``num_heard``."""
         told: list[Released] = []
-        while self._held and (self._held[0].number <= num_heard or now >= self._held[0].tell_by):
-            told.append(self._held.popleft().released)
+        while self._held and (self._num_told < num_heard or now >= self._held[0][0]):
+            told.append(self._held.popleft()[1])
+            self._num_told += 1
         return told
 
     def next_deadline(self) -> float:
-        return self._held[0].tell_by if self._held else float("inf")
+        return self._held[0][0] if self._held else float("inf")

@@ -15,7 +15,6 @@ described.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -134,10 +133,6 @@ class Meetings:
     @property
     def known(self) -> dict[Peer, Meeting]:
         return {peer: known.state for peer, known in self._known.items()}
-
-    @property
-    def states(self) -> Counter[str]:
-        return Counter(known.state.value for known in self._known.values())
 
     def meet(self, now: float, peer: Peer, *, is_used: bool) -> list[Effect]:
         """Meet a peer unless it is known; ``is_used``: a read still needs the broken one."""

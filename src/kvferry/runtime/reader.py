@@ -347,7 +347,8 @@ class Reader:
     def figures(self) -> Figures:
         phases = Counter(job.phase.value for job in self.fetches)
         num_quarantined = phases.pop(Phase.QUARANTINED.value, 0)
-        gone = {"gone": num} if (num := self.connections.num_gone) else {}
+        peers = Counter(state.value for state in self.meetings.known.values())
+        peers.update("gone" for _ in self.connections.gone_addresses)
         retries = {
             "hello": self.meetings.num_repeated,
             "lease": self._questions.num_repeated,
@@ -357,7 +358,7 @@ class Reader:
             ("kvferry_quarantined",): num_quarantined,
             ("kvferry_reads_in_flight",): self.num_in_flight,
             **by_label("kvferry_loads_under_way", phases),
-            **by_label("kvferry_peers", self.meetings.states | Counter(gone)),
+            **by_label("kvferry_peers", peers),
             **by_label("kvferry_retries", retries),
         }
 
