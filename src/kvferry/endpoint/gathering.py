@@ -173,7 +173,7 @@ class GatherService:
 
     def _refusal(self, admitted: Admitted, sides: list[TermSide]) -> Refusal | None:
         """Why bytes must not be sent; checked here, since the sender cannot report errors."""
-        refusal = self._guard.check(admitted, _terms(sides))
+        refusal = self._guard.check(admitted, [(side.places, side.num_bytes, side.steps) for side in sides])
         if refusal is None:
             try:
                 check_room(sides, self._copier.chunk_bytes)
@@ -194,10 +194,6 @@ class GatherService:
 
     def _say(self, to: str, message: NotGathered | StreamOffered) -> None:
         self._channel.send(to, encode_rank_message(message))
-
-
-def _terms(sides: list[TermSide]) -> list[tuple[Ints, Ints, Ints]]:
-    return [(side.places, side.num_bytes, side.steps) for side in sides]
 
 
 def _sides(ask: Gather) -> list[TermSide]:

@@ -19,7 +19,7 @@ from kvferry.core.digest import (
     most_bytes,
     sums_to_bytes,
 )
-from kvferry.core.digest_cells import Bytes, ChunkedCells, ChunkSums, Words, sums_by_numpy
+from kvferry.core.digest_cells import Bytes, ChunkedCells, Words, sums_by_numpy
 from kvferry.core.manifest import Manifest, Rank, Region
 from kvferry.core.request import BlockTable
 from kvferry.core.state import check_range
@@ -64,17 +64,16 @@ class DigestMemory:
         """Whether all memory is host memory: then a digest is computed part by part."""
         return not self._kernels
 
-    def chunk_sums(self) -> ChunkSums:
-        host = partial(sums_by_numpy, self.host)
-        return host if self.is_of_host else partial(self._each_by_its_own, host)
-
-    def _each_by_its_own(self, host: ChunkSums, wanted: Sequence[ChunkedCells]) -> list[Words]:
+    def chunk_sums(self, wanted: Sequence[ChunkedCells]) -> list[Words]:
         devices = [self._regions[each.blocks.region].device for each in wanted]
         found: dict[int, Words] = {}
         for device in sorted({*devices}):
             at = [i for i, other in enumerate(devices) if other == device]
             some = [wanted[i] for i in at]
-            sums = host(some) if device == HOST else self._kernels[device].sums(self._regions, some)
+            if device == HOST:
+                sums = sums_by_numpy(self.host, some)
+            else:
+                sums = self._kernels[device].sums(self._regions, some)
             found.update(zip(at, sums, strict=True))
         return [found[i] for i in range(len(wanted))]
 
@@ -119,9 +118,9 @@ class LoadDigest:
         self._memory, self._is_wanted = DigestMemory(self._rank), is_wanted
 
     def sums(self, tables: Mapping[str, BlockTable], parts: Sequence[DigestPart], seed: int) -> list[Words]:
-        chunk_sums = self._memory.chunk_sums()
-        side = DigestSide(self._manifest, self._rank, tables, self._memory.host, self._side, chunk_sums)
-        if not self._memory.is_of_host:  # devices compute all parts at once
+        memory = self._memory
+        side = DigestSide(self._manifest, self._rank, tables, memory.host, self._side, memory.chunk_sums)
+        if not memory.is_of_host:  # devices compute all parts at once
             self._check_wanted()
             return side.sums(parts, seed=seed)
         sums = []

@@ -404,7 +404,7 @@ class Authority:
             return self._end(now, lease, "failed")
         if lease.is_withdrawn:
             return self._end(now, lease, "withdrawn")
-        lease.leave()
+        lease.left, lease.reading = reading, None
         return []
 
     # -- this engine's ranks -----------------------------------------------------------------------

@@ -146,9 +146,6 @@ class Lease:
             return FailureCode.SPENT, "this rank has finished reading it"
         return None
 
-    def leave(self) -> None:
-        self.left, self.reading = self.reading, None
-
 
 class EndedReadings:
     """Ended readings, kept while a reader may repeat its settlement."""

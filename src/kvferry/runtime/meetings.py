@@ -127,10 +127,6 @@ class Meetings:
         return {peer.authority for peer in self._known}
 
     @property
-    def met(self) -> list[Peer]:
-        return [peer for peer in self._known if self.is_met(peer)]
-
-    @property
     def known(self) -> dict[Peer, Meeting]:
         return {peer: known.state for peer, known in self._known.items()}
 

@@ -316,10 +316,11 @@ class Reader:
         return min(deadlines)
 
     def status(self) -> dict[str, object]:
+        met = [peer for peer in self.meetings.known if self.meetings.is_met(peer)]
         return {
             "reader": self.reader,
             "rank": self.rank,
-            "peers": [f"{peer.engine}#{peer.generation}" for peer in self.meetings.met],
+            "peers": [f"{peer.engine}#{peer.generation}" for peer in met],
             "fetches": dict(Counter(job.phase.value for job in self.fetches)),
             "in_flight": self.num_in_flight,
             "quarantined": self.num_quarantined,
