@@ -1,4 +1,4 @@
-"""Exchanges soft offers, and names of prefills, for tickets: for an engine's scheduler."""
+"""Exchanges soft offers and names of prefills for tickets, for an engine's scheduler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvferry.wire.secret import Trust
 from kvferry.wire.ticket import Ticket
 
 PATIENCE_SECONDS, RETRY_SECONDS = 1.5, 0.5
-"""A source answers within a second; a request that waits longer had better be computed."""
+"""A source answers within a second; computing the request is cheaper than a longer wait."""
 
 
 class Claimant:
@@ -41,7 +41,7 @@ class Claimant:
     def find(self, authority: str, transfer: str) -> int:
         """Request the ticket of a prefill by the router's name for it; granted once the prefill has started.
 
-        A ticket that is not needed any more when it comes is to be declined (``Destination.decline``).
+        Decline a ticket that is no longer needed when it comes (``Destination.decline``).
         """
         number = next(self._numbers)
         self._owner.put(lambda now: self._claimer.find(now, number, authority, transfer))

@@ -66,18 +66,18 @@ if TYPE_CHECKING:
 log = log_of(__name__)
 
 POLL_SECONDS = 0.001
-"""How often the ends of reads are looked for, where the transport tells of none by itself."""
+"""Polling interval for transports that do not signal the ends of reads."""
 MAX_SOURCES_SHOWN = 100
-"""Source engines that `kvferry status` shows; it says how many there are."""
+"""Source engines that `kvferry status` lists."""
 CLOSE_SECONDS = 5.0
-"""How long ``close`` waits for meetings and selections that have begun."""
+"""How long ``close`` waits for running meetings and selections."""
 
 
 class Destination:
     """One rank of a destination engine. Calls do not block; ``poll`` reports the results.
 
-    One thread owns the machine that knows of every fetch (``kvferry.runtime.Reader``). Calls, messages, ends
-    and the results of slow work are put into its inbox; nothing else touches the machine.
+    One thread owns the state machine (``kvferry.runtime.Reader``). Calls, messages, ends of reads and results
+    of slow work are put into its inbox.
     """
 
     def __init__(
@@ -96,14 +96,13 @@ class Destination:
         accept_unknown_identity: bool = False,
         edges: Edges | None = None,
     ) -> None:
-        """``reader`` names this *start* of the engine, the same on all of its ranks.
+        """``reader`` names this *start* of the engine: the same on all ranks, new at each start.
 
-        It must change with every start: a late message of an earlier one must not pass for one of this.
-        An engine of one rank may leave it out. ``num_ranks``: of the engine, where the manifest does not
-        have all of them. ``on_refusal`` is called with the manifest of a source engine that cannot be read
-        from, and why, in a thread of its own. ``trust``: whose tickets are taken. ``digest_every``: of one in
-        so many loads both sides digest the bytes, and compare before it counts; 1: of each, 0: of none.
-        ``accept_unknown_identity``: a part of either model may be unknown. ``edges`` are for simulations.
+        An engine of one rank may leave it out. ``num_ranks``: of the engine, if the manifest does not contain
+        all of them. ``on_refusal`` is called in a worker thread with the manifest of an incompatible source
+        engine, and the reason. ``trust``: whose tickets are accepted. ``digest_every``: compare digests of
+        every n-th load before it counts; 0: of none. ``accept_unknown_identity``: accept models that are only
+        partly identified. ``edges`` are for simulations.
         """
         check_digest_every(digest_every, manifest.rank(rank))
         num_ranks = num_ranks or len(manifest.ranks)
@@ -131,7 +130,7 @@ class Destination:
         self._reports: deque[Report] = deque()
         transport.register(manifest.rank(rank).regions)
         ask_to_gather(transport, lambda: edges.open_channel("", trust.secret))
-        # These are the owner's alone.
+        # Used by the owner thread only.
         key = edges.random_bytes(32)
         unmet = Reader.MAX_UNMET_HERE if trust.is_one_host else Reader.MAX_UNMET
         limits = {"digest_every": digest_every, "max_unmet": unmet}
@@ -139,7 +138,7 @@ class Destination:
         has_state = any(group.addressing is Addressing.SLOT for group in manifest.groups)
         self._loads = JointLoads(self._reader, self._handles, has_state=has_state)
         self._found: dict[Peer, tuple[SharedPlan, float]] = {}
-        """The plans of peers that are being met, and how long each took."""
+        """The plans of peers in first contact, and the time that each took."""
         self._met: dict[Peer, MetPeer] = {}
         self._next_tick = float("-inf")
 
@@ -157,7 +156,7 @@ class Destination:
         name = f"destination-{manifest.engine}-{rank}"
         self._open_status = edges.open_status(name, lambda: self._owner.ask(self._report))
 
-    # -- the engine's calls, from any thread: they only put something into the inbox ---------------
+    # -- the engine's calls, from any thread -------------------------------------------------------
 
     def fetch(
         self,
@@ -173,12 +172,11 @@ class Destination:
     ) -> int:
         """Start reading a ticket's request into these blocks; returns the handle that ``poll`` reports.
 
-        Several tickets, in order of preference, make one load: the first that has a token gives it, and
-        another one where it fails. ``held``: the handle of a ``hold`` of the same tickets, which goes on
-        under it. ``after``: an event of the device (of CUDA's driver, or its address); nothing is written
-        before the device has come to it. ``early``: groups here that keep all of their tokens; by default
-        those without a window. They can be read in parts, from several sources and while a source still
-        computes; each needs one interval of tokens.
+        Several tickets, in order of preference, make one load: each token is read from the first ticket that
+        has it, and from the next if that fails. ``held``: the handle of a ``hold`` of the same tickets, which
+        is continued. ``after``: a CUDA driver event, or its address; nothing is written before the device
+        reaches it. ``early``: local groups that keep all tokens; by default those without a window. They can
+        be read in parts, from several sources and during the prefill; each needs one interval of tokens.
         """
         tickets = _checked(ticket)
         early = self._early if early is None else early
@@ -191,8 +189,7 @@ class Destination:
     def hold(self, ticket: Ticket | Sequence[Ticket]) -> int:
         """Keep a ticket's lease alive, and connect to its engine, until ``fetch`` supplies the blocks.
 
-        For requests that wait in a queue. If none of the tickets can be held, that is reported by ``poll``,
-        once, and they need no ``fetch``.
+        For queued requests. If no ticket can be held, ``poll`` reports that once; do not ``fetch`` then.
         """
         now = self._clock()
         return self._begin(_checked(ticket), lambda handle, good: self._loads.hold(now, handle, good))
@@ -200,7 +197,7 @@ class Destination:
     def _begin(
         self, tickets: Sequence[Ticket], begin: Callable[[int, Sequence[Ticket]], list[Effect]]
     ) -> int:
-        """Begin a load of the tickets that may be used, if there are any."""
+        """Begin a load of the acceptable tickets, if there are any."""
         handle = next(self._handles)
         failures = [(ticket, refusal(ticket, self._trust, self._host)) for ticket in tickets]
         good = [ticket for ticket, failure in failures if failure is None]
@@ -214,7 +211,7 @@ class Destination:
         return handle
 
     def _refuse(self, handle: int, ticket: Ticket, failure: Failure) -> Report:
-        """A ticket is not used. The machine never hears of it: a flood of them costs little."""
+        """Reject a ticket without involving the owner thread, so that a flood of them costs little."""
         record = Record(
             ticket.request_id,
             ticket.engine,
@@ -261,7 +258,7 @@ class Destination:
     def close(self) -> None:
         """Stop: no fetch is started or reported any more; the transport waits for reads in flight.
 
-        A meeting with a peer that does not answer is waited for no longer than a few seconds.
+        It waits a few seconds at most for a peer that does not answer.
         """
         if self._open_status is not None:
             self._open_status.close()
@@ -274,7 +271,7 @@ class Destination:
         self._transport.close()
 
     def _report(self) -> dict[str, object]:
-        """What `kvferry status` is told; the owner's."""
+        """The answer to `kvferry status`."""
         now, found = self._clock(), self._reader.sources()
         sources = [
             source_shown(peer, state, why, self._met.get(peer))
@@ -282,7 +279,7 @@ class Destination:
         ]
         status = self._status() | self._log.status()
         status |= {"sources": sources, "num_sources": len(found), "loads": self._reader.shown_loads(now)}
-        del status["peers"], status["ways"]  # the sources say more
+        del status["peers"], status["ways"]  # contained in sources
         self._figures = self._reader.figures()
         return status_report(MetricSide.DESTINATION, status, self.figures, now - self._started)
 
@@ -299,7 +296,7 @@ class Destination:
             "dropped": dict(self._channel.dropped),
         }
 
-    # -- the owner's -------------------------------------------------------------------------------
+    # -- in the owner thread -----------------------------------------------------------------------
 
     def _carry_out(self, effects: Iterable[Effect]) -> None:
         for effect in self._loads.through(self._clock(), effects):
@@ -326,15 +323,15 @@ class Destination:
                 case HangUp():
                     self._channel.hang_up(effect.address)
                 case AllRead():
-                    pass  # the joint loads have heard of it
+                    pass  # handled by the joint loads
                 case Report():
-                    self._log.ended(self._clock(), effect)  # before anybody can use the blocks again
+                    self._log.ended(self._clock(), effect)  # before the engine can reuse the blocks
                     self._reports.append(effect)
                     if self._metrics:
                         self._metrics.count(effect)
 
     def _tick(self, now: float) -> float:
-        """Look for ends, and, not too often, at every fetch; when to come again."""
+        """Collect ends and, less often, step all fetches; returns the time of the next call."""
         self._selecting.step()
         if self._reads.must_poll and self._reader.num_in_flight:
             self._carry_out(self._reads.collect(now))
@@ -343,7 +340,7 @@ class Destination:
             self._carry_out(self._reader.tick(now))
             self._figures = self._reader.figures()
             self._next_tick = max(self._reader.next_deadline(), now + pause)
-        else:  # what has just happened may have set a nearer deadline
+        else:  # an event may have set a nearer deadline
             self._next_tick = min(self._next_tick, now + pause)
         must_poll = self._reads.must_poll and self._reader.num_in_flight > 0
         return min(self._next_tick, now + POLL_SECONDS) if must_poll else self._next_tick
@@ -355,7 +352,6 @@ class Destination:
     def _built(self, peer: Peer, met: MetPeer, now: float) -> list[Effect]:
         self._found.pop(peer, None)
         self._met[peer] = met
-        # A model that may be another one is worth a second look.
         log.log(logging.WARNING if met.identity.unknown else logging.INFO, "%s", met.summary(peer))
         return self._reader.built(now, peer, met.plan_seconds)
 
@@ -375,10 +371,10 @@ class Destination:
     def _drop(self, peer: Peer) -> None:
         self._found.pop(peer, None)
         met = self._met.pop(peer, None)
-        for src_rank in met.links if met else ():  # one that was not built has left nothing behind
+        for src_rank in met.links if met else ():
             self._workers.submit(peer, partial(self._transport.forget, remote_name(peer, src_rank)))
 
-    # -- in other threads; what they find is put into the inbox ------------------------------------
+    # -- in other threads --------------------------------------------------------------------------
 
     def _receive(self, received: Received | ContactChange) -> None:
         if isinstance(received, ContactChange):

@@ -1,4 +1,4 @@
-"""What an endpoint stands on: a clock, chance, a channel, workers, a thread. A simulation brings its own."""
+"""An endpoint's environment: clock, randomness, channel, workers, lease board. Simulations replace it."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from kvferry.wire.secret import Secret
 log = log_of(__name__)
 
 Receive = Callable[[Received | ContactChange], None]
-"""Takes what arrives, and what happens to the connections to those who are called."""
+"""Takes messages, and changes of outgoing connections."""
 
 WAIT_SECONDS = 1.0
 BEHIND_SECONDS = 0.005
-"""After how long to see whether whoever takes the messages has caught up."""
+"""Polling interval while the receiver is behind."""
 MAX_OUTBOX_BYTES = 16 << 20
-"""Of messages that wait for the thread to send them."""
+"""Of messages that wait to be sent."""
 CLOSE_SECONDS = 10.0
 
 
 class ChannelThread:
-    """Small messages from and to other engines: hands over what arrives, and sends what it is given.
+    """Sends and receives control messages in a thread.
 
-    No message, however malformed, ends the thread: what cannot be read is counted and dropped.
+    Malformed messages are counted and dropped; none ends the thread.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -51,29 +51,29 @@ class ChannelThread:
         self.address = channel.address
         """Where it listens; empty if it does not."""
         self.dropped: Mapping[str, int] = channel.dropped
-        """Messages that could not be sent or taken, by why."""
+        """Messages that could not be sent or taken, by reason."""
         self._outbox: deque[tuple[str, bytes | None]] = deque()
-        """What is to be sent, and where to; None: hang up."""
+        """Addresses and messages; None: hang up."""
         self._outbox_bytes = 0
         self._wake_lock = threading.Lock()
         self._is_closing = False
         self.refused: Mapping[str, int] = {}
-        """Messages that could not be read, by why. Never changed, but replaced: anybody may look at it."""
+        """Unreadable messages, by reason. Replaced, never changed: any thread may read it."""
         self._thread: threading.Thread | None = None
 
     def start(self, name: str, receive: Receive, is_behind: Callable[[], bool]) -> None:
-        """From now on ``receive`` is called, in the thread, with what arrives, and with what becomes of
-        connections that were made here. It raises a KVFerryError for what cannot be read. While whoever
-        listens ``is_behind``, messages wait in the channel.
+        """Call ``receive`` in the thread for each message and change of an outgoing connection.
+
+        It raises a KVFerryError for unreadable messages. While ``is_behind``, messages wait in the channel.
         """
         work = (receive, is_behind)
         self._thread = threading.Thread(target=self._run, args=work, name=name, daemon=True)
         self._thread.start()
 
     def send(self, to: str, data: bytes) -> None:
-        """Have a message sent soon to an address, or to where a message said to reply to; from any thread.
+        """Queue a message to an address or a ``reply_to``; never blocks, from any thread.
 
-        Never blocks. Answers are dropped where too much waits.
+        Answers are dropped if too many messages wait.
         """
         with self._wake_lock:
             is_full = self._outbox_bytes > MAX_OUTBOX_BYTES and self._channel.is_answer(to)
@@ -88,12 +88,12 @@ class ChannelThread:
             self._wake()
 
     def hang_up(self, address: str) -> None:
-        """Keep no connection to an address, once what was handed over for it is sent; from any thread."""
+        """Close the connection to an address after its queued messages are sent; from any thread."""
         self._outbox.append((address, None))
         self._wake()
 
     def close(self) -> None:
-        """Send what was handed over, then close the channel."""
+        """Send queued messages, then close the channel."""
         self._is_closing = True
         if self._thread is None:
             self._channel.close()
@@ -159,13 +159,13 @@ class ChannelThread:
 Work = Callable[[], object]
 
 IDLE_SECONDS = 2.0
-"""How long a thread waits for more work of its key: to start one takes as long as a short job."""
+"""How long a thread waits for more work of its key: starting one takes as long as a short job."""
 
 
 class WorkerThreads:
-    """A queue per key, each served by a thread that lasts a little longer than its work.
+    """A queue and a thread per key; idle threads end.
 
-    A fixed number of threads would not do: so many peers that do not answer would hold up all others.
+    With a fixed number of threads, peers that do not answer would delay all others.
     """
 
     def __init__(self, name: str) -> None:
@@ -175,7 +175,7 @@ class WorkerThreads:
         self._is_closed = False
 
     def submit(self, key: Hashable, job: Work) -> None:
-        """Have a job done after all that was submitted under the same key."""
+        """Queue a job; jobs of one key run in order."""
         job = partial(self._do, job)
         with self._lock:  # a thread leaves only while it holds this, with nothing in its inbox
             if self._is_closed:
@@ -187,7 +187,7 @@ class WorkerThreads:
                 self._threads[key] = JobThread(self._name, job, IDLE_SECONDS, may_leave)
 
     def close(self, seconds: float) -> bool:
-        """Start nothing more, and wait for what was started; whether all of it ended in time."""
+        """Start no more jobs, and wait for running ones; whether all ended in time."""
         deadline = time.monotonic() + seconds
         with self._lock:
             self._is_closed = True
@@ -211,71 +211,58 @@ class WorkerThreads:
 
 
 NUM_MARKS = 4096
-"""Leases are numbered; one that comes so much later takes the place, and the earlier one is asked for."""
+"""Leases whose numbers are equal modulo this share a place; readers of the overwritten one use messages."""
 NAME = "kvferry-leases-"
 NO_MARK = bytes(MARK_BYTES)
 
 
-# A source engine's board: which of its leases stand, for readers of the same host to see by themselves.
+# The lease board shows readers on the same host which leases of a source engine stand.
 #
-# A load counts if its lease still stood after the last byte. To ask for that takes a message and its
-# answer, longer than a device takes to copy a gigabyte. Where both processes are on one host, the reader
-# looks instead: for each lease that it grants, the authority writes a *mark* into memory of its own, which
-# processes of the same user can open by its name; and it strikes the mark before anybody hears that the
-# blocks are free.
+# A load counts if its lease still stood after the last byte. Asking by message takes longer than a device
+# takes to copy a gigabyte. So the authority writes a unique *mark* for each granted lease into shared memory
+# that processes of the same user can open, and removes it before it announces that the blocks are free.
 #
-# Why that is enough: a mark that was struck never comes again, and a board opens only while its process
-# lives. So a mark that is seen stood at some moment after the last byte, at which the authority lived and
-# had released nothing. An authority that stands still releases nothing either; one that is gone has no
-# board, and the next one's has another name.
-#
-# Nothing that is read here can harm the reader: the name is compared before anything is opened, and what
-# cannot be opened, or read, or has another mark, is no answer. Then the message is what counts, as between
-# two hosts.
+# A removed mark never returns, and a board can be opened only while its process lives. So a visible mark
+# proves that after the last byte the authority lived and had not released the lease. If the board cannot be
+# read, or shows another mark, the reader waits for the message.
 
 
 class LeaseBoard:
-    """The authority's own board."""
-
     def __init__(self) -> None:
-        """Raises OSError where there is no such memory."""
+        """Raises OSError if shared memory is unavailable."""
         self._shared = SharedMemory(NAME, NUM_MARKS * MARK_BYTES)
         self._marks, self.place = self._shared.memory, self._shared.place
-        """Where readers look."""
         leave = WeakMethod(self._leave)
         os.register_at_fork(after_in_child=lambda: (it := leave()) and it())
 
     def show(self, number: int, mark: bytes) -> None:
-        """A lease stands; on a closed board none does."""
         if self._marks.closed:
             return
         start = number % NUM_MARKS * MARK_BYTES
         self._marks[start : start + MARK_BYTES] = mark
 
     def strike(self, number: int) -> None:
-        """It stands no more; or a later one that took its place has to be asked for."""
         self.show(number, NO_MARK)
 
     def close(self) -> None:
-        """No lease stands any more; once is enough."""
         if not self._marks.closed:
             self._marks[:] = bytes(len(self._marks))
             self._leave()
 
     def _leave(self) -> None:
-        """Let go of it, as a child that was forked must: it may get the number of its dead parent one day."""
+        """Unmap it; forked children must, since one may get the pid of its dead parent."""
         self._shared.close()
 
 
 def make_board() -> LeaseBoard | None:
-    """A board, where this system has what it takes."""
+    """A board; None if shared memory is unavailable."""
     with suppress(OSError):
         return LeaseBoard()
     return None
 
 
 def is_shown(place: str, number: int, mark: bytes) -> bool:
-    """Whether a lease stands, as far as can be seen from here; False says nothing."""
+    """Whether a board shows the mark of a lease; False proves nothing."""
     if len(mark) != MARK_BYTES or mark == NO_MARK:
         return False
     try:
@@ -291,8 +278,8 @@ def is_shown(place: str, number: int, mark: bytes) -> bool:
 def open_channel(
     listen: str, secret: Secret | None, *, silence_seconds: float = SILENCE_SECONDS
 ) -> ChannelThread:
-    """A channel over ZeroMQ, driven by a thread of its own."""
-    # A little more than is read: what is too long can then be answered by name.
+    """A channel over ZeroMQ with a thread of its own."""
+    # Slightly above the limit, so that longer messages can be rejected with an error.
     max_bytes = MAX_MESSAGE_BYTES + (1 << 20)
     channel = Channel(listen=listen, secret=secret, max_bytes=max_bytes, silence_seconds=silence_seconds)
     return ChannelThread(channel)
@@ -300,7 +287,7 @@ def open_channel(
 
 @dataclass(frozen=True)
 class Edges:
-    """The outside of an endpoint, beside its transport."""
+    """The environment of an endpoint, except its transport."""
 
     clock: Callable[[], float] = time.monotonic
     random_bytes: Callable[[int], bytes] = secrets.token_bytes
@@ -310,15 +297,15 @@ class Edges:
     open_channel: Callable[[str, Secret | None], ChannelThread] = open_channel
     make_workers: Callable[[str], WorkerThreads] = WorkerThreads
     open_status: Callable[[str, Callable[[], StatusReport]], StatusSocket | None] = open_status
-    """Where `kvferry status` asks."""
+    """Opens the socket for `kvferry status`."""
     make_board: Callable[[], LeaseBoard | None] = make_board
     """Creates the lease board of an authority; None: no board."""
     is_shown: Callable[[str, int, bytes], bool] = is_shown
     """Whether a board, by its path, shows the mark of a lease."""
     start_owner: Callable[[Owner[Any]], None] = Owner.start
-    """Has an owner's ``step`` called; by default in a thread of its own."""
+    """Starts an owner; by default in a thread of its own."""
 
     @classmethod
     def of(cls, timing: Timing) -> Edges:
-        """The real outside, with heartbeats as an engine wants them."""
+        """The real environment, with the heartbeats of this timing."""
         return cls(open_channel=partial(open_channel, silence_seconds=timing.silence))

@@ -1,4 +1,4 @@
-"""The packed way's control messages: a reader asks a source rank for bytes, and the rank checks and sends."""
+"""Control messages of packed reads: a reader requests bytes, and the source rank checks and sends them."""
 
 from __future__ import annotations
 
@@ -46,15 +46,14 @@ REFUSED_FOR = {
     "out-of-bounds": GatherRefusal.NOT_ITS_BYTES,
     "unknown-region": GatherRefusal.NOT_ITS_BYTES,
 }
-"""What a transport says of bytes that cannot be gathered; all else is the device's, or a bug."""
+"""The refusals for a transport's error codes; by default CANNOT."""
 
 
 class GatherService:
-    """A source rank that sends its readers what they may have.
+    """Serves packed reads of a source rank over streams.
 
-    Whatever is asked for is checked first, by a ``TicketGuard``; the bytes go over streams, which wait for
-    nobody. One thread does both, that of the streams: what it has not begun to send when it hears of a
-    release, it does not send.
+    The thread of the streams checks each request with a ``TicketGuard`` and sends the bytes; bytes that it
+    has not begun to send when their ticket is released are not sent.
     """
 
     def __init__(
@@ -66,17 +65,17 @@ class GatherService:
         advertise: str = "",
         is_sealed: bool = False,
     ) -> None:
-        """``advertise``: the host that readers call, if it is another one than we listen at.
+        """``advertise``: the host that readers call, if not the listening one.
 
-        ``is_sealed``: whether what is sent is encrypted.
+        ``is_sealed``: whether streams are encrypted.
         """
         self._copier, self._channel = copier, channel
         host = channel.address.removeprefix("tcp://").rpartition(":")[0].strip("[]") or LOOPBACK
         self._streams = StreamSender(copier, host, is_sealed=is_sealed)
         self._stream_address = advertised(f"tcp://{host}:{self._streams.port}", advertise)
         self._bytes_received = 0
-        """Of messages; the channel's thread's alone."""
-        # The streams' thread's alone:
+        """Of messages; used by the channel's thread only."""
+        # Used by the streams' thread only:
         self._bytes_heard = 0
         self._guard = guard
         self._num_gathered = 0
@@ -89,18 +88,15 @@ class GatherService:
         return self._channel.address
 
     def begin(self, generation: int) -> None:
-        """The engine has started anew: what its earlier starts had on offer is over."""
+        """The engine has restarted: offers of earlier generations are over."""
         self._streams.put(partial(self._begin, generation))
 
     def revoke(self, generation: int, ticket_id: int, then: Callable[[], None]) -> None:
-        """Send nothing of a ticket any more; ``then`` is called when nothing of it is being sent.
-
-        ``generation``: the start of the engine that the ticket is of.
-        """
+        """Stop sending bytes of a ticket; ``then`` is called when none of them is being sent."""
         self._streams.put(partial(self._revoke, TicketKey(generation, ticket_id), then))
 
     def when_revoked(self, then: Callable[[], None]) -> None:
-        """Call ``then`` once nothing is sent of what was revoked so far."""
+        """Call ``then`` once all earlier revocations are done."""
         self._streams.put(then)
 
     def status(self) -> dict[str, object]:
@@ -114,7 +110,7 @@ class GatherService:
         if isinstance(received, ContactChange):
             return
         to, num_bytes = received.reply_to, len(received.data)
-        message = decode_to_rank(received.data)  # raises for junk, which the channel counts; so does _sides
+        message = decode_to_rank(received.data)  # raises for malformed messages, like _sides
         hear = (
             partial(self._ask, to, message, _sides(message))
             if isinstance(message, Gather)
@@ -124,7 +120,6 @@ class GatherService:
         self._streams.put(partial(self._hear, num_bytes, hear))
 
     def _is_behind(self) -> bool:
-        """Whether messages had better wait in the channel."""
         return self._streams.num_waiting > MANY or self._bytes_received - self._bytes_heard > MANY_BYTES
 
     # -- in the thread of the streams --------------------------------------------------------------
@@ -138,7 +133,7 @@ class GatherService:
         self._streams.revoke(lambda ticket: ticket.generation != generation)
 
     def _revoke(self, ended: TicketKey, then: Callable[[], None]) -> None:
-        self._begin(ended.generation)  # first: a new start forgets what has ended
+        self._begin(ended.generation)  # first, since a new generation resets the ended tickets
         self._guard.end(ended.ticket_id)
         self._streams.revoke(lambda ticket: ticket == ended)
         then()
@@ -157,7 +152,7 @@ class GatherService:
             self._refuse(to, nonce, self._guard.refuse(GatherRefusal.TOO_MUCH, "too many streams"))
 
     def _ask(self, to: str, ask: Gather, sides: list[TermSide]) -> None:
-        """Have bytes sent; whatever of it is revoked meanwhile is not."""
+        """Check a request and queue its bytes."""
         admitted = self._guard.admit(ask.permit)
         if isinstance(admitted, Refusal):
             self._refuse(to, ask.nonce, admitted)
@@ -177,8 +172,8 @@ class GatherService:
         self._streams.send(ask.stream_id, ticket, ask.nonce, sides, refuse)
 
     def _refusal(self, admitted: Admitted, sides: list[TermSide]) -> Refusal | None:
-        """Why bytes are not sent; whoever sends them has nobody to tell."""
-        refusal = self._guard.check(admitted, _terms(sides))
+        """Why bytes must not be sent; checked here, since the sender cannot report errors."""
+        refusal = self._guard.check(admitted, [(side.places, side.num_bytes, side.steps) for side in sides])
         if refusal is None:
             try:
                 check_room(sides, self._copier.chunk_bytes)
@@ -201,12 +196,8 @@ class GatherService:
         self._channel.send(to, encode_rank_message(message))
 
 
-def _terms(sides: list[TermSide]) -> list[tuple[Ints, Ints, Ints]]:
-    return [(side.places, side.num_bytes, side.steps) for side in sides]
-
-
 def _sides(ask: Gather) -> list[TermSide]:
-    """What is asked for, as arrays; raises SpecError if it makes none."""
+    """The requested bytes as arrays; raises SpecError if they are malformed."""
     sides = []
     for columns in ask.terms:
         if any(len(column) % 8 or not column for column in columns):
@@ -221,10 +212,10 @@ def _sides(ask: Gather) -> list[TermSide]:
 @dataclass(frozen=True, eq=False, slots=True)
 class RankGathering:
     address: str
-    """Where readers ask."""
+    """Where readers send requests."""
     service: GatherService
     rank_key: bytes = field(repr=False)
-    """For the rank's own authority, and nobody else."""
+    """For the rank's authority only."""
 
 
 def open_gathering(
@@ -236,10 +227,10 @@ def open_gathering(
     trust: Trust = Trust(),  # noqa: B008  (it is frozen)
     edges: Edges | None = None,
 ) -> RankGathering | None:
-    """Have the one rank of a manifest gather for readers; None if its transport, now registered, does not.
+    """Serve packed reads of the manifest's only rank; None if its registered transport has none.
 
-    ``listen``, ``advertise``: where readers ask, and the host that they call, if it is another one. The
-    transport's card says so from now on.
+    ``listen``: the address for readers' requests; ``advertise``: the host that they call, if another one. The
+    transport's card contains both.
     """
     packed = transport.packed if isinstance(transport, ProcessTransport) else None
     if packed is None:
@@ -266,7 +257,6 @@ class GatherCalls:
         self._channel.start(self._name, self._receive, lambda: False)
 
     def ask(self, to: str, nonce: int, permit: bytes, terms: Sequence[Term], stream_id: bytes) -> None:
-        """Ask for the source side of these terms."""
         ask = Gather(nonce, permit, tuple(map(_columns, terms)), stream_id)
         self._channel.send(to, encode_rank_message(ask))
 
@@ -278,7 +268,6 @@ class GatherCalls:
         self._channel.hang_up(address)
 
     def close(self) -> None:
-        """Send what was said, and stop."""
         self._channel.close()
 
     def _receive(self, received: Received | ContactChange) -> None:
@@ -298,7 +287,7 @@ class GatherCalls:
 
 
 def ask_to_gather(transport: Transport, open_channel: Callable[[], ChannelThread]) -> None:
-    """Have a transport that is registered ask source ranks to gather, if that is its way."""
+    """Let a registered transport request packed reads, if it supports them."""
     if isinstance(transport, ProcessTransport) and transport.packed:
         transport.packed.open(GatherCalls(open_channel(), "kvferry-gather-calls"))
 

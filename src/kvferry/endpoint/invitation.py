@@ -1,4 +1,4 @@
-"""Where an engine can be called, and from which host."""
+"""Addresses of an engine, and the identity of a host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvferry.wire.secret import Trust
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """Address and credential with which a rank joins its engine, which passes it on, for example by a pipe.
+    """Address and credential for a rank to join its engine, passed on by the engine, for example by a pipe.
 
     >>> Invitation("tcp://127.0.0.1:5555", b"a secret")
     Invitation(address='tcp://127.0.0.1:5555')
@@ -27,7 +27,7 @@ EVERY_HOST = ("0.0.0.0", "*", "[::]")
 
 
 def check_listen(listen: str, advertise: str, trust: Trust) -> None:
-    """Raise unless one may listen there, and others could call it."""
+    """Raise SpecError unless listening there is allowed, and readers can connect to it."""
     if not advertise and any(f"//{host}:" in listen for host in EVERY_HOST):
         raise SpecError(f"listen={listen} is not an address that readers can connect to: set advertise=HOST")
     trust.check_listen(listen)
@@ -47,11 +47,8 @@ NETWORK_NAMESPACE = "/proc/self/ns/net"
 
 
 def this_host() -> str:
-    """The boot of this machine, and the network namespace of this process.
-
-    Two processes that have both in common share one loopback. Two pods of one machine do not.
-    """
+    """The boot ID and network namespace: processes that share both share a loopback; two pods do not."""
     try:
         return f"{BOOT_ID.read_text(encoding='ascii').strip()}/{os.stat(NETWORK_NAMESPACE).st_ino}"
-    except OSError:  # no Linux: the name must do
+    except OSError:  # not Linux
         return socket.gethostname()

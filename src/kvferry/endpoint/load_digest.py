@@ -1,4 +1,4 @@
-"""Both sides of a load's digest, taken of memory in this process."""
+"""Digests of loaded bytes in this process's memory, for both sides of a load."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvferry.core.digest import (
     most_bytes,
     sums_to_bytes,
 )
-from kvferry.core.digest_cells import Bytes, ChunkedCells, ChunkSums, Words, sums_by_numpy
+from kvferry.core.digest_cells import Bytes, ChunkedCells, Words, sums_by_numpy
 from kvferry.core.manifest import Manifest, Rank, Region
 from kvferry.core.request import BlockTable
 from kvferry.core.state import check_range
@@ -61,23 +61,19 @@ class DigestMemory:
 
     @property
     def is_of_host(self) -> bool:
-        """Whether all of it is the host's: then a digest is taken part by part."""
+        """Whether all memory is host memory: then a digest is computed part by part."""
         return not self._kernels
 
-    def chunk_sums(self) -> ChunkSums:
-        host = partial(sums_by_numpy, self.host)
-        return host if self.is_of_host else partial(self._each_by_its_own, host)
-
-    def _each_by_its_own(self, host: ChunkSums, wanted: Sequence[ChunkedCells]) -> list[Words]:
-        if not self.host and len(self._kernels) == 1:
-            (kernel,) = self._kernels.values()
-            return kernel.sums(self._regions, wanted)
+    def chunk_sums(self, wanted: Sequence[ChunkedCells]) -> list[Words]:
         devices = [self._regions[each.blocks.region].device for each in wanted]
         found: dict[int, Words] = {}
         for device in sorted({*devices}):
             at = [i for i, other in enumerate(devices) if other == device]
             some = [wanted[i] for i in at]
-            sums = host(some) if device == HOST else self._kernels[device].sums(self._regions, some)
+            if device == HOST:
+                sums = sums_by_numpy(self.host, some)
+            else:
+                sums = self._kernels[device].sums(self._regions, some)
             found.update(zip(at, sums, strict=True))
         return [found[i] for i in range(len(wanted))]
 
@@ -97,24 +93,24 @@ def _bytes_at(address: int, num_bytes: int) -> Bytes:
 
 
 DIGESTS = "digests"
-"""The workers' key: one digest at a time, since each is all that a core can do."""
+"""The workers' key: one digest at a time, since each uses a core."""
 MAX_SHARE = 2
-"""How many times the bytes of its ticket's blocks a question may ask for."""
+"""Limit of the requested bytes, as a multiple of the bytes of the ticket's blocks."""
 MAX_PARTS_PER_VIEW = 64
 MAX_WAITING = 64
-"""Questions about one ticket: each rank of a reader has one."""
+"""Requests per ticket: each rank of a reader has one."""
 CLOSE_SECONDS = 5.0
-"""How long ``close`` waits for a part of a digest that has begun."""
+"""How long ``close`` waits for a running part of a digest."""
 
 
 class NotWanted(KVFerryError):
-    """Whoever asked for a digest does not wait for it any more."""
+    """The digest is no longer needed."""
 
 
 class LoadDigest:
-    """Takes digests of one rank's memory.
+    """Computes digests of one rank's memory.
 
-    ``is_wanted`` is looked at between two parts of a long one: memory that is given back is not touched.
+    ``is_wanted`` is called between parts, so that released memory is not touched.
     """
 
     def __init__(self, manifest: Manifest, rank: int, side: str, is_wanted: Callable[[], bool]) -> None:
@@ -122,9 +118,9 @@ class LoadDigest:
         self._memory, self._is_wanted = DigestMemory(self._rank), is_wanted
 
     def sums(self, tables: Mapping[str, BlockTable], parts: Sequence[DigestPart], seed: int) -> list[Words]:
-        chunk_sums = self._memory.chunk_sums()
-        side = DigestSide(self._manifest, self._rank, tables, self._memory.host, self._side, chunk_sums)
-        if not self._memory.is_of_host:  # a device takes all parts at once
+        memory = self._memory
+        side = DigestSide(self._manifest, self._rank, tables, memory.host, self._side, memory.chunk_sums)
+        if not memory.is_of_host:  # devices compute all parts at once
             self._check_wanted()
             return side.sums(parts, seed=seed)
         sums = []
@@ -137,16 +133,9 @@ class LoadDigest:
         if not self._is_wanted():
             raise NotWanted("the ticket was released, or this endpoint is closing")
 
-    def taken(
-        self, tables: Mapping[str, BlockTable], parts: Mapping[int, Sequence[DigestPart]], seed: int
-    ) -> TakenDigest:
-        """What a fetch has brought, by source rank."""
-        by_rank = {src_rank: (some, self.sums(tables, some, seed)) for src_rank, some in parts.items()}
-        return TakenDigest(self._manifest, by_rank)
-
 
 def _check_question(manifest: Manifest, rank: Rank, task: DigestTask, parts: Sequence[DigestPart]) -> None:
-    """Raise SpecError for more than the blocks of the ticket have, before anything is computed."""
+    """Raise SpecError for requests beyond the blocks of the ticket."""
     block_bytes = rank_block_bytes(manifest, rank)
     most = sum(len(table.block_ids) * block_bytes.get(name, 0) for name, table in task.tables.items())
     states = manifest.state_by_name
@@ -160,7 +149,7 @@ def _check_question(manifest: Manifest, rank: Rank, task: DigestTask, parts: Seq
 def answer_digest(
     manifest: Manifest, rank: int, task: DigestTask, is_wanted: Callable[[], bool]
 ) -> DigestResult:
-    """What a source rank says to its authority: its sums, or why there are none."""
+    """A source rank's sums, or why there are none."""
     named = task.generation, rank, task.number
     try:
         seed, parts = question_from_msgpack(task.question)
@@ -174,9 +163,9 @@ def answer_digest(
 
 
 class DigestService:
-    """Takes the digests that an authority asks a source rank for, one at a time, in a worker.
+    """Computes the digests requested from a source rank, one at a time, in a worker.
 
-    Tickets take turns: many questions about one delay another by one digest. A digest ends with its ticket.
+    Tickets take turns, so that many requests for one delay the others by one digest.
     """
 
     def __init__(
@@ -185,12 +174,12 @@ class DigestService:
         self._manifest, self._rank, self._workers, self._say = manifest, rank, workers, say
         self._lock = threading.Lock()
         self._waiting: OrderedDict[int, dict[int, DigestTask]] = OrderedDict()
-        """By ticket, and by number: a question that is repeated meanwhile is not taken twice."""
+        """By ticket and number, so that repeated requests count once."""
         self._taken: DigestTask | None = None
         self._is_closed = False
 
     def take(self, task: DigestTask) -> None:
-        """Take it soon; never blocks."""
+        """Queue a request; never blocks."""
         with self._lock:
             waiting = self._waiting.setdefault(task.ticket_id, {})
             is_taken = self._taken is not None and self._taken.number == task.number
@@ -200,21 +189,21 @@ class DigestService:
         self._workers.submit(DIGESTS, self._take_next)
 
     def release(self, ticket_id: int) -> None:
-        """Take no digest of a ticket any more."""
+        """Drop all requests for a ticket."""
         with self._lock:
             self._waiting.pop(ticket_id, None)
             if self._taken is not None and self._taken.ticket_id == ticket_id:
                 self._taken = None
 
     def close(self) -> None:
-        """Take no more, and touch no memory any more."""
+        """Stop, and touch no more memory."""
         self._is_closed = True
         self._workers.close(CLOSE_SECONDS)
 
     def _take_next(self) -> None:
         task = self._next()
         if task is None:
-            return  # it was released
+            return  # released
         result = answer_digest(
             self._manifest, self._rank, task, lambda: not self._is_closed and self._taken is task
         )
@@ -223,7 +212,6 @@ class DigestService:
         self._say(result)
 
     def _next(self) -> DigestTask | None:
-        """The first question of the ticket whose turn it is."""
         with self._lock:
             while self._waiting:
                 ticket_id, waiting = self._waiting.popitem(last=False)
@@ -236,7 +224,7 @@ class DigestService:
 
 
 class TakenDigests:
-    """Takes the digests of what one destination rank has loaded, one at a time, in a worker."""
+    """Computes the digests of a destination rank's loads, one at a time, in a worker."""
 
     def __init__(
         self,
@@ -252,15 +240,15 @@ class TakenDigests:
         self._is_closed = False
 
     def take(self, wanted: TakeDigest, met: MetPeer | None) -> None:
-        """Take it soon; never blocks. The owner's to call."""
+        """Queue a digest; never blocks. Called by the owner thread."""
         self._workers.submit(DIGESTS, partial(self._take, wanted, met))
 
     def close(self) -> None:
-        """Touch no memory any more, but for a part of a digest that has begun."""
+        """Touch no more memory, except for a running part of a digest."""
         self._is_closed = True
 
     def _take(self, wanted: TakeDigest, met: MetPeer | None) -> None:
-        # Other keys for each load: what escapes one by chance does not escape the next.
+        # A new seed for each load: an error that collides under one seed is found under the next.
         handle, fetch, seed = wanted.handle, wanted.fetch, int.from_bytes(self._random_bytes(8))
         try:
             if met is None:
@@ -268,22 +256,21 @@ class TakenDigests:
             parts = digest_parts(met.route.plan, fetch.request())
             questions = {src_rank: question_to_msgpack(seed, some) for src_rank, some in parts.items()}
             self._put(lambda now: self._fetches.digest_asked(now, handle, questions))
-            # While the source ranks do the same.
-            ours = LoadDigest(self._manifest, self._rank, "dst", lambda: not self._is_closed).taken(
-                fetch.dst, parts, seed
-            )
+            ours = LoadDigest(self._manifest, self._rank, "dst", lambda: not self._is_closed)
+            sums = {rank: (some, ours.sums(fetch.dst, some, seed)) for rank, some in parts.items()}
+            taken = TakenDigest(self._manifest, sums)
         except Exception as error:
             failure = failure_of(error, FailureCode.NO_DIGEST)
             self._put(lambda now: self._fetches.not_digested(now, handle, failure))
         else:
-            self._put(lambda now: self._fetches.digest_taken(now, handle, ours))
+            self._put(lambda now: self._fetches.digest_taken(now, handle, taken))
 
 
 DEFAULT_EVERY = 100
 
 
 def default_digest_every(rank: Rank) -> int:
-    """One in so many loads is compared where nobody said how many; none if this memory cannot be digested."""
+    """The default of ``digest_every``; 0 if this memory cannot be digested."""
     try:
         DigestMemory(rank)
     except SpecError as error:
@@ -293,7 +280,7 @@ def default_digest_every(rank: Rank) -> int:
 
 
 def check_digest_every(every: int, rank: Rank) -> None:
-    """Raise SpecError unless one in so many loads of this rank can be digested."""
+    """Raise SpecError unless loads of this rank can be digested."""
     check_range("digest_every", every, 0, 1 << 30)
     if every:
         DigestMemory(rank)

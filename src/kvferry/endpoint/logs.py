@@ -1,4 +1,4 @@
-"""What an endpoint tells of loads and leases in the log: a line each, and not too many."""
+"""Rate-limited log lines of loads and leases."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BURST_LINES = 100
 
 
 class LogLimit:
-    """Whether one more line may be written. Time is an argument.
+    """A rate limit of log lines. Time is an argument.
 
     >>> limit = LogLimit()
     >>> sum(limit.take(0.0) for _ in range(1000)), limit.pop_left_out()
@@ -35,7 +35,7 @@ class LogLimit:
         self._num_left_out = 0
 
     def take(self, now: float) -> bool:
-        """Whether a line may be written now; if not, it is counted."""
+        """Whether to write a line now; otherwise it is counted."""
         self._left = min(float(BURST_LINES), self._left + (now - self._since) * LINES_PER_SECOND)
         self._since = now
         if self._left < 1:
@@ -53,10 +53,10 @@ log = log_of(__name__)
 
 
 class LoadLog:
-    """Writes the lines of one destination rank. Time is an argument.
+    """Writes the lines of one destination rank.
 
-    Tickets of others cause failures, so their lines are limited, and the rest is counted. Where more loads
-    end well than anybody would read, the rest of their lines are for who debugs.
+    Lines of failures are limited, and the rest is counted. Beyond their limit, successful loads are logged at
+    level DEBUG.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class LoadLog:
         self._read_bytes: Counter[str] = Counter()
         self._lock = threading.Lock()
         self.num_rejected: Mapping[str, int] = {}
-        """Tickets that were not used, by code. Never changed, but replaced: anybody may look at it."""
+        """Rejected tickets, by code. Replaced, never changed: any thread may read it."""
 
     def ended(self, now: float, report: Report) -> None:
         self._num_ended[" ".join(filter(None, (report.record.outcome, report.record.way)))] += 1
@@ -79,11 +79,11 @@ class LoadLog:
                 log.warning("%d more failed loads were not logged", num)
 
     def status(self) -> dict[str, object]:
-        """Loads that ended, by outcome and way; the bytes of those that ended well, by way."""
+        """Ended loads by outcome and way; bytes of successful ones by way."""
         return {"ended": dict(self._num_ended), "read_bytes": dict(self._read_bytes)}
 
     def rejected(self, report: Report) -> None:
-        """A ticket was not used; from any thread."""
+        """Log a rejected ticket; from any thread."""
         code = report.record.outcome
         with self._lock:
             self.num_rejected = {**self.num_rejected, code: self.num_rejected.get(code, 0) + 1}
@@ -93,7 +93,6 @@ class LoadLog:
 
 
 def _write(level: int, report: Report) -> None:
-    """The line of a report, and what it says as values, if anybody listens."""
     if log.isEnabledFor(level):
         log.log(level, "%s", log_line(report), extra={"kvferry": asdict(report.record)})
 
@@ -124,11 +123,11 @@ _TROUBLES = {
     "expired": "its lease expired: no reader acquired or renewed it in time",
     "failed": "its reader reported a failure",
 }
-"""Why a released request was not read; whoever withdraws one knows why."""
+"""Why a released request was not read."""
 
 
 class LeaseLog:
-    """Writes the lines of one source engine. Time is an argument."""
+    """Writes the lines of one source engine."""
 
     def __init__(self, engine: str) -> None:
         self._engine, self._limit = engine, LogLimit()

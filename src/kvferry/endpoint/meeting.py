@@ -1,6 +1,6 @@
-"""What is done once per peer, and is slow: compare, plan, prove, lower, connect.
+"""The slow steps of the first contact: compare, plan, prove, lower, connect.
 
-Engines of equal geometry share all of that but the last.
+Engines of equal geometry share all but the last.
 """
 
 from __future__ import annotations
@@ -35,15 +35,12 @@ log = log_of(__name__)
 Value = TypeVar("Value")
 
 
-# Plans of a destination rank, one for all source engines of equal geometry.
-#
-# What is planned, proved and lowered depends on what engines say of their states, boxes, views and regions,
-# not on their names or on where their memory is. It is made once and kept while somebody who is met needs
-# it.
+# A plan depends on the states, boxes, views and regions of a source engine, not on its name or addresses. So
+# one plan serves all source engines of equal geometry, and is kept while one of them is met.
 
 
 class MadeOnce(Generic[Value]):
-    """Values by key: each is made once, whoever asks first, and kept while somebody has it."""
+    """Values by key: each is made once, and kept while it is referenced."""
 
     def __init__(self) -> None:
         self._changed = Condition()
@@ -54,7 +51,7 @@ class MadeOnce(Generic[Value]):
         return len(self._kept)
 
     def get(self, key: bytes, make: Callable[[], Value]) -> Value:
-        """The value of a key. Who asks for one that is being made waits for it; others do not."""
+        """The value of a key; waits if another thread is making it."""
         with self._changed:
             self._changed.wait_for(lambda: key not in self._being_made)
             kept = self._kept.get(key)
@@ -77,22 +74,22 @@ class SharedPlan:
     """The plan for all source engines of one outline."""
 
     outline: Outline
-    """Under the name of the engine that was first."""
+    """Under the name of the first engine."""
     dst: Manifest
     dst_rank: int
     plan: Plan | None
-    """None if there is none: whoever is met next is told why, by its own name."""
+    """None if refused; planning is repeated to name the engine in the error."""
     ranks: tuple[int, ...]
-    """Those that are read from; all of them if there is no plan, so that people can see why."""
+    """The ranks to read from; all of them if there is no plan, to explain why."""
     _routes: MadeOnce[Route] = field(default_factory=MadeOnce)
-    """By how the ranks are laid out."""
+    """By the layout of the ranks."""
 
     def source(self, engine: str, ranks: Mapping[int, RankDescription]) -> Manifest:
-        """What an engine says of itself; raises ``SpecError`` if that makes no sense."""
+        """An engine's manifest; raises ``SpecError`` if it is invalid."""
         return with_ranks(replace(self.outline.common, engine=engine), ranks)
 
     def route(self, engine: str, ranks: Mapping[int, RankDescription]) -> Route:
-        """The proved and lowered plan for engines whose ranks are laid out like these."""
+        """The proved and lowered plan for engines with this layout of ranks."""
 
         def make() -> Route:
             source = self.source(engine, ranks)
@@ -104,7 +101,7 @@ class SharedPlan:
 
 
 class SharedPlans:
-    """The plans of one destination rank. Callable from any thread."""
+    """The plans of one destination rank. Thread-safe."""
 
     def __init__(self, dst: Manifest, dst_rank: int, *, accept_unknown_identity: bool = False) -> None:
         if not accept_unknown_identity:
@@ -113,11 +110,10 @@ class SharedPlans:
         self._plans: MadeOnce[SharedPlan] = MadeOnce()
 
     def __len__(self) -> int:
-        """How many different plans are in use."""
         return len(self._plans)
 
     def find(self, engine: str, outline: bytes) -> SharedPlan:
-        """The plan for an engine of this outline; raises ``SpecError`` if that makes no sense."""
+        """The plan for an engine of this outline; raises ``SpecError`` if it is invalid."""
         key = hashlib.blake2b(outline).digest()
         return self._plans.get(key, lambda: self._make(outline_from_msgpack(outline, engine)))
 
@@ -143,32 +139,30 @@ class MetPeer:
     """A peer that can be read from."""
 
     shared: SharedPlan
-    """Kept as long as the peer: whoever comes next may be of equal geometry."""
+    """Referenced so that later peers of equal geometry can reuse it."""
     route: Route
     links: Mapping[int, Connected]
-    """The ranks that are connected, and how each of them is read."""
+    """By connected rank."""
     plan_seconds: float
 
     @property
     def way(self) -> str:
-        """How its bytes come, in a word; several, joined by +, if its ranks are not read alike."""
+        """The transfer mode; several are joined by +."""
         return "+".join(sorted({link.way.value for link in self.links.values()}))
 
     @property
     def is_quick(self) -> bool:
-        """Whether its loads are selected and submitted sooner than handed to another thread: no list of runs
-        is made for the kernel, and the device does the rest.
-        """
+        """Whether selecting and submitting takes less time than switching threads."""
         return all(link.way is Way.MAPPED for link in self.links.values())
 
     @property
     def identity(self) -> IdentityCheck:
-        """Whether both sides run the same model, as far as they know."""
+        """Whether both sides run the same model."""
         plan = self.route.plan
         return compare_identity(plan.src.identity, plan.dst.identity)
 
     def num_runs(self, selection: Selection) -> int:
-        """The runs that the transport sees of a load. The list is made here, except for the copy kernel."""
+        """The number of runs of a load; makes the lists of runs, except for the copy kernel."""
         return sum(
             product.num_runs if self.links[src_rank].way is Way.MAPPED else len(product.runs)
             for src_rank, product in selection.products.items()
@@ -190,7 +184,7 @@ class MetPeer:
 
 
 def source_shown(peer: Peer, state: str, why: str, met: MetPeer | None) -> dict[str, object]:
-    """One source engine as a person is shown it: how it stands, how its bytes come, and why not better."""
+    """One source engine in a status report."""
     links = met.links.values() if met else ()
     reasons = sorted({link.reason for link in links if link.reason})
     return {
@@ -206,11 +200,11 @@ def source_shown(peer: Peer, state: str, why: str, met: MetPeer | None) -> dict[
 
 @dataclass(frozen=True, eq=False)
 class NotMet:
-    """A peer that cannot be read from; nothing of it is left."""
+    """A peer that cannot be read from."""
 
     failure: Failure
     source: Manifest | None
-    """What it says of itself, if that makes sense."""
+    """Its manifest, if valid."""
 
 
 def meet(
@@ -220,7 +214,7 @@ def meet(
     clock: Callable[[], float],
     seconds: float = 0.0,
 ) -> MetPeer | NotMet:
-    """Build a peer whole, or not at all. ``seconds``: how long it took to find the plan."""
+    """Build a peer completely, or not at all. ``seconds``: how long finding the plan took."""
     connected: list[str] = []
     engine = build.peer.engine
     try:
@@ -251,12 +245,12 @@ def _source(build: Build, shared: SharedPlan) -> Manifest | None:
 
 
 def remote_name(peer: Peer, src_rank: int) -> str:
-    """What the transport calls a rank of a peer."""
+    """The transport's name of a rank of a peer."""
     return f"{peer.engine}#{peer.generation}@{peer.authority}/{src_rank}"
 
 
 def failure_of(error: Exception, senseless: FailureCode) -> Failure:
-    """What a fetch that met this error is told; ``senseless`` is the code of a SpecError here."""
+    """The failure for an error; ``senseless`` is the code of a SpecError here."""
     match error:
         case Refused():
             return Failure(FailureCode.REFUSED, str(error))

@@ -1,6 +1,6 @@
-"""Every metric, once: name, kind, help and labels. What is exposed, documented and drawn comes from here.
+"""Every metric: name, kind, help and labels, for Prometheus, the documentation and the dashboard.
 
-Machines count by name (``kvferry.runtime.figures``); here is what a name means, and what one load adds.
+State machines count by name (``kvferry.runtime.figures``); ``samples_of`` counts a load.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ RUNS = tuple(float(4**n) for n in range(11))
 
 class MetricKind(StrEnum):
     COUNTER = "counter"
-    """It only grows: things that happened."""
     GAUGE = "gauge"
-    """How things stand now; summed over the ranks that share a registry."""
+    """Summed over the ranks that share a registry."""
     HISTOGRAM = "histogram"
-    """One number for each load."""
+    """One observation per load."""
 
 
 class MetricSide(StrEnum):
@@ -49,7 +48,7 @@ class Metric:
     help: str
     """One line, without a full stop."""
     labels: tuple[tuple[str, str], ...] = ()
-    """(name, what its values are)."""
+    """(name, description of its values)."""
     buckets: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -58,12 +57,11 @@ class Metric:
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """The names of its labels, in the order of their values."""
         return tuple(name for name, _ in self.labels)
 
     @property
     def exposed(self) -> str:
-        """Its name where Prometheus reads it: a counter gets an ending."""
+        """Its name in Prometheus."""
         return f"{self.name}_total" if self.kind is MetricKind.COUNTER else self.name
 
 
@@ -247,16 +245,15 @@ REFUSED_MESSAGES = Metric(
 )
 
 METRICS = {value.name: value for value in tuple(globals().values()) if isinstance(value, Metric)}
-"""All of them, by name."""
 
 Sample = tuple[Metric, tuple[str, ...], float]
-"""A metric, the values of its labels, and by how much it changes; of a histogram: what is observed."""
+"""A metric, its label values, and its change; for a histogram, the observed value."""
 
 SUFFIX = "_seconds"
 
 
 def refused_messages(side: MetricSide, *counts: Mapping[str, int]) -> dict[tuple[str, ...], float]:
-    """Messages that an endpoint dropped or refused, by why."""
+    """Messages that an endpoint dropped or refused, by reason."""
     found: Counter[str] = Counter()
     for some in counts:
         found.update(dict(some))
@@ -264,9 +261,7 @@ def refused_messages(side: MetricSide, *counts: Mapping[str, int]) -> dict[tuple
 
 
 class Changes:
-    """What has changed in the figures of one endpoint since they were last looked at.
-
-    Gauges are told as changes, too: so they add up over ranks and processes.
+    """Changes of the figures of one endpoint. Gauges are changes, too, so that they add up over ranks.
 
     >>> changes = Changes()
     >>> [number for *_, number in changes.since({("kvferry_grants",): 3, ("kvferry_leases", "offered"): 2})]
@@ -307,4 +302,4 @@ def samples_of(record: Record) -> Iterator[Sample]:
 
 
 PARTS = tuple(field.name.removesuffix(SUFFIX) for field in fields(Record) if field.name.endswith(SUFFIX))
-"""Of a load's time."""
+"""The parts of a load's duration."""

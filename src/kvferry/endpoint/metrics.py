@@ -1,4 +1,4 @@
-"""Prometheus metrics of the endpoints in a process; ``metric_table`` has all of them."""
+"""Prometheus metrics of the endpoints in a process, from ``metric_table``."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ except ModuleNotFoundError as error:
 
 
 class Instruments:
-    """One instrument of Prometheus for each metric of the table."""
+    """One Prometheus instrument per metric of the table."""
 
     def __init__(self, make: Callable[[Metric], Any]) -> None:
         self._by_name: Mapping[str, Any] = {metric.name: make(metric) for metric in METRICS.values()}
 
     def add(self, samples: Iterable[Sample], label_values: Iterable[object] = ()) -> None:
-        """Count what happened; ``label_values`` come before those of each sample."""
+        """Apply samples; ``label_values`` precede those of each sample."""
         first = tuple(label_values)
         for metric, labels, number in samples:
             instrument, values = self._by_name[metric.name], (*first, *labels)
@@ -41,7 +41,7 @@ class EngineMetrics:
     """The metrics of all endpoints in this process: pass one object to each endpoint."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        """``registry``: where the metrics appear; by default where Prometheus looks."""
+        """``registry``: by default the global one of prometheus_client."""
 
         def make(metric: Metric) -> Counter | Gauge | Histogram:
             about: dict[str, Any] = {"labelnames": metric.label_names, "registry": registry}
@@ -55,7 +55,7 @@ class EngineMetrics:
 
         self._lock = threading.Lock()
         self._watched: dict[object, tuple[Callable[[], Figures], Changes]] = {}
-        # A registry asks in the order of registration: what endpoints have counted is there when it is read.
+        # A registry collects in the order of registration: this updates the instruments before they are read.
         registry.register(_BeforeOthers(self._look))
         self._instruments = Instruments(make)
 
@@ -82,7 +82,7 @@ class EngineMetrics:
 
 
 class _BeforeOthers(Collector):
-    """Has nothing of its own to show, but something to do when metrics are read."""
+    """Updates the instruments before a registry reads them."""
 
     def __init__(self, act: Callable[[], None]) -> None:
         self._act = act

@@ -1,7 +1,6 @@
-"""The one thread that calls a machine, and carries out what it returns, in that order.
+"""The only thread that calls a state machine; it carries out the returned effects in order.
 
-Everybody else leaves an *event* in its inbox: the engine's calls, messages, ends of reads, results of slow
-work.
+Other threads put *events* into its inbox: calls, messages, ends of reads, results of slow work.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ E = TypeVar("E")
 T = TypeVar("T")
 
 Event = Callable[[float], Iterable[E]]
-"""Tells the machine something, now; the effects are the machine's."""
+"""Calls the machine with the current time, and returns its effects."""
 
 MAX_AT_ONCE = 1000
-"""Events that are taken before time is looked at again."""
+"""Events per step."""
 MANY = 1_000
-"""Events in the inbox, from which on messages wait in the channel, or are dropped there."""
+"""Events in the inbox beyond which messages wait in the channel, or are dropped there."""
 MANY_BYTES = 4 << 20
-"""Of messages in the inbox; decoded they have several times as many."""
+"""The same for the bytes of encoded messages."""
 ANSWER_SECONDS = 10.0
 
 
 class Owner(Generic[E]):
-    """Owns a machine. ``tick`` is called after each batch of events, and when the time comes that it names.
+    """Owns a state machine. ``tick`` is called after each batch of events, and at the time that it returns.
 
-    Nothing that an event, an effect or a tick raises ends the thread.
+    Exceptions of events, effects and ticks are logged and do not end the thread.
     """
 
     def __init__(
@@ -47,15 +46,15 @@ class Owner(Generic[E]):
         self._carry_out, self._tick, self._clock = carry_out, tick, clock
         self._inbox: InboxThread[tuple[Event[E], int]] = InboxThread(name, self._take_step, MAX_AT_ONCE)
         self._bytes_put = self._bytes_taken = 0
-        """Of messages; the first is the channel's thread's, the second the owner's."""
+        """Of messages; written by the channel's thread and by the owner, respectively."""
 
     # -- from any thread ---------------------------------------------------------------------------
 
     def put(self, event: Event[E], num_bytes: int = 0) -> None:
-        """Leave an event; never blocks. ``num_bytes``: of the message that it is; only one thread says so.
+        """Add an event. ``num_bytes``: of its message; only one thread may pass it.
 
-        Whoever lets go of the interpreter, for a lock or a socket, may get it back milliseconds later while
-        other threads compute. An engine's step loop must not be there: this is all that its calls do.
+        Never blocks, nor releases the interpreter lock: an engine's step loop could otherwise lose
+        milliseconds to other threads.
         """
         if num_bytes:
             self._bytes_put += num_bytes
@@ -63,16 +62,15 @@ class Owner(Generic[E]):
 
     @property
     def has_more(self) -> bool:
-        """Whether something is in the inbox."""
         return self._inbox.num_waiting > 0
 
     @property
     def is_behind(self) -> bool:
-        """Whether messages had better wait where they are."""
+        """Whether messages should wait in the channel."""
         return self._inbox.num_waiting > MANY or self._bytes_put - self._bytes_taken > MANY_BYTES
 
     def ask(self, question: Callable[[], T]) -> T:
-        """Have the owner ask its machine; waits for the answer, and raises if there is none in time."""
+        """Run a question in the owner thread and return its answer; raises KVFerryError after a timeout."""
         answer: Future[T] = Future()
 
         def event(_: float) -> Iterable[E]:
@@ -84,7 +82,7 @@ class Owner(Generic[E]):
 
         thread = self._inbox.thread
         if not thread.is_alive():
-            return question()  # it has not begun, or it is over: nobody else is there
+            return question()  # not started, or ended
         self.put(event)
         try:
             return answer.result(ANSWER_SECONDS)
@@ -94,11 +92,10 @@ class Owner(Generic[E]):
             raise KVFerryError(f"{thread.name} did not answer within {ANSWER_SECONDS:g} s") from None
 
     def start(self) -> None:
-        """Begin, in a thread of its own."""
         self._inbox.thread.start()
 
     def close(self) -> None:
-        """Do what was asked for so far; after that, whatever comes stays where it is."""
+        """Process the events so far, and end the thread."""
         self._inbox.close()
         self._inbox.join(ANSWER_SECONDS)
 
@@ -110,13 +107,13 @@ class Owner(Generic[E]):
         return until - self._clock()
 
     def take(self, seconds: float) -> tuple[list[Event[E]], bool]:
-        """What is in the inbox, after at most so long; and whether there may be more."""
+        """The events in the inbox, after at most ``seconds``; and whether more may follow."""
         taken, is_open = self._inbox.take(seconds)
         self._bytes_taken += sum(num_bytes for _, num_bytes in taken)
         return [event for event, _ in taken], is_open
 
     def step(self, events: Iterable[Event[E]], now: float) -> float:
-        """Tell the machine, carry out what it wants; when to come again at the latest."""
+        """Process events and tick; returns the time of the next step."""
         for event in events:
             self._guarded(lambda event=event: self._carry_out(event(now)))  # type: ignore[misc]
         until = self._guarded(lambda: self._tick(now))

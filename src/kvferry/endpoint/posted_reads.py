@@ -1,4 +1,4 @@
-"""The reads of a destination rank: each is selected, then posted, then watched until it ends."""
+"""The reads of a destination rank: selected, posted, and watched until they end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CANCELLED = "cancelled before it was submitted"
 
 
 class PostedReads:
-    """Zeroes slack, submits, cancels and collects. Every transfer ends once, also one that is refused."""
+    """Zeroes slack; submits, cancels and collects reads. Every transfer ends once, also a rejected one."""
 
     def __init__(
         self,
@@ -36,31 +36,30 @@ class PostedReads:
     ) -> None:
         self._transport, self._workers, self._put, self._fetches = transport, workers, put, fetches
         self._cancelled: set[int] = set()
-        """Transfers that are not wanted any more, until they end."""
+        """Cancelled transfers, until they end."""
         self._is_looking = False
-        """Whether an event that looks for ends is in the inbox."""
+        """Whether a ``collect`` is in the inbox."""
         self.must_poll = True
-        """Whether nobody has ever told us of an end: then reads may advance in ``poll`` only."""
+        """Whether the transport has never signalled an end: then reads may advance in ``poll`` only."""
         transport.on_end(self._look)
 
     def post(self, post: PostReads, *, is_quick: bool = False) -> None:
-        """Have slack zeroed and reads submitted, at once where that is quick; the owner's to call."""
+        """Zero slack and submit reads; called by the owner thread."""
         if is_quick:
             self._post(post)
         else:
             self._workers.submit(READS, partial(self._post, post))
 
     def cancel(self, transfer: int) -> None:
-        """Have no more of a transfer posted; the owner's to call.
+        """Cancel a transfer; called by the owner thread.
 
-        One that a worker has not submitted yet is unknown to the transport: whoever comes last, the worker or
-        this call, sees what the other one did.
+        The transport does not know a read that is still queued in a worker; the worker then sees the mark.
         """
         self._cancelled.add(transfer)
         self._transport.cancel(transfer)
 
     def collect(self, now: float) -> list[Effect]:
-        """Tell the machine what ended; the owner's to call."""
+        """Report ended transfers to the machine; called by the owner thread."""
         self._is_looking = False
         effects: list[Effect] = []
         for end in self._transport.poll():
@@ -71,7 +70,7 @@ class PostedReads:
         self._cancelled.discard(transfer)
         return self._fetches.ended(now, transfer, error)
 
-    # -- in a worker, in the owner where that is quick, or in a thread of the transport -------------
+    # -- in a worker, the owner, or a thread of the transport --------------------------------------
 
     def _look(self) -> None:
         self.must_poll = False
@@ -85,14 +84,14 @@ class PostedReads:
             name = remote_name(post.peer, src_rank)
             permit = post.permits.get(src_rank, b"")
             refusal = error or self._submit(transfer, name, product, post.after, permit)
-            if refusal:  # before anything moved: that is an end, too
+            if refusal:
                 self._put(partial(self._end, transfer, refusal))
 
     def _is_unwanted(self, post: PostReads) -> bool:
         return bool(post.reads) and self._cancelled.issuperset(post.reads)
 
     def _clear(self, post: PostReads) -> str:
-        """Submit the zeroing of a fetch's slack; why not, if it is refused."""
+        """Submit the zeroing of a fetch's slack; returns the error."""
         error = ""
         try:
             if post.zeros.num_runs and not self._is_unwanted(post):
@@ -106,7 +105,7 @@ class PostedReads:
     def _submit(
         self, transfer: int, remote: str, product: Product, after: object | None, permit: bytes
     ) -> str:
-        """Submit one read; why not, if it is refused."""
+        """Submit one read; returns the error if it was rejected."""
         if transfer in self._cancelled:
             return CANCELLED
         try:
@@ -114,7 +113,7 @@ class PostedReads:
         except KVFerryError as error:
             return str(error)
         except Exception:
-            # A bug, which says nothing about what was posted: this read is quarantined in time, and no other.
+            # A bug: some of it may have been posted, so this read will be quarantined.
             log.exception("a read from %s could not be submitted", remote)
         if transfer in self._cancelled:
             self._transport.cancel(transfer)
@@ -122,13 +121,13 @@ class PostedReads:
 
 
 SELECTIONS = "selections"
-"""The workers' key: selecting computes, and more threads would not make it faster."""
+"""The workers' key: selecting is CPU-bound, so one thread suffices."""
 QUICK_BLOCKS = 2048
-"""Blocks of a fetch that is selected at once, a millisecond or two; and of all that are in one step."""
+"""Blocks that one step selects in the owner thread; this takes a millisecond or two."""
 
 
 class Selecting:
-    """Has fetches selected; what comes of it is put into the owner's inbox."""
+    """Selects fetches, and puts the results into the owner's inbox."""
 
     def __init__(self, workers: WorkerThreads, put: Callable[[Event[Effect]], None], reader: Reader) -> None:
         self._workers, self._put, self._reader = workers, put, reader
@@ -138,9 +137,9 @@ class Selecting:
         self._room = QUICK_BLOCKS
 
     def start(self, wanted: Select, met: MetPeer) -> None:
-        """The owner's to call."""
+        """Called by the owner thread."""
         job, num_blocks = partial(self._select, wanted, met), wanted.fetch.num_blocks
-        if met.is_quick and num_blocks <= self._room:  # many of them would keep all others waiting
+        if met.is_quick and num_blocks <= self._room:  # a limit, so that others need not wait
             self._room -= num_blocks
             job()
         else:
@@ -150,7 +149,7 @@ class Selecting:
         handle, fetch = wanted.handle, wanted.fetch
         try:
             selection = select(met.route, fetch.request(), slack=fetch.slack)
-            num_runs = met.num_runs(selection)  # makes the lists here, not in a thread that others wait for
+            num_runs = met.num_runs(selection)  # makes the lists here, not in the owner thread
         except Exception as error:
             failure = failure_of(error, FailureCode.BAD_TABLES)
             self._put(lambda now: self._reader.not_selected(now, handle, failure))

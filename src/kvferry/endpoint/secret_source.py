@@ -1,4 +1,4 @@
-"""Where a fleet's secret comes from: a file, or the environment. Never a command line."""
+"""The source of a fleet's secret: a file or the environment, never a command line."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SECRET = "KVFERRY_SECRET"
 SECRET_FILE = "KVFERRY_SECRET_FILE"
 MAX_SECRET_BYTES = 4096
 LOOK_SECONDS = 2.0
-"""How often a file is looked at."""
+"""How often a file is checked for changes."""
 
 
 class FileSecret(Secret):
-    """The secret in a file. It is read again when the file has changed, so that no restart is needed.
+    """The secret in a file, reloaded when the file changes.
 
-    A file that cannot be read, or has no secret in it, changes nothing; it is logged as an error.
+    If the changed file has no valid secret, the previous one stays in use, and an error is logged.
     """
 
     __slots__ = ("_lock", "_looked_at", "_path", "_seen")
@@ -36,7 +36,7 @@ class FileSecret(Secret):
         self.change_to(_read(path))
 
     def refresh(self) -> None:
-        """Read the file, if it is time to look and it is another one; from any thread."""
+        """Reload the file if it has changed; from any thread."""
         if time.monotonic() < self._looked_at + LOOK_SECONDS or not self._lock.acquire(blocking=False):
             return
         try:
@@ -53,12 +53,12 @@ class FileSecret(Secret):
 
 
 def secret_from_file(path: str | Path) -> Secret:
-    """The secret in a file, as ``kvferry keygen`` writes it. Raises SpecError if there is none."""
+    """The secret in a file written by ``kvferry keygen``. Raises SpecError if there is none."""
     return FileSecret(path)
 
 
 def _mark(path: str | Path) -> tuple[int, int, int] | None:
-    """Differs where a file was written or replaced."""
+    """Changes when a file is written or replaced."""
     try:
         status = os.stat(path)
     except OSError:
@@ -84,7 +84,7 @@ def _read(path: str | Path) -> Secret:
 
 
 def secret_from_environment(environ: Mapping[str, str] = os.environ) -> Secret | None:
-    """The secret that the environment names (KVFERRY_SECRET_FILE) or has (KVFERRY_SECRET), if it does."""
+    """The secret in KVFERRY_SECRET_FILE (a path) or KVFERRY_SECRET; None if neither is set."""
     path, text = environ.get(SECRET_FILE, ""), environ.get(SECRET, "")
     if path and text:
         raise SpecError(f"{SECRET_FILE} and {SECRET} are both set: set one of them")

@@ -53,18 +53,18 @@ if TYPE_CHECKING:
 log = log_of(__name__)
 
 HERE = "here/"
-"""Where replies go to ranks that the engine answers for itself."""
+"""Prefix of the reply addresses of admitted ranks."""
 ADMIT_SECONDS = 120.0
-"""How long ``admit`` waits; all ranks are merged meanwhile."""
+"""How long ``admit`` waits for the merge of all ranks."""
 CLOSE_SECONDS = 5.0
 SHOW_SECONDS = 0.25
-"""How old the figures for people may be."""
+"""Maximum age of the figures."""
 
 
 class GrowingOffer:
-    """A request that is offered while its prompt is still being computed. No call blocks.
+    """A request that is offered during its prefill. No call blocks.
 
-    Its tables only grow. Readers read what is complete, and report it when it is closed, as one load.
+    Its tables only grow. Readers read complete tokens in parts, as one load that ends after ``close``.
     """
 
     def __init__(self, engine: SourceEngine, ticket: Ticket) -> None:
@@ -72,20 +72,20 @@ class GrowingOffer:
         """The ticket of the newest stage."""
 
     def grow(self, tables: Mapping[str, BlockTable], num_complete: int) -> None:
-        """So many first tokens are written, on the device too.
+        """The first ``num_complete`` tokens are written, on the device too.
 
-        Give the tables of groups that keep all of their tokens; those that drop some come at the end.
+        Pass the tables of groups that keep all tokens; the others follow in ``close``.
         """
         if num_complete > self.ticket.num_complete:
             self._next(self._engine._offers.stage(self.ticket, tables, num_complete))
 
     def close(self, tables: Mapping[str, BlockTable], *, held_from: int | NotSaid = NOT_SAID) -> Ticket:
-        """All is written: from now on it is like any other offer, under this ticket."""
+        """All tokens are written: from now on it is like any other offer, under the returned ticket."""
         self._next(self._engine._offers.stage(self.ticket, tables, held_from=held_from))
         return self.ticket
 
     def revoke(self) -> None:
-        """The blocks are to be written by others: no read counts that ends after this call."""
+        """Take the blocks back: no read counts that ends after this call."""
         name = self.ticket.request_id
         self._engine._owner.put(lambda now: self._engine._authority.revoke(now, name))
 
@@ -114,11 +114,10 @@ class SourceEngine:
         metrics: EngineMetrics | None = None,
         edges: Edges | None = None,
     ) -> None:
-        """``advertise``: the host that readers call, where it is not the one that ``listen`` names.
+        """``advertise``: the host that readers call, if not the one in ``listen``.
 
-        ``credential``: what ranks join with (``invitation``); by default it is another one in each start.
-        Give the same to each start if ranks may outlive it. ``trust``: who may read. ``edges`` are for
-        simulations.
+        ``credential``: of ranks (``invitation``); by default new at each start. Pass the same each time if
+        ranks may outlive it. ``trust``: who may read. ``edges`` are for simulations.
         """
         check_listen(listen, advertise, trust)
         if trust.insecure:
@@ -132,7 +131,7 @@ class SourceEngine:
         self._wanted: deque[Wanted] = deque()
         self.num_ranks = num_ranks
         self._looked_at = float("-inf")
-        """When the engine last called ``claims``."""
+        """The time of the last call of ``claims``."""
         self._channel = edges.open_channel(listen, trust.secret)
         self._credential = credential or edges.random_bytes(16)
         address = advertised(self._channel.address, advertise)
@@ -150,14 +149,14 @@ class SourceEngine:
         self._metrics = metrics
         self._figures: Figures = {}
         self._shown_at = float("-inf")
-        # These are the owner's alone.
+        # Used by the owner thread only.
         self._told, self._told_until = StatusAnswer(b""), float("-inf")
         self._board = edges.make_board()
         self._authority = Authority(self._offers, num_ranks, timing, self._board.place if self._board else "")
         self._admitting: dict[str, Future[str]] = {}
-        """Who waits for the answer to a join, by where the answer goes."""
+        """Calls of ``admit`` in progress, by reply address."""
         self._expected: set[str] = set()
-        """Ranks that were admitted, and will join by themselves."""
+        """Admitted ranks that will join by themselves."""
 
         self._owner = Owner(f"kvferry-{engine}", self._carry_out, self._tick, edges.clock)
         self._workers = edges.make_workers(f"kvferry-{engine}-work")
@@ -171,17 +170,16 @@ class SourceEngine:
 
     @property
     def address(self) -> str:
-        """Where ranks join and readers call."""
+        """The address for ranks and readers."""
         return self._offers.address
 
     @property
     def invitation(self) -> Invitation:
-        """What a rank of this engine needs to join it. A secret of this engine and its ranks."""
+        """For ranks to join this engine. A secret of this engine and its ranks."""
         return Invitation(self.address, self._credential)
 
     @property
     def engine(self) -> str:
-        """Its name."""
         return self._offers.engine
 
     @property
@@ -191,19 +189,18 @@ class SourceEngine:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank has joined."""
         return self._is_whole
 
     @property
     def num_leases(self) -> int:
-        """How many requests are pinned, or were released without ``poll`` having said so yet."""
+        """Requests pinned, or released and not yet polled."""
         return len(self._offers)
 
     def admit(self, join: Join, *, joins_later: bool = False) -> None:
-        """Take in a rank whose memory was described elsewhere: it hears of releases through ``poll``.
+        """Add a rank that was described elsewhere; ``poll`` reports its releases.
 
-        Waits until it is known whether the rank fits the others. ``joins_later``: it will join by itself, too
-        (``MemberThread``), and can be asked for digests then.
+        Waits until the rank is merged or rejected. ``joins_later``: it will also join by itself
+        (``MemberThread``), and computes digests from then on.
         """
         reply_to, answer = f"{HERE}{join.rank}", Future[str]()
         if joins_later:
@@ -228,10 +225,10 @@ class SourceEngine:
     ) -> Ticket:
         """Pin a request's blocks until its lease ends, and return the ticket to hand to the destination.
 
-        The device must have finished writing the blocks. A name can be offered again once ``poll`` has said
-        that it is released. ``held_from``: every table holds the cells of all tokens from this one on
-        (``core.request``), so that a destination can fill whole blocks of its own. ``transfer``: the router's
-        name of the prefill, if a reader waits for it (``open``).
+        The device must have finished writing the blocks. A name can be offered again after ``poll`` has
+        reported its release. ``held_from``: every table has the cells of all tokens from this one on
+        (``core.request``), so that a destination can fill whole blocks. ``transfer``: the router's name of
+        the prefill, if a reader waits for it (``open``).
         """
         ticket = self._offers.make(request_id, tables, num_tokens, digest, held_from)
         now = self._clock()
@@ -254,8 +251,7 @@ class SourceEngine:
     ) -> GrowingOffer:
         """Offer a request whose prompt of ``num_tokens`` is still being computed.
 
-        ``transfer``: what the router has named this prefill, for the reader to find it by; it must be hard to
-        guess. Readers of it confirm by message, so that ``revoke`` takes effect at once.
+        ``transfer``: the router's name of the prefill, by which a reader finds it; it must be unguessable.
         """
         check_name("the name of a transfer", transfer)
         ticket = self._offers.make(request_id, tables, num_tokens, digest, complete=num_complete)
@@ -298,7 +294,7 @@ class SourceEngine:
         self._owner.put(lambda now: self._authority.withdraw(now, request_id))
 
     def take_back(self, ticket: Ticket) -> bool:
-        """Withdraw the offer of a ticket that came back to where it was made; whether it was made here."""
+        """Withdraw the offer of a returned ticket; False if this start of the engine did not issue it."""
         is_own = self._offers.is_own(ticket)
         if is_own and not ticket.is_soft:
             name, number = ticket.request_id, ticket.ticket_id
@@ -327,7 +323,7 @@ class SourceEngine:
         return self._authority.status() | counts
 
     def _report(self) -> dict[str, object]:
-        """What `kvferry status` is told; the owner's."""
+        """The answer to `kvferry status`."""
         now = self._clock()
         status = self._status() | {"address": self.address, "leases": self._authority.shown_leases(now)}
         self._figures = self._authority.figures()
@@ -339,7 +335,7 @@ class SourceEngine:
             self._open_status.close()
         try:
             self._owner.close()
-        finally:  # nobody says any more that a lease stands
+        finally:  # the leases stand no more
             if self._board is not None:
                 self._board.close()
         if self._metrics:
@@ -347,7 +343,7 @@ class SourceEngine:
         self._workers.close(CLOSE_SECONDS)
         self._channel.close()
 
-    # -- the owner's -------------------------------------------------------------------------------
+    # -- in the owner thread -----------------------------------------------------------------------
 
     def _carry_out(self, effects: Iterable[SourceEffect]) -> None:
         for effect in effects:
@@ -374,7 +370,7 @@ class SourceEngine:
                     self._released.append(effect)
 
     def _send(self, to: str, message: Message) -> None:
-        """Say it, or say that it is too long to be said: a reader that hears nothing waits for nothing."""
+        """Send a message; instead of one above the size limit, an error, so that the reader need not wait."""
         data = encode(message)
         if complaint := too_long(data):
             log.error("%s", complaint)
@@ -382,10 +378,7 @@ class SourceEngine:
         self._channel.send(to, data)
 
     def _tell_status(self, to: str) -> list[SourceEffect]:
-        """Answer who asks how this engine is, if not everybody can ask.
-
-        A report takes milliseconds to write: those who ask again and again get the same one for a while.
-        """
+        """Answer a status request, unless insecure. Reports are cached: one takes milliseconds."""
         if self._may_tell:
             if self._clock() >= self._told_until:
                 self._told = StatusAnswer(json.dumps(self._report()).encode())
@@ -398,11 +391,11 @@ class SourceEngine:
         self._carry_out(self._authority.tick(now))
         self._is_whole = self._authority.is_whole
         self._offers.refusal = self._authority.overload
-        self._offers.fleet_key = self._trust.ticket_key  # it may have been changed
+        self._offers.fleet_key = self._trust.ticket_key  # it may change
         deadline, show_at = self._authority.next_deadline(), self._shown_at + SHOW_SECONDS
         if now < show_at:
             return min(deadline, show_at)
-        # Not at every message: leases are counted for it.
+        # Not after every message: it counts all leases.
         self._shown_at, self._figures = now, self._authority.figures()
         return deadline
 
@@ -411,10 +404,10 @@ class SourceEngine:
         return self._authority.receive(now, reply_to, join)
 
     def _tell_ourselves(self, send: Send) -> None:
-        """A message for a rank that was admitted here: whoever polls this engine has heard of releases."""
+        """A message for an admitted rank; ``poll`` delivers releases, so they are acknowledged here."""
         match send.message:
             case JoinAck() if answer := self._admitting.pop(send.to, None):
-                self._is_whole = self._authority.is_whole  # before whoever waits looks
+                self._is_whole = self._authority.is_whole  # before ``admit`` returns
                 answer.set_result("")
             case Rejected() if answer := self._admitting.pop(send.to, None):
                 answer.set_result(send.message.detail)
@@ -423,7 +416,7 @@ class SourceEngine:
                 ack = ReleaseAck(generation, rank, first + len(requests) - 1)
                 self._carry_out(self._authority.receive(self._clock(), send.to, ack))
             case DigestTask() if send.to in self._expected:
-                pass  # its reader asks again until the rank has joined
+                pass  # the reader repeats it until the rank has joined
             case DigestTask(generation, number):
                 rank = int(send.to.removeprefix(HERE))
                 why = "the rank was admitted, but runs no SourceRank that could compute a digest"
@@ -432,11 +425,11 @@ class SourceEngine:
             case _:
                 pass
 
-    # -- in other threads; what they find is put into the inbox ------------------------------------
+    # -- in other threads --------------------------------------------------------------------------
 
     def _receive(self, received: Received | ContactChange) -> None:
         if isinstance(received, ContactChange):
-            return  # it calls nobody
+            return
         if complaint := too_long(received.data):
             self._channel.send(received.reply_to, encode(Rejected(TOO_LONG, complaint)))
             raise SpecError(complaint)

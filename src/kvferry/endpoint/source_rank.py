@@ -41,18 +41,18 @@ class MemberThread:
         timing: Timing | None = None,
         edges: Edges | None = None,
     ) -> None:
-        """``manifest``: of this rank's memory, which digests are taken of.
+        """``manifest``: of this rank's memory, for digests.
 
-        ``service``: what sends bytes of it; it hears of each start of the engine, and of each release before
-        ``released`` and the authority do. ``edges`` are for simulations.
+        ``service``: of packed reads; it learns of restarts of the engine, and of each release before
+        ``released`` is called and the authority gets the acknowledgement. ``edges`` are for simulations.
         """
         edges, rank = edges or Edges(), join.rank
         self._rank, self._authority = rank, authority
         self._service, self._released = service, released
         self._state = Membership.JOINING
         self._generation = 0
-        """The start of its engine that its service was told of."""
-        self._member = Member(authority, join, timing)  # the owner's alone
+        """The last one that the service was told."""
+        self._member = Member(authority, join, timing)  # used by the owner thread only
         self._owner = Owner(f"kvferry-src-{rank}", self._carry_out, self._tick, edges.clock)
         workers = edges.make_workers(f"kvferry-src-{rank}-work")
         self._digests = DigestService(manifest, rank, workers, self._say)
@@ -62,7 +62,6 @@ class MemberThread:
 
     @property
     def state(self) -> Membership:
-        """Whether the authority knows this rank."""
         return self._state
 
     @property
@@ -73,28 +72,28 @@ class MemberThread:
         return self._state is Membership.JOINED
 
     def close(self) -> None:
-        """Say nothing more, and touch no memory any more."""
+        """Stop, and touch no more memory."""
         self._owner.close()
         self._digests.close()
         self._channel.close()
 
     def _receive(self, received: Received | ContactChange) -> None:
         if isinstance(received, ContactChange):
-            return  # the authority is asked now and then, wherever it went
+            return  # the member checks its authority periodically
         message, reply_to = decode_from_authority(received.data), received.reply_to
         self._owner.put(lambda now: self._member.receive(now, reply_to, message), len(received.data))
 
     def _say(self, result: DigestResult) -> None:
-        """Have a digest sent to the authority; called in a worker."""
+        """Send a digest to the authority; called in a worker."""
         self._owner.put(lambda _: [Send(self._authority, result)])
 
-    # -- the owner's -------------------------------------------------------------------------------
+    # -- in the owner thread -----------------------------------------------------------------------
 
     def _carry_out(self, effects: Iterable[MemberEffect]) -> None:
         for effect in effects:
             match effect:
                 case Send(to, ReleaseAck() as ack) if self._service:
-                    # The engine may use the blocks as soon as its authority has it.
+                    # The engine may reuse the blocks as soon as its authority receives this.
                     self._service.when_revoked(partial(self._channel.send, to, encode(ack)))
                 case Send():
                     self._channel.send(effect.to, encode(effect.message))
@@ -129,8 +128,7 @@ class MemberThread:
 class SourceRank:
     """One rank of a source engine: makes its memory readable, and reports every release.
 
-    It joins its authority, and joins it again if that has started anew at its address. What the earlier start
-    had on offer is over then.
+    It joins its authority, and joins again if that restarts at its address, which ends all earlier offers.
     """
 
     def __init__(
@@ -145,10 +143,10 @@ class SourceRank:
         timing: Timing | None = None,
         edges: Edges | None = None,
     ) -> None:
-        """``invitation``: of its engine's authority. ``edges`` are for simulations.
+        """``invitation``: of its ``SourceEngine``. ``edges`` are for simulations.
 
-        ``listen``, ``advertise``: where readers ask this rank to gather, if its transport does that, and the
-        host that they call, where it is another one.
+        ``listen``: the address for packed reads, if the transport has them; ``advertise``: the host that
+        readers call, if another one.
         """
         (rank,) = manifest.ranks
         transport.register(rank.regions)
@@ -178,11 +176,11 @@ class SourceRank:
         return self._member.is_joined
 
     def poll(self) -> list[Released]:
-        """The requests that were released, by the source's own names, each once."""
+        """The released requests, each once."""
         return [self._released.popleft() for _ in range(len(self._released))]
 
     def status(self) -> dict[str, object]:
-        """Whether it has joined; and, if it gathers for readers, what it gathered and refused."""
+        """Its membership, and its counts of served and rejected packed reads."""
         return {"state": self._member.state.value} | (self._service.status() if self._service else {})
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The status of an endpoint: its report, the socket at which it answers, and asking one at its address."""
+"""The status of an endpoint: its report, its socket, and requests over sockets or the network."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _shown(figures: Figures) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """A value that JSON has: it knows no infinity, and no keys but text."""
+    """A value for JSON, which has no infinity, and only text as keys."""
     match value:
         case float() if not math.isfinite(value):
             return None
@@ -86,21 +86,21 @@ def _plain(value: Any) -> Any:
 MAX_FILES = 256
 MAX_NAME_CHARACTERS = 32
 MAX_PATH_BYTES = 107
-"""Of a socket's address, says Linux."""
+"""Linux's limit for a socket's address."""
 MAX_REPORT_BYTES = 4 << 20
 MAX_WAITING = 64
-"""Callers that wait to be told. Where there are more, a caller tries again."""
+"""Waiting callers per socket."""
 AGAIN_SECONDS = 0.05
 CALL_SECONDS = 2.0
-"""How long a caller may take to read what it is told."""
+"""How long a caller may take to read the report."""
 ANSWER_SECONDS = 15.0
-"""How long an endpoint may take to answer; more than its owner is waited for."""
+"""How long an endpoint may take to answer; more than the timeout of its owner thread."""
 
 StatusReport = Mapping[str, object]
 
 
 class StatusSocket:
-    """Tells every process of this user that connects."""
+    """Sends the report to every process of this user that connects."""
 
     def __init__(self, path: Path, report: Callable[[], StatusReport]) -> None:
         self._path, self._report = path, report
@@ -132,14 +132,14 @@ class StatusSocket:
 
 
 def status_folder() -> Path:
-    """Where this user's sockets are; made if it is not there."""
+    """The folder of this user's sockets; created if missing."""
     folder = own_folder() / "status"
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder
 
 
 def open_status(name: str, report: Callable[[], StatusReport]) -> StatusSocket | None:
-    """Let an endpoint be asked. One that cannot be asked works all the same: it says so once, in the log."""
+    """Open an endpoint's status socket; None, and a log line, if that fails."""
     try:
         folder = status_folder()
         if len(os.listdir(folder)) >= MAX_FILES:
@@ -157,7 +157,7 @@ def open_status(name: str, report: Callable[[], StatusReport]) -> StatusSocket |
 
 
 def is_listening(path: Path) -> bool:
-    """Whether anybody listens at a socket. Where its process was killed, the file is removed."""
+    """Whether a socket has a listener; removes the file of a killed process."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
         asking.settimeout(CALL_SECONDS)
         try:
@@ -170,7 +170,7 @@ def is_listening(path: Path) -> bool:
 
 
 def read_status(path: Path) -> dict[str, Any]:
-    """What an endpoint says at its socket; raises SpecError if nobody does."""
+    """The report of the endpoint at a socket; raises SpecError if there is none."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
         asking.settimeout(ANSWER_SECONDS)
         try:
@@ -194,7 +194,7 @@ def _connect(asking: socket.socket, path: Path) -> None:
         try:
             asking.connect(str(path))
             return
-        except BlockingIOError:  # too many callers wait already
+        except BlockingIOError:  # too many callers wait
             if monotonic() > deadline:
                 raise
             sleep(AGAIN_SECONDS)
@@ -208,12 +208,12 @@ def _received(asking: socket.socket) -> Iterator[bytes]:
 
 
 def sockets() -> list[Path]:
-    """The sockets of this user's endpoints, and of those that were killed."""
+    """The sockets of this user's endpoints, including killed ones."""
     return sorted(status_folder().glob("*.sock"))
 
 
 def live_sockets() -> list[Path]:
-    """The sockets of this user's endpoints that run; those of dead ones are removed."""
+    """The sockets of this user's running endpoints; removes those of killed ones."""
     for path in sockets():
         is_listening(path)
     return sockets()
@@ -224,7 +224,7 @@ ASK_AGAIN_SECONDS = 1.0
 
 
 def ask_status(address: str, secret: Secret | None, seconds: float = ASK_SECONDS) -> dict[str, Any]:
-    """What the engine at an address says; raises SpecError if it says nothing, or no."""
+    """The report of the engine at an address; raises SpecError without one."""
     channel = Channel(secret=secret, max_bytes=MAX_MESSAGE_BYTES)
     until, again = time.monotonic() + seconds, 0.0
     try:

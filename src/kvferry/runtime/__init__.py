@@ -1,8 +1,8 @@
-"""Who is alive, what is leased, what is in flight: state machines without clocks, threads or sockets.
+"""State machines for peers, leases and fetches, without clocks, threads or sockets.
 
-``Authority`` is the one keeper of leases of a source engine, ``Offers`` makes its tickets, ``Member`` is one
-of its ranks; ``Reader`` is one rank of a destination engine. They take events and ``now``, and return effects
-for an edge to carry out.
+``Authority`` keeps the leases of a source engine, ``Offers`` makes its tickets, ``Member`` is one of its
+ranks; ``Reader`` is one rank of a destination engine. They take events and ``now``, and return effects for an
+edge to carry out.
 """
 
 from kvferry.runtime.authority import Authority

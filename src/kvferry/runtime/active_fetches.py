@@ -1,4 +1,4 @@
-"""The fetches of one destination rank that are under way: how each goes on, and how it ends.
+"""The fetches in progress of one destination rank.
 
 The life of a fetch::
 
@@ -6,18 +6,17 @@ The life of a fetch::
                                               └─CHECKING─┘
        └──────────┴───────────┴─────────────┴────────────┴──▶ failed: reported when nothing is in flight
 
-* A fetch may be read in parts: of a *growing* lease, whose prompt is still being computed, each part that is
-  written; of a load from several sources, each interval of tokens that is given to this one. Each part is
-  SELECTED and READ, and in between the fetch is HOLDING again. All of it is confirmed at once in the end.
-
-* A ticket whose blocks are not known yet can be *held* until they are: HOLDING comes before SELECTING then.
-* A read counts only if the source's authority held the lease after its end: it says so when it is told of the
-  end, or, on one host, its board shows it. No clock has a say in that. An authority that does not answer is
-  told again, for as long as a lease; then the fetch has failed.
-* A fetch whose digest is asked for is CHECKING in between: both sides digest the bytes in their own memory,
-  under the lease. What differs, or could not be compared, has failed.
-* Nothing is reported before the transport has reported the end of every posted read. A read that does not end
-  in time is *quarantined*: counted and shown, its blocks kept; never reported as done.
+* A fetch is read in parts if its lease is *growing* (the prompt is still being computed) or if a load has
+  several sources. Each part is SELECTED and READ; in between, the fetch is HOLDING. One confirmation at the
+  end covers all parts.
+* A ticket can be *held* before its destination blocks are known; it is then HOLDING before SELECTING.
+* A read counts only if the source's authority still held the lease after the last byte. The authority
+  confirms that by message, or by its board on the same host; clocks do not matter. The question is repeated
+  for the duration of a lease; then the fetch fails.
+* A fetch whose digest is compared is CHECKING in between: both sides digest the bytes in their own memory,
+  under the lease. If the digests differ or are missing, the fetch fails.
+* A fetch is reported after the transport has reported the end of every posted read. If a read does not end in
+  time, the fetch is *quarantined*: its blocks stay reserved, and it is never reported.
 """
 
 from __future__ import annotations
@@ -52,10 +51,7 @@ from kvferry.wire.ticket import permits_for
 
 
 class ActiveFetches:
-    """Every fetch, from when it begins until it is reported.
-
-    ``numbers``: the reader's own; no two transfers, attempts or questions have the same.
-    """
+    """All fetches until they are reported. ``numbers`` are unique over transfers, attempts and questions."""
 
     def __init__(
         self,
@@ -75,10 +71,9 @@ class ActiveFetches:
         self.by_handle: dict[int, FetchJob] = {}
         self.by_ticket: dict[tuple[Peer, bytes], int] = {}
         self.transfers: dict[int, int] = {}
-        """Whose each transfer is that has not ended yet."""
+        """The fetch of each transfer in flight."""
         self._num_of: Counter[Peer] = Counter()
         self._by_address: dict[str, dict[int, FetchJob]] = {}
-        """By whom they read from: nobody who loses a peer looks at those of all others."""
 
     def __iter__(self) -> Iterator[FetchJob]:
         return iter(self.by_handle.values())
@@ -96,7 +91,7 @@ class ActiveFetches:
         return self._num_of[peer]
 
     def begin(self, job: FetchJob) -> bool:
-        """Whether its ticket is free; if so, it is this fetch's from now on."""
+        """Add a fetch; False if another fetch has the ticket."""
         self.by_handle[job.handle] = job
         self._num_of[job.peer] += 1
         self._by_address.setdefault(job.peer.authority, {})[job.handle] = job
@@ -128,7 +123,7 @@ class ActiveFetches:
         return [PostReads(job.peer, job.clear, selection.blank, reads, after, permits)]
 
     def ended(self, now: float, transfer: int, error: str) -> list[Effect]:
-        """The transport reports the end of a read; or the slack of a fetch is zeroed."""
+        """The transport reports the end of a read or of a zeroing."""
         if transfer not in self.transfers:
             return []
         job = self.by_handle[self.transfers.pop(transfer)]
@@ -159,7 +154,7 @@ class ActiveFetches:
         return []
 
     def go_on(self, now: float, job: FetchJob) -> list[Effect]:
-        """Read what can be read now of a fetch that is leased, if anything."""
+        """Start reading the next part of a leased fetch, if one is ready."""
         if job.phase is not Phase.HOLDING or job.fetch is None:
             return []
         if not job.todo:
@@ -175,31 +170,31 @@ class ActiveFetches:
         return [Select(job.handle, job.peer, part)]
 
     def _check(self, now: float, job: FetchJob, fetch: Fetch) -> list[Effect]:
-        """All is in: compare digests, if that is due, and have it confirmed."""
+        """All bytes are in: compare digests if due, and confirm."""
         if job.num_bytes and self.checks.is_due():
             job.phase = Phase.CHECKING
             return [TakeDigest(job.handle, job.peer, fetch.part(job.done))]
         return self._confirm(now, job)
 
     def not_selected(self, now: float, job: FetchJob, failure: Failure) -> list[Effect]:
-        """The request does not fit: it fails alone. A part of it may only come too early."""
+        """The request does not fit and fails; if only a part did not fit, wait for the rest."""
         if not job.is_cut or job.phase is not Phase.SELECTING:
             return self.fail(now, job, failure)
         job.can_part, job.phase = False, Phase.HOLDING
         return self.go_on(now, job)
 
     def _confirm(self, now: float, job: FetchJob) -> list[Effect]:
-        """All bytes are in: have the authority say that they count, or see that it stands by its lease."""
+        """All bytes are in: ask the authority, or its board, whether the lease still stands."""
         job.phase = Phase.CONFIRMING
         told = self._settle(now, job, Outcome.READ)
         if self._connections.gone(job.peer.authority):
             return [*told, *self.fail(now, job, self.source_gone(job.peer))]
-        # First look: once the authority has heard that the read is over, its lease ends.
+        # Look first: the lease ends when the authority receives the settlement.
         look = [LookUp(job.handle, job.ticket.ticket_id, job.board, job.mark)] if job.board else []
         return [*look, *told]
 
     def stood(self, now: float, handle: int) -> list[Effect]:
-        """The lease of a fetch was seen to stand, after its last byte."""
+        """The board showed the lease after the last byte."""
         job = self.get(handle)
         if job is None or job.phase is not Phase.CONFIRMING:
             return []
@@ -208,7 +203,7 @@ class ActiveFetches:
     # -- digests -----------------------------------------------------------------------------------
 
     def digest_asked(self, now: float, handle: int, questions: Mapping[int, bytes]) -> list[Effect]:
-        """What each source rank of a fetch is to be asked; our own digest comes later."""
+        """Ask each source rank for its digest; our own comes later."""
         job = self._checking(handle)
         if job is None:
             return []
@@ -241,7 +236,7 @@ class ActiveFetches:
         return job if job is not None and job.phase is Phase.CHECKING else None
 
     def _compare(self, now: float, job: FetchJob | None) -> list[Effect]:
-        """Go on once both sides' digests are there, if they are equal."""
+        """Compare both digests once they are there."""
         if job is None or not self.checks.is_complete(job.handle):
             return []
         if failure := self.checks.compare(job.handle):
@@ -261,7 +256,7 @@ class ActiveFetches:
         return Failure(FailureCode.SOURCE_GONE, f"{peer.engine} at {peer.authority} is gone: {reason}")
 
     def acknowledged(self, now: float, reply_to: str, ack: SettleAck) -> list[Effect]:
-        """The authority knows how a fetch ended; a read that it confirms counts."""
+        """The authority acknowledges how a fetch ended, and whether its read counts."""
         told = self.settlements.acknowledged(reply_to, ack)
         job = None if told is None else self.get(told.handle)
         if job is None or job.attempt != ack.attempt or job.phase is not Phase.CONFIRMING:
@@ -271,7 +266,7 @@ class ActiveFetches:
         return self._report(now, job, Outcome.READ)
 
     def fail(self, now: float, job: FetchJob, failure: Failure) -> list[Effect]:
-        """Remember the first reason; report it when nothing is in flight."""
+        """Fail a fetch; the first reason is reported when nothing is in flight."""
         cancels = self._cancels(job)
         job.failure = job.failure or failure
         if job.phase is not Phase.QUARANTINED:
@@ -284,7 +279,7 @@ class ActiveFetches:
         return [Cancel(transfer) for transfer in sorted(job.in_flight) if transfer != job.clear]
 
     def tick(self, now: float) -> list[Effect]:
-        """Time has passed: give up, quarantine, and tell authorities again what they do not know yet."""
+        """Time out, quarantine, and repeat unanswered messages."""
         effects: list[Effect] = []
         for job in list(self):
             if now >= self.give_up_at(job):
@@ -292,7 +287,7 @@ class ActiveFetches:
         return [*effects, *self.settlements.tick(now, self._connections.gone), *self.checks.tick(now)]
 
     def give_up_at(self, job: FetchJob) -> float:
-        """When its phase has lasted too long; not while the meeting with its peer gets on."""
+        """When its phase times out; a meeting that makes progress extends it."""
         if job.phase in (Phase.LEASING, Phase.MEETING):
             return max(job.started, self._meetings.since(job.peer)) + self._timing.meet
         return job.give_up_at(self._timing)
@@ -327,7 +322,7 @@ class ActiveFetches:
         return cancels
 
     def _settle(self, now: float, job: FetchJob, outcome: Outcome) -> list[Effect]:
-        """Tell the authority how a fetch ended, once; that is repeated until it knows."""
+        """Tell the authority how a fetch ended; repeated until acknowledged."""
         if job.is_settled or self.by_ticket.get(job.key) != job.handle:
             return []
         job.is_settled = True
@@ -336,18 +331,18 @@ class ActiveFetches:
         who = *self._who, job.attempt, job.token
         settle = Settle(job.peer.generation, job.ticket.ticket_id, *who, outcome)
         if not self._is_heard(job):
-            return [Send(job.peer.authority, settle)]  # once: perhaps nobody like that has ever been there
+            return [Send(job.peer.authority, settle)]  # not repeated: the address may be made up
         return self.settlements.settle(now, job, settle, job.patience(self._timing))
 
     def _is_heard(self, job: FetchJob) -> bool:
         return job.covered_until > float("-inf") or self._meetings.is_met(job.peer)
 
     def decline(self, now: float, job: FetchJob, outcome: Outcome = Outcome.UNREAD) -> list[Effect]:
-        """Have the lease of a ticket ended that this engine does not need, granted to it or not."""
+        """End the lease of a ticket that this engine does not need, whether granted or not."""
         ticket, who = job.ticket, (*self._who, job.attempt, job.token)
         settle = Settle(ticket.generation, ticket.ticket_id, *who, outcome, self._num_ranks, declined=ticket)
         seconds = job.patience(self._timing)
-        if not self._is_heard(job):  # perhaps nobody like that has ever been there
+        if not self._is_heard(job):  # the address may be made up
             seconds = min(seconds, self._timing.meet)
         return self.settlements.settle(now, job, settle, seconds)
 

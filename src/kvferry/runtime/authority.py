@@ -1,9 +1,9 @@
-"""The lease authority: the one place of a source engine that grants leases and ends them.
+"""The lease authority of a source engine: grants and ends all of its leases.
 
-A lease is the promise to keep a ticket's blocks untouched until a deadline. Deadlines only move away, never
-nearer; a ticket that is being read ends when its reader is through, or when its deadline passes. A reader
-says that its read is over. If the lease is still held when that arrives, the blocks were untouched all the
-while, whatever any clock says, and the reader is told so: that answer is what makes a read count.
+A lease is the promise to keep a ticket's blocks untouched until a deadline, which never moves nearer. It ends
+when its reader has settled, or at the deadline. If the lease is still held when the settlement arrives, the
+blocks were untouched during the read, whatever any clock says; only the authority's confirmation makes a read
+count.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ blocks that the other has claimed continue after that.
 
 @dataclass(slots=True)
 class _Notices:
-    """What one rank of this engine must hear; collected from the start, also before it joins."""
+    """Releases that one rank has not acknowledged; collected from the start, also before it joins."""
 
     unheard: deque[Released] = field(default_factory=deque)
     first: int = 1
@@ -81,19 +81,19 @@ class Authority:
     """
 
     MAX_UNHEARD = 100_000
-    """Notices that one rank may leave unheard before nothing more is offered."""
+    """Unacknowledged releases of one rank, beyond which offers are rejected."""
     MAX_DESCRIBED_BYTES = 512 << 10
-    """Descriptions of ranks in one answer, together; a longer one has an answer of its own."""
+    """Descriptions in one answer; a longer one is sent alone."""
 
     def __init__(self, offers: Offers, num_ranks: int, timing: Timing | None = None, board: str = "") -> None:
-        """``board``: where readers of this host can see which leases stand; empty: nowhere."""
+        """``board``: the path of the lease board for readers on this host; empty: none."""
         self._offers, self._num_ranks, self._board = offers, num_ranks, board
         self._timing = timing or Timing()
         self._leases: dict[int, Lease] = {}
         self._ended = EndedReadings(self._timing.lease)
         self._by_request: dict[str, int] = {}
         self._by_deadline: list[tuple[float, int]] = []
-        """A heap of deadlines, each no later than its lease's own: leases only move away."""
+        """A heap of deadlines, each no later than its lease's own."""
         self._ranks: dict[int, JoinedRank] = {}
         """Those that have joined, in that order."""
         self._notices = {rank: _Notices() for rank in range(num_ranks)}
@@ -108,7 +108,7 @@ class Authority:
     # -- the engine's own calls --------------------------------------------------------------------
 
     def offer(self, now: float, ticket: Ticket, transfer: str = "") -> list[SourceEffect]:
-        """Pin the blocks of a ticket that was just made, perhaps under the name that a router gave to it."""
+        """Pin the blocks of a new ticket; ``transfer``: the router's name of its prefill, if it has one."""
         deadline = now + self._timing.lease
         lease = self._leases[ticket.ticket_id] = Lease(ticket, deadline, deadline + self._timing.life)
         heappush(self._by_deadline, (lease.deadline, ticket.ticket_id))
@@ -121,7 +121,7 @@ class Authority:
         return self._named.refuse(transfer, why)
 
     def grow(self, now: float, ticket: Ticket) -> list[SourceEffect]:
-        """The next stage of a growing lease, or its last; whoever reads it is told."""
+        """The next stage of a growing lease, or its last; waiting readers are notified."""
         lease = self._leases.get(ticket.ticket_id)
         if lease is None:
             return []
@@ -134,15 +134,14 @@ class Authority:
         return [Send(reply_to, Grown(nonce, ticket, proofs)) for reply_to, nonce in watchers.values()]
 
     def revoke(self, now: float, request_id: str) -> list[SourceEffect]:
-        """What grew is gone: the engine has taken its blocks away. No read of it counts from now on."""
+        """The engine has taken back the blocks of a growing lease: no read of it counts from now on."""
         lease = self._leases.get(self._by_request.get(request_id, 0))
         return self._end(now, lease, "withdrawn") if lease else []
 
     def withdraw(self, now: float, request_id: str, ticket_id: int = 0) -> list[SourceEffect]:
-        """Take an offer back: at once if nobody reads it, else when its reader is through.
+        """Withdraw an offer: at once if unread, otherwise when its reader has settled or timed out.
 
-        A reader gets the time for one read, and no more: it may not want to end. ``ticket_id``: of the offer
-        that is meant, where the request may have been offered again.
+        ``ticket_id``: withdraw only this offer of the request.
         """
         lease = self._leases.get(self._by_request.get(request_id, 0))
         if lease is None or ticket_id not in (0, lease.ticket.ticket_id):
@@ -172,12 +171,11 @@ class Authority:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank has joined, so that readers can be welcomed."""
         return self._assembly is Assembly.WHOLE
 
     @property
     def overload(self) -> str:
-        """Why nothing more should be offered; empty if it can."""
+        """Why new offers must be rejected; empty if they need not."""
         for rank, notices in self._notices.items():
             if len(notices.unheard) >= self.MAX_UNHEARD:
                 return f"rank {rank} has not acknowledged {self.MAX_UNHEARD} release notices"
@@ -228,7 +226,9 @@ class Authority:
                 return [Send(reply_to, self._describe(message))]
             case Acquire():
                 answer = self._acquire(now, message)
-                return [*self._shown(answer), Send(reply_to, answer)]
+                if isinstance(answer, Grant) and answer.board:
+                    return [Show(answer.ticket_id, answer.mark), Send(reply_to, answer)]
+                return [Send(reply_to, answer)]
             case ClaimOffer():
                 return self._claim(now, reply_to, message)
             case FindTransfer():
@@ -245,7 +245,7 @@ class Authority:
             case ReleaseAck():
                 return self._acknowledged(now, reply_to, message)
             case AskStatus():
-                return []  # the edge answers it, which knows more
+                return []  # answered by the edge
             case DigestRequest():
                 places = {number: rank.reply_to for number, rank in self._ranks.items()}
                 return self._digests.ask(reply_to, message, self._leases.get(message.ticket_id), places)
@@ -253,7 +253,7 @@ class Authority:
                 return self._digests.answer(reply_to, message)
 
     def tick(self, now: float) -> list[SourceEffect]:
-        """Time has passed: end what is over, repeat what was not heard."""
+        """End expired leases, and repeat unacknowledged notices."""
         effects: list[SourceEffect] = []
         while self._by_deadline and self._by_deadline[0][0] <= now:
             _, ticket_id = heappop(self._by_deadline)
@@ -264,7 +264,7 @@ class Authority:
                 effects += self._end(now, lease, "expired")
             else:  # renewed since it was queued
                 heappush(self._by_deadline, (lease.deadline, ticket_id))
-        # What is told of one lease may lead to the release of the next: all of them are struck before.
+        # The end of one lease may release the blocks of the next: strike all of them first.
         effects.sort(key=lambda effect: not isinstance(effect, Strike))
         self._ended.tick(now)
         self._named.tick(now)
@@ -295,7 +295,7 @@ class Authority:
         return self._welcome
 
     def _describe(self, ask: DescribeRanks) -> RankDescriptions:
-        """The ranks that were asked for, or the first of them: whoever wants more asks again."""
+        """The requested ranks, or the first of them; the reader asks for the rest."""
         is_known = self.is_whole and ask.generation == self._offers.generation
         chosen: dict[int, RankDescription] = {}
         num_bytes = 0
@@ -320,7 +320,7 @@ class Authority:
             return no(FailureCode.FORGED, "the ticket was not issued by this engine, or was modified")
         lease = self._leases.get(ticket.ticket_id)
         if lease is None:
-            return no(FailureCode.ENDED, "the ticket was read, given back or withdrawn, or its lease is over")
+            return no(FailureCode.ENDED, "the ticket was read, declined or withdrawn, or its lease expired")
         if not self._may_last(now, lease):
             return no(FailureCode.ENDED, "its lease is over")
         is_first, is_known = lease.reading is None, lease.is_held_by(ask.reader_rank)
@@ -330,7 +330,7 @@ class Authority:
             self._tally.granted(ticket, is_first=is_first)
         self._extend(now, lease)
         proofs = self._proofs(ticket)
-        # A preempted prefill's blocks are written to before its lease is struck from the board.
+        # A preempted prefill's blocks may be overwritten before its lease is struck from the board.
         is_shown = self._board and not lease.transfer
         seen = (self._board, offers.mark(ticket.ticket_id)) if is_shown else ()
         lease_ms = int(self._timing.lease * 1000)
@@ -360,11 +360,6 @@ class Authority:
             ]
         return self._claims.ask(now, reply_to, claim)
 
-    def _shown(self, answer: Grant | Denial) -> list[SourceEffect]:
-        if isinstance(answer, Grant) and answer.board:
-            return [Show(answer.ticket_id, answer.mark)]
-        return []
-
     def _renew(self, now: float, ask: Renew) -> Renewal:
         kept, ended = [], []
         for ticket_id, token in ask.tickets[:MAX_BATCH]:
@@ -379,14 +374,14 @@ class Authority:
         return Renewal(ask.nonce, int(self._timing.lease * 1000), tuple(kept), tuple(ended))
 
     def _may_last(self, now: float, lease: Lease) -> bool:
-        """Whether it can be renewed. What was granted before stands until its deadline in any case."""
+        """Whether it can be granted or renewed; earlier grants stand until their deadline in any case."""
         return now < lease.deadline and now + self._timing.lease <= lease.ends_by
 
     def _extend(self, now: float, lease: Lease) -> None:
         lease.deadline = max(lease.deadline, now + self._timing.lease)
 
     def _settle(self, now: float, message: Settle) -> tuple[SettleAck, list[SourceEffect]]:
-        """A rank of a reader is through with a ticket: whether that counts, and what follows."""
+        """A rank of a reader has settled: whether its read counts, and what follows."""
 
         def ack(code: FailureCode | None = None, detail: str = "") -> SettleAck:
             told = "" if code is None else code.value
@@ -419,7 +414,7 @@ class Authority:
             return self._end(now, lease, "failed")
         if lease.is_withdrawn:
             return self._end(now, lease, "withdrawn")
-        lease.leave()
+        lease.left, lease.reading = reading, None
         return []
 
     # -- this engine's ranks -----------------------------------------------------------------------
@@ -437,14 +432,14 @@ class Authority:
         if known is not None and known.is_same(join):
             known.reply_to = reply_to
         elif self._assembly is Assembly.MERGING:
-            return []  # it asks again when it is known whether the ranks fit together
+            return []  # it asks again after the merge
         elif known is not None and not self._may_replace(known.join, join):
             return no(f"rank {join.rank} has already joined with different memory")
         else:
             others = {rank.join.transport for number, rank in self._ranks.items() if number != join.rank}
             if others - {join.transport}:
                 return no(f"its transport is {join.transport}, another rank has {others.pop()}")
-            self._ranks.pop(join.rank, None)  # whoever joined last comes last
+            self._ranks.pop(join.rank, None)  # the last joined comes last
             self._ranks[join.rank] = JoinedRank(reply_to, join)
         if self._assembly is Assembly.WHOLE or len(self._ranks) < self._num_ranks:
             return self._joined(now, join.rank)
@@ -454,9 +449,7 @@ class Authority:
         return [Merge({number: rank.join for number, rank in self._ranks.items()})]
 
     def _may_replace(self, known: Join, join: Join) -> bool:
-        """Until readers have seen the engine, the last to join counts; but a rank that is left over from an
-        earlier start, and has not noticed yet that it should end, must not take a new one's place.
-        """
+        """Until the engine is whole, the last to join counts, but no leftover of an earlier start."""
         return self._assembly is Assembly.GATHERING and not (join.previous and not known.previous)
 
     def _joined(self, now: float, rank: int) -> list[SourceEffect]:
@@ -466,10 +459,7 @@ class Authority:
     def merged(
         self, now: float, outline: bytes, block_bytes: Mapping[str, int] | None = None
     ) -> list[SourceEffect]:
-        """The ranks fit together, and this is their engine's outline.
-
-        ``block_bytes``: of a block of each group, over all ranks; for the account only.
-        """
+        """The ranks fit together. ``block_bytes``: bytes per block of each group, for metrics."""
         self._tally.block_bytes = block_bytes or {}
         engine, generation = self._offers.engine, self._offers.generation
         transport = next(rank.join.transport for rank in self._ranks.values())
@@ -478,10 +468,9 @@ class Authority:
         return [effect for rank in self._ranks for effect in self._joined(now, rank)]
 
     def not_merged(self, now: float, detail: str) -> list[SourceEffect]:
-        """The rank that joined last does not fit the others; they all have to join again.
+        """The last rank to join does not fit the others; all have to join again.
 
-        Who starts the last one anew may start the others anew, too. Then one that is gone must not make the
-        engine whole: those that live are told that they are not known when they next say something.
+        The others may be restarted together with it: a rank that is gone must not make the engine whole.
         """
         self._assembly = Assembly.GATHERING
         *_, last = self._ranks.values()
@@ -493,9 +482,9 @@ class Authority:
         if known is None or known.reply_to != reply_to or ack.generation != self._offers.generation:
             return [Send(reply_to, Rejected(NOT_JOINED, "the rank has not joined since the engine started"))]
         notices = self._notices[ack.rank]
-        number = min(ack.number, notices.last_sent)  # nobody has heard what was not said
+        number = min(ack.number, notices.last_sent)
         if number < notices.first:
-            return []  # a copy: the answer to it is under way
+            return []  # a duplicate
         while notices.first <= number:
             notices.unheard.popleft()
             notices.first += 1
@@ -504,7 +493,7 @@ class Authority:
     # -- the end of a lease ------------------------------------------------------------------------
 
     def _end(self, now: float, lease: Lease, reason: str) -> list[SourceEffect]:
-        """One release: to the engine, and to every rank, read from or not."""
+        """Release a request, to the engine and to every rank, read from or not."""
         request_id, ticket_id = lease.ticket.request_id, lease.ticket.ticket_id
         del self._leases[ticket_id]
         self._tally.ended_lease(lease.ticket, reason)
@@ -522,18 +511,18 @@ class Authority:
         effects = [*struck, *over, *named, *self._tell(now)]
         for rank, notices in self._notices.items():
             notices.unheard.append(released)
-            if len(notices.unheard) == 1:  # else the next notice goes when this one was heard
+            if len(notices.unheard) == 1:  # else it is sent when the previous one is acknowledged
                 effects += self._notify(now, rank)
         return effects
 
     def _tell(self, now: float) -> list[SourceEffect]:
-        """What the engine may know: every rank that gathers for readers has stopped doing so."""
+        """Report releases to the engine once every rank has stopped serving packed reads of them."""
         gathering = (number for number, rank in self._ranks.items() if rank.join.rank_key)
         num_heard = min((self._notices[rank].first - 1 for rank in gathering), default=float("inf"))
         return [*self._held.pop(now, num_heard)]
 
     def _notify(self, now: float, rank: int) -> list[SourceEffect]:
-        """Everything that a rank has not yet heard, in one message; once it has joined."""
+        """Send a joined rank all unacknowledged releases, in one message."""
         notices = self._notices[rank]
         if not notices.unheard or rank not in self._ranks:
             return []

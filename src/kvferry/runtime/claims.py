@@ -1,9 +1,9 @@
-"""Claims of soft offers: a reader asks what is left of one, the engine pins it, the reader gets a ticket.
-And prefills that have just begun: a reader that knows a router's name for one gets its growing ticket.
+"""Claims of soft offers: the engine pins the remaining blocks, and the reader gets a ticket.
+And running prefills: a reader that knows the router's name of one gets its growing ticket.
 
-A soft offer is a signed note without block tables: nothing is kept for it here, however many there are. Only
-the engine's own thread can look into its prefix cache, and may be busy: a claim that it has not answered by
-its deadline is denied, and what it pins afterwards is taken back.
+A soft offer is a signed ticket without block tables; the source keeps no state for it. Only the engine's own
+thread can look into its prefix cache: a claim that it does not answer in time is denied, and blocks that it
+pins later are released again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvferry.wire.messages import Claimed, ClaimOffer, FindTransfer
 from kvferry.wire.ticket import Ticket
 
 MAX_CLAIMS = 1024
-"""Claims that wait for the engine, or were answered a moment ago."""
+"""Claims that wait for the engine, or were answered recently."""
 NO_ANSWER = "the engine is busy"
 
 
@@ -26,22 +26,20 @@ class _Asked:
     reply_to: str
     nonce: int
     deadline: float
-    """When it is denied; once it is answered, when the answer is forgotten."""
+    """When it is denied, or, once answered, forgotten."""
     answer: Claimed | None = None
 
 
 class Claims:
-    """For one thread, the one that owns the authority."""
-
     def __init__(self, patience: float) -> None:
-        """``patience``: seconds that the engine has for an answer, and a reader to ask for it again."""
+        """``patience``: seconds for the engine to answer, and for a reader to repeat its claim."""
         self._patience = patience
         self._numbers = count(1)
         self._asked: dict[int, _Asked] = {}
         """By number, the oldest first."""
 
     def ask(self, now: float, reply_to: str, claim: ClaimOffer) -> list[SourceEffect]:
-        """A reader claims a soft offer of this engine's; a repeated claim gets the answer of the first."""
+        """A reader claims a soft offer; a repeated claim gets the same answer."""
         for asked in self._asked.values():
             if (asked.reply_to, asked.nonce) == (reply_to, claim.nonce):
                 return [Send(reply_to, asked.answer)] if asked.answer else []
@@ -53,7 +51,7 @@ class Claims:
         return [Wanted(number, claim.ticket, min(claim.num_tokens, claim.ticket.num_tokens), until)]
 
     def answer(self, now: float, number: int, ticket: Ticket | None, detail: str = "") -> Send | None:
-        """The engine has pinned what is left, or found nothing. None: too late, the claim was denied."""
+        """The engine has pinned blocks, or found none. Returns None if the claim was denied already."""
         asked = self._asked.get(number)
         if asked is None or asked.answer:
             return None
@@ -61,7 +59,7 @@ class Claims:
         return Send(asked.reply_to, asked.answer)
 
     def tick(self, now: float) -> list[SourceEffect]:
-        """Deny what the engine has not answered in time; forget what was answered."""
+        """Deny overdue claims; forget answered ones."""
         effects: list[SourceEffect] = []
         for number in [number for number, asked in self._asked.items() if asked.deadline <= now]:
             asked = self._asked.pop(number)
@@ -74,9 +72,9 @@ class Claims:
 
 
 MAX_FINDERS = 4096
-"""Who waits for prefills to begin; the oldest is forgotten first, and asks again."""
+"""Readers that wait for prefills; the oldest is forgotten first, and asks again."""
 FINDER_SECONDS = 5.0
-"""How long one that does not ask again is remembered."""
+"""How long a reader that does not repeat its request is remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,26 +84,26 @@ class _Finder:
 
 
 class NamedPrefills:
-    """Prefills that grow, by the names that routers gave them, and who waits for them.
+    """Growing prefills by the router's names, and the readers that wait for them.
 
-    A name is drawn by a router, and nobody can guess it: whoever knows it may have the ticket.
+    The names are unguessable: a reader that knows one may have the ticket.
     """
 
     def __init__(self) -> None:
         self._open: dict[str, Ticket] = {}
         self._refused: OrderedDict[str, str] = OrderedDict()
-        """Of what nothing has come, and why; the last ones."""
+        """Reasons by name; the latest ones."""
         self._finders: OrderedDict[tuple[str, str], _Finder] = OrderedDict()
-        """By name, and where the answer goes."""
+        """By name and reply address."""
 
     def open(self, transfer: str, ticket: Ticket) -> list[SourceEffect]:
-        """A prefill has begun: whoever asked for it hears of it."""
+        """A prefill has begun: answer waiting readers."""
         self._open[transfer] = ticket
-        self._refused.pop(transfer, None)  # it may be preempted, and begin anew
+        self._refused.pop(transfer, None)  # it may have been preempted, and begins again
         return self._answer(transfer, ticket, "")
 
     def refuse(self, transfer: str, why: str) -> list[SourceEffect]:
-        """Nothing comes of a prefill: whoever asked, or will ask, hears why."""
+        """A prefill will not be offered: present and future requests get the reason."""
         self._refused[transfer] = why
         if len(self._refused) > MAX_FINDERS:
             self._refused.popitem(last=False)
@@ -116,12 +114,11 @@ class NamedPrefills:
         return [Send(key[1], Claimed(self._finders.pop(key).nonce, ticket, why)) for key in waiting]
 
     def grown(self, transfer: str, ticket: Ticket) -> None:
-        """There is a later stage of its ticket."""
         if transfer in self._open and self._open[transfer].ticket_id == ticket.ticket_id:
             self._open[transfer] = ticket
 
     def end(self, transfer: str, ticket_id: int, *, may_come_again: bool) -> list[SourceEffect]:
-        """A lease is over. What was revoked may be offered anew, or has been since."""
+        """A lease is over; a revoked one may be offered again."""
         ticket = self._open.get(transfer)
         if ticket is None or ticket.ticket_id != ticket_id:
             return []
@@ -129,7 +126,7 @@ class NamedPrefills:
         return [] if may_come_again else self.refuse(transfer, "it was read, or its lease is over")
 
     def find(self, now: float, reply_to: str, ask: FindTransfer) -> Claimed:
-        """The ticket of a prefill, if it has begun; else it comes when it begins."""
+        """The ticket of a running prefill; otherwise it is sent when the prefill begins."""
         if ticket := self._open.get(ask.transfer):
             return Claimed(ask.nonce, ticket)
         if ask.transfer in self._refused:
@@ -142,14 +139,13 @@ class NamedPrefills:
         return Claimed(ask.nonce, is_pending=True)
 
     def tick(self, now: float) -> None:
-        """Forget who does not ask any more."""
         while self._finders and next(iter(self._finders.values())).until <= now:
             self._finders.popitem(last=False)
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimEnd:
-    """What became of a claim: a ticket to fetch, or none and why."""
+    """The result of a claim: a ticket, or none and why."""
 
     number: int
     ticket: Ticket | None
@@ -157,9 +153,9 @@ class ClaimEnd:
 
 
 SILENCE_SECONDS, BEGIN_SECONDS = 10.0, 120.0
-"""How long an engine may say nothing of a prefill that is sought, and the prefill may take to begin."""
+"""Timeouts for the engine to answer a ``find``, and for the prefill to begin."""
 IDLE_SECONDS = 60.0
-"""How long the connection to an engine is kept that is asked nothing."""
+"""How long an unused connection to an engine is kept."""
 ClaimerEffect = Send | ClaimEnd | HangUp
 
 
@@ -168,26 +164,26 @@ class _Open:
     send: Send
     deadline: float
     latest: float
-    """The deadline is never later."""
+    """Limit of the deadline."""
     sent_at: float
 
 
 class Claimer:
-    """The reader's side: claims soft offers, finds prefills. Each question ends once, by a deadline."""
+    """The reader's side: claims soft offers and finds prefills. Each request ends once."""
 
     def __init__(self, patience: float, retry: float) -> None:
         self._patience, self._retry = patience, retry
         self._open: dict[int, _Open] = {}
         self._called: dict[str, float] = {}
-        """When each engine was last asked something."""
+        """When each engine was last contacted."""
 
     def claim(self, now: float, number: int, ticket: Ticket, num_tokens: int) -> list[ClaimerEffect]:
-        """Ask for the first tokens of a soft offer; ``number`` is the caller's own, new for each."""
+        """Claim the first tokens of a soft offer; ``number`` is unique per request."""
         send, until = Send(ticket.authority, ClaimOffer(number, ticket, num_tokens)), now + self._patience
         return self._ask(number, _Open(send, until, until, now))
 
     def find(self, now: float, number: int, authority: str, transfer: str) -> list[ClaimerEffect]:
-        """Ask for the ticket of a prefill that a router named so, until it has begun."""
+        """Ask for the ticket of a prefill by the router's name, until it has begun."""
         send = Send(authority, FindTransfer(number, transfer))
         return self._ask(number, _Open(send, now + SILENCE_SECONDS, now + BEGIN_SECONDS, now))
 
@@ -196,7 +192,7 @@ class Claimer:
         return [asked.send]
 
     def receive(self, now: float, sender: str, message: Claimed) -> list[ClaimerEffect]:
-        """An authority has answered; nobody else can answer for it, and a second answer says nothing."""
+        """An answer; ignored if it is a duplicate or not from the asked authority."""
         asked = self._open.get(message.nonce)
         if asked is None or sender != asked.send.to:
             return []
@@ -207,12 +203,12 @@ class Claimer:
         return [ClaimEnd(message.nonce, message.ticket, message.detail)]
 
     def cancel(self, number: int) -> list[ClaimerEffect]:
-        """The answer is not wanted any more. What was pinned for it goes with its lease."""
+        """Cancel a request. Blocks pinned for it are released with their lease."""
         self._open.pop(number, None)
         return []
 
     def tick(self, now: float) -> list[ClaimerEffect]:
-        """Ask again what was not answered; give up what was not answered in time; hang up."""
+        """Repeat and time out requests; close unused connections."""
         effects: list[ClaimerEffect] = []
         for number, asked in [*self._open.items()]:
             if now >= asked.deadline:

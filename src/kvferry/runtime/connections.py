@@ -1,13 +1,13 @@
-"""Which authorities can be reached, by what the channel says of its connections.
+"""Which authorities are reachable, according to the channel's connections.
 
 ::
 
-    calling ──▶ connected ◀──▶ broken ──▶ gone ──▶ forgotten, and called anew by whoever needs it
+    calling ──▶ connected ◀──▶ broken ──▶ gone ──▶ forgotten, and called again when needed
        └────────────────────────────────▶ ┘
-            any of them is connected again when it answers
+            each returns to connected when the peer answers
 
-The channel's heartbeats are answered by the peer's network thread. So an engine that computes, and says
-nothing for a while, stays connected; one that was killed or stopped does not.
+The peer's network thread answers heartbeats, so a busy engine stays connected; a killed or suspended one does
+not.
 """
 
 from __future__ import annotations
@@ -27,22 +27,21 @@ class _Connection:
     is_up: bool = False
     was_up: bool = False
     is_broken: bool = False
-    """It was lost, or refused: the host says that nobody is there."""
+    """Lost, or refused by the host."""
     reason: str = ""
-    """Why it counts as gone; empty while it does not."""
+    """Why it counts as gone; empty if it does not."""
     may_answer: bool = False
-    """Whether who is gone may answer yet: it has before, or was only silent. A port that refuses a first call
-    may be of anything."""
+    """Whether a gone peer may come back: not if the very first call was refused."""
     gone_until: float = FOREVER
     peers: Set[Peer] = frozenset()
-    """Who was there, if it counts as gone: another start of an engine may be there by now."""
+    """The peers that are gone; a restarted engine may have the same address."""
 
 
 class Connections:
-    """Call it with events and ``now``; ``tick`` says who is gone."""
+    """Call it with events and ``now``; ``tick`` returns the addresses that are gone."""
 
     MAX_GONE = 1024
-    """How many are remembered as gone; the first is forgotten first, and then called anew."""
+    """Addresses that are remembered as gone; the oldest is forgotten first."""
 
     def __init__(self, timing: Timing) -> None:
         self._timing = timing
@@ -60,7 +59,7 @@ class Connections:
         self._by_address[address] = _Connection(0.0, is_up=True, was_up=True)
 
     def broken(self, now: float, address: str) -> None:
-        """A connection was lost, or refused. The channel goes on calling."""
+        """A connection was lost or refused. The channel keeps calling."""
         known = self._by_address.setdefault(address, _Connection(now))
         if known.is_up:
             known.is_up, known.since = False, now
@@ -72,13 +71,13 @@ class Connections:
             del self._by_address[address]
 
     def gone(self, address: str) -> str:
-        """Why nobody is there; empty if somebody may be."""
+        """Why an address counts as gone; empty if it does not."""
         known = self._by_address.get(address)
         return "" if known is None else known.reason
 
     @property
-    def num_gone(self) -> int:
-        return sum(1 for known in self._by_address.values() if known.reason)
+    def gone_addresses(self) -> list[str]:
+        return [address for address, known in self._by_address.items() if known.reason]
 
     @property
     def gone_peers(self) -> dict[Peer, str]:
@@ -96,19 +95,17 @@ class Connections:
         self._by_address.pop(address, None)
 
     def is_awaited(self, address: str) -> bool:
-        """Whether somebody who is gone may answer yet: a peer that stood still is back as soon as it goes on,
-        if it is still being called.
-        """
+        """Whether to keep calling a gone address: a suspended peer returns when it is resumed."""
         known = self._by_address.get(address)
         return known is not None and known.may_answer
 
     def has_answered(self, address: str) -> bool:
-        """Whether somebody was there since it was called first."""
+        """Whether it was ever connected."""
         known = self._by_address.get(address)
         return known is not None and known.was_up
 
     def tick(self, now: float) -> list[str]:
-        """Who is gone since the last call."""
+        """The addresses that are gone since the last call."""
         due = [(address, one) for address, one in self._by_address.items() if now >= self._deadline(one)]
         gone = []
         for address, one in due:
@@ -118,7 +115,7 @@ class Connections:
                 one.reason, one.gone_until = self._reason(one), now + self._timing.meet
                 one.may_answer = one.was_up or not one.is_broken
                 gone.append(address)
-        lasting = [address for address, one in self._by_address.items() if one.reason]
+        lasting = self.gone_addresses
         for address in lasting[: max(0, len(lasting) - self.MAX_GONE)]:
             del self._by_address[address]
         return [address for address in gone if address in self._by_address]

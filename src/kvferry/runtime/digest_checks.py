@@ -1,4 +1,4 @@
-"""The digests of fetches that are being compared: what the source ranks were asked, and what they said."""
+"""Digest comparisons in progress, on the reader's side and in the authority."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from kvferry.wire.messages import DigestAnswer, DigestRequest, DigestResult, Dig
 class _Check:
     job: FetchJob
     requests: dict[int, DigestRequest]
-    """What was not answered yet, by source rank."""
+    """Unanswered requests, by source rank."""
     sent_at: float
     sums: dict[int, bytes] = field(default_factory=dict)
-    """What was answered, by source rank."""
+    """Answers, by source rank."""
     ours: TakenDigest | None = None
 
 
 class DigestChecks:
-    """Which fetches are checked, and how far each check is. A question is repeated until it is answered."""
+    """The checks of fetches in progress. Requests are repeated until they are answered."""
 
     def __init__(self, every: int, timing: Timing) -> None:
-        """``every``: one of so many fetches is checked; 0: none is."""
+        """``every``: check every n-th fetch; 0: none."""
         self._every, self._timing = every, timing
         self._num_fetches = 0
         self._checks: dict[int, _Check] = {}
 
     def is_due(self) -> bool:
-        """Whether the next fetch is one to check."""
+        """Count a fetch; whether to check it."""
         self._num_fetches += 1
         return self._every > 0 and self._num_fetches % self._every == 0
 
@@ -49,7 +49,7 @@ class DigestChecks:
             self._checks[handle].ours = ours
 
     def answered(self, address: str, answer: DigestAnswer) -> tuple[FetchJob, Failure | None] | None:
-        """Which fetch an answer is for, and why it fails if it does; only who was asked can answer."""
+        """The fetch that an answer belongs to, and its failure; only the asked address can answer."""
         for check in self._checks.values():
             if check.job.peer.authority != address:
                 continue
@@ -65,7 +65,7 @@ class DigestChecks:
         return check is not None and check.ours is not None and not check.requests
 
     def compare(self, handle: int) -> Failure | None:
-        """Why a fetch does not count; None if both sides have the same bytes."""
+        """The failure of a fetch; None if both sides have the same bytes."""
         check = self._checks.pop(handle)
         for src_rank, sums in check.sums.items():
             found = check.ours.difference(src_rank, sums) if check.ours else None
@@ -78,7 +78,7 @@ class DigestChecks:
         return None
 
     def overdue(self, job: FetchJob) -> Failure:
-        """Why a check that lasts too long fails: who did not answer, or that we did not come to an end."""
+        """The failure of a check that timed out; it names the side that did not answer."""
         check = self._checks.get(job.handle)
         silent = ", ".join(str(rank) for rank in sorted(check.requests)) if check else ""
         who = f"rank {silent} of {job.peer.engine}" if silent else "this rank"
@@ -109,20 +109,20 @@ def _missing(job: FetchJob, src_rank: int, why: str) -> Failure:
 class _Passed:
     number: int
     rank_at: str
-    """Where the rank is that was asked."""
+    """The address of the rank."""
 
 
 class DigestRelay:
-    """Who waits for which rank's digest. A question that is repeated is passed on again under its number."""
+    """Passes readers' digest requests to ranks. A repeated request keeps its number."""
 
     MAX_WAITING = 1024
-    """Questions that were passed on and not answered; the oldest is forgotten first, and asked again."""
+    """Unanswered requests; the oldest is forgotten first, and the reader repeats it."""
 
     def __init__(self, generation: int) -> None:
         self._generation = generation
         self._numbers = count(1)
         self._waiting: dict[tuple[str, int], _Passed] = {}
-        """By where the answer goes, and the nonce of the question; the oldest first."""
+        """By the reader's address and nonce; the oldest first."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -130,7 +130,7 @@ class DigestRelay:
     def ask(
         self, reply_to: str, ask: DigestRequest, lease: Lease | None, ranks: Mapping[int, str]
     ) -> list[SourceEffect]:
-        """A reader asks; ``ranks`` says where each rank of this engine is."""
+        """A reader asks; ``ranks``: the address of each rank."""
         reading = lease.reading if lease is not None and ask.generation == self._generation else None
         is_held = reading is not None and reading.is_held(ask.reader, ask.reader_rank, ask.token)
         if lease is None or not is_held:
@@ -147,7 +147,7 @@ class DigestRelay:
         return [Send(passed.rank_at, task)]
 
     def answer(self, reply_to: str, result: DigestResult) -> list[SourceEffect]:
-        """A rank answers; only the one that was asked can."""
+        """A rank answers; only the asked one can."""
         for (reader_at, nonce), passed in self._waiting.items():
             if (passed.number, passed.rank_at) == (result.number, reply_to):
                 if result.generation != self._generation:

@@ -1,4 +1,4 @@
-"""Why a fetch failed: one closed list of codes, for reports, records, metrics and logs alike."""
+"""Why a fetch failed: a closed list of codes for reports, records, metrics and logs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvferry.wire.ticket import Ticket, is_sealed, is_text_sealed
 
 
 class FailureCode(StrEnum):
-    """Why a fetch failed. The text of a code is stable: tools may match on it."""
+    """Codes are stable: tools may match on them."""
 
     ABORTED = "aborted"
     """``abort`` was called."""
@@ -34,7 +34,7 @@ class FailureCode(StrEnum):
     NOT_ALLOWED = "not-allowed"
     """The source is not in this engine's list of authorities."""
     ENDED = "ended"
-    """The ticket was read, given back or withdrawn, or its lease is over."""
+    """The ticket was read, declined or withdrawn, or its lease expired."""
     TAKEN = "taken"
     """Another engine reads the ticket."""
     SPENT = "spent"
@@ -82,8 +82,6 @@ class FailureCode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a fetch failed: a stable code, and words."""
-
     code: FailureCode
     detail: str = ""
 
@@ -106,7 +104,7 @@ _FROM_AUTHORITY = frozenset(
 
 
 def denied(code: str, detail: str) -> Failure:
-    """What an authority said no for. Its text never becomes a code: whoever reads codes knows them all.
+    """The failure for an authority's denial; codes unknown to this version become DENIED.
 
     >>> denied("taken", "another engine reads it").code, str(denied("bored", "go away"))
     (<FailureCode.TAKEN: 'taken'>, 'denied: bored: go away')
@@ -117,7 +115,7 @@ def denied(code: str, detail: str) -> Failure:
 
 
 def unfit(error: RequestError) -> Failure:
-    """The failure of a request that does not fit.
+    """The failure for a request that does not match the plan.
 
     >>> str(unfit(RequestError("src-hole", "full", "cell 3 lies in a hole")))
     'src-tables: src-hole: group full: cell 3 lies in a hole'
@@ -129,7 +127,7 @@ def unfit(error: RequestError) -> Failure:
 
 
 def refusal(ticket: Ticket, trust: Trust, host: str) -> Failure | None:
-    """Why a reader on ``host`` does not use a ticket; None if it may call the ticket's authority."""
+    """Why a reader on ``host`` rejects a ticket; None if it may call the ticket's authority."""
     if trust.secret is not None and not any(is_sealed(ticket, key) for key in trust.ticket_keys):
         return Failure(FailureCode.FORGED, _UNSEALED if not ticket.seal else _WRONG_SEAL)
     if ticket.host and ticket.host != host:
@@ -140,7 +138,7 @@ def refusal(ticket: Ticket, trust: Trust, host: str) -> Failure | None:
 
 
 def address_refusal(authority: str, trust: Trust) -> Failure | None:
-    """Why a reader does not call an authority; None if it may."""
+    """Why a reader must not call an authority; None if it may."""
     if trust.is_one_host and not is_loopback(authority):
         return Failure(
             FailureCode.FORGED,
@@ -154,7 +152,7 @@ def address_refusal(authority: str, trust: Trust) -> Failure | None:
 
 
 def text_refusal(text: str, trust: Trust) -> Failure | None:
-    """Why a reader does not even read the text of a ticket; None if it may."""
+    """Why a reader rejects a ticket's text before decoding it; None if it may be decoded."""
     if trust.secret is None or any(is_text_sealed(text, key) for key in trust.ticket_keys):
         return None
     return Failure(FailureCode.FORGED, _WRONG_SEAL if "." in text else _UNSEALED)

@@ -1,4 +1,4 @@
-"""One fetch under way, and the deadlines that its phase sets."""
+"""One fetch in progress, and the deadlines of its phases."""
 
 from __future__ import annotations
 
@@ -13,28 +13,27 @@ from kvferry.wire.messages import Outcome
 from kvferry.wire.ticket import Ticket
 
 PART_TOKENS = 256
-"""A load is cut at multiples of this: no cell of a cache has tokens on both sides of one."""
+"""Parts of a load start at multiples of this: no cell of a cache crosses one."""
 
 
 class Phase(StrEnum):
     LEASING = "leasing"
     MEETING = "meeting"
     HOLDING = "holding"
-    """Leased and met, and not yet told where the bytes go; or all is read that its source has so far, or that
-    it was given."""
+    """Leased and met; waiting for destination blocks, or for more tokens to read."""
     SELECTING = "selecting"
     READING = "reading"
     CHECKING = "checking"
-    """All bytes are in; their digest is being compared with the source's."""
+    """All bytes are in; comparing digests with the source."""
     CONFIRMING = "confirming"
-    """All bytes are in, and the authority was told so; waiting for its word that they count."""
+    """All bytes are in; waiting for the authority to confirm the lease."""
     FAILING = "failing"
     """Failed or aborted; waiting for posted reads to end."""
     QUARANTINED = "quarantined"
 
 
 _LEASED = (Phase.MEETING, Phase.HOLDING, Phase.SELECTING, Phase.READING, Phase.CHECKING)
-"""Phases in which a lease is held and wanted."""
+"""Phases that need a lease."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,55 +44,53 @@ class FetchJob:
     """None while the ticket is only held."""
     peer: Peer
     attempt: int
-    """Which fetch of this rank: what it says late must not count for a later fetch of the same ticket."""
+    """Unique per fetch: late messages must not affect a later fetch of the same ticket."""
     fingerprint: bytes
     """Of its ticket."""
     token: bytes
-    """What its authority knows this rank by."""
+    """Identifies this rank to the authority."""
     started: float
     met_at: float
     posted_at: float
     ended_at: float
     phase: Phase = Phase.LEASING
     step_at: float = float("-inf")
-    """When what it does now, selecting or reading, was begun."""
+    """When selecting or reading began."""
     covered_until: float = float("-inf")
-    """As far as our clock can say, the lease lasts until then. Nothing is posted after that; but a read
-    counts by what its authority says after its end, and never by a clock."""
+    """End of the lease by our clock; no read is posted later."""
     asked_at: float = float("-inf")
     """When the last acquire or renewal was sent."""
     is_asking: bool = False
-    """Whether that was not answered yet."""
+    """Whether that is unanswered."""
     clear: int = 0
-    """The number of the zeroing of its slack, once its reads are asked for."""
+    """Transfer number of the zeroing of its slack; 0 before its reads are posted."""
     in_flight: set[int] = field(default_factory=set)
-    """Whatever may still write to its blocks: reads, and the zeroing."""
+    """Transfers that may still write to its blocks."""
     checked_at: float = float("-inf")
     """When its digest was compared."""
     digest: str = ""
-    """What came of that; see ``Record``."""
     proofs: Mapping[int, bytes] = field(default_factory=dict)
-    """From the grant: what ranks that gather want to see."""
+    """From the grant, for packed reads."""
     is_early: bool = False
-    """Whether it was granted before the source was whole: then some proofs are missing."""
+    """Granted before all source ranks had joined: some proofs are missing."""
     board: str = ""
-    """From the grant: where it can be seen that the lease stands, if anywhere."""
+    """From the grant: the lease board, if it has one."""
     mark: bytes = b""
-    """What is seen there."""
+    """The mark of the lease on it."""
     is_open: bool = False
-    """Whether more tokens may be given to it."""
+    """Whether more tokens may be added."""
     todo: Spans = ()
-    """Tokens that are not read yet, of groups that are read in parts; other groups are read with the end."""
+    """Unread tokens of groups that are read in parts."""
     reading: Spans = ()
     done: Spans = ()
     is_cut: bool = False
-    """Whether what is being read ends where the source has come to."""
+    """Whether the part being read ends where the source's prefill is."""
     finished_at: float = float("-inf")
-    """When it was said that no more tokens will be given to it."""
+    """When ``finish`` was called."""
     can_part: bool = True
     """Whether parts of it can be read while its lease grows."""
     watch: int = 0
-    """The number of the question whether its lease has grown, until it is answered."""
+    """Nonce of the unanswered ``Watch``; 0: none."""
     watched_at: float = float("-inf")
     grown_at: float = float("-inf")
     is_settled: bool = False
@@ -112,14 +109,14 @@ class FetchJob:
 
     @property
     def is_growing(self) -> bool:
-        """Whether its source still computes the prompt, and this rank knows where the bytes go."""
+        """Whether the source still computes the prompt, and the destination blocks are known."""
         return self.ticket.is_growing and self.fetch is not None
 
     def supply(self, fetch: Fetch) -> None:
         self.fetch, self.todo, self.is_open = fetch, fetch.tokens, fetch.is_open
 
     def next_part(self) -> Fetch | None:
-        """What can be read now of what is left: of a growing lease, what is written; None if nothing is."""
+        """The next part that can be read now; None if there is none."""
         if self.fetch is None:
             return None
         written = max(0, min(self.ticket.num_complete, self.fetch.early_stop)) // PART_TOKENS * PART_TOKENS
@@ -135,7 +132,7 @@ class FetchJob:
 
     @property
     def key(self) -> tuple[Peer, bytes]:
-        """Whose ticket, and which. Not by its number alone: a forged one may have a good one's."""
+        """Identifies the ticket; its number alone does not, since a forged ticket may repeat it."""
         return self.peer, self.fingerprint
 
     @property
@@ -148,35 +145,35 @@ class FetchJob:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether nothing of it is being read now, and something will be."""
+        """Whether it is before a read."""
         return self.phase in (Phase.LEASING, Phase.MEETING, Phase.HOLDING, Phase.SELECTING)
 
     @property
     def is_using_peer(self) -> bool:
-        """Whether it needs its peer as it is. A quarantined read does not: it would forever."""
+        """Whether its peer must not be dropped; a quarantined read does not prevent that."""
         return self.phase is Phase.SELECTING or (bool(self.in_flight) and self.phase is not Phase.QUARANTINED)
 
     def patience(self, timing: Timing) -> float:
-        """How long the authority is asked or told something: a lease, but not whatever a ticket says."""
+        """How long to repeat a message: the ticket's lease, bounded."""
         return min(self.ticket.lease_ms / 1000, timing.read)
 
     def ask_at(self, timing: Timing) -> float:
-        """When the lease is to be renewed: soon, if a renewal was not answered; a message may be lost."""
+        """When to renew the lease; earlier if the last renewal was not answered."""
         if not self.is_leased:
             return float("inf")
         third = self.ticket.lease_ms / 3000
         return self.asked_at + (min(third, timing.retry) if self.is_asking else third)
 
     def watch_at(self, timing: Timing) -> float:
-        """When its authority is to be asked, or asked again, whether its lease has grown."""
+        """When to ask, or ask again, whether the lease has grown."""
         is_watched = self.is_growing and self.is_leased and not self.is_early
         return self.watched_at + timing.retry if is_watched else float("inf")
 
     def give_up_at(self, timing: Timing) -> float:
-        """Every wait has a deadline; but how long a held request waits is the engine's to decide."""
+        """When its phase times out; a held request never does."""
         match self.phase:
             case Phase.LEASING | Phase.MEETING:
-                return self.started + timing.meet  # or later, if the meeting gets on
+                return self.started + timing.meet  # or later, if the meeting makes progress
             case Phase.SELECTING:
                 return self.step_at + timing.meet
             case Phase.READING | Phase.FAILING:
@@ -192,12 +189,12 @@ class FetchJob:
 
     @property
     def whole_at(self) -> float:
-        """When all that was to be read was in."""
+        """When the last byte was in."""
         return max(self.ended_at, self.finished_at)
 
     @property
     def confirming_from(self) -> float:
-        """When the authority could first be told that its bytes are in."""
+        """When confirming began."""
         return max(self.whole_at, self.checked_at)
 
     def record(self, now: float, outcome: Outcome) -> Record:
@@ -223,12 +220,8 @@ class FetchJob:
         )
 
 
-# Which leases are asked for now: to one authority, only so many questions are open at a time.
-#
-# A source that is asked for more than it can answer must not be asked for the same again and again, nor may
-# what it is told of good loads wait behind. So the rest waits here, where it costs nobody anything. The
-# newest ticket goes first: whoever waits longest has the least time left, and may be given up before an
-# answer comes.
+# The number of unanswered acquires per authority is bounded: repeats must not overload a busy source, nor
+# delay messages of other loads. The newest ticket goes first: the oldest will probably time out anyway.
 
 
 @dataclass(slots=True)
@@ -239,13 +232,12 @@ class _Asked:
 
 
 class AcquireQueue:
-    """Fetches without a lease, by authority. One that has its lease, or has failed, leaves by itself."""
+    """Fetches without a lease, by authority. They leave once they have a lease or have failed."""
 
     MAX_UNANSWERED = 128
-    """Per authority: enough that it is never idle, and answered within a fraction of a second."""
+    """Per authority."""
     MAX_WAIT = 4
-    """A question is repeated after the time that lost messages are repeated after, then after twice as long,
-    up to this many times as long: who does not answer is busy, rather than deaf."""
+    """Maximum backoff of repeats, as a multiple of ``Timing.retry``."""
 
     def __init__(self, timing: Timing) -> None:
         self._retry = timing.retry
@@ -275,7 +267,7 @@ class AcquireQueue:
         return asked.job
 
     def tick(self, now: float) -> list[FetchJob]:
-        """For whom somebody is to be asked now; those who want no lease any more are forgotten."""
+        """The fetches to send an acquire for now."""
         for address, jobs in self._waiting.items():
             self._waiting[address] = [job for job in jobs if _is_wanted(job)]
         return [job for address in {**self._asked, **self._waiting} for job in self.due(now, address)]

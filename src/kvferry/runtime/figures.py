@@ -1,4 +1,4 @@
-"""The numbers that a machine counts, by the names of their metrics."""
+"""Counters and gauges of the state machines, by metric name."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kvferry.core.request import HOLE
 from kvferry.wire.ticket import Ticket
 
 Figures = Mapping[tuple[str, ...], float]
-"""Where each counter and gauge of an endpoint stands: (metric, values of its labels) to number."""
+"""The counters and gauges of an endpoint: (metric, label values) to number."""
 
 NO_WAY = "none"
 
 
 def by_label(metric: str, numbers: Mapping[str, float]) -> dict[tuple[str, ...], float]:
-    """One number for each value of a metric's one label."""
+    """Figures of a metric with one label."""
     return {(metric, label): number for label, number in numbers.items()}
 
 
@@ -26,7 +26,7 @@ class LeaseTally:
 
     def __init__(self) -> None:
         self.block_bytes: Mapping[str, int] = {}
-        """Of a block of each group, over all ranks; empty until all ranks have joined."""
+        """By group, over all ranks; empty until all ranks have joined."""
         self.claims: Counter[str] = Counter()
         self.denials: Counter[str] = Counter()
         self.renewals: Counter[str] = Counter()
@@ -41,14 +41,13 @@ class LeaseTally:
         self.grown(ticket)
 
     def grown(self, ticket: Ticket) -> None:
-        """A growing lease pins more."""
         self._pinned[ticket.ticket_id] = sum(
             self.block_bytes.get(group, 0) * sum(block_id != HOLE for block_id in table.block_ids)
             for group, table in ticket.tables.items()
         )
 
     def granted(self, ticket: Ticket, *, is_first: bool) -> None:
-        """A rank of a reader may read; ``is_first``: no other rank of it was there before."""
+        """A rank of a reader may read; ``is_first``: the first rank of it."""
         self._num_grants += 1
         self._granted_bytes += self._pinned.get(ticket.ticket_id, 0) if is_first else 0
 

@@ -1,13 +1,12 @@
-"""Loads of one request from several sources: every token is read from one of them, and all of it counts.
+"""Loads of one request from several sources; each token is read from one of them.
 
-A load has a fetch of its own for each ticket, with its own lease, meeting and confirmation. What is needed of
-groups that keep all of their tokens is cut into intervals: the first ticket, in order of preference, that has
-a token gives it. What other groups need comes with the last token.
+A load has one fetch per ticket, each with its own lease, meeting and confirmation. Tokens of groups that keep
+all tokens are read from the first ticket, in order of preference, that has them; other groups are read
+together with the last token.
 
-* The intervals of a fetch that fails are read from other sources whose fetches are still open. If those lack
-  some of it, the load fails.
-* When everything is in, the fetches that have read something are confirmed, each by its own source.
-* A load is reported when all of its fetches have been: none of them can write to its blocks any more.
+* If a fetch fails, its intervals are read from other sources; if those lack some tokens, the load fails.
+* When everything is in, each fetch that has read something is confirmed by its source.
+* A load is reported after all of its fetches: none of them can write to its blocks any more.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kvferry.core.span import Span, Spans, intersect, normal, subtract
 from kvferry.runtime.failure import Failure, FailureCode
@@ -27,14 +27,14 @@ from kvferry.wire.ticket import Ticket
 
 @dataclass(slots=True, eq=False)
 class _Share:
-    """What is read from one source."""
+    """The part of a load that is read from one source."""
 
     handle: int
     ticket: Ticket
     given: Spans = ()
     read: Spans = ()
     is_open: bool = True
-    """Whether more can be given to it."""
+    """Whether more tokens can be added."""
     report: Report | None = None
 
     @property
@@ -58,10 +58,10 @@ class _Load:
 
 
 class JointLoads:
-    """The loads of one destination rank, of one ticket or several, above its reader.
+    """The loads of one destination rank, from one ticket or several.
 
-    Whatever the reader says must go ``through`` here. ``handles``: no two fetches or loads have the same.
-    ``has_state``: some group here keeps one value per request, which only a ticket of exactly its tokens has.
+    All effects of the reader must go ``through`` here. ``handles`` are unique over fetches and loads.
+    ``has_state``: some local group is recurrent, so its last ticket must have exactly the needed tokens.
     """
 
     def __init__(self, reader: Reader, handles: Iterator[int], *, has_state: bool) -> None:
@@ -69,10 +69,10 @@ class JointLoads:
         self._loads: dict[int, _Load] = {}
         self._by_share: dict[int, _Load] = {}
 
-    # -- what the engine asks for ------------------------------------------------------------------
+    # -- the engine's calls ------------------------------------------------------------------------
 
     def fetch(self, now: float, handle: int, fetch: Fetch, tickets: Sequence[Ticket]) -> list[Effect]:
-        """Start a load from one source, or from several, in order of preference."""
+        """Start a load; the tickets are in order of preference."""
         if len(tickets) == 1:
             return self._reader.fetch(now, handle, replace(fetch, ticket=tickets[0]))
         load = self._begin(now, handle, tickets)
@@ -83,14 +83,14 @@ class JointLoads:
         return [Report(handle, load.failure, _record(now, load))]
 
     def hold(self, now: float, handle: int, tickets: Sequence[Ticket]) -> list[Effect]:
-        """Lease tickets, and meet their engines, before it is known where the bytes go."""
+        """Lease tickets and meet their engines before the destination blocks are known."""
         if len(tickets) == 1:
             return self._reader.hold(now, handle, tickets[0])
         holds = [(share.handle, share.ticket) for share in self._begin(now, handle, tickets).shares]
         return [effect for hold in holds for effect in self._reader.hold(now, *hold)]
 
     def supply(self, now: float, handle: int, fetch: Fetch, tickets: Sequence[Ticket]) -> list[Effect]:
-        """Load what is held, from whoever still holds it."""
+        """Load held tickets, from the sources whose lease still stands."""
         load = self._loads.get(handle)
         if load is None:
             job = self._reader.fetches.get(handle)
@@ -99,7 +99,7 @@ class JointLoads:
         if load.fetch is not None or load.failure is not None:
             return []
         if any(share.ticket not in tickets for share in load.shares):
-            return self._fail(now, load, Failure(FailureCode.TICKET, "the held tickets are different ones"))
+            return self._fail(now, load, Failure(FailureCode.TICKET, "the handle holds other tickets"))
         load.started = now
         if not self._plan(load, fetch):
             return self._fail(now, load, load.failure)
@@ -107,16 +107,16 @@ class JointLoads:
         return [effect for supply in supplies for effect in self._reader.supply(now, *supply)]
 
     def abort(self, now: float, handle: int) -> list[Effect]:
-        """Give a load up; it is reported once nothing of it is in flight."""
+        """Abort a load; reported once nothing of it is in flight."""
         load = self._loads.get(handle)
         if load is None:
             return self._reader.abort(now, handle)
         return self._fail(now, load, Failure(FailureCode.ABORTED))
 
-    # -- what the reader says ----------------------------------------------------------------------
+    # -- the reader's effects ----------------------------------------------------------------------
 
     def through(self, now: float, effects: Iterable[Effect]) -> Iterable[Effect]:
-        """The same effects, and what follows from them; what fetches of a load report is kept here."""
+        """Replace the reports of a load's fetches by their consequences; pass on all other effects."""
         if not self._loads:
             return effects
         told, others = deque(effects), list[Effect]()
@@ -158,7 +158,7 @@ class JointLoads:
                 if share.is_open and share.given:
                     share.is_open = False
                     effects += self._reader.finish(now, share.handle)
-                elif share.is_open and is_over:  # nobody has failed whom it was to stand in for
+                elif share.is_open and is_over:  # not needed as a substitute
                     share.is_open = False
                     effects += self._reader.abort(now, share.handle)
         if all(share.report for share in load.shares):
@@ -177,17 +177,17 @@ class JointLoads:
         return load
 
     def _plan(self, load: _Load, fetch: Fetch) -> bool:
-        """Say what is read from whom, if all of it can be."""
+        """Assign all needed tokens to sources; False if some are missing."""
         load.fetch, in_parts = fetch, fetch.in_parts
         if self._share_out(load, fetch, (Span(in_parts[0].start if in_parts else 0, FAR),)) is not None:
             return True
         lost = [share.failure for share in load.shares if share.failure]
-        short = Failure(FailureCode.SRC_TABLES, "no ticket has the last token that is needed")
+        short = Failure(FailureCode.SRC_TABLES, "no ticket has the last needed token")
         load.failure = lost[-1] if lost else short
         return False
 
     def _share_out(self, load: _Load, fetch: Fetch, missing: Spans) -> list[tuple[_Share, Spans]] | None:
-        """Who reads what is missing; None if nobody can read some of it."""
+        """Assign missing tokens to open fetches; None if some are in none of them."""
         found: list[tuple[_Share, Spans]] = []
         for share in load.shares if missing else ():
             reach = Span(0, self._reach(load, fetch, share.ticket))
@@ -201,10 +201,10 @@ class JointLoads:
         return found
 
     def _reach(self, load: _Load, fetch: Fetch, ticket: Ticket) -> int:
-        """Up to which token a source can be read; to the end, if it has all that the last token needs."""
+        """Up to which token a source can be read: FAR if it can serve the last token and other groups."""
         last = fetch.in_parts[-1].stop if fetch.in_parts else max(s.ticket.num_tokens for s in load.shares)
         has_end = ticket.num_tokens == last if self._has_state else ticket.num_tokens >= last
-        num_tokens = max(0, min(ticket.num_tokens, last))  # a source may say anything
+        num_tokens = max(0, min(ticket.num_tokens, last))  # the ticket's number is not trusted
         return FAR if has_end else num_tokens // PART_TOKENS * PART_TOKENS
 
     def _fail(self, now: float, load: _Load, failure: Failure | None) -> list[Effect]:
@@ -222,8 +222,12 @@ def _fetch_of(fetch: Fetch, share: _Share) -> Fetch:
     return replace(fetch, ticket=share.ticket, tokens=share.given, is_open=True)
 
 
+_SUMMED = ("num_bytes", "early_bytes", "num_runs", "num_sources")
+_LONGEST = tuple(f"{part}_seconds" for part in ("meet", "plan", "post", "move", "digest", "confirm"))
+
+
 def _record(now: float, load: _Load) -> Record:
-    """The record of a load: of all fetches that count, or, if it failed, of all of them."""
+    """The record of a load: over the fetches that count, or over all if it failed."""
     used = [share for share in load.shares if share.given or load.failure] or load.shares
     records = [share.report.record for share in used if share.report]
     lost = {share.ticket.engine: share.failure for share in load.shares if share.failure and not share.given}
@@ -231,28 +235,18 @@ def _record(now: float, load: _Load) -> Record:
     ways = dict.fromkeys(way for record in records for way in record.way.split("+") if way)
     digests = {record.digest for record in records}
 
-    def longest(field: str) -> float:
-        return max((getattr(record, field) for record in records), default=0.0)
-
+    figures: dict[str, Any] = {name: sum(getattr(each, name) for each in records) for name in _SUMMED}
+    figures |= {name: max((getattr(each, name) for each in records), default=0.0) for name in _LONGEST}
     return Record(
         request_id=used[0].ticket.request_id,
         engine=_joined(share.ticket.engine for share in used),
         address=_joined(share.ticket.authority for share in used),
-        num_bytes=sum(record.num_bytes for record in records),
-        early_bytes=sum(record.early_bytes for record in records),
-        num_runs=sum(record.num_runs for record in records),
-        num_sources=sum(record.num_sources for record in records),
-        meet_seconds=longest("meet_seconds"),
-        plan_seconds=longest("plan_seconds"),
-        post_seconds=longest("post_seconds"),
-        move_seconds=longest("move_seconds"),
-        digest_seconds=longest("digest_seconds"),
-        confirm_seconds=longest("confirm_seconds"),
         total_seconds=now - load.started,
         way="+".join(ways),
         digest=next((each for each in ("differs", "missing", "equal") if each in digests), ""),
         outcome=load.failure.code.value if load.failure else Outcome.READ.value,
         detail=load.failure.detail if load.failure else "; ".join(given_up),
+        **figures,
     )
 
 

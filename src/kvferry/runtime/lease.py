@@ -1,4 +1,4 @@
-"""What a lease authority keeps: offers, leases, the ranks that were told, and releases that wait for them."""
+"""The parts of a lease authority: offers, leases, readings, ranks and held releases."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import count
+from typing import Any
 
 from kvferry.core.request import BlockTable
 from kvferry.errors import SpecError
@@ -15,31 +16,30 @@ from kvferry.runtime.failure import FailureCode
 from kvferry.runtime.values import Released
 from kvferry.wire.messages import MARK_BYTES, TOKEN_BYTES, Acquire, Join, Outcome, Settle
 from kvferry.wire.reading import MAX_REQUEST_ID, check_name
-from kvferry.wire.ticket import NOT_SAID, NotSaid, Ticket, is_proved, seal, sign, tables_to_wire
+from kvferry.wire.ticket import NOT_SAID, NotSaid, TableDoc, Ticket, is_proved, seal, sign, tables_to_wire
 
 MAX_READER_RANKS = 1 << 16
-"""Ranks of one destination engine: each that asks is remembered."""
+"""Ranks of one destination engine."""
 
 
 @dataclass(slots=True)
 class _RankGrant:
     attempt: int
-    """The latest attempt that is known of it."""
+    """The latest known attempt."""
     token: bytes
-    """Only the rank knows it: who shows it is the rank."""
+    """Known only to the rank."""
     outcome: Outcome | None = None
     """None while it may still read."""
     is_declined: bool = False
     """Whether its engine does not need the ticket."""
 
     def is_shown(self, token: bytes) -> bool:
-        """Whether this is the rank's token; how long the answer takes says nothing about the token."""
         return hmac.compare_digest(self.token, token)
 
 
 @dataclass(slots=True)
 class Reading:
-    """A ticket in the hands of one start of one destination engine."""
+    """One destination engine's reading of a ticket."""
 
     reader: str
     num_ranks: int
@@ -47,7 +47,7 @@ class Reading:
 
     @property
     def outcomes(self) -> set[Outcome]:
-        """What the ranks that are through with it said; nothing while one is not."""
+        """The outcomes of all ranks; empty until every rank has settled."""
         outcomes = {grant.outcome for grant in self.grants.values()}
         if len(self.grants) < self.num_ranks or None in outcomes:
             return set()
@@ -55,7 +55,7 @@ class Reading:
 
     @property
     def is_declined(self) -> bool:
-        """Whether a rank said that its engine does not need the ticket: one speaks for all of them."""
+        """Whether any rank declined the ticket, for the whole engine."""
         return any(grant.is_declined for grant in self.grants.values())
 
     def _of(self, reader: str, rank: int, token: bytes) -> _RankGrant | None:
@@ -64,15 +64,12 @@ class Reading:
         return grant if is_shown else None
 
     def is_held(self, reader: str, rank: int, token: bytes) -> bool:
-        """Whether a rank that shows this token was granted the ticket, and may still read it."""
+        """Whether the rank with this token was granted the ticket and has not settled."""
         grant = self._of(reader, rank, token)
         return grant is not None and grant.outcome is None
 
     def settle(self, message: Settle) -> bool:
-        """A rank is through with it; whether it is the one that was granted it, and has not said otherwise.
-
-        Only the attempt that was granted can be settled, and only with the token of its rank.
-        """
+        """Settle a rank's granted attempt; False if it is another one, or already has another outcome."""
         grant = self._of(message.reader, message.reader_rank, message.token)
         if grant is None or grant.attempt != message.attempt:
             return False
@@ -88,23 +85,23 @@ class Reading:
 
 @dataclass(slots=True)
 class Lease:
-    """The promise to keep a ticket's blocks. It is made once, and never again once it has ended."""
+    """The promise to keep a ticket's blocks; made once per ticket."""
 
     ticket: Ticket
     deadline: float
     ends_by: float
-    """It is not renewed beyond that, whoever asks."""
+    """It is not renewed beyond this time."""
     reading: Reading | None = None
     left: Reading | None = None
-    """The last reading that was given up before it began: a late copy of what it said binds nothing."""
+    """The last reading that ended unread: late copies of its messages must not bind the ticket again."""
     is_withdrawn: bool = False
     transfer: str = ""
-    """The router's name of a prefill, if the lease grew, or grows, with it."""
+    """The router's name of the prefill, if the lease is or was growing."""
     watchers: dict[int, tuple[str, int]] = field(default_factory=dict)
-    """By rank of the reader: where an answer goes when it has grown, and to which question."""
+    """By rank of the reader: address and nonce of its unanswered ``Watch``."""
 
     def bind(self, ask: Acquire) -> tuple[FailureCode, str] | None:
-        """This rank's from now on, until it settles; or why it cannot have it."""
+        """Grant the ticket to a rank until it settles; or return why not."""
         refusal = self._refusal(ask)
         if refusal is None:
             if self.reading is None:
@@ -113,7 +110,6 @@ class Lease:
         return refusal
 
     def is_held_by(self, rank: int) -> bool:
-        """Whether this rank of its reader was granted it already: an ask that is repeated grants nothing."""
         return self.reading is not None and rank in self.reading.grants
 
     def _refusal(self, ask: Acquire) -> tuple[FailureCode, str] | None:
@@ -123,7 +119,7 @@ class Lease:
         if len(ask.token) != TOKEN_BYTES:
             return FailureCode.READER, f"a token has {TOKEN_BYTES} bytes, got {len(ask.token)}"
         if self.reading is None:
-            return (FailureCode.SPENT, "this rank has aborted it") if self._is_left(ask) else None
+            return self._left_refusal(ask)
         if self.reading.reader != ask.reader:
             return FailureCode.TAKEN, "another engine reads it"
         if self.reading.num_ranks != ask.reader_ranks:
@@ -133,16 +129,16 @@ class Lease:
             )
         return self._rank_refusal(self.reading, ask)
 
-    def _is_left(self, ask: Acquire) -> bool:
-        if self.left is None or self.left.reader != ask.reader:
-            return False
-        grant = self.left.grants.get(ask.reader_rank)
-        return grant is not None and ask.attempt <= grant.attempt
+    def _left_refusal(self, ask: Acquire) -> tuple[FailureCode, str] | None:
+        left = self.left
+        grant = left.grants.get(ask.reader_rank) if left and left.reader == ask.reader else None
+        is_left = grant is not None and ask.attempt <= grant.attempt
+        return (FailureCode.SPENT, "this rank has aborted it") if is_left else None
 
     def _rank_refusal(self, reading: Reading, ask: Acquire) -> tuple[FailureCode, str] | None:
         grant = reading.grants.get(ask.reader_rank)
         if grant is None:
-            return (FailureCode.SPENT, "this rank has aborted it") if self._is_left(ask) else None
+            return self._left_refusal(ask)
         if not grant.is_shown(ask.token):
             return FailureCode.TAKEN, "another process reads it under this name"
         is_retry = grant.outcome is Outcome.UNREAD and ask.attempt > grant.attempt
@@ -150,20 +146,17 @@ class Lease:
             return FailureCode.SPENT, "this rank has finished reading it"
         return None
 
-    def leave(self) -> None:
-        self.left, self.reading = self.reading, None
-
 
 class EndedReadings:
-    """The readings that have ended, for as long as a reader may ask again how its own ended."""
+    """Ended readings, kept while a reader may repeat its settlement."""
 
     MAX_READINGS = 100_000
-    """The oldest is forgotten first; whoever asks for it then is told that its read does not count."""
+    """The oldest is forgotten first; a repeated settlement then fails."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._by_ticket: dict[int, tuple[float, Reading]] = {}
-        """Until when each is remembered; the oldest first."""
+        """With the time to forget each; the oldest first."""
 
     def __len__(self) -> int:
         return len(self._by_ticket)
@@ -178,7 +171,6 @@ class EndedReadings:
         return None if known is None else known[1]
 
     def tick(self, now: float) -> None:
-        """Forget what nobody asks for any more."""
         while self.next_deadline() <= now:
             del self._by_ticket[next(iter(self._by_ticket))]
 
@@ -189,9 +181,8 @@ class EndedReadings:
 class Offers:
     """Makes, numbers and signs the tickets of one start of one source engine.
 
-    An engine wants a ticket at once, and cannot wait for the thread that owns the leases. So tickets are made
-    here, in the engine's own thread, and the lease follows: it reaches its owner before any reader can have
-    seen the ticket. Every method may be called from any thread: each changes one dictionary in one step.
+    Tickets are made in the calling thread, without waiting for the owner of the leases; the lease reaches the
+    owner before any reader can have seen the ticket. Thread-safe: each method changes one dictionary at once.
     """
 
     MAX_OPEN = 100_000
@@ -206,19 +197,19 @@ class Offers:
         host: str = "",
         fleet_key: bytes = b"",
     ) -> None:
-        """``key`` is this start's own, ``fleet_key`` that of all engines that share a secret."""
+        """``key``: of this start; ``fleet_key``: of all engines that share a secret."""
         check_name("the name of an engine", engine)
         self.engine, self.generation, self.address, self.lease_ms = engine, generation, address, lease_ms
         self._host, self._key, self.fleet_key = host, key, fleet_key
         self._open: dict[str, int] = {}
         """The ticket of each request on offer."""
         self._numbers = count(1), count(-1, -1)
-        """Of leases, which all end, in about their order; and of soft offers, which do not."""
+        """Of leases, and of soft offers."""
         self.refusal = ""
-        """Why nothing can be offered now; whoever owns the leases says so."""
+        """Why nothing can be offered now; set by the owner of the leases."""
 
     def __len__(self) -> int:
-        """How many requests are on offer, or were released without the engine having heard of it yet."""
+        """Requests on offer, or released and not yet polled."""
         return len(self._open)
 
     def make(
@@ -238,40 +229,29 @@ class Offers:
             raise SpecError(f"{self.MAX_OPEN} requests are {detail}")
         check_name("the name of a request", request_id, MAX_REQUEST_ID)
         ticket_id = next(self._numbers[0])
-        ticket = Ticket(
-            self.engine,
-            self.generation,
-            ticket_id,
-            request_id,
-            self.address,
-            num_tokens,
-            tables_to_wire(tables),
-            self.lease_ms,
-            digest,
-            held_from=held_from,
-            complete=complete,
-            host=self._host,
-        )
-        signed = seal(sign(ticket, self._key), self.fleet_key)
+        about = {"digest": digest, "held_from": held_from, "complete": complete}
+        wire = tables_to_wire(tables)
+        ticket = self._signed(ticket_id, request_id, num_tokens, wire, self.lease_ms, **about)
         if self._open.setdefault(request_id, ticket_id) != ticket_id:
             raise SpecError(f"request {request_id!r} is already offered")
-        return signed
+        return ticket
 
     def make_soft(self, request_id: str, num_tokens: int, parts: bytes) -> Ticket:
         """A note of what this engine may still have of a request later. Nothing is kept for it."""
         check_name("the name of a request", request_id, MAX_REQUEST_ID)
-        ticket = Ticket(
-            self.engine,
-            self.generation,
-            next(self._numbers[1]),
-            request_id,
-            self.address,
-            num_tokens,
-            tables={},
-            lease_ms=0,
-            host=self._host,
-            parts=parts,
-        )
+        return self._signed(next(self._numbers[1]), request_id, num_tokens, {}, lease_ms=0, parts=parts)
+
+    def _signed(
+        self,
+        ticket_id: int,
+        request_id: str,
+        num_tokens: int,
+        tables: dict[str, TableDoc],
+        lease_ms: int,
+        **about: Any,
+    ) -> Ticket:
+        names = self.engine, self.generation, ticket_id, request_id, self.address
+        ticket = Ticket(*names, num_tokens, tables, lease_ms, host=self._host, **about)
         return seal(sign(ticket, self._key), self.fleet_key)
 
     def stage(
@@ -281,16 +261,16 @@ class Offers:
         complete: int | NotSaid = NOT_SAID,
         held_from: int | NotSaid = NOT_SAID,
     ) -> Ticket:
-        """A later stage of a growing lease's ticket; without ``complete`` the last one."""
+        """A later stage of a growing lease's ticket; the last one if ``complete`` is missing."""
         stage = ticket.stage(tables_to_wire(tables), complete, held_from)
         return seal(sign(stage, self._key), self.fleet_key)
 
     def forget(self, request_id: str) -> None:
-        """The engine has heard that the request is released: its name may come again."""
+        """The engine has polled the release: the name can be offered again."""
         self._open.pop(request_id, None)
 
     def mark(self, ticket_id: int) -> bytes:
-        """What shows that the lease of a ticket stands: another one for each, that nobody can guess."""
+        """The board mark of a ticket's lease: unique and unguessable."""
         return hmac.digest(self._key, b"board\0%d" % ticket_id, "sha256")[:MARK_BYTES]
 
     def is_own(self, ticket: Ticket) -> bool:
@@ -300,12 +280,10 @@ class Offers:
 
 
 class Assembly(StrEnum):
-    """How much of this engine is there."""
-
     GATHERING = "gathering"
     """Not every rank has joined."""
     MERGING = "merging"
-    """All have; the engine's outline is being made of what they say."""
+    """All have; their descriptions are being merged into the engine's outline."""
     WHOLE = "whole"
     """Readers are welcome."""
 
@@ -320,34 +298,25 @@ class JoinedRank:
         return ours == theirs
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    number: int
-    released: Released
-    tell_by: float
-
-
 class HeldReleases:
-    """What has ended, in order. A rank that says nothing holds a release up for so many seconds at most: its
-    process is gone, or stands still with the memory that it would gather from.
-    """
+    """Releases that wait for ranks to acknowledge them, in order, each for ``patience`` seconds at most."""
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
-        self._held: deque[_Held] = deque()
-        self._num_ended = 0
+        self._held: deque[tuple[float, Released]] = deque()
+        """Each with its latest time to report it."""
+        self._num_told = 0
 
     def add(self, now: float, released: Released) -> None:
-        """A request is released; ranks hear of it under the next number."""
-        self._num_ended += 1
-        self._held.append(_Held(self._num_ended, released, now + self._patience))
+        self._held.append((now + self._patience, released))
 
     def pop(self, now: float, num_heard: float) -> list[Released]:
-        """What the engine may be told, once: ``num_heard`` releases were heard by every rank that gathers."""
+        """The releases to report now: ranks that gather have acknowledged the first ``num_heard``."""
         told: list[Released] = []
-        while self._held and (self._held[0].number <= num_heard or now >= self._held[0].tell_by):
-            told.append(self._held.popleft().released)
+        while self._held and (self._num_told < num_heard or now >= self._held[0][0]):
+            told.append(self._held.popleft()[1])
+            self._num_told += 1
         return told
 
     def next_deadline(self) -> float:
-        return self._held[0].tell_by if self._held else float("inf")
+        return self._held[0][0] if self._held else float("inf")

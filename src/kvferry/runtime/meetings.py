@@ -1,4 +1,4 @@
-"""The source engines that one destination rank knows: met once, before anything is read from them.
+"""The first contact of one destination rank with source engines: once each, before any read.
 
 ::
 
@@ -6,16 +6,15 @@
         ▲                                                            │
         └────────────────────────────────────────────────────────────┘
 
-A broken one is met anew, before the next read, once nothing needs it as it is. Whoever is not met in time, or
-cannot be served, is forgotten whole.
+A broken peer is met again before the next read, once no read uses it. A peer that cannot be met in time is
+dropped.
 
-An engine's outline says which rank holds what, so that it can be planned for. Only the ranks that are read
-from have to be described.
+An engine's outline says which rank holds what, which is enough to plan. Only the ranks to read from are
+described.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -36,41 +35,39 @@ from kvferry.wire.messages import (
 )
 
 MAX_RANKS_BYTES = 64 << 20
-"""Descriptions of all ranks of one peer that are read from. A rank's own has tens of kilobytes."""
+"""Limit of the descriptions of one peer. Each rank's has tens of kilobytes."""
 
 
 class Meeting(StrEnum):
     GREETING = "greeting"
     """The hello is repeated until it is answered."""
     PLANNING = "planning"
-    """What is read from which of its ranks is being found out. Never dropped half done."""
+    """The ranks to read from are being determined."""
     DESCRIBING = "describing"
-    """It is asked for those ranks until all of them are described."""
+    """Requests for the descriptions of those ranks are repeated until all have come."""
     BUILDING = "building"
-    """The plan is being proved and lowered, and the ranks connected. Never dropped half done."""
+    """The plan is being proved and lowered, and the ranks connected."""
     MET = "met"
     BROKEN = "broken"
     """Met; but a read from it failed."""
 
 
 AT_WORK = (Meeting.PLANNING, Meeting.BUILDING)
-"""Somebody is at work for such a peer, and will say how it went: it is not forgotten before."""
+"""A worker thread is busy for such a peer, which is not dropped until the worker reports back."""
 
 
 @dataclass(slots=True)
 class _Asked:
-    """What a peer has said of itself so far."""
-
     nonce: int
-    """Of its questions: an answer to another meeting's does not count."""
+    """Of its requests; answers to earlier meetings are ignored."""
     welcome: Welcome
     missing: set[int] = field(default_factory=set)
-    """The ranks that are not described yet."""
+    """Ranks without a description."""
     ranks: dict[int, RankDescription] = field(default_factory=dict)
     num_bytes: int = 0
 
     def take(self, ranks: Mapping[int, RankDescription]) -> bool:
-        """Keep what is new; whether something is."""
+        """Keep new descriptions; whether there are any."""
         new = {number: ranks[number] for number in self.missing & ranks.keys()}
         self.ranks |= new
         self.missing -= new.keys()
@@ -82,8 +79,7 @@ class _Asked:
 class _Known:
     peer: Peer
     since: float
-    """When it last got on: a peer is given up that leaves a question unanswered for too long, and not one
-    that many answers take long of."""
+    """Time of its last progress: the timeout applies to each answer, not to the whole meeting."""
     asked_at: float
     state: Meeting = Meeting.GREETING
     asked: _Asked | None = None
@@ -95,17 +91,16 @@ Lost = list[tuple[Peer, Failure]]
 
 
 class Meetings:
-    """Call it with events and ``now``; carry out what it returns, and tell who waits for a lost peer."""
+    """Call it with events and ``now``; carry out the effects, and fail the fetches of lost peers."""
 
     def __init__(self, reader: str, timing: Timing) -> None:
         self._reader, self._timing = reader, timing
         self._known: dict[Peer, _Known] = {}
         """The last used come last."""
         self.unmet: set[Peer] = set()
-        """Those that cannot be read from yet: whoever wrote a ticket may have made them up."""
+        """Peers in first contact; a ticket may have made them up."""
         self._nonces = count(1)
         self.num_repeated = 0
-        """Questions that were asked again, since no answer came."""
 
     def __len__(self) -> int:
         return len(self._known)
@@ -114,12 +109,10 @@ class Meetings:
         return peer in self._known
 
     def state(self, peer: Peer) -> Meeting | None:
-        """How far it is with a peer; None if it is not known."""
         known = self._known.get(peer)
         return None if known is None else known.state
 
     def since(self, peer: Peer) -> float:
-        """When the meeting with a peer last got on."""
         known = self._known.get(peer)
         return float("-inf") if known is None else known.since
 
@@ -134,19 +127,11 @@ class Meetings:
         return {peer.authority for peer in self._known}
 
     @property
-    def met(self) -> list[Peer]:
-        return [peer for peer in self._known if self.is_met(peer)]
-
-    @property
     def known(self) -> dict[Peer, Meeting]:
         return {peer: known.state for peer, known in self._known.items()}
 
-    @property
-    def states(self) -> Counter[str]:
-        return Counter(known.state.value for known in self._known.values())
-
     def meet(self, now: float, peer: Peer, *, is_used: bool) -> list[Effect]:
-        """Somebody wants to read from a peer; ``is_used``: somebody needs it as it is."""
+        """Meet a peer unless it is known; ``is_used``: a read still needs the broken one."""
         known = self._known.pop(peer, None)
         if known is None:
             return self._greet(now, peer)
@@ -164,7 +149,7 @@ class Meetings:
         return Send(peer.authority, Hello(PROTOCOL, self._reader))
 
     def make_room(self, busy: Set[Peer]) -> list[Effect]:
-        """Forget the peer that was not used for the longest time."""
+        """Drop the least recently used peer."""
         for peer, known in self._known.items():
             if peer not in busy and known.state not in AT_WORK:
                 return self.forget(peer)
@@ -176,7 +161,7 @@ class Meetings:
         return [Drop(peer)]
 
     def break_off(self, peer: Peer) -> None:
-        """A read from the peer failed. One that is being met anew is not concerned."""
+        """A read from the peer failed: meet it again before the next one."""
         if self.state(peer) is Meeting.MET:
             self._known[peer].state = Meeting.BROKEN
 
@@ -219,7 +204,7 @@ class Meetings:
             if answer.generation != known.peer.generation:
                 detail = f"{address} is now generation {answer.generation} of {known.peer.engine}"
                 return [], [(known.peer, Failure(FailureCode.RESTARTED, detail))]
-            # What brings nothing is a copy: the answer to the next question is under way.
+            # An answer without anything new is a duplicate.
             is_new = asked.take(answer.ranks)
             if asked.num_bytes > MAX_RANKS_BYTES:
                 detail = f"the descriptions of its ranks exceed {MAX_RANKS_BYTES} bytes"
@@ -228,7 +213,7 @@ class Meetings:
         return [], []
 
     def _go_on(self, now: float, known: _Known, asked: _Asked) -> list[Effect]:
-        """Ask for the ranks that are missing, or build the peer."""
+        """Ask for missing ranks, or build the peer."""
         known.asked_at = known.since = now
         if asked.missing:
             return [self._ask(known.peer, asked)]
@@ -242,12 +227,12 @@ class Meetings:
 
     def rejected(self, address: str, message: Rejected) -> Lost:
         if message.code == "not-ready":
-            return []  # the hello is repeated until the deadline of the meeting
+            return []  # the hello is repeated until the meeting times out
         failure = denied(message.code, message.detail)
         return [(peer, failure) for peer in self._greeted_at(address)]
 
     def built(self, peer: Peer) -> bool:
-        """The peer can be read from; whether it is still wanted."""
+        """The peer can be read from; False if it was dropped meanwhile."""
         if peer in self._known:
             self._known[peer].state = Meeting.MET
             self.unmet.discard(peer)
@@ -256,9 +241,9 @@ class Meetings:
     # -- time --------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> tuple[list[Effect], Lost]:
-        """Repeat questions; give up whom was not met in time.
+        """Repeat messages, and give up peers that do not answer.
 
-        A build that takes too long fails the fetches that wait for it, and still serves later ones.
+        A slow build fails the fetches that wait for it, and still serves later ones.
         """
         effects: list[Effect] = []
         lost: Lost = []

@@ -1,9 +1,9 @@
-"""One rank of a source engine: joins its authority, and hears of every release.
+"""One rank of a source engine: joins its authority, and receives every release.
 
 ::
 
-    JOINING ──▶ JOINED          and back, when the authority has started anew at its address
-       └──▶ REFUSED             for good: it does not belong there
+    JOINING ──▶ JOINED          and back, when the authority has restarted at its address
+       └──▶ REFUSED             final
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ from kvferry.wire.messages import (
 )
 
 NOT_JOINED = "not-joined"
-"""What an authority says to a rank that it does not know."""
+"""The rejection of an unknown rank."""
 
 
 class Membership(StrEnum):
-    """Whether the authority knows a rank."""
-
     JOINING = "joining"
     JOINED = "joined"
     REFUSED = "refused"
@@ -36,8 +34,8 @@ class Membership(StrEnum):
 class Member:
     """Call it with events and ``now``; carry out what it returns.
 
-    A rank that has joined still says now and then how much it has heard. An authority that has started anew
-    does not know it, says so, and is joined again; what its earlier start had on offer is over.
+    A joined rank acknowledges releases periodically. A restarted authority rejects that, and the rank joins
+    again; offers of the earlier start are over.
     """
 
     def __init__(self, authority: str, join: Join, timing: Timing | None = None) -> None:
@@ -45,10 +43,9 @@ class Member:
         self._timing = timing or Timing()
         self.state = Membership.JOINING
         self.refusal = ""
-        """Why it was turned away."""
         self._generation = 0
         self._heard = 0
-        """The number of the last notice that arrived."""
+        """The number of the last release received."""
         self._sent_at = float("-inf")
 
     @property
@@ -56,7 +53,7 @@ class Member:
         return self._generation
 
     def receive(self, now: float, reply_to: str, message: FromAuthority) -> list[MemberEffect]:
-        """A message from the authority; whoever else is at ``reply_to`` has nothing to say here."""
+        """A message from the authority; messages from other addresses are ignored."""
         if reply_to != self._authority:
             return []
         match message:
@@ -97,7 +94,7 @@ class Member:
         return [Send(self._authority, message)]
 
     def tick(self, now: float) -> list[MemberEffect]:
-        """Ask to join, until it is answered; then make sure that the authority is still the same."""
+        """Ask to join until answered; then check periodically that the authority is the same."""
         return self._say(now) if now >= self.next_deadline() else []
 
     def next_deadline(self) -> float:

@@ -1,4 +1,4 @@
-"""What a reader has asked of authorities, and what it has told them, until it is answered."""
+"""Unanswered messages of a reader to authorities."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class _Question:
 
 
 class Questions:
-    """Acquires and renewals that may still be answered: an answer counts from the moment of asking."""
+    """Unanswered acquires and renewals. A lease counts from the moment of asking."""
 
     def __init__(self, timing: Timing) -> None:
         self._timing = timing
         self._by_nonce: dict[int, _Question] = {}
         """The oldest first."""
         self.num_repeated = 0
-        """Questions for fetches that had asked before, and got no answer."""
+        """Questions for fetches whose earlier question was not answered."""
 
     def __len__(self) -> int:
         return len(self._by_nonce)
@@ -39,7 +39,7 @@ class Questions:
     def answered(
         self, address: str, nonce: int, is_current: Callable[[FetchJob], bool]
     ) -> tuple[float, list[FetchJob]]:
-        """When was asked what this answers, and for which fetches; only who was asked can answer."""
+        """When the question was asked, and for which fetches; only the asked address can answer."""
         question = self._by_nonce.get(nonce)
         if question is None or question.authority != address:
             return float("-inf"), []
@@ -50,7 +50,7 @@ class Questions:
         return question.asked_at, jobs
 
     def tick(self, now: float) -> None:
-        """Forget what is answered too late to count."""
+        """Forget questions whose answer would be too late."""
         while now >= self.next_deadline():
             del self._by_nonce[next(iter(self._by_nonce))]
 
@@ -61,8 +61,6 @@ class Questions:
 
 @dataclass(slots=True)
 class Settlement:
-    """What an authority is told of a fetch."""
-
     handle: int
     to: str
     message: Settle
@@ -71,7 +69,7 @@ class Settlement:
 
 
 class Settlements:
-    """Settle messages that were not acknowledged yet: each is repeated, for as long as it can matter."""
+    """Unacknowledged settle messages, repeated while they can matter."""
 
     def __init__(self, timing: Timing) -> None:
         self._timing = timing
@@ -86,13 +84,13 @@ class Settlements:
         return {settlement.to for settlement in self._by_attempt.values()}
 
     def settle(self, now: float, job: FetchJob, message: Settle, seconds: float) -> list[Effect]:
-        """A fetch is over: tell the authority, until it says that it knows, for so long at most."""
+        """Tell the authority that a fetch is over, for ``seconds`` or until acknowledged."""
         to = job.peer.authority
         self._by_attempt[job.attempt] = Settlement(job.handle, to, message, now + seconds, now)
         return [Send(to, message)]
 
     def acknowledged(self, address: str, ack: SettleAck) -> Settlement | None:
-        """The authority knows; what it was told, if it is the one that was told it."""
+        """Remove and return what an authority acknowledges."""
         settlement = self._by_attempt.get(ack.attempt)
         if settlement is None or settlement.to != address:
             return None
@@ -101,7 +99,7 @@ class Settlements:
         return self._by_attempt.pop(ack.attempt)
 
     def tick(self, now: float, is_gone: Callable[[str], object]) -> list[Effect]:
-        """Repeat what was not acknowledged, to who is there; give up what matters no more."""
+        """Repeat messages to reachable authorities, and drop expired ones."""
         self._by_attempt = {a: s for a, s in self._by_attempt.items() if now < s.until}
         effects: list[Effect] = []
         for settlement in self._by_attempt.values():

@@ -1,10 +1,10 @@
 """One rank of a destination engine: meets peers, leases tickets, posts reads, settles.
 
-Events that concern several parts have a method here; those of one part go to it: ends and digests to
-``fetches``, found ranks to ``meetings``, what the channel says to ``connections``.
+Events that concern several parts have a method here; others go to the part itself: ends and digests to
+``fetches``, found ranks to ``meetings``, the state of connections to ``connections``.
 
-* A lease is asked for at once, and kept alive from then on, also while the peer is still being met.
-* Names can be guessed. What proves to an authority who we are is a token, another one for each ticket.
+* A lease is requested at once and kept alive from then on, also during the first contact.
+* Names can be guessed, so a token, unique per ticket, identifies a rank to the authority.
 """
 
 from __future__ import annotations
@@ -49,19 +49,17 @@ from kvferry.wire.ticket import Ticket
 class Reader:
     """The fetches of one destination rank. Call it with events and ``now``; carry out what it returns.
 
-    ``reader`` names one *start* of the destination engine, the same on all its ranks and another one after
-    a restart: what an earlier start still has under way must not count for this one. ``key``: bytes that
-    nobody else knows or can guess; tokens are made from them.
+    ``reader`` names one *start* of the destination engine: the same on all its ranks, new after a restart.
+    ``key``: secret bytes from which tokens are made.
     """
 
     MAX_PEERS = 1024
     MAX_UNMET = 256
-    """Peers that are being met at once: to a rank that has just started, every engine of a fleet is new.
-    Tickets may name any number of engines that nobody has ever seen."""
+    """Peers in first contact at once; tickets may name any number of engines."""
     MAX_UNMET_HERE = 16
-    """The same, without a secret: anybody can make tickets that name ports of this host."""
+    """The same without a secret: any local process can make tickets that name ports of this host."""
     MAX_WAITING = 4096
-    """Fetches that wait for such peers. Those of peers that were met are not concerned."""
+    """Fetches that wait for a first contact."""
 
     def __init__(
         self,
@@ -98,7 +96,7 @@ class Reader:
             digest_every,
         )
         self._called: set[str] = set()
-        """Addresses that something was sent to, until nobody has anything to say there."""
+        """Addresses with a connection that is still needed."""
 
     # -- what the engine asks for ------------------------------------------------------------------
 
@@ -107,14 +105,14 @@ class Reader:
         return self._start(now, handle, fetch.ticket, fetch)
 
     def hold(self, now: float, handle: int, ticket: Ticket) -> list[Effect]:
-        """Lease a ticket and meet its engine, before it is known where the bytes go.
+        """Lease a ticket and meet its engine before the destination blocks are known.
 
         The handle's one report comes after ``supply`` or ``abort``, or when the lease is lost.
         """
         return self._start(now, handle, ticket, None)
 
     def supply(self, now: float, handle: int, fetch: Fetch) -> list[Effect]:
-        """Fetch what is held. If it failed meanwhile, its report is under way, and nothing is started."""
+        """Fetch a held ticket. If it failed meanwhile, its report follows, and nothing is started."""
         job = self.fetches.get(handle)
         if job is None or job.fetch is not None or job.phase is Phase.FAILING:
             return []
@@ -137,11 +135,11 @@ class Reader:
             failure = Failure(FailureCode.SPENT, "this ticket is already being read")
             return self.fetches.fail(now, job, failure)
         if self.connections.is_gone(peer):
-            job.is_settled = True  # nobody was asked for anything
+            job.is_settled = True  # no message was sent
             return self.fetches.fail(now, job, self.fetches.source_gone(peer))
         room = [*self._call_anew(peer.authority), *self._make_room(peer)]
         if overload := self._overload(peer):
-            job.is_settled = True  # nobody was asked for anything
+            job.is_settled = True  # no message was sent
             return [*room, *self.fetches.fail(now, job, Failure(FailureCode.TOO_MANY_PEERS, overload))]
         self._called.add(peer.authority)
         self._acquires.add(job)
@@ -156,7 +154,7 @@ class Reader:
         )
 
     def _overload(self, peer: Peer) -> str:
-        """Why a fetch from a peer cannot begin now; empty if it can. A peer that was met always has room."""
+        """Why a fetch from a peer cannot begin now; empty if it can. A met peer always has room."""
         if self.meetings.is_met(peer):
             return ""
         is_new, unmet = peer not in self.meetings, self.meetings.unmet
@@ -169,12 +167,12 @@ class Reader:
         return ""
 
     def _token(self, peer: Peer, fingerprint: bytes) -> bytes:
-        """What this rank shows to the authority of a ticket: the same each time, and to nobody else."""
+        """The token that identifies this rank to a ticket's authority, and to no other."""
         named = f"\0{peer.generation}\0{peer.authority}\0{peer.engine}".encode()
         return hmac.digest(self._key, fingerprint + named, "sha256")[:TOKEN_BYTES]
 
     def give(self, now: float, handle: int, tokens: Spans) -> list[Effect]:
-        """Have an open fetch read these tokens, too."""
+        """Add tokens to an open fetch."""
         job = self.fetches.get(handle)
         if job is None or not job.is_open:
             return []
@@ -182,7 +180,7 @@ class Reader:
         return self.fetches.go_on(now, job)
 
     def finish(self, now: float, handle: int) -> list[Effect]:
-        """No more tokens are given to an open fetch: it is confirmed when what it has is in."""
+        """Close an open fetch: it is confirmed when all of its tokens are in."""
         job = self.fetches.get(handle)
         if job is None or not job.is_open:
             return []
@@ -190,9 +188,9 @@ class Reader:
         return self.fetches.go_on(now, job)
 
     def abort(self, now: float, handle: int) -> list[Effect]:
-        """Give a fetch up. It is reported as aborted once nothing of it is in flight.
+        """Abort a fetch; reported once nothing of it is in flight.
 
-        Its engine does not need the ticket: if nothing was posted, the lease ends as declined.
+        If nothing was posted, the lease ends as declined.
         """
         job = self.fetches.get(handle)
         return [] if job is None else self.fetches.fail(now, job, Failure(FailureCode.ABORTED))
@@ -200,7 +198,7 @@ class Reader:
     def decline(self, now: float, handle: int, ticket: Ticket) -> list[Effect]:
         """End the lease of a ticket that this engine does not need; nothing is reported.
 
-        A ticket that is held or read under a handle is given up by ``abort``.
+        Use ``abort`` for a ticket that is held or being read.
         """
         job = self._job(now, handle, ticket, None)
         if job.key in self.fetches.by_ticket:
@@ -239,13 +237,13 @@ class Reader:
     # -- what the edge did -------------------------------------------------------------------------
 
     def built(self, now: float, peer: Peer, plan_seconds: float = 0.0) -> list[Effect]:
-        """The peer is planned, proved and lowered, which took so long; and connected."""
+        """The peer is planned, proved, lowered and connected."""
         if not self.meetings.built(peer):
             return [Drop(peer)]
         jobs = self.fetches.of(peer)
         for job in jobs:
             job.plan_seconds = plan_seconds
-            if job.is_early and job.phase is Phase.MEETING:  # whoever could be met is whole
+            if job.is_early and job.phase is Phase.MEETING:  # all of its ranks have joined now
                 job.phase = Phase.LEASING
                 self._acquires.add(job)
         asked = self._acquire(now, self._acquires.due(now, peer.authority))
@@ -253,7 +251,7 @@ class Reader:
         return [*asked, *(effect for job in leased for effect in self.fetches.advance(now, job))]
 
     def not_built(self, now: float, peer: Peer, failure: Failure) -> list[Effect]:
-        """The peer cannot be served: everybody who waits for it is told."""
+        """The peer cannot be read from: fail the fetches that wait for it."""
         return self._lose(now, [(peer, failure)])
 
     def selected(
@@ -264,7 +262,7 @@ class Reader:
         num_runs: int | None = None,
         way: str = "",
     ) -> list[Effect]:
-        """The runs of a fetch are known, how many they are, and how their bytes will come: post them."""
+        """The runs of a fetch are known: post them."""
         job = self.fetches.get(handle)
         if job is None or job.phase is not Phase.SELECTING:
             return []
@@ -280,7 +278,7 @@ class Reader:
     # -- time ---------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[Effect]:
-        """Time has passed: notice who is gone, renew, repeat, give up, quarantine."""
+        """Detect gone peers, renew leases, repeat messages, time out, quarantine."""
         gone = self.connections.tick(now)
         effects: list[Effect] = [effect for address in gone for effect in self._lose_sight(now, address)]
         asked, lost = self.meetings.tick(now)
@@ -288,18 +286,18 @@ class Reader:
         effects += self._renewals(now)
         effects += [effect for job in self.fetches for effect in self._watch(now, job)]
         effects += self.fetches.tick(now)
-        effects += self._acquire(now, self._acquires.tick(now))  # those given up made room
+        effects += self._acquire(now, self._acquires.tick(now))  # after timeouts made room
         self._questions.tick(now)
         return [*effects, *self._forget_the_gone(), *self._hang_up()]
 
     def _forget_the_gone(self) -> list[Effect]:
-        """Peers that are gone, and that nothing needs any more: their memory is mapped here until then."""
+        """Drop gone peers that no read uses, and with them the mappings of their memory."""
         gone = [peer for peer in self.connections.gone_peers if self.meetings.is_met(peer)]
         unused = [peer for peer in gone if not any(job.is_using_peer for job in self.fetches.of(peer))]
         return [effect for peer in unused for effect in self.meetings.forget(peer)]
 
     def _hang_up(self) -> list[Effect]:
-        """Call nobody whom nobody has anything to say to: an address in a ticket may be of anything."""
+        """Close unneeded connections: an address in a ticket may be of anything."""
         busy = {job.peer.authority for job in self.fetches} if self._called else set()
         idle = self._called - busy - self.meetings.addresses - self.fetches.settlements.addresses
         idle = {address for address in idle if not self.connections.is_awaited(address)}
@@ -318,10 +316,11 @@ class Reader:
         return min(deadlines)
 
     def status(self) -> dict[str, object]:
+        met = [peer for peer in self.meetings.known if self.meetings.is_met(peer)]
         return {
             "reader": self.reader,
             "rank": self.rank,
-            "peers": [f"{peer.engine}#{peer.generation}" for peer in self.meetings.met],
+            "peers": [f"{peer.engine}#{peer.generation}" for peer in met],
             "fetches": dict(Counter(job.phase.value for job in self.fetches)),
             "in_flight": self.num_in_flight,
             "quarantined": self.num_quarantined,
@@ -349,7 +348,8 @@ class Reader:
     def figures(self) -> Figures:
         phases = Counter(job.phase.value for job in self.fetches)
         num_quarantined = phases.pop(Phase.QUARANTINED.value, 0)
-        gone = {"gone": num} if (num := self.connections.num_gone) else {}
+        peers = Counter(state.value for state in self.meetings.known.values())
+        peers.update("gone" for _ in self.connections.gone_addresses)
         retries = {
             "hello": self.meetings.num_repeated,
             "lease": self._questions.num_repeated,
@@ -359,18 +359,16 @@ class Reader:
             ("kvferry_quarantined",): num_quarantined,
             ("kvferry_reads_in_flight",): self.num_in_flight,
             **by_label("kvferry_loads_under_way", phases),
-            **by_label("kvferry_peers", self.meetings.states | Counter(gone)),
+            **by_label("kvferry_peers", peers),
             **by_label("kvferry_retries", retries),
         }
 
     @property
     def num_in_flight(self) -> int:
-        """Posted reads whose end was not reported yet."""
         return len(self.fetches.transfers)
 
     @property
     def num_quarantined(self) -> int:
-        """Fetches whose reads did not end in time."""
         return sum(1 for job in self.fetches if job.phase is Phase.QUARANTINED)
 
     # -- peers -------------------------------------------------------------------------------------
@@ -386,7 +384,7 @@ class Reader:
         return self.meetings.make_room({job.peer for job in self.fetches})
 
     def _lose(self, now: float, lost: Lost) -> list[Effect]:
-        """Forget peers whole, and tell everybody who waited for them."""
+        """Drop peers, and fail the fetches that wait for them."""
         effects: list[Effect] = []
         for peer, failure in lost:
             effects += self.meetings.forget(peer)
@@ -395,7 +393,7 @@ class Reader:
         return effects
 
     def _lose_sight(self, now: float, address: str) -> list[Effect]:
-        """Who was at an address is gone: whoever waits for it is told; reads in flight end by themselves."""
+        """The peers at an address are gone: fail waiting fetches; reads in flight end by themselves."""
         effects: list[Effect] = []
         jobs = self.fetches.at(address)
         self.connections.lost(address, {*self.meetings.at(address), *(job.peer for job in jobs)})
@@ -411,7 +409,7 @@ class Reader:
         return effects
 
     def _call_anew(self, address: str) -> list[Effect]:
-        """Another start of an engine has made a ticket: somebody must be there again."""
+        """A new start of an engine has issued a ticket: call its address again."""
         if not self.connections.gone(address):
             return []
         self.connections.forget(address)
@@ -420,7 +418,7 @@ class Reader:
     # -- growing leases ----------------------------------------------------------------------------
 
     def _watch(self, now: float, job: FetchJob) -> list[Effect]:
-        """Ask whether a lease has grown; the answer comes when it has. Asked again now and then."""
+        """Ask whether a lease has grown; the answer comes when it has. Repeated periodically."""
         if now < job.watch_at(self._timing):
             return []
         job.watch, job.watched_at = job.watch or next(self._numbers), now
@@ -430,18 +428,18 @@ class Reader:
         return [Send(job.peer.authority, watch)]
 
     def _watching(self, reply_to: str, nonce: int) -> FetchJob | None:
-        """Whose question whether a lease has grown is answered; only who was asked can answer."""
+        """The fetch whose ``Watch`` is answered; only the asked address can answer."""
         found = (job for job in self.fetches.at(reply_to) if nonce and job.watch == nonce)
         return next(found, None)
 
     def _grown(self, now: float, reply_to: str, grown: Grown) -> list[Effect]:
-        """More tokens are written, or all of them: read on."""
+        """More tokens are written: read them."""
         job = self._watching(reply_to, grown.nonce)
         if job is None or job.fetch is None or not grown.ticket.is_later_than(job.ticket):
             return []
         job.watch, job.watched_at = 0, float("-inf")
         if not job.is_leased:
-            return []  # it is asked for again, or is over
+            return []  # asked again later, or over
         job.grown_at = now
         job.ticket, job.fetch = grown.ticket, replace(job.fetch, ticket=grown.ticket)
         job.proofs = grown.proofs
@@ -470,7 +468,7 @@ class Reader:
                 job.board, job.mark = grant.board, grant.mark
                 if job.ticket.fingerprint == job.fingerprint:  # else later proofs have come
                     job.proofs = grant.proofs
-                # Whoever was met is whole: from then on a grant has every proof.
+                # A met peer has all of its ranks, so the grant has every proof.
                 job.is_early = not grant.is_whole and not self.meetings.is_met(job.peer)
                 effects += self.fetches.advance(now, job)
                 effects += self._watch(now, job)  # now that it is leased
@@ -482,7 +480,7 @@ class Reader:
         watching = [job] if (job := self._watching(reply_to, denial.nonce)) else []
         for job in watching or self._answered(reply_to, denial.nonce)[1]:
             if job.phase is Phase.CONFIRMING:
-                continue  # a late copy of our asking; what counts is the answer to the settlement
+                continue  # a late answer to the acquire; only the answer to the settlement counts
             job.is_settled = job.is_settled or job.covered_until == float("-inf")
             effects += self.fetches.fail(now, job, failure)
             state = self.meetings.state(job.peer)
@@ -491,7 +489,7 @@ class Reader:
         return [*effects, *self._acquire(now, self._acquires.due(now, reply_to))]
 
     def _renewals(self, now: float) -> list[Effect]:
-        """One renewal per peer for every lease that is a third gone."""
+        """Renewals of leases that have used a third of their time, batched by peer."""
         due: dict[Peer, list[FetchJob]] = defaultdict(list)
         for job in self.fetches:
             if now >= job.ask_at(self._timing):
@@ -516,7 +514,7 @@ class Reader:
             if job.ticket.ticket_id in kept:
                 job.covered_until = max(job.covered_until, asked_at + renewal.lease_ms / 1000)
                 effects += self.fetches.advance(now, job)
-            elif job.phase is not Phase.CONFIRMING:  # else it ended because we said that we are through
+            elif job.phase is not Phase.CONFIRMING:  # else our settlement ended it
                 failure = Failure(FailureCode.LEASE_ENDED, "the source did not renew it")
                 effects += self.fetches.fail(now, job, failure)
         return effects

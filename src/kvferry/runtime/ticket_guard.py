@@ -1,4 +1,4 @@
-"""What a source rank gathers, and for whom: it checks permit, lease and bytes before it touches memory."""
+"""Admission of packed reads at a source rank: checks permit, lease and bytes before memory is touched."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from kvferry.wire.ticket import read_permit
 
 
 class GatherRefusal(StrEnum):
-    """Why a rank does not gather: one word of a closed list, fit for a metric's label."""
+    """Why a rank rejects a packed read."""
 
     NOT_GRANTED = "not-granted"
-    """The permit is not one that the rank's authority made."""
+    """The permit was not issued by the rank's authority."""
     ENDED = "ended"
-    """The ticket was read or withdrawn, its lease is over, or its engine has started anew."""
+    """The ticket was read or withdrawn, its lease is over, or its engine has restarted."""
     NOT_ITS_BYTES = "not-its-bytes"
-    """Bytes of other blocks than the ticket's, or beyond a block."""
+    """Bytes outside the ticket's blocks."""
     TOO_MUCH = "too-much"
-    """More than fits into a chunk, or more asks than one ticket may have waiting."""
+    """More than fits into a chunk, or too many waiting requests of one ticket."""
     CANNOT = "cannot"
-    """The rank's device failed, or there was no memory to gather into."""
+    """The rank's device failed, or it has no memory to gather into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +41,17 @@ class Admitted:
     ticket_id: int
     owned: OwnedBytes
     generation: int = 0
-    """The start of the engine that the ticket is of: each counts its tickets anew."""
 
 
 class EndedTickets:
-    """The numbers of all tickets that have ended. They are given out in order, and all of them end."""
+    """The numbers of ended tickets. Numbers are issued in order, and all end."""
 
     MAX_KEPT = 200_000
-    """More than an engine has on offer at once. A number that was never offered does not end, and would have
-    all later ones kept: beyond this it counts as ended."""
+    """More than an engine has on offer at once; beyond this, the lowest gap counts as ended."""
 
     def __init__(self) -> None:
         self._below = 1
-        """All numbers below this have ended."""
+        """All lower numbers have ended."""
         self._later: set[int] = set()
 
     def __contains__(self, ticket_id: int) -> bool:
@@ -74,10 +72,10 @@ class EndedTickets:
 
 
 class TicketGuard:
-    """For one thread. Each permit is proved once, and remembered until its ticket ends."""
+    """For one thread. Each permit is verified once, and remembered until its ticket ends."""
 
     MAX_ADMITTED = 4096
-    """Permits that are remembered; the one that was shown first is proved again."""
+    """Remembered permits; the oldest is forgotten, and verified again."""
 
     def __init__(self, rank_key: bytes, blocks: BlockBytes) -> None:
         self._rank_key, self._blocks = rank_key, blocks
@@ -85,7 +83,7 @@ class TicketGuard:
         self._ended = EndedTickets()
         self._generation = 0
         self._past: set[int] = set()
-        """Starts of the engine that are over."""
+        """Earlier generations of the engine."""
         self._refused: Counter[str] = Counter()
 
     @property
@@ -93,7 +91,7 @@ class TicketGuard:
         return self._refused
 
     def begin(self, generation: int) -> None:
-        """The engine has started anew: tickets of its earlier starts are over."""
+        """The engine has restarted: tickets of earlier generations are over."""
         if generation != self._generation:
             self._past.add(self._generation)
             self._past.discard(generation)
@@ -123,7 +121,7 @@ class TicketGuard:
         return admitted
 
     def check(self, admitted: Admitted, terms: Sequence[tuple[Ints, Ints, Ints]]) -> Refusal | None:
-        """Why these bytes are not gathered for a ticket; None if they are."""
+        """Why these bytes must not be gathered for a ticket; None if they may."""
         if admitted.ticket_id in self._ended:
             return self.refuse(GatherRefusal.ENDED, "its lease is over")
         for term in terms:

@@ -1,4 +1,4 @@
-"""What the state machines take and give."""
+"""Inputs, effects and results of the state machines."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from kvferry.wire.messages import DigestTask, Join, Message, RankDescription
 from kvferry.wire.ticket import Ticket
 
 FAR = 1 << 60
-"""Behind all tokens."""
+"""Beyond every token."""
 ALL: Spans = (Span(0, FAR),)
 MAX_SHOWN = 20
-"""How many leases, or loads, a person is shown one by one: the oldest."""
+"""Leases or loads that a status report lists: the oldest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Every wait has a deadline; these are their lengths, in seconds."""
+    """Timeouts, in seconds."""
 
     lease: float = 30.0
-    """Duration of a lease, from the request on."""
+    """Duration of a lease, counted from the request for it."""
     meet: float = 10.0
     """Timeout of the first contact, planning included."""
     read: float = 120.0
@@ -38,8 +38,7 @@ class Timing:
     reconnect: float = 0.5
     """Time for a peer to reconnect before it counts as gone."""
     silence: float = 2.0
-    """How long a peer may leave heartbeats unanswered before its connection counts as broken. Its network
-    thread answers them, whatever else it does."""
+    """Time without heartbeats after which a connection counts as broken."""
 
     def __post_init__(self) -> None:
         for name in ("lease", "meet", "read", "retry", "life", "reconnect", "silence"):
@@ -49,7 +48,7 @@ class Timing:
 
 @dataclass(frozen=True, eq=False)
 class Fetch:
-    """What a destination rank wants of one ticket."""
+    """A destination rank's request for one ticket."""
 
     ticket: Ticket
     dst: Mapping[str, BlockTable]
@@ -57,14 +56,13 @@ class Fetch:
     kept: Mapping[str, Spans] = field(default_factory=dict)
     slack: Slack = Slack.CLEAR
     after: object | None = None
-    """A mark of the device's, for the transport: no byte is written before the device has come to it."""
+    """A device event: no byte is written before the device reaches it."""
     early: frozenset[str] = frozenset()
-    """Groups here that keep every token they have: they can be read in parts, while a lease grows, or from
-    several sources."""
+    """Local groups that keep all tokens, which can be read in parts and from several sources."""
     tokens: Spans = ALL
-    """Those of these groups that are read from this source. All other groups are read with the end."""
+    """The tokens of these groups to read from this source. Other groups are read with the last part."""
     is_open: bool = False
-    """Whether more tokens may be given to it: it is not over before it is finished."""
+    """Whether more tokens may be added until ``finish``."""
 
     @property
     def num_blocks(self) -> int:
@@ -74,7 +72,7 @@ class Fetch:
         return Request(self.ticket.block_tables(), self.dst, self.need, self.kept)
 
     def part(self, tokens: Spans) -> Fetch:
-        """These tokens of the groups that are read in parts; with the end, also what others need."""
+        """The fetch of these tokens; the part with the last token includes all other groups."""
         if tokens == ALL:
             return self
         in_parts, has_end = self._in_parts, bool(tokens) and tokens[-1].stop == FAR
@@ -88,12 +86,12 @@ class Fetch:
 
     @property
     def in_parts(self) -> Spans:
-        """The tokens that are needed of the groups that are read in parts."""
+        """The needed tokens of the groups that are read in parts."""
         return normal(self.need[name][0] for name in self._in_parts)
 
     @property
     def early_stop(self) -> int:
-        """Up to which token a source may be read that still computes: the last one comes with the rest."""
+        """Where early reads stop: the last token comes with the last part."""
         return min((self.need[name][0].stop - 1 for name in self._in_parts), default=0)
 
     @property
@@ -102,7 +100,7 @@ class Fetch:
 
 
 def _with_edges(tokens: Spans, need: Span) -> Spans:
-    """Whoever reads the first token of a need, or the last, clears what is before it, or behind."""
+    """The part with the first or last needed token also clears the cells beyond it."""
     before, behind = Span(0, need.start), Span(need.stop, FAR)
     edges = ((before, need.start), (behind, need.stop - 1))
     return normal((*tokens, *(edge for edge, token in edges if holds(tokens, token))))
@@ -117,12 +115,12 @@ class Peer:
     authority: str
 
 
-# -- effects: what an edge is asked to do ----------------------------------------------------------
+# -- effects, for an edge to carry out ---------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a message to whoever is at ``to`` (an address, or where a message said to reply to)."""
+    """Send a message to an address or a message's ``reply_to``."""
 
     to: str
     message: Message
@@ -130,7 +128,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class FindRanks:
-    """Find out which ranks of a peer are read from; then say ``found`` or ``not_built``. May be slow."""
+    """Determine which ranks of a peer are read from; ends in ``found`` or ``not_built``. May be slow."""
 
     peer: Peer
     outline: bytes
@@ -138,25 +136,24 @@ class FindRanks:
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """Prove, lower, connect; then say ``built`` or ``not_built``. May be slow."""
+    """Prove, lower, connect; ends in ``built`` or ``not_built``. May be slow."""
 
     peer: Peer
     transport: str
     outline: bytes
     ranks: Mapping[int, RankDescription]
-    """Those that were found."""
 
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Make the engine's outline of its ranks; then say ``merged`` or ``not_merged``. May be slow."""
+    """Merge the ranks into the engine's outline; ends in ``merged`` or ``not_merged``. May be slow."""
 
     joins: Mapping[int, Join]
 
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """A request's blocks are the source engine's own again."""
+    """The blocks of a request belong to the source engine again."""
 
     request_id: str
     reason: str
@@ -165,19 +162,19 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A reader claims a soft offer: the engine pins what is left of it, and says ``claimed``."""
+    """A reader claims a soft offer: the engine pins the remaining blocks; ends in ``claimed``."""
 
     number: int
     ticket: Ticket
     num_tokens: int
-    """At most so many of its first tokens."""
+    """Maximum number of its first tokens."""
     until: float
     """The claim is denied at this time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Show:
-    """Show on the board that a lease stands, before its grant is sent."""
+    """Write a lease's mark to the board, before its grant is sent."""
 
     ticket_id: int
     mark: bytes
@@ -185,14 +182,14 @@ class Show:
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """Strike a lease from the board, before anybody hears that it is over."""
+    """Remove a lease's mark from the board, before its end is announced."""
 
     ticket_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Select:
-    """Turn a fetch into runs with the peer's route; then say ``selected`` or ``not_selected``."""
+    """Turn a fetch into runs with the peer's route; ends in ``selected`` or ``not_selected``."""
 
     handle: int
     peer: Peer
@@ -201,29 +198,25 @@ class Select:
 
 @dataclass(frozen=True, eq=False)
 class PostReads:
-    """Submit the zeroing of a fetch's slack, and its reads. Each of these ends as ``ended``, once.
+    """Submit the zeroing of a fetch's slack, and its reads. Each ends in ``ended``, once, also if rejected.
 
-    A read that is refused before anything moved ends, too; so do all of them if the slack cannot be zeroed.
+    If the slack cannot be zeroed, all reads end with that error.
     """
 
     peer: Peer
     clear: int
-    """The number of the zeroing; it ends also where nothing is to be zeroed."""
+    """Transfer number of the zeroing, which ends even if there is nothing to zero."""
     zeros: Product
     reads: Mapping[int, tuple[int, Product]]
-    """By transfer: the source rank, and what to read from it."""
+    """By transfer: the source rank, and its runs."""
     after: object | None = None
-    """A mark of the device's: nothing is written before the device has come to it."""
     permits: Mapping[int, bytes] = field(default_factory=dict)
-    """By source rank: what it wants to see before it gathers, if it does that for readers."""
+    """By source rank: the permit for packed reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class TakeDigest:
-    """Digest what a fetch has brought; say ``digest_asked``, then ``digest_taken`` or ``not_digested``.
-
-    May be slow.
-    """
+    """Digest the loaded bytes; ends in ``digest_asked``, then ``digest_taken`` or ``not_digested``. Slow."""
 
     handle: int
     peer: Peer
@@ -232,14 +225,14 @@ class TakeDigest:
 
 @dataclass(frozen=True, slots=True)
 class AnswerDigest:
-    """Digest what was read from this rank, and send the result to its authority. May be slow."""
+    """Digest the bytes that a reader has read from this rank, and send it to the authority. May be slow."""
 
     task: DigestTask
 
 
 @dataclass(frozen=True, slots=True)
 class LookUp:
-    """See whether a lease stands on its authority's board, at once; if so, say ``stood``."""
+    """Check at once whether the authority's board shows the lease; if so, call ``stood``."""
 
     handle: int
     ticket_id: int
@@ -249,28 +242,28 @@ class LookUp:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Post nothing more of a transfer. It still ends as ``ended``, once what was posted has ended."""
+    """Post nothing more of a transfer. It still ends in ``ended``, after its posted reads."""
 
     transfer: int
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Forget a peer whole."""
+    """Drop all state of a peer."""
 
     peer: Peer
 
 
 @dataclass(frozen=True, slots=True)
 class HangUp:
-    """Keep no connection to an address: nobody there is asked or told anything any more."""
+    """Close the connection to an address."""
 
     address: str
 
 
 @dataclass(frozen=True, slots=True)
 class AllRead:
-    """Of a fetch that is open: these tokens are in, and it has no others to read."""
+    """An open fetch has read all tokens that it was given."""
 
     handle: int
     tokens: Spans
@@ -286,9 +279,7 @@ class Report:
 
 
 SourceEffect = Send | Merge | Released | Wanted | Show | Strike
-"""What the machines of a source engine ask for."""
 MemberEffect = Send | Released | AnswerDigest
-"""What the machine of a source rank asks for."""
 Effect = (
     Send
     | FindRanks
@@ -309,32 +300,32 @@ Effect = (
 class Record:
     request_id: str
     engine: str
-    """The source; several, joined by +, if the load was from several."""
+    """The source; several are joined by +."""
     num_bytes: int = 0
     num_runs: int = 0
     num_sources: int = 0
     meet_seconds: float = 0.0
-    """From the call until it was leased and its peer planned for."""
+    """From the call until the lease is granted and the peer is met."""
     plan_seconds: float = 0.0
-    """Of that, comparing, planning, proving and lowering; 0 where the peer was known already."""
+    """The part of it for comparing, planning, proving and lowering; 0 if the peer was known."""
     post_seconds: float = 0.0
-    """From there to the hand-over to the transport: selecting."""
+    """Selecting: until the transport has the reads."""
     move_seconds: float = 0.0
-    """From there to the last end: zeroing slack, and reading."""
+    """Zeroing slack and reading."""
     digest_seconds: float = 0.0
-    """From there until both sides' digests were compared; 0 if they were not."""
+    """Comparing digests; 0 if they were not compared."""
     confirm_seconds: float = 0.0
-    """From there until the source's authority had confirmed that the read counts."""
+    """Until the source's authority confirms the read."""
     total_seconds: float = 0.0
     early_bytes: int = 0
-    """Of ``num_bytes``, those that were read while the source was still computing the prompt."""
+    """The part of ``num_bytes`` that was read while the source was still computing the prompt."""
     way: str = ""
     """Transfer mode (``mapped``, ``direct`` …); several are joined by +."""
     digest: str = ""
     """Result of the digest comparison: ``equal``, ``differs`` or ``missing``; empty: not compared."""
     outcome: str = ""
-    """``read``, or the failure's code: one word of a closed list, fit for a metric's label."""
+    """``read``, or the failure's code."""
     detail: str = ""
     """Detail of the failure; for a successful load from several sources, the failed ones."""
     address: str = ""
-    """Where the source engine's authority is called; joined as ``engine``."""
+    """The address of the source engine's authority; joined as ``engine``."""

@@ -1,1 +1,1 @@
-"""What kvferry's own tests are made of, shipped for yours: the oracle, strategies, small engines."""
+"""Shared parts of kvferry's tests, shipped for yours: the oracle, strategies, small engines."""

@@ -1,9 +1,8 @@
-"""The slow, obvious oracle.
+"""The slow, obvious oracle, which shares no code with lowering and selecting.
 
-Every byte of every cell gets a number of its own. The numbers are scattered into the source ranks' memory
-by the source's views, one cell at a time; the runs are applied one at a time; and the destination is read
-back by name, one cell at a time, through its own views. Nothing here is shared with the code that lowers or
-selects.
+Every byte of every cell gets a unique number. The numbers are written into the source ranks' memory through
+the source's views, cell by cell; the runs are applied one by one; and the destination is read back through
+its own views, cell by cell.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from kvferry.core.state import Addressing, Group, Kind, Tail
 from kvferry.core.view import AxisMap, View
 
 STALE = -1
-"""What destination memory holds before the transfer."""
+"""The content of destination memory before the transfer."""
 ZERO = 0
 
 Cell = tuple[str, int, tuple[tuple[str, int], ...]]
-"""State, index on the token axis (0 for a recurrent state), and the other coordinates by name."""
+"""State, token cell (0 for a recurrent state), and the other coordinates by name."""
 
 
 def byte_offset(axis: AxisMap, coordinate: int) -> int | None:
-    """Where a coordinate of an axis sits, digit by digit; None if this rank does not hold it.
+    """The offset of a coordinate of an axis; None if this rank does not hold it.
 
     >>> from kvferry import Digit
     >>> byte_offset(AxisMap((Digit(2, 100), Digit(3, 10)), start=6), 10)
@@ -53,7 +52,7 @@ def byte_offset(axis: AxisMap, coordinate: int) -> int | None:
 def block_of(
     group: Group, table: BlockTable, cells_per_block: int, tokens_per_cell: int, cell: int
 ) -> tuple[int, int] | None:
-    """Block id and cell inside the block; None where the table has no block."""
+    """Block id and cell inside the block; None if the table has no block there."""
     past = cell - table.first_token // tokens_per_cell
     index, inside = divmod(past, cells_per_block)
     if group.addressing is Addressing.RING:
@@ -66,7 +65,7 @@ def block_of(
 def cells_of(
     manifest: Manifest, view: View, tables: Mapping[str, BlockTable], cells: Iterable[int]
 ) -> Iterator[tuple[Cell, str, int]]:
-    """Every cell of a view in ``cells`` with the region and byte offset where it sits."""
+    """Every cell of a view in ``cells``, with its region and byte offset."""
     state, group = manifest.state_by_name[view.state], manifest.group_by_name[view.group]
     axes = dict(view.axes)
     token = axes.pop("token", None)
@@ -102,7 +101,7 @@ def memory_of(rank: Rank, value: int) -> dict[str, np.ndarray]:
 
 @dataclass
 class Numbers:
-    """Hands out a number of its own to every byte of every cell."""
+    """Assigns a unique number to every byte of every cell."""
 
     given: dict[Cell, int] = field(default_factory=dict)
     next_number: int = 1
@@ -115,9 +114,9 @@ class Numbers:
 
 
 def check(plan: Plan, request: Request, selection: Selection, *, cleared: bool = True) -> list[str]:
-    """Move numbers by the runs and say everything that is wrong; an empty list is a proof by example.
+    """Apply the runs to numbers and return all errors.
 
-    With ``cleared``, slack must hold zeros or the source's own cells; without, it may be left alone.
+    With ``cleared``, slack must hold zeros or the source's cells; otherwise it may be unchanged.
     """
     numbers = Numbers()
     sources = {src_rank: _filled(plan, src_rank, request, numbers) for src_rank in selection.reads}
@@ -153,7 +152,7 @@ def _filled(plan: Plan, src_rank: int, request: Request, numbers: Numbers) -> di
 
 
 def _all_cells(plan: Plan, view: View, dst_state: str, request: Request) -> range:
-    """Every cell that a source table has room for (a ring has those that the destination needs)."""
+    """Every cell of a source table (of a ring, those that the destination needs)."""
     state, group = plan.src.state_by_name[view.state], plan.src.group_by_name[view.group]
     table, size = request.src[group.name], state.tokens_per_cell
     if group.addressing is Addressing.RING:
@@ -202,7 +201,7 @@ GOT = "{got}"
 def _problem(
     got: np.ndarray, times: np.ndarray, number: np.ndarray, *, needed: bool, kept: bool, cleared: bool
 ) -> str:
-    """What is wrong with one cell; empty if nothing is."""
+    """The error of one cell; empty if it is right."""
     is_right = (got == number).all()
     if needed and not is_right:
         return f"holds {GOT} instead of its own number"
@@ -243,7 +242,7 @@ def _is_kept(dst: Manifest, view: View, request: Request, cell: int, newest: int
     size = state.tokens_per_cell
     cells = [cell]
     if group.addressing is Addressing.RING and cell > newest:
-        # Nothing newer is there: what sits in this place is the cell of one round before.
+        # No newer cell was written: this place holds the cell of the previous round.
         cells.append(cell - group.tokens_per_block // size)
     return any(
         span.start < (at + 1) * size

@@ -1,6 +1,6 @@
-"""One small model per family: the same description code as the real ones, dimensions that tests can afford.
+"""One small model per family, with the description code of the real ones.
 
-Heads and groups divide by 2, 3, 4, 6 and 12, so that every tensor-parallel size up to 12 is legal.
+Heads and groups divide by 2, 3, 4, 6 and 12, for many tensor-parallel sizes.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "compress_ratios": [0, 4, 128, 0],
     },
 }
-"""Config by family, in the form of a config.json."""
+"""config.json by family."""
 
 DRAFTS = {"gqa+mla": ("gqa", "mla"), "mla+gqa": ("mla", "gqa")}
 """A model of one family with a draft of another."""

@@ -1,4 +1,4 @@
-"""Hypothesis strategies: pairs of engines that can talk, whatever they are, and requests between them."""
+"""Hypothesis strategies: pairs of compatible engines, and requests between them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvferry.testing.small import FAMILIES, small
 
 PLAIN_LAYOUTS = ("HND", "NHD", "HND-halves", "NHD-halves", "cross-layer", "cross-layer-NHD")
 SEPARATE_LAYOUTS = ("HND-apart", "NHD-apart", "LHBNC", "BHLNC", "LBCHNK")
-"""Layouts that need a region per layer, or heads that agree over all layers of a group."""
+"""Layouts that need a region per layer, or the same heads in all layers of a group."""
 PACKINGS = ("cpu-vec", "LBH[NCn2c2|CNc4n2]", "LBH[CNn2|NCc2n2]", "BLH[CN|NC]")
 
 STATELY = frozenset(name for name in FAMILIES if any(w in name for w in ("mamba", "kda", "gdn")))
@@ -39,7 +39,7 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Anything at once: family, parallelism, block sizes, layouts, packings, prefix hits, slack."""
+    """Any combination of family, parallelism, block sizes, layouts, packings, prefix hits and slack."""
     family = draw(st.sampled_from(FAMILIES))
     is_opaque = family not in WINDOWED and draw(st.integers(0, 7)) == 0
     legal = _TPS_OPAQUE if is_opaque else _TPS_STATELY if family in STATELY else _TPS
@@ -89,7 +89,6 @@ def _pairs(draw: st.DrawFn, values: Sequence[int], *, equal: bool) -> tuple[int,
 
 
 def ratio(a: int, b: int) -> str:
-    """How two sizes are to each other, in a word."""
     if a == b:
         return "equal"
     return "multiple" if b % a == 0 else "divisor" if a % b == 0 else "neither"
@@ -123,7 +122,7 @@ def _kernels(family: str, block: int, layout: str, cp: int) -> st.SearchStrategy
 
 
 def _kept(num_tokens: int, block: int, is_opaque: bool) -> st.SearchStrategy[int]:
-    """Tokens that are there already: none, whole blocks, or (where cells can be cut) any number."""
+    """Tokens already present: none, whole blocks, or (if cells can be split) any number."""
     whole = st.integers(0, (num_tokens - 1) // block).map(lambda n: n * block)
     return st.one_of(st.just(0), whole, whole if is_opaque else st.integers(0, num_tokens - 1))
 

@@ -1,12 +1,11 @@
-"""The laws that every transport keeps, as a class to inherit from in a pytest module::
+"""The laws of transports, as a class to inherit from in a pytest module::
 
     class TestMine(TransportLaws):
         @pytest.fixture
         def world(self): ...
             yield World(MyTransport, holder, sources)
 
-A world has a way to make transports, memory to read into, and at least two sources to read from, each with
-``REGION_BYTES``. If it can stop its sources, so that what is posted does not end, it says how.
+A world makes transports, and has memory to read into and at least two sources, each with ``REGION_BYTES``.
 """
 
 from __future__ import annotations
@@ -257,7 +256,7 @@ class TransportLaws:
         check(world, quiet)
 
     def test_closing_leaves_nothing_behind(self, world: World) -> None:
-        kept = []  # what a transport leaves behind must not hang on whether somebody still knows it
+        kept = []  # references to a closed transport must not keep its resources
 
         def use() -> None:
             with world.reader(0, 1) as reader:

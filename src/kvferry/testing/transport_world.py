@@ -1,4 +1,4 @@
-"""Where the laws of transports are tried: memory, sources, threads that use one transport at once."""
+"""The environment of the laws of transports: memory, sources, and concurrent threads."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from kvferry.transport.region_memory import RegionMemory
 
 REGION_BYTES = (24 << 20, (1 << 20) + 13)
 STALE = 0xA5
-"""What the reader's memory holds at first."""
+"""The initial content of the reader's memory."""
 PATIENCE_S = 20.0
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a reader must know of a rank, and, to check, what it holds."""
+    """A source rank, and the content of its memory."""
 
     card: bytes
     regions: tuple[Region, ...]
@@ -37,7 +37,7 @@ class Source:
 
 
 def contents(source_index: int, region_index: int, num_bytes: int) -> NDArray[np.uint8]:
-    """What a region holds: bytes without a pattern, the same wherever they are asked for."""
+    """The content of a region: reproducible random bytes."""
     return np.random.default_rng([source_index, region_index]).integers(0, 256, num_bytes, np.uint8)
 
 
@@ -48,7 +48,7 @@ class World:
     """The reader's memory, of ``REGION_BYTES``."""
     sources: Sequence[Source]
     stopped: Callable[[], AbstractContextManager[object]] | None = None
-    """While it is entered, no read that the fabric was asked for ends; afterwards they all go on."""
+    """A context in which posted reads do not end, if the world supports that."""
 
     @contextmanager
     def reader(self, *source_indices: int) -> Iterator[Transport]:
@@ -79,7 +79,7 @@ WHOLE = run((0, 0), (0, 0), REGION_BYTES[0])
 
 
 def scattered(num_runs: int, cell_bytes: int, seed: int, num_bytes: int | None = None) -> Runs:
-    """Runs in no order from random places of both source regions to distinct cells of both regions."""
+    """Unordered runs from random places of both source regions to distinct cells of both regions."""
     rng = np.random.default_rng(seed)
     cells = [n // cell_bytes for n in REGION_BYTES]
     src, dst = (
@@ -91,14 +91,14 @@ def scattered(num_runs: int, cell_bytes: int, seed: int, num_bytes: int | None =
 
 
 def after(memory: list[NDArray[np.uint8]], runs: Runs, source: Source) -> None:
-    """What a read leaves, by the slow way."""
+    """Apply a read to memory, slowly."""
     for src_region, src_offset, dst_region, dst_offset, num_bytes in runs:
         data = source.contents[src_region][src_offset : src_offset + num_bytes]
         memory[dst_region][dst_offset : dst_offset + num_bytes] = data
 
 
 def wait(transport: Transport, num_ends: int) -> list[ReadEnd]:
-    """So many ends, in the order of their numbers."""
+    """Wait for ends; sorted by number."""
     ends, deadline = transport.poll(), time.monotonic() + PATIENCE_S
     while len(ends) < num_ends and time.monotonic() < deadline:
         time.sleep(5e-4)
@@ -107,7 +107,7 @@ def wait(transport: Transport, num_ends: int) -> list[ReadEnd]:
 
 
 def refused(work: Callable[[], object]) -> str:
-    """The code with which something is refused."""
+    """The error code of a rejected call."""
     try:
         work()
     except TransportError as error:
@@ -132,7 +132,7 @@ def check_read(world: World, source_index: int, runs: Runs) -> None:
 
 
 def check_storm(world: World, storm: Storm) -> None:
-    """Reads that ended without an error brought all of their bytes, the others some or none."""
+    """Reads without an error have all bytes; failed runs have all or none."""
     memory, source = world.holder.load(), world.sources[0]
     for end in storm.read_ends:
         for src_region, src_offset, dst_region, dst_offset, num_bytes in runs_of(end.transfer):
@@ -152,28 +152,28 @@ def threads_and_files() -> tuple[int, int]:
 # -- many threads at once ------------------------------------------------------------------------
 
 CELL_BYTES = 96
-"""What one read brings, in two runs; each has a cell of its own in the first region."""
+"""Bytes of a read, in two runs, to a cell of its own in the first region."""
 
 
 class Storm:
-    """Threads that read, collect, cancel, clear, connect and forget, as fast as they can.
+    """Threads that concurrently read, collect, cancel, clear, connect and forget.
 
-    Reads are from the peer '0', which stays; others come and go, and two threads may use one name.
+    Reads are from the permanent peer '0'; other peers come and go, and two threads may use one name.
     """
 
     def __init__(self, transport: Transport, sources: Sequence[Source], max_reads: int) -> None:
         self.accepted: list[int] = []
-        """Transfers that ``read`` took on."""
+        """Transfers accepted by ``read``."""
         self.ends: list[ReadEnd] = []
         self.wrong: list[BaseException] = []
-        """Whatever was raised, and is no TransportError."""
+        """Exceptions other than TransportError."""
         self._transport, self._sources, self._max_reads = transport, sources, max_reads
         self._numbers, self._visits, self._clears = count(), count(), count(max_reads)
         self._is_over = threading.Event()
 
     @contextmanager
     def blowing(self) -> Iterator[None]:
-        """The threads work until the block ends."""
+        """Run the threads until the block ends."""
         work = [self._read, self._read, self._read, self._poll, self._poll, self._poll, self._cancel]
         work += [self._clear, self._come_and_go, self._come_and_go]
         threads = [threading.Thread(target=self._repeat, args=(one,)) for one in work]
@@ -190,20 +190,20 @@ class Storm:
             sys.setswitchinterval(switch_interval)
 
     def wait_for_reads(self, seconds: float) -> None:
-        """Until so many reads were taken on that the cells are used up, or the time is."""
+        """Wait until all cells are used, or for ``seconds``."""
         deadline = time.monotonic() + seconds
         while len(self.accepted) < self._max_reads and time.monotonic() < deadline:
             time.sleep(1e-3)
 
     def collect(self, seconds: float) -> None:
-        """The ends that the threads did not wait for."""
+        """Collect the remaining ends."""
         deadline = time.monotonic() + seconds
         while len(self.ends) < len(self.accepted) and time.monotonic() < deadline:
             self.ends += self._transport.poll()
             time.sleep(1e-3)
 
     def check(self) -> None:
-        """Nothing odd was raised, and each read that was taken on ended once."""
+        """No unexpected exception was raised, and each accepted read ended once."""
         assert not self.wrong, self.wrong
         assert self.accepted
         assert Counter(end.transfer for end in self.ends) == Counter(self.accepted)
@@ -257,6 +257,6 @@ class Storm:
 
 
 def runs_of(transfer: int) -> Runs:
-    """Two runs to the cell of a transfer, from elsewhere."""
+    """Two runs to the cell of a transfer."""
     dst = CELL_BYTES * transfer + np.array([0, CELL_BYTES // 2])
     return Runs(dst[::-1] + 1000, dst, np.full(2, CELL_BYTES // 2))
