@@ -526,10 +526,10 @@ def test_who_does_not_know_the_key_is_no_source():
     [
         ({"key": b"short"}, "bad-key: a stream's key has 16 bytes, got 5"),
         ({"address": "tcp://127.0.0.1:70000"}, "tcp://127.0.0.1:70000 has no port"),
-        ({"address": "tcp://127.0.0.9:5"}, "its host is not that of the rank, tcp://127.0.0.1:5"),
+        ({"address": "tcp://127.0.0.9:5"}, "its host differs from that of the rank, tcp://127.0.0.1:5"),
         (
             {"address": "tcp://a.name.that.nobody.has:5"},
-            "its host is not that of the rank, tcp://127.0.0.1:5",
+            "its host differs from that of the rank, tcp://127.0.0.1:5",
         ),
     ],
 )
@@ -613,7 +613,7 @@ def test_a_source_that_sends_what_was_not_asked_for_is_left(bare):
     source, _ = listener.accept()
     callers.append(source)
     source.sendall(HEAD.pack(0, 0) + TAIL.pack(True))
-    assert bare.wait(1).endswith("bad-frame: 9 bytes received, 512 requested")
+    assert bare.wait(1).endswith("bad-frame: a frame has 9 bytes, 512 requested")
     source.close()
     listener.close()
 

@@ -1,4 +1,4 @@
-"""Regions of real memory, on the host or on a CUDA device, where no engine provides them."""
+"""Memory for regions, on the host or on a CUDA device, without an engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RegionMemory:
         self._host: list[Bytes] = []
 
     def add(self, name: str, data: Bytes) -> None:
-        """Add a region that holds ``data``. On the host, the array itself becomes the region."""
+        """Add a region that holds ``data``; on the host, the array itself."""
         address = self.cuda.allocate(data.nbytes) if self.cuda else data.ctypes.data
         self.regions += (Region(name, data.nbytes, address, self.device),)
         if self.cuda:
