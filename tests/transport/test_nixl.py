@@ -137,7 +137,7 @@ def test_a_spoilt_card_harms_nobody_else(holder):
             transport.forget("bad")
         transport.connect("src", source.card, source.regions)
         forged = replace(Card.from_bytes(source.card), metadata=told.metadata)
-        with pytest.raises(TransportError, match="bad-card: bad: .* is connected with a different card"):
+        with pytest.raises(TransportError, match=r"bad-card: bad: .* is connected with a different card"):
             transport.connect("bad", forged.to_bytes(), source.regions)
         transport.read(1, "src", WHOLE)
         assert wait(transport, 1) == [ReadEnd(1)]

@@ -458,7 +458,7 @@ def test_who_names_no_stream_is_cut_off(bare, said):
             stranger.shutdown(socket.SHUT_WR)
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
-    soon(lambda: not bare.sender._callers.num_waiting)
+    soon(lambda: not bare.sender._callers._callers)
 
 
 def test_a_stream_has_one_reader(bare):

@@ -91,7 +91,6 @@ class TeamLink:
     connected, is_ordered = Connected(Way.DIRECT), False
 
     def __init__(self, ranks: Sequence[RemoteRank]) -> None:
-        """``ranks``: the same remote rank, one for each agent."""
         self._ranks = ranks
         self.queues = [rank.queue for rank in ranks]
 

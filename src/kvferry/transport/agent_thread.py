@@ -86,8 +86,6 @@ class Scratch:
 
 
 class RegisteredAgent:
-    """Belongs to the thread that makes it."""
-
     def __init__(self, memory: RegionTable, cuda: Cuda | None, make_agent: Callable[[], Agent]) -> None:
         if cuda:
             for setting, value in CUDA_ENVIRONMENT.items():
@@ -106,7 +104,6 @@ class RegisteredAgent:
             raise
 
     def close(self) -> None:
-        """Release memory and agent; nothing may be under way."""
         for registered in self._registered:
             quietly(self.agent.deregister, registered)
         self.__dict__.pop("agent", None)  # NIXL ends its own threads with the last reference

@@ -35,7 +35,6 @@ class Card:
     """
 
     agent: str = ""
-    """The name of the rank's NIXL agent."""
     metadata: bytes = b""
     """NIXL's keys to the rank's memory."""
     export: bytes = b""

@@ -116,8 +116,6 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """Handles for readers of the same host."""
-
     device: str
     """The device's UUID: its index may differ from process to process."""
     pieces: tuple[ExportedPiece, ...] = ()
@@ -203,7 +201,6 @@ class Exporter:
         return replace(export, socket=self._server.name, token=self._server.token)
 
     def _row(self, region: Region) -> list[Allocation]:
-        """The allocations of a region, first to last."""
         row = [self._cuda.allocation_of(region.address)]
         while row[-1].address + row[-1].num_bytes < region.address + region.num_bytes:
             row.append(self._cuda.allocation_of(row[-1].address + row[-1].num_bytes))
@@ -310,7 +307,6 @@ class Opened:
 
 
 def _inside(row: Allocation, extent: Extent, region: Region) -> Region:
-    """The region at its address in this process."""
     if region.address != extent.address:
         detail = (
             f"{region.name!r} is at {region.address:#x} in the manifest, at {extent.address:#x} in the card"

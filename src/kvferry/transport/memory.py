@@ -57,7 +57,6 @@ class Hub:
         return name in self._regions
 
     def has(self, name: str, region: Region) -> bool:
-        """Whether that transport registered the whole region."""
         stop = region.address + region.num_bytes
         known = self._regions.get(name, ())
         return any(r.address <= region.address and stop <= r.address + r.num_bytes for r in known)
@@ -89,8 +88,6 @@ class _RemoteRank:
 
 @dataclass(slots=True)
 class Copies:
-    """A read under way."""
-
     transfer: int
     peer: _RemoteRank
     src: list[int]
@@ -187,7 +184,7 @@ class MemoryTransport:
                 raise TransportError("unknown-peer", f"{peer!r} is not connected")
             moved = checked(listed(runs), known.places, ours)
             columns = known.places.addresses(moved.src), ours.addresses(moved.dst), moved.num_bytes
-            copies = Copies(transfer, known, *(c.tolist() for c in columns))
+            copies = Copies(transfer, known, *(column.tolist() for column in columns))
             self._transfers.begin(transfer, [(self._queue, copies)])
 
     def cancel(self, transfer: int) -> None:

@@ -266,7 +266,6 @@ class ChunkCopier:
         ]
 
     def new_chunk(self) -> HostBytes:
-        """Memory of a chunk, for ``free_chunk``."""
         return np.empty(self.chunk_bytes, np.uint8)
 
     def free_chunk(self, chunk: HostBytes) -> None:

@@ -58,7 +58,6 @@ class DeviceChunkCopier(ChunkCopier):
         self._queue.close()
 
     def _copy(self, sides: Sequence[TermSide], chunk: int, *, is_gather: bool) -> None:
-        """Copy, and wait for the end."""
         check_room(sides, self.chunk_bytes)
         terms = chunk_terms(sides, self.memory, chunk, is_gather=is_gather)
         with self._cuda.current():
@@ -163,7 +162,6 @@ class PackedWay:
         return StreamLink(self.mover, peer, point, Places(peer, regions))
 
     def close(self) -> None:
-        """Nothing may be under way."""
         if self.mover:
             self.mover.line.close()
         for copier in (self.sender, self.receiver):

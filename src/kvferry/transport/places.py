@@ -81,7 +81,7 @@ class Places:
         if not len(places) or self.only_region(places, num_bytes):
             return
         index, offset = self.split(places)
-        if self._are_inside(index, offset, num_bytes):
+        if self._are_inside(index, offset, num_bytes):  # quicker than finding the first that is not
             return
         outside = (index < 0) | (index >= len(self.regions)) | (num_bytes < 0)
         inside = ~outside
@@ -135,8 +135,6 @@ class Places:
 
 
 class MemoryKind(NamedTuple):
-    """NIXL's kind of memory, and the device."""
-
     name: str
     device_index: int
 
@@ -165,7 +163,6 @@ class RegionTable(Places):
         self._device_of = np.array([kind.device_index for kind in self.kinds], np.uint64)
 
     def descriptors(self, places: NDArray[np.int64], num_bytes: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """Address, length and device of each run."""
         table = np.empty((len(places), 3), np.uint64)
         table[:, 0] = self.addresses(places)
         table[:, 1] = num_bytes
@@ -173,7 +170,6 @@ class RegionTable(Places):
         return table
 
     def whole(self) -> NDArray[np.uint64]:
-        """A descriptor of each region."""
         starts = np.array([place(i, 0) for i in range(len(self.regions))])
         return self.descriptors(starts, np.array([region.num_bytes for region in self.regions]))
 

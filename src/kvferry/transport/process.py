@@ -32,8 +32,7 @@ from kvferry.transport.base import Connected, DeviceEvent, ReadEnd
 from kvferry.transport.cards import Card
 from kvferry.transport.copy_kernel import CopyLimits
 from kvferry.transport.cuda import Cuda
-from kvferry.transport.device_wait import EventWait
-from kvferry.transport.mapped import DeviceCopier, MappedLink, RankDevice, device_of
+from kvferry.transport.mapped import DeviceCopier, EventWait, MappedLink, RankDevice, device_of
 from kvferry.transport.nixl_agent import UCX, Agent
 from kvferry.transport.packed import CHUNK_BYTES, PackedWay
 from kvferry.transport.places import Addresses, Places, RegionTable

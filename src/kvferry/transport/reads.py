@@ -75,7 +75,6 @@ class Share:
     read: Read
     queue: ReadQueue
     work: Any
-    """For the carrier."""
     num_posted: int = 0
     is_open: bool = True
     """Whether more of it may be posted."""
@@ -86,8 +85,6 @@ Work = Iterable[tuple[ReadQueue, Any]]
 
 
 class Read:
-    """A read or a clearing."""
-
     __slots__ = ("error", "has_ended", "is_held", "on_end", "shares")
 
     def __init__(self, work: Work, on_end: Callable[[str], None]) -> None:

@@ -44,7 +44,6 @@ class RegionMemory:
         return np.frombuffer(bytearray(data), np.uint8)
 
     def arrays(self) -> list[Bytes]:
-        """All regions, as ``read`` returns them."""
         return [self.read(0, region.num_bytes, index) for index, region in enumerate(self.regions)]
 
     def store(self, arrays: list[Bytes]) -> None:
@@ -60,7 +59,6 @@ class RegionMemory:
             self._host[region_index][start : start + num_bytes] = 0
 
     def load(self) -> list[Bytes]:
-        """Copies of all regions."""
         return [array.copy() for array in self.arrays()]
 
     def free(self) -> None:

@@ -82,7 +82,6 @@ UCX_GET_ZCOPY = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
 UCX_DEVICES = "UCX_NET_DEVICES"
 LOOPBACK_DEVICE = "lo"
 UCX_ALL = "UCX_"
-"""Prefix of all its settings."""
 NO_TCP = "^tcp"
 """The default of ``UCX_TLS``. RDMA protects memory by keys; UCX's TCP has none, and serves any address of the
 process to every client of its port."""
@@ -109,7 +108,6 @@ class UcxSettings:
     engine_config: str = ""
     """For NIXL's UCX engine; the environment has priority."""
     num_agents: int = 1
-    """How many agents share a long read."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> UcxSettings:

@@ -30,7 +30,6 @@ HEAD = Struct(">QI")
 TAIL = Struct(">?")
 """Whether the bytes are valid."""
 OPENED = 0
-"""The number of the first frame."""
 MAX_VIEWS = 512
 """Pieces of memory in one call; the kernel takes 1,024."""
 
@@ -186,8 +185,6 @@ tens of kilobytes."""
 
 @dataclass(frozen=True, slots=True)
 class ArrivedFrame:
-    """A frame of which all bytes are in place."""
-
     nonce: int
     is_good: bool
     """Whether its tail says that the bytes are valid."""
@@ -217,7 +214,6 @@ class FrameReceiver:
         self._cursor = Cursor([memoryview(self._head)])
         self._frame: _Frame | None = None
         self._worth_waking = 1
-        """The socket's option."""
         self._scratch: HostBytes | None = None
         """For frames that are scattered or dropped."""
         self._sealed = memoryview(b"")

@@ -74,8 +74,6 @@ class GatherLine(Protocol):
 
 
 class _Asks(NamedTuple):
-    """The remaining requests of a read."""
-
     permit: bytes
     pieces: Iterator[tuple[Term, ...]]
 

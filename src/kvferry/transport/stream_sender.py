@@ -78,10 +78,6 @@ class StreamCallers:
         self._has_warned = False
         loop.watch(listener, self._accept)
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self._callers)
-
     def turn(self, now: float) -> float:
         """Close connections that missed the deadline; returns when to come again."""
         for caller in [caller for caller, each in self._callers.items() if each.until <= now]:
@@ -198,9 +194,7 @@ class _Stream:
     frames: deque[_Frame] = field(default_factory=deque)
     queued_bytes: int = 0
     chunk: HostBytes | None = None
-    """For short runs."""
     sealed: memoryview | None = None
-    """For sealed frames."""
     current: _Frame | None = None
     """The frame that is being sent, perhaps straight from memory."""
     cursor: Cursor | None = None
@@ -217,7 +211,6 @@ class _Stream:
 
     @property
     def may_go_at(self) -> float:
-        """When another reader may replace it."""
         waits = HELLO_S if self.socket is None else STALLED_S if self.has_work else IDLE_S
         return self.since + waits
 

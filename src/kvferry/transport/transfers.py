@@ -121,7 +121,6 @@ class Transfers:
             return self._has_all_ended.wait_for(lambda: not self._under_way, timeout_s)
 
     def collect(self) -> list[ReadEnd]:
-        """The ends since the last call."""
         with self._lock:
             ends, self._ends = self._ends, {}
         return [*ends.values()]
