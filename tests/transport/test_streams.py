@@ -18,7 +18,7 @@ from kvferry.errors import TransportError
 from kvferry.transport import copy_kernel, stream_reader, stream_sender
 from kvferry.transport.base import CANCELLED
 from kvferry.transport.cards import GatherPoint
-from kvferry.transport.copy_kernel import CopyKernel, CopyLimits
+from kvferry.transport.copy_kernel import CopyLimits, TableKernel
 from kvferry.transport.pack import ChunkCopier, src_of
 from kvferry.transport.packed import DeviceChunkCopier
 from kvferry.transport.places import Places
@@ -141,7 +141,7 @@ class World:
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory):
-    return kernel_on_cpu(copy_kernel.source(), tmp_path_factory.mktemp("kernel"))
+    return kernel_on_cpu(copy_kernel.source("copy"), tmp_path_factory.mktemp("kernel"))
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def cuda(kernel, monkeypatch):
 def world(request, cuda):
 
     def by_device(places):
-        return DeviceChunkCopier(cuda, CopyKernel(cuda, CopyLimits()), places, CHUNK_BYTES)
+        return DeviceChunkCopier(cuda, TableKernel(cuda, CopyLimits()), places, CHUNK_BYTES)
 
     copier = by_device if "device" in request.param else BY_HOST
     world = World(is_sealed="sealed" in request.param, copier=copier)

@@ -40,14 +40,10 @@ class AgentTeam:
 
     def __init__(self, first: AgentThread, size: int, make_another: Callable[[], AgentThread]) -> None:
         """The others are made when the first remote rank is connected: most device ranks need none."""
-        self._agents = [first]
+        self._agents, self.card = [first], first.card
         self._size, self._make_another = size, make_another
         self._lock = threading.Lock()
         self._is_closing = False
-
-    @property
-    def card(self) -> Card:
-        return self._agents[0].card
 
     def connect(self, name: str, card: Card, regions: Sequence[Region], timeout_s: float) -> TeamLink:
         """Connect every agent to a remote rank; only the first one's failure is an error."""

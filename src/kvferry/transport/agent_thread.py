@@ -188,7 +188,6 @@ class AgentThread(ReadCarrier):
         self._ranks: deque[RemoteRank] = deque()
         self._posted: list[PostedSlice] = []
         self._connections: dict[str, Connection] = {}
-        """By remote agent."""
         name, made = f"kvferry-{uuid4().hex}", Future[RegisteredAgent]()
         make = partial(RegisteredAgent, memory, cuda, partial(make_agent, name, settings.engine_config))
         self._thread = threading.Thread(
@@ -201,24 +200,20 @@ class AgentThread(ReadCarrier):
     # ---- from any thread
 
     def connect(self, name: str, card: Card, regions: Sequence[Region], timeout_s: float) -> RemoteRank:
-        """Connect a remote rank, and verify that by a small read; raises TransportError or TimeoutError.
-
-        The code is ``not-direct`` if the fabric cannot read it by itself, or the peer is dead: UCX does not
-        tell these apart.
-        """
+        """Connect a remote rank, and verify that by a small read; raises TransportError or TimeoutError."""
         memory, deadline = RegionTable(name, regions), monotonic() + timeout_s
         warm: Future[str] = Future()
         added = self._ask(partial(self._add, name, card, memory, warm.set_result))
         try:
             rank = added.result(_until(deadline))
-            error = warm.result(_until(deadline))
-        except TimeoutError:
+            if error := warm.result(_until(deadline)):
+                # UCX does not tell a dead peer from one that it cannot read directly.
+                code = "not-direct" if rank.has_fabric_failed else "no-connection"
+                raise TransportError(code, f"{name}: {error}")
+        except (TimeoutError, TransportError):
             added.add_done_callback(self._forget_added)
             raise
-        if not error:
-            return rank
-        added.add_done_callback(self._forget_added)
-        raise TransportError("not-direct" if rank.has_fabric_failed else "no-connection", f"{name}: {error}")
+        return rank
 
     def wake(self) -> None:
         with self._changed:
@@ -374,7 +369,7 @@ class AgentThread(ReadCarrier):
         except Exception as error:
             # Some of its runs may be under way: only a check of its state can end it.
             if isinstance(error, TransportError):
-                posted.rank.has_fabric_failed |= not share.read.error
+                rank.has_fabric_failed |= not share.read.error
             self._transfers.fail(share.read, _reason("the read could not be posted", error))
             return
         if is_done:

@@ -71,10 +71,7 @@ class Transport(Protocol):
         ...
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Register this rank's memory, once. Regions need real addresses.
-
-        The memory must stay until ``close`` has returned.
-        """
+        """Register this rank's memory, once; it must stay until ``close`` has returned."""
         ...
 
     def card(self) -> bytes:
@@ -107,11 +104,7 @@ class Transport(Protocol):
         ...
 
     def cancel(self, transfer: int) -> None:
-        """Stop posting a transfer; never blocks.
-
-        It still ends exactly once, with an error, as soon as everything that was posted has ended. Unknown
-        and ended transfers are ignored.
-        """
+        """Stop posting a transfer, if it is known; it ends with an error once all posted parts have ended."""
         ...
 
     def clear(self, transfer: int, runs: Runs | Product, *, after: DeviceEvent | None = None) -> None:

@@ -36,7 +36,6 @@ class Card:
 
     agent: str = ""
     metadata: bytes = b""
-    """NIXL's keys to the rank's memory."""
     export: bytes = b""
     """Handles of device memory, for processes of the same host: an ``Export``."""
     gather: bytes = b""

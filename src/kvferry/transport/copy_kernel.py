@@ -204,22 +204,26 @@ class CopyLimits:
 NUM_ARGUMENTS = 4
 
 
-class CopyKernel:
-    def __init__(self, cuda: Cuda, limits: CopyLimits) -> None:
+class TableKernel:
+    """A compiled kernel that reads a table, launched in bounded parts."""
+
+    def __init__(
+        self, cuda: Cuda, limits: CopyLimits, name: str = "copy", function: str = "copy_runs"
+    ) -> None:
         self._cuda, self._limits = cuda, limits
         self._num_multiprocessors = cuda.num_multiprocessors
-        self._kernel = cuda.load(compiled_kernel("copy", source(), cuda.architecture), "copy_runs")
+        self._kernel = cuda.load(compiled_kernel(name, source(name), cuda.architecture), function)
 
     def launch(self, work: Work, table_address: int, stream: Any, arguments: Arguments) -> None:
-        """Queue a product. Its table must be at the address when the stream gets there."""
+        """Queue work. Its table must be at the address when the stream gets there."""
         launches = self._limits.launches(work.num_tiles, work.num_bytes, self._num_multiprocessors)
         for first, stop, num_blocks in launches:
             arguments.set(table_address, work.num_terms, first, stop)
             self._cuda.launch(self._kernel, num_blocks, THREADS_PER_BLOCK, stream, arguments)
 
 
-def source() -> str:
-    return files(__package__).joinpath("copy.cu").read_text(encoding="utf-8")
+def source(name: str) -> str:
+    return files(__package__).joinpath(f"{name}.cu").read_text(encoding="utf-8")
 
 
 def compiled_kernel(name: str, text: str, architecture: str) -> bytes:
@@ -243,7 +247,7 @@ SHORT_BYTES = 8 << 20
 class CopyQueue:
     """For one copy at a time: a stream and a table. The device must be current in the calling thread."""
 
-    def __init__(self, cuda: Cuda, kernel: CopyKernel) -> None:
+    def __init__(self, cuda: Cuda, kernel: TableKernel) -> None:
         self._cuda, self._kernel = cuda, kernel
         self._arguments = Arguments(NUM_ARGUMENTS)
         with cuda.current(), ExitStack() as undo:
@@ -251,7 +255,7 @@ class CopyQueue:
             undo.callback(cuda.free_stream, self._stream)
             self._mark = cuda.make_event()
             undo.callback(cuda.free_event, self._mark)
-            self._table = _Table(cuda, TABLE_BYTES)
+            self._table = KernelTable(cuda, TABLE_BYTES)
             undo.callback(self._table.free)
             # The first launch loads the kernel, which waits for all work of the device.
             kernel.launch(Work(0, 1, 1), self._table.address, self._stream, self._arguments)
@@ -287,7 +291,9 @@ class CopyQueue:
         self._undo.close()
 
 
-class _Table:
+class KernelTable:
+    """Pinned memory, and device memory of the same size."""
+
     def __init__(self, cuda: Cuda, num_bytes: int) -> None:
         self._cuda = cuda
         self._allocate(num_bytes)
@@ -302,7 +308,7 @@ class _Table:
         self.pinned, self.address = pinned, address
         self.words: Words = self._cuda.pinned_array(self.pinned, num_bytes).view(np.uint64)
 
-    def room(self, num_words: int) -> _Table:
+    def room(self, num_words: int) -> KernelTable:
         """Itself, with room for so many words. Nothing may be under way."""
         if num_words > len(self.words):
             pinned, address = self.pinned, self.address

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from importlib.resources import files
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -19,13 +18,13 @@ from numpy.typing import NDArray
 from kvferry.core.digest_cells import CellChunks, CellPattern, ChunkedCells, Words
 from kvferry.core.manifest import Region
 from kvferry.core.view import Ints
-from kvferry.errors import TransportError
 from kvferry.transport.copy_kernel import (
     NUM_ARGUMENTS,
-    THREADS_PER_BLOCK,
     WARP_SIZE,
     CopyLimits,
-    compiled_kernel,
+    KernelTable,
+    TableKernel,
+    Work,
 )
 from kvferry.transport.cuda import Arguments, Cuda
 
@@ -212,21 +211,20 @@ LIMITS = CopyLimits(num_blocks=0)
 """The whole device: a digest only reads, and takes a third of the time of 32 blocks, so that the total
 slowdown of other work is smaller (``docs/lab/performance.md``)."""
 SCRATCH_BYTES = 16 << 20
-"""Of one table and its sums; longer digests take several turns."""
+"""The first size of one table and its sums; longer digests take several turns."""
 
 
 class DigestKernel:
     """The compiled kernel on one device; one digest at a time."""
 
     def __init__(self, cuda: Cuda, limits: CopyLimits) -> None:
-        self._cuda, self._limits = cuda, limits
-        self._num_multiprocessors = cuda.num_multiprocessors
-        self._kernel = cuda.load(compiled_kernel("digest", source(), cuda.architecture), "sum_cells")
+        self._cuda, self._kernel = cuda, TableKernel(cuda, limits, "digest", "sum_cells")
         self._arguments = Arguments(NUM_ARGUMENTS)
         with cuda.current():
             self._stream = cuda.make_stream()
         self._lock = threading.Lock()
-        self._num_bytes, self._device, self._pinned = 0, 0, 0
+        self._scratch: KernelTable | None = None
+        """Made by the first digest."""
 
     def sums(self, regions: Mapping[str, Region], wanted: Sequence[ChunkedCells]) -> list[Words]:
         tables = tables_of(wanted, regions, SCRATCH_BYTES)
@@ -236,46 +234,23 @@ class DigestKernel:
     def _turn(self, table: DigestTable) -> list[Words]:
         cuda, start = self._cuda, table.num_words
         stop = start + table.num_sums
-        self._grow(8 * stop)
-        pinned = cuda.pinned_array(self._pinned, self._num_bytes).view(np.uint64)
-        table.write(pinned[:stop], self._device)
-        launches = self._limits.launches(table.num_tiles, table.num_bytes, self._num_multiprocessors)
+        if self._scratch is None:
+            self._scratch = KernelTable(cuda, SCRATCH_BYTES)
+        scratch = self._scratch.room(stop)
+        table.write(scratch.words[:stop], scratch.address)
+        work = Work(table.num_sums, table.num_tiles, table.num_bytes)
         with cuda.current():
             try:
-                cuda.upload_later(self._device, self._pinned, 8 * stop, self._stream)
-                for first, end, num_blocks in launches:
-                    self._arguments.set(self._device, table.num_sums, first, end)
-                    cuda.launch(self._kernel, num_blocks, THREADS_PER_BLOCK, self._stream, self._arguments)
+                cuda.upload_later(scratch.address, scratch.pinned, 8 * stop, self._stream)
+                self._kernel.launch(work, scratch.address, self._stream, self._arguments)
                 place, num_bytes = 8 * start, 8 * table.num_sums
-                cuda.download_later(self._pinned + place, self._device + place, num_bytes, self._stream)
+                cuda.download_later(scratch.pinned + place, scratch.address + place, num_bytes, self._stream)
             finally:  # also after an error
                 cuda.wait_stream(self._stream)
-        return table.split(pinned[start:stop].copy())
-
-    def _grow(self, num_bytes: int) -> None:
-        """Allocate scratch once, and again only for a larger state."""
-        if num_bytes <= self._num_bytes:
-            return
-        num_bytes = max(num_bytes, SCRATCH_BYTES)
-        device, pinned = self._device, self._pinned
-        self._num_bytes = self._device = self._pinned = 0
-        if device:
-            self._cuda.free(device)
-            self._cuda.free_pinned(pinned)
-        device = self._cuda.allocate(num_bytes)
-        try:
-            self._pinned = self._cuda.allocate_pinned(num_bytes)
-        except TransportError:
-            self._cuda.free(device)
-            raise
-        self._num_bytes, self._device = num_bytes, device
+        return table.split(scratch.words[start:stop].copy())
 
 
 @cache
 def digest_kernel(device_index: int) -> DigestKernel:
     """Kept for the life of the process; raises TransportError without such a device."""
     return DigestKernel(Cuda(device_index), LIMITS)
-
-
-def source() -> str:
-    return files(__package__).joinpath("digest.cu").read_text(encoding="utf-8")

@@ -23,10 +23,7 @@ from time import monotonic
 from kvferry.core.manifest import Region
 from kvferry.errors import TransportError
 from kvferry.host.user_server import UserServer
-from kvferry.log import log_of
 from kvferry.transport.cuda import Allocation, Cuda, visible_devices
-
-log = log_of(__name__)
 
 TOKEN_BYTES = 32
 MAX_AT_ONCE = 250
@@ -35,10 +32,7 @@ ANSWER_SECONDS = 5.0
 
 
 class DescriptorServer:
-    """Sends file descriptors to every process of this user that knows the token.
-
-    The socket is abstract: it ends with its process, and is visible in its network namespace only.
-    """
+    """Sends file descriptors over an abstract socket to processes of this user that know the token."""
 
     def __init__(self, descriptors: Sequence[int]) -> None:
         self._descriptors = list(descriptors)

@@ -25,11 +25,11 @@ from kvferry.host.threads import JobThread, quietly
 from kvferry.log import log_of
 from kvferry.transport.base import Connected, DeviceEvent
 from kvferry.transport.copy_kernel import (
-    CopyKernel,
     CopyLimits,
     CopyQueue,
     Prepared,
     Repeated,
+    TableKernel,
     prepare,
     repeated,
 )
@@ -61,13 +61,10 @@ class Copy:
 
 
 class CopyLane:
-    """A queue for one copy at a time, and a thread that waits for the device.
-
-    The calling thread queues the copy; waking another thread would take as long as copying 100 MB.
-    """
+    """Queues one copy at a time, in the calling thread: to wake another takes as long as copying 100 MB."""
 
     def __init__(
-        self, cuda: Cuda, kernel: CopyKernel, on_end: Callable[[CopyLane, Share, str], None]
+        self, cuda: Cuda, kernel: TableKernel, on_end: Callable[[CopyLane, Share, str], None]
     ) -> None:
         self._cuda, self._on_end = cuda, on_end
         self._queue = CopyQueue(cuda, kernel)
@@ -141,7 +138,7 @@ def _terms(known: Patterns, src: Places | None, dst: Places, product: Product) -
 class DeviceCopier(ReadCarrier):
     def __init__(self, transfers: Transfers, cuda: Cuda, ours: Places, limits: CopyLimits) -> None:
         self._transfers, self._cuda, self._ours = transfers, cuda, ours
-        kernel = CopyKernel(cuda, limits)
+        kernel = TableKernel(cuda, limits)
         self._links: dict[ReadQueue, MappedLink] = {}
         self._lanes: list[CopyLane] = []
         try:
@@ -294,7 +291,6 @@ class RankDevice:
         return self._exporter.export.to_bytes() if self._exporter else b""
 
     def connect(self, name: str, exported: bytes, regions: Sequence[Region]) -> MappedLink:
-        """Map a remote rank's memory; raises TransportError."""
         if self.copier is None:
             raise TransportError("not-mapped", self._why_not)
         return self.copier.connect(name, exported, regions)

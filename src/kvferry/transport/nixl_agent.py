@@ -107,7 +107,6 @@ class Agent:
             self._backends = [self._agent.createBackend(backend, settings)]
 
     def register(self, kind: str, table: NDArray[np.uint64]) -> Any:
-        """Returns what ``deregister`` takes."""
         descriptors = self._nixl.nixlRegDList(self._kinds[kind], table)
         with _translated("cannot register memory"):
             self._agent.registerMem(descriptors, self._backends)
@@ -122,11 +121,9 @@ class Agent:
             return bytes(self._agent.getLocalMD())
 
     def add(self, remote: str, metadata: bytes) -> None:
-        """Make a remote agent known, and start connecting to it.
-
-        NIXL 1.5 keeps a part of metadata that it could not load, and then accepts no card of that agent.
-        Cards have a checksum, so only a forged card causes this, and it affects no other agent.
-        """
+        """Make a remote agent known, and start connecting to it."""
+        # NIXL 1.5 keeps a part of metadata that it could not load, and then accepts no card of that agent.
+        # Cards have a checksum, so only a forged card causes this, and it affects no other agent.
         if (named := name_in(metadata)) != remote:
             raise TransportError("bad-card", f"the card of {remote!r} has metadata of {named!r}")
         with _translated("cannot add the remote agent"):

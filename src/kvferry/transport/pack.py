@@ -202,10 +202,7 @@ class _Memory:
 
 
 def _rows(addresses: Ints, num_bytes: int) -> tuple[NDArray[np.void], Ints | slice]:
-    """Memory as rows of so many bytes, and the indices of these addresses.
-
-    For scattered addresses, a row begins at every byte; only the indexed ones are touched.
-    """
+    """Memory as rows of so many bytes, perhaps one at every byte, and the indices of these addresses."""
     if (np.diff(addresses) == num_bytes).all():
         return np.asarray(_Memory(int(addresses[0]), len(addresses), num_bytes, num_bytes)), slice(None)
     lowest = int(addresses.min())

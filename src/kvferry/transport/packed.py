@@ -17,7 +17,7 @@ from kvferry.core.view import Ints
 from kvferry.errors import TransportError
 from kvferry.host.threads import quietly
 from kvferry.transport.cards import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Card, GatherPoint, digest_of
-from kvferry.transport.copy_kernel import CopyKernel, CopyQueue, Prepared, Repeated
+from kvferry.transport.copy_kernel import CopyQueue, Prepared, Repeated, TableKernel
 from kvferry.transport.cuda import Cuda
 from kvferry.transport.mapped import RankDevice
 from kvferry.transport.pack import ChunkCopier, HostBytes, TermSide, check_room
@@ -32,7 +32,7 @@ ANY_ROOM = (1 << 63) - 1
 class DeviceChunkCopier(ChunkCopier):
     """Copies by the copy kernel, in a stream of its own, between device memory and pinned chunks."""
 
-    def __init__(self, cuda: Cuda, kernel: CopyKernel, memory: Places, chunk_bytes: int) -> None:
+    def __init__(self, cuda: Cuda, kernel: TableKernel, memory: Places, chunk_bytes: int) -> None:
         super().__init__(memory, chunk_bytes)
         self._cuda = cuda
         self._queue = CopyQueue(cuda, kernel)
@@ -68,10 +68,9 @@ class DeviceChunkCopier(ChunkCopier):
 
 
 def chunk_terms(sides: Sequence[TermSide], memory: Places, chunk: int, *, is_gather: bool) -> list[Repeated]:
-    """Copies between memory and the address of a chunk, each of runs of one length.
+    """Copies of runs of one length, with the address of a chunk; raises TransportError like ``located``.
 
-    ``check_room`` was called, so no run is too long for the kernel. Raises TransportError if one leaves its
-    region.
+    ``check_room`` was called, so no run is too long for the kernel.
 
     >>> from kvferry.core.manifest import Region
     >>> memory = Places("ours", [Region("kv", 2000, address=4096)])
@@ -116,7 +115,6 @@ class PackedWay:
     def __init__(
         self, transfers: Transfers, memory: Places, device: RankDevice | None, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
-        """``device``: None for host memory."""
         if not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
             limits = f"{MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES} bytes"
             raise TransportError("bad-chunk", f"a chunk has {limits}, got {chunk_bytes}")
@@ -127,7 +125,7 @@ class PackedWay:
         if device is None:
             self.sender = self.receiver = ChunkCopier(memory, chunk_bytes)
         else:
-            kernel = CopyKernel(device.cuda, device.limits)
+            kernel = TableKernel(device.cuda, device.limits)
             with ExitStack() as undo:
                 self.sender = DeviceChunkCopier(device.cuda, kernel, memory, chunk_bytes)
                 undo.callback(self.sender.close)

@@ -124,7 +124,6 @@ class Places:
         return self.addresses(places), int((self._lengths[index] - offset - num_bytes).min())
 
     def addresses(self, places: Ints) -> Addresses:
-        """Of places that were checked."""
         index, offset = self.split(places)
         return self._bases[index] + offset.astype(np.uint64)
 

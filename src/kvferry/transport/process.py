@@ -52,7 +52,6 @@ MIXED = (
 )
 
 Link = MappedLink | TeamLink | StreamLink
-"""A connected remote rank."""
 
 
 class ProcessTransport:
@@ -69,11 +68,7 @@ class ProcessTransport:
         settings: UcxSettings | None = None,
         make_agent: Callable[[str, str], Agent] | None = None,
     ) -> None:
-        """Way, exposure and settings of UCX default to the environment.
-
-        ``backend``: a plugin of NIXL, the same on both sides. ``chunk_bytes``: requested at once in packed
-        reads. ``make_agent`` is for tests.
-        """
+        """Way, exposure and settings of UCX default to the environment. ``make_agent`` is for tests."""
         self._way = way or WayChoice.from_environment(os.environ)
         self._expose = expose or Expose.from_environment(os.environ)
         self._check_way()

@@ -51,7 +51,6 @@ class PostRoom:
 @dataclass(eq=False, slots=True)
 class ReadQueue:
     name: str
-    """Of the remote rank."""
     carrier: ReadCarrier
     room: PostRoom
     can_drop: bool = False
@@ -136,10 +135,7 @@ class Reads:
         return [*wakes, *self._end_if_quiet(read)]
 
     def post(self, queue: ReadQueue, *, is_last: bool = False) -> Share | None:
-        """The share whose turn it is, if there is room; one more part of it, or the last, counts as posted.
-
-        ``is_last``: the share has no more parts to post.
-        """
+        """The share whose turn it is, if there is room: one more part, or the last, counts as posted."""
         return self.post_share(queue.waiting[0], is_last=is_last) if queue.can_post else None
 
     def post_share(self, share: Share, *, is_last: bool = False) -> Share | None:

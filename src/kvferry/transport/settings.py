@@ -111,11 +111,9 @@ class UcxSettings:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> UcxSettings:
-        """Raises TransportError if UCX would listen for other hosts, or emulate reads.
-
-        A reader that dies during an emulated read ends its source's process (UCX 1.23).
-        """
+        """Raises TransportError if UCX would listen for other hosts, or emulate reads."""
         settings = {UCX_EMULATES: "n"}
+        # A reader that dies during an emulated read ends its source's process (UCX 1.23).
         if (emulates := environ.get(UCX_EMULATES, "n")).lower() not in ("n", "no", "0", "off"):
             detail = f"{UCX_EMULATES}={emulates!r}: emulated reads are not supported: unset it"
             raise TransportError("bad-setting", detail)

@@ -77,7 +77,6 @@ class Cursor:
         self.num_left = sum(map(len, views))
 
     def next_views(self) -> list[memoryview]:
-        """The next pieces, as many as one call takes."""
         return self._views[self._at : self._at + MAX_VIEWS]
 
     def make_worthless(self) -> None:
@@ -217,7 +216,6 @@ class FrameReceiver:
         self._scratch: HostBytes | None = None
         """For frames that are scattered or dropped."""
         self._sealed = memoryview(b"")
-        """For sealed frames."""
 
     @property
     def nonce(self) -> int:
@@ -225,10 +223,7 @@ class FrameReceiver:
         return int(HEAD.unpack(self._frame.head)[0]) if self._frame else 0
 
     def receive(self, stream: socket.socket) -> ArrivedFrame | None:
-        """Receive by one call; returns a frame at its end.
-
-        Raises OSError if the stream is lost, TransportError if the frame is malformed.
-        """
+        """One call; returns a frame at its end. Raises OSError, or TransportError for a malformed frame."""
         num_bytes = stream.recvmsg_into(self._cursor.next_views())[0]
         if not num_bytes:
             raise ConnectionError("it was closed")

@@ -269,7 +269,6 @@ class StreamMover(ReadCarrier):
             self._loop.watch(stream.socket, partial(self._say_hello, stream, offer), for_room=True)
 
     def _say_hello(self, stream: _Stream, offer: StreamOffer) -> None:
-        """The socket is connected, or failed to connect."""
         link = stream.link
         if stream.socket is None:
             return

@@ -52,7 +52,6 @@ class Gate:
             self._is_shut = True
 
     def wait_until_empty(self, timeout_s: float | None) -> bool:
-        """Whether all calls inside have ended in time."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._num_inside, timeout_s)
 
@@ -116,7 +115,6 @@ class Transfers:
         self._tell(Reads.refuse_all, why, "the transport was closed")
 
     def wait_until_ended(self, timeout_s: float | None) -> bool:
-        """Whether every transfer has ended in time."""
         with self._lock:
             return self._has_all_ended.wait_for(lambda: not self._under_way, timeout_s)
 
