@@ -113,7 +113,7 @@ CASES = {
     "a setting": (seen(setting_errors=("A=1: not so",)), "bad-setting", "problem", "unset the variable"),
     "nothing read": (reads(ReadsSeen("host", error="it is dead")), "read-failed", "problem", "KVFERRY_DEBUG"),
     "no fabric": (
-        with_fabric(reads(ReadsSeen("host", error="cannot make the backend UCX: NIXL_ERR_BACKEND"))),
+        with_fabric(reads(ReadsSeen("host", error="cannot create NIXL's backend UCX: NIXL_ERR_BACKEND"))),
         "read-failed",
         "problem",
         "unset KVFERRY_EXPOSE",

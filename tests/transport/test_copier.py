@@ -26,7 +26,7 @@ from kvferry.transport import copy_kernel, exports, mapped
 from kvferry.transport import copy_kernel as copy_queue
 from kvferry.transport.base import CANCELLED
 from kvferry.transport.cards import Card
-from kvferry.transport.device_wait import EventWait
+from kvferry.transport.copy_kernel import CopyLimits
 from kvferry.transport.exports import (
     PROBE_BYTES,
     DescriptorServer,
@@ -35,7 +35,7 @@ from kvferry.transport.exports import (
     Extent,
     receive_descriptors,
 )
-from kvferry.transport.mapped import NUM_LANES, DeviceCopier
+from kvferry.transport.mapped import NUM_LANES, DeviceCopier, EventWait
 from kvferry.transport.places import Places
 from kvferry.transport.reads import Read
 from kvferry.transport.transfers import Transfers
@@ -57,7 +57,7 @@ class World:
         self.regions = [Region("kv", self.src.nbytes, self.src.ctypes.data, "cuda:0")]
         places = Places("ours", [Region("kv", self.dst.nbytes, self.dst.ctypes.data, "cuda:0")])
         self.transfers = Transfers()
-        self.copier = DeviceCopier(self.transfers, self.cuda, places)  # type: ignore[arg-type]
+        self.copier = DeviceCopier(self.transfers, self.cuda, places, CopyLimits())  # type: ignore[arg-type]
         self.ends: list[tuple[int, str]] = []
 
     def card(self) -> Card:
@@ -204,7 +204,7 @@ def test_a_copier_that_cannot_be_made_leaves_nothing(world: World, monkeypatch: 
 
     monkeypatch.setattr(cuda, "allocate", allocate)
     with pytest.raises(TransportError, match="out of memory"):
-        DeviceCopier(Transfers(), cuda, Places("ours", world.regions))  # type: ignore[arg-type]
+        DeviceCopier(Transfers(), cuda, Places("ours", world.regions), CopyLimits())  # type: ignore[arg-type]
     assert not cuda.memory
     assert (cuda.num_streams, cuda.num_events) == (0, 0)
 

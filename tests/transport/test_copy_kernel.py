@@ -32,7 +32,7 @@ REGION_BYTES = 1 << 16
 
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return kernel_on_cpu(copy_kernel.source(), tmp_path_factory.mktemp("kernel"))
+    return kernel_on_cpu(copy_kernel.source("copy"), tmp_path_factory.mktemp("kernel"))
 
 
 class Memory:
@@ -190,7 +190,7 @@ def test_a_run_that_leaves_its_region_never_reaches_the_kernel() -> None:
 
 def test_host_and_kernel_agree_on_the_form_of_a_term() -> None:
     assert TERM.itemsize == 64
-    assert "#define WORDS_PER_LANE 8" in copy_kernel.source()
+    assert "#define WORDS_PER_LANE 8" in copy_kernel.source("copy")
     assert TILE_WORDS == WARP_SIZE * 8
 
 

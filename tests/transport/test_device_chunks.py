@@ -30,7 +30,7 @@ PATIENCE_S = 60.0
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return kernel_on_cpu(copy_kernel.source(), tmp_path_factory.mktemp("kernel"))
+    return kernel_on_cpu(copy_kernel.source("copy"), tmp_path_factory.mktemp("kernel"))
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ from kvferry.core.digest_cells import (
 )
 from kvferry.core.manifest import Region
 from kvferry.testing.strategies import cases, engines, requests
-from kvferry.transport import digest_kernel
+from kvferry.transport import copy_kernel, digest_kernel
 from kvferry.transport.copy_kernel import CopyLimits
 from kvferry.transport.digest_kernel import LANE_WORDS, TERM, TILE_STEPS, DigestKernel, tables_of
 from tests.core.planted_faults import memory_of
@@ -36,7 +36,7 @@ Memory = Mapping[str, np.ndarray]
 
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return kernel_on_cpu(digest_kernel.source(), tmp_path_factory.mktemp("kernel"))
+    return kernel_on_cpu(copy_kernel.source("digest"), tmp_path_factory.mktemp("kernel"))
 
 
 def aligned(values: np.ndarray) -> np.ndarray:
@@ -167,7 +167,7 @@ def test_a_device_takes_one_digest_after_another(
     on_cpu: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scratch is used again, and grows for a table that does not fit."""
-    monkeypatch.setattr(digest_kernel, "compiled_kernel", lambda *names: b"")
+    monkeypatch.setattr(copy_kernel, "compiled_kernel", lambda *names: b"")
     monkeypatch.setattr(digest_kernel, "SCRATCH_BYTES", 1024)
     memory = {"kv": aligned(np.random.default_rng(4).integers(0, 256, 4096, np.uint8))}
     regions = {"kv": Region("kv", 4096, memory["kv"].ctypes.data)}
@@ -220,4 +220,4 @@ def test_many_states_take_several_turns() -> None:
 def test_host_and_device_agree_on_the_table() -> None:
     assert TERM.itemsize == 88
     for line in (f"#define TILE_STEPS {TILE_STEPS}\n", f"#define LANE_WORDS {LANE_WORDS}\n"):
-        assert line in digest_kernel.source()
+        assert line in copy_kernel.source("digest")

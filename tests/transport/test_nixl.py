@@ -137,7 +137,7 @@ def test_a_spoilt_card_harms_nobody_else(holder):
             transport.forget("bad")
         transport.connect("src", source.card, source.regions)
         forged = replace(Card.from_bytes(source.card), metadata=told.metadata)
-        with pytest.raises(TransportError, match="bad-card: bad: a second card of"):
+        with pytest.raises(TransportError, match=r"bad-card: bad: .* is connected with a different card"):
             transport.connect("bad", forged.to_bytes(), source.regions)
         transport.read(1, "src", WHOLE)
         assert wait(transport, 1) == [ReadEnd(1)]
@@ -159,7 +159,7 @@ def test_without_nixl_the_error_says_how_to_install_it(monkeypatch):
 def test_a_backend_that_cannot_be_made_is_refused_with_those_that_there_are(holder):
     """RA-5: whoever asks for another backend learns what NIXL has here."""
     transport = ProcessTransport(backend="NO_SUCH_PLUGIN")
-    with pytest.raises(TransportError, match=r"backend NO_SUCH_PLUGIN \(plugins here: .*UCX"):
+    with pytest.raises(TransportError, match=r"backend NO_SUCH_PLUGIN \(available plugins: .*UCX"):
         transport.register(holder.regions)
     assert transport.kind == "nixl/NO_SUCH_PLUGIN"
     transport.close()

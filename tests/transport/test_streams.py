@@ -18,7 +18,7 @@ from kvferry.errors import TransportError
 from kvferry.transport import copy_kernel, stream_reader, stream_sender
 from kvferry.transport.base import CANCELLED
 from kvferry.transport.cards import GatherPoint
-from kvferry.transport.copy_kernel import CopyKernel, CopyLimits
+from kvferry.transport.copy_kernel import CopyLimits, TableKernel
 from kvferry.transport.pack import ChunkCopier, src_of
 from kvferry.transport.packed import DeviceChunkCopier
 from kvferry.transport.places import Places
@@ -141,7 +141,7 @@ class World:
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory):
-    return kernel_on_cpu(copy_kernel.source(), tmp_path_factory.mktemp("kernel"))
+    return kernel_on_cpu(copy_kernel.source("copy"), tmp_path_factory.mktemp("kernel"))
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def cuda(kernel, monkeypatch):
 def world(request, cuda):
 
     def by_device(places):
-        return DeviceChunkCopier(cuda, CopyKernel(cuda, CopyLimits()), places, CHUNK_BYTES)
+        return DeviceChunkCopier(cuda, TableKernel(cuda, CopyLimits()), places, CHUNK_BYTES)
 
     copier = by_device if "device" in request.param else BY_HOST
     world = World(is_sealed="sealed" in request.param, copier=copier)
@@ -477,7 +477,7 @@ def test_who_names_no_stream_is_cut_off(bare, said):
             stranger.shutdown(socket.SHUT_WR)
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
-    soon(lambda: not bare.sender._callers.num_waiting)
+    soon(lambda: not bare.sender._callers._callers)
 
 
 def test_a_stream_has_one_reader(bare):
@@ -545,10 +545,10 @@ def test_who_does_not_know_the_key_is_no_source():
     [
         ({"key": b"short"}, "bad-key: a stream's key has 16 bytes, got 5"),
         ({"address": "tcp://127.0.0.1:70000"}, "tcp://127.0.0.1:70000 has no port"),
-        ({"address": "tcp://127.0.0.9:5"}, "its host is not that of the rank, tcp://127.0.0.1:5"),
+        ({"address": "tcp://127.0.0.9:5"}, "its host differs from that of the rank, tcp://127.0.0.1:5"),
         (
             {"address": "tcp://a.name.that.nobody.has:5"},
-            "its host is not that of the rank, tcp://127.0.0.1:5",
+            "its host differs from that of the rank, tcp://127.0.0.1:5",
         ),
     ],
 )
@@ -632,7 +632,7 @@ def test_a_source_that_sends_what_was_not_asked_for_is_left(bare):
     source, _ = listener.accept()
     callers.append(source)
     source.sendall(HEAD.pack(0, 0) + TAIL.pack(True))
-    assert bare.wait(1).endswith("bad-frame: 9 bytes received, 512 requested")
+    assert bare.wait(1).endswith("bad-frame: a frame has 9 bytes, 512 requested")
     source.close()
     listener.close()
 

@@ -1,9 +1,8 @@
-"""TCP connections of a channel: what each keeps of this process's memory, what is muted, what is closed.
+"""TCP connections of a channel: limits their memory, mutes and closes them.
 
-ZeroMQ says neither how much waits for a peer nor how much of a message has arrived; it cannot stop reading
-(see ``NO_BOUND``), and closes no connection that is in order. The kernel says both of its sockets. It drops
-what a socket's filter does not let through, and the peer sends that again: so a connection is muted for a
-while. ``shutdown`` is a hang-up like any other.
+ZeroMQ does not report how much waits for a peer, or how much of a message has arrived; it cannot stop reading
+(see ``NO_BOUND``), and closes no healthy connection. The kernel reports both. A socket filter mutes a
+connection: the kernel drops its packets, and the peer sends them again. ``shutdown`` closes it.
 """
 
 from __future__ import annotations
@@ -18,49 +17,49 @@ from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 
 MAX_CONNECTIONS = 2048
-"""Strangers make room first, then the one that has been silent for longest."""
+"""Strangers make room first, then the connection that has been silent longest."""
 MAX_STRANGERS = 1024
-"""Connections without a message so far: the caller may not know the secret. The oldest makes room."""
+"""Connections without a message so far, perhaps without the secret. The oldest makes room."""
 FILES_PER_STRANGER = 8
-"""One stranger for so many files that the process may have: each takes two, at two listeners."""
+"""One stranger per so many of the process's open files; each takes two, at two listeners."""
 MAX_UNREAD_BYTES = 32 << 20
-"""Answers that one peer has not read: an engine's whole description, a few times over. More are dropped."""
+"""Answers that one peer has not read, several manifests; more are dropped."""
 MAX_UNFINISHED_BYTES = 12 << 20
-"""What one peer has sent since its last message: more than a message has. An idle peer's heartbeats count,
-too: they reach it after a day or more, and it connects again."""
+"""Bytes of one peer since its last message: more than one message. Heartbeats of an idle peer count, too, and
+reach the limit after a day or more; then it connects again."""
 MAX_UNTAKEN_BYTES = 1 << 20
-"""What all peers have sent since the last time that all messages were taken. ZeroMQ needs twenty times as
-much memory for short ones. Beyond it, whoever sent more than ``MUTED_BYTES`` is muted until all are taken,
-and no connection is accepted."""
+"""Bytes of all peers since all messages were last taken; ZeroMQ needs up to twenty times as much memory.
+Above it, peers that sent more than ``MUTED_BYTES`` are muted, and no connection is accepted, until all
+messages are taken."""
 MUTED_BYTES = 4 << 10
 MAX_BYTES = 128 << 20
-"""Both, of all peers. The peers with the most of it are hung up on."""
+"""Unread and unfinished bytes of all peers. Above it, the largest connections are closed."""
 MAX_SHUT = 4096
 SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
 LOOK_SECONDS = 0.05
 SECONDS_PER_CONNECTION = 5e-5
-"""A look at one takes about a fiftieth of it."""
+"""About fifty times the time of one check."""
 
 _NOTHING = struct.pack("=HBBI", 6, 0, 0, 0)
-"""A filter of one instruction (``BPF_RET``): 0 bytes of each packet are let through."""
+"""A filter of one instruction (``BPF_RET``), which passes 0 bytes of each packet."""
 
 _ACKED_RECEIVED = struct.Struct("=QQ")
 _ACKED_OFFSET = 120
-"""In the kernel's ``tcp_info``: ``tcpi_bytes_acked``, then ``tcpi_bytes_received``."""
+"""Of ``tcpi_bytes_acked`` and ``tcpi_bytes_received`` in the kernel's ``tcp_info``."""
 
 
 @dataclass(slots=True, eq=False)
 class _Connection:
     socket: socket.socket
-    """The same connection as ZeroMQ's own."""
+    """A duplicate of ZeroMQ's."""
     peer: str = ""
-    """Empty until it has said something."""
+    """Empty until its first message."""
     num_handed: int = 0
-    """Bytes sent to it, since it had last read all of them."""
+    """Bytes sent to it since it had last read everything."""
     acked_then: int = 0
     received_then: int = 0
     has_spoken: bool = False
-    """Whether a message was taken, and it was not looked at since."""
+    """Whether a message was taken since the last ``look``."""
     num_unread: int = 0
     num_unfinished: int = 0
     is_closing: bool = False
@@ -71,7 +70,7 @@ class _Connection:
         return self.num_unread + self.num_unfinished
 
     def look(self, *, is_drained: bool) -> None:
-        """Learn how much the peer has read, and how much it has sent since its last message that was taken.
+        """Count what the peer has not read, and what it has sent since its last message that was taken.
 
         ``is_drained``: all messages were taken since the last look.
         """
@@ -86,7 +85,6 @@ class _Connection:
 
 
 def _mute(one: socket.socket, *, is_muted: bool) -> None:
-    """Have the kernel drop what arrives at a socket, or no more."""
     program = ctypes.create_string_buffer(_NOTHING, len(_NOTHING))
     filters = struct.pack("@HP", 1, ctypes.addressof(program))
     option = SO_ATTACH_FILTER if is_muted else SO_DETACH_FILTER
@@ -95,26 +93,24 @@ def _mute(one: socket.socket, *, is_muted: bool) -> None:
 
 
 class TcpConnections:
-    """Connections by the number of ZeroMQ's file descriptor. Belongs to the channel's thread."""
+    """Connections by ZeroMQ's file descriptor. Belongs to the channel's thread."""
 
     def __init__(self, counts: Counter[str]) -> None:
-        """``counts``: connections that were muted or closed, by why."""
+        """``counts``: of muted and closed connections, by reason."""
         self._counts = counts
         self._by_fd: OrderedDict[int, _Connection] = OrderedDict()
-        """The one that has been silent for longest is first."""
+        """The one that has been silent longest is first."""
         self._by_peer: dict[str, int] = {}
         self._strangers: dict[int, None] = {}
-        """Those of which no message was taken yet, the oldest first."""
-        soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        is_unlimited = soft_limit == resource.RLIM_INFINITY
-        self._max_strangers = (
-            MAX_STRANGERS if is_unlimited else min(MAX_STRANGERS, soft_limit // FILES_PER_STRANGER)
-        )
+        """Connections without a message, the oldest first."""
+        num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        limits = [MAX_STRANGERS, num_files // FILES_PER_STRANGER]
+        self._max_strangers = MAX_STRANGERS if num_files == resource.RLIM_INFINITY else min(limits)
         self._next_look = 0.0
         self._num_bytes = 0
-        """What all of them keep, at most."""
+        """Upper bound of all unread and unfinished bytes."""
         self._shut: set[str] = set()
-        """Peers that we hung up on. What they sent before may still be taken from ZeroMQ."""
+        """Closed peers, of which ZeroMQ may still have messages."""
         self.is_drained = True
         """Whether all messages were taken since the last look."""
         self._listening: socket.socket | None = None
@@ -124,18 +120,21 @@ class TcpConnections:
         return len(self._by_fd)
 
     def listen(self, fd: int) -> None:
-        """Connections are accepted by a socket of ZeroMQ's."""
+        """ZeroMQ accepts connections on this socket."""
         self._listening = socket.socket(fileno=os.dup(fd))
 
     def begin(self, fd: int, port: int) -> None:
-        """There is a connection; ``port``: its own, or its peer's."""
+        """A connection was made; ``port``: its own, or its peer's."""
         self.end(fd)
         try:
             own = socket.socket(fileno=os.dup(fd))
-        except OSError:  # it is gone, or there is no descriptor left
+        except OSError:  # it is closed, or there are no descriptors left
             return
         with contextlib.suppress(OSError):
-            if port in (own.getsockname()[1], own.getpeername()[1]):  # its number may be another's by now
+            if port in (
+                own.getsockname()[1],
+                own.getpeername()[1],
+            ):  # the number may be another socket's by now
                 self._make_room()
                 self._by_fd[fd] = _Connection(own)
                 self._strangers[fd] = None
@@ -150,7 +149,7 @@ class TcpConnections:
             oldest = next(iter(self._by_fd))
         else:
             return
-        self._strangers.pop(oldest, None)  # it is closed by and by
+        self._strangers.pop(oldest, None)  # ``end`` comes later
         self._by_fd.move_to_end(oldest)
         self._close(self._by_fd[oldest], "silent")
 
@@ -172,7 +171,7 @@ class TcpConnections:
         return peer in self._by_peer
 
     def is_heard(self, peer: str) -> bool:
-        """Note that a message of a peer has arrived; whether it is taken: not after we have hung up."""
+        """Note a message of a peer; returns False after the connection was closed here."""
         fd = self._by_peer.get(peer)
         if fd is not None:
             self._by_fd.move_to_end(fd)
@@ -180,10 +179,10 @@ class TcpConnections:
         return peer not in self._shut
 
     def may_send(self, peer: str, num_bytes: int, now: float) -> bool:
-        """Whether a message of that length may wait for a peer; if so, it counts as handed over."""
+        """Whether a peer has room for a message of that length, which then counts as sent."""
         connection = self._by_fd.get(self._by_peer.get(peer, -1))
         if connection is None:
-            return True  # it is gone, and ZeroMQ says so
+            return True  # it is gone, which ZeroMQ reports
         if self._num_bytes + num_bytes > MAX_BYTES:
             self.look(now)
         if connection.num_handed + num_bytes > MAX_UNREAD_BYTES:
@@ -196,7 +195,7 @@ class TcpConnections:
         return True
 
     def hang_up(self, peer: str, why: str) -> None:
-        """Close a connection, and take no message of it any more."""
+        """Close a connection, and ignore its messages."""
         self._shut_out(peer)
         connection = self._by_fd.get(self._by_peer.get(peer, -1))
         if connection is not None:
@@ -206,9 +205,7 @@ class TcpConnections:
         return max(0.0, self._next_look - now) if self._by_fd else float("inf")
 
     def look(self, now: float) -> None:
-        """Mute the connections whose messages come faster than they are taken, or no more; close those that
-        keep too much, each or together.
-        """
+        """Mute connections that send faster than messages are taken; close those that need much memory."""
         is_drained, self.is_drained = self.is_drained, False
         self._next_look = now + max(LOOK_SECONDS, SECONDS_PER_CONNECTION * len(self._by_fd))
         connections = [each for each in self._by_fd.values() if not each.is_closing]
@@ -257,27 +254,27 @@ class TcpConnections:
         connection.is_closing = True
         self._shut_out(connection.peer)
         if connection.is_muted:
-            _mute(connection.socket, is_muted=False)  # else the end would not come through
+            _mute(connection.socket, is_muted=False)  # for the closing handshake
         with contextlib.suppress(OSError):
             connection.socket.shutdown(socket.SHUT_RDWR)
         return True
 
     def forget(self, peer: str) -> None:
-        """Let nothing more of a peer arrive; ZeroMQ closes the connection."""
+        """Mute a peer whose connection ZeroMQ closes."""
         fd = self._by_peer.get(peer)
         if fd is not None:
             _mute(self._by_fd[fd].socket, is_muted=True)
             self.end(fd)
 
     def hang_up_on_all(self) -> None:
-        """Accept no connection any more, and close all."""
+        """Accept no more connections, and close all."""
         if self._listening is not None:
             _mute(self._listening, is_muted=True)
         for each in self._by_fd.values():
             self._close(each, "")
 
     def close(self) -> None:
-        """Let go of the connections; ZeroMQ closes them."""
+        """Release the duplicates; ZeroMQ closes the connections."""
         for fd in list(self._by_fd):
             self.end(fd)
         if self._listening is not None:
@@ -286,13 +283,13 @@ class TcpConnections:
 
 
 MAX_WAITING_BYTES = 32 << 20
-"""Of all messages that wait. A peer has an equal share of it among those that have messages waiting."""
+"""Of all waiting messages; peers with waiting messages have equal shares."""
 SMALL_BYTES = 64 << 10
-"""A message of this length from a peer that has nothing waiting always has room."""
+"""The first message of a peer, up to this length, always has room."""
 MESSAGE_BYTES = 512
-"""What a message costs beside its own bytes."""
+"""Memory of a message beside its own bytes."""
 MAX_REFUSED_BYTES = 8 << 20
-"""Of messages that had no room, while their peer was connected. A peer that has sent more is hung up on."""
+"""Dropped messages of one connected peer; after more, it is disconnected."""
 MAX_REFUSED_PEERS = 4096
 
 
@@ -303,7 +300,7 @@ class _Queue:
 
 
 class Inbox:
-    """Messages by peer; peers take turns. Counts bytes; every message weighs ``MESSAGE_BYTES`` more.
+    """Waiting messages; peers take turns.
 
     >>> inbox = Inbox()
     >>> for peer, data in (("loud", b"a"), ("loud", b"b"), ("quiet", b"c")):
@@ -316,13 +313,13 @@ class Inbox:
 
     def __init__(self) -> None:
         self._queues: OrderedDict[str, _Queue] = OrderedDict()
-        """Of those peers that have messages waiting; the first one's turn is next."""
+        """Of peers with waiting messages; the first is next."""
         self._num_bytes = 0
         self._refused: Counter[str] = Counter()
-        """Bytes of messages that were not taken, by peer."""
+        """Bytes of dropped messages by peer."""
 
     def __len__(self) -> int:
-        """How many peers have messages waiting."""
+        """The number of peers with waiting messages."""
         return len(self._queues)
 
     def has_room(self, peer: str, num_bytes: int) -> bool:
@@ -340,15 +337,15 @@ class Inbox:
         queue.num_bytes += weight
         self._num_bytes += weight
 
-    def refuse(self, peer: str, num_bytes: int, num_frames: int = 1) -> bool:
-        """Count a message that is not taken; whether the peer has sent too many of them to be kept."""
+    def refuse(self, peer: str, num_bytes: int, num_frames: int) -> bool:
+        """Count a dropped message; returns whether to disconnect the peer."""
         if len(self._refused) > MAX_REFUSED_PEERS:
             self._refused.clear()
         self._refused[peer] += num_bytes + num_frames * MESSAGE_BYTES
         return self._refused[peer] > MAX_REFUSED_BYTES
 
     def take(self, max_bytes: int = 256 << 10) -> list[tuple[str, bytes]]:
-        """The next messages, about so many bytes of them and at least one, if any waits."""
+        """The next messages: about so many bytes, at least one message."""
         taken: list[tuple[str, bytes]] = []
         while self._queues and max_bytes > 0:
             peer, queue = next(iter(self._queues.items()))

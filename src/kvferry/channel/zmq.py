@@ -1,10 +1,9 @@
 """The control channel over ZeroMQ: the only file that imports zmq.
 
-One channel has at most one listening socket, and one calling socket per address that it wrote to. All but
-``wake`` belong to one thread. Whatever arrives is bytes and where to reply to. A peer that does not read, or
-says more than is taken, costs little: messages wait in queues that are bounded in bytes, per peer and in all.
-Messages that do not fit are dropped and counted, since every message of the protocol is repeated until it is
-answered. A peer that goes on all the same is hung up on.
+A channel has at most one listening socket, and one calling socket per address. All calls but ``wake`` belong
+to one thread. Messages wait in queues with limits in bytes, per peer and in all, so that a slow reader or a
+flooding sender costs little. Messages beyond the limits are dropped and counted: the protocol repeats each
+message until it is answered. A peer that goes on is disconnected.
 """
 
 from __future__ import annotations
@@ -35,59 +34,54 @@ except ModuleNotFoundError as error:
 _MAPPED = re.compile(r"\[::ffff:([0-9.]+)\]")
 
 MAX_CALLS = 512
-"""Addresses that a channel keeps a socket for; the least recently used goes first."""
+"""Addresses with a socket; the least recently used one is closed first."""
 SCHEME = "tcp://"
-"""What may be called: an address comes from a ticket. ``inproc`` would reach into this process, ``ipc`` to
-any socket of this host's file system."""
+"""Addresses come from tickets; ``inproc`` would reach into this process, ``ipc`` to sockets of the host."""
 LINGER_MS = 200
-"""How long what was said last may still be sent after hanging up."""
+"""How long the last messages may still be sent after ``hang_up``."""
 HIGH_WATER = 1_000
-"""Messages that wait to be sent over a connection; more are dropped."""
+"""Messages to be sent over a connection; more are dropped."""
 NO_BOUND = 0
-"""For what arrives. A queue that is full stops ZeroMQ's reading, and a connection that breaks or falls silent
-while it is stopped ends the *process*, as of libzmq 4.3.5 (``Assertion failed: _input_stopped``, or
-``!_io_error``). So does a caller that takes over the name of another. ``wait`` takes messages from ZeroMQ
-much faster than they are handled and drops those that the ``Inbox`` has no room for; ``TcpConnections`` stops
-what comes even faster in the kernel, where ZeroMQ does not notice."""
+"""For received messages. A full queue stops ZeroMQ's reading, and if the connection breaks or falls silent
+then, libzmq 4.3.5 aborts the *process* (``Assertion failed: _input_stopped``, or ``!_io_error``); also if
+a caller takes over the name of another. ``wait`` takes messages much faster than they are handled, and drops
+those without room in the ``Inbox``; ``TcpConnections`` stops even faster senders in the kernel."""
 SOCKET_BUFFER_BYTES = 512 << 10
 """The kernel's, per connection and direction."""
 AGAIN_SECONDS = 0.02
-"""After how long to try again to listen."""
+"""Between two attempts to listen."""
 TAKE_SECONDS = 0.02
 """How long messages are taken from one socket before others get their turn."""
 HANDSHAKE_MS = 5_000
-"""How long a caller may take to say who it is."""
 SILENCE_SECONDS = 2.0
-"""After how long without an answer to its heartbeats a caller gives a connection up, and tries another one.
-The peer's network thread answers them, whatever else that process does."""
+"""After so long without an answer to its heartbeats, a caller closes a connection and makes another. The
+peer's network thread answers heartbeats."""
 LISTENER_HEARTBEAT_MS = 500
-"""Where nobody takes messages, and enough of them wait, a caller's heartbeats are not seen either. The
-listener's own tell it that there is life."""
+"""A listener with many waiting messages does not see heartbeats of callers. Its own show that it is alive."""
 LISTENER_SILENCE_MS = 10_000
-"""Nobody waits for news of a caller: one that got no processor for a few seconds keeps its connection."""
+"""Longer than ``SILENCE_SECONDS``: a caller without a processor for a few seconds keeps its connection."""
 MAX_SOCKETS = 8 * MAX_CALLS
-"""Of ZeroMQ's, in a channel: each call has one, and two that tell of its connection. A closed one counts for
-a while."""
+"""Of ZeroMQ, in a channel: each call has one, and two for its monitor. Closed ones count for a while."""
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A message, and where to send an answer so that it finds the sender."""
+    """A message."""
 
     reply_to: str
     data: bytes
 
 
 class Contact(StrEnum):
-    """What becomes of the connection to an address that is called."""
+    """The state of the connection to an address."""
 
     CALLING = "calling"
     CONNECTED = "connected"
-    """Somebody who speaks this language is there, and answers heartbeats from now on."""
+    """The handshake has succeeded; heartbeats begin."""
     BROKEN = "broken"
-    """It was lost, or refused, or not understood. It is tried again."""
+    """It was lost or refused; ZeroMQ tries again."""
     CLOSED = "closed"
-    """It is not tried any more: others need the place."""
+    """It made room for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +95,7 @@ _CONTACTS = {
     zmq.EVENT_DISCONNECTED: Contact.BROKEN,
     zmq.EVENT_CLOSED: Contact.BROKEN,
 }
-"""ZeroMQ's own news. That a host accepts a connection says little: it does so for a stopped process, too."""
+"""An accepted connection is not enough: the kernel accepts for a suspended process, too."""
 
 
 @dataclass(eq=False, slots=True)
@@ -110,21 +104,18 @@ class _Call:
     monitor: zmq.Socket[bytes]
     port: int
     server_key: bytes
-    """Empty where there is no secret."""
+    """Empty without a secret."""
     is_greeting: bool = False
-    """Whether it is connected, and neither side has proved that it knows the secret."""
+    """Whether it is connected, but the handshake has not ended."""
 
-    def close(self, linger_ms: int) -> None:
+    def close(self) -> None:
         self.socket.disable_monitor()
         self.monitor.close(0)
-        self.socket.close(linger_ms)
+        self.socket.close(LINGER_MS)
 
 
 class Channel:
-    """Sends and receives messages; listens if told to.
-
-    With a ``secret``, everything is encrypted, and only who knows the secret can talk to the listener at all.
-    """
+    """Sends and receives messages. With a ``secret``, all are encrypted, and all callers must know it."""
 
     def __init__(
         self,
@@ -138,10 +129,10 @@ class Channel:
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._silence_seconds = silence_seconds
         self._changes: list[ContactChange] = []
-        """What happened to connections, until the next ``wait``."""
+        """Until the next ``wait``."""
         self._secret, self._server_keys = secret, _server_keys(secret)
         self._must_listen = False
-        """Whether the listener was closed, to listen again with another key."""
+        """Whether to listen again, with another key."""
         self._listener_number = 0
         self._max_bytes = max_bytes
         self._poller = zmq.Poller()
@@ -149,14 +140,14 @@ class Channel:
         self._calls: OrderedDict[str, _Call] = OrderedDict()
         self._listener: zmq.Socket[bytes] | None = None
         self._accepting: zmq.Socket[bytes] | None = None
-        """Where ZeroMQ tells of the listener's connections."""
+        """ZeroMQ's monitor of the listener."""
         self._inbox = Inbox()
         self._is_drained = True
-        """Whether all messages were taken just now."""
+        """Whether the last ``wait`` took all messages."""
         self.dropped: Counter[str] = Counter()
-        """Messages that were not sent or taken, and connections that were muted or closed, by why."""
+        """Dropped messages, and muted and closed connections, by reason."""
         self._callers, self._called = TcpConnections(self.dropped), TcpConnections(self.dropped)
-        # Not a pair of sockets: one that is full a moment too long loses a call, and a message waits for it.
+        # A pair of sockets could be full and lose a call.
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._woken, zmq.POLLIN)
         self.address = ""
@@ -185,7 +176,7 @@ class Channel:
             raise ChannelError(f"cannot listen at {listen}: {error}") from error
         _number_callers(socket)
         endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        # An IPv4 address, where it is one: a socket for both kinds writes it in the other's clothes.
+        # A socket for both kinds writes an IPv4 address as an IPv6 one.
         self.address = _MAPPED.sub(r"\1", endpoint)
         for one in (socket, accepting):
             self._poller.register(one, zmq.POLLIN)
@@ -210,11 +201,11 @@ class Channel:
 
     @staticmethod
     def is_answer(to: str) -> bool:
-        """Whether what is sent there goes to somebody who called."""
+        """Whether it is a ``reply_to``."""
         return to.startswith("@")
 
     def send(self, to: str, data: bytes) -> None:
-        """Send to an address, or to a ``reply_to``; never blocks, never raises for what a peer did."""
+        """Send to an address, or to a ``reply_to``; never blocks, never raises because of a peer."""
         try:
             if self.is_answer(to):
                 self._answer(to, data)
@@ -257,7 +248,7 @@ class Channel:
         try:
             monitor = self._monitor(socket, sum(_CONTACTS) | zmq.EVENT_CONNECTED)
             socket.connect(address)
-        except zmq.ZMQError:  # an address that makes no sense would else cost sockets per message
+        except zmq.ZMQError:  # an invalid address must not cost sockets
             for one in (monitor, socket):
                 if one is not None:
                     one.close(0)
@@ -270,7 +261,7 @@ class Channel:
         return call
 
     def _monitor(self, socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
-        """Where ZeroMQ tells of a socket's connections. It has no bound: a full one would stop everything."""
+        """Reports a socket's connections. It has no bound: a full one would block ZeroMQ."""
         name = f"inproc://monitor-{next(self._monitor_numbers)}"
         socket.monitor(name, events)
         monitor = self._context.socket(zmq.PAIR)
@@ -284,20 +275,19 @@ class Channel:
         return monitor
 
     def hang_up(self, address: str) -> None:
-        """Call an address no more, until something is sent there again."""
+        """Close the connection to an address, until the next ``send``."""
         call = self._calls.pop(address, None)
         if call is not None:
             self._inbox.forget(address)
             self._called.forget(address)
             self._poller.unregister(call.socket)
             self._poller.unregister(call.monitor)
-            call.close(LINGER_MS)
+            call.close()
 
     def wait(self, seconds: float, *, is_behind: bool = False) -> list[Received | ContactChange]:
-        """What happened and, a few at a time, the messages that arrived, after at most ``seconds``.
+        """Changes of connections and some of the messages, after at most ``seconds`` or ``wake``.
 
-        It returns at once when woken, or when messages wait; messages stay where they are while the caller
-        ``is_behind``.
+        Messages stay in the inbox while the caller ``is_behind``.
         """
         is_ready = self._changes or (self._inbox and not is_behind)
         most = 0.0 if is_ready else max(0.0, min(seconds, self._seconds_to_look()))
@@ -323,7 +313,7 @@ class Channel:
         return received
 
     def _follow_secret(self) -> None:
-        """Listen with another key, if the secret was changed. Calls find out when they are refused."""
+        """Listen with another key if the secret has changed. Calls change theirs when they are refused."""
         if self._secret is None:
             return
         self._secret.refresh()
@@ -334,7 +324,7 @@ class Channel:
             self._stop_listening()
             self._must_listen = True
         if self._must_listen:
-            with contextlib.suppress(ChannelError):  # ZeroMQ may still be about to close the old listener
+            with contextlib.suppress(ChannelError):  # ZeroMQ may still be closing the old listener
                 self._listen(self.address)
                 self._must_listen = False
 
@@ -375,7 +365,7 @@ class Channel:
         return changes
 
     def _call_with_another_key(self, address: str, call: _Call) -> list[ContactChange]:
-        """The peer may know another secret than the one that it was called with: a fleet changes them."""
+        """While a fleet changes its secret, a peer may know only the other one."""
         call.is_greeting = False
         others = [keys.public for keys in self._server_keys if keys.public != call.server_key]
         if others:
@@ -421,7 +411,7 @@ class Channel:
             self._is_drained = False
 
     def _keep(self, peer: str, frames: list[zmq.Frame]) -> bool:
-        """Have a message wait, or drop it; whether to keep the peer."""
+        """Queue a message, or drop it; returns whether to keep the peer."""
         num_bytes = sum(len(frame.buffer) for frame in frames)
         if len(frames) == 1 and self._inbox.has_room(peer, num_bytes):
             self._inbox.put(peer, frames[0].bytes)
@@ -430,12 +420,12 @@ class Channel:
         return not self._inbox.refuse(peer, num_bytes, len(frames))
 
     def wake(self) -> None:
-        """End a ``wait``, or the next one. From any thread, but not while it is being closed."""
+        """End the current or next ``wait``. From any thread, but not during ``close``."""
         if self._woken >= 0:
             os.eventfd_write(self._woken, 1)
 
     def _stop_listening(self) -> None:
-        """Close the listener, once its connections are closed: ZeroMQ aborts where more arrives on one."""
+        """Close the listener after its connections: ZeroMQ aborts if data arrives meanwhile."""
         if self._listener is None or self._accepting is None:
             return
         self._meet_callers(self._accepting)
@@ -454,7 +444,6 @@ class Channel:
         self._listener = self._accepting = None
 
     def close(self) -> None:
-        """Close every socket; nothing lingers."""
         for address in list(self._calls):
             self.hang_up(address)
         self._stop_listening()
@@ -467,7 +456,7 @@ class Channel:
 
 
 def _fd_of(frame: zmq.Frame) -> int:
-    """The connection that a message came by; -1 for a peer whose ZMTP is older than version 3."""
+    """The connection of a message; -1 for a peer whose ZMTP is older than version 3."""
     try:
         return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:
@@ -475,12 +464,11 @@ def _fd_of(frame: zmq.Frame) -> int:
 
 
 def _number_callers(listener: zmq.Socket[bytes]) -> None:
-    """Have a bound ROUTER count its callers, whatever routing ids they claim.
+    """Have a bound ROUTER number its callers, and ignore the routing ids that they claim.
 
-    Where some callers bring an id and others get the next number, an id that equals that number ends the
-    *process* (libzmq 4.3.5 asserts that it is new). ROUTER_RAW makes the socket number all of them. It is set
-    after ``bind``: the listening side has copied the options by then, and still speaks ZMTP. Reset at once,
-    it leaves the numbering on, and an empty message an ordinary one.
+    Otherwise, a claimed id that equals the next number aborts the *process* (libzmq 4.3.5 asserts that it is
+    new). ROUTER_RAW turns the numbering on. The listening side has copied the options in ``bind``, and still
+    speaks ZMTP. The reset leaves the numbering on, and keeps empty messages ordinary.
     """
     listener.setsockopt(zmq.ROUTER_RAW, 1)
     listener.setsockopt(zmq.ROUTER_RAW, 0)
@@ -490,8 +478,8 @@ def _number_callers(listener: zmq.Socket[bytes]) -> None:
 class _ServerKeys:
     """The key pair of every listener of the fleet.
 
-    Both halves come from the secret, and neither travels. CURVE lets nobody talk to a listener whose public
-    key they do not know, so knowing it is the caller's proof; answering is the listener's.
+    Both keys come from the secret, and neither is sent. A CURVE caller must know the listener's public key,
+    which proves that it knows the secret; the listener proves it by its answer.
     """
 
     seed: bytes
@@ -503,7 +491,7 @@ class _ServerKeys:
 
 
 def _server_keys(secret: Secret | None) -> tuple[_ServerKeys, ...]:
-    """Those of a secret; the first is listened with."""
+    """The listener uses the first."""
     seeds = secret.keys(Purpose.CHANNEL) if secret is not None else ()
     privates = [z85.encode(seed) for seed in seeds]
     return tuple(

@@ -1,11 +1,10 @@
-"""Several NIXL agents of one rank, which share out long reads.
+"""Several NIXL agents of one rank, which share long reads.
 
-NIXL pays for every run in the thread that posts it; on one host it even copies there. So a long list is
-posted by several agents at once, each with a thread of its own, and no caller waits for any of them.
+NIXL spends time on every run in the posting thread; on one host it even copies there. So several agents, each
+with a thread of its own, post a long list at once.
 
-NIXL can split a request over threads by itself (``num_threads``). But when one of its threads fails, it
-reports the end of the whole request, while what the others were asked for may still arrive: bytes in blocks
-that have a new owner by then. Here a read has ended when every agent says so of its share.
+NIXL's own ``num_threads`` does not fit: when one of its threads fails, it reports the end of the request,
+while bytes of the other threads may still arrive in blocks that have a new owner by then.
 """
 
 from __future__ import annotations
@@ -31,27 +30,23 @@ from kvferry.transport.reads import Work
 log = log_of(__name__)
 
 RUN_COST_BYTES = 16 << 10
-"""A run costs about as much as so many bytes: shares are cut alike by both together."""
+"""A run costs about as much time as so many bytes."""
 SHARE_RUNS, SHARE_HOST_BYTES = 512, 16 << 20
-"""What is worth an agent of its own; less is read by one. An agent copies host memory itself."""
+"""The smallest share of an agent. Bytes count in host memory only, which the agent itself copies."""
 
 
 class AgentTeam:
     """Agents that read every remote rank together. The first one's card is the rank's."""
 
     def __init__(self, first: AgentThread, size: int, make_another: Callable[[], AgentThread]) -> None:
-        """The others are made when the first remote rank is connected: most ranks of a device need none."""
-        self._agents = [first]
+        """The others are made when the first remote rank is connected: most device ranks need none."""
+        self._agents, self.card = [first], first.card
         self._size, self._make_another = size, make_another
         self._lock = threading.Lock()
         self._is_closing = False
 
-    @property
-    def card(self) -> Card:
-        return self._agents[0].card
-
     def connect(self, name: str, card: Card, regions: Sequence[Region], timeout_s: float) -> TeamLink:
-        """Connect a remote rank by every agent; who cannot is left out, but for the first."""
+        """Connect every agent to a remote rank; only the first one's failure is an error."""
         deadline = monotonic() + timeout_s
         ranks = [self._agents[0].connect(name, card, regions, timeout_s)]
         for agent in self._others():
@@ -65,12 +60,12 @@ class AgentTeam:
         return TeamLink(ranks)
 
     def close(self, timeout_s: float) -> bool:
-        """Post nothing more; whether everything under way ended in time. Can be tried again."""
+        """Stop posting; returns whether everything under way ended in time. Can be repeated."""
         deadline = monotonic() + timeout_s
         with self._lock:
             self._is_closing = True
             agents = [*self._agents]
-        for agent in agents:  # all of them hear it before one is waited for
+        for agent in agents:  # stop all before waiting for one
             agent.close(0)
         are_over = [agent.close(max(0.0, deadline - monotonic())) for agent in agents]
         return all(are_over)
@@ -81,7 +76,9 @@ class AgentTeam:
                 try:
                     self._agents.append(self._make_another())
                 except TransportError as error:
-                    log.warning("long reads use %d agents only: %s", len(self._agents), error)
+                    log.warning(
+                        "long reads use %d agents instead of %d: %s", len(self._agents), self._size, error
+                    )
                     self._size = len(self._agents)
             return self._agents[1:]
 
@@ -90,12 +87,10 @@ class TeamLink:
     connected, is_ordered = Connected(Way.DIRECT), False
 
     def __init__(self, ranks: Sequence[RemoteRank]) -> None:
-        """``ranks``: the remote one, as each agent has it."""
         self._ranks = ranks
         self.queues = [rank.queue for rank in ranks]
 
     def prepare(self, product: Product, after: DeviceEvent | None, permit: bytes = b"") -> Work:
-        """Share a read out, if it is long; the first agent has the beginning."""
         runs = self._ranks[0].checked(product)
         shares = share_out(runs, self._num_shares(runs))
         return [rank.work(share) for rank, share in zip(self._ranks, shares, strict=False)]
@@ -107,7 +102,7 @@ class TeamLink:
 
 
 def share_out(runs: Runs, number: int) -> Iterator[Runs]:
-    """The runs in order, in so many shares that cost about the same, or fewer.
+    """The runs in order, in at most ``number`` shares of about the same cost.
 
     >>> runs = Runs(np.arange(3) << 20, np.arange(3) << 20, np.array([10, 10, 1 << 20]))
     >>> [share.num_bytes.tolist() for share in share_out(runs, 2)]

@@ -1,22 +1,21 @@
-"""The thread that owns a NIXL agent, and makes every call to it: NIXL is not assumed to be thread-safe.
+"""The thread that owns a NIXL agent and makes every call to it: NIXL is not assumed to be thread-safe.
 
-It carries reads slice by slice. Each remote rank has a queue of its own, and queues are served in turn: no
-rank waits for another's slow post.
+It posts reads slice by slice. Each remote rank has a queue, and queues take turns, so that a slow post
+delays no other rank for long.
 
-Any call to the agent may raise anything. What then holds:
+Any call to the agent may raise anything. Then:
 
 =========== ============================================================================================
 prepare     nothing was posted: the read fails
-post        some of it may be under way: it fails, but ends only when a check says so
-check       a TransportError is the fabric's report of a failure, an end. Anything else says nothing of the
-            transfer: it is still under way, and looked at again
-release     the transfer has ended all the same; a handle may be lost
+post        some of it may be under way: the read fails, but ends only when a check says so
+check       a TransportError is the fabric's report of a failure, an end. After any other exception the
+            transfer is still under way and is checked again
+release     the transfer has ended; a handle may be lost
 remove      nothing is under way; the agent may keep what it knew
 =========== ============================================================================================
 
-Should the thread have to give up all the same, its callers are told: what waits is refused, and so is
-whatever comes later. Reads of which something was posted are then never reported, since nobody can know any
-more that they have ended.
+If the thread has to stop nevertheless, it fails everything that waits or comes later. Reads of which
+something was posted are then never reported, since their end cannot be known any more.
 """
 
 from __future__ import annotations
@@ -53,11 +52,11 @@ from kvferry.transport.transfers import Transfers
 log = log_of(__name__)
 
 WARM_REGIONS, WARM_BYTES = 64, 4096
-"""What the first read touches: it is about ten times slower than the next."""
+"""Extent of the first, small read. A rank's first read is about ten times slower than the next."""
 
 
 class Scratch:
-    """Memory that warm-up reads may overwrite, on each device that real reads go to."""
+    """Memory that warm-up reads overwrite, on each device that reads write to."""
 
     def __init__(self, cuda: Cuda | None, devices: Iterable[str]) -> None:
         self._cuda = cuda
@@ -72,7 +71,7 @@ class Scratch:
         return Region("scratch", num_bytes, self._buffers[-1].ctypes.data, device)
 
     def first_bytes(self, regions: Sequence[Region]) -> Runs:
-        """The beginning of each region, to each device: whatever kinds of memory a real read will meet."""
+        """The beginning of each region, to each device: all pairs of memory kinds."""
         regions = regions[:WARM_REGIONS]
         src = np.array([place(i, 0) for i in range(len(regions))])
         num_bytes = np.array([min(WARM_BYTES, region.num_bytes) for region in regions])
@@ -87,8 +86,6 @@ class Scratch:
 
 
 class RegisteredAgent:
-    """For one thread, the one that makes it."""
-
     def __init__(self, memory: RegionTable, cuda: Cuda | None, make_agent: Callable[[], Agent]) -> None:
         if cuda:
             for setting, value in CUDA_ENVIRONMENT.items():
@@ -107,10 +104,9 @@ class RegisteredAgent:
             raise
 
     def close(self) -> None:
-        """Give memory and agent up; nothing may be under way."""
         for registered in self._registered:
             quietly(self.agent.deregister, registered)
-        self.__dict__.pop("agent", None)  # NIXL ends its own threads when nobody knows it any more
+        self.__dict__.pop("agent", None)  # NIXL ends its own threads with the last reference
         quietly(self.scratch.free)
 
 
@@ -120,16 +116,16 @@ T = TypeVar("T")
 MAX_POSTED = 8
 """Slices under way per peer: enough to keep a fabric busy, few enough to be done soon after a failure."""
 SHORTEST_NAP, LONGEST_NAP = 5e-6, 1e-3
-"""Seconds between two looks at the transfers under way."""
+"""Seconds between two checks of the transfers under way."""
 NAP_SHARE = 0.02
-"""How long a nap is, of the time in which nothing has happened: an end is seen so much later."""
+"""Length of a nap, as a share of the time since something happened: the added latency."""
 PAUSE_S = 0.05
-"""How long the thread pauses after an error that nothing foresaw, lest it repeat it at full speed."""
+"""Pause after an unexpected error, which might repeat at full speed."""
 
 
 @dataclass(eq=False, slots=True)
 class Connection:
-    """To one remote agent, for all remote ranks that are met there."""
+    """To one remote agent, shared by the remote ranks behind it."""
 
     card: Card
     room: PostRoom = field(default_factory=lambda: PostRoom(MAX_POSTED))
@@ -143,19 +139,17 @@ class RemoteRank:
     """The reader's own memory."""
     queue: ReadQueue
     has_fabric_failed: bool = False
-    """Whether the first error of a read of it was NIXL's own report."""
+    """Whether NIXL itself reported the first error of a read of this rank."""
 
     def checked(self, product: Product) -> Runs:
-        """What there is to read, as a list; raises TransportError if a run leaves its region."""
+        """The runs to read; raises TransportError if one leaves its region."""
         return checked(product.runs, self.memory, self.dst)
 
     @property
     def copies_on_host(self) -> bool:
-        """Whether some of what is read is in host memory, on either side."""
         return any("DRAM" in memory.names for memory in (self.memory, self.dst))
 
     def work(self, runs: Runs) -> tuple[ReadQueue, Iterator[SlicePair]]:
-        """The share of a read that these runs are."""
         return self.queue, slice_pairs(runs, self.memory, self.dst)
 
 
@@ -165,17 +159,15 @@ class PostedSlice:
     rank: RemoteRank
     share: Share
     num_failed_checks: int = 0
-    """How often a look at its state raised something that says nothing of it."""
+    """Checks that left its state unknown."""
 
     def fabric_failed(self, error: TransportError) -> str:
-        """Why its read fails, by NIXL's own report."""
+        """Note that NIXL itself reported the error; returns the error of the read."""
         self.rank.has_fabric_failed |= not self.share.read.error
         return str(error)
 
 
 class AgentThread(ReadCarrier):
-    """Owns an agent, and reads every remote rank in the same way."""
-
     def __init__(
         self,
         transfers: Transfers,
@@ -190,13 +182,12 @@ class AgentThread(ReadCarrier):
         self._inbox: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._is_closing = False
         self._refusal: TransportError | None = None
-        """Why nothing is taken in any more."""
-        # The thread's alone:
+        """Set when the thread accepts no more work."""
+        # Used by the thread only:
         self._agent: Agent
         self._ranks: deque[RemoteRank] = deque()
         self._posted: list[PostedSlice] = []
         self._connections: dict[str, Connection] = {}
-        """By remote agent."""
         name, made = f"kvferry-{uuid4().hex}", Future[RegisteredAgent]()
         make = partial(RegisteredAgent, memory, cuda, partial(make_agent, name, settings.engine_config))
         self._thread = threading.Thread(
@@ -208,33 +199,21 @@ class AgentThread(ReadCarrier):
 
     # ---- from any thread
 
-    def connect(
-        self,
-        name: str,
-        card: Card,
-        regions: Sequence[Region],
-        timeout_s: float,
-    ) -> RemoteRank:
-        """Connect a remote rank, and read a little from it.
-
-        Raises TransportError, with the code ``not-direct`` if the fabric cannot read it by itself or the peer
-        is dead, and TimeoutError.
-        """
+    def connect(self, name: str, card: Card, regions: Sequence[Region], timeout_s: float) -> RemoteRank:
+        """Connect a remote rank, and verify that by a small read; raises TransportError or TimeoutError."""
         memory, deadline = RegionTable(name, regions), monotonic() + timeout_s
         warm: Future[str] = Future()
         added = self._ask(partial(self._add, name, card, memory, warm.set_result))
         try:
             rank = added.result(_until(deadline))
-            error = warm.result(_until(deadline))
-        except TimeoutError:
+            if error := warm.result(_until(deadline)):
+                # UCX does not tell a dead peer from one that it cannot read directly.
+                code = "not-direct" if rank.has_fabric_failed else "no-connection"
+                raise TransportError(code, f"{name}: {error}")
+        except (TimeoutError, TransportError):
             added.add_done_callback(self._forget_added)
             raise
-        if not error:
-            return rank
-        added.add_done_callback(self._forget_added)
-        # UCX says the same of a peer that is dead and of one that cannot be read directly.
-        detail = f"{name}: {error}"
-        raise TransportError("not-direct" if rank.has_fabric_failed else "no-connection", detail)
+        return rank
 
     def wake(self) -> None:
         with self._changed:
@@ -245,14 +224,14 @@ class AgentThread(ReadCarrier):
             self._ask(partial(self._remove, queue))
 
     def close(self, timeout_s: float) -> bool:
-        """Post nothing more; whether everything under way ended in time. Can be tried again."""
+        """Stop posting; returns whether everything under way ended in time. Can be repeated."""
         self._is_closing = True
         self.wake()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _ask(self, work: Callable[[], T]) -> Future[T]:
-        """Have something done by the thread; raises TransportError if it has ended."""
+        """Run something in the thread; raises TransportError if the thread has ended."""
         future: Future[T] = Future()
         with self._changed:
             if self._refusal:
@@ -282,7 +261,7 @@ class AgentThread(ReadCarrier):
             reason = f"{type(error).__name__}: {error}"
             self._refuse_all(TransportError("broken", f"the thread of the NIXL agent has stopped: {reason}"))
             if self._posted:
-                self._thread.name = "kvferry-broken-agent"  # for whoever looks at the threads
+                self._thread.name = "kvferry-broken-agent"
                 threading.Event().wait()  # for ever: the agent must outlive what is under way
         for agent in self._connections:
             quietly(self._agent.remove, agent)
@@ -305,7 +284,7 @@ class AgentThread(ReadCarrier):
             nap = next_nap(now - moved_at)
 
     def _is_over(self, nap: float) -> bool:
-        """Wait for something to do, at most a nap while slices are under way; whether all is over."""
+        """Wait for work, at most a nap while slices are under way; returns whether to end the thread."""
         with self._changed:
             has_work = bool(self._inbox) or any(rank.queue.can_post for rank in self._ranks)
             if not has_work and self._is_closing and not self._posted:
@@ -316,14 +295,14 @@ class AgentThread(ReadCarrier):
         return False
 
     def _take_a_turn(self) -> bool:
-        """Do what was asked for, post, and look at what is posted; whether anything moved."""
+        """Returns whether anything moved."""
         for _ in range(len(self._inbox)):
             _do(*self._inbox.popleft())
         has_moved = self._post_round()
         return self._check_posted() or has_moved
 
     def _refuse_all(self, refusal: TransportError) -> None:
-        """Take nothing in any more, and tell those who wait."""
+        """Fail all work that waits or comes later."""
         with self._changed:
             self._refusal = refusal
         for future, _ in self._inbox:
@@ -335,11 +314,11 @@ class AgentThread(ReadCarrier):
 
     def _add(self, name: str, card: Card, memory: RegionTable, on_end: Callable[[str], None]) -> RemoteRank:
         if card.agent == self._agent.name:
-            raise TransportError("bad-card", f"{name}: this is the card of this rank itself")
+            raise TransportError("bad-card", f"{name}: the card belongs to this rank itself")
         connection = self._connections.get(card.agent) or Connection(card)
         if connection.card != card:
-            # NIXL would take the new metadata for the old agent, and its reads with it.
-            raise TransportError("bad-card", f"{name}: a second card of {card.agent!r}, which is connected")
+            # NIXL would apply the new metadata to the reads of the old agent.
+            raise TransportError("bad-card", f"{name}: {card.agent!r} is connected with a different card")
         queue = self._transfers.add(ReadQueue(name, self, connection.room))
         try:
             if card.agent not in self._connections:
@@ -364,7 +343,7 @@ class AgentThread(ReadCarrier):
     # ---- in the thread: slices
 
     def _post_round(self) -> bool:
-        """Post one slice for every rank that has one, where its connection has room."""
+        """Post one slice for every rank whose connection has room; returns whether anything moved."""
         ranks, has_moved = [*self._ranks], False
         self._ranks.rotate(-1)
         for rank in ranks:
@@ -378,7 +357,7 @@ class AgentThread(ReadCarrier):
             pair = next(share.work, None)
             handle = None if pair is None else self._agent.prepare(pair, rank.connection.card.agent)
         except Exception as error:
-            self._transfers.ended(share, _reason("it could not be prepared", error))
+            self._transfers.ended(share, _reason("the read could not be prepared", error))
             return
         if handle is None:
             self._transfers.ended(share, is_last=True)
@@ -388,16 +367,16 @@ class AgentThread(ReadCarrier):
         try:
             is_done = self._agent.post(handle)
         except Exception as error:
-            # Some of its runs may be on their way: only a look at its state says that none is any more.
+            # Some of its runs may be under way: only a check of its state can end it.
             if isinstance(error, TransportError):
-                posted.rank.has_fabric_failed |= not share.read.error
-            self._transfers.fail(share.read, _reason("it could not be posted", error))
+                rank.has_fabric_failed |= not share.read.error
+            self._transfers.fail(share.read, _reason("the read could not be posted", error))
             return
         if is_done:
             self._end(posted)
 
     def _check_posted(self) -> bool:
-        """Look at every slice under way; whether one ended."""
+        """Check every slice under way; returns whether one ended."""
         looked = [(posted, self._state(posted)) for posted in self._posted]
         ended = [(posted, error) for posted, error in looked if error is not None]
         for posted, error in ended:
@@ -405,7 +384,7 @@ class AgentThread(ReadCarrier):
         return bool(ended)
 
     def _state(self, posted: PostedSlice) -> str | None:
-        """The error with which a slice has ended, or an empty text; None if it is under way."""
+        """The error of a slice that has ended, or an empty text; None if it is under way."""
         try:
             return "" if self._agent.check(posted.handle) else None
         except TransportError as error:
@@ -414,7 +393,7 @@ class AgentThread(ReadCarrier):
             posted.num_failed_checks += 1
             if is_worth_a_line(posted.num_failed_checks):
                 times = posted.num_failed_checks
-                log.exception("a read is still under way, but its state is unknown (%d checks failed)", times)
+                log.exception("NIXL cannot tell the state of a read after %d checks; checking again", times)
             return None
 
     def _end(self, posted: PostedSlice, error: str = "") -> None:
@@ -428,7 +407,7 @@ def _do(future: Future[Any], work: Callable[[], Any]) -> None:
         future.set_result(work())
     except BaseException as error:
         if isinstance(error, Exception) and not isinstance(error, TransportError):
-            log.exception("a job of the thread that owns a NIXL agent failed")
+            log.exception("unexpected error in the thread of a NIXL agent")
         future.set_exception(_ours(error))
         if not isinstance(error, Exception):
             raise
@@ -437,12 +416,12 @@ def _do(future: Future[Any], work: Callable[[], Any]) -> None:
 def _reason(what: str, error: Exception) -> str:
     if isinstance(error, TransportError):
         return str(error)
-    log.error("a read failed: %s", what, exc_info=error)
+    log.error("%s", what, exc_info=error)
     return f"{what}: {error!r}"
 
 
 def next_nap(waited: float) -> float:
-    """How long not to look at what is under way, after so many seconds in which nothing happened.
+    """Seconds until the next check of the transfers under way, ``waited`` seconds after the last event.
 
     >>> [f"{next_nap(waited):.6f}" for waited in (0, 0.001, 0.02, 10)]
     ['0.000005', '0.000020', '0.000400', '0.001000']

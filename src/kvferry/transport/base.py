@@ -1,8 +1,7 @@
-"""The seam between the plan and the fabric: what a transport is asked to do.
+"""The interface of a transport.
 
-A transport belongs to one rank. It knows that rank's own regions, and the regions of the peers it was
-connected to. A read is *submitted* (which never blocks), and later its *end* is collected. The only end of a
-transfer is the one that the fabric reports: forgetting a peer or closing a handle ends nothing.
+A transport belongs to one rank. A read is *submitted*, which never blocks; later its *end* is collected. Only
+the fabric ends a transfer: forgetting a peer or closing a handle does not.
 
 Every transport passes the laws in ``kvferry.testing.transport_laws``.
 """
@@ -19,28 +18,28 @@ from kvferry.core.product import Product
 from kvferry.core.runs import Runs
 
 DeviceEvent = object
-"""A mark in a stream of the device: the driver's own event, or its address as a number."""
+"""The driver's event, or its address as a number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """By which way a remote rank is read from now on, and why not by a better one."""
+    """How a remote rank is read from now on."""
 
     way: Way
     reason: str = ""
-    """Why a better way is closed; empty if this is the best that there is."""
+    """Why no faster mode is available; empty for the fastest."""
 
     def __str__(self) -> str:
         return f"{self.way.value} ({self.reason})" if self.reason else self.way.value
 
 
 CANCELLED = "cancelled"
-"""The error with which a cancelled transfer ends, if it had none before."""
+"""The error of a cancelled transfer that had none before."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadEnd:
-    """A transfer that ended: every byte is in, or ``error`` says why not. Nothing arrives after this."""
+    """The end of a transfer: all bytes have arrived, or ``error`` says why not. Nothing arrives later."""
 
     transfer: int
     error: str = ""
@@ -49,37 +48,30 @@ class ReadEnd:
 class Transport(Protocol):
     """Reads bytes of peers into this rank's own regions.
 
-    **Threads.** Every call may come from any thread, and any number of calls may be under way at once.
+    **Threads.** Any thread may make any call at any time.
 
     **Order.** ``register`` comes first, once; before it, ``card``, ``connect``, ``read`` and ``clear`` raise.
-    A ``cancel`` or ``forget`` holds for the reads whose ``read`` had returned. What two threads do at the
-    same moment happens in one order or the other.
+    ``cancel`` and ``forget`` apply to reads whose ``read`` had returned.
 
-    **Blocking.** ``card``, ``read``, ``cancel``, ``poll``, ``forget`` and ``on_end`` wait for no peer, no
-    fabric and no byte. ``register``, ``connect``, ``clear`` and ``close`` may be slow.
+    **Blocking.** ``card``, ``read``, ``cancel``, ``poll``, ``forget`` and ``on_end`` never wait for a peer or
+    the fabric. ``register``, ``connect``, ``clear`` and ``close`` may be slow.
 
-    **Ends.** A read that was accepted (``read`` returned) ends exactly once, in one answer of ``poll``. One
-    that was refused (``read`` raised) never does. A transfer of which nobody can know whether it ended is not
-    reported: its memory must stay.
+    **Ends.** An accepted read (``read`` returned) ends exactly once, in one result of ``poll``; a rejected
+    one never. A transfer whose end cannot be determined is not reported: its memory must stay.
 
-    **Closing.** As soon as ``close`` is called, ``register``, ``card``, ``connect``, ``read`` and ``clear``
-    are refused with the code ``closed``; those that are under way are waited for, or raise. ``poll``,
-    ``cancel``, ``forget``, ``on_end`` and ``close`` are allowed for ever: ``poll`` hands out the ends that
-    are left, the others do nothing when there is nothing left to do.
+    **Closing.** Once ``close`` is called, ``register``, ``card``, ``connect``, ``read`` and ``clear`` raise
+    the code ``closed``. All other calls stay allowed: ``poll`` returns the remaining ends.
 
     **Errors.** TransportError, and nothing else.
     """
 
     @property
     def kind(self) -> str:
-        """The kind of transport; both sides must use the same."""
+        """Both sides must use the same kind."""
         ...
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Register this rank's memory, once. Regions need real addresses.
-
-        The memory must stay until ``close`` has returned.
-        """
+        """Register this rank's memory, once; it must stay until ``close`` has returned."""
         ...
 
     def card(self) -> bytes:
@@ -90,8 +82,7 @@ class Transport(Protocol):
         """Connect to a peer, called ``peer`` from now on; this fixes the transfer mode.
 
         May be slow, but ends by a deadline. If it raises, the peer is not known. Of two threads that connect
-        one name, one is refused. ``forget`` and ``close`` may come meanwhile: ``forget`` knows nothing of a
-        peer that is not connected yet.
+        one name, one fails. Meanwhile, ``forget`` does not know the peer yet.
         """
         ...
 
@@ -104,55 +95,45 @@ class Transport(Protocol):
         after: DeviceEvent | None = None,
         permit: bytes = b"",
     ) -> None:
-        """Submit the reading of runs from a peer; never blocks. ``transfer`` is the caller's own number.
+        """Submit a read of runs from a peer; never blocks. ``transfer`` is the caller's own number.
 
-        No byte is written before the device has come to ``after``, if that is given. Raises TransportError,
-        with nothing moved and no end to come, if the peer is unknown, a run leaves its region, or the end of
-        a transfer of that number was not collected yet. ``permit``: what the remote rank wants to see
-        where it has to help; other ways need none.
+        No byte is written before the device event ``after``. Raises TransportError, with nothing moved and no
+        end to come, if the peer is unknown, a run leaves its region, or the end of an earlier transfer of
+        that number was not collected. ``permit``: shown to a remote rank that sends the bytes itself.
         """
         ...
 
     def cancel(self, transfer: int) -> None:
-        """Stop posting a transfer; never blocks.
-
-        It still ends exactly once, with an error: at once if the fabric was asked for nothing of it, else
-        when all that it was asked for has ended. A transfer that is unknown, or has ended, is left alone.
-        """
+        """Stop posting a transfer, if it is known; it ends with an error once all posted parts have ended."""
         ...
 
     def clear(self, transfer: int, runs: Runs | Product, *, after: DeviceEvent | None = None) -> None:
-        """Submit the filling of the destination places of ``runs`` with zeros: a transfer like a read.
+        """Submit a transfer that fills the destination places of ``runs`` with zeros.
 
-        It does not wait for reads: clear no byte that a read under way writes. Once submitted, it is not
-        cancelled.
+        It does not wait for reads: clear no byte that a read under way writes. It cannot be cancelled.
         """
         ...
 
     def poll(self) -> list[ReadEnd]:
-        """The transfers that ended since the last call, whoever made it; never blocks."""
+        """The transfers that ended since the last call, from any thread; never blocks."""
         ...
 
     def on_end(self, wake: Callable[[], None]) -> None:
-        """Call ``wake``, from whatever thread, as soon as there is an end to collect.
+        """Call ``wake``, from any thread, as soon as there is an end to collect.
 
-        It must be quick, and may call ``poll``, ``read``, ``cancel`` and ``forget``, nothing slow. What it
-        raises is logged and ignored. A transport whose reads advance in ``poll`` only never calls it.
+        It must be quick, and may call ``poll``, ``read``, ``cancel`` and ``forget``. Its exceptions are
+        logged and ignored. A transport whose reads advance only in ``poll`` never calls it.
         """
         ...
 
     def forget(self, peer: str) -> None:
-        """Drop a peer, if it is known. Transfers in flight still end and are still reported.
-
-        Those that still wait for their turn may end with an error.
-        """
+        """Drop a peer, if it is known. Posted transfers still end and are reported; others may fail."""
         ...
 
     def close(self) -> None:
         """Release all memory and peers. Blocks until no transfer is in flight, or raises after a deadline.
 
-        Transfers that still wait for their turn may end with an error. Ends that were not collected yet can
-        be collected afterwards. Closing again, also from another thread, does nothing more; after a
-        deadline, it waits again.
+        Transfers that are not posted yet may fail. Ends can still be collected afterwards. Closing again does
+        nothing more; after a deadline, it waits again.
         """
         ...

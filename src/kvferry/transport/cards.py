@@ -1,4 +1,4 @@
-"""Cards: what a rank gives to those who may read its memory."""
+"""Cards: the connection data that a rank gives to its readers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvferry.errors import TransportError
 SEAL = struct.Struct(">8sI")
 LENGTHS = struct.Struct(">HIII")
 MAGIC = b"kvfcard8"
-"""Changed whenever a reader that does not know of the change must stay away."""
+"""Changes with the format, so that older readers reject the card."""
 METADATA_HEAD = b"nixlSerDes|Agent"
-"""What NIXL 1.x puts before the name of the agent."""
+"""Precedes the name of the agent in NIXL 1.x."""
 DIGEST_BYTES = 16
 POINT = struct.Struct(f">I{DIGEST_BYTES}s")
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 64, 64 << 20
@@ -24,34 +24,31 @@ MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 64, 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """Each part is for one way of reading, and empty where that way is closed.
+    """Each part is for one mode, and empty where that mode is unavailable.
 
     >>> card = Card("a", b"keys", export=b"handles")
     >>> Card.from_bytes(card.to_bytes()) == card
     True
     >>> Card.from_bytes(card.to_bytes()[:-1])
     Traceback (most recent call last):
-    kvferry.errors.TransportError: bad-card: 37 bytes that are not a card of this transport
+    kvferry.errors.TransportError: bad-card: 37 bytes are not a card of this transport and version
     """
 
     agent: str = ""
-    """The name of the rank's NIXL agent."""
     metadata: bytes = b""
-    """What NIXL must know to read the rank's memory."""
     export: bytes = b""
-    """What processes of the same host need to open device memory."""
+    """Handles of device memory, for processes of the same host: an ``Export``."""
     gather: bytes = b""
-    """Where the rank is asked to send bytes: a ``GatherPoint``."""
+    """Where to request packed reads: a ``GatherPoint``."""
 
     def to_bytes(self) -> bytes:
-        """With a checksum."""
         parts = self.agent.encode(), self.metadata, self.export, self.gather
         sealed = LENGTHS.pack(*map(len, parts)) + b"".join(parts)
         return SEAL.pack(MAGIC, zlib.crc32(sealed)) + sealed
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Card:
-        """Raises TransportError if it is none."""
+        """Raises TransportError unless it is a card with a correct checksum."""
         sealed = data[SEAL.size :]
         if len(sealed) >= LENGTHS.size and SEAL.unpack_from(data) == (MAGIC, zlib.crc32(sealed)):
             lengths, at, parts = LENGTHS.unpack_from(sealed), LENGTHS.size, []
@@ -60,47 +57,46 @@ class Card:
                 at += length
             if at == len(sealed):
                 return cls(parts[0].decode(errors="replace"), *parts[1:])
-        raise TransportError("bad-card", f"{len(data)} bytes that are not a card of this transport")
+        raise TransportError("bad-card", f"{len(data)} bytes are not a card of this transport and version")
 
 
 @dataclass(frozen=True, slots=True)
 class GatherPoint:
-    """Where a rank is asked to send bytes, and how many at once.
+    """Where to request packed reads of a rank, and how many bytes at once.
 
     >>> point = GatherPoint("tcp://127.0.0.1:5555", 1 << 20, digest_of([]))
     >>> GatherPoint.from_bytes(point.to_bytes()) == point
     True
     >>> GatherPoint.from_bytes(b"junk")
     Traceback (most recent call last):
-    kvferry.errors.TransportError: bad-card: it has no address for packed reads
+    kvferry.errors.TransportError: bad-card: its address for packed reads is malformed
     """
 
     address: str
     chunk_bytes: int
     regions_digest: bytes
-    """Of the rank's regions: a reader that was told of others must not ask."""
+    """Of the rank's regions: readers compare it with the manifest."""
 
     def to_bytes(self) -> bytes:
         return POINT.pack(self.chunk_bytes, self.regions_digest) + self.address.encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> GatherPoint:
-        """From a card; raises TransportError if it makes no sense."""
+        """Raises TransportError if it is malformed."""
         if len(data) > POINT.size:
             chunk_bytes, digest = POINT.unpack_from(data)
             if MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
                 return cls(data[POINT.size :].decode(errors="replace"), chunk_bytes, digest)
-        raise TransportError("bad-card", "it has no address for packed reads")
+        raise TransportError("bad-card", "its address for packed reads is malformed")
 
 
 def digest_of(regions: Sequence[Region]) -> bytes:
-    """By which a reader knows the regions that it was told of."""
     numbers = [number for region in regions for number in (region.address, region.num_bytes)]
     return hashlib.sha256(struct.pack(f">{len(numbers)}Q", *numbers)).digest()[:DIGEST_BYTES]
 
 
 def name_in(metadata: bytes) -> str:
-    """The name of the agent that metadata is of, as NIXL will read it; empty if it is none.
+    """The name of the agent in NIXL's metadata, as NIXL reads it; empty if there is none.
 
     >>> name_in(METADATA_HEAD + bytes([3, 0, 0, 0, 0, 0, 0, 0]) + b"src" + b"keys")
     'src'

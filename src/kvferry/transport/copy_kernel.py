@@ -1,7 +1,7 @@
-"""The copy kernel's other half: products become the table that ``copy.cu`` reads, in bounded launches.
+"""The host side of ``copy.cu``: writes a product as the kernel's table, and launches it in bounded parts.
 
-Before the kernel sees an address, it is checked against the memory that is really there: one bad address
-would destroy the engine's whole CUDA context. The checks are as quick as the product is short.
+Every address is checked against the registered memory first: one bad address would destroy the engine's CUDA
+context.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ from kvferry.transport.places import Places, cut_long
 
 WARP_SIZE, WORDS_PER_LANE = 32, 8
 TILE_WORDS = WARP_SIZE * WORDS_PER_LANE
-"""What a warp copies at a time; ``copy.cu`` has the same numbers."""
+"""A warp copies a tile at a time; ``copy.cu`` has the same numbers."""
 THREADS_PER_BLOCK = 512
 TILES_PER_BLOCK = THREADS_PER_BLOCK // WARP_SIZE
-"""At a time, one by each warp."""
 MAX_WORD_BYTES = 16
 MAX_RUN_BYTES = 1 << 30
-"""The kernel counts the words of a run in 32 bits: longer runs are cut."""
+"""Longer runs are cut: the kernel counts the words of a run in 32 bits."""
 
 TERM = np.dtype(
     [
@@ -58,24 +57,22 @@ Words = NDArray[np.uint64]
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """Runs of a pattern that are all of one length, as addresses: made once, used for every request.
-
-    ``src_room`` and ``dst_room`` say how far all of them can be moved before the first leaves its region.
-    """
+    """Runs of one length of a pattern, as addresses: made once, used for every request."""
 
     addresses: Words
-    """Of the sources, if there are any, then of the destinations."""
+    """Of the sources, if any, then of the destinations."""
     num_runs: int
     num_bytes: int
     bits: int
-    """Every bit that is set in some address or in the length: the lowest one is what all are aligned to."""
+    """The addresses and the length, combined by "or": the lowest bit is their common alignment."""
     src_room: int
+    """How far all runs can be moved before one leaves its region."""
     dst_room: int
     is_clear: bool
 
     @classmethod
     def of(cls, sides: Sequence[tuple[Words, int]], num_bytes: int) -> Prepared:
-        """Runs of so many bytes; ``sides``: addresses and room of the sources, if any, and destinations."""
+        """``sides``: addresses and room of the sources, if any, and of the destinations."""
         addresses = np.concatenate([side for side, _ in sides])
         bits = int(np.bitwise_or.reduce(addresses)) | num_bytes
         rooms = sides[0][1], sides[-1][1]
@@ -83,10 +80,7 @@ class Prepared:
 
 
 def prepare(pattern: Runs, src: Places | None, dst: Places) -> tuple[Prepared, ...]:
-    """A pattern between two sides' memory; without ``src``, for filling with zeros.
-
-    Raises TransportError if any run of it leaves its region.
-    """
+    """Without ``src``, for filling with zeros. Raises TransportError if a run leaves its region."""
     if src:
         src.check(pattern.src, pattern.num_bytes)
     dst.check(pattern.dst, pattern.num_bytes)
@@ -104,15 +98,14 @@ def _prepared(runs: Runs, src: Places | None, dst: Places) -> Prepared:
 
 @dataclass(frozen=True, eq=False)
 class Repeated:
-    """Prepared runs over the pairs of blocks of a request; raises TransportError if one leaves its region."""
+    """Prepared runs for all pairs of blocks; raises TransportError if one leaves its region."""
 
     prepared: Prepared
     steps: Ints
-    """As in a product's term."""
 
     def __post_init__(self) -> None:
         rooms = self.prepared.src_room, self.prepared.dst_room
-        high = self.steps.view(np.uint64).max(axis=1).tolist()  # a step back is a very large one
+        high = self.steps.view(np.uint64).max(axis=1).tolist()  # negative steps become very large
         if high[0] > rooms[0] or high[1] > rooms[1]:
             low, high = self.steps.min(axis=1).tolist(), self.steps.max(axis=1).tolist()
             detail = f"steps from {low} to {high} bytes, with room for {list(rooms)}"
@@ -120,12 +113,12 @@ class Repeated:
 
     @property
     def num_words(self) -> int:
-        """Words of 64 bits that its arrays take in the table."""
+        """Words of 64 bits of its arrays in the table."""
         return len(self.prepared.addresses) + self.steps.size
 
     @property
     def word_bytes(self) -> int:
-        """The longest word that every run is aligned to and made of."""
+        """The longest word that fits the alignment and length of every run."""
         bits = self.prepared.bits | MAX_WORD_BYTES | int(np.bitwise_or.reduce(self.steps.ravel()))
         return bits & -bits
 
@@ -139,26 +132,23 @@ class Repeated:
 
 
 class Work(NamedTuple):
-    """A product in the form of the kernel."""
-
     num_terms: int
     num_tiles: int
     num_bytes: int
 
 
 def repeated(product: Product, prepared: Callable[[Runs], Sequence[Prepared]]) -> list[Repeated]:
-    """The terms of a product, checked: no run of them leaves its region."""
     terms = [term for term in product.terms if len(term.pattern) and term.num_pairs]
     return [Repeated(part, term.steps) for term in terms for part in prepared(term.pattern)]
 
 
 def table_words(terms: Sequence[Repeated]) -> int:
-    """How many words of 64 bits the table of these terms takes."""
+    """Words of 64 bits of the table of these terms."""
     return len(terms) * TERM_WORDS + sum(term.num_words for term in terms)
 
 
 def write_table(terms: Sequence[Repeated], table: Words, address: int) -> Work:
-    """Write what the kernel reads into ``table``, for being put at ``address``."""
+    """Write the kernel's table, which will be at ``address``."""
     heads: list[tuple[int, ...]] = []
     at, num_tiles, num_bytes = len(terms) * TERM_WORDS, 0, 0
     for term in terms:
@@ -171,7 +161,7 @@ def write_table(terms: Sequence[Repeated], table: Words, address: int) -> Work:
         src, dst = (0, arrays) if prepared.is_clear else (arrays, arrays + 8 * prepared.num_runs)
         words_per_run = prepared.num_bytes // word_bytes
         num_words = words_per_run * term.num_runs
-        # Two halves of 32 bits go together, the first one low.
+        # Two numbers of 32 bits share a word, the first one in the low half.
         lengths = num_tiles, num_words, words_per_run | prepared.num_runs << 32, word_bytes
         heads.append((src, dst, steps, steps + 8 * num_pairs, *lengths))
         num_tiles += -(-num_words // TILE_WORDS)
@@ -181,8 +171,6 @@ def write_table(terms: Sequence[Repeated], table: Words, address: int) -> Work:
 
 
 class Launch(NamedTuple):
-    """The tiles that one launch of a kernel takes, and by how many blocks."""
-
     first_tile: int
     stop_tile: int
     num_blocks: int
@@ -190,21 +178,15 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CopyLimits:
-    """How much of the device one copy may take, so that the engine's own work gets its turn.
-
-    The defaults are measured (``docs/lab/performance.md``).
-    """
+    """Limits one copy's use of the device, which it shares with the engine (``docs/lab/performance.md``)."""
 
     num_blocks: int = 32
     """Blocks of 512 threads, at most one on each multiprocessor; 0: one on each."""
     launch_bytes: int = 64 << 20
-    """A longer copy is several launches; 0: one launch whatever its length."""
+    """A longer copy takes several launches; 0: always one launch."""
 
     def launches(self, num_tiles: int, num_bytes: int, num_multiprocessors: int) -> Iterator[Launch]:
-        """A kernel's work in launches, one after another.
-
-        A second block does not fit on a multiprocessor beside the first, for its registers: it would wait
-        until the first has ended, and then do its share alone.
+        """Launches, one after another. The registers allow one block on each multiprocessor.
 
         >>> [*CopyLimits(num_blocks=2, launch_bytes=4096).launches(36, 8192, num_multiprocessors=132)]
         [Launch(first_tile=0, stop_tile=18, num_blocks=2), Launch(first_tile=18, stop_tile=36, num_blocks=2)]
@@ -222,28 +204,30 @@ class CopyLimits:
 NUM_ARGUMENTS = 4
 
 
-class CopyKernel:
-    """The compiled kernel on one device."""
+class TableKernel:
+    """A compiled kernel that reads a table, launched in bounded parts."""
 
-    def __init__(self, cuda: Cuda, limits: CopyLimits) -> None:
+    def __init__(
+        self, cuda: Cuda, limits: CopyLimits, name: str = "copy", function: str = "copy_runs"
+    ) -> None:
         self._cuda, self._limits = cuda, limits
         self._num_multiprocessors = cuda.num_multiprocessors
-        self._kernel = cuda.load(compiled_kernel("copy", source(), cuda.architecture), "copy_runs")
+        self._kernel = cuda.load(compiled_kernel(name, source(name), cuda.architecture), function)
 
     def launch(self, work: Work, table_address: int, stream: Any, arguments: Arguments) -> None:
-        """Queue a product whose table is, or will be by then, at an address that the device can read."""
+        """Queue work. Its table must be at the address when the stream gets there."""
         launches = self._limits.launches(work.num_tiles, work.num_bytes, self._num_multiprocessors)
         for first, stop, num_blocks in launches:
             arguments.set(table_address, work.num_terms, first, stop)
             self._cuda.launch(self._kernel, num_blocks, THREADS_PER_BLOCK, stream, arguments)
 
 
-def source() -> str:
-    return files(__package__).joinpath("copy.cu").read_text(encoding="utf-8")
+def source(name: str) -> str:
+    return files(__package__).joinpath(f"{name}.cu").read_text(encoding="utf-8")
 
 
 def compiled_kernel(name: str, text: str, architecture: str) -> bytes:
-    """A kernel for an architecture: compiled once, and kept in the user's cache folder."""
+    """Compiled once, and kept in the user's cache folder."""
     mark = hashlib.sha256(f"{text}\0{architecture}\0{compiler_version()}".encode()).hexdigest()[:32]
     kept = f"{name}-{architecture}-{mark}.cubin"
     with suppress(OSError, SpecError):
@@ -255,20 +239,15 @@ def compiled_kernel(name: str, text: str, architecture: str) -> bytes:
 
 
 TABLE_BYTES = 4 << 20
-"""Room for the table of one copy, pinned and on the device; a longer one makes it grow."""
+"""The first size of the table of one copy."""
 SHORT_BYTES = 8 << 20
-"""Up to so many, the kernel reads its table from the host's memory: to upload it first would take longer."""
-
-
-# One copy at a time on a device: a stream, room for the table that the kernel reads, and the copy's end.
-#
-# Whoever puts a copy here decides in which thread, and who waits for its end.
+"""For shorter copies, the kernel reads its table from pinned memory, since an upload would take longer."""
 
 
 class CopyQueue:
-    """For one copy at a time, by whichever thread; the device must be current there."""
+    """For one copy at a time: a stream and a table. The device must be current in the calling thread."""
 
-    def __init__(self, cuda: Cuda, kernel: CopyKernel) -> None:
+    def __init__(self, cuda: Cuda, kernel: TableKernel) -> None:
         self._cuda, self._kernel = cuda, kernel
         self._arguments = Arguments(NUM_ARGUMENTS)
         with cuda.current(), ExitStack() as undo:
@@ -276,15 +255,15 @@ class CopyQueue:
             undo.callback(cuda.free_stream, self._stream)
             self._mark = cuda.make_event()
             undo.callback(cuda.free_event, self._mark)
-            self._table = _Table(cuda, TABLE_BYTES)
+            self._table = KernelTable(cuda, TABLE_BYTES)
             undo.callback(self._table.free)
-            # The first launch loads the kernel, and waits for all work of the device.
+            # The first launch loads the kernel, which waits for all work of the device.
             kernel.launch(Work(0, 1, 1), self._table.address, self._stream, self._arguments)
             cuda.wait_stream(self._stream)
-            self._give_up = undo.pop_all()
+            self._undo = undo.pop_all()
 
     def put(self, terms: Sequence[Repeated], num_bytes: int, after: DeviceEvent | None = None) -> None:
-        """Queue a copy of so many bytes, behind an event. If it fails, some of it may have been queued."""
+        """Queue a copy behind an event. If it fails, some of it may have been queued."""
         num_words = table_words(terms)
         table = self._table.room(num_words)
         is_short = num_bytes <= SHORT_BYTES
@@ -299,7 +278,7 @@ class CopyQueue:
         self._kernel.launch(work, address, self._stream, self._arguments)
 
     def wait(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Wait for the end of what was put, whatever goes wrong before. ``meanwhile``: what comes first."""
+        """Wait for the end of the copy, after ``meanwhile``, even if that raises."""
         wait = partial(self._cuda.wait_stream, self._stream)
         try:
             self._cuda.record(self._mark, self._stream)
@@ -309,12 +288,11 @@ class CopyQueue:
             wait()
 
     def close(self) -> None:
-        """Give everything up. Nothing may be under way."""
-        self._give_up.close()
+        self._undo.close()
 
 
-class _Table:
-    """Pinned memory that tables are written in, and the device memory that they are uploaded to."""
+class KernelTable:
+    """Pinned memory, and device memory of the same size."""
 
     def __init__(self, cuda: Cuda, num_bytes: int) -> None:
         self._cuda = cuda
@@ -330,11 +308,11 @@ class _Table:
         self.pinned, self.address = pinned, address
         self.words: Words = self._cuda.pinned_array(self.pinned, num_bytes).view(np.uint64)
 
-    def room(self, num_words: int) -> _Table:
-        """Itself, with room for so many words. Nothing of an earlier copy may be under way."""
+    def room(self, num_words: int) -> KernelTable:
+        """Itself, with room for so many words. Nothing may be under way."""
         if num_words > len(self.words):
             pinned, address = self.pinned, self.address
-            self._allocate(8 << (num_words - 1).bit_length())  # may fail: the table stays as it is then
+            self._allocate(8 << (num_words - 1).bit_length())  # if that fails, the table does not change
             self._free(pinned, address)
         return self
 

@@ -1,7 +1,7 @@
-"""CUDA's driver, by NVIDIA's own bindings, which only this file imports. No torch.
+"""CUDA's driver. Only this file imports NVIDIA's bindings; torch is not needed.
 
-A thread that touches device memory must have the device's *primary* context current, the one that torch and
-the CUDA runtime use too. Every call of the driver lets go of the interpreter while it waits.
+A thread that touches device memory must have the device's *primary* context current, which torch and the CUDA
+runtime use, too. Calls of the driver release the interpreter's lock while they wait.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ NAME_BYTES = 128
 
 
 def has_cuda() -> bool:
-    """Whether this machine has a CUDA driver and a device, and the bindings are installed."""
     try:
         return int(call(_driver().cuDeviceGetCount)) > 0
     except TransportError:
@@ -32,35 +31,32 @@ def has_cuda() -> bool:
 
 
 def device_names() -> list[str]:
-    """What the devices of this process are called, by index; raises TransportError without a driver."""
+    """The names of this process's devices, by index; raises TransportError without a driver."""
     driver = _driver()
-    devices = [call(driver.cuDeviceGet, i) for i in range(int(call(driver.cuDeviceGetCount)))]
-    return [
-        bytes(call(driver.cuDeviceGetName, NAME_BYTES, device)).partition(b"\0")[0].decode()
-        for device in devices
-    ]
-
-
-Event = Any
-"""A mark in a stream: the driver's own, or its address as a number, as torch gives it."""
+    names = (call(driver.cuDeviceGetName, NAME_BYTES, device) for device in _devices(driver))
+    return [bytes(name).partition(b"\0")[0].decode() for name in names]
 
 
 def visible_devices() -> frozenset[str]:
-    """The UUIDs of the devices that this process can use."""
     driver = _driver()
-    devices = [call(driver.cuDeviceGet, i) for i in range(int(call(driver.cuDeviceGetCount)))]
-    return frozenset(_uuid(driver, device) for device in devices)
+    return frozenset(_uuid(driver, device) for device in _devices(driver))
+
+
+def _devices(driver: Any) -> list[Any]:
+    return [call(driver.cuDeviceGet, i) for i in range(int(call(driver.cuDeviceGetCount)))]
+
+
+Event = Any
+"""The driver's own, or its address as a number, as torch gives it."""
 
 
 class Allocation(NamedTuple):
-    """What the driver allocated in one piece, and a place in it lies in."""
-
     address: int
     num_bytes: int
 
 
 class Arguments:
-    """What a kernel is called with: numbers of 64 bits, as the driver wants them; used again and again."""
+    """Arguments of a kernel, numbers of 64 bits; reusable."""
 
     def __init__(self, number: int) -> None:
         self._values = (ctypes.c_uint64 * number)()
@@ -69,13 +65,11 @@ class Arguments:
         self.address = ctypes.addressof(self._pointers)
 
     def set(self, *values: int) -> None:
-        """The next call's. The driver copies them when a kernel is launched."""
+        """For the next launch, which copies them."""
         self._values[:] = list(values)
 
 
 class Cuda:
-    """One device, by its index in this process."""
-
     def __init__(self, device_index: int) -> None:
         self._cu = _driver()
         self._device = call(self._cu.cuDeviceGet, device_index)
@@ -85,18 +79,16 @@ class Cuda:
 
     @property
     def uuid(self) -> str:
-        """The device's name in every process; its index is another where ``CUDA_VISIBLE_DEVICES`` is."""
+        """The same in every process, unlike the index."""
         return _uuid(self._cu, self._device)
 
     @property
     def num_multiprocessors(self) -> int:
-        """How many blocks of a kernel run at once, one on each."""
         attribute = self._cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
         return int(call(self._cu.cuDeviceGetAttribute, attribute, self._device))
 
     @property
     def architecture(self) -> str:
-        """What kernels are compiled for ('sm_90')."""
         names = self._cu.CUdevice_attribute
         parts = (
             names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
@@ -106,17 +98,14 @@ class Cuda:
         return f"sm_{major}{minor}"
 
     def bind_thread(self) -> None:
-        """Make the device current in the calling thread, for good.
-
-        Others may be capturing a graph: in the relaxed mode, what this thread does leaves them alone.
-        """
+        """Make the device current in the calling thread; graph captures of others are not disturbed."""
         call(self._cu.cuCtxSetCurrent, self._context)
         relaxed = self._cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         call(self._cu.cuThreadExchangeStreamCaptureMode, relaxed)
 
     @contextmanager
     def current_for_launches(self) -> Iterator[None]:
-        """Make the device current, for work in a stream only: no capture of another thread minds that."""
+        """Make the device current for work in a stream, which disturbs no graph capture anyway."""
         call(self._cu.cuCtxPushCurrent, self._context)
         try:
             yield
@@ -125,7 +114,7 @@ class Cuda:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Make the device current for a while, in any thread; captures of other threads are left alone."""
+        """Make the device current in any thread; graph captures of other threads are not disturbed."""
         relaxed = self._cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         call(self._cu.cuCtxPushCurrent, self._context)
         before = call(self._cu.cuThreadExchangeStreamCaptureMode, relaxed)
@@ -138,7 +127,7 @@ class Cuda:
     # -- memory ------------------------------------------------------------------------------------
 
     def allocate(self, num_bytes: int) -> int:
-        """Device memory; its address."""
+        """Returns the address."""
         with self.current():
             return int(call(self._cu.cuMemAlloc, num_bytes))
 
@@ -172,16 +161,15 @@ class Cuda:
             try:
                 for address, num_bytes in spans:
                     call(self._cu.cuMemsetD8Async, address, 0, num_bytes, self._stream)
-            finally:  # also what was begun before an error ends here
+            finally:  # also after an error
                 self.wait_stream(self._stream)
 
     def allocate_pinned(self, num_bytes: int) -> int:
-        """Host memory that the device reads by itself; its address."""
+        """Host memory that the device reads and writes; returns the address."""
         with self.current():
             return int(call(self._cu.cuMemHostAlloc, num_bytes, 0))
 
     def pinned_array(self, address: int, num_bytes: int) -> NDArray[np.uint8]:
-        """Pinned host memory as an array; good until it is freed."""
         buffer = (ctypes.c_uint8 * num_bytes).from_address(address)
         return np.frombuffer(memoryview(buffer), np.uint8)
 
@@ -197,12 +185,12 @@ class Cuda:
     # -- memory of other processes -----------------------------------------------------------------
 
     def export(self, allocation: Allocation) -> bytes:
-        """A handle by which another process of this host opens a whole allocation."""
+        """A handle of an allocation, for other processes of this host."""
         with self.current():
             return bytes(call(self._cu.cuIpcGetMemHandle, allocation.address).reserved)
 
     def open(self, handle: bytes) -> Allocation:
-        """Map the allocation behind a handle into this process. ``close_opened`` gives it up."""
+        """Map the allocation of a handle into this process, until ``close_opened``."""
         ours = self._cu.CUipcMemHandle()
         try:
             ours.reserved = handle
@@ -218,12 +206,12 @@ class Cuda:
                 raise
 
     def close_opened(self, allocation: Allocation) -> None:
-        """Unmap another process's memory. Nothing may be reading it any more."""
+        """Nothing may be reading it."""
         with self.current():
             call(self._cu.cuIpcCloseMemHandle, allocation.address)
 
     def export_virtual(self, allocation: Allocation) -> int:
-        """A file descriptor by which another process of this host opens a piece of virtual memory."""
+        """A file descriptor of a piece of virtual memory, for other processes of this host."""
         kind = self._cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         with self.current():
             handle = call(self._cu.cuMemRetainAllocationHandle, allocation.address)
@@ -233,7 +221,7 @@ class Cuda:
                 call(self._cu.cuMemRelease, handle)
 
     def open_virtual(self, descriptors: Sequence[int], sizes: Sequence[int]) -> Allocation:
-        """Map pieces of virtual memory side by side. ``close_virtual`` gives them up."""
+        """Map pieces of virtual memory side by side, until ``close_virtual``."""
         kind = self._cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         with self.current(), ExitStack() as undo:
             room = Allocation(int(call(self._cu.cuMemAddressReserve, sum(sizes), 0, 0, 0)), sum(sizes))
@@ -256,7 +244,7 @@ class Cuda:
         return room
 
     def close_virtual(self, allocation: Allocation) -> None:
-        """Unmap pieces of virtual memory. Nothing may be reading them any more."""
+        """Nothing may be reading it."""
         with self.current():
             call(self._cu.cuMemUnmap, *allocation)
             call(self._cu.cuMemAddressFree, *allocation)
@@ -264,7 +252,7 @@ class Cuda:
     # -- work in order -----------------------------------------------------------------------------
 
     def make_stream(self) -> Any:
-        """A queue of work for the device that waits for no other."""
+        """Independent of the default stream."""
         return call(self._cu.cuStreamCreate, self._cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
 
     def free_stream(self, stream: Any) -> None:
@@ -275,7 +263,7 @@ class Cuda:
         call(self._cu.cuStreamSynchronize, stream)
 
     def make_event(self) -> Event:
-        """A mark in a stream. Whoever waits for it spins, without the interpreter: to sleep costs 50 µs."""
+        """Waiting for it spins, without the interpreter's lock: sleeping would cost 50 µs."""
         return call(self._cu.cuEventCreate, self._cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 
     def free_event(self, event: Event) -> None:
@@ -295,7 +283,7 @@ class Cuda:
         return True
 
     def wait_in_stream(self, stream: Any, event: Event) -> None:
-        """Let a stream wait for an event of another, by the device alone."""
+        """Let a stream wait, on the device, for an event of another."""
         call(self._cu.cuStreamWaitEvent, stream, event, 0)
 
     def upload_later(self, address: int, pinned: int, num_bytes: int, stream: Any) -> None:
@@ -307,7 +295,7 @@ class Cuda:
     # -- kernels -----------------------------------------------------------------------------------
 
     def load(self, binary: bytes, name: str) -> Any:
-        """A kernel of a compiled module, which is kept for the life of the process."""
+        """A kernel of a compiled module, which is never unloaded."""
         with self.current():
             module = call(self._cu.cuModuleLoadData, binary)
             return call(self._cu.cuModuleGetFunction, module, name.encode())
@@ -319,10 +307,7 @@ class Cuda:
         call(self._cu.cuLaunchKernel, kernel, *grid, stream, arguments.address, 0)
 
     def close(self) -> None:
-        """Give the stream back; the context is kept.
-
-        UCX remembers its mappings of other memory as long as this process lives: they must not dangle.
-        """
+        """Keeps the context: UCX's mappings of other memory last as long as this process."""
         self.free_stream(self._stream)
 
 
@@ -344,7 +329,7 @@ def _uuid(driver: Any, device: Any) -> str:
 
 
 def call(function: Any, *args: Any) -> Any:
-    """What a function of the driver or the compiler returns, or its error as ours."""
+    """The results of a function of the driver or the compiler; raises TransportError."""
     status, *results = function(*args)
     _check(function.__name__, status)
     return results[0] if len(results) == 1 else tuple(results)
@@ -356,7 +341,6 @@ def _check(name: str, status: Any) -> None:
 
 
 def compile_kernel(source: str, architecture: str) -> bytes:
-    """CUDA C++ as machine code for one architecture."""
     nvrtc = _nvrtc()
     program = call(nvrtc.nvrtcCreateProgram, source.encode(), b"kvferry.cu", 0, [], [])
     options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]
@@ -373,7 +357,6 @@ def compile_kernel(source: str, architecture: str) -> bytes:
 
 
 def compiler_version() -> str:
-    """Which compiler this is, for the name of what it made."""
     return ".".join(str(part) for part in call(_nvrtc().nvrtcVersion))
 
 
@@ -384,7 +367,6 @@ def _nvrtc() -> Any:
 
         nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:
-        raise TransportError(
-            "no-cuda", f"CUDA's run-time compiler cannot be loaded ({error}); {INSTALL}"
-        ) from error
+        detail = f"CUDA's run-time compiler cannot be loaded ({error}); {INSTALL}"
+        raise TransportError("no-cuda", detail) from error
     return nvrtc

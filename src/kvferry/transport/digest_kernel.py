@@ -1,7 +1,7 @@
-"""The digest kernel: cells to sum up become the table that ``digest.cu`` reads, and the sums come back.
+"""The host side of ``digest.cu``: writes cells as the kernel's table, and reads the sums.
 
-Before the kernel sees an address, it is checked against the memory that is really there: one bad address
-would destroy the engine's whole CUDA context.
+Every address is checked against the registered memory first: one bad address would destroy the engine's CUDA
+context.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from importlib.resources import files
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -19,20 +18,19 @@ from numpy.typing import NDArray
 from kvferry.core.digest_cells import CellChunks, CellPattern, ChunkedCells, Words
 from kvferry.core.manifest import Region
 from kvferry.core.view import Ints
-from kvferry.errors import TransportError
 from kvferry.transport.copy_kernel import (
     NUM_ARGUMENTS,
-    THREADS_PER_BLOCK,
     WARP_SIZE,
     CopyLimits,
-    compiled_kernel,
+    KernelTable,
+    TableKernel,
+    Work,
 )
 from kvferry.transport.cuda import Arguments, Cuda
 
 TILE_STEPS, LANE_WORDS = 16, 4
-"""A tile is so many loads of each lane, each of so many words; ``digest.cu`` has the same numbers."""
+"""Loads of each lane in a tile, words in a load; ``digest.cu`` has the same numbers."""
 LOAD_BYTES = 16
-"""The longest load, of four words of four bytes."""
 TERM = np.dtype(
     [(name, "<u8") for name in ("first", "cells", "weights", "rows", "keys", "sum", "first_tile")]
     + [(name, "<u4") for name in ("num_cells", "row_words", "cell_words", "cell_lanes", "cell_tiles")]
@@ -43,23 +41,23 @@ TERM_WORDS = TERM.itemsize // 8
 
 
 class _Shared(NamedTuple):
-    """What all layers have in common whose cells lie alike: one term for each chunk of tokens."""
+    """The terms of all layers with the same arrangement of cells: one for each chunk of tokens."""
 
     terms: Words
-    """As plain words: numpy is slow at joining records. Arrays are told by where they are in the table;
-    ``first_tile`` is how many tiles a term has."""
+    """As plain words, which numpy joins faster than records. Arrays are given by their offsets in the table,
+    ``first_tile`` is the number of tiles."""
     num_terms: int
     bits: int
-    """Every bit that is set in some distance or length: the lowest one is what all are aligned to."""
+    """Distances and lengths, combined by "or": the lowest bit is their common alignment."""
     word_bytes: int
     num_tiles: int
     num_bytes: int
     start: int
-    """Of the bytes that are read, from the first item of block 0 on."""
+    """Of the bytes that are read, relative to block 0."""
     stop: int
 
     def unit_bytes(self, first: int) -> int:
-        """What a device can read at once: it reads words at multiples of their length only."""
+        """The length of one load; devices read aligned words only."""
         bits = self.bits | first
         lowest = bits & -bits
         are_fours = lowest == LOAD_BYTES == self.word_bytes * LANE_WORDS
@@ -67,7 +65,7 @@ class _Shared(NamedTuple):
 
 
 class DigestTable:
-    """Some states of a request in the form of the kernel."""
+    """The kernel's table for some states of a request."""
 
     def __init__(self, regions: Mapping[str, Region]) -> None:
         self._regions = regions
@@ -90,7 +88,7 @@ class DigestTable:
             blocks.check_inside(region.num_bytes)
             shared = self._shared[key] = self._new_shared(wanted)
         elif blocks.offset + shared.start < 0 or blocks.offset + shared.stop > region.num_bytes:
-            blocks.check_inside(region.num_bytes)  # says what is wrong
+            blocks.check_inside(region.num_bytes)  # raises
         self._states.append(shared)
         self._firsts.append(region.address + blocks.offset)
         self.num_sums += shared.num_terms
@@ -101,16 +99,15 @@ class DigestTable:
 
     @property
     def num_bytes(self) -> int:
-        """That the kernel reads of caches."""
         return sum(shared.num_bytes for shared in self._states)
 
     @property
     def num_words(self) -> int:
-        """Words of 64 bits that the table takes; the sums come behind."""
+        """Words of 64 bits of the table, without the sums behind it."""
         return self.num_sums * TERM_WORDS + self._array_words
 
     def words_with(self, wanted: ChunkedCells) -> int:
-        """How many words table and sums take together with one more state, at most."""
+        """At most so many words of table and sums with one more state."""
         blocks, chunks = wanted
         num_sums = self.num_sums + len(chunks.chunk_starts)
         num_words = num_sums * (TERM_WORDS + 1) + self._array_words
@@ -121,7 +118,7 @@ class DigestTable:
         return num_words + 2 * len(chunks.keys)
 
     def write(self, table: Words, address: int) -> None:
-        """Write what the kernel reads, and sums of zero, for being put at ``address``."""
+        """Write table and sums of zero, which will be at ``address``."""
         terms = np.concatenate([shared.terms for shared in self._states]).view(TERM)
         counts = [shared.num_terms for shared in self._states]
         units = map(_Shared.unit_bytes, self._states, self._firsts)
@@ -140,12 +137,11 @@ class DigestTable:
         table[at : at + self.num_sums] = 0
 
     def split(self, sums: Words) -> list[Words]:
-        """The sums of each state."""
         counts = [shared.num_terms for shared in self._states]
         return [sums[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
 
     def _put(self, values: NDArray[np.generic]) -> int:
-        """Where an array is, in words after the terms."""
+        """Returns the offset of an array behind the terms, in words."""
         self._arrays.append(np.ascontiguousarray(values).view(np.uint64).ravel())
         self._array_words += values.size
         return self._array_words - values.size
@@ -187,7 +183,7 @@ class DigestTable:
 
 
 def _set_tiles(terms: NDArray[np.void], num_cells: Ints, cell_words: int) -> None:
-    """Cut terms into tiles: a segment of many cells each, or many segments of few cells."""
+    """Cut terms into tiles: one segment of many cells, or many segments of few cells."""
     lanes = min(WARP_SIZE, 1 << (-(-cell_words // LANE_WORDS) - 1).bit_length())
     segments = -(-cell_words // (lanes * LANE_WORDS))
     cell_steps = -(-num_cells // (WARP_SIZE // lanes))
@@ -200,7 +196,7 @@ def _set_tiles(terms: NDArray[np.void], num_cells: Ints, cell_words: int) -> Non
 def tables_of(
     wanted: Sequence[ChunkedCells], regions: Mapping[str, Region], most_bytes: int
 ) -> Iterator[DigestTable]:
-    """Tables that take, with their sums, so many bytes each; a state that does not fit has one of its own."""
+    """Tables of at most so many bytes with their sums; a larger state has one of its own."""
     table = DigestTable(regions)
     for each in wanted:
         if table.num_sums and 8 * table.words_with(each) > most_bytes:
@@ -212,27 +208,25 @@ def tables_of(
 
 
 LIMITS = CopyLimits(num_blocks=0)
-"""The whole device: a digest only reads, and is through in a third of the time that 32 blocks take. What it
-costs others, their slowdown times its length, is less so (``docs/lab/performance.md``)."""
+"""The whole device: a digest only reads, and takes a third of the time of 32 blocks, so that the total
+slowdown of other work is smaller (``docs/lab/performance.md``)."""
 SCRATCH_BYTES = 16 << 20
-"""Of a table and its sums, on the device and pinned: digests of more take several turns."""
+"""The first size of one table and its sums; longer digests take several turns."""
 
 
 class DigestKernel:
-    """The compiled kernel on one device, with its stream and scratch; one digest at a time."""
+    """The compiled kernel on one device; one digest at a time."""
 
     def __init__(self, cuda: Cuda, limits: CopyLimits) -> None:
-        self._cuda, self._limits = cuda, limits
-        self._num_multiprocessors = cuda.num_multiprocessors
-        self._kernel = cuda.load(compiled_kernel("digest", source(), cuda.architecture), "sum_cells")
+        self._cuda, self._kernel = cuda, TableKernel(cuda, limits, "digest", "sum_cells")
         self._arguments = Arguments(NUM_ARGUMENTS)
         with cuda.current():
             self._stream = cuda.make_stream()
         self._lock = threading.Lock()
-        self._num_bytes, self._device, self._pinned = 0, 0, 0
+        self._scratch: KernelTable | None = None
+        """Made by the first digest."""
 
     def sums(self, regions: Mapping[str, Region], wanted: Sequence[ChunkedCells]) -> list[Words]:
-        """The sums of each state's chunks; waits for the device."""
         tables = tables_of(wanted, regions, SCRATCH_BYTES)
         with self._lock:
             return [sums for table in tables for sums in self._turn(table)]
@@ -240,46 +234,23 @@ class DigestKernel:
     def _turn(self, table: DigestTable) -> list[Words]:
         cuda, start = self._cuda, table.num_words
         stop = start + table.num_sums
-        self._grow(8 * stop)
-        pinned = cuda.pinned_array(self._pinned, self._num_bytes).view(np.uint64)
-        table.write(pinned[:stop], self._device)
-        launches = self._limits.launches(table.num_tiles, table.num_bytes, self._num_multiprocessors)
+        if self._scratch is None:
+            self._scratch = KernelTable(cuda, SCRATCH_BYTES)
+        scratch = self._scratch.room(stop)
+        table.write(scratch.words[:stop], scratch.address)
+        work = Work(table.num_sums, table.num_tiles, table.num_bytes)
         with cuda.current():
             try:
-                cuda.upload_later(self._device, self._pinned, 8 * stop, self._stream)
-                for first, end, num_blocks in launches:
-                    self._arguments.set(self._device, table.num_sums, first, end)
-                    cuda.launch(self._kernel, num_blocks, THREADS_PER_BLOCK, self._stream, self._arguments)
+                cuda.upload_later(scratch.address, scratch.pinned, 8 * stop, self._stream)
+                self._kernel.launch(work, scratch.address, self._stream, self._arguments)
                 place, num_bytes = 8 * start, 8 * table.num_sums
-                cuda.download_later(self._pinned + place, self._device + place, num_bytes, self._stream)
-            finally:  # also what was begun before an error ends here
+                cuda.download_later(scratch.pinned + place, scratch.address + place, num_bytes, self._stream)
+            finally:  # also after an error
                 cuda.wait_stream(self._stream)
-        return table.split(pinned[start:stop].copy())
-
-    def _grow(self, num_bytes: int) -> None:
-        """Take scratch once; only a state that needs more than it makes it grow."""
-        if num_bytes <= self._num_bytes:
-            return
-        num_bytes = max(num_bytes, SCRATCH_BYTES)
-        device, pinned = self._device, self._pinned
-        self._num_bytes = self._device = self._pinned = 0
-        if device:
-            self._cuda.free(device)
-            self._cuda.free_pinned(pinned)
-        device = self._cuda.allocate(num_bytes)
-        try:
-            self._pinned = self._cuda.allocate_pinned(num_bytes)
-        except TransportError:
-            self._cuda.free(device)
-            raise
-        self._num_bytes, self._device = num_bytes, device
+        return table.split(scratch.words[start:stop].copy())
 
 
 @cache
 def digest_kernel(device_index: int) -> DigestKernel:
-    """Of a device, for the life of the process; raises TransportError where there is no such device."""
+    """Kept for the life of the process; raises TransportError without such a device."""
     return DigestKernel(Cuda(device_index), LIMITS)
-
-
-def source() -> str:
-    return files(__package__).joinpath("digest.cu").read_text(encoding="utf-8")

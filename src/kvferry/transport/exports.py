@@ -1,12 +1,11 @@
-"""Device memory for readers on the same host: what a source hands out, and what a reader makes of it.
+"""Device memory for readers on the same host: the source exports it, the reader opens it.
 
-A region of device memory lies in one allocation of the driver's or, where memory was put together from
-pieces (virtual memory: vLLM's sleep mode, torch's expandable segments), in a row of them. A plain allocation
-is exported by a handle that travels in the card. A piece of virtual memory is exported by a file descriptor,
-which only a local socket can carry. What can be exported by neither is not exported, and the card says why.
+A region of device memory lies in one allocation of the driver or, in virtual memory (vLLM's sleep mode,
+torch's expandable segments), in several pieces. A plain allocation is exported by a handle in the card, a
+piece of virtual memory by a file descriptor over a local socket. If neither works, the card says why.
 
-A reader opens what it is offered, checks how much of it is really there, and reads a secret that the source
-put beside it: an attribute that promises access proves nothing, a right answer does.
+A reader opens the memory, checks its size, and reads a secret probe that the source stored beside it: the
+driver's attributes do not prove access.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ from time import monotonic
 from kvferry.core.manifest import Region
 from kvferry.errors import TransportError
 from kvferry.host.user_server import UserServer
-from kvferry.log import log_of
 from kvferry.transport.cuda import Allocation, Cuda, visible_devices
-
-log = log_of(__name__)
 
 TOKEN_BYTES = 32
 MAX_AT_ONCE = 250
@@ -35,13 +31,8 @@ MAX_AT_ONCE = 250
 ANSWER_SECONDS = 5.0
 
 
-# File descriptors from one process to another of the same host and user, for those who know a token.
-#
-# The socket has no name in the file system: it goes with its process, and is seen in its network namespace.
-
-
 class DescriptorServer:
-    """Hands the same descriptors to every process of this user that shows the token."""
+    """Sends file descriptors over an abstract socket to processes of this user that know the token."""
 
     def __init__(self, descriptors: Sequence[int]) -> None:
         self._descriptors = list(descriptors)
@@ -60,12 +51,12 @@ class DescriptorServer:
             socket.send_fds(caller, [b"."], self._descriptors[at : at + MAX_AT_ONCE])
 
     def close(self) -> None:
-        """Hand out nothing more. The descriptors stay with whoever gave them."""
+        """The descriptors stay open."""
         self._server.close()
 
 
 def receive_descriptors(name: str, token: str, number: int) -> list[int]:
-    """So many descriptors, which are the caller's to close; or TransportError, and none."""
+    """So many descriptors, which the caller closes; raises TransportError otherwise."""
     received: list[int] = []
     deadline = monotonic() + ANSWER_SECONDS
     try:
@@ -79,7 +70,7 @@ def receive_descriptors(name: str, token: str, number: int) -> list[int]:
                 received += descriptors
                 for descriptor in descriptors:  # a child process would keep the source's memory
                     os.set_inheritable(descriptor, False)
-                if not descriptors:  # the end; or bytes alone, of which there could be any number
+                if not descriptors:  # the end, or bytes without descriptors
                     break
         if len(received) == number:
             return received
@@ -94,52 +85,50 @@ def receive_descriptors(name: str, token: str, number: int) -> list[int]:
 PROBE_BYTES = 64
 MAX_EXPORT_BYTES = 1 << 20
 MAX_NUMBER = (1 << 63) - 1
-"""Whatever is larger is no size or address, and no number that the driver takes."""
+"""The largest size or address that the driver takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExportedPiece:
-    """One allocation of the source's, or one piece of its virtual memory."""
+    """One allocation of the source, or one piece of its virtual memory."""
 
     num_bytes: int
     handle: str = ""
-    """The driver's handle, in hexadecimal digits; empty for virtual memory, which has a descriptor."""
+    """In hexadecimal digits; empty for virtual memory, which has a descriptor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where a region lies: so many pieces from one on, from a byte of the first."""
+    """Where a region lies: pieces side by side, and its offset from the first."""
 
     first_piece: int
     num_pieces: int
     offset: int
     address: int
-    """Where the source itself has it: a reader who was told another place was told of another region."""
+    """In the source; must equal the manifest's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """All that a reader of the same host needs to open a rank's device memory."""
-
     device: str
     """The device's UUID: its index may differ from process to process."""
     pieces: tuple[ExportedPiece, ...] = ()
     extents: tuple[Extent, ...] = ()
-    """One for each region, in their order."""
+    """One for each region, in their order, and one for the probe."""
     probe: str = ""
-    """What the last piece begins with."""
+    """The secret content of the last extent."""
     socket: str = ""
-    """Where the descriptors of virtual memory are handed out; empty if there are none."""
+    """Of the ``DescriptorServer``; empty without virtual memory."""
     token: str = ""
     refusal: str = ""
-    """Why this memory cannot be opened by other processes; empty if it can."""
+    """Why this memory cannot be exported; empty if it can."""
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self), separators=(",", ":")).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Export:
-        """From a card; raises TransportError on anything else."""
+        """Raises TransportError unless it is an export."""
         if not data:
             detail = "it exports no device memory (KVFERRY_EXPOSE=nothing, or it uses host memory)"
             raise TransportError("no-export", detail)
@@ -155,14 +144,14 @@ class Export:
                 for e in fields.pop("extents")
             )
             texts = {name: str(fields[name]) for name in ("device", "probe", "socket", "token", "refusal")}
-            export = cls(pieces=pieces, extents=extents, **texts)
+            return cls(pieces=pieces, extents=extents, **texts)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise TransportError("bad-card", f"no export of device memory: {error!r:.200}") from None
-        return export
+            detail = f"the card's export of device memory is malformed: {error!r:.200}"
+            raise TransportError("bad-card", detail) from None
 
 
 class Exporter:
-    """The source's side: exports a rank's regions once, and hands out descriptors until it is closed."""
+    """The source's side: exports a rank's regions once, and serves descriptors until it is closed."""
 
     def __init__(self, cuda: Cuda, regions: Sequence[Region]) -> None:
         self._cuda = cuda
@@ -187,14 +176,13 @@ class Exporter:
                     pieces.append(self._piece(allocation))
             first = index[row[0].address]
             if [index[a.address] for a in row] != list(range(first, first + len(row))):
-                raise TransportError(
-                    "no-export", f"region {region.name!r} exports its pieces in a different order"
-                )
+                detail = f"region {region.name!r} shares its pieces of memory in a different order"
+                raise TransportError("no-export", detail)
             extents.append(Extent(first, len(row), region.address - row[0].address, region.address))
         probe = secrets.token_bytes(PROBE_BYTES)
         at = self._probe = self._cuda.allocate(PROBE_BYTES)
         self._cuda.upload(at, probe)
-        # The driver hands out small allocations from a larger one: the probe may not be where that begins.
+        # The driver places small allocations inside larger ones.
         allocation = self._cuda.allocation_of(at)
         if allocation.address not in index:
             index[allocation.address] = len(pieces)
@@ -207,7 +195,6 @@ class Exporter:
         return replace(export, socket=self._server.name, token=self._server.token)
 
     def _row(self, region: Region) -> list[Allocation]:
-        """The allocations that a region lies in, first to last."""
         row = [self._cuda.allocation_of(region.address)]
         while row[-1].address + row[-1].num_bytes < region.address + region.num_bytes:
             row.append(self._cuda.allocation_of(row[-1].address + row[-1].num_bytes))
@@ -224,7 +211,7 @@ class Exporter:
             return ExportedPiece(allocation.num_bytes)
 
     def close(self) -> None:
-        """Hand out nothing more. What readers have opened stays theirs until they close it."""
+        """Memory that readers have opened stays open for them."""
         if self._server:
             self._server.close()
         for descriptor in self._descriptors:
@@ -242,22 +229,20 @@ class Opened:
 
     cuda: Cuda
     regions: tuple[Region, ...]
-    """At the addresses that they have here."""
-    _plain: list[Allocation] = field(default_factory=list)
-    _virtual: list[Allocation] = field(default_factory=list)
+    """At their addresses in this process."""
+    _mapped: ExitStack = field(default_factory=ExitStack)
 
     @classmethod
     def open(cls, cuda: Cuda, export: Export, regions: Sequence[Region]) -> Opened:
-        """Map everything, check its size, read the probe; or raise TransportError with nothing mapped."""
+        """Map everything, check its size, read the probe; raises TransportError with nothing mapped."""
         if export.refusal:
             raise TransportError("no-export", f"the source cannot export its memory: {export.refusal}")
         if len(export.extents) != len(regions) + 1:
-            raise TransportError(
-                "bad-card", f"{len(export.extents)} extents for {len(regions)} regions and a probe"
-            )
+            detail = f"the card has {len(export.extents)} extents for {len(regions)} regions and a probe"
+            raise TransportError("bad-card", detail)
         if export.device not in visible_devices():
-            detail = f"its memory is on device {export.device}, which this process does not see"
-            raise TransportError("not-mapped", f"{detail} (CUDA_VISIBLE_DEVICES)")
+            detail = f"its memory is on device {export.device}, which CUDA_VISIBLE_DEVICES hides here"
+            raise TransportError("not-mapped", detail)
         opened = cls(cuda, ())
         try:
             probe = Region("probe", PROBE_BYTES, export.extents[-1].address, "cuda:0")
@@ -265,9 +250,7 @@ class Opened:
             opened.regions = tuple(mapped[:-1])
             found = cuda.download(mapped[-1].address, PROBE_BYTES).hex()
             if found != export.probe:
-                raise TransportError(
-                    "bad-probe", "the mapped memory does not contain the probe value of the source"
-                )
+                raise TransportError("bad-probe", "the mapped memory does not contain the source's probe")
         except BaseException:
             opened.close()
             raise
@@ -295,40 +278,37 @@ class Opened:
     ) -> Allocation:
         pieces = export.pieces[first : first + num_pieces] if first >= 0 and num_pieces > 0 else ()
         if len(pieces) != num_pieces or not pieces:
-            raise TransportError("bad-card", f"no pieces {first} to {first + num_pieces}")
+            detail = f"a region has {num_pieces} pieces from number {first} on"
+            raise TransportError("bad-card", f"{detail}; the card has {len(export.pieces)} pieces in all")
         handles = [piece.handle for piece in pieces]
         if len(pieces) == 1 and handles[0]:
             allocation = self.cuda.open(_bytes(handles[0]))
-            self._plain.append(allocation)
+            self._mapped.callback(self.cuda.close_opened, allocation)
             return allocation
         if any(handles):
-            raise TransportError("bad-card", "a region lies in pieces of two kinds")
+            raise TransportError("bad-card", "a region mixes plain allocations with virtual memory")
         sizes = [piece.num_bytes for piece in pieces]
         if sum(sizes) > MAX_NUMBER:
-            raise TransportError("bad-card", f"{len(sizes)} pieces of {sum(sizes)} bytes")
+            raise TransportError("bad-card", f"a region's {len(sizes)} pieces have {sum(sizes)} bytes")
         row = [descriptors[first + i] for i in range(num_pieces)]
         allocation = self.cuda.open_virtual(row, sizes)
-        self._virtual.append(allocation)
+        self._mapped.callback(self.cuda.close_virtual, allocation)
         return allocation
 
     def close(self) -> None:
-        """Unmap everything; nothing may be reading it any more. The source can free its memory after this."""
-        with ExitStack() as everything:  # one that fails keeps no other from being unmapped
-            while self._plain:
-                everything.callback(self.cuda.close_opened, self._plain.pop())
-            while self._virtual:
-                everything.callback(self.cuda.close_virtual, self._virtual.pop())
+        """Unmap everything; nothing may be reading it. The source can free its memory after this."""
+        self._mapped.close()
 
 
 def _inside(row: Allocation, extent: Extent, region: Region) -> Region:
-    """A region at its address here, if that is what was exported, and enough of it was opened."""
     if region.address != extent.address:
-        detail = f"{region.name!r} is at {region.address:#x}, but {extent.address:#x} was exported"
+        detail = (
+            f"{region.name!r} is at {region.address:#x} in the manifest, at {extent.address:#x} in the card"
+        )
         raise TransportError("no-connection", detail)
     if not 0 <= extent.offset <= row.num_bytes - region.num_bytes:
-        opened = f"{row.num_bytes} bytes were opened"
-        wanted = f"{region.num_bytes} bytes from {extent.offset} on do not fit into them"
-        raise TransportError("bad-card", f"region {region.name!r}: {opened}, {wanted}")
+        detail = f"region {region.name!r}: {region.num_bytes} bytes from {extent.offset} on exceed"
+        raise TransportError("bad-card", f"{detail} the {row.num_bytes} bytes that were opened")
     return replace(region, address=row.address + extent.offset)
 
 
@@ -342,4 +322,4 @@ def _bytes(digits: str) -> bytes:
     try:
         return bytes.fromhex(digits)
     except ValueError:
-        raise TransportError("bad-card", f"no handle: {digits!r:.80}") from None
+        raise TransportError("bad-card", f"the card has a malformed handle: {digits!r:.80}") from None

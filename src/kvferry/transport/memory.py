@@ -1,8 +1,7 @@
-"""The embedded transport: every rank lives in this process, and a read is a copy.
+"""The embedded transport: all ranks are in this process, and a read is a copy.
 
-It is the double of a real fabric: the same protocol, the same laws, no threads of its own and no clock. A
-read makes a step each time the reader polls. A test's hub can delay, stall or fail any (``FaultyHub`` in
-``tests.support.faults``).
+It has no threads and no clock: reads advance when the reader polls. A test's hub can delay, stall or fail
+them (``FaultyHub`` in ``tests.support.faults``).
 """
 
 from __future__ import annotations
@@ -32,24 +31,24 @@ CARD = b"kvferry/memory/"
 
 
 class Hub:
-    """What the embedded transports of one process share: who is there, with which memory."""
+    """Connects the embedded transports of one process."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._regions: dict[str, tuple[Region, ...]] = {}
         self._num_copying: Counter[str] = Counter()
-        """How many threads copy from each one's memory right now."""
+        """Threads that copy from each one's memory."""
         self._numbers = count()
 
     def enter(self, regions: Sequence[Region]) -> str:
-        """A name for a transport with that memory."""
+        """Add a transport with that memory; returns its name."""
         name = f"{next(self._numbers)}"
         with self._changed:
             self._regions[name] = tuple(regions)
         return name
 
     def leave(self, name: str) -> None:
-        """Whoever reads from it from now on fails; waits for those who are copying."""
+        """Later reads from it fail; waits for current copies."""
         with self._changed:
             self._regions.pop(name, None)
             self._changed.wait_for(lambda: not self._num_copying[name])
@@ -58,14 +57,13 @@ class Hub:
         return name in self._regions
 
     def has(self, name: str, region: Region) -> bool:
-        """Whether a transport of that name registered all of a region."""
         stop = region.address + region.num_bytes
         known = self._regions.get(name, ())
         return any(r.address <= region.address and stop <= r.address + r.num_bytes for r in known)
 
     @contextmanager
     def copying(self, name: str) -> Iterator[bool]:
-        """While it is entered, the memory of that transport stays; whether it is there at all."""
+        """Keeps a transport's memory meanwhile; yields whether it is there."""
         with self._changed:
             is_there = self.knows(name)
             self._num_copying[name] += is_there
@@ -77,7 +75,7 @@ class Hub:
                 self._changed.notify_all()
 
     def step(self, copies: Copies, read: Read) -> str:
-        """What happens to a read when it is polled; why it ends here, if it does so too early."""
+        """Advance a read when it is polled; returns an error that ends it, or an empty text."""
         copies.move(read)
         return ""
 
@@ -90,8 +88,6 @@ class _RemoteRank:
 
 @dataclass(slots=True)
 class Copies:
-    """What a read is to copy, and how far it is."""
-
     transfer: int
     peer: _RemoteRank
     src: list[int]
@@ -99,10 +95,10 @@ class Copies:
     num_bytes: list[int]
     num_done: int = 0
     is_posted: bool = False
-    """Whether the fabric was asked for all of it: a cancel then comes too late for its bytes."""
+    """Whether all of it was posted, so that a cancel comes too late for its bytes."""
 
     def move(self, read: Read, num_runs: int | None = None) -> None:
-        """So many more runs arrive, or all that are left."""
+        """Copy so many more runs, or all that are left."""
         stop = len(self.src) if num_runs is None else min(len(self.src), self.num_done + num_runs)
         while self.num_done < stop and (self.is_posted or not read.error):
             i = self.num_done
@@ -111,7 +107,7 @@ class Copies:
 
 
 class MemoryTransport:
-    """Copies within this process. Reads move, and end, in whatever thread polls.
+    """Copies within this process, in the thread that polls.
 
     >>> src, dst = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
     >>> hub = Hub()
@@ -135,13 +131,12 @@ class MemoryTransport:
         self._transfers = Transfers()
         self._queue = self._transfers.add(ReadQueue("all peers", ReadCarrier(), PostRoom(limit=1 << 62)))
         self._lock = threading.Lock()
-        """Guards the names: whose memory is ours, who our peers are."""
+        """Guards this rank's places and its peers."""
         self._moving = threading.Lock()
-        """Held by the one thread that lets reads make a step."""
+        """Held by the one thread that advances reads."""
         self._peers: dict[str, _RemoteRank] = {}
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Make this rank's own memory known; who made it keeps it alive until ``close``."""
         with self._gate, self._lock:
             if self._places is not None:
                 raise TransportError("registered", "memory is already registered")
@@ -153,7 +148,6 @@ class MemoryTransport:
             self._hub_name = self._hub.enter(regions)
 
     def card(self) -> bytes:
-        """The name in the hub."""
         with self._gate:
             self._ours()
             return CARD + self._hub_name.encode()
@@ -169,7 +163,7 @@ class MemoryTransport:
             places = Places(peer, regions)
             for region in regions:
                 if not self._hub.has(hub_name, region):
-                    raise TransportError("no-connection", f"{peer}: it did not register {region.name!r}")
+                    raise TransportError("no-connection", f"{peer} did not register {region.name!r}")
             self._peers[peer] = _RemoteRank(hub_name, places)
         return Connected(Way.MEMORY)
 
@@ -182,7 +176,6 @@ class MemoryTransport:
         after: DeviceEvent | None = None,
         permit: bytes = b"",
     ) -> None:
-        """Submit the reading of runs from a peer; they move when this transport is polled."""
         with self._gate:
             ours = self._ours()
             with self._lock:
@@ -191,15 +184,13 @@ class MemoryTransport:
                 raise TransportError("unknown-peer", f"{peer!r} is not connected")
             moved = checked(listed(runs), known.places, ours)
             columns = known.places.addresses(moved.src), ours.addresses(moved.dst), moved.num_bytes
-            copies = Copies(transfer, known, *(c.tolist() for c in columns))
+            copies = Copies(transfer, known, *(column.tolist() for column in columns))
             self._transfers.begin(transfer, [(self._queue, copies)])
 
     def cancel(self, transfer: int) -> None:
-        """Move nothing more of a read; it ends at the next poll, unless the weather has it hang."""
         self._transfers.cancel(transfer)
 
     def clear(self, transfer: int, runs: Runs | Product, *, after: DeviceEvent | None = None) -> None:
-        """Fill the destination places of ``runs`` with zeros, at once; the end is there to be collected."""
         with self._gate:
             ours, blank = self._ours(), listed(runs)
             ours.check(blank.dst, blank.num_bytes)
@@ -210,7 +201,7 @@ class MemoryTransport:
             self._transfers.come(clearing)
 
     def poll(self) -> list[ReadEnd]:
-        """Let every read make a step, unless another thread is at it; the ones that ended."""
+        """Advance every read, unless another thread does so."""
         if self._moving.acquire(blocking=False):
             try:
                 self._advance()
@@ -219,7 +210,7 @@ class MemoryTransport:
         return self._transfers.collect()
 
     def on_end(self, wake: Callable[[], None]) -> None:
-        """Nobody to call it: reads advance, and end, in ``poll``."""
+        """Never called: reads end in ``poll``."""
 
     def forget(self, peer: str) -> None:
         """Drop a peer. Its reads go on."""
@@ -227,14 +218,14 @@ class MemoryTransport:
             self._peers.pop(peer, None)
 
     def close(self) -> None:
-        """Let every read make a step, then leave the hub. Raises if one has not ended; try again then."""
+        """Advance every read, then leave the hub; raises, and can be repeated, if one has not ended."""
         self._gate.shut()
         self._gate.wait_until_empty(timeout_s=None)
         with self._moving:
             self._advance()
         if num_left := len(self._queue.shares):
             raise TransportError("still-under-way", f"{num_left} reads have not ended")
-        self._transfers.wait_until_ended(timeout_s=None)  # another thread may be about to say so
+        self._transfers.wait_until_ended(timeout_s=None)  # another thread may be about to report it
         with self._lock:
             self._peers.clear()
         self._hub.leave(self._hub_name)
@@ -245,9 +236,8 @@ class MemoryTransport:
             if not copies.is_posted and not self._transfers.post_share(share):
                 continue  # it was cancelled
             with self._hub.copying(copies.peer.hub_name) as is_there:
-                error = (
-                    self._hub.step(copies, share.read) if is_there else f"{copies.peer.places.whose} is gone"
-                )
+                gone = f"{copies.peer.places.whose} is gone"
+                error = self._hub.step(copies, share.read) if is_there else gone
             is_done = copies.num_done == len(copies.src)
             if is_done or error or not copies.is_posted:
                 self._transfers.ended(share, error, is_last=is_done)
@@ -259,7 +249,7 @@ class MemoryTransport:
 
 
 def placed(rank: Rank, memory: Mapping[str, NDArray[np.uint8]]) -> tuple[Region, ...]:
-    """The regions of a rank, in their order, at the addresses of real buffers.
+    """The regions of a rank at the addresses of real buffers.
 
     >>> placed(Rank(0, (Region("kv", 64),), ()), {"kv": np.zeros(48, np.uint8)})
     Traceback (most recent call last):

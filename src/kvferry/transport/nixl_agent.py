@@ -1,4 +1,4 @@
-"""NIXL's agent, and what it is asked for. NIXL comes in here, and only here; its errors leave as ours."""
+"""NIXL's agent. Only this file imports NIXL, and translates its errors."""
 
 from __future__ import annotations
 
@@ -25,22 +25,20 @@ INSTALL = (
 )
 
 PROGRESS_WAKE_US = 100_000
-"""How long NIXL's own progress thread sleeps if no event wakes it. NIXL's Python wrapper fixes 0 here, which
-keeps a core busy for ever; with events the thread costs nothing while idle and reads are as fast."""
-
+"""Longest sleep of NIXL's progress thread, which events wake. NIXL's Python wrapper sets 0, which keeps a
+core busy without making reads faster."""
 
 UCX = "UCX"
-"""The backend of NIXL's that is used unless another is asked for."""
-
+"""NIXL's default backend."""
 
 SLICE_RUNS = 1024
 HOST_SLICE_BYTES, CUDA_SLICE_BYTES = 32 << 20, 512 << 20
-"""A post of host memory copies before it returns: some milliseconds per slice. One of device memory takes
-time per run, hardly per byte. Other peers get their turn in between."""
+"""A post of host memory copies before it returns, some milliseconds per slice; a post of device memory takes
+time per run. Other peers get their turn between two slices."""
 
 
 class SlicePair(NamedTuple):
-    """What one post asks for: both sides' descriptors, each side of one kind of memory."""
+    """Descriptors of one post; each side is of one kind of memory."""
 
     src_kind: str
     dst_kind: str
@@ -49,7 +47,7 @@ class SlicePair(NamedTuple):
 
 
 def slice_pairs(runs: Runs, src: RegionTable, dst: RegionTable) -> Iterator[SlicePair]:
-    """A read as posts; a list of descriptors is of one kind of memory, so mixed reads are sorted first."""
+    """A read as posts; mixed reads are sorted by kind of memory first."""
     src_names, dst_names = (
         memory.names[Places.split(places)[0]] for memory, places in ((src, runs.src), (dst, runs.dst))
     )
@@ -68,7 +66,7 @@ def slice_pairs(runs: Runs, src: RegionTable, dst: RegionTable) -> Iterator[Slic
 
 
 def slices(runs: Runs, max_runs: int, max_bytes: int) -> Iterator[Runs]:
-    """The runs in order, as slices; a run that is longer than one is cut.
+    """The runs in order, as slices; longer runs are cut.
 
     >>> runs = Runs(np.array([0, 100, 200]), np.array([50, 10, 30]), np.array([4, 25, 4]))
     >>> [part.num_bytes.tolist() for part in slices(runs, max_runs=2, max_bytes=10)]
@@ -85,13 +83,10 @@ def slices(runs: Runs, max_runs: int, max_bytes: int) -> Iterator[Runs]:
 
 
 class Agent:
-    """NIXL's agent: the calls that its thread makes, and where NIXL's errors become ours.
-
-    For one thread. Each call may raise TransportError, and is expected to raise anything else, too.
-    """
+    """For one thread. Each call raises TransportError; callers expect any other exception, too."""
 
     def __init__(self, name: str, engine_config: str, backend: str = UCX) -> None:
-        """``engine_config`` is for UCX; other backends are told nothing."""
+        """``engine_config`` applies to UCX only."""
         nixl = _import_nixl()
         config = nixl.nixlAgentConfig()
         config.useProgThread = True
@@ -104,14 +99,14 @@ class Agent:
         self._errors = tuple(
             named for name, named in vars(nixl).items() if name.startswith("nixl") and name.endswith("Error")
         )
-        with _translated("cannot make an agent"):
+        with _translated("cannot create a NIXL agent"):
             self._agent = nixl.nixlAgent(name, config)
-        with _translated(f"cannot make the backend {backend} (plugins here: {_plugins(self._agent)})"):
+        plugins = ", ".join(sorted(self._agent.getAvailPlugins()))
+        with _translated(f"cannot create NIXL's backend {backend} (available plugins: {plugins})"):
             settings = {"engine_config": engine_config} if backend == UCX else {}
             self._backends = [self._agent.createBackend(backend, settings)]
 
     def register(self, kind: str, table: NDArray[np.uint64]) -> Any:
-        """Make memory known; what comes back is for ``deregister``."""
         descriptors = self._nixl.nixlRegDList(self._kinds[kind], table)
         with _translated("cannot register memory"):
             self._agent.registerMem(descriptors, self._backends)
@@ -122,17 +117,15 @@ class Agent:
             self._agent.deregisterMem(registered, self._backends)
 
     def metadata(self) -> bytes:
-        with _translated("cannot get metadata"):
+        with _translated("cannot get the agent's metadata"):
             return bytes(self._agent.getLocalMD())
 
     def add(self, remote: str, metadata: bytes) -> None:
-        """Make a remote agent known, and start connecting to it.
-
-        NIXL 1.5 keeps half of metadata that it could not load whole, and cannot be told to drop it: no card
-        of that agent is accepted afterwards. Cards have a checksum, so that takes intent; others are safe.
-        """
+        """Make a remote agent known, and start connecting to it."""
+        # NIXL 1.5 keeps a part of metadata that it could not load, and then accepts no card of that agent.
+        # Cards have a checksum, so only a forged card causes this, and it affects no other agent.
         if (named := name_in(metadata)) != remote:
-            raise TransportError("bad-card", f"a card of {remote!r} with metadata of {named!r}")
+            raise TransportError("bad-card", f"the card of {remote!r} has metadata of {named!r}")
         with _translated("cannot add the remote agent"):
             self._agent.loadRemoteMD(metadata)
         try:
@@ -147,19 +140,19 @@ class Agent:
             self._agent.invalidateRemoteMD(remote)
 
     def prepare(self, pair: SlicePair, remote: str) -> int:
-        """A handle for a read; nothing moves yet."""
+        """Returns a handle; nothing moves yet."""
         dst = self._nixl.nixlXferDList(self._kinds[pair.dst_kind], pair.dst)
         src = self._nixl.nixlXferDList(self._kinds[pair.src_kind], pair.src)
         with _translated("cannot prepare the read"):
             return int(self._agent.createXferReq(self._nixl.NIXL_READ, dst, src, remote, b"", self._backends))
 
     def post(self, handle: int) -> bool:
-        """Start; whether it is done already. If it raises, some of it may be under way."""
+        """Start; returns whether it is done already. If it raises, some of it may be under way."""
         with _translated("the read failed when posted"):
             return self._is_done(self._agent.postXferReq(handle, b""))
 
     def check(self, handle: int) -> bool:
-        """Whether it is done; TransportError is NIXL's word that it failed, and nothing else is."""
+        """Whether it is done; only a TransportError is NIXL's report of a failure."""
         with _translated("the read failed", self._errors):
             return self._is_done(self._agent.getXferStatus(handle))
 
@@ -177,7 +170,7 @@ class Agent:
 
 @contextmanager
 def _translated(what: str, kinds: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
-    """Turns what NIXL raises, or only those kinds of it, into a TransportError."""
+    """Translate exceptions of these kinds."""
     try:
         yield
     except TransportError:
@@ -186,30 +179,26 @@ def _translated(what: str, kinds: tuple[type[Exception], ...] = (Exception,)) ->
         raise TransportError("nixl", f"{what}: {str(error) or type(error).__name__}") from error
 
 
-def _plugins(agent: Any) -> str:
-    return ", ".join(sorted(agent.getAvailPlugins()))
-
-
 def check_installed() -> None:
-    """Raise a TransportError that says how to install NIXL, if it cannot be imported."""
+    """Raise TransportError, with how to install NIXL, if it cannot be imported."""
     _import_nixl()
 
 
 @dataclass(frozen=True, slots=True)
 class NixlBuild:
-    """Which build of NIXL this process runs, and what it brings."""
+    """The build of NIXL in this process."""
 
     wheel: str
-    """The package that it was imported from, such as ``nixl_cu12``: chosen by the CUDA that NIXL finds."""
+    """Imported package, such as ``nixl_cu12``; NIXL chooses it by the CUDA version."""
     plugins: tuple[str, ...]
     ucx_version: str
-    """Of the library in this process; empty as long as no agent was made."""
+    """Of the loaded library; empty until an agent was made."""
 
 
 def describe_build() -> NixlBuild:
-    """Look at NIXL in this process; raises TransportError if it cannot be imported."""
+    """Raises TransportError if NIXL cannot be imported."""
     nixl = _import_nixl()
-    with _translated("cannot make an agent"):
+    with _translated("cannot create a NIXL agent"):
         plugins = nixl.nixlAgent("kvferry-build", nixl.nixlAgentConfig()).getAvailPlugins()
     return NixlBuild(nixl.__name__.partition(".")[0], tuple(sorted(plugins)), _loaded_ucx())
 

@@ -1,7 +1,7 @@
-"""Gather and scatter in host memory: runs that lie anywhere, side by side in a chunk, and back.
+"""Gather scattered runs into a chunk of host memory, and scatter them back.
 
-The bytes of a chunk are those of its terms, one after another; of a term, run by run of its pattern, each
-with all its blocks. Both sides know the terms, so nothing else has to say what is where.
+A chunk holds its terms one after another; a term, run by run of its pattern, each for all its blocks. Both
+sides know the terms, so a chunk needs no description.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ from kvferry.errors import TransportError
 from kvferry.transport.places import Places, cut_long, one_length, sum_of, told_once
 
 LONG_BYTES = 16384
-"""From this length on a call per run costs less than its bytes."""
+"""From this length on, a call per run is cheap."""
 FEW_ROWS = 8
 """Fewer rows of one length are copied one by one."""
 MAX_ROWS = 1 << 16
-"""Runs of a pattern, or blocks, in one ask: its message stays short."""
+"""Runs of a pattern, or blocks, in one request: a limit of its message."""
 
 
 @dataclass(frozen=True, eq=False)
 class TermSide:
-    """One side of a term: where the runs of its pattern are in block 0, and how far its blocks are away."""
+    """One side of a term."""
 
     places: Ints
+    """Of the runs of its pattern in block 0."""
     num_bytes: Ints
-    """Where all are of one length, best as that number broadcast (``one_length``): its sum is quick then."""
+    """Equal lengths are best given as ``one_length``, whose sum is quick."""
     steps: Ints
+    """Distances of its blocks from block 0."""
 
     @cached_property
     def total_bytes(self) -> int:
@@ -43,7 +45,7 @@ class TermSide:
 
     @cached_property
     def lowest(self) -> int:
-        """How far its lowest block is from block 0."""
+        """Distance of its lowest block from block 0."""
         return int(self.steps.min())
 
     @property
@@ -57,11 +59,11 @@ class TermSide:
             self.rows(memory)
 
     def rows(self, memory: Places) -> Ints:
-        """The address of each run of the pattern, in block 0; raises TransportError as ``check``."""
+        """The address of each run of the pattern in block 0; raises TransportError like ``check``."""
         lowest, highest = self.lowest, int(self.steps.max())
         addresses, room = memory.located(self.lowest_places, self.num_bytes)
         if highest - lowest > room:
-            memory.check(self.places + highest, self.num_bytes)  # which says what is wrong, if it is that
+            memory.check(self.places + highest, self.num_bytes)  # raises if a run leaves its region
             detail = f"its blocks, up to {highest - lowest} bytes apart, are not in one region"
             raise TransportError("out-of-bounds", f"{memory.whose}: {detail}")
         rows = addresses.view(np.int64)
@@ -81,7 +83,7 @@ def _lengths(pattern: Runs) -> Ints:
 
 
 def pieces(product: Product, chunk_bytes: int) -> Iterator[tuple[Term, ...]]:
-    """A product in parts, each of which fits into a chunk and into a short message.
+    """A product in parts that fit into a chunk and a short message.
 
     >>> runs = Runs(np.array([0, 64]), np.array([0, 64]), np.array([8, 8]))
     >>> term = Term(runs, np.array([[0, 1000, 2000], [0, 5000, 6000]]))
@@ -108,7 +110,7 @@ def pieces(product: Product, chunk_bytes: int) -> Iterator[tuple[Term, ...]]:
 
 
 def _short_terms(product: Product, chunk_bytes: int) -> Iterator[Term]:
-    """Terms whose patterns fit into a chunk; none without bytes."""
+    """Terms with bytes, whose patterns fit into a chunk."""
     for term in product.terms:
         pattern = term.pattern
         if not pattern.each_bytes:
@@ -120,7 +122,7 @@ def _short_terms(product: Product, chunk_bytes: int) -> Iterator[Term]:
 
 
 def _fitting(pattern: Runs, chunk_bytes: int) -> Iterator[tuple[int, int]]:
-    """From where to where a pattern fits into a chunk, again and again."""
+    """Cut a pattern into parts that fit into a chunk."""
     if each := pattern.each_bytes:
         num_rows = min(chunk_bytes // each, MAX_ROWS)
         yield from ((start, start + num_rows) for start in range(0, len(pattern), num_rows))
@@ -135,14 +137,14 @@ def _fitting(pattern: Runs, chunk_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def check_term(term: Term, src: Places, dst: Places) -> None:
-    """Refuse a term that leaves a region on either side."""
+    """Raise TransportError if a term leaves a region on either side."""
     if term.num_pairs and len(term.pattern):
         src_of(term).check(src)
         dst_of(term).check(dst)
 
 
 def check_room(sides: Sequence[TermSide], chunk_bytes: int) -> None:
-    # The longest alone, first: sums of longer ones might overflow.
+    # First the longest run alone: sums might overflow.
     longest = max((int(told_once(side.num_bytes).max()) for side in sides), default=0)
     if (num_bytes := max(longest, sum(side.total_bytes for side in sides))) > chunk_bytes:
         raise TransportError("too-much", f"{num_bytes} bytes requested, a chunk has {chunk_bytes}")
@@ -177,20 +179,18 @@ def _copy_alike(dst: Ints, src: Ints, num_bytes: int) -> None:
 
 
 def _gather_alike(to: NDArray[np.void], src: Ints, num_bytes: int) -> bool:
-    """Copy rows that are whole multiples of their length apart, as numpy does it best; whether they are."""
+    """Copy rows that are multiples of their length apart, the fastest case; returns False for others."""
     lowest = int(src.min())
     rows, rest = np.divmod(src - lowest, num_bytes)
     if rest.any():
         return False
     at = np.asarray(_Memory(lowest, int(rows.max()) + 1, num_bytes, num_bytes))
-    # "clip": else numpy gathers into a buffer of its own first.
+    # With another mode, numpy would first gather into a buffer of its own.
     np.take(at, rows, out=to, mode="clip")
     return True
 
 
 class _Memory:
-    """Memory as numpy is told of it."""
-
     def __init__(self, address: int, num_rows: int, num_bytes: int, step: int) -> None:
         self.__array_interface__ = {
             "version": 3,
@@ -202,11 +202,7 @@ class _Memory:
 
 
 def _rows(addresses: Ints, num_bytes: int) -> tuple[NDArray[np.void], Ints | slice]:
-    """Memory as rows of so many bytes, and which of them are at these addresses.
-
-    Of scattered addresses, there is a row at every byte from the lowest to the highest; only those that are
-    asked for are ever touched.
-    """
+    """Memory as rows of so many bytes, perhaps one at every byte, and the indices of these addresses."""
     if (np.diff(addresses) == num_bytes).all():
         return np.asarray(_Memory(int(addresses[0]), len(addresses), num_bytes, num_bytes)), slice(None)
     lowest = int(addresses.min())
@@ -215,12 +211,10 @@ def _rows(addresses: Ints, num_bytes: int) -> tuple[NDArray[np.void], Ints | sli
 
 
 IN_PLACE_BYTES = 8 << 10
-"""Runs that are as long on average are not copied to a chunk before they are sent, nor after they were
-received: the kernel takes them from where they are, and puts them to where they belong."""
+"""From this average length on, runs are sent and received in place, without a copy into a chunk."""
 
 
 def are_long(sides: Sequence[TermSide]) -> bool:
-    """Whether runs are so long that no chunk is needed."""
     num_runs = sum(len(side.places) * len(side.steps) for side in sides)
     return num_runs > 0 and sum(side.total_bytes for side in sides) >= IN_PLACE_BYTES * num_runs
 
@@ -229,21 +223,21 @@ HostBytes = NDArray[np.uint8]
 
 
 class ChunkCopier:
-    """Copies by numpy. For one thread; a copy is over when its call returns, also if it raises."""
+    """Copies by numpy, for one thread. A copy is over when its call returns, also if it raises."""
 
     def __init__(self, memory: Places, chunk_bytes: int) -> None:
-        """``memory``: the rank's own. ``chunk_bytes``: the most that is copied at once."""
+        """``memory``: the rank's own. ``chunk_bytes``: the limit of one copy."""
         self.memory, self.chunk_bytes = memory, chunk_bytes
 
     def gather(self, sides: Sequence[TermSide], chunk: int) -> None:
-        """Copy what these name to a chunk, an address; raises TransportError, having copied nothing."""
+        """Copy to the address of a chunk; raises TransportError, having copied nothing."""
         check_room(sides, self.chunk_bytes)
         for side, rows in self._rows_of(sides):
             _copy(_places_in_chunk(side, chunk), np.add.outer(rows, side.steps), side.num_bytes)
             chunk += side.total_bytes
 
     def scatter(self, sides: Sequence[TermSide], chunk: int) -> None:
-        """Copy the bytes of a chunk, an address, to where these name; raises TransportError likewise."""
+        """Copy from the address of a chunk; raises TransportError, having copied nothing."""
         for side, rows in self._rows_of(sides):
             _copy(np.add.outer(rows, side.steps), _places_in_chunk(side, chunk), side.num_bytes)
             chunk += side.total_bytes
@@ -252,10 +246,7 @@ class ChunkCopier:
         return [(side, side.rows(self.memory)) for side in sides]
 
     def views(self, sides: Sequence[TermSide]) -> list[memoryview]:
-        """What these name, in its order in a chunk, if the host had better touch it where it lies.
-
-        All of it was checked. Long runs need no chunk.
-        """
+        """Long runs, which were checked, in place and in the order of a chunk; empty if a chunk is better."""
         views: list[memoryview] = []
         for side in sides if are_long(sides) else ():
             index, offset = Places.split(np.add.outer(side.places, side.steps).ravel())
@@ -272,11 +263,10 @@ class ChunkCopier:
         ]
 
     def new_chunk(self) -> HostBytes:
-        """A chunk in host memory, to be gathered into and scattered from."""
         return np.empty(self.chunk_bytes, np.uint8)
 
     def free_chunk(self, chunk: HostBytes) -> None:
-        """Give such memory back; nothing may be under way."""
+        """Nothing may be under way."""
 
     def close(self) -> None:
-        """Give up what it has; nothing may be under way."""
+        """Nothing may be under way."""

@@ -1,7 +1,7 @@
-"""The packed way, as one rank has it: who sends its bytes to readers, and who asks others for theirs.
+"""Packed reads of one rank: it sends bytes to readers, and requests those of other ranks.
 
-The source's rank checks ticket, lease and bytes, gathers, and sends them over a stream; the reader scatters
-them. Nothing of either process is open to the other.
+The source rank checks ticket, lease and request, gathers the bytes, and sends them over a stream; the reader
+scatters them. Neither process exposes memory to the other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvferry.core.view import Ints
 from kvferry.errors import TransportError
 from kvferry.host.threads import quietly
 from kvferry.transport.cards import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Card, GatherPoint, digest_of
-from kvferry.transport.copy_kernel import CopyKernel, CopyQueue, Prepared, Repeated
+from kvferry.transport.copy_kernel import CopyQueue, Prepared, Repeated, TableKernel
 from kvferry.transport.cuda import Cuda
 from kvferry.transport.mapped import RankDevice
 from kvferry.transport.pack import ChunkCopier, HostBytes, TermSide, check_room
@@ -26,18 +26,13 @@ from kvferry.transport.stream_reader import GatherLine, StreamLink, StreamMover
 from kvferry.transport.transfers import Transfers
 
 ANY_ROOM = (1 << 63) - 1
-"""Of a chunk, for whose room others look."""
-
-
-# Chunks of a rank whose memory is a device's: the copy kernel fills and empties them.
-#
-# The bytes of a chunk lie as ``pack`` says, whoever copies them.
+"""Of a chunk, whose room ``check_room`` has checked."""
 
 
 class DeviceChunkCopier(ChunkCopier):
-    """By the copy kernel, in a stream of its own, from and to chunks that the device reaches."""
+    """Copies by the copy kernel, in a stream of its own, between device memory and pinned chunks."""
 
-    def __init__(self, cuda: Cuda, kernel: CopyKernel, memory: Places, chunk_bytes: int) -> None:
+    def __init__(self, cuda: Cuda, kernel: TableKernel, memory: Places, chunk_bytes: int) -> None:
         super().__init__(memory, chunk_bytes)
         self._cuda = cuda
         self._queue = CopyQueue(cuda, kernel)
@@ -49,22 +44,20 @@ class DeviceChunkCopier(ChunkCopier):
         self._copy(sides, chunk, is_gather=False)
 
     def views(self, sides: Sequence[TermSide]) -> list[memoryview]:
-        """The host touches none of it."""
+        """None: the host cannot touch device memory."""
         return []
 
     def new_chunk(self) -> HostBytes:
-        """Pinned: the device reads and writes it by itself."""
+        """Pinned: the device reads and writes it."""
         return self._cuda.pinned_array(self._cuda.allocate_pinned(self.chunk_bytes), self.chunk_bytes)
 
     def free_chunk(self, chunk: HostBytes) -> None:
         self._cuda.free_pinned(int(chunk.ctypes.data))
 
     def close(self) -> None:
-        """Give the stream and its table up; nothing may be under way."""
         self._queue.close()
 
     def _copy(self, sides: Sequence[TermSide], chunk: int, *, is_gather: bool) -> None:
-        """Copy, and wait for the end, which the device reports."""
         check_room(sides, self.chunk_bytes)
         terms = chunk_terms(sides, self.memory, chunk, is_gather=is_gather)
         with self._cuda.current():
@@ -75,10 +68,9 @@ class DeviceChunkCopier(ChunkCopier):
 
 
 def chunk_terms(sides: Sequence[TermSide], memory: Places, chunk: int, *, is_gather: bool) -> list[Repeated]:
-    """Copies between what these name and a chunk, an address; each of runs of one length.
+    """Copies of runs of one length, with the address of a chunk; raises TransportError like ``located``.
 
-    They have room in the chunk (``check_room``), so no run is too long for the kernel. Raises TransportError
-    if one leaves its region.
+    ``check_room`` was called, so no run is too long for the kernel.
 
     >>> from kvferry.core.manifest import Region
     >>> memory = Places("ours", [Region("kv", 2000, address=4096)])
@@ -104,7 +96,7 @@ def chunk_terms(sides: Sequence[TermSide], memory: Places, chunk: int, *, is_gat
 
 
 def _by_length(num_bytes: Ints, num_pairs: int) -> Iterator[tuple[int, Ints | slice, NDArray[np.uint64]]]:
-    """Runs of each length: which they are, and where they begin if all lie side by side, pair after pair."""
+    """Runs of each length: their indices, and their offsets in a chunk."""
     if (told_once(num_bytes) == (length := int(num_bytes[0]))).all():  # as usual
         if each := length * num_pairs:
             yield length, slice(None), each * np.arange(len(num_bytes), dtype=np.uint64)
@@ -116,61 +108,58 @@ def _by_length(num_bytes: Ints, num_pairs: int) -> Iterator[tuple[int, Ints | sl
 
 
 CHUNK_BYTES = 4 << 20
-"""What is asked for, gathered and sent at once."""
+"""Requested, gathered and sent at once."""
 
 
 class PackedWay:
-    """Of one rank."""
-
     def __init__(
         self, transfers: Transfers, memory: Places, device: RankDevice | None, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
-        """For memory of the host, or of a device; raises TransportError, with nothing left, without room."""
         if not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
-            raise TransportError("bad-chunk", f"{chunk_bytes} bytes: {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}")
+            limits = f"{MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES} bytes"
+            raise TransportError("bad-chunk", f"a chunk has {limits}, got {chunk_bytes}")
         self._transfers = transfers
-        # Each copier is for one thread; the host's keeps nothing.
+        # A copier is for one thread, but the host's has no state.
         self.sender: ChunkCopier
         self.receiver: ChunkCopier
         if device is None:
             self.sender = self.receiver = ChunkCopier(memory, chunk_bytes)
         else:
-            kernel = CopyKernel(device.cuda, device.limits)
+            kernel = TableKernel(device.cuda, device.limits)
             with ExitStack() as undo:
                 self.sender = DeviceChunkCopier(device.cuda, kernel, memory, chunk_bytes)
                 undo.callback(self.sender.close)
                 self.receiver = DeviceChunkCopier(device.cuda, kernel, memory, chunk_bytes)
                 undo.pop_all()
         self.gather_point = b""
-        """For the card; empty while nobody sends for this rank."""
+        """For the card; empty until ``advertise``."""
         self.mover: StreamMover | None = None
 
     def advertise(self, address: str) -> None:
-        """This rank is asked there for bytes."""
+        """Accept requests at this address."""
         point = GatherPoint(address, self.sender.chunk_bytes, digest_of(self.sender.memory.regions))
         self.gather_point = point.to_bytes()
 
     def open(self, line: GatherLine) -> None:
-        """Source ranks are asked by this line from now on."""
+        """Send requests over this line."""
         if self.mover:
             raise TransportError("registered", "the control channel to source ranks is already set")
         self.mover = StreamMover(self._transfers, self.receiver, line)
         line.listen(self.mover)
 
     def link(self, peer: str, card: Card, regions: Sequence[Region]) -> StreamLink:
-        """Read a peer by what it sends; its stream is opened by the first read. Raises TransportError."""
+        """Raises TransportError. The first read opens the stream."""
         if not card.gather:
             raise TransportError("not-packed", f"{peer}: packed reads are disabled on the source rank")
         point = GatherPoint.from_bytes(card.gather)
         if self.mover is None:
             raise TransportError("not-packed", f"{peer}: this rank has no control channel to source ranks")
         if point.regions_digest != digest_of(regions):
-            detail = "its regions differ from those described to this rank"
-            raise TransportError("no-connection", f"{peer}: {detail}")
+            detail = f"{peer}: the regions in its card differ from those in its manifest"
+            raise TransportError("no-connection", detail)
         return StreamLink(self.mover, peer, point, Places(peer, regions))
 
     def close(self) -> None:
-        """Nothing may be under way."""
         if self.mover:
             self.mover.line.close()
         for copier in (self.sender, self.receiver):

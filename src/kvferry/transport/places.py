@@ -1,4 +1,4 @@
-"""Where runs lie and how long they are: regions of one rank as arrays, and lengths."""
+"""Regions of one rank as arrays; lengths of runs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kvferry.errors import TransportError
 
 
 def one_length(num_bytes: int, num_runs: int) -> Ints:
-    """The lengths of so many runs, all of which are alike; in no room."""
+    """Equal lengths of so many runs, stored once."""
     return np.broadcast_to(np.array([num_bytes], np.int64), num_runs)
 
 
 def told_once(lengths: Ints) -> Ints:
-    """Lengths, or the first one where all are that one by making.
+    """The lengths, or only the first of those that ``one_length`` made.
 
     >>> told_once(one_length(8, 1000)).tolist(), told_once(np.array([8, 8])).tolist()
     ([8], [8, 8])
@@ -77,11 +77,11 @@ class Places:
         self._lengths = np.array([region.num_bytes for region in regions], np.int64)
 
     def check(self, places: Ints, num_bytes: Ints) -> None:
-        """Refuse runs that do not stay inside a region of this rank."""
+        """Raise TransportError if a run leaves its region."""
         if not len(places) or self.only_region(places, num_bytes):
             return
         index, offset = self.split(places)
-        if self._are_inside(index, offset, num_bytes):
+        if self._are_inside(index, offset, num_bytes):  # quicker than finding the first that is not
             return
         outside = (index < 0) | (index >= len(self.regions)) | (num_bytes < 0)
         inside = ~outside
@@ -96,16 +96,13 @@ class Places:
         raise TransportError("out-of-bounds", f"{self.whose}: {detail}")
 
     def _are_inside(self, index: Ints, offset: Ints, num_bytes: Ints) -> bool:
-        """Whether all is well with some runs, one at least; nothing overflows."""
+        """Of one run at least; nothing overflows."""
         if int(index.min()) < 0 or int(num_bytes.min()) < 0 or int(index.max()) >= len(self.regions):
             return False
         return bool((offset <= self._lengths[index] - num_bytes).all())
 
     def only_region(self, places: Ints, num_bytes: Ints) -> Found | None:
-        """Which region all runs, one at least, are in; None if there is no such region.
-
-        That is the usual case, and takes the fewest steps over arrays that may be long.
-        """
+        """The region that holds all runs, one at least, which is usual and quick to find; or None."""
         which, lengths = int(places.min()) >> REGION_SHIFT, told_once(num_bytes)
         if not 0 <= which < len(self.regions) or int(lengths.min()) < 0:
             return None
@@ -123,15 +120,10 @@ class Places:
             shift = (self.regions[which].address - (which << REGION_SHIFT)) % (1 << 64)
             return places.view(np.uint64) + np.uint64(shift), room
         self.check(places, num_bytes)
-        return self.addresses(places), self.room(places, num_bytes)
-
-    def room(self, places: Ints, num_bytes: Ints) -> int:
-        """How far these runs, which were checked, can be moved up before one leaves its region."""
         index, offset = self.split(places)
-        return int((self._lengths[index] - offset - num_bytes).min())
+        return self.addresses(places), int((self._lengths[index] - offset - num_bytes).min())
 
     def addresses(self, places: Ints) -> Addresses:
-        """The addresses of places that were checked."""
         index, offset = self.split(places)
         return self._bases[index] + offset.astype(np.uint64)
 
@@ -142,15 +134,12 @@ class Places:
 
 
 class MemoryKind(NamedTuple):
-    """A kind of memory, as NIXL tells them apart, and the device."""
-
     name: str
     device_index: int
 
     @classmethod
     def of(cls, region: Region) -> MemoryKind:
-        """The kind of a region, from its device ('cpu', 'cuda:0').
-
+        """
         >>> MemoryKind.of(Region("kv", 64, device="cuda:1"))
         MemoryKind(name='VRAM', device_index=1)
         """
@@ -159,13 +148,12 @@ class MemoryKind(NamedTuple):
             return cls("DRAM", 0)
         if name == "cuda":
             return cls("VRAM", int(index))
-        raise TransportError(
-            "bad-device", f"region {region.name!r} is on {region.device!r}: not cpu or cuda:N"
-        )
+        detail = f"region {region.name!r} is on {region.device!r}, which is neither cpu nor cuda:N"
+        raise TransportError("bad-device", detail)
 
 
 class RegionTable(Places):
-    """Regions on the host or on CUDA devices, for lists of descriptors."""
+    """Regions on the host or on CUDA devices, for NIXL's lists of descriptors."""
 
     def __init__(self, whose: str, regions: Sequence[Region]) -> None:
         super().__init__(whose, regions)
@@ -174,7 +162,6 @@ class RegionTable(Places):
         self._device_of = np.array([kind.device_index for kind in self.kinds], np.uint64)
 
     def descriptors(self, places: NDArray[np.int64], num_bytes: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """Address, length and device of each run, the form NIXL takes."""
         table = np.empty((len(places), 3), np.uint64)
         table[:, 0] = self.addresses(places)
         table[:, 1] = num_bytes
@@ -182,13 +169,12 @@ class RegionTable(Places):
         return table
 
     def whole(self) -> NDArray[np.uint64]:
-        """A descriptor of each region."""
         starts = np.array([place(i, 0) for i in range(len(self.regions))])
         return self.descriptors(starts, np.array([region.num_bytes for region in self.regions]))
 
 
 def checked(runs: Runs, src: Places, dst: Places) -> Runs:
-    """The runs that have bytes, all of them inside their regions; raises TransportError otherwise."""
+    """The runs that have bytes; raises TransportError if one leaves its region."""
     src.check(runs.src, runs.num_bytes)
     dst.check(runs.dst, runs.num_bytes)
     some = runs.num_bytes > 0

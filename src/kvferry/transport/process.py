@@ -1,10 +1,9 @@
-"""The transport: reads of host and CUDA memory between processes and hosts, by the best way that is open.
+"""The transport: reads of host and CUDA memory between processes and hosts, in the fastest available mode.
 
 =======  ====================================================================================================
-mapped   device memory of the same host is opened here, and a kernel of ours copies (``mapped``)
-direct   NIXL reads the remote memory by itself, run by run (``agent_team``); only where both ranks are
-         registered with it (``KVFERRY_EXPOSE=fabric``)
-packed   the remote rank gathers what is asked for and sends it over a stream (``packed``)
+mapped   this process maps device memory of the same host and copies it with a kernel (``mapped``)
+direct   NIXL reads the remote memory, run by run (``agent_team``); both ranks need ``KVFERRY_EXPOSE=fabric``
+packed   the remote rank gathers the requested bytes and sends them over a stream (``packed``)
 =======  ====================================================================================================
 """
 
@@ -33,8 +32,7 @@ from kvferry.transport.base import Connected, DeviceEvent, ReadEnd
 from kvferry.transport.cards import Card
 from kvferry.transport.copy_kernel import CopyLimits
 from kvferry.transport.cuda import Cuda
-from kvferry.transport.device_wait import EventWait
-from kvferry.transport.mapped import DeviceCopier, MappedLink, RankDevice, device_of
+from kvferry.transport.mapped import DeviceCopier, EventWait, MappedLink, RankDevice, device_of
 from kvferry.transport.nixl_agent import UCX, Agent
 from kvferry.transport.packed import CHUNK_BYTES, PackedWay
 from kvferry.transport.places import Addresses, Places, RegionTable
@@ -47,19 +45,16 @@ log = log_of(__name__)
 
 CLOSED_HERE = f"this rank is not registered with NIXL ({EXPOSE_SETTING})"
 CLOSED_THERE = f"it is not registered with NIXL ({EXPOSE_SETTING} there)"
-NO_DEVICE = "no device event to wait for: this rank uses host memory"
+NO_DEVICE = "this rank uses host memory and cannot wait for a device event"
 MIXED = (
     "this rank has host and device memory, which packed and mapped reads do not support: set"
     f" {EXPOSE_SETTING}={Expose.FABRIC.value} for direct reads"
 )
 
 Link = MappedLink | TeamLink | StreamLink
-"""One connected remote rank, read by one way."""
 
 
 class ProcessTransport:
-    """Reads in the fastest available mode. Calls take a lock or a queue and never wait for the fabric."""
-
     def __init__(
         self,
         *,
@@ -73,11 +68,7 @@ class ProcessTransport:
         settings: UcxSettings | None = None,
         make_agent: Callable[[str, str], Agent] | None = None,
     ) -> None:
-        """Way, exposure and settings of UCX are those of the environment, if none are given.
-
-        A ``backend`` other than UCX is one of NIXL's plugins; both sides must have the same. ``chunk_bytes``:
-        what is sent at once on the packed way. ``make_agent`` is for tests.
-        """
+        """Way, exposure and settings of UCX default to the environment. ``make_agent`` is for tests."""
         self._way = way or WayChoice.from_environment(os.environ)
         self._expose = expose or Expose.from_environment(os.environ)
         self._check_way()
@@ -89,7 +80,7 @@ class ProcessTransport:
         self._gate = Gate()
         self._transfers = Transfers()
         self._making = threading.Lock()
-        """Guards what is made once, and may be slow to make: those below."""
+        """Guards the following attributes, which are made once, perhaps slowly."""
         self._memory: RegionTable | None = None
         self._device: RankDevice | None = None
         self._team: AgentTeam | None = None
@@ -106,11 +97,9 @@ class ProcessTransport:
 
     @property
     def kind(self) -> str:
-        """The kind of transport; peers must have the same."""
         return "nixl" if self._backend == UCX else f"nixl/{self._backend}"
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Register this rank's memory, once; it must stay valid until ``close``."""
         with self._gate, self._making:
             if self._memory:
                 raise TransportError("registered", "memory is already registered")
@@ -129,7 +118,7 @@ class ProcessTransport:
             self._memory = memory
 
     def _make_packed(self, memory: RegionTable) -> PackedWay | None:
-        """What every rank has, unless its memory cannot be copied to chunks and NIXL reads it instead."""
+        """Raises TransportError if packed reads are impossible, unless NIXL reads the memory instead."""
         try:
             if self._device and self._device.is_mixed:
                 raise TransportError("bad-device", MIXED)
@@ -137,17 +126,15 @@ class ProcessTransport:
         except TransportError as error:
             if self._expose is not Expose.FABRIC:
                 raise
-            log.warning("this rank can be read by NIXL only: %s", error)
+            log.warning("only direct reads of this rank are possible: %s", error)
             return None
 
     def _make_team(self, memory: RegionTable) -> AgentTeam:
-        """Who reads directly: several agents, which share out long reads."""
         ucx = self._ucx or UcxSettings.from_environment(os.environ)
         make = partial(AgentThread, self._transfers, memory, self._cuda, ucx, self._make_agent)
         return AgentTeam(make(), ucx.num_agents, make)
 
     def card(self) -> bytes:
-        """The connection data for readers, for each available mode. Confidential: a key to the memory."""
         with self._gate:
             self._ours()
             card = self._team.card if self._team else Card()
@@ -157,11 +144,10 @@ class ProcessTransport:
 
     @property
     def packed(self) -> PackedWay | None:
-        """Sends to readers, and requests the bytes of other ranks; known once it is registered."""
+        """Sends to readers and requests bytes of other ranks; set by ``register``."""
         return self._packed
 
     def connect(self, peer: str, card: bytes, regions: Sequence[Region]) -> Connected:
-        """Connect to a peer in the fastest available mode; a direct one is verified by a small read."""
         with self._gate:
             self._ours()
             with self._lock:
@@ -181,7 +167,7 @@ class ProcessTransport:
         return replace(link.connected, reason=reason) if reason else link.connected
 
     def _link(self, peer: str, card: Card, regions: Sequence[Region]) -> tuple[Link, str]:
-        """Whoever can read a peer best, and why nobody better can."""
+        """The fastest available link, and why faster modes are unavailable."""
         reasons: list[str] = []
         for choice, connect in (
             (WayChoice.MAPPED, self._mapped),
@@ -232,7 +218,6 @@ class ProcessTransport:
         after: DeviceEvent | None = None,
         permit: bytes = b"",
     ) -> None:
-        """Check the runs and queue them for the peer."""
         with self._gate:
             self._ours()
             with self._lock:
@@ -245,7 +230,7 @@ class ProcessTransport:
                 self._hold(transfer, link.prepare(Product.of(runs), None, permit), after)
 
     def _hold(self, transfer: int, work: Work, after: DeviceEvent) -> None:
-        """Begin a read when the device has come to an event, unless it ends before."""
+        """Begin a read after a device event, unless it ends before."""
         if self._cuda is None:
             raise TransportError("no-device", NO_DEVICE)
         with self._making:
@@ -259,11 +244,9 @@ class ProcessTransport:
         self._events.submit(mark, partial(self._transfers.come, read))
 
     def cancel(self, transfer: int) -> None:
-        """Stop posting a read; posted parts end when the fabric reports them."""
         self._transfers.cancel(transfer)
 
     def clear(self, transfer: int, runs: Runs | Product, *, after: DeviceEvent | None = None) -> None:
-        """Fill the destination places of ``runs`` with zeros, on the host or on the device."""
         with self._gate:
             memory, product = self._ours(), Product.of(runs)
             if self._device and self._device.copier:
@@ -281,11 +264,11 @@ class ProcessTransport:
             self._transfers.come(clearing, error)
 
     def _clear_now(self, memory: RegionTable, runs: Runs, after: DeviceEvent | None) -> None:
-        """Without a kernel: span by span, and done on return."""
+        """Without a kernel; done on return."""
         addresses = memory.addresses(runs.dst)
         on_device = memory.names[Places.split(runs.dst)[0]] == "VRAM"
         if self._cuda and after is not None:
-            with self._cuda.current():  # a graph that another thread captures meanwhile is left alone
+            with self._cuda.current():  # does not disturb a graph capture of another thread
                 self._cuda.wait_event(after)
         for address, num_bytes in _spans(addresses, runs.num_bytes, ~on_device):
             ctypes.memset(address, 0, num_bytes)
@@ -293,22 +276,18 @@ class ProcessTransport:
             self._cuda.clear(_spans(addresses, runs.num_bytes, on_device))
 
     def poll(self) -> list[ReadEnd]:
-        """The transfers that ended since the last call."""
         return self._transfers.collect()
 
     def on_end(self, wake: Callable[[], None]) -> None:
-        """Call ``wake`` from an agent's thread whenever a read has ended."""
         self._transfers.wake = wake
 
     def forget(self, peer: str) -> None:
-        """Drop a peer: posted parts end when the fabric reports them, others end with an error."""
         with self._lock:
             link = self._links.pop(peer, None)
         if link:
             self._transfers.forget(link.queues)
 
     def close(self) -> None:
-        """Stop posting, wait for posted parts, then release memory and peers."""
         deadline = monotonic() + self._close_timeout_s
         self._gate.shut()
         with self._making:
@@ -320,7 +299,7 @@ class ProcessTransport:
         with self._lock:
             self._links.clear()
         self._transfers.close()
-        for each in movers:  # all of them hear it before one is waited for
+        for each in movers:  # stop all before waiting for one
             each.close(0)
         are_over = [self._gate.wait_until_empty(max(0.0, deadline - monotonic()))]
         are_over += [each.close(max(0.0, deadline - monotonic())) for each in movers]
@@ -359,9 +338,9 @@ class ProcessTransport:
 
 
 NOT_HERE = "not-here"
-"""The code of a way that this rank, or this peer's memory, does not have: nothing to tell anybody."""
+"""The code of a mode that does not apply, which is not worth a log line."""
 FALL_BACK = (NOT_HERE, "not-direct", "nixl")
-"""What leaves the next way to be tried after the direct one; all else is an error of the peer's."""
+"""After these errors of a direct link, the next mode is tried; all others are errors of the peer."""
 
 
 def _spans(

@@ -1,4 +1,4 @@
-"""The reads of a transport that are under way: one pure machine, beneath which each way has a small carrier.
+"""The reads of a transport that are under way: one pure machine for all modes; each mode has a carrier.
 
 ::
 
@@ -6,15 +6,15 @@
       │               │                 │
       └──────────── fail: cancelled, forgotten, refused ────▶ nothing more of it is posted
 
-A read consists of *shares*, each of which waits in a *queue*: the reads of one remote rank that one carrier
-posts, part by part, first come, first served. A queue posts no more parts at once than its *room* allows.
+A read consists of *shares*. Each waits in the *queue* of one remote rank and one carrier, which posts its
+parts in order. A queue posts no more parts at once than its *room* allows.
 
-What was posted cannot be called back: only the carrier's word ends a part. So a failed read ends when all its
-posted parts have, and a queue that is refused (forgotten, closed, broken) is released when no read is left in
-it. Carriers that can drop what they posted (``can_drop``) are asked to.
+Only the carrier can end a posted part. So a failed read ends when all its posted parts have ended, and a
+queue that is refused (forgotten, closed, broken) is released when no read is left in it. Carriers that can
+drop posted parts (``can_drop``) do so.
 
-``Reads`` has no thread, no lock and no clock: it returns the calls that are to be made. ``Transfers`` lets
-one thread at a time into it, and makes them outside of the lock, in that order.
+``Reads`` has no thread, lock or clock: it returns calls. ``Transfers`` guards it by a lock, and makes these
+calls outside of the lock, in order.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from kvferry.errors import TransportError
 
 
 class ReadCarrier:
-    """Posts parts of reads. Every call may come from any thread, and none blocks; this one does nothing."""
+    """Posts parts of reads. Calls come from any thread and must not block; these do nothing."""
 
     def wake(self) -> None:
-        """Something waits in a queue of its own that has room."""
+        """A share waits in one of its queues that has room."""
 
     def drop(self, share: Share) -> None:
-        """Nobody wants what is posted of a share; asked only where a queue ``can_drop``, perhaps twice."""
+        """The posted parts of a share are not needed; called only if a queue ``can_drop``, perhaps twice."""
 
     def release(self, queue: ReadQueue) -> None:
-        """Nothing is under way by a queue, and nothing will be: let go of the remote rank."""
+        """A queue is not used any more: let go of the remote rank."""
 
 
 @dataclass(eq=False, slots=True)
 class PostRoom:
-    """How many parts may be posted at once: by a connection, on a stream, on a device."""
+    """A limit of posted parts, which queues may share."""
 
     limit: int
     num_posted: int = 0
@@ -51,17 +51,16 @@ class PostRoom:
 @dataclass(eq=False, slots=True)
 class ReadQueue:
     name: str
-    """Of the remote rank."""
     carrier: ReadCarrier
     room: PostRoom
     can_drop: bool = False
-    """Whether its carrier can end at once what it has posted."""
+    """Whether its carrier can end posted parts at once."""
     waiting: deque[Share] = field(default_factory=deque)
-    """Shares of which there may be more to post."""
+    """Shares with parts that are not posted."""
     shares: dict[Share, None] = field(default_factory=dict)
     """Those of reads that have not ended, in the order of their begin."""
     refusal: TransportError | None = None
-    """Why it takes no more reads."""
+    """Set when it accepts no more reads."""
 
     @property
     def can_post(self) -> bool:
@@ -70,28 +69,25 @@ class ReadQueue:
 
 @dataclass(eq=False, slots=True)
 class Share:
-    """What one carrier is to move of a read."""
+    """The part of a read that one carrier moves."""
 
     read: Read
     queue: ReadQueue
     work: Any
-    """The carrier's own: what is left to post, as a rule."""
     num_posted: int = 0
     is_open: bool = True
     """Whether more of it may be posted."""
 
 
 Work = Iterable[tuple[ReadQueue, Any]]
-"""The shares of a read: where each waits, and what its carrier is to move."""
+"""The shares of a read: queue and work of each."""
 
 
 class Read:
-    """A read, or a clearing, from its begin to its end."""
-
     __slots__ = ("error", "has_ended", "is_held", "on_end", "shares")
 
     def __init__(self, work: Work, on_end: Callable[[str], None]) -> None:
-        """``on_end``: called once, from whatever thread, with the error or an empty text."""
+        """``on_end``: called once, from any thread, with the error or an empty text."""
         self.shares = [Share(self, queue, each) for queue, each in work]
         self.on_end = on_end
         self.is_held = self.has_ended = False
@@ -99,7 +95,7 @@ class Read:
 
 
 ReadEffect = tuple[Callable[..., None], *tuple[Share | ReadQueue | str, ...]]
-"""Whom to call, and with what: a carrier, or whoever waits for an end."""
+"""A call to make: function and arguments."""
 
 
 class Reads:
@@ -111,13 +107,13 @@ class Reads:
         self._refusal: TransportError | None = None
 
     def add(self, queue: ReadQueue) -> None:
-        """Take a queue in; raises TransportError once all are refused."""
+        """Raises TransportError after ``refuse_all``."""
         if self._refusal:
             raise _again(self._refusal)
         self._queues[queue] = None
 
     def begin(self, read: Read, *, is_held: bool = False) -> list[ReadEffect]:
-        """Take a read in; raises TransportError, with no end to come, if a queue of it is refused."""
+        """Raises TransportError, with no end to come, if one of its queues is refused."""
         for share in read.shares:
             if share.queue.refusal:
                 raise _again(share.queue.refusal)
@@ -127,7 +123,7 @@ class Reads:
         return [] if is_held else self.come(read)
 
     def come(self, read: Read, error: str = "") -> list[ReadEffect]:
-        """The device has come to the event for which a read is held, or failed; it may have ended before."""
+        """The device has reached the event that a read was held for, or failed; the read may have ended."""
         if not read.is_held:
             return []
         if error:
@@ -139,11 +135,11 @@ class Reads:
         return [*wakes, *self._end_if_quiet(read)]
 
     def post(self, queue: ReadQueue, *, is_last: bool = False) -> Share | None:
-        """Whose turn it is, if there is room: one more part of it, or the last, counts as posted now."""
+        """The share whose turn it is, if there is room: one more part, or the last, counts as posted."""
         return self.post_share(queue.waiting[0], is_last=is_last) if queue.can_post else None
 
     def post_share(self, share: Share, *, is_last: bool = False) -> Share | None:
-        """The same for a certain share, if it still waits; where there is room for all."""
+        """The same for one share, if it still waits; ignores the room."""
         if share.read.is_held or not share.is_open:
             return None
         share.num_posted += 1
@@ -153,7 +149,7 @@ class Reads:
         return share
 
     def ended(self, share: Share, error: str = "", *, is_last: bool = False) -> list[ReadEffect]:
-        """A posted part has ended. ``is_last``: there is no more to post of its share."""
+        """A posted part has ended. ``is_last``: its share has no more parts to post."""
         queue, room = share.queue, share.queue.room
         is_room_new = room.num_posted == room.limit and bool(queue.waiting)
         share.num_posted -= 1
@@ -164,7 +160,7 @@ class Reads:
         return [(queue.carrier.wake,), *effects] if is_room_new else effects
 
     def fail(self, read: Read, error: str) -> list[ReadEffect]:
-        """Post nothing more of a read, which ends with its first error; one that has ended is left alone."""
+        """Post nothing more of a read, which ends with its first error."""
         if read.has_ended:
             return []
         read.error = read.error or error
@@ -178,7 +174,7 @@ class Reads:
         return [effect for share in [*queue.shares] for effect in self.fail(share.read, error)]
 
     def refuse(self, queue: ReadQueue, refusal: TransportError, error: str) -> list[ReadEffect]:
-        """Take no more reads; those of which something is not posted, or can be dropped, fail."""
+        """Accept no more reads; those that are not posted completely, or can be dropped, fail."""
         queue.refusal = queue.refusal or refusal
         effects: list[ReadEffect] = []
         for share in [*queue.shares]:
@@ -187,7 +183,7 @@ class Reads:
         return effects + self._release_if_quiet(queue)
 
     def refuse_all(self, refusal: TransportError, error: str) -> list[ReadEffect]:
-        """The same for every queue, and for those that come."""
+        """The same for every queue, now and later."""
         self._refusal = self._refusal or refusal
         return [effect for queue in [*self._queues] for effect in self.refuse(queue, refusal, error)]
 
@@ -219,5 +215,5 @@ class Reads:
 
 
 def _again(refusal: TransportError) -> TransportError:
-    """Another one each time: an exception that is raised keeps its trace."""
+    """A fresh copy: a raised exception keeps its traceback."""
     return TransportError(refusal.code, refusal.detail)

@@ -1,4 +1,4 @@
-"""Regions of real memory, on the host or on a CUDA device, where no engine provides them."""
+"""Memory for regions, on the host or on a CUDA device, without an engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RegionMemory:
         self._host: list[Bytes] = []
 
     def add(self, name: str, data: Bytes) -> None:
-        """Add a region that holds ``data``. On the host, the array itself becomes the region."""
+        """Add a region that holds ``data``; on the host, the array itself."""
         address = self.cuda.allocate(data.nbytes) if self.cuda else data.ctypes.data
         self.regions += (Region(name, data.nbytes, address, self.device),)
         if self.cuda:
@@ -44,7 +44,6 @@ class RegionMemory:
         return np.frombuffer(bytearray(data), np.uint8)
 
     def arrays(self) -> list[Bytes]:
-        """All regions, as ``read`` returns them."""
         return [self.read(0, region.num_bytes, index) for index, region in enumerate(self.regions)]
 
     def store(self, arrays: list[Bytes]) -> None:
@@ -60,7 +59,6 @@ class RegionMemory:
             self._host[region_index][start : start + num_bytes] = 0
 
     def load(self) -> list[Bytes]:
-        """Copies of all regions."""
         return [array.copy() for array in self.arrays()]
 
     def free(self) -> None:

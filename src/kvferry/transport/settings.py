@@ -1,7 +1,7 @@
-"""Settings of a transport: its way to read, what it opens to readers, and what UCX is told.
+"""Settings of a transport: transfer mode, exposure to readers, and UCX.
 
-UCX takes settings from the environment of the process (``UCX_…``); NIXL adds those that an agent is made
-with, and lets the environment win. So both are looked at here, together, and nowhere else.
+UCX takes settings from the environment (``UCX_…``), which have priority over those that NIXL passes to an
+agent. So this file reads both.
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ class WayChoice(Enum):
     MAPPED = "mapped"
     DIRECT = "direct"
     PACKED = "packed"
-    """These three: by this way, or not at all."""
+    """These three allow no other mode."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> WayChoice:
-        """The setting; raises TransportError if it is none of these words."""
+        """Raises TransportError if the setting is not one of these words."""
         return chosen(WAY_SETTING, environ, cls.AUTO)
 
     def allows(self, way: WayChoice) -> bool:
-        """Whether a rank may be read by this way.
-
+        """
         >>> WayChoice.AUTO.allows(WayChoice.MAPPED), WayChoice.DIRECT.allows(WayChoice.MAPPED)
         (True, False)
         """
@@ -42,18 +41,18 @@ class WayChoice(Enum):
 
 
 class Expose(Enum):
-    """What of a rank's memory its readers can reach without the rank's help."""
+    """The part of a rank's memory that readers can reach without its help."""
 
     NOTHING = "nothing"
-    """Nothing: the rank sends every byte itself, after it has checked the ticket."""
+    """The rank sends every byte itself, after checking the ticket."""
     HOST = "host"
-    """Device memory, by processes of the same user on the same host. All else the rank sends itself."""
+    """Device memory, to processes of the same user on the same host. The rank sends the rest itself."""
     FABRIC = "fabric"
-    """All its memory, by whoever has its card and reaches its fabric: it is registered with NIXL."""
+    """All memory, registered with NIXL, to any process that has the card and reaches the fabric."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Expose:
-        """The setting; raises TransportError if it is none of these words.
+        """Raises TransportError if the setting is not one of these words.
 
         >>> Expose.from_environment({}), Expose.from_environment({"KVFERRY_EXPOSE": "nothing"})
         (<Expose.HOST: 'host'>, <Expose.NOTHING: 'nothing'>)
@@ -62,7 +61,7 @@ class Expose(Enum):
 
 
 def chosen(setting: str, environ: Mapping[str, str], default: C) -> C:
-    """The choice that a setting names, or the default where nothing is set; raises TransportError otherwise.
+    """The value of a setting; raises TransportError if it is unknown.
 
     >>> chosen("KVFERRY_EXPOSE", {"KVFERRY_EXPOSE": "all"}, Expose.HOST)
     Traceback (most recent call last):
@@ -83,24 +82,21 @@ UCX_GET_ZCOPY = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
 UCX_DEVICES = "UCX_NET_DEVICES"
 LOOPBACK_DEVICE = "lo"
 UCX_ALL = "UCX_"
-"""What the names of all its settings begin with."""
 NO_TCP = "^tcp"
-"""What an agent may use if the environment does not say. RDMA protects memory by keys; UCX's TCP has none,
-and serves any address of the process to whoever reaches its port."""
+"""The default of ``UCX_TLS``. RDMA protects memory by keys; UCX's TCP has none, and serves any address of the
+process to every client of its port."""
 
 FEW_AGENTS, MOST_AGENTS = 4, 8
-"""How many agents share a long read: up to so many all cores are used, from then on half of them."""
+"""Agents that share a long read: one per core up to the first number, then one for two cores."""
 
 CUDA_ENVIRONMENT = {UCX_GET_ZCOPY: "y"}
-"""What the environment must have before an agent is made that reads or serves CUDA memory.
-
-Without it, reads of device memory on one host go through TCP: 0.5 GB/s instead of 1,300.
-"""
+"""Set before an agent is made for CUDA memory. Without it, reads of device memory on one host go through TCP:
+0.5 GB/s instead of 1,300."""
 
 
 @dataclass(frozen=True, slots=True)
 class UcxSettings:
-    """How the agents of one transport use UCX.
+    """Of the agents of one transport.
 
     >>> UcxSettings.from_environment({"UCX_TLS": "sm,tcp,self"}).engine_config
     'PROTO_EMULATION_ENABLE=n,NET_DEVICES=lo'
@@ -110,23 +106,17 @@ class UcxSettings:
     """
 
     engine_config: str = ""
-    """For NIXL's UCX engine; what the environment has, too, stays as it is there."""
+    """For NIXL's UCX engine; the environment has priority."""
     num_agents: int = 1
-    """How many agents share a long read."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> UcxSettings:
-        """The settings of agents that are made in this environment.
-
-        Raises TransportError if UCX would listen where other hosts reach it, or emulate reads: a reader that
-        dies in the middle of an emulated read ends its source's process (UCX 1.23).
-        """
+        """Raises TransportError if UCX would listen for other hosts, or emulate reads."""
         settings = {UCX_EMULATES: "n"}
-        if environ.get(UCX_EMULATES, "n").lower() not in ("n", "no", "0", "off"):
-            raise TransportError(
-                "bad-setting",
-                f"{UCX_EMULATES}={environ[UCX_EMULATES]!r}: emulated reads are not supported: unset it",
-            )
+        # A reader that dies during an emulated read ends its source's process (UCX 1.23).
+        if (emulates := environ.get(UCX_EMULATES, "n")).lower() not in ("n", "no", "0", "off"):
+            detail = f"{UCX_EMULATES}={emulates!r}: emulated reads are not supported: unset it"
+            raise TransportError("bad-setting", detail)
         transports = environ.get(UCX_TRANSPORTS)
         if transports is None:
             settings[UCX_TRANSPORTS] = NO_TCP
@@ -144,7 +134,7 @@ class UcxSettings:
 
 
 def allows_tcp(transports: str) -> bool:
-    """Whether UCX may use TCP, by what ``UCX_TLS`` says: what is not understood may.
+    """Whether UCX may use TCP, given ``UCX_TLS``; True where that is unclear.
 
     >>> [allows_tcp(text) for text in ("sm,tcp", "all", "^tcp", "^ib", "ib,self")]
     [True, True, False, True, False]
@@ -158,8 +148,7 @@ def allows_tcp(transports: str) -> bool:
 
 
 def default_agents(num_cores: int) -> int:
-    """How many agents share a long read.
-
+    """
     >>> [default_agents(num_cores) for num_cores in (1, 2, 4, 8, 12, 16, 128)]
     [1, 2, 4, 4, 6, 8, 8]
     """

@@ -1,12 +1,12 @@
-"""What travels on a stream: the name of the stream, and after that frames of gathered bytes.
+"""The protocol of a stream: the name of the stream, then frames of gathered bytes.
 
 ::
 
     reader ─▶ source   HELLO
-    source ─▶ reader   HEAD, bytes, TAIL     once for each ask; the first frame has no bytes
+    source ─▶ reader   HEAD, bytes, TAIL     for each request; the first frame has no bytes
 
 The bytes of a frame are those of a chunk (``pack``), sealed with AES-128-GCM if the stream has a key: only
-this file imports cryptography. Asks and refusals travel on the control channel.
+this file imports cryptography. Requests and refusals use the control channel.
 """
 
 from __future__ import annotations
@@ -23,21 +23,20 @@ from kvferry.transport.pack import ChunkCopier, HostBytes, TermSide
 
 MAGIC = b"kvfstrm2"
 STREAM_ID_BYTES = 16
-"""Nobody guesses it: whoever names a stream was told of it."""
+"""Random, so that knowing it is the right to connect."""
 HELLO = Struct(f">8s{STREAM_ID_BYTES}s")
 HEAD = Struct(">QI")
-"""The reader's number of the ask; how many bytes of memory follow, to which a seal adds its own."""
+"""Number of the request; number of bytes, without the seal."""
 TAIL = Struct(">?")
-"""Whether the bytes count."""
+"""Whether the bytes are valid."""
 OPENED = 0
-"""The number of the first frame."""
 MAX_VIEWS = 512
 """Pieces of memory in one call; the kernel takes 1,024."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamOffer:
-    """Where a rank sends what it gathered for one reader.
+    """A stream that a rank offers to one reader.
 
     >>> StreamOffer("tcp://127.0.0.1:5", bytes(16)).host_and_port
     ('127.0.0.1', 5)
@@ -49,7 +48,7 @@ class StreamOffer:
     address: str
     stream_id: bytes
     key: bytes = b""
-    """What its frames are sealed with; empty: with nothing."""
+    """Seals its frames; empty: they are not sealed."""
 
     @property
     def host_and_port(self) -> tuple[str, int]:
@@ -59,16 +58,13 @@ class StreamOffer:
         return host.strip("[]"), int(port)
 
     def check_host(self, rank: str) -> None:
-        """Raise ValueError unless it is at the host of the rank that offers it, which listens at ``rank``.
-
-        A rank cannot have its readers call a third party, nor look up a name that never resolves.
-        """
+        """Raise ValueError unless it is at the host of the rank, so that a rank cannot name a third party."""
         if self.address.rpartition(":")[0] != rank.rpartition(":")[0]:
-            raise ValueError(f"its host is not that of the rank, {rank}")
+            raise ValueError(f"its host differs from that of the rank, {rank}")
 
 
 class Cursor:
-    """Pieces of memory that are sent, or received, one after another.
+    """Progress through pieces of memory that are sent or received.
 
     >>> cursor = Cursor([memoryview(b"abc"), memoryview(b"de")])
     >>> cursor.advance(4)
@@ -81,11 +77,10 @@ class Cursor:
         self.num_left = sum(map(len, views))
 
     def next_views(self) -> list[memoryview]:
-        """What comes next, as much as one call takes."""
         return self._views[self._at : self._at + MAX_VIEWS]
 
     def make_worthless(self) -> None:
-        """Touch the bytes of a frame no more: zeros take their place, and its tail says that it is no good.
+        """Replace the remaining bytes of a frame by zeros, and mark it as invalid.
 
         >>> parts = HEAD.pack(1, 8), b"8 bytes!", TAIL.pack(True)
         >>> frame = Cursor([*map(memoryview, parts)])
@@ -95,7 +90,7 @@ class Cursor:
         [(6, False), (1, False)]
         """
         if self.num_left <= TAIL.size:
-            return  # all its bytes are on their way
+            return  # all its bytes were sent
         head = [] if self._at else self._views[:1]
         num_zeros = self.num_left - TAIL.size - sum(map(len, head))
         self._views, self._at = [*head, memoryview(bytes(num_zeros)), memoryview(TAIL.pack(False))], 0
@@ -119,14 +114,14 @@ except ModuleNotFoundError as error:
 
 KEY_BYTES = 16
 SEAL_BYTES = 16
-"""What a sealed frame is longer by."""
+"""Added to the length of a frame."""
 NONCE_BYTES = 12
 
 
 class FrameSeal:
-    """One end of a stream: frames are counted, and each is sealed, or opened, in its turn.
+    """Seals, or opens, the frames of one stream in order.
 
-    A key is drawn for one stream and used in one direction, so no count ever comes twice under it.
+    The number of a frame is its nonce, which never repeats: each key is for one stream and one direction.
 
     >>> sender, receiver = FrameSeal(bytes(16)), FrameSeal(bytes(16))
     >>> sealed, plain = bytearray(5 + SEAL_BYTES), bytearray(5)
@@ -140,32 +135,29 @@ class FrameSeal:
     """
 
     def __init__(self, key: bytes) -> None:
-        if len(key) != KEY_BYTES:  # a peer's word
+        if len(key) != KEY_BYTES:
             raise TransportError("bad-key", f"a stream's key has {KEY_BYTES} bytes, got {len(key)}")
         self._cipher, self._count = AESGCM(key), 0
 
     def seal(self, head: bytes, plain: memoryview, sealed: memoryview) -> None:
-        """Encrypt bytes into ``sealed``, which is longer by ``SEAL_BYTES``; the head is proved with them."""
-        self._cipher.encrypt_into(self._next(), plain, head, sealed)
+        """Encrypt into ``sealed``, which is longer by ``SEAL_BYTES``; the head is authenticated, too."""
+        self._cipher.encrypt_into(self.skip(), plain, head, sealed)
 
     def open(self, head: bytes, sealed: memoryview, plain: memoryview) -> None:
-        """Decrypt into ``plain``; raises TransportError if head or bytes are not those that were sealed."""
+        """Decrypt into ``plain``; raises TransportError if head or bytes were modified."""
         try:
-            self._cipher.decrypt_into(self._next(), sealed, head, plain)
+            self._cipher.decrypt_into(self.skip(), sealed, head, plain)
         except InvalidTag:
             raise TransportError("bad-frame", "it was modified in transit") from None
 
-    def skip(self) -> None:
-        """A frame passed that nobody wants."""
-        self._next()
-
-    def _next(self) -> bytes:
+    def skip(self) -> bytes:
+        """Pass a frame; returns its nonce."""
         self._count += 1
         return self._count.to_bytes(NONCE_BYTES, "big")
 
 
 def start_call(offer: StreamOffer) -> socket.socket:
-    """A socket that is being connected; raises OSError or ValueError if the address makes no sense."""
+    """A socket that is connecting; raises OSError or ValueError if the address is invalid."""
     host, port = offer.host_and_port
     caller = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -178,7 +170,7 @@ def start_call(offer: StreamOffer) -> socket.socket:
 
 
 def end_call(caller: socket.socket, offer: StreamOffer) -> None:
-    """Name the stream, now that the socket has room to send; raises OSError if it was not connected."""
+    """Name the stream, once the socket is writable; raises OSError if it could not connect."""
     if error := caller.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
         raise OSError(error, os.strerror(error))
     caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -186,51 +178,44 @@ def end_call(caller: socket.socket, offer: StreamOffer) -> None:
 
 
 ENOUGH_BYTES = 256 << 10
-"""The thread sleeps until so many bytes of a frame have come, or its end: each waking costs as much as
-copying some tens of kilobytes, and takes time from the kernel that receives them."""
+"""The kernel wakes the thread for so many bytes of a frame, or its end: waking costs as much as copying some
+tens of kilobytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArrivedFrame:
-    """A frame of which all bytes are in place."""
-
     nonce: int
     is_good: bool
-    """Whether the source says that its bytes count."""
+    """Whether its tail says that the bytes are valid."""
 
 
 @dataclass(eq=False, slots=True)
 class _Frame:
     head: bytes
     sides: Sequence[TermSide]
-    """Where its bytes belong; none if nobody wants them."""
+    """The places of its bytes; none if it is not needed."""
     data: list[memoryview]
     is_direct: bool
-    """Whether its bytes are written straight to where they belong."""
+    """Whether it is received in place."""
     tail: bytearray = field(default_factory=lambda: bytearray(TAIL.size))
 
 
 class FrameReceiver:
-    """For one thread. It writes to memory in ``receive``, and at no other time."""
+    """For one thread. It writes to memory only in ``receive``."""
 
     def __init__(
-        self,
-        copier: ChunkCopier,
-        key: bytes,
-        sides_of: Callable[[int, int], Sequence[TermSide]],
+        self, copier: ChunkCopier, key: bytes, sides_of: Callable[[int, int], Sequence[TermSide]]
     ) -> None:
-        """``sides_of``: where the bytes of a frame belong, by its number and length."""
+        """``sides_of``: the places of a frame's bytes, by its number and length."""
         self._copier, self._sides_of = copier, sides_of
         self._seal = FrameSeal(key) if key else None
         self._head = bytearray(HEAD.size)
         self._cursor = Cursor([memoryview(self._head)])
         self._frame: _Frame | None = None
         self._worth_waking = 1
-        """As the kernel was told."""
         self._scratch: HostBytes | None = None
-        """Where short runs wait to be scattered, and where what nobody wants goes."""
+        """For frames that are scattered or dropped."""
         self._sealed = memoryview(b"")
-        """Where sealed frames wait to be opened."""
 
     @property
     def nonce(self) -> int:
@@ -238,20 +223,20 @@ class FrameReceiver:
         return int(HEAD.unpack(self._frame.head)[0]) if self._frame else 0
 
     def receive(self, stream: socket.socket) -> ArrivedFrame | None:
-        """Take what is there, by one call; a frame, if that was its end.
-
-        Raises OSError if the stream is lost, TransportError if what has come is no frame of ours.
-        """
+        """One call; returns a frame at its end. Raises OSError, or TransportError for a malformed frame."""
         num_bytes = stream.recvmsg_into(self._cursor.next_views())[0]
         if not num_bytes:
             raise ConnectionError("it was closed")
         self._cursor.advance(num_bytes)
         arrived = None if self._cursor.num_left else self._go_on()
-        self._wait_for_enough(stream)
+        if (enough := min(ENOUGH_BYTES, self._cursor.num_left)) != self._worth_waking:
+            self._worth_waking = enough
+            with suppress(OSError):  # harmless: the reader also polls
+                stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, enough)
         return arrived
 
     def _go_on(self) -> ArrivedFrame | None:
-        """After a head come its bytes; after these the frame is there, and the next head comes."""
+        """After a head come its bytes and tail, then the next head."""
         if self._frame is None:
             self._begin()
             return None
@@ -259,15 +244,8 @@ class FrameReceiver:
         self._cursor = Cursor([memoryview(self._head)])
         return self._end(frame)
 
-    def _wait_for_enough(self, stream: socket.socket) -> None:
-        """Have the kernel wake us for as much as is worth it, and never for more than is to come."""
-        if (enough := min(ENOUGH_BYTES, self._cursor.num_left)) != self._worth_waking:
-            self._worth_waking = enough
-            with suppress(OSError):  # nothing is lost: who waits looks by itself, too
-                stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, enough)
-
     def ignore(self) -> None:
-        """The rest of the frame that is being received goes where it harms nobody."""
+        """Drop the rest of the frame that is being received."""
         if frame := self._frame:
             frame.sides = ()
             if frame.is_direct and self._cursor.num_left > TAIL.size:
@@ -301,7 +279,6 @@ class FrameReceiver:
         return ArrivedFrame(nonce, is_good)
 
     def close(self) -> None:
-        """Give its memory back; nothing more is received."""
         scratch, self._scratch = self._scratch, None
         if scratch is not None:
             self._copier.free_chunk(scratch)

@@ -1,10 +1,10 @@
-"""The reader's side of streams: source ranks send what we ask for, and we scatter it.
+"""The reader's side of streams: source ranks send the requested bytes, and this rank scatters them.
 
-The first read of a rank asks it for a stream, connects, and names it. After that each ask is answered by a
-frame of bytes on it, or by a refusal on the control channel (docs/design.md has the picture).
+The first read of a rank requests a stream and connects it. The answer to each later request is a frame on the
+stream, or a refusal on the control channel (docs/design.md has a diagram).
 
-Nothing of either process is open to the other, and no fabric is involved: a death is a closed connection. One
-thread owns all this, and waits for nobody: a source from which nothing comes fails its reads by a deadline.
+Neither process exposes memory to the other; a dead process closes its connection. One thread owns everything
+here and never blocks: reads of a silent source fail at a deadline.
 """
 
 from __future__ import annotations
@@ -41,43 +41,39 @@ from kvferry.transport.transfers import Transfers
 log = log_of(__name__)
 
 ANSWER_S = 20.0
-"""How long a rank that was asked for something may say, or send, nothing."""
+"""The deadline of an answer to a request."""
 MAX_ASKED = 32
-"""Frames that one rank is asked for at once. They cost no memory: asks wait at the source."""
+"""Frames requested from one rank at once; requests wait at the source."""
 LOOK_S = 1.0
-"""How long we wait for bytes before we look by ourselves: the kernel wakes us for enough of them only, and
-fewer may lie there (a slow link; a window that is full before)."""
+"""How often the thread checks a socket without an event: the kernel wakes it only when many bytes have come
+(``ENOUGH_BYTES``), which a slow link or a small window may never reach."""
 ENOUGH_AT_ONCE = 8
 """Calls to one socket before others get their turn."""
 
 
 class GatherLine(Protocol):
-    """How source ranks are asked for bytes. Every call may come from any thread, and none blocks."""
+    """Sends requests to source ranks. Calls come from any thread, and none blocks."""
 
     def listen(self, answers: StreamMover) -> None:
-        """Begin: answers go there, in the line's thread."""
+        """Start; answers arrive in the line's thread."""
         ...
 
     def ask(self, to: str, nonce: int, permit: bytes, terms: Sequence[Term], stream_id: bytes) -> None:
-        """Ask the rank at an address to send the source side of these terms over a stream."""
+        """Request the source side of these terms from the rank at an address."""
         ...
 
     def open_stream(self, to: str, nonce: int, permit: bytes, regions: Sequence[Region]) -> None:
-        """Ask the rank at an address for a stream; these are its regions, as far as we know."""
+        """Request a stream from the rank at an address, with its regions in the manifest."""
         ...
 
-    def hang_up(self, address: str) -> None:
-        """Keep no connection to an address."""
-        ...
+    def hang_up(self, address: str) -> None: ...
 
     def close(self) -> None:
-        """Send what was said, and stop."""
+        """Send pending messages, and stop."""
         ...
 
 
 class _Asks(NamedTuple):
-    """What is left to ask for of a read, piece by piece."""
-
     permit: bytes
     pieces: Iterator[tuple[Term, ...]]
 
@@ -97,15 +93,15 @@ class _Ask:
 
 @dataclass(eq=False, slots=True)
 class _Stream:
-    """The connection to a rank, from the first question on."""
+    """The connection to a rank, from its request on."""
 
     link: StreamLink
     asked_for: Read
-    """By whose permit."""
+    """The read whose permit was used."""
     nonce: int
-    """Of the question for it; 0 once it is open."""
+    """Of the request; 0 once it is open."""
     since: float
-    """When something came last, or was asked for."""
+    """Time of the request, or of the last bytes."""
     offer: StreamOffer | None = None
     socket: socket.socket | None = None
     frames: FrameReceiver | None = None
@@ -116,35 +112,33 @@ class _Stream:
 
 
 class StreamLink:
-    """A remote rank that sends us what we ask for."""
-
     connected, is_ordered = Connected(Way.PACKED), False
 
     def __init__(self, mover: StreamMover, name: str, point: GatherPoint, src: Places) -> None:
         self._memory, self.name, self.address, self.src = mover.copier.memory, name, point.address, src
         self._chunk_bytes = min(point.chunk_bytes, mover.copier.chunk_bytes)
-        """What is asked for at once: as much as both sides have room for."""
+        """Of one request; both sides have room for it."""
         self.queue = ReadQueue(name, mover, PostRoom(MAX_ASKED), can_drop=True)
         self.queues = [self.queue]
-        # The mover's thread's alone:
+        # Used by the mover's thread only:
         self.asks: dict[int, _Ask] = {}
-        """By nonce: those under way."""
+        """Those under way, by nonce."""
         self.stream: _Stream | None = None
         mover.add(self)
 
     def prepare(self, product: Product, after: DeviceEvent | None, permit: bytes = b"") -> Work:
-        """Check that all runs are inside of their regions."""
+        """Raises TransportError if a run leaves its region."""
         for term in product.terms:
             check_term(term, self.src, self._memory)
         return [(self.queue, _Asks(permit, pieces(product, self._chunk_bytes)))]
 
 
 class StreamMover(ReadCarrier):
-    """Reads the ranks that send us what we ask for, in a thread of its own."""
+    """Reads remote ranks over streams, in a thread of its own."""
 
     def __init__(self, transfers: Transfers, copier: ChunkCopier, line: GatherLine) -> None:
         self._transfers, self.copier, self.line = transfers, copier, line
-        # The thread's alone:
+        # Used by the thread only:
         self._nonces = count(1)
         self._links: dict[ReadQueue, StreamLink] = {}
         self._loop = SocketLoop("kvferry-stream-reads", self._turn)
@@ -166,7 +160,7 @@ class StreamMover(ReadCarrier):
         self._loop.put(partial(self._let_go, queue))
 
     def close(self, timeout_s: float) -> bool:
-        """End the thread; whether it has ended in time. Nothing can be asked for any more."""
+        """End the thread; returns whether it has ended in time."""
         self._loop.put(self._close)
         return self._loop.join(timeout_s)
 
@@ -177,7 +171,7 @@ class StreamMover(ReadCarrier):
         self._loop.put(partial(self._refused, sender, nonce, error))
 
     def lost(self, sender: str) -> None:
-        """What was asked for may not have been heard."""
+        """The control connection to a rank is lost, perhaps with requests."""
         self._loop.put(partial(self._lost, sender))
 
     # ---- in the thread: reads
@@ -189,7 +183,7 @@ class StreamMover(ReadCarrier):
         return min((self._look_after(link, now) for link in links), default=float("inf"))
 
     def _drop(self, share: Share) -> None:
-        """Nobody wants a read: bytes of it that still come are written nowhere."""
+        """End a read now: bytes that still arrive are dropped."""
         if link := self._links.get(share.queue):
             nonces = [nonce for nonce, ask in link.asks.items() if ask.share is share]
             if link.stream and link.stream.frames and link.stream.frames.nonce in nonces:
@@ -200,7 +194,7 @@ class StreamMover(ReadCarrier):
 
     def _lost(self, sender: str) -> None:
         for link in self._at(sender):
-            self._lose(link, f"the connection to the sending rank of {link.name} is lost")
+            self._lose(link, f"the control connection to {link.name} is lost")
 
     def _close(self) -> None:
         for link in self._links.values():
@@ -211,17 +205,16 @@ class StreamMover(ReadCarrier):
         return [link for link in self._links.values() if link.address == sender]
 
     def _let_go(self, queue: ReadQueue) -> None:
-        """A rank with which nothing is under way, and nothing will be."""
         if link := self._links.pop(queue, None):
             self._hang_up(link)
             if not self._at(link.address):
                 self.line.hang_up(link.address)
 
     def _look_after(self, link: StreamLink, now: float) -> float:
-        """Give up a stream on which nothing comes that should; when to look again."""
+        """Close a stream that misses a deadline; returns when to look again."""
         stream, asked = link.stream, [ask.asked_at for ask in link.asks.values()]
         if stream is None or (stream.is_open and not asked):
-            return float("inf")  # nothing is to come
+            return float("inf")  # nothing is expected
         passed = min(link.asks.values(), key=lambda ask: ask.passed_at, default=None)
         if passed and passed.passed_at + ANSWER_S <= now:
             self._transfers.fail(passed.share.read, f"{link.name} did not answer within {ANSWER_S:g} s")
@@ -232,14 +225,14 @@ class StreamMover(ReadCarrier):
         before = stream.since
         self._receive(stream)
         if stream.since > before or link.stream is not stream:
-            return now  # there may be more to ask for
+            return now  # there may be more to request
         if started + ANSWER_S <= now:
             self._lose(link, f"{link.name} sent nothing within {ANSWER_S:g} s")
             return float("inf")
         return min(started + ANSWER_S, now + LOOK_S)
 
     def _ask_for_more(self, link: StreamLink, now: float) -> None:
-        """As much as a rank may be asked for at once; a stream that is gone is asked for, too."""
+        """Send requests while there is room; the first one is for a stream."""
         if link.stream is None and (first := next(iter([*link.queue.waiting]), None)):
             self._call(link, first)
         while link.stream and link.stream.is_open and (share := self._transfers.post(link.queue)):
@@ -257,7 +250,7 @@ class StreamMover(ReadCarrier):
             if ask := link.asks.get(nonce):
                 self._transfers.fail(ask.share.read, f"{link.name} rejected the read: {error}")
             elif (stream := link.stream) and not stream.is_open and stream.nonce == nonce:
-                self._hang_up(link)  # another read may have a better permit
+                self._hang_up(link)  # the permit of another read may be valid
                 self._transfers.fail(stream.asked_for, f"{link.name} rejected the stream: {error}")
 
     # ---- in the thread: streams
@@ -282,7 +275,6 @@ class StreamMover(ReadCarrier):
             self._loop.watch(stream.socket, partial(self._say_hello, stream, offer), for_room=True)
 
     def _say_hello(self, stream: _Stream, offer: StreamOffer) -> None:
-        """The connection is there, or refused."""
         link = stream.link
         if stream.socket is None:
             return
@@ -314,12 +306,12 @@ class StreamMover(ReadCarrier):
                 self._take(stream, arrived)
 
     def _sides_of(self, link: StreamLink, nonce: int, num_bytes: int) -> list[TermSide]:
-        """Where the bytes of a frame belong; nowhere if nobody wants them any more."""
+        """The places of a frame's bytes; none if its read has ended."""
         ask = link.asks.get(nonce)
         if ask is None:
             return []
         if ask.num_bytes != num_bytes:
-            raise TransportError("bad-frame", f"{num_bytes} bytes received, {ask.num_bytes} requested")
+            raise TransportError("bad-frame", f"a frame has {num_bytes} bytes, {ask.num_bytes} requested")
         return [dst_of(term) for term in ask.terms]
 
     def _take(self, stream: _Stream, arrived: ArrivedFrame) -> None:
@@ -335,7 +327,7 @@ class StreamMover(ReadCarrier):
             self._transfers.ended(ask.share, error)
 
     def _lose(self, link: StreamLink, error: str) -> None:
-        """A stream is over, and with it all reads of its rank. The next read asks for another."""
+        """Close a stream, and fail all reads of its rank. The next read requests another stream."""
         self._hang_up(link)
         self._transfers.fail_all(link.queue, error)
 

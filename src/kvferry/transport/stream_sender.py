@@ -1,9 +1,8 @@
-"""The source's side of streams: a rank sends what it gathers over TCP connections of its own.
+"""The source's side of streams: a rank sends gathered bytes over TCP connections.
 
-One thread owns the sockets: it checks what is requested, sends it, and stops when a ticket is revoked. Each
-reader has one stream, with one chunk of memory and a queue of its own: a reader that receives nothing delays
-no other. A reader's death is a closed connection. The access of a reader is checked before
-(``GatherService``).
+One thread owns the sockets, sends requested bytes, and stops when a ticket is revoked. Each reader has one
+stream, with a chunk of memory and a queue: a slow reader delays no other. ``GatherService`` checks the access
+of a reader before.
 """
 
 from __future__ import annotations
@@ -38,20 +37,18 @@ from kvferry.transport.stream_frames import (
 log = log_of(__name__)
 
 HELLO_S = 10.0
-"""How long a caller may take to name its stream, and a stream that was offered waits to be named."""
+"""The deadline for a caller to name its stream, and for an offered stream to be named."""
 MAX_CALLERS = 64
-"""Connections that have not named a stream yet; one more, and the oldest of them is cut off. A reader names
-its stream at once."""
+"""Connections that have not named a stream; the oldest makes room. A reader names its stream at once."""
 BACKLOG = 1024
-"""Connections that wait to be accepted. Beyond it the kernel drops first packets: readers lose a second."""
+"""Connections to be accepted. Beyond it the kernel drops first packets, and readers lose a second."""
 ENOUGH_AT_ONCE = 16
-"""Callers that are accepted before others get their turn: too few to cut off one that has just come."""
+"""Connections accepted in a row: too few to push out a new one."""
 PAUSE_S = 0.2
-"""How long nobody is let in after one could not be: it stays in the queue, and would be tried for ever."""
+"""Pause after a failure to accept, which would repeat at full speed."""
 
 
 def listen_at(host: str) -> socket.socket:
-    """A socket that waits for callers, at a port of its own."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
@@ -64,31 +61,25 @@ def listen_at(host: str) -> socket.socket:
 @dataclass(eq=False, slots=True)
 class _Caller:
     until: float
-    """When it must have named its stream."""
     said: bytes = b""
 
 
 class StreamCallers:
-    """Lets callers in until they have named a stream. All of it happens in the thread of ``loop``."""
+    """Connections until they have named a stream. Used in the thread of ``loop`` only."""
 
     def __init__(
         self, listener: socket.socket, loop: SocketLoop, take: Callable[[bytes, socket.socket], bool]
     ) -> None:
-        """``take`` gets the name of a stream and its socket, or says that there is no such stream."""
+        """``take`` gets the name of a stream and its socket; returns whether there is such a stream."""
         self._listener, self._loop, self._take = listener, loop, take
         self._callers: dict[socket.socket, _Caller] = {}
         self._listens_again = float("inf")
-        """When callers are let in again, where they are not."""
+        """The end of a pause."""
         self._has_warned = False
         loop.watch(listener, self._accept)
 
-    @property
-    def num_waiting(self) -> int:
-        """Those who have not named a stream yet."""
-        return len(self._callers)
-
     def turn(self, now: float) -> float:
-        """Cut off whoever took too long; when to come again."""
+        """Close connections that missed the deadline; returns when to come again."""
         for caller in [caller for caller, each in self._callers.items() if each.until <= now]:
             self._hang_up(caller)
         if self._listens_again <= now:
@@ -108,7 +99,7 @@ class StreamCallers:
             try:
                 caller, _ = self._listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
-                return  # it has gone by itself
+                return  # it was closed meanwhile
             except OSError as error:
                 self._pause(error)
                 return
@@ -124,7 +115,7 @@ class StreamCallers:
         self._loop.watch(caller, partial(self._hear, caller))
 
     def _pause(self, error: OSError) -> None:
-        """No room for another file, perhaps: that may pass."""
+        """Perhaps this process has too many open files, which may pass."""
         if not self._has_warned:
             log.warning("a reader's stream was not accepted; retrying: %s", error)
         self._has_warned = True
@@ -132,7 +123,7 @@ class StreamCallers:
         self._listens_again = monotonic() + PAUSE_S
 
     def _hear(self, socket_of: socket.socket) -> None:
-        """The name of a stream, in as many pieces as it comes; one byte more, and it is none."""
+        """Receive the name of a stream, perhaps in pieces; one byte more is an error."""
         caller = self._callers[socket_of]
         try:
             more = socket_of.recv(HELLO.size + 1 - len(caller.said))
@@ -160,25 +151,25 @@ class StreamCallers:
 
 
 MAX_STREAMS, MAX_STREAM_BYTES = 256, 1 << 30
-"""Streams that are open or offered; each costs a chunk or two once it is used. As many as both allow."""
+"""Both limit the number of streams; a stream in use takes a chunk or two."""
 IDLE_S, STALLED_S = 1.0, 5.0
-"""When all places are taken: a reader that was sent nothing for so long, since it asked for nothing or took
-nothing, loses its place to a new one. It gets another by its next read."""
+"""When all streams are taken, a new reader replaces one that requested nothing, or received nothing, for so
+long. The old reader's next read opens a new stream."""
 MAX_QUEUED, MAX_QUEUED_BYTES = 256, 8 << 20
-"""Frames of one stream that wait, and how long what they ask for may be: a list of places."""
+"""Requests that wait in one stream, and the bytes of their lists of places."""
 MAX_ALL_QUEUED_BYTES = 128 << 20
 """Of all streams together."""
 
 
 class TicketKey(NamedTuple):
-    """Which ticket bytes are sent for. Each start of an engine counts its tickets anew."""
+    """Each start of an engine, a generation, counts its tickets anew."""
 
     generation: int
     ticket_id: int
 
 
 Refuse = Callable[[str | TransportError], None]
-"""Told why bytes are not sent: in words, where a stream or a lease is over; or what failed."""
+"""Called with the reason why bytes are not sent."""
 
 
 @dataclass(eq=False, slots=True)
@@ -197,21 +188,18 @@ class _Frame:
 class _Stream:
     offer: StreamOffer
     since: float
-    """When it was offered, or bytes went over it last."""
+    """Time of the offer, or of the last bytes sent."""
     seal: FrameSeal | None
     socket: socket.socket | None = None
     frames: deque[_Frame] = field(default_factory=deque)
     queued_bytes: int = 0
     chunk: HostBytes | None = None
-    """Where short runs are gathered."""
     sealed: memoryview | None = None
-    """Where a frame is sealed."""
     current: _Frame | None = None
-    """Of which bytes are sent straight from memory: nobody may write there meanwhile."""
+    """The frame that is being sent, perhaps straight from memory."""
     cursor: Cursor | None = None
-    """What is being sent."""
     is_full: bool = False
-    """Whether the kernel has no room for more."""
+    """Whether the socket's buffer is full."""
 
     @property
     def has_work(self) -> bool:
@@ -223,24 +211,20 @@ class _Stream:
 
     @property
     def may_go_at(self) -> float:
-        """From when on another reader may have its place."""
         waits = HELLO_S if self.socket is None else STALLED_S if self.has_work else IDLE_S
         return self.since + waits
 
 
 class StreamSender:
-    """Sends frames to the readers that it offered a stream to."""
-
     def __init__(self, copier: ChunkCopier, host: str, *, is_sealed: bool) -> None:
-        """``host``: where to listen. ``is_sealed``: whether frames are encrypted, each stream by its key."""
+        """``host``: to listen on. ``is_sealed``: whether frames are encrypted, with a key per stream."""
         self._copier, self._is_sealed = copier, is_sealed
         each_bytes = copier.chunk_bytes * (2 if is_sealed else 1)
         self._max_streams = min(MAX_STREAMS, max(1, MAX_STREAM_BYTES // each_bytes))
         listener = listen_at(host)
         self.port = int(listener.getsockname()[1])
-        # The thread's alone:
+        # Used by the thread only:
         self._streams: dict[bytes, _Stream] = {}
-        self.num_sent = 0
         self._loop = SocketLoop("kvferry-streams", self._turn)
         self._callers = StreamCallers(listener, self._loop, self._let_in)
         self._loop.start()
@@ -248,12 +232,11 @@ class StreamSender:
     # ---- from any thread
 
     def put(self, event: Callable[[], None]) -> None:
-        """Have something done by the thread, after all that was asked for before."""
+        """Run something in the thread, in order."""
         self._loop.put(event)
 
     @property
     def num_waiting(self) -> int:
-        """Events that wait for the thread."""
         return self._loop.num_waiting
 
     def close(self) -> None:
@@ -271,7 +254,7 @@ class StreamSender:
         return come_again
 
     def open(self, address: str) -> StreamOffer | None:
-        """Offer a stream, to be called at ``address``; None if there are too many."""
+        """Offer a stream at ``address``; None if there are too many."""
         now = monotonic()
         if len(self._streams) >= self._max_streams:
             first = min(self._streams.values(), key=lambda stream: stream.may_go_at)
@@ -293,7 +276,7 @@ class StreamSender:
         return True
 
     def _hear_of(self, stream: _Stream) -> None:
-        """A reader says nothing more on its stream: there is room, or it is gone."""
+        """The socket is writable again, or the reader has closed it; readers send nothing else."""
         stream.is_full = False
         if stream.socket is not None:
             self._loop.watch(stream.socket, partial(self._hear_of, stream))
@@ -308,7 +291,7 @@ class StreamSender:
     def send(
         self, stream_id: bytes, ticket: TicketKey, nonce: int, sides: Sequence[TermSide], refuse: Refuse
     ) -> None:
-        """Send bytes that were checked; ``refuse`` is told why, if they are not sent."""
+        """Send bytes whose places were checked, or call ``refuse``."""
         stream = self._streams.get(stream_id)
         if stream is None:
             refuse("the stream is unknown or closed")
@@ -327,7 +310,6 @@ class StreamSender:
         stream.queued_bytes += num_bytes
 
     def _send_some(self, stream: _Stream) -> None:
-        """One call for each reader in turn."""
         if stream.cursor is None:
             frame = stream.frames.popleft()
             stream.queued_bytes -= frame.asked_bytes
@@ -346,13 +328,12 @@ class StreamSender:
         stream.since = monotonic()
         stream.cursor.advance(sent)
         if not stream.cursor.num_left:
-            self.num_sent += stream.current is not None
             stream.cursor = stream.current = None
 
     def _begin(self, stream: _Stream, frame: _Frame) -> None:
         stream.current = frame
         try:
-            # What is sealed is copied anyway.
+            # Sealing copies anyway.
             data = [] if stream.seal else self._copier.views(frame.sides)
             data = data or [self._gathered(stream, frame.sides)]
         except Exception as error:
@@ -365,7 +346,6 @@ class StreamSender:
         stream.cursor = self._cursor(stream, frame.nonce, data)
 
     def _gathered(self, stream: _Stream, sides: Sequence[TermSide]) -> memoryview:
-        """The bytes as a copy in the stream's own chunk."""
         if stream.chunk is None:
             stream.chunk = self._copier.new_chunk()
         self._copier.gather(sides, stream.chunk.ctypes.data)
@@ -384,7 +364,7 @@ class StreamSender:
         return Cursor([memoryview(head), *data, memoryview(TAIL.pack(True))])
 
     def revoke(self, is_over: Callable[[TicketKey], bool]) -> None:
-        """Touch no byte of such tickets any more. It waits for no reader."""
+        """Stop reading bytes of such tickets. Does not wait for readers."""
         for stream in self._streams.values():
             for frame in [frame for frame in stream.frames if is_over(frame.ticket)]:
                 stream.frames.remove(frame)

@@ -1,4 +1,4 @@
-"""The lock around the machine of reads, and the ends that nobody has collected yet."""
+"""The lock around the machine of reads, and the ends that are not collected yet."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvferry.transport.reads import Read, ReadEffect, ReadQueue, Reads, Share, W
 
 
 class Gate:
-    """Lets calls in until it is shut; whoever shut it can wait for those inside. For any number of threads.
+    """Lets calls in until it is shut, and then waits for those inside. For any number of threads.
 
     >>> gate = Gate()
     >>> with gate:
@@ -35,7 +35,7 @@ class Gate:
         self._is_shut = False
 
     def __enter__(self) -> None:
-        """A call comes in; raises TransportError if the gate is shut."""
+        """Raises TransportError if the gate is shut."""
         with self._changed:
             if self._is_shut:
                 raise TransportError("closed", "this transport was closed")
@@ -52,7 +52,6 @@ class Gate:
             self._is_shut = True
 
     def wait_until_empty(self, timeout_s: float | None) -> bool:
-        """Whether every call that was inside has left in time; the gate is shut."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._num_inside, timeout_s)
 
@@ -62,7 +61,7 @@ _Tell = Callable[Concatenate[Reads, P], list[ReadEffect]]
 
 
 class Transfers:
-    """Of one transport: its machine, who may call it, and the ends that nobody has collected yet.
+    """The transfers of one transport, and their ends until they are collected.
 
     >>> transfers = Transfers()
     >>> read = transfers.begin(7, [], is_held=True)
@@ -87,10 +86,7 @@ class Transfers:
     # ---- for the transport
 
     def begin(self, number: int, work: Work, *, is_held: bool = False, can_cancel: bool = True) -> Read:
-        """Take a transfer in; raises TransportError, with no end to come, if it cannot be.
-
-        One that is held begins with ``come``; a clearing cannot be cancelled.
-        """
+        """Raises TransportError, with no end to come, if it is rejected. ``is_held``: until ``come``."""
         read = Read(work, partial(self._report, number))
         with self._lock:
             if number in self._under_way or number in self._ends:
@@ -101,7 +97,7 @@ class Transfers:
         return read
 
     def come(self, read: Read, error: str = "") -> None:
-        """The device has come to what a read was held for, or failed."""
+        """The device has reached the event that a read was held for, or failed."""
         self._tell(Reads.come, read, error)
 
     def cancel(self, number: int) -> None:
@@ -114,17 +110,15 @@ class Transfers:
             self.refuse(queue, why, f"peer {queue.name!r} was forgotten")
 
     def close(self) -> None:
-        """Take nothing in any more; what is posted goes on."""
+        """Accept no more transfers; posted ones go on."""
         why = TransportError("closed", "this transport was closed")
         self._tell(Reads.refuse_all, why, "the transport was closed")
 
     def wait_until_ended(self, timeout_s: float | None) -> bool:
-        """Whether every transfer has ended, and its end can be collected, in time."""
         with self._lock:
             return self._has_all_ended.wait_for(lambda: not self._under_way, timeout_s)
 
     def collect(self) -> list[ReadEnd]:
-        """The ends since the last call."""
         with self._lock:
             ends, self._ends = self._ends, {}
         return [*ends.values()]
@@ -132,18 +126,17 @@ class Transfers:
     # ---- for carriers
 
     def add(self, queue: ReadQueue) -> ReadQueue:
-        """Take a queue in; raises TransportError if this is closed."""
+        """Raises TransportError after ``close``."""
         with self._lock:
             self._reads.add(queue)
         return queue
 
     def submit(self, read: Read) -> None:
-        """Take in a read that has no number."""
+        """Begin a read without a number."""
         self._tell(Reads.begin, read)
 
     def post(self, queue: ReadQueue, *, is_last: bool = False) -> Share | None:
-        """Whose turn it is, if there is room: one more part of it, or the last, counts as posted now."""
-        if not queue.can_post:  # as a rule, and it takes no lock to see that
+        if not queue.can_post:  # the usual case, without a lock
             return None
         with self._lock:
             return self._reads.post(queue, is_last=is_last)
@@ -153,7 +146,6 @@ class Transfers:
             return self._reads.post_share(share)
 
     def ended(self, share: Share, error: str = "", *, is_last: bool = False) -> None:
-        """A posted part has ended. ``is_last``: there is no more to post of its share."""
         with self._lock:
             effects = self._reads.ended(share, error, is_last=is_last)
         self._carry_out(effects)
@@ -165,7 +157,6 @@ class Transfers:
         self._tell(Reads.fail_all, queue, error)
 
     def refuse(self, queue: ReadQueue, why: TransportError, error: str) -> None:
-        """Take no more reads by a queue; it is released when nothing is under way by it."""
         self._tell(Reads.refuse, queue, why, error)
 
     def _tell(self, call: _Tell[P], *args: P.args, **more: P.kwargs) -> None:
