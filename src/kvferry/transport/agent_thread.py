@@ -208,8 +208,8 @@ class AgentThread(ReadCarrier):
             rank = added.result(_until(deadline))
             if error := warm.result(_until(deadline)):
                 # UCX does not tell a dead peer from one that it cannot read directly.
-                code = "not-direct" if rank.has_fabric_failed else "no-connection"
-                raise TransportError(code, f"{name}: {error}")
+                detail = f"{name}: {error}"
+                raise TransportError("not-direct" if rank.has_fabric_failed else "no-connection", detail)
         except (TimeoutError, TransportError):
             added.add_done_callback(self._forget_added)
             raise
