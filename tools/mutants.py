@@ -62,7 +62,7 @@ ROOMS = {
 }
 """Which tests are asked of a room's breaks. Those that are named after the broken file come first."""
 
-ON_A_DEVICE = ("transport/cuda.py", "transport/mapped.py", "transport/exports.py", "transport/mapped.py")
+ON_A_DEVICE = ("transport/cuda.py", "transport/mapped.py", "transport/exports.py")
 """Files that only tests with a GPU know; they are left out where there is none."""
 
 NEAR = {
