@@ -6,7 +6,7 @@ import tracemalloc
 
 from kvferry.runtime import Timing
 
-TIMING = Timing(lease=0.5, retry=0.1)
+TIMING = Timing(lease=1.5, retry=0.1)
 NUM_FETCHES = 900
 BYTES_PER_FETCH = 64
 """Less than a name in a dictionary takes; more than what threads and caches come and go by: 6 to 27 KB,
