@@ -66,7 +66,6 @@ class GrowingPrefills:
         self._closed: dict[str, int] = {}
         """Ended request -> ticket, until its offer is released."""
         self._computed: deque[_Computed] = deque()
-        """By steps whose output is outstanding."""
         self._step = 0
         self._declined: set[str] = set()
         """Requests that their readers no longer need."""

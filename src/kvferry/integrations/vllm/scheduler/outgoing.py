@@ -60,7 +60,6 @@ class Outgoing:
         """Released requests that not all workers have reported to vLLM yet."""
 
     def admit(self, joins: Sequence[Join]) -> None:
-        """Start to accept readers: every worker has described its memory."""
         if self._source is not None:
             return
         options = self._options

@@ -87,7 +87,6 @@ class SchedulerSide:
 
     @property
     def must_step(self) -> bool:
-        """Whether the engine must step even without requests to run."""
         return self.outgoing.has_pinned or self.incoming.has_news or self.incoming.is_claiming
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
