@@ -189,7 +189,7 @@ def test_a_vllm_that_does_not_call_the_hook_is_refused(docks: Docks):
 
 def test_chunks_that_end_inside_of_blocks_are_refused(docks: Docks):
     setup = Setup("llama4", block=64)
-    with pytest.raises(SpecError, match="chunks of 96 tokens in blocks of 64"):
+    with pytest.raises(SpecError, match="chunks of 96 tokens are not a multiple of the block size of 64"):
         docks.own(setup)
     docks.own(replace(setup, prefix_caching=False))
     docks.own(replace(setup, role="kv_producer"))

@@ -1,1 +1,1 @@
-"""kvferry inside other people's engines."""
+"""Connectors for inference engines."""

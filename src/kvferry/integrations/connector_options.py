@@ -1,4 +1,4 @@
-"""The names of the connector's options. Nothing here needs vLLM."""
+"""The names of the connector's options, without importing vLLM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TEXTS = ("listen", "advertise", "secret_file", "dump", "identity")
 LEASE = "lease_seconds"
 _WORDS = ("insecure", "authorities", "backends", "digest", "expose", "way", "layout_check", "vllm_version")
 READ_BACK = "bidirectional_kv_xfer"
-"""As vLLM's own connector calls it."""
+"""The name that vLLM's NixlConnector uses."""
 _KNOWN = {*TEXTS, LEASE, READ_BACK, *_WORDS}
 _INSTEAD = {
     "num_threads": "remove it: the number of cores decides",
@@ -23,11 +23,11 @@ _INSTEAD = {
     "decoder_kv_blocks_ttl": "remove it: finished requests pin no blocks",
     "push_registration_timeout": "remove it: kvferry pulls",
 }
-"""Options of vLLM's NixlConnector, and what to do with them here."""
+"""Options of vLLM's NixlConnector, with their replacements."""
 
 
 def unknown_options(extra: Mapping[str, Any]) -> str:
-    """The options that nobody here knows, each with what to do instead; empty if there are none."""
+    """A message that names each unknown option with its replacement; empty if all are known."""
     unknown = sorted(set(extra) - _KNOWN)
     if not unknown:
         return ""

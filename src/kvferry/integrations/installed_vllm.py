@@ -1,4 +1,4 @@
-"""What the installed vLLM knows: its flags, and the defaults of a config.json. Its import takes seconds."""
+"""The flags and config.json defaults of the installed vLLM. Importing vLLM takes seconds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def is_installed() -> bool:
 
 
 def installed_flags() -> dict[str, list[str]]:
-    """The spellings of each flag of ``vllm serve``, by the number of values that it takes (1, 0, ?, +)."""
+    """The spellings of each ``vllm serve`` flag, by its number of values (1, 0, ?, +)."""
     from vllm.entrypoints.cli.serve import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -26,7 +26,7 @@ def installed_flags() -> dict[str, list[str]]:
 
 
 def filled_config(folder: Path) -> Mapping[str, Any]:
-    """A model's configuration with the defaults of its class, as an engine compares it."""
+    """A model's configuration with the defaults of its class, as engines compare it."""
     from vllm.transformers_utils.config import get_config
 
     values: Mapping[str, Any] = get_config(str(folder), trust_remote_code=False).to_dict()

@@ -1,4 +1,4 @@
-"""Which versions of vLLM were tried, for those who must not import vLLM to find out."""
+"""The vLLM versions that kvferry supports, without importing vLLM."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ from collections.abc import Mapping
 from enum import StrEnum
 
 TESTED_VLLM = ("0.31", "0.32", "0.33")
-"""Series of vLLM with which the tests were run; the first with models of one full-attention group only."""
+"""vLLM series that the tests cover. In the first, only models with one full-attention group work."""
 
 
 class Standing(StrEnum):
-    """What is known of a version."""
-
     TESTED = "tested"
     NEWER = "newer than tested"
-    """It starts if the checks at start pass."""
+    """The engine starts if the startup checks pass."""
     OLDER = "older than supported"
 
 
 def standing_of(version: str) -> Standing:
-    """Where a version of vLLM stands. A build without a number counts as the newest there is.
+    """The standing of a vLLM version. A build without a version number counts as newer.
 
     >>> [standing_of(text).value for text in ("0.33.1+cpu", "0.34.0rc1", "0.30.2", "1.0.0", "dev")]
     ['tested', 'newer than tested', 'older than supported', 'newer than tested', 'newer than tested']
@@ -36,7 +34,7 @@ def standing_of(version: str) -> Standing:
 
 
 def supported_text() -> str:
-    """The tested series, as sentences name them.
+    """The tested series, for messages.
 
     >>> supported_text()
     '0.31, 0.32 and 0.33'
@@ -48,7 +46,7 @@ _UNREAD = ("VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT")
 
 
 def unread_settings(environment: Mapping[str, str]) -> str:
-    """What is set for NixlConnector, and what to say here instead; empty if nothing is.
+    """A warning about variables that only NixlConnector reads; empty if none is set.
 
     >>> unread_settings({"VLLM_NIXL_SIDE_CHANNEL_PORT": "5600", "VLLM_HOST_IP": "10.0.0.7"})
     'VLLM_NIXL_SIDE_CHANNEL_PORT: set, but not read by kvferry. Set the address with the options ...

@@ -1,7 +1,7 @@
-"""Makes ``"kv_connector": "KVFerryConnector"`` enough: vLLM calls ``register`` in each of its processes.
+"""A vLLM plugin: with it, ``"kv_connector": "KVFerryConnector"`` needs no module path.
 
-It runs in every vLLM of an environment that has kvferry, whoever's connector is used. So it does next to
-nothing, and never fails: whether this vLLM is one that kvferry knows is looked at when the connector is made.
+vLLM calls ``register`` in each of its processes, whichever connector is configured, so it is cheap and never
+fails. The connector checks the vLLM version when it is created.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ NAME = "KVFerryConnector"
 
 
 def register() -> None:
-    """Tell vLLM where the connector is; nothing of it is loaded."""
-    with suppress(ImportError, ValueError):  # a vLLM of another shape, or it is known already
+    """Register the connector's module path, without importing the connector."""
+    with suppress(ImportError, ValueError):  # another vLLM layout, or already registered
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
         KVConnectorFactory.register_connector(NAME, "kvferry.integrations.vllm", NAME)

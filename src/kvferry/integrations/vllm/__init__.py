@@ -1,4 +1,4 @@
-"""The connector for vLLM, from outside vLLM's tree.
+"""kvferry's out-of-tree connector for vLLM.
 
 --kv-transfer-config '{"kv_connector": "KVFerryConnector",
                        "kv_connector_module_path": "kvferry.integrations.vllm", "kv_role": "kv_both"}'
@@ -16,12 +16,12 @@ try:
     from kvferry.integrations.vllm.connector import KVFerryConnector
 except ImportError as error:
     raise ImportError(
-        f"kvferry's connector does not work with vLLM {vllm.__version__}: {error}. Tested are vLLM"
-        f" {supported_text()} (docs/vllm.md)"
+        f"kvferry's connector does not work with vLLM {vllm.__version__}: {error}. Tested"
+        f" versions: {supported_text()} (docs/vllm.md)"
     ) from error
 
-with suppress(ValueError):  # it is there already
-    # Inside MultiConnector, vLLM finds the class of a connector's figures by the connector's name alone.
+with suppress(ValueError):  # already registered
+    # Inside MultiConnector, vLLM looks up a connector's statistics class by the connector's name.
     KVConnectorFactory.register_connector("KVFerryConnector", __name__, "KVFerryConnector")
 
 __all__ = ["KVFerryConnector"]

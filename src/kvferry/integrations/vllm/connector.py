@@ -1,4 +1,4 @@
-"""What vLLM calls: every hook forwards to the scheduler's side or to the worker's."""
+"""The connector class: each hook forwards to the scheduler side or the worker side."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ImportError:  # vLLM 0.31 counts no sources
+except ImportError:  # vLLM 0.31 has no sources
     CacheHitSource = None
 
 log = log_of(__name__)
@@ -60,16 +60,16 @@ log = log_of(__name__)
 
 @dataclass
 class Handshake(KVConnectorHandshakeMetadata):
-    """What a worker tells its scheduler: a join message. It has the worker's secrets: it is never printed."""
+    """A worker's join message to its scheduler. It contains the worker's secrets and is never printed."""
 
     join: bytes = field(repr=False)
 
 
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
-    """Fetches prefilled requests from other engines, by proved plans."""
+    """Fetches the KV cache of prefilled requests from other engines, with proved plans."""
 
     _cache_hit_source = CacheHitSource and CacheHitSource.P2P
-    """How ``vllm:prompt_tokens_cached_by_source`` counts loaded tokens."""
+    """The label of loaded tokens in ``vllm:prompt_tokens_cached_by_source``."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -105,26 +105,25 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     @property
     def _scheduler(self) -> SchedulerSide:
         if not isinstance(self._side, SchedulerSide):
-            raise KVFerryError("a hook of the scheduler was called in a worker")
+            raise KVFerryError("a scheduler hook was called in a worker")
         return self._side
 
     @property
     def _worker(self) -> WorkerSide:
         if not isinstance(self._side, WorkerSide):
-            raise KVFerryError("a hook of a worker was called in the scheduler")
+            raise KVFerryError("a worker hook was called in the scheduler")
         return self._side
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Head-major, so that a rank's heads are long runs; in the words of vLLM's own connectors.
+        """Head-major, so that a rank's heads form long runs.
 
-        MultiConnector compares the words: the alias "HND" would not start beside an OffloadingConnector.
+        MultiConnector compares the strings: the alias "HND" would not start beside an OffloadingConnector.
         """
         return "LBHNC"
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        """Sleep mode frees memory that is registered for transfers."""
         return False
 
     # -- worker ------------------------------------------------------------------------------------
@@ -218,9 +217,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """A state is always loaded, so a prefix hit may be deeper than any state that is here.
+        """A state is always loaded, so a prefix hit may be deeper than the local states.
 
-        Not with windows beside: what of theirs is here, vLLM does not say.
+        False for models with windows: vLLM does not report which of their blocks are cached.
         """
         return isinstance(self._side, SchedulerSide) and not self._side.groups.has_window
 
@@ -248,7 +247,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _log_with_vllm() -> None:
-    """Our lines appear where vLLM's do, at the level that vLLM is told."""
+    """Send kvferry's log lines to vLLM's handlers, at vLLM's level."""
     ours, theirs = logging.getLogger("kvferry"), init_logger("vllm")
     if not ours.handlers:
         ours.handlers = list(theirs.handlers)

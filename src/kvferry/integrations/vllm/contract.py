@@ -1,6 +1,6 @@
-"""What the connector takes for granted of vLLM. It is compared with the vLLM that is there when it starts.
+"""The parts of vLLM that the connector depends on, checked against the installed vLLM at start.
 
-A hook that was renamed, or is given something else, would fail in the middle of a request, or not at all.
+Without the check, a renamed hook or changed parameters would fail in the middle of a request, or silently.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ log = log_of(__name__)
 PROPERTY = "a property"
 LOADED_GROUPS = "get_loaded_kv_cache_group_ids"
 OPTIONAL = frozenset({LOADED_GROUPS, "supports_sleep_mode"})
-"""Hooks that not every version has: without the first, models with one group of full attention are served."""
+"""Hooks that some versions lack: without the first, only models with one full-attention group work."""
 _HOOKS = """
 bind_connector_metadata bind_gpu_block_pool bind_kv_cache_manager build_connector_meta
 build_connector_worker_meta build_kv_connector_stats build_prom_metrics clear_connector_metadata
@@ -35,7 +35,7 @@ supports_divergent_local_hybrid_hits supports_sleep_mode take_events unregister_
 update_connector_output update_state_after_alloc wait_for_layer_load wait_for_save
 """
 KNOWN_HOOKS = frozenset(_HOOKS.split())
-"""Hooks whose defaults suit this connector, or which it overrides. A new one might need an answer."""
+"""Hooks that the connector overrides, or whose defaults suit it. A new hook may need an override."""
 
 _INTERFACE = "vllm.v1.kv_cache_interface"
 _PAGES = (
@@ -64,31 +64,31 @@ FIELDS = {
     "vllm.v1.core.kv_cache_manager.KVCacheManager": "get_block_ids",
     "vllm.v1.request.RequestStatus": "FINISHED_LENGTH_CAPPED FINISHED_STOPPED",
 }
-"""By class: what is read of it, or given to it."""
+"""By class: the attributes and arguments that the connector uses."""
 
 
 def check_contract(version: str, ours: type, bases: tuple[type, ...], *, must_be_tested: bool) -> None:
-    """Refuse, by name, a vLLM that the connector cannot work with; warn of what is new in it."""
+    """Raise SpecError if the connector cannot work with this vLLM; warn about anything new or untested."""
     standing = standing_of(version)
     if must_be_tested and standing is not Standing.TESTED:
         raise SpecError(
-            f"vLLM {version} was not tested with this kvferry ({supported_text()} were), and vllm_version is"
-            " 'tested'"
+            f"vLLM {version} was not tested with this kvferry (tested: {supported_text()}), and vllm_version"
+            " is 'tested'"
         )
     if broken := [*_broken_hooks(ours, hooks(*bases)), *_missing_fields(FIELDS)]:
         raise SpecError(
-            f"vLLM {version} differs from what kvferry's connector needs: {'; '.join(broken)}. Tested are"
-            f" vLLM {supported_text()}"
+            f"vLLM {version} differs from what kvferry's connector needs: {'; '.join(broken)}. Tested"
+            f" versions: {supported_text()}"
         )
     if standing is not Standing.TESTED:
         tested = supported_text()
-        log.warning("vLLM %s is %s (%s); its hooks are as expected", version, standing.value, tested)
+        log.warning("vLLM %s is %s (%s); all required hooks are present", version, standing.value, tested)
     if new := sorted(set(hooks(*bases)) - KNOWN_HOOKS - {"__init__"}):
         log.warning("vLLM %s has hooks that kvferry does not know: %s", version, ", ".join(new))
 
 
 def hooks(*classes: type) -> dict[str, str]:
-    """Name -> parameters of what classes define by themselves."""
+    """Name -> parameters of the hooks that the classes themselves define."""
     found = {}
     for cls in classes:
         for name, hook in vars(cls).items():
@@ -116,7 +116,7 @@ def _missing_fields(expected: Mapping[str, str]) -> Iterator[str]:
         module, _, name = path.rpartition(".")
         cls = getattr(import_module(module), name, None)
         if cls is None:
-            yield f"there is no {path}"
+            yield f"{path} is missing"
             continue
         fields = {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
         if missing := [each for each in names.split() if each not in fields and not hasattr(cls, each)]:

@@ -1,1 +1,1 @@
-"""What runs in the process of vLLM's scheduler."""
+"""The connector's part in vLLM's scheduler process."""

@@ -1,10 +1,10 @@
-"""Prefills that are read while vLLM still computes them, chunk by chunk.
+"""Prefills that are read chunk by chunk while vLLM still computes them.
 
-A step's tokens are complete when its output has come back: vLLM returns it after the device has ended the
-step, on every worker, and the worker waits for a draft model by itself (``WorkerSide.finish_step``).
+A step's tokens are complete when vLLM returns its output: the device has then ended the step on every worker.
+Only a draft model may still run; the worker waits for it (``WorkerSide.finish_step``).
 
-vLLM preempts without a hook. It says so in the output of the same ``schedule``, before any worker writes to
-the blocks that it took away: the offer is revoked there. When the request goes on it is offered anew.
+vLLM has no hook for preemption. The output of ``schedule`` lists preempted requests before any worker writes
+to their blocks: the offer is revoked there, and made anew when the request resumes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Prefill:
     digest: bytes
     num_offers: int = 0
     num_scheduled: int = 0
-    """Tokens that its steps have computed, or will."""
+    """Tokens that its steps have computed or will compute."""
     offer: GrowingOffer | None = None
     """None before the prefill is scheduled, and while it is preempted."""
 
@@ -54,22 +54,21 @@ class _Computed:
 
 
 class GrowingPrefills:
-    """The prefills of an engine that a router has given names to, until they end."""
+    """The prefills of an engine that a router has named, until they end."""
 
     def __init__(self, groups: Groups, adapters: Adapters, *, is_alone: bool) -> None:
-        """``is_alone``: whether it is the only engine of its server, so that a router knows where to ask."""
+        """``is_alone``: the server has no other engine, so a router knows which one runs a prefill."""
         self._groups, self._adapters, self._is_alone = groups, adapters, is_alone
         self._manager: KVCacheManager | None = None
         self._prefills: dict[str, _Prefill] = {}
         self._names: dict[str, str] = {}
-        """The request of each offer that was not released."""
+        """Offer name -> request, until the offer is released."""
         self._closed: dict[str, int] = {}
-        """The ticket of each request that has ended, until its offer is released."""
+        """Ended request -> ticket, until its offer is released."""
         self._computed: deque[_Computed] = deque()
-        """By steps whose output has not come back."""
         self._step = 0
         self._declined: set[str] = set()
-        """Requests whose reader does not need them any more."""
+        """Requests that their readers no longer need."""
 
     def bind(self, manager: KVCacheManager) -> None:
         self._manager = manager
@@ -80,7 +79,7 @@ class GrowingPrefills:
         return self._is_alone and self._manager is not None and bool(self._groups.early)
 
     def new_request(self, request: Request, transfer: str) -> None:
-        """A prefill begins to be readable when it is first scheduled: a reader's blocks wait no longer."""
+        """The prefill is offered when first scheduled, so a reader's blocks do not wait for the queue."""
         if not self.is_able or request.num_prompt_tokens <= PART_TOKENS:
             return
         try:
@@ -91,9 +90,9 @@ class GrowingPrefills:
         self._prefills[request.request_id] = _Prefill(request, transfer, found)
 
     def step(self, source: SourceEngine, scheduled: SchedulerOutput) -> int:
-        """vLLM has scheduled a step: offer what begins, revoke what was preempted.
+        """Offer prefills that a scheduled step starts, and revoke those that it preempted.
 
-        The number of the step, by which its workers tell of its end; 0 if nothing grows in it.
+        Returns the step's number, with which its workers report its end; 0 if no offer grows in it.
         """
         for request_id in scheduled.preempted_req_ids or ():
             self._revoke(self._prefills.get(request_id))
@@ -107,7 +106,7 @@ class GrowingPrefills:
             num_complete = before[request_id] + scheduled.num_scheduled_tokens[request_id]
             prefill = self._prefills[request_id]
             if before[request_id] < prefill.num_scheduled:
-                self._revoke(prefill)  # a load of another connector has failed: tokens are computed again
+                self._revoke(prefill)  # another connector's load failed: vLLM recomputes tokens
             prefill.num_scheduled = num_complete
             if offer := self._offer(source, prefill):
                 self._computed.append(_Computed(self._step, request_id, offer, num_complete))
@@ -140,7 +139,7 @@ class GrowingPrefills:
         return prefill.offer
 
     def _tables(self, request: Request) -> dict[str, BlockTable]:
-        """What it has now of the groups that keep all of their tokens."""
+        """The request's current blocks of the groups that keep all of their tokens."""
         if self._manager is None:
             return {}
         block_ids = self._manager.get_block_ids(request.request_id)
@@ -148,20 +147,20 @@ class GrowingPrefills:
         return {name: table for name, table in tables.items() if name in self._groups.early}
 
     def computed(self, step: int) -> None:
-        """The output of a step has come back: what it computed can be read."""
+        """The output of a step has arrived: its tokens become readable."""
         while self._computed and self._computed[0].step <= step:
             done = self._computed.popleft()
             prefill = self._prefills.get(done.request_id)
             if prefill is None or prefill.offer is not done.offer:
-                continue  # it has ended, or was preempted meanwhile
+                continue  # ended or preempted since
             known = done.offer.ticket.num_complete
-            most = prefill.request.num_prompt_tokens - 1  # the last stage comes with the end
+            most = prefill.request.num_prompt_tokens - 1  # its end brings the last stage
             num_complete = min(done.num_complete - self._groups.num_unfinished, most)
             if num_complete // PART_TOKENS > known // PART_TOKENS:
                 done.offer.grow(self._tables(prefill.request), num_complete)
 
     def take(self, request_id: str) -> GrowingOffer | None:
-        """The offer of a request that ends, if it is under way."""
+        """Remove a request that ends; returns its offer, if it has one."""
         self._declined.discard(request_id)
         prefill = self._prefills.pop(request_id, None)
         return prefill.offer if prefill else None
@@ -172,13 +171,13 @@ class GrowingPrefills:
     def close(
         self, request_id: str, offer: GrowingOffer, tables: Mapping[str, BlockTable], held_from: int
     ) -> Ticket:
-        """A request has ended, and its blocks stay until its offer is released."""
+        """Close the offer of a request that has ended. Its blocks stay pinned until the offer is released."""
         ticket = offer.close(tables, held_from=held_from)
         self._closed[request_id] = ticket.ticket_id
         return ticket
 
     def released(self, released: Released) -> str:
-        """The request whose blocks vLLM may free now; empty if an offer is over before its prefill."""
+        """The request whose blocks vLLM may free now; empty if the offer ended before its prefill."""
         request_id = self._names.pop(released.request_id, "")
         if not request_id:
             return released.request_id
@@ -187,7 +186,7 @@ class GrowingPrefills:
             return request_id
         prefill = self._prefills.get(request_id)
         if prefill and prefill.offer and prefill.offer.ticket.ticket_id == released.ticket_id:
-            # Its reader has failed, or none has come: its end is offered like any other.
+            # Its reader failed or never came: the finished prefill is offered like any other.
             del self._prefills[request_id]
             if released.reason in ("declined", "withdrawn"):  # withdrawn: this engine is its own reader
                 self._declined.add(request_id)

@@ -1,4 +1,4 @@
-"""As a consumer: tickets of new requests are held, and become loads once the requests have blocks."""
+"""The consumer: holds the tickets of new requests, and makes loads of them once the requests have blocks."""
 
 from __future__ import annotations
 
@@ -43,26 +43,23 @@ if TYPE_CHECKING:
 log = log_of(__name__)
 
 FIELD = "num_cached_block"
-"""Of the manager of a group: request id -> the index of the first block that vLLM has yet to register."""
+"""Of a group's manager: request id -> index of the first block that vLLM has not registered yet."""
 
 
 class PrefixCache:
     """Keeps blocks out of vLLM's prefix cache.
 
-    The field is private to vLLM. There is no other way: vLLM registers the blocks of a load inside
-    ``schedule``, where another request can hit them before any hook of a connector runs.
+    It sets a private field of vLLM: ``schedule`` registers the blocks of a load, and another request can hit
+    them before any connector hook runs.
     """
 
     def __init__(self, num_cached: Mapping[int, dict[str, int]]) -> None:
-        """``num_cached``: the fields of the groups that are covered; none where nothing is registered."""
+        """``num_cached``: the fields of the covered groups; empty if vLLM registers nothing."""
         self._num_cached = num_cached
 
     @classmethod
     def of(cls, manager: KVCacheManager, tokens_per_block: Mapping[int, int]) -> PrefixCache:
-        """Covers these groups, by the number of tokens in their blocks.
-
-        Raises SpecError if prefix caching is on and this vLLM has no such field.
-        """
+        """Cover these groups. Raises SpecError if prefix caching is on and this vLLM lacks the field."""
         if not tokens_per_block or not manager.enable_caching:
             return cls({})
         groups = getattr(getattr(manager, "coordinator", None), "single_type_managers", ())
@@ -77,11 +74,11 @@ class PrefixCache:
 
     @property
     def is_on(self) -> bool:
-        """Whether vLLM may register a block that a load fills in part."""
+        """Whether vLLM may register a block that a load fills only partly."""
         return bool(self._num_cached)
 
     def keep_out(self, request_id: str, num_blocks: Mapping[int, int]) -> None:
-        """Never register a request's blocks before this index, by group.
+        """Keep a request's blocks before these indices, by group, out of the prefix cache.
 
         Call it before the load starts. It holds until vLLM frees the request's blocks.
         """
@@ -91,7 +88,7 @@ class PrefixCache:
 
 
 def cannot_keep_out(what: str) -> SpecError:
-    """Why an engine with windows and prefix caching does not start."""
+    """The error that keeps an engine with windows and prefix caching from starting."""
     return SpecError(
         f"this vLLM has no {what}, which kvferry needs to keep partly loaded blocks of sliding windows out"
         " of the prefix cache: use a vLLM version that kvferry supports, or --no-enable-prefix-caching"
@@ -99,63 +96,61 @@ def cannot_keep_out(what: str) -> SpecError:
 
 
 MAX_TICKETS = 8
-"""Of one request."""
 
 _Refused = tuple[str, str]
-"""Why a ticket is not used: a code to count by, and words."""
+"""Why a ticket is not used: a code for the counter, and a message."""
 
 
 @dataclass
 class _Wanted:
-    """A request that somebody else prefilled."""
+    """A request that other engines prefill."""
 
     tickets: tuple[Ticket, ...]
     """In order of preference."""
     refusal: _Refused | None
-    """Why they are not used."""
     num_loadable: int
-    """How many of its first tokens they bring."""
+    """How many first tokens the tickets cover."""
     num_computed: int = 0
-    """How many of them are here already."""
+    """How many of them are already here."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Turn:
-    """A soft offer that a prompt begins with: an earlier turn of its conversation."""
+    """A soft offer of a prompt's prefix: an earlier turn of its conversation."""
 
     request_id: str
     ticket: Ticket
     num_common: int
-    """How many of the prompt's first tokens are the offer's."""
+    """The length of the common prefix."""
     digest: bytes
-    """Of these tokens: what is granted must be for them."""
+    """Of the common prefix: a granted ticket must match it."""
 
 
 @dataclass(slots=True)
 class _Sources:
-    """What a request can be loaded from, in order of preference, until all claims have ended."""
+    """The sources of a request, in order of preference, until all claims have ended."""
 
     found: list[_Turn | _Wanted]
     is_needed: bool
-    """Whether a router relies on it: then a request that cannot be loaded has failed."""
+    """Whether a router relies on the load: the request fails if it cannot be loaded."""
     is_claimed: bool = False
 
     @property
     def tickets(self) -> list[tuple[Ticket, ...]]:
-        """Those that can be used so far."""
+        """The usable tickets so far."""
         found = (each for each in self.found if isinstance(each, _Wanted) and not each.refusal)
         return [each.tickets for each in found if each.tickets]
 
 
 def address_of(params: Mapping[str, Any]) -> str:
-    """Where a router says that a prefill is computed; empty if it does not say."""
+    """The address of the prefilling engine; empty if the router gives none."""
     host, port = params.get("remote_host"), params.get("remote_port")
     is_said = isinstance(host, str) and host.isascii() and isinstance(port, int) and 0 < port < 1 << 16
     return f"tcp://{host}:{port}" if is_said and host else ""
 
 
 class Incoming:
-    """The requests of a vLLM engine that come with a ticket, until they end."""
+    """The requests of a vLLM engine with a ticket, until they end."""
 
     def __init__(
         self,
@@ -167,47 +162,41 @@ class Incoming:
         *,
         is_reading_back: bool = False,
     ) -> None:
-        """``take_back`` says whether a ticket is one of this engine's own, which then pins nothing more.
-
-        ``is_reading_back``: whether earlier turns of conversations are read from other engines.
-        """
+        """``take_back`` withdraws a ticket if this engine issued it, and returns whether it did."""
         self._groups, self._adapters, self._take_back = groups, adapters, take_back
         self._trust, self._host = trust, this_host()
         self._wanted: dict[str, _Wanted] = {}
-        """Those that have no blocks yet."""
+        """Requests without blocks."""
         self._live: dict[str, tuple[Ticket, ...]] = {}
-        """All of them, with the tickets that each uses."""
+        """All requests, with the tickets that each uses."""
         self._known: list[tuple[str, tuple[Ticket, ...]]] = []
         self._loads: list[Load] = []
         self._dropped: list[tuple[str, tuple[Ticket, ...]]] = []
         self._rejected: Counter[str] = Counter()
-        """Tickets that were not used, by why."""
         self._cache = PrefixCache({})
         self._num_kept_out = 0
         self._open_claimant, self._is_reading_back = open_claimant, is_reading_back
         self._claiming: Claimant | None = None
-        """Made when the first question is asked."""
         self._sought: dict[int, Request] = {}
-        """Requests whose prefills have not begun, by the number of the question."""
+        """Requests whose prefills have not started, by query number."""
         self._sources: dict[str, _Sources] = {}
-        """Of requests with soft offers, which are claimed when vLLM wants to know how much of the prompt it
-        need not compute."""
+        """Of requests with soft offers, which are claimed when vLLM requests the number of matched tokens."""
         self._claims: dict[int, _Turn] = {}
         self._seeking: dict[str, int] = {}
-        """The open question of each request whose prefill has not begun."""
+        """The query number of each request that awaits the start of its prefill."""
         self._read_back: set[str] = set()
-        """Requests that have a ticket for an earlier turn, and no blocks yet."""
+        """Requests with a ticket for an earlier turn, and without blocks."""
         self._read_backs: Counter[str] = Counter()
         self._num_read_back = 0
         self._held_from: dict[str, int] = {}
-        """Of requests whose first loaded blocks were filled in part."""
+        """Of requests whose first loaded blocks were only partly filled."""
 
     def bind(self, cache: PrefixCache) -> None:
         self._cache = cache
 
     @property
     def figures(self) -> Figures:
-        """The counters of what no worker has seen: tickets, and blocks kept out of the prefix cache."""
+        """Counters that only the scheduler has: tickets, and blocks kept out of the prefix cache."""
         return {
             **by_label(REJECTED_TICKETS.name, self._rejected),
             **by_label(READ_BACKS.name, self._read_backs),
@@ -216,7 +205,7 @@ class Incoming:
         }
 
     def new_request(self, request: Request) -> None:
-        """A request is known: hold its ticket from now on, however long it waits."""
+        """Hold a request's ticket, however long the request waits for blocks."""
         params = request.kv_transfer_params or {}
         is_needed, is_there = bool(params.get("do_remote_prefill")), TICKET in params or TICKETS in params
         can_claim = self._is_reading_back and is_identified(request)
@@ -231,14 +220,14 @@ class Incoming:
         self._settle(request, sources)
 
     def _settle(self, request: Request, sources: _Sources) -> None:
-        """Use what can be used of all sources, once no claim is open."""
+        """Use all usable sources, once no claim is open."""
         if any(isinstance(each, _Turn) for each in sources.found):
             return
         del self._sources[request.request_id]
         judged = [each for each in sources.found if isinstance(each, _Wanted)]
         good = [each for each in judged if each.refusal is None]
         refused = [each.refusal for each in judged if each.refusal]
-        # Another sample of the prompt may have begun to use a ticket while claims were open.
+        # Another sample of the prompt may have taken a ticket while claims were open.
         live = self._live.values()
         free = [each for each in good for ticket in each.tickets if not self._is_used(ticket, live)]
         if free:
@@ -252,7 +241,6 @@ class Incoming:
             log.warning("%s is not loaded from one of its sources: %s", request.request_id, why)
 
     def _want(self, request: Request, wanted: _Wanted) -> None:
-        """It is known what a request is loaded from."""
         self._wanted[request.request_id] = wanted
         used = self._live[request.request_id] = () if wanted.refusal else wanted.tickets
         if used:
@@ -261,12 +249,12 @@ class Incoming:
     def _source(
         self, request: Request, ticket: Ticket | _Refused, is_needed: bool, can_claim: bool
     ) -> _Turn | _Wanted | None:
-        """What a ticket is good for; None if for nothing."""
+        """The source that a ticket represents; None if it is of no use."""
         if can_claim and isinstance(ticket, Ticket) and isinstance(ticket.parts, bytes):
             return self._turn(request, ticket)
         if is_needed or not isinstance(ticket, Ticket) or TICKETS in (request.kv_transfer_params or {}):
             return self._judged(request, ticket)
-        self._take_back(ticket)  # what our prefix cache does not have of it is computed
+        self._take_back(ticket)  # this engine computes what its prefix cache lacks
         return None
 
     @property
@@ -276,10 +264,10 @@ class Incoming:
         return self._claiming
 
     def _seek(self, request: Request, params: dict[str, Any]) -> None:
-        """The prompt is being computed elsewhere, or will be: ask there for its ticket."""
+        """Request the ticket of a prefill that runs, or will run, on another engine."""
         address, transfer = address_of(params), params[TRANSFER]
         if request.skip_reading_prefix_cache:
-            return  # vLLM computes the whole prompt, whatever could be loaded
+            return  # vLLM computes the whole prompt in any case
         if not isinstance(transfer, str) or not 0 < len(transfer) <= MAX_TRANSFER or not address:
             why = f"{TRANSFER}, remote_host and remote_port do not identify a prefill and its engine"
             self._want(request, self._judged(request, ("no-ticket", why)))
@@ -290,7 +278,7 @@ class Incoming:
             self._sought[number], self._live[request.request_id] = request, ()
 
     def _found(self, request: Request, end: ClaimEnd) -> None:
-        """A prefill has begun, or nothing will come of it."""
+        """Process the end of a query: the prefill has started, or cannot be read."""
         ticket, is_awaited = end.ticket, self._seeking.get(request.request_id) == end.number
         if not is_awaited:
             if ticket and not self._is_wanted(ticket, request):
@@ -307,15 +295,14 @@ class Incoming:
         self._want(request, self._judged(request, found))
 
     def _is_wanted(self, ticket: Ticket, ended: Request) -> bool:
-        """Whether another request reads this prefill, or waits for it: a router may send a decode again."""
+        """Whether another request reads or awaits this prefill: a router may retry a decode."""
         name = (ended.kv_transfer_params or {}).get(TRANSFER)
         others = (request for request in self._sought.values() if request.request_id in self._seeking)
         is_sought = any((other.kv_transfer_params or {}).get(TRANSFER) == name for other in others)
         return is_sought or self._is_used(ticket, self._live.values())
 
     def _turn(self, request: Request, ticket: Ticket) -> _Turn | None:
-        """An earlier turn of this prompt may be in another engine's prefix cache."""
-        is_ours = self._take_back(ticket)  # then what our prefix cache does not have is computed
+        is_ours = self._take_back(ticket)  # then this engine computes what its prefix cache lacks
         if not isinstance(ticket.parts, bytes) or is_ours or request.skip_reading_prefix_cache:
             return None
         most = self._groups.num_loadable(request.num_prompt_tokens)
@@ -330,7 +317,7 @@ class Incoming:
         return None
 
     def _claim(self, request: Request, num_computed: int) -> None:
-        """Ask for what is left of earlier turns, unless it is here; once nothing is asked, all are known."""
+        """Claim earlier turns that exceed ``num_computed``, once; settle the sources if no claim is open."""
         sources = self._sources.get(request.request_id)
         if sources is None:
             return
@@ -347,7 +334,7 @@ class Incoming:
         self._settle(request, sources)
 
     def take_claims(self) -> None:
-        """What became of the claims: what is granted is loaded like any other ticket."""
+        """Process ended claims and queries. A granted ticket is loaded like any other."""
         for end in self._claiming.poll() if self._claiming else ():
             if request := self._sought.pop(end.number, None):
                 self._found(request, end)
@@ -379,20 +366,19 @@ class Incoming:
         if refused := self._refusal(request, ticket, most):
             return _Wanted((ticket,), refused, most)
         if self._take_back(ticket) or self._is_used(ticket, self._live.values()):
-            # Our own prefill, or one that several answers to one prompt share (n > 1): what our prefix cache
-            # does not have is computed.
+            # This engine's own prefill, or one that several samples of a prompt share (n > 1): this engine
+            # computes what its prefix cache lacks.
             return _Wanted((), None, 0)
         return _Wanted((ticket,), None, min(most, ticket.num_tokens))
 
     def _tickets(self, params: dict[str, Any]) -> list[Ticket | _Refused]:
-        """The tickets, in order of preference, or why there are none."""
         texts = params.get(TICKETS) or [params.get(TICKET)]
         if not isinstance(texts, list) or len(texts) > MAX_TICKETS:
             return [("no-ticket", f"{TICKETS} is a list of at most {MAX_TICKETS} tickets")]
         return [self._ticket(text) for text in texts]
 
     def _ticket(self, text: object) -> Ticket | _Refused:
-        """The ticket, or why there is none. It is proved before it is read, and before anybody is called."""
+        """The ticket, or why it is refused. It is authenticated before it is decoded or used to connect."""
         if not isinstance(text, str):
             cure = "use kvferry on the prefill engine, and a router that passes all keys"
             return "no-ticket", f"kv_transfer_params carry no ticket ({TICKET}): {cure}"
@@ -424,18 +410,18 @@ class Incoming:
 
     @staticmethod
     def _is_used(ticket: Ticket, others: Iterable[tuple[Ticket, ...]]) -> bool:
-        """Whether another request reads under the same lease, perhaps at an earlier stage of it."""
+        """Whether another request reads under the same lease, possibly at an earlier stage."""
         return any(other.lease_name == ticket.lease_name for used in others for other in used)
 
     def matched(self, request: Request, num_computed: int) -> tuple[int | None, bool]:
-        """How many tokens a ticket brings beyond those that are here already.
+        """How many tokens the tickets add to those that are already here.
 
-        A ticket that cannot be used counts as if it could: only a worker can fail a request.
+        A refused ticket counts like a usable one, because only a worker can fail a request.
         """
         self.take_claims()
         self._claim(request, num_computed)
         if request.request_id in self._sources or request.request_id in self._seeking:
-            return None, False  # vLLM asks again
+            return None, False  # vLLM calls again
         wanted = self._wanted.get(request.request_id)
         if wanted is None:
             return 0, False
@@ -444,7 +430,7 @@ class Incoming:
         return (count, True) if count > 0 else (0, False)
 
     def allocated(self, request: Request, block_ids: BlockIds, num_external: int) -> None:
-        """The request has blocks. A ticket is good for one load; one that is not needed is returned."""
+        """Load a request that has blocks. A ticket is valid for one load; an unneeded one is returned."""
         wanted = self._wanted.pop(request.request_id, None)
         if wanted is None:
             return
@@ -463,9 +449,9 @@ class Incoming:
         self._loads.append(self._filled(load, block_ids, num_tokens, wanted.num_computed))
 
     def _filled(self, load: Load, block_ids: BlockIds, num_tokens: int, num_kept: int) -> Load:
-        """The load, of whole blocks; vLLM will register them. Blocks that stay partial are kept out."""
+        """Complete a load. vLLM registers its whole blocks; partial ones are kept out of the prefix cache."""
         tables = self._groups.tables(block_ids, num_tokens)
-        # Windows are read from one that has all of the tokens: from any of these.
+        # Windows are read from one source with all of the tokens: from any of these.
         said = [each.held_from for each in load.tickets if each.num_tokens >= num_tokens]
         is_said = self._cache.is_on and said and all(isinstance(each, int) for each in said)
         held_from = max(each for each in said if isinstance(each, int)) if is_said else None
@@ -479,13 +465,13 @@ class Incoming:
         return replace(load, tables=tables, need=filling.need, kept=kept, early=early)
 
     def take_held_from(self, request_id: str) -> int:
-        """From which token on the load of a request that ends has left no cell of its blocks unfilled."""
+        """The token from which on an ended request's load has filled every cell of its blocks."""
         return self._held_from.pop(request_id, 0)
 
     def finished(self, request: Request) -> None:
-        """A request has ended, loaded or not: nothing more is wanted for it.
+        """Give up everything for a request that has ended, loaded or not.
 
-        Also one that vLLM's front end has rejected: it comes with a prompt of one token, and ends at once.
+        Includes requests that vLLM's front end rejected: they have a one-token prompt and end at once.
         """
         request_id = request.request_id
         if sources := self._sources.pop(request_id, None):
@@ -499,11 +485,11 @@ class Incoming:
         loads = [load.tickets for load in self._loads if load.request_id == request_id]
         self._give_back(request_id, wanted.tickets if wanted else next(iter(loads), ()))
         del self._live[request_id]
-        # vLLM waits for the end of a load, also of one that need not begin any more.
+        # vLLM waits for the end of every load, even one that need not start.
         self._loads = [Load(request_id) if o.request_id == request_id else o for o in self._loads]
 
     def _give_back(self, request_id: str, tickets: tuple[Ticket, ...]) -> None:
-        """The workers give up what they have under way for a request; tickets that are not used end now."""
+        """Cancel a request's load in the workers; tickets that no other request uses end now."""
         others = [used for other, used in self._live.items() if other != request_id]
         unused = tuple(t for t in tickets if not self._is_used(t, others) and not self._take_back(t))
         self._known = [news for news in self._known if news[0] != request_id]

@@ -1,4 +1,4 @@
-"""As a producer: finished prefills are offered, and their blocks stay pinned until a reader is through."""
+"""The producer: offers finished prefills, and pins their blocks until a reader is done."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ log = log_of(__name__)
 
 TICKET, TICKETS = "kvferry_ticket", "kvferry_tickets"
 TRANSFER, OVERLAP = "kvferry_transfer", "kvferry_overlap"
-"""Keys of ``kv_transfer_params``; the others are vLLM's own: the ticket; the name that a router has given to
-a prefill whose decode it sends at once; whether an engine can be read while it computes.
-"""
+"""Keys of ``kv_transfer_params`` besides vLLM's own. ``TRANSFER``: a router's name for a prefill whose decode
+it sends at once. ``OVERLAP``: whether an engine's prefills can be read while it computes them."""
 MAX_TRANSFER = 64
-"""Characters of such a name."""
+"""Maximum length of a router's name for a prefill, in characters."""
 
 
 class Outgoing:
@@ -49,19 +48,18 @@ class Outgoing:
             "dcp_size": parallel.decode_context_parallel_size,
             "pp_size": parallel.pipeline_parallel_size,
         }
-        """What answers say of this engine, in vLLM's own words."""
+        """This engine in answers, under vLLM's own keys."""
         self._source: SourceEngine | None = None
         self.soft = SoftOffers(groups, adapters, vllm_config)
         self.growing = GrowingPrefills(groups, adapters, is_alone=parallel.data_parallel_size == 1)
         self._prefilling: dict[str, bool] = {}
-        """Requests that are computed for other engines: whether their prompts were trimmed."""
+        """Prefills for other engines, and whether their prompts were trimmed."""
         self._invitation: Invitation | None = None
-        """What the workers have not been told yet."""
+        """Not sent to the workers yet."""
         self._ending: set[str] = set()
-        """Requests whose release was told to the workers, and not yet by all of them to vLLM."""
+        """Released requests that not all workers have reported to vLLM yet."""
 
     def admit(self, joins: Sequence[Join]) -> None:
-        """Every worker's memory is known: readers may come."""
         if self._source is not None:
             return
         options = self._options
@@ -79,15 +77,15 @@ class Outgoing:
         log.info("%s: requests can be fetched from %s", self._source.engine, self._source.address)
 
     def new_request(self, request: Request) -> None:
-        """A prefill for somebody else leaves out the tokens that the other side computes anyway."""
+        """Trim a prefill for another engine by the tokens that the other engine computes itself."""
         num_left_out = self._groups.num_left_out
         if not _is_for_others(request.kv_transfer_params):
             return
         self._prefilling[request.request_id] = False
         if not is_identified(request) or request.resumable:
-            return  # a prompt that is not all tokens, or goes on later, cannot be cut
+            return  # prompts with embeddings and streamed prompts cannot be trimmed
         if num_left_out and request.num_prompt_tokens > num_left_out:
-            # The list may be the caller's own, who will use it again: it is not changed but replaced.
+            # The caller may reuse the list: replace it, do not change it.
             request.prompt_token_ids = request.prompt_token_ids[:-num_left_out]
             del request._all_token_ids[-num_left_out:]
             request.num_prompt_tokens -= num_left_out
@@ -100,9 +98,9 @@ class Outgoing:
     def finished(
         self, request: Request, block_ids: BlockIds, loaded_from: int
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended: if somebody else is to decode it, keep its blocks and hand out a ticket.
+        """A request has ended: if another engine decodes it, pin its blocks and issue a ticket.
 
-        ``loaded_from``: the blocks may lack tokens before this one, because a load did not bring them.
+        ``loaded_from``: the blocks may lack tokens before this one, because a load did not fill them.
         """
         is_cut = self._prefilling.pop(request.request_id, False)
         if self._source is None or not request.kv_transfer_params:
@@ -138,7 +136,7 @@ class Outgoing:
         *,
         is_cut: bool,
     ) -> Ticket:
-        """Offer a finished prefill, or end the offer that has grown with it; raises SpecError."""
+        """Offer a finished prefill, or close the offer that grew with it; raises SpecError."""
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         self._check(request, block_ids, num_tokens, is_cut=is_cut)
         tables = self._groups.tables(block_ids, num_tokens)
@@ -146,7 +144,7 @@ class Outgoing:
         if growing is not None:
             if growing.ticket.num_tokens == num_tokens:
                 return self.growing.close(request.request_id, growing, tables, held_from)
-            growing.revoke()  # what was read so far is of another number of tokens
+            growing.revoke()  # opened for another number of tokens
         return source.offer(
             request.request_id,
             tables,
@@ -160,13 +158,13 @@ class Outgoing:
         try:
             return self.soft.offer(source, request)
         except SpecError as refusal:
-            log.warning("%s is not offered for a next turn: %s", request.request_id, refusal)
+            log.warning("%s is not offered for the next turn: %s", request.request_id, refusal)
             return None
 
     def _check(self, request: Request, block_ids: BlockIds, num_tokens: int, *, is_cut: bool) -> None:
-        """Raise if what is in the blocks could not be used."""
+        """Raise SpecError if a reader could not use the blocks."""
         if not num_tokens or not any(block_ids):
-            raise SpecError("it has no blocks in the cache")
+            raise SpecError("it has no blocks in the KV cache")
         if not is_identified(request):
             raise SpecError("its prompt has parts without token ids: a reader could not verify the prompt")
         if self._groups.has_state and request.num_computed_tokens != num_tokens:
@@ -177,19 +175,18 @@ class Outgoing:
         if self._groups.num_left_out and not is_cut:
             count = self._groups.num_left_out
             raise SpecError(
-                f"its prompt was not trimmed by {count} token{'s' * (count > 1)} before prefill, which this"
-                " model needs: it is too short, or is sent in pieces"
+                f"this model needs prompts trimmed by {count} token{'s' * (count > 1)} before prefill, but"
+                " this prompt is too short, or is streamed"
             )
 
     def is_prefilling(self, request_ids: Collection[str]) -> bool:
         return not self._prefilling.keys().isdisjoint(request_ids)
 
     def take_back(self, ticket: Ticket) -> bool:
-        """Whether a ticket is one of our own; then it pins nothing more."""
         return self._source is not None and self._source.take_back(ticket)
 
     def _params(self, request: Request, block_ids: BlockIds, ticket: Ticket) -> dict[str, Any]:
-        """What a router hands to the decoding engine; vLLM's own keys keep their meaning."""
+        """Parameters for a router to pass to the decoding engine; vLLM's own keys keep their meaning."""
         host, _, port = ticket.authority.removeprefix("tcp://").rpartition(":")
         return {
             "do_remote_prefill": not ticket.is_soft,
@@ -205,7 +202,7 @@ class Outgoing:
         }
 
     def _no_ticket(self, request: Request) -> dict[str, Any]:
-        """For a router that expects an answer: whoever decodes computes the whole prompt itself."""
+        """An answer for a router: the decoding engine computes the whole prompt itself."""
         return {
             "do_remote_prefill": False,
             "do_remote_decode": False,
@@ -215,17 +212,15 @@ class Outgoing:
 
     @property
     def num_leases(self) -> int:
-        """How many requests are pinned, whose release the engine has to notice."""
         return self._source.num_leases if self._source is not None else 0
 
     @property
     def has_pinned(self) -> bool:
-        """Whether blocks are not the engine's own yet: it has to make steps until they are."""
+        """Whether blocks are pinned: the engine must step until they are free."""
         return self.num_leases > 0 or bool(self._ending) or self.soft.must_step
 
     @property
     def generation(self) -> int:
-        """Which start of the lease authority this is; 0 if there is none."""
         return self._source.generation if self._source is not None else 0
 
     @property
@@ -233,7 +228,7 @@ class Outgoing:
         return self._source.figures if self._source is not None else {}
 
     def tell(self, step: StepMetadata, scheduled: SchedulerOutput) -> None:
-        """Tell the workers which requests are read, or whose lease is over, each once."""
+        """Report requests that were read, or whose lease is over, to the workers, each once."""
         if self._source is None:
             return
         step.number = self.growing.step(self._source, scheduled)
@@ -250,7 +245,7 @@ class Outgoing:
         self._ending.difference_update(request_ids)
 
     def take_invitation(self) -> Invitation | None:
-        """Where the workers join, once. They are part of the engine without it, but take no digests."""
+        """The workers' invitation, once. They are admitted without it, but join to compute digests."""
         invitation, self._invitation = self._invitation, None
         return invitation
 
@@ -260,7 +255,7 @@ class Outgoing:
 
 
 def _transfer(request: Request) -> str:
-    """What a router has named a prefill, so that it can be read before its end."""
+    """A router's name for a prefill, under which it can be read before its end."""
     name = (request.kv_transfer_params or {}).get(TRANSFER)
     return name if isinstance(name, str) and 0 < len(name) <= MAX_TRANSFER else ""
 

@@ -1,4 +1,4 @@
-"""The connector's part in vLLM's scheduler: which requests are offered, and which are fetched."""
+"""The connector's scheduler side: selects which requests are offered, and which are fetched."""
 
 from __future__ import annotations
 
@@ -31,15 +31,13 @@ IDLE_SECONDS, HURRIED_SECONDS = 0.005, 0.0005
 
 
 class SchedulerSide:
-    """Offers finished prefills, and turns tickets of new requests into loads."""
-
     def __init__(self, vllm_config: VllmConfig, config: KVCacheConfig, options: Options) -> None:
         transfer = vllm_config.kv_transfer_config
         engine = transfer.engine_id or secrets.token_hex(8)
         self._is_producer, self._is_consumer = transfer.is_kv_producer, transfer.is_kv_consumer
         self._options, self._changes = options, Changes()
         self._is_alone = vllm_config.parallel_config.data_parallel_size == 1
-        """Whether no other engine waits for this one's steps."""
+        """Whether no other data-parallel engine waits for this one's steps."""
         self.groups = Groups(vllm_config, config)
         is_reused = bool(vllm_config.cache_config.enable_prefix_caching and self.groups.windows)
         self._must_bind, self._is_bound = self._is_consumer and is_reused, False
@@ -48,7 +46,7 @@ class SchedulerSide:
         adapters = Adapters(is_unchecked=options.is_identity_unchecked)
         self.outgoing = Outgoing(vllm_config, self.groups, options, engine, adapters)
         can_claim = self._is_producer and self._is_consumer and options.is_reading_back
-        # A read that is not needed must not fail a request.
+        # An optional read must not fail a request.
         can_claim = can_claim and transfer.kv_load_failure_policy == "recompute"
         self.incoming = Incoming(
             self.groups,
@@ -89,21 +87,20 @@ class SchedulerSide:
 
     @property
     def must_step(self) -> bool:
-        """Whether blocks are pinned, whose release the engine has to notice."""
         return self.outgoing.has_pinned or self.incoming.has_news or self.incoming.is_claiming
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
-        """What happened since the last step, and what the next one computes."""
+        """Metadata for the workers: events since the last step, and properties of the next one."""
         scheduled = output.num_scheduled_tokens.keys()
         self.incoming.take_claims()
         is_idle = self.outgoing.has_pinned or self.incoming.is_claiming
         if self._is_alone and not scheduled and is_idle and not self.incoming.has_news:
-            # Steps are made only to notice what others do.
+            # Such a step only polls for events.
             time.sleep(HURRIED_SECONDS if self.outgoing.soft.is_hurried else IDLE_SECONDS)
         step = self.incoming.step()
         self.outgoing.tell(step, output)
         step.invitation, step.generation = self.outgoing.take_invitation(), self.outgoing.generation
-        # What was claimed is granted when this step has ended, its draft model too.
+        # Claims are granted after this step, its draft model included.
         step.is_for_others = self.outgoing.is_prefilling(scheduled) or self.outgoing.soft.is_hurried
         return step
 

@@ -1,8 +1,8 @@
-"""Finished requests in vLLM's prefix cache: soft offers name them, and claims pin what is left of them.
+"""Soft offers of finished requests in vLLM's prefix cache, and claims that pin their remaining blocks.
 
-An offer pins nothing. A claim asks vLLM's own lookup how much of the request's first tokens every group can
-still supply, and pins that. vLLM registers blocks when it schedules the step that fills them; so what was
-found is granted only after every step that was in flight then has ended.
+An offer pins nothing. A claim uses vLLM's own lookup to find how many of the request's first tokens every
+group still has, and pins their blocks. vLLM registers blocks when it schedules the step that fills them, so a
+claim is granted only after every step in flight at its lookup has ended.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
 log = log_of(__name__)
 
 MAX_HASHES = 1 << 20
-"""Hashes of blocks that are remembered, over all offers: some 100 MB if vLLM has forgotten all of them."""
+"""Maximum number of block hashes of all offers: about 100 MB if vLLM no longer holds them."""
 YOUNG_SECONDS = 10.0
-"""How long an idle engine keeps stepping after its last offer: a claim is served only in a step."""
+"""How long an idle engine keeps stepping after its last offer: claims are served only in steps."""
 MAX_PER_STEP = 8
-"""Claims that are looked up in one step: decoding goes on."""
+"""Maximum number of claims to look up per step, so that they do not delay decoding."""
 MAX_SHARE = 4
-"""Claims pin at most one in so many of the blocks that no request uses: running requests keep theirs."""
+"""Claims pin at most 1/MAX_SHARE of the blocks without a request; running requests need the rest."""
 ENTRY_HASHES = 8
-"""What an entry of the history counts for, besides its hashes."""
+"""The fixed cost of a history entry, in hashes."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Finished:
-    """A request that ended: by what its blocks are found, and its tokens compared."""
+    """A finished request, with the hashes of its blocks and the digests of its tokens."""
 
     ticket_id: int
     block_hashes: Sequence[Any]
@@ -52,7 +52,7 @@ class _Finished:
 
 
 class _History:
-    """The requests that ended last, as many as there is room for."""
+    """The most recently finished requests, within ``MAX_HASHES``."""
 
     def __init__(self) -> None:
         self._finished: OrderedDict[str, _Finished] = OrderedDict()
@@ -78,7 +78,7 @@ class _Pinned:
     wanted: Wanted
     blocks: tuple[list[Any], ...]
     block_hashes: list[Any]
-    """Of all of them: a block whose hash has changed meanwhile holds something else."""
+    """At the lookup: a block whose hash has changed since holds other tokens."""
     num_tokens: int
     digest: bytes
     step: int
@@ -88,13 +88,13 @@ class _Pinned:
 class _Granted:
     blocks: tuple[list[Any], ...]
     num_workers: int
-    """Which may still send some of it."""
+    """Workers that may still send these blocks."""
 
 
 def _whole_hit(manager: KVCacheManager, finished: _Finished, most: int) -> tuple[tuple[list[Any], ...], int]:
-    """What the prefix cache has of a request's first tokens, ``most`` at most: whole blocks of every group.
+    """The cached blocks of a request's first ``most`` tokens: whole blocks of every group.
 
-    vLLM also finds what it has registered of a block in part, and goes on to write into that block.
+    vLLM's lookup also returns partly registered blocks, and vLLM goes on to write into those.
     """
     coordinator = manager.coordinator
     unit = lcm(*(group.block_size for group in coordinator.single_type_managers))
@@ -106,12 +106,12 @@ def _whole_hit(manager: KVCacheManager, finished: _Finished, most: int) -> tuple
 
 
 def _num_own(blocks: tuple[list[Any], ...]) -> int:
-    """The number of blocks that a claim pins; vLLM's null block stands for those that a window has left."""
+    """The number of blocks that a claim pins, without the null blocks of tokens outside a window."""
     return sum(not block.is_null for block in chain(*blocks))
 
 
 class SoftOffers:
-    """Of one engine. Called by vLLM's scheduler only, as its block pool wants it."""
+    """The soft offers of one engine. Only vLLM's scheduler may call it, because it uses the block pool."""
 
     def __init__(self, groups: Groups, adapters: Adapters, vllm_config: VllmConfig) -> None:
         self._groups, self._adapters = groups, adapters
@@ -119,20 +119,20 @@ class SoftOffers:
         self._manager: KVCacheManager | None = None
         self._history = _History()
         self._pinned: deque[_Pinned] = deque()
-        """Found, and not granted yet; the oldest first."""
+        """Claims that are not granted yet, oldest first."""
         self._granted: dict[str, _Granted] = {}
-        """By the name under which it is offered."""
+        """By the name of the claim's offer."""
         self._step, self._young_until = 0, float("-inf")
 
     def bind(self, manager: KVCacheManager) -> None:
-        """vLLM has made its prefix cache. It can supply a prefix only if it keeps blocks of every group."""
+        """Use vLLM's prefix cache if it keeps blocks of every group: only then can it supply a prefix."""
         groups = manager.kv_cache_config.kv_cache_groups
         if manager.enable_caching and all(group.kv_cache_spec.prefix_cacheable for group in groups):
             self._manager = manager
 
     @property
     def must_step(self) -> bool:
-        """Whether a claim may come, or end, that only a step can answer."""
+        """Whether a claim may arrive or end, which only a step can process."""
         return bool(self._pinned or self._granted) or time.monotonic() < self._young_until
 
     @property
@@ -140,7 +140,7 @@ class SoftOffers:
         return bool(self._pinned)
 
     def offer(self, source: SourceEngine, request: Request) -> Ticket | None:
-        """A ticket without blocks for what a finished request leaves in the prefix cache; None if nothing."""
+        """A ticket for what a finished request leaves in the prefix cache; None if that is nothing."""
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         if self._manager is None or not is_identified(request) or num_tokens < PART_TOKENS:
             return None
@@ -153,7 +153,7 @@ class SoftOffers:
         return ticket
 
     def serve(self, source: SourceEngine) -> None:
-        """Once per step: pin what is claimed, grant what is written."""
+        """Once per step: pin the blocks of new claims, and grant claims whose blocks are written."""
         self._step += 1
         for wanted in source.claims(MAX_PER_STEP):
             self._pin(source, wanted)
@@ -190,7 +190,7 @@ class SoftOffers:
         name = f"claim {pinned.wanted.number} of {pinned.wanted.ticket.request_id}"[:200]
         try:
             if [block.block_hash for block in chain(*pinned.blocks)] != pinned.block_hashes:
-                raise SpecError("vLLM has changed its blocks meanwhile")
+                raise SpecError("vLLM reused its blocks before the grant")
             tables = self._groups.tables(
                 [[block.block_id for block in group] for group in pinned.blocks], pinned.num_tokens
             )
@@ -205,14 +205,14 @@ class SoftOffers:
         source.grant(pinned.wanted, ticket)
 
     def is_claim(self, name: str) -> bool:
-        """Whether an offer that is over was a claim: the workers report when they send nothing of it."""
+        """Whether an ended offer was a claim: the workers report when they no longer send its blocks."""
         return name in self._granted
 
     def freed(self, claims: Mapping[str, int]) -> None:
-        """So many workers send nothing of these claims any more; after the last, their blocks are vLLM's."""
+        """Count the workers that no longer send each claim's blocks; the last one frees them."""
         for name, num_workers in claims.items():
             if name not in self._granted:
-                continue  # of a growing lease: its blocks are its request's
+                continue  # a growing lease: its blocks belong to its request
             self._granted[name].num_workers -= num_workers
             if not self._granted[name].num_workers:
                 self._free(self._granted.pop(name).blocks)

@@ -1,4 +1,4 @@
-"""What a request's block lists mean, group by group."""
+"""Interprets a request's block lists, group by group."""
 
 from __future__ import annotations
 
@@ -29,14 +29,13 @@ log = log_of(__name__)
 
 @dataclass(frozen=True)
 class Filling:
-    """What a load brings, group by group."""
+    """The tokens that a load fetches, by group."""
 
     need: dict[str, Spans]
-    """The tokens to load."""
     partial: dict[str, range]
-    """Blocks that get only their last tokens, or none, by their places in the block table."""
+    """Blocks that receive only their last tokens, or none, by index in the block table."""
     held_from: int
-    """From this token on, the load leaves no cell of its blocks unfilled."""
+    """The load fills every cell of its blocks from this token on."""
 
 
 def filling(
@@ -47,9 +46,9 @@ def filling(
     num_kept: int,
     held_from: int | None,
 ) -> Filling:
-    """Load whole blocks if the source holds all tokens from ``held_from`` on; else say which stay partial.
+    """Load whole blocks if the source holds all tokens from ``held_from`` on; else list the partial ones.
 
-    ``num_kept`` tokens are here already. A window of 60 tokens needs 50 of the second block's 64 tokens:
+    ``num_kept`` tokens are already here. A window of 60 tokens needs 50 of the second block's 64 tokens:
 
     >>> window, table = Group("window", 9, 64, window=60), {"window": BlockTable.of([HOLE, 4, 7])}
     >>> need = {"window": (Span(78, 138),)}
@@ -64,7 +63,7 @@ def filling(
             continue
         size = group.tokens_per_block
         first = _first_own_block(tables[group.name], -(-num_kept // size))
-        # A chunk of local attention may begin right behind the loaded tokens: nothing is needed then.
+        # If a chunk of local attention begins right after the loaded tokens, it needs none of them.
         start = need[group.name][0].start if need[group.name] else num_tokens
         if first * size >= start:
             continue
@@ -81,19 +80,18 @@ def _first_own_block(table: BlockTable, first: int) -> int:
 
 
 MAX_ADAPTERS = 4096
-"""Adapters that are remembered."""
 
 
 class Adapters:
-    """What each adapter is; its files are read once, when it is first used."""
+    """Identities of LoRA adapters. An adapter's files are read once, at its first use."""
 
     def __init__(self, *, is_unchecked: bool = False) -> None:
-        """``is_unchecked``: an adapter whose content is not known is taken by its name, not refused."""
+        """``is_unchecked``: identify an adapter by its name if its content cannot be read."""
         self._is_unchecked = is_unchecked
         self._known: dict[tuple[int, str], str] = {}
 
     def identity(self, adapter: LoRARequest) -> str:
-        """What must be equal on both sides. An engine keeps what it loaded, so later files do not count."""
+        """Equal on both sides for one adapter. Later changes to its files do not affect a loaded adapter."""
         key = (adapter.lora_int_id, adapter.lora_path)
         if key not in self._known or adapter.load_inplace:
             if len(self._known) >= MAX_ADAPTERS:
@@ -112,47 +110,46 @@ class Adapters:
 
 
 NULL_BLOCK = 0
-"""vLLM's own null block: a hole in a block table."""
+"""vLLM's null block: a hole in a block table."""
 
 BlockIds = Sequence[Sequence[int]]
-"""As vLLM has them: a list per group."""
+"""vLLM's block ids, a list per group."""
 
 
 class Groups:
-    """The groups of an engine whose blocks are moved."""
+    """The KV cache groups of an engine whose blocks are transferred."""
 
     def __init__(self, vllm_config: VllmConfig, config: KVCacheConfig) -> None:
         self._config = config
         dcp_size = vllm_config.parallel_config.decode_context_parallel_size
         self._groups = {i: describe_group(config, i, dcp_size) for i in config.transfer_group_ids}
         self.has_state = any(g.addressing is Addressing.SLOT for g in self._groups.values())
-        """Whether some group keeps one value per request, which is of one token only: the last."""
+        """Whether some group keeps one recurrent state per request, valid after its last token only."""
         self.has_window = any(group.window for group in self._groups.values())
-        # After a load of a whole prompt vLLM computes its last token once more. A state would take that step
-        # twice, and of a window the token that this step still sees may be gone, on both sides.
+        # vLLM recomputes the last token of a fully loaded prompt. A state would take that step twice, and a
+        # window may have lost the oldest token that the step needs, on both sides.
         num_unsafe = int(self.has_state or self.has_window)
         self.num_left_out = max(num_unsafe, vllm_config.num_prefill_lookahead_tokens - 1)
-        """How many last tokens of a prompt the decoding side computes itself."""
+        """How many last tokens of a prompt the decoding engine computes itself."""
         self.num_unfinished = max(0, vllm_config.num_prefill_lookahead_tokens - 1)
-        """How many last tokens of a chunk the draft model's later modules write again with the next chunk."""
+        """How many last tokens of a chunk the draft model's later modules rewrite with the next chunk."""
         self.early = frozenset(
             group.name
             for group in self._groups.values()
             if group.addressing is Addressing.TABLE and not group.window
         )
-        """The groups that keep all of their tokens: they can be read while a prompt is computed."""
+        """Groups that keep all of their tokens: they can be read while a prompt is computed."""
 
     def num_loadable(self, num_prompt: int) -> int:
-        """How many tokens of a prompt are moved at most."""
         return max(0, num_prompt - self.num_left_out)
 
     def tables(self, block_ids: BlockIds, num_tokens: int) -> dict[str, BlockTable]:
-        """Block tables of a request's first tokens: null blocks are holes, a state is its one slot."""
+        """Block tables of a request's first tokens: null blocks become holes, a state has one slot."""
         tables = {}
         for index, group in self._groups.items():
             spec, ids = spec_of_group(self._config, index), list(block_ids[index])
             if isinstance(spec, MambaSpec):
-                # With prefix caching there is a slot per block of tokens, and scratch slots behind them.
+                # With prefix caching there is a slot per block of tokens, followed by scratch slots.
                 at = 0 if spec.mamba_cache_mode == "none" else (num_tokens - 1) // spec.block_size
                 ids = ids[at : at + 1]
             holes = [HOLE if block == NULL_BLOCK else block for block in ids]
@@ -162,7 +159,7 @@ class Groups:
     def filling(
         self, tables: Mapping[str, BlockTable], num_tokens: int, num_kept: int, held_from: int | None
     ) -> Filling:
-        """What to load to go on after ``num_tokens``, of which the first are here already."""
+        """What to load to continue after ``num_tokens``, of which the first ``num_kept`` are already here."""
         need = {
             group.name: needed_tokens(self._config, index, num_tokens, num_kept)
             for index, group in self._groups.items()
@@ -173,30 +170,31 @@ class Groups:
         return held_from(self._groups.values(), tables, num_tokens)
 
     def check_reuse(self) -> None:
-        """Raise SpecError if vLLM hits blocks that it does not have, which keeping blocks out would provoke.
+        """Raise SpecError if vLLM's lookup would hit blocks that are kept out of the prefix cache.
 
-        Its lookup (0.32) rounds the start of the last chunk down to a block and takes all before as given.
+        It (0.32) rounds the start of the last chunk down to a block, and takes all earlier blocks as cached.
         """
         for index, num_tokens in self.windows.items():
             spec = spec_of_group(self._config, index)
             if isinstance(spec, ChunkedLocalAttentionSpec) and spec.attention_chunk_size % num_tokens:
                 raise SpecError(
-                    f"prefix caching with attention chunks of {spec.attention_chunk_size} tokens in blocks of"
-                    f" {num_tokens}: vLLM then reuses blocks that it does not have: make the chunk size a"
-                    " multiple of --block-size, or use --no-enable-prefix-caching"
+                    f"attention chunks of {spec.attention_chunk_size} tokens are not a multiple of the block"
+                    f" size of {num_tokens} tokens: vLLM's prefix caching then reuses blocks that it does not"
+                    " have. Set --block-size to a divisor of the chunk size, or use"
+                    " --no-enable-prefix-caching"
                 )
 
     def by_index(self, partial: Mapping[str, range]) -> dict[int, int]:
-        """Behind which block of each of vLLM's groups the partial ones end."""
+        """The index after the last partial block, by vLLM's group index."""
         return {index: partial[g.name].stop for index, g in self._groups.items() if g.name in partial}
 
     @property
     def windows(self) -> dict[int, int]:
-        """Tokens per block of the groups whose oldest tokens are not needed, by vLLM's index."""
+        """Tokens per block of the groups with windows, by vLLM's group index."""
         return {index: group.tokens_per_block for index, group in self._groups.items() if group.window}
 
     def kept(self, num_kept: int) -> dict[str, Spans]:
-        """The tokens that are here already, and shared with other requests: nothing is written there."""
+        """The tokens that are already here. Their blocks are shared with other requests and never written."""
         spans: Spans = (Span(0, num_kept),) if num_kept else ()
         return {
             group.name: spans for group in self._groups.values() if group.addressing is not Addressing.SLOT
@@ -204,7 +202,7 @@ class Groups:
 
 
 def digest(request: Request, num_tokens: int, adapters: Adapters) -> bytes:
-    """What a cache of a request's first tokens depends on: the tokens, and all that is mixed into them."""
+    """A digest of the inputs of a request's first tokens: token ids, multimodal items, adapter and salt."""
     token_ids = array("q", (request.prompt_token_ids or [])[:num_tokens])
     hasher = hashlib.blake2b(token_ids.tobytes(), digest_size=16)
     for feature in request.mm_features:
@@ -215,16 +213,16 @@ def digest(request: Request, num_tokens: int, adapters: Adapters) -> bytes:
 
 
 def digest_parts_of(request: Request, num_tokens: int, adapters: Adapters) -> bytes:
-    """Digests of growing prefixes of a request, prompt and answer, by which two requests are compared."""
+    """Digests of growing prefixes of a request, prompt and answer, to compare two requests."""
     marks: dict[int, bytes] = {}
-    for feature in request.mm_features:  # two may begin at one token, as the sound and the frames of a video
+    for feature in request.mm_features:  # two may start at one token: a video's audio and frames
         at = feature.mm_position.offset
         marks[at] = marks.get(at, b"") + f"\0{feature.identifier}".encode()
     return digest_parts(request.all_token_ids[:num_tokens], _extra(request, adapters), marks)
 
 
 def _extra(request: Request, adapters: Adapters) -> bytes:
-    """What a cache depends on besides the prompt. Prompts with different salts share nothing, as in vLLM."""
+    """The inputs besides the prompt. As in vLLM, prompts with different salts share nothing."""
     extra = b""
     if request.lora_request is not None:
         extra += f"\0lora {adapters.identity(request.lora_request)}".encode()
@@ -234,5 +232,5 @@ def _extra(request: Request, adapters: Adapters) -> bytes:
 
 
 def is_identified(request: Request) -> bool:
-    """Whether a digest says what the cache is of. Of a prompt of bare vectors it does not."""
+    """Whether a digest identifies the prompt; false for prompts given as embeddings."""
     return request.prompt_token_ids is not None and request.prompt_embeds is None
