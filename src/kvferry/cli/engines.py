@@ -72,7 +72,6 @@ def _of_file(config: Path, name: str) -> ServedModel:
 
 
 def unknown_model(name: str) -> str:
-    """The error message for a model that was not found."""
     return (
         f"the model {name!r} is unknown: it is not a folder with a config.json, not in `kvferry models`,"
         " and not in the Hugging Face cache of this host. Pass its config.json (--config FILE)"
@@ -177,7 +176,6 @@ class Side:
 
     @property
     def model_dtype(self) -> str:
-        """The compute dtype; empty if unknown."""
         named = self.command.dtype if self.command else ""
         return named or (self.served.dtype if self.served else "")
 
@@ -213,7 +211,6 @@ class Side:
 
     @cached_property
     def command(self) -> ServeCommand | None:
-        """The command that starts it, if the side was given as one."""
         if not ServeCommand.is_one(self.text):
             return None
         with at(f"--{self.engine} {self.text}"):
@@ -324,7 +321,6 @@ def listed_ranks(manifest: Manifest) -> str:
 
 
 def chosen_model(name: str, config: Path | None) -> Model:
-    """A model of the catalogue, or of a config.json."""
     if bool(name) == (config is not None):
         raise SpecError("a topology needs a model: give --model NAME (see `kvferry models`) or --config FILE")
     if config is not None:

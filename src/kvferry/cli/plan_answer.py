@@ -97,9 +97,7 @@ def _tried(asked: Asked, src: Side, dst: Side, settings: tuple[Setting, ...]) ->
 
 
 def _candidates(src: Side, dst: Side, keys: Sequence[str]) -> list[tuple[Setting, ...]]:
-    """Combinations of settings to try, fewest first: one side adopts the other's value, or both change to the
-    same value.
-    """
+    """Settings to try, fewest first: one side adopts the other's value, or both change to the same."""
     if src.file is not None or dst.file is not None:
         return []
     try:
@@ -141,10 +139,8 @@ class Warned:
     code: str
     """``short-runs`` or ``not-served``."""
     message: str
-    """The problem, in short."""
     reason: str
     remedy: str
-    """A sentence."""
     command: str = ""
     """The command that plans the remedy."""
     link: str = ""
@@ -157,14 +153,12 @@ class Warned:
 def warnings_of(
     asked: Asked, src: Side, dst: Side, billed: Billed, links: Sequence[LinkBill]
 ) -> Iterator[Warned]:
-    """Warnings about a proved pair."""
     yield from not_served(src, dst)
     if slow := [bill for bill in links if bill.is_slow]:
         yield _short_runs(asked, src, dst, billed, slow[0])  # one link stands for all
 
 
 def not_served(src: Side, dst: Side) -> Iterator[Warned]:
-    """Sides with which vLLM would not start."""
     for side in (src, dst):
         if side.file is None:
             reasons = list(why_not_served(side.chosen_model, Topology.parse(side.topology)))
@@ -230,7 +224,6 @@ def _without_a_cure(asked: Asked, src: Side, dst: Side, billed: Billed, slow: Li
 
 
 MAX_MODEL_DIFFERENCES = 4
-"""Maximum number of differences that are shown between two models."""
 
 
 @dataclass(frozen=True)
@@ -329,7 +322,6 @@ def answer(asked: Asked, src: Side, dst: Side, profiles: Sequence[LinkProfile]) 
 
 
 def _assumed(src: Side, dst: Side) -> str:
-    """A note on the sides whose layout is assumed."""
     sides = [side.engine for side in (src, dst) if side.assumed_layout]
     if not sides:
         return ""

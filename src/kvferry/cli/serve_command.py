@@ -59,8 +59,7 @@ BACKENDS = {
     "FLASHMLA": 64,
     "CUTLASS_MLA": 128,
 }
-"""Attention backends with the cache layout of a topology -> the block size that vLLM chooses; 0: the
-model's."""
+"""Attention backends with a topology's cache layout -> vLLM's block size for them; 0: the model's."""
 
 DECIDING_VARIABLES = {
     "VLLM_ATTENTION_BACKEND": "write it as --attention-backend",
@@ -94,7 +93,6 @@ STARTERS = re.compile(
     r"|vllm/vllm-openai\S*(?!.*\bvllm\s+serve\b))(?!\S)",
     re.DOTALL,
 )
-"""All spellings of the start of the command."""
 
 
 @dataclass(frozen=True, slots=True)

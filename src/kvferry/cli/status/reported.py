@@ -14,7 +14,6 @@ from kvferry.errors import SpecError
 from kvferry.wire.reading import printable
 
 StatusJson = Mapping[str, Any]
-"""An engine's answer."""
 
 MAX_NAME = 64
 """Maximum characters of a name on a screen with many engines."""
@@ -148,7 +147,6 @@ class WatchedEngine:
     history: tuple[Reported, ...]
     """Answers of this process, oldest first; at least one."""
     answered_at: float
-    """Time of the last answer."""
     error: str = ""
     """Why the last query failed; empty if it succeeded."""
     is_gone: bool = False
@@ -159,7 +157,6 @@ class WatchedEngine:
 
     @property
     def per_second(self) -> dict[str, float]:
-        """Rate of each count."""
         return self._rates("counts")
 
     @property

@@ -389,5 +389,4 @@ def _counts(counts: dict[str, int]) -> str:
 
 
 def _text(value: object) -> str:
-    """A peer's text on one line, without control characters."""
     return printable(str(value))

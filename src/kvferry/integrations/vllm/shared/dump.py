@@ -33,8 +33,7 @@ def dump_engine(folder: str, joins: Sequence[Join]) -> None:
 def dump_refusal(folder: str, src: Manifest, dst: Manifest, rank: int, reason: str) -> None:
     """Write both manifests of a rejected pair, and log the command that explains the rejection.
 
-    ``folder`` defaults to a private folder of this user. Names in the manifest and the reason come from the
-    source, so they are escaped.
+    ``folder`` defaults to a private one. The source's texts are escaped.
     """
     log.error("%s cannot be read by %s: %s", printable(src.engine), dst.engine, printable(reason, MAX_WORDS))
     try:

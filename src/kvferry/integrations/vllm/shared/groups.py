@@ -41,10 +41,7 @@ def needed_tokens(config: KVCacheConfig, index: int, num_tokens: int, num_kept: 
 
 
 def describe_group(config: KVCacheConfig, index: int, dcp_size: int = 1) -> Group:
-    """A group as the scheduler and all workers describe it.
-
-    A block is spread over the context-parallel ranks, so it has ``dcp_size`` times the tokens.
-    """
+    """A group. A block is spread over the context-parallel ranks, so it has ``dcp_size`` times the tokens."""
     group = config.kv_cache_groups[index]
     spec = spec_of_group(config, index)
     _check_group(group, spec)

@@ -200,7 +200,6 @@ def _check(extra: Mapping[str, Any]) -> None:
 
 
 def _chosen(name: str, extra: Mapping[str, Any], default: C) -> C:
-    """The enum member that an option selects."""
     choices = [*type(default)]
     for choice in choices:
         if choice.value == extra.get(name, default.value):

@@ -54,10 +54,7 @@ def describe(
     worker: WorkerRank,
     check: LayoutCheck | None = None,
 ) -> Manifest:
-    """The manifest of one worker: the states and groups of its layers, and its memory.
-
-    ``check`` verifies known layouts; without it they are trusted.
-    """
+    """The manifest of one worker. ``check`` verifies known layouts; without it they are trusted."""
     parallel = vllm_config.parallel_config
     if parallel.prefill_context_parallel_size > 1:
         raise SpecError("prefill_context_parallel_size > 1 is not supported by kvferry: set it to 1")

@@ -19,8 +19,6 @@ from kvferry.layout.pages import Page, PagePart, RankShare
 
 @dataclass(frozen=True)
 class DescribedLayer:
-    """A layer's cache on one rank."""
-
     cache: CacheTensor
     contents: Contents
     group: str

@@ -28,9 +28,7 @@ from kvferry.log import log_of
 log = log_of(__name__)
 
 CODES = 8
-"""Patterns use the integers from 1 to this one, which every cache dtype represents exactly (e5m2 has no 9).
-0 means not written.
-"""
+"""Largest value in patterns: every cache dtype has the integers up to 8 (e5m2 has no 9). 0: not written."""
 NUM_PATTERNS = 2
 LATENT = "latent"
 DECODED = {name: dtype for dtype, name in DTYPES.items() if name != "uint8"}
@@ -118,10 +116,7 @@ class LayoutCheck:
 
 
 def look(layer: DescribedLayer, dtype: torch.dtype) -> None:
-    """Write patterns, and compare every cell at the place given by the layer's views.
-
-    ``dtype`` is the model's. Raises LayoutDiffers or Untried.
-    """
+    """Write patterns, and read them where the layer's views say. Raises LayoutDiffers or Untried."""
     # The scheduler assigns tokens to context-parallel ranks; the writer is unaware of them.
     layer = replace(layer, cache=replace(layer.cache, num_turns=1))
     tensor = layer.cache.tensor

@@ -50,8 +50,7 @@ class Contents:
     page: Page
     """Its order covers the memory inside the ``outer`` axes."""
     outer: tuple[str, ...] = ()
-    """The tensor's axes after the block, by name (``part``: one plane per part). Their strides come from the
-    tensor."""
+    """The tensor's axes after the block (``part``: one plane per part); strides come from the tensor."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,6 @@ class CacheTensor:
     name: str
     spec: Any
     layer: Any
-    """vLLM's own layer object."""
     tensor: torch.Tensor
     tp_size: int
     num_heads: int
@@ -308,7 +306,6 @@ ATTENTION_LAYOUTS: dict[str, Rule] = {
     "vllm.models.deepseek_v4.nvidia.flashinfer_sparse.DeepseekV4FlashInferMLASparseBackend": v4_rows,
     "vllm.models.deepseek_v4.compressor.CompressorBackend": latent_rows,
 }
-"""Backend class -> rule."""
 
 
 def known_attention(cache: CacheTensor) -> Contents | None:
@@ -325,8 +322,6 @@ def known_attention(cache: CacheTensor) -> Contents | None:
 
 @dataclass(frozen=True)
 class _Slot:
-    """How a slot's convolution and state are stored."""
-
     kernel: int
     """Taps of the convolution, including those for speculative tokens that may be rolled back."""
     conv: Item
@@ -352,9 +347,7 @@ def _mamba1(layer: Any, slot: _Slot) -> Contents:
 
 
 def _mamba2(layer: Any, slot: _Slot) -> Contents:
-    """A single group is replicated on every rank, and each rank counts its own; the convolution is then not
-    merged.
-    """
+    """A single group is replicated, and counted once per rank; the convolution is then not merged."""
     groups = layer.n_groups if isinstance(layer.conv1d, MergedColumnParallelLinear) else 1
     sizes = (layer.num_heads, layer.head_dim, groups, layer.ssm_state_size)
     return slot.ordered(mamba2(*sizes, slot.kernel, slot.conv, slot.ssm))

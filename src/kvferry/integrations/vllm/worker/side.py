@@ -135,10 +135,8 @@ class WorkerSide:
         return gathering
 
     def mark(self, step: StepMetadata) -> None:
-        """Record a CUDA event that the step's loads wait for.
-
-        vLLM has zeroed the loads' blocks by now, and starts the loads after it has launched the forward pass:
-        loads wait for the zeroing, but not for the forward pass.
+        """Record a CUDA event that the step's loads wait for: vLLM has zeroed their blocks, but not yet
+        launched the forward pass, for which they need not wait.
         """
         self._mark, self._is_for_others, self._step_number = None, step.is_for_others, step.number
         if step.loads and self._device is not None:
@@ -146,9 +144,8 @@ class WorkerSide:
             self._mark.record(torch.cuda.current_stream(self._device))
 
     def finish_step(self) -> None:
-        """Synchronize if another engine may read the output of the step's draft model.
-
-        vLLM returns a step when its sampled tokens are available, before the draft model has finished.
+        """Wait for the step's draft model if another engine may read its output: vLLM returns a step when the
+        sampled tokens are available, before the draft model has finished.
         """
         is_drafting = self._vllm_config.speculative_config is not None
         if self._is_for_others and is_drafting and self._device is not None:
@@ -180,10 +177,8 @@ class WorkerSide:
             then()
 
     def _join_authority(self, invitation: Invitation) -> None:
-        """Join the lease authority, to compute digests.
-
-        Releases arrive with vLLM's steps and do not wait for digests; a digest that ends after the release is
-        not used.
+        """Join the lease authority, to compute digests. Releases arrive with vLLM's steps and do not wait for
+        digests; a late digest is not used.
         """
         if self.join is not None and self._manifest is not None and self._member is None:
             join = self.join.invited(invitation.credential)
@@ -240,7 +235,6 @@ class WorkerSide:
             del self._ongoing[request_id]
 
     def results(self) -> KVConnectorTransferResults:
-        """Requests that ended since the last step."""
         done: set[str] = set()
         for report in self._destination.poll() if self._destination else ():
             request_id = self._requests.pop(report.handle, None)
