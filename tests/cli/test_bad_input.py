@@ -21,7 +21,10 @@ BAD = {
     "three-files": (("plan", "a.json", "b.json", "c.json"), "unexpected extra argument"),
     "a-model-for-files": (("plan", "a.json", "b.json", *MODEL), "files need neither"),
     "no-model": (("plan", *ENDS), "a topology needs a model: give --model NAME"),
-    "two-models": (("plan", *MODEL, "--config", "c.json", *ENDS), "--model and --config exclude each other"),
+    "two-models": (
+        ("plan", *MODEL, "--config", "c.json", *ENDS),
+        "--model and --config are mutually exclusive",
+    ),
     "unknown-model": (("plan", "--model", "lama-3.1-8b", *ENDS), "did you mean llama-3.1-8b"),
     "unknown-key": (
         ("plan", *MODEL, "--src", "tp=2,blok=4", "--dst", "tp=2"),
@@ -43,7 +46,7 @@ BAD = {
     ),
     "a-model-of-no-side": (
         ("plan", *MODEL, "--src-model", "gpt2", "--dst-model", "gpt2", *ENDS),
-        "leave no side",
+        "name the models of both sides",
     ),
     "uneven-ranks": (
         ("plan", "--model", "kimi-linear-48b", "--src", "tp=3", "--dst", ""),

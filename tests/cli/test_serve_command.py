@@ -69,7 +69,7 @@ def test_what_is_read(text, topology):
         ('vllm serve m --speculative-config \'{"method": "eagle3"}\'', "as MODEL[+]DRAFT"),
         ("vllm serve m --speculative-config.method eagle3", "--speculative-config may change"),
         ("vllm serve m --hf-overrides '{}'", "--hf-overrides may change the cache, and is not supported"),
-        ("vllm serve m --dtype fp4", "--dtype fp4: vLLM has auto, half"),
+        ("vllm serve m --dtype fp4", "--dtype fp4: vLLM accepts auto, half"),
         ("vllm serve m -dcp 2", "dump the engine's manifest"),
         (
             "vllm serve m --tensor-paralel 8",
@@ -85,11 +85,11 @@ def test_what_is_read(text, topology):
         ("VLLM_ATTENTION_BACKEND=FLASHMLA vllm serve m", "write it as --attention-backend"),
         ("VLLM_PP_LAYER_PARTITION=12,20 vllm serve m -pp 3", "does not match --pipeline-parallel-size 3"),
         ("VLLM_PP_LAYER_PARTITION=12,20 vllm serve m", "does not match --pipeline-parallel-size 1"),
-        ("vllm serve m --kv-cache-dtype nvfp4", "--kv-cache-dtype nvfp4: its cache is unknown here: dump"),
-        ("vllm serve m --kv-cache-dtype bf16", "--kv-cache-dtype bf16: its cache is unknown"),
+        ("vllm serve m --kv-cache-dtype nvfp4", "--kv-cache-dtype nvfp4: its cache layout is unknown: dump"),
+        ("vllm serve m --kv-cache-dtype bf16", "--kv-cache-dtype bf16: its cache layout is unknown"),
         ("vllm serve m --max-model-len x", "--max-model-len x: not a number of tokens"),
         ("vllm serve m --kv-transfer-config x", "--kv-transfer-config is not the JSON that vLLM expects"),
-        ("bash -c 'vllm serve m -tp 2'", "no command that starts vLLM"),
+        ("bash -c 'vllm serve m -tp 2'", "not a command that starts vLLM"),
         ("docker run -e VLLM_KV_CACHE_LAYOUT x vllm serve m", "write VLLM_KV_CACHE_LAYOUT=VALUE"),
         (
             "vllm serve m --kv-transfer-config.kv_connector KVFerryConnector"
@@ -274,7 +274,9 @@ def test_a_default_that_one_folder_spells_out_is_no_difference(cli, folder, monk
     ran = cli("plan", "--src", sides[0], "--dst", sides[1])
     assert ran.code == 0
     told = " ".join(ran.out.split())
-    assert "the same as far as both config.json files say; only one has hidden_act, rope_theta:" in told
+    assert (
+        "the same in the keys that both config.json files have; only one has hidden_act, rope_theta:" in told
+    )
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_sources_come_first_and_a_destination_that_never_loaded_says_so(cli):
         engine.close()
     assert ran.out.index("SOURCE  prefill") < ran.out.index("DESTINATION  a reader")
     shown = ran.out.partition("DESTINATION")[2]
-    assert "loads    nothing so far\n" in shown
+    assert "loads    none so far\n" in shown
     assert "in flight" not in shown
     assert "sources" not in shown
 
@@ -81,7 +81,7 @@ def test_one_engine_is_asked_by_its_file_or_its_address(cli, engine):
 def test_where_nobody_is(cli, tmp_path):
     ran = cli("status")
     assert ran.code == 1
-    assert "no engine of this user runs here" in ran.out
+    assert "no running engine of this user" in ran.out
     assert cli("status", "--json").answer == {"engines": []}
     ran = cli("status", tmp_path)
     assert (ran.code, ran.out) == (2, "")

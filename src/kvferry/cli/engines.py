@@ -1,4 +1,4 @@
-"""From arguments to manifests: a file, or a model and a topology, for each side."""
+"""From arguments to manifests: each side is a file, or a model and a topology."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class ServedModel:
     name: str
     config: Mapping[str, Any]
     file: Path | None = None
-    """Its config.json; None for a model of the catalogue, which has what decides the cache, and no more."""
+    """Its config.json; None for a model of the catalogue, which has only the keys that affect the cache."""
     asked_dtype: str = ""
-    """What it is to compute in; empty: what its config says. Quantised caches stay quantised."""
+    """The compute dtype; empty: from the config. Quantised caches stay quantised."""
 
     @property
     def model(self) -> Model:
@@ -40,13 +40,13 @@ class ServedModel:
 
     @property
     def dtype(self) -> str:
-        """What the model computes in, and keeps in its caches unless it is told otherwise."""
+        """The compute dtype, which is also the default dtype of the caches."""
         with at(str(self.file or self.name)):
             return Config(self.config, self.asked_dtype).dtype
 
 
 def served_model(name: str) -> ServedModel | None:
-    """The model that `vllm serve NAME` starts, if it can be found without a network."""
+    """The model that ``vllm serve NAME`` starts, if its config is available offline."""
     folder = Path(name) / "config.json"
     if folder.is_file():
         return model_of_file(folder)
@@ -62,7 +62,7 @@ def catalogued_model(name: str) -> ServedModel | None:
 
 
 def model_of_file(config: Path) -> ServedModel:
-    """The model of a config.json, called after its folder; that of any other file, after the file."""
+    """The model of a config.json, named after its folder, or of another file, named after the file."""
     return _of_file(config, config.resolve().parent.name if config.stem == "config" else config.stem)
 
 
@@ -72,7 +72,6 @@ def _of_file(config: Path, name: str) -> ServedModel:
 
 
 def unknown_model(name: str) -> str:
-    """That a model was not found, where it was looked for, and what to do."""
     return (
         f"the model {name!r} is unknown: it is not a folder with a config.json, not in `kvferry models`,"
         " and not in the Hugging Face cache of this host. Pass its config.json (--config FILE)"
@@ -90,7 +89,7 @@ def _json_object(path: Path) -> dict[str, object]:
 
 
 def _downloaded(name: str) -> Path | None:
-    """The config.json of a model of the hub that was downloaded on this machine."""
+    """The config.json of a model in this machine's Hugging Face cache."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return None
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
@@ -111,20 +110,20 @@ DTYPE_INSTEAD = "set dtype=… in a topology (--src tp=4,dtype=fp16)"
 
 @dataclass(frozen=True)
 class Side:
-    """One side as it was asked for: a file, or a topology of a model."""
+    """One side as requested: a file, or a topology of a model."""
 
     engine: str
     """``src`` or ``dst``."""
     file: Path | None = None
     text: str = ""
-    """The topology, or the command that starts the engine, as it was given."""
+    """The topology, or the command that starts the engine, verbatim."""
     model: str = ""
     config: Path | None = None
     is_named: bool = False
-    """Whether the model was named for this side, and not for both."""
+    """Whether the model was named for this side only."""
 
     def manifest(self, num_tokens: int = 0) -> Manifest:
-        """Read or describe it; a pool whose size was left open has room for ``num_tokens``."""
+        """Read or describe it; a pool of unspecified size gets room for ``num_tokens``."""
         if self.file is not None:
             return manifest_file(self.file)
         model, topology = self.chosen_model, self.topology
@@ -149,7 +148,7 @@ class Side:
 
     @cached_property
     def chosen_model(self) -> Model:
-        """The model that is served: named for this side, or by its command if that is known, or for both."""
+        """The served model: named for this side, else in its command if it is known, else for both sides."""
         if self.command and self.command.dtype:
             if self.served is None:
                 raise SpecError(f"--{self.engine}: --dtype of a model with a draft: {DTYPE_INSTEAD}")
@@ -162,14 +161,14 @@ class Side:
 
     @cached_property
     def served(self) -> ServedModel | None:
-        """The model's configuration, where there is one: files have none, nor has a model with a draft."""
+        """The model's configuration; None for a manifest file, or a model with a draft."""
         if self.file is not None or self._of_command is not None:
             return self._of_command
         return model_of_file(self.config) if self.config else catalogued_model(self.model)
 
     @property
     def assumed_layout(self) -> str:
-        """The layout that its attention is taken to have because nobody named one; empty if there is none."""
+        """The layout assumed for its attention because none was given; empty if nothing is assumed."""
         if self.file is not None or "layout" in _keys(self.topology):
             return ""
         caches = (cache for layer in self.chosen_model.layers for cache in layer.caches)
@@ -177,13 +176,12 @@ class Side:
 
     @property
     def model_dtype(self) -> str:
-        """What the model computes in; empty if nobody knows."""
         named = self.command.dtype if self.command else ""
         return named or (self.served.dtype if self.served else "")
 
     @property
     def values_beside_config(self) -> dict[str, str]:
-        """What its command says of the model's numbers, by the names that engines compare."""
+        """The command's settings that change the model's numbers, by the names that engines compare."""
         if self.command is None:
             return {}
         flags = {f"--{flag}": value for flag, value in self.command.model_flags}
@@ -195,25 +193,24 @@ class Side:
 
     @property
     def own_dtype(self) -> str:
-        """What the model keeps its attention in, unless it is told otherwise."""
+        """The model's default dtype of attention caches."""
         caches = (cache for layer in self.chosen_model.layers for cache in layer.caches if cache.is_attention)
         return next((part.item.dtype for cache in caches for part in cache.page.parts), "")
 
     @cached_property
     def _of_command(self) -> ServedModel | None:
-        """The model that the command names, unless another one was named for this side."""
+        """The model in the command, unless another one was named for this side."""
         return served_model(self.command.model) if self.command and not self.is_named else None
 
     def with_setting(self, key: str, value: str) -> Side:
         if self.command:
-            # vLLM's CPU build knows the model's own dtype by this name alone.
+            # vLLM's CPU build accepts the model's own dtype only by this name.
             word = "auto" if key == "dtype" and value == self.own_dtype else value
             return replace(self, text=serve_command.with_setting(self.text, key, word))
         return replace(self, text=_with_key(self.text, key, value))
 
     @cached_property
     def command(self) -> ServeCommand | None:
-        """The command that starts it, if the side was given so."""
         if not ServeCommand.is_one(self.text):
             return None
         with at(f"--{self.engine} {self.text}"):
@@ -224,7 +221,7 @@ class Side:
 
 
 def _check_backend(model: Model, backend: str, topology: Topology) -> None:
-    """Raise SpecError if the model's attention cannot have this backend, or if its cache is not known."""
+    """Raise SpecError if the backend does not support the model, or the cache layout is unknown."""
     caches = [cache for layer in model.layers for cache in layer.caches]
     has_latents = any(part.name == "latent" for cache in caches for part in cache.page.parts)
     is_sparse = has_latents and any(cache.name == "indexer" for cache in caches)
@@ -247,9 +244,9 @@ def src_and_dst(
     config: Path | None,
     own_models: tuple[str, str] = ("", ""),
 ) -> tuple[Side, Side]:
-    """Both sides; files stand for the sides that have no topology, the source first.
+    """Both sides; files fill the sides without a topology, the source first.
 
-    ``model`` and ``config`` are of both sides, ``own_models`` of one each.
+    ``model`` and ``config`` apply to both sides, ``own_models`` to one each.
     """
     open_sides = topologies.count(None)
     if len(files) != open_sides:
@@ -258,15 +255,19 @@ def src_and_dst(
             " each side needs a manifest file or a topology (--src tp=4, --dst tp=8)"
         )
     if model and config:
-        raise SpecError("--model and --config exclude each other; --src-model and --dst-model set one side's")
+        raise SpecError(
+            "--model and --config are mutually exclusive; --src-model and --dst-model set one side's model"
+        )
     if open_sides == 2 and (model or config or any(own_models)):
         raise SpecError("--model and --config describe a side given by --src or --dst; files need neither")
     is_file = [text is None or _is_file(text) for text in topologies]
     if (model or config) and all(own_models):
-        raise SpecError("--model and --config are of both sides; --src-model and --dst-model leave no side")
+        raise SpecError(
+            "--model and --config have no effect: --src-model and --dst-model name the models of both sides"
+        )
     for has_model, own, engine in zip(is_file, own_models, ("src", "dst"), strict=True):
         if own and has_model:
-            raise SpecError(f"--{engine}-model {own}: the {engine} is a manifest file, which has its model")
+            raise SpecError(f"--{engine}-model {own}: the {engine} is a manifest file, which names its model")
     left = iter(files)
     src, dst = (
         Side(engine, next(left) if text is None else Path(text))
@@ -278,7 +279,7 @@ def src_and_dst(
 
 
 def _is_file(text: str) -> bool:
-    """Whether it names a manifest file; raises SpecError if it is no topology and no command either."""
+    """Whether it names a manifest file; raises SpecError for a URL or an unknown vLLM command."""
     if ServeCommand.is_one(text):
         return False
     if "://" in text:
@@ -287,12 +288,14 @@ def _is_file(text: str) -> bool:
             ' option "dump": "FOLDER", and pass the file that it writes there'
         )
     if "vllm" in text.lower() and not text.endswith(".json"):
-        raise SpecError(f"{text}: no command that starts vLLM: write VARIABLE=… vllm serve MODEL --flags")
+        raise SpecError(
+            f"{text}: not a command that starts vLLM: expected VARIABLE=… vllm serve MODEL --flags"
+        )
     return text.endswith(".json")
 
 
 def _with_model_of(side: Side, other: Side) -> Side:
-    """A topology for which no model was named is one of the model that the other side's command serves."""
+    """A topology without a model uses the model of the other side's command."""
     if side.file or side.command or side.model or side.config or other.command is None:
         return side
     if (known := other.served) is None:
@@ -308,7 +311,7 @@ def manifest_file(path: Path) -> Manifest:
 
 
 def listed_ranks(manifest: Manifest) -> str:
-    """The ranks of an engine as people read them: ``rank 0 only``, ``ranks 0, 1``, ``ranks 0 to 63``."""
+    """The ranks of an engine as text: ``rank 0 only``, ``ranks 0, 1``, ``ranks 0 to 63``."""
     ranks = [rank.rank for rank in manifest.ranks]
     if len(ranks) == 1:
         return f"rank {ranks[0]} only"
@@ -318,7 +321,6 @@ def listed_ranks(manifest: Manifest) -> str:
 
 
 def chosen_model(name: str, config: Path | None) -> Model:
-    """A model of the catalogue, or of a config.json."""
     if bool(name) == (config is not None):
         raise SpecError("a topology needs a model: give --model NAME (see `kvferry models`) or --config FILE")
     if config is not None:
@@ -340,7 +342,7 @@ def described_with_room(model: Model, text: str, engine: str, num_tokens: int) -
 def described_to_fit(
     model: Model, text: str, engine: str, num_tokens: int, num_requests: int = 2
 ) -> Manifest:
-    """Describe an engine with room for so many requests of ``num_tokens``: two, to scatter one of them."""
+    """Describe an engine with room for ``num_requests`` of ``num_tokens``; two, to scatter one of them."""
     topology = Topology.parse(text)
     if "blocks" in _keys(text):
         return describe(model, topology, engine)
@@ -349,7 +351,7 @@ def described_to_fit(
 
 
 def blocks_needed(manifest: Manifest, num_tokens: int) -> int:
-    """Blocks that a request takes at most, if all groups draw from one pool."""
+    """Maximum blocks of a request, if all groups draw from one pool."""
     return sum(
         -(-num_tokens // group.tokens_per_block) + 1 if group.addressing is Addressing.TABLE else 1
         for group in manifest.groups

@@ -1,4 +1,4 @@
-"""``kvferry plan``: can two engines talk, who sends what, and what does it cost?"""
+"""``kvferry plan``: the compatibility of two engines, the traffic between ranks, and its cost."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def plan(
 
 
 def asked_links(names: Sequence[str]) -> list[LinkProfile]:
-    """The links to bill: known ones by their names, measured ones by the files that have them."""
+    """The links to bill: known ones by name, measured ones by file."""
     from kvferry.cli.link_profile import DEFAULT_LINKS, LINK_PROFILES, link_profile, measured_links
 
     asked: list[LinkProfile] = []

@@ -1,4 +1,4 @@
-"""The answer of ``kvferry plan``, before anybody reads it."""
+"""The answer of ``kvferry plan`` as values, without its display."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from kvferry.models.model import is_offline
 from kvferry.models.topology import why_not_served
 
 HEAD_MAJOR = "HND"
-"""The layout in which a rank's heads are long runs, whatever the other side's ranks hold."""
+"""The layout with long runs per head for any split of heads over ranks."""
 LARGER_BLOCKS = (64, 128)
-"""Block sizes that engines offer, where small blocks are what makes runs short."""
+"""Larger block sizes to try: small blocks make runs short."""
 MAX_TRIALS = 24
 GOOD_SPEEDUP = 2.0
-"""What helps less is not worth changing a deployment for."""
+"""Minimum gain for which a remedy is shown."""
 GREAT_SPEEDUP = 10.0
-"""What helps so much is not kept waiting for something better with more settings."""
+"""Gain that ends the search for remedies with more settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Setting:
 
     @property
     def words(self) -> str:
-        """The setting, and what vLLM calls it.
+        """The setting, and vLLM's name for it.
 
         >>> Setting("dst", "layout", "HND").words
         'layout=HND (vLLM: VLLM_KV_CACHE_LAYOUT=HND)'
@@ -51,7 +51,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Cure:
-    """Settings with which the pair was planned again, and what came out."""
+    """Changed settings, and the pair planned with them."""
 
     settings: tuple[Setting, ...]
     src: Side
@@ -60,8 +60,8 @@ class Cure:
 
 
 def find_cure(asked: Asked, src: Side, dst: Side, slow: LinkBill) -> Cure | None:
-    """The fastest settings over that link, fewer tried first until it is quick; None if none are worth it."""
-    # One rank of the destination tells as much as all: the one that takes longest, or any that reads from it.
+    """The fastest settings over that link; None if the gain is too small. Stops early once it is fast."""
+    # One destination rank suffices: the slowest, or, if a source rank is the slowest, the requested one.
     rank = int(slow.whose.split()[1]) if slow.whose.startswith("dst") else asked.dst_rank
     trial_of = replace(asked, dst_rank=rank)
     best, seconds = tuple[Setting, ...](), slow.seconds / GOOD_SPEEDUP
@@ -70,20 +70,20 @@ def find_cure(asked: Asked, src: Side, dst: Side, slow: LinkBill) -> Cure | None
         if best and len(settings) > len(best) and seconds <= quick:
             break
         tried = _tried(trial_of, src, dst, settings)
-        # Of equals the one that was tried first, which is the more obvious one.
+        # Among equals, the first: candidates are in order of preference.
         if tried and (took := tried.billed.bill.over(slow.profile).seconds) < seconds:
             best, seconds = settings, took
     return _tried(asked, src, dst, best) if best else None
 
 
 def find_way(asked: Asked, src: Side, dst: Side) -> Cure | None:
-    """The fewest settings with which a refused pair is proved; None if none that are known do."""
+    """The fewest settings with which a refused pair is proved; None if no candidate works."""
     candidates = _candidates(src, dst, keys=("dtype", "layout", "block", "conv"))
     return next(filter(None, (_tried(asked, src, dst, settings) for settings in candidates)), None)
 
 
 def _tried(asked: Asked, src: Side, dst: Side, settings: tuple[Setting, ...]) -> Cure | None:
-    """The pair with these settings; None where an engine cannot have them, or where it is refused."""
+    """The pair with these settings; None if they are invalid for an engine, or the pair is refused."""
     for setting in settings:
         if setting.side == src.engine:
             src = src.with_setting(setting.key, setting.value)
@@ -97,10 +97,7 @@ def _tried(asked: Asked, src: Side, dst: Side, settings: tuple[Setting, ...]) ->
 
 
 def _candidates(src: Side, dst: Side, keys: Sequence[str]) -> list[tuple[Setting, ...]]:
-    """What could be changed, fewest settings first, the most obvious combinations only.
-
-    One side becomes like the other, or both change alike.
-    """
+    """Settings to try, fewest first: one side adopts the other's value, or both change to the same."""
     if src.file is not None or dst.file is not None:
         return []
     try:
@@ -127,7 +124,7 @@ def _choices(key: str, src: str, dst: str) -> Iterator[tuple[Setting, ...]]:
 
 
 def _settings(side: Side) -> dict[str, str]:
-    """The settings of a side that could be changed, with what stands for those that were left open."""
+    """A side's changeable settings, including defaults."""
     model, topology = side.chosen_model, Topology.parse(side.topology)
     return {
         "layout": topology.layout,
@@ -142,12 +139,10 @@ class Warned:
     code: str
     """``short-runs`` or ``not-served``."""
     message: str
-    """What is the matter, in short."""
     reason: str
     remedy: str
-    """What to do, as a sentence."""
     command: str = ""
-    """The command that shows that it helps."""
+    """The command that plans the remedy."""
     link: str = ""
     seconds: float = 0.0
     long_run_seconds: float = 0.0
@@ -158,19 +153,17 @@ class Warned:
 def warnings_of(
     asked: Asked, src: Side, dst: Side, billed: Billed, links: Sequence[LinkBill]
 ) -> Iterator[Warned]:
-    """Everything that a person should know of a pair whose bytes can be moved."""
     yield from not_served(src, dst)
     if slow := [bill for bill in links if bill.is_slow]:
         yield _short_runs(asked, src, dst, billed, slow[0])  # one link stands for all
 
 
 def not_served(src: Side, dst: Side) -> Iterator[Warned]:
-    """Sides that an engine would refuse to be."""
     for side in (src, dst):
         if side.file is None:
             reasons = list(why_not_served(side.chosen_model, Topology.parse(side.topology)))
             if reasons:
-                message = f"vLLM would not start as --{side.engine} says"
+                message = f"vLLM would not start with this --{side.engine}"
                 yield Warned("not-served", message, "; ".join(reasons), "choose another tp or pp")
 
 
@@ -211,7 +204,7 @@ def _sentence(cure: Cure) -> str:
 
 
 def _without_a_cure(asked: Asked, src: Side, dst: Side, billed: Billed, slow: LinkBill) -> str:
-    """Of manifests nothing can be changed here, but an equal pair can be billed."""
+    """The remedy if no settings help. Manifests have no settings to change, but equal pairs can be billed."""
     if src.file is None and dst.file is None:
         return "none: no tested layout or block size makes it twice as fast"
     equal = {
@@ -231,28 +224,27 @@ def _without_a_cure(asked: Asked, src: Side, dst: Side, billed: Billed, slow: Li
 
 
 MAX_MODEL_DIFFERENCES = 4
-"""So many differences between two models whose caches fit are named."""
 
 
 @dataclass(frozen=True)
 class PlanAnswer:
-    """Whether two engines can talk, what a request costs, and what to do about it."""
+    """Compatibility of two engines, the cost of a request, and remedies."""
 
     asked: Asked
     billed: Billed
     links: tuple[LinkBill, ...]
-    """The request over each kind of link; nothing, where it is refused or moves nothing."""
+    """The request over each kind of link; empty if the pair is refused."""
     warnings: tuple[Warned, ...]
     way: Cure | None
     """Settings with which a refused pair is proved."""
     model_differences: tuple[Finding, ...] = ()
-    """Why running engines would refuse each other, whatever their bytes."""
+    """Why running engines would reject each other, even if the bytes fit."""
     assumed: str = ""
-    """What nobody has said of these engines, and was taken to be so."""
+    """Assumptions about settings that were not given."""
     ignored: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Flags of the commands that were given, by side, which say nothing of the cache and were not read."""
+    """Ignored flags of the commands, by side: they do not affect the cache."""
     set_by_one: tuple[str, ...] = ()
-    """Keys that only one of the two config.json files has, so that they were not compared."""
+    """Keys in only one of the two config.json files; they were not compared."""
 
     @property
     def bill(self) -> Bill:
@@ -260,7 +252,7 @@ class PlanAnswer:
 
     @property
     def findings(self) -> dict[Finding, list[int]]:
-        """Each reason for a refusal, with the destination ranks that it concerns; nothing if it is proved."""
+        """Each reason for a refusal, with the destination ranks that it affects; empty if proved."""
         ranks = list(self.billed.ranks)
         return {**self.bill.findings, **dict.fromkeys(self.model_differences[:MAX_MODEL_DIFFERENCES], ranks)}
 
@@ -270,7 +262,7 @@ class PlanAnswer:
 
     @property
     def bytes_fit(self) -> bool:
-        """Whether the bytes could be moved; two models' bytes may fit, and mean something else."""
+        """Whether the bytes could be transferred, even if the models differ."""
         return not self.bill.findings
 
     @property
@@ -279,7 +271,7 @@ class PlanAnswer:
 
     @property
     def model_sentence(self) -> str:
-        """Whether it is the same model, as far as the two sides tell."""
+        """Whether both sides have the same model, as far as is known."""
         if self.model_differences:
             return "not the same: running engines reject each other" + (
                 ", although the bytes fit" if self.bytes_fit else ""
@@ -288,7 +280,7 @@ class PlanAnswer:
             names = ", ".join(self.set_by_one[:MAX_MODEL_DIFFERENCES])
             more = len(self.set_by_one[MAX_MODEL_DIFFERENCES:])
             return (
-                f"the same as far as both config.json files say; only one has {names}"
+                f"the same in the keys that both config.json files have; only one has {names}"
                 f"{f' and {more} more' if more else ''}: engines reject each other unless it is the default"
             )
         check, sides = self.identity, (self.billed.source, self.billed.destination)
@@ -298,7 +290,7 @@ class PlanAnswer:
 
     @property
     def assumed_link(self) -> str:
-        """The link that was assumed because none was named; empty if one was, or if nothing moves."""
+        """A note on the assumed link; empty if one was named, or the pair is refused."""
         if self.asked.links or not self.links:
             return ""
         profile = self.links[0].profile
@@ -307,18 +299,18 @@ class PlanAnswer:
 
     @property
     def way_command(self) -> str:
-        """The command that shows that a refused pair can be mended; empty if nobody knows how."""
+        """The command that plans a refused pair with working settings; empty if none are known."""
         return self.asked.command(self.way.src, self.way.dst) if self.way else ""
 
 
 def answer(asked: Asked, src: Side, dst: Side, profiles: Sequence[LinkProfile]) -> PlanAnswer:
-    """Bill the request, and look for what to warn of, or for a way out of a refusal."""
+    """Bill the request, and collect warnings, or search for settings that make a refused pair work."""
     billed = asked.billed(src, dst)
     differences = model_differences(src, dst, billed.source, billed.destination)
     ignored = {side.engine: side.command.ignored if side.command else () for side in (src, dst)}
     if billed.bill.findings:
         way, served = find_way(asked, src, dst), tuple(not_served(src, dst))
-        if way and differences:  # engines would refuse each other all the same: no way, and one more reason
+        if way and differences:  # engines would still reject each other
             return PlanAnswer(asked, billed, (), served, None, differences, ignored=ignored)
         return PlanAnswer(asked, billed, (), served, way, ignored=ignored)
     links = tuple(billed.bill.over(profile) for profile in profiles)
@@ -330,7 +322,6 @@ def answer(asked: Asked, src: Side, dst: Side, profiles: Sequence[LinkProfile]) 
 
 
 def _assumed(src: Side, dst: Side) -> str:
-    """Of which sides the layout is an assumption, and where it holds."""
     sides = [side.engine for side in (src, dst) if side.assumed_layout]
     if not sides:
         return ""

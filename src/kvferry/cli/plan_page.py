@@ -1,4 +1,4 @@
-"""The answer of ``kvferry plan``: for people (legible on 60 columns), and as plain data."""
+"""The answer of ``kvferry plan`` as text (for 60 columns and more), and as plain data."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def summary(manifest: Manifest) -> str:
 
 
 def _show_request(out: Console, answer: PlanAnswer, *, full: bool) -> None:
-    """The bytes of the request; with ``full``, from rank to rank."""
+    """The bytes of the request; with ``full``, per pair of ranks."""
     bill, asked = answer.bill, answer.asked
     kept = f", {asked.kept} of them kept" if asked.kept else ""
     title = f"One request of {answer.billed.tokens} tokens{kept}, {asked.placement.value} blocks"
@@ -98,7 +98,7 @@ def _show_request(out: Console, answer: PlanAnswer, *, full: bool) -> None:
 
 
 def _show_links(out: Console, bills: Sequence[LinkBill], *, full: bool) -> None:
-    """The time over each kind of link; with ``full``, the slowest rank and the largest part."""
+    """The time over each kind of link; with ``full``, the slowest rank and its largest cost."""
     out.print("Estimated time to move it, by the link between two ranks", style="bold")
     more = ("rank", "mostly for") if full else ()
     times = table("link", "way", "time", "long runs", *more, left=["link", "way", "rank", "mostly for"])

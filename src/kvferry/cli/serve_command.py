@@ -1,4 +1,4 @@
-"""An engine by the command that starts it: ``vllm serve MODEL --tensor-parallel-size 4 …`` as a topology."""
+"""From the command that starts an engine, ``vllm serve MODEL --tensor-parallel-size 4 …``, to a topology."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ KEYS = {
     "num-gpu-blocks-override": "blocks",
     "kv-cache-dtype": "dtype",
 }
-"""Flags of vLLM, and the keys of a topology that say the same."""
+"""vLLM's flags -> keys of a topology."""
 
 VARIABLES = {
     "VLLM_KV_CACHE_LAYOUT": "layout",
     "VLLM_SSM_CONV_STATE_LAYOUT": "conv",
     "VLLM_PP_LAYER_PARTITION": "pp",
 }
-"""Environment variables of vLLM, and the keys of a topology that say the same."""
+"""vLLM's environment variables -> keys of a topology."""
 
-DUMP = "dump the engine's manifest, and give the file"
+DUMP = "dump the engine's manifest and pass the file"
 DECIDING = {
     "config": "write its settings as flags",
     **dict.fromkeys(
@@ -51,7 +51,7 @@ DECIDING = {
     **dict.fromkeys(("mamba-cache-dtype", "mamba-ssm-cache-dtype", "mamba-block-size"), DUMP),
     **dict.fromkeys(("mamba-cache-mode", "use-replayssm", "disable-hybrid-kv-cache-manager"), DUMP),
 }
-"""Flags that can change what the cache looks like, and that are not followed here; and what to do instead."""
+"""Unsupported flags that can change the cache layout -> what to do instead."""
 
 BACKENDS = {
     **dict.fromkeys(("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "TRITON_MLA", "FLASH_ATTN_MLA"), 0),
@@ -59,34 +59,33 @@ BACKENDS = {
     "FLASHMLA": 64,
     "CUTLASS_MLA": 128,
 }
-"""Attention backends that keep a cache as a topology describes it, and the block size that vLLM chooses for
-them; 0: the model's."""
+"""Attention backends with a topology's cache layout -> vLLM's block size for them; 0: the model's."""
 
 DECIDING_VARIABLES = {
     "VLLM_ATTENTION_BACKEND": "write it as --attention-backend",
     "VLLM_MLA_DISABLE": DUMP,
     "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT": DUMP,
 }
-"""Environment variables of vLLM that can change the cache, and that are not followed here."""
+"""Unsupported environment variables of vLLM that can change the cache -> what to do instead."""
 
 OF_MODEL = ("disable-sliding-window", "quantization", "quantization-config", "video-pruning-rate")
-"""Flags that change a model's numbers, and not where they are. Engines that differ in them are rejected."""
+"""Flags that change a model's numbers, but not the cache layout. Engines that differ in them are rejected."""
 
 READ = {"model", "dtype", "max-model-len", "attention-backend", "kv-transfer-config"}
-"""Other flags that are read; the rest of vLLM's flags do not change the cache, and are named as ignored."""
+"""Other supported flags. The rest of vLLM's flags do not change the cache; they are reported as ignored."""
 
 HARMLESS_VALUES = {"auto", "1", "vllm", "false"}
 OF_CACHE = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
-"""Values of --kv-cache-dtype whose cache is described here; vLLM has others, which keep scales as well."""
+"""Supported values of --kv-cache-dtype. vLLM's other values also store scales."""
 
 DTYPES = {"half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float": "fp32", "float32": "fp32"}
-"""What vLLM calls the dtypes of a model, and what we call them."""
+"""vLLM's names of model dtypes -> ours."""
 
 CACHE_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "auto"}
-"""Our names of dtypes, and what vLLM's --kv-cache-dtype calls them: it has no float32 but a model's own."""
+"""Our names of dtypes -> values of --kv-cache-dtype, which has float32 only as the model's own."""
 
 WITHOUT_A_CACHE = {"ngram", "[ngram]", "ngram_gpu"}
-"""Ways to draft tokens without a model, so that nothing is added to the cache."""
+"""Speculative methods without a draft model, which add nothing to the cache."""
 
 STARTERS = re.compile(
     r"(?<!\S)(?:\S*/)?(?:vllm\s+serve"
@@ -94,12 +93,11 @@ STARTERS = re.compile(
     r"|vllm/vllm-openai\S*(?!.*\bvllm\s+serve\b))(?!\S)",
     re.DOTALL,
 )
-"""The words that start an engine, in all their spellings."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServeCommand:
-    """What a command that starts vLLM says of the cache.
+    """The settings in a vLLM command that affect the cache.
 
     >>> ServeCommand.read("VLLM_KV_CACHE_LAYOUT=NHD vllm serve gpt2 --tensor-par 4 --port=80")
     ServeCommand(model='gpt2', topology='tp=4,layout=NHD', model_flags=(), dtype='', ignored=('--port',), ...)
@@ -111,9 +109,9 @@ class ServeCommand:
     model: str
     topology: str
     model_flags: tuple[tuple[str, str], ...] = ()
-    """Flags that make another model of it, with their values."""
+    """Flags that change the model's numbers, with their values."""
     dtype: str = ""
-    """The model's dtype, where the command names one; the cache has it, too, unless it is told otherwise."""
+    """The model's dtype, if the command sets it; also the default dtype of the cache."""
     ignored: tuple[str, ...] = ()
     """Flags of vLLM that do not change the cache."""
     max_model_len: int = 0
@@ -124,7 +122,7 @@ class ServeCommand:
 
     @staticmethod
     def is_one(text: str) -> bool:
-        """Whether a text is such a command.
+        """Whether a text is a command that starts vLLM.
 
         >>> ServeCommand.is_one("python3 -m vllm.entrypoints.openai.api_server --model m")
         True
@@ -133,7 +131,7 @@ class ServeCommand:
 
     @classmethod
     def read(cls, text: str) -> ServeCommand:
-        """Read a command line as vLLM does; a flag that is unknown, or not followed, is rejected by name."""
+        """Parse a command line as vLLM does; raises SpecError for unknown and unsupported flags."""
         try:
             words = shlex.split(_as_serve(text))
         except ValueError as error:
@@ -145,9 +143,9 @@ class ServeCommand:
             raise SpecError("pass the model right after `vllm serve`, or with --model")
         for flag, instead in DECIDING.items():
             if flag in flags and not _is_harmless(flag, flags[flag]):
-                raise SpecError(f"--{flag} may change the cache, and is not supported here: {instead}")
+                raise SpecError(f"--{flag} may change the cache, and is not supported: {instead}")
         if (dtype := flags.get("kv-cache-dtype", "auto")) not in OF_CACHE:
-            raise SpecError(f"--kv-cache-dtype {dtype}: its cache is unknown here: {DUMP}")
+            raise SpecError(f"--kv-cache-dtype {dtype}: its cache layout is unknown: {DUMP}")
         backend = flags.get("attention-backend", "auto").upper()
         settings = {KEYS[flag]: value for flag, value in flags.items() if flag in KEYS}
         if settings.get("dtype") == "auto":
@@ -175,7 +173,7 @@ class ServeCommand:
 
 
 def with_setting(text: str, key: str, value: str) -> str:
-    """The command with one setting changed, or one more.
+    """The command with one setting changed or added.
 
     >>> with_setting("vllm serve M -tp 2", "block", "64")
     'vllm serve M -tp 2 --block-size 64'
@@ -196,7 +194,7 @@ def with_setting(text: str, key: str, value: str) -> str:
 
 
 def vllm_setting(key: str, value: str) -> str:
-    """What vLLM calls a setting of a topology; empty if it has no such setting.
+    """A topology's setting as vLLM's flag or variable; empty if vLLM has none.
 
     >>> vllm_setting("block", "64"), vllm_setting("layout", "HND"), vllm_setting("alloc", "shared")
     ('--block-size 64', 'VLLM_KV_CACHE_LAYOUT=HND', '')
@@ -223,12 +221,12 @@ def _as_serve(text: str) -> str:
 
 def _model_dtype(name: str) -> str:
     if name not in DTYPES and name != "auto":
-        raise SpecError(f"--dtype {name}: vLLM has auto, {', '.join(DTYPES)}")
+        raise SpecError(f"--dtype {name}: vLLM accepts auto, {', '.join(DTYPES)}")
     return DTYPES.get(name, "")
 
 
 def _is_harmless(flag: str, value: str) -> bool:
-    """Whether the cache is the same with this value of a flag as without the flag."""
+    """Whether this value of a flag leaves the cache unchanged."""
     if flag != "speculative-config":
         return value in HARMLESS_VALUES
     try:
@@ -245,7 +243,7 @@ def _backend_block(name: str) -> int:
 
 
 def _num_tokens(text: str) -> int:
-    """A number as vLLM reads it; 0 if the model decides.
+    """A number as vLLM parses it; 0 for the model's own.
 
     >>> _num_tokens("32k"), _num_tokens("1.5K"), _num_tokens("auto")
     (32000, 1536, 0)
@@ -259,7 +257,7 @@ def _num_tokens(text: str) -> int:
 
 
 def _connector(text: str) -> Mapping[str, Any]:
-    """kvferry's connector, alone or inside MultiConnector; of another connector its name and role."""
+    """The settings of kvferry's connector, alone or inside MultiConnector; else the other's name and role."""
     try:
         found: dict[str, Any] = json.loads(text)
         inner = found.get("kv_connector_extra_config") or {}
@@ -277,14 +275,12 @@ def _connector(text: str) -> Mapping[str, Any]:
 
 def _of_variables(words: Sequence[str], num_stages: str) -> dict[str, str]:
     for name in VARIABLES.keys() & set(words):
-        raise SpecError(f"{name} is passed on from the environment: write {name}=VALUE")
+        raise SpecError(f"the value of {name} comes from the environment: write {name}=VALUE")
     matches = (re.fullmatch(r"(?:--env=|-e)?(\w+)=(.+?);?", word, re.DOTALL) for word in words)
     given = {found[1]: found[2] for found in matches if found}
     for name, instead in DECIDING_VARIABLES.items():
         if given.get(name, "0").lower() not in ("0", "false"):
-            raise SpecError(
-                f"{name}={given[name]} may change the cache, and is not supported here: {instead}"
-            )
+            raise SpecError(f"{name}={given[name]} may change the cache, and is not supported: {instead}")
     stages = given.get("VLLM_PP_LAYER_PARTITION", "")
     if stages and str(stages.count(",") + 1) != num_stages:
         raise SpecError(
@@ -295,7 +291,7 @@ def _of_variables(words: Sequence[str], num_stages: str) -> dict[str, str]:
 
 
 class _FlagParser(argparse.ArgumentParser):
-    """A parser of vLLM's flags: values stay text, and flags that are not given leave nothing."""
+    """A parser of vLLM's flags: values stay text, and absent flags have no attribute."""
 
     def __init__(self, table: Mapping[str, Sequence[str]]) -> None:
         super().__init__(add_help=False, argument_default=argparse.SUPPRESS)
@@ -328,14 +324,14 @@ def _parser() -> _FlagParser:
 
 @cache
 def _installed_parser() -> _FlagParser | None:
-    """One with the flags of the installed vLLM; None if there is none."""
+    """A parser of the installed vLLM's flags; None if vLLM is not installed."""
     return _FlagParser(installed_flags()) if is_installed() else None
 
 
 def given_flags(words: Sequence[str]) -> dict[str, str]:
-    """The flags of ``vllm serve`` that these words give, by their full names, with their values.
+    """The flags of ``vllm serve`` in these words, by full name, with their values.
 
-    Abbreviations, underscores and ``--flag.key value`` count, as vLLM has it.
+    As in vLLM, flags may be abbreviated, have underscores, or be written as ``--flag.key value``.
 
     >>> given_flags(["m", "--tensor-par", "4", "--kv_cache_dtype=fp8", "--attention-config.backend", "X"])
     {'model-tag': 'm', 'tensor-parallel-size': '4', 'kv-cache-dtype': 'fp8',
@@ -352,7 +348,7 @@ def given_flags(words: Sequence[str]) -> dict[str, str]:
 
 
 def _plain(words: Sequence[str]) -> Iterator[str]:
-    """The words with dashes in flags; what dotted flags say becomes one JSON object for each flag."""
+    """The words with dashes in flags, and the dotted flags merged to one JSON object per flag."""
     objects: dict[str, dict[str, Any]] = {}
     left = iter(words)
     for word in left:

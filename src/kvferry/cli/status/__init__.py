@@ -1,4 +1,4 @@
-"""``kvferry status``: what running engines are doing now."""
+"""``kvferry status``: the state of running engines."""
 
 from __future__ import annotations
 
@@ -67,5 +67,5 @@ def status(
         for answer in answers:
             show(out, answer)
         if not answers:
-            out.print("no engine of this user runs here; name its socket, or a source engine's address")
+            out.print("no running engine of this user on this host; pass a socket or a source's address")
     return 0 if answers else NOT_FOUND

@@ -1,4 +1,4 @@
-"""Ask engines how they are: all of this user's on this host, one at its socket, or one at its address."""
+"""Queries the status of engines: all of this user on this host, or one by its socket or address."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from kvferry.wire.reading import printable
 from kvferry.wire.secret import Secret
 
 PATIENCE_SECONDS = 1.0
-"""How long a look at all engines waits for those that are slow."""
+"""How long a refresh waits for slow engines."""
 
 UNANSWERED = Look(error="no answer yet", is_late=True)
 
 
 def secret_for(engine: str, secret_file: Path | None) -> Secret | None:
-    """The fleet's secret, where an address is asked."""
+    """The fleet's secret if ``engine`` is an address; None for a socket."""
     if "://" not in engine:
         return None
     return secret_from_file(secret_file) if secret_file else secret_from_environment()
 
 
 def answers_of(engine: str, secret: Secret | None) -> list[dict[str, Any]]:
-    """What the engines say, sources first; of those that were not named one by one, also why not."""
+    """The engines' answers, sources first. Without ``engine``, failures are listed as answers."""
     if engine:
         return [_ask(engine, secret)]
     found = []
     for path in live_sockets():
         try:
             found.append(_ask(str(path), None))
-        except SpecError as error:  # it may have ended just now; the others are still worth a look
+        except SpecError as error:  # it may just have ended; show the others
             found.append({"socket": str(path), "error": str(error)})
     return sorted(found, key=lambda answer: answer.get("side") != "source")
 
@@ -47,7 +47,7 @@ def _ask(place: str, secret: Secret | None) -> dict[str, Any]:
 
 
 class EngineAsker:
-    """Asks the same engines again and again; each has at most one question to answer."""
+    """Queries engines repeatedly, with at most one open query per engine."""
 
     def __init__(self, engine: str, secret: Secret | None) -> None:
         self._engine, self._secret = engine, secret
@@ -56,7 +56,7 @@ class EngineAsker:
             live_sockets()  # removes the files of killed processes
 
     def look(self) -> dict[str, Look]:
-        """How each engine stands; one that has not answered yet is not asked again meanwhile."""
+        """The current state of each engine; an engine with an open query is not queried again."""
         places = [self._engine] if self._engine else [str(path) for path in sockets()]
         asked = {place: self._open.get(place) or self._asked(place) for place in places}
         wait([asked[place] for place in asked if place not in self._open], PATIENCE_SECONDS)
@@ -69,7 +69,7 @@ class EngineAsker:
         }
 
     def _asked(self, place: str) -> Future[Look]:
-        """Ask in a daemon thread: an engine that does not answer delays neither the others nor the end."""
+        """Query in a daemon thread, so that a silent engine delays neither the others nor the exit."""
         future = Future[Look]()
         threading.Thread(
             target=lambda: future.set_result(self._ask(place)), name="kvferry-ask", daemon=True
@@ -85,5 +85,5 @@ class EngineAsker:
         except SpecError as error:
             is_gone = "://" not in place and not is_listening(Path(place))
             return Look(error=printable(str(error)), is_gone=is_gone)
-        except Exception as error:  # else the question would stay open for ever
-            return Look(error=f"a bug, please report it: {printable(repr(error))}")
+        except Exception as error:  # else the query would stay open forever
+            return Look(error=f"internal error, please report it: {printable(repr(error))}")

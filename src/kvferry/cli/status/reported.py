@@ -1,6 +1,6 @@
-"""What engines said of themselves, as values: one answer, and what all said over time. Pure.
+"""Status answers of engines as values: a single answer, and the history of all. Pure.
 
-Whatever else an engine said is left out, and nonsense is refused.
+Unknown fields are dropped; invalid ones raise SpecError.
 """
 
 from __future__ import annotations
@@ -14,29 +14,28 @@ from kvferry.errors import SpecError
 from kvferry.wire.reading import printable
 
 StatusJson = Mapping[str, Any]
-"""What an engine answered."""
 
 MAX_NAME = 64
-"""Characters of a name that are shown where many engines share a screen."""
+"""Maximum characters of a name on a screen with many engines."""
 
 
 Reported = Mapping[str, Any]
-"""How an engine stands, or one rank of it: the fields that ``status --watch --json`` prints.
+"""State of an engine, or of one of its ranks: the fields that ``status --watch --json`` prints.
 
-Both sides have a name, a process, and counts that only grow. ``counts`` of a destination: loads that ended by
-outcome and way (``read direct``); of a source: requests offered, and leases that ended by why (``ended:
-expired``). ``byte_counts``: bytes of loads that ended well, by way; bytes that destinations began to read.
+Both sides have a name, a process, and counts that only grow. ``counts`` of a destination are ended loads by
+outcome and way (``read direct``); of a source, offered requests and ended leases by reason (``ended:
+expired``). ``byte_counts`` of a destination are bytes of successful loads by way; of a source, granted bytes.
 """
 
 OFFERED = "offered"
 GRANTED = "granted"
 ENDED = "ended: "
 READ = "read"
-"""How the count of loads that ended well begins; the way follows."""
+"""Prefix of the counts of successful loads; the way follows."""
 
 
 def reported(answer: StatusJson) -> Reported:
-    """An engine's answer, checked; raises SpecError if this version cannot read it."""
+    """An engine's answer, checked; raises SpecError if this version cannot parse it."""
     try:
         both = {"host": _text(answer["host"]), "pid": int(answer["pid"])}
         both["up_seconds"] = float(answer["up_seconds"])
@@ -45,7 +44,7 @@ def reported(answer: StatusJson) -> Reported:
         what = printable(f"{type(error).__name__}: {error}", MAX_NAME)
         version = printable(str(answer.get("kvferry", "unknown")), MAX_NAME)
         raise SpecError(
-            f"its answer cannot be read here ({what}): it is kvferry {version}; use `kvferry status` of that"
+            f"cannot parse its answer ({what}): it runs kvferry {version}; use `kvferry status` of that"
             " version"
         ) from None
 
@@ -106,37 +105,36 @@ def _lease(each: StatusJson) -> dict[str, Any]:
         "request_id": _text(each["request_id"]),
         "num_tokens": int(each["num_tokens"]),
         "reader": _text(each["reader"]),
-        "seconds_left": None if left is None else float(left),  # None: it has no end
+        "seconds_left": None if left is None else float(left),  # None: no end
     }
 
 
 def _text(value: object) -> str:
-    """A name that a peer chose: short, on one line, without control characters."""
+    """A peer's name: truncated, on one line, without control characters."""
     return printable(str(value), MAX_NAME)
 
 
-# -- looked at again and again ---------------------------------------------------------------------
+# -- history ---------------------------------------------------------------------------------------
 
 
 WINDOW_SECONDS = 10.0
-"""Rates are those of so long, or of the time since the engine was first seen: short enough to follow, long
-enough not to flicker."""
+"""Rates are averages over this window, or since the first answer."""
 LATE_SECONDS = 4.0
-"""How long an answer may take before that is worth a word."""
+"""How long an answer may take before a warning."""
 FORGET_SECONDS = 60.0
-"""How long an engine that is gone stays on the screen."""
+"""How long an ended engine stays on the screen."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What came of asking one engine: how it stands, or why there is no answer."""
+    """The result of one query: the engine's state, or an error."""
 
     engine: Reported | None = None
     error: str = ""
     is_gone: bool = False
-    """Nobody is there any more, as opposed to somebody who does not answer."""
+    """Whether the engine has ended, rather than just not answered."""
     is_late: bool = False
-    """It has been asked, and may still answer."""
+    """Whether the query is still open."""
 
 
 HAS_ENDED = Look(error="it has ended", is_gone=True)
@@ -144,14 +142,13 @@ HAS_ENDED = Look(error="it has ended", is_gone=True)
 
 @dataclass(frozen=True, slots=True)
 class WatchedEngine:
-    """One engine, found at one place (a socket's file, or an address)."""
+    """One engine at one place (a socket file or an address)."""
 
     history: tuple[Reported, ...]
-    """Of this life of the engine, oldest first; at least one."""
+    """Answers of this process, oldest first; at least one."""
     answered_at: float
-    """When it answered last."""
     error: str = ""
-    """Why it did not answer when it was asked last; empty: it did."""
+    """Why the last query failed; empty if it succeeded."""
     is_gone: bool = False
 
     @property
@@ -160,7 +157,6 @@ class WatchedEngine:
 
     @property
     def per_second(self) -> dict[str, float]:
-        """How fast each of its counts grows."""
         return self._rates("counts")
 
     @property
@@ -168,13 +164,13 @@ class WatchedEngine:
         return self._rates("byte_counts")
 
     def grown(self, name: str) -> float:
-        """By how much a count has grown within the window."""
+        """Growth of a count within the window."""
         before, now = (each["counts"].get(name, 0.0) for each in (self.history[0], self.last))
         return float(now - before)
 
     def _rates(self, counts: str) -> dict[str, float]:
         before, now = self.history[0], self.last
-        # By the engine's own clock: it says when it counted, however late the answer came.
+        # The engine's clock tells when it counted, even if the answer came late.
         seconds = now["up_seconds"] - before["up_seconds"]
         if self.error or seconds <= 0:
             return {}
@@ -183,31 +179,31 @@ class WatchedEngine:
         }
 
     def then(self, now: float, look: Look) -> WatchedEngine:
-        """The same, asked once more."""
+        """This engine after one more query."""
         if look.is_late and now - self.answered_at < LATE_SECONDS:
-            return self  # a busy machine is no news
+            return self  # the machine may just be busy
         if look.engine is None:
             return replace(self, error=look.error, is_gone=look.is_gone)
         last, engine = self.last, look.engine
         is_same = all(last[key] == engine[key] for key in ("title", "host", "pid"))
         if not is_same or engine["up_seconds"] < last["up_seconds"]:
-            return WatchedEngine((engine,), now)  # started anew: its counts began at 0 again
+            return WatchedEngine((engine,), now)  # restarted: its counts began at 0 again
         begin = engine["up_seconds"] - WINDOW_SECONDS
         num_old = sum(each["up_seconds"] <= begin for each in self.history)
-        recent = self.history[max(0, num_old - 1) :]  # with one old look, which covers the whole window
+        recent = self.history[max(0, num_old - 1) :]  # with one older answer, to cover the whole window
         return WatchedEngine((*recent, engine), now)
 
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """Everything that is looked at, by place."""
+    """All watched engines, by place."""
 
     engines: Mapping[str, WatchedEngine] = field(default_factory=dict)
     unanswered: Mapping[str, str] = field(default_factory=dict)
-    """Places where nobody has ever answered, and why."""
+    """Places that have never answered, with the error."""
 
     def then(self, now: float, looks: Mapping[str, Look]) -> Watched:
-        """What is known after all places were looked at once more. A place that is not among them is gone."""
+        """The state after one more query of every place. An engine that is not in ``looks`` has ended."""
         found = {place: each.then(now, looks.get(place, HAS_ENDED)) for place, each in self.engines.items()}
         for place, look in looks.items():
             if place not in found and look.engine is not None:

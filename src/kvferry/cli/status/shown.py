@@ -1,4 +1,4 @@
-"""What engines said, for people: one answer whole, or ``--watch``, which refreshes tables on a terminal."""
+"""Displays the status of engines: one answer in full, or with ``--watch`` tables that are refreshed."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from kvferry.wire.reading import printable
 Cells = tuple[str, ...]
 Engines = Sequence[WatchedEngine]
 ShowEngines = Callable[[Watched, float], None]
-"""Shows what is known at a time, by the clock that measured it."""
+"""Displays the engines at a time of the monotonic clock."""
 
 NOTHING = "–"
 MIN_ROWS = 3
 NUM_TABLES = 6
 
-# -- again and again -------------------------------------------------------------------------------
+# -- watch -----------------------------------------------------------------------------------------
 
 
 def watch_engines(
     asker: EngineAsker, display: AbstractContextManager[ShowEngines], every: float, count: int | None
 ) -> None:
-    """Look each ``every`` seconds, ``count`` times or until Ctrl-C (or SIGTERM), which is no failure."""
+    """Refresh each ``every`` seconds, ``count`` times or until Ctrl-C or SIGTERM, which are no failures."""
     known = Watched()
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # the terminal is restored
     try:
@@ -67,7 +67,7 @@ def watch_engines(
 
 
 def display_for(*, as_json: bool, every: float) -> AbstractContextManager[ShowEngines]:
-    """Tables on a terminal, else a line for each engine and look, or an object for each look."""
+    """Tables on a terminal, else a line per engine and refresh, or a JSON object per refresh."""
     out = output.console()
     if as_json:
         return nullcontext(_print_object)
@@ -99,7 +99,7 @@ def _print_object(known: Watched, now: float) -> None:
 
 @contextmanager
 def on_terminal(out: Console, every: float) -> Iterator[ShowEngines]:
-    """The whole terminal while it lasts; what was seen last stays on it."""
+    """Use the whole terminal, and leave the last display on it."""
     drawn: RenderableType = ""
     try:
         with Live(console=out, screen=True, auto_refresh=False) as live:
@@ -117,7 +117,7 @@ def on_terminal(out: Console, every: float) -> Iterator[ShowEngines]:
 
 
 def draw(watched: Watched, now: float, max_rows: int, when: str) -> RenderableType:
-    """All that is known, in a few small tables of ``max_rows`` rows."""
+    """A summary, warnings, and tables of at most ``max_rows`` rows."""
     destinations, sources = _answering(watched, "destination"), _answering(watched, "source")
     summary = f"{counted(len(sources), 'source engine')}, {counted(len(destinations), 'destination rank')}"
     head = f" · {when} · Ctrl-C ends"
@@ -137,12 +137,12 @@ def draw(watched: Watched, now: float, max_rows: int, when: str) -> RenderableTy
 
 
 def warnings(watched: Watched, now: float) -> Iterator[str]:
-    """What an operator should look at, worst first."""
+    """Warnings for the operator, worst first."""
     engines = watched.engines.values()
     for each in engines:
         if num_stuck := each.last.get("num_quarantined"):
             stuck = counted(num_stuck, "load")
-            yield f"QUARANTINE  {_named(each)}: {stuck} whose reads do not end; their blocks stay out of use"
+            yield f"QUARANTINE  {_named(each)}: {stuck} whose reads do not end; their blocks stay reserved"
     for each in engines:
         if each.error:
             word = "GONE" if each.is_gone else "NO ANSWER"
@@ -151,17 +151,17 @@ def warnings(watched: Watched, now: float) -> Iterator[str]:
         yield f"NO ANSWER  {place}: {why}"
     for each in engines:
         if expired := each.grown(f"{ENDED}expired"):
-            yield f"EXPIRED  {_named(each)}: {counted(int(expired), 'lease')} ended unread just now"
+            yield f"EXPIRED  {_named(each)}: {counted(int(expired), 'lease')} expired unread recently"
     for (engine, _, state, _, why), ranks in _by_source(_answering(watched, "destination")).items():
         if why:
             word = "NOTE" if state == "met" else state.upper()
             yield f"{word}  source {engine}, for {counted(ranks, 'rank')}: {why}"
     if not engines and not watched.unanswered:
-        yield "NONE  no engine of this user runs here; waiting for one to start"
+        yield "NONE  no running engine of this user on this host; waiting for one to start"
 
 
 def lines(watched: Watched, now: float) -> Iterator[str]:
-    """The same as a line for each engine, after the warnings."""
+    """The warnings, then a line per engine."""
     yield from warnings(watched, now)
     for each in _answering(watched, "destination"):
         rates = (f"; {way} {rate} loads/s, {speed}" for way, rate, speed, *_ in _way_rows([each]))
@@ -184,7 +184,7 @@ class TableRows(NamedTuple):
     title: str
     columns: Cells
     text_columns: Cells
-    """The others are numbers."""
+    """The other columns are numbers."""
     rows: Sequence[Cells]
 
 
@@ -227,12 +227,12 @@ def _phases(last: Reported) -> str:
 
 def _ways(engines: Engines) -> TableRows:
     columns = ("way", "loads/s", "bytes/s", "loads", "bytes")
-    title = f"Rates by way, over {WINDOW_SECONDS:.0f} s; and all since the start"
+    title = f"Rates by way, over {WINDOW_SECONDS:.0f} s; totals since the start"
     return TableRows(title, columns, columns[:1], [*_way_rows(engines)])
 
 
 def _way_rows(engines: Engines) -> Iterator[Cells]:
-    """Summed over ranks; first what was read, then what failed."""
+    """Sums over ranks: successful loads by way, then failed ones."""
     num_loads, per_second = _sum(e.last["counts"] for e in engines), _sum(e.per_second for e in engines)
     num_bytes, speed = (
         _sum(e.last["byte_counts"] for e in engines),
@@ -262,11 +262,11 @@ def _peers(engines: Engines) -> TableRows:
         (engine, address, state, way or NOTHING, str(ranks))
         for (engine, address, state, way, _), ranks in _by_source(engines).items()
     ]
-    return TableRows("Peers: source engines, and how many ranks know them so", columns, columns[:4], rows)
+    return TableRows("Peers: source engines by state, with the number of ranks", columns, columns[:4], rows)
 
 
 def _by_source(engines: Engines) -> Counter[Cells]:
-    """Source engines (name, address, state, way, why), and how many ranks see each of them the same."""
+    """Source engines (name, address, state, way, why) -> number of ranks that report them so."""
     return Counter(tuple(source.values()) for each in engines for source in each.last["sources"])
 
 
@@ -296,7 +296,7 @@ def _loads(engines: Engines) -> TableRows:
 
 def _seconds_left(lease: Mapping[str, Any]) -> float:
     left = lease["seconds_left"]
-    return math.inf if left is None else float(left)  # it has no end
+    return math.inf if left is None else float(left)  # None: no end
 
 
 def leases_table(leases: Iterable[Mapping[str, Any]]) -> TableRows:
@@ -305,11 +305,11 @@ def leases_table(leases: Iterable[Mapping[str, Any]]) -> TableRows:
     for each in sorted(leases, key=_seconds_left):
         left = NOTHING if each["seconds_left"] is None else f"{each['seconds_left']:.0f} s"
         rows.append((each["request_id"], f"{each['num_tokens']:,}", each["reader"] or "none yet", left))
-    return TableRows("Leases, those that end next first", columns, ("request", "reader"), rows)
+    return TableRows("Leases, by time left", columns, ("request", "reader"), rows)
 
 
 def _speed(bytes_per_second: float) -> str:
-    """Three digits are enough for what changes each second.
+    """A rate with three significant digits.
 
     >>> _speed(100_123.4), _speed(0)
     ('97.8 KiB/s', '0 B/s')
@@ -319,11 +319,11 @@ def _speed(bytes_per_second: float) -> str:
     return f"{output.num_bytes(round(bytes_per_second / scale, max(0, digits)) * scale)}/s"
 
 
-# -- one answer, whole -----------------------------------------------------------------------------
+# -- one answer in full ----------------------------------------------------------------------------
 
 
 def show(out: Console, report: dict[str, Any]) -> None:
-    """One engine's answer, or that there is none."""
+    """Print one engine's answer, or its error."""
     if error := report.get("error"):
         out.print(Text.assemble(("NO ANSWER", "bold red"), f"  {_text(error)}\n"), soft_wrap=True)
         return
@@ -355,7 +355,7 @@ def _show_leases(out: Console, report: dict[str, Any]) -> None:
 def _destination_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     under_way, rank = _counts(report["fetches"]) or "none", ("rank", str(report["rank"]))
     if not (report["fetches"] or report["ended"] or report["num_sources"]):
-        return [rank, ("loads", "nothing so far")]  # as the workers of an engine that only prefills
+        return [rank, ("loads", "none so far")]  # as the workers of an engine that only prefills
     return [
         rank,
         ("loads", f"{under_way} under way, {report['in_flight']} reads in flight"),
@@ -368,7 +368,7 @@ def _destination_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
 def _show_loads(out: Console, report: dict[str, Any]) -> None:
     for source in report["sources"]:
         way = f", {source['way']} from rank {', '.join(map(str, source['ranks']))}" if source["way"] else ""
-        why = f", since {_text(source['why'])}" if source["why"] else ""
+        why = f"; reason: {_text(source['why'])}" if source["why"] else ""
         line = f"{_text(source['engine'])} at {_text(source['address'])}: {source['state']}{way}{why}"
         output.wrapped(out, [line], "    ")
     if report["loads"]:
@@ -389,5 +389,4 @@ def _counts(counts: dict[str, int]) -> str:
 
 
 def _text(value: object) -> str:
-    """What a peer may have named: on one line, without control characters."""
     return printable(str(value))

@@ -1,1 +1,1 @@
-"""What both processes use: what they tell each other, and what both must understand in the same way."""
+"""Shared by vLLM's scheduler and workers: their messages, options, and the description of groups."""

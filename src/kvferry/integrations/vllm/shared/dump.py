@@ -1,4 +1,4 @@
-"""Manifests as files, for ``kvferry plan``: two running deployments can be compared offline."""
+"""Manifests as files for ``kvferry plan``, which compares running deployments offline."""
 
 from __future__ import annotations
 
@@ -17,33 +17,32 @@ from kvferry.wire.reading import MAX_WORDS, printable
 log = log_of(__name__)
 
 MAX_ENGINE_CHARACTERS = 80
-"""Of an engine's name, in the name of its file."""
+"""Maximum length of the engine's name in a file name."""
 
 
 def dump_engine(folder: str, joins: Sequence[Join]) -> None:
-    """Write the manifest of an engine whose workers have all described themselves."""
+    """Write the manifest of an engine, given the registrations of all its workers."""
     try:
         path = dump(folder, manifest_of_joins({join.rank: join for join in joins}), "")
     except (SpecError, OSError) as error:
-        log.error("the engine's manifest could not be written: %s", error)
+        log.error("cannot write the engine's manifest: %s", error)
     else:
-        log.info("the engine's manifest is in %s", path)
+        log.info("engine manifest written to %s", path)
 
 
 def dump_refusal(folder: str, src: Manifest, dst: Manifest, rank: int, reason: str) -> None:
-    """Write both sides of a meeting that failed, and the command that shows why.
+    """Write both manifests of a rejected pair, and log the command that explains the rejection.
 
-    ``folder``: by default one of this user's own. The names in the source's manifest, and so in the reason,
-    are the source's: they stay on their line.
+    ``folder`` defaults to a private one. The source's texts are escaped.
     """
     log.error("%s cannot be read by %s: %s", printable(src.engine), dst.engine, printable(reason, MAX_WORDS))
     try:
         home = folder or str(own_folder())
         src_path, dst_path = dump(home, src, "src-of-"), dump(home, dst, "dst-of-")
     except (SpecError, OSError) as error:
-        log.error("the two manifests could not be written: %s", error)
+        log.error("cannot write the two manifests: %s", error)
     else:
-        log.error("to see why, offline: kvferry plan %s %s --dst-rank %d", src_path, dst_path, rank)
+        log.error("to diagnose offline: kvferry plan %s %s --dst-rank %d", src_path, dst_path, rank)
 
 
 def dump(folder: str, manifest: Manifest, prefix: str) -> Path:

@@ -1,4 +1,4 @@
-"""What a group of layers that share a block table is, for the scheduler and its workers alike."""
+"""Groups of layers that share a block table, described identically by the scheduler and its workers."""
 
 from __future__ import annotations
 
@@ -29,22 +29,19 @@ def group_name(index: int) -> str:
 
 
 def needed_tokens(config: KVCacheConfig, index: int, num_tokens: int, num_kept: int = 0) -> Spans:
-    """The tokens that a group of a request must load. Chunked attention reads its last chunk only."""
+    """The tokens that a request must load for a group. Chunked attention needs only its last chunk."""
     group = describe_group(config, index)
     spec = spec_of_group(config, index)
     if not isinstance(spec, ChunkedLocalAttentionSpec):
         return need_of(group, num_tokens, num_kept)
-    # vLLM keeps the blocks of the chunk that the next token falls into.
+    # vLLM keeps the blocks of the chunk that contains the next token.
     oldest = num_tokens // spec.attention_chunk_size * spec.attention_chunk_size
     start = max(oldest, num_kept)
     return (Span(start, num_tokens),) if start < num_tokens else ()
 
 
 def describe_group(config: KVCacheConfig, index: int, dcp_size: int = 1) -> Group:
-    """A group of the scheduler's, as all of its workers describe it.
-
-    Context-parallel ranks share a block between them, which then has as many times the tokens.
-    """
+    """A group. A block is spread over the context-parallel ranks, so it has ``dcp_size`` times the tokens."""
     group = config.kv_cache_groups[index]
     spec = spec_of_group(config, index)
     _check_group(group, spec)
@@ -56,18 +53,16 @@ def describe_group(config: KVCacheConfig, index: int, dcp_size: int = 1) -> Grou
 
 
 def _check_group(group: KVCacheGroupSpec, spec: KVCacheSpec) -> None:
-    """Refuse, by name, what is not the cache of a request's own tokens on the device."""
+    """Reject groups that do not cache a request's own tokens on the device."""
     kind = type(spec).__name__
     if group.host_resident or not spec.has_layer_views:
         raise SpecError(f"kvferry cannot transfer caches that vLLM keeps in host memory ({kind})")
     if isinstance(spec, CrossAttentionSpec):
-        raise SpecError(
-            "kvferry cannot transfer cross-attention caches: their tokens are those of the encoder"
-        )
+        raise SpecError("kvferry cannot transfer cross-attention caches: their tokens belong to the encoder")
 
 
 def check_one_group(config: KVCacheConfig, version: str) -> None:
-    """Refuse windows and states where vLLM does not ask which groups a load writes: it would zero them."""
+    """Reject windows and states on versions of vLLM that may zero their blocks during a load."""
     groups = [describe_group(config, index) for index in config.transfer_group_ids]
     if len(groups) > 1 or groups[0].window or groups[0].addressing is Addressing.SLOT:
         raise SpecError(
@@ -77,7 +72,7 @@ def check_one_group(config: KVCacheConfig, version: str) -> None:
 
 
 def _window(spec: KVCacheSpec) -> int:
-    """Tokens that the next one reads. vLLM's window counts that one too, and frees what is before it."""
+    """Tokens that the next one reads. vLLM's window also counts the next one, and frees earlier blocks."""
     match spec:
         case SlidingWindowSpec():
             return max(1, int(spec.sliding_window) - 1)
@@ -88,6 +83,6 @@ def _window(spec: KVCacheSpec) -> int:
 
 
 def spec_of_group(config: KVCacheConfig, index: int) -> KVCacheSpec:
-    """What a group's blocks are, also where several kinds are wrapped into one group."""
+    """A group's specification; its first one if the group combines several."""
     spec = config.kv_cache_groups[index].kv_cache_spec
     return spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec

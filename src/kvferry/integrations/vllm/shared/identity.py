@@ -1,4 +1,4 @@
-"""Which model a vLLM engine runs: its configuration as vLLM uses it, and the weights that it has loaded."""
+"""Identity of an engine's model: the configuration as vLLM uses it, and the loaded weights."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ FROM_FILES = {
     "npcache": "npcache",
     "pt": "pt",
 }
-"""Load formats that read a checkpoint's own files, and the one under which vLLM finds the same files."""
+"""Load formats that read a checkpoint's own files -> the format with which vLLM finds the same files."""
 
 Values = dict[str, str]
 
 
 def engine_identity(vllm_config: VllmConfig, options: Options) -> Identity:
-    """The identity of an engine whose model is loaded, or the text that stands for it."""
+    """The identity of a loaded model, or the one set in the options."""
     if options.stated_identity:
         return Identity.of({STATED: options.stated_identity})
     started = time.perf_counter()
@@ -61,7 +61,7 @@ def _consequence(options: Options) -> str:
 
 
 def _draft(vllm_config: VllmConfig) -> tuple[Values, Values]:
-    """The model that drafts; one whose layers are in the model's own checkpoint has no weights of its own."""
+    """The draft model's values; a draft inside the model's own checkpoint has no separate weights."""
     model, spec = vllm_config.model_config, vllm_config.speculative_config
     draft = spec.draft_model_config if spec is not None else None
     if spec is None or draft is None or draft is model:
@@ -75,13 +75,13 @@ def _below(top: str, values: Values) -> Values:
 
 
 def _model(model: ModelConfig, load: LoadConfig, target: ModelConfig | None = None) -> tuple[Values, Values]:
-    """What is known of a model, and why the rest is not; a draft's files may be those of its target."""
+    """Known values of a model, and reasons for unknown ones. A draft may share files with its ``target``."""
     known, unknown = dict(_engine_values(model)), Values()
     has_own_weights = target is None or (model.model, model.revision) != (target.model, target.revision)
     try:
         folder = _folder(model, load)
         known |= _below("config", config_values(_fresh_config(model, folder).to_dict()))
-    except Exception as error:  # a model's own code may read it
+    except Exception as error:  # a model's own code may parse it
         return known, {"config": _reason(error), "weights": _reason(error)}
     try:
         if has_own_weights:
@@ -92,7 +92,7 @@ def _model(model: ModelConfig, load: LoadConfig, target: ModelConfig | None = No
 
 
 def _reason(error: Exception) -> str:
-    """Our own words: peers read them, and those of others have paths of this host in them."""
+    """A reason for peers: without the text of foreign errors, which contains paths of this host."""
     log.debug("a part of the model's identity cannot be read", exc_info=error)
     if isinstance(error, SpecError):
         return str(error)[:MAX_VALUE_LENGTH]
@@ -100,13 +100,13 @@ def _reason(error: Exception) -> str:
 
 
 def _engine_values(model: ModelConfig) -> Iterator[tuple[str, str]]:
-    """What shapes numbers, and is set beside the model's own configuration."""
+    """Engine settings that change the model's numbers, outside its own configuration."""
     text = model.hf_text_config
     yield "architecture", str(getattr(text, "model_type", "") or type(text).__name__)
     yield "dtype", str(model.dtype).removeprefix("torch.")
     own = ("quantization_config", "compression_config")
     if model.quantization and not any(getattr(model.hf_config, name, None) for name in own):
-        # A checkpoint's own quantisation is in its configuration; vLLM may only name another kernel for it.
+        # A checkpoint's own quantisation is in its configuration; vLLM may only select another kernel.
         yield "quantization", str(model.quantization)
         if model.quantization_config:
             yield "quantization.options", str(model.quantization_config)[:MAX_VALUE_LENGTH]
@@ -122,7 +122,7 @@ def _engine_values(model: ModelConfig) -> Iterator[tuple[str, str]]:
 
 
 def _fresh_config(model: ModelConfig, folder: Path) -> Any:
-    """The configuration, read anew: some models write into theirs when they are built, rank by rank."""
+    """The configuration, read again: some models modify theirs when they are built, per rank."""
     overrides = model.hf_overrides
     given = {} if callable(overrides) else overrides
     nested = {key: value for key, value in given.items() if isinstance(value, dict)}
@@ -141,7 +141,7 @@ def _fresh_config(model: ModelConfig, folder: Path) -> Any:
 
 
 def _weight_files(model: ModelConfig, load: LoadConfig, folder: Path) -> list[Path]:
-    """The files that vLLM has loaded; raises if the weights came from elsewhere."""
+    """The weight files that vLLM loaded; raises SpecError for other sources."""
     as_files = FROM_FILES.get(str(load.load_format))
     if as_files is None:
         raise SpecError(f"weights of load format {load.load_format} are not read from a checkpoint's files")
@@ -155,7 +155,7 @@ def _weight_files(model: ModelConfig, load: LoadConfig, folder: Path) -> list[Pa
 
 
 def _folder(model: ModelConfig, load: LoadConfig) -> Path:
-    """Where the model is on this host. It was loaded a moment ago: nothing has to be downloaded."""
+    """The model's folder on this host. vLLM has just loaded it, so nothing is downloaded."""
     here = Path(model.model)
     if here.is_dir():
         return here

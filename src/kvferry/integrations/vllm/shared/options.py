@@ -1,4 +1,4 @@
-"""What ``kv_connector_extra_config`` may say."""
+"""The options in ``kv_connector_extra_config``."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from kvferry.wire.secret import Trust
 
 C = TypeVar("C", bound=Enum)
 _Rule = tuple[Callable[[Any], bool], str]
-"""Whether a value is good; what it must be."""
+"""A check of the value, and its description for the error."""
 
 HOST = "cpu"
 _DIGESTS: dict[Any, int] = {"off": 0, "full": 1}
 _PORT_OF_VLLM = 14579
-"""What ``kv_port`` is if nobody sets it."""
+"""vLLM's default ``kv_port``."""
 UNCHECKED = "unchecked"
-"""The identity that accepts what is not known."""
+"""The ``identity`` that accepts unidentified models."""
 REQUIRED = "required"
-"""What is the default. Any other text is an identity by itself."""
+"""The default ``identity``. Any other text replaces the engine's identity."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """The connector's few options, checked at start-up; unknown keys are refused by name.
+    """The connector's options, checked at start; unknown keys are rejected by name.
 
     >>> Options.of({"lease_seconds": 10}, host="10.0.0.7").listen
     'tcp://127.0.0.1:*'
@@ -44,51 +44,49 @@ class Options:
     """
 
     listen: str
-    """Where the lease authority listens; ``*`` takes a free port."""
+    """The lease authority's address; ``*`` selects a free port."""
     advertise: str = ""
-    """The host that readers call, where it is not the one of ``listen``."""
+    """The host that readers connect to, if not the one in ``listen``."""
     trust: Trust = field(default_factory=Trust)
-    """Whom this engine talks to: by default, engines of this host only."""
+    """Accepted peers: by default, only engines on this host."""
     dump: str = ""
-    """A folder for manifests: of this engine at the start, and of both sides where a peer is refused."""
+    """Folder for manifests: of this engine at start, and of both sides of a rejected pair."""
     identity: str = ""
-    """``unchecked`` accepts engines whose model is not wholly known; other text is this engine's identity."""
+    """``unchecked`` accepts unidentified models; other text is this engine's identity."""
     timing: Timing = field(default_factory=Timing)
     backend: str = UCX
-    """Which of NIXL's backends moves the bytes."""
+    """The NIXL backend."""
     digest_every: int | None = None
-    """Of one in so many loads both engines compare a digest of the bytes; 0: of none. None: the default."""
+    """Both engines compare a digest for one in this many loads; 0: never; None: the default."""
     way: WayChoice = WayChoice.AUTO
-    """By which way workers read."""
     expose: Expose = Expose.HOST
-    """What of a worker its readers can reach by themselves."""
     is_layout_required: bool = False
-    """Whether an engine whose caches do not lie as expected is to end, rather than to move whole blocks."""
+    """Whether an unexpected cache layout stops the engine; otherwise blocks are transferred as a whole."""
     is_reading_back: bool = False
     """Whether earlier turns of a conversation are read back from the engine that decoded them."""
     must_version_be_tested: bool = False
-    """Whether a version of vLLM that was not tested is refused."""
+    """Whether untested versions of vLLM are rejected."""
 
     @property
     def rank_listen(self) -> str:
-        """Where a worker is asked for bytes: at the same host, by a port of its own."""
+        """A worker's address for packed reads: the same host with a free port."""
         return f"{self.listen.rpartition(':')[0]}:*"
 
     @property
     def is_identity_unchecked(self) -> bool:
-        """Whether an engine, or a LoRA adapter, of which something is not known is accepted."""
+        """Whether unidentified models and LoRA adapters are accepted."""
         return self.identity == UNCHECKED
 
     @property
     def stated_identity(self) -> str:
-        """The text that stands for this engine's model; empty if its files do."""
+        """The configured identity; empty if it is determined from the model's files."""
         return "" if self.identity in (UNCHECKED, REQUIRED) else self.identity
 
     @classmethod
     def of(cls, extra: Mapping[str, Any], *, host: str, is_through_host: bool = False) -> Options:
-        """Options from the configuration; ``host`` is where this machine can be reached.
+        """Options from the configuration; ``host`` is this machine's address.
 
-        ``is_through_host``: whether caches on a device are to pass through the host's memory.
+        ``is_through_host``: whether transfers of device caches are staged in host memory.
         """
         if "secret" in extra:
             raise SpecError(
@@ -123,7 +121,7 @@ class Options:
 
 
 class TransferConfig(Protocol):
-    """The part of vLLM's own configuration that other connectors use."""
+    """The part of vLLM's transfer configuration that other connectors use."""
 
     kv_buffer_device: str
     kv_port: int
@@ -132,9 +130,9 @@ class TransferConfig(Protocol):
 
 
 def check_transfer_config(config: TransferConfig, device: str) -> None:
-    """Refuse by name what is asked for, and this connector does not do; ``device`` is vLLM's.
+    """Reject settings that this connector does not support; ``device`` is vLLM's.
 
-    All of it at once: an engine that was started for nothing costs minutes.
+    One error lists all of them, because each start of an engine takes minutes.
     """
     if refused := list(_refused_keys(config, device)):
         raise SpecError("; ".join(refused))
@@ -192,7 +190,7 @@ _RULES: dict[str, _Rule] = {
     "layout_check": (lambda value: value == REQUIRED, f"{REQUIRED!r}, or left out"),
     "vllm_version": (lambda value: value == "tested", "'tested', or left out"),
 }
-"""What each option may be; ways and exposures are words of their own lists."""
+"""Valid values of each option; ``way`` and ``expose`` have enums."""
 
 
 def _check(extra: Mapping[str, Any]) -> None:
@@ -202,7 +200,6 @@ def _check(extra: Mapping[str, Any]) -> None:
 
 
 def _chosen(name: str, extra: Mapping[str, Any], default: C) -> C:
-    """An option that is one word of a few."""
     choices = [*type(default)]
     for choice in choices:
         if choice.value == extra.get(name, default.value):

@@ -1,4 +1,4 @@
-"""What the connector counts, in the shape that vLLM's own log and metrics take."""
+"""The connector's statistics, in the form of vLLM's periodic log and metrics."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PREFIX = "vllm:"
 
 @dataclass
 class LoadStats(KVConnectorStats):
-    """The records of loads, one per worker and request; and how much each counter and gauge has changed."""
+    """Records of loads, one per worker and request, and changes of counters and gauges."""
 
     data: dict[str, Any] = field(default_factory=dict)
 
@@ -47,7 +47,7 @@ class LoadStats(KVConnectorStats):
         return records
 
     def _merge(self, changes: Iterable[list[Any]]) -> None:
-        """Add changes; those of one metric and its labels are one."""
+        """Add changes, summed by metric and labels."""
         total = Tally[tuple[str, ...]]()
         for name, labels, number in (*self.data.get(CHANGES, ()), *changes):
             total[name, *labels] += number
@@ -60,13 +60,12 @@ class LoadStats(KVConnectorStats):
         return not self._records and not self.data.get(CHANGES)
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """What another worker, or a later step, has counted is added."""
         self._records.extend(other.data.get(RECORDS, []))
         self._merge(other.data.get(CHANGES, []))
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """What a person wants to see of an interval, in vLLM's periodic log line."""
+        """The values for vLLM's periodic log line."""
         offered = self._offered()
         return offered if offered and not self._records else {**self._loaded(), **offered}
 
@@ -85,7 +84,7 @@ class LoadStats(KVConnectorStats):
         }
 
     def _offered(self) -> dict[str, int | float]:
-        """What a producer has to tell; nothing if it is none."""
+        """A producer's values; empty on other engines."""
         total = Tally[str]()
         for name, labels, number in self.data.get(CHANGES, ()):
             total[f"{labels[0]}" if name == LEASES_ENDED.name else name] += number
@@ -103,7 +102,7 @@ def is_good(record: dict[str, Any]) -> bool:
 
 
 class LoadMetrics(KVConnectorPromMetrics):
-    """The same as Prometheus metrics, beside vLLM's own and with its labels."""
+    """Prometheus metrics with vLLM's labels."""
 
     def __init__(
         self,
@@ -123,7 +122,7 @@ class LoadMetrics(KVConnectorPromMetrics):
             match metric.kind:
                 case MetricKind.COUNTER:
                     return metric_types[Counter](**about)
-                case MetricKind.GAUGE:  # several front ends get changes of one engine: they add up
+                case MetricKind.GAUGE:  # several front ends receive changes of one engine
                     return metric_types[Gauge](**about, multiprocess_mode="sum")
                 case MetricKind.HISTOGRAM:
                     return metric_types[Histogram](**about, buckets=metric.buckets)

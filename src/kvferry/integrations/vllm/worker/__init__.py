@@ -1,1 +1,1 @@
-"""What runs in each of vLLM's workers."""
+"""The part of the connector that runs in each vLLM worker."""

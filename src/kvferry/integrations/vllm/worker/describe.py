@@ -1,11 +1,11 @@
-"""What a vLLM worker's cache is made of, as a manifest.
+"""Describes a vLLM worker's cache as a manifest.
 
-Addresses, strides and sizes are read from the tensors; the kind of each layer from its own specification,
-unwrapped from whatever holds it; the order inside a block, and inside a recurrent slot, from
+Addresses, strides and sizes come from the tensors. A layer's kind comes from its own specification,
+unwrapped where a group combines several. The order inside a block or a recurrent slot comes from
 ``layouts``.
 
-A worker of a pipeline stage describes its own layers. Names of layers, and the numbers of groups, are those
-of the whole model on every stage, so the stages' manifests merge into the engine's.
+A pipeline stage's worker describes only its own layers. Layer names and group numbers are those of the whole
+model on every stage, so the stages' manifests merge into the engine's.
 """
 
 from __future__ import annotations
@@ -54,13 +54,10 @@ def describe(
     worker: WorkerRank,
     check: LayoutCheck | None = None,
 ) -> Manifest:
-    """The manifest of one worker: its engine's states and groups as far as it has them, and its memory.
-
-    ``check``: how the layouts that are known are tried; without one they are believed.
-    """
+    """The manifest of one worker. ``check`` verifies known layouts; without it they are trusted."""
     parallel = vllm_config.parallel_config
     if parallel.prefill_context_parallel_size > 1:
-        raise SpecError("kvferry does not support prefill context parallelism in vLLM: set it to 1")
+        raise SpecError("prefill_context_parallel_size > 1 is not supported by kvferry: set it to 1")
     dcp_size = parallel.decode_context_parallel_size
     layers = list(described_layers(vllm_config, config, caches, worker))
     if check is not None:
@@ -87,7 +84,7 @@ def describe(
 def described_layers(
     vllm_config: VllmConfig, config: KVCacheConfig, caches: Mapping[str, torch.Tensor], worker: WorkerRank
 ) -> Iterator[DescribedLayer]:
-    """The layers that own a cache; those that share one are its aliases."""
+    """The layers that own a cache; layers that share it become aliases."""
     parallel = vllm_config.parallel_config
     layer_objects = vllm_config.compilation_config.static_forward_context
     owners = {name: _owner_of(layer_objects.get(name)) for name in caches}
@@ -119,7 +116,7 @@ def _owner_of(layer: Any) -> str:
 
 
 def _spec_of(spec: KVCacheSpec, layer: str) -> KVCacheSpec:
-    """A layer's own specification, also where several kinds are wrapped into one group."""
+    """A layer's own specification, unwrapped if its group combines several."""
     return spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
@@ -136,10 +133,10 @@ def _contents(cache: CacheTensor) -> Contents:
 
 
 def _total_heads(vllm_config: VllmConfig, spec: KVCacheSpec, tp_size: int) -> int:
-    """KV heads over all ranks. A layer knows its share only; of one head, there may be copies on other ranks.
+    """KV heads over all ranks. A layer knows only its share, and ranks may hold replicas of a head.
 
-    In doubt the largest count that gives this share: too many heads make unequal engines refuse each other,
-    too few would make copies of heads that are none.
+    If several counts give this share, the largest is used. Too large a count makes unequal engines reject
+    each other; too small a count would treat distinct heads as replicas.
     """
     share = int(getattr(spec, "num_kv_heads", 1))
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
@@ -156,8 +153,8 @@ def _total_heads(vllm_config: VllmConfig, spec: KVCacheSpec, tp_size: int) -> in
 
 
 def _counts_by_width(config: Mapping[str, Any]) -> dict[int | None, set[int]]:
-    """How many KV heads layers have, by the heads' width. Gemma-4's full layers have wider ones, and fewer:
-    its configuration says so layer by layer, or, before transformers 5.19, in words of its own.
+    """KV head counts by head width. Gemma-4's full-attention layers have fewer, wider heads: its
+    configuration lists them per layer, or in ``global_*`` keys before transformers 5.19.
 
     >>> few = {"head_dim": 128, "num_key_value_heads": 1}
     >>> _counts_by_width({"head_dim": 64, "num_key_value_heads": 2, "per_layer_config": {"5": few}})
@@ -175,7 +172,7 @@ def _counts_by_width(config: Mapping[str, Any]) -> dict[int | None, set[int]]:
 
 
 def _head_counts(config: Any) -> Iterator[int]:
-    """Every count of KV heads that a model's configuration gives, for whichever layers."""
+    """Every KV head count in a model's configuration, for any layer."""
     for key, value in config.to_dict().items():
         if "kv_heads" in key or "key_value_heads" in key:
             values = value if isinstance(value, list) else [value]

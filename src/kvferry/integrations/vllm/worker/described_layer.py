@@ -1,4 +1,4 @@
-"""One layer's cache: what it holds, from its contents; where, from its tensor."""
+"""One layer's cache: its contents, and their place in its tensor."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ from kvferry.layout.pages import Page, PagePart, RankShare
 
 @dataclass(frozen=True)
 class DescribedLayer:
-    """A layer's cache on one rank."""
-
     cache: CacheTensor
     contents: Contents
     group: str
     tp_rank: int
     aliases: tuple[str, ...] = ()
-    """Layers that share it."""
+    """Layers that share this cache."""
 
     @property
     def name(self) -> str:
@@ -73,7 +71,7 @@ class DescribedLayer:
 
     @property
     def _cells(self) -> int:
-        """Cells of a kernel block, or the one cell that is the whole block."""
+        """Cells per kernel block; 1 if the whole block is one cell."""
         if self.page.is_whole_block:
             return 1
         return self.cache.kernel_tokens // self.page.tokens_per_cell
@@ -81,14 +79,14 @@ class DescribedLayer:
     # -- inside a block --------------------------------------------------------------------------------
 
     def _spots(self) -> Iterator[tuple[PagePart, int, dict[str, list[tuple[int, int]]]]]:
-        """Every part with its offset in a block, and the (count, stride) digits of its axes."""
+        """Every part with its offset in a block and the (count, stride) digits of its axes."""
         parts = self.page.parts
         for plane, some in enumerate([(p,) for p in parts] if PART in self.contents.outer else [parts]):
             for spot in self._inner(some):
                 yield self.page.part(spot.leaf.part), *self._with_outer(plane, spot)
 
     def _inner(self, parts: Sequence[PagePart]) -> Iterator[Spot]:
-        """The parts within what the tensor's own axes leave, which must be exactly that."""
+        """The parts inside the tensor's outer axes; they must fill that memory exactly."""
         outer = self.contents.outer
         leaves = []
         for part in parts:
@@ -100,7 +98,7 @@ class DescribedLayer:
         if num_bytes(tree) != room:
             raise SpecError(
                 f"{self.name}: {', '.join(part.name for part in parts)} take {num_bytes(tree)} bytes, but"
-                f" {self._tensor_text()} leaves {room} behind {outer or 'the block'}"
+                f" {self._tensor_text()} leaves {room} inside {outer or 'the block'}"
             )
         return spots(tree)
 
@@ -108,7 +106,7 @@ class DescribedLayer:
         return self._share.leaf(self.page, part, self.name, self._cells)
 
     def _room(self, num_outer: int) -> int:
-        """Bytes that the block and ``num_outer`` more of the tensor's axes leave: one piece of memory."""
+        """Contiguous bytes inside the block axis and the next ``num_outer`` axes of the tensor."""
         tensor = self.cache.tensor
         if self.page.is_whole_block:
             piece = tensor[: self._num_kernel_blocks]
@@ -124,7 +122,7 @@ class DescribedLayer:
         return f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}"
 
     def _with_outer(self, plane: int, spot: Spot) -> tuple[int, dict[str, list[tuple[int, int]]]]:
-        """A spot with the digits of the tensor's own axes, and of kernel blocks."""
+        """A spot with the digits of the tensor's outer axes and of its kernel blocks."""
         tensor, strides = self.cache.tensor, self._strides
         offset, digits = spot.offset, dict(spot.digits)
         part = self.page.part(spot.leaf.part)
@@ -145,18 +143,18 @@ class DescribedLayer:
             digits[TOKEN] = [*kernel_blocks, *digits[TOKEN]]
         return offset, digits
 
-    # -- what this rank holds --------------------------------------------------------------------------
+    # -- this rank's share -----------------------------------------------------------------------------
 
     @property
     def _share(self) -> RankShare:
-        """Neighbours in tensor parallelism are those that take turns at the tokens."""
+        """Ranks that take turns at the tokens (context parallelism) are adjacent in tensor parallelism."""
         cache = self.cache
         turns = (self.tp_rank % cache.num_turns, cache.num_turns, cache.tokens_per_turn)
         return RankShare(self.tp_rank, cache.tp_size, *turns)
 
 
 def regions_of(caches: Mapping[str, torch.Tensor]) -> dict[int, Region]:
-    """One region per allocation, however many layers point into it."""
+    """One region per allocation, even if several layers share it."""
     regions: dict[int, Region] = {}
     for tensor in caches.values():
         storage = tensor.untyped_storage()

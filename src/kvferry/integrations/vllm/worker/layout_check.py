@@ -1,8 +1,8 @@
-"""Whether a layer's cache lies as its rule says: the layer's own writer stores a pattern, and we look for it.
+"""Verifies layout rules: the layer's own writer stores a pattern, and the check reads it back by the rule.
 
-The writer is what vLLM calls in each forward pass to store keys and values (``do_kv_cache_update``). It is
-given the null block, which no request owns; what was there is put back. So a rule holds or fails in this
-process, with this version, platform and backend, before a byte is moved by it.
+The writer is the operation that stores keys and values in each forward pass (``do_kv_cache_update``). It
+writes to the null block, which no request owns; the previous contents are restored. A rule is thus verified
+in this process, with this version, platform and backend, before any transfer relies on it.
 """
 
 from __future__ import annotations
@@ -28,45 +28,43 @@ from kvferry.log import log_of
 log = log_of(__name__)
 
 CODES = 8
-"""Cells hold whole numbers up to this one, which every dtype of a cache has (e5m2 has no 9); 0: nothing was
-written.
-"""
+"""Largest value in patterns: every cache dtype has the integers up to 8 (e5m2 has no 9). 0: not written."""
 NUM_PATTERNS = 2
 LATENT = "latent"
 DECODED = {name: dtype for dtype, name in DTYPES.items() if name != "uint8"}
 
 Codes = Mapping[str, torch.Tensor]
-"""By the name of a part: [token, head, channel], or [token, channel]."""
+"""Part name -> [token, head, channel] or [token, channel]."""
 Writer = Callable[[Codes], None]
 
 
 class Untried(Exception):
-    """There is no writer that can be called, or what it writes cannot be read here."""
+    """The layer has no usable writer, or its cells cannot be decoded here."""
 
 
 class LayoutDiffers(Exception):
-    """The pattern is elsewhere."""
+    """The pattern is not where the rule places it."""
 
 
 @dataclass(frozen=True)
 class KindChecked:
     was_tried: bool
     problem: str = ""
-    """Why its rule is not used; empty if it is."""
+    """Why the rule is not used; empty if it is used."""
 
 
 @dataclass(frozen=True)
 class LayoutCheck:
-    """What becomes of layers whose rule fails, or cannot be tried."""
+    """Handles layers whose rule fails or cannot be checked."""
 
     dtype: torch.dtype
-    """What the model computes in: writers take it."""
+    """The model's compute dtype, which writers expect."""
     is_tested: bool
-    """Whether this version of vLLM was tested: rules that cannot be tried are believed then."""
+    """Whether this version of vLLM is tested: rules that cannot be checked are then trusted."""
     is_required: bool = False
-    """An engine whose rules fail does not start; else the layer is moved in whole blocks, or not at all."""
+    """Whether a failed rule stops the engine; otherwise the layer is transferred as opaque blocks."""
     fused: str = ""
-    """A fused kernel that writes caches, too, and is not looked at; empty if there is none."""
+    """Enabled fusion passes that also write caches and cannot be checked; empty if none."""
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, *, is_tested: bool, is_required: bool) -> LayoutCheck:
@@ -75,7 +73,7 @@ class LayoutCheck:
         return cls(vllm_config.model_config.dtype, is_tested, is_required, ", ".join(fused))
 
     def settle(self, layers: Iterable[DescribedLayer]) -> list[DescribedLayer]:
-        """The layers, those that are not known after all as opaque blocks. Each kind is looked at once."""
+        """The layers, with opaque contents where the rule fails. Each kind is checked once."""
         started, checked, settled = perf_counter(), dict[Hashable, KindChecked](), list[DescribedLayer]()
         for layer in layers:
             kind = _kind(layer)
@@ -118,11 +116,8 @@ class LayoutCheck:
 
 
 def look(layer: DescribedLayer, dtype: torch.dtype) -> None:
-    """Write patterns, and find each cell where the layer's views say; ``dtype`` is the model's.
-
-    Raises LayoutDiffers, or Untried.
-    """
-    # Which tokens a rank of context parallelism holds is the scheduler's matter, and not the writer's.
+    """Write patterns, and read them where the layer's views say. Raises LayoutDiffers or Untried."""
+    # The scheduler assigns tokens to context-parallel ranks; the writer is unaware of them.
     layer = replace(layer, cache=replace(layer.cache, num_turns=1))
     tensor = layer.cache.tensor
     write = _writer(layer, dtype)
@@ -135,7 +130,7 @@ def look(layer: DescribedLayer, dtype: torch.dtype) -> None:
             null_block.zero_()
             try:
                 write(codes)
-            except Exception as error:  # of a writer that this code does not know
+            except Exception as error:  # an unknown writer may raise anything
                 raise Untried(f"its writer failed: {type(error).__name__}: {error}") from error
             for name, view in views.items():
                 wrong = int((_found(layer, name, view) != codes[name].flatten()).sum())
@@ -148,7 +143,7 @@ def look(layer: DescribedLayer, dtype: torch.dtype) -> None:
 
 
 def _kind(layer: DescribedLayer) -> Hashable:
-    """What layers share of which one needs to be looked at."""
+    """Equal for layers of which only one needs to be checked."""
     cache = layer.cache
     return (
         class_path(cache.backend),
@@ -163,7 +158,7 @@ def _kind(layer: DescribedLayer) -> Hashable:
 
 
 def _codes(layer: DescribedLayer, name: str, seed: int) -> torch.Tensor:
-    """A pattern for a part of one block: the same on every host, another one for each part and seed."""
+    """A deterministic pattern for a part of one block, different for each part and seed."""
     part, spec = layer.page.part(name), layer.cache.spec
     num_tokens = layer.cache.kernel_tokens * (layer.cache.tensor.shape[0] // layer.cache.num_blocks)
     sizes = {"head": int(getattr(spec, "num_kv_heads", 1))}
@@ -173,7 +168,7 @@ def _codes(layer: DescribedLayer, name: str, seed: int) -> torch.Tensor:
 
 
 def _found(layer: DescribedLayer, name: str, view: View) -> torch.Tensor:
-    """The numbers that lie where a view has its cells of block 0, in the order of a pattern."""
+    """The values in a view's cells of block 0, in the order of a pattern."""
     tensor, item = layer.cache.tensor, layer.page.part(name).item
     places = torch.tensor([view.offset])
     axes = dict(view.axes)
@@ -194,7 +189,7 @@ def _writer(layer: DescribedLayer, dtype: torch.dtype) -> Writer:
     items = [(DECODED.get(part.item.dtype), part.item.num_bytes) for part in parts]
     are_elements = all(dtype is not None and dtype.itemsize == num_bytes for dtype, num_bytes in items)
     if write is None or not are_elements or layer.page.tokens_per_cell != 1:
-        raise Untried("its internal layout is known to its kernels only")
+        raise Untried("only its kernels know its internal layout")
     update = getattr(getattr(owner, "impl", None), "do_kv_cache_update", None)
     if update is None:
         raise Untried("its backend has no separate write operation")
@@ -203,7 +198,7 @@ def _writer(layer: DescribedLayer, dtype: torch.dtype) -> Writer:
         raise Untried("its cache is not bound")
     taken = [name for name, given in signature(update).parameters.items() if given.default is given.empty]
     if taken != list(takes):
-        raise Untried(f"its writer takes {', '.join(taken)}")
+        raise Untried(f"its writer has unknown parameters: {', '.join(taken)}")
     return partial(write, layer, update, dtype)
 
 
@@ -231,11 +226,11 @@ _WRITERS = {
         _write_latents,
     ),
 }
-"""By a page's parts: what a writer of it takes, and how it is called."""
+"""A page's parts -> the writer's parameters, and the function that calls it."""
 
 
 def _scaled(layer: DescribedLayer, scale: str, codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What the writer must be given for a cell to hold its code: it divides by the layer's scale."""
+    """The writer's input that stores these codes: the writer divides by the layer's scale."""
     cache = layer.cache
     factor = 1.0
     if cache.spec.kv_quant_mode is not KVQuantMode.NONE:

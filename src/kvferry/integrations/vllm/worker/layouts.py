@@ -1,9 +1,9 @@
-"""What lies where inside a page of an attention cache: one rule per attention backend.
+"""Cache layouts: one rule per attention backend, and one per recurrent layer class.
 
-vLLM publishes every attention cache as [block, head, token, content] with strides, but the shape does not
-tell the order *inside*: that is the backend's own. The table is keyed by the backend's class, not by its
-name: AITER's backend on ROCm calls itself FLASH_ATTN, and keeps its cache otherwise. A backend that is not
-listed, or does what its rule does not know, is opaque (``opaque``).
+vLLM publishes every attention cache as [block, head, token, content] with strides. The order *inside* content
+depends on the backend. The table is keyed by the backend's class, not its name: AITER's backend on ROCm calls
+itself FLASH_ATTN, but has a different layout. An unlisted backend, or a mode that its rule does not cover, is
+opaque (``opaque``).
 """
 
 from __future__ import annotations
@@ -45,27 +45,25 @@ _MLA = f"{_ATTENTION}.mla"
 
 @dataclass(frozen=True)
 class Contents:
-    """A page, and which loops around it are the tensor's own axes."""
+    """A page, and the outer loops that are axes of the tensor."""
 
     page: Page
-    """Its order is that inside what the tensor's own axes leave."""
+    """Its order covers the memory inside the ``outer`` axes."""
     outer: tuple[str, ...] = ()
-    """What the tensor's axes behind the block stand for (``part``: a plane for each): their strides are
-    read, not known."""
+    """The tensor's axes after the block (``part``: one plane per part); strides come from the tensor."""
 
 
 @dataclass(frozen=True)
 class CacheTensor:
-    """One layer's cache, as a rule of the table sees it."""
+    """One layer's cache: the input of a rule."""
 
     name: str
     spec: Any
     layer: Any
-    """vLLM's own layer object."""
     tensor: torch.Tensor
     tp_size: int
     num_heads: int
-    """KV heads over all ranks; 1 where there are none."""
+    """KV heads over all ranks; 1 if the cache has none."""
     num_blocks: int
     num_turns: int = 1
     """Ranks of context parallelism that take turns at the tokens."""
@@ -73,7 +71,7 @@ class CacheTensor:
 
     @property
     def backend(self) -> type | None:
-        """The class of the layer's backend, without what only builds its metadata."""
+        """The class of the layer's backend, without wrappers that only build metadata."""
         found = self.layer.get_attn_backend() if self.layer is not None else None
         while found is not None and _adds_only_a_builder(found):
             found = found.__mro__[1]
@@ -81,13 +79,13 @@ class CacheTensor:
 
     @property
     def kernel_tokens(self) -> int:
-        """Tokens of a block as the kernel sees it: a scheduler's block may be several of them."""
+        """Tokens per kernel block; a scheduler block may consist of several kernel blocks."""
         return int(self.spec.block_size) * self.num_blocks // int(self.tensor.shape[0])
 
     @property
     def is_cut_further(self) -> bool:
-        """Whether the layer has a view with shorter pages than ours: where layers are packed side by side,
-        vLLM cuts blocks only for those who need it, and keeps its connectors out of it.
+        """Whether the layer's own view has shorter pages than ours: with layers packed side by side, vLLM
+        splits blocks only for layers that need it, and not in the tensors that connectors get.
         """
         bound = getattr(self.layer, "kv_cache", None)
         return isinstance(bound, torch.Tensor) and bound.ndim > 2 and bound.shape[-2] != self.tensor.shape[-2]
@@ -98,7 +96,7 @@ def class_path(cls: type | None) -> str:
 
 
 def _adds_only_a_builder(cls: type) -> bool:
-    """Chunked-local attention and static sinks wrap a backend: its memory stays what it was."""
+    """Chunked-local attention and static sinks wrap a backend without changing its cache layout."""
     own = {name for name in vars(cls) if not name.startswith("__")}
     return own - {"_abc_impl"} == {"get_builder_cls"}
 
@@ -123,10 +121,9 @@ def dtype_of(dtype: torch.dtype) -> str:
 
 
 def _item(cache: CacheTensor, scale: str) -> Item | None:
-    """The elements of a cache; None if they are packed in a way that only a kernel knows.
+    """The elements of a cache; None if only a kernel knows how they are packed.
 
-    fp8 is stored as plain bytes, so what they are is the layer's word; its scale is a number of the model's,
-    and belongs to the meaning of the bytes.
+    fp8 is stored as plain bytes: the layer names the dtype. The model's scale is part of the encoding.
     """
     spec, layer = cache.spec, cache.layer
     match spec.kv_quant_mode:
@@ -153,14 +150,14 @@ def _k_and_v(cache: CacheTensor) -> tuple[PagePart, ...] | None:
 
 
 def packed_rows(cache: CacheTensor) -> Contents | None:
-    """K and V of a head and token side by side."""
+    """For each head and token, K followed by V."""
     parts = _k_and_v(cache)
     is_plain = cache.spec.state_content_bytes is None and cache.spec.num_head_slots is None
     return Contents(Page(parts, ("part", "channel")), ("head", "token")) if parts and is_plain else None
 
 
 def rows_with_scales(cache: CacheTensor) -> Contents | None:
-    """Triton: packed rows, or each head's K and V with a scale of their own behind them."""
+    """Triton: packed rows, or for each head K and V, each followed by its own scale."""
     spec = cache.spec
     if not spec.kv_quant_mode.is_per_token_head:
         return packed_rows(cache)
@@ -172,13 +169,13 @@ def rows_with_scales(cache: CacheTensor) -> Contents | None:
 
 
 def planes(cache: CacheTensor) -> Contents | None:
-    """All of a block's K, then all of its V; heads side by side in each token."""
+    """All of a block's K, then all of its V; each token's heads are adjacent."""
     parts = _k_and_v(cache)
     return Contents(Page(parts, ("head", "channel")), ("part", "token")) if parts else None
 
 
 def hip_planes(cache: CacheTensor) -> Contents | None:
-    """ROCm's HIP kernels: K in packs of 16 bytes of channels, token after token; V transposed."""
+    """ROCm's HIP kernels: K in 16-byte packs of channels, token by token; V transposed."""
     parts = _k_and_v(cache)
     if not parts:
         return None
@@ -196,11 +193,11 @@ CPU_ORDERS: dict[str, Order] = {
     "neon": packed_interior("cpu-vec"),
     "neon bfloat16": packed_interior("cpu-neon-bf16"),
 }
-"""By instruction set; a line with a type of cells goes before the one without."""
+"""Instruction set -> order; an entry that names a dtype takes precedence."""
 
 
 def cpu_attention(cache: CacheTensor) -> Contents | None:
-    """CPU attention orders K and V by what the CPU's units like."""
+    """CPU attention: the order of K and V depends on the instruction set."""
     parts = _k_and_v(cache)
     isa, dtype = cpu_isa(cache), str(cache.spec.dtype).removeprefix("torch.")
     order = CPU_ORDERS.get(f"{isa} {dtype}") or CPU_ORDERS.get(isa)
@@ -208,10 +205,10 @@ def cpu_attention(cache: CacheTensor) -> Contents | None:
 
 
 def cpu_isa(cache: CacheTensor) -> str:
-    """The instruction set that CPU attention runs on; empty for other backends."""
+    """The instruction set of CPU attention; empty for other backends."""
     if class_path(cache.backend) != f"{_ATTENTION}.cpu_attn.CPUAttentionBackend":
         return ""
-    # Set by the backend once it knows; a cache of bytes does not tell what the model computes in.
+    # Set by the backend at run time: the compute dtype cannot be derived from a cache of bytes.
     if isa := getattr(cache.layer, "isa", ""):
         return str(isa)
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
@@ -225,7 +222,7 @@ def cpu_isa(cache: CacheTensor) -> str:
 
 
 def latent_rows(cache: CacheTensor) -> Contents | None:
-    """MLA: one latent per token, whole on every rank; or a packed row of a form that has a name."""
+    """MLA: one latent per token, replicated on every rank; or a packed row with a named encoding."""
     spec = cache.spec
     if spec.state_content_bytes is not None:
         tag = getattr(spec, "cache_dtype_str", None) or spec.kv_quant_mode.name.lower()
@@ -239,8 +236,8 @@ def latent_rows(cache: CacheTensor) -> Contents | None:
 
 
 V4_ROWS = {584: (576, 8, "fp8 and bf16 rows, ue8m0 scales")}
-"""By the bytes of a token: values, scales, and what they are. FlashMLA keeps a page's scales behind all of
-its values."""
+"""Bytes per token -> bytes of values, bytes of scales, and their encoding. FlashMLA stores a page's scales
+after all of its values."""
 INDEXER_ROWS = {132: (128, 4, "fp8 rows, fp32 scales"), 68: (64, 4, "mxfp4 rows, ue8m0 scales")}
 
 
@@ -251,21 +248,21 @@ def v4_rows(cache: CacheTensor) -> Contents | None:
 
 
 def indexer_keys(cache: CacheTensor) -> Contents | None:
-    """The indexer of DeepSeek-V3.2 and V4; ROCm's shuffled form is known to its kernels only."""
+    """The indexer of DeepSeek-V3.2 and V4. ROCm's shuffled form is internal to its kernels."""
     if getattr(cache.layer, "uses_shuffled_layout", False) or current_platform.is_rocm():
         return None
     return _values_then_scales(cache, INDEXER_ROWS.get(cache.spec.head_size))
 
 
 def _values_then_scales(cache: CacheTensor, rows: tuple[int, int, str] | None) -> Contents | None:
-    """All rows of a kernel's page, then all of their scales."""
+    """All rows of a kernel page, followed by all of their scales."""
     if rows is None or cache.is_cut_further:
         return None
     return _by_token(cache.spec, values_then_scales(*rows))
 
 
 def _by_token(spec: AttentionSpec, page: Page, outer: tuple[str, ...] = ()) -> Contents | None:
-    """The page with as many tokens per row as the cache compresses into one."""
+    """The page with the cache's compression ratio as tokens per cell."""
     ratio = spec.tokens_per_state
     if ratio != int(ratio) or ratio < 1:
         return None
@@ -309,7 +306,6 @@ ATTENTION_LAYOUTS: dict[str, Rule] = {
     "vllm.models.deepseek_v4.nvidia.flashinfer_sparse.DeepseekV4FlashInferMLASparseBackend": v4_rows,
     "vllm.models.deepseek_v4.compressor.CompressorBackend": latent_rows,
 }
-"""By the class of the backend."""
 
 
 def known_attention(cache: CacheTensor) -> Contents | None:
@@ -317,19 +313,17 @@ def known_attention(cache: CacheTensor) -> Contents | None:
     return rule(cache) if rule else None
 
 
-# What a recurrent layer's slot is made of: one rule per layer class.
+# The slot of a recurrent layer: one rule per layer class.
 #
-# A slot holds what the layer's own ``get_state_shape`` lists, one after another: as a rule a convolution's
-# last inputs and a recurrent state. A layer that is not listed, or keeps more than its rule knows (rings and
-# records of speculative decoding), is opaque (``opaque``).
+# A slot holds the arrays of the layer's ``get_state_shape`` one after another: usually the last inputs of a
+# convolution and a recurrent state. An unlisted layer, or one with more arrays than its rule covers (rings
+# and records of speculative decoding), is opaque (``opaque``).
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """How a slot's convolution and state are stored."""
-
     kernel: int
-    """Taps of the convolution, with those that speculation may take back."""
+    """Taps of the convolution, including those for speculative tokens that may be rolled back."""
     conv: Item
     ssm: Item
     is_time_major: bool
@@ -343,7 +337,7 @@ class _Slot:
         return cls(time + 1, items[0], items[-1], is_time_major, spec.tp_replicated)
 
     def ordered(self, page: Page) -> Contents:
-        """A page of a convolution and a recurrent state, in the order that vLLM is set to."""
+        """A page of a convolution and a recurrent state, in vLLM's configured order."""
         return Contents(time_major(page) if self.is_time_major else page)
 
 
@@ -353,7 +347,7 @@ def _mamba1(layer: Any, slot: _Slot) -> Contents:
 
 
 def _mamba2(layer: Any, slot: _Slot) -> Contents:
-    """A model's one group is copied to every rank and counted as one of each: no merged convolution then."""
+    """A single group is replicated, and counted once per rank; the convolution is then not merged."""
     groups = layer.n_groups if isinstance(layer.conv1d, MergedColumnParallelLinear) else 1
     sizes = (layer.num_heads, layer.head_dim, groups, layer.ssm_state_size)
     return slot.ordered(mamba2(*sizes, slot.kernel, slot.conv, slot.ssm))
@@ -377,7 +371,7 @@ def _short_conv(num_channels: int, slot: _Slot) -> Contents:
 
 
 def _linear(layer: Any, slot: _Slot) -> Contents:
-    """A matrix per head, and no convolution."""
+    """One matrix per head, without a convolution."""
     dims = (
         Dim("head", layer.num_heads, Sharding.EVEN),
         Dim("channel", layer.head_dim),
@@ -408,22 +402,22 @@ RECURRENT_LAYOUTS: dict[str, tuple[int, RecurrentRule]] = {
     f"{_MAMBA}.linear.bailing_linear_attn.BailingMoELinearAttention": (1, _linear),
     f"{_MAMBA}.linear.minimax_linear_attn.MiniMaxText01LinearAttention": (1, _linear),
 }
-"""By the class of the layer: how many arrays its slot holds, and what they are."""
+"""Layer class -> number of arrays in its slot, and the rule for them."""
 
 
 def known_state(cache: CacheTensor) -> Contents | None:
-    """The contents of a recurrent layer's slot, if there is a rule that knows all of it."""
+    """The contents of a recurrent layer's slot, if a rule covers all of it."""
     num_arrays, rule = RECURRENT_LAYOUTS.get(class_path(type(cache.layer)), (0, None))
     if rule is None or num_arrays != len(cache.spec.shapes):
         return None
     return rule(cache.layer, _Slot.of(cache.spec))
 
 
-# Caches whose inside is not known: a block, or a slot, is one item.
+# Caches with an unknown layout: a block, or a slot, is one item that is transferred unchanged.
 #
-# It can be moved as it is or not at all. Whatever decides how a kernel may have written it is in the tag,
-# which both sides must share: the backend, the dtype, the shape of a block with its heads, the kernel's own
-# block. Equal engines work; the others are refused, and the tags say why.
+# The tag holds everything that determines the kernel's layout: the backend, the dtype, the shape of a block
+# with its heads, and the kernel block. Engines with equal tags work; others are rejected, and the difference
+# between the tags shows why.
 
 
 def opaque(cache: CacheTensor) -> Contents:
@@ -442,7 +436,7 @@ def _block_bytes(cache: CacheTensor) -> int:
 
 
 def _num_shards(cache: CacheTensor) -> int:
-    """How many different blocks the ranks hold between them: one where each holds the whole."""
+    """Number of distinct shards of a block over all ranks; 1 if every rank holds the whole."""
     spec = cache.spec
     if isinstance(spec, MambaSpec):
         return 1 if spec.tp_replicated else cache.tp_size

@@ -1,4 +1,4 @@
-"""The connector's part in each vLLM worker: memory is registered, loads are fetched, results reported."""
+"""The connector in a vLLM worker: registers memory, fetches loads, and reports results."""
 
 from __future__ import annotations
 
@@ -44,50 +44,50 @@ log = log_of(__name__)
 
 @dataclass(slots=True)
 class _Ongoing:
-    """A request whose tickets are held, or which is loaded."""
+    """A request whose tickets are held, or that is being loaded."""
 
     tickets: tuple[Ticket, ...]
     handle: int
     is_awaited: bool = False
-    """Whether vLLM waits for it: it has blocks."""
+    """Whether vLLM waits for it, because it has blocks."""
     lost: Failure | None = None
-    """Why its ticket could not be held; vLLM can be told once it waits for the load."""
+    """Why its ticket could not be held; reported when vLLM waits for the load."""
     mark: torch.cuda.Event | None = None
-    """What a load waits for must stay until it is over."""
+    """The event that the load waits for; kept alive until the load ends."""
 
 
 class WorkerSide:
-    """One worker's memory, and the loads under way into it."""
+    """One worker's memory, and the loads in progress into it."""
 
     def __init__(self, vllm_config: VllmConfig, config: KVCacheConfig, options: Options) -> None:
         self._vllm_config, self._config, self._options = vllm_config, config, options
         self._destination: Destination | None = None
         self._manifest: Manifest | None = None
         self.join: Join | None = None
-        """What the lease authority must know of this worker."""
+        """This worker's registration with the lease authority."""
         self._member: MemberThread | None = None
-        """What takes the digests that readers ask for."""
+        """Computes the digests that readers request."""
         self._gathering: RankGathering | None = None
         self._ongoing: dict[str, _Ongoing] = {}
         """Requests that are held or loading, or could not be held."""
         self._requests: dict[int, str] = {}
-        """Which of them each handle is of."""
+        """Handle -> request."""
         self._failed: set[str] = set()
         self._sent: deque[str] = deque()
-        """Requests of which nothing is given to readers any more; other threads add to it."""
+        """Requests that are no longer sent to readers; other threads append."""
         self._unclaimed: deque[str] = deque()
-        """The same, of claims."""
+        """The same for claims."""
         self._stats, self._changes = LoadStats(), Changes()
         self._device: torch.device | None = None
-        """Where the caches are, if that is a GPU."""
+        """The caches' GPU; None for the CPU."""
         self._mark: torch.cuda.Event | None = None
         self._step_number = 0
-        """Of the step that is under way, if its scheduler wants to know of its end."""
+        """The current step's number, if the scheduler needs to know its end; else 0."""
         self._is_for_others = False
-        """Whether another engine may read what was written when the step ends."""
+        """Whether another engine may read the step's output as soon as the step ends."""
         policy = vllm_config.kv_transfer_config.kv_load_failure_policy
         self._is_recomputing = policy == "recompute"
-        """Whether vLLM computes what could not be loaded, and needs the ticket no more."""
+        """Whether vLLM recomputes failed loads, so that their tickets are no longer needed."""
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         tp, pp = get_tp_group(), get_pp_group()
@@ -124,7 +124,7 @@ class WorkerSide:
         if self._vllm_config.kv_transfer_config.is_kv_producer:
             self._gathering = self._open_gathering(manifest, transport)
         rank_key = self._gathering.rank_key if self._gathering else b""
-        if self._gathering or options.expose is not Expose.NOTHING:  # else nobody can read from this worker
+        if self._gathering or options.expose is not Expose.NOTHING:  # else it cannot serve reads
             self.join = join_of(manifest, transport.kind, transport.card(), rank_key=rank_key)
 
     def _open_gathering(self, manifest: Manifest, transport: Transport) -> RankGathering | None:
@@ -135,10 +135,8 @@ class WorkerSide:
         return gathering
 
     def mark(self, step: StepMetadata) -> None:
-        """Mark where the device is when a step's loads are ordered.
-
-        vLLM has zeroed their blocks by then, and starts them after it has launched the forward pass: they
-        wait for the first, and not for the second.
+        """Record a CUDA event that the step's loads wait for: vLLM has zeroed their blocks, but not yet
+        launched the forward pass, for which they need not wait.
         """
         self._mark, self._is_for_others, self._step_number = None, step.is_for_others, step.number
         if step.loads and self._device is not None:
@@ -146,9 +144,8 @@ class WorkerSide:
             self._mark.record(torch.cuda.current_stream(self._device))
 
     def finish_step(self) -> None:
-        """The step is launched, its draft model too: what it writes for another engine must be written.
-
-        vLLM returns a step when the sampled tokens are there, which is before a draft model has ended.
+        """Wait for the step's draft model if another engine may read its output: vLLM returns a step when the
+        sampled tokens are available, before the draft model has finished.
         """
         is_drafting = self._vllm_config.speculative_config is not None
         if self._is_for_others and is_drafting and self._device is not None:
@@ -169,9 +166,9 @@ class WorkerSide:
             self._load(load)
 
     def _end(self, released: Released, generation: int, ended: deque[str]) -> None:
-        """Give nothing of a request to readers any more; vLLM frees its blocks when that has been reported.
+        """Stop serving a request to readers; vLLM frees its blocks once this is reported.
 
-        What is being gathered at this moment still ends first, so it may be reported in a later step.
+        A gather in progress ends first, so the report may go out with a later step.
         """
         then = partial(ended.append, released.request_id)
         if self._gathering is not None:
@@ -180,8 +177,8 @@ class WorkerSide:
             then()
 
     def _join_authority(self, invitation: Invitation) -> None:
-        """Be there for digests. Releases come with vLLM's steps, and do not wait for the end of a digest: one
-        that is taken too late counts for nobody.
+        """Join the lease authority, to compute digests. Releases arrive with vLLM's steps and do not wait for
+        digests; a late digest is not used.
         """
         if self.join is not None and self._manifest is not None and self._member is None:
             join = self.join.invited(invitation.credential)
@@ -215,8 +212,8 @@ class WorkerSide:
         self._requests[handle] = request_id
 
     def _fail(self, request_id: str, tickets: tuple[Ticket, ...]) -> None:
-        """Report a load as failed. Where vLLM fails the request, a router may try another engine with the
-        ticket; where it computes the prompt, nobody needs it.
+        """Report a load as failed, and decline its tickets if vLLM recomputes the prompt. If vLLM fails the
+        request instead, a router may retry on another engine with the same ticket.
         """
         self._failed.add(request_id)
         if self._is_recomputing and self._destination is not None:
@@ -224,7 +221,7 @@ class WorkerSide:
                 self._destination.decline(ticket)
 
     def _drop(self, request_id: str, unused: tuple[Ticket, ...]) -> None:
-        """Give up what is under way. vLLM keeps a load's blocks until it is reported; a hold has none."""
+        """Abort a load or hold. vLLM keeps a load's blocks until the load is reported; a hold has none."""
         ongoing, destination = self._ongoing.get(request_id), self._destination
         if destination is None:
             return
@@ -238,7 +235,6 @@ class WorkerSide:
             del self._ongoing[request_id]
 
     def results(self) -> KVConnectorTransferResults:
-        """What ended since the last step. A failed load is reported as failed, never as good."""
         done: set[str] = set()
         for report in self._destination.poll() if self._destination else ():
             request_id = self._requests.pop(report.handle, None)
@@ -250,13 +246,13 @@ class WorkerSide:
         return KVConnectorTransferResults(finished_sending=sent, finished_recving=done, failed_recving=failed)
 
     def news(self) -> StepNews | None:
-        """What goes out with a step's output: its number, and the claims that ended since the last one."""
+        """The worker's report for the step's output: its number, and the claims that ended since the last."""
         ended = Counter(self._unclaimed.popleft() for _ in range(len(self._unclaimed)))
         number, self._step_number = self._step_number, 0
         return StepNews(number, ended) if number or ended else None
 
     def _is_end(self, request_id: str, report: Report) -> bool:
-        """Whether vLLM is to hear of a report: of loads that it waits for, and of each of them once."""
+        """Whether to report to vLLM: loads that it waits for, each of them once."""
         ongoing = self._ongoing[request_id]
         if not ongoing.is_awaited:
             ongoing.lost = report.failure
@@ -266,7 +262,7 @@ class WorkerSide:
         if report.failure is not None:
             is_given_up = report.failure.code is FailureCode.ABORTED
             if not is_given_up:
-                # vLLM tells a client no more than that there was an error: here is why, under its name.
+                # vLLM reports no cause to the client, so it is logged here with the request's id.
                 log.error("%s cannot be loaded: %s", request_id, printable(str(report.failure)))
             self._fail(request_id, () if is_given_up else ongoing.tickets)
         return True
@@ -278,7 +274,7 @@ class WorkerSide:
         return None if stats.is_empty() else stats
 
     def status(self) -> dict[str, object]:
-        """Who is connected, what is held or in flight, and what was gathered for readers, if anything is."""
+        """Connections, holds and loads; and packed reads, if this rank serves them."""
         gathered = {"gathering": self._gathering.service.status()} if self._gathering else {}
         return (self._destination.status() if self._destination else {}) | gathered
 
@@ -286,14 +282,14 @@ class WorkerSide:
         if self._member is not None:
             self._member.close()
         if self._gathering is not None:
-            self._gathering.service.close()  # before the memory that it gathers from
+            self._gathering.service.close()  # before the memory that it reads from
         if self._destination is not None:
             self._destination.close()
 
 
 def _wake_up_amx(caches: Mapping[str, torch.Tensor]) -> None:
-    """vLLM asks the system for AMX in its first long step. A worker whose first step is a short one, as after
-    a load, would die of an illegal instruction.
+    """Enable AMX now: vLLM does so only in its first long step, and a worker whose first step is short, as
+    after a load, would die of an illegal instruction.
     """
     is_on_cpu = all(tensor.device.type == "cpu" for tensor in caches.values())
     if is_on_cpu and torch.cpu._is_amx_tile_supported():
