@@ -42,10 +42,10 @@ def required(found: Distribution, extras: frozenset[str]) -> Iterator[Requiremen
 
 
 def licenses(found: Distribution) -> list[dict[str, Any]]:
-    expression = found.metadata.get("License-Expression")
-    if expression:
-        return [{"expression": expression}]
-    name = (found.metadata.get("License") or "").strip()
+    expressions = found.metadata.get_all("License-Expression")
+    if expressions:
+        return [{"expression": expressions[0]}]
+    name = (found.metadata.get_all("License") or [""])[0].strip()
     names = [name] if 0 < len(name) <= MAX_LICENSE and "\n" not in name else []
     classifiers = found.metadata.get_all("Classifier") or []
     names = names or [re.sub(r".*:: ", "", each) for each in classifiers if each.startswith("License ::")]
