@@ -47,7 +47,7 @@ BAD = {
     ),
     "uneven-ranks": (
         ("plan", "--model", "kimi-linear-48b", "--src", "tp=3", "--dst", ""),
-        "does not divide over 3",
+        "cannot be split over 3",
     ),
     "small-pool": (
         ("plan", *MODEL, "--src", "blocks=3", "--dst", "", "--tokens", 99),
@@ -116,14 +116,14 @@ BAD = {
     ),
     "proxy-no-host": (("proxy", "--prefill", "http://:80"), "--prefill http://:80: an address names a host"),
     "proxy-path": (("proxy", "--prefill", "http://p:1/v1/"), "--prefill http://p:1/v1/: leave out /v1"),
-    "proxy-user": (("proxy", "--prefill", "http://a:b@p:1"), "an address has no user name"),
+    "proxy-user": (("proxy", "--prefill", "http://a:b@p:1"), "an address must not contain a user name"),
     "proxy-twice": (
         ("proxy", "--prefill", "http://p:1", "--prefill", "http://p:1/"),
         "--prefill http://p:1: named twice",
     ),
-    "proxy-listen": (("proxy", "--listen", "8000"), "--listen 8000: a host and a port are needed"),
+    "proxy-listen": (("proxy", "--listen", "8000"), "--listen 8000: expected HOST:PORT"),
     "proxy-listen-port": (("proxy", "--listen", "h:70000"), "--listen h:70000: a host and a port"),
-    "proxy-listen-v6": (("proxy", "--listen", "::1:80"), "--listen ::1:80: a host and a port are needed"),
+    "proxy-listen-v6": (("proxy", "--listen", "::1:80"), "--listen ::1:80: expected HOST:PORT"),
     "proxy-body": (("proxy", "--max-body-mib", 0), "--max-body-mib"),
     "proxy-timeout": (("proxy", "--timeout", "nan"), "--timeout"),
     "demo-topology": (("demo", *MODEL, "--dst", "tp=0"), "--dst tp=0: tp must be at least 1"),

@@ -81,7 +81,7 @@ def keep(state: FileState, digest: str) -> None:
     try:
         write_private(cache_folder(), NAME, json.dumps(entries[-MAX_KEPT:]).encode())
     except (OSError, ValueError) as error:
-        _warn("weight hashes cannot be cached: the next start reads the weights again", str(error))
+        _warn("weight hashes cannot be cached: the next start hashes the weights again", str(error))
 
 
 @cache

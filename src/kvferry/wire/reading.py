@@ -110,14 +110,14 @@ def _without_repeats(members: list[tuple[str, object]]) -> None:
     seen: set[str] = set()
     for key, _ in members:
         if key in seen:
-            raise SpecError(f"$: the key {clipped(json.dumps(key), MAX_RULE)} is given twice in one object")
+            raise SpecError(f"$: duplicate key {clipped(json.dumps(key), MAX_RULE)} in one object")
         seen.add(key)
 
 
 def check_msgpack_keys(data: bytes) -> None:
     """Raise for a duplicate key in well-formed msgpack without floats."""
     if len(msgspec.msgpack.encode(msgspec.msgpack.decode(data))) != len(data):
-        raise SpecError("$: a key is given twice in one object, or a value is not in its shortest form")
+        raise SpecError("$: duplicate key in one object, or a value not in its shortest encoding")
 
 
 MAX_JSON_BYTES = 64 << 20
