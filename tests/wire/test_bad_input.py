@@ -159,7 +159,7 @@ TABLE = [
         (*HEAD, "digits"),
         [[1, 1]] * 17,
         f"{AT_HEAD}.digits: ",
-        "at most 16 digits of an axis are read, got 17",
+        "at most 16 digits of an axis are allowed, got 17",
     ),
     (DIGIT, [2], "$.ranks[0].views[1].axes[...].digits[0]: ", "Expected array of at least length 2, got 1"),
     (DIGIT, [2, 16, None], "$.ranks[0].views[1].axes[...].digits[0][2]: ", "Expected array, got null"),

@@ -159,7 +159,7 @@ def test_the_longest_json_is_read_and_one_more_is_not_looked_at(limit, what, mon
     monkeypatch.setattr(reading, limit, size)
     assert reading.read_json(data, _Any).names == [1, 2, 3]
     monkeypatch.setattr(reading, limit, size - 1)
-    with pytest.raises(SpecError, match=rf"\$: at most {size - 1} {what} are read, got {size}"):
+    with pytest.raises(SpecError, match=rf"\$: at most {size - 1} {what} are allowed, got {size}"):
         reading.read_json(data, _Any)
 
 

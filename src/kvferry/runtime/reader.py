@@ -73,10 +73,10 @@ class Reader:
         max_unmet: int = MAX_UNMET,
     ) -> None:
         if not reader or not 0 <= rank < num_ranks:
-            raise SpecError(f"a reader has a name and a rank, got {reader!r}, rank {rank} of {num_ranks}")
+            raise SpecError(f"a reader needs a name and a rank, got {reader!r}, rank {rank} of {num_ranks}")
         check_name("the name of a reader", reader)
         if len(key) < TOKEN_BYTES:
-            raise SpecError(f"a reader's key has {TOKEN_BYTES} bytes or more, got {len(key)}")
+            raise SpecError(f"a reader's key needs at least {TOKEN_BYTES} bytes, got {len(key)}")
         self.reader, self.rank, self.num_ranks, self._key = reader, rank, num_ranks, key
         self._max_unmet = max_unmet
         self._timing = timing or Timing()

@@ -150,7 +150,7 @@ def read_json(data: bytes, schema: type[Doc], *, versions: range | None = None) 
     _check_length(data, MAX_JSON_BYTES)
     num_items = data.count(b",") + 1
     if num_items > MAX_JSON_ITEMS:
-        raise SpecError(f"$: at most {MAX_JSON_ITEMS} items are read, got {num_items}")
+        raise SpecError(f"$: at most {MAX_JSON_ITEMS} items are allowed, got {num_items}")
     doc = _decoded(msgspec.json.decode, data, schema, versions)
     check_json_keys(data)
     return doc
@@ -174,7 +174,7 @@ def _check_length(data: bytes, limit: int) -> None:
         mend = ": encode it first (text.encode())" if isinstance(data, str) else ""
         raise TypeError(f"expected a document as bytes, got {type(data).__name__}{mend}")
     if len(data) > limit:
-        raise SpecError(f"$: at most {limit} bytes are read, got {len(data)}")
+        raise SpecError(f"$: at most {limit} bytes are allowed, got {len(data)}")
 
 
 def _decoded(decode: Decode, data: bytes, schema: type[Doc], versions: range | None) -> Doc:

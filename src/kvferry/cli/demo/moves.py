@@ -157,7 +157,7 @@ def _engines(pair: Pair, num_requests: int, tokens: int | None) -> tuple[Manifes
             " reduce --tokens, --layers or ranks"
         )
     if len(src.ranks) + len(dst.ranks) >= MAX_PROCESSES:
-        raise SpecError(f"each rank is a process; the limit is {MAX_PROCESSES}")
+        raise SpecError(f"too many ranks: each is a process, and the limit is {MAX_PROCESSES} processes")
     for manifest in (src, dst):
         pool, number = BlockPool(manifest), room[manifest.engine]
         if not all(pool.take(num_tokens) for _ in range(number)):

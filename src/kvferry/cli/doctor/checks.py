@@ -166,7 +166,7 @@ def check_peer(observed: Observed) -> Iterator[Diagnosis]:
         yield problem(
             "unreachable",
             f"{peer.address} cannot be reached: {peer.tcp_error}.",
-            "Engines use this connection for control messages.",
+            "Engines need this connection for control messages.",
             "Start `kvferry doctor --listen ADDRESS` there first. If it runs, check the address and the port,"
             " the route, and that no firewall or network policy blocks TCP to that port.",
         )
