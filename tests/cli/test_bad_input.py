@@ -114,7 +114,7 @@ BAD = {
         ("proxy", "--prefill", "http://a..b:80"),
         "http://a..b:80: a part of the host name is empty",
     ),
-    "proxy-no-host": (("proxy", "--prefill", "http://:80"), "--prefill http://:80: an address names a host"),
+    "proxy-no-host": (("proxy", "--prefill", "http://:80"), "--prefill http://:80: an address needs a host"),
     "proxy-path": (("proxy", "--prefill", "http://p:1/v1/"), "--prefill http://p:1/v1/: leave out /v1"),
     "proxy-user": (("proxy", "--prefill", "http://a:b@p:1"), "an address must not contain a user name"),
     "proxy-twice": (
@@ -122,7 +122,7 @@ BAD = {
         "--prefill http://p:1: named twice",
     ),
     "proxy-listen": (("proxy", "--listen", "8000"), "--listen 8000: expected HOST:PORT"),
-    "proxy-listen-port": (("proxy", "--listen", "h:70000"), "--listen h:70000: a host and a port"),
+    "proxy-listen-port": (("proxy", "--listen", "h:70000"), "--listen h:70000: expected HOST:PORT"),
     "proxy-listen-v6": (("proxy", "--listen", "::1:80"), "--listen ::1:80: expected HOST:PORT"),
     "proxy-body": (("proxy", "--max-body-mib", 0), "--max-body-mib"),
     "proxy-timeout": (("proxy", "--timeout", "nan"), "--timeout"),

@@ -317,5 +317,5 @@ def with_turns(digits: Sequence[Digit], each: int, whose: Digit) -> list[Digit]:
             low.insert(0, Digit(left, digit.stride))
             left = 1
         if rest:
-            raise SpecError(f"a block is not a multiple of the interleave of {each} cells")
+            raise SpecError(f"an interleave of {each} cells does not divide a block evenly")
     return [*high, whose, *low]

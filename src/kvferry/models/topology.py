@@ -147,7 +147,8 @@ def why_not_served(model: Model, topology: Topology) -> Iterator[str]:
     """Each reason why vLLM and similar engines would not start.
 
     >>> from kvferry.models import model_named
-    >>> print(*why_not_served(model_named("llama-3.1-70b"), Topology(tp=7)), sep="\n")
+    >>> for why in why_not_served(model_named("llama-3.1-70b"), Topology(tp=7)):
+    ...     print(why)
     64 attention heads are not divisible by tp=7
     8 KV heads and tp=7: neither is a multiple of the other
     >>> list(why_not_served(model_named("llama-3.1-70b"), Topology(tp=16)))
