@@ -32,7 +32,7 @@ class Explained:
     cure: str
 
 
-_NEVER, _LATER, _AS_IT_IS = "never", "later", "never as it is"
+_NEVER, _LATER, _AS_IT_IS = "never", "later", "never, unless changed"
 _SAME_SECRET = "Give both engines the same secret (`kvferry keygen -o FILE`, `KVFERRY_SECRET_FILE`)."
 
 FAILURES: dict[FailureCode, FailureAdvice] = {
@@ -145,11 +145,12 @@ _ORDER = "Fix the order of calls to the transport."
 TRANSPORT: dict[str, Explained] = {
     "bad-card": Explained(
         "The source's card is invalid.",
-        "Run the same kvferry and NIXL releases on both sides, and check who listens at the address.",
+        "Run the same kvferry and NIXL releases on both sides, and check which process listens at the"
+        " address.",
     ),
     "bad-key": Explained(
         "The stream's key has the wrong length.",
-        "Run the same kvferry release on both sides, and check who listens at the address.",
+        "Run the same kvferry release on both sides, and check which process listens at the address.",
     ),
     "bad-device": Explained(
         "A region is neither on the host nor on the rank's CUDA device.",
@@ -175,7 +176,7 @@ TRANSPORT: dict[str, Explained] = {
     ),
     "failed": Explained("A benchmark read failed.", "See the fabric's error in the detail."),
     "kind": Explained("The two sides use different transports.", "Use the same transport on both sides."),
-    "known-peer": Explained("A peer is connected a second time.", _ORDER),
+    "known-peer": Explained("A peer is connected twice.", _ORDER),
     "late": Explained("A benchmark read timed out.", "Check the link: `kvferry bench --quick`."),
     "nixl": Explained(
         "A call to NIXL failed.",
@@ -216,7 +217,7 @@ TRANSPORT: dict[str, Explained] = {
         'Install it: `pip install ".[nixl]"`; the wheel must match torch (`nixl-cu12`, `nixl-cu13`).',
     ),
     "not-mapped": Explained(
-        "The source's device memory is on another host, or on a device that this process does not see.",
+        "The source's device memory is on another host, or on a device that is not visible to this process.",
         "Optional: on one host, make both devices visible to both processes (`CUDA_VISIBLE_DEVICES`).",
     ),
     "not-packed": Explained(
@@ -225,14 +226,14 @@ TRANSPORT: dict[str, Explained] = {
     ),
     "not-registered": Explained("The transport is used before memory is registered.", _ORDER),
     "out-of-bounds": Explained("A read would leave its region.", BUG),
-    "registered": Explained("Memory is registered a second time.", _ORDER),
+    "registered": Explained("Memory is registered twice.", _ORDER),
     "still-under-way": Explained(
         "Reads were in flight when the transport was closed.",
         "Keep the memory until the process ends; check the link.",
     ),
     "too-much": Explained("A reader requested more than the limit at once.", BUG),
     "bad-chunk": Explained("A packed chunk has an invalid size.", _ORDER),
-    "under-way": Explained("A transfer number is reused before its end was collected.", _ORDER),
+    "under-way": Explained("A transfer number is reused before its result was polled.", _ORDER),
     "unexpected": Explained("A bug.", BUG),
     "unknown-peer": Explained("A read refers to an unconnected peer.", _ORDER),
     "unknown-region": Explained("A read refers to an unknown region.", BUG),

@@ -247,7 +247,7 @@ def test_a_cache_folder_that_is_not_ours_alone_is_not_used(files, reads, tmp_pat
     assert weights_values(files) == first
     assert len(reads) == 2 * len(files)
     assert not cache(tmp_path).exists()
-    assert caplog.text.count("cannot be cached: the next start reads the weights again") == 1
+    assert caplog.text.count("cannot be cached: the next start hashes the weights again") == 1
 
 
 def test_a_link_in_place_of_the_cache_is_not_followed(files, reads, tmp_path):

@@ -101,7 +101,7 @@ def test_ratios_are_of_medians(capsys, monkeypatch):
     lines = [line.split() for line in out.splitlines()]
     assert ["4", "KiB", "packed", "2.00", "ms", "4.00×", "8.4", "GB/s", "0.50×"] in lines
     assert "skipped: host, x: y" in out
-    assert out.splitlines()[-1] == "right: 2 rows, every cell verified"
+    assert out.splitlines()[-1] == "verified: 2 rows, every cell correct"
 
 
 def test_a_quick_run(cli, tmp_path):

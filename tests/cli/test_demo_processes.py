@@ -171,4 +171,4 @@ def test_a_pair_that_is_refused_starts_nothing(cli, monkeypatch):
 def test_a_pool_that_is_too_small_is_bad_input(cli):
     ran = cli(*QUICK[:-1], "block=24,blocks=3", *FEW)
     assert (ran.code, ran.out) == (2, "")
-    assert "--dst: the pool has no room for 2 requests of 200 tokens" in ran.err
+    assert "--dst: the block pool is too small for 2 requests of 200 tokens" in ran.err

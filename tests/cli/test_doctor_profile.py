@@ -71,4 +71,4 @@ def test_a_machine_that_was_busy_is_named():
     def said(load):
         return busy_words(observed(machine={**MACHINE, "load": load}))
 
-    assert (said(0.2), said(2.5)) == ("", "the load was 2.5 on 3 cores")
+    assert (said(0.2), said(2.5)) == ("", "the load average was 2.5 on 3 cores")

@@ -48,7 +48,7 @@ def test_a_machine_is_told_by_what_was_measured_on_it(written):
         for traffic in (Traffic(1, 100, 10**5), Traffic(1, 10**4, 10**7), Traffic(1, 10, 10**8)):
             assert profile.cost.of(traffic).seconds == pytest.approx(truth.of(traffic).seconds, rel=0.1)
         assert profile.origin is Origin.MEASURED
-        assert profile.source.startswith("abacus, 3 cores: 4 of 4 sizes within 30 %, median off by ")
+        assert profile.source.startswith("abacus, 3 cores: predicts 4 of 4 sizes within 30 %, median error ")
 
 
 def test_plan_takes_such_a_file_for_a_link(cli, written):

@@ -428,7 +428,7 @@ def test_a_slot_keeps_no_tokens(engine):
 @pytest.mark.parametrize("side", ["src", "dst"])
 def test_a_plain_list_is_no_table(side):
     tables = {"src": {"full": table(1)}, "dst": {"full": table(1)}} | {side: {"full": [1]}}
-    with pytest.raises(SpecError, match=f"{side} table of group full: a BlockTable expected"):
+    with pytest.raises(SpecError, match=f"{side} table of group full: expected a BlockTable"):
         Request(**tables, need={"full": (Span(0, 4),)})
 
 

@@ -20,7 +20,7 @@ def test_spread_covers_the_axis_and_leaves_no_rank_empty(size, num_ranks):
 # R002-5
 def test_even_gives_equal_parts_or_refuses(size, num_ranks):
     if size % num_ranks:
-        with pytest.raises(SpecError, match=f"an axis of {size} does not divide over {num_ranks} ranks"):
+        with pytest.raises(SpecError, match=f"an axis of {size} cannot be split over {num_ranks} ranks"):
             held(Sharding.EVEN, size, 0, num_ranks)
     else:
         parts = [held(Sharding.EVEN, size, rank, num_ranks) for rank in range(num_ranks)]

@@ -107,7 +107,7 @@ def test_a_rank_that_takes_no_digest_fails_the_load(engines):
     reports = waited_for(destination.poll)
     assert reports[0].failure is not None
     assert reports[0].failure.code is FailureCode.NO_DIGEST
-    assert "rank 0 of prefill returned no digest: the rank was admitted" in reports[0].failure.detail
+    assert "rank 0 of prefill returned no digest: the rank has joined" in reports[0].failure.detail
     assert reports[0].record.digest == "missing"
     for each in (destination, engine):
         each.close()
@@ -205,7 +205,7 @@ def test_a_question_asks_for_no_more_than_the_blocks_of_its_ticket(engines):
     }
     assert "bytes requested" not in asked(engines.src, tables, parts)[0]
     detail, seconds = asked(engines.src, tables, list(parts) * 1000)
-    assert "bytes requested, the ticket's blocks have" in detail
+    assert "bytes requested, the ticket's blocks on this rank have" in detail
     assert seconds < 5
     far = [replace(part, cells=(Span(0, 1 << 39),)) for part in parts]
     assert "bytes requested" in asked(engines.src, tables, far)[0]

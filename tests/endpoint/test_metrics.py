@@ -125,7 +125,7 @@ def test_what_was_not_read_is_a_warning_of_the_source(pair_of, caplog):
     handle = pair.fetch(ticket)
     assert pair.reports()[handle].failure.code is FailureCode.ENDED
     denied, *_ = (line for line in caplog.messages if " denied " in line)  # a slow machine asks again
-    assert denied.startswith("kvferry: prefill denied a lease of its ticket 1: ended:")
+    assert denied.startswith("kvferry: prefill denied a lease for its ticket 1: ended:")
     (failed,) = (line for line in caplog.messages if " failed: " in line)
     address = pair.engine.address
     assert failed.startswith(f"kvferry: load of request-1 from prefill at {address} failed: ended: ")

@@ -38,7 +38,7 @@ def test_there_are_only_so_many_files_of_such_a_length(tmp_path):
     with pytest.raises(SpecError, match="64 files or more: remove some"):
         write_private(tmp_path, "another.json", b"{}")
     write_private(tmp_path, "7.json", b"[]")
-    with pytest.raises(SpecError, match="it is not written"):
+    with pytest.raises(SpecError, match="is not written: its"):
         write_private(tmp_path, "7.json", bytes(MAX_FILE_BYTES + 1))
     assert len(os.listdir(tmp_path)) == MAX_FILES
 

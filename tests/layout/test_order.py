@@ -17,5 +17,5 @@ def test_tiles_of_tokens_stay_inside_a_kernel_block():
 
 
 def test_a_kernel_block_is_a_whole_number_of_tiles():
-    with pytest.raises(SpecError, match="kernel blocks of 6 tokens do not divide into tiles of 4"):
+    with pytest.raises(SpecError, match="kernel blocks of 6 tokens cannot be split into tiles of 4"):
         in_kernel_blocks(TILED, 6)

@@ -34,7 +34,7 @@ def test_ranks_that_take_turns_hold_every_other_token():
 def test_turns_that_would_cut_a_cell_are_refused_with_the_place():
     page = opaque_block(4096, 1, 16, "a kernel's own")
     share = RankShare(0, 2, turn=0, num_turns=2, tokens_per_turn=1)
-    with pytest.raises(SpecError, match=r"layers\.0: 1 tokens do not divide into cells of 16"):
+    with pytest.raises(SpecError, match=r"layers\.0: 1 tokens cannot be split into cells of 16"):
         share.axes(page, page.parts[0], {"token": [(1, 0)]}, "layers.0")
 
 

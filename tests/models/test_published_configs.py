@@ -208,7 +208,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a width that does not come out": (
         {key: value for key, value in GLM_45.items() if key != "head_dim"},
-        "head_dim is missing, and hidden_size 5120 does not divide into 96 heads",
+        "head_dim is missing, and hidden_size 5120 cannot be split into 96 heads",
     ),
     "heads that nobody counts": ({**FALCON_RW_1B, "num_kv_heads": 8}, "needs new_decoder_architecture"),
 }

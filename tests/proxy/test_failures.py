@@ -281,7 +281,9 @@ def test_more_requests_than_allowed_are_told_to_come_later():
             await asyncio.sleep(0.01)
         async with world.post() as answer:
             assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
-            assert "the proxy serves 1 requests already, its limit: try again later" in (await answer.text())
+            assert "the proxy is at its limit of 1 concurrent requests: try again later" in (
+                await answer.text()
+            )
         assert world.sample("requests_total", path="/v1/completions", outcome="busy") == 1
         first.cancel()
 

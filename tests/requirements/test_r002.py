@@ -144,7 +144,7 @@ def test_unequal_numbers_of_kernel_blocks_are_exact(engine, move, src_blocks, ds
 
 def test_kernel_blocks_that_do_not_divide_are_refused(engine):
     """R002-4: each engine's own block must be a whole number of its kernel blocks."""
-    with pytest.raises(SpecError, match="token of 20 does not divide into tiles of 8"):
+    with pytest.raises(SpecError, match="token of 20 cannot be split into tiles of 8"):
         engine("mamba2-gqa", "block=20,kernel=8")
 
 
@@ -163,7 +163,7 @@ def test_a_head_that_straddles_two_ranks_is_on_both(engine):
 @pytest.mark.parametrize(("family", "tp"), [("mamba2", 5), ("kda-mla", 8), ("gdn-gqa", 7)])
 def test_state_that_does_not_divide_is_refused(engine, family, tp):
     """R002-5: recurrent heads are cut evenly or not at all; nothing is truncated."""
-    with pytest.raises(SpecError, match=f"does not divide over {tp} ranks"):
+    with pytest.raises(SpecError, match=f"cannot be split over {tp} ranks"):
         engine(family, f"tp={tp}")
 
 

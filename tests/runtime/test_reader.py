@@ -1131,7 +1131,7 @@ def test_a_reader_has_a_name_and_a_rank(name, rank, ranks):
 
 @pytest.mark.parametrize("key", [b"", b"guess me"])
 def test_a_reader_has_a_key_that_nobody_guesses(key):
-    with pytest.raises(SpecError, match="16 bytes or more"):
+    with pytest.raises(SpecError, match="needs at least 16 bytes"):
         Reader("A", 0, 1, key=key)
 
 

@@ -116,7 +116,7 @@ def test_tables_come_back_as_they_were():
 
 def test_a_table_that_is_none_is_refused_by_the_name_of_its_group():
     """A plain list does not say where it starts."""
-    with pytest.raises(SpecError, match="offered table of group window: a BlockTable expected"):
+    with pytest.raises(SpecError, match="offered table of group window: expected a BlockTable"):
         tables_to_wire({"full": BlockTable.of([3]), "window": [4, 5]})  # type: ignore[dict-item]
 
 

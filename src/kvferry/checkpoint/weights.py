@@ -81,7 +81,7 @@ def keep(state: FileState, digest: str) -> None:
     try:
         write_private(cache_folder(), NAME, json.dumps(entries[-MAX_KEPT:]).encode())
     except (OSError, ValueError) as error:
-        _warn("weight hashes cannot be cached: the next start reads the weights again", str(error))
+        _warn("weight hashes cannot be cached: the next start hashes the weights again", str(error))
 
 
 @cache
@@ -215,5 +215,5 @@ def adapter_digest(folder: Path) -> str:
     if not found:
         raise SpecError(f"the adapter in {folder} has none of {', '.join(WEIGHTS)}")
     if not isinstance(config, dict):
-        raise SpecError(f"{config_file}: a JSON object is expected")
+        raise SpecError(f"{config_file}: expected a JSON object")
     return short_digest(json.dumps([config_values(config, without=ADAPTER_NAMES), *weights], sort_keys=True))

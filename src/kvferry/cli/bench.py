@@ -23,8 +23,8 @@ HELP = "\n\n".join(
         " wrong cell fails the command.",
         "Modes: direct (NIXL, with KVFERRY_EXPOSE=fabric), mapped (device memory only), packed (over TCP).",
         examples("kvferry bench --quick", "kvferry bench --memory cuda:0 --json bench.json"),
-        "Exit codes: 0 all cells right; 1 a cell is wrong (the first is named), or a read failed; 2 bad"
-        " usage, with nothing run and nothing written.",
+        "Exit codes: 0 all cells correct; 1 a wrong cell (the first is named), or a failed read; 2 bad usage"
+        " (nothing is run or written).",
     )
 )
 
@@ -34,7 +34,7 @@ QUICK_RUN_BYTES = (16 << 10,)
 
 
 def bench(
-    quick: Annotated[bool, typer.Option("--quick", help="One length of runs.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure one run length only.")] = False,
     memory: Annotated[
         list[str] | None,
         typer.Option(
@@ -44,7 +44,7 @@ def bench(
         ),
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write all figures to a file.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Write all results to a JSON file.")
     ] = None,
 ) -> None:
     """Measure every transfer mode."""
@@ -147,7 +147,7 @@ def show(found: Sequence[ReadsSeen], skipped: Sequence[str], verdict: str, reaso
         output.print_table(out, table)
     output.wrapped(out, [f"skipped: {each}" for each in skipped])
     if verdict == "right":
-        out.print(f"right: {num_rows} rows, every cell verified", style="bold green")
+        out.print(f"verified: {num_rows} rows, every cell correct", style="bold green")
         return
     output.verdict(out, verdict.upper(), f"{num_rows} rows verified")
     output.wrapped(out, reasons)

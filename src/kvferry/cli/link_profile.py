@@ -42,7 +42,7 @@ class Traffic:
 
     def __post_init__(self) -> None:
         if min(self.num_reads, self.num_runs, self.num_bytes) < 0:
-            raise SpecError(f"the counts of traffic must be at least 0, got {self}")
+            raise SpecError(f"traffic counts must be at least 0, got {self}")
         if self.num_words < 0:
             object.__setattr__(self, "num_words", -(-self.num_bytes // WORD_BYTES))
 
@@ -171,45 +171,47 @@ HOST_CMA = LinkProfile(
     Way.DIRECT,
     Cost(seconds_per_read=5e-4, seconds_per_run=1.7e-6, bytes_per_second=9.2e9),
     Origin.MEASURED,
-    "two processes, two aarch64 cores, NIXL 1.5.1 (benchmarks/cost.py cma): 23 of 23 sizes within 30 %",
+    "two processes, two aarch64 cores, NIXL 1.5.1 (benchmarks/cost.py cma): predicts 23 of 23 sizes"
+    " within 30 %",
 )
 TCP_STREAM = LinkProfile(
     "tcp-stream",
     Way.PACKED,
     Cost(seconds_per_read=1.2e-3, seconds_per_run=3e-7, bytes_per_second=2.7e9),
     Origin.MEASURED,
-    "two processes, two aarch64 cores, loopback (benchmarks/cost.py stream): 22 of 23 sizes within 30 %",
+    "two processes, two aarch64 cores, loopback (benchmarks/cost.py stream): predicts 22 of 23 sizes"
+    " within 30 %",
 )
 SAME_GPU = LinkProfile(
     "same-gpu",
     Way.MAPPED,
     Cost(seconds_per_read=9.5e-5, seconds_per_run=1.7e-10, bytes_per_second=8.3e11, is_by_words=True),
     Origin.MEASURED,
-    "two processes of one H200, the copy kernel with its default limits (benchmarks/device.py): 8 of 8 reads"
-    " within 19 %",
+    "two processes on one H200, copy kernel with default limits (benchmarks/device.py): predicts 8 of 8"
+    " reads within 19 %",
 )
 SAME_GPU_DIRECT = LinkProfile(
     "same-gpu-direct",
     Way.DIRECT,
     Cost(seconds_per_read=7e-4, seconds_per_run=3.1e-6, bytes_per_second=4.5e11),
     Origin.MEASURED,
-    "two processes of one H200, NIXL 1.5.1 over CUDA IPC, 4 agents (benchmarks/device.py): 5 of 5 reads"
-    " within 10 %",
+    "two processes on one H200, NIXL 1.5.1 over CUDA IPC, 4 agents (benchmarks/device.py): predicts 5 of 5"
+    " reads within 10 %",
 )
 NVLINK = LinkProfile(
     "nvlink",
     Way.MAPPED,
     Cost(seconds_per_read=9.5e-5, seconds_per_run=1.7e-10, bytes_per_second=3e11, is_by_words=True),
     Origin.PREDICTED,
-    "the kernel's costs on one H200, at the 200 to 390 GB/s that others have published between two GPUs",
+    "copy-kernel costs of one H200, with a published bandwidth between two GPUs (200 to 390 GB/s)",
 )
 RDMA_400 = LinkProfile(
     "400Gb",
     Way.DIRECT,
     Cost(seconds_per_read=1e-4, seconds_per_run=1.5e-6, bytes_per_second=4.5e10),
     Origin.PREDICTED,
-    "nine tenths of the line rate, and as much per run as gives the 18 % of it that a published deployment"
-    " reaches with runs of 16 KiB",
+    "90 % of the line rate; the cost per run is derived from a published deployment: 18 % of the line rate"
+    " with runs of 16 KiB",
 )
 
 LINK_PROFILES = (
@@ -250,7 +252,10 @@ def how_close(pairs: Sequence[tuple[float, float]]) -> str:
     """How well predicted seconds match measured ones."""
     off = [abs(predicted / seconds - 1) for predicted, seconds in pairs]
     close = sum(each <= CLOSE for each in off)
-    return f"{close} of {len(off)} sizes within {100 * CLOSE:.0f} %, median off by {100 * median(off):.0f} %"
+    return (
+        f"predicts {close} of {len(off)} sizes within {100 * CLOSE:.0f} %,"
+        f" median error {100 * median(off):.0f} %"
+    )
 
 
 def fitted(first: Cost, loads: Loads) -> Cost:

@@ -14,11 +14,11 @@ from kvferry.errors import RequestError, SpecError
 TOPOLOGY_KEYS = {
     "tp": "tensor parallel ranks",
     "pp": "pipeline stages (pp=2), or the layers of each (pp=12+20)",
-    "cp": "context parallel ranks, which hold tokens in turn",
-    "interleave": "tokens per turn of a context parallel rank",
+    "cp": "context-parallel ranks, with tokens interleaved",
+    "interleave": "context-parallel interleave size, in tokens",
     "block": "tokens per block; default: the model's",
     "block.GROUP": "tokens per block of one group (block.window-1024=32)",
-    "kernel": "tokens per kernel block inside a block; default: not cut",
+    "kernel": "tokens per kernel block; default: the block size",
     "blocks": "blocks in the pool; default: 4096, or what the request needs",
     "layout": "HND, NHD, HND-halves, NHD-apart, cross-layer, cpu-vec, opaque …, or an order of the letters"
     " LBHNKC (layer block head token K|V channel), outermost first",

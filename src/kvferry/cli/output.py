@@ -41,7 +41,8 @@ BY_CODE = {
     Code.WRITTEN_TWICE: OWN_BUG,
     Code.NOT_NEEDED: OWN_BUG,
     Code.WRONG_SOURCE: OWN_BUG,
-    Code.TURNS_TOO_MANY: "Use the same number of context-parallel ranks, or interleave sizes that divide.",
+    Code.TURNS_TOO_MANY: "Use the same number of context-parallel ranks, or interleave sizes of which one"
+    " is a multiple of the other.",
     Code.TOO_MANY_RUNS: "Use the same layout and block size on both sides.",
 }
 

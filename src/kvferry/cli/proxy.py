@@ -12,8 +12,8 @@ HELP = "\n\n".join(
     (
         "Serve one OpenAI-compatible address in front of vLLM prefill and decode servers.",
         "Each request goes to a prefill server, for one token and a ticket, then with the ticket to a decode"
-        " server, which fetches the prompt's cache and streams the answer. The ready server with the fewest"
-        " requests is next.",
+        " server, which fetches the prompt's cache and streams the answer. The proxy chooses the ready"
+        " server with the fewest running requests.",
         "kv_transfer_params sent by clients are removed. A failed prefill is retried on another server, a"
         " failed decode only if its server could not be reached. If no prefill server can be reached, the"
         " decode server computes the prompt (--fallback). Requests that one ticket cannot serve (n > 1,"
@@ -29,9 +29,10 @@ HELP = "\n\n".join(
             )
         ),
         "The log has a line per request: outcome, servers, times; no prompt, no ticket. After"
-        " SIGTERM or Ctrl-C, new requests are rejected and running ones have 30 s; a second signal ends them."
-        " The proxy has no authentication and no TLS: put a gateway in front of it. Servers get the"
-        " client's `Authorization`.",
+        " SIGTERM or Ctrl-C, new requests are rejected and running ones have 30 s to finish; a second"
+        " signal aborts them."
+        " The proxy has no authentication and no TLS: put a gateway in front of it. It passes the"
+        " client's `Authorization` header on.",
         examples(
             "kvferry proxy --prefill http://10.0.0.7:8100 --decode http://10.0.0.8:8200",
             "kvferry proxy --prefill http://p0:8100 --prefill http://p1:8100 \\",

@@ -136,7 +136,7 @@ class BlockPlaces:
             has = f"its {len(self.ids)} blocks [{self.first}, {end})"
             raise self._error("table-short", f"cells [{start}, {stop}) are not all in {has}")
         if self.is_ring and len(self.ids) != 1:
-            raise self._error("table-length", f"one id expected, got {len(self.ids)}")
+            raise self._error("table-length", f"expected one block id, got {len(self.ids)}")
 
     def locate(self, cells: Ints) -> tuple[Ints, Ints]:
         """Block id and position in the block of each cell, after ``check``."""

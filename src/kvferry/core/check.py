@@ -439,5 +439,5 @@ def _block_ids(group: str, bundle: BundleKey, term: CheckedTerm) -> tuple[Ints, 
         {term.block_bytes} != {bundle.src_stride, bundle.dst_stride}
         or (term.pattern.num_bytes != term.block_bytes).any()
     ):
-        raise _not_proved(group, "blocks are joined that are not adjacent")
+        raise _not_proved(group, "non-adjacent blocks are joined")
     return src_ids, dst_ids

@@ -200,7 +200,7 @@ def _short_stride(view: View, num_blocks: int, item_bytes: int) -> str:
             span = f"smaller steps span {counted(within.stop, 'byte')}"
             return f"two cells share a byte: the stride of {name} is {counted(stride, 'byte')}, {span}"
         within = comb
-    raise AssertionError("a view folds, and none of its steps does")
+    raise AssertionError("a view overlaps itself, but none of its steps does")
 
 
 _TANGLED = "the strides are too complex to prove"

@@ -76,7 +76,7 @@ class Request:
         for what, by_group in (("need", self.need), ("kept", self.kept)):
             for group, spans in by_group.items():
                 if not all(isinstance(span, Span) for span in spans):
-                    raise SpecError(f"{what} of group {group}: spans expected, got {spans!r:.80}")
+                    raise SpecError(f"{what} of group {group}: expected spans, got {spans!r:.80}")
 
 
 def check_tables(what: str, tables: Mapping[str, BlockTable]) -> None:
@@ -84,7 +84,7 @@ def check_tables(what: str, tables: Mapping[str, BlockTable]) -> None:
     for group, table in tables.items():
         if not isinstance(table, BlockTable):
             raise SpecError(
-                f"{what} table of group {group}: a BlockTable expected, got {table!r:.80};"
+                f"{what} table of group {group}: expected a BlockTable, got {table!r:.80};"
                 " use BlockTable.of(block_ids)"
             )
 

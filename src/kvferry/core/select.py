@@ -55,7 +55,7 @@ class Walk:
         if self.first % period:
             raise self._error("table-start", f"cell {self.first} is not a multiple of {period}")
         if self.group.addressing is not Addressing.TABLE and len(self.block_ids) != 1:
-            raise self._error("table-length", f"one id expected, got {len(self.block_ids)}")
+            raise self._error("table-length", f"expected one block id, got {len(self.block_ids)}")
         if self.is_ring:
             if self.side == "src" and need[0].start < self.first:
                 detail = f"cells {show(need)} are needed, those before {self.first} are overwritten"
@@ -260,7 +260,7 @@ def _check_tables(manifest: Manifest, tables: Mapping[str, BlockTable], side: st
         if len(table.block_ids):
             pools[group.pool].append(table.block_ids)
             if (highest := int(table.block_ids.max())) >= group.num_blocks:
-                detail = f"block {highest} of a pool of {group.num_blocks}"
+                detail = f"block {highest} is outside the pool of {group.num_blocks} blocks"
                 raise RequestError(f"{side}-block-range", name, detail)
     for pool, parts in pools.items():
         ordered = np.sort(np.concatenate(parts) if len(parts) > 1 else parts[0])

@@ -141,7 +141,7 @@ def _check_question(manifest: Manifest, rank: Rank, task: DigestTask, parts: Seq
     states = manifest.state_by_name
     asked = sum(most_bytes(manifest, part) for part in parts if part.state in states)
     if asked > MAX_SHARE * most:
-        raise SpecError(f"digest: {asked} bytes requested, the ticket's blocks have {most} here")
+        raise SpecError(f"digest: {asked} bytes requested, the ticket's blocks on this rank have {most}")
     if len(parts) > MAX_PARTS_PER_VIEW * len(rank.views):
         raise SpecError(f"digest: {len(parts)} parts requested, this rank has {len(rank.views)} views")
 

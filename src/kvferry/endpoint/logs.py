@@ -114,7 +114,7 @@ def _moved(record: Record) -> str:
     digest = f", digest {record.digest}" if record.digest else ""
     return (
         f"{counted(record.num_bytes, 'byte')} in {counted(record.num_runs, 'run')} from"
-        f" {counted(record.num_sources, 'rank')}, {record.way or 'no way'},"
+        f" {counted(record.num_sources, 'rank')}, {record.way or 'no mode'},"
         f" in {record.move_seconds * 1e3:.1f} ms{digest}"
     )
 
@@ -139,10 +139,10 @@ class LeaseLog:
     def sent(self, now: float, message: Message) -> None:
         if isinstance(message, Denial):
             what = f"{message.code}: {message.detail}" if message.detail else message.code
-            self._warn(now, f"{self._engine} denied a lease of its ticket {message.ticket_id}: {what}")
+            self._warn(now, f"{self._engine} denied a lease for its ticket {message.ticket_id}: {what}")
 
     def _warn(self, now: float, line: str) -> None:
         if self._limit.take(now):
             log.warning("%s", line)
             if num := self._limit.pop_left_out():
-                log.warning("%d more lines like this of %s were not logged", num, self._engine)
+                log.warning("%d more such lines of %s were not logged", num, self._engine)

@@ -156,7 +156,7 @@ LOAD_SECONDS = Metric(
     _HISTOGRAM,
     _DESTINATION,
     "Duration of a load, by part",
-    (("part", "`meet` (of it `plan`), `post`, `move`, `digest`, `confirm`, `total`"),),
+    (("part", "`meet` (includes `plan`), `post`, `move`, `digest`, `confirm`, `total`"),),
     SECONDS,
 )
 LOAD_DIGESTS = Metric(

@@ -419,7 +419,7 @@ class SourceEngine:
                 pass  # the reader repeats it until the rank has joined
             case DigestTask(generation, number):
                 rank = int(send.to.removeprefix(HERE))
-                why = "the rank was admitted, but runs no SourceRank that could compute a digest"
+                why = "the rank has joined, but runs no SourceRank to compute a digest"
                 result = DigestResult(generation, rank, number, detail=why)
                 self._carry_out(self._authority.receive(self._clock(), send.to, result))
             case _:

@@ -145,11 +145,13 @@ def open_status(name: str, report: Callable[[], StatusReport]) -> StatusSocket |
         if len(os.listdir(folder)) >= MAX_FILES:
             live_sockets()
         if len(os.listdir(folder)) >= MAX_FILES:
-            raise SpecError(f"{folder} has {MAX_FILES} files or more")
+            raise SpecError(f"{folder} has {MAX_FILES} files or more: remove some")
         plain = re.sub(r"[^A-Za-z0-9_.-]", "_", name)[-MAX_NAME_CHARACTERS:].lstrip(".")
         path = folder / f"{plain}-{os.getpid()}-{secrets.token_hex(2)}.sock"
         if len(os.fsencode(path)) > MAX_PATH_BYTES:
-            raise SpecError(f"{path} is too long: a socket's address has at most {MAX_PATH_BYTES} bytes")
+            raise SpecError(
+                f"{path} is too long for a Unix socket (limit: {MAX_PATH_BYTES} bytes): set a shorter TMPDIR"
+            )
         return StatusSocket(path, report)
     except (SpecError, OSError) as error:
         log.info("`kvferry status` is unavailable for %s; transfers are not affected: %s", name, error)
@@ -177,7 +179,7 @@ def read_status(path: Path) -> dict[str, Any]:
             _connect(asking, path)
             found = b"".join(_received(asking))
         except OSError as error:
-            hint = ": the engine that it belonged to is gone" if error.errno == errno.ECONNREFUSED else ""
+            hint = ": its engine has exited" if error.errno == errno.ECONNREFUSED else ""
             raise SpecError(f"{path}: {error.strerror or error}{hint}") from None
     try:
         answer = json.loads(found)

@@ -47,12 +47,12 @@ def _made_alone(path: Path) -> Path:
 def write_private(folder: str | Path, name: str, data: bytes) -> Path:
     """Write a file that only this user can read. An existing file or link is replaced, never followed."""
     if len(data) > MAX_FILE_BYTES:
-        raise SpecError(f"{name} would have {len(data)} bytes, more than {MAX_FILE_BYTES}: it is not written")
+        raise SpecError(f"{name} is not written: its {len(data)} bytes exceed the limit of {MAX_FILE_BYTES}")
     path = Path(folder) / re.sub(r"[^A-Za-z0-9_.-]", "_", name)[-MAX_NAME_CHARACTERS:].lstrip(".")
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not os.path.lexists(path) and len(os.listdir(path.parent)) >= MAX_FILES:
         raise SpecError(
-            f"{path.parent} has {MAX_FILES} files or more: remove some; {path.name} is not written"
+            f"{path.name} is not written: {path.parent} has {MAX_FILES} files or more: remove some"
         )
     made = path.with_name(f".{secrets.token_hex(8)}")
     opened = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)

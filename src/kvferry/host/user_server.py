@@ -54,7 +54,7 @@ class UserServer:
         except PermissionError as error:
             self._warn(str(error))
         except OSError as error:
-            log.debug("%s: a request was not answered: %s", self._name, error)
+            log.debug("%s: failed to answer a request: %s", self._name, error)
 
     @staticmethod
     def _check_user(caller: socket.socket) -> None:

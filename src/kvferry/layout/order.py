@@ -119,7 +119,7 @@ def grow(
     """Build the tree of an order. ``page_bytes`` maps the bytes of a block to the padded number."""
     if not order:
         if len(leaves) != 1:
-            raise SpecError(f"an order ends without separating {[leaf.part for leaf in leaves]}")
+            raise SpecError(f"the order does not separate {[leaf.part for leaf in leaves]}")
         return leaves[0]
     step, rest = order[0], order[1:]
 
@@ -132,7 +132,7 @@ def grow(
                 (inner, [leaf for leaf in leaves if leaf.part in parts]) for parts, inner in step.branches
             ]
             if sum(len(some) for _, some in branches) != len(leaves):
-                raise SpecError(f"an order has no place for {[leaf.part for leaf in leaves]}")
+                raise SpecError(f"the order omits some of {[leaf.part for leaf in leaves]}")
             return Row(tuple(below(inner, some) for inner, some in branches if some))
         case "layer" | "part":
             keys = dict.fromkeys(getattr(leaf, step) for leaf in leaves)
@@ -158,7 +158,7 @@ def _count(axis: str, rest: Order, leaves: Sequence[Leaf]) -> int:
         tiled = prod(tile.size for tile in _tiles(rest, leaf.part) if tile.axis == axis)
         size = leaf.sizes.get(axis, 0)
         if size % tiled:
-            raise SpecError(f"{leaf.part}: {axis} of {size} does not divide into tiles of {tiled}")
+            raise SpecError(f"{leaf.part}: {axis} of {size} cannot be split into tiles of {tiled}")
         counts.add(size // tiled)
     if len(counts) > 1:
         raise SpecError(f"a loop over {axis} needs one size for all parts, got {sorted(counts)}")
@@ -188,7 +188,7 @@ def _capped(order: Order, num_tokens: int) -> Order:
         if step == TOKEN:
             tiled = prod(s.size for s in order[at:] if isinstance(s, Tile) and s.axis == TOKEN)
             if num_tokens % tiled:
-                raise SpecError(f"kernel blocks of {num_tokens} tokens do not divide into tiles of {tiled}")
+                raise SpecError(f"kernel blocks of {num_tokens} tokens cannot be split into tiles of {tiled}")
             steps.append(Tile(TOKEN, num_tokens // tiled))
         elif isinstance(step, Fork):
             steps.append(Fork(tuple((parts, _capped(inner, num_tokens)) for parts, inner in step.branches)))

@@ -36,12 +36,12 @@ def held(sharding: Sharding, size: int, rank: int, num_ranks: int, *, what: str 
     ['[0, 1)', '[0, 1)', '[1, 2)', '[1, 2)']
     >>> held(Sharding.EVEN, 8, 0, 3)
     Traceback (most recent call last):
-    kvferry.errors.SpecError: an axis of 8 does not divide over 3 ranks
+    kvferry.errors.SpecError: an axis of 8 cannot be split over 3 ranks
     """
     if sharding is Sharding.WHOLE:
         return Span(0, size)
     if sharding is Sharding.EVEN and size % num_ranks:
-        raise SpecError(f"{what} of {size} does not divide over {num_ranks} ranks")
+        raise SpecError(f"{what} of {size} cannot be split over {num_ranks} ranks")
     return Span(rank * size // num_ranks, -(-(rank + 1) * size // num_ranks))
 
 
@@ -286,11 +286,11 @@ class RankShare:
 
 
 def num_cells(page: Page, num_tokens: int, where: str = "") -> int:
-    """The number of cells of these tokens; raises SpecError if they do not divide evenly."""
+    """The number of cells of these tokens; raises SpecError if they are not a multiple."""
     cells, rest = divmod(num_tokens, page.tokens_per_cell)
     if rest:
         at = f"{where}: " if where else ""
-        raise SpecError(f"{at}{num_tokens} tokens do not divide into cells of {page.tokens_per_cell}")
+        raise SpecError(f"{at}{num_tokens} tokens cannot be split into cells of {page.tokens_per_cell}")
     return cells
 
 

@@ -216,7 +216,7 @@ class Config:
         width, rest = divmod(hidden, self.q_heads or 1)
         if rest:
             raise SpecError(
-                f"config: head_dim is missing, and hidden_size {hidden} does not divide into"
+                f"config: head_dim is missing, and hidden_size {hidden} cannot be split into"
                 f" {self.q_heads} heads"
             )
         return width

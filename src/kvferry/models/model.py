@@ -60,7 +60,7 @@ class Cache:
         heads = max((dim.size for dim in dims if dim.sharding is not Sharding.WHOLE), default=1)
         shards = min(heads, num_ranks)
         if heads % shards or num_ranks % shards:
-            raise SpecError(f"opaque blocks of {heads} heads do not divide over {num_ranks} ranks")
+            raise SpecError(f"opaque blocks of {heads} heads cannot be split over {num_ranks} ranks")
         block_bytes = sum(part.num_bytes for part in self.page.parts) * num_tokens // shards
         page = opaque_block(block_bytes, shards, num_tokens, f"opaque block of {num_tokens} tokens")
         return replace(self, page=page, tokens_per_block=num_tokens, page_multiple=1)

@@ -147,17 +147,19 @@ def why_not_served(model: Model, topology: Topology) -> Iterator[str]:
     """Each reason why vLLM and similar engines would not start.
 
     >>> from kvferry.models import model_named
-    >>> list(why_not_served(model_named("llama-3.1-70b"), Topology(tp=7)))
-    ['64 attention heads do not divide by tp=7', '8 KV heads and tp=7: neither divides by the other']
+    >>> for why in why_not_served(model_named("llama-3.1-70b"), Topology(tp=7)):
+    ...     print(why)
+    64 attention heads are not divisible by tp=7
+    8 KV heads and tp=7: neither is a multiple of the other
     >>> list(why_not_served(model_named("llama-3.1-70b"), Topology(tp=16)))
     []
     """
     tp, num_heads = topology.tp, model.num_query_heads
     if num_heads % tp:
-        yield f"{num_heads} attention heads do not divide by tp={tp}"
+        yield f"{num_heads} attention heads are not divisible by tp={tp}"
     for num_kv_heads in sorted(_kv_heads(model)):
         if num_kv_heads % tp and tp % num_kv_heads:
-            yield f"{num_kv_heads} KV heads and tp={tp}: neither divides by the other"
+            yield f"{num_kv_heads} KV heads and tp={tp}: neither is a multiple of the other"
     plan = stages(len(model.layers), topology.pp)
     stage_of = {model.layers[i].name: stage for stage, layers in enumerate(plan) for i in layers}
     for layer in model.layers:

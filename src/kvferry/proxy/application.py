@@ -154,7 +154,7 @@ class Proxy:
 
     async def _answer(self, request: web.Request, account: RequestAccount) -> web.StreamResponse:
         if self._num_under_way > self.limits.max_requests:
-            refuse_busy(f"the proxy serves {self.limits.max_requests} requests already, its limit")
+            refuse_busy(f"the proxy is at its limit of {self.limits.max_requests} concurrent requests")
         asked = Completion(request, account, await self._body(request, account))
         try:
             return await self._complete(asked)
@@ -190,7 +190,9 @@ class Proxy:
                 body = await self._received(request, account)
             kept = bodies.without_internal_fields(body)
         except TimeoutError:
-            refuse(HTTPStatus.REQUEST_TIMEOUT, f"the body took more than {self.limits.client_seconds:g} s")
+            refuse(
+                HTTPStatus.REQUEST_TIMEOUT, f"the body did not arrive within {self.limits.client_seconds:g} s"
+            )
         except web.RequestPayloadError as error:
             refuse(HTTPStatus.BAD_REQUEST, f"the body cannot be read: {error}")
         except bodies.BodyRejected as error:

@@ -128,7 +128,7 @@ def fields_in(text: bytes | bytearray | Raw) -> Fields:
     try:
         return {str(name): value for name, value in FIELDS.decode(text).items()}
     except RecursionError:
-        message = "the body is not JSON that can be read: it is nested too deeply"
+        message = "the JSON of the body is nested too deeply"
     except msgspec.ValidationError:
         message = f"the body is not a JSON object with at most {MAX_FIELDS} fields"
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -88,7 +88,7 @@ class ProxyMetrics:
         self.registry = CollectorRegistry()
         counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
         self._requests = counter(
-            "kvferry_proxy_requests", "Requests that ended, by outcome", ["path", "outcome"]
+            "kvferry_proxy_requests", "Finished requests, by outcome", ["path", "outcome"]
         )
         self._seconds = Histogram(
             "kvferry_proxy_seconds",
@@ -97,10 +97,10 @@ class ProxyMetrics:
             buckets=SECONDS,
             registry=self.registry,
         )
-        self.under_way = gauge("kvferry_proxy_requests_under_way", "Requests that have not ended")
+        self.under_way = gauge("kvferry_proxy_requests_under_way", "Requests in progress")
         self.aborted = counter(
             "kvferry_proxy_aborted_connections",
-            "Connections that were closed: no-request, answer-not-taken, too-many",
+            "Connections closed by the proxy, by reason: no-request, answer-not-taken, too-many",
             ["reason"],
         )
         self.asked = counter(
@@ -112,11 +112,11 @@ class ProxyMetrics:
         self.retries = counter("kvferry_proxy_retries", "Requests that were sent to another server", ["role"])
         self.stripped = counter(
             "kvferry_proxy_stripped_requests",
-            "Requests of clients with removed fields, such as kv_transfer_params",
+            "Client requests from which the proxy removed fields such as kv_transfer_params",
         )
         self.without_ticket = counter(
             "kvferry_proxy_without_ticket",
-            "Requests that a decode server got without a ticket: does-not-fit, none-given, no-prefill-server",
+            "Requests sent to a decode server without a ticket: does-not-fit, none-given, no-prefill-server",
             ["reason"],
         )
         self.turns = counter(

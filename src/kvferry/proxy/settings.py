@@ -83,9 +83,9 @@ def _server_url(place: str, text: str) -> str:
     except ValueError as error:
         raise SpecError(f"{place}: {error}") from None
     if not parts.hostname or port == 0:
-        raise SpecError(f"{place}: an address names a host and a port, such as http://10.0.0.7:8100")
+        raise SpecError(f"{place}: an address needs a host and a port, such as http://10.0.0.7:8100")
     if parts.username is not None or parts.query or parts.fragment:
-        raise SpecError(f"{place}: an address has no user name, no '?' and no '#'")
+        raise SpecError(f"{place}: an address must not contain a user name, '?' or '#'")
     if parts.path.rstrip("/").endswith("/v1"):
         raise SpecError(f"{place}: leave out /v1; the proxy adds it")
     return text.rstrip("/")
@@ -98,11 +98,11 @@ def listen_address(text: str) -> tuple[str, int]:
     (('127.0.0.1', 8000), ('::', 0))
     >>> listen_address("8000")
     Traceback (most recent call last):
-    kvferry.errors.SpecError: --listen 8000: a host and a port are needed, such as 127.0.0.1:8000
+    kvferry.errors.SpecError: --listen 8000: expected HOST:PORT, such as 127.0.0.1:8000
     """
     host, _, port = text.rpartition(":")
     is_number = port.isascii() and port.isdigit() and int(port) < 1 << 16
     is_bare_v6 = ":" in host and not (host.startswith("[") and host.endswith("]"))
     if not host or not is_number or is_bare_v6 or "/" in host:
-        raise SpecError(f"--listen {text}: a host and a port are needed, such as 127.0.0.1:8000")
+        raise SpecError(f"--listen {text}: expected HOST:PORT, such as 127.0.0.1:8000")
     return host.strip("[]"), int(port)

@@ -356,7 +356,13 @@ class Authority:
         if not self._offers.is_own(claim.ticket) or not claim.ticket.is_soft or claim.num_tokens <= 0:
             self._tally.claims["unknown"] += 1
             return [
-                Send(reply_to, Claimed(claim.nonce, detail="this process of the engine made no such offer"))
+                Send(
+                    reply_to,
+                    Claimed(
+                        claim.nonce,
+                        detail="the engine has restarted since it made this offer, or never made it",
+                    ),
+                )
             ]
         return self._claims.ask(now, reply_to, claim)
 

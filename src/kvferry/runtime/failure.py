@@ -71,7 +71,7 @@ class FailureCode(StrEnum):
     """A bug; the log has the traceback."""
 
     NOT_PROVED = "not-proved"
-    """The checker disagrees with what was selected: a bug in kvferry. Nothing was transferred."""
+    """The checker rejected the selection: a bug in kvferry. Nothing was transferred."""
     TOO_MANY_RUNS = "too-many-runs"
     """The request needs more runs than the limit."""
     SRC_TABLES = "src-tables"

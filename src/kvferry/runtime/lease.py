@@ -125,7 +125,7 @@ class Lease:
         if self.reading.num_ranks != ask.reader_ranks:
             return (
                 FailureCode.READER,
-                f"its number of ranks was {self.reading.num_ranks}, and is {ask.reader_ranks} now",
+                f"its number of ranks changed from {self.reading.num_ranks} to {ask.reader_ranks}",
             )
         return self._rank_refusal(self.reading, ask)
 

@@ -73,10 +73,10 @@ class Reader:
         max_unmet: int = MAX_UNMET,
     ) -> None:
         if not reader or not 0 <= rank < num_ranks:
-            raise SpecError(f"a reader has a name and a rank, got {reader!r}, rank {rank} of {num_ranks}")
+            raise SpecError(f"a reader needs a name and a rank, got {reader!r}, rank {rank} of {num_ranks}")
         check_name("the name of a reader", reader)
         if len(key) < TOKEN_BYTES:
-            raise SpecError(f"a reader's key has {TOKEN_BYTES} bytes or more, got {len(key)}")
+            raise SpecError(f"a reader's key needs at least {TOKEN_BYTES} bytes, got {len(key)}")
         self.reader, self.rank, self.num_ranks, self._key = reader, rank, num_ranks, key
         self._max_unmet = max_unmet
         self._timing = timing or Timing()
@@ -159,11 +159,11 @@ class Reader:
             return ""
         is_new, unmet = peer not in self.meetings, self.meetings.unmet
         if is_new and len(self.meetings) >= self.MAX_PEERS:
-            return f"{self.MAX_PEERS} engines are in use"
+            return f"{self.MAX_PEERS} source engines are in use, the limit"
         if is_new and len(unmet) >= self._max_unmet:
-            return f"{self._max_unmet} engines are in first contact"
+            return f"{self._max_unmet} source engines are in first contact, the limit"
         if sum(self.fetches.num_of(each) for each in unmet) >= self.MAX_WAITING:
-            return f"{self.MAX_WAITING} fetches wait for a first contact"
+            return f"{self.MAX_WAITING} fetches are waiting for a first contact, the limit"
         return ""
 
     def _token(self, peer: Peer, fingerprint: bytes) -> bytes:

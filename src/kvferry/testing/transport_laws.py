@@ -117,7 +117,7 @@ class TransportLaws:
         self, world: World
     ) -> None:
         if world.stopped is None:
-            raise SkipTest("nothing stops the sources of this world")
+            raise SkipTest("this world cannot stop its sources")
         expected = world.holder.load()
         with world.reader(0) as reader:
             with world.stopped():

@@ -393,7 +393,7 @@ class AgentThread(ReadCarrier):
             posted.num_failed_checks += 1
             if is_worth_a_line(posted.num_failed_checks):
                 times = posted.num_failed_checks
-                log.exception("NIXL cannot tell the state of a read after %d checks; checking again", times)
+                log.exception("NIXL did not report the state of a read in %d checks; checking again", times)
             return None
 
     def _end(self, posted: PostedSlice, error: str = "") -> None:

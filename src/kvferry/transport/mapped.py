@@ -309,5 +309,5 @@ def device_of(
     """The CUDA device of a rank, if it has one."""
     devices = sorted({kind.device_index for kind in memory.kinds if kind.name == "VRAM"})
     if len(devices) > 1:
-        raise TransportError("bad-device", f"a rank has one CUDA device, got {devices}")
+        raise TransportError("bad-device", f"a rank can use one CUDA device, got {devices}")
     return RankDevice(devices[0], transfers, memory, limits, is_open=is_open) if devices else None

@@ -190,7 +190,7 @@ class ProcessTransport:
                     "%s is read %s, which is slower than mapped: %s", peer, link.connected, reasons[0]
                 )
             return link, "; ".join(reasons)
-        raise AssertionError("every choice allows a way")
+        raise AssertionError("every choice permits at least one mode")
 
     def _mapped(self, peer: str, card: Card, regions: Sequence[Region]) -> Link:
         if self._device is None or all(region.is_on_host for region in regions):

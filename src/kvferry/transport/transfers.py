@@ -90,7 +90,7 @@ class Transfers:
         read = Read(work, partial(self._report, number))
         with self._lock:
             if number in self._under_way or number in self._ends:
-                raise TransportError("under-way", f"the end of transfer {number} was not collected yet")
+                raise TransportError("under-way", f"transfer {number} is in use: poll its result first")
             effects = self._reads.begin(read, is_held=is_held)
             self._under_way[number] = read if can_cancel else None
         self._carry_out(effects)

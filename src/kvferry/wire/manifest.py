@@ -161,7 +161,7 @@ def _manifest(doc: ManifestDoc) -> Manifest:
 
 def check_count(what: str, count: int, limit: int) -> None:
     if count > limit:
-        raise SpecError(f"at most {limit} {what} are read, got {count}")
+        raise SpecError(f"at most {limit} {what} are allowed, got {count}")
 
 
 def _state(doc: StateDoc) -> State:

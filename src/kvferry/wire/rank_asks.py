@@ -139,7 +139,7 @@ def _parts(doc: StatesDoc, boxes: dict[Box, Box], known: dict[Spans, Spans]) -> 
 
 def _spans(docs: tuple[SpanDoc, ...]) -> Spans:
     if len(docs) > MAX_SPANS or any(stop > MAX_COORDINATE for _, stop in docs):
-        raise SpecError(f"digest: at most {MAX_SPANS} intervals, up to {MAX_COORDINATE}, are read")
+        raise SpecError(f"digest: at most {MAX_SPANS} intervals, up to {MAX_COORDINATE}, are allowed")
     spans = normal([Span(start, stop) for start, stop in docs])
     if count(spans) != sum(stop - start for start, stop in docs):
         raise SpecError("digest: intervals overlap")

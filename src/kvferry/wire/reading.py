@@ -110,14 +110,14 @@ def _without_repeats(members: list[tuple[str, object]]) -> None:
     seen: set[str] = set()
     for key, _ in members:
         if key in seen:
-            raise SpecError(f"$: the key {clipped(json.dumps(key), MAX_RULE)} is given twice in one object")
+            raise SpecError(f"$: duplicate key {clipped(json.dumps(key), MAX_RULE)} in one object")
         seen.add(key)
 
 
 def check_msgpack_keys(data: bytes) -> None:
     """Raise for a duplicate key in well-formed msgpack without floats."""
     if len(msgspec.msgpack.encode(msgspec.msgpack.decode(data))) != len(data):
-        raise SpecError("$: a key is given twice in one object, or a value is not in its shortest form")
+        raise SpecError("$: duplicate key in one object, or a value not in its shortest encoding")
 
 
 MAX_JSON_BYTES = 64 << 20
@@ -150,7 +150,7 @@ def read_json(data: bytes, schema: type[Doc], *, versions: range | None = None) 
     _check_length(data, MAX_JSON_BYTES)
     num_items = data.count(b",") + 1
     if num_items > MAX_JSON_ITEMS:
-        raise SpecError(f"$: at most {MAX_JSON_ITEMS} items are read, got {num_items}")
+        raise SpecError(f"$: at most {MAX_JSON_ITEMS} items are allowed, got {num_items}")
     doc = _decoded(msgspec.json.decode, data, schema, versions)
     check_json_keys(data)
     return doc
@@ -174,7 +174,7 @@ def _check_length(data: bytes, limit: int) -> None:
         mend = ": encode it first (text.encode())" if isinstance(data, str) else ""
         raise TypeError(f"expected a document as bytes, got {type(data).__name__}{mend}")
     if len(data) > limit:
-        raise SpecError(f"$: at most {limit} bytes are read, got {len(data)}")
+        raise SpecError(f"$: at most {limit} bytes are allowed, got {len(data)}")
 
 
 def _decoded(decode: Decode, data: bytes, schema: type[Doc], versions: range | None) -> Doc:

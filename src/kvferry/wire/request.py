@@ -78,7 +78,7 @@ def _block_id(block_id: int | None) -> int:
 
 def _spans(docs: tuple[SpanDoc, ...]) -> Spans:
     if len(docs) > MAX_SPANS:
-        raise SpecError(f"at most {MAX_SPANS} intervals are read, got {len(docs)}")
+        raise SpecError(f"at most {MAX_SPANS} intervals are allowed, got {len(docs)}")
     return normal(tuple(at(f"[{i}]", _span, doc) for i, doc in enumerate(docs)))
 
 

@@ -228,7 +228,7 @@ def from_text(text: str, key: bytes = b"") -> Ticket:
     With the fleet's ``key``, a text without the right seal is not decoded.
     """
     if len(text) > MAX_TICKET_BYTES:
-        raise SpecError(f"ticket: at most {MAX_TICKET_BYTES} characters are read, got {len(text)}")
+        raise SpecError(f"ticket: at most {MAX_TICKET_BYTES} characters are allowed, got {len(text)}")
     if key and not is_text_sealed(text, key):
         raise SpecError("ticket: issued without this fleet's secret")
     body, _, proof = text.partition(".")

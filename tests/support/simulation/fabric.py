@@ -256,7 +256,7 @@ class SimulatedTransport:
         self, transfer: int, source: SimulatedTransport | None, src_words: Indices, dst_words: Indices
     ) -> None:
         if transfer in self.under_way:
-            raise TransportError("under-way", f"the end of transfer {transfer} was not collected yet")
+            raise TransportError("under-way", f"transfer {transfer} is in use: poll its result first")
         load = int(self.memory.owners[dst_words[0]]) if len(dst_words) else 0
         read = SimulatedRead(transfer, self, source, src_words, dst_words, load)
         self.under_way[transfer] = read

@@ -13,8 +13,8 @@ from kvferry.cli.options import Json, Model, examples, topology_help
 HELP = "\n\n".join(
     (
         "Transfer caches between unequal engines on this host, and verify every cell.",
-        "Starts a prefill engine and a decode engine, each rank a process, with a model's true dimensions"
-        " and a few of its layers (by default KDA and MLA on shared tensors). Every item gets a unique"
+        "Starts a prefill engine and a decode engine, each rank a process, with a model's real dimensions"
+        " and a few of its layers (by default KDA and MLA on shared tensors). Every element gets a unique"
         " value. Requests are offered, leased and read; every cell is verified, and no lease, read or"
         " block may be left over. KVFERRY_WAY and KVFERRY_EXPOSE select the transfer mode: by default mapped"
         " for device memory, packed for host memory.",
@@ -25,7 +25,7 @@ HELP = "\n\n".join(
             "kvferry demo --model gpt-oss-20b --tokens 3000 --requests 10",
             "kvferry demo --device cuda",
         ),
-        "Exit codes: 0 all cells right and nothing left over; 1 a wrong cell, a failed request, a leak, or"
+        "Exit codes: 0 all cells correct and nothing left over; 1 a wrong cell, a failed request, a leak, or"
         " refused; 2 bad usage.",
     )
 )
@@ -46,7 +46,7 @@ def demo(
         typer.Option(min=1, metavar="N", help="Tokens of the longest request.", show_default="8000"),
     ] = None,
     layers: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="About how many layers.", show_default="4")
+        int | None, typer.Option(min=1, metavar="N", help="Approximate number of layers.", show_default="4")
     ] = None,
     device: Annotated[Device, typer.Option(help="Memory of the caches.")] = Device.CPU,
     as_json: Json = False,

@@ -157,12 +157,12 @@ def _engines(pair: Pair, num_requests: int, tokens: int | None) -> tuple[Manifes
             " reduce --tokens, --layers or ranks"
         )
     if len(src.ranks) + len(dst.ranks) >= MAX_PROCESSES:
-        raise SpecError(f"each rank is a process; the limit is {MAX_PROCESSES}")
+        raise SpecError(f"too many ranks: each is a process, and the limit is {MAX_PROCESSES} processes")
     for manifest in (src, dst):
         pool, number = BlockPool(manifest), room[manifest.engine]
         if not all(pool.take(num_tokens) for _ in range(number)):
-            wanted = f"room for {counted(number, 'request')} of {num_tokens} tokens"
-            raise SpecError(f"--{manifest.engine}: the pool has no {wanted}: set blocks=N")
+            wanted = f"{counted(number, 'request')} of {num_tokens} tokens"
+            raise SpecError(f"--{manifest.engine}: the block pool is too small for {wanted}: set blocks=N")
     return src, dst, num_tokens
 
 
@@ -234,7 +234,7 @@ class DemoTransfers:
             tables.update(pool.take(num_tokens) or {})
             return bool(tables)
 
-        until(is_taken, f"a pool has blocks for {num_tokens} tokens", SETTLED_SECONDS)
+        until(is_taken, f"free blocks for {num_tokens} tokens", SETTLED_SECONDS)
         return tables
 
     def _take_back(self) -> None:

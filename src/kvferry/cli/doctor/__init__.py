@@ -15,7 +15,7 @@ from kvferry.errors import SpecError
 
 HELP = "\n\n".join(
     (
-        "Check whether this host is ready for transfers, measure it, and name what to change.",
+        "Check whether this host is ready for transfers, measure it, and suggest fixes.",
         "Checks versions, drivers, limits, settings and the secret. Then one process reads host memory, and"
         " memory of the first GPU if there is one, from another process. The report has the transfer mode,"
         " the speed against a plain copy and the time per short run; every cell is verified. Each finding"
@@ -37,7 +37,7 @@ HELP = "\n\n".join(
             "kvferry plan --model qwen3-32b --src tp=8 --dst tp=4 --link here.json",
             "KVFERRY_SECRET_FILE=/run/secrets/kvferry kvferry doctor --peer 10.0.0.7:7777",
         ),
-        "Exit codes: 0 no problem found; 1 a finding of the level problem; 2 bad usage or input.",
+        "Exit codes: 0 no problem found; 1 at least one problem found; 2 bad usage or input.",
     )
 )
 

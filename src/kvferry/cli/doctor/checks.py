@@ -80,7 +80,7 @@ def check_nixl(observed: Observed) -> Iterator[Diagnosis]:
             "no-nixl",
             f"NIXL cannot be imported: {error}.",
             f"{USE_FABRIC} needs it; without that setting NIXL is not used.",
-            'pip install ".[nixl]" in a clone of kvferry; or, without the torch for CUDA that it asks for:'
+            'pip install ".[nixl]" in a clone of kvferry; or, without its CUDA build of torch:'
             " pip install --no-deps nixl nixl-cu12.",
         )
     wheel = re.fullmatch(r"nixl_cu(\d+)", software.wheel)
@@ -111,7 +111,7 @@ def check_nixl_version(observed: Observed) -> Iterator[Diagnosis]:
         yield warning(
             "nixl-version",
             f"NIXL {nixl} is installed.",
-            f"kvferry is tested with NIXL {wanted} and later, below {NIXL_MAJOR + 1}.",
+            f"kvferry is tested with NIXL >={wanted},<{NIXL_MAJOR + 1}.",
             f'pip install --no-deps "nixl>={wanted},<{NIXL_MAJOR + 1}", and its wheel (nixl-cu12 or'
             " nixl-cu13) of the same version.",
         )
@@ -143,7 +143,8 @@ def check_vllm(observed: Observed) -> Iterator[Diagnosis]:
             f"vLLM {version} is newer than the versions that were tested: {supported_text()}.",
             "At start, the connector compares vLLM's hooks and cache layouts with the expected ones."
             " Layers that it cannot check are exchanged between identically configured engines only.",
-            "Read the connector's log lines at start, or use a kvferry that was tested with this version.",
+            "Read the connector's log lines at start, or use a kvferry release that was tested with this"
+            " version.",
         )
     if standing is Standing.OLDER:
         yield problem(
@@ -165,7 +166,7 @@ def check_peer(observed: Observed) -> Iterator[Diagnosis]:
         yield problem(
             "unreachable",
             f"{peer.address} cannot be reached: {peer.tcp_error}.",
-            "Engines use this connection for control messages.",
+            "Engines need this connection for control messages.",
             "Start `kvferry doctor --listen ADDRESS` there first. If it runs, check the address and the port,"
             " the route, and that no firewall or network policy blocks TCP to that port.",
         )
@@ -232,7 +233,7 @@ def check_any_reads(reads: ReadsSeen, observed: Observed) -> Iterator[Diagnosis]
         yield note(
             "tcp-fallback",
             f"{title} memory is sent over TCP, although the host has {cards}.",
-            "RDMA uses no CPU time of the source.",
+            "RDMA would use no CPU time on the source.",
             _rdma_cure(observed),
         )
 
@@ -356,8 +357,8 @@ def check_rdma(observed: Observed) -> Iterator[Diagnosis]:
     if limit is not None and not limits.may_lock_all and limit < limits.memory_bytes // 2:
         yield (problem if uses_card else note)(
             "low-memlock",
-            f"This process may lock {num_bytes(limit)} of memory (ulimit -l) of"
-            f" {num_bytes(limits.memory_bytes)}.",
+            f"This process may lock {num_bytes(limit)} of this machine's {num_bytes(limits.memory_bytes)} of"
+            " memory (ulimit -l).",
             "An RDMA card locks all host memory that is registered with it: a larger cache cannot be"
             f" registered{'.' if uses_card else '. Engines with these settings use no card.'}",
             "Set LimitMEMLOCK=infinity (systemd), memlock unlimited (/etc/security/limits.conf), --ulimit"

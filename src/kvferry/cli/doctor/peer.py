@@ -145,7 +145,9 @@ def call(address: str, secret: Secret | None) -> tuple[PeerSeen, list[ServedMemo
         message = _unpacked(data, ANSWER)
         return replace(peer, theirs=_host(message)), [_offered(one) for one in message["memories"]]
     except NONSENSE as error:
-        return replace(peer, answer_error=f"its answer of {len(data)} bytes is not a doctor's ({error})"), []
+        return replace(
+            peer, answer_error=f"its answer of {len(data)} bytes is not from a doctor ({error})"
+        ), []
 
 
 def _tcp_error(address: str) -> str:

@@ -49,7 +49,7 @@ def profile_document(observed: Observed) -> dict[str, Any]:
 def busy_words(observed: Observed) -> str:
     """The load before the measurement; empty if at least half of the cores were idle."""
     load, num_cores = observed.machine["load"], observed.machine["num_cores"]
-    return f"the load was {load:g} on {counted(num_cores, 'core')}" if load > num_cores / 2 else ""
+    return f"the load average was {load:g} on {counted(num_cores, 'core')}" if load > num_cores / 2 else ""
 
 
 STYLES = {Level.PROBLEM: "bold red", Level.WARNING: "bold yellow", Level.NOTE: "bold"}
