@@ -162,8 +162,7 @@ def test_blocks_are_scattered_unless_consecutive_ones_are_asked_for(cli):
 def test_what_an_engine_would_refuse_is_marked(cli):
     ran = cli("plan", "--model", "llama-3.1-70b", "--src", "tp=4", "--dst", "tp=7")
     assert ran.code == 0
-    assert "NOTE  vLLM would not start with this --dst
-" in ran.out
+    assert "NOTE  vLLM would not start with this --dst\n" in ran.out
     assert "64 attention heads are not divisible by tp=7" in ran.out
     assert "with this --src" not in ran.out
 
