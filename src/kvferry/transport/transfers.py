@@ -67,7 +67,7 @@ class Transfers:
     >>> read = transfers.begin(7, [], is_held=True)
     >>> transfers.begin(7, [])
     Traceback (most recent call last):
-    kvferry.errors.TransportError: under-way: the end of transfer 7 was not collected yet
+    kvferry.errors.TransportError: under-way: transfer 7 is in use: poll its result first
     >>> transfers.come(read, "cable cut")
     >>> transfers.collect(), transfers.collect()
     ([ReadEnd(transfer=7, error='cable cut')], [])
