@@ -74,7 +74,7 @@ def test_states_cannot_be_tried_and_are_believed_of_tested_versions_only(
     states = [layer for layer in layers if layer.page.kind is Kind.RECURRENT]
     assert states
     for layer in states:
-        with pytest.raises(Untried, match="known to its kernels only"):
+        with pytest.raises(Untried, match="only its kernels know its internal layout"):
             look(layer, DTYPE)
     caplog.set_level(logging.INFO, "kvferry")
     logging.getLogger("kvferry").propagate = True
