@@ -13,7 +13,7 @@ from unittest.mock import patch
 import aiohttp
 from aiohttp import web
 
-from kvferry.proxy import servers
+from kvferry.proxy import application
 from kvferry.proxy.application import Proxy
 from kvferry.proxy.serve import start
 from kvferry.proxy.servers import ModelServer
@@ -151,10 +151,6 @@ class World:
     def sample(self, name: str, **labels: str) -> float:
         return self.proxy.metrics.registry.get_sample_value(f"kvferry_proxy_{name}", labels) or 0.0
 
-    def is_checked(self, server: ModelServer) -> bool:
-        labels = {"role": server.role, "server": server.url}
-        return self.proxy.metrics.registry.get_sample_value("kvferry_proxy_server_ready", labels) is not None
-
 
 def play(
     test: Callable[[World], Awaitable[None]],
@@ -164,15 +160,15 @@ def play(
     is_falling_back: bool = True,
     has_conversations: bool = True,
     is_overlapping: bool = True,
-    check_seconds: float = 60,
+    health_seconds: float = 60,
     **limits: Any,
 ) -> None:
-    """Run a test in a world of its own, once each server was checked."""
+    """Run a test in a world of its own. There ``/health`` waits for all servers, also on a slow machine."""
 
     async def run() -> None:
         fleets = [[FakeServer(behave) for behave in behaviours] for behaviours in (prefill, decode)]
         async with AsyncExitStack() as stack:
-            stack.enter_context(patch.object(servers, "CHECK_SECONDS", check_seconds))
+            stack.enter_context(patch.object(application, "HEALTH_SECONDS", health_seconds))
             for server in (*fleets[0], *fleets[1]):
                 await stack.enter_async_context(server.running())
             prefill_urls, decode_urls = (tuple(server.url for server in fleet) for fleet in fleets)
@@ -192,10 +188,6 @@ def play(
             stack.push_async_callback(runner.cleanup)
             client = await stack.enter_async_context(aiohttp.ClientSession())
             url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            world = World(url, client, proxy, runner, *fleets)
-            known = [server for pool in proxy._pools.values() for server in pool.servers]
-            while not all(map(world.is_checked, known)):
-                await asyncio.sleep(0.01)
-            await test(world)
+            await test(World(url, client, proxy, runner, *fleets))
 
     asyncio.run(asyncio.wait_for(run(), 120))

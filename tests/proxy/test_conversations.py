@@ -137,6 +137,7 @@ def test_requests_of_another_salt_or_model_share_nothing(more):
 
 def test_what_a_server_offered_is_forgotten_when_it_is_lost():
     async def test(world: World) -> None:
+        await world.get("/health")
         talk = Talk(world, "chat")
         await talk.turn("How deep?")
         world.proxy._pools[Role.DECODE].mark(world.server("decode"), is_ready=False)

@@ -7,7 +7,7 @@ import time
 import pytest
 from aiohttp import ClientPayloadError, web
 
-from kvferry.proxy import servers
+from kvferry.proxy import application, servers
 from kvferry.proxy.settings import Role
 from tests.proxy.conftest import (
     PROMPT,
@@ -147,6 +147,7 @@ def test_a_server_that_is_not_there_is_named_in_the_log(caplog):
 @pytest.mark.parametrize("is_known", [False, True], ids=["not known yet", "known"])
 def test_without_a_prefill_server_decode_servers_compute_the_prompt(is_known, caplog):
     async def test(world: World) -> None:
+        await world.get("/health")  # the first check has ended
         world.server("prefill").is_ready = not is_known
         assert (await world.ask())[0] == 200
         assert world.decode[0].bodies == [{"prompt": PROMPT}]
@@ -165,6 +166,7 @@ def test_a_prompt_that_a_prefill_server_failed_at_goes_to_no_decode_server():
     """Not even if the other prefill server cannot be reached."""
 
     async def test(world: World) -> None:
+        await world.get("/health")  # the first check has ended
         for server in world.proxy._pools[Role.PREFILL].servers:
             server.is_ready = True
         assert (await world.ask())[0] == 502
@@ -301,24 +303,27 @@ def test_health_is_that_of_every_server():
         assert world.sample("server_ready", role="prefill", server=world.prefill[1].url) == 0
         world.decode[0].health = 503
         while (await world.get("/health"))[0] == 200:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.05)  # an answer is good for half a second
         assert world.sample("server_ready", role="decode", server=world.decode[0].url) == 0
         assert await world.get("/live") == (200, '{"alive": true}')
 
-    play(test, prefill=[give_ticket, None], check_seconds=0.05)
+    play(test, prefill=[give_ticket, None])
 
 
 def test_a_server_that_hangs_does_not_delay_health(monkeypatch):
-    monkeypatch.setattr(servers, "ANSWER_SECONDS", 600.0)
+    """Probes of Kubernetes wait for one second."""
+    assert application.HEALTH_SECONDS < 1
+    monkeypatch.setattr(servers, "CHECK_SECONDS", 600.0)
     report = {"prefill": {"ready": 2, "servers": 2}, "decode": {"ready": 0, "servers": 1}}
 
     async def test(world: World) -> None:
+        await world.get("/health")  # the first checks have ended
         world.prefill[0].health, world.decode[0].health = 0, 503
         async with asyncio.timeout(30):
             while (await world.get("/health")) != (503, json.dumps(report)):
                 await asyncio.sleep(0.05)
 
-    play(test, prefill=[give_ticket, give_ticket], check_seconds=0.05)
+    play(test, prefill=[give_ticket, give_ticket], health_seconds=0.1)
 
 
 def test_a_server_that_redirects_its_health_check_is_not_ready():
@@ -329,7 +334,7 @@ def test_a_server_that_redirects_its_health_check_is_not_ready():
         while (await world.get("/health"))[0] == 200:
             await asyncio.sleep(0.05)
 
-    play(test, check_seconds=0.05)
+    play(test)
 
 
 @pytest.mark.parametrize("is_falling_back", [False, True])
@@ -344,12 +349,12 @@ def test_a_server_that_is_not_ready_gets_no_request_while_another_is():
     async def test(world: World) -> None:
         world.decode[0].health = 503
         while world.server("decode").is_ready:
-            await asyncio.sleep(0.05)
+            await world.get("/health")
         for _ in range(4):
             await world.ask()
         assert [len(server.bodies) for server in world.decode] == [0, 4]
 
-    play(test, decode=[complete, complete], check_seconds=0.05)
+    play(test, decode=[complete, complete])
 
 
 def test_servers_take_turns_and_the_busy_one_waits():

@@ -21,7 +21,7 @@ from kvferry.proxy.answers import Answer
 from kvferry.proxy.conversations import Conversations, ConversationTurn
 from kvferry.proxy.metrics import ProxyMetrics, RequestAccount, RequestOutcome, log, request_name
 from kvferry.proxy.servers import (
-    ANSWER_SECONDS,
+    CHECK_SECONDS,
     NAME_HEADER,
     ErrorAnswer,
     EventStream,
@@ -42,6 +42,8 @@ COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 MODELS, HEALTH, LIVE, METRICS = "/v1/models", "/health", "/live", "/metrics"
 FORWARDED_HEADERS = ("Authorization",)
 """The only client headers that servers get: others can change how vLLM answers."""
+HEALTH_SECONDS = 0.5
+"""How long ``/health`` waits for servers before it reports their last state. Kubernetes' probes wait 1 s."""
 NUM_RETRIES = 1
 """Further servers of a kind to try after one failed: a prompt that crashes servers reaches two at most."""
 MAX_BODIES = 32
@@ -71,6 +73,7 @@ class Proxy:
         self._pools = {role: ServerPool(role, settings.urls(role), self.metrics) for role in Role}
         self._conversations = Conversations(self.metrics, is_on=settings.has_conversations)
         self._num_under_way = self._body_bytes = 0
+        self._checks: asyncio.Task[None] | None = None
         self.is_stopping = False
 
     def app(self) -> web.Application:
@@ -91,9 +94,24 @@ class Proxy:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         jar = aiohttp.DummyCookieJar()
         async with aiohttp.ClientSession(connector=connector, cookie_jar=jar) as self._session:
-            watching = [asyncio.create_task(pool.watch(self._session)) for pool in self._pools.values()]
+            checking = asyncio.create_task(self._keep_checking())
             yield
-            await ended(*watching)
+            checking.cancel()
+            await ended(checking, self._checks)
+
+    async def _keep_checking(self) -> None:
+        while True:
+            await asyncio.wait((self._check(),))
+            await asyncio.sleep(CHECK_SECONDS)
+
+    def _check(self) -> asyncio.Task[None]:
+        """The running check of all servers, or a new one."""
+        if self._checks is None or self._checks.done():
+            self._checks = asyncio.create_task(self._check_all())
+        return self._checks
+
+    async def _check_all(self) -> None:
+        await asyncio.gather(*(pool.check(self._session) for pool in self._pools.values()))
 
     # -- handlers
 
@@ -132,6 +150,7 @@ class Proxy:
 
     async def health(self, _: web.Request) -> web.Response:
         """How many servers of each kind are ready, and whether requests can be served."""
+        await asyncio.wait((self._check(),), timeout=HEALTH_SECONDS)
         report = {
             role.value: {
                 "ready": sum(server.is_ready for server in pool.servers),
@@ -415,7 +434,7 @@ class Proxy:
                 server.url + path,
                 headers=headers,
                 data=body if body is None else encoded(body),
-                timeout=limit or self._timeout(total=ANSWER_SECONDS),
+                timeout=limit or self._timeout(total=CHECK_SECONDS),
                 allow_redirects=False,  # a ticket goes to the servers that were named, and to no other
             )
         try:

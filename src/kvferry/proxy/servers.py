@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import logging
+import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,10 +21,10 @@ from kvferry.proxy.bodies import Fields
 from kvferry.proxy.metrics import ProxyMetrics, RequestOutcome, log
 from kvferry.proxy.settings import Role
 
-CHECK_SECONDS = 2.0
-"""Between two health checks of a server."""
-ANSWER_SECONDS = 5.0
-"""Timeout of a health check, and of other short answers."""
+CHECK_SECONDS = 5.0
+"""Interval of health checks, and their timeout."""
+FRESH_SECONDS = 0.5
+"""Health checks are not repeated within this time, so that clients cannot make the proxy flood servers."""
 
 
 class ServerFailed(Exception):
@@ -72,6 +73,7 @@ class ServerPool:
     def __init__(self, role: Role, urls: Sequence[str], metrics: ProxyMetrics) -> None:
         self.servers = [ModelServer(role, url) for url in urls]
         self._metrics, self._turns = metrics, itertools.count(1)
+        self._checked = -FRESH_SECONDS
 
     def pick(self, tried: Collection[ModelServer] = ()) -> ModelServer | None:
         """The ready server with the fewest requests; equals take turns. None: all have been tried.
@@ -89,20 +91,14 @@ class ServerPool:
     def is_ready(self) -> bool:
         return any(server.is_ready for server in self.servers)
 
-    async def watch(self, session: aiohttp.ClientSession) -> None:
-        """Keep checking the health of all servers; one that hangs does not delay the others."""
-        await asyncio.gather(*(self._watch(session, server) for server in self.servers))
-
-    async def _watch(self, session: aiohttp.ClientSession, server: ModelServer) -> None:
-        while True:
-            try:
-                await self._check(session, server)
-            except Exception:
-                log.exception("internal error in the health check of %s; please report it", server)
-            await asyncio.sleep(CHECK_SECONDS)
+    async def check(self, session: aiohttp.ClientSession) -> None:
+        """Query the health of all servers. Not reentrant."""
+        if time.monotonic() - self._checked >= FRESH_SECONDS:
+            await asyncio.gather(*(self._check(session, server) for server in self.servers))
+            self._checked = time.monotonic()
 
     async def _check(self, session: aiohttp.ClientSession, server: ModelServer) -> None:
-        limit = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
+        limit = aiohttp.ClientTimeout(total=CHECK_SECONDS)
         try:
             with failures_of(server):
                 health = session.get(f"{server.url}/health", timeout=limit, allow_redirects=False)
