@@ -55,7 +55,7 @@ def post(body: bytes, length: int | None = None) -> bytes:
 class LongestPause:
     """The longest time in which the event loop, which server and client share, did nothing else.
 
-    In seconds of this process on a processor: other processes of the machine do not count.
+    Measured in CPU time of this process, so that other processes do not count.
     """
 
     seconds = 0.0

@@ -71,7 +71,7 @@ def compared_configs(src: Side, dst: Side) -> tuple[tuple[Finding, ...], tuple[s
 
 
 def _excerpt(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the catalogue has of a configuration: its text model. Manifests compare the types."""
+    """The keys that the catalogue has, too: those of the text model. The manifests compare model types."""
     text = config.get("text_config")
     return {**config, **(text if isinstance(text, Mapping) else {}), "model_type": None}
 

@@ -136,12 +136,8 @@ class Side:
             return self.text
         asked = self.command.topology
         with at(f"--{self.engine} {self.text}"):
-            topology, backend = Topology.parse(asked), self.command.attention_backend
-            _check_backend(self.chosen_model, backend, topology)
-            caches = (cache for layer in self.chosen_model.layers for cache in layer.caches)
-            step = 16 if any(cache.is_recurrent for cache in caches) else self.chosen_model.default_block
-            if topology.block % (step := serve_command.BACKENDS.get(backend, 0) or step):
-                raise SpecError(f"--block-size {topology.block}: vLLM needs a multiple of {step}")
+            topology = Topology.parse(asked)
+            _check_backend(self.chosen_model, self.command.attention_backend, topology)
             if not topology.block:
                 return asked
             return _with_key(asked, "block", str(served_block(self.chosen_model, topology)))
@@ -221,7 +217,7 @@ class Side:
 
 
 def _check_backend(model: Model, backend: str, topology: Topology) -> None:
-    """Raise SpecError if the backend does not support the model, or the cache layout is unknown."""
+    """Raise SpecError if the backend does not support the model or block size, or the layout is unknown."""
     caches = [cache for layer in model.layers for cache in layer.caches]
     has_latents = any(part.name == "latent" for cache in caches for part in cache.page.parts)
     is_sparse = has_latents and any(cache.name == "indexer" for cache in caches)
@@ -235,6 +231,10 @@ def _check_backend(model: Model, backend: str, topology: Topology) -> None:
             f"--kv-cache-dtype fp8 of {model.name}: a row of sparse MLA has 576 or 656 bytes, depending on"
             " the GPU and the attention backend. Dump the engine's manifest and pass the file"
         )
+    is_hybrid = any(cache.is_recurrent for cache in caches)
+    step = serve_command.BACKENDS.get(backend, 0) or (16 if is_hybrid else model.default_block)
+    if topology.block % step:
+        raise SpecError(f"--block-size {topology.block}: vLLM needs a multiple of {step}")
 
 
 def src_and_dst(

@@ -154,8 +154,7 @@ class ServeCommand:
             settings.setdefault("block", str(block))
         settings |= _of_variables(words[: at - 1], settings.get("pp", "1"))
         unread = flags.keys() - {*READ, *KEYS, *DECIDING, *OF_MODEL}
-        connector = _connector(flags.get("kv-transfer-config", "{}"))
-        other = connector.get("kv_connector") if "kvferry" not in f"{connector}".lower() else None
+        connector, other = _connector(flags.get("kv-transfer-config", "{}"))
         note = (f"--kv-transfer-config ({other}; planned as KVFerryConnector)",) if other else ()
         return cls(
             model,
@@ -256,8 +255,8 @@ def _num_tokens(text: str) -> int:
     return int(float(number) * (1000 if unit.islower() else 1024) ** " kmg".index(unit.lower() or " "))
 
 
-def _connector(text: str) -> Mapping[str, Any]:
-    """The settings of kvferry's connector, alone or inside MultiConnector; else the other's name and role."""
+def _connector(text: str) -> tuple[Mapping[str, Any], str]:
+    """The settings of kvferry's connector, alone or inside MultiConnector; else the other's role and name."""
     try:
         found: dict[str, Any] = json.loads(text)
         inner = found.get("kv_connector_extra_config") or {}
@@ -265,12 +264,12 @@ def _connector(text: str) -> Mapping[str, Any]:
             if "kvferry" in f"{each.get('kv_connector')} {each.get('kv_connector_module_path')}".lower():
                 if unknown := unknown_options(each.get("kv_connector_extra_config") or {}):
                     raise SpecError(f"--kv-transfer-config: {unknown}")
-                return {**found, **each}
+                return {**found, **each}, ""
+        return {"kv_role": found.get("kv_role")}, str(found.get("kv_connector") or "")
     except (ValueError, TypeError, AttributeError) as error:
         if isinstance(error, SpecError):
             raise
         raise SpecError(f"--kv-transfer-config is not the JSON that vLLM expects: {error}") from None
-    return {key: found[key] for key in ("kv_connector", "kv_role") if key in found}
 
 
 def _of_variables(words: Sequence[str], num_stages: str) -> dict[str, str]:

@@ -173,9 +173,9 @@ class _Engine:
         num_tokens = chosen or self.default_block
         if self.layout.name == OPAQUE and cache.is_attention:
             return cache.as_opaque(topology.tp, num_tokens)
-        row = _bytes_of(cache, RankShare(0, topology.tp))
-        if bucket not in topology.block_of and cache.is_attention and self.widest_row % row == 0:
-            num_tokens *= self.widest_row // row or 1
+        if self.widest_row and cache.is_attention and bucket not in topology.block_of:
+            ratio, rest = divmod(self.widest_row, _bytes_of(cache, RankShare(0, topology.tp)))
+            num_tokens *= 1 if rest else ratio
         return replace(cache, tokens_per_block=num_tokens)
 
     @cached_property
