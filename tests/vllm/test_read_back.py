@@ -470,6 +470,21 @@ def test_the_holes_of_windows_count_for_no_block(docks: Docks, prompt: Prompts):
     assert counts(talk.src, "read_backs") == {"claimed": 1}
 
 
+def test_a_claim_leaves_running_requests_their_blocks(docks: Docks, prompt: Prompts):
+    """It pins a quarter of the blocks that no request uses: 4 of 19, and it needs 6."""
+    talk = router(docks, dst=replace(BOTH, longest=512, blocks=40))
+    text = prompt(200)
+    _, answer = talk.turn(text, None)
+    talk.forget()
+    running = [talk.dst.ask(prompt(300), 100) for _ in range(2)]
+    for _ in range(3):
+        talk.dst.step()
+    prefill = talk.src.ask([*text, *prompt(9)], 1, {**(answer.params or {}), **PREFILL})
+    talk.drive(prefill, *running)
+    assert prefill.num_external == 0
+    assert counts(talk.src, "read_backs") == {"denied": 1}
+
+
 def test_a_history_is_bounded_whatever_is_in_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(soft, "MAX_HASHES", 100)
     history = soft._History()
