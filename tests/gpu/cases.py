@@ -135,7 +135,7 @@ BF16_ON_CPU = {"qwen3_next"}
 """Families that a CPU computes in bf16 only. All others run there in fp32, where equal means equal."""
 ON_BOTH = ("max_num_batched_tokens", "num_gpu_blocks_override")
 """Engine arguments that a case says for a CPU, too."""
-MLA = {"deepseek_v3", "deepseek_v3-wide"}
+MLA = {"deepseek_v3", "deepseek_v3-wide", "deepseek_v3-wide-all"}
 CPU_MLA = {"attention_backend": "CPU_MLA", "compilation_config": {"custom_ops": ["none"]}}
 """Without them MLA in fp32 is wrong on a CPU, connector or not."""
 
@@ -154,6 +154,8 @@ def _on_cpu(setting: Setting, family: str) -> Setting:
         raise NotHere(f"{' and '.join(of_gpus)}: vLLM's worker for a CPU has no such choice")
     if family in STATES and {PREFIX, DENSE} & set(setting.features):
         raise NotHere("with prefix caching, vLLM's CPU build serves no model with states")
+    if family in MLA and {PREFIX, DENSE} & set(setting.features):
+        raise NotHere("vLLM's CPU build has no prefix caching for MLA")
     if setting.dtype == "float16":
         raise NotHere("on a CPU the same case runs in fp32, which the case in bf16 does already")
     if setting.cache_dtype and platform.machine() == "aarch64":
@@ -541,7 +543,9 @@ def _turns() -> Iterator[TurnsCase | FullPoolCase]:
         yield TurnsCase("llama", src, dst)
         yield TurnsCase("gemma3", src, dst)
     yield TurnsCase("deepseek_v3", dense, dense)
-    yield TurnsCase("nemotron_h", dense, dense, must_read_back=False)
+    yield TurnsCase("deepseek_v3-wide-all", dense, dense)
+    conv_ds = replace(dense, features=(DENSE, "conv-ds"))  # the only one that vLLM's own connector takes
+    yield TurnsCase("nemotron_h", conv_ds, conv_ds, must_read_back=False)
     yield TurnsCase("llama", replace(one, tp=2), one)
     yield TurnsCase("llama", one, replace(one, tp=2))
     yield FullPoolCase("llama", one, replace(one, more={"num_gpu_blocks_override": FULL_POOL_BLOCKS}))

@@ -24,11 +24,20 @@ FIRST, NEW, ANSWER = 200, 30, 20
 """Tokens of the first prompt, of each further message, and of each answer."""
 NUM_TURNS, NUM_TALKS = 10, 8
 RECOMPUTE = {"kv_load_failure_policy": "recompute"}
-READ_BACK = {**RECOMPUTE, "kv_connector_extra_config": {"bidirectional_kv_xfer": True}}
-CONNECTORS: Mapping[str, Mapping[str, Any]] = {OURS: {**KVFERRY, **READ_BACK}, OWN: {**STOCK, **READ_BACK}}
-UNCHECKED = {"bidirectional_kv_xfer": True, "identity": "unchecked"}
+READING_BACK = {"bidirectional_kv_xfer": True}
+CHECKED = {**READING_BACK, "digest": "full"}
+UNCHECKED = {**READING_BACK, "identity": "unchecked"}
 """Weights that vLLM makes up have no identity."""
-TIMED = {**CONNECTORS, OURS: {**CONNECTORS[OURS], "kv_connector_extra_config": UNCHECKED}}
+
+
+def connectors(ours: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """kvferry with these options, and vLLM's own, both reading back."""
+    return {
+        OURS: {**KVFERRY, **RECOMPUTE, "kv_connector_extra_config": ours},
+        OWN: {**STOCK, **RECOMPUTE, "kv_connector_extra_config": READING_BACK},
+    }
+
+
 WITHOUT = "-no-read-back"
 
 
@@ -119,9 +128,9 @@ def reference_of(engines: Engines, family: str, like: Setting) -> Iterator[Refer
 
 def run_turns(engines: Engines, case: TurnsCase, found: dict[str, Any]) -> None:
     """Every answer is right, with each connector and without read-back; counts tokens, turn by turn."""
-    found["turns"] = {}
+    found |= {"turns": {}, "digests": {}}
     with reference_of(engines, case.family, case.dst) as reference:
-        for name, connector in CONNECTORS.items():
+        for name, connector in connectors(CHECKED).items():
             if name == OWN and case.src.block != case.dst.block:
                 continue  # it rejects unequal blocks
             with engines.pair(case.family, case.src, case.dst, connector) as (src, dst):
@@ -135,12 +144,22 @@ def run_turns(engines: Engines, case: TurnsCase, found: dict[str, Any]) -> None:
                         "largest_difference": talks.largest_difference,
                         "by_turn": [turn.summary() for turn in turns],
                     }
+                if name == OURS:
+                    _check_digests(src, dst, found)
     for name, row in found["turns"].items():
         if row["wrong"] and name != OWN:
             raise Wrong(f"{name}: {row['wrong']} of {NUM_TURNS * NUM_TALKS} answers are wrong")
     read_back = sum(turn["prefill_read_back"] for turn in found["turns"][OURS]["by_turn"])
     if not read_back and case.must_read_back:
         raise Wrong("nothing was read back")
+
+
+def _check_digests(src: Engine, dst: Engine, found: dict[str, Any]) -> None:
+    """Each load of both engines was compared with its source, cell by cell."""
+    for at, engine in (("prefill", src), ("decode", dst)):
+        found["digests"][at] = digests = engine.totals("vllm:kvferry_load_digests", "digest")
+        if set(digests) != ({"equal"} if engine.sources().external else set()):
+            raise Wrong(f"digests of the {at} engine's loads: {digests}")
 
 
 # -- a decode engine without room --------------------------------------------------------------------------
@@ -154,7 +173,7 @@ def run_full_pool(engines: Engines, case: FullPoolCase, found: dict[str, Any]) -
     found["full_pool"] = {OURS: [], f"{OURS}{WITHOUT}": []}
     with (
         reference_of(engines, case.family, replace(case.dst, more={})) as reference,
-        engines.pair(case.family, case.src, case.dst, CONNECTORS[OURS]) as (src, dst),
+        engines.pair(case.family, case.src, case.dst, connectors(READING_BACK)[OURS]) as (src, dst),
     ):
         for is_reading_back in (True, False, False, True):
             before, started = dst.num_preemptions(), time.monotonic()
@@ -195,7 +214,7 @@ def run_turn_times(engines: Engines, case: TurnTimeCase, found: dict[str, Any]) 
         max_num_seqs=8,
         src_args={"kv_cache_memory_bytes": int(SRC_SHARE * cache_bytes)},
         dst_args={"kv_cache_memory_bytes": int(DST_SHARE * cache_bytes), "enable_prefix_caching": True},
-        connectors=TIMED,
+        connectors=connectors(UNCHECKED),
     )
     with sized_pairs(engines, sized) as (pairs, refused):
         modes = [(name, is_read) for name in pairs for is_read in (True, False)]

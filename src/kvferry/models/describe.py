@@ -174,8 +174,9 @@ class _Engine:
         if self.layout.name == OPAQUE and cache.is_attention:
             return cache.as_opaque(topology.tp, num_tokens)
         if self.widest_row and cache.is_attention and bucket not in topology.block_of:
-            ratio, rest = divmod(self.widest_row, _bytes_of(cache, RankShare(0, topology.tp)))
-            num_tokens *= 1 if rest else ratio
+            row_bytes = _bytes_of(cache, RankShare(0, topology.tp))
+            longer, rest = divmod(self.widest_row, row_bytes)
+            num_tokens *= 1 if rest else longer
         return replace(cache, tokens_per_block=num_tokens)
 
     @cached_property

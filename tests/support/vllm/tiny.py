@@ -102,6 +102,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {**_LLAMA, "model_type": "mistral", "sliding_window": 96},  # windows and nothing else
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v3-wide": _DEEPSEEK_V3_WIDE,
+    "deepseek_v3-wide-all": {  # no choice of experts, as above
+        **_DEEPSEEK_V3_WIDE,
+        "num_experts_per_tok": _DEEPSEEK_V3_WIDE["n_routed_experts"],
+    },
     "nemotron_h": {  # Mamba2 and attention in layers of their own
         "model_type": "nemotron_h",
         **_ATTENTION,
