@@ -69,7 +69,10 @@ BAD = {
         ("plan", *MODEL, *ENDS, "--dst-rank", 4),
         "--dst-rank 4: engine dst has ranks 0, 1, 2, 3",
     ),
-    "a-server": (("plan", *MODEL, "--src", "http://host:8100", "--dst", "tp=1"), '"dump": "FOLDER"'),
+    "no-server": (
+        ("plan", *MODEL, "--src", "http://127.0.0.1:9", "--dst", "tp=1"),
+        "http://127.0.0.1:9: http://127.0.0.1:9/v1/models cannot be reached",
+    ),
     "unknown-placement": (("plan", *MODEL, *ENDS, "--placement", "random"), "--placement"),
     "no-such-file": (("plan", "none.json", *MODEL, "--dst", "tp=2"), "none.json: No such file or directory"),
     "a-folder": (("plan", ".", *MODEL, "--dst", "tp=2"), ".: Is a directory"),

@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.cli.status import asking
 from kvferry.endpoint import Destination, SourceEngine
-from kvferry.endpoint import status as ask_status
+from kvferry.endpoint.asking import ask_status
 from kvferry.models import Topology, describe
 from kvferry.testing.small import small
 from kvferry.transport.memory import Hub, MemoryTransport, placed
@@ -89,7 +89,7 @@ def test_where_nobody_is(cli, tmp_path):
 
 
 def test_an_address_where_nobody_listens(cli, monkeypatch):
-    monkeypatch.setattr(ask_status.ask_status, "__defaults__", (0.3,))
+    monkeypatch.setattr(ask_status, "__defaults__", (0.3,))
     ran = cli("status", "tcp://127.0.0.1:9")
     assert ran.code == 2
     assert "tcp://127.0.0.1:9 did not answer within 0.3 s: check that it is running" in ran.err

@@ -366,6 +366,21 @@ def test_models_and_health(router, prefill, decode):
         }
 
 
+def test_a_server_describes_itself_for_a_plan(prefill, decode):
+    def plan(src: Server, dst: Server) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "kvferry", "plan", "--src", src.url, "--dst", dst.url, "--json"]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    ran = plan(*prefill)
+    assert ran.returncode == 0, ran.stderr
+    ends = json.loads(ran.stdout)
+    assert {*ends["src"]["groups"].values()} == {64}
+    assert {*ends["dst"]["groups"].values()} == {32}
+    ran = plan(prefill[0], decode[0])
+    assert ran.returncode == 2
+    assert f"{decode[0].url}: it returned no ticket" in ran.stderr
+
+
 def test_a_refusal_is_passed_on(router):
     with pytest.raises(Refused, match=r"404.*`mouse` does not exist"):
         tokens(router, Ask.prompt(9, model="mouse"))

@@ -10,9 +10,9 @@ import time
 import pytest
 
 from kvferry.endpoint import SourceEngine
+from kvferry.endpoint.asking import ask_status
 from kvferry.endpoint.status import (
     MAX_FILES,
-    ask_status,
     live_sockets,
     open_status,
     read_status,

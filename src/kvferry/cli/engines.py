@@ -109,12 +109,28 @@ DTYPE_INSTEAD = "set dtype=… in a topology (--src tp=4,dtype=fp16)"
 
 
 @dataclass(frozen=True)
+class Server:
+    """A running server, which is asked for its manifest once."""
+
+    url: str
+
+    def __str__(self) -> str:
+        return self.url
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        from kvferry.cli.served import served_manifest
+
+        return served_manifest(self.url)
+
+
+@dataclass(frozen=True)
 class Side:
-    """One side as requested: a file, or a topology of a model."""
+    """One side as requested: a manifest, or a topology of a model."""
 
     engine: str
     """``src`` or ``dst``."""
-    file: Path | None = None
+    file: Path | Server | None = None
     text: str = ""
     """The topology, or the command that starts the engine, verbatim."""
     model: str = ""
@@ -270,7 +286,7 @@ def src_and_dst(
             raise SpecError(f"--{engine}-model {own}: the {engine} is a manifest file, which names its model")
     left = iter(files)
     src, dst = (
-        Side(engine, next(left) if text is None else Path(text))
+        Side(engine, next(left) if text is None else Server(text) if _is_url(text) else Path(text))
         if text is None or has_model
         else Side(engine, None, text, own or model, None if own else config, bool(own))
         for engine, text, has_model, own in zip(("src", "dst"), topologies, is_file, own_models, strict=True)
@@ -279,19 +295,20 @@ def src_and_dst(
 
 
 def _is_file(text: str) -> bool:
-    """Whether it names a manifest file; raises SpecError for a URL or an unknown vLLM command."""
+    """Whether it names a manifest; raises SpecError for an unknown vLLM command."""
     if ServeCommand.is_one(text):
         return False
-    if "://" in text:
-        raise SpecError(
-            f"{text}: cannot read the manifest of a running server. Start it with the connector's"
-            ' option "dump": "FOLDER", and pass the file that it writes there'
-        )
+    if _is_url(text):
+        return True
     if "vllm" in text.lower() and not text.endswith(".json"):
         raise SpecError(
             f"{text}: not a command that starts vLLM: expected VARIABLE=… vllm serve MODEL --flags"
         )
     return text.endswith(".json")
+
+
+def _is_url(text: str) -> bool:
+    return text.startswith(("http://", "https://"))
 
 
 def _with_model_of(side: Side, other: Side) -> Side:
@@ -303,10 +320,12 @@ def _with_model_of(side: Side, other: Side) -> Side:
     return replace(side, config=known.file) if known.file else replace(side, model=known.name)
 
 
-def manifest_file(path: Path) -> Manifest:
+def manifest_file(path: Path | Server) -> Manifest:
     from kvferry.wire.manifest import manifest_from_json
 
     with at(str(path)):
+        if isinstance(path, Server):
+            return path.manifest
         return manifest_from_json(path.read_bytes())
 
 

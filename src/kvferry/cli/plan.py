@@ -20,9 +20,9 @@ MAX_TOKENS = 1 << 26
 HELP = "\n\n".join(
     (
         "Check whether two engines are compatible, and predict the cost of a request.",
-        "Each side is a topology of a model, the command that starts a vLLM engine, or a manifest file (of"
-        " `kvferry describe`, or dumped by an engine). Positional files fill the sides without --src or"
-        " --dst, the source first.",
+        "Each side is a topology of a model, the command that starts a vLLM engine, the URL of a running"
+        " prefill server, or a manifest file (of `kvferry describe`, or dumped by an engine). Positional"
+        " files fill the sides without --src or --dst, the source first.",
         "The plan of every destination rank is proved: each needed byte is written exactly once, from the"
         " matching source byte. Anything that cannot be proved is refused with the cause. If a proved plan"
         " is slow, alternative settings are planned, and the fastest is shown with its command.",
@@ -35,6 +35,7 @@ HELP = "\n\n".join(
             "kvferry plan src.json --model qwen3-32b --dst tp=8,layout=NHD",
             "kvferry plan --model llama-3.1-70b --src tp=8 --dst tp=6 --html plan.html",
             'kvferry plan --src "vllm serve Qwen/Qwen3-32B -tp 4" --dst dst.json',
+            "kvferry plan --src http://p0:8100 --model qwen3-32b --dst tp=8",
         ),
         "Exit codes: 0 every requested rank is proved; 1 refused: incompatible, or not the same model; 2"
         " bad usage or input.",
@@ -50,7 +51,7 @@ def plan(
         str | None,
         typer.Option(
             metavar="TOPOLOGY",
-            help='The source engine: tp=4,block=16, "vllm serve MODEL …", or a manifest file.',
+            help='The source engine: tp=4,block=16, "vllm serve MODEL …", http://HOST:PORT, or a file.',
         ),
     ] = None,
     dst: Annotated[str | None, typer.Option(metavar="TOPOLOGY", help="The destination engine.")] = None,

@@ -1,4 +1,4 @@
-"""The status of an endpoint: its report, its socket, and requests over sockets or the network."""
+"""The status of an endpoint: its report, its socket, and requests over the socket."""
 
 from __future__ import annotations
 
@@ -9,30 +9,19 @@ import os
 import re
 import secrets
 import socket
-import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
-from kvferry.channel import Channel, Received
 from kvferry.endpoint.metric_table import METRICS, MetricSide
 from kvferry.errors import KVFerryError, SpecError
 from kvferry.host.private_files import own_folder
 from kvferry.host.user_server import UserServer
 from kvferry.log import log_of
 from kvferry.runtime.figures import Figures
-from kvferry.wire.messages import (
-    MAX_MESSAGE_BYTES,
-    PROTOCOL,
-    AskStatus,
-    Rejected,
-    StatusAnswer,
-    decode_from_authority,
-    encode,
-)
-from kvferry.wire.secret import Secret
+from kvferry.wire.messages import PROTOCOL
 
 log = log_of(__name__)
 
@@ -219,40 +208,3 @@ def live_sockets() -> list[Path]:
     for path in sockets():
         is_listening(path)
     return sockets()
-
-
-ASK_SECONDS = 5.0
-ASK_AGAIN_SECONDS = 1.0
-
-
-def ask_status(address: str, secret: Secret | None, seconds: float = ASK_SECONDS) -> dict[str, Any]:
-    """The report of the engine at an address; raises SpecError without one."""
-    channel = Channel(secret=secret, max_bytes=MAX_MESSAGE_BYTES)
-    until, again = time.monotonic() + seconds, 0.0
-    try:
-        while (now := time.monotonic()) < until:
-            if now >= again:
-                channel.send(address, encode(AskStatus(PROTOCOL)))
-                again = now + ASK_AGAIN_SECONDS
-            for received in channel.wait(min(until, again) - now):
-                if isinstance(received, Received):
-                    return _answer(address, received.data)
-    finally:
-        channel.close()
-    hint = "that it has this secret" if secret else "that KVFERRY_SECRET_FILE is set here if it has a secret"
-    raise SpecError(f"{address} did not answer within {seconds:g} s: check that it is running, and {hint}")
-
-
-def _answer(address: str, data: bytes) -> dict[str, Any]:
-    match decode_from_authority(data):
-        case StatusAnswer(report):
-            answer = json.loads(report)
-            if isinstance(answer, dict):
-                return answer
-        case Rejected(_, detail):
-            raise SpecError(f"{address}: {detail}")
-        case _:
-            pass
-    raise SpecError(
-        f"{address} sent an unexpected answer: check that it is the address of a kvferry source engine"
-    )

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.cli.status.reported import Look, reported
+from kvferry.endpoint.asking import ask_status
 from kvferry.endpoint.secret_source import secret_from_environment, secret_from_file
-from kvferry.endpoint.status import ask_status, is_listening, live_sockets, read_status, sockets
+from kvferry.endpoint.status import is_listening, live_sockets, read_status, sockets
 from kvferry.errors import SpecError
 from kvferry.wire.reading import printable
 from kvferry.wire.secret import Secret
