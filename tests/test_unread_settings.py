@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.integrations.supported import unread_settings
+from kvferry.integrations.known_vllm import unread_settings
 
 CONNECTOR = Path(__file__).parents[1] / "src" / "kvferry" / "integrations" / "vllm" / "connector.py"
 HOST, PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"

@@ -7,7 +7,7 @@ import json
 import textwrap
 from pathlib import Path
 
-from kvferry.integrations.installed_vllm import installed_flags
+from kvferry.integrations.known_vllm import installed_flags
 
 FILE = Path(__file__).parents[1] / "src" / "kvferry" / "cli" / "serve_flags.json"
 

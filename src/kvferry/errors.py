@@ -23,6 +23,11 @@ from itertools import islice
 from typing import ClassVar
 
 
+def counted(number: int, noun: str) -> str:
+    """A count with its noun, for messages."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 class Code(StrEnum):
     """The reason of a refusal. The text of a code is stable: tools may match on it."""
 

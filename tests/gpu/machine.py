@@ -10,7 +10,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from kvferry.integrations.supported import Standing, standing_of, supported_text
+from kvferry.integrations.known_vllm import Standing, standing_of, supported_text
 
 _ASK = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
 

@@ -11,8 +11,8 @@ from mmap import PROT_READ, PROT_WRITE, mmap
 
 import pytest
 
-from kvferry.host import private_files as shared_memory
-from kvferry.host.private_files import SharedMemory, open_place
+from kvferry.host import this_user as shared_memory
+from kvferry.host.this_user import SharedMemory, open_place
 
 PREFIX = "kvferry-test-"
 
@@ -27,7 +27,7 @@ def shared() -> Iterator[SharedMemory]:
 
 def test_another_process_sees_what_is_written(shared: SharedMemory) -> None:
     code = (
-        "import os, sys; from kvferry.host.private_files import open_place;"
+        "import os, sys; from kvferry.host.this_user import open_place;"
         f"print(os.pread(open_place(sys.argv[1], {PREFIX!r}), 4, 0).decode())"
     )
     told = subprocess.run(

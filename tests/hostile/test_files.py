@@ -7,7 +7,7 @@ import tempfile
 import pytest
 
 from kvferry.errors import SpecError
-from kvferry.host.private_files import MAX_FILE_BYTES, MAX_FILES, own_folder, write_private
+from kvferry.host.this_user import MAX_FILE_BYTES, MAX_FILES, own_folder, write_private
 
 
 def test_a_symlink_is_replaced_and_not_followed(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from kvferry.cli import serve_command
 from kvferry.cli.serve_command import ServeCommand, given_flags
 from kvferry.errors import SpecError
-from kvferry.integrations.installed_vllm import filled_config, installed_flags
+from kvferry.integrations.known_vllm import filled_config, installed_flags
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 

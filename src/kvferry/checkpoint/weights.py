@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from kvferry.checkpoint.config import config_values, short_digest
 from kvferry.errors import SpecError
-from kvferry.host.private_files import cache_folder, write_private
+from kvferry.host.this_user import cache_folder, write_private
 from kvferry.log import log_of
 
 log = log_of(__name__)

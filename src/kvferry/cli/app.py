@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli import bench, demo, describe, diff, doctor, keygen, models, plan, proxy, runs, status
+from kvferry.cli import bench, demo, diff, doctor, keygen, models, plan, proxy, runs, status
 
 COMMANDS: dict[str, tuple[Callable[..., int | None], str]] = {
     "plan": (plan.plan, plan.HELP),
@@ -16,7 +16,7 @@ COMMANDS: dict[str, tuple[Callable[..., int | None], str]] = {
     "demo": (demo.demo, demo.HELP),
     "bench": (bench.bench, bench.HELP),
     "models": (models.models, models.HELP),
-    "describe": (describe.describe, describe.HELP),
+    "describe": (models.describe, models.DESCRIBE_HELP),
     "runs": (runs.runs, runs.HELP),
     "status": (status.status, status.HELP),
     "proxy": (proxy.proxy, proxy.HELP),

@@ -17,7 +17,7 @@ from kvferry.core.choices import MAX_RUNS_PER_BLOCK, Placement
 from kvferry.core.manifest import Manifest
 from kvferry.core.sample import sample_request
 from kvferry.errors import Code, Finding, SpecError
-from kvferry.integrations.installed_vllm import filled_config, is_installed
+from kvferry.integrations.known_vllm import filled_config, is_installed
 from kvferry.models.model import is_offline
 
 NOT_SET = "nothing"

@@ -17,8 +17,7 @@ from kvferry.cli.options import at
 from kvferry.cli.serve_command import ServeCommand
 from kvferry.core.manifest import Manifest
 from kvferry.core.state import Addressing
-from kvferry.core.words import counted
-from kvferry.errors import SpecError
+from kvferry.errors import SpecError, counted
 from kvferry.models import Model, Topology, catalogue, catalogued, describe, model_from_config, model_named
 from kvferry.models.config import Config
 from kvferry.models.describe import served_block

@@ -14,8 +14,7 @@ from kvferry.core.identity import compare_identity
 from kvferry.core.manifest import Manifest, compare
 from kvferry.core.state import State
 from kvferry.core.view import BLOCK, View
-from kvferry.core.words import counted
-from kvferry.errors import Code, Finding
+from kvferry.errors import Code, Finding, counted
 
 
 class Effect(StrEnum):

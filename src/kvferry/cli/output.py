@@ -17,8 +17,7 @@ from rich.text import Text
 
 from kvferry.core.plan import name_together
 from kvferry.core.state import State
-from kvferry.core.words import counted
-from kvferry.errors import Code, Finding
+from kvferry.errors import Code, Finding, counted
 
 OWN_FAULT = (
     "The manifest is wrong. Correct your own manifest (strides and offsets are in bytes); report one from"

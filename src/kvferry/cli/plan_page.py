@@ -14,7 +14,7 @@ from kvferry.cli.output import finding_object, milliseconds, num_bytes, print_ta
 from kvferry.cli.plan_answer import PlanAnswer, Warned
 from kvferry.core.choices import Placement
 from kvferry.core.manifest import Manifest
-from kvferry.core.words import counted
+from kvferry.errors import counted
 
 BEST_CASE = "best case; only an engine that has just started has consecutive blocks"
 FITS = "The bytes would fit. Cost of the transfer, once both sides serve the same model:"

@@ -14,8 +14,7 @@ from importlib.resources import files
 from typing import Any, NoReturn
 
 from kvferry.errors import SpecError
-from kvferry.integrations.connector_options import unknown_options
-from kvferry.integrations.installed_vllm import installed_flags, is_installed
+from kvferry.integrations.known_vllm import installed_flags, is_installed, unknown_options
 
 KEYS = {
     "tensor-parallel-size": "tp",

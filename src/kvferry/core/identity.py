@@ -10,8 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from kvferry.core.words import counted
-from kvferry.errors import Code, Finding, SpecError
+from kvferry.errors import Code, Finding, SpecError, counted
 
 STATED = "stated"
 """The part that an operator sets; if it is there, no other part is compared."""

@@ -23,8 +23,7 @@ from kvferry.core.overlap import Blocks, Comb, Tangled, overlaps, overlaps_apart
 from kvferry.core.plan import Piece, Plan
 from kvferry.core.span import Spans, count, normal, show, subtract
 from kvferry.core.view import BLOCK, View
-from kvferry.core.words import counted
-from kvferry.errors import Code, Finding, Refused, SpecError
+from kvferry.errors import Code, Finding, Refused, SpecError, counted
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from kvferry.endpoint.invitation import this_host
 from kvferry.endpoint.owner import Owner
 from kvferry.endpoint.status import StatusReport, StatusSocket, open_status
 from kvferry.errors import KVFerryError
-from kvferry.host.private_files import SharedMemory, open_place
+from kvferry.host.this_user import SharedMemory, open_place
 from kvferry.host.threads import JobThread
 from kvferry.log import is_worth_a_line, log_of
 from kvferry.runtime import Timing

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from kvferry.core.words import counted
+from kvferry.errors import counted
 from kvferry.log import is_worth_a_line, log_of
 from kvferry.runtime import FailureCode, Released, Report
 from kvferry.runtime.figures import NO_WAY

@@ -19,8 +19,7 @@ from kvferry.core.manifest import Manifest, Outline
 from kvferry.core.plan import Plan, plan
 from kvferry.core.prove import prove
 from kvferry.core.select import Selection
-from kvferry.core.words import counted
-from kvferry.errors import KVFerryError, Refused, RequestError, SpecError, TransportError
+from kvferry.errors import KVFerryError, Refused, RequestError, SpecError, TransportError, counted
 from kvferry.log import log_of
 from kvferry.runtime import Failure, FailureCode
 from kvferry.runtime.failure import unfit

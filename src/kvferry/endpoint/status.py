@@ -17,8 +17,7 @@ from typing import Any
 
 from kvferry.endpoint.metric_table import METRICS, MetricSide
 from kvferry.errors import KVFerryError, SpecError
-from kvferry.host.private_files import own_folder
-from kvferry.host.user_server import UserServer
+from kvferry.host.this_user import UserServer, own_folder
 from kvferry.log import log_of
 from kvferry.runtime.figures import Figures
 from kvferry.wire.messages import PROTOCOL

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import islice
 
-from kvferry.core.words import counted
+from kvferry.errors import counted
 from kvferry.runtime.claims import Claims, NamedPrefills
 from kvferry.runtime.digest_checks import DigestRelay
 from kvferry.runtime.failure import FailureCode

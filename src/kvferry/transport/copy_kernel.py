@@ -21,7 +21,7 @@ from kvferry.core.product import Product
 from kvferry.core.runs import Runs
 from kvferry.core.view import Ints
 from kvferry.errors import SpecError, TransportError
-from kvferry.host.private_files import cache_folder, write_private
+from kvferry.host.this_user import cache_folder, write_private
 from kvferry.transport.base import DeviceEvent
 from kvferry.transport.cuda import Arguments, Cuda, compile_kernel, compiler_version
 from kvferry.transport.places import Places, cut_long

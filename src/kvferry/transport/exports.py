@@ -22,7 +22,7 @@ from time import monotonic
 
 from kvferry.core.manifest import Region
 from kvferry.errors import TransportError
-from kvferry.host.user_server import UserServer
+from kvferry.host.this_user import UserServer
 from kvferry.transport.cuda import Allocation, Cuda, visible_devices
 
 TOKEN_BYTES = 32

@@ -20,8 +20,8 @@ from kvferry.cli.demo.engines import (
 )
 from kvferry.cli.output import Step, console, labelled, num_bytes, verdict, wrapped
 from kvferry.cli.processes import Worker, call_all, until
-from kvferry.core.words import counted
 from kvferry.endpoint import SourceEngine
+from kvferry.errors import counted
 from kvferry.pattern import KEPT, Checked
 from kvferry.runtime import Report, Timing
 from kvferry.transport.cuda import has_cuda

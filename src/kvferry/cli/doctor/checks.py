@@ -12,7 +12,7 @@ from kvferry.cli.doctor.examine import Observed
 from kvferry.cli.output import num_bytes
 from kvferry.cli.reads import HOST, ReadsSeen
 from kvferry.core.choices import Way
-from kvferry.integrations.supported import TESTED_VLLM, Standing, standing_of, supported_text
+from kvferry.integrations.known_vllm import TESTED_VLLM, Standing, standing_of, supported_text
 from kvferry.transport.settings import (
     EXPOSE_SETTING,
     UCX_TRANSPORTS,

@@ -22,7 +22,7 @@ from kvferry.cli.output import (
     table,
     wrapped,
 )
-from kvferry.core.words import counted
+from kvferry.errors import counted
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -17,7 +17,7 @@ from kvferry.core.request import Request
 from kvferry.core.sample import sample_request
 from kvferry.core.select import select
 from kvferry.core.state import Group, Kind, State
-from kvferry.core.words import counted
+from kvferry.errors import counted
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from kvferry.core.manifest import Manifest, Rank
 from kvferry.core.span import Span
 from kvferry.core.state import Addressing, Group
 from kvferry.core.view import View
-from kvferry.core.words import counted
+from kvferry.errors import counted
 
 MAX_CELLS = 96
 """Cells of a view that are drawn one by one; more are drawn together."""

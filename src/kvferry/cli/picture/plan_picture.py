@@ -14,7 +14,7 @@ from kvferry.cli.picture.shapes import LogScale, strips
 from kvferry.cli.plan_answer import PlanAnswer
 from kvferry.cli.plan_page import summary
 from kvferry.core.manifest import Manifest
-from kvferry.core.words import counted
+from kvferry.errors import counted
 
 MOST_LINES = 800
 """Limit of all tables of bands together, for pages of hundreds of ranks."""

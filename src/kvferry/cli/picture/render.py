@@ -14,8 +14,7 @@ import kvferry
 from kvferry.cli.options import at
 from kvferry.cli.output import milliseconds, num_bytes
 from kvferry.cli.picture.shapes import BAR_HEIGHT, STRIP_HEIGHT, WIDTH, number, tick_words
-from kvferry.core.words import counted
-from kvferry.errors import SpecError
+from kvferry.errors import SpecError, counted
 
 if TYPE_CHECKING:
     from jinja2 import Environment

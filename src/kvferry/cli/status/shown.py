@@ -29,7 +29,7 @@ from kvferry.cli.status.reported import (
     Watched,
     WatchedEngine,
 )
-from kvferry.core.words import counted
+from kvferry.errors import counted
 from kvferry.runtime.figures import NO_WAY
 from kvferry.wire.reading import printable
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import vllm
 
-from kvferry.integrations.supported import supported_text
+from kvferry.integrations.known_vllm import supported_text
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory

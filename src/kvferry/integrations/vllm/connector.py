@@ -26,7 +26,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvferry.errors import KVFerryError, SpecError
-from kvferry.integrations.supported import unread_settings
+from kvferry.integrations.known_vllm import unread_settings
 from kvferry.integrations.vllm.contract import LOADED_GROUPS, check_contract
 from kvferry.integrations.vllm.scheduler.side import SchedulerSide
 from kvferry.integrations.vllm.shared.groups import check_one_group

@@ -11,7 +11,7 @@ from importlib import import_module
 from inspect import isfunction, signature
 
 from kvferry.errors import SpecError
-from kvferry.integrations.supported import Standing, standing_of, supported_text
+from kvferry.integrations.known_vllm import Standing, standing_of, supported_text
 from kvferry.log import log_of
 
 log = log_of(__name__)

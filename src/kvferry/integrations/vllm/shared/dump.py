@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvferry.core.manifest import Manifest
 from kvferry.errors import SpecError
-from kvferry.host.private_files import own_folder, write_private
+from kvferry.host.this_user import own_folder, write_private
 from kvferry.log import log_of
 from kvferry.wire import manifest_to_json
 from kvferry.wire.messages import Join

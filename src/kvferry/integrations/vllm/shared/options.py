@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from kvferry.endpoint.secret_source import secret_from_environment, secret_from_file
 from kvferry.errors import SpecError
-from kvferry.integrations.connector_options import LEASE, READ_BACK, TEXTS, unknown_options
+from kvferry.integrations.known_vllm import LEASE, READ_BACK, TEXTS, unknown_options
 from kvferry.runtime import Timing
 from kvferry.transport.nixl_agent import UCX
 from kvferry.transport.settings import WAY_SETTING, Expose, WayChoice

@@ -21,7 +21,7 @@ from kvferry.endpoint.invitation import Invitation
 from kvferry.endpoint.load_digest import default_digest_every
 from kvferry.endpoint.metric_table import Changes
 from kvferry.endpoint.source_rank import MemberThread
-from kvferry.integrations.supported import Standing, standing_of
+from kvferry.integrations.known_vllm import Standing, standing_of
 from kvferry.integrations.vllm.shared.dump import dump_refusal
 from kvferry.integrations.vllm.shared.identity import engine_identity
 from kvferry.integrations.vllm.shared.options import Options
