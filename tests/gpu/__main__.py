@@ -72,6 +72,7 @@ def run(options: argparse.Namespace, path: Path) -> int:
         f"{len(due)} of {len(all_cases())} cases to do on {machine['device']}; results are in {path}",
         flush=True,
     )
+    write(path, results)
     going = Run(path, results, commit(), say=lambda line: print(line, flush=True))
     if due:
         deadline = started + options.budget - RESERVE_SECONDS if options.budget else float("inf")
@@ -80,8 +81,6 @@ def run(options: argparse.Namespace, path: Path) -> int:
         left = run_on(device, going, due, jobs=jobs, deadline=deadline, logs=path.with_suffix(".logs"))
         if left:
             print(f"{len(left)} cases are left: the same command goes on with them", flush=True)
-    else:
-        write(path, results)
     return report(path)
 
 

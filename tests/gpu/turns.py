@@ -81,7 +81,8 @@ class Talks:
     dst: Engine
     reference: Reference
     is_reading_back: bool
-    num_wrong: int = 0
+    wrong: list[tuple[int, float]] = field(default_factory=list)
+    """Tokens of the prompt, and the difference."""
     largest_difference: float = 0.0
 
     def run(self, num_turns: int, num_talks: int, num_answered: int = ANSWER) -> list[Turn]:
@@ -104,7 +105,8 @@ class Talks:
         params = self.src.ask(talk.text, 1, {**PREFILL, **talk.offer}).params
         answer = self.dst.ask(talk.text, num_answered, params, has_logprobs=True)
         taken = self.reference.judge(Step(talk.text, Way.LOADED, num_answered), answer)
-        self.num_wrong += not taken.is_right
+        if not taken.is_right:
+            self.wrong.append((len(talk.text), taken.difference))
         self.largest_difference = max(self.largest_difference, taken.difference)
         talk.text = (*talk.text, *answer.tokens, *more)
         if self.is_reading_back:
@@ -140,7 +142,8 @@ def run_turns(engines: Engines, case: TurnsCase, found: dict[str, Any]) -> None:
                     if name == OURS:  # vLLM's own connector pins the last turn's blocks for minutes
                         dst.forget()
                     found["turns"][name if is_reading_back else f"{name}{WITHOUT}"] = {
-                        "wrong": talks.num_wrong,
+                        "wrong": len(talks.wrong),
+                        "wrong_answers": talks.wrong,
                         "largest_difference": talks.largest_difference,
                         "by_turn": [turn.summary() for turn in turns],
                     }
@@ -186,7 +189,7 @@ def run_full_pool(engines: Engines, case: FullPoolCase, found: dict[str, Any]) -
                     "preemptions": dst.num_preemptions() - before,
                     "seconds": time.monotonic() - started,
                     "read_back": sum(turn.prefill.external for turn in turns),
-                    "wrong": talks.num_wrong,
+                    "wrong": len(talks.wrong),
                 }
             )
     if num_wrong := sum(run["wrong"] for runs in found["full_pool"].values() for run in runs):
