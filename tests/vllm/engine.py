@@ -53,7 +53,13 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+)
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -139,7 +145,12 @@ class Setup:
             async_scheduling=self.is_async,
             kv_transfer_config=transfer if self.connector else None,
         )
-        return args.create_engine_config()
+        config = args.create_engine_config()
+        if config.model_config.use_mla:  # vLLM's kernels for CPUs cannot; the toy can
+            config.cache_config.enable_prefix_caching = self.prefix_caching
+            config.scheduler_config.enable_chunked_prefill = True
+            config.scheduler_config.max_num_batched_tokens = self.chunk
+        return config
 
     def _with_another(self, ours: dict[str, Any]) -> dict[str, Any]:
         both = [ours, dict(OFFLOADING)]
@@ -196,6 +207,7 @@ _ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "llama4": "Llama4ForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 
 
@@ -437,6 +449,8 @@ class ToyWorker(Worker):  # type: ignore[misc]
     def _layer(self, name: str, spec: KVCacheSpec) -> Layer:
         if isinstance(spec, MambaSpec):
             return Recurrent(name, self.caches[name].shape[-1] // 4)
+        if isinstance(spec, MLAAttentionSpec):  # one latent for all heads, on every rank
+            return Attention(name, (0,), spec.head_size // 2)
         module = self.compilation_config.static_forward_context[name]
         assert isinstance(module, AttentionLayer)
         total = self.model_config.get_total_num_kv_heads()
@@ -525,12 +539,19 @@ class _Cells:
     def read(self, layer: Layer, start: int, stop: int) -> npt.NDArray[np.uint32]:
         if isinstance(layer, Recurrent):
             return self._state(layer, stop - 1)[None, None]
+        if self._is_latent(layer):
+            latents, blocks, slots = self._latents(layer, start, stop)
+            return latents[blocks, slots][None]
         keys, values, blocks, slots = self._places(layer, start, stop)
         return np.concatenate([keys[blocks, :, :, slots], values[blocks, :, slots]], -1).transpose(1, 0, 2)
 
     def write(self, layer: Layer, start: int, bits: npt.NDArray[np.uint32]) -> None:
         if isinstance(layer, Recurrent):
             self._state(layer, start)[:] = bits[0, 0]
+            return
+        if self._is_latent(layer):
+            latents, blocks, slots = self._latents(layer, start, start + bits.shape[1])
+            latents[blocks, slots] = bits[0]
             return
         keys, values, blocks, slots = self._places(layer, start, start + bits.shape[1])
         by_token = bits.transpose(1, 0, 2)
@@ -551,10 +572,23 @@ class _Cells:
         half = kernel_block * layer.width
         keys = flat[..., :half].reshape(num_blocks, num_heads, layer.width, kernel_block)
         values = flat[..., half:].reshape(num_blocks, num_heads, kernel_block, layer.width)
+        return keys, values, *self._slots(layer, start, stop, kernel_block)
+
+    def _is_latent(self, layer: Layer) -> bool:
+        groups = (group for group in self.worker._groups if layer.name in group.layer_names)
+        return isinstance(next(groups).kv_cache_spec, MLAAttentionSpec)
+
+    def _latents(self, layer: Attention, start: int, stop: int) -> tuple[npt.NDArray, ...]:
+        """The latents by [block, token, channel]; blocks and slots."""
+        cache = self.worker.caches[layer.name].squeeze(1).numpy().view(np.uint32)
+        return cache, *self._slots(layer, start, stop, cache.shape[1])
+
+    def _slots(self, layer: Attention, start: int, stop: int, kernel_block: int) -> tuple[npt.NDArray, ...]:
+        """The kernel block and the slot in it of each token."""
         ids, block = self._table(layer)
         positions = np.arange(start, stop)
         blocks = np.array(ids)[positions // block] * (block // kernel_block)
-        return keys, values, blocks + positions % block // kernel_block, positions % kernel_block
+        return blocks + positions % block // kernel_block, positions % kernel_block
 
     def _state(self, layer: Recurrent, position: int) -> npt.NDArray[np.uint32]:
         """The state after a token: one slot, or, where states are cached too, one per block."""

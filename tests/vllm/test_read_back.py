@@ -75,6 +75,11 @@ PAIRS = {
     "llama, pp 1-2": (BOTH, replace(BOTH, pp=2)),
     "llama, async, chunked": (replace(BOTH, is_async=True, chunk=96), replace(BOTH, is_async=True, chunk=96)),
     "gemma3, 32-64": (replace(BOTH, family="gemma3"), replace(BOTH, family="gemma3", block=64)),
+    "deepseek_v3": (replace(BOTH, family="deepseek_v3", block=None),) * 2,
+    "deepseek_v3, tp 2-1": (
+        replace(BOTH, family="deepseek_v3", block=None, tp=2),
+        replace(BOTH, family="deepseek_v3", block=None),
+    ),
     "nemotron_h": (replace(BOTH, family="nemotron_h", block=None),) * 2,
 }
 
