@@ -38,6 +38,9 @@ PAIRS = {
     "mistral, 32-96, one cache": _pair("mistral", {"prefix_caching": False}, {"block": 96, "blocks": 20}),
     "llama4, 32-96": _pair("llama4", {}, {"block": 96, "policy": "recompute"}),
     "llama, 96-64, little room": _pair("llama", {"block": 96}, {"block": 64, "blocks": 11}),
+    "deepseek_v3, tp 1-2, little room": _pair(
+        "deepseek_v3", {"block": None}, {"block": None, "blocks": 70, "tp": 2}
+    ),
     "nemotron_h": _pair("nemotron_h", {"block": None}, {"block": None, "blocks": 30}),
 }
 

@@ -73,6 +73,7 @@ PAIRS = {
     "llama, tp 1-2": (CHUNKED, replace(CHUNKED, tp=2)),
     "llama, pp 2-1": (replace(CHUNKED, pp=2), CHUNKED),
     "gemma3, 32-64": (replace(CHUNKED, family="gemma3"), replace(CHUNKED, family="gemma3", block=64)),
+    "deepseek_v3": (replace(CHUNKED, family="deepseek_v3", block=None),) * 2,
     "nemotron_h": (replace(CHUNKED, family="nemotron_h", block=None, prefix_caching=False),) * 2,
 }
 

@@ -45,6 +45,7 @@ SETUPS = {
     "llama, 32-64": (PLAIN, replace(PLAIN, block=64), PLAIN, replace(PLAIN, block=64)),
     "llama, tp 1-2": (PLAIN, PLAIN, PLAIN, replace(PLAIN, tp=2)),
     "gemma3": (replace(PLAIN, family="gemma3"),) * 4,
+    "deepseek_v3": (replace(PLAIN, family="deepseek_v3", block=None),) * 4,
     "nemotron_h": (replace(PLAIN, family="nemotron_h", block=None, prefix_caching=False),) * 4,
 }
 
