@@ -169,6 +169,23 @@ def test_either_leg_may_be_aborted_between_any_two_chunks(docks: Docks, prompt: 
     assert_whole(src, dst)
 
 
+def test_the_prefill_engine_may_die_between_any_two_chunks(docks: Docks, prompt: Prompts):
+    """What was read so far never counts: the decode engine computes the prompt."""
+    dst = docks.own(CHUNKED)
+    for num_steps in range(11):
+        src, text = docks.own(CHUNKED), prompt(900)
+        _, answer = both_legs(src, dst, text)
+        slowly(src, dst, Until(iter(range(num_steps))), seconds=0.01)
+        is_early = not answer.is_done
+        src.close()
+        docks._own.remove(src)
+        dst.finish(answer)
+        assert is_early
+        assert answer.finish_reason == "length"
+        assert answer.tokens == dst.right(text)
+        assert_whole(dst)
+
+
 def test_a_decode_that_comes_first_waits_for_the_prefill_without_blocks(docks: Docks, prompt: Prompts):
     src, dst = docks.own(CHUNKED), docks.own(CHUNKED)
     text, name = prompt(900), {"kvferry_transfer": secrets.token_hex(16)}
