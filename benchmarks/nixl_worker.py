@@ -140,7 +140,81 @@ class NixlReader:
         self._worker.shutdown()
 
 
-def _configured(role: str, caches: WorkerCaches, region: Region, host: str, port: int) -> tuple[Any, Any]:
+class NixlPushEnd:
+    """Either side of vLLM's NixlPushConnector: the reader registers, and the source writes in the end."""
+
+    def __init__(
+        self, role: str, caches: WorkerCaches, region: Region, memory: NDArray[np.uint8], host: str = LOOPBACK
+    ) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.v1.nixl import (
+            NixlPushConnectorScheduler,
+            NixlPushConnectorWorker,
+        )
+
+        self._host, self._port = host, _free_port(host)
+        config, groups = _configured(role, caches, region, host, self._port, "NixlPushConnector")
+        self._worker = _registered(config, groups, caches, region, memory, NixlPushConnectorWorker)
+        self._engine_id = config.kv_transfer_config.engine_id
+        self._scheduler = NixlPushConnectorScheduler(config, self._engine_id, groups)
+        self._scheduler.set_xfer_handshake_metadata({(0, 0): self._worker.xfer_handshake_metadata})
+
+    def at(self, request_id: str) -> WorkerOffer:
+        """Where a reader registers for a request."""
+        return WorkerOffer(request_id, [], self._engine_id, self._host, self._port)
+
+    def push(self, request_id: str, block_ids: list[int], timeout_s: float) -> None:
+        """The source's: write a finished request to the reader that has registered, or will."""
+        from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnectorMetadata
+
+        step = NixlConnectorMetadata()
+        step.push_finished_blocks = {request_id: (block_ids,)}
+        step.reqs_in_batch = {request_id}
+        step.reqs_to_send = {request_id: time.perf_counter() + LEASE_SECONDS}
+        self._worker.start_load_kv(step)
+        self._wait(request_id, 0, timeout_s)
+
+    def register(self, source: WorkerOffer, block_ids: list[int]) -> None:
+        """The reader's: ask the source to write a request here."""
+        from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnectorMetadata
+
+        there = {
+            "remote_engine_id": source.engine_id,
+            "remote_host": source.host,
+            "remote_port": source.port,
+        }
+        step = NixlConnectorMetadata()
+        step.push_registrations = {
+            source.request_id: {
+                "request_id": source.request_id,
+                "decode_engine_id": self._engine_id,
+                "decode_host": self._host,
+                "decode_port": self._port,
+                "decode_tp_size": 1,
+                "local_block_ids": (block_ids,),
+                "remote_tp_size": 1,
+                "remote_pp_size": 1,
+                **there,
+            }
+        }
+        params = {"remote_block_ids": (), "remote_request_id": source.request_id, "tp_size": 1, **there}
+        step.add_new_req_to_recv(source.request_id, (block_ids,), params, awaiting_kvs=True)
+        self._worker.start_load_kv(step)
+
+    def wait(self, request_id: str, timeout_s: float) -> None:
+        """The reader's: until the request has been written."""
+        self._wait(request_id, 1, timeout_s)
+
+    def _wait(self, request_id: str, side: int, timeout_s: float) -> None:
+        until = time.perf_counter() + timeout_s
+        while request_id not in self._worker.get_finished()[side]:
+            if time.perf_counter() > until:
+                raise TransportError("late", f"vLLM's worker did not end a push within {timeout_s:g} s")
+            time.sleep(0.0005)
+
+
+def _configured(
+    role: str, caches: WorkerCaches, region: Region, host: str, port: int, connector: str = "NixlConnector"
+) -> tuple[Any, Any]:
     """vLLM's configuration of an engine and of its caches."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -152,7 +226,7 @@ def _configured(role: str, caches: WorkerCaches, region: Region, host: str, port
     if kind != "cpu" and kind != current_platform.device_type:
         raise TransportError("no-device", f"this build of vLLM is for {current_platform.device_type} only")
     transfer = {
-        "kv_connector": "NixlConnector",
+        "kv_connector": connector,
         "kv_role": role,
         "engine_id": f"{role}-{port}",
         "kv_buffer_device": kind,
@@ -216,16 +290,22 @@ def _groups(caches: WorkerCaches) -> Any:
 
 
 def _registered(
-    config: Any, groups: Any, caches: WorkerCaches, region: Region, memory: NDArray[np.uint8]
+    config: Any,
+    groups: Any,
+    caches: WorkerCaches,
+    region: Region,
+    memory: NDArray[np.uint8],
+    kind: Any = None,
 ) -> Any:
-    """A worker that knows the caches."""
+    """A worker that knows the caches; ``kind``: its class."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnectorWorker
 
+    kind = kind or NixlConnectorWorker
     cores = os.sched_getaffinity(0)
     with set_current_vllm_config(config):
         _be_alone(caches.model_folder)
-        worker = NixlConnectorWorker(config, config.kv_transfer_config.engine_id, groups)
+        worker = kind(config, config.kv_transfer_config.engine_id, groups)
         # On a CPU it keeps one core for itself and the calling thread; its rivals share this thread.
         os.sched_setaffinity(0, cores)
         worker.register_kv_caches(_tensors(caches, region, memory))

@@ -7,9 +7,9 @@
 Two processes, packed reads over TCP; the cache of Llama-3.1-8B in bf16 (128 KiB per token), blocks of 32
 tokens on both sides, in random order. The prefill is simulated: each chunk completes after its share of the
 seconds. Without --gbps, the processes use loopback and no secret; with it, each has a network namespace of
-its own, and the streams are encrypted. In an environment with vLLM, the worker of vLLM's own NixlConnector
-reads the same blocks over UCX's TCP, from the prefill's end on. The modes take turns. Reported: the median,
-and all times.
+its own, and the streams are encrypted. In an environment with vLLM, the workers of vLLM's own connectors
+move the same blocks over UCX's TCP, from the prefill's end on: NixlConnector's reads, NixlPushConnector's
+writes to a reader that has registered before. The modes take turns. Reported: the median, and all times.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.nixl_worker import LOOPBACK, NixlReader, NixlSource, WorkerCaches
+from benchmarks.nixl_worker import LOOPBACK, NixlPushEnd, NixlReader, NixlSource, WorkerCaches
 from kvferry import BlockTable, Identity, Manifest, need_of
 from kvferry.endpoint import Destination, SourceEngine, SourceRank
 from kvferry.models import Topology, describe, model_named
@@ -50,6 +50,7 @@ class Mode(StrEnum):
     AFTER = "without overlap"
     OVERLAP = "with overlap"
     NIXL = "NixlConnector"
+    PUSH = "NixlPushConnector"
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,10 @@ class Prefill:
         self._nixl = None
         if Mode.NIXL in case.modes:
             self._nixl = NixlSource(case.worker, whole(manifest, memory), memory, host=side.address)
+        self._push = None
+        if Mode.PUSH in case.modes:
+            region = whole(manifest, memory)
+            self._push = NixlPushEnd("kv_producer", case.worker, region, memory, host=side.address)
         while not self._engine.is_whole:
             time.sleep(0.01)
 
@@ -140,6 +145,9 @@ class Prefill:
         if mode is Mode.OVERLAP:
             growing = self._engine.open(name, {}, case.num_tokens, transfer=f"transfer {number}")
             pipe.send(growing.ticket)
+        if mode is Mode.PUSH:
+            assert self._push is not None
+            pipe.send(self._push.at(name))
         for chunk in range(1, case.num_chunks + 1):
             time.sleep(max(0.0, started + case.seconds * chunk / case.num_chunks - time.monotonic()))
             if mode is Mode.OVERLAP and chunk < case.num_chunks:
@@ -148,6 +156,11 @@ class Prefill:
         if mode is Mode.NIXL:
             assert self._nixl is not None
             pipe.send((ended, self._nixl.offer(name, self._ids.tolist())))
+            return
+        if mode is Mode.PUSH:
+            assert self._push is not None
+            pipe.send((ended, None))
+            self._push.push(name, self._ids.tolist(), READ_SECONDS)
             return
         is_growing = mode is Mode.OVERLAP
         offer = growing.close(table) if is_growing else self._engine.offer(name, table, case.num_tokens)
@@ -175,12 +188,23 @@ class Decode:
         self._nixl = None
         if Mode.NIXL in case.modes:
             self._nixl = NixlReader(case.worker, whole(manifest, memory), memory, host=side.address)
+        self._push = None
+        if Mode.PUSH in case.modes:
+            region = whole(manifest, memory)
+            self._push = NixlPushEnd("kv_consumer", case.worker, region, memory, host=side.address)
 
     def turn(self, prefill: Connection, number: int, mode: Mode) -> tuple[float, int, int]:
         """Seconds from the prefill's end to the report; bytes, and bytes read after that end."""
         prefill.send((number, mode))
         if mode is Mode.OVERLAP:
             self._destination.fetch(prefill.recv(), self._tables, self._need, early=self._early)
+        if mode is Mode.PUSH:
+            assert self._push is not None
+            source = prefill.recv()
+            self._push.register(source, self._ids.tolist())
+            ended, _ = prefill.recv()
+            self._push.wait(source.request_id, READ_SECONDS)
+            return time.monotonic() - ended, 0, 0
         ended, offer = prefill.recv()
         if mode is Mode.NIXL:
             assert self._nixl is not None
@@ -255,7 +279,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     args = parser.parse_args()
     has_vllm = importlib.util.find_spec("vllm") is not None
-    modes = tuple(mode for mode in Mode if mode is not Mode.NIXL or has_vllm)
+    modes = tuple(mode for mode in Mode if has_vllm or mode not in (Mode.NIXL, Mode.PUSH))
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         sides = Side(), Side()
