@@ -7,9 +7,10 @@
 Two processes, packed reads over TCP; the cache of Llama-3.1-8B in bf16 (128 KiB per token), blocks of 32
 tokens on both sides, in random order. The prefill is simulated: each chunk completes after its share of the
 seconds. Without --gbps, the processes use loopback and no secret; with it, each has a network namespace of
-its own, and the streams are encrypted. In an environment with vLLM, the workers of vLLM's own connectors
-move the same blocks over UCX's TCP, from the prefill's end on: NixlConnector's reads, NixlPushConnector's
-writes to a reader that has registered before. The modes take turns. Reported: the median, and all times.
+its own, and the streams are encrypted. In an environment with vLLM, the worker of vLLM's own connector
+moves the same blocks over UCX's TCP, from the prefill's end on: NixlConnector's reads; with --push,
+NixlPushConnector's writes to a reader that has registered before. The modes take turns. Reported: the median,
+and all times.
 """
 
 from __future__ import annotations
@@ -276,10 +277,12 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=2.0, help="duration of the prefill")
     parser.add_argument("--gbps", type=float, help="join two network namespaces by a link of this speed")
+    parser.add_argument("--push", action="store_true", help="beside vLLM's push, not its pull")
     parser.add_argument("--turns", type=int, default=3)
     args = parser.parse_args()
     has_vllm = importlib.util.find_spec("vllm") is not None
-    modes = tuple(mode for mode in Mode if has_vllm or mode not in (Mode.NIXL, Mode.PUSH))
+    rival = (Mode.PUSH if args.push else Mode.NIXL,) if has_vllm else ()
+    modes = (Mode.AFTER, Mode.OVERLAP, *rival)  # one rival: its threads take a part of the cores all the time
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         sides = Side(), Side()
