@@ -275,7 +275,7 @@ def src_and_dst(
         )
     if open_sides == 2 and (model or config or any(own_models)):
         raise SpecError("--model and --config describe a side given by --src or --dst; files need neither")
-    is_file = [text is None or _is_file(text) for text in topologies]
+    is_file = [text is None or _is_manifest(text) for text in topologies]
     if (model or config) and all(own_models):
         raise SpecError(
             "--model and --config have no effect: --src-model and --dst-model name the models of both sides"
@@ -285,7 +285,7 @@ def src_and_dst(
             raise SpecError(f"--{engine}-model {own}: the {engine} is a manifest file, which names its model")
     left = iter(files)
     src, dst = (
-        Side(engine, next(left) if text is None else Server(text) if _is_url(text) else Path(text))
+        Side(engine, next(left) if text is None else _manifest_at(text))
         if text is None or has_model
         else Side(engine, None, text, own or model, None if own else config, bool(own))
         for engine, text, has_model, own in zip(("src", "dst"), topologies, is_file, own_models, strict=True)
@@ -293,7 +293,7 @@ def src_and_dst(
     return _with_model_of(src, dst), _with_model_of(dst, src)
 
 
-def _is_file(text: str) -> bool:
+def _is_manifest(text: str) -> bool:
     """Whether it names a manifest; raises SpecError for an unknown vLLM command."""
     if ServeCommand.is_one(text):
         return False
@@ -304,6 +304,10 @@ def _is_file(text: str) -> bool:
             f"{text}: not a command that starts vLLM: expected VARIABLE=… vllm serve MODEL --flags"
         )
     return text.endswith(".json")
+
+
+def _manifest_at(text: str) -> Path | Server:
+    return Server(text) if _is_url(text) else Path(text)
 
 
 def _is_url(text: str) -> bool:
