@@ -542,7 +542,6 @@ def _turns() -> Iterator[TurnsCase | FullPoolCase]:
     for src, dst in ((one, one), (replace(dense, block=16), two)):
         yield TurnsCase("llama", src, dst)
         yield TurnsCase("gemma3", src, dst)
-    yield TurnsCase("deepseek_v3", dense, dense)
     yield TurnsCase("deepseek_v3-wide-all", dense, dense)
     conv_ds = replace(dense, features=(DENSE, "conv-ds"))  # the only one that vLLM's own connector takes
     yield TurnsCase("nemotron_h", conv_ds, conv_ds, must_read_back=False)
