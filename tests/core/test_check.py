@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from kvferry import Group, Product, RequestError, Slack, Span, SpecError, lower, plan, prove, select
-from kvferry.core.addresses import BlockPlaces
+from kvferry.core.addresses import MAX_INDEX, BlockPlaces
 from kvferry.core.check import Checker
 from kvferry.core.prove import Proof
-from kvferry.core.request import BlockTable, Request
+from kvferry.core.request import HOLE, BlockTable, Request
 from kvferry.core.state import Addressing
 from kvferry.errors import Refused
 from tests.core.byte_mutants import MUTANTS, make_cases, outcome
@@ -116,3 +116,13 @@ def test_cells_of_blocks_that_a_request_does_not_own_are_not_located():
     assert [each.tolist() for each in places.locate(np.array([1, 6]))] == [[5, 3], [1, 2]]
     with pytest.raises(RequestError, match="src-table-short"):
         places.check([(0, 9)])
+
+
+@pytest.mark.parametrize("highest", [5, MAX_INDEX])
+def test_only_blocks_of_the_table_have_cells(highest):
+    """With a short and with a long range of block ids; a hole is no block."""
+    places = BlockPlaces(Group("full", highest + 1, 4), {"full": BlockTable.of([highest, HOLE, 3])}, 1, "dst")
+    assert places.cells_at(np.array([3, highest]), 1, [(0, 12)]).tolist() == [9, 1]
+    for wrong in (HOLE, -7, 0, 4, highest + 1, 1 << 40):
+        with pytest.raises(RequestError, match="a block is not in the table of the request"):
+            places.cells_at(np.array([3, wrong]), 1, [(0, 12)])

@@ -8,6 +8,7 @@ the other implementation uses.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -155,7 +156,7 @@ class BlockPlaces:
     def cells_at(self, ids: Ints, cell: int, need: Intervals) -> Ints:
         """The cell at one position of each block; raises for a block that the request does not own."""
         at = self._index_of(ids)
-        if (ids < 0).any() or (self.ids[at] != ids).any():
+        if ids.min() < 0 or (self.ids[at] != ids).any():
             raise RequestError("not-proved", self.group.name, "a block is not in the table of the request")
         if not self.is_ring:
             return at * self.num_cells + (self.first + cell)
@@ -164,14 +165,25 @@ class BlockPlaces:
 
     def _index_of(self, ids: Ints) -> Ints:
         """Each block's index in the table; arbitrary if it is not in the table."""
-        highest = max(int(self.ids.max()), int(ids.max()))
-        if highest >= MAX_INDEX:
-            order = np.argsort(self.ids, kind="stable")
+        if self._index is None:
+            order = self._order
             found: Ints = order[np.searchsorted(self.ids, ids, sorter=order) % len(order)]
             return found
+        return self._index.take(ids, mode="clip")
+
+    @cached_property
+    def _index(self) -> Ints | None:
+        """Block id to index in the table; None if that array would be long."""
+        highest = int(self.ids.max())
+        if highest >= MAX_INDEX:
+            return None
         index = np.zeros(highest + 2, np.int64)  # a hole, -1, writes the last entry
         index[self.ids] = np.arange(len(self.ids))
-        return index[ids]
+        return index
+
+    @cached_property
+    def _order(self) -> Ints:
+        return np.argsort(self.ids, kind="stable")
 
     def touched(self, need: Intervals) -> Intervals:
         size = self.num_cells

@@ -373,9 +373,12 @@ class Checker:
         start, stop = np.sort(np.concatenate(starts)), np.sort(np.concatenate(stops))
         if (start[1:] < stop[:-1]).any():
             raise _not_proved(name, "a cell is written twice")
-        edges = np.flatnonzero(start[1:] != stop[:-1])
-        first, last = start[np.append(0, edges + 1)], stop[np.append(edges, len(stop) - 1)]
-        return list(zip(first.tolist(), last.tolist(), strict=True))
+        is_edge = start[1:] != stop[:-1]
+        first, last = (
+            [int(start[0]), *start[1:][is_edge].tolist()],
+            [*stop[:-1][is_edge].tolist(), int(stop[-1])],
+        )
+        return list(zip(first, last, strict=True))
 
     def _held_here(self, lane: _Lane, dst: BlockPlaces, cells: Intervals) -> Intervals:
         """The cells that this rank holds in part: context-parallel ranks alternate."""
@@ -430,14 +433,13 @@ def _sort_terms(
 
 def _block_ids(group: str, bundle: BundleKey, term: CheckedTerm) -> tuple[Ints, Ints]:
     """The source and destination blocks of a term."""
-    (src_ids, src_rest), (dst_ids, dst_rest) = (
-        np.divmod(steps, stride) for steps, stride in zip(term.steps, bundle[1:3], strict=True)
-    )
-    if src_rest.any() or dst_rest.any():
+    strides = np.array(bundle[1:3])[:, None]
+    ids = term.steps // strides
+    if (ids * strides != term.steps).any():
         raise _not_proved(group, "a step is not a whole number of blocks")
     if term.block_bytes and (
         {term.block_bytes} != {bundle.src_stride, bundle.dst_stride}
         or (term.pattern.num_bytes != term.block_bytes).any()
     ):
         raise _not_proved(group, "non-adjacent blocks are joined")
-    return src_ids, dst_ids
+    return ids[0], ids[1]
