@@ -2,7 +2,7 @@
 
     python tools/peers.py                   the versions that README names; downloads 360 MB, takes a minute
     python tools/peers.py --wheels FOLDER   wheels that are there already (pip download --no-deps)
-    python tools/peers.py --vllm 0.32.0 --sglang 0.5.23
+    python tools/peers.py --vllm 0.33.0 --sglang 0.5.23
 
 pip fetches each peer's published wheel into a temporary folder. A few functions are taken out of its files by
 name, and run: nothing of a peer is in this repository. What they need around them (an engine's sizes, its one
@@ -170,12 +170,17 @@ def vllm_topology(package: Package) -> Callable[..., Any]:
 def vllm_nixl(package: Package) -> Peer:
     """NixlConnector: its check of a peer, its map of ranks, its remote addresses and its local splits."""
     make = vllm_topology(package)
-    names = ("TPMapping", "_is_attention_spec", "_is_ssm_spec", "compute_tp_mapping")
+    names = ("TPMapping", "_is_attention_spec", "_is_ssm_spec", "compute_head_offset", "compute_tp_mapping")
     specs = {"AttentionSpec": _Attention, "MambaSpec": _State}
     tp = package.take(f"{KV}/v1/nixl/tp_mapping.py", names, **specs)
     worker = package.take(
         f"{KV}/v1/nixl/base_worker.py",
-        ["_validate_remote_agent_handshake", "_build_fa_remote", "_stack_descs", "_is_region_replicated"],
+        [
+            "_validate_remote_agent_handshake",
+            "_build_fa_remote",
+            "_pack_strided_descs",
+            "_is_region_replicated",
+        ],
         _is_attention_spec=tp._is_attention_spec,
         KVCacheLayout={"LBHNC": SimpleNamespace(is_block_contiguous=True)},
     )
@@ -189,7 +194,7 @@ def vllm_nixl(package: Package) -> Peer:
             topology.handshake_target_ranks(pair.src_tp)
             plan = tp.compute_tp_mapping(topology, pair.src_tp, (_Attention,))
             worker._validate_remote_agent_handshake(here, there, pair.src_tp)
-            ((address, length, _),) = worker._build_fa_remote(here, plan, there, 1)
+            ((address, length, *_),) = worker._build_fa_remote(here, plan, there, 1)
             for src_rank in plan.all_source_ranks:
                 slot = plan.rank_to_attention_slot[src_rank]
                 yield Copy(src_rank, int(address), rank, slot * int(length), int(length))
@@ -217,7 +222,9 @@ def _nixl_worker(topology: Any, num_heads: int, worker: SimpleNamespace) -> Simp
         _transfer_layer_names=(),
         _region_is_mla=[False],
         _group_spec_types=(_Attention,),
-        _stack_descs=worker._stack_descs,
+        _pack_strided_descs=worker._pack_strided_descs,
+        _head_sharded_draft_regions=(),
+        _layer_specs={},
     )
     here._is_region_replicated = lambda region: worker._is_region_replicated(here, region)
     return here
@@ -320,7 +327,7 @@ def row(name: str, peer: Peer) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--vllm", default="0.32.0", metavar="VERSION")
+    parser.add_argument("--vllm", default="0.33.0", metavar="VERSION")
     parser.add_argument("--sglang", default="0.5.23", metavar="VERSION")
     parser.add_argument("--wheels", type=Path, metavar="FOLDER")
     args = parser.parse_args()

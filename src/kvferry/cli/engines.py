@@ -140,7 +140,7 @@ class Side:
     def manifest(self, num_tokens: int = 0) -> Manifest:
         """Read or describe it; a pool of unspecified size gets room for ``num_tokens``."""
         if self.file is not None:
-            return manifest_file(self.file)
+            return manifest_of(self.file)
         model, topology = self.chosen_model, self.topology
         with at(f"--{self.engine} {self.text}"):
             return described_with_room(model, topology, self.engine, num_tokens)
@@ -282,10 +282,10 @@ def src_and_dst(
         )
     for has_model, own, engine in zip(is_file, own_models, ("src", "dst"), strict=True):
         if own and has_model:
-            raise SpecError(f"--{engine}-model {own}: the {engine} is a manifest file, which names its model")
+            raise SpecError(f"--{engine}-model {own}: --{engine} is a manifest, which names its model")
     left = iter(files)
     src, dst = (
-        Side(engine, next(left) if text is None else _manifest_at(text))
+        Side(engine, next(left) if text is None else _place_of(text))
         if text is None or has_model
         else Side(engine, None, text, own or model, None if own else config, bool(own))
         for engine, text, has_model, own in zip(("src", "dst"), topologies, is_file, own_models, strict=True)
@@ -306,7 +306,7 @@ def _is_manifest(text: str) -> bool:
     return text.endswith(".json")
 
 
-def _manifest_at(text: str) -> Path | Server:
+def _place_of(text: str) -> Path | Server:
     return Server(text) if _is_url(text) else Path(text)
 
 
@@ -323,7 +323,7 @@ def _with_model_of(side: Side, other: Side) -> Side:
     return replace(side, config=known.file) if known.file else replace(side, model=known.name)
 
 
-def manifest_file(path: Path | Server) -> Manifest:
+def manifest_of(path: Path | Server) -> Manifest:
     from kvferry.wire.manifest import manifest_from_json
 
     with at(str(path)):

@@ -91,16 +91,16 @@ def _bytes(model: ServedModel) -> tuple[int, int]:
 def _show_table(entries: list[dict[str, Any]]) -> None:
     from kvferry.cli.output import console, num_bytes, print_table, table
 
-    columns = ("name", "layers", "caches", "per token", "besides")
+    columns = ("name", "layers", "caches", "per token", "fixed")
     listed = table(*columns, left=["name", "caches"])
     for each in entries:
         caches = Counter[str]()
         for kind, count in each["caches"].items():
             caches[("windowed " if "attn (k v, last" in kind else "") + kind.partition(" (")[0]] += count
         kinds = ", ".join(f"{count} {kind}" for kind, count in caches.items())
-        besides = num_bytes(each["fixed_bytes"]) if each["fixed_bytes"] else "·"
+        fixed = num_bytes(each["fixed_bytes"]) if each["fixed_bytes"] else "·"
         grows = num_bytes(each["bytes_per_token"]) if each["bytes_per_token"] else "·"
-        listed.add_row(each["name"], str(each["num_layers"]), kinds, grows, besides)
+        listed.add_row(each["name"], str(each["num_layers"]), kinds, grows, fixed)
     out = console()
     print_table(out, listed)
     out.print("`kvferry models NAME` shows the details of one.")
@@ -117,7 +117,7 @@ def _show_details(entries: list[dict[str, Any]]) -> None:
             ("layers", str(each["num_layers"])),
             ("caches", "; ".join(f"{count} {kind}" for kind, count in each["caches"].items())),
             ("per token", num_bytes(each["bytes_per_token"])),
-            ("besides", num_bytes(each["fixed_bytes"])),
+            ("fixed", num_bytes(each["fixed_bytes"])),
             ("note", each["note"]),
             ("source", each["source"]),
         )

@@ -48,10 +48,10 @@ def runs(
     """List the byte runs of one request."""
     import kvferry
     from kvferry.cli.asked import asked_ranks
-    from kvferry.cli.engines import manifest_file
+    from kvferry.cli.engines import manifest_of
     from kvferry.cli.options import at
 
-    source, destination = manifest_file(src), manifest_file(dst)
+    source, destination = manifest_of(src), manifest_of(dst)
     asked_ranks(destination, dst_rank)
     asked, slack = _request_file(request)
     plan = kvferry.plan(source, destination, dst_rank)
