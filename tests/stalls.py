@@ -21,6 +21,7 @@ PATIENCE = 600.0
 """For how long machines are waited for, in all."""
 LOOK = f"""
 import os, sys, time
+print(flush=True)
 while os.getppid() == int(sys.argv[1]):
     looked = time.monotonic()
     time.sleep(0.1)
@@ -41,13 +42,14 @@ class StallWatch:
         )
         assert self.process.stdout is not None
         self._pipe = self.process.stdout
+        self._pipe.readline()  # it looks from now on
         os.set_blocking(self._pipe.fileno(), False)
         self._text = b""
         self._patience = PATIENCE
 
     def lost_since(self, moment: float) -> float:
         """For how many seconds it stood still, in all, since a moment of the monotonic clock."""
-        time.sleep(0.2)  # the watch, too, has to wake up
+        time.sleep(SHORTEST)  # the watch, too, has to wake up
         with contextlib.suppress(BlockingIOError):
             self._text += self._pipe.read() or b""
         stalls = [tuple(map(float, line.split())) for line in self._text.splitlines()]

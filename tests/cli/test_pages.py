@@ -58,7 +58,7 @@ def test_a_quick_command_on_a_page_runs(cli, page, argv, tmp_path, monkeypatch):
 
 
 def test_some_commands_are_run():
-    assert {"operate.md", "performance.md"} <= {page for page, _ in whole()}
+    assert "operate.md" in {page for page, _ in whole()}
 
 
 def test_every_variable_on_a_page_is_read_and_every_variable_that_is_read_is_on_a_page():
