@@ -15,8 +15,11 @@ pytest.importorskip("nixl", reason="NIXL is not installed")
 
 import torch
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
+from kvferry.integrations.vllm.scheduler.tables import Inputs
 from kvferry.integrations.vllm.shared.step import StepMetadata
 from kvferry.wire.ticket import from_text, to_text
 from tests.vllm.engine import PREFILL, Answer, Engine
@@ -217,3 +220,77 @@ def test_a_worker_waits_for_its_draft_model_where_others_read(docks: Docks) -> N
                 side.mark(StepMetadata(is_for_others=is_for_others))
                 side.finish_step()
     assert len(waits) == 1
+
+
+# -- what only vLLM's caches, a client or the hub can bring
+
+
+@pytest.fixture
+def replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As DeepSeek-V4.1's windows: vLLM computes them again instead of caching them."""
+    if not hasattr(SlidingWindowSpec, "prefix_replay_tokens"):
+        pytest.skip("this vLLM has no windows outside of the prefix cache")
+    monkeypatch.setattr(SlidingWindowSpec, "prefix_cacheable", property(lambda spec: False))
+    monkeypatch.setattr(SlidingWindowSpec, "prefix_replay_tokens", property(lambda spec: spec.sliding_window))
+
+
+@pytest.mark.usefixtures("replayed")
+@pytest.mark.parametrize("num_new", [30, 90, 94, 95, 120])
+def test_windows_that_are_not_cached_are_loaded_behind_a_prefix_hit(
+    docks: Docks, prompt: Prompt, num_new: int
+):
+    """The window is 96 tokens. The toy cannot compute a window again, so the source caches nothing."""
+    setup = FAMILIES["gemma3"]
+    pair = Pair(docks.own(replace(setup, prefix_caching=False)), docks.own(setup))
+    head = prompt(257)
+    first, second = [*head, *prompt(30)], [*head, *prompt(num_new)]
+    pair.assert_loaded(pair.ferry(first), first)
+    answer = pair.ferry(second)
+    pair.assert_right(answer, second)
+    assert min(answer.num_local, answer.num_external) > 0
+
+
+@pytest.mark.parametrize("params", ["x", 1, [1]])
+def test_params_that_are_no_object_are_ignored(docks: Docks, prompt: Prompt, params: object):
+    """A client may write vllm_xargs: {"kv_transfer_params": "x"}."""
+    engine, words = docks.own(FAMILIES["llama"]), prompt(40)
+    answer = ask(engine, words, 6, params, "a")
+    engine.finish(answer)
+    assert answer.tokens == engine.right(words)
+
+
+def test_an_adapter_that_is_not_on_this_host_is_not_offered(docks: Docks, prompt: Prompt):
+    """Nothing is downloaded, and nothing that the hub's client raises ends the engine core."""
+    pair = own(docks, "llama")
+    answer = pair.src.ask(prompt(40), 1, dict(PREFILL), lora=LoRARequest("sql", 1, "someone/some-adapter"))
+    pair.drive(answer)
+    assert answer.finish_reason == "length"
+    assert not answer.params or TICKET not in answer.params
+
+
+def test_images_named_by_a_counter_identify_no_prompt():
+    """Two servers count alike by chance only."""
+    image = SimpleNamespace(prompt_token_ids=[1], prompt_embeds=None, mm_features=["an image"])
+    text = SimpleNamespace(prompt_token_ids=[1], prompt_embeds=None, mm_features=[])
+
+    def inputs(cache_gb: float, *, is_caching: bool) -> Inputs:
+        model = SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=cache_gb))
+        cache = SimpleNamespace(enable_prefix_caching=is_caching)
+        return Inputs(SimpleNamespace(model_config=model, cache_config=cache))
+
+    assert [inputs(4, is_caching=False).are_identified(each) for each in (image, text)] == [True, True]
+    assert [inputs(0, is_caching=True).are_identified(each) for each in (image, text)] == [True, True]
+    assert [inputs(0, is_caching=False).are_identified(each) for each in (image, text)] == [False, True]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "nemotron_h"])
+def test_after_a_reset_nothing_older_is_loaded(docks: Docks, prompt: Prompt, family: str):
+    """Weights may have changed: requests that wait are computed, and their tickets go back."""
+    pair, words = own(docks, family), prompt(100)
+    answer = pair.dst.ask(words, params=pair.prefill(words))
+    assert pair.dst.core.scheduler.reset_prefix_cache(reset_connector=True)
+    pair.drive(answer)
+    pair.assert_right(answer, words)
+    assert not answer.num_external
+    pair.assert_whole()
+    pair.assert_loaded(pair.ferry(other := prompt(100)), other)

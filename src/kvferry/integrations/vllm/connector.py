@@ -219,9 +219,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def supports_divergent_local_hybrid_hits(self) -> bool:
         """A state is always loaded, so a prefix hit may be deeper than the local states.
 
-        False for models with windows: vLLM does not report which of their blocks are cached.
+        False for models with windows or several groups: vLLM reports the blocks of one group only.
         """
-        return isinstance(self._side, SchedulerSide) and not self._side.groups.has_window
+        return isinstance(self._side, SchedulerSide) and self._side.groups.has_one_table
+
+    def reset_cache(self) -> bool | None:
+        self._scheduler.reset()
+        return True
 
     def has_pending_push_work(self) -> bool:
         return isinstance(self._side, SchedulerSide) and self._side.must_step

@@ -17,15 +17,18 @@ from kvferry.endpoint.claiming import Claimant
 from kvferry.endpoint.metric_table import Changes
 from kvferry.integrations.vllm.scheduler.incoming import Incoming, PrefixCache, cannot_keep_out
 from kvferry.integrations.vllm.scheduler.outgoing import Outgoing
-from kvferry.integrations.vllm.scheduler.tables import Adapters, BlockIds, Groups
+from kvferry.integrations.vllm.scheduler.tables import BlockIds, Groups, Inputs
 from kvferry.integrations.vllm.shared.dump import dump_engine
 from kvferry.integrations.vllm.shared.options import Options
 from kvferry.integrations.vllm.shared.stats import LoadStats
 from kvferry.integrations.vllm.shared.step import StepMetadata
+from kvferry.log import log_of
 from kvferry.wire.messages import Join
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+log = log_of(__name__)
 
 IDLE_SECONDS, HURRIED_SECONDS = 0.005, 0.0005
 
@@ -43,14 +46,14 @@ class SchedulerSide:
         self._must_bind, self._is_bound = self._is_consumer and is_reused, False
         if self._must_bind:
             self.groups.check_reuse()
-        adapters = Adapters(is_unchecked=options.is_identity_unchecked)
-        self.outgoing = Outgoing(vllm_config, self.groups, options, engine, adapters)
+        inputs = Inputs(vllm_config, is_unchecked=options.is_identity_unchecked)
+        self.outgoing = Outgoing(vllm_config, self.groups, options, engine, inputs)
         can_claim = self._is_producer and self._is_consumer and options.is_reading_back
         # An optional read must not fail a request.
         can_claim = can_claim and transfer.kv_load_failure_policy == "recompute"
         self.incoming = Incoming(
             self.groups,
-            adapters,
+            inputs,
             self.outgoing.take_back,
             options.trust,
             partial(Claimant, engine, trust=options.trust),
@@ -75,6 +78,10 @@ class SchedulerSide:
             self.outgoing.admit(joins)
 
     def new_request(self, request: Request) -> None:
+        if not isinstance(request.kv_transfer_params or {}, dict):  # a client can send it in vllm_xargs
+            kind = type(request.kv_transfer_params).__name__
+            log.warning("%s: kv_transfer_params are ignored: not an object, but %s", request.request_id, kind)
+            request.kv_transfer_params = None
         if self._is_producer:
             self.outgoing.new_request(request)
         if self._is_consumer:
@@ -84,6 +91,10 @@ class SchedulerSide:
         loaded_from = self.incoming.take_held_from(request.request_id)
         self.incoming.finished(request)
         return self.outgoing.finished(request, block_ids, loaded_from)
+
+    def reset(self) -> None:
+        """The model may have changed: load nothing that was computed before."""
+        self.incoming.reset()
 
     @property
     def must_step(self) -> bool:

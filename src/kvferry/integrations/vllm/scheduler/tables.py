@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from huggingface_hub import snapshot_download
 from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
-from vllm.lora.utils import get_adapter_absolute_path
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheConfig, MambaSpec
 from vllm.v1.request import Request
 
@@ -20,7 +20,12 @@ from kvferry.core.request import HOLE, BlockTable, held_from
 from kvferry.core.span import Span, Spans
 from kvferry.core.state import Addressing, Group
 from kvferry.errors import SpecError
-from kvferry.integrations.vllm.shared.groups import describe_group, needed_tokens, spec_of_group
+from kvferry.integrations.vllm.shared.groups import (
+    describe_group,
+    is_prefix_cached,
+    needed_tokens,
+    spec_of_group,
+)
 from kvferry.log import log_of
 from kvferry.wire.ticket import digest_parts
 
@@ -43,18 +48,19 @@ def filling(
     tables: Mapping[str, BlockTable],
     need: Mapping[str, Spans],
     num_tokens: int,
-    num_kept: int,
+    num_kept: Mapping[str, int],
     held_from: int | None,
 ) -> Filling:
     """Load whole blocks if the source holds all tokens from ``held_from`` on; else list the partial ones.
 
-    ``num_kept`` tokens are already here. A window of 60 tokens needs 50 of the second block's 64 tokens:
+    ``num_kept``: first tokens that are already here, by group. A window of 60 tokens needs 50 of the second
+    block's 64 tokens:
 
     >>> window, table = Group("window", 9, 64, window=60), {"window": BlockTable.of([HOLE, 4, 7])}
     >>> need = {"window": (Span(78, 138),)}
-    >>> filling([window], table, need, 138, 0, held_from=64).need
+    >>> filling([window], table, need, 138, {"window": 0}, held_from=64).need
     {'window': (Span(start=64, stop=138),)}
-    >>> filling([window], table, need, 138, 0, held_from=65).partial
+    >>> filling([window], table, need, 138, {"window": 0}, held_from=65).partial
     {'window': range(1, 2)}
     """
     wanted, partial, oldest = dict(need), dict[str, range](), 0
@@ -62,7 +68,7 @@ def filling(
         if group.addressing is not Addressing.TABLE:
             continue
         size = group.tokens_per_block
-        first = _first_own_block(tables[group.name], -(-num_kept // size))
+        first = _first_own_block(tables[group.name], -(-num_kept[group.name] // size))
         # If a chunk of local attention begins right after the loaded tokens, it needs none of them.
         start = need[group.name][0].start if need[group.name] else num_tokens
         if first * size >= start:
@@ -82,16 +88,32 @@ def _first_own_block(table: BlockTable, first: int) -> int:
 MAX_ADAPTERS = 4096
 
 
-class Adapters:
-    """Identities of LoRA adapters. An adapter's files are read once, at its first use."""
+class Inputs:
+    """What identifies a request's inputs besides its tokens: LoRA adapters and multimodal items."""
 
-    def __init__(self, *, is_unchecked: bool = False) -> None:
+    def __init__(self, vllm_config: VllmConfig | None = None, *, is_unchecked: bool = False) -> None:
         """``is_unchecked``: identify an adapter by its name if its content cannot be read."""
         self._is_unchecked = is_unchecked
         self._known: dict[tuple[int, str], str] = {}
+        multimodal = vllm_config.model_config.multimodal_config if vllm_config else None
+        self._are_items_counted = bool(
+            vllm_config
+            and multimodal
+            and not multimodal.mm_processor_cache_gb
+            and not vllm_config.cache_config.enable_prefix_caching
+        )
+        """Without either cache, vLLM names a multimodal item by a counter instead of its content."""
+
+    def are_identified(self, request: Request) -> bool:
+        """Whether a digest identifies the prompt; false for prompts given as embeddings."""
+        is_counted = bool(request.mm_features) and self._are_items_counted
+        return request.prompt_token_ids is not None and request.prompt_embeds is None and not is_counted
 
     def identity(self, adapter: LoRARequest) -> str:
-        """Equal on both sides for one adapter. Later changes to its files do not affect a loaded adapter."""
+        """Equal on both sides for one adapter, whose files are read once, at its first use.
+
+        Later changes to its files do not affect a loaded adapter.
+        """
         key = (adapter.lora_int_id, adapter.lora_path)
         if key not in self._known or adapter.load_inplace:
             if len(self._known) >= MAX_ADAPTERS:
@@ -101,12 +123,25 @@ class Adapters:
 
     def _read(self, adapter: LoRARequest) -> str:
         try:
-            return f"content {adapter_digest(Path(get_adapter_absolute_path(adapter.lora_path)))}"
+            return f"content {adapter_digest(_adapter_folder(adapter.lora_path))}"
         except SpecError as error:
             if not self._is_unchecked:
                 raise
             log.warning("LoRA adapter %s is compared by its name only: %s", adapter.lora_name, error)
             return f"name {adapter.lora_name}"
+
+
+def _adapter_folder(path: str) -> Path:
+    """An adapter's folder on this host. A worker loads the adapter, so nothing is downloaded here."""
+    here = Path(path).expanduser()
+    if here.is_absolute() or here.exists():
+        return here
+    try:
+        return Path(snapshot_download(path, local_files_only=True))
+    except (OSError, ValueError) as error:
+        raise SpecError(
+            f"the LoRA adapter {path} is not in this host's Hugging Face cache: {error}"
+        ) from error
 
 
 NULL_BLOCK = 0
@@ -126,6 +161,8 @@ class Groups:
         self.has_state = any(g.addressing is Addressing.SLOT for g in self._groups.values())
         """Whether some group keeps one recurrent state per request, valid after its last token only."""
         self.has_window = any(group.window for group in self._groups.values())
+        tables = [group for group in self._groups.values() if group.addressing is Addressing.TABLE]
+        self.has_one_table = len(tables) == 1 and not self.has_window
         # vLLM recomputes the last token of a fully loaded prompt. A state would take that step twice, and a
         # window may have lost the oldest token that the step needs, on both sides.
         num_unsafe = int(self.has_state or self.has_window)
@@ -159,12 +196,17 @@ class Groups:
     def filling(
         self, tables: Mapping[str, BlockTable], num_tokens: int, num_kept: int, held_from: int | None
     ) -> Filling:
-        """What to load to continue after ``num_tokens``, of which the first ``num_kept`` are already here."""
+        """What to load to continue after ``num_tokens``; vLLM has the first ``num_kept`` in its cache."""
+        kept = {group.name: self._num_kept(index, num_kept) for index, group in self._groups.items()}
         need = {
-            group.name: needed_tokens(self._config, index, num_tokens, num_kept)
+            group.name: needed_tokens(self._config, index, num_tokens, kept[group.name])
             for index, group in self._groups.items()
         }
-        return filling(self._groups.values(), tables, need, num_tokens, num_kept, held_from)
+        return filling(self._groups.values(), tables, need, num_tokens, kept, held_from)
+
+    def _num_kept(self, index: int, num_kept: int) -> int:
+        """The tokens of a prefix hit that a group has: none if vLLM never caches its blocks."""
+        return num_kept if is_prefix_cached(self._config.kv_cache_groups[index].kv_cache_spec) else 0
 
     def held_from(self, tables: Mapping[str, BlockTable], num_tokens: int) -> int:
         return held_from(self._groups.values(), tables, num_tokens)
@@ -195,42 +237,38 @@ class Groups:
 
     def kept(self, num_kept: int) -> dict[str, Spans]:
         """The tokens that are already here. Their blocks are shared with other requests and never written."""
-        spans: Spans = (Span(0, num_kept),) if num_kept else ()
         return {
-            group.name: spans for group in self._groups.values() if group.addressing is not Addressing.SLOT
+            group.name: (Span(0, count),) if (count := self._num_kept(index, num_kept)) else ()
+            for index, group in self._groups.items()
+            if group.addressing is not Addressing.SLOT
         }
 
 
-def digest(request: Request, num_tokens: int, adapters: Adapters) -> bytes:
+def digest(request: Request, num_tokens: int, inputs: Inputs) -> bytes:
     """A digest of the inputs of a request's first tokens: token ids, multimodal items, adapter and salt."""
     token_ids = array("q", (request.prompt_token_ids or [])[:num_tokens])
     hasher = hashlib.blake2b(token_ids.tobytes(), digest_size=16)
     for feature in request.mm_features:
         if feature.mm_position.offset < num_tokens:
             hasher.update(f"\0{feature.identifier}@{feature.mm_position.offset}".encode())
-    hasher.update(_extra(request, adapters))
+    hasher.update(_extra(request, inputs))
     return hasher.digest()
 
 
-def digest_parts_of(request: Request, num_tokens: int, adapters: Adapters) -> bytes:
+def digest_parts_of(request: Request, num_tokens: int, inputs: Inputs) -> bytes:
     """Digests of growing prefixes of a request, prompt and answer, to compare two requests."""
     marks: dict[int, bytes] = {}
     for feature in request.mm_features:  # two may start at one token: a video's audio and frames
         at = feature.mm_position.offset
         marks[at] = marks.get(at, b"") + f"\0{feature.identifier}".encode()
-    return digest_parts(request.all_token_ids[:num_tokens], _extra(request, adapters), marks)
+    return digest_parts(request.all_token_ids[:num_tokens], _extra(request, inputs), marks)
 
 
-def _extra(request: Request, adapters: Adapters) -> bytes:
+def _extra(request: Request, inputs: Inputs) -> bytes:
     """The inputs besides the prompt. As in vLLM, prompts with different salts share nothing."""
     extra = b""
     if request.lora_request is not None:
-        extra += f"\0lora {adapters.identity(request.lora_request)}".encode()
+        extra += f"\0lora {inputs.identity(request.lora_request)}".encode()
     if request.cache_salt:
         extra += f"\0salt {request.cache_salt}".encode()
     return extra
-
-
-def is_identified(request: Request) -> bool:
-    """Whether a digest identifies the prompt; false for prompts given as embeddings."""
-    return request.prompt_token_ids is not None and request.prompt_embeds is None

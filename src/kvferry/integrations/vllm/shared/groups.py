@@ -40,6 +40,11 @@ def needed_tokens(config: KVCacheConfig, index: int, num_tokens: int, num_kept: 
     return (Span(start, num_tokens),) if start < num_tokens else ()
 
 
+def is_prefix_cached(spec: KVCacheSpec) -> bool:
+    """Whether vLLM's prefix cache keeps blocks of a group; it recomputes DeepSeek-V4.1's windows instead."""
+    return bool(getattr(spec, "prefix_cacheable", True))  # older vLLM has no such property
+
+
 def describe_group(config: KVCacheConfig, index: int, dcp_size: int = 1) -> Group:
     """A group. A block is spread over the context-parallel ranks, so it has ``dcp_size`` times the tokens."""
     group = config.kv_cache_groups[index]
