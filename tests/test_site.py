@@ -88,7 +88,7 @@ def test_plots_are_those_of_the_result_files():
     drawn = site_pictures.picture("peers")
     _, *rows = table("README.md", "all 368 legal pairs")
     for name, right, rejected, wrong in rows:
-        assert f"{name}: right {right}, rejected {rejected}, silently wrong {wrong}" in drawn
+        assert f"{name}: correct {right}, rejected {rejected}, silently wrong {wrong}" in drawn
         assert f">{right}</text>" in drawn
     assert site_pictures.INK not in drawn
 

@@ -337,7 +337,7 @@ def main() -> None:
             found = list(args.wheels.glob(f"{name}-{version}-*.whl")) if args.wheels else []
             packages[name] = Package(found[0] if found else fetch(f"{name}=={version}", Path(made)))
         vllm, others = packages["vllm"], packages["sglang"]
-        print(f"| all {len(pairs())} legal pairs of unequal TP | right | rejected | silently wrong |")
+        print(f"| all {len(pairs())} legal pairs of unequal TP | correct | rejected | silently wrong |")
         print("| --- | --- | --- | --- |")
         print(row(f"vLLM {vllm.version}, NixlConnector", vllm_nixl(vllm)))
         print(row(f"vLLM {vllm.version}, MooncakeConnector", vllm_mooncake(vllm)))
